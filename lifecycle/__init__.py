@@ -1,0 +1,24 @@
+"""The lifecycle of a request as an event-sourced state machine: the pure core of kvledger.
+
+Reads top to bottom: `states`, `events`, `table`, `machine`, `projections/`, `decisions/`, `handlers/`,
+`decider`, `ledger`, `replay`, `codec`. It knows no torch, no vLLM, no files and no clock.
+"""
+
+from kvledger.lifecycle.configuration import ConfigurationError, LedgerConfiguration
+from kvledger.lifecycle.handlers import HandlerRegistry, StateHandler
+from kvledger.lifecycle.ledger import EventSink, Ledger
+from kvledger.lifecycle.replay import Divergence, Replay, fold
+from kvledger.lifecycle.states import RequestState
+
+__all__ = [
+    "ConfigurationError",
+    "Divergence",
+    "EventSink",
+    "HandlerRegistry",
+    "Ledger",
+    "LedgerConfiguration",
+    "Replay",
+    "RequestState",
+    "StateHandler",
+    "fold",
+]

@@ -1,0 +1,105 @@
+"""ALLOC_MATCHES_LOOKUP: the scheduler takes up no more than it was answered, in the same life of the request."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import ClassVar
+
+import attrs
+
+from kvledger.lifecycle import events as e
+from kvledger.lifecycle.audit.checker import Violation, violation
+from kvledger.lifecycle.belief import Projections
+from kvledger.lifecycle.replay import ReplayedEvent
+
+
+@attrs.frozen
+class _Answer:
+    sequence: int
+    generation: int
+    num_computed_tokens: int
+    num_external_tokens: int
+
+
+class AllocMatchesLookup:
+    """At `blocks.allocated`, 0 <= external tokens <= the last answer, and the answer belongs to this generation.
+
+    Verifies: an allocation that takes up external tokens follows an answer that no other allocation took up, that
+    no preemption or reset overtook and that was given in the same generation; the tokens are at most those
+    answered; a load reads exactly the tokens that were taken up, from where the answer began.
+    Does not verify: whether the answer was right (LOOKUP_PURE), or still can be delivered (LOADABLE_AFTER_COMMIT).
+    """
+
+    rule: ClassVar[str] = "ALLOC_MATCHES_LOOKUP"
+    looks_at: ClassVar[frozenset[type[e.Event]]] = frozenset(
+        {
+            e.LookupAnswered,
+            e.BlocksAllocated,
+            e.LoadIssued,
+            e.CacheReset,
+            e.RequestArrived,
+            e.RequestPreempted,
+            e.SessionContinued,
+            e.RequestFinished,
+            e.RequestReleased,
+        }
+    )
+
+    def __init__(self) -> None:
+        self._answers: dict[str, _Answer] = {}
+        self._taken_up: dict[str, tuple[int, int, int]] = {}
+        """Request id -> (sequence, first token, number of tokens) of the last allocation."""
+
+    def check(self, step: ReplayedEvent, projections: Projections) -> Iterator[Violation]:
+        """Compare allocation with answer, and load with allocation."""
+        event = step.event
+        if isinstance(event, e.LookupAnswered):
+            self._answers[event.request_id] = _Answer(
+                step.sequence, event.generation, event.num_computed_tokens, event.num_external_tokens
+            )
+        elif isinstance(event, e.BlocksAllocated):
+            yield from self._check_allocation(event, step, projections)
+        elif isinstance(event, e.LoadIssued):
+            yield from self._check_load(event, step, projections)
+        elif isinstance(event, e.RequestEvent):
+            self._answers.pop(event.request_id, None)
+            self._taken_up.pop(event.request_id, None)
+        else:
+            self._answers.clear()
+
+    def _check_allocation(
+        self, event: e.BlocksAllocated, step: ReplayedEvent, projections: Projections
+    ) -> Iterator[Violation]:
+        answer = self._answers.pop(event.request_id, None)
+        first_token = 0 if answer is None else answer.num_computed_tokens
+        self._taken_up[event.request_id] = (step.sequence, first_token, event.num_external_tokens)
+        record = projections.tracker.get(event.request_id)
+        if event.num_external_tokens == 0 or record is None:
+            return
+        if answer is None:
+            detail = f"{event.num_external_tokens} external tokens were taken up that no lookup answered"
+            yield violation(self.rule, step, projections, detail)
+        elif answer.generation != record.generation:
+            detail = (
+                f"{event.num_external_tokens} external tokens were taken up in generation {record.generation}, "
+                f"the answer was for generation {answer.generation}"
+            )
+            yield violation(self.rule, step, projections, detail, answer.sequence)
+        elif not 0 <= event.num_external_tokens <= answer.num_external_tokens:
+            detail = (
+                f"{event.num_external_tokens} external tokens were taken up, "
+                f"{answer.num_external_tokens} had been answered"
+            )
+            yield violation(self.rule, step, projections, detail, answer.sequence)
+
+    def _check_load(self, event: e.LoadIssued, step: ReplayedEvent, projections: Projections) -> Iterator[Violation]:
+        taken_up = self._taken_up.get(event.request_id)
+        if taken_up is None or taken_up[2] == 0:
+            return  # a load that nothing took up is EXTERNAL_ZERO_NO_LOAD's
+        sequence, first_token, num_tokens = taken_up
+        if (event.first_token, event.num_tokens) != (first_token, num_tokens):
+            detail = (
+                f"{event.num_tokens} tokens are loaded from token {event.first_token} on, "
+                f"{num_tokens} from {first_token} on had been taken up"
+            )
+            yield violation(self.rule, step, projections, detail, sequence)

@@ -1,0 +1,61 @@
+"""What a checker is and what it finds.
+
+A checker holds one rule against a log, event by event, in bounded memory: it forgets a request when the request
+is released. It sees the state after the fold of the event, and keeps for itself what it needs from before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import ClassVar, Protocol
+
+import attrs
+
+from kvledger.lifecycle import events as e
+from kvledger.lifecycle.belief import Projections
+from kvledger.lifecycle.replay import ReplayedEvent
+
+JOB_ISSUED: tuple[type[e.Event], ...] = (e.LoadIssued, e.SaveIssued)
+JOB_SETTLED: tuple[type[e.Event], ...] = (e.LoadCompleted, e.LoadFailed, e.SaveCompleted, e.SaveFailed)
+
+
+@attrs.frozen
+class Violation:
+    """A rule that the log breaks at `sequence`."""
+
+    rule: str
+    sequence: int
+    request_id: str
+    """Empty where the event belongs to no single request."""
+    generation: int | None
+    """The generation the event speaks of, or that the request was in; None where neither is known."""
+    detail: str
+    evidence: tuple[int, ...]
+    """Sequence numbers of earlier events that, with this one, show the breach."""
+
+
+class Checker(Protocol):
+    """One rule. Made anew for every audit; `looks_at` names the events it wants to be given."""
+
+    rule: ClassVar[str]
+    looks_at: ClassVar[frozenset[type[e.Event]]]
+
+    def check(self, step: ReplayedEvent, projections: Projections) -> Iterator[Violation]:
+        """What is wrong with this event. `projections` contain it already and must not be changed."""
+
+
+def violation(
+    rule: str, step: ReplayedEvent, projections: Projections, detail: str, *evidence: int, request_id: str | None = None
+) -> Violation:
+    """A violation at this step, with request and generation taken from the event where it names them.
+
+    An evidence of 0 stands for nothing and is left out.
+    """
+    event = step.event
+    if request_id is None:
+        request_id = getattr(event, "request_id", "")
+    generation: int | None = getattr(event, "generation", None)
+    if generation is None:
+        record = projections.tracker.get(request_id)
+        generation = None if record is None else record.generation
+    return Violation(rule, step.sequence, request_id, generation, detail, tuple(s for s in evidence if s))

@@ -1,0 +1,64 @@
+"""A chunk index of the audit's own, made from save, evict, taint and reset events alone.
+
+It is kept apart from `projections/chunk_index.py` on purpose: a mistake there must not hide itself.
+"""
+
+from __future__ import annotations
+
+from kvledger.lifecycle import events as e
+from kvledger.lifecycle.belief import Projections
+from kvledger.lifecycle.projections.transfers import Job
+
+CHUNK_EVENTS: frozenset[type[e.Event]] = frozenset(
+    {e.SaveIssued, e.SaveCompleted, e.SaveFailed, e.ChunkEvicted, e.ChunkTainted, e.CacheReset}
+)
+"""What `CommittedChunks.fold` wants to see."""
+
+
+class CommittedChunks:
+    """Chunks whose latest of commit, evict, taint and reset is commit, and the slots of each."""
+
+    def __init__(self) -> None:
+        self.epoch = 0
+        """Resets so far."""
+        self._saves: dict[int, tuple[Job, int]] = {}
+        self._slots: dict[bytes, tuple[int, ...]] = {}
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._slots
+
+    def slots_of(self, key: bytes) -> tuple[int, ...] | None:
+        """The slots that hold the chunk, or None where it is not committed."""
+        return self._slots.get(key)
+
+    def fold(self, event: e.Event, projections: Projections) -> None:
+        """Take up one event; others than `CHUNK_EVENTS` change nothing."""
+        match event:
+            case e.SaveIssued():
+                job = projections.transfers.get(event.job_id)
+                if job is not None:
+                    self._saves[event.job_id] = (job, self.epoch)
+            case e.SaveCompleted():
+                self._commit(event, projections)
+            case e.SaveFailed():
+                self._saves.pop(event.job_id, None)
+            case e.ChunkEvicted() | e.ChunkTainted():
+                self._slots.pop(event.key, None)
+            case e.CacheReset():
+                self.epoch += 1
+                self._slots.clear()
+            case _:
+                pass
+
+    def _commit(self, event: e.SaveCompleted, projections: Projections) -> None:
+        job, epoch = self._saves.pop(event.job_id, (None, 0))
+        if job is None or epoch != self.epoch:
+            return
+        geometry = projections.geometry
+        slot_of_block = dict(zip(geometry.blocks_of(job.chunks), job.slots, strict=False))
+        # The new image of a block contains the shorter ones that other chunks had of it.
+        replaced = [(chunk, key) for chunk, key in job.earlier_keys if key in self._slots]
+        for chunk, key in [*zip(job.chunks, job.keys, strict=False), *replaced]:
+            self._slots[key] = tuple(
+                slot_of_block[block] for block in geometry.blocks_of((chunk,)) if block in slot_of_block
+            )

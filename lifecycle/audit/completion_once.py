@@ -1,0 +1,92 @@
+"""COMPLETION_ONCE: each rank reports a job once, and a job is settled once, when all have reported."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import ClassVar
+
+import attrs
+
+from kvledger.lifecycle import events as e
+from kvledger.lifecycle.audit.checker import JOB_ISSUED, JOB_SETTLED, Violation, violation
+from kvledger.lifecycle.belief import Projections
+from kvledger.lifecycle.replay import ReplayedEvent
+
+
+@attrs.define
+class _Count:
+    sequence: int
+    is_load: bool
+    num_done: int = 0
+    num_failed: int = 0
+
+
+class CompletionOnce:
+    """Every job is issued once, reported at most once by each rank, and settled once.
+
+    Verifies: reports and settlements are of jobs in flight and of their kind; the ranks that reported are not more
+    than there are; a job counts as completed only when every rank has done it and none failed.
+    Does not verify: which rank reported, for reports are counted; jobs that are never settled (LIVENESS is guarded
+    while it happens).
+    """
+
+    rule: ClassVar[str] = "COMPLETION_ONCE"
+    looks_at: ClassVar[frozenset[type[e.Event]]] = frozenset({*JOB_ISSUED, *JOB_SETTLED, e.TransferReported})
+
+    def __init__(self) -> None:
+        self._in_flight: dict[int, _Count] = {}
+        self._last_job_id = 0
+
+    def check(self, step: ReplayedEvent, projections: Projections) -> Iterator[Violation]:
+        """Count reports per job."""
+        event = step.event
+        if isinstance(event, e.LoadIssued | e.SaveIssued):
+            if event.job_id <= self._last_job_id:
+                detail = f"job {event.job_id} is issued, but {self._last_job_id} had been reached: ids are used once"
+                yield violation(self.rule, step, projections, detail, event.cause)
+            self._last_job_id = max(self._last_job_id, event.job_id)
+            self._in_flight[event.job_id] = _Count(step.sequence, isinstance(event, e.LoadIssued))
+        elif isinstance(event, e.TransferReported):
+            yield from self._check_report(event, step, projections)
+        elif isinstance(event, e.LoadCompleted | e.LoadFailed | e.SaveCompleted | e.SaveFailed):
+            yield from self._check_settlement(event, step, projections)
+
+    def _check_report(
+        self, event: e.TransferReported, step: ReplayedEvent, projections: Projections
+    ) -> Iterator[Violation]:
+        count = self._in_flight.get(event.job_id)
+        if count is None:
+            detail = f"job {event.job_id} was reported, but no such job is in flight"
+            yield violation(self.rule, step, projections, detail)
+            return
+        count.num_done += event.num_ranks_done
+        count.num_failed += event.num_ranks_failed
+        num_ranks = projections.configuration.num_ranks
+        if count.num_done + count.num_failed > num_ranks:
+            detail = f"job {event.job_id} was reported {count.num_done + count.num_failed} times by {num_ranks} ranks"
+            job = projections.transfers.get(event.job_id)
+            request_id = "" if job is None else job.request_id
+            yield violation(self.rule, step, projections, detail, count.sequence, request_id=request_id)
+
+    def _check_settlement(
+        self,
+        event: e.LoadCompleted | e.LoadFailed | e.SaveCompleted | e.SaveFailed,
+        step: ReplayedEvent,
+        projections: Projections,
+    ) -> Iterator[Violation]:
+        count = self._in_flight.pop(event.job_id, None)
+        if count is None:
+            detail = f"{event.id} for job {event.job_id}, which is not in flight"
+            yield violation(self.rule, step, projections, detail, event.cause)
+            return
+        if count.is_load is not isinstance(event, e.LoadCompleted | e.LoadFailed):
+            detail = f"{event.id} for job {event.job_id}, which is a {'load' if count.is_load else 'save'}"
+            yield violation(self.rule, step, projections, detail, count.sequence, event.cause)
+        num_ranks = projections.configuration.num_ranks
+        completed = isinstance(event, e.LoadCompleted | e.SaveCompleted)
+        if completed and (count.num_failed or count.num_done < num_ranks):
+            detail = (
+                f"{event.id} for job {event.job_id}, which {count.num_done} of {num_ranks} ranks did "
+                f"and {count.num_failed} failed to do"
+            )
+            yield violation(self.rule, step, projections, detail, count.sequence, event.cause)

@@ -1,0 +1,76 @@
+"""GEN_ISOLATION: what belongs to one generation of a request does not reach another."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import ClassVar
+
+from kvledger.lifecycle import events as e
+from kvledger.lifecycle.audit.checker import JOB_ISSUED, JOB_SETTLED, Violation, violation
+from kvledger.lifecycle.belief import Projections
+from kvledger.lifecycle.projections.transfers import Job
+from kvledger.lifecycle.replay import ReplayedEvent
+
+
+class GenIsolation:
+    """Jobs are known by their id, and an event of an earlier generation or life moves nothing.
+
+    Verifies: a settled job names the request and generation it was issued for; what is decided carries the
+    request's generation, or the one before for a save of blocks that were just lost; an event of another
+    generation, or of an earlier request with the same id, leaves the request in its state.
+    Does not verify: that the bytes went to the right generation's blocks.
+    """
+
+    rule: ClassVar[str] = "GEN_ISOLATION"
+    looks_at: ClassVar[frozenset[type[e.Event]]] = frozenset({*JOB_ISSUED, *JOB_SETTLED, e.LookupAnswered})
+
+    def __init__(self) -> None:
+        self._jobs: dict[int, tuple[int, Job]] = {}
+
+    def check(self, step: ReplayedEvent, projections: Projections) -> Iterator[Violation]:
+        """Compare generations."""
+        event = step.event
+        if isinstance(event, e.LoadIssued | e.SaveIssued | e.LookupAnswered):
+            yield from self._check_decided(event, step, projections)
+            if not isinstance(event, e.LookupAnswered):
+                job = projections.transfers.get(event.job_id)
+                if job is not None:
+                    self._jobs[event.job_id] = (step.sequence, job)
+        elif isinstance(event, e.LoadCompleted | e.LoadFailed | e.SaveCompleted | e.SaveFailed):
+            sequence, job = self._jobs.pop(event.job_id, (0, None))
+            if job is not None:
+                yield from self._check_settled(event, step, projections, job, sequence)
+
+    def _check_decided(
+        self, event: e.LoadIssued | e.SaveIssued | e.LookupAnswered, step: ReplayedEvent, projections: Projections
+    ) -> Iterator[Violation]:
+        record = projections.tracker.get(event.request_id)
+        if record is None:
+            return
+        allowed = {record.generation}
+        if isinstance(event, e.SaveIssued) and event.before_forward:
+            allowed.add(record.generation - 1)
+        if event.generation not in allowed:
+            detail = f"{event.id} names generation {event.generation}, the request is in {record.generation}"
+            yield violation(self.rule, step, projections, detail, event.cause)
+
+    def _check_settled(
+        self,
+        event: e.LoadCompleted | e.LoadFailed | e.SaveCompleted | e.SaveFailed,
+        step: ReplayedEvent,
+        projections: Projections,
+        job: Job,
+        sequence: int,
+    ) -> Iterator[Violation]:
+        if (event.request_id, event.generation) != (job.request_id, job.generation):
+            detail = (
+                f"{event.id} for job {job.job_id} names generation {event.generation} of {event.request_id!r}, "
+                f"the job was issued for generation {job.generation} of {job.request_id!r}"
+            )
+            yield violation(self.rule, step, projections, detail, sequence, event.cause)
+        record = projections.tracker.get(event.request_id)
+        if record is None or (record.ordinal == job.ordinal and record.generation == event.generation):
+            return
+        if step.state_before is not step.state_after:
+            detail = f"{event.id} of generation {event.generation} moved the request to {step.state_after}"
+            yield violation(self.rule, step, projections, detail, sequence, event.cause)

@@ -1,0 +1,69 @@
+"""LOAD_DST_EXCLUSIVE: nobody else fills the blocks that a load fills."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import ClassVar
+
+from kvledger.lifecycle import events as e
+from kvledger.lifecycle.audit.checker import Violation, violation
+from kvledger.lifecycle.belief import Projections
+from kvledger.lifecycle.replay import ReplayedEvent
+
+
+class LoadDstExclusive:
+    """A block is the destination of at most one load in flight, and held by that load's request.
+
+    Verifies: a load's blocks are those of its tokens in the request's table, each once, and no load in flight of a
+    request that still holds its blocks fills one of them.
+    Does not verify: that no other request's table holds the block, and that no forward in flight writes it. A
+    request can be preempted before its load is reported, and its blocks be filled for another one: then the
+    order of the copies on the device decides, which no log of the scheduler shows.
+    """
+
+    rule: ClassVar[str] = "LOAD_DST_EXCLUSIVE"
+    looks_at: ClassVar[frozenset[type[e.Event]]] = frozenset(
+        {e.LoadIssued, e.LoadCompleted, e.LoadFailed, e.RequestPreempted, e.RequestFinished}
+    )
+
+    def __init__(self) -> None:
+        self._filled_by: dict[int, tuple[int, int]] = {}
+        """Block id -> (job id, sequence of the load)."""
+        self._blocks_of: dict[int, tuple[int, ...]] = {}
+
+    def check(self, step: ReplayedEvent, projections: Projections) -> Iterator[Violation]:
+        """Compare a load's blocks with the table and with the loads in flight."""
+        event = step.event
+        if isinstance(event, e.LoadIssued):
+            yield from self._check_load(event, step, projections)
+            self._blocks_of[event.job_id] = event.block_ids
+            self._filled_by |= dict.fromkeys(event.block_ids, (event.job_id, step.sequence))
+        elif isinstance(event, e.RequestPreempted | e.RequestFinished):
+            for job in projections.transfers:
+                if job.request_id == event.request_id:
+                    self._let_go(job.job_id)
+        elif isinstance(event, e.LoadCompleted | e.LoadFailed):
+            self._let_go(event.job_id)
+
+    def _let_go(self, job_id: int) -> None:
+        for block_id in self._blocks_of.pop(job_id, ()):
+            if self._filled_by.get(block_id, (0, 0))[0] == job_id:
+                del self._filled_by[block_id]
+
+    def _check_load(self, event: e.LoadIssued, step: ReplayedEvent, projections: Projections) -> Iterator[Violation]:
+        table = projections.blocks.held(event.request_id)
+        blocks = projections.geometry.blocks_spanning(event.first_token, event.num_tokens)
+        expected = tuple(table[blocks.start : blocks.stop])
+        if event.block_ids != expected:
+            detail = (
+                f"load {event.job_id} fills blocks {list(event.block_ids)}, "
+                f"in the request's table its tokens have {list(expected)}"
+            )
+            yield violation(self.rule, step, projections, detail, event.cause)
+        if len(set(event.block_ids)) < len(event.block_ids):
+            detail = f"load {event.job_id} fills a block twice: {list(event.block_ids)}"
+            yield violation(self.rule, step, projections, detail, event.cause)
+        rivals = {self._filled_by[block_id] for block_id in event.block_ids if block_id in self._filled_by}
+        for job_id, sequence in sorted(rivals):
+            detail = f"load {event.job_id} fills blocks that load {job_id} is still filling"
+            yield violation(self.rule, step, projections, detail, sequence, event.cause)

@@ -1,0 +1,102 @@
+"""LOOKUP_PURE: an answer depends on what is cached and on this call, never on how often was asked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import ClassVar
+
+import attrs
+
+from kvledger.lifecycle import events as e
+from kvledger.lifecycle.audit.checker import Violation, violation
+from kvledger.lifecycle.belief import Projections
+from kvledger.lifecycle.replay import ReplayedEvent
+
+
+@attrs.frozen
+class _Circumstances:
+    """Everything an answer may depend on; equal circumstances must give equal answers."""
+
+    generation: int
+    num_computed_tokens: int
+    num_tokens: int
+    num_keys: int
+    num_added: int
+    num_removed: int
+    quarantined: bool
+
+
+class LookupPure:
+    """k lookups equal one, and each answer is computed against the `num_computed_tokens` of its own call.
+
+    Verifies: answer = max(0, min(usable part of the recorded hit, num_tokens - 1) - num_computed_tokens), and 0
+    for a local hit that ends inside a block; the answer repeats the question; two lookups of a request between
+    which nothing it depends on changed give the same hit and the same answer.
+    Does not verify: whether the recorded hit is there (RESET_EPOCH and LOADABLE_AFTER_COMMIT see what is promised
+    and not there; deciding again sees every other difference).
+    """
+
+    rule: ClassVar[str] = "LOOKUP_PURE"
+    looks_at: ClassVar[frozenset[type[e.Event]]] = frozenset(
+        {e.LookupRequested, e.LookupAnswered, e.ChunkKeysObserved, e.RequestArrived, e.RequestReleased}
+    )
+
+    def __init__(self) -> None:
+        self._asked: tuple[int, e.LookupRequested] | None = None
+        self._answered: dict[str, tuple[int, _Circumstances, tuple[int, int]]] = {}
+
+    def check(self, step: ReplayedEvent, projections: Projections) -> Iterator[Violation]:
+        """Compute the answer again."""
+        event = step.event
+        if isinstance(event, e.LookupRequested):
+            self._asked = (step.sequence, event)
+        elif isinstance(event, e.LookupAnswered):
+            yield from self._check_question(event, step, projections)
+            yield from self._check_answer(event, step, projections)
+        elif isinstance(event, e.RequestEvent):
+            self._answered.pop(event.request_id, None)
+
+    def _check_question(
+        self, event: e.LookupAnswered, step: ReplayedEvent, projections: Projections
+    ) -> Iterator[Violation]:
+        if self._asked is None or self._asked[0] != event.cause or self._asked[1].request_id != event.request_id:
+            return
+        asked = self._asked[1].num_computed_tokens
+        if asked != event.num_computed_tokens:
+            detail = f"asked with {asked} computed tokens, answered for {event.num_computed_tokens}"
+            yield violation(self.rule, step, projections, detail, event.cause)
+
+    def _check_answer(
+        self, event: e.LookupAnswered, step: ReplayedEvent, projections: Projections
+    ) -> Iterator[Violation]:
+        record = projections.tracker.get(event.request_id)
+        if record is None:
+            return
+        usable = 0 if record.quarantined else projections.policy.usable_tokens(event.num_hit_tokens, record)
+        expected = max(0, min(usable, event.num_tokens - 1) - event.num_computed_tokens)
+        if event.num_computed_tokens % projections.configuration.block_size:
+            expected = 0
+        if event.num_external_tokens != expected:
+            detail = (
+                f"answered {event.num_external_tokens}, but a usable hit of {usable} of {event.num_tokens} tokens "
+                f"with {event.num_computed_tokens} computed gives {expected}"
+            )
+            yield violation(self.rule, step, projections, detail, event.cause)
+        now = _Circumstances(
+            record.generation,
+            event.num_computed_tokens,
+            event.num_tokens,
+            len(projections.chunk_keys.of(event.request_id)),
+            projections.chunks.num_added,
+            projections.chunks.num_removed,
+            record.quarantined,
+        )
+        answer = (event.num_hit_tokens, event.num_external_tokens)
+        before = self._answered.get(event.request_id)
+        if before is not None and before[1] == now and before[2] != answer:
+            detail = (
+                f"a hit of {answer[0]} and an answer of {answer[1]}, though an equal lookup had given "
+                f"{before[2][0]} and {before[2][1]} and nothing changed since"
+            )
+            yield violation(self.rule, step, projections, detail, before[0], event.cause)
+        self._answered[event.request_id] = (step.sequence, now, answer)

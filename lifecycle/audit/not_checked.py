@@ -1,0 +1,32 @@
+"""Rules that a log of today cannot decide, and why. A reader must not take silence about them for soundness."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+NOT_CHECKED: Mapping[str, str] = MappingProxyType(
+    {
+        "HIT_PINNED": "pins are folded from answers, not recorded; EVICT_IDLE_ONLY checks what they are for",
+        "PIN_BALANCE": "pins are folded from answers, not recorded",
+        "RESUME_COVERS_OUTPUT": "the scheduler's own token count is recorded only as the lookup's",
+        "DEFER_BOUNDED": "every lookup is answered at once; there is no deferred answer to record",
+        "TABLE_EQ": "the scheduler's table is not recorded where it agrees; a difference seen live is under RECORDED",
+        "SRC_BLOCK_STABLE": "frees and reuse of blocks by requests without a connector hook are not recorded",
+        "BLOCK_REUSE_FENCED": "the order of copies and forwards on the device is not recorded",
+        "CURSOR_LE_FRONTIER": "the save cursor is folded, not recorded; CHUNK_COMPLETE checks what it is for",
+        "STORE_CONTIGUOUS": "a chunk left out because it was saved already has no event",
+        "RANK_AGREEMENT": "reports are counted, ranks are not named; COMPLETION_ONCE checks the counts",
+        "LOAD_XOR_STORES": "kvledger promises it per block, not per request; LOAD_DST_EXCLUSIVE checks that",
+        "DELAY_FREE_CONTRACT": "what the hooks returned to the scheduler is not recorded",
+        "FAILED_LOAD_TAINT": "retries are not recorded; that a tainted chunk is not loaded is LOADABLE_AFTER_COMMIT's",
+        "ROLLBACK_OBSERVED": "the scheduler's own count of computed tokens is recorded only where it differs",
+        "LIVENESS": "a log may end before a report is due; a silent job seen live is under RECORDED",
+        "STEP_WHILE_PENDING": "idle steps of the engine are not recorded",
+        "KEY_IDENTITY": "tokens never enter the log, only keys made from them",
+        "ROUNDTRIP": "bytes of the KV cache never enter the log",
+        "GROUP_AGREEMENT": "one KV cache group is recorded",
+        "EVENTS_EQ_RESIDENCY": "published KV events are not recorded",
+    }
+)
+"""Rule -> reason."""

@@ -1,0 +1,53 @@
+"""Every checker there is, by its rule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import MappingProxyType
+
+from kvledger.lifecycle.audit.alloc_matches_lookup import AllocMatchesLookup
+from kvledger.lifecycle.audit.checker import Checker
+from kvledger.lifecycle.audit.chunk_complete import ChunkComplete
+from kvledger.lifecycle.audit.completion_once import CompletionOnce
+from kvledger.lifecycle.audit.evict_idle_only import EvictIdleOnly
+from kvledger.lifecycle.audit.external_zero_no_load import ExternalZeroNoLoad
+from kvledger.lifecycle.audit.finish_is_last import FinishIsLast
+from kvledger.lifecycle.audit.gen_isolation import GenIsolation
+from kvledger.lifecycle.audit.last_token import LastToken
+from kvledger.lifecycle.audit.legal_transition import LegalTransition
+from kvledger.lifecycle.audit.load_dst_exclusive import LoadDstExclusive
+from kvledger.lifecycle.audit.loadable_after_commit import LoadableAfterCommit
+from kvledger.lifecycle.audit.lookup_pure import LookupPure
+from kvledger.lifecycle.audit.recorded import Recorded
+from kvledger.lifecycle.audit.release_all import ReleaseAll
+from kvledger.lifecycle.audit.reset_epoch import ResetEpoch
+from kvledger.lifecycle.audit.src_block_owned import SrcBlockOwned
+from kvledger.lifecycle.audit.token_conservation import TokenConservation
+
+ALL_CHECKERS: MappingProxyType[str, Callable[[], Checker]] = MappingProxyType(
+    {
+        LegalTransition.rule: LegalTransition,
+        AllocMatchesLookup.rule: AllocMatchesLookup,
+        LookupPure.rule: LookupPure,
+        ExternalZeroNoLoad.rule: ExternalZeroNoLoad,
+        LastToken.rule: LastToken,
+        ChunkComplete.rule: ChunkComplete,
+        SrcBlockOwned.rule: SrcBlockOwned,
+        LoadableAfterCommit.rule: LoadableAfterCommit,
+        CompletionOnce.rule: CompletionOnce,
+        GenIsolation.rule: GenIsolation,
+        EvictIdleOnly.rule: EvictIdleOnly,
+        LoadDstExclusive.rule: LoadDstExclusive,
+        ReleaseAll.rule: ReleaseAll,
+        TokenConservation.rule: TokenConservation,
+        FinishIsLast.rule: FinishIsLast,
+        ResetEpoch.rule: ResetEpoch,
+        Recorded.rule: Recorded,
+    }
+)
+"""Rule -> how to make its checker."""
+
+
+def all_checkers() -> tuple[Checker, ...]:
+    """A fresh checker of every rule."""
+    return tuple(make() for make in ALL_CHECKERS.values())

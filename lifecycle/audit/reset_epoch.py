@@ -1,0 +1,85 @@
+"""RESET_EPOCH: what was cached before a reset is never offered again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import ClassVar
+
+from kvledger.lifecycle import events as e
+from kvledger.lifecycle.audit.checker import Violation, violation
+from kvledger.lifecycle.audit.committed_chunks import CHUNK_EVENTS, CommittedChunks
+from kvledger.lifecycle.belief import Projections
+from kvledger.lifecycle.projections.transfers import Job
+from kvledger.lifecycle.replay import ReplayedEvent
+
+
+class ResetEpoch:
+    """After a reset the cache is empty, and only saves issued since then fill it.
+
+    Verifies: no chunk and no pending answer survives a reset; a save issued before a reset and completed after it
+    commits nothing; every chunk of an answered hit was committed since the last reset.
+    Does not verify: the local prefix cache of the engine, and loads that were in flight during the reset.
+    """
+
+    rule: ClassVar[str] = "RESET_EPOCH"
+    looks_at: ClassVar[frozenset[type[e.Event]]] = frozenset(
+        {
+            *CHUNK_EVENTS,
+            e.LookupAnswered,
+            e.ChunkKeysObserved,
+            e.RequestArrived,
+            e.RequestReleased,
+        }
+    )
+
+    def __init__(self) -> None:
+        self._reset_at = 0
+        self._committed = CommittedChunks()
+        self._saves: dict[int, tuple[Job, int]] = {}
+        self._seen: dict[str, tuple[int, int]] = {}
+        """Request id -> (removals counted by the chunk index then, chunks found good): spares the polls."""
+
+    def check(self, step: ReplayedEvent, projections: Projections) -> Iterator[Violation]:
+        """Compare with what was committed since the last reset."""
+        event = step.event
+        self._committed.fold(event, projections)
+        if isinstance(event, e.LookupAnswered):
+            if self._committed.epoch and event.num_hit_tokens:
+                yield from self._check_hit(event, step, projections)
+        elif isinstance(event, e.SaveIssued):
+            job = projections.transfers.get(event.job_id)
+            if job is not None:
+                self._saves[event.job_id] = (job, self._committed.epoch)
+        elif isinstance(event, e.SaveCompleted | e.SaveFailed):
+            job, epoch = self._saves.pop(event.job_id, (None, 0))
+            if job is not None and epoch != self._committed.epoch:
+                yield from self._check_late_save(job, step, projections)
+        elif isinstance(event, e.CacheReset):
+            yield from self._check_reset(step, projections)
+        elif isinstance(event, e.RequestEvent):
+            self._seen.pop(event.request_id, None)
+
+    def _check_reset(self, step: ReplayedEvent, projections: Projections) -> Iterator[Violation]:
+        self._reset_at = step.sequence
+        self._seen.clear()
+        if len(projections.chunks):
+            yield violation(self.rule, step, projections, f"{len(projections.chunks)} chunks survived the reset")
+
+    def _check_late_save(self, job: Job, step: ReplayedEvent, projections: Projections) -> Iterator[Violation]:
+        stale = [key for key in job.keys if key not in self._committed and projections.chunks.get(key) is not None]
+        if stale:
+            detail = f"job {job.job_id} was issued before the reset, and committed {len(stale)} chunks after it"
+            yield violation(self.rule, step, projections, detail, self._reset_at)
+
+    def _check_hit(self, event: e.LookupAnswered, step: ReplayedEvent, projections: Projections) -> Iterator[Violation]:
+        num_chunks = event.num_hit_tokens // projections.configuration.chunk_size
+        num_removed = projections.chunks.num_removed
+        removed_then, num_seen = self._seen.get(event.request_id, (num_removed, 0))
+        first = num_seen if removed_then == num_removed else 0
+        keys = projections.chunk_keys.of(event.request_id)[first:num_chunks]
+        for chunk, key in enumerate(keys, first):
+            if key not in self._committed:
+                detail = f"the hit of {event.num_hit_tokens} tokens counts chunk {chunk}, not saved since the reset"
+                yield violation(self.rule, step, projections, detail, self._reset_at, event.cause)
+                return
+        self._seen[event.request_id] = (num_removed, num_chunks)

@@ -1,0 +1,45 @@
+"""SRC_BLOCK_OWNED: a save copies the request's own blocks, at the places where its chunks lie."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import ClassVar
+
+from kvledger.lifecycle import events as e
+from kvledger.lifecycle.audit.checker import Violation, violation
+from kvledger.lifecycle.belief import Projections
+from kvledger.lifecycle.replay import ReplayedEvent
+
+
+class SrcBlockOwned:
+    """The source blocks of a save are exactly those of its chunks in the request's table.
+
+    Verifies: the blocks, their order and number against the table that the log folds to; blocks that were just
+    lost are copied before the step's forward.
+    Does not verify: that the folded table is the scheduler's (TABLE_EQ is checked while it happens), nor that the
+    blocks stay untouched until the copy is done.
+    """
+
+    rule: ClassVar[str] = "SRC_BLOCK_OWNED"
+    looks_at: ClassVar[frozenset[type[e.Event]]] = frozenset({e.SaveIssued})
+
+    def check(self, step: ReplayedEvent, projections: Projections) -> Iterator[Violation]:
+        """Look the chunks up in the table."""
+        event = step.event
+        if not isinstance(event, e.SaveIssued):
+            return
+        table = projections.blocks.held(event.request_id)
+        if event.before_forward and not len(table):
+            table = projections.blocks.lost(event.request_id)
+        expected = tuple(
+            table[block] if block < len(table) else None for block in projections.geometry.blocks_of(event.chunks)
+        )
+        if event.block_ids != expected:
+            detail = (
+                f"chunks {list(event.chunks)} lie in blocks {list(expected)} of the request's table, "
+                f"but save {event.job_id} copies {list(event.block_ids)}"
+            )
+            yield violation(self.rule, step, projections, detail, event.cause)
+        elif len(event.slots) != len(event.block_ids):
+            detail = f"{len(event.block_ids)} blocks are copied to {len(event.slots)} slots"
+            yield violation(self.rule, step, projections, detail, event.cause)

@@ -1,0 +1,99 @@
+"""TOKEN_CONSERVATION: at admission every token is either local, loaded, or still to compute."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import ClassVar
+
+from kvledger.lifecycle import events as e
+from kvledger.lifecycle.audit.checker import Violation, violation
+from kvledger.lifecycle.belief import Projections
+from kvledger.lifecycle.replay import ReplayedEvent
+
+
+class TokenConservation:
+    """local + external + to compute == known tokens, and none of them is negative.
+
+    Verifies: the first step after an allocation that took up external tokens starts exactly behind local and
+    external tokens, unless a failed load or a rollback came between; counts of steps and lookups are not
+    negative; progress that is told is the count that the steps fold to, and tells rightly whether tokens remain.
+    Does not verify: later steps, where drafts are rejected and counts shrink without an event, and admissions
+    that took up nothing, whose local part the connector is told rounded to blocks.
+    """
+
+    rule: ClassVar[str] = "TOKEN_CONSERVATION"
+    looks_at: ClassVar[frozenset[type[e.Event]]] = frozenset(
+        {
+            e.LookupAnswered,
+            e.BlocksAllocated,
+            e.StepScheduled,
+            e.PrefillAdvanced,
+            e.PrefillCompleted,
+            e.LoadFailed,
+            e.RequestArrived,
+            e.RequestPreempted,
+            e.RequestFinished,
+            e.RequestReleased,
+            e.SessionContinued,
+            e.TokensRolledBack,
+        }
+    )
+
+    def __init__(self) -> None:
+        self._answers: dict[str, int] = {}
+        """Request id -> local tokens of the last answer."""
+        self._admissions: dict[str, tuple[int, int, int]] = {}
+        """Request id -> (sequence of the allocation, local tokens, external tokens), until a step starts from it."""
+
+    def check(self, step: ReplayedEvent, projections: Projections) -> Iterator[Violation]:
+        """Add up."""
+        event = step.event
+        if isinstance(event, e.StepScheduled):
+            yield from self._check_step(event, step, projections)
+        elif isinstance(event, e.LookupAnswered):
+            self._answers[event.request_id] = event.num_computed_tokens
+            if min(event.num_computed_tokens, event.num_external_tokens, event.num_hit_tokens) < 0:
+                yield violation(self.rule, step, projections, "a lookup with a negative count", event.cause)
+        elif isinstance(event, e.BlocksAllocated):
+            num_local_tokens = self._answers.pop(event.request_id, None)
+            if event.num_external_tokens > 0 and num_local_tokens is not None:
+                self._admissions[event.request_id] = (step.sequence, num_local_tokens, event.num_external_tokens)
+        elif isinstance(event, e.PrefillAdvanced | e.PrefillCompleted):
+            yield from self._check_progress(event, step, projections)
+        elif isinstance(event, e.RequestEvent):
+            self._answers.pop(event.request_id, None)
+            self._admissions.pop(event.request_id, None)
+
+    def _check_step(self, event: e.StepScheduled, step: ReplayedEvent, projections: Projections) -> Iterator[Violation]:
+        for ordinal, num_computed_tokens, num_scheduled_tokens, num_tokens in event.advanced:
+            record = projections.tracker.by_ordinal(ordinal)
+            if record is None:
+                continue
+            request_id = record.request_id
+            if min(num_computed_tokens, num_scheduled_tokens, num_tokens) < 0:
+                detail = f"{num_scheduled_tokens} tokens scheduled on {num_computed_tokens} of {num_tokens} computed"
+                yield violation(self.rule, step, projections, detail, request_id=request_id)
+            if request_id not in self._admissions:
+                continue
+            sequence, num_local_tokens, num_external_tokens = self._admissions.pop(request_id)
+            if num_computed_tokens != num_local_tokens + num_external_tokens:
+                detail = (
+                    f"{num_local_tokens} local and {num_external_tokens} external tokens were admitted, "
+                    f"but the step starts behind {num_computed_tokens}"
+                )
+                yield violation(self.rule, step, projections, detail, sequence, request_id=request_id)
+
+    def _check_progress(
+        self, event: e.PrefillAdvanced | e.PrefillCompleted, step: ReplayedEvent, projections: Projections
+    ) -> Iterator[Violation]:
+        record = projections.tracker.get(event.request_id)
+        if record is None:
+            return
+        counted = projections.tracker.num_computed_tokens(record)
+        complete = event.num_computed_tokens >= event.num_tokens
+        if event.num_computed_tokens != counted:
+            detail = f"{event.id} tells {event.num_computed_tokens} computed tokens, the steps add up to {counted}"
+            yield violation(self.rule, step, projections, detail, event.cause)
+        elif complete is not isinstance(event, e.PrefillCompleted):
+            detail = f"{event.id} with {event.num_computed_tokens} of {event.num_tokens} tokens computed"
+            yield violation(self.rule, step, projections, detail, event.cause)

@@ -1,0 +1,56 @@
+"""What the core must know to fold and decide: sizes and policies, nothing about where they came from.
+
+It is written into every log's header, because the same events under another chunk size mean something else.
+"""
+
+from __future__ import annotations
+
+import attrs
+
+
+class ConfigurationError(ValueError):
+    """A configuration that cannot work; the message names the figures and the remedy."""
+
+
+@attrs.frozen
+class LedgerConfiguration:
+    """Sizes in tokens and slots. One slot holds one block's page over all layers.
+
+    Raises:
+        ConfigurationError: chunk and block do not divide, or the pool cannot hold one chunk.
+    """
+
+    block_size: int
+    chunk_size: int
+    num_slots: int
+    num_ranks: int = 1
+    max_hit_share: float = 1.0
+    """A lookup never counts more than this share of the prompt as hit."""
+    chunk_statistics: bool = False
+    max_silent_steps: int = 64
+    """A job that no worker reports for so many steps counts as failed."""
+
+    def __attrs_post_init__(self) -> None:
+        if self.block_size < 1 or self.chunk_size < 1:
+            message = f"block_size {self.block_size} and chunk_size {self.chunk_size} must be positive"
+            raise ConfigurationError(message)
+        if self.chunk_size % self.block_size and self.block_size % self.chunk_size:
+            message = (
+                f"chunk_size {self.chunk_size} and block_size {self.block_size} do not divide one another; "
+                f"choose a chunk_size that is a multiple or a divisor of {self.block_size}"
+            )
+            raise ConfigurationError(message)
+        if self.num_slots < self.pages_per_chunk:
+            message = (
+                f"the host pool has {self.num_slots} slots of one block each, but one chunk of {self.chunk_size} "
+                f"tokens needs {self.pages_per_chunk}; raise host_bytes or lower chunk_size"
+            )
+            raise ConfigurationError(message)
+        if not 0 <= self.max_hit_share <= 1:
+            message = f"max_hit_share is {self.max_hit_share}; it is a share of the prompt, from 0 to 1"
+            raise ConfigurationError(message)
+
+    @property
+    def pages_per_chunk(self) -> int:
+        """Block pages that one chunk needs: at least one, also where a chunk ends inside a block."""
+        return max(1, self.chunk_size // self.block_size)

@@ -1,0 +1,147 @@
+"""From an observation to decisions: the only function in the core that may refuse.
+
+Used by the live ledger and by replay alike, so that a recorded decision can be made again. It holds no state;
+everything it looks at has been folded from the log.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from kvledger.lifecycle import events as e
+from kvledger.lifecycle.belief import Projections
+from kvledger.lifecycle.decisions import Decisions
+from kvledger.lifecycle.decisions.reports import give_up_silent, is_complete, refuse_unknown, settle
+from kvledger.lifecycle.handlers import HandlerRegistry
+from kvledger.lifecycle.handlers.finished import release_if_settled
+from kvledger.lifecycle.machine import TABLE, CompiledTable
+from kvledger.lifecycle.projections.tracker import RequestRecord
+from kvledger.lifecycle.projections.transfers import Job
+from kvledger.lifecycle.rules import Rule
+from kvledger.lifecycle.states import RequestState
+
+_NOTHING: Decisions = iter(())
+
+
+class Decider:
+    """Routes each observation to the handlers of the state that its request was in."""
+
+    def __init__(self, projections: Projections, handlers: HandlerRegistry, table: CompiledTable = TABLE) -> None:
+        self._projections = projections
+        self._tracker = projections.tracker
+        self._table = table
+        self._scheduled = _methods(handlers, "tokens_scheduled")
+        self._settled = _methods(handlers, "tokens_settled")
+        self._transfer_settled = _methods(handlers, "transfer_settled")
+        self._request_methods = {
+            event_class: _methods(handlers, event_class.handler_method)
+            for event_class in e.REQUEST_EVENTS
+            if not event_class.is_decision
+        }
+
+    def state_of(self, event: e.Event) -> RequestState | None:
+        """The state of the event's request now; to be asked before the event is folded."""
+        if isinstance(event, e.RequestEvent):
+            record = self._tracker.get(event.request_id)
+            return None if record is None else record.state
+        return None
+
+    def decide(self, event: e.Event, cause: int, state_before: RequestState | None) -> Decisions:
+        """The decisions that follow from a folded observation; `cause` is its sequence number.
+
+        Each decision must be folded before the next one is asked for.
+        """
+        if isinstance(event, e.StepScheduled):
+            return self._after_step(event, cause)
+        if isinstance(event, e.TransferReported):
+            return self._after_report(event, cause)
+        if isinstance(event, e.RequestArrived):
+            return self._after_arrival(event, cause, state_before)
+        if isinstance(event, e.RequestEvent):
+            return self._after_request_event(event, cause, state_before)
+        if isinstance(event, e.HookFailed):
+            return self._after_hook_failure(event, cause)
+        return _NOTHING
+
+    def _after_request_event(self, event: e.RequestEvent, cause: int, state_before: RequestState | None) -> Decisions:
+        if state_before is None:
+            return self._illegal(event, cause, "an unknown request")
+        if (state_before, type(event)) not in self._table:
+            return self._illegal(event, cause, f"a request in state {state_before}")
+        record = self._tracker.get(event.request_id)
+        methods = self._request_methods.get(type(event), {}).get(state_before, ())
+        if record is None or not methods:
+            return _NOTHING
+        return self._guarded(methods, record, cause, event, record, self._projections)
+
+    def _illegal(self, event: e.RequestEvent, cause: int, what: str) -> Decisions:
+        rule = Rule.LEGAL_TRANSITION.value
+        yield e.InvariantViolated(
+            rule=rule, request_id=event.request_id, detail=f"{event.id} happened to {what}", cause=cause
+        )
+        if self._tracker.get(event.request_id) is not None:
+            yield e.RequestQuarantined(request_id=event.request_id, reason=rule, cause=cause)
+
+    def _after_arrival(self, event: e.RequestArrived, cause: int, state_before: RequestState | None) -> Decisions:
+        if state_before is not None and state_before is not RequestState.FINISHED:
+            rule = Rule.LEGAL_TRANSITION.value
+            detail = f"{event.id} happened to a request in state {state_before}"
+            yield e.InvariantViolated(rule=rule, request_id=event.request_id, detail=detail, cause=cause)
+
+    def _after_hook_failure(self, event: e.HookFailed, cause: int) -> Decisions:
+        if self._tracker.get(event.request_id) is not None:
+            yield e.RequestQuarantined(request_id=event.request_id, reason=f"{event.hook} failed", cause=cause)
+
+    def _after_step(self, event: e.StepScheduled, cause: int) -> Decisions:
+        for ordinal, *_ in event.advanced:
+            record = self._tracker.by_ordinal(ordinal)
+            if record is not None:
+                yield from self._guarded(self._scheduled[record.state], record, cause, record, self._projections)
+        for ordinal, first_chunk, num_settled_tokens in event.settled:
+            record = self._tracker.by_ordinal(ordinal)
+            if record is not None:
+                methods = self._settled[record.state]
+                yield from self._guarded(
+                    methods, record, cause, record, first_chunk, num_settled_tokens, self._projections
+                )
+        max_silent_steps = self._projections.configuration.max_silent_steps
+        overdue = self._tracker.num_steps - max_silent_steps
+        for job in [job for job in self._projections.transfers if job.issued_step < overdue]:
+            yield from give_up_silent(job, self._projections, cause)
+            yield from self._after_settled(job, cause)
+
+    def _after_report(self, event: e.TransferReported, cause: int) -> Decisions:
+        job = self._projections.transfers.get(event.job_id)
+        if job is None:
+            yield from refuse_unknown(event, cause)
+        elif is_complete(job, self._projections):
+            yield from settle(job, self._projections, cause)
+            yield from self._after_settled(job, cause)
+
+    def _after_settled(self, job: Job, cause: int) -> Decisions:
+        record = self._tracker.by_ordinal(job.ordinal)
+        if record is not None:
+            methods = self._transfer_settled[record.state]
+            yield from self._guarded(methods, record, cause, job, record, self._projections)
+
+    def _guarded(
+        self, methods: tuple[Callable[..., Decisions], ...], record: RequestRecord, cause: int, *arguments: object
+    ) -> Decisions:
+        try:
+            for method in methods:
+                yield from method(*arguments, cause)
+        except Exception as error:  # noqa: BLE001 -- any handler's failure costs its request the cache, nothing else
+            rule = Rule.HANDLER_RAISED.value
+            detail = f"{type(error).__name__}: {error}"
+            yield e.InvariantViolated(rule=rule, request_id=record.request_id, detail=detail, cause=cause)
+            yield e.RequestQuarantined(request_id=record.request_id, reason=rule, cause=cause)
+            if record.state is RequestState.FINISHED and self._tracker.get(record.request_id) is record:
+                yield from release_if_settled(record, self._projections, cause)
+
+
+def _methods(handlers: HandlerRegistry, name: str) -> dict[RequestState, tuple[Callable[..., Iterator[e.Event]], ...]]:
+    found: dict[RequestState, tuple[Callable[..., Iterator[e.Event]], ...]] = {}
+    for state in RequestState:
+        methods = (getattr(handler, name, None) for handler in handlers.of(state))
+        found[state] = tuple(method for method in methods if method is not None)
+    return found

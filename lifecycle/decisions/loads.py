@@ -1,0 +1,54 @@
+"""Whether to load when blocks are given, and which slots into which blocks.
+
+`num_external_tokens` of the allocation is the scheduler's word, and may be less than was answered, also 0.
+"""
+
+from __future__ import annotations
+
+from kvledger.lifecycle import events as e
+from kvledger.lifecycle.belief import Projections
+from kvledger.lifecycle.decisions import Decisions
+from kvledger.lifecycle.projections.tracker import RequestRecord
+from kvledger.lifecycle.rules import Rule
+
+
+def take_up_answer(event: e.BlocksAllocated, record: RequestRecord, projections: Projections, cause: int) -> Decisions:
+    """Issue the load that the allocation takes up, or record why it cannot be delivered."""
+    if not event.num_external_tokens:
+        return
+    answer = projections.lookups.taken_up(event.request_id)
+    if answer is None or answer.generation != record.generation:
+        yield from _refuse(event, Rule.ALLOC_MATCHES_LOOKUP, "tokens were taken up that no lookup answered", cause)
+        return
+    if event.num_external_tokens > answer.num_external_tokens:
+        detail = f"{event.num_external_tokens} tokens were taken up, {answer.num_external_tokens} had been answered"
+        yield from _refuse(event, Rule.ALLOC_MATCHES_LOOKUP, detail, cause)
+        return
+    first_token, num_tokens = answer.num_computed_tokens, event.num_external_tokens
+    blocks = projections.geometry.blocks_spanning(first_token, num_tokens)
+    if blocks.stop > len(event.block_ids):
+        detail = f"tokens to {first_token + num_tokens} need {blocks.stop} blocks, {len(event.block_ids)} were given"
+        yield from _refuse(event, Rule.TABLE_EQ, detail, cause)
+        return
+    num_chunks = -(-(first_token + num_tokens) // projections.configuration.chunk_size)
+    keys = projections.chunk_keys.of(event.request_id)[:num_chunks]
+    slots_of_chunk = [slots for key in keys if (slots := projections.chunks.get(key)) is not None]
+    if len(slots_of_chunk) < num_chunks:
+        detail = f"{num_chunks} chunks were promised, {len(slots_of_chunk)} are there"
+        yield from _refuse(event, Rule.LOADABLE_AFTER_COMMIT, detail, cause)
+        return
+    yield e.LoadIssued(
+        request_id=event.request_id,
+        generation=record.generation,
+        job_id=projections.transfers.next_job_id,
+        first_token=first_token,
+        num_tokens=num_tokens,
+        slots=tuple(projections.geometry.slot_for_block(block, num_chunks, slots_of_chunk) for block in blocks),
+        block_ids=event.block_ids[blocks.start : blocks.stop],
+        cause=cause,
+    )
+
+
+def _refuse(event: e.BlocksAllocated, rule: Rule, detail: str, cause: int) -> Decisions:
+    yield e.InvariantViolated(rule=rule.value, request_id=event.request_id, detail=detail, cause=cause)
+    yield e.RequestQuarantined(request_id=event.request_id, reason=rule.value, cause=cause)

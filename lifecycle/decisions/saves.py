@@ -1,0 +1,130 @@
+"""Which settled chunks to save, into which slots, and who has to make room.
+
+Only settled tokens are saved: what a running step may still write, or a rejected draft take back, is not
+there yet. Chunks that are saved or being saved already cost nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvledger.lifecycle import events as e
+from kvledger.lifecycle.belief import Projections
+from kvledger.lifecycle.decisions import Decisions
+from kvledger.lifecycle.projections.tracker import RequestRecord
+from kvledger.lifecycle.rules import Rule
+
+
+def save_settled(
+    record: RequestRecord, first_chunk: int, num_settled_tokens: int, projections: Projections, cause: int
+) -> Decisions:
+    """Save the chunks from `first_chunk` on that are settled, from the blocks the request holds."""
+    if not projections.transfers.is_loading(record.ordinal):
+        block_ids = projections.blocks.held(record.request_id)
+        plan = _Plan(record, record.generation, block_ids, projections, cause, before_forward=False)
+        yield from plan.save(first_chunk, num_settled_tokens)
+
+
+def save_on_preemption(
+    event: e.RequestPreempted, record: RequestRecord, projections: Projections, cause: int
+) -> Decisions:
+    """Save what is settled and not saved from the blocks that were just taken."""
+    # The record is one generation further already; the blocks belong to the one before.
+    yield from _save_lost(record, record.generation - 1, event.num_settled_tokens, projections, cause)
+
+
+def save_on_finish(event: e.RequestFinished, record: RequestRecord, projections: Projections, cause: int) -> Decisions:
+    """Save what is settled and not saved when the request ends, for those who will ask for its prefix."""
+    # The last sampled token was never computed: its place in the last block was never written (vllm#54193).
+    num_written = min(event.num_settled_tokens, event.num_tokens - 1)
+    yield from _save_lost(record, record.generation, num_written, projections, cause)
+
+
+def _save_lost(
+    record: RequestRecord, generation: int, num_settled_tokens: int, projections: Projections, cause: int
+) -> Decisions:
+    if not projections.transfers.is_loading(record.ordinal):
+        block_ids = projections.blocks.lost(record.request_id)
+        plan = _Plan(record, generation, block_ids, projections, cause, before_forward=True)
+        yield from plan.save(0, num_settled_tokens)
+
+
+class _Plan:
+    """One save of one request."""
+
+    def __init__(
+        self,
+        record: RequestRecord,
+        generation: int,
+        block_ids: Sequence[int],
+        projections: Projections,
+        cause: int,
+        *,
+        before_forward: bool,
+    ) -> None:
+        self._record = record
+        self._generation = generation
+        self._block_ids = block_ids
+        self._projections = projections
+        self._chunks = projections.chunks
+        self._geometry = projections.geometry
+        self._cause = cause
+        self._before_forward = before_forward
+
+    def save(self, first_chunk: int, num_settled_tokens: int) -> Decisions:
+        """Evict what is needed, issue one job, decline what does not fit."""
+        if self._record.quarantined:
+            return
+        keys = self._projections.chunk_keys.of(self._record.request_id)
+        end_chunk = min(self._geometry.num_chunks_in(num_settled_tokens), len(keys))
+        wanted = [
+            chunk
+            for chunk in range(first_chunk, end_chunk)
+            if self._chunks.get(keys[chunk]) is None and not self._chunks.is_saving(keys[chunk])
+        ]
+        if not wanted:
+            return
+        if self._geometry.blocks_of((wanted[-1],))[-1] >= len(self._block_ids):
+            detail = f"chunk {wanted[-1]} is settled, but the table has only {len(self._block_ids)} blocks"
+            request_id = self._record.request_id
+            yield e.InvariantViolated(Rule.TABLE_EQ.value, request_id, detail, self._cause)
+            yield e.RequestQuarantined(request_id=request_id, reason=Rule.TABLE_EQ.value, cause=self._cause)
+            return
+        affordable = 0
+        while affordable < len(wanted):
+            num_pages = len(self._geometry.blocks_of(wanted[: affordable + 1]))
+            num_missing = num_pages - self._chunks.slots.num_free
+            if num_missing > 0:
+                victims = self._chunks.room_for(num_missing, spare=frozenset(keys[:end_chunk]))
+                if victims is None:
+                    break
+                for victim in victims:
+                    yield e.ChunkEvicted(key=victim, for_request_id=self._record.request_id, cause=self._cause)
+            affordable += 1
+        if affordable:
+            yield self._job(tuple(wanted[:affordable]))
+        if affordable < len(wanted):
+            yield self._declined(wanted[affordable], len(wanted) - affordable)
+
+    def _job(self, chunks: tuple[int, ...]) -> e.SaveIssued:
+        blocks = self._geometry.blocks_of(chunks)
+        return e.SaveIssued(
+            request_id=self._record.request_id,
+            generation=self._generation,
+            job_id=self._projections.transfers.next_job_id,
+            chunks=chunks,
+            slots=self._chunks.slots.candidates(len(blocks)),
+            block_ids=tuple(self._block_ids[block] for block in blocks),
+            before_forward=self._before_forward,
+            cause=self._cause,
+        )
+
+    def _declined(self, first_chunk: int, num_chunks: int) -> e.SaveDeclined:
+        return e.SaveDeclined(
+            request_id=self._record.request_id,
+            generation=self._generation,
+            first_chunk=first_chunk,
+            num_chunks=num_chunks,
+            reason="pool_full",
+            cause=self._cause,
+        )

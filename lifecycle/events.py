@@ -1,0 +1,404 @@
+"""The vocabulary: everything that can stand in a log, and nothing else.
+
+Two kinds of events. An *observation* is what the connector saw: a hook call of vLLM, a report of a
+worker. A *decision* is what the connector made of it; `cause` is the sequence number of the
+observation that led to it, so a log can answer why. Observations alone determine the decisions:
+replay feeds them to today's code and compares.
+
+Rules for this file
+  1. An event is a fact with plain values: ints, strings, bytes, booleans and tuples of them. It never
+     refers to a live object of vLLM.
+  2. No token ids, no prompts, no salts. Chunk keys are hashes that already contain the salt.
+  3. The order of the fields is the wire format (`codec.py`). A released event is never edited:
+     a new version gets a new class and an upcaster.
+  4. `time_ns` is monotonic time since the log was opened. It enters here and nowhere else.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import ClassVar, TypeVar, dataclass_transform
+
+import attrs
+
+_Class = TypeVar("_Class")
+
+
+@dataclass_transform(frozen_default=True, field_specifiers=(attrs.field,))
+def _frozen(event_class: type[_Class]) -> type[_Class]:
+    return attrs.frozen(event_class)
+
+
+@_frozen
+class Event:
+    """What every event has: a stable string id, a version, and which of the two kinds it is."""
+
+    id: ClassVar[str]
+    version: ClassVar[int]
+    is_decision: ClassVar[bool]
+    handler_method: ClassVar[str]
+    """The method of a state handler that decides on this event: the class name in snake case."""
+
+
+@_frozen
+class RequestEvent(Event):
+    """An event in the life of one request; the transition table speaks about these."""
+
+    request_id: str
+
+
+VOCABULARY: dict[str, type[Event]] = {}
+"""Event id -> class, in the order of declaration, which is the order of the wire codes."""
+
+_EventClass = TypeVar("_EventClass", bound=type[Event])
+
+
+@dataclass_transform(frozen_default=True, field_specifiers=(attrs.field,))
+def _declare(event_id: str, *, version: int, is_decision: bool) -> Callable[[_EventClass], _EventClass]:
+    def declare(event_class: _EventClass) -> _EventClass:
+        declared = attrs.frozen(event_class)
+        declared.id = event_id
+        declared.version = version
+        declared.is_decision = is_decision
+        declared.handler_method = re.sub(r"(?<!^)(?=[A-Z])", "_", declared.__name__).lower()
+        if event_id in VOCABULARY:
+            message = f"event id {event_id!r} is declared twice; ids are for ever, choose another"
+            raise ValueError(message)
+        VOCABULARY[event_id] = declared
+        return declared
+
+    return declare
+
+
+@dataclass_transform(frozen_default=True, field_specifiers=(attrs.field,))
+def observation(event_id: str, *, version: int = 1) -> Callable[[_EventClass], _EventClass]:
+    """Declare an event that records what the connector saw."""
+    return _declare(event_id, version=version, is_decision=False)
+
+
+@dataclass_transform(frozen_default=True, field_specifiers=(attrs.field,))
+def decision(event_id: str, *, version: int = 1) -> Callable[[_EventClass], _EventClass]:
+    """Declare an event that records what the connector decided."""
+    return _declare(event_id, version=version, is_decision=True)
+
+
+# --- Observations: a request's life ------------------------------------------------------------
+
+
+@observation("request.arrived")
+class RequestArrived(RequestEvent):
+    """vLLM accepted a request (`on_new_request`). `ordinal` names this life of the id inside the log."""
+
+    ordinal: int
+    num_prompt_tokens: int
+    time_ns: int
+
+
+@observation("chunk.keys_observed")
+class ChunkKeysObserved(RequestEvent):
+    """The keys of the chunks from `first_chunk` on; they replace what was known from there."""
+
+    first_chunk: int
+    keys: tuple[bytes, ...]
+
+
+@observation("lookup.requested")
+class LookupRequested(RequestEvent):
+    """The scheduler asks what can be loaded (`get_num_new_matched_tokens`).
+
+    `num_computed_tokens` is the local prefix hit of *this* call, `num_tokens` prompt and output.
+    """
+
+    num_computed_tokens: int
+    num_tokens: int
+    time_ns: int
+
+
+@observation("blocks.allocated")
+class BlocksAllocated(RequestEvent):
+    """Blocks were given (`update_state_after_alloc`): the whole table, which replaces the old one."""
+
+    block_ids: tuple[int, ...]
+    num_external_tokens: int
+    time_ns: int
+
+
+@observation("blocks.observed")
+class BlockTableObserved(RequestEvent):
+    """The scheduler's own table, recorded because it differs from what the log had folded to."""
+
+    block_ids: tuple[int, ...]
+    time_ns: int
+
+
+@observation("request.preempted")
+class RequestPreempted(RequestEvent):
+    """Its blocks were taken. `num_settled_tokens` is what had certainly been written by then."""
+
+    num_settled_tokens: int
+    time_ns: int
+
+
+@observation("session.continued")
+class SessionContinued(RequestEvent):
+    """A streaming session's next turn: its blocks are kept, its tokens are cut and extended."""
+
+    num_computed_tokens: int
+    num_tokens: int
+    num_prompt_tokens: int
+    time_ns: int
+
+
+@observation("tokens.rolled_back")
+class TokensRolledBack(RequestEvent):
+    """The scheduler counts fewer computed tokens than before, as after a failed load."""
+
+    num_computed_tokens: int
+    time_ns: int
+
+
+@observation("request.finished")
+class RequestFinished(RequestEvent):
+    """No further scheduling (`request_finished`); `status` is vLLM's name for how it ended."""
+
+    status: str
+    num_settled_tokens: int
+    num_tokens: int
+    time_ns: int
+
+
+# --- Observations: the engine ------------------------------------------------------------------
+
+
+@observation("step.scheduled")
+class StepScheduled(Event):
+    """One engine step (`build_connector_meta`), written as what differs from the expected.
+
+    Expected is that every *steady* request, one that decoded one token last time, decodes one more. So a step in
+    which everybody decodes is a few bytes, whatever their number.
+    """
+
+    step: int
+    num_scheduled_tokens: int
+    """All tokens of the step."""
+    advanced: tuple[tuple[int, int, int, int], ...]
+    """(ordinal, num_computed_tokens before the step, num_scheduled_tokens, num_tokens known)."""
+    paused: tuple[int, ...]
+    """Ordinals of steady requests that were not scheduled in this step."""
+    extended: tuple[tuple[int, tuple[int, ...]], ...]
+    """(ordinal, block ids appended to its table)."""
+    settled: tuple[tuple[int, int, int], ...]
+    """(ordinal, first chunk not dealt with, num_settled_tokens) of requests that filled another chunk."""
+    time_ns: int
+
+
+@observation("transfer.reported")
+class TransferReported(Event):
+    """Workers told how a job went; ranks are counted, so each may report once."""
+
+    job_id: int
+    num_ranks_done: int
+    num_ranks_failed: int
+    num_bytes: int
+    duration_ns: int
+    error: str
+    time_ns: int
+
+
+@observation("cache.reset")
+class CacheReset(Event):
+    """Everything cached so far is stale (`reset_cache`), as after new weights."""
+
+    time_ns: int
+
+
+@observation("hook.failed")
+class HookFailed(Event):
+    """A hook of ours raised. The engine was given a harmless answer instead."""
+
+    hook: str
+    request_id: str
+    error: str
+    time_ns: int
+
+
+# --- Decisions: lookups and loads --------------------------------------------------------------
+
+
+@decision("lookup.answered")
+class LookupAnswered(RequestEvent):
+    """What the scheduler was told, and everything the answer was made from."""
+
+    generation: int
+    num_computed_tokens: int
+    num_tokens: int
+    num_hit_tokens: int
+    num_external_tokens: int
+    miss_reason: str
+    """Why the hit ends where it ends; one of `lookup_cache.MissReason`."""
+    miss_cause: int
+    """Sequence number of the event that removed the first missing chunk; 0 where there is none."""
+    cause: int
+
+
+@decision("load.issued")
+class LoadIssued(RequestEvent):
+    """Host slots are copied into the request's blocks, page by page, before the step's forward."""
+
+    generation: int
+    job_id: int
+    first_token: int
+    num_tokens: int
+    slots: tuple[int, ...]
+    block_ids: tuple[int, ...]
+    cause: int
+
+
+@decision("load.completed")
+class LoadCompleted(RequestEvent):
+    """Every rank has the loaded pages in place."""
+
+    generation: int
+    job_id: int
+    cause: int
+
+
+@decision("load.failed")
+class LoadFailed(RequestEvent):
+    """A rank could not load. The chunks are tainted; the scheduler recomputes or fails the request."""
+
+    generation: int
+    job_id: int
+    error: str
+    cause: int
+
+
+# --- Decisions: saves and the host pool --------------------------------------------------------
+
+
+@decision("save.issued")
+class SaveIssued(RequestEvent):
+    """Block pages are copied to host slots. One page per entry of `block_ids` and `slots`.
+
+    With `before_forward` the blocks are already free: the copy must precede the step's forward.
+    """
+
+    generation: int
+    job_id: int
+    chunks: tuple[int, ...]
+    slots: tuple[int, ...]
+    block_ids: tuple[int, ...]
+    before_forward: bool
+    cause: int
+
+
+@decision("save.completed")
+class SaveCompleted(RequestEvent):
+    """Every rank has saved; the chunks of the job can be looked up from now on."""
+
+    generation: int
+    job_id: int
+    cause: int
+
+
+@decision("save.failed")
+class SaveFailed(RequestEvent):
+    """A rank could not save. The slots of the job are free again if every rank is known to be `quiet`.
+
+    A job that was given up without a report may still write: its slots are never used again.
+    """
+
+    generation: int
+    job_id: int
+    error: str
+    quiet: bool
+    cause: int
+
+
+@decision("save.declined")
+class SaveDeclined(RequestEvent):
+    """Settled chunks were not saved, and why."""
+
+    generation: int
+    first_chunk: int
+    num_chunks: int
+    reason: str
+    cause: int
+
+
+@decision("chunk.evicted")
+class ChunkEvicted(Event):
+    """A committed chunk gave up its slots for another request's save."""
+
+    key: bytes
+    for_request_id: str
+    cause: int
+
+
+@decision("chunk.tainted")
+class ChunkTainted(Event):
+    """A chunk that could not be loaded is not offered again until it is saved anew."""
+
+    key: bytes
+    cause: int
+
+
+# --- Decisions: the state of a request ---------------------------------------------------------
+
+
+@decision("prefill.advanced")
+class PrefillAdvanced(RequestEvent):
+    """Some known tokens are computed or in flight, more are to come."""
+
+    num_computed_tokens: int
+    num_tokens: int
+    cause: int
+
+
+@decision("prefill.completed")
+class PrefillCompleted(RequestEvent):
+    """Every known token is computed or in flight."""
+
+    num_computed_tokens: int
+    num_tokens: int
+    cause: int
+
+
+@decision("request.released")
+class RequestReleased(RequestEvent):
+    """Nothing is owed to or by the request any more; every projection forgets it."""
+
+    generation: int
+    cause: int
+
+
+@decision("request.quarantined")
+class RequestQuarantined(RequestEvent):
+    """The request gets no more help from the cache: no hits, no saves. It recomputes."""
+
+    reason: str
+    cause: int
+
+
+@decision("invariant.violated")
+class InvariantViolated(Event):
+    """A rule of `docs/invariants.md` was broken; `rule` is its name there."""
+
+    rule: str
+    request_id: str
+    detail: str
+    cause: int
+
+
+@observation("log.note")
+class LogNote(Event):
+    """A word of the connector to the reader of the log, such as a start, a shutdown or lost events."""
+
+    text: str
+    time_ns: int
+
+
+OBSERVATIONS: tuple[type[Event], ...] = tuple(e for e in VOCABULARY.values() if not e.is_decision)
+DECISIONS: tuple[type[Event], ...] = tuple(e for e in VOCABULARY.values() if e.is_decision)
+REQUEST_EVENTS: tuple[type[RequestEvent], ...] = tuple(e for e in VOCABULARY.values() if issubclass(e, RequestEvent))

@@ -1,0 +1,26 @@
+"""A finished request: it only waits for its last job, then every projection forgets it."""
+
+from __future__ import annotations
+
+from kvledger.lifecycle import events as e
+from kvledger.lifecycle.belief import Projections
+from kvledger.lifecycle.decisions import Decisions
+from kvledger.lifecycle.handlers.base import StateHandler
+from kvledger.lifecycle.projections.tracker import RequestRecord
+from kvledger.lifecycle.projections.transfers import Job
+from kvledger.lifecycle.states import RequestState
+
+
+def release_if_settled(record: RequestRecord, projections: Projections, cause: int) -> Decisions:
+    """Release a finished request that owes no transfer."""
+    if not projections.transfers.owes(record.ordinal):
+        yield e.RequestReleased(request_id=record.request_id, generation=record.generation, cause=cause)
+
+
+class Finished(StateHandler):
+    """The only exit is out of the ledger."""
+
+    state = RequestState.FINISHED
+
+    def transfer_settled(self, job: Job, record: RequestRecord, projections: Projections, cause: int) -> Decisions:
+        return release_if_settled(record, projections, cause)

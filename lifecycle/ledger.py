@@ -1,0 +1,99 @@
+"""The ledger: append, fold, answer. The only mutable object of the core.
+
+One writer: the scheduler-side connector. It gives observations and gets decisions back; everything both sides
+ever know is in the events. The ledger reads no clock and does no I/O: times come with the observations, bytes
+go to the sink it was given.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from kvledger.lifecycle.belief import Projections
+from kvledger.lifecycle.codec import EventEncoder
+from kvledger.lifecycle.configuration import LedgerConfiguration
+from kvledger.lifecycle.decider import Decider
+from kvledger.lifecycle.events import Event
+from kvledger.lifecycle.handlers import HandlerRegistry
+
+
+class EventSink(Protocol):
+    """Where committed events go; `kvledger.storage.events` has several."""
+
+    @property
+    def next_sequence(self) -> int:
+        """The sequence number of the next event."""
+
+    def append(self, payload: bytes, num_events: int, *, expected_sequence: int | None = None) -> int:
+        """Store one frame, all of it or nothing; returns the sequence number of its first event."""
+
+
+class LedgerCorrupt(RuntimeError):
+    """A projection failed to fold: what the ledger believes can no longer be trusted, nothing may be decided."""
+
+
+class Ledger:
+    """Append-only: `observe` adds, nothing takes back."""
+
+    def __init__(
+        self, configuration: LedgerConfiguration, sink: EventSink, *, handlers: HandlerRegistry | None = None
+    ) -> None:
+        self.projections = Projections(configuration)
+        self._decider = Decider(self.projections, handlers or HandlerRegistry())
+        self._sink = sink
+        self._encoder = EventEncoder()
+        self._uncommitted: list[Event] = []
+        self._next_sequence = sink.next_sequence
+        self._corrupt_since = 0
+
+    @property
+    def next_sequence(self) -> int:
+        """The sequence number that the next event will have."""
+        return self._next_sequence
+
+    @property
+    def num_uncommitted(self) -> int:
+        """Events since the last commit."""
+        return len(self._uncommitted)
+
+    def observe(self, event: Event) -> list[Event]:
+        """Record an observation, fold it, decide, record and fold the decisions; returns the decisions.
+
+        Raises:
+            LedgerCorrupt: a projection failed, now or before. The events stay and will be committed.
+        """
+        if self._corrupt_since:
+            message = f"a projection failed at sequence {self._corrupt_since}; nothing can be decided any more"
+            raise LedgerCorrupt(message)
+        state_before = self._decider.state_of(event)
+        cause = self._record(event)
+        decisions = []
+        for decision in self._decider.decide(event, cause, state_before):
+            self._record(decision)
+            decisions.append(decision)
+        return decisions
+
+    def record_unfolded(self, event: Event) -> None:
+        """Append an observation without taking it up, so that a corrupt ledger can still tell what happened."""
+        self._next_sequence += 1
+        self._uncommitted.append(event)
+
+    def commit(self) -> None:
+        """Hand the events since the last commit to the sink, as one frame."""
+        if not self._uncommitted:
+            return
+        events, self._uncommitted = self._uncommitted, []
+        first_sequence = self._next_sequence - len(events)
+        self._sink.append(self._encoder.encode(events), len(events), expected_sequence=first_sequence)
+
+    def _record(self, event: Event) -> int:
+        sequence = self._next_sequence
+        self._next_sequence = sequence + 1
+        self._uncommitted.append(event)
+        try:
+            self.projections.fold(event, sequence)
+        except Exception as error:
+            self._corrupt_since = sequence
+            message = f"folding {event.id} at sequence {sequence} failed: {type(error).__name__}: {error}"
+            raise LedgerCorrupt(message) from error
+        return sequence

@@ -1,0 +1,1 @@
+"""Projections: each a small fold of the log, one file per question it answers. `belief.py` wires them."""

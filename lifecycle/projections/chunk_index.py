@@ -1,0 +1,233 @@
+"""What is in the host pool: chunk key -> slots, and why a chunk is not there any more.
+
+A chunk can be looked up from the moment its save is completed on every rank until it is evicted, tainted by
+a failed load, or made stale by a reset. Recency is folded too: loads and saves renew it, lookups change
+nothing. It owns the references on host slots; it must not know states of requests.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Container, Iterable, Mapping
+
+import attrs
+
+from kvledger.lifecycle import events as e
+from kvledger.lifecycle.geometry import Geometry
+from kvledger.lifecycle.projections.chunk_keys import ChunkKeys
+from kvledger.lifecycle.projections.host_slots import HostSlots
+from kvledger.lifecycle.projections.transfers import Job, JobKind, Transfers
+
+
+class Departure(enum.StrEnum):
+    """Why a chunk that once was saved cannot be looked up."""
+
+    EVICTED = "evicted"
+    TAINTED = "tainted"
+    RESET = "reset"
+
+
+@attrs.frozen
+class Departed:
+    """Why and by which event a chunk left."""
+
+    reason: Departure
+    sequence: int
+
+
+class ChunkIndex:
+    """Committed chunks in order of recency, oldest first."""
+
+    def __init__(self, geometry: Geometry, num_slots: int, chunk_keys: ChunkKeys, transfers: Transfers) -> None:
+        self._geometry = geometry
+        self._chunk_keys = chunk_keys
+        self._transfers = transfers
+        self.slots = HostSlots(num_slots)
+        self._committed: OrderedDict[bytes, tuple[int, ...]] = OrderedDict()
+        self._saving: Counter[bytes] = Counter()
+        self._departed: OrderedDict[bytes, Departed] = OrderedDict()
+        self._max_departed = max(1024, 4 * num_slots)
+        self._pins: Counter[bytes] = Counter()
+        self._pinned_by: dict[str, tuple[bytes, ...]] = {}
+        self.num_added = 0
+        self.num_removed = 0
+
+    def __len__(self) -> int:
+        return len(self._committed)
+
+    def get(self, key: bytes) -> tuple[int, ...] | None:
+        """The slots of a committed chunk, or None."""
+        return self._committed.get(key)
+
+    def is_saving(self, key: bytes) -> bool:
+        """Whether a save of the chunk is in flight."""
+        return key in self._saving
+
+    def departed(self, key: bytes) -> Departed | None:
+        """Why the chunk is gone, as long as that is remembered (a bounded number of chunks)."""
+        return self._departed.get(key)
+
+    def num_committed_from(self, keys: Iterable[bytes]) -> int:
+        """How many of the keys, from the first on, are committed without a gap."""
+        count = 0
+        for key in keys:
+            if key not in self._committed:
+                break
+            count += 1
+        return count
+
+    def room_for(self, num_slots: int, spare: Container[bytes]) -> tuple[bytes, ...] | None:
+        """The chunks to evict so that `num_slots` slots become free, oldest first; None if that cannot be had.
+
+        A chunk that a lookup promised, that a load reads, or that is in `spare` stays. So does a chunk whose page
+        another one needs, because evicting it would free nothing.
+        """
+        left: dict[int, int] = {}
+        candidates = []
+        num_freed = 0
+        for key, slots in self._committed.items():
+            if num_freed >= num_slots:
+                break
+            if key in self._pins or key in spare or any(map(self._transfers.is_read, slots)):
+                continue
+            candidates.append(key)
+            for slot in slots:
+                left[slot] = left.get(slot, self.slots.num_references(slot)) - 1
+                num_freed += left[slot] == 0
+        if num_freed < num_slots:
+            return None
+        return tuple(key for key in candidates if any(left[slot] == 0 for slot in self._committed[key]))
+
+    def folds(self) -> Mapping[type[e.Event], Callable[..., None]]:
+        """Event class -> fold. Must be folded before `Transfers`, which forgets settled jobs."""
+        return {
+            e.LookupAnswered: self._answered,
+            e.BlocksAllocated: self._unpin,
+            e.RequestPreempted: self._unpin,
+            e.RequestFinished: self._unpin,
+            e.RequestArrived: self._unpin,
+            e.LoadIssued: self._load_issued,
+            e.LoadCompleted: self._load_settled,
+            e.LoadFailed: self._load_settled,
+            e.SaveIssued: self._save_issued,
+            e.SaveCompleted: self._save_completed,
+            e.SaveFailed: self._save_failed,
+            e.ChunkEvicted: self._evicted,
+            e.ChunkTainted: self._tainted,
+            e.CacheReset: self._reset,
+        }
+
+    def snapshot(self) -> object:
+        """Plain values, equal for equal states; the order of chunks is their recency."""
+        return {
+            "committed": [[key.hex(), list(slots)] for key, slots in self._committed.items()],
+            "saving": {key.hex(): count for key, count in sorted(self._saving.items())},
+            "departed": {key.hex(): [gone.reason.value, gone.sequence] for key, gone in self._departed.items()},
+            "pinned": {request_id: len(keys) for request_id, keys in self._pinned_by.items()},
+            "slots": self.slots.snapshot(),
+        }
+
+    # --- promises made by lookups ------------------------------------------------------------
+
+    def _answered(self, event: e.LookupAnswered, _sequence: int) -> None:
+        num_chunks = 0
+        if event.num_external_tokens:
+            num_tokens = event.num_computed_tokens + event.num_external_tokens
+            num_chunks = -(-num_tokens // self._geometry.chunk_size)
+        keys = tuple(self._chunk_keys.of(event.request_id)[:num_chunks])
+        if keys != self._pinned_by.get(event.request_id, ()):
+            self._unpin(event, 0)
+            if keys:
+                self._pins.update(keys)
+                self._pinned_by[event.request_id] = keys
+
+    def _unpin(self, event: e.RequestEvent, _sequence: int) -> None:
+        keys = self._pinned_by.pop(event.request_id, None)
+        if keys is not None:
+            self._pins -= Counter(keys)
+
+    # --- loads -------------------------------------------------------------------------------
+
+    def _load_issued(self, event: e.LoadIssued, _sequence: int) -> None:
+        self.slots.acquire(event.slots)
+        num_chunks = -(-(event.first_token + event.num_tokens) // self._geometry.chunk_size)
+        # Deeper chunks count as older: without its beginning a prefix is worth nothing.
+        for key in reversed(self._chunk_keys.of(event.request_id)[:num_chunks]):
+            if key in self._committed:
+                self._committed.move_to_end(key)
+
+    def _load_settled(self, event: e.LoadCompleted | e.LoadFailed, _sequence: int) -> None:
+        job = self._transfers.get(event.job_id)
+        if job is not None and job.kind is JobKind.LOAD:
+            self.slots.release(job.slots)
+
+    # --- saves -------------------------------------------------------------------------------
+
+    def _save_issued(self, event: e.SaveIssued, _sequence: int) -> None:
+        self.slots.acquire(event.slots)
+        keys = self._chunk_keys.of(event.request_id)
+        self._saving.update(keys[chunk] for chunk in event.chunks if chunk < len(keys))
+
+    def _save_completed(self, event: e.SaveCompleted, _sequence: int) -> None:
+        job = self._transfers.get(event.job_id)
+        if job is None:
+            return
+        if job.epoch == self._transfers.epoch:
+            self._saving -= Counter(job.keys)
+            self._commit(job)
+        self.slots.release(job.slots)
+
+    def _commit(self, job: Job) -> None:
+        slot_of_block = dict(zip(self._geometry.blocks_of(job.chunks), job.slots, strict=False))
+        # Deepest first, so that a prefix loses its end before its beginning.
+        for chunk, key in zip(reversed(job.chunks), reversed(job.keys), strict=True):
+            self._place(key, self._geometry.slots_of(chunk, slot_of_block))
+            self._departed.pop(key, None)
+        for chunk, key in reversed(job.earlier_keys):
+            if key in self._committed:  # the new image of this block is longer and contains the shorter one
+                self._place(key, self._geometry.slots_of(chunk, slot_of_block))
+        self.num_added += 1
+
+    def _place(self, key: bytes, slots: tuple[int, ...]) -> None:
+        replaced = self._committed.get(key)
+        self.slots.acquire(slots)
+        self._committed[key] = slots
+        self._committed.move_to_end(key)
+        if replaced is not None:
+            self.slots.release(replaced)
+
+    def _save_failed(self, event: e.SaveFailed, _sequence: int) -> None:
+        job = self._transfers.get(event.job_id)
+        if job is None:
+            return
+        if job.epoch == self._transfers.epoch:
+            self._saving -= Counter(job.keys)
+        if event.quiet:
+            self.slots.release(job.slots)
+
+    # --- leaving -----------------------------------------------------------------------------
+
+    def _evicted(self, event: e.ChunkEvicted, sequence: int) -> None:
+        self._remove(event.key, Departed(Departure.EVICTED, sequence))
+
+    def _tainted(self, event: e.ChunkTainted, sequence: int) -> None:
+        self._remove(event.key, Departed(Departure.TAINTED, sequence))
+
+    def _reset(self, _event: e.CacheReset, sequence: int) -> None:
+        for key in tuple(self._committed):
+            self._remove(key, Departed(Departure.RESET, sequence))
+        self._saving.clear()
+        self._pins.clear()
+        self._pinned_by.clear()
+
+    def _remove(self, key: bytes, why: Departed) -> None:
+        slots = self._committed.pop(key, None)
+        if slots is None:
+            return
+        self.slots.release(slots)
+        self.num_removed += 1
+        self._departed[key] = why
+        self._departed.move_to_end(key)
+        if len(self._departed) > self._max_departed:
+            self._departed.popitem(last=False)

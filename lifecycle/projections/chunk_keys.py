@@ -1,0 +1,50 @@
+"""The chunk keys of each request, as far as its tokens are known.
+
+A key is a hash over a chunk and everything before it (with salt, adapter and media in it), made by the
+adapter. This room stores keys; it does not know how they are made or whether anything is saved under them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from kvledger.lifecycle import events as e
+from kvledger.lifecycle.projections.tracker import RequestTracker
+
+
+class ChunkKeys:
+    """Request id -> keys in chunk order."""
+
+    def __init__(self, tracker: RequestTracker) -> None:
+        self._tracker = tracker
+        self._keys: dict[str, list[bytes]] = {}
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def of(self, request_id: str) -> Sequence[bytes]:
+        """The keys known so far."""
+        return self._keys.get(request_id, ())
+
+    def folds(self) -> Mapping[type[e.Event], Callable[..., None]]:
+        """Event class -> fold."""
+        return {
+            e.ChunkKeysObserved: self._observed,
+            e.RequestArrived: self._arrived,
+            e.RequestReleased: self._released,
+        }
+
+    def snapshot(self) -> object:
+        """Plain values, equal for equal states."""
+        return {request_id: [key.hex() for key in keys] for request_id, keys in self._keys.items()}
+
+    def _observed(self, event: e.ChunkKeysObserved, _sequence: int) -> None:
+        if self._tracker.get(event.request_id) is not None:
+            self._keys.setdefault(event.request_id, [])[event.first_chunk :] = event.keys
+
+    def _arrived(self, event: e.RequestArrived, _sequence: int) -> None:
+        self._keys.pop(event.request_id, None)
+
+    def _released(self, event: e.RequestReleased, _sequence: int) -> None:
+        if self._tracker.get(event.request_id) is None:
+            self._keys.pop(event.request_id, None)

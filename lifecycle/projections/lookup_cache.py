@@ -1,0 +1,146 @@
+"""The lookup cache: what the last lookup of each request found, and whether that is still true.
+
+What is cached is the hit, never the answer: the answer belongs to one call's `num_computed_tokens`. A cached
+hit carries the versions of everything it was made from (the request's generation and the chunk index), so it
+cannot outlive them. LMCache's cached lookup carried neither and killed the engine (LMCache#2158).
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Mapping
+
+import attrs
+
+from kvledger.lifecycle import events as e
+from kvledger.lifecycle.projections.chunk_index import ChunkIndex
+from kvledger.lifecycle.projections.chunk_keys import ChunkKeys
+
+
+class MissReason(enum.StrEnum):
+    """Why a hit ends where it ends."""
+
+    COMPLETE = "complete"
+    """Every whole chunk of the request's tokens is there."""
+    NEVER_SAVED = "never_saved"
+    SAVING = "saving"
+    """A save of the first missing chunk is in flight."""
+    EVICTED = "evicted"
+    TAINTED = "tainted"
+    RESET = "reset"
+    LIMITED = "limited"
+    """A policy allows less than what is there."""
+    QUARANTINED = "quarantined"
+
+
+@attrs.frozen
+class CachedHit:
+    """The number of committed chunks from the first on, and what that was true for."""
+
+    num_chunks: int
+    num_keys: int
+    generation: int
+    num_added: int
+    num_removed: int
+
+
+@attrs.frozen
+class PendingAnswer:
+    """What the scheduler was told and has not taken up yet."""
+
+    generation: int
+    num_computed_tokens: int
+    num_tokens: int
+    num_external_tokens: int
+    sequence: int
+
+
+class LookupCache:
+    """One replaceable slot per request, written by the last lookup."""
+
+    def __init__(self, chunk_size: int, chunk_keys: ChunkKeys, chunk_index: ChunkIndex) -> None:
+        self._chunk_size = chunk_size
+        self._chunk_keys = chunk_keys
+        self._chunk_index = chunk_index
+        self._hits: dict[str, CachedHit] = {}
+        self._pending: dict[str, PendingAnswer] = {}
+        self._taken_up: dict[str, PendingAnswer] = {}
+
+    def __len__(self) -> int:
+        return len(self._hits)
+
+    def pending(self, request_id: str) -> PendingAnswer | None:
+        """The last answer that no allocation has taken up."""
+        return self._pending.get(request_id)
+
+    def taken_up(self, request_id: str) -> PendingAnswer | None:
+        """The answer that the request's last allocation took up, if a lookup preceded it."""
+        return self._taken_up.get(request_id)
+
+    def num_hit_chunks(self, request_id: str, generation: int) -> int:
+        """Committed chunks from the request's first token on. Changes nothing."""
+        keys = self._chunk_keys.of(request_id)
+        cached = self._hits.get(request_id)
+        start = 0
+        if (
+            cached is not None
+            and cached.generation == generation
+            and cached.num_removed == self._chunk_index.num_removed
+        ):
+            if cached.num_added == self._chunk_index.num_added and cached.num_keys == len(keys):
+                return cached.num_chunks
+            start = cached.num_chunks
+        return start + self._chunk_index.num_committed_from(keys[start:])
+
+    def folds(self) -> Mapping[type[e.Event], Callable[..., None]]:
+        """Event class -> fold."""
+        return {
+            e.LookupAnswered: self._answered,
+            e.ChunkKeysObserved: self._keys_observed,
+            e.BlocksAllocated: self._allocated,
+            e.RequestPreempted: self._forget,
+            e.SessionContinued: self._forget,
+            e.RequestFinished: self._forget,
+            e.RequestArrived: self._forget,
+            e.CacheReset: self._reset,
+        }
+
+    def snapshot(self) -> object:
+        """Plain values, equal for equal states."""
+        return {
+            "hits": {request_id: hit.num_chunks for request_id, hit in self._hits.items()},
+            "pending": {request_id: attrs.astuple(answer) for request_id, answer in self._pending.items()},
+        }
+
+    def _answered(self, event: e.LookupAnswered, sequence: int) -> None:
+        self._hits[event.request_id] = CachedHit(
+            event.num_hit_tokens // self._chunk_size,
+            len(self._chunk_keys.of(event.request_id)),
+            event.generation,
+            self._chunk_index.num_added,
+            self._chunk_index.num_removed,
+        )
+        self._pending[event.request_id] = PendingAnswer(
+            event.generation, event.num_computed_tokens, event.num_tokens, event.num_external_tokens, sequence
+        )
+
+    def _keys_observed(self, event: e.ChunkKeysObserved, _sequence: int) -> None:
+        cached = self._hits.get(event.request_id)
+        if cached is not None and event.first_chunk < cached.num_keys:
+            del self._hits[event.request_id]
+
+    def _allocated(self, event: e.BlocksAllocated, _sequence: int) -> None:
+        answer = self._pending.pop(event.request_id, None)
+        if answer is None:
+            self._taken_up.pop(event.request_id, None)
+        else:
+            self._taken_up[event.request_id] = answer
+
+    def _forget(self, event: e.RequestEvent, _sequence: int) -> None:
+        self._hits.pop(event.request_id, None)
+        self._pending.pop(event.request_id, None)
+        self._taken_up.pop(event.request_id, None)
+
+    def _reset(self, _event: e.CacheReset, _sequence: int) -> None:
+        self._hits.clear()
+        self._pending.clear()

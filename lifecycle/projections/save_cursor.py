@@ -1,0 +1,74 @@
+"""How far each request's chunks have been dealt with: saved, found saved already, or declined.
+
+The cursor only ever counts whole chunks below the settled frontier. A new generation starts it again,
+because what lies below may have been evicted meanwhile; chunks that are still there cost nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from kvledger.lifecycle import events as e
+from kvledger.lifecycle.projections.tracker import RequestTracker
+from kvledger.lifecycle.projections.transfers import Transfers
+
+
+class SaveCursor:
+    """Request id -> number of chunks from the first on that need no further thought."""
+
+    def __init__(self, tracker: RequestTracker, transfers: Transfers, chunk_size: int) -> None:
+        self._tracker = tracker
+        self._transfers = transfers
+        self._chunk_size = chunk_size
+        self._num_chunks: dict[str, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._num_chunks)
+
+    def num_chunks(self, request_id: str) -> int:
+        """Chunks dealt with."""
+        return self._num_chunks.get(request_id, 0)
+
+    def next_threshold(self, request_id: str) -> int:
+        """The number of settled tokens from which there is something to save."""
+        return (self._num_chunks.get(request_id, 0) + 1) * self._chunk_size
+
+    def folds(self) -> Mapping[type[e.Event], Callable[..., None]]:
+        """Event class -> fold."""
+        return {
+            e.StepScheduled: self._step_scheduled,
+            e.LoadFailed: self._restart,
+            e.RequestPreempted: self._restart,
+            e.RequestFinished: self._restart,
+            e.RequestArrived: self._restart,
+            e.SessionContinued: self._session_continued,
+            e.TokensRolledBack: self._rolled_back,
+            e.CacheReset: self._reset,
+        }
+
+    def snapshot(self) -> object:
+        """Plain values, equal for equal states."""
+        return dict(self._num_chunks)
+
+    def _step_scheduled(self, event: e.StepScheduled, _sequence: int) -> None:
+        for ordinal, _, num_settled_tokens in event.settled:
+            record = self._tracker.by_ordinal(ordinal)
+            # Until a load has arrived, what was computed on top of it may be wrong too.
+            if record is not None and not self._transfers.is_loading(ordinal):
+                self._num_chunks[record.request_id] = num_settled_tokens // self._chunk_size
+
+    def _restart(self, event: e.RequestEvent, _sequence: int) -> None:
+        self._num_chunks.pop(event.request_id, None)
+
+    def _session_continued(self, event: e.SessionContinued, _sequence: int) -> None:
+        self._cut(event.request_id, event.num_computed_tokens)
+
+    def _rolled_back(self, event: e.TokensRolledBack, _sequence: int) -> None:
+        self._cut(event.request_id, event.num_computed_tokens)
+
+    def _cut(self, request_id: str, num_tokens: int) -> None:
+        if request_id in self._num_chunks:
+            self._num_chunks[request_id] = min(self._num_chunks[request_id], num_tokens // self._chunk_size)
+
+    def _reset(self, _event: e.CacheReset, _sequence: int) -> None:
+        self._num_chunks.clear()

@@ -1,0 +1,144 @@
+"""Sums over the whole log: the figures for metrics and reports.
+
+Recomputed means computed before a preemption and again after it; recovered means loaded from the host pool
+on the way back; retained means still found in vLLM's own prefix cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import attrs
+
+from kvledger.lifecycle import events as e
+from kvledger.lifecycle.projections.lookup_cache import LookupCache
+from kvledger.lifecycle.projections.tracker import RequestTracker
+from kvledger.lifecycle.projections.transfers import JobKind, Transfers
+from kvledger.lifecycle.states import RequestState
+
+
+@attrs.define
+class Figures:
+    """Counters since the log was opened, in requests, tokens, chunks, pages, bytes and nanoseconds."""
+
+    num_requests: int = 0
+    num_preemptions: int = 0
+    num_lookups: int = 0
+    num_tokens_hit: int = 0
+    num_tokens_loaded: int = 0
+    num_tokens_recovered: int = 0
+    num_tokens_retained: int = 0
+    num_tokens_recomputed: int = 0
+    num_chunks_saved: int = 0
+    num_chunks_evicted: int = 0
+    num_chunks_declined: int = 0
+    num_chunks_tainted: int = 0
+    num_bytes_saved: int = 0
+    num_bytes_loaded: int = 0
+    save_duration_ns: int = 0
+    load_duration_ns: int = 0
+    num_loads_failed: int = 0
+    num_saves_failed: int = 0
+    num_violations: int = 0
+    num_hook_failures: int = 0
+
+
+class Totals:
+    """Folds every event that counts into `figures`. Registered before the tracker, to see states as they were."""
+
+    def __init__(self, tracker: RequestTracker, lookups: LookupCache, transfers: Transfers) -> None:
+        self._tracker = tracker
+        self._lookups = lookups
+        self._transfers = transfers
+        self.figures = Figures()
+
+    def folds(self) -> Mapping[type[e.Event], Callable[..., None]]:
+        """Event class -> fold."""
+        return {
+            e.RequestArrived: self._arrived,
+            e.RequestPreempted: self._preempted,
+            e.LookupAnswered: self._answered,
+            e.BlocksAllocated: self._allocated,
+            e.LoadIssued: self._load_issued,
+            e.StepScheduled: self._step_scheduled,
+            e.TransferReported: self._reported,
+            e.SaveCompleted: self._save_completed,
+            e.SaveFailed: self._save_failed,
+            e.SaveDeclined: self._save_declined,
+            e.LoadFailed: self._load_failed,
+            e.ChunkEvicted: self._evicted,
+            e.ChunkTainted: self._tainted,
+            e.InvariantViolated: self._violated,
+            e.HookFailed: self._hook_failed,
+        }
+
+    def snapshot(self) -> object:
+        """Plain values, equal for equal states."""
+        return attrs.asdict(self.figures)
+
+    def _arrived(self, _event: e.RequestArrived, _sequence: int) -> None:
+        self.figures.num_requests += 1
+
+    def _preempted(self, _event: e.RequestPreempted, _sequence: int) -> None:
+        self.figures.num_preemptions += 1
+
+    def _answered(self, event: e.LookupAnswered, _sequence: int) -> None:
+        self.figures.num_lookups += 1
+        self.figures.num_tokens_hit += event.num_external_tokens
+
+    def _allocated(self, event: e.BlocksAllocated, _sequence: int) -> None:
+        record = self._tracker.get(event.request_id)
+        answer = self._lookups.pending(event.request_id)
+        if record is not None and record.state is RequestState.PREEMPTED and answer is not None:
+            self.figures.num_tokens_retained += min(answer.num_computed_tokens, record.num_tokens_before_preemption)
+
+    def _load_issued(self, event: e.LoadIssued, _sequence: int) -> None:
+        self.figures.num_tokens_loaded += event.num_tokens
+        record = self._tracker.get(event.request_id)
+        if record is not None and record.state is RequestState.RECOVERING:
+            last = min(event.first_token + event.num_tokens, record.num_tokens_before_preemption)
+            self.figures.num_tokens_recovered += max(0, last - event.first_token)
+
+    def _step_scheduled(self, event: e.StepScheduled, _sequence: int) -> None:
+        for ordinal, num_computed_tokens, num_scheduled_tokens, _ in event.advanced:
+            record = self._tracker.by_ordinal(ordinal)
+            if record is not None and record.num_preemptions:
+                last = min(num_computed_tokens + num_scheduled_tokens, record.num_tokens_before_preemption)
+                self.figures.num_tokens_recomputed += max(0, last - num_computed_tokens)
+
+    def _reported(self, event: e.TransferReported, _sequence: int) -> None:
+        job = self._transfers.get(event.job_id)
+        if job is None:
+            return
+        if job.kind is JobKind.LOAD:
+            self.figures.num_bytes_loaded += event.num_bytes
+            self.figures.load_duration_ns += event.duration_ns
+        else:
+            self.figures.num_bytes_saved += event.num_bytes
+            self.figures.save_duration_ns += event.duration_ns
+
+    def _save_completed(self, event: e.SaveCompleted, _sequence: int) -> None:
+        job = self._transfers.get(event.job_id)
+        if job is not None:
+            self.figures.num_chunks_saved += len(job.keys)
+
+    def _save_failed(self, _event: e.SaveFailed, _sequence: int) -> None:
+        self.figures.num_saves_failed += 1
+
+    def _save_declined(self, event: e.SaveDeclined, _sequence: int) -> None:
+        self.figures.num_chunks_declined += event.num_chunks
+
+    def _load_failed(self, _event: e.LoadFailed, _sequence: int) -> None:
+        self.figures.num_loads_failed += 1
+
+    def _evicted(self, _event: e.ChunkEvicted, _sequence: int) -> None:
+        self.figures.num_chunks_evicted += 1
+
+    def _tainted(self, _event: e.ChunkTainted, _sequence: int) -> None:
+        self.figures.num_chunks_tainted += 1
+
+    def _violated(self, _event: e.InvariantViolated, _sequence: int) -> None:
+        self.figures.num_violations += 1
+
+    def _hook_failed(self, _event: e.HookFailed, _sequence: int) -> None:
+        self.figures.num_hook_failures += 1

@@ -1,0 +1,227 @@
+"""The request tracker: one record per request that is not released, folded from its events.
+
+It knows states, generations and token counts. It must not know blocks, chunks or jobs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+
+import attrs
+
+from kvledger.lifecycle import events as e
+from kvledger.lifecycle.machine import TABLE, CompiledTable
+from kvledger.lifecycle.states import RequestState
+
+NOT_STEADY = -1
+
+
+@attrs.define
+class RequestRecord:
+    """What is known about one request."""
+
+    request_id: str
+    ordinal: int
+    """Names this life of the id; ids may be used again, ordinals never are."""
+    num_prompt_tokens: int
+    num_tokens: int
+    """Prompt and output tokens, as of the last event that told."""
+    state: RequestState = RequestState.NEW
+    state_since_ns: int = 0
+    generation: int = 0
+    num_preemptions: int = 0
+    quarantined: bool = False
+    counted_tokens: int = 0
+    """Computed or scheduled tokens at the last exact count; see `RequestTracker.num_computed_tokens`."""
+    steady_since: int = NOT_STEADY
+    """Step count since which it decodes one token a step."""
+    num_tokens_before_preemption: int = 0
+    """The most settled tokens it ever lost; what lies below and is computed again was lost for good."""
+
+
+class RequestTracker:
+    """Folds request events into records.
+
+    A steady request, one that decodes one token a step, is not touched by the fold of a step: its count is
+    the step count since it became steady. So a step of 256 decoding requests costs the fold nothing.
+    """
+
+    def __init__(self, table: CompiledTable = TABLE) -> None:
+        self._table = table
+        self._records: dict[str, RequestRecord] = {}
+        self._by_ordinal: dict[int, RequestRecord] = {}
+        self.num_arrived = 0
+        self.num_steps = 0
+        self.time_ns = 0
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def __iter__(self) -> Iterator[RequestRecord]:
+        return iter(self._records.values())
+
+    def get(self, request_id: str) -> RequestRecord | None:
+        """The record of a request that is not released, or None."""
+        return self._records.get(request_id)
+
+    def by_ordinal(self, ordinal: int) -> RequestRecord | None:
+        """The record of that life of a request, or None once it is released."""
+        return self._by_ordinal.get(ordinal)
+
+    def num_computed_tokens(self, record: RequestRecord) -> int:
+        """Tokens computed or in flight after the last step."""
+        if record.steady_since == NOT_STEADY:
+            return record.counted_tokens
+        return record.counted_tokens + self.num_steps - record.steady_since
+
+    def folds(self) -> Mapping[type[e.Event], Callable[..., None]]:
+        """Event class -> fold. Request events that only move the state are added for the whole table."""
+        folds: dict[type[e.Event], Callable[..., None]] = dict.fromkeys(e.REQUEST_EVENTS, self._move)
+        folds |= {
+            e.RequestArrived: self._arrived,
+            e.LookupRequested: self._lookup_requested,
+            e.BlocksAllocated: self._blocks_allocated,
+            e.RequestPreempted: self._preempted,
+            e.SessionContinued: self._session_continued,
+            e.TokensRolledBack: self._rolled_back,
+            e.RequestFinished: self._finished,
+            e.RequestQuarantined: self._quarantined,
+            e.RequestReleased: self._released,
+            e.StepScheduled: self._step_scheduled,
+            e.TransferReported: self._told_time,
+            e.LogNote: self._told_time,
+        }
+        return folds
+
+    def snapshot(self) -> object:
+        """Plain values, equal for equal states."""
+        return {
+            "steps": self.num_steps,
+            "arrived": self.num_arrived,
+            "requests": {
+                record.request_id: {
+                    "ordinal": record.ordinal,
+                    "state": record.state.value,
+                    "generation": record.generation,
+                    "num_computed_tokens": self.num_computed_tokens(record),
+                    "num_tokens": max(record.num_tokens, self.num_computed_tokens(record)),
+                    "num_prompt_tokens": record.num_prompt_tokens,
+                    "num_preemptions": record.num_preemptions,
+                    "quarantined": record.quarantined,
+                }
+                for record in self._records.values()
+            },
+        }
+
+    # --- folds: total, no validation ---------------------------------------------------------
+
+    def _told_time(self, event: e.TransferReported | e.LogNote, _sequence: int) -> None:
+        self.time_ns = event.time_ns
+
+    def _arrived(self, event: e.RequestArrived, _sequence: int) -> None:
+        self.time_ns = event.time_ns
+        earlier = self._records.get(event.request_id)
+        if earlier is not None:
+            self._by_ordinal.pop(earlier.ordinal, None)
+        record = RequestRecord(
+            event.request_id,
+            event.ordinal,
+            event.num_prompt_tokens,
+            event.num_prompt_tokens,
+            state_since_ns=event.time_ns,
+        )
+        self._records[event.request_id] = record
+        self._by_ordinal[event.ordinal] = record
+        self.num_arrived += 1
+
+    def _move(self, event: e.RequestEvent, _sequence: int) -> None:
+        record = self._records.get(event.request_id)
+        if record is None:
+            return
+        if getattr(event, "generation", record.generation) != record.generation:
+            return  # a decision about an earlier life; it must not move this one
+        self._enter(record, self._table.get((record.state, type(event)), record.state))
+
+    def _enter(self, record: RequestRecord, state: RequestState) -> None:
+        if state is not record.state:
+            record.state = state
+            record.state_since_ns = self.time_ns
+
+    def _lookup_requested(self, event: e.LookupRequested, sequence: int) -> None:
+        self.time_ns = event.time_ns
+        record = self._records.get(event.request_id)
+        if record is not None:
+            record.num_tokens = event.num_tokens
+        self._move(event, sequence)
+
+    def _blocks_allocated(self, event: e.BlocksAllocated, sequence: int) -> None:
+        self.time_ns = event.time_ns
+        self._move(event, sequence)
+
+    def _preempted(self, event: e.RequestPreempted, sequence: int) -> None:
+        self.time_ns = event.time_ns
+        self._move(event, sequence)
+        record = self._records.get(event.request_id)
+        if record is not None:
+            record.num_tokens_before_preemption = max(record.num_tokens_before_preemption, event.num_settled_tokens)
+            record.generation += 1
+            record.num_preemptions += 1
+            self._count(record, 0)
+
+    def _session_continued(self, event: e.SessionContinued, sequence: int) -> None:
+        self.time_ns = event.time_ns
+        self._move(event, sequence)
+        record = self._records.get(event.request_id)
+        if record is not None:
+            record.generation += 1
+            record.num_tokens = event.num_tokens
+            record.num_prompt_tokens = event.num_prompt_tokens
+            record.num_tokens_before_preemption = min(record.num_tokens_before_preemption, event.num_computed_tokens)
+            self._count(record, event.num_computed_tokens)
+
+    def _rolled_back(self, event: e.TokensRolledBack, sequence: int) -> None:
+        self.time_ns = event.time_ns
+        self._move(event, sequence)
+        record = self._records.get(event.request_id)
+        if record is not None:
+            if event.num_computed_tokens == 0:
+                record.generation += 1
+            self._count(record, event.num_computed_tokens)
+
+    def _finished(self, event: e.RequestFinished, sequence: int) -> None:
+        self.time_ns = event.time_ns
+        record = self._records.get(event.request_id)
+        if record is not None:
+            record.num_tokens = event.num_tokens
+            self._count(record, self.num_computed_tokens(record))
+        self._move(event, sequence)
+
+    def _quarantined(self, event: e.RequestQuarantined, _sequence: int) -> None:
+        record = self._records.get(event.request_id)
+        if record is not None:
+            record.quarantined = True
+
+    def _released(self, event: e.RequestReleased, _sequence: int) -> None:
+        record = self._records.get(event.request_id)
+        if record is not None and record.generation == event.generation:
+            del self._records[event.request_id]
+            self._by_ordinal.pop(record.ordinal, None)
+
+    def _step_scheduled(self, event: e.StepScheduled, _sequence: int) -> None:
+        self.time_ns = event.time_ns
+        for ordinal in event.paused:
+            record = self._by_ordinal.get(ordinal)
+            if record is not None:
+                self._count(record, self.num_computed_tokens(record))
+        self.num_steps += 1
+        for ordinal, num_computed_tokens, num_scheduled_tokens, num_tokens in event.advanced:
+            record = self._by_ordinal.get(ordinal)
+            if record is not None:
+                record.num_tokens = num_tokens
+                self._count(record, num_computed_tokens + num_scheduled_tokens)
+                if num_scheduled_tokens == 1 and num_computed_tokens + 1 >= num_tokens:
+                    record.steady_since = self.num_steps
+
+    def _count(self, record: RequestRecord, num_computed_tokens: int) -> None:
+        record.counted_tokens = num_computed_tokens
+        record.steady_since = NOT_STEADY

@@ -1,0 +1,169 @@
+"""Jobs in flight: which pages move where, for whom, and which ranks have reported.
+
+A job is known by its id, never by its request: a request may be preempted, finished or its id used again
+while bytes still move. It must not know what a completed job means for chunks; see `chunk_index.py`.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+
+import attrs
+
+from kvledger.lifecycle import events as e
+from kvledger.lifecycle.geometry import Geometry
+from kvledger.lifecycle.projections.chunk_keys import ChunkKeys
+from kvledger.lifecycle.projections.tracker import RequestTracker
+
+
+class JobKind(enum.StrEnum):
+    """The direction of the bytes."""
+
+    LOAD = "load"
+    SAVE = "save"
+
+
+@attrs.define
+class Job:
+    """One load or save that has not been settled."""
+
+    job_id: int
+    kind: JobKind
+    request_id: str
+    ordinal: int
+    generation: int
+    chunks: tuple[int, ...]
+    keys: tuple[bytes, ...]
+    earlier_keys: tuple[tuple[int, bytes], ...]
+    """(chunk, key) of chunks that end earlier inside the blocks of a save: its images contain them too."""
+    slots: tuple[int, ...]
+    block_ids: tuple[int, ...]
+    epoch: int
+    issued_step: int
+    num_ranks_done: int = 0
+    num_ranks_failed: int = 0
+    error: str = ""
+
+
+class Transfers:
+    """Job id -> job, as long as a rank owes a report."""
+
+    def __init__(self, tracker: RequestTracker, chunk_keys: ChunkKeys, geometry: Geometry) -> None:
+        self._tracker = tracker
+        self._chunk_keys = chunk_keys
+        self._geometry = geometry
+        self._jobs: dict[int, Job] = {}
+        self._of_ordinal: dict[int, set[int]] = {}
+        self._loading: Counter[int] = Counter()
+        self.next_job_id = 1
+        self.epoch = 0
+
+    def __len__(self) -> int:
+        return len(self._jobs)
+
+    def __iter__(self) -> Iterator[Job]:
+        return iter(self._jobs.values())
+
+    def get(self, job_id: int) -> Job | None:
+        """The job, or None once it is settled."""
+        return self._jobs.get(job_id)
+
+    def owes(self, ordinal: int) -> bool:
+        """Whether a job of that life of a request is in flight."""
+        return ordinal in self._of_ordinal
+
+    def is_loading(self, ordinal: int) -> bool:
+        """Whether KV is still coming into that request's blocks."""
+        return any(self._jobs[job_id].kind is JobKind.LOAD for job_id in self._of_ordinal.get(ordinal, ()))
+
+    def is_read(self, slot: int) -> bool:
+        """Whether a load in flight reads the slot."""
+        return slot in self._loading
+
+    def folds(self) -> Mapping[type[e.Event], Callable[..., None]]:
+        """Event class -> fold."""
+        return {
+            e.LoadIssued: self._load_issued,
+            e.SaveIssued: self._save_issued,
+            e.TransferReported: self._reported,
+            e.LoadCompleted: self._settled,
+            e.LoadFailed: self._settled,
+            e.SaveCompleted: self._settled,
+            e.SaveFailed: self._settled,
+            e.CacheReset: self._reset,
+        }
+
+    def snapshot(self) -> object:
+        """Plain values, equal for equal states."""
+        return {
+            "epoch": self.epoch,
+            "next_job_id": self.next_job_id,
+            "jobs": {
+                job.job_id: {
+                    "kind": job.kind.value,
+                    "request_id": job.request_id,
+                    "generation": job.generation,
+                    "slots": list(job.slots),
+                    "block_ids": list(job.block_ids),
+                    "num_ranks_done": job.num_ranks_done,
+                    "num_ranks_failed": job.num_ranks_failed,
+                }
+                for job in self._jobs.values()
+            },
+        }
+
+    def _load_issued(self, event: e.LoadIssued, _sequence: int) -> None:
+        chunk_size = self._geometry.chunk_size
+        first = event.first_token // chunk_size
+        last = -(-(event.first_token + event.num_tokens) // chunk_size)
+        self._loading.update(event.slots)
+        self._start(event, JobKind.LOAD, tuple(range(first, last)))
+
+    def _save_issued(self, event: e.SaveIssued, _sequence: int) -> None:
+        self._start(event, JobKind.SAVE, event.chunks)
+
+    def _start(self, event: e.LoadIssued | e.SaveIssued, kind: JobKind, chunks: tuple[int, ...]) -> None:
+        record = self._tracker.get(event.request_id)
+        ordinal = -1 if record is None else record.ordinal
+        keys = self._chunk_keys.of(event.request_id)
+        earlier = {c for chunk in chunks for c in self._geometry.chunks_before_in_block(chunk)} - set(chunks)
+        self._jobs[event.job_id] = Job(
+            event.job_id,
+            kind,
+            event.request_id,
+            ordinal,
+            event.generation,
+            chunks,
+            tuple(keys[chunk] for chunk in chunks if chunk < len(keys)),
+            tuple((chunk, keys[chunk]) for chunk in sorted(earlier) if chunk < len(keys)),
+            event.slots,
+            event.block_ids,
+            self.epoch,
+            self._tracker.num_steps,
+        )
+        self._of_ordinal.setdefault(ordinal, set()).add(event.job_id)
+        self.next_job_id = max(self.next_job_id, event.job_id + 1)
+
+    def _reported(self, event: e.TransferReported, _sequence: int) -> None:
+        job = self._jobs.get(event.job_id)
+        if job is not None:
+            job.num_ranks_done += event.num_ranks_done
+            job.num_ranks_failed += event.num_ranks_failed
+            job.error = job.error or event.error
+
+    def _settled(self, event: e.LoadCompleted | e.LoadFailed | e.SaveCompleted | e.SaveFailed, _sequence: int) -> None:
+        job = self._jobs.pop(event.job_id, None)
+        if job is None:
+            return
+        siblings = self._of_ordinal.get(job.ordinal)
+        if siblings is not None:
+            siblings.discard(job.job_id)
+            if not siblings:
+                del self._of_ordinal[job.ordinal]
+        if job.kind is JobKind.LOAD:
+            self._loading -= Counter(job.slots)
+
+    def _reset(self, _event: e.CacheReset, _sequence: int) -> None:
+        self.epoch += 1

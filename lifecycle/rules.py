@@ -1,0 +1,17 @@
+"""Names of the rules that the live path guards. `docs/invariants.md` says what each demands."""
+
+from __future__ import annotations
+
+import enum
+
+
+class Rule(enum.StrEnum):
+    """A rule whose breach is recorded as `invariant.violated`."""
+
+    LEGAL_TRANSITION = "LEGAL_TRANSITION"
+    ALLOC_MATCHES_LOOKUP = "ALLOC_MATCHES_LOOKUP"
+    LOADABLE_AFTER_COMMIT = "LOADABLE_AFTER_COMMIT"
+    TABLE_EQ = "TABLE_EQ"
+    COMPLETION_ONCE = "COMPLETION_ONCE"
+    LIVENESS = "LIVENESS"
+    HANDLER_RAISED = "HANDLER_RAISED"
