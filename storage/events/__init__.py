@@ -1,0 +1,38 @@
+"""The event store: append-only frames of bytes in one gapless, hash-chained sequence.
+
+What a frame's payload means is known in `kvledger.lifecycle.codec`, not here. Stores: `SegmentEventStore` on disk,
+`MemoryEventStore`, and `BacklogEventStore` around either, which keeps I/O trouble from the engine. `read_log` reads a
+log as it is. `testing.EventStoreContract` is for stores written elsewhere.
+"""
+
+from __future__ import annotations
+
+from kvledger.storage.events.backlog import BacklogEventStore
+from kvledger.storage.events.durability import Durability
+from kvledger.storage.events.errors import AppendConflict, LogClosed, LogDamaged, LogError, LogLocked, LogTooNew
+from kvledger.storage.events.frames import Frame, FrameKind
+from kvledger.storage.events.memory import MemoryEventStore
+from kvledger.storage.events.protocol import EventStore
+from kvledger.storage.events.reader import Damage, LogReader, read_log
+from kvledger.storage.events.recovery import RecoveryReport
+from kvledger.storage.events.segments import SegmentEventStore
+
+__all__ = [
+    "AppendConflict",
+    "BacklogEventStore",
+    "Damage",
+    "Durability",
+    "EventStore",
+    "Frame",
+    "FrameKind",
+    "LogClosed",
+    "LogDamaged",
+    "LogError",
+    "LogLocked",
+    "LogReader",
+    "LogTooNew",
+    "MemoryEventStore",
+    "RecoveryReport",
+    "SegmentEventStore",
+    "read_log",
+]

@@ -1,0 +1,157 @@
+"""One frame: the unit that is written whole or not at all. Knows bytes; must not know files, nor what a payload means.
+
+A frame on disk, little-endian, without padding:
+
+====== ===== ======================================================================================
+offset bytes field
+====== ===== ======================================================================================
+0      2     marker ``F5 4B``, compared exactly; a reader looks for it behind damaged bytes
+2      4     CRC-32C of everything that follows: fields, chain hash, payload
+6      4     payload length in bytes                                        \
+10     1     kind (`FrameKind`)                                             | the fields
+11     8     first sequence number                                          |
+19     4     number of events, at least 1                                   /
+23     16    chain hash: BLAKE2b-128 of previous chain hash + fields + payload
+39     ...   payload
+====== ===== ======================================================================================
+
+Every byte is either compared (marker), or is the CRC, or is covered by it.
+"""
+
+from __future__ import annotations
+
+import enum
+import struct
+from hashlib import blake2b
+
+import attrs
+from google_crc32c import value as crc32c
+
+__all__ = [
+    "CHAIN_HASH_BYTES",
+    "FRAME_HEADER_BYTES",
+    "MAX_EVENTS",
+    "MAX_PAYLOAD_BYTES",
+    "MAX_SEQUENCE",
+    "Frame",
+    "FrameKind",
+    "check_append",
+    "encode_frame",
+    "find_frame",
+    "frame_bytes",
+    "next_chain_hash",
+    "parse_frame",
+]
+
+CHAIN_HASH_BYTES = 16
+MAX_PAYLOAD_BYTES = 1 << 30
+MAX_EVENTS = (1 << 32) - 1
+MAX_SEQUENCE = (1 << 64) - 1
+
+_MARKER = b"\xf5K"
+_FIELDS = struct.Struct("<IBQI")
+_PREFIX = struct.Struct("<2sI")
+_HEADER = struct.Struct("<2sIIBQI16s")
+FRAME_HEADER_BYTES = _HEADER.size
+
+_pack_fields = _FIELDS.pack
+_pack_prefix = _PREFIX.pack
+_unpack_header = _HEADER.unpack_from
+
+
+class FrameKind(enum.IntEnum):
+    """What a frame's payload is."""
+
+    EVENTS = 0
+    """Encoded events; the store does not look inside."""
+    GAP = 1
+    """A reason in UTF-8: this many events happened here and could not be written."""
+
+
+_EVENTS_KIND = int(FrameKind.EVENTS)
+_KINDS = {int(kind): kind for kind in FrameKind}
+
+
+@attrs.frozen
+class Frame:
+    """One stored frame: `num_events` events numbered from `first_sequence`.
+
+    `chain_hash` (16 bytes) covers this frame and, through the previous hash, everything before it.
+    """
+
+    first_sequence: int
+    num_events: int
+    kind: FrameKind
+    payload: bytes
+    chain_hash: bytes
+
+    @property
+    def next_sequence(self) -> int:
+        """The sequence number of the first event after this frame."""
+        return self.first_sequence + self.num_events
+
+
+def check_append(num_events: int, num_payload_bytes: int) -> None:
+    """Refuse what a frame cannot hold. Raises `ValueError`."""
+    if not 0 < num_events <= MAX_EVENTS:
+        msg = f"a frame holds 1 to {MAX_EVENTS} events, not {num_events}; append nothing when nothing happened"
+        raise ValueError(msg)
+    if num_payload_bytes > MAX_PAYLOAD_BYTES:
+        msg = f"a payload of {num_payload_bytes} bytes is over the {MAX_PAYLOAD_BYTES} of a frame; append it in parts"
+        raise ValueError(msg)
+
+
+def encode_frame(
+    kind: int, first_sequence: int, num_events: int, payload: bytes, previous_hash: bytes
+) -> tuple[bytes, bytes]:
+    """Return the frame's bytes and its chain hash. The caller has been through `check_append`."""
+    fields = _pack_fields(len(payload), kind, first_sequence, num_events)
+    chain_hash = blake2b(previous_hash + fields + payload, digest_size=16).digest()
+    covered = fields + chain_hash + payload
+    return _pack_prefix(_MARKER, crc32c(covered)) + covered, chain_hash
+
+
+def next_chain_hash(previous_hash: bytes, frame: Frame) -> bytes:
+    """Return the chain hash that `frame` has if it follows `previous_hash` (16 bytes)."""
+    fields = _pack_fields(len(frame.payload), frame.kind, frame.first_sequence, frame.num_events)
+    return blake2b(previous_hash + fields + frame.payload, digest_size=CHAIN_HASH_BYTES).digest()
+
+
+def frame_bytes(frame: Frame) -> int:
+    """Return the bytes that `frame` takes on disk."""
+    return FRAME_HEADER_BYTES + len(frame.payload)
+
+
+def parse_frame(data: bytes, offset: int) -> Frame | str:
+    """Return the intact frame at `offset` of `data`, or the reason why there is none."""
+    num_left = len(data) - offset
+    if num_left < FRAME_HEADER_BYTES:
+        return f"{num_left} bytes are too few for a frame header of {FRAME_HEADER_BYTES}"
+    marker, crc, num_payload_bytes, kind, first_sequence, num_events, chain_hash = _unpack_header(data, offset)
+    if marker != _MARKER:
+        return f"no frame marker, found {marker.hex()}"
+    end = offset + FRAME_HEADER_BYTES + num_payload_bytes
+    if end > len(data):
+        return f"the frame says it ends {end - len(data)} bytes behind the end of the file"
+    if crc32c(data[offset + _PREFIX.size : end]) != crc:
+        return "the CRC-32C does not match"
+    known_kind = _KINDS.get(kind)
+    if known_kind is None or num_events == 0:
+        return f"a frame of kind {kind} with {num_events} events, which no writer of this format writes"
+    return Frame(first_sequence, num_events, known_kind, data[offset + FRAME_HEADER_BYTES : end], chain_hash)
+
+
+def find_frame(data: bytes, start: int, minimum_sequence: int, maximum_sequence: int | None) -> int | None:
+    """Return the offset of the first intact frame at or behind `start`, or None.
+
+    A frame counts only if its first sequence number is plausible: at least `minimum_sequence`, below
+    `maximum_sequence`. The bounds are looked at before the CRC, so a false marker costs little.
+    """
+    upper_bound = MAX_SEQUENCE if maximum_sequence is None else maximum_sequence
+    offset = data.find(_MARKER, start)
+    while offset >= 0 and len(data) - offset >= FRAME_HEADER_BYTES:
+        first_sequence = _unpack_header(data, offset)[4]
+        if minimum_sequence <= first_sequence < upper_bound and isinstance(parse_frame(data, offset), Frame):
+            return offset
+        offset = data.find(_MARKER, offset + 1)
+    return None

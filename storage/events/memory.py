@@ -1,0 +1,96 @@
+"""The event store that keeps its newest frames in memory: durability ``memory``, gone with the process."""
+
+from __future__ import annotations
+
+import types
+import uuid
+from collections import deque
+from typing import TYPE_CHECKING, Final
+
+from kvledger.storage.events.durability import Durability
+from kvledger.storage.events.errors import LogClosed
+from kvledger.storage.events.frames import Frame, FrameKind, check_append, encode_frame
+from kvledger.storage.events.reappend import sequence_of_repeated
+from kvledger.storage.events.segment_file import NO_PREVIOUS_HASH, decode_header, encode_header
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+__all__ = ["MemoryEventStore"]
+
+_NO_HEADER: Final[Mapping[str, object]] = types.MappingProxyType({})
+
+
+class MemoryEventStore:
+    """An `EventStore` that is gone with the process. `header` gets a `log_id`, as on disk.
+
+    With `max_bytes` the oldest frames are forgotten, so a long-running engine keeps the last of its story; what is
+    left can be shown but not replayed from the beginning.
+    """
+
+    durability: Final = Durability.MEMORY
+
+    def __init__(self, header: Mapping[str, object] = _NO_HEADER, *, max_bytes: int | None = None) -> None:
+        """Begin an empty log. Raises `LogError` for a header that no log can hold."""
+        log_id = uuid.uuid4().hex
+        block = encode_header(log_id, 1, NO_PREVIOUS_HASH, header)
+        self.header: Final = {**header, "log_id": log_id}
+        self._frames: deque[Frame] = deque()
+        self._max_bytes = max_bytes
+        self._num_bytes = 0
+        self._next_sequence = 1
+        self._head_hash = decode_header(block, "memory").chain_hash
+        self._closed = False
+
+    @property
+    def next_sequence(self) -> int:
+        """The sequence number that the next appended event gets."""
+        return self._next_sequence
+
+    @property
+    def head_hash(self) -> bytes:
+        """The chain hash of the last frame, or of the header while the log is empty."""
+        return self._head_hash
+
+    def append(self, payload: bytes, num_events: int, *, expected_sequence: int | None = None) -> int:
+        """Append one frame; see `EventStore.append`."""
+        self._check_open()
+        if expected_sequence is not None and expected_sequence != self._next_sequence:
+            return sequence_of_repeated(self, payload, num_events, expected_sequence)
+        return self._append(FrameKind.EVENTS, payload, num_events)
+
+    def append_gap(self, num_events: int, reason: str) -> int:
+        """Append a frame that stands for events which could not be written; see `EventStore.append_gap`."""
+        self._check_open()
+        return self._append(FrameKind.GAP, reason.encode(errors="replace"), num_events)
+
+    def read(self, from_sequence: int = 1) -> Iterator[Frame]:
+        """Yield the frames in order; see `EventStore.read`."""
+        for frame in tuple(self._frames):
+            if frame.next_sequence > from_sequence:
+                yield frame
+
+    def flush(self) -> None:
+        """Do nothing: memory has no lower level."""
+        self._check_open()
+
+    def close(self) -> None:
+        """Refuse appends from now on."""
+        self._closed = True
+
+    def _append(self, kind: FrameKind, payload: bytes, num_events: int) -> int:
+        check_append(num_events, len(payload))
+        first_sequence = self._next_sequence
+        _, chain_hash = encode_frame(kind, first_sequence, num_events, payload, self._head_hash)
+        self._frames.append(Frame(first_sequence, num_events, kind, payload, chain_hash))
+        self._num_bytes += len(payload)
+        while self._max_bytes is not None and self._num_bytes > self._max_bytes and len(self._frames) > 1:
+            self._num_bytes -= len(self._frames.popleft().payload)
+        self._head_hash = chain_hash
+        self._next_sequence += num_events
+        return first_sequence
+
+    def _check_open(self) -> None:
+        if self._closed:
+            msg = "the memory log was closed; make a new one to append"
+            raise LogClosed(msg)

@@ -1,0 +1,61 @@
+"""What every event store promises. `testing.EventStoreContract` proves it of a store.
+
+A store is opaque to what it stores: a payload is bytes, and the meaning of events is another room's business.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from kvledger.storage.events.frames import Frame
+
+__all__ = ["EventStore"]
+
+
+class EventStore(Protocol):
+    """An append-only sequence of frames with one writer. Event sequence numbers start at 1 and have no gap."""
+
+    @property
+    def next_sequence(self) -> int:
+        """The sequence number that the next appended event gets."""
+
+    @property
+    def head_hash(self) -> bytes:
+        """The chain hash (16 bytes) of the last frame, or of the log's header while the log is empty.
+
+        Noted somewhere else, it is the anchor that makes a rewritten log detectable.
+        """
+
+    def append(self, payload: bytes, num_events: int, *, expected_sequence: int | None = None) -> int:
+        """Append `num_events` events as one frame, whole or not at all, and return the first one's sequence number.
+
+        With `expected_sequence` an append can be repeated safely: if this very payload already stands there, nothing is
+        written and its sequence number is returned.
+
+        Raises:
+            ValueError: `num_events` is not positive, or the payload is larger than a frame holds.
+            AppendConflict: other bytes stand at `expected_sequence`, or the log has not reached it.
+            LogClosed: the store was closed.
+            OSError: it could not be written; the log is as it was before.
+
+        """
+
+    def append_gap(self, num_events: int, reason: str) -> int:
+        """Append a frame that accounts for `num_events` events that could not be written. Raises like `append`."""
+
+    def read(self, from_sequence: int = 1) -> Iterator[Frame]:
+        """Yield the frames in order, beginning with the one that holds `from_sequence`. Works after `close`, too.
+
+        Raises:
+            LogDamaged: the stored bytes are not what was written.
+
+        """
+
+    def flush(self) -> None:
+        """Return when everything appended has reached the store's durability. Raises `OSError` and `LogClosed`."""
+
+    def close(self) -> None:
+        """Flush, and let go of the log. Closing again does nothing."""

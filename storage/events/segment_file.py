@@ -1,0 +1,188 @@
+"""One segment file's name and header block. Knows bytes and names; must not know frames.
+
+File name: ``{first_sequence:020d}.kvlog``. The header block, little-endian:
+
+====== ===== ======================================================================================
+offset bytes field
+====== ===== ======================================================================================
+0      8     magic ``KVLEDGER``
+8      2     format version
+10     4     body length in bytes
+14     4     CRC-32C of bytes 0..13 and the body
+18     ...   body: a msgpack map of `log_id`, `first_sequence`, `previous_head_hash`, `header`
+====== ===== ======================================================================================
+
+The first 18 bytes keep this layout in every format version, so an old reader can say which version it would need.
+The chain starts with the BLAKE2b-128 of the whole block, which itself names the last hash of the segment before.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import struct
+from hashlib import blake2b
+from typing import TYPE_CHECKING, Any
+
+import attrs
+import msgspec
+from google_crc32c import extend as extend_crc32c
+from google_crc32c import value as crc32c
+
+from kvledger.storage.events.errors import LogDamaged, LogError, LogTooNew
+from kvledger.storage.events.frames import CHAIN_HASH_BYTES
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+__all__ = [
+    "FORMAT_VERSION",
+    "MAX_HEADER_BYTES",
+    "NO_PREVIOUS_HASH",
+    "SegmentHeader",
+    "decode_header",
+    "encode_header",
+    "first_sequence_of",
+    "read_header",
+    "segment_name",
+    "segment_paths",
+    "write_segment",
+]
+
+FORMAT_VERSION = 1
+MAX_HEADER_BYTES = 1 << 20
+NO_PREVIOUS_HASH = bytes(CHAIN_HASH_BYTES)
+
+_MAGIC = b"KVLEDGER"
+_PREFIX = struct.Struct("<8sHII")
+_PREFIX_WITHOUT_CRC = struct.Struct("<8sHI")
+_NAME = re.compile(r"(\d{20})\.kvlog")
+
+
+@attrs.frozen
+class _Body:
+    log_id: str
+    first_sequence: int
+    previous_head_hash: bytes
+    header: dict[str, Any]
+
+
+_encoder = msgspec.msgpack.Encoder(order="deterministic")
+_decoder = msgspec.msgpack.Decoder(_Body)
+
+
+@attrs.frozen
+class SegmentHeader:
+    """What a segment says about itself. `header` is the mapping that the log's creator gave."""
+
+    log_id: str
+    first_sequence: int
+    previous_head_hash: bytes
+    header: dict[str, object]
+    num_bytes: int
+    chain_hash: bytes
+
+
+def encode_header(log_id: str, first_sequence: int, previous_head_hash: bytes, header: Mapping[str, object]) -> bytes:
+    """Return a header block. Raises `LogError` for a mapping that msgpack cannot hold."""
+    if "log_id" in header:
+        msg = "the header mapping has a key 'log_id', which the log writes itself; use another key"
+        raise LogError(msg)
+    try:
+        body = _encoder.encode(_Body(log_id, first_sequence, previous_head_hash, dict(header)))
+    except (TypeError, ValueError, OverflowError) as error:
+        msg = f"the header mapping cannot be stored: {error}; give it JSON values only"
+        raise LogError(msg) from error
+    if _PREFIX.size + len(body) > MAX_HEADER_BYTES:
+        msg = f"the header mapping takes {len(body)} bytes, over the {MAX_HEADER_BYTES} of a header block; shorten it"
+        raise LogError(msg)
+    prefix = _PREFIX_WITHOUT_CRC.pack(_MAGIC, FORMAT_VERSION, len(body))
+    return prefix + struct.pack("<I", crc32c(prefix + body)) + body
+
+
+def decode_header(data: bytes, name: str) -> SegmentHeader:
+    """Read the header block that `data` starts with; `name` is for messages.
+
+    Raises:
+        LogDamaged: the block is not intact.
+        LogTooNew: the block is intact and of a later format.
+
+    """
+    if len(data) < _PREFIX.size:
+        msg = f"{name}: {len(data)} bytes are too few for a segment header"
+        raise LogDamaged(msg)
+    magic, version, num_body_bytes, crc = _PREFIX.unpack_from(data)
+    end = _PREFIX.size + num_body_bytes
+    if magic != _MAGIC:
+        msg = f"{name}: does not begin with {_MAGIC!r}, so it is no log segment or its first bytes are damaged"
+        raise LogDamaged(msg)
+    body = data[_PREFIX.size : end]
+    if end > len(data) or extend_crc32c(crc32c(data[: _PREFIX_WITHOUT_CRC.size]), body) != crc:
+        msg = f"{name}: the segment header is cut or its CRC-32C does not match"
+        raise LogDamaged(msg)
+    if version > FORMAT_VERSION:
+        msg = (
+            f"{name}: written in log format {version}, this version of kvledger reads up to {FORMAT_VERSION}; "
+            f"read it with a kvledger that knows format {version}"
+        )
+        raise LogTooNew(msg)
+    try:
+        fields = _decoder.decode(body)
+    except msgspec.MsgspecError as error:
+        msg = f"{name}: the segment header holds something else than a log writes: {error}"
+        raise LogDamaged(msg) from error
+    chain_hash = blake2b(data[:end], digest_size=CHAIN_HASH_BYTES).digest()
+    return SegmentHeader(
+        fields.log_id, fields.first_sequence, fields.previous_head_hash, fields.header, end, chain_hash
+    )
+
+
+def read_header(segment: Path) -> SegmentHeader:
+    """Read the header block of a file. Raises like `decode_header`, and `OSError`."""
+    with segment.open("rb") as file:
+        return decode_header(file.read(MAX_HEADER_BYTES), segment.name)
+
+
+def segment_name(first_sequence: int) -> str:
+    """Return the file name of the segment that begins with `first_sequence`."""
+    return f"{first_sequence:020d}.kvlog"
+
+
+def first_sequence_of(segment: Path) -> int | None:
+    """Return the sequence number that a segment's name promises, or None for a file named otherwise."""
+    match = _NAME.fullmatch(segment.name)
+    return int(match[1]) if match else None
+
+
+def segment_paths(directory: Path) -> list[Path]:
+    """Return the segments in `directory`, in order; other files there are not looked at."""
+    return sorted(path for path in directory.iterdir() if _NAME.fullmatch(path.name))
+
+
+def write_segment(directory: Path, first_sequence: int, block: bytes, *, durable: bool) -> Path:
+    """Make a segment that holds only its header; it appears under its name whole or not at all. Raises `OSError`."""
+    segment = directory / segment_name(first_sequence)
+    unfinished = segment.with_suffix(".unfinished")
+    try:
+        with unfinished.open("wb") as file:
+            file.write(block)
+            file.flush()
+            if durable:
+                os.fsync(file.fileno())
+        unfinished.rename(segment)
+        if durable:
+            _sync_directory(directory)
+    except BaseException:
+        unfinished.unlink(missing_ok=True)
+        segment.unlink(missing_ok=True)
+        raise
+    return segment
+
+
+def _sync_directory(directory: Path) -> None:
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

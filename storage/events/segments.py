@@ -1,0 +1,287 @@
+"""The event store on disk: a directory of append-only segment files, one writer.
+
+A frame is one `write(2)`, made inline, so a killed process loses nothing that it had logged. A write that fails is
+rolled back to the last good offset. The hot path is `append`; everything else may be slow. The bytes are described in
+`segment_file` and `frames`, damage and reading in `reader`, the repair of a torn tail in `recovery`.
+"""
+
+from __future__ import annotations
+
+import os
+import uuid
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from kvledger.storage.events.durability import Durability
+from kvledger.storage.events.errors import LogClosed, LogDamaged, LogError
+from kvledger.storage.events.frames import MAX_EVENTS, MAX_PAYLOAD_BYTES, FrameKind, check_append, encode_frame
+from kvledger.storage.events.group_sync import GroupSync
+from kvledger.storage.events.reader import LogReader
+from kvledger.storage.events.reappend import sequence_of_repeated
+from kvledger.storage.events.recovery import LogEnd, RecoveryReport, recover
+from kvledger.storage.events.segment_file import (
+    NO_PREVIOUS_HASH,
+    decode_header,
+    encode_header,
+    read_header,
+    segment_paths,
+    write_segment,
+)
+from kvledger.storage.events.writer_lock import lock_directory
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from kvledger.storage.events.frames import Frame
+
+__all__ = ["SegmentEventStore"]
+
+_EVENTS: Final = int(FrameKind.EVENTS)
+_GAP: Final = int(FrameKind.GAP)
+_DEFAULT_SEGMENT_BYTES: Final = 64 << 20
+_DEFAULT_SYNC_INTERVAL_MS: Final = 50.0
+
+
+class SegmentEventStore:
+    """An `EventStore` in a directory. Use `create` or `open`.
+
+    `recovery` says what opening found; `header` is the mapping given to `create`, with `log_id` added.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        lock: int,
+        header: Mapping[str, object],
+        end: LogEnd,
+        recovery: RecoveryReport,
+        durability: Durability,
+        segment_bytes: int,
+        sync_interval_ms: float,
+    ) -> None:
+        """Take over a locked directory whose log ends at `end`."""
+        self.directory: Final = directory
+        self.header: Final = dict(header)
+        self.recovery: Final = recovery
+        self.durability: Final = durability
+        self._segment_bytes = segment_bytes
+        self._lock = lock
+        self._closed = False
+        self._rollback_pending = False
+        self._first_frame_offset = read_header(end.segment).num_bytes
+        self._descriptor = os.open(end.segment, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
+        # One attribute, so that one assignment commits an append: offset, next sequence, hash to chain from, head hash.
+        self._end = (end.offset, end.next_sequence, end.chain_hash, end.head_hash)
+        self._sync = GroupSync(self._descriptor, sync_interval_ms) if durability is Durability.DISK else None
+
+    @classmethod
+    def create(
+        cls,
+        directory: Path,
+        header: Mapping[str, object],
+        durability: Durability = Durability.OS,
+        segment_bytes: int = _DEFAULT_SEGMENT_BYTES,
+        sync_interval_ms: float = _DEFAULT_SYNC_INTERVAL_MS,
+    ) -> SegmentEventStore:
+        """Begin a log in `directory`, which is made if need be; `header` holds JSON values.
+
+        A segment is closed before it grows over `segment_bytes`, unless one frame alone is larger.
+
+        Raises:
+            ValueError: a setting makes no sense.
+            LogError: the directory holds a log already, or the header cannot be stored.
+            LogLocked: another writer is at work there.
+            OSError: it cannot be written there.
+
+        """
+        durability = _check_settings(durability, segment_bytes, sync_interval_ms)
+        log_id = uuid.uuid4().hex
+        block = encode_header(log_id, 1, NO_PREVIOUS_HASH, header)
+        directory = Path(directory)
+        directory.mkdir(parents=True, exist_ok=True)
+        lock = lock_directory(directory)
+        try:
+            _check_empty(directory)
+            segment = write_segment(directory, 1, block, durable=durability is Durability.DISK)
+            chain_hash = decode_header(block, segment.name).chain_hash
+            end = LogEnd(segment, len(block), 1, chain_hash, chain_hash)
+            whole_header = {**header, "log_id": log_id}
+            return cls(
+                directory, lock, whole_header, end, RecoveryReport(), durability, segment_bytes, sync_interval_ms
+            )
+        except BaseException:
+            os.close(lock)
+            raise
+
+    @classmethod
+    def open(
+        cls,
+        directory: Path,
+        durability: Durability = Durability.OS,
+        segment_bytes: int = _DEFAULT_SEGMENT_BYTES,
+        sync_interval_ms: float = _DEFAULT_SYNC_INTERVAL_MS,
+    ) -> SegmentEventStore:
+        """Go on with the log in `directory`. Every frame is verified first; a torn tail is laid aside, see `recovery`.
+
+        Raises:
+            ValueError: a setting makes no sense.
+            LogError: there is no log.
+            LogDamaged: the log is damaged elsewhere than at its tail.
+            LogTooNew: a later version wrote it.
+            LogLocked: another writer is at work there.
+            OSError: it cannot be written there.
+
+        """
+        durability = _check_settings(durability, segment_bytes, sync_interval_ms)
+        directory = Path(directory)
+        if not directory.is_dir():
+            msg = f"{directory} is no directory; create the log first, or give its directory"
+            raise LogError(msg)
+        lock = lock_directory(directory)
+        try:
+            reader, end, recovery = recover(directory)
+            return cls(directory, lock, reader.header, end, recovery, durability, segment_bytes, sync_interval_ms)
+        except BaseException:
+            os.close(lock)
+            raise
+
+    @property
+    def next_sequence(self) -> int:
+        """The sequence number that the next appended event gets."""
+        return self._end[1]
+
+    @property
+    def head_hash(self) -> bytes:
+        """The chain hash of the last frame, or of the header while the log is empty."""
+        return self._end[3]
+
+    def append(self, payload: bytes, num_events: int, *, expected_sequence: int | None = None) -> int:
+        """Append one frame; see `EventStore.append`. A repeated append reads the segment that holds it."""
+        if expected_sequence is not None and expected_sequence != self._end[1]:
+            self._check_open()
+            return sequence_of_repeated(self, payload, num_events, expected_sequence)
+        return self._append(_EVENTS, payload, num_events)
+
+    def append_gap(self, num_events: int, reason: str) -> int:
+        """Append a frame that stands for events which could not be written; see `EventStore.append_gap`."""
+        return self._append(_GAP, reason.encode(errors="replace"), num_events)
+
+    def read(self, from_sequence: int = 1) -> Iterator[Frame]:
+        """Yield the frames in order; see `EventStore.read`."""
+        reader = LogReader(self.directory, from_sequence)
+        for frame in reader:
+            self._refuse_damage(reader)
+            yield frame
+        self._refuse_damage(reader)
+
+    def flush(self) -> None:
+        """Return when everything appended has the store's durability."""
+        self._check_open()
+        if self._sync is not None:
+            self._sync.sync()
+
+    def close(self) -> None:
+        """Flush and let go. The log is closed also if this raises the `OSError` of the last sync."""
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            if self._rollback_pending:
+                self._roll_back()
+            if self._sync is not None:
+                self._sync.stop()
+                self._sync.sync()
+        finally:
+            os.close(self._descriptor)
+            os.close(self._lock)
+
+    def _append(self, kind: int, payload: bytes, num_events: int) -> int:
+        offset, first_sequence, chain_hash, _ = self._end
+        if not 0 < num_events <= MAX_EVENTS or len(payload) > MAX_PAYLOAD_BYTES:
+            check_append(num_events, len(payload))
+        if self._closed or self._rollback_pending or self._sync is not None:
+            self._prepare()
+        frame, frame_hash = encode_frame(kind, first_sequence, num_events, payload, chain_hash)
+        if offset + len(frame) > self._segment_bytes and offset > self._first_frame_offset:
+            self._start_segment()
+            offset, _, chain_hash, _ = self._end
+            frame, frame_hash = encode_frame(kind, first_sequence, num_events, payload, chain_hash)
+        try:
+            num_written = os.write(self._descriptor, frame)
+            while num_written < len(frame):
+                # A short write: the rest either fits after all, or says why it does not.
+                num_written += os.write(self._descriptor, frame[num_written:])
+            self._end = (offset + num_written, first_sequence + num_events, frame_hash, frame_hash)
+        except BaseException:
+            # Also for an interrupt between the write and its commit: the file goes back to what is committed.
+            self._rollback_pending = True
+            self._try_to_roll_back()
+            raise
+        if self._sync is not None:
+            self._sync.note_written()
+        return first_sequence
+
+    def _prepare(self) -> None:
+        """What an append needs only now and then."""
+        self._check_open()
+        if self._rollback_pending:
+            self._roll_back()
+        if self._sync is not None:
+            self._sync.check()
+
+    def _roll_back(self) -> None:
+        os.ftruncate(self._descriptor, self._end[0])
+        self._rollback_pending = False
+
+    def _try_to_roll_back(self) -> None:
+        try:
+            self._roll_back()
+        except OSError:
+            return  # Still pending: the next append tries again before it writes, and opening would cut the tail.
+
+    def _start_segment(self) -> None:
+        """Go on in a new segment. Raises `OSError`, and then the old one stays in use."""
+        offset, next_sequence, _, head_hash = self._end
+        if self._sync is not None:
+            # A crash must never find a new segment behind a torn one.
+            self._sync.sync()
+        caller_header = {key: value for key, value in self.header.items() if key != "log_id"}
+        block = encode_header(str(self.header["log_id"]), next_sequence, head_hash, caller_header)
+        durable = self.durability is Durability.DISK
+        segment = write_segment(self.directory, next_sequence, block, durable=durable)
+        descriptor = os.open(segment, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
+        if self._sync is not None:
+            self._sync.switch(descriptor)
+        os.close(self._descriptor)
+        self._descriptor = descriptor
+        self._first_frame_offset = offset = len(block)
+        self._end = (offset, next_sequence, decode_header(block, segment.name).chain_hash, head_hash)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            msg = f"{self.directory}: the log was closed; open it again to append"
+            raise LogClosed(msg)
+
+    def _refuse_damage(self, reader: LogReader) -> None:
+        for damage in reader.damage:
+            if damage is reader.retired:
+                continue
+            msg = f"{self.directory / damage.segment}: {damage.kind} at offset {damage.offset}: {damage.detail}"
+            raise LogDamaged(msg)
+
+
+def _check_empty(directory: Path) -> None:
+    if segment_paths(directory):
+        msg = f"{directory} holds a log already; open it, or create the new one in another directory"
+        raise LogError(msg)
+
+
+def _check_settings(durability: Durability, segment_bytes: int, sync_interval_ms: float) -> Durability:
+    durability = Durability(durability)
+    if durability is Durability.MEMORY:
+        msg = "durability 'memory' writes no file; use MemoryEventStore for it, or 'os' or 'disk' here"
+        raise ValueError(msg)
+    if segment_bytes < 1 or sync_interval_ms <= 0:
+        msg = f"segment_bytes={segment_bytes} and sync_interval_ms={sync_interval_ms} must both be positive"
+        raise ValueError(msg)
+    return durability

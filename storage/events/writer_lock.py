@@ -1,0 +1,40 @@
+"""One writer per log directory: an advisory lock that the kernel drops with the process, so it is never stale."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from typing import TYPE_CHECKING
+
+from kvledger.storage.events.errors import LogLocked
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+__all__ = ["LOCK_NAME", "lock_directory"]
+
+LOCK_NAME = "writer.lock"
+
+
+def lock_directory(directory: Path) -> int:
+    """Lock `directory` for writing; return the file descriptor that holds the lock until it is closed.
+
+    Raises:
+        LogLocked: another writer holds it, named by its pid.
+        OSError: the directory cannot be written, or its file system has no locks.
+
+    """
+    descriptor = os.open(directory / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.ftruncate(descriptor, 0)
+        os.write(descriptor, f"{os.getpid()}\n".encode())
+    except BlockingIOError:
+        pid = os.pread(descriptor, 32, 0).decode(errors="replace").strip() or "unknown"
+        os.close(descriptor)
+        msg = f"{directory}: the log is being written by pid {pid}; close that writer, or read it with read_log"
+        raise LogLocked(msg) from None
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor

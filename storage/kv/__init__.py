@@ -1,0 +1,25 @@
+"""Where KV bytes live: a host pool of slots, the description of pages in KV tensors, and the engines that copy between.
+
+This room knows block ids, slots and tensors. It must not know requests, chunks, tokens or any vLLM class.
+"""
+
+from __future__ import annotations
+
+from kvledger.storage.kv.engine import CopyEngine, CopyResult, make_copy_engine
+from kvledger.storage.kv.errors import StorageError
+from kvledger.storage.kv.layout import BlockLayout, LayerPages, PageSegment, describe_blocks, describe_layer
+from kvledger.storage.kv.pool import HostPool, num_slots_for
+
+__all__ = [
+    "BlockLayout",
+    "CopyEngine",
+    "CopyResult",
+    "HostPool",
+    "LayerPages",
+    "PageSegment",
+    "StorageError",
+    "describe_blocks",
+    "describe_layer",
+    "make_copy_engine",
+    "num_slots_for",
+]

@@ -1,0 +1,249 @@
+"""Where a block's bytes lie in each layer's memory, derived from strides, never assumed.
+
+A *page* is what one block id owns in one layer. In memory it is one or more contiguous byte runs (`PageSegment`), each
+of which recurs at a fixed stride from block to block. That covers K and V together or apart, NHD and HND, MLA, all
+layers of a block packed side by side, and every dtype, since only bytes are described. Pages are moved whole: some
+attention backends interleave the tokens of a block, so a row of a page means nothing by itself.
+
+This room knows tensors and block ids. It must not know requests, chunks, tokens or any vLLM class.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Mapping
+
+import attrs
+import torch
+
+from kvledger.storage.kv.errors import LayoutUnsupported
+
+__all__ = ["MAX_SEGMENTS_PER_BLOCK", "BlockLayout", "LayerPages", "PageSegment", "describe_blocks", "describe_layer"]
+
+MAX_SEGMENTS_PER_BLOCK = 4096
+"""More runs than this in one layer's page mean that the wrong dimension was taken for the block dimension."""
+
+
+@attrs.frozen
+class PageSegment:
+    """One contiguous run of a block's page: it starts at byte `offset_bytes + block_id * block_stride_bytes`."""
+
+    offset_bytes: int
+    block_stride_bytes: int
+    num_bytes: int
+
+
+@attrs.frozen
+class LayerPages:
+    """The pages of one layer.
+
+    `storage` is a 1-D uint8 view of the layer's whole untyped storage; it shares that memory and keeps it alive.
+    `segments` are ordered by their place in a page. `page_format` says how the bytes inside a page are to be read
+    (dtype and the page's dimensions, outermost in memory first): layers with equal formats have interchangeable
+    pages.
+    """
+
+    layer_name: str
+    storage: torch.Tensor = attrs.field(eq=False, repr=False)
+    segments: tuple[PageSegment, ...]
+    num_blocks: int
+    page_format: str = ""
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes that one block owns in this layer."""
+        return sum(segment.num_bytes for segment in self.segments)
+
+
+@attrs.frozen
+class BlockLayout:
+    """The pages of all layers; one block id addresses one page in each of them."""
+
+    layers: tuple[LayerPages, ...]
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block over all layers: the size of a host slot."""
+        return sum(layer.page_bytes for layer in self.layers)
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that every layer has."""
+        return self.layers[0].num_blocks
+
+    @property
+    def device(self) -> torch.device:
+        """The one device that all layers lie on."""
+        return self.layers[0].storage.device
+
+    def layout_fingerprint(self) -> str:
+        """A hex digest of how the bytes of a slot are to be read.
+
+        Equal fingerprints mean that a slot filled under one layout can be loaded under the other. The number of blocks
+        and where they lie in memory do not enter: they change from start to start and leave the slot's bytes alone.
+        """
+        digest = hashlib.sha256()
+        for layer in self.layers:
+            sizes = ",".join(str(segment.num_bytes) for segment in layer.segments)
+            digest.update(f"{layer.layer_name}\0{layer.page_format}\0{sizes}\n".encode())
+        return digest.hexdigest()
+
+
+@attrs.frozen
+class _Dimension:
+    """One dimension of a page; `axis` is its number in the tensor, the sort key that keeps equal layouts equal."""
+
+    axis: int
+    size: int
+    stride_bytes: int
+
+
+def describe_layer(
+    layer_name: str, tensor: torch.Tensor, *, num_blocks: int, block_dim: int | None = None
+) -> LayerPages:
+    """Describe the pages of one layer's KV tensor.
+
+    Args:
+        layer_name: The name the layer is registered under; used in messages and in the fingerprint.
+        tensor: Any strided tensor without overlapping elements: permuted, padded, or a view into a larger allocation.
+        num_blocks: Blocks the block table may name.
+        block_dim: The dimension that counts blocks. Its size is `num_blocks`, or `num_blocks * r` where the kernel's
+            blocks are r times smaller than the block table's: then r successive kernel blocks are one page. None takes
+            the one dimension of size `num_blocks`; a caller who knows the dimension should say so.
+
+    Raises:
+        LayoutUnsupported: The block dimension is absent or ambiguous, elements overlap, the tensor is empty or has no
+            strided memory, or a page falls into more than `MAX_SEGMENTS_PER_BLOCK` runs.
+    """
+    _refuse_without_memory(layer_name, tensor, num_blocks)
+    block_axis = _block_axis(layer_name, tensor, num_blocks, block_dim)
+    item_bytes = tensor.element_size()
+    kernel_blocks = tensor.shape[block_axis] // num_blocks
+    kernel_stride_bytes = tensor.stride(block_axis) * item_bytes
+
+    page = [
+        _Dimension(axis, tensor.shape[axis], tensor.stride(axis) * item_bytes)
+        for axis in range(tensor.ndim)
+        if axis != block_axis and tensor.shape[axis] > 1
+    ]
+    if kernel_blocks > 1:
+        page.append(_Dimension(block_axis, kernel_blocks, kernel_stride_bytes))
+    # Outermost in memory first, so that segments come out in ascending order whatever the view's permutation.
+    page.sort(key=lambda dimension: (-dimension.stride_bytes, dimension.axis))
+    blocks = _Dimension(block_axis, num_blocks, kernel_blocks * kernel_stride_bytes)
+    _refuse_overlap(layer_name, tensor, [*page, blocks] if num_blocks > 1 else page, item_bytes)
+
+    run_bytes, outer = item_bytes, list(page)
+    while outer and outer[-1].stride_bytes == run_bytes:
+        run_bytes *= outer.pop().size
+    num_runs = 1
+    for dimension in outer:
+        num_runs *= dimension.size
+    if num_runs > MAX_SEGMENTS_PER_BLOCK:
+        raise LayoutUnsupported(
+            f"layer {layer_name!r} of shape {tuple(tensor.shape)} and strides {tensor.stride()} would need "
+            f"{num_runs} runs of {run_bytes} bytes for each block, the limit is {MAX_SEGMENTS_PER_BLOCK}; dimension "
+            f"{block_axis} is hardly the block dimension: pass block_dim"
+        )
+    first_byte = int(tensor.storage_offset()) * item_bytes
+    # A dimension of size 1 may carry any stride, 0 too; with one block its stride is never used.
+    block_stride_bytes = blocks.stride_bytes if num_blocks > 1 else run_bytes
+    segments = tuple(
+        PageSegment(
+            offset_bytes=first_byte + sum(i * d.stride_bytes for i, d in zip(index, outer, strict=True)),
+            block_stride_bytes=block_stride_bytes,
+            num_bytes=run_bytes,
+        )
+        for index in itertools.product(*(range(dimension.size) for dimension in outer))
+    )
+    storage = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+    page_format = " ".join([str(tensor.dtype).removeprefix("torch."), *(f"d{d.axis}={d.size}" for d in page)])
+    return LayerPages(
+        layer_name=layer_name, storage=storage, segments=segments, num_blocks=num_blocks, page_format=page_format
+    )
+
+
+def describe_blocks(
+    kv_caches: Mapping[str, torch.Tensor], *, num_blocks: int, block_dims: Mapping[str, int] | None = None
+) -> BlockLayout:
+    """Describe every layer of `kv_caches`, in its order; slots hold the layers in that order too.
+
+    Layers that name exactly the same bytes (KV sharing across layers) are kept once, under the first name. Arguments
+    and refusals are those of `describe_layer`; `block_dims` gives `block_dim` by layer name where it must be said.
+    """
+    block_dims = block_dims or {}
+    if unknown := sorted(set(block_dims) - set(kv_caches)):
+        raise LayoutUnsupported(f"block_dims names {unknown}, which are not in kv_caches; known: {sorted(kv_caches)}")
+    layers: list[LayerPages] = []
+    seen: set[tuple[torch.device, int, tuple[PageSegment, ...]]] = set()
+    for layer_name, tensor in kv_caches.items():
+        layer = describe_layer(layer_name, tensor, num_blocks=num_blocks, block_dim=block_dims.get(layer_name))
+        key = (layer.storage.device, layer.storage.data_ptr(), layer.segments)
+        if key not in seen:
+            seen.add(key)
+            layers.append(layer)
+    if not layers:
+        raise LayoutUnsupported("kv_caches is empty: there is nothing to copy; register the KV tensors first")
+    devices = sorted({str(layer.storage.device) for layer in layers})
+    if len(devices) > 1:
+        raise LayoutUnsupported(f"layers lie on several devices {devices}; describe the layers of each device apart")
+    return BlockLayout(tuple(layers))
+
+
+def _refuse_without_memory(layer_name: str, tensor: object, num_blocks: int) -> None:
+    if not isinstance(tensor, torch.Tensor):
+        raise LayoutUnsupported(
+            f"layer {layer_name!r} is a {type(tensor).__name__}, not a tensor; register each of its tensors by "
+            "its own name"
+        )
+    if num_blocks < 1:
+        raise LayoutUnsupported(
+            f"num_blocks={num_blocks} for layer {layer_name!r}; pass the number of blocks, at least 1"
+        )
+    if tensor.layout is not torch.strided or tensor.device.type == "meta":
+        raise LayoutUnsupported(
+            f"layer {layer_name!r} has layout {tensor.layout} on {tensor.device}: there are no strided bytes to copy; "
+            "pass a dense tensor with memory"
+        )
+    if tensor.numel() == 0:
+        raise LayoutUnsupported(
+            f"layer {layer_name!r} of shape {tuple(tensor.shape)} is empty; leave it out of kv_caches"
+        )
+
+
+def _block_axis(layer_name: str, tensor: torch.Tensor, num_blocks: int, block_dim: int | None) -> int:
+    shape = tuple(tensor.shape)
+    if block_dim is not None:
+        if not -tensor.ndim <= block_dim < tensor.ndim:
+            raise LayoutUnsupported(
+                f"block_dim={block_dim} is no dimension of layer {layer_name!r} of shape {shape}; "
+                f"pass one of 0..{tensor.ndim - 1}"
+            )
+        if shape[block_dim] % num_blocks:
+            raise LayoutUnsupported(
+                f"dimension {block_dim} of layer {layer_name!r} of shape {shape} is no multiple of num_blocks="
+                f"{num_blocks}; pass the block_dim that counts blocks, or the num_blocks this tensor was made for"
+            )
+        return block_dim % tensor.ndim
+    candidates = [axis for axis, size in enumerate(shape) if size == num_blocks]
+    if len(candidates) != 1:
+        found = f"dimensions {candidates} do" if candidates else "none does"
+        raise LayoutUnsupported(
+            f"exactly one dimension of layer {layer_name!r} of shape {shape} must have size num_blocks={num_blocks}, "
+            f"but {found}; pass block_dim"
+        )
+    return candidates[0]
+
+
+def _refuse_overlap(layer_name: str, tensor: torch.Tensor, dimensions: list[_Dimension], item_bytes: int) -> None:
+    """Refuse unless each dimension steps over all that the smaller-stepped ones span: then no two elements can meet."""
+    span_bytes = item_bytes
+    for dimension in sorted(dimensions, key=lambda d: d.stride_bytes):
+        if dimension.stride_bytes < span_bytes:
+            raise LayoutUnsupported(
+                f"layer {layer_name!r} of shape {tuple(tensor.shape)} and strides {tensor.stride()}: dimension "
+                f"{dimension.axis} steps {dimension.stride_bytes} bytes over elements that span {span_bytes}, so "
+                "elements overlap or interleave; pass the tensor behind the view"
+            )
+        span_bytes += (dimension.size - 1) * dimension.stride_bytes

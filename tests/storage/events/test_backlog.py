@@ -1,0 +1,158 @@
+"""I/O trouble never reaches the caller of a backlog, and the log tells the truth about it afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import pytest
+
+from kvledger.storage.events import AppendConflict, BacklogEventStore, FrameKind, SegmentEventStore, read_log
+
+Limit = Callable[[int], AbstractContextManager[None]]
+
+
+class _Troubles:
+    """Remembers what `on_trouble` was told."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[OSError, int]] = []
+
+    def __call__(self, error: OSError, num_events: int) -> None:
+        self.calls.append((error, num_events))
+
+
+def _stored(directory: Path) -> list[tuple[int, int, FrameKind, bytes]]:
+    reader = read_log(directory)
+    frames = [(frame.first_sequence, frame.num_events, frame.kind, frame.payload) for frame in reader]
+    assert reader.damage == []
+    return frames
+
+
+def test_a_full_disk_delays_frames_and_loses_none(tmp_path: Path, file_size_limit: Limit) -> None:
+    """Sequence numbers handed out while nothing can be written are the ones written when it works again."""
+    troubles = _Troubles()
+    store = BacklogEventStore(SegmentEventStore.create(tmp_path, {}), on_trouble=troubles)
+    payloads = [b"%03d" % number * 30 for number in range(60)]
+    with file_size_limit(2000):
+        sequences = [store.append(payload, 2) for payload in payloads[:50]]
+        assert store.num_events_backlogged > 0
+        store.flush()
+    sequences += [store.append(payload, 2) for payload in payloads[50:]]
+    store.flush()
+    assert sequences == list(range(1, 121, 2))
+    assert (store.num_events_backlogged, store.num_events_lost, store.next_sequence) == (0, 0, 121)
+    assert troubles.calls
+    assert all(isinstance(error, OSError) and num_events > 0 for error, num_events in troubles.calls)
+    store.close()
+    assert _stored(tmp_path) == [
+        (sequence, 2, FrameKind.EVENTS, payload) for sequence, payload in zip(sequences, payloads, strict=True)
+    ]
+
+
+def test_attempts_get_rarer_with_appends(tmp_path: Path, file_size_limit: Limit) -> None:
+    """After n failures the next attempt waits for 2**n appends: a full disk does not cost a system call a step."""
+    troubles = _Troubles()
+    store = BacklogEventStore(SegmentEventStore.create(tmp_path, {}), on_trouble=troubles)
+    with file_size_limit(1):
+        for _ in range(1000):
+            store.append(b"", 1)
+    assert [num_events for _, num_events in troubles.calls] == [1, 2, 4, 8, 16, 32, 64, 128, 256, 512]
+    store.close()
+
+
+def test_past_the_bound_the_newest_are_dropped_and_become_a_gap(tmp_path: Path, file_size_limit: Limit) -> None:
+    """The log says how many events are missing, where and why; what came before and after is whole."""
+    store = BacklogEventStore(SegmentEventStore.create(tmp_path, {}), max_backlog_bytes=300)
+    store.append(b"before", 1)
+    with file_size_limit(1):
+        for number in range(10):
+            assert store.append(b"%d" % number * 61, 3) == 2 + 3 * number
+        assert (store.num_events_backlogged, store.num_events_lost) == (9, 21)
+    store.flush()
+    assert store.append(b"after", 1) == 32
+    store.close()
+    frames = _stored(tmp_path)
+    assert [frame[:3] for frame in frames] == [
+        (1, 1, FrameKind.EVENTS),
+        (2, 3, FrameKind.EVENTS),
+        (5, 3, FrameKind.EVENTS),
+        (8, 3, FrameKind.EVENTS),
+        (11, 21, FrameKind.GAP),
+        (32, 1, FrameKind.EVENTS),
+    ]
+    assert frames[4][3] == b"the backlog was full while writing failed"
+    assert store.num_events_lost == 21
+
+
+def test_two_outages_leave_two_gaps(tmp_path: Path, file_size_limit: Limit) -> None:
+    """Once the backlog is written out the bound counts anew."""
+    store = BacklogEventStore(SegmentEventStore.create(tmp_path, {}), max_backlog_bytes=0)
+    for _ in range(2):
+        with file_size_limit(1):
+            store.append(b"lost", 5)
+            store.append_gap(1, "lost, too")
+        store.flush()
+        store.append(b"kept", 1)
+    store.close()
+    assert [frame[:3] for frame in _stored(tmp_path)] == [
+        (1, 6, FrameKind.GAP),
+        (7, 1, FrameKind.EVENTS),
+        (8, 6, FrameKind.GAP),
+        (14, 1, FrameKind.EVENTS),
+    ]
+    assert store.num_events_lost == 12
+
+
+def test_a_gap_waits_in_its_place(tmp_path: Path, file_size_limit: Limit) -> None:
+    """A gap appended during an outage keeps its order and its reason."""
+    store = BacklogEventStore(SegmentEventStore.create(tmp_path, {}))
+    with file_size_limit(1):
+        sequences = [store.append_gap(2, "why"), store.append(b"a", 1), store.append_gap(3, "why not")]
+    store.close()
+    assert sequences == [1, 3, 4]
+    assert [frame[3] for frame in _stored(tmp_path)] == [b"why", b"a", b"why not"]
+
+
+def test_a_directory_that_became_read_only_is_survived(
+    tmp_path: Path, read_only_directory: Callable[[], AbstractContextManager[None]]
+) -> None:
+    """No new segment can be made: frames wait, and are written when the rights are back."""
+    store = BacklogEventStore(SegmentEventStore.create(Path(), {}, segment_bytes=300))
+    with read_only_directory():
+        for number in range(10):
+            store.append(b"%d" % number * 100, 1)
+        assert store.num_events_backlogged > 0
+    store.close()
+    assert [frame[0] for frame in _stored(tmp_path)] == list(range(1, 11))
+    assert (store.num_events_backlogged, store.num_events_lost) == (0, 0)
+
+
+def test_what_cannot_be_written_at_closing_is_counted_as_lost(tmp_path: Path, file_size_limit: Limit) -> None:
+    """Closing during an outage raises nothing, and the count and the callback say what was lost."""
+    troubles = _Troubles()
+    store = BacklogEventStore(SegmentEventStore.create(tmp_path, {}), on_trouble=troubles)
+    with file_size_limit(1):
+        store.append(b"lost", 7)
+        store.close()
+    assert (store.num_events_backlogged, store.num_events_lost) == (0, 7)
+    assert [num_events for _, num_events in troubles.calls] == [7, 7]
+    assert _stored(tmp_path) == []
+
+
+def test_a_repeated_append_is_known_while_it_waits(tmp_path: Path, file_size_limit: Limit) -> None:
+    """Idempotence does not depend on whether the frame is on disk yet; other bytes are a conflict in both cases."""
+    store = BacklogEventStore(SegmentEventStore.create(tmp_path, {}))
+    store.append(b"written", 1)
+    with file_size_limit(1):
+        store.append(b"waiting", 2)
+        assert store.append(b"waiting", 2, expected_sequence=2) == 2
+        assert store.append(b"written", 1, expected_sequence=1) == 1
+        for payload, num_events, place in ((b"other", 2, 2), (b"waiting", 1, 2), (b"other", 1, 1), (b"other", 1, 5)):
+            with pytest.raises(AppendConflict, match="append"):
+                store.append(payload, num_events, expected_sequence=place)
+        with pytest.raises(ValueError, match="a frame holds 1 to"):
+            store.append(b"", 0)
+    store.close()
+    assert [frame[3] for frame in _stored(tmp_path)] == [b"written", b"waiting"]

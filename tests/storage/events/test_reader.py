@@ -1,0 +1,274 @@
+"""Reading a log that is damaged, forged, incomplete or still being written."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvledger.storage.events import Frame, FrameKind, LogDamaged, LogError, LogReader, SegmentEventStore, read_log
+from kvledger.storage.events.frames import encode_frame
+from kvledger.storage.events.segment_file import decode_header
+
+_HEADER_BYTES = 39
+
+
+def _write_log(directory: Path, payloads: list[bytes], segment_bytes: int = 1 << 20) -> list[Frame]:
+    store = SegmentEventStore.create(directory, {"block_size": 16}, segment_bytes=segment_bytes)
+    for payload in payloads:
+        store.append(payload, 2)
+    store.close()
+    return list(store.read())
+
+
+def _frames_and_damage(path: Path, from_sequence: int = 1) -> tuple[list[Frame], list[tuple[str, int | None]]]:
+    reader = LogReader(path, from_sequence, settle_seconds=0)
+    frames = list(reader)
+    return frames, [(damage.kind, damage.sequence) for damage in reader.damage]
+
+
+def _only_segment(directory: Path) -> Path:
+    (segment,) = directory.glob("*.kvlog")
+    return segment
+
+
+def test_a_log_cut_at_any_byte_yields_whole_frames_and_says_what_is_missing(
+    two_segment_log: tuple[Path, list[Frame]],
+) -> None:
+    """Each segment at each length: only frames that were written, none twice, and damage unless nothing shows it."""
+    directory, frames = two_segment_log
+    for segment in sorted(directory.glob("*.kvlog")):
+        whole = segment.read_bytes()
+        is_last = segment.name.endswith("5.kvlog")
+        ends = [len(whole)]
+        for frame in reversed(frames[2:] if is_last else frames[:2]):
+            ends.append(ends[-1] - _HEADER_BYTES - len(frame.payload))
+        for num_bytes in range(len(whole)):
+            segment.write_bytes(whole[:num_bytes])
+            read, damage = _frames_and_damage(directory)
+            num_whole = sum(end <= num_bytes for end in ends[:-1])
+            expected = frames[:2] + frames[2 : 2 + num_whole] if is_last else frames[:num_whole] + frames[2:]
+            assert read == expected, f"{segment.name} cut to {num_bytes}"
+            # A last segment that ends behind a frame looks like one that was closed there: only an anchor tells.
+            assert bool(damage) != (is_last and num_bytes in ends), f"{segment.name} cut to {num_bytes}: {damage}"
+        segment.write_bytes(whole)
+
+
+@pytest.mark.parametrize("flip", [0x01, 0x80, 0xFF])
+def test_a_flipped_byte_anywhere_is_reported_and_never_a_wrong_event(
+    two_segment_log: tuple[Path, list[Frame]], flip: int
+) -> None:
+    """Each byte of each segment: what is read was written, what was not hit is there, damage is reported."""
+    directory, frames = two_segment_log
+    for segment in sorted(directory.glob("*.kvlog")):
+        whole = segment.read_bytes()
+        for offset in range(len(whole)):
+            segment.write_bytes(whole[:offset] + bytes([whole[offset] ^ flip]) + whole[offset + 1 :])
+            read, damage = _frames_and_damage(directory)
+            assert damage, f"{segment.name}: byte {offset} ^ {flip:#x} went unseen"
+            assert read == [frame for frame in frames if frame in read]
+            assert len(read) >= len(frames) - 1
+            assert len(set(read)) == len(read)
+            try:
+                store = SegmentEventStore.open(directory)
+            except LogDamaged:
+                continue
+            assert store.recovery.num_bytes_cut > 0
+            assert list(store.read()) == frames[:2]
+            store.close()
+            for kept in directory.glob("*.torn-*"):
+                kept.unlink()
+        segment.write_bytes(whole)
+
+
+def test_frames_behind_damage_are_found_again(tmp_path: Path, chance: random.Random) -> None:
+    """Random stretches of noise, shorter and longer than a frame: all frames outside them are read, in order."""
+    frames = _write_log(tmp_path, [chance.randbytes(chance.randrange(200)) for _ in range(100)])
+    segment = _only_segment(tmp_path)
+    whole = segment.read_bytes()
+    start = len(whole) - sum(_HEADER_BYTES + len(frame.payload) for frame in frames)
+    for _ in range(20):
+        num_noise_bytes = chance.randrange(1, 600)
+        first = chance.randrange(start, len(whole) - num_noise_bytes)
+        noise = bytes(byte ^ chance.randrange(1, 256) for byte in whole[first : first + num_noise_bytes])
+        segment.write_bytes(whole[:first] + noise + whole[first + num_noise_bytes :])
+        expected, offset = [], start
+        for frame in frames:
+            end = offset + _HEADER_BYTES + len(frame.payload)
+            if end <= first or offset >= first + num_noise_bytes:
+                expected.append(frame)
+            offset = end
+        read, damage = _frames_and_damage(tmp_path)
+        assert read == expected
+        kind = "torn_tail" if not expected or expected[-1] != frames[-1] else "corrupt_frame"
+        assert [found for found, _ in damage] == [kind]
+
+
+def test_damage_says_which_sequences_are_lost(tmp_path: Path) -> None:
+    """Place, size and range are there for a human to read."""
+    frames = _write_log(tmp_path, [b"one", b"two", b"three"])
+    segment = _only_segment(tmp_path)
+    data = segment.read_bytes()
+    segment.write_bytes(data.replace(b"two", b"TWO"))
+    reader = read_log(tmp_path)
+    assert list(reader) == [frames[0], frames[2]]
+    (damage,) = reader.damage
+    assert (damage.kind, damage.segment, damage.sequence) == ("corrupt_frame", segment.name, 3)
+    assert (damage.offset, damage.num_bytes) == (data.index(b"two") - _HEADER_BYTES, _HEADER_BYTES + 3)
+    assert "sequences 3 to 4 are lost" in damage.detail
+
+
+def test_a_frame_rewritten_with_a_good_checksum_breaks_the_chain(tmp_path: Path) -> None:
+    """CRC and own hash recomputed by a forger: the next frame does not follow any more."""
+    frames = _write_log(tmp_path, [b"one", b"two", b"three"])
+    segment = _only_segment(tmp_path)
+    data = segment.read_bytes()
+    forged, _ = encode_frame(FrameKind.EVENTS, 3, 2, b"TWO", frames[0].chain_hash)
+    start = data.index(b"two") - _HEADER_BYTES
+    segment.write_bytes(data[:start] + forged + data[start + len(forged) :])
+    assert _frames_and_damage(tmp_path)[1] == [("chain_broken", 5)]
+    with pytest.raises(LogDamaged, match="chain_broken"):
+        SegmentEventStore.open(tmp_path)
+
+
+def test_a_segment_rewritten_to_its_end_does_not_fit_the_next_one(tmp_path: Path) -> None:
+    """A forger who chains a whole segment anew is found out by the hash that the next header names."""
+    _write_log(tmp_path, [b"one", b"two"], segment_bytes=1)
+    segment = tmp_path / "00000000000000000001.kvlog"
+    data = segment.read_bytes()
+    header_bytes = data[: -_HEADER_BYTES - 3]
+    header = decode_header(header_bytes, segment.name)
+    segment.write_bytes(header_bytes + encode_frame(FrameKind.EVENTS, 1, 2, b"ONE", header.chain_hash)[0])
+    reader = read_log(tmp_path)
+    assert [frame.payload for frame in reader] == [b"ONE", b"two"]
+    assert [(found.kind, found.segment, found.offset) for found in reader.damage] == [
+        ("chain_broken", "00000000000000000003.kvlog", 0)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("order", "damage"),
+    [
+        ([0, 2], [("sequence_gap", 3)]),
+        ([0, 1, 1, 2], [("duplicate_frame", 3)]),
+        ([0, 2, 1], [("sequence_gap", 3), ("duplicate_frame", 3)]),
+        ([1, 2], [("sequence_gap", 1)]),
+    ],
+)
+def test_frames_removed_repeated_or_moved_are_reported(
+    tmp_path: Path, order: list[int], damage: list[tuple[str, int]]
+) -> None:
+    """Whole intact frames in a wrong order: each is shown at most once, and never behind a later one."""
+    frames = _write_log(tmp_path, [b"one", b"two", b"tri"])
+    segment = _only_segment(tmp_path)
+    data = segment.read_bytes()
+    size = _HEADER_BYTES + 3
+    start = len(data) - 3 * size
+    stored = [data[start + number * size :][:size] for number in range(3)]
+    segment.write_bytes(data[:start] + b"".join(stored[number] for number in order))
+    read, found = _frames_and_damage(tmp_path)
+    assert found == damage
+    assert read == [
+        frames[number] for number in sorted(set(order), key=order.index) if not (order[-1] == 1 and number == 1)
+    ]
+    with pytest.raises(LogDamaged):
+        SegmentEventStore.open(tmp_path)
+
+
+def test_a_missing_segment_is_reported_by_its_sequences(tmp_path: Path) -> None:
+    """The file between two others is gone: what is left is read, and opening for writing is refused."""
+    frames = _write_log(tmp_path, [b"one", b"two", b"three"], segment_bytes=1)
+    (tmp_path / "00000000000000000003.kvlog").unlink()
+    reader = read_log(tmp_path)
+    assert list(reader) == [frames[0], frames[2]]
+    assert [(damage.kind, damage.sequence) for damage in reader.damage] == [("missing_segment", 3)]
+    assert "sequences 3 to 4" in reader.damage[0].detail
+    with pytest.raises(LogDamaged, match="missing_segment"):
+        SegmentEventStore.open(tmp_path)
+
+
+def test_a_segment_of_another_log_is_left_out(tmp_path: Path) -> None:
+    """Same name, same sequence numbers, other events: they are not mixed in."""
+    frames = _write_log(tmp_path / "log", [b"one", b"two", b"three"], segment_bytes=1)
+    _write_log(tmp_path / "other", [b"ONE", b"TWO", b"THREE"], segment_bytes=1)
+    name = "00000000000000000003.kvlog"
+    (tmp_path / "log" / name).write_bytes((tmp_path / "other" / name).read_bytes())
+    read, damage = _frames_and_damage(tmp_path / "log")
+    assert read == [frames[0], frames[2]]
+    assert damage == [("corrupt_header", 3), ("missing_segment", 3)]
+
+
+def test_a_renamed_segment_is_reported(tmp_path: Path) -> None:
+    """The name promises another sequence than the header says."""
+    _write_log(tmp_path, [b"one"])
+    _only_segment(tmp_path).rename(tmp_path / "00000000000000000009.kvlog")
+    assert ("corrupt_header", 1) in _frames_and_damage(tmp_path)[1]
+
+
+def test_one_segment_file_can_be_read_alone(tmp_path: Path) -> None:
+    """A file copied out of a log, under any name, is read from its own first sequence, without complaint."""
+    frames = _write_log(tmp_path / "log", [b"one", b"two", b"three"], segment_bytes=1)
+    copy = tmp_path / "copied from an incident"
+    copy.write_bytes((tmp_path / "log" / "00000000000000000003.kvlog").read_bytes())
+    reader = read_log(copy)
+    assert list(reader) == [frames[1]]
+    assert (reader.damage, reader.header["block_size"]) == ([], 16)
+
+
+def test_reading_from_a_sequence_starts_in_its_segment(tmp_path: Path) -> None:
+    """Earlier segments are not opened, so damage there does not matter; an iteration can be repeated."""
+    frames = _write_log(tmp_path, [b"one", b"two", b"three"], segment_bytes=1)
+    first = tmp_path / "00000000000000000001.kvlog"
+    first.write_bytes(b"\0" * first.stat().st_size)
+    for from_sequence in (3, 4, 5):
+        assert _frames_and_damage(tmp_path, from_sequence) == (frames[2 if from_sequence == 5 else 1 :], [])
+    reader = read_log(tmp_path)
+    assert list(reader) == list(reader) == frames[1:]
+    assert [damage.kind for damage in reader.damage] == ["corrupt_header"]
+
+
+def test_what_is_no_log_is_said_so(tmp_path: Path) -> None:
+    """An empty directory, nothing at all, and a file of something else."""
+    with pytest.raises(LogError, match="is it the log's directory"):
+        read_log(tmp_path)
+    (tmp_path / "notes.txt").write_text("hello")
+    reader = read_log(tmp_path / "notes.txt")
+    assert (list(reader), reader.header, [damage.kind for damage in reader.damage]) == ([], {}, ["corrupt_header"])
+
+
+def test_a_log_is_read_while_another_process_writes_it(tmp_path: Path) -> None:
+    """Each reading is an undamaged beginning of the log, never shorter than the one before, across new segments."""
+    SegmentEventStore.create(tmp_path, {}).close()
+    code = (
+        "import sys; from kvledger.storage.events import *\n"
+        "store = SegmentEventStore.open(sys.argv[1], segment_bytes=20000)\n"
+        "for number in range(3000): store.append(b'%d,' % number * (number % 300), 1)\n"
+    )
+    num_read = 0
+    with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)]) as child:
+        while child.poll() is None:
+            reader = read_log(tmp_path, from_sequence=max(1, num_read))
+            for frame in reader:
+                number = frame.first_sequence - 1
+                assert frame.payload == b"%d," % number * (number % 300)
+            assert reader.damage == []
+            assert reader.next_sequence > num_read
+            num_read = reader.next_sequence - 1
+    assert child.returncode == 0
+    assert [frame.first_sequence for frame in read_log(tmp_path)] == list(range(1, 3001))
+
+
+def test_reading_changes_nothing(two_segment_log: tuple[Path, list[Frame]]) -> None:
+    """No lock is taken and no byte is written, also for a torn log that a writer holds."""
+    directory, frames = two_segment_log
+    store = SegmentEventStore.open(directory)
+    segment = max(directory.glob("*.kvlog"))
+    with segment.open("ab") as file:
+        file.write(b"\xf5K torn")
+    before = {path.name: (path.read_bytes(), path.stat().st_mtime_ns) for path in directory.iterdir()}
+    assert _frames_and_damage(directory) == (frames, [("torn_tail", 7)])
+    assert {path.name: (path.read_bytes(), path.stat().st_mtime_ns) for path in directory.iterdir()} == before
+    store.close()

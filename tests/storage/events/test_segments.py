@@ -1,0 +1,331 @@
+"""The store on disk: segments, recovery, refusals, one writer, and what happens when the file system says no."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import os
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import google_crc32c
+import pytest
+
+from kvledger.storage.events import (
+    Durability,
+    Frame,
+    LogDamaged,
+    LogError,
+    LogLocked,
+    LogTooNew,
+    SegmentEventStore,
+    read_log,
+)
+from kvledger.storage.events.frames import next_chain_hash
+from kvledger.storage.events.group_sync import GroupSync
+
+Limit = Callable[[int], AbstractContextManager[None]]
+
+
+def _append_for_ever(store: SegmentEventStore, accepted: list[bytes]) -> None:
+    for number in itertools.count():
+        payload = b"%03d" % number * 30
+        store.append(payload, 1)
+        accepted.append(payload)
+
+
+def _verified_payloads(directory: Path) -> list[bytes]:
+    reader = read_log(directory)
+    payloads = [frame.payload for frame in reader]
+    assert reader.damage == []
+    return payloads
+
+
+def test_a_log_goes_on_in_new_segments_and_verifies_as_one(tmp_path: Path) -> None:
+    """A segment is left before it grows over its bound, and the chain goes across."""
+    store = SegmentEventStore.create(tmp_path, {"block_size": 16}, segment_bytes=1000)
+    payloads = [b"%d" % number * 50 for number in range(40)]
+    for payload in payloads:
+        store.append(payload, 2)
+    head = store.head_hash
+    store.close()
+    segments = sorted(tmp_path.glob("*.kvlog"))
+    assert len(segments) > 5
+    assert all(segment.stat().st_size <= 1000 for segment in segments)
+    reader = read_log(tmp_path)
+    assert [frame.payload for frame in reader] == payloads
+    assert (reader.damage, reader.head_hash, reader.next_sequence) == ([], head, 81)
+
+
+def test_a_frame_larger_than_a_segment_gets_its_own(tmp_path: Path) -> None:
+    """The bound closes segments; it refuses no frame."""
+    store = SegmentEventStore.create(tmp_path, {}, segment_bytes=300)
+    for payload in (b"small", b"x" * 5000, b"small"):
+        store.append(payload, 1)
+    store.close()
+    assert _verified_payloads(tmp_path) == [b"small", b"x" * 5000, b"small"]
+    assert len(list(tmp_path.glob("*.kvlog"))) == 3
+
+
+def test_a_large_first_frame_follows_from_the_noted_head(tmp_path: Path) -> None:
+    """A segment without frames is not left for a new one: the head of an empty log stays a valid anchor."""
+    store = SegmentEventStore.create(tmp_path, {}, segment_bytes=1)
+    anchor = store.head_hash
+    store.append(b"x" * 5000, 1)
+    (frame,) = store.read()
+    assert frame.chain_hash == next_chain_hash(anchor, frame)
+    store.close()
+
+
+def test_a_reopened_log_continues_its_chain_across_segments(tmp_path: Path) -> None:
+    """Open, append, close, many times with small segments: one unbroken chain, one header, one log id."""
+    store = SegmentEventStore.create(tmp_path, {"block_size": 16}, segment_bytes=400)
+    header = store.header
+    for number in range(12):
+        store.append(b"payload %d" % number, 1)
+        head = store.head_hash
+        store.close()
+        store = SegmentEventStore.open(tmp_path, segment_bytes=400)
+        assert (store.head_hash, store.next_sequence, store.header) == (head, number + 2, header)
+        assert (store.recovery.num_bytes_cut, store.recovery.num_frames) == (0, number + 1)
+    store.close()
+    assert len(_verified_payloads(tmp_path)) == 12
+
+
+def test_a_log_cut_at_any_byte_of_its_tail_opens_and_goes_on(two_segment_log: tuple[Path, list[Frame]]) -> None:
+    """Whatever length the last segment has: whole frames stay, the rest is kept and reported, appending works."""
+    directory, frames = two_segment_log
+    last = max(directory.glob("*.kvlog"))
+    whole = last.read_bytes()
+    frame_start = len(whole) - 39 - len(frames[2].payload)
+    for num_bytes in range(len(whole) + 1):
+        last.write_bytes(whole[:num_bytes])
+        store = SegmentEventStore.open(directory)
+        kept = frames if num_bytes == len(whole) else frames[:2]
+        assert list(store.read()) == kept
+        report = store.recovery
+        if num_bytes in {frame_start, len(whole)}:
+            assert report.num_bytes_cut == 0
+        else:
+            cut_at = frame_start if num_bytes > frame_start else 0
+            assert (report.segment, report.first_lost_sequence) == (last.name, 5)
+            assert report.num_bytes_cut == num_bytes - cut_at
+            assert report.kept_as is not None
+            assert report.kept_as.name == f"{last.name}.torn-{cut_at}"
+            assert report.kept_as.read_bytes() == whole[cut_at:num_bytes]
+            report.kept_as.unlink()
+        next_sequence = store.next_sequence
+        assert next_sequence == kept[-1].next_sequence
+        assert store.append(b"afterwards", 1) == next_sequence
+        store.close()
+        assert _verified_payloads(directory) == [*(frame.payload for frame in kept), b"afterwards"]
+        if not last.exists():  # a cut header: the log went on in the first segment
+            first = min(directory.glob("*.kvlog"))
+            first.write_bytes(first.read_bytes()[: -39 - len(b"afterwards")])
+
+
+def test_what_is_cut_twice_at_one_place_is_kept_twice(tmp_path: Path) -> None:
+    """A second torn tail at the same offset does not overwrite the first."""
+    SegmentEventStore.create(tmp_path, {}).close()
+    segment = next(tmp_path.glob("*.kvlog"))
+    for torn in (b"\xf5Kone", b"\xf5Ktwo"):
+        with segment.open("ab") as file:
+            file.write(torn)
+        SegmentEventStore.open(tmp_path).close()
+    assert sorted(path.read_bytes() for path in tmp_path.glob("*.torn-*")) == [b"\xf5Kone", b"\xf5Ktwo"]
+
+
+def test_a_cut_before_the_tail_is_refused_and_nothing_is_changed(two_segment_log: tuple[Path, list[Frame]]) -> None:
+    """However the first of two segments is cut, opening names the place and touches no file."""
+    directory, _ = two_segment_log
+    first = min(directory.glob("*.kvlog"))
+    whole = first.read_bytes()
+    for num_bytes in range(len(whole)):
+        first.write_bytes(whole[:num_bytes])
+        before = {path.name: path.read_bytes() for path in directory.glob("*.kvlog*")}
+        with pytest.raises(LogDamaged, match="0000"):
+            SegmentEventStore.open(directory)
+        assert {path.name: path.read_bytes() for path in directory.glob("*.kvlog*")} == before
+
+
+def test_a_corrupt_frame_in_the_middle_is_refused_by_its_place(tmp_path: Path) -> None:
+    """Appending behind damage would bury it; the message says where it is, and reading still shows the rest."""
+    store = SegmentEventStore.create(tmp_path, {})
+    for payload in (b"one", b"two", b"three"):
+        store.append(payload, 1)
+    store.close()
+    segment = next(tmp_path.glob("*.kvlog"))
+    segment.write_bytes(segment.read_bytes().replace(b"two", b"TWO"))
+    with pytest.raises(LogDamaged, match=r"corrupt_frame at offset \d+ \(sequence 2\)"):
+        SegmentEventStore.open(tmp_path)
+    with pytest.raises(LogDamaged, match="sequence"):
+        list(store.read())
+    assert [frame.payload for frame in read_log(tmp_path)] == [b"one", b"three"]
+
+
+def test_a_later_format_says_which_version_it_needs(tmp_path: Path) -> None:
+    """An intact header of format 7 is `LogTooNew`, for the writer and for the reader."""
+    SegmentEventStore.create(tmp_path, {}).close()
+    segment = next(tmp_path.glob("*.kvlog"))
+    data = segment.read_bytes()
+    prefix = data[:8] + struct.pack("<H", 7) + data[10:14]
+    segment.write_bytes(prefix + struct.pack("<I", google_crc32c.value(prefix + data[18:])) + data[18:])
+    with pytest.raises(LogTooNew, match="knows format 7"):
+        SegmentEventStore.open(tmp_path)
+    with pytest.raises(LogTooNew, match="knows format 7"):
+        read_log(tmp_path)
+
+
+def test_a_log_whose_oldest_segments_were_retired_opens_and_verifies(tmp_path: Path) -> None:
+    """Deleting whole segments from the front leaves a log that goes on from their hash; reading says what is gone."""
+    store = SegmentEventStore.create(tmp_path, {}, segment_bytes=1)
+    for payload in (b"one", b"two", b"three"):
+        store.append(payload, 1)
+    store.close()
+    (tmp_path / "00000000000000000001.kvlog").unlink()
+    store = SegmentEventStore.open(tmp_path)
+    assert store.append(b"four", 1) == 4
+    assert [frame.payload for frame in store.read()] == [b"two", b"three", b"four"]
+    store.close()
+    reader = read_log(tmp_path)
+    assert [frame.first_sequence for frame in reader] == [2, 3, 4]
+    assert [(damage.kind, damage.sequence) for damage in reader.damage] == [("missing_segment", 1)]
+
+
+def test_memory_durability_points_to_the_memory_store(tmp_path: Path) -> None:
+    """A directory cannot offer it, and the message says what does."""
+    with pytest.raises(ValueError, match="MemoryEventStore"):
+        SegmentEventStore.create(tmp_path, {}, Durability.MEMORY)
+    with pytest.raises(ValueError, match="must both be positive"):
+        SegmentEventStore.create(tmp_path, {}, segment_bytes=0)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_create_and_open_do_not_take_each_others_place(tmp_path: Path) -> None:
+    """Creating over a log, and opening what is none, are refused; a refusal leaves no lock behind."""
+    with pytest.raises(LogError, match="create the log first"):
+        SegmentEventStore.open(tmp_path / "nothing")
+    with pytest.raises(LogError, match="holds no log segment"):
+        SegmentEventStore.open(tmp_path)
+    SegmentEventStore.create(tmp_path, {}).close()
+    with pytest.raises(LogError, match="holds a log already"):
+        SegmentEventStore.create(tmp_path, {})
+    SegmentEventStore.open(tmp_path).close()
+
+
+@pytest.mark.parametrize("header", [{"log_id": "mine"}, {"key": object()}, {"key": 1 << 70}, {"key": "x" * (2 << 20)}])
+def test_a_header_that_cannot_be_stored_is_refused(tmp_path: Path, header: dict[str, object]) -> None:
+    """The caller learns of it before anything is on disk."""
+    with pytest.raises(LogError, match="header mapping"):
+        SegmentEventStore.create(tmp_path, header)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_second_writer_is_refused_and_told_the_pid(tmp_path: Path) -> None:
+    """In this process and in another one; the lock goes with its holder."""
+    store = SegmentEventStore.create(tmp_path, {})
+    with pytest.raises(LogLocked, match=f"pid {os.getpid()};"):
+        SegmentEventStore.open(tmp_path)
+    code = "import sys; from kvledger.storage.events import *; SegmentEventStore.open(sys.argv[1])"
+    child = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=False)
+    assert f"LogLocked: {tmp_path}: the log is being written by pid {os.getpid()};" in child.stderr
+    store.close()
+    SegmentEventStore.open(tmp_path).close()
+
+
+def test_a_write_that_stops_half_way_is_rolled_back(tmp_path: Path, file_size_limit: Limit) -> None:
+    """The file system takes part of a frame: the caller gets the OSError, the log is as before, and goes on later."""
+    store = SegmentEventStore.create(tmp_path, {})
+    segment = next(tmp_path.glob("*.kvlog"))
+    accepted: list[bytes] = []
+    with file_size_limit(2000):
+        with pytest.raises(OSError, match="File too large") as refusal:
+            _append_for_ever(store, accepted)
+        assert refusal.value.errno == errno.EFBIG
+        size = segment.stat().st_size
+        assert size + 129 > 2000 > size
+        state = (store.next_sequence, store.head_hash)
+        with pytest.raises(OSError, match="File too large"):
+            store.append(b"y" * 90, 1)
+        assert (store.next_sequence, store.head_hash) == state
+        assert [frame.payload for frame in store.read()] == accepted
+    store.append(b"later", 1)
+    store.close()
+    assert _verified_payloads(tmp_path) == [*accepted, b"later"]
+
+
+def test_an_interrupt_between_write_and_commit_is_rolled_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C right after the bytes reached the file: the append did not happen, and the next one takes its place."""
+    store = SegmentEventStore.create(tmp_path, {})
+    store.append(b"before", 1)
+    write = os.write
+
+    def write_and_interrupt(descriptor: int, data: bytes) -> int:
+        write(descriptor, data)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", write_and_interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            store.append(b"interrupted", 1)
+    assert store.append(b"after", 1) == 2
+    store.close()
+    assert _verified_payloads(tmp_path) == [b"before", b"after"]
+
+
+def test_a_read_only_directory_refuses_new_segments_and_loses_nothing(
+    tmp_path: Path, read_only_directory: Callable[[], AbstractContextManager[None]]
+) -> None:
+    """The segment in use stays in use; opening there says that it is not permitted."""
+    store = SegmentEventStore.create(Path(), {}, segment_bytes=340)
+    store.append(b"x" * 100, 1)
+    with read_only_directory():
+        with pytest.raises(PermissionError):
+            store.append(b"y" * 100, 1)
+        assert store.append(b"fits", 1) == 2
+    store.append(b"y" * 100, 1)
+    store.close()
+    with read_only_directory(), pytest.raises(PermissionError):
+        SegmentEventStore.open(Path())
+    assert _verified_payloads(tmp_path) == [b"x" * 100, b"fits", b"y" * 100]
+    assert list(tmp_path.glob("*.unfinished")) == []
+
+
+def test_disk_durability_ends_its_thread(tmp_path: Path) -> None:
+    """Closing syncs and leaves no thread behind, however many segments there were."""
+    before = threading.active_count()
+    store = SegmentEventStore.create(tmp_path, {}, Durability.DISK, segment_bytes=500, sync_interval_ms=1)
+    for number in range(20):
+        store.append(b"%d" % number * 50, 1)
+    store.flush()
+    assert threading.active_count() == before + 1
+    store.close()
+    assert threading.active_count() == before
+    assert len(_verified_payloads(tmp_path)) == 20
+
+
+def _check_repeatedly(sync: GroupSync) -> None:
+    for _ in range(1000):  # ten seconds at most; the thread needs a millisecond
+        sync.check()
+        time.sleep(0.01)
+
+
+def test_a_sync_that_failed_in_the_thread_is_raised_once() -> None:
+    """A descriptor that cannot be synced: the next check raises the kernel's own error."""
+    reading, writing = os.pipe()
+    sync = GroupSync(writing, 1)
+    try:
+        sync.note_written()
+        with pytest.raises(OSError, match="Invalid argument"):
+            _check_repeatedly(sync)
+        sync.check()
+    finally:
+        sync.stop()
+        os.close(reading)
+        os.close(writing)

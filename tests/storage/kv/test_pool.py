@@ -1,0 +1,66 @@
+"""The host pool: its figures, its one allocation and its end."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvledger.storage.kv import HostPool, StorageError, num_slots_for
+from kvledger.storage.kv.errors import PoolClosed, PoolTooSmall
+
+
+@pytest.mark.parametrize(("host_bytes", "slots"), [(4096, 1), (8191, 1), (8192, 2), (1 << 30, 1 << 18)])
+def test_host_bytes_are_cut_into_whole_slots(host_bytes: int, slots: int) -> None:
+    """What is left over is not used."""
+    assert num_slots_for(host_bytes, 4096) == slots
+
+
+def test_a_budget_below_one_slot_is_refused_with_figures_and_remedy() -> None:
+    """The message carries what was given, what a slot needs, and what to do."""
+    with pytest.raises(PoolTooSmall) as refusal:
+        num_slots_for(1000, 4096)
+    message = str(refusal.value)
+    assert "host_bytes=1000" in message
+    assert "at least 4096 bytes" in message
+    assert "raise host_bytes" in message
+    assert isinstance(refusal.value, StorageError)
+
+
+@pytest.mark.parametrize(("num_slots", "slot_bytes"), [(0, 64), (-1, 64), (4, 0)])
+def test_a_pool_without_slots_or_bytes_is_refused(num_slots: int, slot_bytes: int) -> None:
+    """There is no empty pool."""
+    with pytest.raises(PoolTooSmall):
+        HostPool(num_slots, slot_bytes, pin=False)
+
+
+def test_more_memory_than_the_machine_has_is_refused_with_figures() -> None:
+    """An allocation error of torch becomes one that names the budget."""
+    with pytest.raises(PoolTooSmall, match="lower host_bytes"):
+        HostPool(1 << 30, 1 << 30, pin=False)
+
+
+def test_the_pool_is_one_allocation_of_whole_slots() -> None:
+    """uint8, contiguous, exactly as large as asked for."""
+    pool = HostPool(6, 48, pin=False)
+    assert pool.buffer.shape == (6, 48)
+    assert pool.buffer.dtype == torch.uint8
+    assert pool.buffer.is_contiguous()
+    assert pool.buffer.untyped_storage().nbytes() == 6 * 48
+    assert not pool.is_pinned
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="shows what happens without CUDA")
+def test_pinning_without_cuda_yields_plain_memory() -> None:
+    """Asking for pinned memory on a machine without CUDA is no error."""
+    pool = HostPool(2, 8, pin=True)
+    assert not pool.is_pinned
+    assert pool.buffer.numel() == 16
+
+
+def test_a_closed_pool_says_so() -> None:
+    """Closing twice is harmless, using the buffer afterwards is not possible."""
+    pool = HostPool(2, 8, pin=False)
+    pool.close()
+    pool.close()
+    with pytest.raises(PoolClosed, match="make a new HostPool"):
+        _ = pool.buffer
