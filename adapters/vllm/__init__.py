@@ -1,0 +1,9 @@
+"""The vLLM adapter: hooks become observations, decisions become metadata, workers move pages.
+
+Name it in `--kv-transfer-config` with `"kv_connector": "KVLedgerConnector"` and
+`"kv_connector_module_path": "kvledger.adapters.vllm"`. What differs between vLLM versions stands in `versions.py`.
+"""
+
+from kvledger.adapters.vllm.connector import KVLedgerConnector
+
+__all__ = ["KVLedgerConnector"]

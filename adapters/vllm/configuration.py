@@ -1,0 +1,132 @@
+"""The keys of `kv_connector_extra_config`, checked when the engine starts.
+
+An unknown key, a size that cannot work or a handler that cannot be imported is refused with the figures and
+the remedy, before a single request is served.
+"""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+import pydantic
+
+from kvledger.lifecycle import ConfigurationError, HandlerRegistry, LedgerConfiguration, StateHandler
+from kvledger.storage.events import Durability
+from kvledger.storage.kv import num_slots_for
+
+DEFAULT_CHUNK_SIZE = 256
+
+
+class ConnectorSettings(pydantic.BaseModel):
+    """What an operator may say; every key has a default that serves."""
+
+    model_config = pydantic.ConfigDict(extra="forbid", frozen=True)
+
+    chunk_size: pydantic.PositiveInt | None = None
+    """Tokens per chunk, the unit of matching; a multiple or a divisor of vLLM's block size.
+    Default: 256, or one block where 256 and the block size do not divide."""
+
+    host_bytes: pydantic.ByteSize = pydantic.ByteSize(4 * 1024**3)
+    """Host memory for saved pages, of all ranks together: an int or a string such as "4GiB"."""
+
+    log_dir: Path | None = Path("kvledger-logs")
+    """Where event logs go; every engine start writes a directory of its own inside. null: no files."""
+
+    durability: Durability = Durability.OS
+    """memory: no files; os: survives the process; disk: survives the machine, but for the last milliseconds."""
+
+    sync_interval_ms: pydantic.PositiveInt = 50
+    """With durability disk: the most that a machine failure can lose."""
+
+    segment_bytes: pydantic.ByteSize = pydantic.ByteSize(64 * 1024**2)
+    """Size at which the log begins a new file."""
+
+    memory_log_bytes: pydantic.ByteSize = pydantic.ByteSize(64 * 1024**2)
+    """With durability memory: the newest events that are kept."""
+
+    max_hit_share: float = pydantic.Field(1.0, ge=0, le=1)
+    """A lookup never uses more than this share of the prompt."""
+
+    chunk_statistics: bool = False
+    """Count unique and returning chunks."""
+
+    handlers: tuple[str, ...] = ()
+    """State handlers of your own, as "module:Class"; each replaces the one of its state."""
+
+    max_silent_steps: pydantic.PositiveInt = 64
+    """A copy that no worker reports for so many steps counts as failed."""
+
+    @classmethod
+    def from_extra_config(cls, extra_config: dict[str, Any]) -> ConnectorSettings:
+        """Check the mapping that vLLM hands over.
+
+        Raises:
+            ConfigurationError: naming every key that is wrong, why, and what may stand there.
+        """
+        try:
+            return cls.model_validate(extra_config)
+        except pydantic.ValidationError as error:
+            lines = []
+            for problem in error.errors():
+                key = ".".join(map(str, problem["loc"]))
+                if problem["type"] == "extra_forbidden":
+                    lines.append(f"{key}: unknown key; known keys are {', '.join(cls.model_fields)}")
+                else:
+                    lines.append(f"{key}: {problem['msg']}, got {problem['input']!r}")
+            message = "kv_connector_extra_config cannot be used:\n  " + "\n  ".join(lines)
+            raise ConfigurationError(message) from error
+
+    def ledger_configuration(self, *, block_size: int, block_bytes: int, num_ranks: int) -> LedgerConfiguration:
+        """Sizes in tokens and slots.
+
+        Args:
+            block_size: tokens of one KV cache block.
+            block_bytes: bytes of one block over all layers on one rank.
+            num_ranks: workers that each hold a part of every block.
+
+        Raises:
+            ConfigurationError: chunk and block do not divide, or the pool cannot hold one chunk.
+        """
+        chunk_size = self.chunk_size
+        if chunk_size is None:
+            divides = DEFAULT_CHUNK_SIZE % block_size == 0 or block_size % DEFAULT_CHUNK_SIZE == 0
+            chunk_size = DEFAULT_CHUNK_SIZE if divides else block_size
+        bytes_per_rank = self.host_bytes // num_ranks
+        try:
+            return LedgerConfiguration(
+                block_size=block_size,
+                chunk_size=chunk_size,
+                num_slots=num_slots_for(bytes_per_rank, block_bytes),
+                num_ranks=num_ranks,
+                max_hit_share=self.max_hit_share,
+                chunk_statistics=self.chunk_statistics,
+                max_silent_steps=self.max_silent_steps,
+            )
+        except ConfigurationError as error:
+            message = (
+                f"{error} (host_bytes {int(self.host_bytes)} over {num_ranks} ranks, "
+                f"{block_bytes} bytes a block of {block_size} tokens)"
+            )
+            raise ConfigurationError(message) from error
+
+    def handler_registry(self) -> HandlerRegistry:
+        """The default handlers with those of `handlers` in their places.
+
+        Raises:
+            ConfigurationError: a name that cannot be imported or is no state handler.
+        """
+        registry = HandlerRegistry()
+        for name in self.handlers:
+            module_name, _, class_name = name.partition(":")
+            try:
+                handler = getattr(importlib.import_module(module_name), class_name)()
+            except Exception as error:
+                message = f"handlers: {name!r} cannot be imported ({error}); write it as 'module:Class'"
+                raise ConfigurationError(message) from error
+            if not isinstance(handler, StateHandler):
+                message = f"handlers: {name!r} is no kvledger.lifecycle.StateHandler; derive it from one"
+                raise ConfigurationError(message)
+            registry.replace(handler)
+        return registry

@@ -1,0 +1,203 @@
+"""The class that vLLM instantiates, once in the scheduler and once in every worker. It only delegates."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata, KVConnectorRole
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+from kvledger.adapters.vllm import versions
+from kvledger.adapters.vllm.chunk_keys import ChunkKeySource
+from kvledger.adapters.vllm.configuration import ConnectorSettings
+from kvledger.adapters.vllm.event_log import open_event_log
+from kvledger.adapters.vllm.messages import messages
+from kvledger.adapters.vllm.metadata import StepJobs, WorkerReports
+from kvledger.adapters.vllm.metrics import ConnectorPrometheus, ConnectorStats, StatsSource
+from kvledger.adapters.vllm.scheduler_side import SchedulerSide
+from kvledger.adapters.vllm.worker_side import WorkerSide
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+    from vllm.forward_context import ForwardContext
+    from vllm.v1.attention.backend import AttentionMetadata
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+
+class KVLedgerConnector(KVConnectorBase_V1):
+    """CPU offload of the KV cache in which preempted requests recover, with a log of all of it.
+
+    Raises:
+        ConfigurationError: at start, for a configuration that cannot work.
+    """
+
+    _cache_hit_source = CacheHitSource.HOST
+
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        versions.refuse_unsupported(vllm_config, kv_cache_config)
+        settings = ConnectorSettings.from_extra_config(self._kv_transfer_config.kv_connector_extra_config)
+        configuration = settings.ledger_configuration(
+            block_size=versions.block_size(kv_cache_config),
+            block_bytes=versions.block_bytes(kv_cache_config),
+            num_ranks=vllm_config.parallel_config.world_size,
+        )
+        self._scheduler_side: SchedulerSide | None = None
+        self._worker_side: WorkerSide | None = None
+        if role is KVConnectorRole.WORKER:
+            self._worker_side = WorkerSide(num_slots=configuration.num_slots, num_blocks=kv_cache_config.num_blocks)
+            return
+        handlers = settings.handler_registry()
+        log = open_event_log(settings, configuration, handlers, on_trouble=self._log_troubled)
+        keys = ChunkKeySource(
+            chunk_size=configuration.chunk_size,
+            hash_block_size=versions.hash_block_size(kv_cache_config),
+            hash_tokens=versions.token_hasher(vllm_config),
+        )
+        speculates = versions.uses_speculation(vllm_config)
+        self._scheduler_side = SchedulerSide(configuration, log, keys, handlers=handlers, speculates=speculates)
+        self._stats = StatsSource(self._scheduler_side)
+        messages.info(
+            "recording",
+            log=str(log.directory or "memory"),
+            chunk_size=configuration.chunk_size,
+            block_size=configuration.block_size,
+            num_slots=configuration.num_slots,
+            on_load_failure=self._kv_transfer_config.kv_load_failure_policy,
+        )
+
+    @staticmethod
+    def _log_troubled(error: OSError, num_events: int) -> None:
+        messages.error("the event log cannot be written; serving goes on", error=str(error), num_events=num_events)
+
+    @property
+    def scheduler_side(self) -> SchedulerSide:
+        """The half that owns the ledger; only in the scheduler's process."""
+        if self._scheduler_side is None:
+            message = "this connector was built for a worker; the ledger is in the scheduler's process"
+            raise RuntimeError(message)
+        return self._scheduler_side
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """A dropped save is only a future cache miss (base.py, 0.32: best-effort caches return False)."""
+        return False
+
+    # --- worker -------------------------------------------------------------------------------
+
+    def _jobs(self, metadata: KVConnectorMetadata | None = None) -> StepJobs | None:
+        metadata = self._connector_metadata if metadata is None else metadata
+        return metadata if isinstance(metadata, StepJobs) and metadata else None
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """Learn where the pages lie and allocate the host pool."""
+        if self._worker_side is not None:
+            self._worker_side.register_kv_caches(kv_caches)
+
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        """Copy out what this step may overwrite."""
+        jobs = self._jobs(kv_connector_metadata)
+        if jobs is not None and self._worker_side is not None:
+            self._worker_side.before_forward(jobs)
+
+    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
+        """Copy in what this step's forward needs."""
+        jobs = self._jobs()
+        if jobs is not None and self._worker_side is not None:
+            self._worker_side.load(jobs)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Nothing to wait for: loads are complete when `start_load_kv` returns."""
+
+    def save_kv_layer(
+        self,
+        layer_name: str,
+        kv_layer: torch.Tensor,
+        attn_metadata: AttentionMetadata,
+        **kwargs: Any,
+    ) -> None:
+        """Nothing per layer: whole blocks are saved after the forward."""
+
+    def wait_for_save(self) -> None:
+        """Copy out what has settled."""
+        jobs = self._jobs()
+        if jobs is not None and self._worker_side is not None:
+            self._worker_side.save(jobs)
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Blocks that were promised and are not filled."""
+        return set() if self._worker_side is None else self._worker_side.take_failed_block_ids()
+
+    def build_connector_worker_meta(self) -> WorkerReports | None:
+        """The reports of this step."""
+        return None if self._worker_side is None else self._worker_side.take_reports()
+
+    # --- scheduler ----------------------------------------------------------------------------
+
+    def on_new_request(self, request: Request) -> None:
+        """A request was accepted."""
+        self.scheduler_side.on_new_request(request)
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """How many tokens beyond `num_computed_tokens` can be loaded. Changes nothing."""
+        return self.scheduler_side.get_num_new_matched_tokens(request, num_computed_tokens)
+
+    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        """Blocks were given."""
+        self.scheduler_side.update_state_after_alloc(request, blocks, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> StepJobs:
+        """This step's jobs."""
+        return self.scheduler_side.build_connector_meta(scheduler_output)
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        """What the workers report."""
+        self.scheduler_side.update_connector_output(connector_output)
+
+    def request_finished(self, request: Request, block_ids: Sequence[int]) -> tuple[bool, dict[str, Any] | None]:
+        """The request ended; its blocks may be freed now."""
+        return self.scheduler_side.request_finished(request, block_ids)
+
+    def has_pending_push_work(self) -> bool:
+        """Whether the engine must keep stepping for a copy."""
+        return self._scheduler_side is not None and self._scheduler_side.has_pending_push_work()
+
+    def reset_cache(self) -> bool | None:
+        """Everything saved is stale."""
+        return self.scheduler_side.reset_cache()
+
+    def shutdown(self) -> None:
+        """Close the log or free the pool. May be called twice."""
+        if self._scheduler_side is not None:
+            self._scheduler_side.shutdown()
+        if self._worker_side is not None:
+            self._worker_side.close()
+
+    # --- figures ------------------------------------------------------------------------------
+
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        """Figures since the last call; workers have none of their own."""
+        return None if self._scheduler_side is None else self._stats.take()
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:
+        """Rebuild stats on the receiving side."""
+        return ConnectorStats(data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: dict[type[Any], type[Any]],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> KVConnectorPromMetrics:
+        """Register `vllm:kvledger_*`."""
+        return ConnectorPrometheus(vllm_config, metric_types, labelnames, per_engine_labelvalues)

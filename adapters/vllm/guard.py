@@ -1,0 +1,41 @@
+"""Nothing of ours may raise into vLLM: a failing hook is logged, its request recomputes, serving goes on."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Concatenate, ParamSpec, Protocol, TypeVar
+
+_Parameters = ParamSpec("_Parameters")
+_Result = TypeVar("_Result")
+
+
+class TellsFailures(Protocol):
+    """An object whose hooks are guarded."""
+
+    def hook_failed(self, hook: str, request_id: str, error: Exception) -> None:
+        """Record that a hook raised."""
+
+
+_Self = TypeVar("_Self", bound=TellsFailures)
+_Hook = Callable[Concatenate[_Self, _Parameters], _Result]
+
+
+def guarded(*, default: _Result) -> Callable[[_Hook[_Self, _Parameters, _Result]], _Hook[_Self, _Parameters, _Result]]:
+    """Let a hook answer `default` where it would raise, after telling `hook_failed`."""
+
+    def decorate(hook: _Hook[_Self, _Parameters, _Result]) -> _Hook[_Self, _Parameters, _Result]:
+        name = getattr(hook, "__name__", "hook")
+
+        @functools.wraps(hook)
+        def call(self: _Self, /, *args: _Parameters.args, **kwargs: _Parameters.kwargs) -> _Result:
+            try:
+                return hook(self, *args, **kwargs)
+            except Exception as error:  # noqa: BLE001 -- whatever it is, the engine lives
+                request_id = str(getattr(args[0], "request_id", "")) if args else ""
+                self.hook_failed(name.lstrip("_"), request_id, error)
+                return default
+
+        return call
+
+    return decorate

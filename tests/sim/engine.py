@@ -1,0 +1,245 @@
+"""An engine core without an engine: vLLM's real `Scheduler`, a real connector on both sides, `HashedModel` between.
+
+It calls the hooks in the order in which vLLM 0.32 does (`v1/engine/core.py`, `v1/worker/gpu_model_runner.py`,
+`v1/worker/kv_connector_model_runner_mixin.py`): the connector cannot tell it from the real thing.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from vllm.config import CacheConfig, DeviceConfig, KVTransferConfig, ModelConfig, SchedulerConfig, VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
+
+from kvledger.adapters.vllm import KVLedgerConnector
+from sim.hashed_model import NUM_LAYERS, HashedModel
+from sim.tiny_model import write_configuration
+
+LEDGER = {
+    "kv_connector": "KVLedgerConnector",
+    "kv_connector_module_path": "kvledger.adapters.vllm",
+    "kv_role": "kv_both",
+    "kv_load_failure_policy": "recompute",
+}
+
+
+def kv_cache_config(num_blocks: int, block_size: int) -> KVCacheConfig:
+    """One group of full attention over the layers of `HashedModel`."""
+    spec = FullAttentionSpec(block_size=block_size, num_kv_heads=1, head_size=1, dtype=torch.int64)
+    layers = list(HashedModel(1, block_size).kv_caches)
+    page = spec.page_size_bytes
+    tensor = KVCacheTensor(
+        size=page * num_blocks * NUM_LAYERS, layers=layers, layer_stride=page * num_blocks, block_stride=page
+    )
+    return KVCacheConfig(
+        num_blocks=num_blocks, kv_cache_tensors=[tensor], kv_cache_groups=[KVCacheGroupSpec(layers, spec)]
+    )
+
+
+def block_bytes(block_size: int) -> int:
+    """Bytes of one block over all layers of `HashedModel`."""
+    return 2 * 8 * block_size * NUM_LAYERS
+
+
+def vllm_config(
+    *,
+    num_blocks: int,
+    block_size: int,
+    max_num_seqs: int,
+    max_num_batched_tokens: int,
+    max_model_len: int,
+    enable_prefix_caching: bool,
+    async_scheduling: bool,
+    kv_transfer: dict[str, Any] | None,
+) -> VllmConfig:
+    """The configuration of a vLLM that schedules for a tiny model on CPU."""
+    model = write_configuration(Path(tempfile.gettempdir()) / "kvledger-tiny-configuration")
+    cache = CacheConfig(block_size=block_size, enable_prefix_caching=enable_prefix_caching)
+    cache.num_gpu_blocks = num_blocks
+    return VllmConfig(
+        model_config=ModelConfig(
+            model=str(model), skip_tokenizer_init=True, dtype="float32", max_model_len=max_model_len, enforce_eager=True
+        ),
+        cache_config=cache,
+        scheduler_config=SchedulerConfig(
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_model_len=max_model_len,
+            enable_chunked_prefill=True,
+            is_encoder_decoder=False,
+            async_scheduling=async_scheduling,
+        ),
+        device_config=DeviceConfig("cpu"),
+        kv_transfer_config=None if kv_transfer is None else KVTransferConfig(**kv_transfer),
+    )
+
+
+class SimulatedEngine:
+    """Steps until nobody wants anything any more; raises `CorruptKV` the moment wrong KV would be read."""
+
+    def __init__(
+        self,
+        *,
+        num_blocks: int,
+        block_size: int = 16,
+        max_num_seqs: int = 16,
+        max_num_batched_tokens: int = 512,
+        max_model_len: int = 1024,
+        enable_prefix_caching: bool = True,
+        async_scheduling: bool = False,
+        model_runner_v2: bool = False,
+        kv_transfer: dict[str, Any] | None = None,
+        **extra_config: Any,
+    ) -> None:
+        transfer = {**LEDGER, **(kv_transfer or {})}
+        transfer["kv_connector_extra_config"] = {"log_dir": None, **extra_config}
+        self.vllm_config = vllm_config(
+            num_blocks=num_blocks,
+            block_size=block_size,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_model_len=max_model_len,
+            enable_prefix_caching=enable_prefix_caching,
+            async_scheduling=async_scheduling,
+            kv_transfer=transfer,
+        )
+        cache_config = kv_cache_config(num_blocks, block_size)
+        hash_function = get_hash_fn_by_name(self.vllm_config.cache_config.prefix_caching_hash_algo)
+        init_none_hash(hash_function)
+        self._block_hasher = get_request_block_hasher(block_size, hash_function)
+        scheduler_class = AsyncScheduler if async_scheduling else Scheduler
+        self.scheduler = scheduler_class(
+            vllm_config=self.vllm_config,
+            kv_cache_config=cache_config,
+            structured_output_manager=StructuredOutputManager(self.vllm_config),
+            block_size=block_size,
+            log_stats=True,
+        )
+        self.scheduler.use_v2_model_runner = model_runner_v2
+        self.model = HashedModel(num_blocks, block_size)
+        self.worker: KVConnectorBase_V1 = type(self.connector)(self.vllm_config, KVConnectorRole.WORKER, cache_config)
+        self.worker.register_kv_caches(self.model.kv_caches)
+        self.outputs: dict[str, list[int]] = {}
+        self.finish_reasons: dict[str, str] = {}
+        self.num_preemptions = 0
+        self.num_steps = 0
+        self._in_flight: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
+        self._max_in_flight = 2 if async_scheduling else 1
+
+    @property
+    def connector(self) -> KVLedgerConnector:
+        """The scheduler-side connector."""
+        connector = self.scheduler.connector
+        assert isinstance(connector, KVLedgerConnector)
+        return connector
+
+    def add(
+        self,
+        request_id: str,
+        prompt: Sequence[int],
+        max_tokens: int,
+        *,
+        cache_salt: str | None = None,
+        resumable: bool = False,
+        priority: int = 0,
+    ) -> Request:
+        """Queue a request that stops after `max_tokens` tokens."""
+        request = Request(
+            request_id=request_id,
+            prompt_token_ids=list(prompt),
+            sampling_params=SamplingParams(max_tokens=max_tokens, ignore_eos=True, temperature=0),
+            pooling_params=None,
+            cache_salt=cache_salt,
+            resumable=resumable,
+            priority=priority,
+            block_hasher=self._block_hasher,
+        )
+        self.scheduler.add_request(request)
+        self.outputs.setdefault(request_id, [])
+        return request
+
+    def abort(self, request_id: str) -> None:
+        """The client went away."""
+        self.scheduler.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
+
+    def step(self) -> SchedulerOutput:
+        """Schedule, execute, and take up the output of the oldest step in flight when there are enough."""
+        scheduler_output = self.scheduler.schedule()
+        self.num_preemptions += len(scheduler_output.preempted_req_ids or ())
+        self._in_flight.append((scheduler_output, self._execute(scheduler_output)))
+        self.num_steps += 1
+        if len(self._in_flight) >= self._max_in_flight or not scheduler_output.total_num_scheduled_tokens:
+            self.update()
+        return scheduler_output
+
+    def update(self) -> None:
+        """Take up the output of the oldest step in flight."""
+        if not self._in_flight:
+            return
+        outputs = self.scheduler.update_from_output(*self._in_flight.popleft())
+        for engine_outputs in outputs.values():
+            for output in engine_outputs.outputs:
+                self.outputs[output.request_id].extend(output.new_token_ids)
+                if output.finish_reason is not None:
+                    self.finish_reasons[output.request_id] = str(output.finish_reason)
+
+    def run(self, max_steps: int = 5000) -> None:
+        """Step until there are no requests and nothing of the connector's is left to do."""
+        for _ in range(max_steps):
+            if not self.scheduler.has_requests() and not self._in_flight:
+                return
+            if self.scheduler.has_requests():
+                self.step()
+            else:
+                self.update()
+        message = f"still busy after {max_steps} steps: {self.scheduler.get_request_counts()} running and waiting"
+        raise AssertionError(message)
+
+    def shutdown(self) -> None:
+        """Close both sides."""
+        self.scheduler.shutdown()
+        self.worker.shutdown()
+
+    def _execute(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
+        metadata = scheduler_output.kv_connector_metadata
+        assert metadata is not None
+        self.worker.handle_preemptions(metadata)
+        self.model.update_states(scheduler_output)
+        self.worker.bind_connector_metadata(metadata)
+        if scheduler_output.has_sync_kv_loads:
+            self.worker.start_load_kv(None)  # type: ignore[arg-type]
+        output = KVConnectorOutput()
+        failed = self.worker.get_block_ids_with_load_errors()
+        request_ids, sampled = self.model.forward(scheduler_output, failed)
+        if not scheduler_output.has_sync_kv_loads:
+            self.worker.start_load_kv(None)  # type: ignore[arg-type]
+        self.worker.wait_for_save()
+        results = self.worker.get_transfer_results(scheduler_output.finished_req_ids)
+        output.finished_sending = results.finished_sending
+        output.finished_recving = results.finished_recving
+        output.failed_recving = results.failed_recving
+        output.invalid_block_ids = failed | self.worker.get_block_ids_with_load_errors()
+        output.kv_connector_stats = self.worker.get_kv_connector_stats()
+        output.kv_connector_worker_meta = self.worker.build_connector_worker_meta()
+        self.worker.clear_connector_metadata()
+        return ModelRunnerOutput(
+            req_ids=request_ids,
+            req_id_to_index={request_id: index for index, request_id in enumerate(request_ids)},
+            sampled_token_ids=sampled,
+            kv_connector_output=output,
+        )

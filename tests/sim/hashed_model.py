@@ -1,0 +1,142 @@
+"""A worker whose KV is a hash of everything before it, so that wrong KV is seen and not merely wrong numbers.
+
+Every position's KV is the chained hash of all tokens up to it. Before a step computes anything, every position
+that the scheduler believes to be computed must hold exactly that hash, in every layer. The next token is a
+function of the last hash, so that it does not matter when or how often it is computed.
+
+Verifies: contents of all blocks a scheduled request reads, after loads and before the forward.
+Does not verify: timing, streams, and anything a device would reorder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import attrs
+import torch
+
+from sim.tiny_model import VOCABULARY_SIZE
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+
+NUM_LAYERS = 2
+_MODULUS = (1 << 61) - 1
+
+
+class CorruptKV(AssertionError):
+    """A request would have read KV that does not belong to its tokens."""
+
+
+def chained_hash(previous: int, token: int) -> int:
+    """The KV of a position, from the KV before it and its token."""
+    return (previous * 1_000_003 + token + 17) % _MODULUS
+
+
+def next_token(last_hash: int) -> int:
+    """What the model samples after a position."""
+    return last_hash % VOCABULARY_SIZE
+
+
+@attrs.define
+class _Sequence:
+    tokens: list[int]
+    hashes: list[int]
+    block_ids: list[int]
+
+    def hash_to(self, num_tokens: int) -> None:
+        """Know the hashes of the first `num_tokens` positions, sampling what is not known yet."""
+        while len(self.hashes) < num_tokens:
+            position = len(self.hashes)
+            previous = self.hashes[-1] if self.hashes else 0
+            if position == len(self.tokens):
+                self.tokens.append(next_token(previous))
+            self.hashes.append(chained_hash(previous, self.tokens[position]))
+
+
+class HashedModel:
+    """KV tensors and the forward pass over them."""
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self.block_size = block_size
+        self.kv_caches = {
+            f"model.layers.{layer}.self_attn.attn": torch.zeros(num_blocks, 1, block_size, 2, dtype=torch.int64)
+            for layer in range(NUM_LAYERS)
+        }
+        self._sequences: dict[str, _Sequence] = {}
+        self.num_positions_checked = 0
+
+    def update_states(self, scheduler_output: SchedulerOutput) -> None:
+        """Keep block tables as a model runner does, from what the scheduler sends."""
+        for request_id in scheduler_output.finished_req_ids:
+            self._sequences.pop(request_id, None)
+        for data in scheduler_output.scheduled_new_reqs:
+            tokens = list(data.prefill_token_ids or data.prompt_token_ids or ())
+            self._sequences[data.req_id] = _Sequence(tokens, [], list(data.block_ids[0]))
+        cached = scheduler_output.scheduled_cached_reqs
+        for request_id, entry in zip(cached.req_ids, cached.new_block_ids, strict=True):
+            sequence = self._sequences[request_id]
+            if request_id in cached.resumed_req_ids:
+                # What was sampled by a step whose output was dropped is sampled again, so it is not known yet.
+                tokens = list(cached.all_token_ids[request_id])
+                self._sequences[request_id] = _Sequence(tokens, [], list(entry[0]) if entry else [])
+            elif entry:
+                sequence.block_ids.extend(entry[0])
+
+    def forward(
+        self, scheduler_output: SchedulerOutput, unreadable_blocks: Sequence[int] | set[int] = ()
+    ) -> tuple[list[str], list[list[int]]]:
+        """Check what is read, write what is scheduled, sample where all known tokens are computed.
+
+        `unreadable_blocks` were reported as not filled; requests that hold them are not checked.
+        """
+        computed = {data.req_id: data.num_computed_tokens for data in scheduler_output.scheduled_new_reqs}
+        cached = scheduler_output.scheduled_cached_reqs
+        computed.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        request_ids = list(scheduler_output.num_scheduled_tokens)
+        sampled = []
+        for request_id in request_ids:
+            first = computed[request_id]
+            last = first + scheduler_output.num_scheduled_tokens[request_id]
+            sequence = self._sequences[request_id]
+            num_known = len(sequence.tokens)
+            sequence.hash_to(last)
+            if set(unreadable_blocks).isdisjoint(sequence.block_ids):
+                self._check(request_id, sequence, first)
+            self._write(sequence, first, last)
+            if last >= num_known:
+                sampled.append([next_token(sequence.hashes[last - 1])])
+                if last == len(sequence.tokens):
+                    sequence.tokens.append(sampled[-1][0])
+            else:
+                sampled.append([])
+        return request_ids, sampled
+
+    def _slots(self, sequence: _Sequence, first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:
+        positions = torch.arange(first, last)
+        return torch.tensor(sequence.block_ids, dtype=torch.long)[
+            positions // self.block_size
+        ], positions % self.block_size
+
+    def _check(self, request_id: str, sequence: _Sequence, num_computed_tokens: int) -> None:
+        if not num_computed_tokens:
+            return
+        blocks, offsets = self._slots(sequence, 0, num_computed_tokens)
+        expected = torch.tensor(sequence.hashes[:num_computed_tokens], dtype=torch.int64)
+        for layer, tensor in self.kv_caches.items():
+            wrong = (tensor[blocks, 0, offsets, 0] != expected).nonzero().flatten()
+            if len(wrong):
+                position = int(wrong[0])
+                message = (
+                    f"{request_id} reads wrong KV in {layer}: {len(wrong)} of {num_computed_tokens} positions, first "
+                    f"at {position} in block {int(blocks[position])}"
+                )
+                raise CorruptKV(message)
+        self.num_positions_checked += num_computed_tokens
+
+    def _write(self, sequence: _Sequence, first: int, last: int) -> None:
+        blocks, offsets = self._slots(sequence, first, last)
+        for number, tensor in enumerate(self.kv_caches.values()):
+            tensor[blocks, 0, offsets, 0] = torch.tensor(sequence.hashes[first:last], dtype=torch.int64)
+            tensor[blocks, 0, offsets, 1] = torch.arange(first, last) + number

@@ -1,0 +1,28 @@
+"""A model small enough to make on the spot: a configuration for the scheduler, weights where a forward is wanted."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+VOCABULARY_SIZE = 512
+
+_CONFIGURATION = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": VOCABULARY_SIZE,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 8192,
+    "torch_dtype": "float32",
+}
+
+
+def write_configuration(directory: Path) -> Path:
+    """Write only `config.json`: enough for a scheduler, which never touches weights."""
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(_CONFIGURATION))
+    return directory
