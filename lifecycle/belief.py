@@ -42,7 +42,7 @@ class Projections:
         self.tracker = RequestTracker(table)
         self.blocks = BlockTable(self.tracker)
         self.chunk_keys = ChunkKeys(self.tracker)
-        self.transfers = Transfers(self.tracker, self.chunk_keys, self.geometry)
+        self.transfers = Transfers(self.tracker, self.chunk_keys, self.geometry, configuration.num_ranks)
         self.chunks = ChunkIndex(self.geometry, configuration.num_slots, self.chunk_keys, self.transfers)
         self.lookups = LookupCache(configuration.chunk_size, self.chunk_keys, self.chunks)
         self.save_cursor = SaveCursor(self.tracker, self.transfers, configuration.chunk_size)

@@ -31,6 +31,10 @@ class LedgerConfiguration:
     """A job that no worker reports for so many steps counts as failed."""
 
     def __attrs_post_init__(self) -> None:
+        for name in ("num_ranks", "max_silent_steps"):
+            if getattr(self, name) < 1:
+                message = f"{name} is {getattr(self, name)}; it must be at least 1"
+                raise ConfigurationError(message)
         if self.block_size < 1 or self.chunk_size < 1:
             message = f"block_size {self.block_size} and chunk_size {self.chunk_size} must be positive"
             raise ConfigurationError(message)

@@ -33,6 +33,12 @@ class Decider:
         self._scheduled = _methods(handlers, "tokens_scheduled")
         self._settled = _methods(handlers, "tokens_settled")
         self._transfer_settled = _methods(handlers, "transfer_settled")
+        self._after: dict[type[e.Event], Callable[..., Decisions]] = {
+            e.StepScheduled: self._after_step,
+            e.TransferReported: self._after_report,
+            e.HookFailed: self._after_hook_failure,
+            e.LoadErrorsObserved: self._after_load_errors,
+        }
         self._request_methods = {
             event_class: _methods(handlers, event_class.handler_method)
             for event_class in e.REQUEST_EVENTS
@@ -51,16 +57,13 @@ class Decider:
 
         Each decision must be folded before the next one is asked for.
         """
-        if isinstance(event, e.StepScheduled):
-            return self._after_step(event, cause)
-        if isinstance(event, e.TransferReported):
-            return self._after_report(event, cause)
+        after = self._after.get(type(event))
+        if after is not None:
+            return after(event, cause)
         if isinstance(event, e.RequestArrived):
             return self._after_arrival(event, cause, state_before)
         if isinstance(event, e.RequestEvent):
             return self._after_request_event(event, cause, state_before)
-        if isinstance(event, e.HookFailed):
-            return self._after_hook_failure(event, cause)
         return _NOTHING
 
     def _after_request_event(self, event: e.RequestEvent, cause: int, state_before: RequestState | None) -> Decisions:
@@ -89,8 +92,20 @@ class Decider:
             yield e.InvariantViolated(rule=rule, request_id=event.request_id, detail=detail, cause=cause)
 
     def _after_hook_failure(self, event: e.HookFailed, cause: int) -> Decisions:
-        if self._tracker.get(event.request_id) is not None:
-            yield e.RequestQuarantined(request_id=event.request_id, reason=f"{event.hook} failed", cause=cause)
+        # A failure that names no request may have kept a whole step from being recorded: nobody's block table can
+        # be trusted then.
+        for record in tuple(self._tracker):
+            concerned = record.request_id == event.request_id or (not event.request_id and record.holds_blocks)
+            if concerned and not record.quarantined:
+                yield e.RequestQuarantined(request_id=record.request_id, reason=f"{event.hook} failed", cause=cause)
+
+    def _after_load_errors(self, event: e.LoadErrorsObserved, cause: int) -> Decisions:
+        # The scheduler recomputes the owner, but a sharer may go on with what is not there (vllm#49250, #55297).
+        unfilled = frozenset(event.block_ids)
+        for record in tuple(self._tracker):
+            if not unfilled.isdisjoint(self._projections.blocks.held(record.request_id)):
+                reason = "holds blocks that could not be filled"
+                yield e.RequestQuarantined(request_id=record.request_id, reason=reason, cause=cause)
 
     def _after_step(self, event: e.StepScheduled, cause: int) -> Decisions:
         for ordinal, *_ in event.advanced:

@@ -206,6 +206,14 @@ class TransferReported(Event):
     time_ns: int
 
 
+@observation("load.errors_observed")
+class LoadErrorsObserved(Event):
+    """Blocks that a worker could not fill. Whoever holds one of them may have read garbage."""
+
+    block_ids: tuple[int, ...]
+    time_ns: int
+
+
 @observation("cache.reset")
 class CacheReset(Event):
     """Everything cached so far is stale (`reset_cache`), as after new weights."""
@@ -215,7 +223,10 @@ class CacheReset(Event):
 
 @observation("hook.failed")
 class HookFailed(Event):
-    """A hook of ours raised. The engine was given a harmless answer instead."""
+    """A hook of ours raised. The engine was given a harmless answer instead.
+
+    An empty `request_id` concerns the step, and with it every request that holds blocks.
+    """
 
     hook: str
     request_id: str

@@ -26,6 +26,13 @@ class Geometry:
             return tuple(block for chunk in chunks for block in range(chunk * pages, (chunk + 1) * pages))
         return tuple(sorted({chunk * self.chunk_size // self.block_size for chunk in chunks}))
 
+    def num_pages_more(self, chunk: int, previous: int | None) -> int:
+        """How many more pages a save needs for `chunk` when it ends with `previous` so far."""
+        if self.chunk_size >= self.block_size:
+            return self.chunk_size // self.block_size
+        same_block = previous is not None and self.blocks_of((chunk,)) == self.blocks_of((previous,))
+        return 0 if same_block else 1
+
     def slots_of(self, chunk: int, slot_of_block: Mapping[int, int]) -> tuple[int, ...]:
         """The slots that hold `chunk`, given the slot of every block."""
         return tuple(slot_of_block[block] for block in self.blocks_of((chunk,)))

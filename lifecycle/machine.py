@@ -91,9 +91,16 @@ class ReferenceMachine:
             initial=INITIAL_STATE.value,
             auto_transitions=False,
         )
+        self._walked: dict[tuple[RequestState, type[RequestEvent]], RequestState | None] = {}
 
     def next_state(self, state: RequestState, event_class: type[RequestEvent]) -> RequestState | None:
         """The state that `event_class` leads to from `state`, or None where that is illegal."""
+        step = (state, event_class)
+        if step not in self._walked:  # the machine has no memory, so each step is walked once
+            self._walked[step] = self._walk(state, event_class)
+        return self._walked[step]
+
+    def _walk(self, state: RequestState, event_class: type[RequestEvent]) -> RequestState | None:
         trigger = self._machine.events.get(event_class.handler_method)
         if trigger is None:
             return None

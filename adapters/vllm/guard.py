@@ -21,11 +21,13 @@ _Self = TypeVar("_Self", bound=TellsFailures)
 _Hook = Callable[Concatenate[_Self, _Parameters], _Result]
 
 
-def guarded(*, default: _Result) -> Callable[[_Hook[_Self, _Parameters, _Result]], _Hook[_Self, _Parameters, _Result]]:
+def guarded(
+    *, default: _Result, hook_name: str = ""
+) -> Callable[[_Hook[_Self, _Parameters, _Result]], _Hook[_Self, _Parameters, _Result]]:
     """Let a hook answer `default` where it would raise, after telling `hook_failed`."""
 
     def decorate(hook: _Hook[_Self, _Parameters, _Result]) -> _Hook[_Self, _Parameters, _Result]:
-        name = getattr(hook, "__name__", "hook")
+        name = hook_name or getattr(hook, "__name__", "hook").lstrip("_")
 
         @functools.wraps(hook)
         def call(self: _Self, /, *args: _Parameters.args, **kwargs: _Parameters.kwargs) -> _Result:
@@ -33,7 +35,7 @@ def guarded(*, default: _Result) -> Callable[[_Hook[_Self, _Parameters, _Result]
                 return hook(self, *args, **kwargs)
             except Exception as error:  # noqa: BLE001 -- whatever it is, the engine lives
                 request_id = str(getattr(args[0], "request_id", "")) if args else ""
-                self.hook_failed(name.lstrip("_"), request_id, error)
+                self.hook_failed(name, request_id, error)
                 return default
 
         return call

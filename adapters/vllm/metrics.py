@@ -8,6 +8,7 @@ import attrs
 from prometheus_client import Counter, Gauge
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
+from kvledger.adapters.vllm.guard import guarded
 from kvledger.lifecycle.projections.totals import Figures
 
 if TYPE_CHECKING:
@@ -47,6 +48,9 @@ class ConnectorStats(KVConnectorStats):
         return {name: value for name, value in self.data.items() if value}
 
 
+_NO_STATS: ConnectorStats | None = None
+
+
 class StatsSource:
     """Takes the difference of the totals since the last call."""
 
@@ -54,6 +58,11 @@ class StatsSource:
         self._side = side
         self._last = Figures()
 
+    def hook_failed(self, hook: str, request_id: str, error: Exception) -> None:
+        """Figures that cannot be taken are told like any other failing hook."""
+        self._side.hook_failed(hook, request_id, error)
+
+    @guarded(default=_NO_STATS)
     def take(self) -> ConnectorStats | None:
         """The stats since the last call, or None where nothing changed."""
         if not self._side.figures_changed:

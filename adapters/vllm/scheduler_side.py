@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 NO_HIT = (0, False)
+_UNKNOWN_RANGE: range | None = None
 FREE_NOW = (False, None)
 
 
@@ -98,7 +99,18 @@ class SchedulerSide:
         if num_external_tokens and not delivered:
             # The scheduler now believes that these blocks will be filled. Reported as load errors, they are
             # recomputed (kv_load_failure_policy "recompute") or fail this one request ("fail").
-            self._undeliverable.extend(_only_group(blocks))
+            promised = self._promised_blocks(request, num_external_tokens)
+            block_ids = _only_group(blocks)
+            self._undeliverable.extend(block_ids if promised is None else block_ids[promised.start : promised.stop])
+
+    @guarded(default=_UNKNOWN_RANGE)
+    def _promised_blocks(self, request: Request, num_external_tokens: int) -> range | None:
+        """Which blocks of the table a taken-up answer was to fill; blocks before them may be shared with others."""
+        lookups = self._projections.lookups
+        answer = lookups.taken_up(request.request_id) or lookups.pending(request.request_id)
+        if answer is None:
+            return None
+        return self._projections.geometry.blocks_spanning(answer.num_computed_tokens, num_external_tokens)
 
     @guarded(default=False)
     def _take_up(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> bool:
@@ -146,35 +158,49 @@ class SchedulerSide:
     @guarded(default=None)
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Take up what the workers report."""
+        if connector_output.invalid_block_ids and not self.is_disabled:
+            self._notice_load_errors(connector_output.invalid_block_ids)
         worker_meta = connector_output.kv_connector_worker_meta
         if isinstance(worker_meta, WorkerReports):
             self._take_reports(worker_meta)
         self._commit()
 
-    @guarded(default=FREE_NOW)
     def request_finished(self, request: Request, block_ids: Sequence[int]) -> tuple[bool, None]:
         """The request ends; its blocks may be freed now, because what must be saved is copied before they are used."""
-        self._notice_preemption(request)
-        record = self._tracker.get(request.request_id)
-        if record is not None and not self.is_disabled:
-            num_written_tokens = self._num_written_tokens(request, request.num_computed_tokens)
-            num_settled_tokens = min(num_written_tokens, len(block_ids) * self._configuration.block_size)
-            self._sync_keys(request)
-            self._observe(
-                e.RequestFinished(
-                    request.request_id, request.status.name, num_settled_tokens, request.num_tokens, self._now()
-                )
-            )
+        if not self._finish(request, len(block_ids)):
+            self._finish(request, 0)  # with nothing to save, so that at least nobody remembers it for ever
         self._requests.pop(request.request_id, None)
         return FREE_NOW
+
+    @guarded(default=False, hook_name="request_finished")
+    def _finish(self, request: Request, num_blocks: int) -> bool:
+        if self.is_disabled or self._tracker.get(request.request_id) is None:
+            return True
+        self._notice_preemption(request)
+        self._sync_keys(request)
+        num_written_tokens = self._num_written_tokens(request, request.num_computed_tokens)
+        self._observe(
+            e.RequestFinished(
+                request.request_id,
+                request.status.name,
+                min(num_written_tokens, num_blocks * self._configuration.block_size),
+                request.num_tokens,
+                self._now(),
+            )
+        )
+        return True
 
     @guarded(default=False)
     def reset_cache(self) -> bool:
         """Forget every saved chunk; copies in flight are let go when they are reported."""
+        # Preemptions have no hook. Those that came with the reset belong to before it, and so do their saves.
+        for request in tuple(self._requests.values()):
+            self._notice_preemption(request)
         self._observe(e.CacheReset(self._now()))
         self._commit()
         return True
 
+    @guarded(default=False)
     def has_pending_push_work(self) -> bool:
         """Whether steps are needed although no request is left: a copy waits for one, or for its report."""
         return bool(self._outbox) or (not self.is_disabled and len(self._projections.transfers) > 0)
@@ -207,6 +233,17 @@ class SchedulerSide:
             num_settled_tokens = 0
         self._observe(e.RequestPreempted(request.request_id, max(0, num_settled_tokens), self._now()))
 
+    def _notice_load_errors(self, block_ids: set[int]) -> None:
+        """The scheduler has taken back the tokens of these blocks already; there is no hook for that either."""
+        self._observe(e.LoadErrorsObserved(tuple(sorted(block_ids)), self._now()))
+        for request in tuple(self._requests.values()):
+            record = self._tracker.get(request.request_id)
+            if record is None or self._speculates or not record.counted_tokens:
+                continue
+            if request.num_computed_tokens < self._tracker.num_computed_tokens(record):
+                rolled_back = e.TokensRolledBack(request.request_id, request.num_computed_tokens, self._now())
+                self._observe(rolled_back)
+
     def _continue_session(self, request: Request) -> None:
         num_computed_tokens = request.num_computed_tokens
         self._observe(
@@ -223,12 +260,22 @@ class SchedulerSide:
             self._observe(e.ChunkKeysObserved(request.request_id, first_chunk, keys))
 
     def _sync_keys(self, request: Request) -> int:
-        """Make the keys of all whole chunks known; returns how many there are."""
+        """Make the keys of all whole chunks known; returns how many there are.
+
+        A key source that fails costs this request the cache, and is not asked again for it.
+        """
+        record = self._tracker.get(request.request_id)
         known = self._projections.chunk_keys.of(request.request_id)
         num_known = len(known)
         if (num_known + 1) * self._configuration.chunk_size > request.num_tokens:
             return num_known
-        keys = self._keys.keys(request, num_known, known[-1] if known else None)
+        if record is None or record.quarantined:
+            return num_known
+        try:
+            keys = self._keys.keys(request, num_known, known[-1] if known else None)
+        except Exception as error:  # noqa: BLE001 -- read from live objects of vLLM
+            self.hook_failed("chunk_keys", request.request_id, error)
+            return num_known
         if keys:
             self._observe(e.ChunkKeysObserved(request.request_id, num_known, keys))
         return num_known + len(keys)
@@ -317,7 +364,7 @@ class SchedulerSide:
                 self._disable(event)
             else:
                 self._observe(event)
-        except LedgerCorrupt:
+        except Exception:  # noqa: BLE001 -- telling of a failure must not become one
             self._disable(event)
 
     def _disable(self, event: e.HookFailed) -> None:

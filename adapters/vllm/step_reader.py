@@ -168,9 +168,9 @@ class StepReader:
         return tuple(dict.fromkeys(settled))
 
     def _schedule(self, record: RequestRecord, next_step: int, num_computed_tokens: int) -> None:
-        request = self._requests.get(record.request_id)
-        if request is not None:
-            threshold = self._projections.save_cursor.next_threshold(record.request_id) + request.num_in_flight_tokens
+        if record.request_id in self._requests:
+            # Where a token is in flight by then, it is not settled yet and the request is looked at once more.
+            threshold = self._projections.save_cursor.next_threshold(record.request_id)
             due = next_step + max(0, threshold - num_computed_tokens)
             self._due.setdefault(due, []).append(record.request_id)
 

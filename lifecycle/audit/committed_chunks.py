@@ -33,28 +33,30 @@ class CommittedChunks:
 
     def fold(self, event: e.Event, projections: Projections) -> None:
         """Take up one event; others than `CHUNK_EVENTS` change nothing."""
-        match event:
-            case e.SaveIssued():
-                job = projections.transfers.get(event.job_id)
-                if job is not None:
-                    self._saves[event.job_id] = (job, self.epoch)
-            case e.SaveCompleted():
-                self._commit(event, projections)
-            case e.SaveFailed():
-                self._saves.pop(event.job_id, None)
-            case e.ChunkEvicted() | e.ChunkTainted():
-                self._slots.pop(event.key, None)
-            case e.CacheReset():
-                self.epoch += 1
-                self._slots.clear()
-            case _:
-                pass
+        if isinstance(event, e.ChunkEvicted | e.ChunkTainted):
+            self._slots.pop(event.key, None)
+        elif isinstance(event, e.SaveIssued):
+            job = projections.transfers.get(event.job_id)
+            if job is not None:
+                self._saves[event.job_id] = (job, self.epoch)
+        elif isinstance(event, e.SaveCompleted):
+            self._commit(event, projections)
+        elif isinstance(event, e.SaveFailed):
+            self._saves.pop(event.job_id, None)
+        elif isinstance(event, e.CacheReset):
+            self.epoch += 1
+            self._slots.clear()
 
     def _commit(self, event: e.SaveCompleted, projections: Projections) -> None:
         job, epoch = self._saves.pop(event.job_id, (None, 0))
         if job is None or epoch != self.epoch:
             return
         geometry = projections.geometry
+        if geometry.chunk_size >= geometry.block_size:
+            pages = geometry.chunk_size // geometry.block_size
+            for place, key in enumerate(job.keys):
+                self._slots[key] = job.slots[place * pages : (place + 1) * pages]
+            return
         slot_of_block = dict(zip(geometry.blocks_of(job.chunks), job.slots, strict=False))
         # The new image of a block contains the shorter ones that other chunks had of it.
         replaced = [(chunk, key) for chunk, key in job.earlier_keys if key in self._slots]

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from typing import ClassVar
 
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.audit.checker import Violation, violation
-from kvledger.lifecycle.audit.committed_chunks import CHUNK_EVENTS, CommittedChunks
+from kvledger.lifecycle.audit.checker import JOB_ISSUED, JOB_SETTLED, Violation, violation
 from kvledger.lifecycle.belief import Projections
+from kvledger.lifecycle.projections.transfers import Job
 from kvledger.lifecycle.replay import ReplayedEvent
 
 _PROMISE_ENDS = (e.BlocksAllocated, e.RequestPreempted, e.RequestFinished, e.RequestArrived)
@@ -24,24 +24,24 @@ class EvictIdleOnly:
     rule: ClassVar[str] = "EVICT_IDLE_ONLY"
     looks_at: ClassVar[frozenset[type[e.Event]]] = frozenset(
         {
-            *CHUNK_EVENTS,
-            e.LoadIssued,
-            e.LoadCompleted,
-            e.LoadFailed,
+            *JOB_ISSUED,
+            *JOB_SETTLED,
+            e.ChunkEvicted,
             e.LookupAnswered,
             e.BlocksAllocated,
             e.RequestPreempted,
             e.RequestFinished,
             e.RequestArrived,
+            e.CacheReset,
         }
     )
 
     def __init__(self) -> None:
         self._promised: dict[str, tuple[int, int, bytes, frozenset[bytes]]] = {}
         """Request id -> (sequence of the answer, number of chunks, key of the last, keys)."""
-        self._loads: dict[int, tuple[int, frozenset[int]]] = {}
-        """Job id -> (sequence of the load, slots that it reads)."""
-        self._committed = CommittedChunks()
+        self._loads: dict[int, tuple[int, set[bytes]]] = {}
+        """Job id -> (sequence of the load, keys of the chunks whose slots it reads)."""
+        self._saves: dict[int, Job] = {}
 
     def check(self, step: ReplayedEvent, projections: Projections) -> Iterator[Violation]:
         """Look for somebody who needs the evicted chunk."""
@@ -50,15 +50,30 @@ class EvictIdleOnly:
             yield from self._check_eviction(event, step, projections)
         elif isinstance(event, e.LookupAnswered):
             self._promise(event, step.sequence, projections)
-        elif isinstance(event, e.LoadIssued):
-            self._loads[event.job_id] = (step.sequence, frozenset(event.slots))
-        elif isinstance(event, e.LoadCompleted | e.LoadFailed):
+        elif isinstance(event, e.LoadIssued | e.SaveIssued):
+            self._start(event, step.sequence, projections)
+        elif isinstance(event, e.LoadCompleted | e.LoadFailed | e.SaveCompleted | e.SaveFailed):
             self._loads.pop(event.job_id, None)
+            self._replace(self._saves.pop(event.job_id, None))
         elif isinstance(event, e.CacheReset):
             self._promised.clear()
         elif isinstance(event, _PROMISE_ENDS):
             self._promised.pop(event.request_id, None)
-        self._committed.fold(event, projections)
+
+    def _start(self, event: e.LoadIssued | e.SaveIssued, sequence: int, projections: Projections) -> None:
+        job = projections.transfers.get(event.job_id)
+        if job is not None and isinstance(event, e.LoadIssued):
+            # A chunk may also lie in a shorter image of the same block; the load does not read that one.
+            slots_of, read = projections.chunks.get, frozenset(event.slots)
+            self._loads[event.job_id] = (sequence, {k for k in job.keys if not read.isdisjoint(slots_of(k) or ())})
+        elif job is not None:
+            self._saves[event.job_id] = job
+
+    def _replace(self, save: Job | None) -> None:
+        """Chunks of a settled save may have moved to a longer image; loads in flight still read the shorter."""
+        if save is not None:
+            for _, keys in self._loads.values():
+                keys.difference_update(save.keys, (key for _, key in save.earlier_keys))
 
     def _promise(self, event: e.LookupAnswered, sequence: int, projections: Projections) -> None:
         num_chunks = -(-(event.num_computed_tokens + event.num_external_tokens) // projections.geometry.chunk_size)
@@ -79,9 +94,8 @@ class EvictIdleOnly:
             if event.key in keys:
                 detail = f"chunk {event.key.hex()} was evicted, though the pending answer to {request_id!r} promised it"
                 yield violation(self.rule, step, projections, detail, sequence, event.cause, request_id=request_id)
-        slots = self._committed.slots_of(event.key) or ()
         for job_id, (sequence, read) in self._loads.items():
-            if not read.isdisjoint(slots):
+            if event.key in read:
                 detail = f"chunk {event.key.hex()} was evicted, though load {job_id} is still reading it"
                 request_id = event.for_request_id
                 yield violation(self.rule, step, projections, detail, sequence, event.cause, request_id=request_id)

@@ -42,7 +42,8 @@ class ResetEpoch:
     def check(self, step: ReplayedEvent, projections: Projections) -> Iterator[Violation]:
         """Compare with what was committed since the last reset."""
         event = step.event
-        self._committed.fold(event, projections)
+        if self._reset_at or isinstance(event, e.CacheReset):  # until the first one, nothing can be stale
+            self._committed.fold(event, projections)
         if isinstance(event, e.LookupAnswered):
             if self._committed.epoch and event.num_hit_tokens:
                 yield from self._check_hit(event, step, projections)

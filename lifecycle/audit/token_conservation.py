@@ -40,8 +40,7 @@ class TokenConservation:
     )
 
     def __init__(self) -> None:
-        self._answers: dict[str, int] = {}
-        """Request id -> local tokens of the last answer."""
+        self._answers: dict[str, e.LookupAnswered] = {}
         self._admissions: dict[str, tuple[int, int, int]] = {}
         """Request id -> (sequence of the allocation, local tokens, external tokens), until a step starts from it."""
 
@@ -51,13 +50,15 @@ class TokenConservation:
         if isinstance(event, e.StepScheduled):
             yield from self._check_step(event, step, projections)
         elif isinstance(event, e.LookupAnswered):
-            self._answers[event.request_id] = event.num_computed_tokens
+            self._answers[event.request_id] = event
             if min(event.num_computed_tokens, event.num_external_tokens, event.num_hit_tokens) < 0:
                 yield violation(self.rule, step, projections, "a lookup with a negative count", event.cause)
         elif isinstance(event, e.BlocksAllocated):
-            num_local_tokens = self._answers.pop(event.request_id, None)
-            if event.num_external_tokens > 0 and num_local_tokens is not None:
-                self._admissions[event.request_id] = (step.sequence, num_local_tokens, event.num_external_tokens)
+            answer = self._answers.pop(event.request_id, None)
+            # Taking up more than was answered is ALLOC_MATCHES_LOOKUP's; nothing can be added up then.
+            if answer is not None and 0 < event.num_external_tokens <= answer.num_external_tokens:
+                admission = (step.sequence, answer.num_computed_tokens, event.num_external_tokens)
+                self._admissions[event.request_id] = admission
         elif isinstance(event, e.PrefillAdvanced | e.PrefillCompleted):
             yield from self._check_progress(event, step, projections)
         elif isinstance(event, e.RequestEvent):

@@ -34,7 +34,7 @@ def _fail(job: Job, projections: Projections, error: str, cause: int, *, quiet: 
 
 def is_complete(job: Job, projections: Projections) -> bool:
     """Whether every rank has reported."""
-    return job.num_ranks_done + job.num_ranks_failed >= projections.configuration.num_ranks
+    return projections.transfers.is_reported(job)
 
 
 def refuse_unknown(event: e.TransferReported, cause: int) -> Decisions:

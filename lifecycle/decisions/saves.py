@@ -73,7 +73,7 @@ class _Plan:
 
     def save(self, first_chunk: int, num_settled_tokens: int) -> Decisions:
         """Evict what is needed, issue one job, decline what does not fit."""
-        if self._record.quarantined:
+        if self._record.quarantined or self._generation == self._record.stale_generation:
             return
         keys = self._projections.chunk_keys.of(self._record.request_id)
         end_chunk = min(self._geometry.num_chunks_in(num_settled_tokens), len(keys))
@@ -90,11 +90,12 @@ class _Plan:
             yield e.InvariantViolated(Rule.TABLE_EQ.value, request_id, detail, self._cause)
             yield e.RequestQuarantined(request_id=request_id, reason=Rule.TABLE_EQ.value, cause=self._cause)
             return
-        affordable = 0
-        while affordable < len(wanted):
-            num_pages = len(self._geometry.blocks_of(wanted[: affordable + 1]))
+        affordable, num_pages = 0, 0
+        for previous, chunk in zip((None, *wanted), wanted, strict=False):
+            num_pages += self._geometry.num_pages_more(chunk, previous)
             num_missing = num_pages - self._chunks.slots.num_free
             if num_missing > 0:
+                # Its own beginning is worth more than its own end.
                 victims = self._chunks.room_for(num_missing, spare=frozenset(keys[:end_chunk]))
                 if victims is None:
                     break

@@ -29,6 +29,7 @@ class ChunkStatistics:
         self._chunk_keys = chunk_keys
         self._chunk_size = chunk_size
         self._num_requests_with: Counter[bytes] = Counter()
+        self._num_counted: dict[str, int] = {}
         self.num_chunks = 0
         self.num_tokens_reusable = 0
 
@@ -46,16 +47,17 @@ class ChunkStatistics:
         return self._inner.usable_tokens(num_hit_tokens, record)
 
     def folds(self) -> Mapping[type[e.Event], Callable[..., None]]:
-        """The wrapped policy's folds and the counting of observed keys."""
+        """The wrapped policy's folds and those of the counting."""
         folds = dict(self._inner.folds())
-        inner = folds.get(e.ChunkKeysObserved)
-
-        def count_too(event: e.ChunkKeysObserved, sequence: int) -> None:
-            if inner is not None:
-                inner(event, sequence)
-            self._count(event)
-
-        folds[e.ChunkKeysObserved] = count_too
+        own: dict[type[e.Event], Callable[..., None]] = {
+            e.ChunkKeysObserved: self._count,
+            e.SessionContinued: self._session_continued,
+            e.RequestArrived: self._forget,
+            e.RequestReleased: self._forget,
+        }
+        for event_class, fold in own.items():
+            inner = folds.get(event_class)
+            folds[event_class] = fold if inner is None else _both(inner, fold)
         return folds
 
     def snapshot(self) -> object:
@@ -67,11 +69,29 @@ class ChunkStatistics:
             "num_tokens_reusable": self.num_tokens_reusable,
         }
 
-    def _count(self, event: e.ChunkKeysObserved) -> None:
-        for key in event.keys:
+    def _forget(self, event: e.RequestArrived | e.RequestReleased, _sequence: int) -> None:
+        self._num_counted.pop(event.request_id, None)
+
+    def _session_continued(self, event: e.SessionContinued, _sequence: int) -> None:
+        # Other tokens follow from here, so other chunks.
+        kept = event.num_computed_tokens // self._chunk_size
+        self._num_counted[event.request_id] = min(self._num_counted.get(event.request_id, 0), kept)
+
+    def _count(self, event: e.ChunkKeysObserved, _sequence: int) -> None:
+        num_counted = self._num_counted.get(event.request_id, 0)
+        self._num_counted[event.request_id] = max(num_counted, event.first_chunk + len(event.keys))
+        for key in event.keys[max(0, num_counted - event.first_chunk) :]:
             self.num_chunks += 1
             if key in self._num_requests_with:
                 self.num_tokens_reusable += self._chunk_size
                 self._num_requests_with[key] += 1
             elif len(self._num_requests_with) < MAX_KEYS:
                 self._num_requests_with[key] = 1
+
+
+def _both(first: Callable[..., None], second: Callable[..., None]) -> Callable[..., None]:
+    def fold(event: e.Event, sequence: int) -> None:
+        first(event, sequence)
+        second(event, sequence)
+
+    return fold

@@ -35,6 +35,7 @@ class BlockTable:
     def folds(self) -> Mapping[type[e.Event], Callable[..., None]]:
         """Event class -> fold."""
         return {
+            e.RequestArrived: self._arrived,
             e.BlocksAllocated: self._replaced,
             e.BlockTableObserved: self._replaced,
             e.RequestPreempted: self._taken,
@@ -46,6 +47,10 @@ class BlockTable:
     def snapshot(self) -> object:
         """Plain values, equal for equal states."""
         return {request_id: list(block_ids) for request_id, block_ids in self._held.items()}
+
+    def _arrived(self, event: e.RequestArrived, _sequence: int) -> None:
+        self._held.pop(event.request_id, None)
+        self._lost.pop(event.request_id, None)
 
     def _replaced(self, event: e.BlocksAllocated | e.BlockTableObserved, _sequence: int) -> None:
         if self._tracker.get(event.request_id) is not None:
@@ -61,7 +66,7 @@ class BlockTable:
         self._lost.clear()
         for ordinal, block_ids in event.extended:
             record = self._tracker.by_ordinal(ordinal)
-            if record is not None:
+            if record is not None and record.holds_blocks:
                 self._held.setdefault(record.request_id, array("I")).extend(block_ids)
 
     def _released(self, event: e.RequestReleased, _sequence: int) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import enum
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 
 import attrs
 
@@ -104,8 +104,9 @@ class ChunkIndex:
         return {
             e.LookupAnswered: self._answered,
             e.BlocksAllocated: self._unpin,
-            e.RequestPreempted: self._unpin,
-            e.RequestFinished: self._unpin,
+            e.RequestPreempted: self._stopped,
+            e.RequestFinished: self._stopped,
+            e.TransferReported: self._reported,
             e.RequestArrived: self._unpin,
             e.LoadIssued: self._load_issued,
             e.LoadCompleted: self._load_settled,
@@ -152,10 +153,22 @@ class ChunkIndex:
     def _load_issued(self, event: e.LoadIssued, _sequence: int) -> None:
         self.slots.acquire(event.slots)
         num_chunks = -(-(event.first_token + event.num_tokens) // self._geometry.chunk_size)
+        self._renew(self._chunk_keys.of(event.request_id)[:num_chunks])
+
+    def _renew(self, keys: Sequence[bytes]) -> None:
         # Deeper chunks count as older: without its beginning a prefix is worth nothing.
-        for key in reversed(self._chunk_keys.of(event.request_id)[:num_chunks]):
+        for key in reversed(keys):
             if key in self._committed:
                 self._committed.move_to_end(key)
+
+    def _stopped(self, event: e.RequestPreempted | e.RequestFinished, sequence: int) -> None:
+        self._unpin(event, sequence)
+        self._renew(self._chunk_keys.of(event.request_id))
+
+    def _reported(self, event: e.TransferReported, _sequence: int) -> None:
+        job = self._transfers.given_up(event.job_id)
+        if job is not None and self._transfers.is_reported(job, event):
+            self.slots.release(job.slots)  # the last rank that could still have written them is done
 
     def _load_settled(self, event: e.LoadCompleted | e.LoadFailed, _sequence: int) -> None:
         job = self._transfers.get(event.job_id)
@@ -181,15 +194,24 @@ class ChunkIndex:
     def _commit(self, job: Job) -> None:
         slot_of_block = dict(zip(self._geometry.blocks_of(job.chunks), job.slots, strict=False))
         # Deepest first, so that a prefix loses its end before its beginning.
-        for chunk, key in zip(reversed(job.chunks), reversed(job.keys), strict=True):
-            self._place(key, self._geometry.slots_of(chunk, slot_of_block))
+        for chunk, key in reversed(tuple(zip(job.chunks, job.keys, strict=False))):
+            self._place(chunk, key, slot_of_block)
             self._departed.pop(key, None)
         for chunk, key in reversed(job.earlier_keys):
             if key in self._committed:  # the new image of this block is longer and contains the shorter one
-                self._place(key, self._geometry.slots_of(chunk, slot_of_block))
+                self._place(chunk, key, slot_of_block)
+        # A growing request's beginning must not look older than its end. Renewing it whenever it has grown by an
+        # eighth keeps the cost per chunk constant.
+        first = job.chunks[0] if job.chunks else 0
+        if first % max(1, first // 8) == 0:
+            self._renew(self._chunk_keys.of(job.request_id)[:first])
         self.num_added += 1
 
-    def _place(self, key: bytes, slots: tuple[int, ...]) -> None:
+    def _place(self, chunk: int, key: bytes, slot_of_block: Mapping[int, int]) -> None:
+        blocks = self._geometry.blocks_of((chunk,))
+        if not all(block in slot_of_block for block in blocks):
+            return  # a save that names too few slots; folding it must not fail, and it must not be found
+        slots = tuple(slot_of_block[block] for block in blocks)
         replaced = self._committed.get(key)
         self.slots.acquire(slots)
         self._committed[key] = slots

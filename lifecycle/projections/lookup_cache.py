@@ -110,6 +110,7 @@ class LookupCache:
         return {
             "hits": {request_id: hit.num_chunks for request_id, hit in self._hits.items()},
             "pending": {request_id: attrs.astuple(answer) for request_id, answer in self._pending.items()},
+            "taken_up": {request_id: attrs.astuple(answer) for request_id, answer in self._taken_up.items()},
         }
 
     def _answered(self, event: e.LookupAnswered, sequence: int) -> None:

@@ -41,6 +41,7 @@ class SaveCursor:
             e.RequestPreempted: self._restart,
             e.RequestFinished: self._restart,
             e.RequestArrived: self._restart,
+            e.RequestReleased: self._restart,
             e.SessionContinued: self._session_continued,
             e.TokensRolledBack: self._rolled_back,
             e.CacheReset: self._reset,

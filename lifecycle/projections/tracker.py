@@ -31,6 +31,9 @@ class RequestRecord:
     generation: int = 0
     num_preemptions: int = 0
     quarantined: bool = False
+    holds_blocks: bool = False
+    stale_generation: int = -1
+    """The generation whose computed tokens a reset has made stale; nothing of it may be saved."""
     counted_tokens: int = 0
     """Computed or scheduled tokens at the last exact count; see `RequestTracker.num_computed_tokens`."""
     steady_since: int = NOT_STEADY
@@ -90,6 +93,7 @@ class RequestTracker:
             e.StepScheduled: self._step_scheduled,
             e.TransferReported: self._told_time,
             e.LogNote: self._told_time,
+            e.CacheReset: self._reset,
         }
         return folds
 
@@ -108,6 +112,7 @@ class RequestTracker:
                     "num_prompt_tokens": record.num_prompt_tokens,
                     "num_preemptions": record.num_preemptions,
                     "quarantined": record.quarantined,
+                    "stale_generation": record.stale_generation,
                 }
                 for record in self._records.values()
             },
@@ -117,6 +122,12 @@ class RequestTracker:
 
     def _told_time(self, event: e.TransferReported | e.LogNote, _sequence: int) -> None:
         self.time_ns = event.time_ns
+
+    def _reset(self, event: e.CacheReset, _sequence: int) -> None:
+        self.time_ns = event.time_ns
+        for record in self._records.values():
+            if record.holds_blocks:
+                record.stale_generation = record.generation
 
     def _arrived(self, event: e.RequestArrived, _sequence: int) -> None:
         self.time_ns = event.time_ns
@@ -157,6 +168,9 @@ class RequestTracker:
     def _blocks_allocated(self, event: e.BlocksAllocated, sequence: int) -> None:
         self.time_ns = event.time_ns
         self._move(event, sequence)
+        record = self._records.get(event.request_id)
+        if record is not None:
+            record.holds_blocks = True
 
     def _preempted(self, event: e.RequestPreempted, sequence: int) -> None:
         self.time_ns = event.time_ns
@@ -166,6 +180,7 @@ class RequestTracker:
             record.num_tokens_before_preemption = max(record.num_tokens_before_preemption, event.num_settled_tokens)
             record.generation += 1
             record.num_preemptions += 1
+            record.holds_blocks = False
             self._count(record, 0)
 
     def _session_continued(self, event: e.SessionContinued, sequence: int) -> None:
@@ -193,6 +208,7 @@ class RequestTracker:
         record = self._records.get(event.request_id)
         if record is not None:
             record.num_tokens = event.num_tokens
+            record.holds_blocks = False
             self._count(record, self.num_computed_tokens(record))
         self._move(event, sequence)
 

@@ -50,11 +50,13 @@ class Job:
 class Transfers:
     """Job id -> job, as long as a rank owes a report."""
 
-    def __init__(self, tracker: RequestTracker, chunk_keys: ChunkKeys, geometry: Geometry) -> None:
+    def __init__(self, tracker: RequestTracker, chunk_keys: ChunkKeys, geometry: Geometry, num_ranks: int = 1) -> None:
+        self._num_ranks = num_ranks
         self._tracker = tracker
         self._chunk_keys = chunk_keys
         self._geometry = geometry
         self._jobs: dict[int, Job] = {}
+        self._given_up: dict[int, Job] = {}
         self._of_ordinal: dict[int, set[int]] = {}
         self._loading: Counter[int] = Counter()
         self.next_job_id = 1
@@ -69,6 +71,15 @@ class Transfers:
     def get(self, job_id: int) -> Job | None:
         """The job, or None once it is settled."""
         return self._jobs.get(job_id)
+
+    def given_up(self, job_id: int) -> Job | None:
+        """A save that was given up without a report: until every rank reports, it may still write its slots."""
+        return self._given_up.get(job_id)
+
+    def is_reported(self, job: Job, event: e.TransferReported | None = None) -> bool:
+        """Whether every rank has reported, counting `event` on top."""
+        more = 0 if event is None else event.num_ranks_done + event.num_ranks_failed
+        return job.num_ranks_done + job.num_ranks_failed + more >= self._num_ranks
 
     def owes(self, ordinal: int) -> bool:
         """Whether a job of that life of a request is in flight."""
@@ -100,11 +111,13 @@ class Transfers:
         return {
             "epoch": self.epoch,
             "next_job_id": self.next_job_id,
+            "given_up": sorted(self._given_up),
             "jobs": {
                 job.job_id: {
                     "kind": job.kind.value,
                     "request_id": job.request_id,
                     "generation": job.generation,
+                    "keys": [key.hex() for key in job.keys],
                     "slots": list(job.slots),
                     "block_ids": list(job.block_ids),
                     "num_ranks_done": job.num_ranks_done,
@@ -148,6 +161,10 @@ class Transfers:
 
     def _reported(self, event: e.TransferReported, _sequence: int) -> None:
         job = self._jobs.get(event.job_id)
+        if job is None:
+            job = self._given_up.get(event.job_id)
+            if job is not None and self.is_reported(job, event):
+                del self._given_up[event.job_id]
         if job is not None:
             job.num_ranks_done += event.num_ranks_done
             job.num_ranks_failed += event.num_ranks_failed
@@ -157,6 +174,8 @@ class Transfers:
         job = self._jobs.pop(event.job_id, None)
         if job is None:
             return
+        if isinstance(event, e.SaveFailed) and not event.quiet:
+            self._given_up[job.job_id] = job
         siblings = self._of_ordinal.get(job.ordinal)
         if siblings is not None:
             siblings.discard(job.job_id)

@@ -41,9 +41,15 @@ def next_token(last_hash: int) -> int:
 
 @attrs.define
 class _Sequence:
+    num_prompt_tokens: int
     tokens: list[int]
     hashes: list[int]
     block_ids: list[int]
+
+    def keep_outputs(self, num_output_tokens: int) -> None:
+        """Forget what was sampled by steps whose output the scheduler dropped; it will be sampled again."""
+        del self.tokens[self.num_prompt_tokens + num_output_tokens :]
+        del self.hashes[len(self.tokens) :]
 
     def hash_to(self, num_tokens: int) -> None:
         """Know the hashes of the first `num_tokens` positions, sampling what is not known yet."""
@@ -73,15 +79,20 @@ class HashedModel:
             self._sequences.pop(request_id, None)
         for data in scheduler_output.scheduled_new_reqs:
             tokens = list(data.prefill_token_ids or data.prompt_token_ids or ())
-            self._sequences[data.req_id] = _Sequence(tokens, [], list(data.block_ids[0]))
+            num_prompt_tokens = len(data.prompt_token_ids or ())
+            self._sequences[data.req_id] = _Sequence(num_prompt_tokens, tokens, [], list(data.block_ids[0]))
         cached = scheduler_output.scheduled_cached_reqs
-        for request_id, entry in zip(cached.req_ids, cached.new_block_ids, strict=True):
+        for request_id, entry, num_output_tokens in zip(
+            cached.req_ids, cached.new_block_ids, cached.num_output_tokens, strict=True
+        ):
             sequence = self._sequences[request_id]
             if request_id in cached.resumed_req_ids:
-                # What was sampled by a step whose output was dropped is sampled again, so it is not known yet.
                 tokens = list(cached.all_token_ids[request_id])
-                self._sequences[request_id] = _Sequence(tokens, [], list(entry[0]) if entry else [])
-            elif entry:
+                block_ids = list(entry[0]) if entry else []
+                self._sequences[request_id] = _Sequence(sequence.num_prompt_tokens, tokens, [], block_ids)
+                continue
+            sequence.keep_outputs(num_output_tokens)
+            if entry:
                 sequence.block_ids.extend(entry[0])
 
     def forward(

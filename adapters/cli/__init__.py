@@ -1,0 +1,1 @@
+"""The `kvledger` command."""

@@ -1,0 +1,200 @@
+"""From a path to events: finds the log, decodes its frames, and keeps account of all that is damaged or lost.
+
+The only room of the command line that knows frames and segments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import attrs
+import msgspec
+
+from kvledger.adapters.cli.exit_codes import CommandFailed, ExitCode
+from kvledger.lifecycle import LedgerConfiguration
+from kvledger.lifecycle.codec import CodecError, EventDecoder
+from kvledger.lifecycle.replay import SequencedEvent
+from kvledger.storage.events import Frame, FrameKind, LogError, LogReader, read_log
+from kvledger.storage.events.frames import frame_bytes
+from kvledger.storage.events.segment_file import segment_paths
+
+BytesRead = Callable[[int], None]
+
+
+@attrs.frozen
+class LogDamage:
+    """One place where the log is not what was written.
+
+    `kind` is one of the event store's kinds, or `lost_events` (the writer could not write them and said so),
+    `undecodable` (an intact frame that is not what the header promises), `miscounted` (it holds another number
+    of events than it says). `sequence` is None where it cannot be known.
+    """
+
+    kind: str
+    segment: str
+    offset: int
+    sequence: int | None
+    detail: str
+    num_bytes: int
+
+
+@attrs.define
+class StoredLog:
+    """An opened log. `damage` and the counters are filled while events are read; each reading starts anew."""
+
+    path: Path
+    header: Mapping[str, object]
+    configuration: LedgerConfiguration
+    damage: list[LogDamage] = attrs.field(factory=list, init=False)
+    num_bytes: int = attrs.field(default=0, init=False)
+    num_frames: int = attrs.field(default=0, init=False)
+    num_events: int = attrs.field(default=0, init=False)
+    first_sequence: int = attrs.field(default=0, init=False)
+    last_sequence: int = attrs.field(default=0, init=False)
+    trusted_sequence: int = attrs.field(default=0, init=False)
+    """The last event up to which none is missing, counted from the first of the log."""
+    on_bytes: BytesRead | None = attrs.field(default=None, init=False)
+    """Told the number of bytes of each frame, for whoever shows progress."""
+    _decoder: EventDecoder = attrs.field(alias="decoder")
+    _reader: LogReader = attrs.field(alias="reader")
+
+    @property
+    def begins_late(self) -> bool:
+        """Whether the first event is not in the log: a later segment alone, or a log whose oldest were retired."""
+        return self.first_sequence > 1
+
+    @property
+    def head_hash(self) -> str:
+        """The chain hash (hex) of the last frame read; noted elsewhere, it makes a rewritten log detectable."""
+        return "" if self._reader.head_hash is None else self._reader.head_hash.hex()
+
+    def total_bytes(self) -> int:
+        """Size of the log's files now."""
+        files = segment_paths(self.path) if self.path.is_dir() else [self.path]
+        return sum(file.stat().st_size for file in files)
+
+    def events(self) -> Iterator[SequencedEvent]:
+        """Every event that can be read, in order. A jump in the sequence numbers means that some cannot."""
+        self.damage.clear()
+        self.num_bytes = self.num_frames = self.num_events = 0
+        self.first_sequence = self.last_sequence = self.trusted_sequence = 0
+        num_taken = 0
+        for frame in self._reader:
+            num_taken = self._take_damage(num_taken)
+            self._count(frame)
+            if frame.kind is FrameKind.GAP:
+                reason = frame.payload.decode(errors="replace")
+                detail = f"{frame.num_events} events could not be written: {reason}"
+                self._report("lost_events", frame, detail)
+                continue
+            try:
+                events = self._decoder.decode(frame.payload)
+            except CodecError as error:
+                self._report("undecodable", frame, str(error))
+                continue
+            if len(events) != frame.num_events:
+                detail = f"the frame says it holds {frame.num_events} events and holds {len(events)}"
+                self._report("miscounted", frame, detail)
+                continue
+            self.num_events += len(events)
+            if frame.first_sequence == self.trusted_sequence + 1:
+                self.trusted_sequence += frame.num_events
+            yield from enumerate(events, frame.first_sequence)
+        self._take_damage(num_taken)
+
+    def trusted_events(self) -> Iterator[SequencedEvent]:
+        """The events from the log's first to the last before any is missing; reads (and checks) the rest too.
+
+        What comes after a gap cannot be folded: the state it starts from is not known.
+        """
+        for sequence, event in self.events():
+            if sequence <= self.trusted_sequence:
+                yield sequence, event
+
+    def _count(self, frame: Frame) -> None:
+        num_bytes = frame_bytes(frame)
+        self.num_bytes += num_bytes
+        self.num_frames += 1
+        self.first_sequence = self.first_sequence or frame.first_sequence
+        self.last_sequence = frame.next_sequence - 1
+        if self.on_bytes is not None:
+            self.on_bytes(num_bytes)
+
+    def _report(self, kind: str, frame: Frame, detail: str) -> None:
+        segment, offset = "", 0
+        if self._reader.tail is not None:
+            segment, offset = self._reader.tail[0].name, self._reader.tail[1]
+        self.damage.append(LogDamage(kind, segment, offset, frame.first_sequence, detail, frame_bytes(frame)))
+
+    def _take_damage(self, num_taken: int) -> int:
+        for damage in self._reader.damage[num_taken:]:
+            if damage.kind == "missing_segment" and damage.sequence == 1:
+                continue  # The oldest segments were retired: not damage, but `begins_late`.
+            self.damage.append(LogDamage(**attrs.asdict(damage)))
+        return len(self._reader.damage)
+
+
+def find_log(path: Path) -> Path:
+    """The log that `path` means: a log directory, one segment file, or the newest log of a directory of logs.
+
+    Raises:
+        CommandFailed: there is none.
+    """
+    if not path.exists():
+        raise CommandFailed(f"{path}: there is nothing; give a log directory or a *.kvlog file", ExitCode.USAGE)
+    if not path.is_dir() or segment_paths(path):
+        return path
+    logs = [child for child in path.iterdir() if child.is_dir() and segment_paths(child)]
+    if not logs:
+        message = f"{path}: holds no log, neither segments (*.kvlog) nor a folder with some; is it the log_dir?"
+        raise CommandFailed(message, ExitCode.USAGE)
+    return max(logs, key=_opened_at)
+
+
+def open_log(path: Path) -> StoredLog:
+    """Open the log at `path`, which `find_log` has found.
+
+    Raises:
+        CommandFailed: it cannot be read, is no kvledger log, or was written by a newer version.
+    """
+    try:
+        reader = read_log(path)
+        header: dict[str, object] = reader.header
+        if not header:
+            raise CommandFailed(f"{path}: {_unreadable(reader)}", ExitCode.DAMAGED)
+        return StoredLog(path, header, _configuration(header), EventDecoder(header), reader)
+    except (LogError, CodecError, OSError) as error:
+        raise CommandFailed(f"{path}: {error}", ExitCode.DAMAGED) from error
+
+
+def _unreadable(reader: LogReader) -> str:
+    for _ in reader:
+        pass
+    found = "; ".join(damage.detail for damage in reader.damage) or "it is empty"
+    return f"no segment has a readable header, so its events cannot be decoded: {found}"
+
+
+def _configuration(header: Mapping[str, object]) -> LedgerConfiguration:
+    given = header.get("configuration")
+    if not isinstance(given, dict):
+        raise CodecError("the log's header has no configuration; it was not written by kvledger's connector")
+    known = {field.name for field in attrs.fields(LedgerConfiguration)}
+    unknown = sorted(set(given) - known)
+    if unknown:
+        raise CodecError(
+            f"the log's configuration has {', '.join(unknown)}, which this kvledger does not know; "
+            f"it was written by kvledger {header.get('kvledger_version', 'unknown')}: use that version or a later one"
+        )
+    try:
+        return msgspec.convert(given, LedgerConfiguration)
+    except msgspec.ValidationError as error:
+        raise CodecError(f"the log's configuration cannot be used: {error}") from error
+
+
+def _opened_at(log: Path) -> int:
+    try:
+        opened_at = read_log(log).header.get("opened_at_unix_ns")
+    except (LogError, OSError):
+        opened_at = None
+    return opened_at if isinstance(opened_at, int) else segment_paths(log)[-1].stat().st_mtime_ns

@@ -1,0 +1,133 @@
+"""How results are shown: JSON lines for programs, rich text for people, the same text without colours for pipes."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator, Mapping
+from typing import cast
+
+import attrs
+import msgspec
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+
+from kvledger.adapters.cli.logs import StoredLog
+from kvledger.lifecycle.events import Event
+
+_PIPED_WIDTH = 100_000
+"""Nothing is wrapped or cut for a program that reads."""
+_BYTES_PER_UPDATE = 1 << 18
+
+
+class Output:
+    """Writes to stdout, and remarks and progress to stderr."""
+
+    def __init__(self, *, is_json: bool) -> None:
+        self.is_json = is_json
+        is_terminal = sys.stdout.isatty()
+        self._console = Console(
+            file=sys.stdout,
+            width=None if is_terminal else _PIPED_WIDTH,
+            force_terminal=None if is_terminal else False,
+            no_color=None if is_terminal else True,
+            highlight=False,
+            markup=False,
+            emoji=False,
+            soft_wrap=False,
+        )
+
+    def record(self, type_name: str, fields: Mapping[str, object]) -> None:
+        """One JSON line."""
+        line = msgspec.json.encode({"type": type_name, **fields}, enc_hook=str)
+        sys.stdout.write(line.decode() + "\n")
+
+    def line(self, text: str = "", style: str = "") -> None:
+        """One line for people; never interpreted as markup."""
+        self._console.print(Text(text, style=style))
+
+    def field(self, name: str, value: str, style: str = "") -> None:
+        """A name and what stands behind it, aligned with its neighbours."""
+        self._console.print(Text.assemble((f"{name:<12}", "dim"), (value, style)))
+
+    def table(self, columns: Mapping[str, str], rows: list[list[str]]) -> None:
+        """Columns (name -> "left" or "right") and rows of plain text."""
+        table = Table(box=None, pad_edge=False, header_style="dim")
+        for name, justify in columns.items():
+            table.add_column(name, justify="right" if justify == "right" else "left", overflow="fold")
+        for row in rows:
+            table.add_row(*(Text(cell) for cell in row))
+        if self._console.is_terminal:
+            self._console.print(table)
+            return
+        with self._console.capture() as capture:
+            self._console.print(table)
+        sys.stdout.writelines(line.rstrip() + "\n" for line in capture.get().splitlines())
+
+    def remark(self, text: str) -> None:
+        """Something the reader should know that is no result; goes to stderr."""
+        sys.stderr.write(f"kvledger: {text}\n")
+
+    @contextlib.contextmanager
+    def progress(self, log: StoredLog, what: str) -> Iterator[None]:
+        """Show how much of the log is read, when stderr is a terminal."""
+        if not sys.stderr.isatty():
+            yield
+            return
+        console = Console(file=sys.stderr)
+        columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+        with Progress(*columns, console=console, transient=True) as progress:
+            task = progress.add_task(what, total=log.total_bytes())
+            unseen = 0
+
+            def read(num_bytes: int) -> None:
+                nonlocal unseen
+                unseen += num_bytes
+                if unseen >= _BYTES_PER_UPDATE:
+                    progress.advance(task, unseen)
+                    unseen = 0
+
+            log.on_bytes = read
+            try:
+                yield
+            finally:
+                log.on_bytes = None
+
+
+def plain(value: object) -> object:
+    """JSON values: bytes as hex, everything that has fields or members as mappings and lists."""
+    if isinstance(value, bytes):
+        return value.hex()
+    if isinstance(value, tuple | list):
+        return [plain(item) for item in value]
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    return plain(_fields(value)) if attrs.has(type(value)) else value
+
+
+def event_fields(event: Event | None) -> dict[str, object] | None:
+    """An event as a JSON object: its id, its version and its fields."""
+    if event is None:
+        return None
+    fields = plain(event)
+    return {"event": event.id, "version": event.version, **(fields if isinstance(fields, dict) else {})}
+
+
+def event_text(event: Event) -> str:
+    """An event in one line for people."""
+    fields = ", ".join(f"{name}={_short(value)}" for name, value in _fields(event).items())
+    return f"{event.id}  {fields}"
+
+
+def _fields(instance: object) -> dict[str, object]:
+    return attrs.asdict(cast("attrs.AttrsInstance", instance), recurse=False)
+
+
+def _short(value: object) -> str:
+    if isinstance(value, bytes):
+        return value.hex()
+    if isinstance(value, tuple):
+        return "(" + ", ".join(_short(item) for item in value) + ")"
+    return str(value)

@@ -1,0 +1,59 @@
+"""`kvledger replay`: fold a log to a moment, show the state, and say where today's code would decide otherwise."""
+
+from __future__ import annotations
+
+import argparse
+
+from kvledger.adapters.cli.exit_codes import ExitCode
+from kvledger.adapters.cli.logs import open_log
+from kvledger.adapters.cli.output import Output, event_fields
+from kvledger.adapters.cli.state import show_state
+from kvledger.lifecycle.audit import Audit
+from kvledger.lifecycle.machine import ReferenceMachine
+
+
+def run(arguments: argparse.Namespace, output: Output) -> ExitCode:
+    """Replay one log."""
+    log = open_log(arguments.log)
+    audit = Audit(log.configuration, ReferenceMachine(), checkers=())
+    last = 0
+    reached = False
+    with output.progress(log, "replaying"):
+        for sequence, event in log.trusted_events():
+            # A decision that the next event would show to be missing is still part of the moment asked for.
+            if arguments.at is not None and sequence > arguments.at:
+                reached = True
+                break
+            audit.take(sequence, event)
+            last = sequence
+    if not reached:
+        audit.finish()
+    if arguments.at is not None and last < arguments.at:
+        output.remark(f"the log can be replayed up to event {last}, not to {arguments.at}")
+    show_state(output, audit.projections, last)
+    for damage in log.damage:
+        output.remark(f"{damage.kind} in {damage.segment} at byte {damage.offset}: {damage.detail}")
+    if log.begins_late:
+        output.remark(f"the log begins with event {log.first_sequence}; without those before nothing can be replayed")
+    _show_divergence(audit, output)
+    if log.damage:
+        return ExitCode.DAMAGED
+    return ExitCode.SOUND if audit.is_sound else ExitCode.DIVERGED
+
+
+def _show_divergence(audit: Audit, output: Output) -> None:
+    first = next(iter([*audit.divergences, *audit.reference_differences]), None)
+    if output.is_json:
+        if first is not None:
+            recorded, decided = event_fields(first.recorded), event_fields(first.decided)
+            output.record("divergence", {"sequence": first.sequence, "recorded": recorded, "decided": decided})
+        if audit.unfoldable is not None:
+            event, error = event_fields(audit.unfoldable.event), audit.unfoldable.error
+            output.record("unfoldable", {"sequence": audit.unfoldable.sequence, "event": event, "error": error})
+        return
+    if audit.unfoldable is not None:
+        output.field("decisions", str(audit.unfoldable), "red")
+    elif first is None:
+        output.field("decisions", "made again, all equal", "green")
+    else:
+        output.field("decisions", f"diverged {first}", "red")

@@ -1,0 +1,96 @@
+"""What the log folds to at one moment, for people and for programs."""
+
+from __future__ import annotations
+
+import attrs
+
+from kvledger.adapters.cli.output import Output, plain
+from kvledger.adapters.cli.words import plural
+from kvledger.lifecycle.belief import Projections
+from kvledger.lifecycle.projections.tracker import RequestRecord
+
+_COLUMNS = {
+    "request": "left",
+    "state": "left",
+    "generation": "right",
+    "computed": "right",
+    "tokens": "right",
+    "preempted": "right",
+    "blocks": "right",
+    "keys": "right",
+    "offered": "right",
+    "jobs": "left",
+}
+
+
+def show_state(output: Output, projections: Projections, sequence: int, request_id: str | None = None) -> None:
+    """Print all that is believed, or what is believed of one request."""
+    records = [record for record in projections.tracker if request_id in {None, record.request_id}]
+    if output.is_json:
+        if request_id is None:
+            output.record("state", {"sequence": sequence, "projections": plain(projections.snapshot())})
+        for record in records if request_id is not None else ():
+            output.record("request_state", {"sequence": sequence, **_request_fields(record, projections)})
+        return
+    output.line(f"state after event {sequence}", style="bold")
+    if records:
+        output.table(_COLUMNS, [_request_row(record, projections) for record in records])
+    else:
+        output.line("no request is known" if request_id is None else f"{request_id} is not known then")
+    if request_id is None:
+        _show_cache(output, projections)
+
+
+def _request_fields(record: RequestRecord, projections: Projections) -> dict[str, object]:
+    request_id = record.request_id
+    pending = projections.lookups.pending(request_id)
+    return {
+        "request_id": request_id,
+        "ordinal": record.ordinal,
+        "state": record.state.value,
+        "state_since_ns": record.state_since_ns,
+        "generation": record.generation,
+        "num_computed_tokens": projections.tracker.num_computed_tokens(record),
+        "num_tokens": max(record.num_tokens, projections.tracker.num_computed_tokens(record)),
+        "num_prompt_tokens": record.num_prompt_tokens,
+        "num_preemptions": record.num_preemptions,
+        "quarantined": record.quarantined,
+        "block_ids": list(projections.blocks.held(request_id)),
+        "lost_block_ids": list(projections.blocks.lost(request_id)),
+        "chunk_keys": [key.hex() for key in projections.chunk_keys.of(request_id)],
+        "num_chunks_dealt_with": projections.save_cursor.num_chunks(request_id),
+        "pending_answer": None if pending is None else plain(pending),
+        "jobs": [
+            {"job_id": job.job_id, "kind": job.kind.value, "block_ids": list(job.block_ids), "slots": list(job.slots)}
+            for job in projections.transfers
+            if job.ordinal == record.ordinal
+        ],
+    }
+
+
+def _request_row(record: RequestRecord, projections: Projections) -> list[str]:
+    pending = projections.lookups.pending(record.request_id)
+    jobs = [f"{job.kind} {job.job_id}" for job in projections.transfers if job.ordinal == record.ordinal]
+    return [
+        record.request_id,
+        f"{record.state}{' (quarantined)' if record.quarantined else ''}",
+        str(record.generation),
+        str(projections.tracker.num_computed_tokens(record)),
+        str(max(record.num_tokens, projections.tracker.num_computed_tokens(record))),
+        str(record.num_preemptions),
+        str(len(projections.blocks.held(record.request_id))),
+        str(len(projections.chunk_keys.of(record.request_id))),
+        "" if pending is None else str(pending.num_external_tokens),
+        ", ".join(jobs),
+    ]
+
+
+def _show_cache(output: Output, projections: Projections) -> None:
+    slots = projections.chunks.slots
+    output.field("host pool", f"{slots.num_slots - slots.num_free} of {slots.num_slots} slots in use")
+    output.field("chunks", f"{len(projections.chunks)} can be loaded, reset epoch {projections.transfers.epoch}")
+    output.field("jobs", f"{plural(len(projections.transfers), 'job')} in flight")
+    for job in projections.transfers:
+        output.line(f"  {job.kind} {job.job_id} of {job.request_id}, {plural(len(job.block_ids), 'block')}")
+    counted = {name: value for name, value in attrs.asdict(projections.totals.figures).items() if value}
+    output.field("totals", ", ".join(f"{name} {value}" for name, value in counted.items()) or "nothing yet")

@@ -1,0 +1,240 @@
+"""The life of one request as groups of events: an observation with all that was decided on it, told in words.
+
+Steps in which a request only computes and saves are gathered into one group, and so are equal lookups.
+"""
+
+from __future__ import annotations
+
+import attrs
+
+from kvledger.adapters.cli.words import decision_words, duration, plural, size, words
+from kvledger.lifecycle import LedgerConfiguration, RequestState
+from kvledger.lifecycle import events as e
+from kvledger.lifecycle.belief import Projections
+from kvledger.lifecycle.replay import SequencedEvent
+
+_QUIET_DECISIONS = (e.SaveIssued, e.PrefillAdvanced, e.PrefillCompleted)
+"""Decisions on a step that do not deserve a line of their own."""
+
+
+@attrs.define
+class Group:
+    """Events that are told together. Times in nanoseconds since the log was opened."""
+
+    what: str
+    """A stable word: `arrived`, `lookup`, `prefill`, `decode`, `transfer`, the observation's id, or `lost`."""
+    first_sequence: int
+    last_sequence: int
+    time_ns: int
+    until_ns: int
+    state_before: str | None
+    state_after: str | None
+    generation: int | None
+    texts: list[str] = attrs.field(factory=list)
+    num_moments: int = 1
+    """How many observations are in it."""
+    first_token: int = 0
+    num_tokens: int = 0
+    num_blocks: int = 0
+    num_chunks_saved: int = 0
+    num_bytes: int = 0
+    duration_ns: int = 0
+    """Time that transfers took, added up over their reports."""
+    num_broken: int = 0
+    """Rules that were broken here."""
+
+    @property
+    def text(self) -> str:
+        """The group in words."""
+        parts = list(self.texts)
+        if self.what in {"prefill", "decode"}:
+            verb = "decoded" if self.what == "decode" else "computed"
+            steps = "" if self.num_moments == 1 else f" in {plural(self.num_moments, 'step')}"
+            end = self.first_token + self.num_tokens
+            parts.insert(0, f"{verb} {plural(self.num_tokens, 'token')}{steps} ({self.first_token} → {end})")
+            if self.num_blocks:
+                parts.append(f"{plural(self.num_blocks, 'more block')}")
+            if self.num_chunks_saved:
+                parts.append(f"saved {plural(self.num_chunks_saved, 'chunk')}")
+        elif self.what == "lookup" and self.num_moments > 1:
+            parts[0] += f" — {self.num_moments} times"
+        if self.num_bytes:
+            parts.append(f"{size(self.num_bytes)} in {duration(self.duration_ns)}")
+        return "; ".join(parts)
+
+
+@attrs.define
+class _Moment:
+    """An observation, and what was so before it."""
+
+    sequence: int
+    event: e.Event
+    state_before: str | None
+    num_computed_before: int
+    decisions: list[SequencedEvent] = attrs.field(factory=list)
+
+
+class Timeline:
+    """Folds a log and keeps the groups of one request id, through all its lives."""
+
+    def __init__(self, configuration: LedgerConfiguration, request_id: str) -> None:
+        self.projections = Projections(configuration)
+        self.request_id = request_id
+        self.groups: list[Group] = []
+        self._tracker = self.projections.tracker
+        self._moment: _Moment | None = None
+        self._jobs: dict[int, e.LoadIssued | e.SaveIssued] = {}
+        self._num_lives = 0
+
+    def take(self, sequence: int, event: e.Event) -> None:
+        """Take up the next event of the log."""
+        if not event.is_decision:
+            self._close()
+            record = self._tracker.get(self.request_id)
+            num_computed = 0 if record is None else self._tracker.num_computed_tokens(record)
+            self._moment = _Moment(sequence, event, None if record is None else record.state.value, num_computed)
+        elif self._moment is not None and self._concerns(event):
+            self._moment.decisions.append((sequence, event))
+            if isinstance(event, e.LoadIssued | e.SaveIssued):
+                self._jobs[event.job_id] = event
+        self.projections.fold(event, sequence)
+
+    def lose(self, first_sequence: int, last_sequence: int) -> None:
+        """Say that events are missing here."""
+        self._close()
+        self._moment = None
+        now = self._tracker.time_ns
+        text = f"events {first_sequence}–{last_sequence} are lost; what follows is told without knowing them"
+        self.groups.append(Group("lost", first_sequence, last_sequence, now, now, None, None, None, [text]))
+
+    def finish(self) -> None:
+        """Take up the last observation."""
+        self._close()
+
+    def _concerns(self, event: e.Event) -> bool:
+        if isinstance(event, e.ChunkEvicted):
+            return event.for_request_id == self.request_id
+        if isinstance(event, e.ChunkTainted):
+            return self._moment is not None and bool(self._moment.decisions)
+        return getattr(event, "request_id", None) == self.request_id
+
+    # --- from a moment to a group -------------------------------------------------------------
+
+    def _close(self) -> None:
+        moment, self._moment = self._moment, None
+        if moment is None:
+            return
+        if isinstance(moment.event, e.StepScheduled):
+            self._close_step(moment, moment.event)
+        elif isinstance(moment.event, e.TransferReported):
+            self._close_report(moment, moment.event)
+        elif getattr(moment.event, "request_id", None) == self.request_id:
+            self._close_request_event(moment)
+        elif moment.state_before is not None and isinstance(moment.event, e.CacheReset | e.LogNote):
+            self._add(moment, moment.event.id, self._observation_text(moment.event))
+
+    def _close_step(self, moment: _Moment, event: e.StepScheduled) -> None:
+        record = self._tracker.get(self.request_id)
+        if record is None or moment.state_before is None:
+            return
+        num_computed = self._tracker.num_computed_tokens(record)
+        num_blocks = sum(len(block_ids) for ordinal, block_ids in event.extended if ordinal == record.ordinal)
+        scheduled = any(ordinal == record.ordinal for ordinal, *_ in event.advanced)
+        if not (moment.decisions or num_blocks or scheduled or num_computed != moment.num_computed_before):
+            return
+        what = "decode" if moment.state_before == RequestState.RUNNING else "prefill"
+        group = self._continued(what, moment)
+        if group is None:
+            group = self._add(moment, what, "")
+            group.first_token = next(
+                (first for ordinal, first, *_ in event.advanced if ordinal == record.ordinal),
+                moment.num_computed_before,
+            )
+        group.num_tokens = num_computed - group.first_token
+        group.num_blocks += num_blocks
+        decisions = [decision for _, decision in moment.decisions]
+        group.num_chunks_saved += sum(len(d.chunks) for d in decisions if isinstance(d, e.SaveIssued))
+        group.texts += decision_words(d for d in decisions if not isinstance(d, _QUIET_DECISIONS))
+
+    def _close_report(self, moment: _Moment, event: e.TransferReported) -> None:
+        job = self._jobs.get(event.job_id)
+        if job is None:
+            return
+        settled = [decision for _, decision in moment.decisions]
+        last = self.groups[-1] if self.groups else None
+        is_quiet = isinstance(job, e.SaveIssued) and all(isinstance(d, e.SaveCompleted) for d in settled)
+        if is_quiet and not event.num_ranks_failed and last is not None and last.what in {"prefill", "decode"}:
+            last.last_sequence = moment.decisions[-1][0] if moment.decisions else moment.sequence
+        else:
+            last = self._add(moment, "transfer", "")
+            ranks = self.projections.configuration.num_ranks
+            if not settled:
+                kind = "load" if isinstance(job, e.LoadIssued) else "save"
+                last.texts.append(f"{plural(event.num_ranks_done, 'rank')} of {ranks} did {kind} {event.job_id}")
+            last.num_tokens = job.num_tokens if isinstance(job, e.LoadIssued) else 0
+        last.num_bytes += event.num_bytes
+        last.duration_ns += event.duration_ns
+        if any(isinstance(d, e.LoadCompleted | e.LoadFailed | e.SaveCompleted | e.SaveFailed) for d in settled):
+            del self._jobs[event.job_id]
+
+    def _close_request_event(self, moment: _Moment) -> None:
+        event = moment.event
+        if isinstance(event, e.ChunkKeysObserved) and not moment.decisions:
+            return
+        if isinstance(event, e.LookupRequested):
+            before = self.groups[-1] if self.groups else None
+            group = self._add(moment, "lookup", "")
+            if before is not None and before.what == "lookup" and before.texts == group.texts:
+                self.groups.pop()
+                before.num_moments += 1
+                before.last_sequence, before.until_ns = group.last_sequence, group.until_ns
+            return
+        what = "arrived" if isinstance(event, e.RequestArrived) else event.id
+        group = self._add(moment, what, self._observation_text(moment.event))
+        if isinstance(event, e.BlocksAllocated | e.BlockTableObserved):
+            group.num_blocks = len(event.block_ids)
+
+    def _continued(self, what: str, moment: _Moment) -> Group | None:
+        """The last group, if this step only goes on with it."""
+        last = self.groups[-1] if self.groups else None
+        if last is None or last.what != what or last.state_after != moment.state_before:
+            return None
+        if not all(isinstance(decision, _QUIET_DECISIONS) for _, decision in moment.decisions):
+            return None
+        last.num_moments += 1
+        last.last_sequence = moment.decisions[-1][0] if moment.decisions else moment.sequence
+        last.until_ns = self._tracker.time_ns
+        record = self._tracker.get(self.request_id)
+        last.state_after = None if record is None else record.state.value
+        return last
+
+    def _add(self, moment: _Moment, what: str, text: str) -> Group:
+        record = self._tracker.get(self.request_id)
+        decisions = [decision for _, decision in moment.decisions]
+        texts = [text] if text else []
+        if what not in {"prefill", "decode"}:
+            texts += decision_words(decisions)
+        group = Group(
+            what,
+            moment.sequence,
+            moment.decisions[-1][0] if moment.decisions else moment.sequence,
+            getattr(moment.event, "time_ns", self._tracker.time_ns),
+            getattr(moment.event, "time_ns", self._tracker.time_ns),
+            moment.state_before,
+            None if record is None else record.state.value,
+            None if record is None else record.generation,
+            texts,
+            num_broken=sum(isinstance(d, e.InvariantViolated) for d in (moment.event, *decisions)),
+        )
+        self.groups.append(group)
+        return group
+
+    def _observation_text(self, event: e.Event) -> str:
+        text = words(event) or event.id
+        if isinstance(event, e.RequestArrived):
+            self._num_lives += 1
+            return text if self._num_lives == 1 else f"{text}, life {self._num_lives} of this id"
+        if isinstance(event, e.RequestPreempted):
+            num_blocks = len(self.projections.blocks.lost(self.request_id))
+            return f"{text}, lost {plural(num_blocks, 'block')}"
+        return text

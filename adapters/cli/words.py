@@ -1,0 +1,140 @@
+"""Numbers and events in plain words."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from kvledger.lifecycle import events as e
+from kvledger.lifecycle.projections.lookup_cache import MissReason
+
+_NS_PER_US, _NS_PER_MS, _NS_PER_S = 1_000, 1_000_000, 1_000_000_000
+
+MISS_REASONS: dict[str, str] = {
+    MissReason.COMPLETE: "that is every whole chunk",
+    MissReason.NEVER_SAVED: "the next chunk was never saved",
+    MissReason.SAVING: "the next chunk is still being saved",
+    MissReason.EVICTED: "the next chunk was evicted",
+    MissReason.TAINTED: "the next chunk was tainted by a failed load",
+    MissReason.RESET: "the next chunk was lost to a cache reset",
+    MissReason.LIMITED: "a policy allows no more",
+    MissReason.QUARANTINED: "the request is quarantined",
+}
+
+
+def plural(count: int, noun: str) -> str:
+    """`1 block`, `2 blocks`."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def duration(nanoseconds: int) -> str:
+    """A duration in its natural unit."""
+    if nanoseconds < _NS_PER_MS:
+        return f"{nanoseconds / _NS_PER_US:.1f} µs"
+    if nanoseconds < _NS_PER_S:
+        return f"{nanoseconds / _NS_PER_MS:.1f} ms"
+    return f"{nanoseconds / _NS_PER_S:.2f} s"
+
+
+def size(num_bytes: int) -> str:
+    """A size in its natural binary unit."""
+    for unit, num_bits in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
+        if num_bytes >= 1 << num_bits:
+            return f"{num_bytes / (1 << num_bits):.1f} {unit}"
+    return f"{num_bytes} B"
+
+
+def milliseconds(time_ns: int) -> str:
+    """A moment, in milliseconds since the log was opened."""
+    return f"{time_ns / _NS_PER_MS:.3f}"
+
+
+def ranges(numbers: Iterable[int]) -> str:
+    """`0–2, 5` for 0, 1, 2, 5."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ", ".join(str(first) if first == last else f"{first}–{last}" for first, last in runs)
+
+
+def _lookup(answer: e.LookupAnswered) -> str:
+    local = f", {answer.num_computed_tokens} of them computed already" if answer.num_computed_tokens else ""
+    why = MISS_REASONS.get(answer.miss_reason, answer.miss_reason)
+    if answer.miss_cause:
+        why += f" (event {answer.miss_cause})"
+    return (
+        f"asked what can be loaded of {answer.num_tokens} tokens{local}: "
+        f"{answer.num_hit_tokens} are saved, {answer.num_external_tokens} offered; {why}"
+    )
+
+
+def _load(load: e.LoadIssued) -> str:
+    last = load.first_token + load.num_tokens - 1
+    blocks = plural(len(load.block_ids), "block")
+    return f"load {load.job_id} starts: tokens {load.first_token}–{last} into {blocks} ({ranges(load.block_ids)})"
+
+
+def _save(save: e.SaveIssued) -> str:
+    blocks = plural(len(save.block_ids), "block")
+    hurry = ", before they are overwritten" if save.before_forward else ""
+    chunks = f"chunk{'' if len(save.chunks) == 1 else 's'} {ranges(save.chunks)}"
+    return f"save {save.job_id} starts: {chunks} from {blocks} ({ranges(save.block_ids)}){hurry}"
+
+
+def _declined(save: e.SaveDeclined) -> str:
+    return f"{plural(save.num_chunks, 'settled chunk')} from {save.first_chunk} on not saved: {save.reason}"
+
+
+def _allocated(event: e.BlocksAllocated) -> str:
+    taken = f", {plural(event.num_external_tokens, 'offered token')} taken up" if event.num_external_tokens else ""
+    return f"got {plural(len(event.block_ids), 'block')}{taken}"
+
+
+_WORDS: dict[type[e.Event], Callable[..., str]] = {
+    # Observations.
+    e.RequestArrived: lambda event: f"arrived with {plural(event.num_prompt_tokens, 'prompt token')}",
+    e.BlocksAllocated: _allocated,
+    e.BlockTableObserved: lambda event: f"its block table is corrected to {plural(len(event.block_ids), 'block')}",
+    e.RequestPreempted: lambda event: f"preempted with {plural(event.num_settled_tokens, 'settled token')}",
+    e.SessionContinued: lambda event: (
+        f"next turn: {event.num_computed_tokens} of {event.num_tokens} tokens are computed"
+    ),
+    e.TokensRolledBack: lambda event: f"rolled back to {plural(event.num_computed_tokens, 'computed token')}",
+    e.RequestFinished: lambda event: f"finished ({event.status}) with {plural(event.num_tokens, 'token')}",
+    e.HookFailed: lambda event: f"hook {event.hook} FAILED: {event.error}",
+    e.CacheReset: lambda _: "cache reset: everything saved before is stale",
+    e.LogNote: lambda event: f"note: {event.text}",
+    # Decisions. Progress is left out, because the state tells it.
+    e.LookupAnswered: _lookup,
+    e.LoadIssued: _load,
+    e.LoadCompleted: lambda event: f"load {event.job_id} has arrived",
+    e.LoadFailed: lambda event: f"load {event.job_id} failed: {event.error}",
+    e.SaveIssued: _save,
+    e.SaveCompleted: lambda event: f"save {event.job_id} is done",
+    e.SaveFailed: lambda event: f"save {event.job_id} failed: {event.error}",
+    e.SaveDeclined: _declined,
+    e.RequestReleased: lambda _: "released, nothing is owed any more",
+    e.RequestQuarantined: lambda event: f"quarantined ({event.reason}): no more help from the cache",
+    e.InvariantViolated: lambda event: f"{event.rule} BROKEN: {event.detail}",
+}
+
+
+def words(event: e.Event) -> str:
+    """An event in plain words, empty where another part of the line tells it."""
+    say = _WORDS.get(type(event))
+    return "" if say is None else say(event)
+
+
+def decision_words(decisions: Iterable[e.Event]) -> list[str]:
+    """What was decided, one phrase each; chunks are counted."""
+    decisions = tuple(decisions)
+    phrases = [phrase for decision in decisions if (phrase := words(decision))]
+    num_evicted = sum(isinstance(decision, e.ChunkEvicted) for decision in decisions)
+    num_tainted = sum(isinstance(decision, e.ChunkTainted) for decision in decisions)
+    if num_evicted:
+        phrases.append(f"{plural(num_evicted, 'older chunk')} evicted to make room")
+    if num_tainted:
+        phrases.append(f"{plural(num_tainted, 'chunk')} tainted, not offered again until saved anew")
+    return phrases

@@ -1,0 +1,154 @@
+"""The command as a whole: arguments, paths, pipes, signals, and what the documentation promises."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lifecycle_driver import Driver
+
+COMMAND = [sys.executable, "-m", "kvledger.adapters.cli.main"]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["fly"],
+        ["verify"],
+        ["show", "LOG", "--at", "zero"],
+        ["show", "LOG", "--at", "0"],
+        ["verify", "LOG", "--fast"],
+    ],
+)
+def test_wrong_usage_gives_64(arguments: list[str], run: Any, log: Path) -> None:
+    """Also argparse's own errors, whose exit code would mean damage."""
+    result = run(*(log if argument == "LOG" else argument for argument in arguments))
+    assert result.exit_code == 64
+    assert result.err.startswith("usage: kvledger")
+
+
+def test_a_path_without_a_log_gives_64(run: Any, tmp_path: Path) -> None:
+    """A typing error is no damage."""
+    assert run("verify", tmp_path / "nowhere").exit_code == 64
+    result = run("verify", tmp_path)
+    assert result.exit_code == 64
+    assert "holds no log" in result.err
+
+
+def test_help_and_version_give_0(run: Any) -> None:
+    """Asking is no error."""
+    assert "exit codes: 0 sound" in run("--help").out
+    assert run("verify", "--help").exit_code == 0
+    assert run("--version").out.startswith("kvledger ")
+
+
+def test_json_may_stand_before_or_after_the_command(run: Any, log: Path) -> None:
+    """Nobody remembers which."""
+    assert run("--json", "verify", log).out == run("verify", "--json", log).out
+
+
+def test_of_a_directory_of_logs_the_newest_is_read_and_named(
+    run: Any, tools: Any, story: Driver, tmp_path: Path
+) -> None:
+    """By the time in the header; copying a log changes the times of its files."""
+    logs = tmp_path / "logs"
+    new = tools.write_log(logs / "a-new", story.observed, story.configuration, header={"opened_at_unix_ns": 2_000})
+    tools.write_log(logs / "b-old", story.observed[:5], story.configuration, header={"opened_at_unix_ns": 1_000})
+    result = run("verify", logs)
+    assert result.exit_code == 0
+    assert f"reading {new}" in result.err
+    assert f"{len(story.observed)} in " in result.out
+
+
+def test_every_json_object_names_its_type_and_is_documented(run: Any, log: Path) -> None:
+    """`docs/cli.md` knows every type that any command prints here."""
+    text = (Path(__file__).resolve().parents[3] / "docs" / "cli.md").read_text()
+    (segment,) = log.glob("*.kvlog")
+    outputs = [
+        run("verify", "--json", log),
+        run("show", "--json", log),
+        run("show", "--json", log, "chat-17"),
+        run("show", "--json", log, "chat-17", "--at", 10),
+        run("replay", "--json", log),
+    ]
+    segment.write_bytes(segment.read_bytes()[:-3])
+    outputs.append(run("verify", "--json", log))
+    types = {item["type"] for output in outputs for item in output.objects()}
+    assert {"log", "verdict", "not_checked", "damage", "request", "group", "request_state", "state"} <= types
+    for type_name in types | {"violation", "divergence", "reference_difference", "unfoldable"}:
+        assert f'`"type": "{type_name}"`' in text, type_name
+
+
+def test_piped_text_is_neither_coloured_nor_cut(log: Path) -> None:
+    """Whoever greps it finds whole lines."""
+    finished = subprocess.run([*COMMAND, "show", log, "chat-17"], capture_output=True, text=True, check=False)
+    assert finished.returncode == 0, finished.stderr
+    assert "\x1b" not in finished.stdout
+    assert "…" not in finished.stdout
+    assert finished.stderr == ""
+    assert max(map(len, finished.stdout.splitlines())) > 120
+
+
+def test_a_reader_that_goes_away_is_no_error(tools: Any, tmp_path: Path) -> None:
+    """`kvledger show LOG | head -1` prints one line and no traceback."""
+    driver = Driver()
+    for number in range(3000):
+        driver.arrive(f"request-{number}", 5)
+    log = tools.write_log(tmp_path / "log", driver.observed, driver.configuration)
+    with subprocess.Popen([*COMMAND, "show", "--json", log], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert process.stdout.readline().startswith(b'{"type":"log"')
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == 141
+
+
+def test_an_interrupt_gives_130_without_a_traceback(tmp_path: Path) -> None:
+    """Ctrl-C on a long log."""
+    pipe = tmp_path / "00000000000000000001.kvlog"
+    os.mkfifo(pipe)
+    with (
+        subprocess.Popen([*COMMAND, "verify", pipe], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process,
+        # Opening it waits for the reader, so the command is inside its work when the signal comes.
+        pipe.open("wb"),
+    ):
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate()
+    assert process.returncode == 130
+    assert (out, err) == (b"", b"")
+
+
+KILLED_WRITER = """
+import os, signal, sys
+from pathlib import Path
+import attrs
+from kvledger.lifecycle import Ledger, LedgerConfiguration
+from kvledger.lifecycle import events as e
+from kvledger.lifecycle.codec import vocabulary_header
+from kvledger.storage.events import SegmentEventStore
+
+configuration = LedgerConfiguration(block_size=16, chunk_size=8, num_slots=8)
+header = {**vocabulary_header(), "configuration": attrs.asdict(configuration)}
+ledger = Ledger(configuration, SegmentEventStore.create(Path(sys.argv[1]), header))
+for number in range(20):
+    ledger.observe(e.RequestArrived(f"r{number}", number, 17, number))
+    ledger.commit()
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_the_log_of_a_killed_process_is_sound_up_to_its_last_commit(run: Any, tmp_path: Path) -> None:
+    """A kill loses nothing that was committed and leaves no torn tail behind."""
+    finished = subprocess.run([sys.executable, "-c", KILLED_WRITER, tmp_path / "log"], check=False)
+    assert finished.returncode == -signal.SIGKILL
+    result = run("verify", "--json", tmp_path / "log")
+    assert result.exit_code == 0
+    (verdict,) = result.objects("verdict")
+    assert verdict["num_events"] == 20

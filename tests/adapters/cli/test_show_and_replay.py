@@ -1,0 +1,193 @@
+"""`kvledger show` and `kvledger replay`: a log, a request's life, a state."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from lifecycle_driver import Driver
+
+from kvledger.adapters.cli.output import plain
+from kvledger.lifecycle import events as e
+from kvledger.lifecycle import fold
+from kvledger.lifecycle.codec import EventEncoder
+from kvledger.storage.events import SegmentEventStore
+
+REQUEST = "chat-17-b6"
+
+
+def test_a_log_is_summarised_with_one_line_per_request(run: Any, log: Path) -> None:
+    """Versions, sizes, figures, requests."""
+    result = run("show", log)
+    assert result.exit_code == 0
+    assert "kvledger 0.1.0, vLLM 0.32.0" in result.out
+    assert "2025-06-15 15:06:40 UTC" in result.out
+    assert "block 16 tokens, chunk 8 tokens, 32 slots, 1 rank" in result.out
+    assert "1 time; tokens recovered 64, retained 0, recomputed 0" in result.out
+    line = next(line for line in result.out.splitlines() if line.startswith(REQUEST))
+    assert line.split()[1] == "FINISHED_STOPPED"
+    assert line.split()[4:] == ["45", "66", "1", "4", "64", "8", "0"]
+    assert any(line.startswith("chat-9  ") and " new " in line for line in result.out.splitlines())
+
+
+def test_the_summary_has_the_same_figures_in_json(run: Any, log: Path, story: Driver) -> None:
+    """Programs get what the projections count."""
+    result = run("show", "--json", log)
+    (summary,) = result.objects("log")
+    assert summary["figures"] == story.projections.totals.snapshot()
+    assert summary["outcomes"] == {"FINISHED_STOPPED": 1, "new": 1}
+    first, second = result.objects("request")
+    assert (first["request_id"], first["num_tokens_loaded"]) == (REQUEST, 64)
+    assert second["outcome"] == "new"
+
+
+def test_a_request_is_shown_as_groups_in_plain_words(run: Any, log: Path) -> None:
+    """Steps and polls are gathered; what moved the request stands on lines of its own."""
+    result = run("show", log, REQUEST)
+    assert result.exit_code == 0
+    texts = [line.split("  ")[-1] for line in result.out.splitlines()]
+    assert any("arrived with 45 prompt tokens" in line for line in texts)
+    assert any("computed 45 tokens (0 → 45)" in line for line in texts)
+    assert any("decoded 19 tokens in 19 steps (45 → 64); 1 more block; saved 5 chunks" in line for line in texts)
+    assert any("preempted with 64 settled tokens, lost 4 blocks; save 2 starts: chunks 5–7" in line for line in texts)
+    polls = [line for line in texts if "asked what can be loaded of 65 tokens" in line]
+    assert len(polls) == 1
+    assert polls[0].endswith("— 3 times")
+    assert any("load 3 starts: tokens 0–63 into 4 blocks (7–10)" in line for line in texts)
+    assert any("load 3 has arrived; 100 B in" in line for line in texts)
+    assert "preempted → recovering" in result.out
+    assert "running → released" in result.out
+
+
+def test_the_groups_in_json_cover_the_request_without_overlap(run: Any, log: Path) -> None:
+    """A program can go from a group to its events."""
+    groups = run("show", "--json", log, REQUEST).objects("group")
+    assert [group["what"] for group in groups[:4]] == ["arrived", "lookup", "blocks.allocated", "prefill"]
+    ends = [0, *(group["last_sequence"] for group in groups)]
+    assert all(end < group["first_sequence"] for end, group in zip(ends, groups, strict=False))
+    decode = next(group for group in groups if group["what"] == "decode")
+    assert (decode["first_token"], decode["num_tokens"], decode["num_blocks"], decode["num_bytes"]) == (45, 19, 1, 100)
+
+
+def test_a_unique_beginning_of_an_id_is_enough(run: Any, log: Path) -> None:
+    """VLLM adds random endings to ids."""
+    assert run("show", log, "chat-1").out == run("show", log, REQUEST).out
+
+
+def test_an_ambiguous_or_unknown_id_gives_64_and_lists_candidates(run: Any, log: Path) -> None:
+    """The next try succeeds."""
+    ambiguous = run("show", log, "chat")
+    assert ambiguous.exit_code == 64
+    assert "several requests begin with 'chat'; they are: chat-17-b6, chat-9" in ambiguous.err
+    unknown = run("show", log, "video")
+    assert unknown.exit_code == 64
+    assert "no request begins with 'video'; the log has: chat-17-b6, chat-9" in unknown.err
+
+
+def test_a_whole_id_wins_over_longer_ones(run: Any, tools: Any, tmp_path: Path) -> None:
+    """`a` is a request of its own, though `ab` begins with it."""
+    driver = Driver()
+    driver.arrive("ab", 5)
+    driver.arrive("a", 6)
+    log = tools.write_log(tmp_path / "log", driver.observed, driver.configuration)
+    assert "arrived with 6 prompt tokens" in run("show", log, "a").out
+
+
+def test_an_id_that_is_used_again_is_shown_with_all_its_lives(run: Any, tools: Any, tmp_path: Path) -> None:
+    """A client may repeat its ids."""
+    driver = Driver()
+    for _ in range(2):
+        driver.arrive("a", 5)
+        driver.finish("a", 0, 5)
+    log = tools.write_log(tmp_path / "log", driver.observed, driver.configuration)
+    assert "life 2 of this id" in run("show", log, "a").out
+
+
+def test_broken_rules_and_failures_stand_out_in_a_timeline(run: Any, tools: Any, tmp_path: Path) -> None:
+    """The engineer who reads it looks for these."""
+    driver = Driver()
+    driver.arrive("a", 17)
+    driver.observe(e.HookFailed("update_state_after_alloc", "a", "KeyError: 3", 9))
+    driver.allocate("a", (1, 2), 16)
+    log = tools.write_log(tmp_path / "log", driver.observed, driver.configuration)
+    out = run("show", log, "a").out
+    assert "hook update_state_after_alloc FAILED: KeyError: 3" in out
+    assert "ALLOC_MATCHES_LOOKUP BROKEN: tokens were taken up that no lookup answered" in out
+    assert "no more help from the cache" in out
+    groups = run("show", "--json", log, "a").objects("group")
+    assert [group["num_broken"] for group in groups] == [0, 0, 1]
+
+
+def test_lost_events_are_a_group_of_their_own(run: Any, tools: Any, story: Driver, tmp_path: Path) -> None:
+    """A timeline with a hole must not look like one without."""
+    store = SegmentEventStore.create(tmp_path / "gap", tools.header_of(story.configuration))
+    store.append(EventEncoder().encode(story.observed[:4]), 4)
+    store.append_gap(3, "no space")
+    store.append(EventEncoder().encode(story.observed[7:9]), 2)
+    store.close()
+    result = run("show", tmp_path / "gap", REQUEST)
+    assert result.exit_code == 0
+    assert "events 5–7 are lost" in result.out
+    assert "lost_events" in result.err
+
+
+def test_a_log_that_cannot_be_folded_is_shown_up_to_there(run: Any, tools: Any, story: Driver, tmp_path: Path) -> None:
+    """What was read before is still worth showing; the event that stops it is named on stderr."""
+    events = tools.replaced(story.observed, e.SaveIssued, 0, slots=(-1,))
+    log = tools.write_log(tmp_path / "alien", events, story.configuration)
+    for arguments in ([], [REQUEST], ["--at", 100]):
+        result = run("show", log, *arguments)
+        assert result.exit_code == 0
+        assert REQUEST in result.out
+        assert "cannot be folded" in result.err
+    assert "computed 45 tokens" in run("show", log, REQUEST).out
+
+
+def test_the_state_of_one_request_or_of_all_at_a_moment(run: Any, log: Path) -> None:
+    """`--at` answers what was believed then."""
+    assert " running " in run("show", log, REQUEST, "--at", 20).out
+    (state,) = run("show", "--json", log, REQUEST, "--at", 4).objects("request_state")
+    assert (state["state"], state["block_ids"], state["sequence"]) == ("new", [], 4)
+    assert "chat-9" not in run("show", log, "--at", 20).out
+    assert "not known then" in run("show", log, "chat-9", "--at", 20).out
+
+
+def test_replay_prints_the_fold_of_the_log(run: Any, log: Path, story: Driver) -> None:
+    """The same state as the live ledger had."""
+    result = run("replay", "--json", log)
+    assert result.exit_code == 0
+    (state,) = result.objects("state")
+    assert state["projections"] == plain(story.projections.snapshot())
+
+
+def test_replay_stops_where_it_is_told(run: Any, log: Path, story: Driver) -> None:
+    """The state after event 20 is the fold of the first 20 events."""
+    (state,) = run("replay", "--json", log, "--at", 20).objects("state")
+    expected = fold(story.sink.events(), story.configuration, at=20)
+    assert state["sequence"] == 20
+    assert state["projections"] == plain(expected.snapshot())
+    assert "state after event 20" in run("replay", log, "--at", 20).out
+    assert "not to 100000" in run("replay", log, "--at", 100_000).err
+
+
+def test_replay_reports_the_first_divergence_with_3(run: Any, tools: Any, story: Driver, tmp_path: Path) -> None:
+    """Before the event it is none, from it on it is."""
+    events = tools.replaced(story.observed, e.LookupAnswered, 1, miss_reason="evicted")
+    sequence = 1 + [place for place, event in enumerate(events) if isinstance(event, e.LookupAnswered)][1]
+    log = tools.write_log(tmp_path / "other", events, story.configuration)
+    result = run("replay", log)
+    assert result.exit_code == 3
+    assert f"diverged at sequence {sequence}" in result.out
+    (divergence,) = run("replay", "--json", log).objects("divergence")
+    assert divergence["sequence"] == sequence
+    assert run("replay", log, "--at", sequence - 1).exit_code == 0
+
+
+def test_replay_of_a_damaged_log_shows_what_can_be_known_and_gives_2(run: Any, log: Path) -> None:
+    """The state before the damage is still evidence."""
+    (segment,) = log.glob("*.kvlog")
+    segment.write_bytes(segment.read_bytes()[:-3])
+    result = run("replay", log)
+    assert result.exit_code == 2
+    assert "state after event" in result.out
+    assert "torn_tail" in result.err

@@ -1,0 +1,276 @@
+"""`kvledger verify`: every exit code, and what stands behind it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lifecycle_driver import Driver
+
+from kvledger.lifecycle import events as e
+from kvledger.lifecycle.audit import NOT_CHECKED
+from kvledger.lifecycle.codec import EventEncoder
+from kvledger.storage.events import SegmentEventStore
+
+
+def only_segment(log: Path) -> Path:
+    """The one segment of a log."""
+    (segment,) = log.glob("*.kvlog")
+    return segment
+
+
+def flip(path: Path, offset: int) -> None:
+    """Flip one bit."""
+    data = bytearray(path.read_bytes())
+    data[offset] ^= 1
+    path.write_bytes(data)
+
+
+def test_a_sound_log_gives_0(run: Any, log: Path) -> None:
+    """Chain, rules and decisions are each said to be in order."""
+    result = run("verify", log)
+    assert result.exit_code == 0, result.out
+    assert "intact" in result.out
+    assert "17 checked" in result.out
+    assert "made again, all equal" in result.out
+    assert result.out.endswith("sound\n")
+
+
+def test_a_broken_rule_gives_1_and_is_named_with_its_evidence(
+    run: Any, tools: Any, story: Driver, tmp_path: Path
+) -> None:
+    """Rule, event, request, generation, and the events that show it."""
+    events = tools.replaced(story.observed, e.BlocksAllocated, 1, num_external_tokens=80)
+    log = tools.write_log(tmp_path / "broken", events, story.configuration)
+    sequence = 1 + next(place for place, event in enumerate(events) if getattr(event, "num_external_tokens", 0) == 80)
+    result = run("verify", log)
+    assert result.exit_code == 1
+    assert f"ALLOC_MATCHES_LOOKUP at event {sequence}, request chat-17-b6, generation 1" in result.out
+    assert f"{sequence - 1}  lookup.answered" in result.out
+    assert f"{sequence}  blocks.allocated" in result.out
+    first, *_ = run("verify", "--json", log).objects("violation")
+    assert first["rule"] == "ALLOC_MATCHES_LOOKUP"
+    assert first["sequence"] == sequence
+    assert first["request_id"] == "chat-17-b6"
+    assert first["generation"] == 1
+    assert first["evidence"] == [sequence - 1]
+
+
+def test_a_flipped_bit_gives_2_and_is_located(run: Any, log: Path) -> None:
+    """Damage is reported with segment, offset and the sequence it hits."""
+    flip(only_segment(log), only_segment(log).stat().st_size - 500)
+    result = run("verify", "--json", log)
+    assert result.exit_code == 2
+    (damage,) = result.objects("damage")
+    assert damage["kind"] == "corrupt_frame"
+    assert damage["segment"] == only_segment(log).name
+    (verdict,) = result.objects("verdict")
+    assert verdict["verdict"] == "damaged"
+    assert 0 < verdict["num_events_checked"] < verdict["num_events"]
+    assert "missing" in verdict["remarks"][0]
+
+
+def test_a_damaged_header_gives_2(run: Any, log: Path) -> None:
+    """The header names the vocabulary; without it nothing can be decoded, and that is said."""
+    flip(only_segment(log), 100)
+    result = run("verify", log)
+    assert result.exit_code == 2
+    assert "CRC-32C does not match" in result.err
+
+
+def test_a_torn_tail_gives_2(run: Any, log: Path) -> None:
+    """A log that ends in the middle of a frame has no clean end: something was being written and is lost."""
+    segment = only_segment(log)
+    segment.write_bytes(segment.read_bytes()[:-3])
+    result = run("verify", log)
+    assert result.exit_code == 2
+    assert "torn_tail" in result.out
+    assert "made again, all equal" in result.out
+
+
+def test_events_that_the_writer_lost_give_2_and_end_the_checks(
+    run: Any, tools: Any, story: Driver, tmp_path: Path
+) -> None:
+    """After a gap the state is not known, so nothing after it can be judged."""
+    store = SegmentEventStore.create(tmp_path / "gap", tools.header_of(story.configuration))
+    encoder = EventEncoder()
+    store.append(encoder.encode(story.observed[:4]), 4)
+    store.append_gap(3, "no space left on device")
+    store.append(encoder.encode(story.observed[7:9]), 2)
+    store.close()
+    result = run("verify", "--json", tmp_path / "gap")
+    assert result.exit_code == 2
+    (damage,) = result.objects("damage")
+    assert damage["kind"] == "lost_events"
+    assert damage["sequence"] == 5
+    assert "no space left on device" in damage["detail"]
+    (verdict,) = result.objects("verdict")
+    assert (verdict["num_events"], verdict["num_events_checked"]) == (6, 4)
+
+
+def test_a_frame_that_is_not_what_the_header_promises_gives_2(
+    run: Any, tools: Any, story: Driver, tmp_path: Path
+) -> None:
+    """Intact bytes that are no events, and a wrong count of events, are damage too."""
+    store = SegmentEventStore.create(tmp_path / "odd", tools.header_of(story.configuration))
+    store.append(EventEncoder().encode(story.observed[:1]), 1)
+    store.append(b"not msgpack", 1)
+    store.append(EventEncoder().encode(story.observed[1:2]), 2)
+    store.close()
+    result = run("verify", "--json", tmp_path / "odd")
+    assert result.exit_code == 2
+    assert [damage["kind"] for damage in result.objects("damage")] == ["undecodable", "miscounted"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"schema_version": 99, "kvledger_version": "9.9.9"}, "9.9.9"),
+        ({"configuration": {"block_size": 16, "chunk_size": 8, "num_slots": 8, "tiers": 2}}, "tiers"),
+        ({"configuration": {"block_size": 16, "chunk_size": 7, "num_slots": 8}}, "chunk_size 7"),
+        ({"configuration": None}, "no configuration"),
+        ({"vocabulary": [{"id": "moon.landed", "version": 1, "fields": []}]}, "moon.landed"),
+    ],
+)
+def test_a_log_that_cannot_be_understood_gives_2_and_says_why(
+    changes: dict[str, object], named: str, run: Any, tools: Any, story: Driver, tmp_path: Path
+) -> None:
+    """Too new, or not ours: the message names what is unknown."""
+    log = tools.write_log(tmp_path / "new", story.observed, story.configuration, header=changes)
+    result = run("verify", log)
+    assert result.exit_code == 2
+    assert result.out == ""
+    assert named in result.err
+
+
+def test_a_file_that_is_no_log_gives_2(run: Any, tmp_path: Path) -> None:
+    """Whatever it is, it cannot be decoded."""
+    path = tmp_path / "notes.txt"
+    path.write_text("hello")
+    result = run("verify", path)
+    assert result.exit_code == 2
+    assert "no segment has a readable header" in result.err
+
+
+def test_another_decision_gives_3(run: Any, tools: Any, story: Driver, tmp_path: Path) -> None:
+    """No rule is broken, but today's code would have written something else."""
+    events = tools.replaced(story.observed, e.LookupAnswered, 0, miss_reason="evicted")
+    result = run("verify", "--json", tools.write_log(tmp_path / "other", events, story.configuration))
+    assert result.exit_code == 3
+    (divergence,) = result.objects("divergence")
+    assert divergence["recorded"]["miss_reason"] == "evicted"
+    assert divergence["decided"]["miss_reason"] == "never_saved"
+    assert run("verify", tmp_path / "other").exit_code == 3
+
+
+def test_an_event_that_cannot_be_folded_gives_3(run: Any, tools: Any, story: Driver, tmp_path: Path) -> None:
+    """Such a log was not written by this code; the command says so instead of failing."""
+    events = tools.replaced(story.observed, e.SaveIssued, 0, slots=(-1,))
+    log = tools.write_log(tmp_path / "alien", events, story.configuration)
+    result = run("verify", "--json", log)
+    assert result.objects("unfoldable")
+    assert result.exit_code in {1, 3}
+    assert "cannot be folded" in run("verify", log).out
+
+
+def test_damage_goes_over_a_broken_rule_and_that_over_a_divergence(
+    run: Any, tools: Any, story: Driver, tmp_path: Path
+) -> None:
+    """One exit code for several findings: the one that makes the others doubtful."""
+    events = tools.replaced(story.observed, e.LookupAnswered, 1, num_external_tokens=56, miss_reason="evicted")
+    log = tools.write_log(tmp_path / "both", events, story.configuration)
+    result = run("verify", "--json", log)
+    assert result.objects("violation")
+    assert result.objects("divergence")
+    assert result.exit_code == 1
+    segment = only_segment(log)
+    segment.write_bytes(segment.read_bytes()[:-3])
+    result = run("verify", "--json", log)
+    assert result.objects("violation")
+    assert result.exit_code == 2
+
+
+def test_what_was_not_checked_is_listed(run: Any, log: Path) -> None:
+    """In JSON always, for people on request, and its number in any case."""
+    assert {item["rule"] for item in run("--json", "verify", log).objects("not_checked")} == set(NOT_CHECKED)
+    assert "LIVENESS: " in run("verify", "--verbose", log).out
+    brief = run("verify", log).out
+    assert "LIVENESS: " not in brief
+    assert f"{len(NOT_CHECKED)} rules that a log cannot decide" in brief
+
+
+def test_another_transition_table_is_pointed_out(run: Any, tools: Any, story: Driver, tmp_path: Path) -> None:
+    """Divergences from a log of another version have a cause that is no bug."""
+    changes = {"table_fingerprint": "0" * 16, "handler_fingerprint": "new=Mine"}
+    log = tools.write_log(tmp_path / "old", story.observed, story.configuration, header=changes)
+    result = run("verify", log)
+    assert result.exit_code == 0
+    assert "another transition table" in result.out
+    assert "handlers of its own" in result.out
+
+
+def test_a_later_segment_alone_is_verified_as_far_as_it_can_be(
+    run: Any, tools: Any, story: Driver, tmp_path: Path
+) -> None:
+    """Its chain and schema are checked; that rules could not be is said, not passed over."""
+    log = tools.write_log(tmp_path / "long", story.observed, story.configuration, segment_bytes=4096)
+    segments = sorted(log.glob("*.kvlog"))
+    assert len(segments) > 1
+    assert run("verify", log).exit_code == 0
+    assert run("verify", segments[0]).exit_code == 0
+    result = run("verify", segments[-1])
+    assert result.exit_code == 0
+    assert "checked over 0 events" in result.out
+    assert "neither rules nor decisions could be checked" in result.out
+    segments[0].unlink()  # retention drops whole segments from the front
+    assert "neither rules nor decisions could be checked" in run("verify", log).out
+
+
+def test_an_empty_log_is_sound(run: Any, tools: Any, story: Driver, tmp_path: Path) -> None:
+    """An engine that served nothing."""
+    SegmentEventStore.create(tmp_path / "empty", tools.header_of(story.configuration)).close()
+    assert run("verify", tmp_path / "empty").exit_code == 0
+    assert run("show", tmp_path / "empty").exit_code == 0
+    assert run("replay", tmp_path / "empty").exit_code == 0
+
+
+def test_a_log_that_is_still_written_can_be_verified(run: Any, tools: Any, story: Driver, tmp_path: Path) -> None:
+    """Neither side waits for the other."""
+    store = SegmentEventStore.create(tmp_path / "live", tools.header_of(story.configuration))
+    store.append(EventEncoder().encode(story.observed[:4]), 4)
+    assert run("verify", tmp_path / "live").exit_code == 0
+    store.append(EventEncoder().encode(story.observed[4:5]), 1)
+    (verdict,) = run("verify", "--json", tmp_path / "live").objects("verdict")
+    assert verdict["num_events"] == 5
+    store.close()
+
+
+def test_violations_recorded_live_are_named(run: Any, tools: Any, tmp_path: Path) -> None:
+    """What the connector itself saw go wrong needs no second opinion."""
+    driver = Driver()
+    driver.report(7)
+    driver.observe(e.HookFailed("build_connector_meta", "", "ValueError: no", 1))
+    log = tools.write_log(tmp_path / "live", driver.observed, driver.configuration)
+    result = run("verify", log)
+    assert result.exit_code == 1
+    assert "RECORDED at event 2" in result.out
+    assert "hook build_connector_meta raised: ValueError: no" in result.out
+
+
+def test_many_violations_are_cut_for_people_and_whole_for_programs(run: Any, tools: Any, tmp_path: Path) -> None:
+    """The number of those not shown is told."""
+    driver = Driver()
+    for job_id in range(1, 31):
+        driver.report(job_id)
+    log = tools.write_log(tmp_path / "many", driver.observed, driver.configuration)
+    assert "… and 40 more" in run("verify", log).out
+    assert len(run("verify", "--json", log).objects("violation")) == 60
+
+
+def test_the_verdict_names_the_head_of_the_chain(run: Any, log: Path) -> None:
+    """Noted elsewhere, it makes a log that was rewritten as a whole detectable."""
+    (verdict,) = run("verify", "--json", log).objects("verdict")
+    store = SegmentEventStore.open(log)
+    assert verdict["head_hash"] == store.head_hash.hex()
+    store.close()

@@ -1,0 +1,62 @@
+"""A healthy log in which everything happens that a checker looks at."""
+
+from __future__ import annotations
+
+import pytest
+from lifecycle_driver import Driver, keys_of
+
+from kvledger.lifecycle import events as e
+
+
+def healthy_story() -> Driver:
+    """A request is preempted, comes back and ends; others press on the pool; the cache is reset and used again.
+
+    Chunks of 8 tokens, blocks of 16, a pool of 7 slots.
+    """
+    driver = Driver(num_slots=7)
+    keys = keys_of("a", 8)
+    driver.observe(e.LogNote("started", 1))
+    driver.start("a", keys[:5], 45, (1, 2, 3))
+    driver.keys("a", 5, keys[5:6])
+    driver.step(("a", 45, 1, 46), settled=[("a", 0, 45)])
+    driver.settle_all()
+    for step in range(18):
+        driver.step(extended=[("a", (4,))] if step == 2 else ())
+    driver.observe(e.BlockTableObserved("a", (1, 2, 3, 4), 2))
+    driver.keys("a", 6, keys[6:8])
+    driver.preempt("a", 64)
+    driver.lookup("a", 0, 65)
+    driver.step()
+    driver.settle_all()
+    driver.lookup("a", 0, 65)
+    driver.lookup("a", 0, 65)
+    driver.allocate("a", (7, 8, 9, 10, 11), 64)
+    driver.step(("a", 64, 1, 65))
+    driver.settle_all()
+    # "c" is promised the beginning of what "a" saved; it never takes it up. "b" needs room meanwhile.
+    driver.arrive("c", 17, keys[:2])
+    driver.lookup("c", 0, 17)
+    driver.start("b", keys_of("b", 6), 49, (20, 21, 22, 23))
+    driver.step(("b", 49, 1, 50), settled=[("b", 0, 49)])
+    driver.settle_all()
+    driver.keys("a", 8, keys_of("a", 1, 8))
+    driver.finish("a", 73, 74)
+    driver.settle_all()
+    driver.finish("c", 0, 17)
+    driver.finish("b", 50, 51)
+    driver.settle_all()
+    driver.reset()
+    driver.save_prefix("d", keys[:2])
+    driver.start("f", keys_of("f", 2), 17, (30, 31))
+    driver.step(("f", 17, 1, 18))
+    driver.finish("f", 18, 19)
+    driver.settle_all()
+    driver.step()
+    driver.ledger.commit()
+    return driver
+
+
+@pytest.fixture(scope="module")
+def story() -> Driver:
+    """The healthy story, played once."""
+    return healthy_story()

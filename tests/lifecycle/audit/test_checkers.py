@@ -1,0 +1,274 @@
+"""Each checker names the log in which its rule was broken, and no other checker does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import attrs
+import pytest
+from lifecycle_driver import Driver, keys_of
+from lifecycle_driver.walk import Walk
+
+from kvledger.lifecycle import events as e
+from kvledger.lifecycle.audit import ALL_CHECKERS, NOT_CHECKED, Audit
+from kvledger.lifecycle.machine import ReferenceMachine
+from kvledger.lifecycle.replay import SequencedEvent
+
+Change = Callable[[e.Event], e.Event]
+
+
+def audit_of(driver: Driver, events: list[SequencedEvent] | None = None) -> Audit:
+    """The finished audit of a driver's log, or of other events under its configuration."""
+    audit = Audit(driver.configuration, ReferenceMachine())
+    audit.run(driver.sink.events() if events is None else events)
+    return audit
+
+
+def altered(driver: Driver, event_class: type[e.Event], index: int, change: Change) -> list[SequencedEvent]:
+    """The driver's log with the `index`-th event of a class changed; a change that changes nothing is refused."""
+    events = driver.sink.events()
+    places = [place for place, (_, event) in enumerate(events) if type(event) is event_class]
+    sequence, event = events[places[index]]
+    changed = change(event)
+    assert changed != event
+    events[places[index]] = (sequence, changed)
+    return events
+
+
+def evolve(**fields: object) -> Change:
+    """Replace fields."""
+    return lambda event: attrs.evolve(event, **fields)  # type: ignore[misc]
+
+
+def in_first_entry(name: str, place: int, value: int) -> Change:
+    """Replace one number in the first tuple of a field of a step."""
+
+    def change(event: e.Event) -> e.Event:
+        first, *rest = getattr(event, name)
+        entry = (*first[:place], value, *first[place + 1 :])
+        return attrs.evolve(event, **{name: (entry, *rest)})  # type: ignore[misc]
+
+    return change
+
+
+def first_of(name: str, value: int) -> Change:
+    """Replace the first number of a tuple."""
+    return lambda event: attrs.evolve(event, **{name: (value, *getattr(event, name)[1:])})  # type: ignore[misc]
+
+
+def swap_first_two(name: str) -> Change:
+    """Exchange the first two numbers of a tuple."""
+
+    def change(event: e.Event) -> e.Event:
+        first, second, *rest = getattr(event, name)
+        return attrs.evolve(event, **{name: (second, first, *rest)})  # type: ignore[misc]
+
+    return change
+
+
+def one_more(name: str) -> Change:
+    """Count a field up."""
+    return lambda event: attrs.evolve(event, **{name: getattr(event, name) + 1})  # type: ignore[misc]
+
+
+RESUMING_STEP = 21
+"""The step in which the preempted request of the story computes again."""
+
+ALTERATIONS: dict[str, tuple[type[e.Event], int, Change]] = {
+    "LEGAL_TRANSITION": (e.BlockTableObserved, 0, evolve(request_id="stranger")),
+    "ALLOC_MATCHES_LOOKUP": (e.BlocksAllocated, 1, evolve(num_external_tokens=80)),
+    "LOOKUP_PURE": (e.LookupAnswered, 2, evolve(num_external_tokens=56)),
+    "EXTERNAL_ZERO_NO_LOAD": (e.BlocksAllocated, 1, evolve(num_external_tokens=0)),
+    "LAST_TOKEN": (e.StepScheduled, RESUMING_STEP, in_first_entry("advanced", 3, 64)),
+    "CHUNK_COMPLETE": (e.StepScheduled, 1, in_first_entry("settled", 2, 39)),
+    "SRC_BLOCK_OWNED": (e.SaveIssued, 0, first_of("block_ids", 99)),
+    "LOADABLE_AFTER_COMMIT": (e.LoadIssued, 0, first_of("slots", 6)),
+    "COMPLETION_ONCE": (e.TransferReported, 0, evolve(num_ranks_done=2)),
+    "GEN_ISOLATION": (e.SaveCompleted, 0, one_more("generation")),
+    "EVICT_IDLE_ONLY": (e.ChunkEvicted, 0, lambda event: event),  # the promised key is put in by the test
+    "LOAD_DST_EXCLUSIVE": (e.LoadIssued, 0, swap_first_two("block_ids")),
+    "RELEASE_ALL": (e.RequestReleased, -1, one_more("generation")),
+    "TOKEN_CONSERVATION": (e.StepScheduled, RESUMING_STEP, in_first_entry("advanced", 1, 48)),
+    "FINISH_IS_LAST": (e.SaveIssued, -1, evolve(cause=1)),
+    "RESET_EPOCH": (e.LookupAnswered, -1, evolve(num_hit_tokens=16, num_external_tokens=16)),
+    "RECORDED": (e.LogNote, 0, lambda _: e.HookFailed("build_connector_meta", "", "ValueError: no", 1)),
+}
+
+
+def altered_for(rule: str, driver: Driver) -> list[SequencedEvent]:
+    """The story with the one event altered that breaks `rule`."""
+    event_class, index, change = ALTERATIONS[rule]
+    if rule == "EVICT_IDLE_ONLY":
+        (promised,) = [event for event in driver.all_of(e.ChunkKeysObserved) if event.request_id == "c"]
+        change = evolve(key=promised.keys[0])
+    return altered(driver, event_class, index, change)
+
+
+def test_a_healthy_log_breaks_no_rule(story: Driver) -> None:
+    """The story has a preemption, a load, evictions, a reset and releases, and nothing is wrong with it."""
+    assert story.all_of(e.LoadIssued)
+    assert story.all_of(e.ChunkEvicted)
+    assert story.all_of(e.CacheReset)
+    audit = audit_of(story)
+    assert audit.violations == []
+    assert audit.is_sound
+    assert audit.num_events == len(story.sink.events())
+
+
+@pytest.mark.parametrize("rule", ALL_CHECKERS)
+def test_one_altered_event_is_named_by_exactly_its_checker(rule: str, story: Driver) -> None:
+    """Whoever reads the audit is led to the rule that was broken, not to five others."""
+    audit = audit_of(story, altered_for(rule, story))
+    assert audit.unfoldable is None
+    assert {violation.rule for violation in audit.violations} == {rule}
+
+
+@pytest.mark.parametrize("rule", ALL_CHECKERS)
+def test_a_violation_points_at_events_that_exist(rule: str, story: Driver) -> None:
+    """Sequence and evidence are places in the log, evidence never later than the breach."""
+    events = altered_for(rule, story)
+    for violation in audit_of(story, events).violations:
+        assert 1 <= violation.sequence <= events[-1][0]
+        assert all(1 <= sequence <= violation.sequence for sequence in violation.evidence)
+        assert violation.detail
+
+
+@pytest.mark.parametrize("rule", ALL_CHECKERS)
+def test_a_checker_says_what_it_verifies_and_what_not(rule: str) -> None:
+    """Silence must not be taken for soundness."""
+    checker = ALL_CHECKERS[rule]()
+    text = type(checker).__doc__ or ""
+    assert checker.rule == rule
+    assert "Verifies: " in text
+    assert "Does not verify: " in text
+
+
+def test_no_rule_is_both_checked_and_not_checked() -> None:
+    """The two lists together are what a reader may rely on."""
+    assert not ALL_CHECKERS.keys() & NOT_CHECKED.keys()
+    assert all(NOT_CHECKED.values())
+
+
+@pytest.mark.parametrize(("chunk_size", "block_size"), [(4, 16), (8, 16), (16, 16), (32, 16)])
+@pytest.mark.parametrize("seed", range(4))
+def test_random_walks_break_only_rules_that_were_broken_live(seed: int, chunk_size: int, block_size: int) -> None:
+    """The walk's workers report twice and fall silent; what the live guards saw is all that an audit finds."""
+    walk = Walk(seed, chunk_size=chunk_size, block_size=block_size)
+    walk.run(60)
+    audit = audit_of(walk.driver)
+    unexpected = [v for v in audit.violations if v.rule not in {"RECORDED", "COMPLETION_ONCE"}]
+    assert not unexpected, f"seed {seed}: {unexpected[0]}"
+    recorded = [v for v in audit.violations if v.rule == "RECORDED"]
+    assert audit.num_violations["COMPLETION_ONCE"] == sum(v.detail.startswith("COMPLETION_ONCE") for v in recorded)
+    assert len(recorded) == len(walk.driver.all_of(e.InvariantViolated))
+    assert not audit.divergences
+    assert not audit.reference_differences
+
+
+def test_checkers_forget_released_requests() -> None:
+    """An audit of a long log needs memory for what is alive, not for what was."""
+    walk = Walk(5, chunk_size=8, block_size=16)
+    walk.run(80)
+    assert not len(walk.driver.projections.tracker)
+    for checker in audit_of(walk.driver).checkers:
+        remembered = {
+            name: value for name, value in vars(checker).items() if isinstance(value, dict | set | list) and value
+        }
+        assert not remembered, checker.rule
+
+
+# --- breaches that touch more than one rule, and those that need a whole story -------------------
+
+
+def broken_rules(driver: Driver) -> set[str]:
+    """What the audit names besides what the live guards recorded."""
+    driver.ledger.commit()
+    return {violation.rule for violation in audit_of(driver).violations} - {"RECORDED"}
+
+
+def test_tokens_of_an_answer_before_a_preemption_are_not_taken_up_after_it() -> None:
+    """A remembered lookup that outlives a preemption killed an engine once (LMCache#2158)."""
+    driver = Driver()
+    keys = keys_of("document", 4)
+    driver.save_prefix("first", keys)
+    driver.arrive("second", 33, keys)
+    driver.lookup("second", 0, 33)
+    driver.allocate("second", (1, 2, 3), 32)
+    driver.step(("second", 32, 1, 33))
+    driver.settle_all()
+    driver.preempt("second", 32)
+    driver.allocate("second", (4, 5, 6), 32)
+    assert broken_rules(driver) == {"ALLOC_MATCHES_LOOKUP"}
+
+
+def test_a_report_of_a_settled_job_is_named() -> None:
+    """A worker that reports twice frees blocks twice."""
+    driver = Driver()
+    driver.save_prefix("a", keys_of("document", 4))
+    driver.report(1)
+    assert broken_rules(driver) == {"COMPLETION_ONCE"}
+
+
+def test_a_job_completed_before_every_rank_reported_is_named(story: Driver) -> None:
+    """One rank's page missing is a poisoned chunk."""
+    events = altered(story, e.TransferReported, 0, evolve(num_ranks_done=0))
+    assert {v.rule for v in audit_of(story, events).violations} == {"COMPLETION_ONCE"}
+
+
+def test_a_load_from_chunks_that_a_reset_made_stale_is_named(story: Driver) -> None:
+    """Old weights' KV under new weights is silent corruption."""
+    events = story.sink.events()
+    allocation = next(s for s, event in events if isinstance(event, e.BlocksAllocated) and event.num_external_tokens)
+    # The reset takes the place of a lookup's repetition, so no sequence number changes.
+    polls = [
+        place for place, (s, event) in enumerate(events) if isinstance(event, e.LookupRequested) and s < allocation
+    ]
+    events[polls[-2]] = (events[polls[-2]][0], e.CacheReset(1))
+    broken = {violation.rule for violation in audit_of(story, events).violations}
+    assert {"LOADABLE_AFTER_COMMIT", "RESET_EPOCH"} <= broken
+
+
+def test_a_finished_request_that_is_never_released_is_named(story: Driver) -> None:
+    """A leak: nothing is owed, and still it is remembered."""
+    events = story.sink.events()
+    place = max(place for place, (_, event) in enumerate(events) if isinstance(event, e.RequestReleased))
+    events[place] = (events[place][0], e.LogNote("nothing", 1))
+    assert {v.rule for v in audit_of(story, events).violations} == {"RELEASE_ALL"}
+
+
+def test_two_loads_into_one_block_are_named() -> None:
+    """Whichever comes last wins, and one of two requests reads the other's tokens."""
+    driver = Driver()
+    driver.save_prefix("first", keys_of("document", 4))
+    for request_id in ("second", "third"):
+        driver.arrive(request_id, 33, keys_of("document", 4))
+        driver.lookup(request_id, 0, 33)
+        driver.allocate(request_id, (1, 2, 3), 32)
+    assert broken_rules(driver) == {"LOAD_DST_EXCLUSIVE"}
+
+
+def test_an_event_that_cannot_be_folded_ends_the_audit_without_an_exception(story: Driver) -> None:
+    """A log that was tampered with must not end its own audit."""
+    events = altered(story, e.SaveIssued, 0, evolve(slots=(-1,)))
+    audit = audit_of(story, events)
+    assert audit.unfoldable is not None
+    assert not audit.is_sound
+    assert "cannot be folded" in str(audit.unfoldable)
+    assert audit.num_events == audit.unfoldable.sequence
+
+
+def test_a_decision_made_otherwise_is_a_divergence_and_no_violation(story: Driver) -> None:
+    """The reason of a miss breaks no rule; today's code would still have written another one."""
+    events = altered(story, e.LookupAnswered, 0, evolve(miss_reason="evicted"))
+    audit = audit_of(story, events)
+    assert not audit.violations
+    assert len(audit.divergences) == 1
+    assert not audit.is_sound
+
+
+def test_violations_are_all_counted_though_not_all_are_kept(story: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A log that breaks a rule in every step must not fill the memory."""
+    monkeypatch.setattr("kvledger.lifecycle.audit.audit.MAX_VIOLATIONS", 1)
+    audit = audit_of(story, altered_for("ALLOC_MATCHES_LOOKUP", story))
+    assert len(audit.violations) == 1
+    assert audit.num_violations.total() == 2

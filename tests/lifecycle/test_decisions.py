@@ -1,0 +1,953 @@
+"""What the ledger decides: answers, loads, saves, failures. Driven through `Ledger.observe`, read from its events."""
+
+# ruff: noqa: ARG002, D102 -- a handler's method has the signature and the meaning of its base
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from lifecycle_driver import Driver, keys_of
+
+from kvledger.lifecycle import HandlerRegistry, RequestState, StateHandler
+from kvledger.lifecycle import events as e
+from kvledger.lifecycle.belief import Projections
+from kvledger.lifecycle.decisions import Decisions
+from kvledger.lifecycle.handlers.finished import Finished
+from kvledger.lifecycle.handlers.new import New
+from kvledger.lifecycle.handlers.running import Running
+from kvledger.lifecycle.projections.tracker import RequestRecord
+
+
+def kinds(decisions: Sequence[e.Event]) -> list[str]:
+    """The ids of the decisions."""
+    return [decision.id for decision in decisions]
+
+
+def violations(driver: Driver) -> list[str]:
+    """Names of the rules broken so far."""
+    return [event.rule for event in driver.all_of(e.InvariantViolated)]
+
+
+# --- lookups -------------------------------------------------------------------------------------
+
+
+def seed_driver(num_saved_tokens: int) -> Driver:
+    """The seed's figures: chunks of 256 on blocks of 16; 336 tokens computed; then preempted."""
+    driver = Driver(chunk_size=256, block_size=16, num_slots=64)
+    driver.save_prefix("earlier", keys_of("seed", num_saved_tokens // 256))
+    driver.start("a", keys_of("seed", 2), 600, range(38))
+    driver.preempt("a", 336)
+    driver.settle_all()
+    return driver
+
+
+def test_every_poll_of_the_seeds_request_is_answered_with_nothing() -> None:
+    """256 tokens are saved and 336 computed: -80 are to be loaded, which is 0, at the first poll and the tenth."""
+    driver = seed_driver(256)
+    assert [driver.lookup("a", 336, 600).num_external_tokens for _ in range(10)] == [0] * 10
+    assert driver.all_of(e.LookupAnswered)[-1].num_hit_tokens == 256
+
+
+def test_a_longer_hit_than_what_is_computed_is_answered_with_the_difference() -> None:
+    """512 tokens are saved and 336 computed: 176 remain to be loaded, at every poll."""
+    driver = seed_driver(512)
+    assert [driver.lookup("a", 336, 600).num_external_tokens for _ in range(3)] == [176] * 3
+
+
+def test_each_poll_is_answered_for_the_local_hit_of_that_very_poll() -> None:
+    """The local hit of a waiting request shrinks while others run; what is cached is the hit, not the answer."""
+    driver = seed_driver(512)
+    assert [driver.lookup("a", local, 600).num_external_tokens for local in (96, 64, 32, 0)] == [416, 448, 480, 512]
+
+
+def test_an_unaligned_local_hit_is_answered_with_nothing() -> None:
+    """Whole pages are loaded, so a load must start on a block boundary."""
+    driver = seed_driver(512)
+    assert driver.lookup("a", 337, 600).num_external_tokens == 0
+
+
+@pytest.mark.parametrize(("chunk_size", "block_size"), [(8, 16), (16, 16), (32, 16)])
+def test_a_full_hit_leaves_the_last_token_to_compute(chunk_size: int, block_size: int) -> None:
+    """At an exact multiple of the chunk the whole prompt is there; the engine still needs one token to run."""
+    driver = Driver(chunk_size=chunk_size, block_size=block_size)
+    driver.save_prefix("earlier", keys_of("d", 64 // chunk_size))
+    driver.arrive("a", 64, keys_of("d", 64 // chunk_size))
+    assert driver.lookup("a", 0, 64).num_external_tokens == 63
+    assert driver.lookup("a", 48, 64).num_external_tokens == 15
+
+
+def test_a_fully_computed_request_is_answered_with_nothing() -> None:
+    """Nothing is left once everything but the last token is local."""
+    driver = Driver()
+    driver.save_prefix("earlier", keys_of("d", 8))
+    driver.arrive("a", 64, keys_of("d", 8))
+    assert driver.lookup("a", 64, 64).num_external_tokens == 0
+
+
+def test_the_hit_of_a_preempted_request_covers_its_output() -> None:
+    """Prompt and output tokens alike are looked up on the way back."""
+    driver = Driver()
+    driver.start("a", keys_of("a", 2), 20, (1, 2))
+    driver.step(("a", 20, 1, 21))
+    driver.keys("a", 2, keys_of("a", 2, 2))
+    driver.preempt("a", 32)
+    driver.settle_all()
+    assert driver.lookup("a", 0, 33).num_external_tokens == 32
+
+
+def test_any_number_of_lookups_equals_one() -> None:
+    """Everything that is believed is the same, except the counted lookups and the sequence of the pending answer."""
+
+    def believed_after(num_lookups: int) -> dict[str, Any]:
+        driver = seed_driver(512)
+        for _ in range(num_lookups):
+            driver.lookup("a", 336, 600)
+        snapshot: dict[str, Any] = driver.projections.snapshot()
+        del snapshot["totals"]
+        snapshot["lookups"]["pending"] = {key: value[:-1] for key, value in snapshot["lookups"]["pending"].items()}
+        return snapshot
+
+    assert believed_after(1) == believed_after(2) == believed_after(17)
+
+
+@pytest.mark.parametrize("event", ["saving", "evicted", "tainted", "reset", "never_saved", "complete"])
+def test_an_answer_says_why_the_hit_ends(event: str) -> None:
+    """The reason, and the sequence number of the event that removed the first missing chunk."""
+    driver = Driver(num_slots=4)
+    keys = keys_of("d", 4)
+    if event != "never_saved":
+        driver.save_prefix("earlier", keys)
+    cause = 0
+    if event == "saving":
+        driver = Driver()
+        driver.start("other", keys, 33, (1, 2, 3))
+        driver.preempt("other", 32)
+    elif event == "evicted":
+        driver.save_prefix("greedy", keys_of("greedy", 8))
+    elif event == "tainted":
+        driver.arrive("failing", 33, keys)
+        driver.lookup("failing", 0, 33)
+        driver.allocate("failing", (1, 2, 3), 32)
+        driver.report(driver.all_of(e.LoadIssued)[-1].job_id, ok=False)
+    elif event == "reset":
+        driver.reset()
+    driver.arrive("a", 33, keys)
+    answer = driver.lookup("a", 0, 33)
+    assert answer.miss_reason == event
+    if event in {"evicted", "tainted", "reset"}:
+        cause = answer.miss_cause
+        removing = {"evicted": e.ChunkEvicted, "tainted": e.ChunkTainted, "reset": e.CacheReset}[event]
+        assert isinstance(driver.observed[cause - 1], removing)
+    else:
+        assert answer.miss_cause == 0
+
+
+# --- allocations and loads -----------------------------------------------------------------------
+
+
+def with_hit(num_chunks: int = 4, **configuration: Any) -> Driver:
+    """A new request `a` whose first `num_chunks` chunks are saved; 8 tokens a chunk on blocks of 16."""
+    driver = Driver(**configuration)
+    keys = keys_of("d", num_chunks)
+    driver.save_prefix("earlier", keys)
+    driver.arrive("a", num_chunks * 8 + 8, keys)
+    return driver
+
+
+def test_the_load_copies_the_pages_of_the_answered_tokens_into_the_given_blocks() -> None:
+    """One slot and one block per page, from the first block beyond the local hit on."""
+    driver = with_hit()
+    assert driver.lookup("a", 16, 40).num_external_tokens == 16
+    (load,) = driver.allocate("a", (7, 8, 9), 16)
+    assert isinstance(load, e.LoadIssued)
+    assert (load.first_token, load.num_tokens, load.block_ids) == (16, 16, (8,))
+    assert load.slots == driver.projections.chunks.get(keys_of("d", 4)[3])
+
+
+def test_a_part_of_the_answer_is_loaded_when_only_a_part_is_taken_up() -> None:
+    """`num_external_tokens` is the scheduler's word; it may be less than was answered."""
+    driver = with_hit()
+    driver.lookup("a", 0, 40)
+    (load,) = driver.allocate("a", (7, 8, 9), 16)
+    assert isinstance(load, e.LoadIssued)
+    assert (load.num_tokens, load.block_ids) == (16, (7,))
+    assert driver.all_of(e.InvariantViolated) == []
+
+
+def test_nothing_is_loaded_when_nothing_is_taken_up() -> None:
+    """Another connector won, or no lookup was wanted; the promise is released, the request is in good standing."""
+    driver = with_hit()
+    driver.lookup("a", 0, 40)
+    assert driver.allocate("a", (7, 8, 9), 0) == []
+    assert driver.projections.lookups.pending("a") is None
+    assert driver.projections.chunks.snapshot()["pinned"] == {}
+    assert not driver.record("a").quarantined
+
+
+@pytest.mark.parametrize("taken_up", [33, 40, 1000])
+def test_more_than_was_answered_is_refused_and_quarantined(taken_up: int) -> None:
+    """There is nothing to load it from; the violation names both numbers."""
+    driver = with_hit()
+    driver.lookup("a", 0, 40)
+    decisions = driver.allocate("a", range(100), taken_up)
+    assert kinds(decisions) == ["invariant.violated", "request.quarantined"]
+    assert isinstance(decisions[0], e.InvariantViolated)
+    assert decisions[0].rule == "ALLOC_MATCHES_LOOKUP"
+    assert str(taken_up) in decisions[0].detail
+    assert "32 had been answered" in decisions[0].detail
+
+
+def test_an_allocation_without_a_lookup_is_fine_as_long_as_it_takes_up_nothing() -> None:
+    """Not every allocation follows a lookup."""
+    driver = with_hit()
+    assert driver.allocate("a", (1, 2, 3), 0) == []
+
+
+def test_tokens_that_no_lookup_answered_are_refused() -> None:
+    """Also when an answer had been taken up before: it is used once."""
+    driver = with_hit()
+    driver.lookup("a", 0, 40)
+    driver.allocate("a", (1, 2, 3), 0)
+    driver.allocate("a", (1, 2, 3), 32)
+    assert violations(driver) == ["ALLOC_MATCHES_LOOKUP"]
+    assert driver.all_of(e.LoadIssued) == []
+
+
+def test_an_answer_of_an_earlier_generation_is_not_taken_up() -> None:
+    """A preemption between lookup and allocation voids the answer."""
+    driver = with_hit()
+    driver.lookup("a", 0, 40)
+    driver.preempt("a", 0)
+    driver.allocate("a", (1, 2, 3), 32)
+    assert violations(driver) == ["ALLOC_MATCHES_LOOKUP"]
+
+
+def test_tokens_taken_up_in_the_middle_of_a_prefill_are_refused() -> None:
+    """No lookup can have answered them, and nobody would load them: the request would read what was never written."""
+    driver = with_hit()
+    driver.lookup("a", 0, 40)
+    driver.allocate("a", (1, 2, 3), 0)
+    driver.step(("a", 0, 16, 40))
+    assert driver.state("a") is RequestState.CHUNKED_PREFILL
+    driver.allocate("a", (1, 2, 3), 16)
+    assert violations(driver) == ["ALLOC_MATCHES_LOOKUP"]
+    assert driver.record("a").quarantined
+
+
+def test_a_table_too_short_for_the_load_is_refused() -> None:
+    """The violation names how many blocks are needed and how many were given."""
+    driver = with_hit()
+    driver.lookup("a", 0, 40)
+    driver.allocate("a", (1,), 32)
+    assert violations(driver) == ["TABLE_EQ"]
+    assert "need 2 blocks, 1 were given" in driver.all_of(e.InvariantViolated)[0].detail
+
+
+def test_a_promised_chunk_is_not_evicted_before_the_allocation() -> None:
+    """Between lookup and allocation another request's save needs room and does not get this one."""
+    driver = with_hit(num_slots=2)
+    driver.lookup("a", 0, 40)
+    driver.start("greedy", keys_of("greedy", 2), 17, (20, 21))
+    decisions = driver.finish("greedy", 16, 18)
+    assert kinds(decisions) == ["save.declined", "request.released"]
+    assert kinds(driver.allocate("a", (1, 2, 3), 32)) == ["load.issued"]
+
+
+def test_a_chunk_that_is_being_loaded_is_not_evicted() -> None:
+    """A load in flight reads its slots until it is reported."""
+    driver = with_hit(num_slots=2)
+    driver.lookup("a", 0, 40)
+    driver.allocate("a", (1, 2, 3), 32)
+    driver.start("greedy", keys_of("greedy", 2), 17, (20, 21))
+    assert "save.declined" in kinds(driver.finish("greedy", 16, 18))
+    driver.report(driver.all_of(e.LoadIssued)[-1].job_id)
+    driver.start("greedier", keys_of("greedier", 2), 17, (20, 21))
+    assert "save.issued" in kinds(driver.finish("greedier", 16, 18))
+
+
+# --- saves ---------------------------------------------------------------------------------------
+
+
+def test_settled_chunks_are_saved_from_the_blocks_that_hold_them() -> None:
+    """Only whole settled chunks, each page once."""
+    driver = Driver(chunk_size=16)
+    driver.start("a", keys_of("a", 3), 50, (5, 6, 7, 8))
+    decisions = driver.step(("a", 50, 1, 51), settled=[("a", 0, 47)])
+    assert kinds(decisions) == ["save.issued"]
+    (save,) = driver.all_of(e.SaveIssued)
+    assert (save.chunks, save.block_ids, save.before_forward) == ((0, 1), (5, 6), False)
+
+
+def test_a_chunk_is_saved_once() -> None:
+    """Not again while its save is in flight, not again when it is there, whoever has it."""
+    driver = Driver(chunk_size=16)
+    keys = keys_of("shared", 2)
+    driver.start("a", keys, 33, (1, 2, 3))
+    driver.start("b", keys, 33, (1, 2, 4))
+    assert kinds(driver.step(settled=[("a", 0, 32)])) == ["save.issued"]
+    assert driver.step(settled=[("b", 0, 32)]) == []
+    driver.settle_all()
+    assert kinds(driver.finish("a", 33, 34)) == ["request.released"]
+
+
+def test_a_chunk_without_a_key_is_not_saved() -> None:
+    """Under asynchronous scheduling a key may be known later than its tokens are settled."""
+    driver = Driver(chunk_size=16)
+    driver.start("a", keys_of("a", 1), 33, (1, 2, 3))
+    driver.step(settled=[("a", 0, 32)])
+    assert driver.all_of(e.SaveIssued)[0].chunks == (0,)
+
+
+def test_what_a_preempted_request_loses_is_saved_before_the_forward() -> None:
+    """Its blocks are free already: the next forward may overwrite them."""
+    driver = Driver(chunk_size=16)
+    driver.start("a", keys_of("a", 3), 50, (5, 6, 7, 8))
+    (save,) = driver.preempt("a", 48)
+    assert isinstance(save, e.SaveIssued)
+    assert save.before_forward
+    assert (save.chunks, save.block_ids, save.generation) == ((0, 1, 2), (5, 6, 7), 0)
+    assert driver.record("a").generation == 1
+
+
+def test_what_a_finished_request_leaves_is_saved_before_the_forward() -> None:
+    """And the request stays until that save is settled."""
+    driver = Driver(chunk_size=16)
+    driver.start("a", keys_of("a", 3), 48, (5, 6, 7))
+    (save,) = driver.finish("a", 48, 49)
+    assert isinstance(save, e.SaveIssued)
+    assert save.before_forward
+    assert driver.state("a") is RequestState.FINISHED
+    assert kinds(driver.report(save.job_id)) == ["save.completed", "request.released"]
+    assert driver.state("a") is None
+
+
+def test_the_last_sampled_token_is_never_saved() -> None:
+    """A request that ends exactly on a chunk boundary: the last token's place was never written."""
+    driver = Driver(chunk_size=16)
+    driver.start("a", keys_of("a", 2), 31, (1, 2))
+    driver.finish("a", 32, 32)
+    assert driver.all_of(e.SaveIssued)[0].chunks == (0,)
+
+
+def test_nothing_is_saved_while_a_load_is_in_flight() -> None:
+    """What is computed on top of a load that may fail may be wrong too."""
+    driver = with_hit()
+    driver.keys("a", 4, keys_of("d", 1, 4))
+    driver.lookup("a", 0, 40)
+    driver.allocate("a", (1, 2, 3), 32)
+    assert driver.step(("a", 32, 8, 40)) == []
+    assert driver.step(settled=[("a", 0, 40)]) == []
+    assert driver.preempt("a", 40) == []
+    assert len(driver.all_of(e.SaveIssued)) == 1, "only the one of the earlier request"
+
+
+def test_a_chunk_that_settled_during_a_load_is_saved_afterwards() -> None:
+    """The cursor does not pass it by."""
+    driver = with_hit()
+    driver.keys("a", 4, keys_of("d", 1, 4))
+    driver.lookup("a", 0, 40)
+    driver.allocate("a", (1, 2, 3), 32)
+    driver.step(("a", 32, 8, 40))
+    driver.step(settled=[("a", 0, 40)])
+    driver.report(driver.all_of(e.LoadIssued)[-1].job_id)
+    assert driver.projections.save_cursor.num_chunks("a") == 0
+    driver.step(settled=[("a", 0, 40)])
+    assert driver.all_of(e.SaveIssued)[-1].chunks == (4,)
+
+
+def test_a_full_pool_declines_and_says_so() -> None:
+    """What fits is saved, beginning with the first chunk; the rest is declined with a reason."""
+    driver = Driver(chunk_size=16, num_slots=2)
+    driver.start("a", keys_of("a", 4), 65, (1, 2, 3, 4, 5))
+    decisions = driver.step(settled=[("a", 0, 64)])
+    assert kinds(decisions) == ["save.issued", "save.declined"]
+    declined = decisions[1]
+    assert isinstance(declined, e.SaveDeclined)
+    assert (declined.first_chunk, declined.num_chunks, declined.reason) == (2, 2, "pool_full")
+
+
+def test_room_is_made_by_evicting_what_nobody_needs() -> None:
+    """The oldest idle chunks leave, and the event names for whom."""
+    driver = Driver(chunk_size=16, num_slots=3)
+    driver.save_prefix("old", keys_of("old", 3))
+    driver.start("a", keys_of("a", 2), 33, (1, 2, 3))
+    decisions = driver.step(settled=[("a", 0, 32)])
+    assert kinds(decisions) == ["chunk.evicted", "chunk.evicted", "save.issued"]
+    evicted = [event.key for event in driver.all_of(e.ChunkEvicted)]
+    assert evicted == [keys_of("old", 3)[2], keys_of("old", 3)[1]], "the end of a prefix leaves before its beginning"
+    assert {event.for_request_id for event in driver.all_of(e.ChunkEvicted)} == {"a"}
+
+
+def test_a_prefix_is_never_evicted_for_its_own_tail() -> None:
+    """Without its beginning the tail is worth nothing."""
+    driver = Driver(chunk_size=16, num_slots=2)
+    driver.start("a", keys_of("a", 4), 65, (1, 2, 3, 4, 5))
+    driver.step(settled=[("a", 0, 32)])
+    driver.settle_all()
+    assert kinds(driver.step(settled=[("a", 2, 64)])) == ["save.declined"]
+    assert driver.all_of(e.ChunkEvicted) == []
+
+
+def test_nothing_is_evicted_for_a_save_that_cannot_happen_anyway() -> None:
+    """Four chunks share the only page and two of them are promised: evicting the others would free nothing."""
+    driver = Driver(chunk_size=4, block_size=16, num_slots=1)
+    driver.save_prefix("earlier", keys_of("d", 4))
+    driver.arrive("a", 9, keys_of("d", 2))
+    assert driver.lookup("a", 0, 9).num_external_tokens == 8
+    driver.start("b", keys_of("b", 4), 17, (1, 2))
+    driver.step(settled=[("b", 0, 16)])
+    assert driver.all_of(e.SaveIssued)[1:] == []
+    assert driver.all_of(e.ChunkEvicted) == []
+
+
+def test_a_settled_chunk_beyond_the_table_is_a_violation() -> None:
+    """The table and the token count cannot both be right; the request gets no more help."""
+    driver = Driver(chunk_size=16)
+    driver.start("a", keys_of("a", 4), 65, (1, 2))
+    driver.step(settled=[("a", 0, 64)])
+    assert violations(driver) == ["TABLE_EQ"]
+    assert driver.record("a").quarantined
+    assert driver.all_of(e.SaveIssued) == []
+
+
+# --- failures ------------------------------------------------------------------------------------
+
+
+def test_a_failed_load_taints_its_chunks_and_they_are_not_offered_again() -> None:
+    """Otherwise recomputing, looking up and failing would go on for ever."""
+    driver = with_hit()
+    driver.lookup("a", 0, 40)
+    (load,) = driver.allocate("a", (1, 2, 3), 32)
+    assert isinstance(load, e.LoadIssued)
+    decisions = driver.report(load.job_id, ok=False, error="disk on fire")
+    assert kinds(decisions) == ["load.failed"] + ["chunk.tainted"] * 4
+    driver.roll_back("a", 0)
+    assert driver.lookup("a", 0, 40).num_external_tokens == 0
+    driver.arrive("b", 40, keys_of("d", 4))
+    answer = driver.lookup("b", 0, 40)
+    assert (answer.num_external_tokens, answer.miss_reason) == (0, "tainted")
+
+
+def test_a_tainted_chunk_is_offered_again_once_it_is_saved_anew() -> None:
+    """The taint sits on the copy, not on the key."""
+    driver = with_hit()
+    driver.lookup("a", 0, 40)
+    (load,) = driver.allocate("a", (1, 2, 3), 32)
+    assert isinstance(load, e.LoadIssued)
+    driver.report(load.job_id, ok=False)
+    driver.roll_back("a", 0)
+    driver.step(("a", 0, 40, 40))
+    driver.step(settled=[("a", 0, 40)])
+    driver.settle_all()
+    driver.arrive("b", 40, keys_of("d", 4))
+    assert driver.lookup("b", 0, 40).num_external_tokens == 32
+
+
+def test_one_failed_rank_fails_a_load_for_all_but_only_when_every_rank_has_reported() -> None:
+    """Failed is not the same as quiet: another rank may still be writing."""
+    driver = with_hit(num_ranks=2)
+    driver.lookup("a", 0, 40)
+    (load,) = driver.allocate("a", (1, 2, 3), 32)
+    assert isinstance(load, e.LoadIssued)
+    assert driver.report(load.job_id, ok=False) == []
+    assert kinds(driver.report(load.job_id))[0] == "load.failed"
+
+
+def test_a_save_counts_when_every_rank_has_saved() -> None:
+    """One rank of two is not enough to be offered."""
+    driver = Driver(num_ranks=2)
+    driver.start("a", keys_of("a", 2), 17, (1, 2))
+    (save,) = driver.preempt("a", 16)
+    assert isinstance(save, e.SaveIssued)
+    assert driver.report(save.job_id) == []
+    assert driver.lookup("a", 0, 17).num_external_tokens == 0
+    assert kinds(driver.report(save.job_id)) == ["save.completed"]
+    assert driver.lookup("a", 0, 17).num_external_tokens == 16
+
+
+def test_a_failed_save_frees_its_slots_and_offers_nothing() -> None:
+    """The pool is as large as before."""
+    driver = Driver(num_slots=4)
+    driver.start("a", keys_of("a", 4), 33, (1, 2, 3))
+    (save,) = driver.preempt("a", 32)
+    assert isinstance(save, e.SaveIssued)
+    assert driver.projections.chunks.slots.num_free == 2
+    assert kinds(driver.report(save.job_id, ok=False)) == ["save.failed"]
+    assert driver.projections.chunks.slots.num_free == 4
+    assert driver.lookup("a", 0, 33).num_external_tokens == 0
+
+
+def test_a_job_that_nobody_reports_is_given_up() -> None:
+    """After `max_silent_steps` it counts as failed, so that nothing waits for ever."""
+    driver = Driver(max_silent_steps=3)
+    driver.start("a", keys_of("a", 2), 17, (1, 2))
+    driver.finish("a", 16, 18)
+    decisions = [driver.step() for _ in range(4)]
+    assert decisions[:3] == [[], [], []]
+    assert kinds(decisions[3]) == ["invariant.violated", "save.failed", "request.released"]
+    assert violations(driver) == ["LIVENESS"]
+    assert len(driver.projections.transfers) == 0
+
+
+def test_a_load_that_nobody_reports_taints_its_chunks_too() -> None:
+    """A given-up load is a failed load: offering the same chunks again would be given up again."""
+    driver = with_hit(max_silent_steps=3)
+    driver.lookup("a", 0, 40)
+    driver.allocate("a", (1, 2, 3), 32)
+    decisions = [decision for _ in range(4) for decision in driver.step()]
+    assert "load.failed" in kinds(decisions)
+    driver.roll_back("a", 0)
+    assert driver.lookup("a", 0, 40).num_external_tokens == 0
+
+
+def test_the_slots_of_a_given_up_save_are_not_written_by_another_while_it_may_still_write() -> None:
+    """Given up is not quiet: when the slow copy lands at last, the slot must not hold another request's chunk."""
+    driver = Driver(chunk_size=16, num_slots=1, max_silent_steps=3)
+    driver.start("slow", keys_of("slow", 1), 17, (1, 2))
+    (slow,) = driver.preempt("slow", 16)
+    assert isinstance(slow, e.SaveIssued)
+    for _ in range(4):
+        driver.step()
+    assert len(driver.all_of(e.SaveFailed)) == 1
+    driver.start("next", keys_of("next", 1), 17, (3, 4))
+    driver.preempt("next", 16)
+    unsettled = [save for save in driver.all_of(e.SaveIssued) if save.slots == slow.slots]
+    assert unsettled == [slow], "nobody has said that the first copy will not write there any more"
+
+
+@pytest.mark.parametrize("job_id", [0, 7, 2**40])
+def test_a_report_of_a_foreign_job_is_recorded_and_harmless(job_id: int) -> None:
+    """Nothing changes but the count of violations."""
+    driver = with_hit()
+    before = driver.projections.snapshot()
+    assert kinds(driver.report(job_id)) == ["invariant.violated"]
+    after = driver.projections.snapshot()
+    assert violations(driver) == ["COMPLETION_ONCE"]
+    del before["totals"], after["totals"]
+    assert after == before
+
+
+def test_a_doubled_report_frees_nothing_twice() -> None:
+    """The second one is none of ours."""
+    driver = Driver()
+    driver.start("a", keys_of("a", 2), 17, (1, 2))
+    (save,) = driver.preempt("a", 16)
+    assert isinstance(save, e.SaveIssued)
+    driver.report(save.job_id)
+    free = driver.projections.chunks.slots.num_free
+    driver.report(save.job_id)
+    assert violations(driver) == ["COMPLETION_ONCE"]
+    assert driver.projections.chunks.slots.num_free == free
+    assert not driver.record("a").quarantined
+
+
+def test_a_late_report_reaches_the_job_and_not_the_requests_new_life() -> None:
+    """A save of generation 0 completes in generation 1 and moves nothing but its chunks."""
+    driver = Driver()
+    driver.start("a", keys_of("a", 4), 33, (1, 2, 3))
+    (save,) = driver.preempt("a", 32)
+    assert isinstance(save, e.SaveIssued)
+    driver.lookup("a", 0, 33)
+    driver.allocate("a", (4, 5, 6))
+    assert driver.state("a") is RequestState.RECOVERING
+    driver.report(save.job_id)
+    assert driver.state("a") is RequestState.RECOVERING
+    assert driver.record("a").generation == 1
+
+
+# --- reset ---------------------------------------------------------------------------------------
+
+
+def test_a_reset_makes_everything_unavailable() -> None:
+    """After new weights no old chunk is offered, and every slot is free."""
+    driver = with_hit()
+    driver.reset()
+    answer = driver.lookup("a", 0, 40)
+    assert (answer.num_external_tokens, answer.miss_reason) == (0, "reset")
+    assert driver.projections.chunks.slots.num_free == 32
+
+
+def test_two_resets_equal_one() -> None:
+    """Except for the epoch's number."""
+
+    def believed_after(num_resets: int) -> dict[str, Any]:
+        driver = with_hit()
+        for _ in range(num_resets):
+            driver.reset()
+        snapshot: dict[str, Any] = driver.projections.snapshot()
+        del snapshot["transfers"]["epoch"]
+        return snapshot
+
+    assert believed_after(1) == believed_after(2)
+
+
+def test_a_save_that_completes_after_a_reset_offers_nothing() -> None:
+    """Its bytes were made with the old weights; its slots are free again."""
+    driver = Driver()
+    driver.start("a", keys_of("a", 2), 17, (1, 2))
+    (save,) = driver.preempt("a", 16)
+    assert isinstance(save, e.SaveIssued)
+    driver.reset()
+    driver.report(save.job_id)
+    assert driver.lookup("a", 0, 17).num_external_tokens == 0
+    assert driver.projections.chunks.slots.num_free == 32
+
+
+def test_what_was_computed_before_a_reset_is_not_saved_after_it() -> None:
+    """It was made with the old weights; only the next generation computes with the new ones."""
+    driver = Driver(chunk_size=16)
+    driver.start("a", keys_of("a", 1), 17, (1, 2))
+    driver.reset()
+    assert driver.step(settled=[("a", 0, 16)]) == []
+    assert driver.preempt("a", 16) == []
+
+
+def test_what_was_loaded_before_a_reset_is_not_saved_after_it() -> None:
+    """The load brings pages of the old weights, and what is computed on top of them is as old."""
+    driver = with_hit()
+    driver.keys("a", 4, keys_of("d", 1, 4))
+    driver.lookup("a", 0, 40)
+    driver.allocate("a", (1, 2, 3), 32)
+    driver.reset()
+    driver.step(("a", 32, 8, 40))
+    driver.settle_all()
+    assert driver.step(settled=[("a", 0, 40)]) == []
+
+
+def test_a_chunk_whose_save_a_reset_made_stale_is_saved_anew() -> None:
+    """The old save is still in flight and will offer nothing, so it is no reason to skip the chunk."""
+    driver = Driver(chunk_size=16)
+    driver.start("a", keys_of("a", 1), 17, (1, 2))
+    driver.step(settled=[("a", 0, 16)])
+    driver.reset()
+    driver.preempt("a", 16)
+    driver.lookup("a", 0, 17)
+    driver.allocate("a", (3, 4))
+    driver.step(("a", 0, 17, 17))
+    assert kinds(driver.step(settled=[("a", 0, 16)])) == ["save.issued"]
+
+
+def test_a_load_that_completes_after_a_reset_is_settled() -> None:
+    """The request goes on; no slot stays behind."""
+    driver = with_hit()
+    driver.lookup("a", 0, 40)
+    driver.allocate("a", (1, 2, 3), 32)
+    driver.reset()
+    driver.step(("a", 32, 8, 40))
+    assert kinds(driver.settle_all()) == ["load.completed", "prefill.completed"]
+    assert driver.projections.chunks.slots.num_free == 32
+
+
+# --- ids used again ------------------------------------------------------------------------------
+
+
+def test_an_id_used_again_begins_a_new_life() -> None:
+    """The save of the first life settles without touching the second."""
+    driver = Driver()
+    driver.start("a", keys_of("first", 2), 17, (1, 2))
+    (save,) = driver.finish("a", 16, 18)
+    assert isinstance(save, e.SaveIssued)
+    assert driver.arrive("a", 17, keys_of("second", 2)) == []
+    assert kinds(driver.report(save.job_id)) == ["save.completed"]
+    assert driver.state("a") is RequestState.NEW
+    assert driver.lookup("a", 0, 17).num_external_tokens == 0
+    driver.arrive("b", 17, keys_of("first", 2))
+    assert driver.lookup("b", 0, 17).num_external_tokens == 16
+
+
+def test_an_id_that_arrives_while_it_still_lives_is_a_violation() -> None:
+    """Ids are identity; the log says so, and serving goes on."""
+    driver = Driver()
+    driver.arrive("a", 17)
+    assert kinds(driver.arrive("a", 20)) == ["invariant.violated"]
+    assert violations(driver) == ["LEGAL_TRANSITION"]
+
+
+@pytest.mark.parametrize("event", [
+    e.LookupRequested("ghost", 0, 5, 1),
+    e.BlocksAllocated("ghost", (1,), 0, 1),
+    e.RequestPreempted("ghost", 5, 1),
+    e.RequestFinished("ghost", "FINISHED_ABORTED", 0, 5, 1),
+    e.ChunkKeysObserved("ghost", 0, (b"key",)),
+    e.TokensRolledBack("ghost", 0, 1),
+    e.SessionContinued("ghost", 0, 5, 5, 1),
+], ids=lambda event: event.id)  # fmt: skip
+def test_an_event_of_an_unknown_request_is_recorded_and_leaves_nothing_behind(event: e.Event) -> None:
+    """One violation, no entry anywhere."""
+    driver = Driver()
+    assert kinds(driver.observe(event)) == ["invariant.violated"]
+    assert not any(driver.projections.num_entries().values())
+
+
+# --- sessions ------------------------------------------------------------------------------------
+
+
+def test_a_session_whose_keys_change_mid_block_does_not_poison_the_earlier_chunk() -> None:
+    """Chunks of 8 on blocks of 16: turn one fills a block, turn two keeps its first half and rewrites the second.
+
+    The page image with turn two's half must be offered under turn two's key only, while the first half's key
+    may point at either image and turn one's second half must keep turn one's.
+    """
+    driver = Driver(chunk_size=8, block_size=16)
+    first, second = keys_of("turn one", 2), (keys_of("turn one", 1)[0], keys_of("turn two", 2)[1])
+    driver.start("a", first, 16, (1,))
+    driver.step(("a", 16, 1, 17), extended=[("a", (2,))], settled=[("a", 0, 16)])
+    driver.settle_all()
+    (page_one,) = driver.projections.chunks.get(first[1])
+    driver.continue_session("a", 8, 20)
+    driver.keys("a", 1, second[1:])
+    driver.step(("a", 8, 12, 20))
+    driver.step(settled=[("a", 1, 20)])
+    driver.settle_all()
+    (page_two,) = driver.projections.chunks.get(second[1])
+    assert page_one != page_two
+    assert driver.projections.chunks.get(first[1]) == (page_one,)
+    driver.arrive("b", 17, first)
+    driver.lookup("b", 0, 17)
+    (load,) = driver.allocate("b", (7, 8), 16)
+    assert isinstance(load, e.LoadIssued)
+    assert load.slots == (page_one,)
+
+
+def test_a_save_in_flight_keeps_the_keys_it_was_issued_for() -> None:
+    """Keys replaced before it is reported do not rename what is in its pages."""
+    driver = Driver(chunk_size=8, block_size=16)
+    first = keys_of("turn one", 2)
+    driver.start("a", first, 16, (1,))
+    driver.step(("a", 16, 1, 17), extended=[("a", (2,))], settled=[("a", 0, 16)])
+    driver.continue_session("a", 0, 20)
+    replaced = keys_of("turn two", 2)
+    driver.keys("a", 0, replaced)
+    driver.settle_all()
+    assert [driver.projections.chunks.get(key) is not None for key in (*first, *replaced)] == [True, True, False, False]
+
+
+def test_a_shorter_image_of_a_block_is_replaced_under_the_right_key_only() -> None:
+    """Chunk 0's page is replaced by the image that chunk 1's save makes, also when chunk 1 has another key then."""
+    driver = Driver(chunk_size=8, block_size=16)
+    driver.start("a", keys_of("one", 1), 9, (1,))
+    driver.step(("a", 9, 1, 10), settled=[("a", 0, 9)])
+    driver.settle_all()
+    driver.continue_session("a", 8, 17)
+    other = keys_of("other", 2)
+    driver.keys("a", 0, other)  # also the first chunk is another one now
+    driver.step(("a", 8, 9, 17), extended=[("a", (2,))])
+    driver.step(settled=[("a", 1, 16)])
+    (save,) = [save for save in driver.all_of(e.SaveIssued) if save.chunks == (1,)]
+    driver.settle_all()
+    assert driver.projections.chunks.get(keys_of("one", 1)[0]) != save.slots
+    assert driver.projections.chunks.get(other[1]) == save.slots
+
+
+# --- handlers ------------------------------------------------------------------------------------
+
+
+class Raising(Running):
+    """Breaks whenever tokens settle."""
+
+    def tokens_settled(
+        self, record: RequestRecord, first_chunk: int, num_settled_tokens: int, projections: Projections, cause: int
+    ) -> Decisions:
+        if record.request_id == "unlucky":
+            raise RuntimeError("no luck today")
+        return super().tokens_settled(record, first_chunk, num_settled_tokens, projections, cause)
+
+
+def registry(handler: StateHandler, *, added: bool = False) -> HandlerRegistry:
+    """The default handlers with one replaced or added."""
+    handlers = HandlerRegistry()
+    (handlers.add if added else handlers.replace)(handler)
+    return handlers
+
+
+def test_a_raising_handler_costs_only_its_request() -> None:
+    """The violation carries the error; the other requests of the same step are served."""
+    driver = Driver(chunk_size=16, handlers=registry(Raising()))
+    driver.start("unlucky", keys_of("u", 1), 17, (1, 2))
+    driver.start("lucky", keys_of("l", 1), 17, (3, 4))
+    decisions = driver.step(settled=[("unlucky", 0, 16), ("lucky", 0, 16)])
+    assert kinds(decisions) == ["invariant.violated", "request.quarantined", "save.issued"]
+    assert "RuntimeError: no luck today" in driver.all_of(e.InvariantViolated)[0].detail
+    assert driver.record("unlucky").quarantined
+    assert not driver.record("lucky").quarantined
+
+
+def test_a_handler_that_raises_at_the_finish_does_not_keep_its_request_for_ever() -> None:
+    """Nothing is owed, so nothing may stay."""
+
+    class RaisingAtTheEnd(Running):
+        def request_finished(
+            self, event: e.RequestFinished, record: RequestRecord, projections: Projections, cause: int
+        ) -> Decisions:
+            raise RuntimeError("no luck at all")
+
+    driver = Driver(handlers=registry(RaisingAtTheEnd()))
+    driver.start("a", keys_of("a", 1), 17, (1, 2))
+    driver.finish("a", 16, 18)
+    for _ in range(100):
+        driver.step()
+    assert not any(driver.projections.num_entries().values())
+
+
+def test_a_replaced_handler_decides_instead_of_the_built_in_one() -> None:
+    """Here: a request never gets anything from the cache."""
+
+    class NeverHits(New):
+        def lookup_requested(
+            self, event: e.LookupRequested, record: RequestRecord, projections: Projections, cause: int
+        ) -> Decisions:
+            yield e.LookupAnswered(
+                event.request_id,
+                record.generation,
+                event.num_computed_tokens,
+                event.num_tokens,
+                0,
+                0,
+                "limited",
+                0,
+                cause=cause,
+            )
+
+    driver = Driver(handlers=registry(NeverHits()))
+    driver.save_prefix("earlier", keys_of("d", 4))
+    driver.arrive("a", 40, keys_of("d", 4))
+    assert driver.lookup("a", 0, 40).miss_reason == "limited"
+
+
+def test_an_added_handler_decides_after_the_built_in_one() -> None:
+    """It sees what was decided before it."""
+
+    class Suspicious(StateHandler):
+        state = RequestState.NEW
+
+        def lookup_requested(
+            self, event: e.LookupRequested, record: RequestRecord, projections: Projections, cause: int
+        ) -> Decisions:
+            assert projections.lookups.pending(event.request_id) is not None
+            yield e.RequestQuarantined(event.request_id, "looks odd", cause)
+
+    driver = Driver(handlers=registry(Suspicious(), added=True))
+    driver.arrive("a", 40, keys_of("d", 4))
+    decisions = driver.observe(e.LookupRequested("a", 0, 40, 1))
+    assert kinds(decisions) == ["lookup.answered", "request.quarantined"]
+
+
+def test_a_handler_without_a_state_is_refused() -> None:
+    """The message names the class, what it has and what it may have."""
+
+    class Stateless(StateHandler):
+        pass
+
+    with pytest.raises(TypeError, match=r"Stateless has state None; set its class attribute `state` to one of new,"):
+        HandlerRegistry().add(Stateless())
+
+
+def test_the_fingerprint_names_every_handler_of_every_state() -> None:
+    """A log says who decided in it."""
+    handlers = registry(Raising(), added=True)
+    assert "running=Running+Raising" in handlers.fingerprint()
+    assert handlers.fingerprint() != HandlerRegistry().fingerprint()
+    assert len(handlers.fingerprint().split()) == len(RequestState)
+
+
+# --- quarantine ----------------------------------------------------------------------------------
+
+
+def test_a_quarantined_request_gets_no_hits_and_saves_nothing() -> None:
+    """It recomputes; that is all it costs."""
+    driver = with_hit()
+    driver.observe(e.HookFailed("build_connector_meta", "a", "boom", 1))
+    answer = driver.lookup("a", 0, 40)
+    assert (answer.num_external_tokens, answer.miss_reason) == (0, "quarantined")
+    driver.keys("a", 4, keys_of("d", 1, 4))
+    driver.allocate("a", (1, 2, 3))
+    driver.step(("a", 0, 40, 40))
+    assert driver.step(settled=[("a", 0, 40)]) == []
+    assert kinds(driver.finish("a", 40, 41)) == ["request.released"]
+
+
+def test_a_failed_hook_quarantines_the_request_it_names() -> None:
+    """The event carries the hook's name as the reason."""
+    driver = with_hit()
+    (quarantined,) = driver.observe(e.HookFailed("request_finished", "a", "boom", 1))
+    assert isinstance(quarantined, e.RequestQuarantined)
+    assert quarantined.reason == "request_finished failed"
+    assert driver.observe(e.HookFailed("reset_cache", "", "boom", 1)) == []
+
+
+def test_a_quarantine_ends_with_the_life_of_the_request() -> None:
+    """The same id, arriving again, is a new request."""
+    driver = with_hit()
+    driver.observe(e.HookFailed("hook", "a", "boom", 1))
+    driver.finish("a", 0, 40)
+    driver.arrive("a", 40, keys_of("d", 4))
+    assert driver.lookup("a", 0, 40).num_external_tokens == 32
+
+
+def test_an_illegal_event_is_recorded_and_leaves_the_state() -> None:
+    """A running request that is looked up: the state stays, the request is quarantined."""
+    driver = Driver()
+    driver.start("a", keys_of("a", 2), 17, (1, 2))
+    decisions = driver.observe(e.LookupRequested("a", 0, 17, 1))
+    assert kinds(decisions) == ["invariant.violated", "request.quarantined"]
+    assert "lookup.requested happened to a request in state running" in driver.all_of(e.InvariantViolated)[0].detail
+    assert driver.state("a") is RequestState.RUNNING
+
+
+# --- progress ------------------------------------------------------------------------------------
+
+
+def test_a_prefill_in_parts_is_told_step_by_step() -> None:
+    """`chunked_prefill` as long as known tokens remain, then `running`."""
+    driver = Driver()
+    driver.arrive("a", 40)
+    driver.lookup("a", 0, 40)
+    driver.allocate("a", (1, 2, 3))
+    assert kinds(driver.step(("a", 0, 16, 40))) == ["prefill.advanced"]
+    assert kinds(driver.step(("a", 16, 16, 40))) == ["prefill.advanced"]
+    assert kinds(driver.step(("a", 32, 8, 40))) == ["prefill.completed"]
+    assert driver.state("a") is RequestState.RUNNING
+
+
+def test_a_recovering_request_runs_when_its_load_has_arrived() -> None:
+    """Not when it is scheduled: until then it has blocks, not KV."""
+    driver = Driver()
+    driver.start("a", keys_of("a", 4), 33, (1, 2, 3))
+    driver.preempt("a", 32)
+    driver.settle_all()
+    driver.lookup("a", 0, 33)
+    driver.allocate("a", (4, 5, 6), 32)
+    assert driver.step(("a", 32, 1, 33)) == []
+    assert driver.state("a") is RequestState.RECOVERING
+    assert kinds(driver.settle_all()) == ["load.completed", "prefill.completed"]
+    assert driver.state("a") is RequestState.RUNNING
+
+
+def test_a_finished_request_is_released_when_its_last_job_is_settled() -> None:
+    """Two saves are owed; the first report releases nothing."""
+    driver = Driver(chunk_size=16)
+    driver.start("a", keys_of("a", 2), 33, (1, 2, 3))
+    driver.step(settled=[("a", 0, 16)])
+    driver.finish("a", 32, 34)
+    jobs = [save.job_id for save in driver.all_of(e.SaveIssued)]
+    assert len(jobs) == 2
+    assert kinds(driver.report(jobs[1])) == ["save.completed"]
+    assert kinds(driver.report(jobs[0])) == ["save.completed", "request.released"]
+    assert not any(driver.projections.num_entries().values())
+
+
+def test_a_finished_handler_can_be_extended() -> None:
+    """The extension sees every job of a finished request settle."""
+    seen: list[int] = []
+
+    class Watching(Finished):
+        def transfer_settled(self, job: Any, record: RequestRecord, projections: Projections, cause: int) -> Decisions:
+            seen.append(job.job_id)
+            return super().transfer_settled(job, record, projections, cause)
+
+    driver = Driver(handlers=registry(Watching()))
+    driver.save_prefix("a", keys_of("a", 2))
+    assert seen == [1]
+    assert driver.state("a") is None

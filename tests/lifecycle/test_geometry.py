@@ -1,0 +1,93 @@
+"""Where chunks lie on blocks, for every combination in which one size divides the other."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvledger.lifecycle.geometry import Geometry
+
+
+@st.composite
+def geometries(draw: st.DrawFn) -> Geometry:
+    """Any sizes that fit one another."""
+    small, factor = draw(st.integers(1, 32)), draw(st.integers(1, 16))
+    sizes = draw(st.permutations([small, small * factor]))
+    return Geometry(block_size=sizes[0], chunk_size=sizes[1])
+
+
+def tokens_of_chunk(geometry: Geometry, chunk: int) -> range:
+    """The tokens of one chunk."""
+    return range(chunk * geometry.chunk_size, (chunk + 1) * geometry.chunk_size)
+
+
+def test_a_chunk_larger_than_a_block_is_several_pages() -> None:
+    """The seed's sizes: 256 on 16."""
+    assert Geometry(16, 256).blocks_of((0,)) == tuple(range(16))
+    assert Geometry(16, 256).blocks_of((2,)) == tuple(range(32, 48))
+
+
+def test_chunks_that_share_a_block_share_its_page() -> None:
+    """The seed's other sizes: 8 on 16."""
+    assert Geometry(16, 8).blocks_of((0, 1, 2)) == (0, 1)
+    assert Geometry(16, 8).chunks_before_in_block(1) == range(1)
+    assert Geometry(16, 8).chunks_before_in_block(2) == range(2, 2)
+
+
+@given(geometry=geometries(), chunks=st.lists(st.integers(0, 200), min_size=1, max_size=8, unique=True).map(sorted))
+def test_the_blocks_of_chunks_are_those_that_hold_their_tokens(geometry: Geometry, chunks: list[int]) -> None:
+    """Ascending, each once."""
+    tokens = [token for chunk in chunks for token in tokens_of_chunk(geometry, chunk)]
+    assert geometry.blocks_of(chunks) == tuple(sorted({token // geometry.block_size for token in tokens}))
+
+
+@given(geometry=geometries(), chunk=st.integers(0, 500))
+def test_the_chunks_before_in_a_block_lie_wholly_in_the_block_where_the_chunk_ends(
+    geometry: Geometry, chunk: int
+) -> None:
+    """An image with the chunk in it contains exactly them as well."""
+    last_block = (tokens_of_chunk(geometry, chunk)[-1]) // geometry.block_size
+    expected = [
+        earlier
+        for earlier in range(max(0, chunk - 20), chunk)
+        if all(token // geometry.block_size == last_block for token in tokens_of_chunk(geometry, earlier))
+    ]
+    if geometry.chunk_size < geometry.block_size:
+        assert list(geometry.chunks_before_in_block(chunk)) == expected
+    else:
+        assert list(geometry.chunks_before_in_block(chunk)) == []
+
+
+@given(geometry=geometries(), first=st.integers(0, 5000), count=st.integers(1, 500))
+def test_the_blocks_spanning_tokens_are_those_that_hold_one(geometry: Geometry, first: int, count: int) -> None:
+    """No block too many, none too few."""
+    assert list(geometry.blocks_spanning(first, count)) == sorted(
+        {token // geometry.block_size for token in range(first, first + count)}
+    )
+
+
+@given(geometry=geometries(), num_tokens=st.integers(0, 10_000))
+def test_only_whole_chunks_count(geometry: Geometry, num_tokens: int) -> None:
+    """The part-filled last chunk is none."""
+    num_chunks = geometry.num_chunks_in(num_tokens)
+    assert num_chunks * geometry.chunk_size <= num_tokens < (num_chunks + 1) * geometry.chunk_size
+
+
+@given(geometry=geometries(), num_chunks=st.integers(1, 40), data=st.data())
+def test_the_slot_for_a_block_is_the_longest_image_of_it(
+    geometry: Geometry, num_chunks: int, data: st.DataObject
+) -> None:
+    """Every chunk has slots of its own here, so the slot tells which chunk and which page was chosen."""
+    slots_of_chunk = [tuple((chunk, page) for page in geometry.blocks_of((chunk,))) for chunk in range(num_chunks)]
+    blocks = geometry.blocks_of(range(num_chunks))
+    block = data.draw(st.sampled_from(blocks))
+    chosen = geometry.slot_for_block(block, num_chunks, slots_of_chunk)  # type: ignore[arg-type]
+    holding = [chunk for chunk in range(num_chunks) if block in geometry.blocks_of((chunk,))]
+    assert chosen == (max(holding), block)  # type: ignore[comparison-overlap]
+
+
+@given(geometry=geometries(), chunk=st.integers(0, 50))
+def test_a_chunks_slots_are_those_of_its_blocks(geometry: Geometry, chunk: int) -> None:
+    """In token order."""
+    slot_of_block = {block: 1000 + block for block in geometry.blocks_of((chunk,))}
+    assert geometry.slots_of(chunk, slot_of_block) == tuple(slot_of_block.values())

@@ -1,0 +1,144 @@
+"""A cached hit never outlives what made it true."""
+
+from __future__ import annotations
+
+from lifecycle_driver import Driver, keys_of
+
+from kvledger.lifecycle import events as e
+
+KEYS = keys_of("d", 4)
+
+
+def looked_up(**configuration: int) -> Driver:
+    """Request `a` was answered with all four chunks of 16."""
+    driver = Driver(chunk_size=16, **configuration)
+    driver.save_prefix("earlier", KEYS)
+    driver.arrive("a", 70, KEYS)
+    assert driver.lookup("a", 0, 70).num_hit_tokens == 64
+    return driver
+
+
+def hit(driver: Driver, generation: int = 0) -> int:
+    """Chunks that the cache finds now."""
+    chunks: int = driver.projections.lookups.num_hit_chunks("a", generation)
+    return chunks
+
+
+def truth(driver: Driver) -> int:
+    """Chunks that are there now."""
+    keys = driver.projections.chunk_keys.of("a")
+    committed: int = driver.projections.chunks.num_committed_from(keys)
+    return committed
+
+
+def test_an_unchanged_hit_is_found_without_walking_the_keys() -> None:
+    """That is what it is cached for: the same count, and no key is asked for."""
+    driver = looked_up()
+
+    class Untouchable(dict[bytes, tuple[int, ...]]):
+        def __contains__(self, key: object) -> bool:
+            raise AssertionError("walked again")
+
+    driver.projections.chunks._committed = Untouchable()
+    assert hit(driver) == 4
+
+
+def test_an_evicted_chunk_shortens_the_hit() -> None:
+    """Also when the evicted chunk lies in the middle."""
+    driver = looked_up()
+    driver.observe(e.ChunkEvicted(KEYS[1], "other", 1))
+    assert hit(driver) == truth(driver) == 1
+
+
+def test_a_tainted_chunk_shortens_the_hit() -> None:
+    """A failed load of another request is enough."""
+    driver = looked_up()
+    driver.observe(e.ChunkTainted(KEYS[3], 1))
+    assert hit(driver) == truth(driver) == 3
+
+
+def test_a_reset_ends_the_hit() -> None:
+    """And the answer that was pending."""
+    driver = looked_up()
+    driver.reset()
+    assert hit(driver) == 0
+    assert driver.projections.lookups.pending("a") is None
+
+
+def test_another_generation_does_not_see_the_hit() -> None:
+    """It walks anew; here the truth is the same, so only the way tells."""
+    driver = looked_up()
+    driver.observe(e.ChunkTainted(KEYS[0], 1))
+    assert hit(driver, generation=1) == 0
+
+
+def test_a_preemption_forgets_hit_and_answer() -> None:
+    """The next lookup starts from nothing."""
+    driver = looked_up()
+    driver.preempt("a", 0)
+    snapshot = driver.projections.lookups.snapshot()
+    assert (snapshot["hits"], snapshot["pending"]) == ({}, {})
+
+
+def test_replaced_keys_end_the_hit() -> None:
+    """The request's tokens are others from there on."""
+    driver = looked_up()
+    driver.keys("a", 1, keys_of("other", 3))
+    assert hit(driver) == truth(driver) == 1
+
+
+def test_appended_keys_extend_the_hit_if_they_are_there() -> None:
+    """Another request saved further chunks of the same text."""
+    driver = Driver(chunk_size=16)
+    driver.save_prefix("earlier", KEYS)
+    driver.arrive("a", 70, KEYS[:2])
+    assert driver.lookup("a", 0, 70).num_hit_tokens == 32
+    driver.keys("a", 2, KEYS[2:])
+    assert hit(driver) == truth(driver) == 4
+
+
+def test_a_newly_committed_chunk_extends_the_hit() -> None:
+    """Polled while a save was in flight, then again when it was there."""
+    driver = Driver(chunk_size=16)
+    driver.start("other", KEYS, 65, range(5))
+    driver.preempt("other", 64)
+    driver.arrive("a", 70, KEYS)
+    assert driver.lookup("a", 0, 70).num_hit_tokens == 0
+    driver.settle_all()
+    assert hit(driver) == truth(driver) == 4
+
+
+def test_a_removal_and_a_commit_together_are_both_seen() -> None:
+    """Equal numbers of chunks before and after prove nothing."""
+    driver = looked_up()
+    driver.observe(e.ChunkEvicted(KEYS[0], "other", 1))
+    driver.save_prefix("other", keys_of("unrelated", 1))
+    assert hit(driver) == truth(driver) == 0
+
+
+def test_an_answer_is_pending_until_it_is_taken_up() -> None:
+    """One allocation takes it; the next finds none."""
+    driver = looked_up()
+    lookups = driver.projections.lookups
+    assert lookups.pending("a").num_external_tokens == 64
+    driver.allocate("a", range(5), 64)
+    assert (lookups.pending("a"), lookups.taken_up("a").num_external_tokens) == (None, 64)
+    driver.allocate("a", range(5), 0)
+    assert lookups.taken_up("a") is None
+
+
+def test_the_last_answer_is_the_pending_one() -> None:
+    """There is one replaceable slot per request."""
+    driver = looked_up()
+    driver.lookup("a", 32, 70)
+    assert driver.projections.lookups.pending("a").num_external_tokens == 32
+    assert len(driver.projections.lookups) == 1
+
+
+def test_a_finished_request_leaves_nothing() -> None:
+    """Neither hit nor answer."""
+    driver = looked_up()
+    driver.allocate("a", range(5), 64)
+    driver.finish("a", 0, 70)
+    lookups = driver.projections.lookups
+    assert (len(lookups), lookups.pending("a"), lookups.taken_up("a")) == (0, None, None)

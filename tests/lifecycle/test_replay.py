@@ -1,0 +1,227 @@
+"""A stored log folds to the state it was written from, and today's code is compared with what it recorded."""
+
+# ruff: noqa: ARG002 -- a handler's method has the signature and the meaning of its base
+
+from __future__ import annotations
+
+import attrs
+import pytest
+from lifecycle_driver import Driver, MemorySink, Walk, keys_of
+
+from kvledger.lifecycle import Divergence, HandlerRegistry, Ledger, Replay, fold
+from kvledger.lifecycle import events as e
+from kvledger.lifecycle.belief import Projections
+from kvledger.lifecycle.decisions import Decisions
+from kvledger.lifecycle.handlers.new import New
+from kvledger.lifecycle.machine import ReferenceMachine
+from kvledger.lifecycle.projections.tracker import RequestRecord
+from kvledger.lifecycle.table import ROWS
+
+Log = list[tuple[int, e.Event]]
+
+
+def story() -> tuple[Driver, Log]:
+    """One request is saved, looked up twice, loaded, and finished; with its log."""
+    driver = Driver()
+    driver.save_prefix("earlier", keys_of("d", 4))
+    driver.arrive("a", 40, keys_of("d", 4))
+    driver.lookup("a", 0, 40)
+    driver.lookup("a", 0, 40)
+    driver.allocate("a", (1, 2, 3), 32)
+    driver.step(("a", 32, 8, 40))
+    driver.settle_all()
+    driver.preempt("a", 40)
+    driver.finish("a", 0, 41)
+    driver.settle_all()
+    driver.ledger.commit()
+    return driver, driver.sink.events()
+
+
+def replayed(log: Log, driver: Driver, *, handlers: HandlerRegistry | None = None) -> Replay:
+    """The whole log, decided again."""
+    replay = Replay(driver.configuration, handlers=handlers, reference=ReferenceMachine())
+    for sequence, event in log:
+        replay.step(sequence, event)
+    replay.finish()
+    return replay
+
+
+def renumbered(events: list[e.Event]) -> Log:
+    """A log of these events, numbered from 1."""
+    return list(enumerate(events, start=1))
+
+
+def first_answer(log: Log) -> tuple[int, tuple[int, e.LookupAnswered]]:
+    """Where the first answer stands in the list, and its entry."""
+    for index, (sequence, event) in enumerate(log):
+        if isinstance(event, e.LookupAnswered):
+            return index, (sequence, event)
+    raise LookupError("no lookup was answered")
+
+
+def test_a_log_decided_again_gives_the_same_decisions_and_the_same_state() -> None:
+    """No divergence, no difference to the reference machine, equal snapshots."""
+    driver, log = story()
+    replay = replayed(log, driver)
+    assert replay.divergences == []
+    assert replay.reference_differences == []
+    assert replay.projections.snapshot() == driver.projections.snapshot()
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize(("chunk_size", "block_size"), [(8, 16), (32, 16)])
+def test_every_prefix_of_a_log_folds_to_the_state_of_that_moment(seed: int, chunk_size: int, block_size: int) -> None:
+    """The live state after each event, and the state folded from the bytes up to it, are equal."""
+    print(f"seed {seed}")
+    walk = Walk(seed, chunk_size=chunk_size, block_size=block_size)
+    walk.run(25)
+    configuration = walk.driver.configuration
+    log = walk.driver.sink.events()
+    live = Ledger(configuration, MemorySink())
+    moments: dict[int, object] = {}
+    for event in [event for _, event in log if not event.is_decision]:
+        live.observe(event)
+        moments[live.next_sequence - 1] = live.projections.snapshot()
+    assert max(moments) == log[-1][0]
+    folded = Projections(configuration)
+    for sequence, event in log:
+        folded.fold(event, sequence)
+        if sequence in moments:
+            assert folded.snapshot() == moments[sequence], f"after sequence {sequence}"
+
+
+def test_folding_stops_after_the_asked_event() -> None:
+    """`at` is the sequence number of the last event that counts; beyond the end it is the whole log."""
+    driver, log = story()
+    (arrived,) = [sequence for sequence, event in log if isinstance(event, e.RequestArrived) and event.ordinal == 1]
+    assert fold(log, driver.configuration, at=arrived - 1).tracker.get("a") is None
+    assert fold(log, driver.configuration, at=arrived).tracker.get("a") is not None
+    assert fold(log, driver.configuration, at=10**9).snapshot() == fold(log, driver.configuration).snapshot()
+    assert fold(log, driver.configuration, at=0).snapshot() == Projections(driver.configuration).snapshot()
+
+
+def test_an_altered_decision_is_reported_where_it_stands() -> None:
+    """The divergence names the sequence number, what was recorded and what is decided today."""
+    driver, log = story()
+    index, (sequence, answer) = first_answer(log)
+    altered = attrs.evolve(answer, miss_reason="limited")
+    log[index] = (sequence, altered)
+    assert replayed(log, driver).divergences == [Divergence(sequence, altered, answer)]
+
+
+def test_a_missing_decision_is_reported_at_what_stands_in_its_place() -> None:
+    """Here it was the only decision of its observation."""
+    driver, log = story()
+    events = [event for _, event in log]
+    index = next(i for i, event in enumerate(events) if isinstance(event, e.LookupAnswered))
+    missing = events.pop(index)
+    (first, *_) = replayed(renumbered(events), driver).divergences
+    assert first == Divergence(index + 1, None, missing)
+    assert "the log has nothing" in str(first)
+
+
+def test_a_missing_decision_at_the_end_is_reported_by_finish() -> None:
+    """There is no next event that could reveal it."""
+    driver, log = story()
+    while not isinstance(log[-1][1], e.RequestReleased):
+        log.pop()
+    sequence, released = log.pop()
+    replay = Replay(driver.configuration)
+    for number, event in log:
+        replay.step(number, event)
+    assert replay.divergences == []
+    replay.finish()
+    assert replay.divergences == [Divergence(sequence, None, released)]
+
+
+def test_an_additional_decision_is_reported_where_it_stands() -> None:
+    """The log decided something that today's code does not."""
+    driver, log = story()
+    events = [event for _, event in log]
+    index = next(i for i, event in enumerate(events) if isinstance(event, e.LookupAnswered))
+    additional = e.RequestQuarantined("a", "somebody else's idea", index)
+    events.insert(index + 1, additional)
+    (first, *_) = replayed(renumbered(events), driver).divergences
+    assert first == Divergence(index + 2, additional, None)
+    assert "this code decides nothing" in str(first)
+
+
+def test_after_a_divergence_folding_goes_on_with_what_was_recorded() -> None:
+    """The log is the truth; the state is that of the log."""
+    driver, log = story()
+    index, (sequence, answer) = first_answer(log)
+    log[index] = (sequence, attrs.evolve(answer, miss_reason="limited"))
+    replay = replayed(log, driver)
+    assert replay.projections.snapshot() == fold(log, driver.configuration).snapshot()
+    assert len(replay.divergences) == 1, "one altered word is one divergence"
+
+
+def test_other_handlers_show_where_they_would_have_decided_otherwise() -> None:
+    """The use of deciding again: an extension is tried on a stored log before it serves."""
+
+    class Silent(New):
+        def lookup_requested(
+            self, event: e.LookupRequested, record: RequestRecord, projections: Projections, cause: int
+        ) -> Decisions:
+            return iter(())
+
+    driver, log = story()
+    handlers = HandlerRegistry()
+    handlers.replace(Silent())
+    divergences = replayed(log, driver, handlers=handlers).divergences
+    assert [divergence.recorded for divergence in divergences] == [
+        event for _, event in log if isinstance(event, e.LookupAnswered)
+    ]
+    assert {divergence.decided for divergence in divergences} == {None}
+
+
+def test_the_reference_machine_reports_a_table_that_leads_elsewhere() -> None:
+    """Every replayed log is a test of one table against the other."""
+    driver, log = story()
+    wrong = [
+        attrs.evolve(row, dest=row.source) if row.event is e.PrefillCompleted and row.source == "new" else row
+        for row in ROWS
+    ]
+    replay = Replay(driver.configuration, reference=ReferenceMachine(wrong))
+    for sequence, event in log:
+        replay.step(sequence, event)
+    assert {type(difference.recorded) for difference in replay.reference_differences} == {e.PrefillCompleted}
+
+
+def test_an_id_used_again_before_its_last_job_is_settled_is_no_difference() -> None:
+    """An arrival is a birth: the state of the life before says nothing about it."""
+    driver = Driver()
+    driver.start("a", keys_of("first", 2), 17, (1, 2))
+    driver.finish("a", 16, 18)
+    driver.arrive("a", 17, keys_of("second", 2))
+    driver.settle_all()
+    driver.ledger.commit()
+    assert replayed(driver.sink.events(), driver).reference_differences == []
+
+
+def test_each_replayed_event_tells_the_states_around_it() -> None:
+    """Checkers see the moment as it was."""
+    driver, log = story()
+    replay = Replay(driver.configuration)
+    moments = [replay.step(sequence, event) for sequence, event in log]
+    arrived, *_ = [moment for moment in moments if isinstance(moment.event, e.RequestArrived)]
+    assert (arrived.state_before, arrived.state_after) == (None, "new")
+    (preempted,) = [moment for moment in moments if isinstance(moment.event, e.RequestPreempted)]
+    assert (preempted.state_before, preempted.state_after) == ("running", "preempted")
+    released = [moment for moment in moments if isinstance(moment.event, e.RequestReleased)]
+    assert {(moment.state_before, moment.state_after) for moment in released} == {("finished", None)}
+
+
+def test_a_commit_is_one_frame_and_an_empty_one_is_none() -> None:
+    """The sink gets all events of a step together, numbered without a gap."""
+    driver = Driver()
+    driver.arrive("a", 17, keys_of("a", 2))
+    assert driver.ledger.num_uncommitted == 2
+    driver.ledger.commit()
+    driver.ledger.commit()
+    driver.lookup("a", 0, 17)
+    driver.ledger.commit()
+    assert [(first, count) for first, count, _ in driver.sink.frames] == [(1, 2), (3, 2)]
+    assert driver.ledger.num_uncommitted == 0
+    assert driver.ledger.next_sequence == 5
+    assert [event for _, event in driver.sink.events()] == driver.observed

@@ -1,0 +1,117 @@
+"""Sums over the log, each moved by what it counts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import attrs
+from lifecycle_driver import Driver, keys_of
+
+from kvledger.lifecycle import events as e
+from kvledger.lifecycle.projections.totals import Figures
+
+
+def moved(driver: Driver) -> dict[str, int]:
+    """The figures that are not 0."""
+    figures: Figures = driver.projections.totals.figures
+    return {name: value for name, value in attrs.asdict(figures).items() if value}
+
+
+def preempted(num_saved: int = 4) -> Driver:
+    """A request of 65 tokens, chunks of 16, preempted with 64 settled tokens and its first chunks saved."""
+    driver = Driver(chunk_size=16)
+    driver.start("a", keys_of("a", num_saved), 65, range(5))
+    driver.preempt("a", 64)
+    driver.settle_all()
+    return driver
+
+
+def resume(driver: Driver, local: int, external: int) -> dict[str, int]:
+    """Come back with local and loaded tokens and compute the rest."""
+    driver.lookup("a", local, 65)
+    driver.allocate("a", range(10, 15), external)
+    driver.step(("a", local + external, 65 - local - external, 65))
+    driver.settle_all()
+    return moved(driver)
+
+
+def test_nothing_has_happened_in_an_empty_log() -> None:
+    """Every figure is 0."""
+    assert moved(Driver()) == {}
+
+
+def test_a_recovery_from_the_host_recomputes_nothing() -> None:
+    """64 tokens lost, 64 loaded, the 65th computed for the first time."""
+    figures = resume(preempted(), 0, 64)
+    assert (figures["num_tokens_recovered"], figures["num_tokens_loaded"]) == (64, 64)
+    assert "num_tokens_recomputed" not in figures
+    assert "num_tokens_retained" not in figures
+
+
+def test_what_the_local_prefix_cache_kept_is_retained() -> None:
+    """32 found locally, 32 loaded."""
+    figures = resume(preempted(), 32, 32)
+    assert (figures["num_tokens_retained"], figures["num_tokens_recovered"]) == (32, 32)
+    assert "num_tokens_recomputed" not in figures
+
+
+def test_what_is_neither_found_nor_loaded_is_recomputed() -> None:
+    """Tokens computed before the preemption and again after it; the last one was never computed."""
+    figures = resume(preempted(), 0, 0)
+    assert figures["num_tokens_recomputed"] == 64
+    assert "num_tokens_recovered" not in figures
+
+
+def test_a_partly_saved_request_splits_its_tokens() -> None:
+    """Every lost token is retained, recovered or recomputed: 16 + 16 + 32 = 64."""
+    figures = resume(preempted(num_saved=2), 16, 16)
+    assert figures["num_tokens_retained"] + figures["num_tokens_recovered"] + figures["num_tokens_recomputed"] == 64
+
+
+def test_a_first_prefill_recomputes_nothing() -> None:
+    """However long and in however many parts."""
+    driver = Driver()
+    driver.arrive("a", 65)
+    driver.lookup("a", 0, 65)
+    driver.allocate("a", range(5))
+    driver.step(("a", 0, 32, 65))
+    driver.step(("a", 32, 33, 65))
+    assert moved(driver) == {"num_requests": 1, "num_lookups": 1}
+
+
+def test_bytes_and_durations_go_to_their_direction() -> None:
+    """A report of 100 bytes and 10 ns for a save and one for a load; a foreign report counts nothing."""
+    driver = preempted()
+    driver.report(77)
+    figures = moved(driver)
+    assert (figures["num_bytes_saved"], figures["save_duration_ns"]) == (100, 10)
+    figures = resume(driver, 0, 64)
+    assert (figures["num_bytes_loaded"], figures["load_duration_ns"], figures["num_bytes_saved"]) == (100, 10, 100)
+
+
+def test_each_of_these_events_counts_one() -> None:
+    """Arrivals, evictions, taints, failures, violations, failed hooks; declined chunks by their number."""
+    cases: list[tuple[e.Event, dict[str, Any]]] = [
+        (e.RequestArrived("b", 9, 5, 1), {"num_requests": 1}),
+        (e.ChunkEvicted(b"k", "b", 1), {"num_chunks_evicted": 1}),
+        (e.ChunkTainted(b"k", 1), {"num_chunks_tainted": 1}),
+        (e.LoadFailed("b", 0, 5, "", 1), {"num_loads_failed": 1}),
+        (e.SaveFailed("b", 0, 5, "", True, 1), {"num_saves_failed": 1}),
+        (e.SaveDeclined("b", 0, 2, 3, "pool_full", 1), {"num_chunks_declined": 3}),
+        (e.InvariantViolated("RULE", "b", "", 1), {"num_violations": 1}),
+        (e.HookFailed("hook", "", "", 1), {"num_hook_failures": 1}),
+    ]
+    for event, expected in cases:
+        driver = Driver()
+        driver.projections.fold(event, 1)
+        assert moved(driver) == expected, event.id
+
+
+def test_saved_chunks_and_answers_are_counted_in_their_units() -> None:
+    """Four chunks saved; every poll is a lookup, and its answer counts as hit tokens."""
+    driver = preempted()
+    driver.lookup("a", 0, 65)
+    driver.lookup("a", 32, 65)
+    figures = moved(driver)
+    assert figures["num_chunks_saved"] == 4
+    assert (figures["num_lookups"], figures["num_tokens_hit"]) == (3, 96)

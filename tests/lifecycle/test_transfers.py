@@ -1,0 +1,133 @@
+"""Jobs in flight: known by their id, counted by rank, forgotten when settled."""
+
+from __future__ import annotations
+
+from lifecycle_driver import Driver, keys_of
+
+from kvledger.lifecycle import events as e
+
+
+def with_save(**configuration: int) -> tuple[Driver, e.SaveIssued]:
+    """A preempted request whose save is in flight."""
+    driver = Driver(**configuration)
+    driver.start("a", keys_of("a", 4), 33, (1, 2, 3))
+    (save,) = driver.preempt("a", 32)
+    assert isinstance(save, e.SaveIssued)
+    return driver, save
+
+
+def with_load(**configuration: int) -> tuple[Driver, e.LoadIssued]:
+    """A new request whose load is in flight."""
+    driver = Driver(**configuration)
+    driver.save_prefix("earlier", keys_of("d", 4))
+    driver.arrive("a", 40, keys_of("d", 4))
+    driver.lookup("a", 16, 40)
+    (load,) = driver.allocate("a", (1, 2, 3), 16)
+    assert isinstance(load, e.LoadIssued)
+    return driver, load
+
+
+def test_a_job_carries_what_is_needed_after_its_request_is_gone() -> None:
+    """Chunks with their keys, slots, blocks, generation."""
+    driver, save = with_save()
+    job = driver.projections.transfers.get(save.job_id)
+    assert (job.kind, job.request_id, job.ordinal, job.generation) == ("save", "a", 0, 0)
+    assert (job.chunks, job.keys, job.slots) == ((0, 1, 2, 3), keys_of("a", 4), save.slots)
+
+
+def test_a_load_names_the_chunks_that_it_reads() -> None:
+    """From the first loaded token on, not from the request's first."""
+    driver, load = with_load()
+    job = driver.projections.transfers.get(load.job_id)
+    assert (job.kind, job.chunks, job.keys) == ("load", (2, 3), keys_of("d", 2, first_chunk=2))
+    assert driver.projections.transfers.is_loading(driver.record("a").ordinal)
+    assert all(driver.projections.transfers.is_read(slot) for slot in load.slots)
+
+
+def test_a_settled_job_is_forgotten() -> None:
+    """And with it, that anything was loading or read."""
+    driver, load = with_load()
+    driver.report(load.job_id)
+    transfers = driver.projections.transfers
+    assert transfers.get(load.job_id) is None
+    assert not transfers.owes(driver.record("a").ordinal)
+    assert not transfers.is_loading(driver.record("a").ordinal)
+    assert not any(transfers.is_read(slot) for slot in load.slots)
+
+
+def test_job_ids_are_never_used_again() -> None:
+    """Also not after the job is settled."""
+    driver, save = with_save()
+    driver.settle_all()
+    driver.save_prefix("b", keys_of("b", 2))
+    ids = [issued.job_id for issued in driver.all_of(e.SaveIssued)]
+    assert ids == sorted(set(ids))
+    assert driver.projections.transfers.next_job_id > max(ids) >= save.job_id
+
+
+def test_ranks_are_counted_until_all_have_reported() -> None:
+    """In any portions."""
+    driver, save = with_save(num_ranks=4)
+    driver.report(save.job_id, num_ranks=1)
+    driver.report(save.job_id, num_ranks=2)
+    assert driver.projections.transfers.get(save.job_id).num_ranks_done == 3
+    driver.report(save.job_id, num_ranks=1)
+    assert driver.projections.transfers.get(save.job_id) is None
+
+
+def test_the_first_error_is_kept() -> None:
+    """Later ranks may report consequences."""
+    driver, save = with_save(num_ranks=2)
+    driver.report(save.job_id, ok=False, error="the cause")
+    driver.report(save.job_id, ok=False, error="a consequence")
+    assert driver.all_of(e.SaveFailed)[0].error == "the cause"
+
+
+def test_a_save_is_no_load() -> None:
+    """Whoever waits for KV does not wait for a copy out."""
+    driver, _ = with_save()
+    ordinal = driver.record("a").ordinal
+    assert driver.projections.transfers.owes(ordinal)
+    assert not driver.projections.transfers.is_loading(ordinal)
+
+
+def test_a_job_belongs_to_one_life_of_an_id() -> None:
+    """The next life owes nothing for it."""
+    driver = Driver()
+    driver.start("a", keys_of("a", 2), 17, (1, 2))
+    driver.finish("a", 16, 18)
+    driver.arrive("a", 20)
+    assert driver.projections.transfers.owes(0)
+    assert not driver.projections.transfers.owes(driver.record("a").ordinal)
+
+
+def test_a_slot_read_by_two_loads_is_read_until_both_are_settled() -> None:
+    """Counted, not marked."""
+    driver, load = with_load()
+    driver.arrive("b", 40, keys_of("d", 4))
+    driver.lookup("b", 16, 40)
+    driver.allocate("b", (7, 8, 9), 16)
+    driver.report(load.job_id)
+    assert all(driver.projections.transfers.is_read(slot) for slot in load.slots)
+    driver.settle_all()
+    assert not any(driver.projections.transfers.is_read(slot) for slot in load.slots)
+
+
+def test_a_save_knows_the_shorter_chunks_inside_its_pages() -> None:
+    """Chunk 3 of 8 tokens lies on block 1 behind chunk 2; its image contains both."""
+    driver = Driver()
+    driver.start("a", keys_of("a", 4), 33, (1, 2, 3))
+    driver.step(settled=[("a", 0, 24)])
+    driver.step(settled=[("a", 3, 32)])
+    first, second = driver.all_of(e.SaveIssued)
+    transfers = driver.projections.transfers
+    assert transfers.get(first.job_id).earlier_keys == ()
+    assert transfers.get(second.job_id).earlier_keys == ((2, keys_of("a", 1, 2)[0]),)
+
+
+def test_a_reset_begins_an_epoch_that_new_jobs_carry() -> None:
+    """Old jobs keep the old one."""
+    driver, save = with_save()
+    driver.reset()
+    assert driver.projections.transfers.epoch == 1
+    assert driver.projections.transfers.get(save.job_id).epoch == 0

@@ -1,0 +1,11 @@
+"""Drives the pure core in tests: a memory sink, a short-hand for observations, a small world, random walks, a search.
+
+It knows `kvledger.lifecycle` only. Nothing here runs vLLM, copies tensors or reads a clock.
+"""
+
+from lifecycle_driver.driver import Driver, keys_of
+from lifecycle_driver.invariants import check_invariants, check_slots
+from lifecycle_driver.sink import MemorySink
+from lifecycle_driver.walk import Walk
+
+__all__ = ["Driver", "MemorySink", "Walk", "check_invariants", "check_slots", "keys_of"]

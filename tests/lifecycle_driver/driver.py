@@ -1,0 +1,189 @@
+"""Observations in short-hand: what one hook call of vLLM would make the connector record.
+
+The driver counts time, steps and ordinals, so that a test names only what it is about.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeVar
+
+from kvledger.lifecycle import HandlerRegistry, Ledger, LedgerConfiguration, RequestState
+from kvledger.lifecycle import events as e
+from kvledger.lifecycle.projections.tracker import RequestRecord
+from lifecycle_driver.sink import MemorySink
+
+_EventClass = TypeVar("_EventClass", bound=e.Event)
+
+
+def keys_of(document: str, num_chunks: int, first_chunk: int = 0) -> tuple[bytes, ...]:
+    """Keys of the chunks of a document; the same document gives the same keys."""
+    return tuple(
+        hashlib.blake2b(f"{document}/{chunk}".encode(), digest_size=16).digest()
+        for chunk in range(first_chunk, first_chunk + num_chunks)
+    )
+
+
+class Driver:
+    """One ledger with a memory sink; methods are hook calls and return the decisions."""
+
+    def __init__(
+        self,
+        *,
+        chunk_size: int = 8,
+        block_size: int = 16,
+        num_slots: int = 32,
+        handlers: HandlerRegistry | None = None,
+        **configuration: Any,
+    ) -> None:
+        self.configuration = LedgerConfiguration(
+            block_size=block_size, chunk_size=chunk_size, num_slots=num_slots, **configuration
+        )
+        self.sink = MemorySink()
+        self.ledger = Ledger(self.configuration, self.sink, handlers=handlers)
+        self.observed: list[e.Event] = []
+        """Everything in the order of the log: observations and decisions."""
+        self._ordinals: dict[str, int] = {}
+        self._num_arrived = 0
+        self._step = 0
+        self._time_ns = 0
+
+    @property
+    def projections(self) -> Any:
+        """What the ledger believes."""
+        return self.ledger.projections
+
+    def observe(self, event: e.Event) -> list[e.Event]:
+        """Record any event."""
+        decisions = self.ledger.observe(event)
+        self.observed += [event, *decisions]
+        return decisions
+
+    def record(self, request_id: str) -> RequestRecord:
+        """The record of a request that must be known."""
+        record: RequestRecord | None = self.projections.tracker.get(request_id)
+        assert record is not None, f"{request_id} is not known"
+        return record
+
+    def state(self, request_id: str) -> RequestState | None:
+        """The state of a request, None once it is released."""
+        record = self.projections.tracker.get(request_id)
+        return None if record is None else record.state
+
+    def all_of(self, event_class: type[_EventClass]) -> list[_EventClass]:
+        """Every event of a class so far, in order."""
+        return [event for event in self.observed if isinstance(event, event_class)]
+
+    def given_up_slots(self) -> list[int]:
+        """Slots of saves that were given up without a report; they are never used again."""
+        loud = {event.job_id for event in self.all_of(e.SaveFailed) if not event.quiet}
+        return [slot for save in self.all_of(e.SaveIssued) if save.job_id in loud for slot in save.slots]
+
+    # --- a request's life ------------------------------------------------------------------------
+
+    def arrive(self, request_id: str, num_prompt_tokens: int, keys: Sequence[bytes] | None = None) -> list[e.Event]:
+        """Accept a request; with keys, they are observed too."""
+        ordinal, self._num_arrived = self._num_arrived, self._num_arrived + 1
+        self._ordinals[request_id] = ordinal
+        decisions = self.observe(e.RequestArrived(request_id, ordinal, num_prompt_tokens, self._now()))
+        if keys:
+            decisions += self.keys(request_id, 0, keys)
+        return decisions
+
+    def keys(self, request_id: str, first_chunk: int, keys: Sequence[bytes]) -> list[e.Event]:
+        """Chunk keys became known."""
+        return self.observe(e.ChunkKeysObserved(request_id, first_chunk, tuple(keys)))
+
+    def lookup(self, request_id: str, num_computed_tokens: int, num_tokens: int) -> e.LookupAnswered:
+        """Poll; the answer is the only decision."""
+        (answer,) = self.observe(e.LookupRequested(request_id, num_computed_tokens, num_tokens, self._now()))
+        assert isinstance(answer, e.LookupAnswered)
+        return answer
+
+    def allocate(self, request_id: str, block_ids: Iterable[int], num_external_tokens: int = 0) -> list[e.Event]:
+        """Give blocks, and take up `num_external_tokens` of the last answer."""
+        return self.observe(e.BlocksAllocated(request_id, tuple(block_ids), num_external_tokens, self._now()))
+
+    def step(
+        self,
+        *advanced: tuple[str, int, int, int],
+        settled: Iterable[tuple[str, int, int]] = (),
+        extended: Iterable[tuple[str, Iterable[int]]] = (),
+        paused: Iterable[str] = (),
+        num_scheduled_tokens: int = 0,
+    ) -> list[e.Event]:
+        """One engine step; each of `advanced` is (request, computed before, scheduled, known tokens)."""
+        step, self._step = self._step, self._step + 1
+        return self.observe(
+            e.StepScheduled(
+                step,
+                num_scheduled_tokens or sum(scheduled for _, _, scheduled, _ in advanced),
+                tuple((self._ordinals[request_id], *counts) for request_id, *counts in advanced),  # type: ignore[misc]
+                tuple(self._ordinals[request_id] for request_id in paused),
+                tuple((self._ordinals[request_id], tuple(block_ids)) for request_id, block_ids in extended),
+                tuple((self._ordinals[request_id], first, tokens) for request_id, first, tokens in settled),
+                self._now(),
+            )
+        )
+
+    def report(self, job_id: int, *, ok: bool = True, num_ranks: int = 1, error: str = "") -> list[e.Event]:
+        """Workers report a job."""
+        done, failed = (num_ranks, 0) if ok else (0, num_ranks)
+        return self.observe(
+            e.TransferReported(job_id, done, failed, 100, 10, error or ("" if ok else "it broke"), self._now())
+        )
+
+    def preempt(self, request_id: str, num_settled_tokens: int) -> list[e.Event]:
+        """Take a request's blocks."""
+        return self.observe(e.RequestPreempted(request_id, num_settled_tokens, self._now()))
+
+    def finish(self, request_id: str, num_settled_tokens: int, num_tokens: int) -> list[e.Event]:
+        """End a request."""
+        return self.observe(
+            e.RequestFinished(request_id, "FINISHED_STOPPED", num_settled_tokens, num_tokens, self._now())
+        )
+
+    def roll_back(self, request_id: str, num_computed_tokens: int) -> list[e.Event]:
+        """The scheduler counts fewer computed tokens."""
+        return self.observe(e.TokensRolledBack(request_id, num_computed_tokens, self._now()))
+
+    def continue_session(self, request_id: str, num_computed_tokens: int, num_tokens: int) -> list[e.Event]:
+        """A streaming session's next turn."""
+        return self.observe(e.SessionContinued(request_id, num_computed_tokens, num_tokens, num_tokens, self._now()))
+
+    def reset(self) -> list[e.Event]:
+        """Everything cached is stale."""
+        return self.observe(e.CacheReset(self._now()))
+
+    # --- whole stories ---------------------------------------------------------------------------
+
+    def save_prefix(self, request_id: str, keys: Sequence[bytes], first_block: int = 900) -> None:
+        """Let a request compute and save the chunks of `keys`, finish and leave: they are committed afterwards."""
+        block_size = self.configuration.block_size
+        num_tokens = len(keys) * self.configuration.chunk_size + 1
+        self.arrive(request_id, num_tokens, keys)
+        self.lookup(request_id, 0, num_tokens)
+        self.allocate(request_id, range(first_block, first_block - (-num_tokens // block_size)))
+        self.step((request_id, 0, num_tokens, num_tokens))
+        self.finish(request_id, num_tokens, num_tokens + 1)
+        self.settle_all()
+
+    def start(self, request_id: str, keys: Sequence[bytes], num_tokens: int, block_ids: Iterable[int]) -> None:
+        """Let a request arrive and compute its whole prompt without any help of the cache."""
+        self.arrive(request_id, num_tokens, keys)
+        self.lookup(request_id, 0, num_tokens)
+        self.allocate(request_id, block_ids)
+        self.step((request_id, 0, num_tokens, num_tokens))
+
+    def settle_all(self) -> list[e.Event]:
+        """Report every job in flight as done."""
+        return [
+            decision
+            for job_id in [job.job_id for job in self.projections.transfers]
+            for decision in self.report(job_id, num_ranks=self.configuration.num_ranks)
+        ]
+
+    def _now(self) -> int:
+        self._time_ns += 1000
+        return self._time_ns

@@ -1,0 +1,326 @@
+"""A random walk: a small scheduler with few blocks that plays requests, workers and faults against a ledger.
+
+Everything is drawn from one seed. After every event the invariants are checked, after every load the pages.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from random import Random
+from typing import Any
+
+import attrs
+
+from kvledger.lifecycle import events as e
+from lifecycle_driver.device import Content, Device
+from lifecycle_driver.driver import Driver
+from lifecycle_driver.invariants import check_invariants
+
+SHARED_TOKENS = 21
+BUDGET = 24
+
+
+class CheckedDriver(Driver):
+    """Checks the invariants after every observation and its decisions."""
+
+    def __init__(self, **configuration: Any) -> None:
+        super().__init__(**configuration)
+        self.given_up: list[int] = []
+
+    def observe(self, event: e.Event) -> list[e.Event]:
+        """Record any event."""
+        decisions = super().observe(event)
+        if any(isinstance(decision, e.SaveFailed) for decision in decisions):
+            self.given_up = self.given_up_slots()
+        check_invariants(self.ledger.projections, self.given_up)
+        return decisions
+
+
+@attrs.define(eq=False)
+class Player:
+    """One request as the scheduler knows it."""
+
+    request_id: str
+    contents: list[Content]
+    """What each known token is; grows by one per sampled token."""
+    target: int
+    life: int
+    computed: int = 0
+    in_flight: int = 0
+    blocks: list[int] = attrs.field(factory=list)
+    running: bool = False
+    steady: bool = False
+    num_keys: int = 0
+    turn: int = 0
+
+    def extend(self, num_tokens: int) -> None:
+        """Append tokens that nobody else has."""
+        for _ in range(num_tokens):
+            self.contents.append((self.request_id, self.life, self.turn, len(self.contents)))
+
+    @property
+    def settled(self) -> int:
+        """Tokens whose step has been processed."""
+        return self.computed - self.in_flight
+
+
+class Walk:
+    """One seed's walk; `run` plays it, `driver` has the ledger and its log."""
+
+    def __init__(self, seed: int, *, chunk_size: int, block_size: int) -> None:
+        self.random = Random(seed)
+        self.driver = CheckedDriver(
+            chunk_size=chunk_size,
+            block_size=block_size,
+            num_slots=self.random.randint(max(1, chunk_size // block_size), 10),
+            max_silent_steps=12,
+            num_ranks=self.random.choice((1, 1, 2)),
+        )
+        self.device = Device(block_size, self.random.randint(6, 14))
+        self.asynchronous = self.random.random() < 0.5
+        self.players: list[Player] = []
+        self._num_lives = 0
+        self._seen = 0
+        self._reports: list[tuple[int, int, bool]] = []
+        self._step = 0
+        self._scheduled: list[tuple[Player, int]] = []
+        self._victims: list[Player] = []
+        self._paused: list[Player] = []
+        self._extended: list[tuple[str, list[int]]] = []
+        self.num_loads_checked = 0
+
+    def run(self, num_steps: int) -> None:
+        """Play, then let everybody leave and settle what is owed."""
+        for _ in range(num_steps):
+            if self.random.random() < 0.4 and len(self.players) < 5:
+                self._arrive()
+            self._play_step()
+            if self.random.random() < 0.02:
+                self.driver.reset()
+        for player in list(self.players):
+            self._finish(player, "FINISHED_ABORTED")
+        for _ in range(20):
+            self._play_step()
+        self.driver.ledger.commit()
+
+    def _chance(self, probability: float) -> bool:
+        return self.random.random() < probability
+
+    # --- requests --------------------------------------------------------------------------------
+
+    def _arrive(self) -> None:
+        known = {player.request_id for player in self.players}
+        request_id = self.random.choice([name for name in "abcdefg" if name not in known])
+        self._num_lives += 1
+        player = Player(request_id, [], self.random.randint(30, 80), self._num_lives)
+        num_prompt_tokens = self.random.randint(3, 50)
+        player.contents = [("shared", position) for position in range(min(SHARED_TOKENS, num_prompt_tokens))]
+        player.extend(num_prompt_tokens - len(player.contents))
+        self.players.append(player)
+        self.driver.arrive(request_id, num_prompt_tokens)
+        self._tell_keys(player)
+
+    def _tell_keys(self, player: Player) -> None:
+        size = self.driver.configuration.chunk_size
+        keys = [
+            hashlib.blake2b(repr(player.contents[(chunk + 1) * size - 1]).encode(), digest_size=16).digest()
+            for chunk in range(player.num_keys, len(player.contents) // size)
+        ]
+        if keys:
+            self.driver.keys(player.request_id, player.num_keys, keys)
+            player.num_keys += len(keys)
+
+    def _preempt(self, player: Player) -> None:
+        self.driver.preempt(player.request_id, player.settled)
+        self._let_go(player)
+        player.computed = player.in_flight = 0
+        self._scheduled = [entry for entry in self._scheduled if entry[0] is not player]
+        self._victims.append(player)
+
+    def _finish(self, player: Player, status: str) -> None:
+        self.driver.observe(
+            e.RequestFinished(player.request_id, status, player.settled, len(player.contents), self._step)
+        )
+        self._let_go(player)
+        self.players.remove(player)
+
+    def _let_go(self, player: Player) -> None:
+        self.device.give_back(player.blocks)
+        player.blocks, player.running, player.steady = [], False, False
+
+    def _continue(self, player: Player) -> None:
+        # The next turn may rewrite what is in the last, part-filled block, never a full one that others may share.
+        cut = self.random.randint(player.computed // self.device.block_size * self.device.block_size, player.computed)
+        player.turn += 1
+        player.computed, player.in_flight, player.steady = cut, 0, False
+        del player.contents[cut:]
+        player.extend(self.random.randint(1, 20))
+        player.target = len(player.contents) + self.random.randint(1, 20)
+        player.num_keys = min(player.num_keys, cut // self.driver.configuration.chunk_size)
+        self.driver.continue_session(player.request_id, cut, len(player.contents))
+        self._tell_keys(player)
+
+    # --- one engine step -------------------------------------------------------------------------
+
+    def _play_step(self) -> None:
+        self._step += 1
+        self._scheduled, self._victims, self._paused, self._extended = [], [], [], []
+        self._schedule_running()
+        for player in [player for player in self.players if player.running and self._chance(0.04)]:
+            self._preempt(player)
+        for player in [player for player in self.players if not player.running and player not in self._victims]:
+            if self._chance(0.7):
+                self._admit(player)
+        self._tell_step()
+        failed = self._execute()
+        self._process_outputs(failed)
+
+    def _schedule_running(self) -> None:
+        for player in [player for player in self.players if player.running]:
+            if not player.running:
+                continue  # preempted for another one in this very step
+            if self._chance(0.1):
+                if player.steady:
+                    self._paused.append(player)
+                continue
+            num_tokens = min(len(player.contents) - player.computed, self.random.randint(1, BUDGET))
+            missing = -(-(player.computed + num_tokens) // self.device.block_size) - len(player.blocks)
+            if self._make_room(player, missing):
+                if missing > 0:
+                    taken = self.device.take(missing)
+                    player.blocks += taken
+                    self._extended.append((player.request_id, taken))
+                self._scheduled.append((player, num_tokens))
+
+    def _tell_step(self) -> None:
+        advanced, settled = [], []
+        for player, num_tokens in self._scheduled:
+            known = len(player.contents)
+            if not (player.steady and num_tokens == 1 and player.computed + 1 == known):
+                advanced.append((player.request_id, player.computed, num_tokens, known))
+            cursor = self.driver.projections.save_cursor
+            if player.settled >= cursor.next_threshold(player.request_id):
+                settled.append((player.request_id, cursor.num_chunks(player.request_id), player.settled))
+        alive = {player.request_id for player in self.players if player.running}
+        self.driver.step(
+            *advanced,
+            settled=settled,
+            extended=[entry for entry in self._extended if entry[0] in alive],
+            paused=[player.request_id for player in self._paused if player.running],
+            num_scheduled_tokens=sum(num_tokens for _, num_tokens in self._scheduled),
+        )
+        for player in self._paused:
+            player.steady = False
+
+    def _make_room(self, player: Player, missing: int) -> bool:
+        while len(self.device.free) < missing:
+            victim = [other for other in self.players if other.running][-1]
+            self._preempt(victim)
+            if victim is player:
+                return False
+        return True
+
+    def _admit(self, player: Player) -> None:
+        local = self.device.local_hit(player.contents)
+        num_local = len(local) * self.device.block_size
+        for _ in range(self.random.randint(1, 3)):
+            answer = self.driver.lookup(player.request_id, num_local, len(player.contents))
+        external = answer.num_external_tokens
+        assert num_local + external < max(len(player.contents), 1), "the last token was promised too"
+        if external and self._chance(0.2):
+            external = self.random.choice((0, self.random.randint(1, external)))
+        computed = num_local + external
+        num_tokens = min(len(player.contents) - computed, self.random.randint(1, BUDGET))
+        missing = -(-(computed + num_tokens) // self.device.block_size) - len(local)
+        if self.device.num_free_besides(local) < missing:
+            return  # polled in vain; it will be polled again
+        self.device.share(local)
+        player.blocks = local + self.device.take(missing)
+        player.running, player.computed, player.in_flight = True, computed, 0
+        self.driver.allocate(player.request_id, player.blocks, external)
+        self._scheduled.append((player, num_tokens))
+
+    def _execute(self) -> set[str]:
+        """Workers: what must precede the forward, loads, the forward, other saves. Returns who lost a load."""
+        new = self.driver.observed[self._seen :]
+        self._seen = len(self.driver.observed)
+        saves = [event for event in new if isinstance(event, e.SaveIssued)]
+        loads = [event for event in new if isinstance(event, e.LoadIssued)]
+        for save in saves:
+            if save.before_forward:
+                self._copy_out(save)
+        failed = {load.request_id for load in loads if self._chance(0.15)}
+        players = {player.request_id: player for player in self.players}
+        for load in loads:
+            if load.request_id not in failed:
+                self.device.load(load.slots, load.block_ids)
+                player = players[load.request_id]
+                assert self.device.holds(player.contents[: player.computed], player.blocks), (
+                    f"poisoned: {load} brought pages that are not this request's first {player.computed} tokens"
+                )
+                self.num_loads_checked += 1
+        for player, num_tokens in self._scheduled:
+            intact = self.device.holds(player.contents[: player.computed], player.blocks)
+            assert intact or player.request_id in failed, f"{player} computes on top of wrong pages"
+            for position in range(player.computed, player.computed + num_tokens):
+                content = player.contents[position] if intact else ("garbage", self._step, position)
+                self.device.write(position, content, player.blocks)
+        for save in saves:
+            if not save.before_forward:
+                self._copy_out(save)
+        for load in loads:
+            delay = 0 if load.request_id in failed else self.random.randint(0, 2)
+            self._reports.append((self._step + delay, load.job_id, load.request_id not in failed))
+        return failed
+
+    def _copy_out(self, save: e.SaveIssued) -> None:
+        self.device.save(save.block_ids, save.slots)
+        if self._chance(0.03):
+            return  # a worker that never answers
+        good = not self._chance(0.1)
+        if not good:
+            self.device.slots[save.slots[-1]] = [("torn",)] * self.device.block_size
+        self._reports.append((self._step + self.random.randint(0, 4), save.job_id, good))
+        if self._chance(0.03):
+            self._reports.append((self._step + self.random.randint(0, 4), save.job_id, good))
+
+    def _process_outputs(self, failed: Iterable[str]) -> None:
+        due = [report for report in self._reports if report[0] <= self._step]
+        self._reports = [report for report in self._reports if report[0] > self._step]
+        first_tokens = {job.job_id: job for job in self.driver.projections.transfers}
+        for _, job_id, good in due:
+            self.driver.report(job_id, ok=good, num_ranks=self.driver.configuration.num_ranks)
+        for player, num_tokens in self._scheduled:
+            player.steady = num_tokens == 1 and player.computed + 1 == len(player.contents)
+            player.computed += num_tokens
+            player.in_flight = num_tokens if self.asynchronous else 0
+            if player.request_id in failed:
+                self._roll_back(player, first_tokens)
+                continue
+            record = self.driver.record(player.request_id)
+            counted = self.driver.projections.tracker.num_computed_tokens(record)
+            assert counted == player.computed, f"{player.request_id}: {counted} counted, {player.computed} computed"
+            assert list(self.driver.projections.blocks.held(player.request_id)) == player.blocks
+            self.device.remember(player.contents[: player.computed], player.blocks)
+            if player.computed == len(player.contents):
+                player.extend(1)
+                self._tell_keys(player)
+            if len(player.contents) >= player.target:
+                self._end_turn(player)
+            elif self._chance(0.01):
+                self._finish(player, "FINISHED_ABORTED")
+
+    def _end_turn(self, player: Player) -> None:
+        if self._chance(0.3) and not self.driver.projections.transfers.is_loading(
+            self.driver.record(player.request_id).ordinal
+        ):
+            self._continue(player)
+        else:
+            self._finish(player, "FINISHED_STOPPED")
+
+    def _roll_back(self, player: Player, jobs: dict[int, object]) -> None:
+        loads = [event for event in self.driver.all_of(e.LoadIssued) if event.request_id == player.request_id]
+        player.computed, player.in_flight, player.steady = loads[-1].first_token, 0, False
+        assert loads[-1].job_id in jobs
+        self.driver.roll_back(player.request_id, player.computed)
