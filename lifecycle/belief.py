@@ -48,12 +48,12 @@ class Projections:
         self.save_cursor = SaveCursor(self.tracker, self.transfers, configuration.chunk_size)
         self.totals = Totals(self.tracker, self.lookups, self.transfers)
         self.policy = build_policy(configuration, self.chunk_keys)
-        # Totals first, to see states as they were; the chunk index before the transfers, which forget
-        # settled jobs; everything that asks whether a request is still known after the tracker.
+        # Totals and blocks first, to see states and lives as they were; the chunk index before the transfers, which
+        # forget settled jobs; everything that asks whether a request is still known after the tracker.
         order = (
             self.totals,
-            self.tracker,
             self.blocks,
+            self.tracker,
             self.chunk_keys,
             self.save_cursor,
             self.lookups,

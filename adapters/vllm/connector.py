@@ -52,7 +52,11 @@ class KVLedgerConnector(KVConnectorBase_V1):
         self._scheduler_side: SchedulerSide | None = None
         self._worker_side: WorkerSide | None = None
         if role is KVConnectorRole.WORKER:
-            self._worker_side = WorkerSide(num_slots=configuration.num_slots, num_blocks=kv_cache_config.num_blocks)
+            self._worker_side = WorkerSide(
+                num_slots=configuration.num_slots,
+                num_blocks=kv_cache_config.num_blocks,
+                rank=vllm_config.parallel_config.rank,
+            )
             return
         handlers = settings.handler_registry()
         log = open_event_log(settings, configuration, handlers, on_trouble=self._log_troubled)
@@ -61,6 +65,11 @@ class KVLedgerConnector(KVConnectorBase_V1):
             hash_block_size=versions.hash_block_size(kv_cache_config),
             hash_tokens=versions.token_hasher(vllm_config),
         )
+        if versions.recomputes_with_steps_in_flight(vllm_config):
+            messages.warning(
+                "with async scheduling, vLLM delivers a token computed on top of a failed load before it recomputes; "
+                "set kv_load_failure_policy to 'fail', or turn async scheduling off"
+            )
         speculates = versions.uses_speculation(vllm_config)
         self._scheduler_side = SchedulerSide(configuration, log, keys, handlers=handlers, speculates=speculates)
         self._stats = StatsSource(self._scheduler_side)

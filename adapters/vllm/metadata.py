@@ -37,6 +37,7 @@ class JobReport:
     """How one rank fared with one job."""
 
     job_id: int
+    rank: int
     done: bool
     num_bytes: int
     duration_ns: int

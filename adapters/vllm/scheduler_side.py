@@ -15,7 +15,7 @@ from kvledger.adapters.vllm.chunk_keys import ChunkKeySource
 from kvledger.adapters.vllm.event_log import OpenedLog
 from kvledger.adapters.vllm.guard import guarded
 from kvledger.adapters.vllm.messages import messages
-from kvledger.adapters.vllm.metadata import PageJob, StepJobs, WorkerReports
+from kvledger.adapters.vllm.metadata import JobReport, PageJob, StepJobs, WorkerReports
 from kvledger.adapters.vllm.step_reader import StepReader
 from kvledger.lifecycle import HandlerRegistry, Ledger, LedgerConfiguration, RequestState
 from kvledger.lifecycle import events as e
@@ -310,20 +310,21 @@ class SchedulerSide:
             self._observe(e.BlockTableObserved(record.request_id, observed, self._now()))
 
     def _take_reports(self, worker_reports: WorkerReports) -> None:
-        by_job: dict[int, list[int | str]] = {}
+        by_job: dict[int, dict[int, JobReport]] = {}
         for report in worker_reports.reports:
-            done, failed, num_bytes, duration_ns, error = by_job.get(report.job_id, [0, 0, 0, 0, ""])
-            by_job[report.job_id] = [
-                int(done) + report.done,
-                int(failed) + (not report.done),
-                int(num_bytes) + report.num_bytes,
-                max(int(duration_ns), report.duration_ns),
-                str(error) or report.error,
-            ]
-        for job_id, (done, failed, num_bytes, duration_ns, error) in by_job.items():
+            by_job.setdefault(report.job_id, {})[report.rank] = report  # a rank counts once, however often it reports
+        for job_id, by_rank in by_job.items():
+            reports = by_rank.values()
+            num_done = sum(report.done for report in reports)
             self._observe(
                 e.TransferReported(
-                    job_id, int(done), int(failed), int(num_bytes), int(duration_ns), str(error), self._now()
+                    job_id=job_id,
+                    num_ranks_done=num_done,
+                    num_ranks_failed=len(by_rank) - num_done,
+                    num_bytes=sum(report.num_bytes for report in reports),
+                    duration_ns=max(report.duration_ns for report in reports),
+                    error=next((report.error for report in reports if report.error), ""),
+                    time_ns=self._now(),
                 )
             )
 

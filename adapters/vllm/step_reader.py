@@ -1,13 +1,14 @@
 """Reads one `SchedulerOutput` and writes it as one `StepScheduled`: only what differs from the expected.
 
-In a step where everybody decodes one token more, two list comparisons decide that there is nothing to say; only
-then is the cost of recording independent of how much there is to record. The two lists kept for that are copies
-of the last step's output: dropping them costs time, not truth.
+In a step where everybody decodes one token more, a comparison of ids and of a sum decides that there is nothing to
+say: a step of 256 decoding requests costs about as much as one of 16. What is kept for that is taken from the last
+step's output; dropping it would cost time, not truth.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import compress
 from typing import TYPE_CHECKING
 
 from kvledger.adapters.vllm import versions
@@ -45,7 +46,8 @@ class StepReader:
         self._speculates = speculates
         self._step = 0
         self._steady_ids: list[str] = []
-        self._steady_computed: list[int] = []
+        self._steady_ordinals: list[int] = []
+        self._steady_sum = 0
         self._due: dict[int, list[str]] = {}
 
     def read(self, scheduler_output: SchedulerOutput, time_ns: int) -> e.StepScheduled:
@@ -61,12 +63,15 @@ class StepReader:
         if (
             cached.req_ids == self._steady_ids
             and num_scheduled_tokens == len(self._steady_ids) == len(scheduler_output.num_scheduled_tokens)
-            and cached.num_computed_tokens == self._steady_computed
+            # Nobody can have gained more than the one token it was scheduled for, so the sum tells about each.
+            and sum(cached.num_computed_tokens) == self._steady_sum
         ):
-            for request_id, entry in zip(cached.req_ids, cached.new_block_ids, strict=True):
-                if entry is not None:
-                    self._extend(extended, request_id, entry)
-            self._steady_computed = [count + 1 for count in self._steady_computed]
+            self._steady_sum += num_scheduled_tokens
+            entries = cached.new_block_ids
+            extended += [
+                (ordinal, tuple(versions.new_block_ids(entry)))
+                for ordinal, entry in compress(zip(self._steady_ordinals, entries, strict=True), entries)
+            ]
         else:
             paused = self._read_each(scheduler_output, advanced, extended, time_ns)
         event = e.StepScheduled(
@@ -103,6 +108,7 @@ class StepReader:
             self._advance(advanced, data.req_id, data.num_computed_tokens, num_scheduled[data.req_id], time_ns)
         cached = scheduler_output.scheduled_cached_reqs
         all_steady = True
+        ordinals: list[int] = []
         for request_id, num_computed_tokens, entry in zip(
             cached.req_ids, cached.num_computed_tokens, cached.new_block_ids, strict=True
         ):
@@ -110,6 +116,7 @@ class StepReader:
                 self._extend(extended, request_id, entry)
             num_tokens = num_scheduled[request_id]
             record = self._tracker.get(request_id)
+            ordinals.append(-1 if record is None else record.ordinal)
             if (
                 record is None
                 or record.steady_since == NOT_STEADY
@@ -119,7 +126,8 @@ class StepReader:
                 all_steady &= self._advance(advanced, request_id, num_computed_tokens, num_tokens, time_ns)
         # Only where every request decodes will the next step be worth a comparison.
         self._steady_ids = cached.req_ids if all_steady else _INCOMPARABLE
-        self._steady_computed = [count + 1 for count in cached.num_computed_tokens]
+        self._steady_ordinals = ordinals
+        self._steady_sum = sum(cached.num_computed_tokens) + len(cached.req_ids)
         return tuple(
             record.ordinal
             for record in self._tracker

@@ -118,6 +118,17 @@ def uses_speculation(vllm_config: VllmConfig) -> bool:
     return vllm_config.speculative_config is not None
 
 
+def recomputes_with_steps_in_flight(vllm_config: VllmConfig) -> bool:
+    """Whether a failed synchronous load may reach a client as wrong tokens.
+
+    0.32 skips the output of the step whose load failed, but not that of the step scheduled on top of it
+    (`v1/core/sched/scheduler.py`, update_from_output). The policy "fail" ends the request before that.
+    """
+    transfer = vllm_config.kv_transfer_config
+    recomputes = transfer is not None and transfer.kv_load_failure_policy == "recompute"
+    return recomputes and bool(vllm_config.scheduler_config.async_scheduling)
+
+
 def block_dimension(shape: Sequence[int], num_blocks: int) -> int | None:
     """Which dimension of a registered KV tensor counts blocks; None lets the layout decide or refuse.
 

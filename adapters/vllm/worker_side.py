@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 class WorkerSide:
     """Owns the host pool and the copy engine of one rank."""
 
-    def __init__(self, *, num_slots: int, num_blocks: int) -> None:
+    def __init__(self, *, num_slots: int, num_blocks: int, rank: int = 0) -> None:
+        self._rank = rank
         self._num_slots = num_slots
         self._num_blocks = num_blocks
         self._pool: HostPool | None = None
@@ -122,11 +123,11 @@ class WorkerSide:
         except Exception as error:  # noqa: BLE001 -- a failed copy costs its request the cache, not the worker its life
             described = f"{type(error).__name__}: {error}"
             self._messages.error("copy failed", job_id=job.job_id, error=described)
-            self._reports.append(JobReport(job.job_id, done=False, num_bytes=0, duration_ns=0, error=described))
+            failed = JobReport(job.job_id, self._rank, done=False, num_bytes=0, duration_ns=0, error=described)
+            self._reports.append(failed)
             return False
-        self._reports.append(
-            JobReport(job.job_id, done=True, num_bytes=result.num_bytes, duration_ns=result.duration_ns)
-        )
+        num_bytes, duration_ns = result.num_bytes, result.duration_ns
+        self._reports.append(JobReport(job.job_id, self._rank, done=True, num_bytes=num_bytes, duration_ns=duration_ns))
         return True
 
 

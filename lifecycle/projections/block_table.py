@@ -14,28 +14,28 @@ from kvledger.lifecycle.projections.tracker import RequestTracker
 
 
 class BlockTable:
-    """Request id -> block ids, 4 bytes each."""
+    """Life of a request -> block ids, 4 bytes each. To be folded before the tracker, which forgets lives."""
 
     def __init__(self, tracker: RequestTracker) -> None:
         self._tracker = tracker
-        self._held: dict[str, array[int]] = {}
-        self._lost: dict[str, array[int]] = {}
+        self._held: dict[int, array[int]] = {}
+        self._lost: dict[int, array[int]] = {}
 
     def __len__(self) -> int:
         return len(self._held)
 
     def held(self, request_id: str) -> Sequence[int]:
         """The blocks a request holds now, in token order."""
-        return self._held.get(request_id, ())
+        return self._held.get(self._ordinal(request_id), ())
 
     def lost(self, request_id: str) -> Sequence[int]:
         """The blocks it was just deprived of. Their bytes are intact until the next step's forward."""
-        return self._lost.get(request_id, ())
+        return self._lost.get(self._ordinal(request_id), ())
 
     def folds(self) -> Mapping[type[e.Event], Callable[..., None]]:
         """Event class -> fold."""
         return {
-            e.RequestArrived: self._arrived,
+            e.RequestArrived: self._forget,
             e.BlocksAllocated: self._replaced,
             e.BlockTableObserved: self._replaced,
             e.RequestPreempted: self._taken,
@@ -46,29 +46,41 @@ class BlockTable:
 
     def snapshot(self) -> object:
         """Plain values, equal for equal states."""
-        return {request_id: list(block_ids) for request_id, block_ids in self._held.items()}
+        return {
+            record.request_id: list(self._held[record.ordinal])
+            for record in self._tracker
+            if record.ordinal in self._held
+        }
 
-    def _arrived(self, event: e.RequestArrived, _sequence: int) -> None:
-        self._held.pop(event.request_id, None)
-        self._lost.pop(event.request_id, None)
+    def _ordinal(self, request_id: str) -> int:
+        record = self._tracker.get(request_id)
+        return -1 if record is None else record.ordinal
 
     def _replaced(self, event: e.BlocksAllocated | e.BlockTableObserved, _sequence: int) -> None:
-        if self._tracker.get(event.request_id) is not None:
-            self._held[event.request_id] = array("I", event.block_ids)
+        ordinal = self._ordinal(event.request_id)
+        if ordinal >= 0:
+            self._held[ordinal] = array("I", event.block_ids)
 
     def _taken(self, event: e.RequestPreempted | e.RequestFinished, _sequence: int) -> None:
-        block_ids = self._held.pop(event.request_id, None)
+        ordinal = self._ordinal(event.request_id)
+        block_ids = self._held.pop(ordinal, None)
         if block_ids is not None:
-            self._lost[event.request_id] = block_ids
+            self._lost[ordinal] = block_ids
 
     def _step_scheduled(self, event: e.StepScheduled, _sequence: int) -> None:
         # From this step's forward on, lost blocks may be overwritten.
         self._lost.clear()
         for ordinal, block_ids in event.extended:
-            record = self._tracker.by_ordinal(ordinal)
-            if record is not None and record.holds_blocks:
-                self._held.setdefault(record.request_id, array("I")).extend(block_ids)
+            held = self._held.get(ordinal)
+            if held is not None:
+                held.extend(block_ids)
 
-    def _released(self, event: e.RequestReleased, _sequence: int) -> None:
-        if self._tracker.get(event.request_id) is None:
-            self._held.pop(event.request_id, None)
+    def _forget(self, event: e.RequestArrived | e.RequestReleased, _sequence: int) -> None:
+        ordinal = self._ordinal(event.request_id)
+        self._held.pop(ordinal, None)
+        self._lost.pop(ordinal, None)
+
+    def _released(self, event: e.RequestReleased, sequence: int) -> None:
+        record = self._tracker.get(event.request_id)
+        if record is not None and record.generation == event.generation:
+            self._forget(event, sequence)

@@ -1,0 +1,69 @@
+"""An independent measurement: what vLLM's own scheduler schedules a second time.
+
+It watches `Scheduler.schedule` from outside, in the same process, and knows nothing of the connector or its log, so
+that it measures an engine with and without a connector in the same way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import attrs
+
+
+@attrs.define
+class RecomputationMeter:
+    """Counts, over all requests, tokens that had been computed before a preemption and are scheduled again.
+
+    Verifies: the tokens that the model's forward computes again. Does not verify: what they hold.
+    """
+
+    num_steps: int = 0
+    num_preemptions: int = 0
+    num_tokens_lost: int = 0
+    """Tokens whose KV had been computed and whose blocks were taken."""
+    num_tokens_recomputed: int = 0
+    num_unfinished: int = 0
+    _before_preemption: dict[str, int] = attrs.field(factory=dict)
+
+    def watch(self, scheduler: Any, after_step: Callable[[RecomputationMeter], None] | None = None) -> None:  # noqa: ANN401 -- vLLM's scheduler, whichever class it has
+        """Measure every step that `scheduler` schedules from now on."""
+        schedule = scheduler.schedule
+
+        def watched(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 -- passed through
+            settled = {
+                request.request_id: request.num_computed_tokens - request.num_in_flight_tokens
+                for request in scheduler.running
+            }
+            output = schedule(*args, **kwargs)
+            self._take(output, settled)
+            self.num_unfinished = len(scheduler.requests)
+            if after_step is not None:
+                after_step(self)
+            return output
+
+        scheduler.schedule = watched
+
+    def figures(self) -> dict[str, int]:
+        """The counts, by name."""
+        return {
+            "num_preemptions": self.num_preemptions,
+            "num_tokens_lost": self.num_tokens_lost,
+            "num_tokens_recomputed": self.num_tokens_recomputed,
+        }
+
+    def _take(self, output: Any, settled: dict[str, int]) -> None:  # noqa: ANN401 -- SchedulerOutput
+        self.num_steps += 1
+        for request_id in output.preempted_req_ids or ():
+            self.num_preemptions += 1
+            lost = settled.get(request_id, 0)
+            self.num_tokens_lost += lost
+            self._before_preemption[request_id] = max(self._before_preemption.get(request_id, 0), lost)
+        cached = output.scheduled_cached_reqs
+        first_token = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        first_token |= {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
+        for request_id, num_tokens in output.num_scheduled_tokens.items():
+            first = first_token[request_id]
+            end = min(first + num_tokens, self._before_preemption.get(request_id, 0))
+            self.num_tokens_recomputed += max(0, end - first)

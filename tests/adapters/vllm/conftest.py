@@ -1,0 +1,223 @@
+"""An engine that can be asked what its log says, and a log of every test that is replayed when the test is over."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+from sim.engine import SimulatedEngine
+from sim.hashed_model import HashedModel, chained_hash, next_token
+from vllm.sampling_params import SamplingParams
+from vllm.v1.request import Request
+
+from kvledger.lifecycle import HandlerRegistry, LedgerConfiguration, Replay
+from kvledger.lifecycle.audit import Audit
+from kvledger.lifecycle.belief import Projections
+from kvledger.lifecycle.codec import EventDecoder
+from kvledger.lifecycle.events import (
+    Event,
+    HookFailed,
+    InvariantViolated,
+    LookupAnswered,
+    RequestArrived,
+    StepScheduled,
+)
+from kvledger.lifecycle.machine import ReferenceMachine
+
+
+def expected_output(prompt: Sequence[int], num_tokens: int) -> list[int]:
+    """What `HashedModel` says after `prompt`, computed without any engine."""
+    state = 0
+    for token in prompt:
+        state = chained_hash(state, token)
+    output = []
+    for _ in range(num_tokens):
+        output.append(next_token(state))
+        state = chained_hash(state, output[-1])
+    return output
+
+
+class AligningModel(HashedModel):
+    """Forgets sampled tokens that the scheduler discarded after a failed load, as vLLM's runner does.
+
+    `CachedRequestData.num_output_tokens` tells how many are left (`gpu_model_runner.py`, `_update_states`, 0.32).
+    """
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        super().__init__(num_blocks, block_size)
+        self._num_prompt_tokens: dict[str, int] = {}
+
+    def update_states(self, scheduler_output: Any) -> None:
+        """Keep block tables, then align the tokens."""
+        super().update_states(scheduler_output)
+        for data in scheduler_output.scheduled_new_reqs:
+            self._num_prompt_tokens[data.req_id] = len(data.prompt_token_ids)
+        cached = scheduler_output.scheduled_cached_reqs
+        for request_id, num_output_tokens in zip(cached.req_ids, cached.num_output_tokens, strict=True):
+            sequence = self._sequences[request_id]
+            num_known = self._num_prompt_tokens[request_id] + num_output_tokens
+            del sequence.tokens[num_known:], sequence.hashes[num_known:]
+
+
+class RecordedEngine(SimulatedEngine):
+    """A `SimulatedEngine` whose log is read back from its store, frame by frame."""
+
+    def __init__(self, **options: Any) -> None:
+        self.prompts: dict[str, list[int]] = {}
+        super().__init__(**options)
+        model = AligningModel(1, self.model.block_size)
+        model.kv_caches = self.model.kv_caches
+        self.model = model
+
+    def add(self, request_id: str, prompt: Sequence[int], max_tokens: int, **options: Any) -> Request:
+        """Queue a request; what it was asked is remembered, so that its output can be checked."""
+        self.prompts[request_id] = list(prompt)
+        self.outputs[request_id] = []
+        return super().add(request_id, prompt, max_tokens, **options)
+
+    def add_with(self, request_id: str, prompt: Sequence[int], sampling_params: SamplingParams) -> Request:
+        """Queue a request with sampling parameters of its own."""
+        request = Request(
+            request_id=request_id,
+            prompt_token_ids=list(prompt),
+            sampling_params=sampling_params,
+            pooling_params=None,
+            block_hasher=self._block_hasher,
+        )
+        self.scheduler.add_request(request)
+        self.prompts[request_id] = list(prompt)
+        self.outputs[request_id] = []
+        return request
+
+    def end_session(self, request_id: str) -> None:
+        """The client closes a streaming session: a request that is not resumable and has no prompt to speak of."""
+        self.scheduler.add_request(
+            Request(
+                request_id=request_id,
+                prompt_token_ids=[0],
+                sampling_params=SamplingParams(max_tokens=1),
+                pooling_params=None,
+                resumable=False,
+            )
+        )
+
+    @property
+    def projections(self) -> Projections:
+        """The live ledger's."""
+        return self.connector.scheduler_side.ledger.projections
+
+    @property
+    def figures(self) -> Any:
+        """The totals of the live ledger."""
+        return self.projections.totals.figures
+
+    @property
+    def header(self) -> dict[str, Any]:
+        """The header of the log; a store that keeps trouble away has it from the store it is around."""
+        store: Any = self.connector.scheduler_side.log.store
+        return getattr(store, "header", None) or store._store.header
+
+    @property
+    def replay_configuration(self) -> LedgerConfiguration:
+        """What the header says that the log was made with."""
+        return LedgerConfiguration(**self.header["configuration"])
+
+    def events(self) -> list[tuple[int, Event]]:
+        """Everything in the store, with its sequence numbers; what is not committed yet is committed first."""
+        side = self.connector.scheduler_side
+        if not side.log.store._closed:
+            side.ledger.commit()
+        decoder = EventDecoder(self.header)
+        return [
+            (frame.first_sequence + offset, event)
+            for frame in side.log.store.read()
+            for offset, event in enumerate(decoder.decode(frame.payload))
+        ]
+
+    def logged(self, *classes: type[Event], request_id: str | None = None) -> list[Any]:
+        """The events of these classes, of one request or of all."""
+        return [
+            event
+            for _, event in self.events()
+            if isinstance(event, classes) and (request_id is None or getattr(event, "request_id", None) == request_id)
+        ]
+
+    def check_answers(self, request_id: str) -> list[LookupAnswered]:
+        """Every answer must be right for the count of its own call; returns them."""
+        answers = self.logged(LookupAnswered, request_id=request_id)
+        for answer in answers:
+            right = max(0, min(answer.num_hit_tokens, answer.num_tokens - 1) - answer.num_computed_tokens)
+            assert answer.num_external_tokens == right, answer
+        return answers
+
+    def check_outputs(self) -> None:
+        """Every request that was not aborted said what it says without any cache."""
+        for request_id, output in self.outputs.items():
+            assert output == expected_output(self.prompts[request_id], len(output)), request_id
+
+    def check_released(self) -> None:
+        """Nothing is left of any request."""
+        assert set(self.projections.num_entries().values()) == {0}, self.projections.num_entries()
+        assert not self.connector.scheduler_side._requests
+        assert not self.connector.has_pending_push_work()
+
+    def num_tokens_computed(self, request_id: str) -> int:
+        """Tokens that were scheduled for a request that is not steady, in all its steps together."""
+        ordinal = self.logged(RequestArrived, request_id=request_id)[-1].ordinal
+        return sum(
+            num_tokens
+            for event in self.logged(StepScheduled)
+            for other, _, num_tokens, _ in event.advanced
+            if other == ordinal
+        )
+
+    def replay(self, handlers: HandlerRegistry | None = None) -> Replay:
+        """Decide the whole log again, the reference machine walking along."""
+        replay = Replay(self.replay_configuration, handlers=handlers, reference=ReferenceMachine())
+        for sequence, event in self.events():
+            replay.step(sequence, event)
+        replay.finish()
+        return replay
+
+    def check_replay(self, handlers: HandlerRegistry | None = None) -> None:
+        """The log replays without divergence, to exactly what the live ledger believes."""
+        replay = self.replay(handlers)
+        assert replay.divergences == []
+        assert replay.reference_differences == []
+        assert replay.projections.snapshot() == self.projections.snapshot()
+
+    def check_audit(self) -> None:
+        """Every checker finds the log sound, unless the connector itself has said that something went wrong."""
+        if self.logged(InvariantViolated, HookFailed):
+            return
+        audit = Audit(self.replay_configuration, ReferenceMachine())
+        audit.run(self.events())
+        assert audit.violations == []
+        assert audit.is_sound
+
+
+EngineFactory = Callable[..., RecordedEngine]
+
+
+@pytest.fixture
+def make_engine() -> Iterator[EngineFactory]:
+    """Build engines. When the test is over, each one's log is replayed and must agree with the live ledger.
+
+    `replays=False` is for tests that break the ledger on purpose: what it did then follows from the breakage, not from
+    the log.
+    """
+    engines: list[tuple[RecordedEngine, bool]] = []
+
+    def make(*, replays: bool = True, **options: Any) -> RecordedEngine:
+        options.setdefault("host_bytes", 1 << 20)
+        engine = RecordedEngine(**options)
+        engines.append((engine, replays))
+        return engine
+
+    yield make
+    for engine, replays in engines:
+        if replays:
+            engine.check_replay()
+            engine.check_audit()
+        engine.shutdown()

@@ -1,0 +1,264 @@
+"""What an operator may write, what is refused at start, and whether the message says how to go on."""
+
+from __future__ import annotations
+
+import json
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+from sim.engine import LEDGER, block_bytes, kv_cache_config, vllm_config
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+
+from kvledger.adapters.vllm import KVLedgerConnector
+from kvledger.adapters.vllm.configuration import ConnectorSettings
+from kvledger.lifecycle import ConfigurationError
+from kvledger.lifecycle import events as e
+from kvledger.lifecycle.decisions import Decisions
+from kvledger.lifecycle.handlers.new import New
+from kvledger.storage.events import BacklogEventStore, Durability, MemoryEventStore, read_log
+
+pytestmark = pytest.mark.scheduler
+
+
+def configuration(extra_config: dict[str, Any] | None, block_size: int = 16) -> Any:
+    """VLLM's configuration with this `kv_connector_extra_config`; None leaves the key out."""
+    transfer = dict(LEDGER)
+    if extra_config is not None:
+        transfer["kv_connector_extra_config"] = extra_config
+    return vllm_config(
+        num_blocks=20,
+        block_size=block_size,
+        max_num_seqs=4,
+        max_num_batched_tokens=256,
+        max_model_len=512,
+        enable_prefix_caching=True,
+        async_scheduling=False,
+        kv_transfer=transfer,
+    )
+
+
+def start(extra_config: dict[str, Any] | None, block_size: int = 16, role: Any = KVConnectorRole.SCHEDULER) -> Any:
+    """Build one side of the connector as vLLM does."""
+    return KVLedgerConnector(configuration(extra_config, block_size), role, kv_cache_config(20, block_size))
+
+
+def refusal(extra_config: dict[str, Any], block_size: int = 16) -> str:
+    """The message with which a configuration is refused, on both sides alike."""
+    messages = []
+    for role in (KVConnectorRole.SCHEDULER, KVConnectorRole.WORKER):
+        with pytest.raises(ConfigurationError) as caught:
+            start(extra_config, block_size, role)
+        messages.append(str(caught.value))
+    assert messages[0] == messages[1]
+    return messages[0]
+
+
+def test_an_empty_configuration_serves(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """No key at all: 256 tokens a chunk, 4 GiB, a log in the working directory."""
+    monkeypatch.chdir(tmp_path)
+    for extra_config in ({}, None):
+        connector = start(extra_config)
+        side = connector.scheduler_side
+        assert side._configuration.chunk_size == 256
+        assert side._configuration.num_slots == 4 * 1024**3 // block_bytes(16)
+        assert side.log.directory.parent == tmp_path / "kvledger-logs"
+        assert isinstance(side.log.store, BacklogEventStore)
+        connector.shutdown()
+    assert len(list((tmp_path / "kvledger-logs").iterdir())) == 2, "every start has a directory of its own"
+
+
+def test_a_chunk_that_256_does_not_divide_into_is_one_block() -> None:
+    """Blocks of 48 tokens: a chunk is one of them."""
+    connector = start({"log_dir": None}, block_size=48)
+    assert connector.scheduler_side._configuration.chunk_size == 48
+
+
+def test_an_unknown_key_is_refused_with_the_known_ones() -> None:
+    """A misspelt key must not be ignored in silence."""
+    message = refusal({"log_dir": None, "chunksize": 16})
+    assert "chunksize: unknown key" in message
+    for name in ConnectorSettings.model_fields:
+        assert name in message
+
+
+def test_every_wrong_key_is_named_at_once() -> None:
+    """So that it is corrected once, not once per start."""
+    message = refusal({"chunk_size": -1, "durability": "maybe", "host_bytes": "much", "max_hit_share": 2})
+    for name, value in (
+        ("chunk_size", "-1"),
+        ("durability", "'maybe'"),
+        ("host_bytes", "'much'"),
+        ("max_hit_share", "2"),
+    ):
+        (line,) = (line for line in message.splitlines() if line.strip().startswith(name))
+        assert value in line
+
+
+@pytest.mark.parametrize(("chunk_size", "block_size"), [(24, 16), (10, 16), (40, 32)])
+def test_sizes_that_do_not_divide_are_refused(chunk_size: int, block_size: int) -> None:
+    """Both figures and what to choose."""
+    message = refusal({"log_dir": None, "chunk_size": chunk_size}, block_size)
+    assert f"chunk_size {chunk_size} and block_size {block_size}" in message
+    assert f"a multiple or a divisor of {block_size}" in message
+
+
+def test_a_pool_that_cannot_hold_one_chunk_is_refused_with_the_figures() -> None:
+    """Slots there are, slots needed, bytes of a block, and the remedy."""
+    host_bytes = 15 * block_bytes(16)
+    message = refusal({"log_dir": None, "chunk_size": 256, "host_bytes": host_bytes})
+    assert "15 slots" in message
+    assert "needs 16" in message
+    assert f"host_bytes {host_bytes}" in message
+    assert f"{block_bytes(16)} bytes a block" in message
+    assert "raise host_bytes or lower chunk_size" in message
+
+
+def test_host_bytes_may_be_written_with_a_unit() -> None:
+    """As people write them."""
+    connector = start({"log_dir": None, "chunk_size": 16, "host_bytes": "1MiB"})
+    assert connector.scheduler_side._configuration.num_slots == 1024**2 // block_bytes(16)
+
+
+def test_a_log_dir_that_cannot_be_written_is_refused_at_start(tmp_path: Path) -> None:
+    """A file stands where the directory should be: named, with the remedy, before anything is served."""
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigurationError, match="name a writable directory, or null for no files") as caught:
+        start({"log_dir": str(tmp_path / "file")})
+    assert str(tmp_path / "file") in str(caught.value)
+    with pytest.raises(ConfigurationError, match="log_dir"):
+        start({"log_dir": "/proc/kvledger"})
+
+
+@pytest.mark.parametrize("durability", list(Durability))
+def test_durability_levels(tmp_path: Path, durability: Durability) -> None:
+    """`memory` writes no file; the others write one that is whole after the shutdown, and the header says what for."""
+    connector = start({"log_dir": str(tmp_path), "durability": durability.value, "chunk_size": 16})
+    store = connector.scheduler_side.log.store
+    connector.shutdown()
+    if durability is Durability.MEMORY:
+        assert isinstance(store, MemoryEventStore)
+        assert list(tmp_path.iterdir()) == []
+        return
+    (directory,) = tmp_path.iterdir()
+    reader = read_log(directory)
+    assert len(list(reader)) >= 1
+    assert reader.damage == []
+    assert reader.header["configuration"]["chunk_size"] == 16
+
+
+def test_the_header_says_what_the_log_was_made_with(make_engine: Any) -> None:
+    """Versions, fingerprints and sizes: what a reader needs years later."""
+    engine = make_engine(num_blocks=20, chunk_size=16)
+    header = engine.connector.scheduler_side.log.store.header
+    assert header["configuration"] == attrs.asdict(engine.connector.scheduler_side._configuration)
+    for name in ("kvledger_version", "vllm_version", "table_fingerprint", "handler_fingerprint", "vocabulary"):
+        assert header[name]
+    json.dumps({name: value for name, value in header.items() if name != "vocabulary"})
+
+
+class Shy(New):
+    """A handler of a user: it never loads anything for new requests."""
+
+    def lookup_requested(self, event: Any, record: Any, projections: Any, cause: int) -> Decisions:  # noqa: ARG002 -- a handler's signature
+        """Answer with nothing."""
+        yield e.LookupAnswered(
+            request_id=event.request_id,
+            generation=record.generation,
+            num_computed_tokens=event.num_computed_tokens,
+            num_tokens=event.num_tokens,
+            num_hit_tokens=0,
+            num_external_tokens=0,
+            miss_reason="limited",
+            miss_cause=0,
+            cause=cause,
+        )
+
+
+@pytest.fixture
+def user_module(monkeypatch: pytest.MonkeyPatch) -> str:
+    """A module of a user, with one handler and things that are none."""
+    module = types.ModuleType("their_handlers")
+    module.__dict__.update(Shy=Shy, NotAHandler=dict, number=3)
+    monkeypatch.setitem(sys.modules, "their_handlers", module)
+    return "their_handlers"
+
+
+def test_a_handler_of_one_s_own(make_engine: Any, user_module: str) -> None:
+    """Named as "module:Class" it takes the place of the one of its state, and the header tells."""
+    engine = make_engine(
+        replays=False, num_blocks=20, chunk_size=16, handlers=[f"{user_module}:Shy"], enable_prefix_caching=False
+    )
+    for request_id in ("writer", "reader"):
+        engine.add(request_id, range(64), 4)
+        engine.run()
+    assert len(engine.projections.chunks) == 4
+    assert engine.logged(e.LoadIssued) == []
+    assert {answer.miss_reason for answer in engine.logged(e.LookupAnswered)} == {"limited"}
+    assert "new=Shy" in engine.connector.scheduler_side.log.store.header["handler_fingerprint"]
+    engine.check_outputs()
+    engine.check_replay(ConnectorSettings(handlers=(f"{user_module}:Shy",)).handler_registry())
+    assert engine.replay().divergences, "without the handler today's code decides otherwise, and says so"
+
+
+@pytest.mark.parametrize(
+    "name", ["no_such_module:Class", "their_handlers:Missing", "their_handlers", "their_handlers:number"]
+)
+def test_a_handler_that_cannot_be_made_is_refused(user_module: str, name: str) -> None:
+    """The name, the reason, and how to write it."""
+    assert user_module == "their_handlers"
+    with pytest.raises(ConfigurationError, match="'module:Class'") as caught:
+        start({"log_dir": None, "handlers": [name]})
+    assert repr(name) in str(caught.value)
+
+
+def test_a_class_that_is_no_handler_is_refused(user_module: str) -> None:
+    """It can be imported and made, but it handles nothing."""
+    with pytest.raises(ConfigurationError, match=r"is no kvledger\.lifecycle\.StateHandler"):
+        start({"log_dir": None, "handlers": [f"{user_module}:NotAHandler"]})
+
+
+def test_several_kv_cache_groups_are_refused_with_the_reason() -> None:
+    """A hybrid model has blocks of several kinds; one kind is served."""
+    several = kv_cache_config(20, 16)
+    several.kv_cache_groups = several.kv_cache_groups * 2
+    with pytest.raises(ConfigurationError, match="2 KV cache groups") as caught:
+        KVLedgerConnector(configuration({"log_dir": None}), KVConnectorRole.SCHEDULER, several)
+    assert "--disable-hybrid-kv-cache-manager" in str(caught.value)
+    assert "FullAttentionSpec" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "setting", ["pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"]
+)
+def test_parallelism_that_is_not_served_is_refused(setting: str) -> None:
+    """Which setting, its value, and what to use instead."""
+    settings = configuration({"log_dir": None})
+    setattr(settings.parallel_config, setting, 2)
+    with pytest.raises(ConfigurationError, match=f"{setting} is 2") as caught:
+        KVLedgerConnector(settings, KVConnectorRole.SCHEDULER, kv_cache_config(20, 16))
+    assert "tensor parallelism" in str(caught.value)
+
+
+def test_a_hit_share_limits_every_answer(make_engine: Any) -> None:
+    """Half of the prompt may come from the host, however much is there."""
+    engine = make_engine(num_blocks=20, chunk_size=16, max_hit_share=0.5, enable_prefix_caching=False)
+    for request_id in ("writer", "reader"):
+        engine.add(request_id, range(64), 4)
+        engine.run()
+    (answer,) = engine.logged(e.LookupAnswered, request_id="reader")
+    assert (answer.num_hit_tokens, answer.num_external_tokens, answer.miss_reason) == (64, 32, "limited")
+    engine.check_outputs()
+
+
+def test_chunk_statistics_count_what_came_back(make_engine: Any) -> None:
+    """Four chunks, twice: four unique, 64 tokens reusable."""
+    engine = make_engine(num_blocks=20, chunk_size=16, chunk_statistics=True)
+    for request_id in ("writer", "reader"):
+        engine.add(request_id, range(64), 4)
+        engine.run()
+    policy = engine.projections.snapshot()["policy"]
+    assert (policy["num_unique_chunks"], policy["num_tokens_reusable"]) == (4, 64)

@@ -1,0 +1,593 @@
+"""Whatever fails in a hook, the engine serves on with right outputs, and the log tells.
+
+After every failure the same conversations are asked for again: if anything wrong had been saved, it would be loaded
+now, and the model would raise `CorruptKV`.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+import textwrap
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sim.hashed_model import CorruptKV
+
+from kvledger.lifecycle import HandlerRegistry, StateHandler
+from kvledger.lifecycle import events as e
+from kvledger.lifecycle.handlers.chunked_prefill import ChunkedPrefill
+from kvledger.lifecycle.handlers.new import New
+from kvledger.lifecycle.handlers.preempted import Preempted
+from kvledger.lifecycle.handlers.running import Running
+from kvledger.storage.events import read_log
+from kvledger.storage.events import segments as segments_module
+
+pytestmark = pytest.mark.scheduler
+
+NUM_OUTPUT_TOKENS = 50
+BROKEN = "broken on purpose"
+
+
+def crowd(engine: Any, num_requests: int = 3) -> None:
+    """Three requests of 40 and 50 tokens do not fit into thirteen blocks of 16: somebody is preempted."""
+    for number in range(num_requests):
+        engine.add(f"request {number}", range(100 * number, 100 * number + 40), NUM_OUTPUT_TOKENS)
+
+
+def small(make_engine: Any, **options: Any) -> Any:
+    """An engine for the crowd in which every recovery needs a load."""
+    return make_engine(**({"num_blocks": 14, "chunk_size": 8, "enable_prefix_caching": False} | options))
+
+
+def serve(engine: Any) -> None:
+    """Serve the crowd and everybody's continuation: all outputs are whole and right."""
+    engine.run()
+    said = {request_id: engine.prompts[request_id] + output for request_id, output in engine.outputs.items()}
+    for request_id, tokens in said.items():
+        engine.add(f"{request_id} continued", tokens[:88], 6)
+        engine.run()
+    assert {request_id: len(output) for request_id, output in engine.outputs.items()} == {
+        request_id: 6 if request_id.endswith("continued") else NUM_OUTPUT_TOKENS for request_id in engine.outputs
+    }
+    engine.check_outputs()
+
+
+def raise_once(original: Callable[..., Any], when: Callable[..., bool]) -> Callable[..., Any]:
+    """A function that raises the first time that `when` says so."""
+    raised: list[bool] = []
+
+    def call(*arguments: Any, **options: Any) -> Any:
+        if not raised and when(*arguments, **options):
+            raised.append(True)
+            raise RuntimeError(BROKEN)
+        return original(*arguments, **options)
+
+    return call
+
+
+def preempt(engine: Any) -> None:
+    """Step until somebody is preempted."""
+    while not engine.num_preemptions:
+        engine.step()
+
+
+def test_without_any_failure_there_is_nothing_to_tell(make_engine: Any) -> None:
+    """The measure for all other tests here."""
+    engine = small(make_engine)
+    crowd(engine)
+    serve(engine)
+    assert engine.logged(e.HookFailed, e.InvariantViolated, e.SaveFailed, e.LoadFailed, e.RequestQuarantined) == []
+    assert len(engine.logged(e.LoadIssued)) > 3
+    engine.check_released()
+
+
+# --- the log ---------------------------------------------------------------------------------------
+
+
+def test_a_full_disk_costs_no_request_anything(
+    make_engine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Frames wait in memory while the disk is full; when there is room again the log has all of them."""
+    engine = small(make_engine, log_dir=str(tmp_path))
+    store = engine.connector.scheduler_side.log.store
+    real_write = os.write
+    disk_is_full = True
+
+    def write(descriptor: int, data: bytes) -> int:
+        if disk_is_full:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return real_write(descriptor, data)
+
+    crowd(engine)
+    for _ in range(10):
+        engine.step()
+    monkeypatch.setattr(segments_module.os, "write", write)
+    serve(engine)
+    assert store.num_events_backlogged > 0
+    disk_is_full = False
+    store.flush()
+    assert (store.num_events_backlogged, store.num_events_lost) == (0, 0)
+    assert engine.events()[-1][0] == engine.connector.scheduler_side.ledger.next_sequence - 1
+    assert len(engine.logged(e.LoadIssued)) > 3
+
+
+FULL_DISK = """
+    import resource, sys
+    sys.path.insert(0, sys.argv[1])
+    import conftest
+    from sim.engine import SimulatedEngine
+
+    def outputs(**options):
+        engine = SimulatedEngine(num_blocks=14, chunk_size=8, enable_prefix_caching=False, **options)
+        for number in range(3):
+            engine.add(str(number), range(100 * number, 100 * number + 40), 50)
+        engine.run()
+        store = engine.connector.scheduler_side.log.store
+        lost = getattr(store, "num_events_backlogged", 0)
+        engine.shutdown()
+        return engine.outputs, lost
+
+    expected, _ = outputs(host_bytes=1 << 20)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8192, resource.RLIM_INFINITY))
+    found, num_waiting = outputs(host_bytes=1 << 20, log_dir=sys.argv[2])
+    assert found == expected
+    assert num_waiting > 0
+    print("served")
+"""
+
+
+def test_a_disk_that_is_really_full(tmp_path: Path) -> None:
+    """The kernel refuses every write beyond 8 KiB of the file; the process serves on, what was written is readable."""
+    script = tmp_path / "full_disk.py"
+    script.write_text(textwrap.dedent(FULL_DISK))
+    logs = tmp_path / "logs"
+    tests = Path(__file__).parents[2]
+    run = subprocess.run(
+        [sys.executable, str(script), str(tests), str(logs)], capture_output=True, text=True, check=False, timeout=200
+    )
+    assert "served" in run.stdout, run.stderr[-2000:]
+    (directory,) = logs.iterdir()
+    reader = read_log(directory)
+    frames = list(reader)
+    assert len(frames) > 10
+    assert [frame.first_sequence for frame in frames[1:]] == [frame.next_sequence for frame in frames[:-1]]
+    assert sum(path.stat().st_size for path in directory.glob("*.kvlog")) <= 8192
+
+
+# --- hooks that raise ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("enable_prefix_caching", [False, True])
+@pytest.mark.parametrize(
+    ("event_class", "hook"),
+    [
+        (e.RequestArrived, "on_new_request"),
+        (e.ChunkKeysObserved, "get_num_new_matched_tokens"),
+        (e.LookupRequested, "get_num_new_matched_tokens"),
+        (e.BlocksAllocated, "take_up"),
+        (e.RequestPreempted, "record_step"),
+        (e.StepScheduled, "record_step"),
+        (e.TransferReported, "update_connector_output"),
+        (e.RequestFinished, "request_finished"),
+    ],
+)
+@pytest.mark.parametrize("moment", ["first", "after a preemption"])
+def test_a_hook_that_raises_once(
+    make_engine: Any, event_class: type[e.Event], hook: str, moment: str, enable_prefix_caching: bool
+) -> None:
+    """Whatever observation cannot be made, outputs are right, nothing wrong is saved, and the log names the hook."""
+    engine = small(make_engine, replays=False, enable_prefix_caching=enable_prefix_caching)
+    ledger = engine.connector.scheduler_side.ledger
+    crowd(engine)
+    if moment == "after a preemption" and event_class not in (e.RequestArrived, e.RequestPreempted):
+        preempt(engine)
+    ledger.observe = raise_once(ledger.observe, lambda event: isinstance(event, event_class))
+    if event_class is e.RequestArrived:
+        engine.add("late", range(800, 840), NUM_OUTPUT_TOKENS)
+    serve(engine)
+    assert len([failed for failed in engine.logged(e.HookFailed) if BROKEN in failed.error]) == 1
+    failed = engine.logged(e.HookFailed)[0]
+    assert failed.hook == hook or event_class is e.ChunkKeysObserved
+    assert not engine.connector.scheduler_side._requests, "no request of vLLM's is kept for ever"
+    assert not engine.connector.has_pending_push_work()
+
+
+def test_a_step_that_cannot_be_read_while_a_block_is_appended(make_engine: Any) -> None:
+    """The folded block table misses a block from then on; nothing may be saved from the blocks in the wrong places."""
+    for number in range(4):
+        engine = small(make_engine, replays=False, num_blocks=40)
+        reader = engine.connector.scheduler_side._reader
+        crowd(engine)
+        seen: list[int] = []
+
+        def appends(output: Any, _time_ns: int, number: int = number, seen: list[int] = seen) -> bool:
+            seen.extend(1 for entry in output.scheduled_cached_reqs.new_block_ids if entry)
+            return len(seen) > number
+
+        reader.read = raise_once(reader.read, appends)
+        serve(engine)
+        assert [failed.hook for failed in engine.logged(e.HookFailed)] == ["record_step"]
+
+
+def test_a_preemption_that_is_noticed_too_late(make_engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step that took the blocks failed to say so; by the next hook they are overwritten and not saved any more."""
+    engine = small(make_engine, replays=False)
+    side = engine.connector.scheduler_side
+    crowd(engine)
+    monkeypatch.setattr(
+        side, "_notice_preemption", raise_once(side._notice_preemption, lambda request, *_: request.num_preemptions > 0)
+    )
+    serve(engine)
+    assert engine.num_preemptions
+    assert [failed.hook for failed in engine.logged(e.HookFailed)] == ["record_step"]
+
+
+@pytest.mark.parametrize("first_failing_call", [0, 1, 4, 9])
+@pytest.mark.parametrize("num_failing_calls", [1, 3, 10_000])
+def test_a_chunk_key_source_that_raises(
+    make_engine: Any, monkeypatch: pytest.MonkeyPatch, first_failing_call: int, num_failing_calls: int
+) -> None:
+    """Without keys there is no cache for a request; it is served all the same."""
+    engine = small(make_engine, replays=False)
+    source = engine.connector.scheduler_side._keys
+    original, calls = source.keys, []
+
+    def keys(*arguments: Any) -> Any:
+        calls.append(1)
+        if first_failing_call < len(calls) <= first_failing_call + num_failing_calls:
+            raise RuntimeError(BROKEN)
+        return original(*arguments)
+
+    monkeypatch.setattr(source, "keys", keys)
+    crowd(engine)
+    serve(engine)
+    assert BROKEN in engine.logged(e.HookFailed)[0].error
+    assert not engine.connector.scheduler_side._requests
+
+
+def test_a_load_that_was_promised_and_cannot_be_issued(make_engine: Any) -> None:
+    """The scheduler believes in the promise; it is told that the blocks are not filled, and computes them."""
+    engine = small(make_engine, replays=False)
+    ledger = engine.connector.scheduler_side.ledger
+    crowd(engine)
+    preempt(engine)
+    ledger.observe = raise_once(
+        ledger.observe, lambda event: isinstance(event, e.BlocksAllocated) and event.num_external_tokens > 0
+    )
+    told: list[Any] = []
+    update = engine.scheduler.update_from_output
+
+    def watch(output: Any, model_output: Any) -> Any:
+        if model_output.kv_connector_output.invalid_block_ids:
+            told.append(model_output.kv_connector_output.invalid_block_ids)
+        return update(output, model_output)
+
+    engine.scheduler.update_from_output = watch
+    serve(engine)
+    assert len(told) == 1
+    assert engine.logged(e.HookFailed)[0].hook == "take_up"
+    assert engine.logged(e.RequestQuarantined)[0].reason == "take_up failed"
+
+
+def test_a_load_is_delivered_although_its_step_cannot_be_recorded(make_engine: Any) -> None:
+    """Jobs that were decided before the step failed go out with it; their reports are taken up."""
+    engine = small(make_engine, replays=False)
+    ledger = engine.connector.scheduler_side.ledger
+    crowd(engine)
+    preempt(engine)
+    ledger.observe = raise_once(
+        ledger.observe,
+        lambda event: (
+            isinstance(event, e.StepScheduled) and any(job.kind == "load" for job in engine.projections.transfers)
+        ),
+    )
+    serve(engine)
+    assert engine.logged(e.HookFailed)[0].hook == "record_step"
+    assert {load.job_id for load in engine.logged(e.LoadIssued)} == {
+        done.job_id for done in engine.logged(e.LoadCompleted)
+    }
+
+
+def test_under_the_policy_fail_only_the_promised_request_fails(make_engine: Any) -> None:
+    """It shares its beginning with a running request, whose KV is untouched and who must not pay for it."""
+    engine = make_engine(replays=False, num_blocks=40, chunk_size=16, kv_transfer={"kv_load_failure_policy": "fail"})
+    engine.add("writer", range(96), 4)
+    engine.run()
+    assert engine.scheduler.reset_prefix_cache()
+    engine.add("sharer", range(48), 30)
+    for _ in range(3):
+        engine.step()
+    ledger = engine.connector.scheduler_side.ledger
+    ledger.observe = raise_once(
+        ledger.observe, lambda event: isinstance(event, e.BlocksAllocated) and event.num_external_tokens > 0
+    )
+    engine.add("promised", range(96), 10)
+    engine.run()
+    assert engine.check_answers("promised")[0].num_external_tokens == 47
+    assert engine.finish_reasons["promised"] == "error"
+    assert engine.finish_reasons["sharer"] == "length"
+    assert len(engine.outputs["sharer"]) == 30
+    engine.check_outputs()
+
+
+# --- a corrupt ledger ------------------------------------------------------------------------------
+
+
+def private_state(engine: Any) -> list[tuple[str, str]]:
+    """(projection, attribute) of everything that projections keep."""
+    found = []
+    for name, projection in vars(engine.projections).items():
+        if hasattr(projection, "snapshot") and hasattr(projection, "folds"):
+            found += [
+                (name, attribute)
+                for attribute, value in vars(projection).items()
+                if isinstance(value, dict | list | int)
+            ]
+    return found
+
+
+@pytest.mark.parametrize("num_steps", [0, 6, 40])
+def test_a_projection_that_has_lost_its_state(make_engine: Any, num_steps: int) -> None:
+    """Each attribute of each projection is taken away in its turn: the engine serves on."""
+    escaped = []
+    for name, attribute in private_state(small(make_engine)):
+        engine = small(make_engine, replays=False)
+        crowd(engine)
+        for _ in range(num_steps):
+            engine.step()
+        delattr(getattr(engine.projections, name), attribute)
+        try:
+            engine.run()
+            engine.check_outputs()
+            assert all(len(output) == NUM_OUTPUT_TOKENS for output in engine.outputs.values())
+            assert not engine.connector.has_pending_push_work()
+        except AttributeError as error:
+            escaped.append(f"{name}.{attribute}: {error}")
+        engine.connector.shutdown()
+    assert escaped == []
+
+
+@pytest.mark.parametrize(
+    "event_class", [e.LoadIssued, e.SaveIssued, e.SaveCompleted, e.StepScheduled, e.RequestFinished]
+)
+def test_a_fold_that_raises_turns_caching_off(make_engine: Any, event_class: type[e.Event]) -> None:
+    """What the ledger believes cannot be trusted any more: no hits, no saves, and the last events say why."""
+    engine = small(make_engine, replays=False)
+    crowd(engine)
+    preempt(engine)
+    folds = engine.projections._folds
+
+    def raising(_event: e.Event, _sequence: int) -> None:
+        raise RuntimeError(BROKEN)
+
+    folds[event_class] = (*folds[event_class], raising)
+    serve(engine)
+    assert engine.connector.scheduler_side.is_disabled
+    failed = engine.logged(e.HookFailed)
+    assert "LedgerCorrupt" in failed[0].error
+    assert BROKEN in failed[0].error
+    position = next(index for index, (_, event) in enumerate(engine.events()) if isinstance(event, e.HookFailed))
+    assert not [event for _, event in engine.events()[position:] if event.is_decision]
+    assert not engine.connector.scheduler_side._requests
+
+
+# --- handlers --------------------------------------------------------------------------------------
+
+
+def raising_handler(base: type[StateHandler], method: str) -> StateHandler:
+    """A handler of the same state whose `method` raises."""
+
+    def raising(*_arguments: Any) -> Any:
+        raise RuntimeError(BROKEN)
+
+    handler = type(f"Raising{base.__name__}", (base,), {method: raising})()
+    assert isinstance(handler, StateHandler)
+    return handler
+
+
+@pytest.mark.parametrize(
+    ("base", "method"),
+    [
+        (New, "lookup_requested"),
+        (New, "blocks_allocated"),
+        (New, "tokens_scheduled"),
+        (ChunkedPrefill, "tokens_settled"),
+        (Running, "tokens_settled"),
+        (Running, "request_preempted"),
+        (Running, "request_finished"),
+        (Preempted, "lookup_requested"),
+        (Preempted, "blocks_allocated"),
+    ],
+)
+def test_a_handler_that_raises(
+    make_engine: Any, base: type[StateHandler], method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its request is quarantined, everybody is served, and the log replays: the failure is a decision like others."""
+    handler = raising_handler(base, method)
+    module = types.ModuleType("broken_handlers")
+    module.__dict__["Broken"] = type(handler)
+    monkeypatch.setitem(sys.modules, "broken_handlers", module)
+    # The log replays with the broken handler in its place only, see the end.
+    engine = small(make_engine, replays=False, handlers=["broken_handlers:Broken"], max_num_batched_tokens=16)
+    crowd(engine)
+    serve(engine)
+    violations = engine.logged(e.InvariantViolated)
+    assert {violation.rule for violation in violations} == {"HANDLER_RAISED"}
+    assert all(BROKEN in violation.detail for violation in violations)
+    assert "HANDLER_RAISED" in {quarantined.reason for quarantined in engine.logged(e.RequestQuarantined)}
+    registry = HandlerRegistry()
+    registry.replace(handler)
+    engine.check_replay(registry)
+
+
+# --- copies ----------------------------------------------------------------------------------------
+
+
+class BrokenCopies:
+    """Wraps a copy engine; fails saves or loads, all of them or the first."""
+
+    def __init__(self, inner: Any, what: str, num_failures: int) -> None:
+        self._inner = inner
+        self._what = what
+        self._num_left = num_failures
+
+    def _copy(self, what: str, sources: Any, destinations: Any) -> Any:
+        if what == self._what and self._num_left:
+            self._num_left -= 1
+            raise RuntimeError(BROKEN)
+        return getattr(self._inner, what)(sources, destinations)
+
+    def save(self, block_ids: Any, slots: Any) -> Any:
+        """Device to host."""
+        return self._copy("save", block_ids, slots)
+
+    def load(self, slots: Any, block_ids: Any) -> Any:
+        """Host to device."""
+        return self._copy("load", slots, block_ids)
+
+    def close(self) -> None:
+        """Close the wrapped engine."""
+        self._inner.close()
+
+
+def break_copies(engine: Any, what: str, num_failures: int) -> None:
+    """From now on."""
+    side = engine.worker._worker_side
+    side._engine = BrokenCopies(side._engine, what, num_failures)
+
+
+@pytest.mark.parametrize("enable_prefix_caching", [False, True])
+@pytest.mark.parametrize("num_failures", [1, 5, 10_000])
+def test_saves_that_fail(make_engine: Any, num_failures: int, enable_prefix_caching: bool) -> None:
+    """What was not copied is not offered; its slots are free again."""
+    engine = small(make_engine, enable_prefix_caching=enable_prefix_caching)
+    break_copies(engine, "save", num_failures)
+    crowd(engine)
+    serve(engine)
+    failed = engine.logged(e.SaveFailed)
+    assert 1 <= len(failed) <= num_failures
+    assert all(BROKEN in event.error for event in failed)
+    if num_failures == 10_000:
+        assert len(engine.projections.chunks) == 0
+        assert engine.projections.chunks.slots.num_free == engine.projections.chunks.slots.num_slots
+        assert engine.logged(e.LoadIssued) == []
+    assert engine.figures.num_saves_failed == len(failed)
+    engine.check_released()
+
+
+@pytest.mark.parametrize("enable_prefix_caching", [False, True])
+@pytest.mark.parametrize("model_runner_v2", [False, True])
+@pytest.mark.parametrize("num_failures", [1, 3, 10_000])
+def test_loads_that_fail_are_computed(
+    make_engine: Any, num_failures: int, model_runner_v2: bool, enable_prefix_caching: bool
+) -> None:
+    """Policy recompute: the request computes what was promised; the chunks are not offered again."""
+    engine = small(make_engine, model_runner_v2=model_runner_v2, enable_prefix_caching=enable_prefix_caching)
+    break_copies(engine, "load", num_failures)
+    crowd(engine)
+    serve(engine)
+    failed = engine.logged(e.LoadFailed)
+    assert 1 <= len(failed) <= num_failures
+    assert engine.logged(e.ChunkTainted)
+    assert engine.logged(e.InvariantViolated, e.HookFailed) == []
+    assert engine.figures.num_loads_failed == len(failed)
+    for request_id in engine.outputs:
+        engine.check_answers(request_id)
+    engine.check_released()
+
+
+def test_under_the_policy_fail_only_the_request_whose_load_failed_fails(make_engine: Any) -> None:
+    """VLLM's default policy: an error for one client, right outputs for all others."""
+    engine = small(make_engine, kv_transfer={"kv_load_failure_policy": "fail"})
+    break_copies(engine, "load", 1)
+    crowd(engine)
+    engine.run()
+    (failed,) = engine.logged(e.LoadFailed)
+    assert [request_id for request_id, reason in engine.finish_reasons.items() if reason == "error"] == [
+        failed.request_id
+    ]
+    assert engine.logged(e.RequestFinished, request_id=failed.request_id)[0].status == "FINISHED_ERROR"
+    others = set(engine.outputs) - {failed.request_id}
+    assert {engine.finish_reasons[request_id] for request_id in others} == {"length"}
+    engine.check_outputs()
+    engine.check_released()
+
+
+@pytest.mark.parametrize("model_runner_v2", [False, True])
+@pytest.mark.parametrize(
+    "policy",
+    [
+        "fail",
+        pytest.param(
+            "recompute",
+            marks=pytest.mark.xfail(
+                raises=CorruptKV,
+                reason="vLLM 0.32 delivers the output of the step that was scheduled on top of the failed load",
+            ),
+        ),
+    ],
+)
+def test_a_load_that_fails_with_two_steps_in_flight(make_engine: Any, model_runner_v2: bool, policy: str) -> None:
+    """The next step is scheduled before the failure is known. Whoever gets an answer must get a right one."""
+    engine = small(
+        make_engine,
+        replays=False,
+        async_scheduling=True,
+        model_runner_v2=model_runner_v2,
+        kv_transfer={"kv_load_failure_policy": policy},
+    )
+    if policy == "fail":
+        # What the step on top of it reads is wrong, but its output goes nowhere.
+        engine.model._check = lambda *_arguments: None
+    break_copies(engine, "load", 1)
+    crowd(engine)
+    engine.run()
+    (failed,) = engine.logged(e.LoadFailed)
+    assert engine.finish_reasons[failed.request_id] == ("error" if policy == "fail" else "length")
+    others = set(engine.outputs) - {failed.request_id}
+    assert {engine.finish_reasons[request_id] for request_id in others} == {"length"}
+    engine.check_outputs()
+    vars(engine.model).pop("_check", None)
+    for request_id, tokens in [(request_id, engine.prompts[request_id]) for request_id in engine.outputs]:
+        engine.add(f"{request_id} again", tokens, 6)
+        engine.run()
+    engine.check_outputs()
+
+
+def test_a_worker_that_never_reports(make_engine: Any) -> None:
+    """A copy that nobody reports counts as failed after a while, so that nothing waits for ever."""
+    engine = small(make_engine, max_silent_steps=8)
+    engine.worker._worker_side.take_reports = lambda: None
+    crowd(engine)
+    engine.run(max_steps=1000)
+    assert {violation.rule for violation in engine.logged(e.InvariantViolated)} == {"LIVENESS"}
+    assert len(engine.logged(e.SaveFailed)) == len(engine.logged(e.SaveIssued))
+    engine.check_outputs()
+    engine.check_released()
+
+
+def test_a_report_that_comes_twice(make_engine: Any) -> None:
+    """The second is recorded and changes nothing."""
+    engine = small(make_engine)
+    take = engine.worker._worker_side.take_reports
+    earlier: list[Any] = []
+
+    def again() -> Any:
+        reports = take()
+        if reports is not None:
+            earlier.append(reports)
+            return reports
+        return earlier.pop() if earlier else None
+
+    engine.worker._worker_side.take_reports = again
+    crowd(engine)
+    serve(engine)
+    assert {violation.rule for violation in engine.logged(e.InvariantViolated)} == {"COMPLETION_ONCE"}
+    assert engine.logged(e.RequestQuarantined) == []
+    engine.check_released()

@@ -1,0 +1,76 @@
+"""`make bench`: kvledger beside what it is compared with, as ratios within one run."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+from rich.console import Console
+from rich.progress import (
+    Progress,
+    track,  # noqa: F401 -- rich is loaded before vLLM takes over logging
+)
+from rich.table import Table
+
+BUDGET = 0.10
+
+
+def main() -> int:
+    """Run the benchmark; the exit code is 1 where the budget of the design is missed."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--requests", type=int, default=256, help="decoding requests")
+    parser.add_argument("--steps", type=int, default=1000, help="engine steps per contender")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+    arguments = parser.parse_args()
+
+    from benchmarks import scheduler_overhead
+
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("stepping schedulers", total=arguments.steps)
+        timings = scheduler_overhead.measure(
+            num_requests=arguments.requests,
+            num_steps=arguments.steps,
+            progress=lambda done, _all: progress.update(task, completed=done),
+        )
+    base = timings[0]
+    rows = [
+        {
+            "connector": timing.name,
+            "schedule_us": round(timing.schedule_us, 1),
+            "schedule_added": round(timing.schedule_us / base.schedule_us - 1, 4),
+            "update_us": round(timing.update_us, 1),
+            "update_added": round(timing.update_us / base.update_us - 1, 4),
+        }
+        for timing in timings
+    ]
+    ours = next(row for row in rows if row["connector"] == "KVLedgerConnector")
+    within = float(ours["schedule_added"]) <= BUDGET
+    if arguments.json:
+        print(json.dumps({"requests": arguments.requests, "steps": arguments.steps, "rows": rows, "within": within}))
+        return 0 if within else 1
+    table = Table(title=f"{arguments.requests} decoding requests, block 16, medians of {arguments.steps} steps")
+    for column in ("connector", "schedule() µs", "added", "update_from_output() µs", "added"):
+        table.add_column(column, justify="left" if column == "connector" else "right")
+    for row in rows:
+        table.add_row(
+            str(row["connector"]),
+            f"{row['schedule_us']}",
+            f"{float(row['schedule_added']):+.1%}",
+            f"{row['update_us']}",
+            f"{float(row['update_added']):+.1%}",
+        )
+    console = Console()
+    console.print(table)
+    console.print(f"budget: at most {BUDGET:.0%} of schedule(), {'kept' if within else 'MISSED'}")
+    return 0 if within else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,189 @@
+"""What a connector adds to the real scheduler: `schedule()` and `update_from_output()` while 256 requests decode.
+
+Every contender drives vLLM's own `Scheduler` with the same requests in the same process; their steps are taken in
+turns, so that whatever else the machine does hits all of them. The clock is the thread's own CPU time, so that other
+processes cost nobody anything. Workers are not run: each contender is told that its
+copies are done one step later, in its own terms. What counts is the ratio of medians within one run.
+
+Measures: the scheduler's side of the hooks, with the event log written to disk at durability `os`.
+Does not measure: copies, the model, the worker's side of the hooks.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import attrs
+from sim.engine import LEDGER, block_bytes, kv_cache_config, vllm_config
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
+    OffloadingConnectorMetadata,
+    OffloadingWorkerMetadata,
+)
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.request import Request
+from vllm.v1.simple_kv_offload.metadata import SimpleCPUOffloadMetadata, SimpleCPUOffloadWorkerMetadata
+from vllm.v1.structured_output import StructuredOutputManager
+
+from kvledger.adapters.vllm.metadata import JobReport, StepJobs, WorkerReports
+
+BLOCK_SIZE = 16
+PROMPT_TOKENS = 200
+STEPS_PER_TURN = 20
+"""Turns are short against the machine's moods and long against the first steps' cold caches."""
+
+
+@attrs.frozen
+class Timing:
+    """Medians in microseconds."""
+
+    name: str
+    schedule_us: float
+    update_us: float
+
+
+def report_all_done(metadata: KVConnectorMetadata | None) -> KVConnectorWorkerMetadata | None:
+    """What the workers of each connector would send back after finishing everything at once."""
+    if isinstance(metadata, StepJobs):
+        jobs = (*metadata.saves_before_forward, *metadata.loads, *metadata.saves)
+        reports = tuple(JobReport(job.job_id, 0, done=True, num_bytes=1, duration_ns=1) for job in jobs)
+        return WorkerReports(reports) if reports else None
+    if isinstance(metadata, OffloadingConnectorMetadata):
+        return OffloadingWorkerMetadata(dict.fromkeys((*metadata.load_jobs, *metadata.store_jobs), 1))
+    if isinstance(metadata, SimpleCPUOffloadMetadata) and metadata.store_event >= 0:
+        return SimpleCPUOffloadWorkerMetadata({metadata.store_event: 1})
+    return None
+
+
+class Contender:
+    """One scheduler with one connector, stepped by hand."""
+
+    def __init__(self, name: str, kv_transfer: dict[str, Any] | None, num_requests: int, num_steps: int) -> None:
+        self.name = name
+        num_blocks = num_requests * ((PROMPT_TOKENS + num_steps) // BLOCK_SIZE + 4)
+        config = vllm_config(
+            num_blocks=num_blocks,
+            block_size=BLOCK_SIZE,
+            max_num_seqs=num_requests,
+            max_num_batched_tokens=8192,
+            max_model_len=4096,
+            enable_prefix_caching=True,
+            async_scheduling=False,
+            kv_transfer=kv_transfer,
+        )
+        hash_function = get_hash_fn_by_name(config.cache_config.prefix_caching_hash_algo)
+        init_none_hash(hash_function)
+        self.scheduler = Scheduler(
+            vllm_config=config,
+            kv_cache_config=kv_cache_config(num_blocks, BLOCK_SIZE),
+            structured_output_manager=StructuredOutputManager(config),
+            block_size=BLOCK_SIZE,
+            log_stats=True,
+        )
+        hasher = get_request_block_hasher(BLOCK_SIZE, hash_function)
+        for number in range(num_requests):
+            # Prompts of different lengths, so that blocks fill in different steps, as they do in a server.
+            length = PROMPT_TOKENS - number % BLOCK_SIZE
+            request = Request(
+                request_id=f"cmpl-benchmark-{number:04d}-0",
+                prompt_token_ids=[number * 7 % 512, *[(number + k) % 512 for k in range(length - 1)]],
+                sampling_params=SamplingParams(max_tokens=4096, ignore_eos=True),
+                pooling_params=None,
+                block_hasher=hasher,
+            )
+            self.scheduler.add_request(request)
+        self.schedule_ns: list[int] = []
+        self.update_ns: list[int] = []
+        while any(request.num_output_tokens == 0 for request in self.scheduler.requests.values()):
+            self.step()
+        self.schedule_ns.clear()
+        self.update_ns.clear()
+
+    def step(self) -> None:
+        """One engine step; only the two scheduler calls are timed."""
+        started = time.thread_time_ns()
+        scheduler_output = self.scheduler.schedule()
+        self.schedule_ns.append(time.thread_time_ns() - started)
+        output = self._output(scheduler_output)
+        started = time.thread_time_ns()
+        self.scheduler.update_from_output(scheduler_output, output)
+        self.update_ns.append(time.thread_time_ns() - started)
+
+    def _output(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
+        request_ids = list(scheduler_output.num_scheduled_tokens)
+        sampled = []
+        for request_id in request_ids:
+            request = self.scheduler.requests[request_id]
+            sampled.append([7] if request.num_computed_tokens >= request.num_tokens else [])
+        connector_output = None
+        if self.scheduler.connector is not None:
+            worker_meta = report_all_done(scheduler_output.kv_connector_metadata)
+            connector_output = KVConnectorOutput(kv_connector_worker_meta=worker_meta)
+        return ModelRunnerOutput(
+            req_ids=request_ids,
+            req_id_to_index={request_id: index for index, request_id in enumerate(request_ids)},
+            sampled_token_ids=sampled,
+            kv_connector_output=connector_output,
+        )
+
+    def timing(self) -> Timing:
+        """The medians so far."""
+        return Timing(self.name, statistics.median(self.schedule_ns) / 1000, statistics.median(self.update_ns) / 1000)
+
+
+def contenders(log_dir: Path) -> dict[str, dict[str, Any] | None]:
+    """Name -> `kv_transfer_config`. Peers with their defaults and room for everything."""
+    host_bytes = block_bytes(BLOCK_SIZE) * 100_000
+    ledger = {**LEDGER, "kv_role": "kv_both"}
+
+    def ours(**extra: object) -> dict[str, Any]:
+        return {**ledger, "kv_connector_extra_config": {"host_bytes": host_bytes, "log_dir": str(log_dir), **extra}}
+
+    return {
+        "no connector": None,
+        "KVLedgerConnector": ours(),
+        "KVLedgerConnector, chunk 16": ours(chunk_size=16),
+        "OffloadingConnector": {
+            "kv_connector": "OffloadingConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {"cpu_bytes_to_use": host_bytes, "offload_prompt_only": False},
+        },
+        "SimpleCPUOffloadConnector": {
+            "kv_connector": "SimpleCPUOffloadConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {"cpu_bytes_to_use": host_bytes},
+        },
+    }
+
+
+def measure(
+    *, num_requests: int = 256, num_steps: int = 1000, progress: Callable[[int, int], None] = lambda _done, _all: None
+) -> list[Timing]:
+    """Step all contenders in turns and return their medians."""
+    with tempfile.TemporaryDirectory() as folder:
+        field = [
+            Contender(name, transfer, num_requests, num_steps) for name, transfer in contenders(Path(folder)).items()
+        ]
+        gc.collect()
+        gc.freeze()  # as EngineCore does, so that nobody pays for another's heap
+        for turn in range(num_steps // STEPS_PER_TURN):
+            for offset in range(len(field)):
+                contender = field[(turn + offset) % len(field)]
+                for _ in range(STEPS_PER_TURN):
+                    contender.step()
+            progress((turn + 1) * STEPS_PER_TURN, num_steps)
+        timings = [contender.timing() for contender in field]
+        for contender in field:
+            contender.scheduler.shutdown()
+        return timings

@@ -1,0 +1,130 @@
+"""Starts real engines one after the other in this process, and reads their logs.
+
+The first start imports vLLM (6 s); each later one takes 2 s. One engine lives at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from kvledger.adapters.cli.logs import open_log
+from kvledger.adapters.demo.engine import start
+from kvledger.adapters.demo.meter import RecomputationMeter
+from kvledger.adapters.demo.workload import Workload, connector
+from kvledger.lifecycle import events as e
+from kvledger.lifecycle.audit import Audit
+from kvledger.lifecycle.machine import ReferenceMachine
+from kvledger.lifecycle.projections.totals import Figures
+from kvledger.lifecycle.replay import SequencedEvent
+
+AMPLE = Workload(num_blocks=128)
+"""A pool in which nothing is ever preempted."""
+
+
+@attrs.define
+class RunningEngine:
+    """A vLLM engine in this process, with a meter on its scheduler."""
+
+    llm: Any
+    meter: RecomputationMeter
+    log_path: Path | None
+
+    def generate(self, prompts: Sequence[Sequence[int]], max_tokens: int, **prompt_fields: Any) -> list[list[int]]:
+        """Greedy output token ids, one list per prompt."""
+        outputs = self.request_outputs(prompts, max_tokens, **prompt_fields)
+        return [list(output.outputs[0].token_ids) for output in outputs]
+
+    def request_outputs(self, prompts: Sequence[Sequence[int]], max_tokens: int, **prompt_fields: Any) -> list[Any]:
+        """What vLLM returns, one `RequestOutput` per prompt."""
+        requests = [{"prompt_token_ids": list(prompt), **prompt_fields} for prompt in prompts]
+        outputs: list[Any] = self.llm.generate(requests, sampling(max_tokens), use_tqdm=False)
+        return outputs
+
+
+def sampling(max_tokens: int) -> Any:
+    """Greedy, never shorter than `max_tokens`."""
+    from vllm import SamplingParams
+
+    return SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True, detokenize=False)
+
+
+@contextmanager
+def running_engine(
+    model: Path, workload: Workload, log_dir: Path | None = None, **extra_config: Any
+) -> Iterator[RunningEngine]:
+    """An engine with our connector that logs under `log_dir`, or without a connector where that is None."""
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    transfer = None
+    if log_dir is not None:
+        extra_config = {"chunk_size": workload.chunk_size, "host_bytes": "64MiB", **extra_config}
+        transfer = connector(log_dir, **extra_config)
+    llm = start(str(model), workload, transfer)
+    try:
+        scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+        meter = RecomputationMeter()
+        meter.watch(scheduler)
+        log_path = None if log_dir is None else scheduler.connector.scheduler_side.log.directory
+        yield RunningEngine(llm, meter, log_path)
+    finally:
+        llm.llm_engine.engine_core.shutdown()
+        cleanup_dist_env_and_memory()
+
+
+@attrs.frozen
+class ReadLog:
+    """A log that was read and audited."""
+
+    path: Path
+    events: list[SequencedEvent]
+    figures: Figures
+    num_requests_left: int
+
+    def of_type(self, event_class: type[Any]) -> list[Any]:
+        """The events of one class, in order."""
+        return [event for _, event in self.events if type(event) is event_class]
+
+    def life_of(self, request_id: str, *event_classes: type[e.RequestEvent]) -> list[Any]:
+        """The events of one request that are of these classes, in order."""
+        wanted = event_classes or e.REQUEST_EVENTS
+        return [v for _, v in self.events if type(v) in wanted and getattr(v, "request_id", "") == request_id]
+
+    def keys_of(self, request_id: str) -> set[bytes]:
+        """Every chunk key that a request ever had."""
+        return {key for observed in self.life_of(request_id, e.ChunkKeysObserved) for key in observed.keys}
+
+    def steps_of(self, request_id: str) -> list[tuple[int, int]]:
+        """(tokens computed before, tokens scheduled) in each step that was not plain decoding, in order."""
+        (arrival,) = self.life_of(request_id, e.RequestArrived)
+        return [
+            (num_computed_tokens, num_scheduled_tokens)
+            for step in self.of_type(e.StepScheduled)
+            for ordinal, num_computed_tokens, num_scheduled_tokens, _ in step.advanced
+            if ordinal == arrival.ordinal
+        ]
+
+
+def read_sound_log(path: Path | None) -> ReadLog:
+    """The log at `path`, after every check: chain, rules, decisions, the reference machine, nothing left over."""
+    assert path is not None
+    log = open_log(path)
+    events = list(log.trusted_events())
+    assert log.damage == []
+    assert events
+    audit = Audit(log.configuration, ReferenceMachine())
+    audit.run(events)
+    assert audit.unfoldable is None
+    assert audit.violations == []
+    assert list(audit.divergences) == []
+    assert list(audit.reference_differences) == []
+    assert not [event for _, event in events if isinstance(event, e.InvariantViolated | e.HookFailed)]
+    return ReadLog(path, events, audit.projections.totals.figures, len(audit.projections.tracker))
+
+
+Reference = Callable[[Sequence[Sequence[int]], int], list[list[int]]]
+"""(prompts, max_tokens) -> greedy outputs of an engine without a connector in which nothing is preempted."""

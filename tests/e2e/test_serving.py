@@ -1,0 +1,152 @@
+"""The server as an operator starts it: the JSON object on the command line, HTTP, metrics, SIGTERM.
+
+The module is what `vllm serve` runs. The command itself fails in the CPU build (0.32.0), which installs under another
+name than the one the command asks its version of.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+
+from e2e.engines import Reference, read_sound_log
+from kvledger.adapters.cli.logs import open_log
+from kvledger.adapters.demo.workload import Workload, connector
+from kvledger.lifecycle import events as e
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(240)]
+
+WORKLOAD = Workload(seed=1)
+SECONDS_TO_START = 120.0
+
+
+@attrs.frozen
+class Server:
+    """A running server."""
+
+    process: subprocess.Popen[bytes]
+    url: str
+    said: Path
+
+    def get(self, path: str) -> str:
+        """The body of a GET request."""
+        with urllib.request.urlopen(self.url + path, timeout=30) as response:  # noqa: S310 -- loopback
+            body: bytes = response.read()
+        return body.decode()
+
+    def complete(self, prompt: list[int], max_tokens: int) -> list[int]:
+        """Greedy output token ids of the completions endpoint. Without a tokenizer it takes and gives token ids."""
+        fields = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
+        body = json.dumps({**fields, "return_token_ids": True, "detokenize": False}).encode()
+        request = urllib.request.Request(  # noqa: S310 -- loopback
+            self.url + "/v1/completions", body, {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=120) as response:  # noqa: S310
+            answer: dict[str, Any] = json.load(response)
+        return list(answer["choices"][0]["token_ids"])
+
+
+@contextmanager
+def serving(model: Path, workload: Workload, log_dir: Path) -> Iterator[Server]:
+    """A server on a free port of the loopback interface, ready for requests."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    transfer = connector(log_dir, chunk_size=workload.chunk_size, host_bytes="64MiB")
+    options = {
+        "--host": "127.0.0.1",
+        "--port": port,
+        "--kv-transfer-config": json.dumps(transfer),
+        "--dtype": "float32",
+        "--block-size": workload.block_size,
+        "--num-gpu-blocks-override": workload.num_blocks,
+        "--max-num-seqs": workload.max_num_seqs,
+        "--max-num-batched-tokens": workload.max_num_batched_tokens,
+        "--max-model-len": workload.max_model_len,
+    }
+    flags = ["--skip-tokenizer-init", "--enforce-eager", "--no-enable-prefix-caching"]
+    said = log_dir.with_name("server.txt")
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model, *flags]
+    with said.open("wb") as output:
+        process = subprocess.Popen(
+            [str(word) for word in [*command, *(word for option in options.items() for word in option)]],
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )
+        try:
+            server = Server(process, f"http://127.0.0.1:{port}", said)
+            _wait_until_ready(server)
+            yield server
+        finally:
+            if process.poll() is None:
+                process.kill()
+            process.wait()
+
+
+def _wait_until_ready(server: Server) -> None:
+    deadline = time.monotonic() + SECONDS_TO_START
+    while time.monotonic() < deadline:
+        assert server.process.poll() is None, server.said.read_text()[-3000:]
+        try:
+            server.get("/health")
+        except (urllib.error.URLError, ConnectionError):
+            time.sleep(0.2)
+        else:
+            return
+    raise AssertionError(server.said.read_text()[-3000:])
+
+
+def test_a_server_recovers_preempted_requests_tells_its_figures_and_leaves_a_sound_log(
+    model: Path, reference: Reference, tmp_path: Path
+) -> None:
+    """Concurrent requests over HTTP, each answered as without a connector; figures in /metrics; SIGTERM ends it.
+
+    vLLM gives its engine no time to end unless --shutdown-timeout says so: it kills it. The log survives that.
+    """
+    prompts = WORKLOAD.prompts()
+    expected = reference(prompts, WORKLOAD.max_tokens)
+    log_dir = tmp_path / "logs"
+    with serving(model, WORKLOAD, log_dir) as server:
+        with ThreadPoolExecutor(len(prompts)) as clients:
+            outputs = list(clients.map(server.complete, prompts, [WORKLOAD.max_tokens] * len(prompts)))
+        assert outputs == expected
+        (log_path,) = log_dir.iterdir()
+        _wait_until_released(log_path, len(prompts))
+        metrics = _figures(server.get("/metrics"))
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(60) == 0, server.said.read_text()[-3000:]
+    log = read_sound_log(log_path)
+    assert log.num_requests_left == 0
+    assert metrics["vllm:kvledger_preemptions_total"] == log.figures.num_preemptions > 0
+    assert metrics["vllm:kvledger_tokens_recovered_total"] == log.figures.num_tokens_recovered > 0
+    assert metrics["vllm:kvledger_requests_total"] == len(prompts)
+
+
+def _wait_until_released(log_path: Path, num_requests: int) -> None:
+    """The last request's end is logged in the step after its answer; the log can be read while it is written."""
+    deadline = time.monotonic() + SECONDS_TO_START
+    while time.monotonic() < deadline:
+        released = [event for _, event in open_log(log_path).events() if isinstance(event, e.RequestReleased)]
+        if len(released) == num_requests:
+            return
+        time.sleep(0.1)
+    raise AssertionError(f"{len(released)} of {num_requests} requests were released")
+
+
+def _figures(metrics: str) -> dict[str, float]:
+    """Metric name -> value, of the connector's metrics; there is one engine, so one label set each."""
+    lines = (line for line in metrics.splitlines() if line.startswith("vllm:kvledger_"))
+    return {line.partition("{")[0]: float(line.rpartition(" ")[2]) for line in lines}
