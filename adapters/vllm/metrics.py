@@ -65,9 +65,9 @@ class StatsSource:
     @guarded(default=_NO_STATS)
     def take(self) -> ConnectorStats | None:
         """The stats since the last call, or None where nothing changed."""
-        if not self._side.figures_changed:
+        if not self._side.journal.figures_changed:
             return None
-        self._side.figures_changed = False
+        self._side.journal.figures_changed = False
         projections = self._side.ledger.projections
         now = attrs.evolve(projections.totals.figures)
         data: dict[str, Any] = {}

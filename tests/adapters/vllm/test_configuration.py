@@ -63,8 +63,8 @@ def test_an_empty_configuration_serves(monkeypatch: pytest.MonkeyPatch, tmp_path
     for extra_config in ({}, None):
         connector = start(extra_config)
         side = connector.scheduler_side
-        assert side._configuration.chunk_size == 256
-        assert side._configuration.num_slots == 4 * 1024**3 // block_bytes(16)
+        assert side.journal.configuration.chunk_size == 256
+        assert side.journal.configuration.num_slots == 4 * 1024**3 // block_bytes(16)
         assert side.log.directory.parent == tmp_path / "kvledger-logs"
         assert isinstance(side.log.store, BacklogEventStore)
         connector.shutdown()
@@ -74,7 +74,7 @@ def test_an_empty_configuration_serves(monkeypatch: pytest.MonkeyPatch, tmp_path
 def test_a_chunk_that_256_does_not_divide_into_is_one_block() -> None:
     """Blocks of 48 tokens: a chunk is one of them."""
     connector = start({"log_dir": None}, block_size=48)
-    assert connector.scheduler_side._configuration.chunk_size == 48
+    assert connector.scheduler_side.journal.configuration.chunk_size == 48
 
 
 def test_an_unknown_key_is_refused_with_the_known_ones() -> None:
@@ -120,7 +120,7 @@ def test_a_pool_that_cannot_hold_one_chunk_is_refused_with_the_figures() -> None
 def test_host_bytes_may_be_written_with_a_unit() -> None:
     """As people write them."""
     connector = start({"log_dir": None, "chunk_size": 16, "host_bytes": "1MiB"})
-    assert connector.scheduler_side._configuration.num_slots == 1024**2 // block_bytes(16)
+    assert connector.scheduler_side.journal.configuration.num_slots == 1024**2 // block_bytes(16)
 
 
 def test_a_log_dir_that_cannot_be_written_is_refused_at_start(tmp_path: Path) -> None:
@@ -154,7 +154,7 @@ def test_the_header_says_what_the_log_was_made_with(make_engine: Any) -> None:
     """Versions, fingerprints and sizes: what a reader needs years later."""
     engine = make_engine(num_blocks=20, chunk_size=16)
     header = engine.connector.scheduler_side.log.store.header
-    assert header["configuration"] == attrs.asdict(engine.connector.scheduler_side._configuration)
+    assert header["configuration"] == attrs.asdict(engine.connector.scheduler_side.journal.configuration)
     for name in ("kvledger_version", "vllm_version", "table_fingerprint", "handler_fingerprint", "vocabulary"):
         assert header[name]
     json.dumps({name: value for name, value in header.items() if name != "vocabulary"})

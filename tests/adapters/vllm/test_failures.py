@@ -221,7 +221,7 @@ def test_a_preemption_that_is_noticed_too_late(make_engine: Any, monkeypatch: py
     side = engine.connector.scheduler_side
     crowd(engine)
     monkeypatch.setattr(
-        side, "_notice_preemption", raise_once(side._notice_preemption, lambda request, *_: request.num_preemptions > 0)
+        side._notice, "preemption", raise_once(side._notice.preemption, lambda request, *_: request.num_preemptions > 0)
     )
     serve(engine)
     assert engine.num_preemptions
@@ -235,7 +235,7 @@ def test_a_chunk_key_source_that_raises(
 ) -> None:
     """Without keys there is no cache for a request; it is served all the same."""
     engine = small(make_engine, replays=False)
-    source = engine.connector.scheduler_side._keys
+    source = engine.connector.scheduler_side._notice._keys
     original, calls = source.keys, []
 
     def keys(*arguments: Any) -> Any:
@@ -368,7 +368,7 @@ def test_a_fold_that_raises_turns_caching_off(make_engine: Any, event_class: typ
 
     folds[event_class] = (*folds[event_class], raising)
     serve(engine)
-    assert engine.connector.scheduler_side.is_disabled
+    assert engine.connector.scheduler_side.journal.is_disabled
     failed = engine.logged(e.HookFailed)
     assert "LedgerCorrupt" in failed[0].error
     assert BROKEN in failed[0].error

@@ -1,0 +1,105 @@
+"""The ledger as the hooks use it: a clock, an outbox of jobs, and what happens when recording itself fails."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from kvledger.adapters.vllm.event_log import OpenedLog
+from kvledger.adapters.vllm.messages import messages
+from kvledger.lifecycle import HandlerRegistry, Ledger, LedgerConfiguration
+from kvledger.lifecycle import events as e
+from kvledger.lifecycle.ledger import LedgerCorrupt
+
+
+class Journal:
+    """Observes events, keeps the jobs they lead to until a step takes them, and tells people of broken rules.
+
+    A corrupt ledger disables it: nothing is decided any more, what fails is still written to the log.
+    """
+
+    def __init__(
+        self,
+        configuration: LedgerConfiguration,
+        log: OpenedLog,
+        *,
+        handlers: HandlerRegistry | None = None,
+        clock: Callable[[], int] = time.monotonic_ns,
+    ) -> None:
+        self.ledger = Ledger(configuration, log.store, handlers=handlers)
+        self.log = log
+        self.configuration = configuration
+        self.projections = self.ledger.projections
+        self.tracker = self.projections.tracker
+        self.is_disabled = False
+        self.figures_changed = True
+        self.messages = messages.bind(log=str(log.directory or "memory"))
+        self._clock = clock
+        self._opened_ns = clock()
+        self._outbox: list[e.LoadIssued | e.SaveIssued] = []
+
+    @property
+    def has_jobs(self) -> bool:
+        """Whether a job waits for a step, or a step's job for its report."""
+        return bool(self._outbox) or (not self.is_disabled and len(self.projections.transfers) > 0)
+
+    def now(self) -> int:
+        """Nanoseconds since the log was opened."""
+        return self._clock() - self._opened_ns
+
+    def observe(self, event: e.Event) -> list[e.Event]:
+        """Record an observation and return the decisions.
+
+        Raises:
+            LedgerCorrupt: a projection failed; to be told to `hook_failed`.
+        """
+        if self.is_disabled:
+            return []
+        decisions = self.ledger.observe(event)
+        if decisions or not isinstance(event, e.StepScheduled):
+            self.figures_changed = True
+        for decision in decisions:
+            if isinstance(decision, e.LoadIssued | e.SaveIssued):
+                self._outbox.append(decision)
+            elif isinstance(decision, e.InvariantViolated):
+                self.messages.error(
+                    "rule broken, the request recomputes",
+                    rule=decision.rule,
+                    request_id=decision.request_id,
+                    detail=decision.detail,
+                    sequence=decision.cause,
+                )
+        return decisions
+
+    def take_jobs(self) -> list[e.LoadIssued | e.SaveIssued]:
+        """The jobs issued since the last call."""
+        jobs, self._outbox = self._outbox, []
+        return jobs
+
+    def commit(self) -> None:
+        """Write what was recorded since the last commit, as one frame."""
+        try:
+            self.ledger.commit()
+        except Exception as error:  # noqa: BLE001 -- a log that cannot be written must not stop the engine
+            self.messages.error("events could not be written", error=str(error))
+
+    def hook_failed(self, hook: str, request_id: str, error: Exception) -> None:
+        """Tell the people, tell the log, and let the request recompute."""
+        described = f"{type(error).__name__}: {error}"
+        self.messages.error("hook failed, the request recomputes", hook=hook, request_id=request_id, error=described)
+        event = e.HookFailed(hook, request_id, described, self.now())
+        try:
+            if isinstance(error, LedgerCorrupt):
+                self._disable(event)
+            else:
+                self.observe(event)
+        except Exception:  # noqa: BLE001 -- telling of a failure must not become one
+            self._disable(event)
+
+    def _disable(self, event: e.HookFailed) -> None:
+        if not self.is_disabled:
+            self.is_disabled = True
+            self.messages.error("the ledger is corrupt; caching is off until the engine restarts")
+        # What the scheduler was promised is still delivered; nothing else is.
+        self._outbox = [job for job in self._outbox if isinstance(job, e.LoadIssued)]
+        self.ledger.record_unfolded(event)

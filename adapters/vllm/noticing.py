@@ -1,0 +1,135 @@
+"""What has no hook: preemptions, the next turn of a session, tokens that were taken back, keys that became known.
+
+vLLM changes a live `Request` and leaves it to the connector to find out. Here that is found out, compared with what
+the log has folded to, and written down as observations. Requests are read, never kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from kvledger.adapters.vllm import versions
+from kvledger.adapters.vllm.chunk_keys import ChunkKeySource
+from kvledger.adapters.vllm.journal import Journal
+from kvledger.lifecycle import events as e
+from kvledger.lifecycle.rules import Rule
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.request import Request
+
+
+class Noticing:
+    """Reads requests on behalf of the hooks."""
+
+    def __init__(self, journal: Journal, keys: ChunkKeySource, *, speculates: bool) -> None:
+        self._journal = journal
+        self._projections = journal.projections
+        self._tracker = journal.tracker
+        self._chunk_size = journal.configuration.chunk_size
+        self._keys = keys
+        self._speculates = speculates
+
+    def keys(self, request: Request) -> int:
+        """Make the keys of all whole chunks known; returns how many there are.
+
+        A key source that fails costs this request the cache, and is not asked again for it.
+        """
+        known = self._projections.chunk_keys.of(request.request_id)
+        num_known = len(known)
+        if (num_known + 1) * self._chunk_size > request.num_tokens:
+            return num_known
+        record = self._tracker.get(request.request_id)
+        if record is None or record.quarantined:
+            return num_known
+        try:
+            keys = self._keys.keys(request, num_known, known[-1] if known else None)
+        except Exception as error:  # noqa: BLE001 -- read from live objects of vLLM
+            self._journal.hook_failed("chunk_keys", request.request_id, error)
+            return num_known
+        if keys:
+            self._journal.observe(e.ChunkKeysObserved(request.request_id, num_known, keys))
+        return num_known + len(keys)
+
+    def preemption(self, request: Request, overwritten: frozenset[int] = frozenset()) -> None:
+        """Record a preemption; `request.num_preemptions` tells it reliably.
+
+        Normally it is noticed in the same step's `build_connector_meta`. After
+        `reset_prefix_cache(reset_running_requests=True)` the request is looked up first.
+
+        Args:
+            request: read now, not kept.
+            overwritten: blocks that the worker zeroes before anything of ours can run.
+        """
+        record = self._tracker.get(request.request_id)
+        if record is None or request.num_preemptions <= record.num_preemptions:
+            return
+        self.keys(request)
+        num_settled_tokens = self.num_written_tokens(request, self._tracker.num_computed_tokens(record))
+        if overwritten and not overwritten.isdisjoint(self._projections.blocks.held(request.request_id)):
+            num_settled_tokens = 0
+        self._journal.observe(e.RequestPreempted(request.request_id, max(0, num_settled_tokens), self._journal.now()))
+
+    def next_turn(self, request: Request) -> None:
+        """Record that a streaming session goes on with other tokens; its blocks are kept."""
+        num_computed_tokens = request.num_computed_tokens
+        self._journal.observe(
+            e.SessionContinued(
+                request.request_id,
+                num_computed_tokens,
+                request.num_tokens,
+                request.num_prompt_tokens,
+                self._journal.now(),
+            )
+        )
+        # The last sampled token was dropped and others follow: keys hold up to there.
+        first_chunk = num_computed_tokens // self._chunk_size
+        known = self._projections.chunk_keys.of(request.request_id)
+        if first_chunk <= len(known):
+            parent = known[first_chunk - 1] if first_chunk else None
+            keys = self._keys.keys(request, first_chunk, parent)
+            self._journal.observe(e.ChunkKeysObserved(request.request_id, first_chunk, keys))
+
+    def load_errors(self, block_ids: Iterable[int], requests: Iterable[Request]) -> None:
+        """Record blocks that could not be filled, and what the scheduler has taken back because of them."""
+        self._journal.observe(e.LoadErrorsObserved(tuple(sorted(block_ids)), self._journal.now()))
+        for request in requests:
+            record = self._tracker.get(request.request_id)
+            if record is None or self._speculates or not record.counted_tokens:
+                continue
+            if request.num_computed_tokens < self._tracker.num_computed_tokens(record):
+                self._journal.observe(
+                    e.TokensRolledBack(request.request_id, request.num_computed_tokens, self._journal.now())
+                )
+
+    def block_table(self, scheduler_output: SchedulerOutput, ordinal: int, step: e.StepScheduled) -> None:
+        """Before blocks are saved from, compare the folded table with the scheduler's own, and prefer the latter."""
+        record = self._tracker.by_ordinal(ordinal)
+        if record is None:
+            return
+        table = versions.scheduler_block_table(scheduler_output, record.request_id)
+        if table is None:
+            return
+        held = self._projections.blocks.held(record.request_id)
+        added = [block for other, blocks in step.extended if other == ordinal for block in blocks]
+        if [*held, *added] != list(table):
+            self._journal.messages.warning(
+                "block table differs",
+                rule=Rule.TABLE_EQ.value,
+                request_id=record.request_id,
+                num_blocks_folded=len(held) + len(added),
+                num_blocks=len(table),
+            )
+            observed = tuple(table[: len(table) - len(added)])
+            self._journal.observe(e.BlockTableObserved(record.request_id, observed, self._journal.now()))
+
+    def num_written_tokens(self, request: Request, num_computed_tokens: int) -> int:
+        """Tokens whose KV will have been written when the next step's `handle_preemptions` runs.
+
+        That is behind every step in flight, so what those compute counts; vLLM fences the freed blocks until then.
+        A token that is not known yet has no key, and with speculation a step in flight may take drafts back.
+        """
+        if self._speculates:
+            return max(0, min(num_computed_tokens, request.num_tokens - 1) - request.num_in_flight_tokens)
+        return min(num_computed_tokens, request.num_tokens)
