@@ -19,6 +19,7 @@ from kvledger.lifecycle.projections.chunk_index import ChunkIndex
 from kvledger.lifecycle.projections.chunk_keys import ChunkKeys
 from kvledger.lifecycle.projections.lookup_cache import LookupCache
 from kvledger.lifecycle.projections.save_cursor import SaveCursor
+from kvledger.lifecycle.projections.tails import Tails
 from kvledger.lifecycle.projections.totals import Totals
 from kvledger.lifecycle.projections.tracker import RequestTracker
 from kvledger.lifecycle.projections.transfers import Transfers
@@ -44,15 +45,17 @@ class Projections:
         self.chunk_keys = ChunkKeys(self.tracker)
         self.transfers = Transfers(self.tracker, self.chunk_keys, self.geometry, configuration.num_ranks)
         self.chunks = ChunkIndex(self.geometry, configuration.num_slots, self.chunk_keys, self.transfers)
+        self.tails = Tails(self.tracker, self.chunks.slots)
         self.lookups = LookupCache(configuration.chunk_size, self.chunk_keys, self.chunks)
         self.save_cursor = SaveCursor(self.tracker, self.transfers, configuration.chunk_size)
         self.totals = Totals(self.tracker, self.lookups, self.transfers)
         self.policy = build_policy(configuration, self.chunk_keys)
-        # Totals and blocks first, to see states and lives as they were; the chunk index before the transfers, which
-        # forget settled jobs; everything that asks whether a request is still known after the tracker.
+        # Totals, blocks and tails first, to see states and lives as they were; the chunk index before the transfers,
+        # which forget settled jobs; everything that asks whether a request is still known after the tracker.
         order = (
             self.totals,
             self.blocks,
+            self.tails,
             self.tracker,
             self.chunk_keys,
             self.save_cursor,
@@ -81,6 +84,7 @@ class Projections:
             "save_cursor": self.save_cursor,
             "lookups": self.lookups,
             "chunks": self.chunks,
+            "tails": self.tails,
             "transfers": self.transfers,
             "totals": self.totals,
             "policy": self.policy,
@@ -95,5 +99,6 @@ class Projections:
             "chunk_keys": len(self.chunk_keys),
             "save_cursor": len(self.save_cursor),
             "lookups": len(self.lookups),
+            "tails": len(self.tails),
             "transfers": len(self.transfers),
         }

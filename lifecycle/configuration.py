@@ -27,6 +27,8 @@ class LedgerConfiguration:
     max_hit_share: float = 1.0
     """A lookup never counts more than this share of the prompt as hit."""
     chunk_statistics: bool = False
+    save_tails: bool = True
+    """Whether a preempted request's part-filled last chunk is copied out as well."""
     max_silent_steps: int = 64
     """A job that no worker reports for so many steps counts as failed."""
 

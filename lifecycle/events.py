@@ -304,6 +304,23 @@ class SaveIssued(RequestEvent):
     cause: int
 
 
+@decision("tail.save_issued")
+class TailSaveIssued(RequestEvent):
+    """The part-filled last chunk of a preempted request is copied out before the step's forward.
+
+    `num_tokens` tokens from `first_token` on, which is where its whole chunks end; only this life of the request may
+    load them. `generation` is that of the blocks.
+    """
+
+    generation: int
+    job_id: int
+    first_token: int
+    num_tokens: int
+    slots: tuple[int, ...]
+    block_ids: tuple[int, ...]
+    cause: int
+
+
 @decision("save.completed")
 class SaveCompleted(RequestEvent):
     """Every rank has saved; the chunks of the job can be looked up from now on."""

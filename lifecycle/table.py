@@ -84,7 +84,7 @@ ROWS: tuple[Row, ...] = (
     Row(S.PREEMPTED, e.BlocksAllocated, S.RECOVERING),
     Row(S.PREEMPTED, e.RequestFinished, S.FINISHED),
     *_stay(S.PREEMPTED, e.ChunkKeysObserved, *_LOOKING_UP),
-    *_stay(S.PREEMPTED, *_SAVING, *_LOAD_REPORTS, e.RequestQuarantined),
+    *_stay(S.PREEMPTED, e.TailSaveIssued, *_SAVING, *_LOAD_REPORTS, e.RequestQuarantined),
     # recovering: blocks again; leaves like a new request does, when its load has arrived.
     Row(S.RECOVERING, e.PrefillAdvanced, S.CHUNKED_PREFILL),
     Row(S.RECOVERING, e.PrefillCompleted, S.RUNNING),

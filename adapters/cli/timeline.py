@@ -37,6 +37,8 @@ class Group:
     num_tokens: int = 0
     num_blocks: int = 0
     num_chunks_saved: int = 0
+    num_tokens_of_tail: int = 0
+    """Tokens of the part-filled last chunk that are saved here, or loaded."""
     num_bytes: int = 0
     duration_ns: int = 0
     """Time that transfers took, added up over their reports."""
@@ -83,7 +85,9 @@ class Timeline:
         self.groups: list[Group] = []
         self._tracker = self.projections.tracker
         self._moment: _Moment | None = None
-        self._jobs: dict[int, e.LoadIssued | e.SaveIssued] = {}
+        self._jobs: dict[int, e.LoadIssued | e.SaveIssued | e.TailSaveIssued] = {}
+        self._from_tail: dict[int, int] = {}
+        """Id of a load -> tokens that it reads from the request's saved tail."""
         self._num_lives = 0
 
     def take(self, sequence: int, event: e.Event) -> None:
@@ -95,8 +99,10 @@ class Timeline:
             self._moment = _Moment(sequence, event, None if record is None else record.state.value, num_computed)
         elif self._moment is not None and self._concerns(event):
             self._moment.decisions.append((sequence, event))
-            if isinstance(event, e.LoadIssued | e.SaveIssued):
+            if isinstance(event, e.LoadIssued | e.SaveIssued | e.TailSaveIssued):
                 self._jobs[event.job_id] = event
+            if isinstance(event, e.LoadIssued):
+                self._from_tail[event.job_id] = self._num_tokens_from_tail(event)
         self.projections.fold(event, sequence)
 
     def lose(self, first_sequence: int, last_sequence: int) -> None:
@@ -117,6 +123,13 @@ class Timeline:
         if isinstance(event, e.ChunkTainted):
             return self._moment is not None and bool(self._moment.decisions)
         return getattr(event, "request_id", None) == self.request_id
+
+    def _num_tokens_from_tail(self, load: e.LoadIssued) -> int:
+        record = self._tracker.get(self.request_id)
+        tail = None if record is None else self.projections.tails.saved(record.ordinal)
+        if tail is None or set(tail.slots).isdisjoint(load.slots):
+            return 0
+        return load.first_token + load.num_tokens - max(tail.first_token, load.first_token)
 
     # --- from a moment to a group -------------------------------------------------------------
 
@@ -162,7 +175,7 @@ class Timeline:
             return
         settled = [decision for _, decision in moment.decisions]
         last = self.groups[-1] if self.groups else None
-        is_quiet = isinstance(job, e.SaveIssued) and all(isinstance(d, e.SaveCompleted) for d in settled)
+        is_quiet = not isinstance(job, e.LoadIssued) and all(isinstance(d, e.SaveCompleted) for d in settled)
         if is_quiet and not event.num_ranks_failed and last is not None and last.what in {"prefill", "decode"}:
             last.last_sequence = moment.decisions[-1][0] if moment.decisions else moment.sequence
         else:
@@ -226,6 +239,12 @@ class Timeline:
             texts,
             num_broken=sum(isinstance(d, e.InvariantViolated) for d in (moment.event, *decisions)),
         )
+        for decision in decisions:
+            if isinstance(decision, e.TailSaveIssued):
+                group.num_tokens_of_tail += decision.num_tokens
+            elif isinstance(decision, e.LoadIssued) and (num_tokens := self._from_tail.pop(decision.job_id, 0)):
+                group.num_tokens_of_tail += num_tokens
+                group.texts.append(f"the last {plural(num_tokens, 'token')} of it from its saved tail")
         self.groups.append(group)
         return group
 

@@ -83,6 +83,14 @@ def _save(save: e.SaveIssued) -> str:
     return f"save {save.job_id} starts: {chunks} from {blocks} ({ranges(save.block_ids)}){hurry}"
 
 
+def _tail_save(save: e.TailSaveIssued) -> str:
+    blocks = plural(len(save.block_ids), "block")
+    return (
+        f"save {save.job_id} starts: copies out {plural(save.num_tokens, 'token')} of its part-filled last chunk "
+        f"from {blocks} ({ranges(save.block_ids)}), before its blocks are overwritten"
+    )
+
+
 def _declined(save: e.SaveDeclined) -> str:
     return f"{plural(save.num_chunks, 'settled chunk')} from {save.first_chunk} on not saved: {save.reason}"
 
@@ -112,6 +120,7 @@ _WORDS: dict[type[e.Event], Callable[..., str]] = {
     e.LoadCompleted: lambda event: f"load {event.job_id} has arrived",
     e.LoadFailed: lambda event: f"load {event.job_id} failed: {event.error}",
     e.SaveIssued: _save,
+    e.TailSaveIssued: _tail_save,
     e.SaveCompleted: lambda event: f"save {event.job_id} is done",
     e.SaveFailed: lambda event: f"save {event.job_id} failed: {event.error}",
     e.SaveDeclined: _declined,

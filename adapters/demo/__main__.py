@@ -126,7 +126,7 @@ def _summarize(report: Report, directory: Path) -> None:
 What came back after {figures.num_preemptions} preemptions, in tokens (from the log)
   recovered    {figures.num_tokens_recovered:>6}  copied back from host memory
   retained     {figures.num_tokens_retained:>6}  still in vLLM's own prefix cache
-  recomputed   {figures.num_tokens_recomputed:>6}  computed a second time: part-filled last chunks
+  recomputed   {figures.num_tokens_recomputed:>6}  computed before a preemption and again after it
 
 Measured at vLLM's scheduler, not from the log    no connector   kvledger
   preemptions                                     {plain.num_preemptions:>12} {ours.num_preemptions:>10}

@@ -52,6 +52,9 @@ class ConnectorSettings(pydantic.BaseModel):
     chunk_statistics: bool = False
     """Count unique and returning chunks."""
 
+    save_tails: bool = True
+    """Copy out a preempted request's part-filled last chunk too, so that nothing of it is computed again."""
+
     handlers: tuple[str, ...] = ()
     """State handlers of your own, as "module:Class"; each replaces the one of its state."""
 
@@ -102,6 +105,7 @@ class ConnectorSettings(pydantic.BaseModel):
                 num_ranks=num_ranks,
                 max_hit_share=self.max_hit_share,
                 chunk_statistics=self.chunk_statistics,
+                save_tails=self.save_tails,
                 max_silent_steps=self.max_silent_steps,
             )
         except ConfigurationError as error:

@@ -11,6 +11,9 @@ from kvledger.lifecycle import HandlerRegistry, Ledger, LedgerConfiguration
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.ledger import LedgerCorrupt
 
+Job = e.LoadIssued | e.SaveIssued | e.TailSaveIssued
+"""A decision that a worker carries out."""
+
 
 class Journal:
     """Observes events, keeps the jobs they lead to until a step takes them, and tells people of broken rules.
@@ -36,7 +39,7 @@ class Journal:
         self.messages = messages.bind(log=str(log.directory or "memory"))
         self._clock = clock
         self._opened_ns = clock()
-        self._outbox: list[e.LoadIssued | e.SaveIssued] = []
+        self._outbox: list[Job] = []
 
     @property
     def has_jobs(self) -> bool:
@@ -59,7 +62,7 @@ class Journal:
         if decisions or not isinstance(event, e.StepScheduled):
             self.figures_changed = True
         for decision in decisions:
-            if isinstance(decision, e.LoadIssued | e.SaveIssued):
+            if isinstance(decision, Job):
                 self._outbox.append(decision)
             elif isinstance(decision, e.InvariantViolated):
                 self.messages.error(
@@ -71,7 +74,7 @@ class Journal:
                 )
         return decisions
 
-    def take_jobs(self) -> list[e.LoadIssued | e.SaveIssued]:
+    def take_jobs(self) -> list[Job]:
         """The jobs issued since the last call."""
         jobs, self._outbox = self._outbox, []
         return jobs

@@ -14,7 +14,7 @@ from kvledger.adapters.vllm import versions
 from kvledger.adapters.vllm.chunk_keys import ChunkKeySource
 from kvledger.adapters.vllm.event_log import OpenedLog
 from kvledger.adapters.vllm.guard import guarded
-from kvledger.adapters.vllm.journal import Journal
+from kvledger.adapters.vllm.journal import Job, Journal
 from kvledger.adapters.vllm.metadata import JobReport, PageJob, StepJobs, WorkerReports
 from kvledger.adapters.vllm.noticing import Noticing
 from kvledger.adapters.vllm.step_reader import StepReader
@@ -143,11 +143,11 @@ class SchedulerSide:
         undeliverable, self._undeliverable = self._undeliverable, []
         if not jobs and not undeliverable:
             return _NO_JOBS
-        saves = [job for job in jobs if isinstance(job, e.SaveIssued)]
+        now = [job for job in jobs if isinstance(job, e.TailSaveIssued) or getattr(job, "before_forward", False)]
         return StepJobs(
-            saves_before_forward=_page_jobs(save for save in saves if save.before_forward),
+            saves_before_forward=_page_jobs(now),
             loads=_page_jobs(job for job in jobs if isinstance(job, e.LoadIssued)),
-            saves=_page_jobs(save for save in saves if not save.before_forward),
+            saves=_page_jobs(job for job in jobs if isinstance(job, e.SaveIssued) and not job.before_forward),
             undeliverable_block_ids=tuple(undeliverable),
         )
 
@@ -246,5 +246,5 @@ def _only_group(blocks: KVCacheBlocks) -> Sequence[int]:
     return block_ids
 
 
-def _page_jobs(jobs: Iterable[e.LoadIssued | e.SaveIssued]) -> tuple[PageJob, ...]:
+def _page_jobs(jobs: Iterable[Job]) -> tuple[PageJob, ...]:
     return tuple(PageJob(job.job_id, job.block_ids, job.slots) for job in jobs)

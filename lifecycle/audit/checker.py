@@ -15,7 +15,7 @@ from kvledger.lifecycle import events as e
 from kvledger.lifecycle.belief import Projections
 from kvledger.lifecycle.replay import ReplayedEvent
 
-JOB_ISSUED: tuple[type[e.Event], ...] = (e.LoadIssued, e.SaveIssued)
+JOB_ISSUED: tuple[type[e.Event], ...] = (e.LoadIssued, e.SaveIssued, e.TailSaveIssued)
 JOB_SETTLED: tuple[type[e.Event], ...] = (e.LoadCompleted, e.LoadFailed, e.SaveCompleted, e.SaveFailed)
 
 

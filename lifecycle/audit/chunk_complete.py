@@ -13,7 +13,7 @@ from kvledger.lifecycle.states import RequestState
 
 
 class ChunkComplete:
-    """Every saved chunk ends at or before the settled tokens that the log had told by then.
+    """Every saved chunk, and every saved tail, ends at or before the settled tokens that the log had told by then.
 
     Verifies: this for saves after a step, a preemption and the end; at the end the last sampled token does not
     count, whatever the status: it was never computed.
@@ -30,6 +30,7 @@ class ChunkComplete:
             e.TokensRolledBack,
             e.BlocksAllocated,
             e.SaveIssued,
+            e.TailSaveIssued,
             e.RequestArrived,
             e.RequestReleased,
         }
@@ -40,16 +41,17 @@ class ChunkComplete:
         """Request id -> (number of settled tokens, sequence of the event that told)."""
 
     def check(self, step: ReplayedEvent, projections: Projections) -> Iterator[Violation]:
-        """Compare the deepest chunk of a save with what is settled."""
+        """Compare the end of a save with what is settled."""
         event = step.event
-        if isinstance(event, e.SaveIssued):
+        if isinstance(event, e.SaveIssued | e.TailSaveIssued):
             num_settled_tokens, sequence = self._settled.get(event.request_id, (0, 0))
-            num_tokens = (max(event.chunks, default=-1) + 1) * projections.configuration.chunk_size
+            if isinstance(event, e.TailSaveIssued):
+                what, num_tokens = "the tail", event.first_token + event.num_tokens
+            else:
+                deepest = max(event.chunks, default=-1)
+                what, num_tokens = f"chunk {deepest}", (deepest + 1) * projections.configuration.chunk_size
             if num_tokens > num_settled_tokens:
-                detail = (
-                    f"chunk {max(event.chunks)} ends at token {num_tokens}, "
-                    f"but only {num_settled_tokens} tokens were settled"
-                )
+                detail = f"{what} ends at token {num_tokens}, but only {num_settled_tokens} tokens were settled"
                 yield violation(self.rule, step, projections, detail, sequence, event.cause)
         else:
             self._fold(step, projections)

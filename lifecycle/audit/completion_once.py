@@ -40,7 +40,7 @@ class CompletionOnce:
     def check(self, step: ReplayedEvent, projections: Projections) -> Iterator[Violation]:
         """Count reports per job."""
         event = step.event
-        if isinstance(event, e.LoadIssued | e.SaveIssued):
+        if isinstance(event, e.LoadIssued | e.SaveIssued | e.TailSaveIssued):
             if event.job_id <= self._last_job_id:
                 detail = f"job {event.job_id} is issued, but {self._last_job_id} had been reached: ids are used once"
                 yield violation(self.rule, step, projections, detail, event.cause)

@@ -50,7 +50,7 @@ class EvictIdleOnly:
             yield from self._check_eviction(event, step, projections)
         elif isinstance(event, e.LookupAnswered):
             self._promise(event, step.sequence, projections)
-        elif isinstance(event, e.LoadIssued | e.SaveIssued):
+        elif isinstance(event, e.LoadIssued | e.SaveIssued | e.TailSaveIssued):
             self._start(event, step.sequence, projections)
         elif isinstance(event, e.LoadCompleted | e.LoadFailed | e.SaveCompleted | e.SaveFailed):
             self._loads.pop(event.job_id, None)
@@ -60,7 +60,9 @@ class EvictIdleOnly:
         elif isinstance(event, _PROMISE_ENDS):
             self._promised.pop(event.request_id, None)
 
-    def _start(self, event: e.LoadIssued | e.SaveIssued, sequence: int, projections: Projections) -> None:
+    def _start(
+        self, event: e.LoadIssued | e.SaveIssued | e.TailSaveIssued, sequence: int, projections: Projections
+    ) -> None:
         job = projections.transfers.get(event.job_id)
         if job is not None and isinstance(event, e.LoadIssued):
             # A chunk may also lie in a shorter image of the same block; the load does not read that one.
@@ -76,7 +78,10 @@ class EvictIdleOnly:
                 keys.difference_update(save.keys, (key for _, key in save.earlier_keys))
 
     def _promise(self, event: e.LookupAnswered, sequence: int, projections: Projections) -> None:
-        num_chunks = -(-(event.num_computed_tokens + event.num_external_tokens) // projections.geometry.chunk_size)
+        chunk_size = projections.geometry.chunk_size
+        num_chunks = -(-(event.num_computed_tokens + event.num_external_tokens) // chunk_size)
+        # Behind the whole chunks of a hit there may be a tail, which has no key and cannot be evicted.
+        num_chunks = min(num_chunks, event.num_hit_tokens // chunk_size)
         keys = projections.chunk_keys.of(event.request_id)
         if not event.num_external_tokens or not 0 < num_chunks <= len(keys):
             self._promised.pop(event.request_id, None)

@@ -13,15 +13,15 @@ from kvledger.lifecycle.states import RequestState
 
 
 class FinishIsLast:
-    """After its end a request gets no load, and no save but the one that its end itself causes.
+    """After its end a request gets no load, no tail, and no save but the one that its end itself causes.
 
-    Verifies: loads for finished or released requests; saves for finished requests, by their cause.
+    Verifies: loads and tails for finished or released requests; saves for finished requests, by their cause.
     Does not verify: what the engine does with the request after its end.
     """
 
     rule: ClassVar[str] = "FINISH_IS_LAST"
     looks_at: ClassVar[frozenset[type[e.Event]]] = frozenset(
-        {e.RequestArrived, e.RequestFinished, e.RequestReleased, e.LoadIssued, e.SaveIssued}
+        {e.RequestArrived, e.RequestFinished, e.RequestReleased, e.LoadIssued, e.SaveIssued, e.TailSaveIssued}
     )
 
     def __init__(self) -> None:
@@ -32,11 +32,11 @@ class FinishIsLast:
         event = step.event
         if isinstance(event, e.RequestFinished):
             self._finished[event.request_id] = step.sequence
-        elif isinstance(event, e.LoadIssued | e.SaveIssued):
+        elif isinstance(event, e.LoadIssued | e.SaveIssued | e.TailSaveIssued):
             if step.state_before not in {None, RequestState.FINISHED}:
                 return
             finished_at = self._finished.get(event.request_id, 0)
-            if isinstance(event, e.LoadIssued) or event.cause != finished_at:
+            if not isinstance(event, e.SaveIssued) or event.cause != finished_at:
                 detail = f"{event.id}, job {event.job_id}, after the request had finished"
                 yield violation(self.rule, step, projections, detail, finished_at, event.cause)
         elif isinstance(event, e.RequestEvent):

@@ -16,8 +16,8 @@ class GenIsolation:
     """Jobs are known by their id, and an event of an earlier generation or life moves nothing.
 
     Verifies: a settled job names the request and generation it was issued for; what is decided carries the
-    request's generation, or the one before for a save of blocks that were just lost; an event of another
-    generation, or of an earlier request with the same id, leaves the request in its state.
+    request's generation, or the one before for a save of blocks that were just lost, as a tail's always are; an
+    event of another generation, or of an earlier request with the same id, leaves the request in its state.
     Does not verify: that the bytes went to the right generation's blocks.
     """
 
@@ -30,7 +30,7 @@ class GenIsolation:
     def check(self, step: ReplayedEvent, projections: Projections) -> Iterator[Violation]:
         """Compare generations."""
         event = step.event
-        if isinstance(event, e.LoadIssued | e.SaveIssued | e.LookupAnswered):
+        if isinstance(event, e.LoadIssued | e.SaveIssued | e.TailSaveIssued | e.LookupAnswered):
             yield from self._check_decided(event, step, projections)
             if not isinstance(event, e.LookupAnswered):
                 job = projections.transfers.get(event.job_id)
@@ -42,12 +42,16 @@ class GenIsolation:
                 yield from self._check_settled(event, step, projections, job, sequence)
 
     def _check_decided(
-        self, event: e.LoadIssued | e.SaveIssued | e.LookupAnswered, step: ReplayedEvent, projections: Projections
+        self,
+        event: e.LoadIssued | e.SaveIssued | e.TailSaveIssued | e.LookupAnswered,
+        step: ReplayedEvent,
+        projections: Projections,
     ) -> Iterator[Violation]:
         record = projections.tracker.get(event.request_id)
         if record is None:
             return
-        allowed = {record.generation}
+        # A tail is always saved from blocks that were just lost, which are those of the generation before.
+        allowed = {record.generation - 1} if isinstance(event, e.TailSaveIssued) else {record.generation}
         if isinstance(event, e.SaveIssued) and event.before_forward:
             allowed.add(record.generation - 1)
         if event.generation not in allowed:

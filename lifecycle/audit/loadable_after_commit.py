@@ -8,22 +8,27 @@ from typing import ClassVar
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.checker import Violation, violation
 from kvledger.lifecycle.audit.committed_chunks import CHUNK_EVENTS, CommittedChunks
+from kvledger.lifecycle.audit.saved_tails import TAIL_EVENTS, SavedTails
 from kvledger.lifecycle.belief import Projections
 from kvledger.lifecycle.replay import ReplayedEvent
 
 
 class LoadableAfterCommit:
-    """Every slot of a load belongs to a chunk of the request whose latest of commit, evict, taint and reset is commit.
+    """Every slot of a load belongs to a committed chunk of the request or to the saved tail of its present life.
 
-    Verifies: this with a chunk index of its own, made from save, evict, taint and reset events alone.
-    Does not verify: the bytes in a slot, and which page of a chunk goes to which block.
+    A chunk is committed where the latest of commit, evict, taint and reset is commit.
+
+    Verifies: this with indices of its own of chunks and tails, made from events alone; a tail is read only by a load
+    that ends inside it, after its save completed and before anything dropped it.
+    Does not verify: the bytes in a slot, and which page of a chunk or tail goes to which block.
     """
 
     rule: ClassVar[str] = "LOADABLE_AFTER_COMMIT"
-    looks_at: ClassVar[frozenset[type[e.Event]]] = CHUNK_EVENTS | {e.LoadIssued}
+    looks_at: ClassVar[frozenset[type[e.Event]]] = CHUNK_EVENTS | TAIL_EVENTS | {e.LoadIssued}
 
     def __init__(self) -> None:
         self._committed = CommittedChunks()
+        self._tails = SavedTails()
 
     def check(self, step: ReplayedEvent, projections: Projections) -> Iterator[Violation]:
         """Compare a load with what is committed."""
@@ -31,13 +36,23 @@ class LoadableAfterCommit:
             yield from self._check_load(step.event, step, projections)
         else:
             self._committed.fold(step.event, projections)
+            self._tails.fold(step.event, step.sequence)
 
     def _check_load(self, event: e.LoadIssued, step: ReplayedEvent, projections: Projections) -> Iterator[Violation]:
         chunk_size = projections.configuration.chunk_size
         first_chunk = event.first_token // chunk_size
-        end_chunk = -(-(event.first_token + event.num_tokens) // chunk_size)
-        keys = projections.chunk_keys.of(event.request_id)[first_chunk:end_chunk]
+        end_token = event.first_token + event.num_tokens
+        end_chunk = -(-end_token // chunk_size)
         slots: set[int] = set()
+        tail = self._tails.saved(event.request_id)
+        if tail is not None and tail.first_token < end_token <= tail.end_token:
+            end_chunk = tail.first_token // chunk_size
+            slots.update(tail.slots)
+            # Another request may have saved the whole chunk meanwhile; its beginning is as good.
+            for key in projections.chunk_keys.of(event.request_id)[end_chunk : end_chunk + 1]:
+                slots.update(self._committed.slots_of(key) or ())
+        why_no_tail, tail_sequence = self._tails.why_none(event.request_id)
+        keys = projections.chunk_keys.of(event.request_id)[first_chunk:end_chunk]
         for chunk, key in enumerate(keys, first_chunk):
             slots_of_chunk = self._committed.slots_of(key)
             if slots_of_chunk is None:
@@ -49,8 +64,12 @@ class LoadableAfterCommit:
             else:
                 slots.update(slots_of_chunk)
         if len(keys) < end_chunk - first_chunk:
-            detail = f"load {event.job_id} needs chunk {first_chunk + len(keys)}, whose key was never observed"
-            yield violation(self.rule, step, projections, detail, event.cause)
+            missing = first_chunk + len(keys)
+            detail = f"load {event.job_id} needs chunk {missing}, whose key was never observed, and {why_no_tail}"
+            yield violation(self.rule, step, projections, detail, tail_sequence, event.cause)
         elif foreign := [slot for slot in event.slots if slot not in slots]:
-            detail = f"load {event.job_id} reads slots {foreign}, which hold no committed chunk of the request"
-            yield violation(self.rule, step, projections, detail, event.cause)
+            detail = (
+                f"load {event.job_id} of tokens to {end_token} reads slots {foreign}, "
+                f"which hold none of their committed chunks; {why_no_tail}"
+            )
+            yield violation(self.rule, step, projections, detail, tail_sequence, event.cause)

@@ -9,6 +9,7 @@ import attrs
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.checker import Violation, violation
+from kvledger.lifecycle.audit.saved_tails import TAIL_EVENTS, SavedTails
 from kvledger.lifecycle.belief import Projections
 from kvledger.lifecycle.replay import ReplayedEvent
 
@@ -23,6 +24,7 @@ class _Circumstances:
     num_keys: int
     num_added: int
     num_removed: int
+    end_of_tail: int
     quarantined: bool
 
 
@@ -38,11 +40,12 @@ class LookupPure:
 
     rule: ClassVar[str] = "LOOKUP_PURE"
     looks_at: ClassVar[frozenset[type[e.Event]]] = frozenset(
-        {e.LookupRequested, e.LookupAnswered, e.ChunkKeysObserved, e.RequestArrived, e.RequestReleased}
+        {e.LookupRequested, e.LookupAnswered, e.ChunkKeysObserved, *TAIL_EVENTS}
     )
 
     def __init__(self) -> None:
         self._asked: tuple[int, e.LookupRequested] | None = None
+        self._tails = SavedTails()
         self._answered: dict[str, tuple[int, _Circumstances, tuple[int, int]]] = {}
 
     def check(self, step: ReplayedEvent, projections: Projections) -> Iterator[Violation]:
@@ -53,7 +56,9 @@ class LookupPure:
         elif isinstance(event, e.LookupAnswered):
             yield from self._check_question(event, step, projections)
             yield from self._check_answer(event, step, projections)
-        elif isinstance(event, e.RequestEvent):
+        else:
+            self._tails.fold(event, step.sequence)
+        if isinstance(event, e.ChunkKeysObserved | e.RequestArrived | e.RequestReleased):
             self._answered.pop(event.request_id, None)
 
     def _check_question(
@@ -82,6 +87,7 @@ class LookupPure:
                 f"with {event.num_computed_tokens} computed gives {expected}"
             )
             yield violation(self.rule, step, projections, detail, event.cause)
+        tail = self._tails.saved(event.request_id)
         now = _Circumstances(
             record.generation,
             event.num_computed_tokens,
@@ -89,6 +95,7 @@ class LookupPure:
             len(projections.chunk_keys.of(event.request_id)),
             projections.chunks.num_added,
             projections.chunks.num_removed,
+            0 if tail is None else tail.end_token,
             record.quarantined,
         )
         answer = (event.num_hit_tokens, event.num_external_tokens)

@@ -15,7 +15,7 @@ from kvledger.lifecycle.states import RequestState
 class ReleaseAll:
     """After `request.released` no projection has an entry for the request.
 
-    Verifies: tracker, block table, chunk keys, save cursor, pending and taken-up answers and jobs of that life,
+    Verifies: tracker, block table, chunk keys, save cursor, pending and taken-up answers, tail and jobs of that life,
     at every release; the number of entries of each projection whenever no request is left; by the first step
     after its end, a request without jobs in flight has been released.
     Does not verify: promises on chunks, one by one, and what the adapter or the engine keeps.
@@ -58,6 +58,7 @@ class ReleaseAll:
         for ordinal in [ordinal for ordinal, (_, of) in self._finished.items() if of == request_id]:
             finished_at, _ = self._finished.pop(ordinal)
             left["transfers"] = projections.transfers.owes(ordinal)
+            left["tails"] = projections.tails.saved(ordinal) is not None
         if not len(projections.tracker):
             entries = projections.num_entries()
             # Jobs of a request whose id arrived again may outlive every record.

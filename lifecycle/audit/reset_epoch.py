@@ -8,6 +8,7 @@ from typing import ClassVar
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.checker import Violation, violation
 from kvledger.lifecycle.audit.committed_chunks import CHUNK_EVENTS, CommittedChunks
+from kvledger.lifecycle.audit.saved_tails import TAIL_EVENTS, SavedTails
 from kvledger.lifecycle.belief import Projections
 from kvledger.lifecycle.projections.transfers import Job
 from kvledger.lifecycle.replay import ReplayedEvent
@@ -16,8 +17,8 @@ from kvledger.lifecycle.replay import ReplayedEvent
 class ResetEpoch:
     """After a reset the cache is empty, and only saves issued since then fill it.
 
-    Verifies: no chunk and no pending answer survives a reset; a save issued before a reset and completed after it
-    commits nothing; every chunk of an answered hit was committed since the last reset.
+    Verifies: no chunk and no tail survives a reset; a save issued before a reset and completed after it commits
+    nothing; every chunk of an answered hit was committed since the last reset, and so was the tail it ends with.
     Does not verify: the local prefix cache of the engine, and loads that were in flight during the reset.
     """
 
@@ -25,16 +26,16 @@ class ResetEpoch:
     looks_at: ClassVar[frozenset[type[e.Event]]] = frozenset(
         {
             *CHUNK_EVENTS,
+            *TAIL_EVENTS,
             e.LookupAnswered,
             e.ChunkKeysObserved,
-            e.RequestArrived,
-            e.RequestReleased,
         }
     )
 
     def __init__(self) -> None:
         self._reset_at = 0
         self._committed = CommittedChunks()
+        self._tails = SavedTails()
         self._saves: dict[int, tuple[Job, int]] = {}
         self._seen: dict[str, tuple[int, int]] = {}
         """Request id -> (removals counted by the chunk index then, chunks found good): spares the polls."""
@@ -44,10 +45,11 @@ class ResetEpoch:
         event = step.event
         if self._reset_at or isinstance(event, e.CacheReset):  # until the first one, nothing can be stale
             self._committed.fold(event, projections)
+            self._tails.fold(event, step.sequence)
         if isinstance(event, e.LookupAnswered):
             if self._committed.epoch and event.num_hit_tokens:
                 yield from self._check_hit(event, step, projections)
-        elif isinstance(event, e.SaveIssued):
+        elif isinstance(event, e.SaveIssued | e.TailSaveIssued):
             job = projections.transfers.get(event.job_id)
             if job is not None:
                 self._saves[event.job_id] = (job, self._committed.epoch)
@@ -57,7 +59,7 @@ class ResetEpoch:
                 yield from self._check_late_save(job, step, projections)
         elif isinstance(event, e.CacheReset):
             yield from self._check_reset(step, projections)
-        elif isinstance(event, e.RequestEvent):
+        elif isinstance(event, e.ChunkKeysObserved | e.RequestArrived | e.RequestReleased):
             self._seen.pop(event.request_id, None)
 
     def _check_reset(self, step: ReplayedEvent, projections: Projections) -> Iterator[Violation]:
@@ -65,15 +67,26 @@ class ResetEpoch:
         self._seen.clear()
         if len(projections.chunks):
             yield violation(self.rule, step, projections, f"{len(projections.chunks)} chunks survived the reset")
+        if len(projections.tails):
+            yield violation(self.rule, step, projections, f"{len(projections.tails)} tails survived the reset")
 
     def _check_late_save(self, job: Job, step: ReplayedEvent, projections: Projections) -> Iterator[Violation]:
+        tail = projections.tails.saved(job.ordinal)
+        if tail is not None and tail.job_id == job.job_id:
+            detail = f"job {job.job_id} was issued before the reset, and its tail can be loaded after it"
+            yield violation(self.rule, step, projections, detail, self._reset_at)
         stale = [key for key in job.keys if key not in self._committed and projections.chunks.get(key) is not None]
         if stale:
             detail = f"job {job.job_id} was issued before the reset, and committed {len(stale)} chunks after it"
             yield violation(self.rule, step, projections, detail, self._reset_at)
 
     def _check_hit(self, event: e.LookupAnswered, step: ReplayedEvent, projections: Projections) -> Iterator[Violation]:
-        num_chunks = event.num_hit_tokens // projections.configuration.chunk_size
+        num_chunks, of_tail = divmod(event.num_hit_tokens, projections.configuration.chunk_size)
+        tail = self._tails.saved(event.request_id)
+        if of_tail and (tail is None or tail.end_token != event.num_hit_tokens):
+            detail = f"the hit of {event.num_hit_tokens} tokens counts a tail of {of_tail}, not saved since the reset"
+            yield violation(self.rule, step, projections, detail, self._reset_at, event.cause)
+            return
         num_removed = projections.chunks.num_removed
         removed_then, num_seen = self._seen.get(event.request_id, (num_removed, 0))
         first = num_seen if removed_then == num_removed else 0

@@ -1,8 +1,8 @@
-"""SRC_BLOCK_OWNED: a save copies the request's own blocks, at the places where its chunks lie."""
+"""SRC_BLOCK_OWNED: a save copies the request's own blocks, at the places where its chunks or its tail lie."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import ClassVar
 
 from kvledger.lifecycle import events as e
@@ -12,31 +12,37 @@ from kvledger.lifecycle.replay import ReplayedEvent
 
 
 class SrcBlockOwned:
-    """The source blocks of a save are exactly those of its chunks in the request's table.
+    """The source blocks of a save are exactly those of its chunks, or of its tail, in the request's table.
 
     Verifies: the blocks, their order and number against the table that the log folds to; blocks that were just
-    lost are copied before the step's forward.
+    lost are copied before the step's forward; a tail is copied from the blocks of its tokens in the lost table.
     Does not verify: that the folded table is the scheduler's (TABLE_EQ is checked while it happens), nor that the
     blocks stay untouched until the copy is done.
     """
 
     rule: ClassVar[str] = "SRC_BLOCK_OWNED"
-    looks_at: ClassVar[frozenset[type[e.Event]]] = frozenset({e.SaveIssued})
+    looks_at: ClassVar[frozenset[type[e.Event]]] = frozenset({e.SaveIssued, e.TailSaveIssued})
 
     def check(self, step: ReplayedEvent, projections: Projections) -> Iterator[Violation]:
-        """Look the chunks up in the table."""
+        """Look the tokens up in the table."""
         event = step.event
-        if not isinstance(event, e.SaveIssued):
+        if not isinstance(event, e.SaveIssued | e.TailSaveIssued):
             return
         table = projections.blocks.held(event.request_id)
-        if event.before_forward and not len(table):
+        blocks: Iterable[int]
+        if isinstance(event, e.TailSaveIssued):
             table = projections.blocks.lost(event.request_id)
-        expected = tuple(
-            table[block] if block < len(table) else None for block in projections.geometry.blocks_of(event.chunks)
-        )
+            blocks = projections.geometry.blocks_spanning(event.first_token, event.num_tokens)
+            what = f"tokens {event.first_token} to {event.first_token + event.num_tokens}"
+        else:
+            if event.before_forward and not len(table):
+                table = projections.blocks.lost(event.request_id)
+            blocks = projections.geometry.blocks_of(event.chunks)
+            what = f"chunks {list(event.chunks)}"
+        expected = tuple(table[block] if block < len(table) else None for block in blocks)
         if event.block_ids != expected:
             detail = (
-                f"chunks {list(event.chunks)} lie in blocks {list(expected)} of the request's table, "
+                f"{what} lie in blocks {list(expected)} of the request's table, "
                 f"but save {event.job_id} copies {list(event.block_ids)}"
             )
             yield violation(self.rule, step, projections, detail, event.cause)

@@ -30,11 +30,9 @@ def take_up_answer(event: e.BlocksAllocated, record: RequestRecord, projections:
         detail = f"tokens to {first_token + num_tokens} need {blocks.stop} blocks, {len(event.block_ids)} were given"
         yield from _refuse(event, Rule.TABLE_EQ, detail, cause)
         return
-    num_chunks = -(-(first_token + num_tokens) // projections.configuration.chunk_size)
-    keys = projections.chunk_keys.of(event.request_id)[:num_chunks]
-    slots_of_chunk = [slots for key in keys if (slots := projections.chunks.get(key)) is not None]
-    if len(slots_of_chunk) < num_chunks:
-        detail = f"{num_chunks} chunks were promised, {len(slots_of_chunk)} are there"
+    slots = _slots_for(blocks, first_token + num_tokens, record, projections)
+    if slots is None:
+        detail = f"tokens to {first_token + num_tokens} were promised, not all of their chunks are there"
         yield from _refuse(event, Rule.LOADABLE_AFTER_COMMIT, detail, cause)
         return
     yield e.LoadIssued(
@@ -43,10 +41,40 @@ def take_up_answer(event: e.BlocksAllocated, record: RequestRecord, projections:
         job_id=projections.transfers.next_job_id,
         first_token=first_token,
         num_tokens=num_tokens,
-        slots=tuple(projections.geometry.slot_for_block(block, num_chunks, slots_of_chunk) for block in blocks),
+        slots=slots,
         block_ids=event.block_ids[blocks.start : blocks.stop],
         cause=cause,
     )
+
+
+def _slots_for(
+    blocks: range, end_token: int, record: RequestRecord, projections: Projections
+) -> tuple[int, ...] | None:
+    """The slot with the longest image of each block: whole chunks where they reach, else chunks and the tail."""
+    of_chunks = _slots_of_chunks(blocks, end_token, record.request_id, projections)
+    if of_chunks is not None:
+        return of_chunks
+    tail = projections.tails.saved(record.ordinal)
+    if tail is None or tail.end_token < end_token:
+        return None
+    first_of_tail = tail.first_token // projections.geometry.block_size
+    before = range(blocks.start, max(blocks.start, first_of_tail))
+    of_chunks = _slots_of_chunks(before, tail.first_token, record.request_id, projections)
+    if of_chunks is None:
+        return None
+    return of_chunks + tuple(tail.slots[block - first_of_tail] for block in range(before.stop, blocks.stop))
+
+
+def _slots_of_chunks(
+    blocks: range, end_token: int, request_id: str, projections: Projections
+) -> tuple[int, ...] | None:
+    geometry = projections.geometry
+    num_chunks = -(-end_token // geometry.chunk_size)
+    keys = projections.chunk_keys.of(request_id)[:num_chunks]
+    slots_of_chunk = [slots for key in keys if (slots := projections.chunks.get(key)) is not None]
+    if len(slots_of_chunk) < num_chunks:
+        return None
+    return tuple(geometry.slot_for_block(block, num_chunks, slots_of_chunk) for block in blocks)
 
 
 def _refuse(event: e.BlocksAllocated, rule: Rule, detail: str, cause: int) -> Decisions:

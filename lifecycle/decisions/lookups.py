@@ -18,6 +18,11 @@ def answer_lookup(event: e.LookupRequested, record: RequestRecord, projections: 
     num_hit_chunks = projections.lookups.num_hit_chunks(event.request_id, record.generation)
     num_hit_tokens = num_hit_chunks * projections.configuration.chunk_size
     reason, reason_sequence = _why_it_ends(event.request_id, num_hit_chunks, projections)
+    tail = projections.tails.saved(record.ordinal)
+    if tail is not None and tail.first_token == num_hit_tokens:
+        num_hit_tokens = tail.end_token
+        if num_hit_tokens >= event.num_tokens - 1:
+            reason, reason_sequence = MissReason.COMPLETE, 0
     usable = projections.policy.usable_tokens(num_hit_tokens, record)
     if usable < num_hit_tokens:
         reason, reason_sequence = MissReason.LIMITED, 0

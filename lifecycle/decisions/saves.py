@@ -28,25 +28,34 @@ def save_settled(
 def save_on_preemption(
     event: e.RequestPreempted, record: RequestRecord, projections: Projections, cause: int
 ) -> Decisions:
-    """Save what is settled and not saved from the blocks that were just taken."""
+    """Save what is settled and not saved from the blocks that were just taken: whole chunks, and the tail."""
     # The record is one generation further already; the blocks belong to the one before.
-    yield from _save_lost(record, record.generation - 1, event.num_settled_tokens, projections, cause)
+    tail = projections.configuration.save_tails
+    yield from _save_lost(record, record.generation - 1, event.num_settled_tokens, projections, cause, tail=tail)
 
 
 def save_on_finish(event: e.RequestFinished, record: RequestRecord, projections: Projections, cause: int) -> Decisions:
     """Save what is settled and not saved when the request ends, for those who will ask for its prefix."""
     # The last sampled token was never computed: its place in the last block was never written (vllm#54193).
     num_written = min(event.num_settled_tokens, event.num_tokens - 1)
-    yield from _save_lost(record, record.generation, num_written, projections, cause)
+    yield from _save_lost(record, record.generation, num_written, projections, cause, tail=False)
 
 
 def _save_lost(
-    record: RequestRecord, generation: int, num_settled_tokens: int, projections: Projections, cause: int
+    record: RequestRecord,
+    generation: int,
+    num_settled_tokens: int,
+    projections: Projections,
+    cause: int,
+    *,
+    tail: bool,
 ) -> Decisions:
     if not projections.transfers.is_loading(record.ordinal):
         block_ids = projections.blocks.lost(record.request_id)
         plan = _Plan(record, generation, block_ids, projections, cause, before_forward=True)
         yield from plan.save(0, num_settled_tokens)
+        if tail:
+            yield from plan.save_tail(num_settled_tokens)
 
 
 class _Plan:
@@ -71,9 +80,13 @@ class _Plan:
         self._cause = cause
         self._before_forward = before_forward
 
+    @property
+    def _is_doubtful(self) -> bool:
+        return self._record.quarantined or self._generation == self._record.stale_generation
+
     def save(self, first_chunk: int, num_settled_tokens: int) -> Decisions:
         """Evict what is needed, issue one job, decline what does not fit."""
-        if self._record.quarantined or self._generation == self._record.stale_generation:
+        if self._is_doubtful:
             return
         keys = self._projections.chunk_keys.of(self._record.request_id)
         end_chunk = min(self._geometry.num_chunks_in(num_settled_tokens), len(keys))
@@ -93,19 +106,48 @@ class _Plan:
         affordable, num_pages = 0, 0
         for previous, chunk in zip((None, *wanted), wanted, strict=False):
             num_pages += self._geometry.num_pages_more(chunk, previous)
-            num_missing = num_pages - self._chunks.slots.num_free
-            if num_missing > 0:
-                # Its own beginning is worth more than its own end.
-                victims = self._chunks.room_for(num_missing, spare=frozenset(keys[:end_chunk]))
-                if victims is None:
-                    break
-                for victim in victims:
-                    yield e.ChunkEvicted(key=victim, for_request_id=self._record.request_id, cause=self._cause)
+            yield from self._make_room(num_pages, keys[:end_chunk])
+            if self._chunks.slots.num_free < num_pages:
+                break
             affordable += 1
         if affordable:
             yield self._job(tuple(wanted[:affordable]))
         if affordable < len(wanted):
             yield self._declined(wanted[affordable], len(wanted) - affordable)
+
+    def save_tail(self, num_settled_tokens: int) -> Decisions:
+        """Save the tokens behind the last whole chunk, where everything before them is saved or being saved."""
+        end_chunk = self._geometry.num_chunks_in(num_settled_tokens)
+        first_token = end_chunk * self._geometry.chunk_size
+        keys = self._projections.chunk_keys.of(self._record.request_id)[:end_chunk]
+        if self._is_doubtful or first_token == num_settled_tokens or len(keys) < end_chunk:
+            return
+        if not all(self._chunks.get(key) is not None or self._chunks.is_saving(key) for key in keys):
+            return
+        blocks = self._geometry.blocks_spanning(first_token, num_settled_tokens - first_token)
+        if blocks.stop > len(self._block_ids):
+            return
+        yield from self._make_room(len(blocks), keys)
+        if self._chunks.slots.num_free < len(blocks):
+            yield self._declined(end_chunk, 1)
+            return
+        yield e.TailSaveIssued(
+            request_id=self._record.request_id,
+            generation=self._generation,
+            job_id=self._projections.transfers.next_job_id,
+            first_token=first_token,
+            num_tokens=num_settled_tokens - first_token,
+            slots=self._chunks.slots.candidates(len(blocks)),
+            block_ids=tuple(self._block_ids[block] for block in blocks),
+            cause=self._cause,
+        )
+
+    def _make_room(self, num_pages: int, own_keys: Sequence[bytes]) -> Decisions:
+        num_missing = num_pages - self._chunks.slots.num_free
+        if num_missing > 0:
+            # Its own beginning is worth more than its own end.
+            for victim in self._chunks.room_for(num_missing, spare=frozenset(own_keys)) or ():
+                yield e.ChunkEvicted(key=victim, for_request_id=self._record.request_id, cause=self._cause)
 
     def _job(self, chunks: tuple[int, ...]) -> e.SaveIssued:
         blocks = self._geometry.blocks_of(chunks)

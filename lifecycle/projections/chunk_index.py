@@ -112,6 +112,7 @@ class ChunkIndex:
             e.LoadCompleted: self._load_settled,
             e.LoadFailed: self._load_settled,
             e.SaveIssued: self._save_issued,
+            e.TailSaveIssued: self._tail_save_issued,
             e.SaveCompleted: self._save_completed,
             e.SaveFailed: self._save_failed,
             e.ChunkEvicted: self._evicted,
@@ -181,6 +182,9 @@ class ChunkIndex:
         self.slots.acquire(event.slots)
         keys = self._chunk_keys.of(event.request_id)
         self._saving.update(keys[chunk] for chunk in event.chunks if chunk < len(keys))
+
+    def _tail_save_issued(self, event: e.TailSaveIssued, _sequence: int) -> None:
+        self.slots.acquire(event.slots)
 
     def _save_completed(self, event: e.SaveCompleted, _sequence: int) -> None:
         job = self._transfers.get(event.job_id)

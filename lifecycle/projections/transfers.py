@@ -98,6 +98,7 @@ class Transfers:
         return {
             e.LoadIssued: self._load_issued,
             e.SaveIssued: self._save_issued,
+            e.TailSaveIssued: self._tail_save_issued,
             e.TransferReported: self._reported,
             e.LoadCompleted: self._settled,
             e.LoadFailed: self._settled,
@@ -137,7 +138,12 @@ class Transfers:
     def _save_issued(self, event: e.SaveIssued, _sequence: int) -> None:
         self._start(event, JobKind.SAVE, event.chunks)
 
-    def _start(self, event: e.LoadIssued | e.SaveIssued, kind: JobKind, chunks: tuple[int, ...]) -> None:
+    def _tail_save_issued(self, event: e.TailSaveIssued, _sequence: int) -> None:
+        self._start(event, JobKind.SAVE, ())
+
+    def _start(
+        self, event: e.LoadIssued | e.SaveIssued | e.TailSaveIssued, kind: JobKind, chunks: tuple[int, ...]
+    ) -> None:
         record = self._tracker.get(event.request_id)
         ordinal = -1 if record is None else record.ordinal
         keys = self._chunk_keys.of(event.request_id)

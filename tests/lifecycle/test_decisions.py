@@ -35,7 +35,7 @@ def violations(driver: Driver) -> list[str]:
 
 def seed_driver(num_saved_tokens: int) -> Driver:
     """The seed's figures: chunks of 256 on blocks of 16; 336 tokens computed; then preempted."""
-    driver = Driver(chunk_size=256, block_size=16, num_slots=64)
+    driver = Driver(chunk_size=256, block_size=16, num_slots=64, save_tails=False)
     driver.save_prefix("earlier", keys_of("seed", num_saved_tokens // 256))
     driver.start("a", keys_of("seed", 2), 600, range(38))
     driver.preempt("a", 336)

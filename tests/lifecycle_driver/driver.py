@@ -78,7 +78,8 @@ class Driver:
     def given_up_slots(self) -> list[int]:
         """Slots of saves that were given up without a report; they are never used again."""
         loud = {event.job_id for event in self.all_of(e.SaveFailed) if not event.quiet}
-        return [slot for save in self.all_of(e.SaveIssued) if save.job_id in loud for slot in save.slots]
+        saves = [*self.all_of(e.SaveIssued), *self.all_of(e.TailSaveIssued)]
+        return [slot for save in saves if save.job_id in loud for slot in save.slots]
 
     # --- a request's life ------------------------------------------------------------------------
 

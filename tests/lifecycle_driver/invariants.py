@@ -22,6 +22,10 @@ def check_slots(projections: Projections, given_up: Iterable[int] = ()) -> None:
         references.update(slots)
     for job in projections.transfers:
         references.update(job.slots)
+    for record in projections.tracker:
+        tail = projections.tails.saved(record.ordinal)
+        if tail is not None:
+            references.update(tail.slots)
     held = snapshot["slots"]["references"]
     assert held == dict(references), f"slots referenced {held}, reachable {dict(references)}"
     num_slots = projections.configuration.num_slots

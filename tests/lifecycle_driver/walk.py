@@ -245,11 +245,11 @@ class Walk:
         """Workers: what must precede the forward, loads, the forward, other saves. Returns who lost a load."""
         new = self.driver.observed[self._seen :]
         self._seen = len(self.driver.observed)
-        saves = [event for event in new if isinstance(event, e.SaveIssued)]
+        saves = [event for event in new if isinstance(event, e.SaveIssued | e.TailSaveIssued)]
+        before = [save for save in saves if isinstance(save, e.TailSaveIssued) or save.before_forward]
         loads = [event for event in new if isinstance(event, e.LoadIssued)]
-        for save in saves:
-            if save.before_forward:
-                self._copy_out(save)
+        for save in before:
+            self._copy_out(save)
         failed = {load.request_id for load in loads if self._chance(0.15)}
         players = {player.request_id: player for player in self.players}
         for load in loads:
@@ -267,14 +267,14 @@ class Walk:
                 content = player.contents[position] if intact else ("garbage", self._step, position)
                 self.device.write(position, content, player.blocks)
         for save in saves:
-            if not save.before_forward:
+            if save not in before:
                 self._copy_out(save)
         for load in loads:
             delay = 0 if load.request_id in failed else self.random.randint(0, 2)
             self._reports.append((self._step + delay, load.job_id, load.request_id not in failed))
         return failed
 
-    def _copy_out(self, save: e.SaveIssued) -> None:
+    def _copy_out(self, save: e.SaveIssued | e.TailSaveIssued) -> None:
         self.device.save(save.block_ids, save.slots)
         if self._chance(0.03):
             return  # a worker that never answers

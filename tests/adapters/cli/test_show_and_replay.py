@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from lifecycle_driver import Driver
+from lifecycle_driver import Driver, keys_of
 
 from kvledger.adapters.cli.output import plain
 from kvledger.lifecycle import events as e
@@ -67,6 +67,33 @@ def test_the_groups_in_json_cover_the_request_without_overlap(run: Any, log: Pat
     assert all(end < group["first_sequence"] for end, group in zip(ends, groups, strict=False))
     decode = next(group for group in groups if group["what"] == "decode")
     assert (decode["first_token"], decode["num_tokens"], decode["num_blocks"], decode["num_bytes"]) == (45, 19, 1, 100)
+
+
+def test_a_part_filled_last_chunk_is_told_when_it_is_saved_and_when_it_is_loaded(
+    run: Any, tools: Any, tmp_path: Path
+) -> None:
+    """A reader sees where the tokens behind the last whole chunk went, and that they came back."""
+    driver = Driver()
+    driver.start("a", keys_of("a", 3), 29, (1, 2))
+    driver.preempt("a", 28)
+    driver.step()
+    driver.settle_all()
+    driver.lookup("a", 0, 29)
+    driver.allocate("a", (5, 6), 28)
+    driver.step(("a", 28, 1, 29))
+    driver.settle_all()
+    log = tools.write_log(tmp_path / "log", driver.observed, driver.configuration)
+    out = run("show", log, "a").out
+    assert (
+        "copies out 4 tokens of its part-filled last chunk from 1 block (2), before its blocks are overwritten" in out
+    )
+    assert "tokens 0–27 into 2 blocks (5–6); the last 4 tokens of it from its saved tail" in out
+    assert "computed 1 token (28 → 29)" in out
+    groups = {group["what"]: group for group in run("show", "--json", log, "a").objects("group")}
+    assert groups["request.preempted"]["num_tokens_of_tail"] == 4
+    assert groups["blocks.allocated"]["num_tokens_of_tail"] == 4
+    assert groups["lookup"]["num_tokens_of_tail"] == 0
+    assert run("verify", log).exit_code == 0
 
 
 def test_a_unique_beginning_of_an_id_is_enough(run: Any, log: Path) -> None:

@@ -14,6 +14,7 @@ pytestmark = pytest.mark.scheduler
 
 def exhaust(make_engine: Any, **options: Any) -> Any:
     """Three blocks of 32 tokens are computed when the pool is exhausted; a decoding request eats them one by one."""
+    options.setdefault("save_tails", False)  # answers are whole chunks, so that each can be told beforehand
     engine = make_engine(num_blocks=9, block_size=32, chunk_size=32, max_num_batched_tokens=101, **options)
     engine.scheduler.scheduler_reserve_full_isl = False
     engine.add("holder", range(1000, 1126), 94)

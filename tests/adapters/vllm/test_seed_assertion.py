@@ -23,6 +23,7 @@ NUM_PROMPT_TOKENS = 500
 
 def preempt_after_one_round(make_engine: Any, *, chunk_size: int, num_holder_tokens: int, **options: Any) -> Any:
     """Run the case to its end; `num_holder_tokens` decides for how long the request is polled."""
+    options.setdefault("save_tails", False)  # the seed's 256 saved of 336 computed: whole chunks only
     engine = make_engine(
         num_blocks=33, block_size=16, max_num_batched_tokens=341, chunk_size=chunk_size, replays=True, **options
     )

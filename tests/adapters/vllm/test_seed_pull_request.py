@@ -14,7 +14,7 @@ from kvledger.lifecycle import events as e
 
 pytestmark = pytest.mark.scheduler
 
-SERVER = {"num_blocks": 10, "block_size": 16, "chunk_size": 8, "enable_prefix_caching": False}
+SERVER = {"num_blocks": 10, "block_size": 16, "chunk_size": 8, "enable_prefix_caching": False, "save_tails": False}
 NUM_PROMPT_TOKENS = 43
 NUM_OUTPUT_TOKENS = 5 + 16 * (10 - 3 - 1)
 
@@ -75,6 +75,28 @@ def test_the_part_filled_last_chunk_is_not_loaded_before_it_is_whole(make_engine
         assert (load.first_token, load.num_tokens) == (0, num_loaded)
         assert engine.figures.num_tokens_recomputed == 64 - num_loaded
         engine.check_outputs()
+
+
+@pytest.mark.parametrize("chunk_size", [8, 16, 32, 48, 64, 160])
+@pytest.mark.parametrize("model_runner_v2", [False, True])
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_with_its_tail_saved_the_preempted_request_loses_nothing(
+    make_engine: Any, chunk_size: int, model_runner_v2: bool, async_scheduling: bool
+) -> None:
+    """Whatever the chunks, 64 of 65 tokens come back: what no chunk covers is loaded from the tail."""
+    engine = saturate(
+        make_engine,
+        chunk_size=chunk_size,
+        model_runner_v2=model_runner_v2,
+        async_scheduling=async_scheduling,
+        save_tails=True,
+    )
+    (load,) = engine.logged(e.LoadIssued)
+    assert (load.first_token, load.num_tokens) == (0, 64)
+    assert len(engine.logged(e.TailSaveIssued)) == (1 if 64 % chunk_size else 0)
+    assert engine.figures.num_tokens_recomputed == 0
+    engine.check_outputs()
+    engine.check_released()
 
 
 def test_a_full_hit_leaves_the_last_token_to_compute(make_engine: Any) -> None:

@@ -1,0 +1,88 @@
+"""Writes a log in which LMCache#2158 happens: a lookup that answers from a cache and forgets what vLLM has computed.
+
+    python docs/examples/cached_answer.py LOG_DIR
+
+The bug is switched on in a state handler; the rest is kvledger as it is. The figures are the issue's own: 336 tokens
+are computed, 256 of them are saved (the pool holds no more), the request is preempted, asked about twice, and given
+blocks. No engine runs.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import attrs
+
+from kvledger.adapters.vllm.configuration import ConnectorSettings
+from kvledger.adapters.vllm.event_log import open_event_log
+from kvledger.lifecycle import HandlerRegistry, Ledger, LedgerConfiguration
+from kvledger.lifecycle import events as e
+from kvledger.lifecycle.belief import Projections
+from kvledger.lifecycle.decisions import Decisions
+from kvledger.lifecycle.handlers.preempted import Preempted
+from kvledger.lifecycle.projections.tracker import RequestRecord
+
+REQUEST = "cmpl-bench-16-0"
+MS = 1_000_000
+
+
+class CachedAnswer(Preempted):
+    """Answers the first lookup rightly and every later one with the bare hit, as LMCache 0.3.10 did.
+
+    It keeps a memory of its own, which a handler must not: that is how such bugs are made.
+    """
+
+    def __init__(self) -> None:
+        self._hits: dict[str, int] = {}
+
+    def lookup_requested(
+        self, event: e.LookupRequested, record: RequestRecord, projections: Projections, cause: int
+    ) -> Decisions:
+        """Forget `num_computed_tokens` from the second lookup on."""
+        for answer in super().lookup_requested(event, record, projections, cause):
+            hit = self._hits.get(event.request_id)
+            if isinstance(answer, e.LookupAnswered):
+                self._hits[event.request_id] = answer.num_hit_tokens
+                yield answer if hit is None else attrs.evolve(answer, num_external_tokens=hit)  # type: ignore[misc]
+
+
+OBSERVATIONS: tuple[e.Event, ...] = (
+    e.RequestArrived(REQUEST, 0, 700, 1 * MS),
+    e.ChunkKeysObserved(REQUEST, 0, (bytes(16), bytes(range(16)))),
+    e.LookupRequested(REQUEST, 0, 700, 2 * MS),
+    e.BlocksAllocated(REQUEST, tuple(range(1, 22)), 0, 2 * MS),
+    e.StepScheduled(0, 336, ((0, 0, 336, 700),), (), (), (), 3 * MS),
+    e.RequestPreempted(REQUEST, 336, 20 * MS),
+    e.StepScheduled(1, 0, (), (), (), (), 20 * MS),
+    e.TransferReported(1, 1, 0, 16 * 65536, 900_000, "", 31 * MS),
+    e.LookupRequested(REQUEST, 336, 700, 40 * MS),
+    e.LookupRequested(REQUEST, 336, 700, 52 * MS),
+    e.BlocksAllocated(REQUEST, tuple(range(1, 45)), 256, 52 * MS),
+    e.StepScheduled(2, 108, ((0, 592, 108, 700),), (), (), (), 53 * MS),
+    e.LoadErrorsObserved(tuple(range(22, 38)), 75 * MS),
+    e.TokensRolledBack(REQUEST, 336, 75 * MS),
+    e.StepScheduled(3, 364, ((0, 336, 364, 700),), (), (), (), 76 * MS),
+    e.RequestFinished(REQUEST, "FINISHED_STOPPED", 700, 701, 110 * MS),
+)
+"""What the adapter records; what is decided in between is the ledger's."""
+
+
+def write_log(log_dir: Path) -> Path:
+    """Play the observations into a new log under `log_dir`; returns its directory."""
+    configuration = LedgerConfiguration(block_size=16, chunk_size=256, num_slots=16)
+    handlers = HandlerRegistry()
+    handlers.replace(CachedAnswer())
+    log = open_event_log(
+        ConnectorSettings.model_validate({"log_dir": log_dir}), configuration, handlers, on_trouble=lambda *_: None
+    )
+    ledger = Ledger(configuration, log.store, handlers=handlers)
+    for observation in OBSERVATIONS:
+        ledger.observe(observation)
+        ledger.commit()
+    log.store.close()
+    return Path(str(log.directory))
+
+
+if __name__ == "__main__":
+    print(write_log(Path(sys.argv[1])))

@@ -1,0 +1,313 @@
+"""Writes the pages of docs/ that are made from the source: states, events, configuration, invariants.
+
+    python docs/generate.py            write them
+    python docs/generate.py --check    write nothing; exit code 1, and the names, where a page is not what it would be
+
+Nothing is said here that the source says: the text of a page is docstrings and data. Here stand order and form.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import inspect
+import itertools
+import json
+import re
+import sys
+import types
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pydantic
+
+from kvledger.adapters.vllm.configuration import ConnectorSettings
+from kvledger.lifecycle import LedgerConfiguration, events, rules, states, table
+from kvledger.lifecycle.audit import ALL_CHECKERS, NOT_CHECKED
+from kvledger.lifecycle.belief import Projections
+from kvledger.lifecycle.codec import field_names
+from kvledger.lifecycle.machine import TABLE, mermaid_diagram
+from kvledger.lifecycle.projections.lookup_cache import MissReason
+from kvledger.lifecycle.states import RequestState
+
+DOCS = Path(__file__).resolve().parent
+REPOSITORY = DOCS.parent
+NOTICE = "<!-- Generated from {source} by `make docs`. Change the source and run that; changes made here are lost. -->"
+
+
+def heading(title: str, source: str) -> list[str]:
+    """The first lines of every generated page."""
+    return [NOTICE.format(source=source), "", f"# {title}", ""]
+
+
+def prose(text: str) -> list[str]:
+    """Paragraphs, and the empty line behind them."""
+    return [*inspect.cleandoc(text).splitlines(), ""]
+
+
+def rows(columns: Sequence[str], body: Iterable[Sequence[str]]) -> list[str]:
+    """A Markdown table."""
+    lines = [columns, ["---"] * len(columns), *body]
+    return ["| " + " | ".join(cell.replace("|", r"\|") for cell in line) + " |" for line in lines] + [""]
+
+
+def one_line(text: str | None) -> str:
+    """A docstring as running text."""
+    return " ".join((text or "").split())
+
+
+def attribute_docs(owner: type | types.ModuleType) -> dict[str, str]:
+    """Name -> the string that stands under an assignment, as `ast` reads it from the source; inherited ones too."""
+    if isinstance(owner, type):
+        inherited = (base for base in owner.__mro__[1:] if base.__module__ == owner.__module__)
+        found = {name: text for base in inherited for name, text in attribute_docs_of(base).items()}
+        return found | attribute_docs_of(owner)
+    return attribute_docs_of(owner)
+
+
+def attribute_docs_of(owner: type | types.ModuleType) -> dict[str, str]:
+    """As `attribute_docs`, without what is inherited."""
+    tree = ast.parse(inspect.cleandoc("\n" + inspect.getsource(owner)))
+    body = tree.body if isinstance(owner, types.ModuleType) else tree.body[0].body  # type: ignore[attr-defined]
+    found = {}
+    for statement, following in itertools.pairwise(body):
+        target = statement.targets[0] if isinstance(statement, ast.Assign) else getattr(statement, "target", None)
+        if isinstance(target, ast.Name) and isinstance(following, ast.Expr):
+            found[target.id] = one_line(ast.literal_eval(following.value))
+    return found
+
+
+def functions(tree: ast.AST, prefix: str = "") -> Iterator[tuple[str, ast.AST]]:
+    """Every function and method, named as in a traceback; inner functions belong to the one around them."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.ClassDef):
+            yield from functions(node, f"{node.name}.")
+        elif isinstance(node, ast.FunctionDef):
+            yield f"{prefix}{node.name}", node
+
+
+def places(pattern: str, wanted: Callable[[ast.AST], Iterable[str]]) -> dict[str, list[str]]:
+    """Name -> where in the source `wanted` finds it, as links to the files that match `pattern`."""
+    found: dict[str, dict[str, None]] = {}
+    for path in sorted(REPOSITORY.glob(pattern)):
+        relative = path.relative_to(REPOSITORY)
+        for function, tree in functions(ast.parse(path.read_text())):
+            for node in ast.walk(tree):
+                for name in wanted(node):
+                    found.setdefault(name, {})[f"[`{relative.stem}.{function}`](../{relative})"] = None
+    return {name: list(links) for name, links in found.items()}
+
+
+# --- states ----------------------------------------------------------------------------------------------------------
+
+
+def states_page() -> list[str]:
+    """States, diagram, the table as a matrix, its rules."""
+    said = attribute_docs(states.RequestState)
+    lines = heading("States", "lifecycle/states.py and lifecycle/table.py")
+    for state in RequestState:
+        lines += [f"**{state.value}**: {said[state.name]}", ""]
+    lines += ["```mermaid", mermaid_diagram(), "```", ""]
+    lines += ["## The table", "", "Where each event leads from each state: `·` the state stays, empty: illegal there."]
+    lines += ["`request.arrived` makes a request, and is therefore in no row.", ""]
+
+    def cell(state: RequestState, event: type[events.RequestEvent]) -> str:
+        dest = TABLE.get((state, event))
+        return "" if dest is None else "·" if dest is state else f"→ {dest.value}"
+
+    legal = [event for event in events.REQUEST_EVENTS if any((state, event) in TABLE for state in RequestState)]
+    body = [[f"`{event.id}`", *(cell(state, event) for state in RequestState)] for event in legal]
+    lines += rows(["event", *(state.value for state in RequestState)], body)
+    lines += ["## Its rules", "", "```text", *inspect.getdoc(table).splitlines(), "```"]  # type: ignore[union-attr]
+    return lines
+
+
+# --- events ----------------------------------------------------------------------------------------------------------
+
+
+def made_events(node: ast.AST) -> Iterator[str]:
+    """Names of event classes that this expression makes: `e.Name(...)`, or `e.Name if … else e.Other`."""
+    if isinstance(node, ast.Call):
+        made = [node.func]
+    elif isinstance(node, ast.IfExp):
+        made = [node.body, node.orelse]
+    else:
+        return
+    for made_class in made:
+        if isinstance(made_class, ast.Attribute) and getattr(made_class.value, "id", "") == "e":
+            yield made_class.attr
+
+
+def events_page() -> list[str]:
+    """The vocabulary, in the order of the wire codes."""
+    written_by = places("lifecycle/decisions/*.py", made_events)
+    for pattern in ("lifecycle/handlers/*.py", "lifecycle/decider.py", "adapters/vllm/*.py"):
+        for name, links in places(pattern, made_events).items():
+            written_by.setdefault(name, []).extend(links)
+    projections = Projections(LedgerConfiguration(block_size=16, chunk_size=16, num_slots=1))
+    folded_by = {name: part.folds() for name, part in vars(projections).items() if hasattr(part, "folds")}
+    lines = heading("Events", "lifecycle/events.py and the code that writes events")
+    lines += inspect.getdoc(events).split("Rules for this file")[0].strip().splitlines()  # type: ignore[union-attr]
+    lines += ["", "Fields stand in the order in which they are stored; [the log's format](log-format.md) says how.", ""]
+    for title, chosen in (("Observations", events.OBSERVATIONS), ("Decisions", events.DECISIONS)):
+        lines += [f"## {title}", ""]
+        for event in chosen:
+            lines += event_section(event, written_by, folded_by)
+    lines += ["## Why a hit ends", "", "`miss_reason` of `lookup.answered`.", ""]
+    reasons = attribute_docs(MissReason)
+    lines += rows(["reason", "meaning"], [[f"`{each.value}`", reasons.get(each.name, "")] for each in MissReason])
+    return lines
+
+
+def event_section(event: type[events.Event], written_by: dict[str, list[str]], folded_by: dict[str, Any]) -> list[str]:
+    """One event: what it says, its fields, who writes it, who folds it."""
+    said, types_of = attribute_docs(event), inspect.get_annotations
+    annotations = {name: kind for base in reversed(event.__mro__) for name, kind in types_of(base).items()}
+    lines = [f"### `{event.id}`", "", f"`{event.__name__}`, version {event.version}. {one_line(event.__doc__)}", ""]
+    fields = ", ".join(f"`{name}: {annotations[name]}`" for name in field_names(event))
+    lines += [f"Fields: {fields}.", "", *(f"- `{name}`: {said[name]}" for name in field_names(event) if name in said)]
+    lines += [""] if lines[-1] else []
+    folds = [f"`{name}`" for name, folds in folded_by.items() if event in folds]
+    lines += [f"Written by {', '.join(written_by.get(event.__name__, ['nothing yet']))}."]
+    return [*lines, f"Folded by {', '.join(folds) or 'no projection'}.", ""]
+
+
+# --- configuration ---------------------------------------------------------------------------------------------------
+
+TYPES = {
+    "pydantic.PositiveInt": "integer, at least 1",
+    "pydantic.PositiveInt | None": "integer, at least 1, or null",
+    "pydantic.ByteSize": 'bytes: integer, or string such as `"4GiB"`',
+    "Path | None": "path, or null",
+    "Durability": "`memory`, `os` or `disk`",
+    "float": "number from 0 to 1",
+    "bool": "boolean",
+    "tuple[str, ...]": "list of strings",
+}
+"""Annotation in the source -> words. A new kind of setting fails here until it has some."""
+
+CONNECTOR = {
+    "kv_connector": "KVLedgerConnector",
+    "kv_connector_module_path": "kvledger.adapters.vllm",
+    "kv_role": "kv_both",
+}
+
+
+def default_of(name: str) -> object:
+    """The default as JSON has it; sizes as people write them."""
+    default = ConnectorSettings.model_fields[name].default
+    if isinstance(default, pydantic.ByteSize):
+        return re.sub(r"\.0(?=[A-Z])", "", default.human_readable())
+    return ConnectorSettings.model_validate({}).model_dump(mode="json")[name]
+
+
+def configuration_page() -> list[str]:
+    """Every key of `kv_connector_extra_config`."""
+    said = attribute_docs(ConnectorSettings)
+    annotations = inspect.get_annotations(ConnectorSettings)
+    names = list(ConnectorSettings.model_fields)
+    lines = heading("Configuration", "adapters/vllm/configuration.py")
+    lines += ["All of it is one JSON object, the value of `--kv-transfer-config`. The least that works:", ""]
+    lines += ["```json", json.dumps(CONNECTOR, indent=2), "```", ""]
+    lines += prose(
+        """
+        `kv_load_failure_policy` is vLLM's own key beside these. With `recompute`, a load that fails costs its request
+        time; with vLLM's default `fail` it costs the request its life. [Operating](operating.md#start) says what async scheduling
+        has to do with it.
+
+        Keys of kvledger stand under `kv_connector_extra_config`. An unknown key, a size that cannot work and a handler
+        that cannot be imported are refused when the engine starts, with the figures and the remedy.
+        """
+    )
+    body = [[f"`{key}`", TYPES[annotations[key]], f"`{json.dumps(default_of(key))}`", said[key]] for key in names]
+    lines += rows(["key", "type", "default", "meaning"], body)
+    every = {**CONNECTOR, "kv_connector_extra_config": {name: default_of(name) for name in names}}
+    lines += ["Every key with its default:", "", "```json", json.dumps(every, indent=2), "```"]
+    return lines
+
+
+# --- invariants ------------------------------------------------------------------------------------------------------
+
+LIVE_ONLY = {
+    "TABLE_EQ": "the block table that the log folds to is the scheduler's own.",
+    "LIVENESS": "every copy is reported within `max_silent_steps` steps; a silent one is given up.",
+    "HANDLER_RAISED": "a state handler does not raise.",
+}
+"""What the rules demand that no checker states."""
+
+
+def named_rules(node: ast.AST) -> Iterator[str]:
+    """`Rule.NAME`."""
+    if isinstance(node, ast.Attribute) and getattr(node.value, "id", "") == "Rule":
+        yield node.attr
+
+
+def invariants_page() -> list[str]:
+    """Rules that are guarded live, rules that are audited, rules that are not checked."""
+    guarded_in: dict[str, list[str]] = {}
+    for pattern in ("lifecycle/decisions/*.py", "lifecycle/decider.py", "adapters/vllm/*.py"):
+        for name, links in places(pattern, named_rules).items():
+            guarded_in.setdefault(name, []).extend(links)
+    checkers = {rule: sys.modules[make.__module__] for rule, make in ALL_CHECKERS.items()}
+    demands = {rule: one_line(module.__doc__).split(": ", 1)[1] for rule, module in checkers.items()} | LIVE_ONLY
+    lines = heading("Invariants", "lifecycle/rules.py, lifecycle/audit/ and the code that guards the rules")
+    lines += prose(
+        """
+        A rule has one name everywhere: in code, in logs, in what `kvledger verify` prints.
+
+        ## Guarded while it serves
+
+        A breach is recorded as `invariant.violated` (a differing block table as `blocks.observed`, with the scheduler's
+        own). Where the connector cannot go on safely for a request, that request is quarantined: it gets nothing from
+        the cache, saves nothing, and recomputes. Nothing is raised into vLLM.
+        """
+    )
+    body = [[f"`{rule.value}`", demands[rule.value], ", ".join(guarded_in[rule.name])] for rule in rules.Rule]
+    lines += rows(["rule", "demands", "guarded in"], body)
+    lines += ["## Audited", "", "Held by `kvledger verify` against every event of a stored log, one checker each.", ""]
+    for rule, make in ALL_CHECKERS.items():
+        path = f"lifecycle/audit/{checkers[rule].__name__.rpartition('.')[2]}.py"
+        paragraphs = inspect.getdoc(make).split("\n\n")  # type: ignore[union-attr]
+        detail = re.sub(r"(?m)^(Verifies|Does not verify):", r"\n**\1**:", "\n\n".join(paragraphs[1:])).strip()
+        lines += [f"### {rule}", "", f"[`{path}`](../{path}). {one_line(paragraphs[0])}", "", detail, ""]
+    lines += [
+        "## Not checked",
+        "",
+        "What a log of today cannot decide. Silence about these is no sign of soundness.",
+        "",
+    ]
+    lines += rows(["rule", "why not"], [[f"`{rule}`", reason] for rule, reason in NOT_CHECKED.items()])
+    return lines
+
+
+# --- writing ---------------------------------------------------------------------------------------------------------
+
+PAGES: dict[str, Callable[[], list[str]]] = {
+    "states.md": states_page,
+    "events.md": events_page,
+    "configuration.md": configuration_page,
+    "invariants.md": invariants_page,
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Write the pages, or check them; the exit code is 1 where a checked page is stale."""
+    parser = argparse.ArgumentParser(description="Writes the generated pages of docs/.")
+    parser.add_argument("--check", action="store_true", help="write nothing, name the pages that are stale")
+    arguments = parser.parse_args(argv)
+    stale = []
+    for name, page in PAGES.items():
+        path = DOCS / name
+        text = "\n".join(line.rstrip() for line in page()).rstrip() + "\n"
+        if not path.exists() or path.read_text() != text:
+            stale.append(name)
+            if not arguments.check:
+                path.write_text(text)
+    for name in stale:
+        print(f"docs/{name}: {'stale; run `make docs`' if arguments.check else 'written'}")
+    return 1 if stale and arguments.check else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
