@@ -213,8 +213,8 @@ def configuration_page() -> list[str]:
     lines += prose(
         """
         `kv_load_failure_policy` is vLLM's own key beside these. With `recompute`, a load that fails costs its request
-        time; with vLLM's default `fail` it costs the request its life. [Operating](operating.md#start) says what async scheduling
-        has to do with it.
+        time; with vLLM's default `fail` it costs the request its life. [Operating](operating.md#start) says what async
+        scheduling has to do with it.
 
         Keys of kvledger stand under `kv_connector_extra_config`. An unknown key, a size that cannot work and a handler
         that cannot be imported are refused when the engine starts, with the figures and the remedy.
