@@ -44,7 +44,13 @@ class Projections:
         self.blocks = BlockTable(self.tracker)
         self.chunk_keys = ChunkKeys(self.tracker)
         self.transfers = Transfers(self.tracker, self.chunk_keys, self.geometry, configuration.num_ranks)
-        self.chunks = ChunkIndex(self.geometry, configuration.num_slots, self.chunk_keys, self.transfers)
+        self.chunks = ChunkIndex(
+            self.geometry,
+            configuration.num_slots,
+            self.chunk_keys,
+            self.transfers,
+            keep_for_preempted=configuration.keep_for_preempted,
+        )
         self.tails = Tails(self.tracker, self.chunks.slots)
         self.lookups = LookupCache(configuration.chunk_size, self.chunk_keys, self.chunks)
         self.save_cursor = SaveCursor(self.tracker, self.transfers, configuration.chunk_size)

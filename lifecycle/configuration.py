@@ -29,6 +29,8 @@ class LedgerConfiguration:
     chunk_statistics: bool = False
     save_tails: bool = True
     """Whether a preempted request's part-filled last chunk is copied out as well."""
+    keep_for_preempted: bool = True
+    """Whether chunks that a preempted request will come back for outlive those that nobody is waiting for."""
     max_silent_steps: int = 64
     """A job that no worker reports for so many steps counts as failed."""
 

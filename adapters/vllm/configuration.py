@@ -55,6 +55,9 @@ class ConnectorSettings(pydantic.BaseModel):
     save_tails: bool = True
     """Copy out a preempted request's part-filled last chunk too, so that nothing of it is computed again."""
 
+    keep_for_preempted: bool = True
+    """Never evict what a preempted request will come back for; a pool full of that declines new saves."""
+
     handlers: tuple[str, ...] = ()
     """State handlers of your own, as "module:Class"; each replaces the one of its state."""
 
@@ -106,6 +109,7 @@ class ConnectorSettings(pydantic.BaseModel):
                 max_hit_share=self.max_hit_share,
                 chunk_statistics=self.chunk_statistics,
                 save_tails=self.save_tails,
+                keep_for_preempted=self.keep_for_preempted,
                 max_silent_steps=self.max_silent_steps,
             )
         except ConfigurationError as error:

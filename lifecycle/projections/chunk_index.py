@@ -39,7 +39,15 @@ class Departed:
 class ChunkIndex:
     """Committed chunks in order of recency, oldest first."""
 
-    def __init__(self, geometry: Geometry, num_slots: int, chunk_keys: ChunkKeys, transfers: Transfers) -> None:
+    def __init__(
+        self,
+        geometry: Geometry,
+        num_slots: int,
+        chunk_keys: ChunkKeys,
+        transfers: Transfers,
+        *,
+        keep_for_preempted: bool = True,
+    ) -> None:
         self._geometry = geometry
         self._chunk_keys = chunk_keys
         self._transfers = transfers
@@ -50,6 +58,9 @@ class ChunkIndex:
         self._max_departed = max(1024, 4 * num_slots)
         self._pins: Counter[bytes] = Counter()
         self._pinned_by: dict[str, tuple[bytes, ...]] = {}
+        self._keep_for_preempted = keep_for_preempted
+        self._wanted: Counter[bytes] = Counter()
+        self._wanted_by: dict[str, tuple[bytes, ...]] = {}
         self.num_added = 0
         self.num_removed = 0
 
@@ -80,7 +91,8 @@ class ChunkIndex:
     def room_for(self, num_slots: int, spare: Container[bytes]) -> tuple[bytes, ...] | None:
         """The chunks to evict so that `num_slots` slots become free, oldest first; None if that cannot be had.
 
-        A chunk that a lookup promised, that a load reads, or that is in `spare` stays. So does a chunk whose page
+        A chunk that a lookup promised, that a preempted request will come back for, that a load reads, or that is in
+        `spare` stays. So does a chunk whose page
         another one needs, because evicting it would free nothing.
         """
         left: dict[int, int] = {}
@@ -89,7 +101,7 @@ class ChunkIndex:
         for key, slots in self._committed.items():
             if num_freed >= num_slots:
                 break
-            if key in self._pins or key in spare or any(map(self._transfers.is_read, slots)):
+            if key in self._pins or key in self._wanted or key in spare or any(map(self._transfers.is_read, slots)):
                 continue
             candidates.append(key)
             for slot in slots:
@@ -103,11 +115,11 @@ class ChunkIndex:
         """Event class -> fold. Must be folded before `Transfers`, which forgets settled jobs."""
         return {
             e.LookupAnswered: self._answered,
-            e.BlocksAllocated: self._unpin,
-            e.RequestPreempted: self._stopped,
-            e.RequestFinished: self._stopped,
+            e.BlocksAllocated: self._allocated,
+            e.RequestPreempted: self._preempted,
+            e.RequestFinished: self._finished,
             e.TransferReported: self._reported,
-            e.RequestArrived: self._unpin,
+            e.RequestArrived: self._allocated,
             e.LoadIssued: self._load_issued,
             e.LoadCompleted: self._load_settled,
             e.LoadFailed: self._load_settled,
@@ -126,6 +138,7 @@ class ChunkIndex:
             "committed": [[key.hex(), list(slots)] for key, slots in self._committed.items()],
             "saving": {key.hex(): count for key, count in sorted(self._saving.items())},
             "departed": {key.hex(): [gone.reason.value, gone.sequence] for key, gone in self._departed.items()},
+            "wanted": {request_id: len(keys) for request_id, keys in self._wanted_by.items()},
             "pinned": {request_id: len(keys) for request_id, keys in self._pinned_by.items()},
             "slots": self.slots.snapshot(),
         }
@@ -147,7 +160,7 @@ class ChunkIndex:
     def _unpin(self, event: e.RequestEvent, _sequence: int) -> None:
         keys = self._pinned_by.pop(event.request_id, None)
         if keys is not None:
-            self._pins -= Counter(keys)
+            _count_down(self._pins, keys)
 
     # --- loads -------------------------------------------------------------------------------
 
@@ -162,9 +175,28 @@ class ChunkIndex:
             if key in self._committed:
                 self._committed.move_to_end(key)
 
-    def _stopped(self, event: e.RequestPreempted | e.RequestFinished, sequence: int) -> None:
+    def _preempted(self, event: e.RequestPreempted, sequence: int) -> None:
         self._unpin(event, sequence)
+        keys = self._chunk_keys.of(event.request_id)
+        self._renew(keys)
+        if self._keep_for_preempted:
+            self._no_longer_want(event.request_id)
+            wanted = tuple(keys[: self._geometry.num_chunks_in(event.num_settled_tokens)])
+            self._wanted.update(wanted)
+            self._wanted_by[event.request_id] = wanted
+
+    def _allocated(self, event: e.BlocksAllocated | e.RequestArrived | e.RequestFinished, sequence: int) -> None:
+        self._unpin(event, sequence)
+        self._no_longer_want(event.request_id)
+
+    def _finished(self, event: e.RequestFinished, sequence: int) -> None:
+        self._allocated(event, sequence)
         self._renew(self._chunk_keys.of(event.request_id))
+
+    def _no_longer_want(self, request_id: str) -> None:
+        keys = self._wanted_by.pop(request_id, None)
+        if keys is not None:
+            _count_down(self._wanted, keys)
 
     def _reported(self, event: e.TransferReported, _sequence: int) -> None:
         job = self._transfers.given_up(event.job_id)
@@ -191,7 +223,7 @@ class ChunkIndex:
         if job is None:
             return
         if job.epoch == self._transfers.epoch:
-            self._saving -= Counter(job.keys)
+            _count_down(self._saving, job.keys)
             self._commit(job)
         self.slots.release(job.slots)
 
@@ -228,7 +260,7 @@ class ChunkIndex:
         if job is None:
             return
         if job.epoch == self._transfers.epoch:
-            self._saving -= Counter(job.keys)
+            _count_down(self._saving, job.keys)
         if event.quiet:
             self.slots.release(job.slots)
 
@@ -244,6 +276,8 @@ class ChunkIndex:
         for key in tuple(self._committed):
             self._remove(key, Departed(Departure.RESET, sequence))
         self._saving.clear()
+        self._wanted.clear()
+        self._wanted_by.clear()
         self._pins.clear()
         self._pinned_by.clear()
 
@@ -257,3 +291,12 @@ class ChunkIndex:
         self._departed.move_to_end(key)
         if len(self._departed) > self._max_departed:
             self._departed.popitem(last=False)
+
+
+def _count_down(counts: Counter[bytes], keys: Iterable[bytes]) -> None:
+    for key in keys:
+        left = counts[key] - 1
+        if left > 0:
+            counts[key] = left
+        else:
+            counts.pop(key, None)
