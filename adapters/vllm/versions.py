@@ -49,6 +49,24 @@ def refuse_unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) 
             "Start vLLM with --disable-hybrid-kv-cache-manager where the model allows it"
         )
         raise ConfigurationError(message)
+    foreign = _specs_without_whole_history(groups[0].kv_cache_spec)
+    if foreign:
+        message = (
+            f"the model keeps its KV as {', '.join(foreign)}; KVLedgerConnector serves full attention, where the KV of "
+            "every token stays in the block it was written to"
+        )
+        raise ConfigurationError(message)
+
+
+def _specs_without_whole_history(spec: Any) -> list[str]:
+    """Names of cache specs whose blocks are reused or hold a state instead of tokens (windows, Mamba)."""
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
+
+    per_layer = getattr(spec, "kv_cache_specs", None)  # UniformTypeKVCacheSpecs: one spec per layer
+    specs = list(per_layer.values()) if per_layer else [spec]
+    # Not their subclasses: some of those drop blocks behind a window.
+    served = (FullAttentionSpec, MLAAttentionSpec)
+    return sorted({type(one).__name__ for one in specs if type(one) not in served})
 
 
 def block_size(kv_cache_config: KVCacheConfig) -> int:
@@ -132,12 +150,18 @@ def recomputes_with_steps_in_flight(vllm_config: VllmConfig) -> bool:
 def block_dimension(shape: Sequence[int], num_blocks: int) -> int | None:
     """Which dimension of a registered KV tensor counts blocks; None lets the layout decide or refuse.
 
-    Block first: `[num_blocks, ...]` (0.32's CPU and most others); K and V apart: `[2, num_blocks, ...]`.
+    Block first: `[num_blocks, ...]` (0.32's CPU and most others); K and V apart: `[2, num_blocks, ...]`. Either may
+    count smaller blocks of a kernel, a multiple of them. A flat buffer says nothing about blocks.
     """
-    if shape and shape[0] % num_blocks == 0 and shape[0] > 0:
-        return 0
-    if len(shape) > 1 and shape[0] == 2 and shape[1] % num_blocks == 0:  # noqa: PLR2004 -- K and V
-        return 1
+    if len(shape) < 2:  # noqa: PLR2004 -- see above
+        return None
+    candidates = (0, 1) if shape[0] == 2 else (0,)  # noqa: PLR2004 -- K and V
+    for dimension in candidates:
+        if shape[dimension] == num_blocks:
+            return dimension
+    for dimension in candidates:
+        if shape[dimension] and shape[dimension] % num_blocks == 0:
+            return dimension
     return None
 
 

@@ -231,6 +231,37 @@ def test_several_kv_cache_groups_are_refused_with_the_reason() -> None:
     assert "FullAttentionSpec" in str(caught.value)
 
 
+def test_a_cache_that_forgets_behind_a_window_is_refused() -> None:
+    """Its blocks are freed while the request runs, so a prefix of it cannot be copied out whole."""
+    import torch
+    from vllm.v1.kv_cache_interface import SlidingWindowSpec
+
+    windowed = kv_cache_config(20, 16)
+    windowed.kv_cache_groups[0].kv_cache_spec = SlidingWindowSpec(
+        block_size=16, num_kv_heads=1, head_size=1, dtype=torch.int64, sliding_window=64
+    )
+    with pytest.raises(ConfigurationError, match="SlidingWindowSpec"):
+        KVLedgerConnector(configuration({"log_dir": None}), KVConnectorRole.SCHEDULER, windowed)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dimension"),
+    [
+        ((20, 2, 16, 64), 0),
+        ((2, 20, 16, 2, 32), 1),
+        ((40, 2, 8, 64), 0),
+        ((2, 40, 8, 2, 32), 1),
+        ((20480,), None),
+        ((7, 5, 16), None),
+    ],
+)
+def test_the_dimension_that_counts_blocks_is_found_or_left_open(shape: tuple[int, ...], dimension: int | None) -> None:
+    """Blocks first, K and V apart, smaller kernel blocks; a flat buffer tells nothing and is left to be refused."""
+    from kvledger.adapters.vllm.versions import block_dimension
+
+    assert block_dimension(shape, 20) == dimension
+
+
 @pytest.mark.parametrize(
     "setting", ["pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"]
 )
