@@ -86,13 +86,13 @@ def serve(job: EngineJob, tell: Tell) -> None:
     )
 
 
-def start(model: str, workload: Workload, kv_transfer_config: dict[str, Any] | None) -> Any:  # noqa: ANN401 -- vllm.LLM, imported late
-    """A `vllm.LLM` with the workload's sizes."""
+def start(model: str, workload: Workload, kv_transfer_config: dict[str, Any] | None, **more: Any) -> Any:  # noqa: ANN401 -- vllm.LLM, imported late
+    """A `vllm.LLM` with the workload's sizes, and whatever `more` arguments of it."""
     from vllm import LLM
     from vllm.config import KVTransferConfig
 
     transfer = None if kv_transfer_config is None else KVTransferConfig(**kv_transfer_config)
-    return LLM(model=model, kv_transfer_config=transfer, **workload.engine_arguments())
+    return LLM(model=model, kv_transfer_config=transfer, **workload.engine_arguments(), **more)
 
 
 def generate(llm: Any, prompts: list[list[int]], max_tokens: int, **prompt_fields: Any) -> list[list[int]]:  # noqa: ANN401 -- see `start`

@@ -14,9 +14,16 @@ from kvledger.adapters.demo.workload import Workload, connector
 
 
 def main() -> None:
-    """Read model, folder of logs and workload from the command line."""
-    model, log_dir, workload = sys.argv[1], Path(sys.argv[2]), Workload(**json.loads(sys.argv[3]))
-    llm = start(model, workload, connector(log_dir, chunk_size=workload.chunk_size, host_bytes="64MiB"))
+    """Read model, folder of logs (or "-" for no connector), workload and number of ranks from the command line."""
+    model, log_dir, workload, num_ranks = (
+        sys.argv[1],
+        sys.argv[2],
+        Workload(**json.loads(sys.argv[3])),
+        int(sys.argv[4]),
+    )
+    ours = connector(Path(log_dir), chunk_size=workload.chunk_size, host_bytes="64MiB") if log_dir != "-" else None
+    more = {"tensor_parallel_size": num_ranks, "gpu_memory_utilization": 0.3} if num_ranks > 1 else {}
+    llm = start(model, workload, ours, **more)
     outputs = generate(llm, workload.prompts(), workload.max_tokens)
     llm.llm_engine.engine_core.shutdown()
     print(json.dumps(outputs))
