@@ -8,7 +8,6 @@ from kvledger.lifecycle.decisions import Decisions
 from kvledger.lifecycle.decisions.loads import take_up_answer
 from kvledger.lifecycle.decisions.lookups import answer_lookup
 from kvledger.lifecycle.decisions.progress import tell_progress
-from kvledger.lifecycle.decisions.saves import save_settled
 from kvledger.lifecycle.handlers.base import StateHandler
 from kvledger.lifecycle.handlers.finished import release_if_settled
 from kvledger.lifecycle.projections.tracker import RequestRecord
@@ -31,11 +30,6 @@ class Waiting(StateHandler):
 
     def tokens_scheduled(self, record: RequestRecord, projections: Projections, cause: int) -> Decisions:
         return tell_progress(record, projections, cause)
-
-    def tokens_settled(
-        self, record: RequestRecord, first_chunk: int, num_settled_tokens: int, projections: Projections, cause: int
-    ) -> Decisions:
-        return save_settled(record, first_chunk, num_settled_tokens, projections, cause)
 
     def transfer_settled(self, job: Job, record: RequestRecord, projections: Projections, cause: int) -> Decisions:
         return tell_progress(record, projections, cause)
