@@ -37,7 +37,7 @@ class Departed:
 
 
 class ChunkIndex:
-    """Committed chunks in order of recency, oldest first."""
+    """Committed chunks, what nobody waits for in order of recency, and what is promised or waited for beside it."""
 
     def __init__(
         self,
@@ -52,7 +52,9 @@ class ChunkIndex:
         self._chunk_keys = chunk_keys
         self._transfers = transfers
         self.slots = HostSlots(num_slots)
-        self._committed: OrderedDict[bytes, tuple[int, ...]] = OrderedDict()
+        self._committed: dict[bytes, tuple[int, ...]] = {}
+        self._by_age: OrderedDict[bytes, None] = OrderedDict()
+        """Committed chunks that nobody is sure to come back for, oldest first."""
         self._saving: Counter[bytes] = Counter()
         self._departed: OrderedDict[bytes, Departed] = OrderedDict()
         self._max_departed = max(1024, 4 * num_slots)
@@ -98,10 +100,11 @@ class ChunkIndex:
         left: dict[int, int] = {}
         candidates = []
         num_freed = 0
-        for key, slots in self._committed.items():
+        for key in self._by_age:
             if num_freed >= num_slots:
                 break
-            if key in self._pins or key in self._wanted or key in spare or any(map(self._transfers.is_read, slots)):
+            slots = self._committed[key]
+            if key in self._pins or key in spare or any(map(self._transfers.is_read, slots)):
                 continue
             candidates.append(key)
             for slot in slots:
@@ -135,13 +138,16 @@ class ChunkIndex:
     def snapshot(self) -> object:
         """Plain values, equal for equal states; the order of chunks is their recency."""
         return {
-            "committed": [[key.hex(), list(slots)] for key, slots in self._committed.items()],
+            "committed": [[key.hex(), list(self._committed[key])] for key in self._in_order()],
             "saving": {key.hex(): count for key, count in sorted(self._saving.items())},
             "departed": {key.hex(): [gone.reason.value, gone.sequence] for key, gone in self._departed.items()},
             "wanted": {request_id: len(keys) for request_id, keys in self._wanted_by.items()},
             "pinned": {request_id: len(keys) for request_id, keys in self._pinned_by.items()},
             "slots": self.slots.snapshot(),
         }
+
+    def _in_order(self) -> list[bytes]:
+        return [*self._by_age, *(key for key in self._committed if key not in self._by_age)]
 
     # --- promises made by lookups ------------------------------------------------------------
 
@@ -172,8 +178,8 @@ class ChunkIndex:
     def _renew(self, keys: Sequence[bytes]) -> None:
         # Deeper chunks count as older: without its beginning a prefix is worth nothing.
         for key in reversed(keys):
-            if key in self._committed:
-                self._committed.move_to_end(key)
+            if key in self._by_age:
+                self._by_age.move_to_end(key)
 
     def _preempted(self, event: e.RequestPreempted, sequence: int) -> None:
         self._unpin(event, sequence)
@@ -184,6 +190,8 @@ class ChunkIndex:
             wanted = tuple(keys[: self._geometry.num_chunks_in(event.num_settled_tokens)])
             self._wanted.update(wanted)
             self._wanted_by[event.request_id] = wanted
+            for key in wanted:
+                self._by_age.pop(key, None)
 
     def _allocated(self, event: e.BlocksAllocated | e.RequestArrived | e.RequestFinished, sequence: int) -> None:
         self._unpin(event, sequence)
@@ -197,6 +205,9 @@ class ChunkIndex:
         keys = self._wanted_by.pop(request_id, None)
         if keys is not None:
             _count_down(self._wanted, keys)
+            for key in reversed(keys):
+                if key in self._committed and key not in self._wanted:
+                    self._by_age[key] = None
 
     def _reported(self, event: e.TransferReported, _sequence: int) -> None:
         job = self._transfers.given_up(event.job_id)
@@ -251,7 +262,9 @@ class ChunkIndex:
         replaced = self._committed.get(key)
         self.slots.acquire(slots)
         self._committed[key] = slots
-        self._committed.move_to_end(key)
+        if key not in self._wanted:
+            self._by_age[key] = None
+            self._by_age.move_to_end(key)
         if replaced is not None:
             self.slots.release(replaced)
 
@@ -283,6 +296,7 @@ class ChunkIndex:
 
     def _remove(self, key: bytes, why: Departed) -> None:
         slots = self._committed.pop(key, None)
+        self._by_age.pop(key, None)
         if slots is None:
             return
         self.slots.release(slots)
