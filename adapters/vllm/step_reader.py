@@ -124,8 +124,10 @@ class StepReader:
                 or self._tracker.num_computed_tokens(record) != num_computed_tokens
             ):
                 all_steady &= self._advance(advanced, request_id, num_computed_tokens, num_tokens, time_ns)
-        # Only where every request decodes will the next step be worth a comparison.
-        self._steady_ids = cached.req_ids if all_steady else _INCOMPARABLE
+        # Only where every request decodes will the next step be worth a comparison. A new request is not among the
+        # cached ones yet, so a step that skips it would look the same.
+        comparable = all_steady and not scheduler_output.scheduled_new_reqs
+        self._steady_ids = cached.req_ids if comparable else _INCOMPARABLE
         self._steady_ordinals = ordinals
         self._steady_sum = sum(cached.num_computed_tokens) + len(cached.req_ids)
         return tuple(

@@ -145,3 +145,22 @@ def test_every_settled_chunk_is_noticed_in_its_time(make_engine: Any, chunk_size
     saved = [chunk for save in engine.logged(e.SaveIssued) for chunk in save.chunks]
     assert saved == list(range(149 // chunk_size))
     engine.check_released()
+
+
+@pytest.mark.parametrize("model_runner_v2", [False, True])
+def test_a_new_request_that_is_skipped_in_the_next_step_is_paused(make_engine: Any, model_runner_v2: bool) -> None:
+    """A prompt of one token is steady at once; with two steps in flight its last token leaves nothing to schedule.
+
+    The step in which nothing is scheduled looks like the one before, in which nothing was scheduled *again*.
+    """
+    engine = make_engine(num_blocks=20, async_scheduling=True, model_runner_v2=model_runner_v2)
+    engine.add("one", [7], 1)
+    engine.step()
+    engine.scheduler.schedule()
+    first, second = engine.logged(e.StepScheduled)
+    assert first.advanced == ((0, 0, 1, 1),)
+    assert second.num_scheduled_tokens == 0
+    assert second.paused == (0,)
+    tracker = engine.projections.tracker
+    assert tracker.num_computed_tokens(tracker.get("one")) == 1
+    engine.run()
