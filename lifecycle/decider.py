@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.belief import Projections
 from kvledger.lifecycle.decisions import Decisions
-from kvledger.lifecycle.decisions.reports import give_up_silent, is_complete, refuse_unknown, settle
+from kvledger.lifecycle.decisions.reports import give_up_silent, refuse_unknown, settle
 from kvledger.lifecycle.handlers import HandlerRegistry
 from kvledger.lifecycle.handlers.finished import release_if_settled
 from kvledger.lifecycle.machine import TABLE, CompiledTable
@@ -129,7 +129,7 @@ class Decider:
         job = self._projections.transfers.get(event.job_id)
         if job is None:
             yield from refuse_unknown(event, cause)
-        elif is_complete(job, self._projections):
+        elif self._projections.transfers.is_reported(job):
             yield from settle(job, self._projections, cause)
             yield from self._after_settled(job, cause)
 

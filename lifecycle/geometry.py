@@ -33,9 +33,12 @@ class Geometry:
         same_block = previous is not None and self.blocks_of((chunk,)) == self.blocks_of((previous,))
         return 0 if same_block else 1
 
-    def slots_of(self, chunk: int, slot_of_block: Mapping[int, int]) -> tuple[int, ...]:
-        """The slots that hold `chunk`, given the slot of every block."""
-        return tuple(slot_of_block[block] for block in self.blocks_of((chunk,)))
+    def slots_of(self, chunk: int, slot_of_block: Mapping[int, int]) -> tuple[int, ...] | None:
+        """The slots that hold `chunk`, given the slots of blocks; None where one of its blocks has none."""
+        blocks = self.blocks_of((chunk,))
+        if not all(block in slot_of_block for block in blocks):
+            return None
+        return tuple(slot_of_block[block] for block in blocks)
 
     def chunks_before_in_block(self, chunk: int) -> range:
         """Chunks that end earlier inside the same block; an image with `chunk` in it contains them too."""

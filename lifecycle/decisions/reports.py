@@ -32,11 +32,6 @@ def _fail(job: Job, projections: Projections, error: str, cause: int, *, quiet: 
             yield e.ChunkTainted(key=key, cause=cause)
 
 
-def is_complete(job: Job, projections: Projections) -> bool:
-    """Whether every rank has reported."""
-    return projections.transfers.is_reported(job)
-
-
 def refuse_unknown(event: e.TransferReported, cause: int) -> Decisions:
     """A report for a job that is settled or never was: recorded, harmless."""
     detail = f"job {event.job_id} was reported, but no such job is in flight"

@@ -94,8 +94,7 @@ class ChunkIndex:
         """The chunks to evict so that `num_slots` slots become free, oldest first; None if that cannot be had.
 
         A chunk that a lookup promised, that a preempted request will come back for, that a load reads, or that is in
-        `spare` stays. So does a chunk whose page
-        another one needs, because evicting it would free nothing.
+        `spare` stays. So does a chunk whose page another one needs, because evicting it would free nothing.
         """
         left: dict[int, int] = {}
         candidates = []
@@ -255,10 +254,9 @@ class ChunkIndex:
         self.num_added += 1
 
     def _place(self, chunk: int, key: bytes, slot_of_block: Mapping[int, int]) -> None:
-        blocks = self._geometry.blocks_of((chunk,))
-        if not all(block in slot_of_block for block in blocks):
+        slots = self._geometry.slots_of(chunk, slot_of_block)
+        if slots is None:
             return  # a save that names too few slots; folding it must not fail, and it must not be found
-        slots = tuple(slot_of_block[block] for block in blocks)
         replaced = self._committed.get(key)
         self.slots.acquire(slots)
         self._committed[key] = slots

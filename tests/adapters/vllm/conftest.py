@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from sim.engine import SimulatedEngine
-from sim.hashed_model import HashedModel, chained_hash, next_token
+from sim.hashed_model import chained_hash, next_token
 from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request
 
@@ -38,37 +38,12 @@ def expected_output(prompt: Sequence[int], num_tokens: int) -> list[int]:
     return output
 
 
-class AligningModel(HashedModel):
-    """Forgets sampled tokens that the scheduler discarded after a failed load, as vLLM's runner does.
-
-    `CachedRequestData.num_output_tokens` tells how many are left (`gpu_model_runner.py`, `_update_states`, 0.32).
-    """
-
-    def __init__(self, num_blocks: int, block_size: int) -> None:
-        super().__init__(num_blocks, block_size)
-        self._num_prompt_tokens: dict[str, int] = {}
-
-    def update_states(self, scheduler_output: Any) -> None:
-        """Keep block tables, then align the tokens."""
-        super().update_states(scheduler_output)
-        for data in scheduler_output.scheduled_new_reqs:
-            self._num_prompt_tokens[data.req_id] = len(data.prompt_token_ids)
-        cached = scheduler_output.scheduled_cached_reqs
-        for request_id, num_output_tokens in zip(cached.req_ids, cached.num_output_tokens, strict=True):
-            sequence = self._sequences[request_id]
-            num_known = self._num_prompt_tokens[request_id] + num_output_tokens
-            del sequence.tokens[num_known:], sequence.hashes[num_known:]
-
-
 class RecordedEngine(SimulatedEngine):
     """A `SimulatedEngine` whose log is read back from its store, frame by frame."""
 
     def __init__(self, **options: Any) -> None:
         self.prompts: dict[str, list[int]] = {}
         super().__init__(**options)
-        model = AligningModel(1, self.model.block_size)
-        model.kv_caches = self.model.kv_caches
-        self.model = model
 
     def add(self, request_id: str, prompt: Sequence[int], max_tokens: int, **options: Any) -> Request:
         """Queue a request; what it was asked is remembered, so that its output can be checked."""
