@@ -18,6 +18,7 @@ import torch
 
 from kvledger.storage.kv.engine import CopyResult, check_pairs, check_pool, consecutive_runs
 from kvledger.storage.kv.errors import EngineClosed
+from kvledger.storage.kv.runs import BlockRun, runs_of_a_block
 
 if TYPE_CHECKING:
     from kvledger.storage.kv.layout import BlockLayout
@@ -33,16 +34,6 @@ _STAGING_BYTES = 8 << 20
 
 _ELEMENTS = ((16, torch.complex128), (8, torch.int64), (4, torch.int32), (2, torch.int16), (1, torch.uint8))
 """Element types by size. torch moves their bits unchanged, and 16-byte elements up to ten times as fast as bytes."""
-
-
-@attrs.frozen
-class _Run:
-    """One contiguous run of a block: absolute address for block 0, and its place in a slot."""
-
-    address: int
-    block_stride: int
-    num_bytes: int
-    slot_offset: int
 
 
 @attrs.frozen
@@ -128,7 +119,7 @@ class CpuCopyEngine:
         # The row tables own no memory: the layout held here keeps the tensors, and every call asks for the pool's.
         self._layout: BlockLayout | None = layout
         self._pool = pool
-        runs = _runs_of_a_block(layout)
+        runs = runs_of_a_block(layout)
         lengths = sorted({run.num_bytes for run in runs})
         staging = torch.empty(max(_STAGING_BYTES, lengths[-1]), dtype=torch.uint8)
         self._groups = [
@@ -153,8 +144,9 @@ class CpuCopyEngine:
         layout = self._layout
         if layout is None:
             raise EngineClosed("the copy engine was closed; make a new one with make_copy_engine")
-        num_slots = len(self._pool.buffer)
-        check_pairs(block_ids, slots, num_blocks=layout.num_blocks, num_slots=num_slots, writes_slots=writes_slots)
+        # Held until the copy is over: the row tables would not keep the memory if another thread closed the pool.
+        buffer = self._pool.buffer
+        check_pairs(block_ids, slots, num_blocks=layout.num_blocks, num_slots=len(buffer), writes_slots=writes_slots)
         if len(slots) > 0:
             by_slot = sorted(range(len(slots)), key=slots.__getitem__)
             ordered_slots = [slots[i] for i in by_slot]
@@ -164,8 +156,10 @@ class CpuCopyEngine:
                 if (stop - start) * layout.block_bytes >= _DIRECT_RUN_BYTES
             ]
             ids, targets = torch.tensor([block_ids[i] for i in by_slot]), torch.tensor(ordered_slots)
-            for group in self._groups:
-                group.copy(ids, targets, slot_runs, writes_slots=writes_slots)
+            # torch keeps the mode by thread, and an engine made inside it must also write from a thread outside it.
+            with torch.inference_mode():
+                for group in self._groups:
+                    group.copy(ids, targets, slot_runs, writes_slots=writes_slots)
         return CopyResult(
             num_pages=len(slots),
             num_bytes=len(slots) * layout.block_bytes,
@@ -173,28 +167,7 @@ class CpuCopyEngine:
         )
 
 
-def _runs_of_a_block(layout: BlockLayout) -> list[_Run]:
-    """The runs of a block in slot order; those that touch in memory as well as in the slot are one."""
-    runs: list[_Run] = []
-    slot_offset = 0
-    for layer in layout.layers:
-        for segment in layer.segments:
-            run = _Run(
-                address=layer.storage.data_ptr() + segment.offset_bytes,
-                block_stride=segment.block_stride_bytes,
-                num_bytes=segment.num_bytes,
-                slot_offset=slot_offset,
-            )
-            slot_offset += run.num_bytes
-            last = runs[-1] if runs else None
-            if last and last.address + last.num_bytes == run.address and last.block_stride == run.block_stride:
-                runs[-1] = attrs.evolve(last, num_bytes=last.num_bytes + run.num_bytes)
-            else:
-                runs.append(run)
-    return runs
-
-
-def _row_group(runs: Sequence[_Run], layout: BlockLayout, pool: HostPool, staging: torch.Tensor) -> _RowGroup:
+def _row_group(runs: Sequence[BlockRun], layout: BlockLayout, pool: HostPool, staging: torch.Tensor) -> _RowGroup:
     row_bytes = runs[0].num_bytes
     addresses, strides = [run.address for run in runs], [run.block_stride for run in runs]
     slot_addresses = [pool.buffer.data_ptr() + run.slot_offset for run in runs]

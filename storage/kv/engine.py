@@ -27,7 +27,10 @@ __all__ = ["CopyEngine", "CopyResult", "make_copy_engine"]
 
 @attrs.frozen
 class CopyResult:
-    """What one call moved: `num_pages` blocks over all layers, `num_bytes` in all, `duration_ns` wall clock."""
+    """What one call moved: `num_pages` blocks over all layers, `num_bytes` in all, in `duration_ns`.
+
+    The duration is that of the copy itself, without what it waited for: earlier copies, or work on the device.
+    """
 
     num_pages: int
     num_bytes: int
@@ -68,9 +71,14 @@ def make_copy_engine(layout: BlockLayout, pool: HostPool) -> CopyEngine:
         from kvledger.storage.kv.cuda_engine import CudaCopyEngine  # noqa: PLC0415
 
         return CudaCopyEngine(layout, pool)
-    raise LayoutUnsupported(
+    raise no_engine_for(layout, "CopyEngine")
+
+
+def no_engine_for(layout: BlockLayout, port: str) -> LayoutUnsupported:
+    """The refusal of a device that no engine is written for."""
+    return LayoutUnsupported(
         f"KV tensors lie on {layout.device}, and there are copy engines for cpu and cuda only; write one against the "
-        "CopyEngine protocol and prove it with kvledger.storage.kv.testing.CopyEngineContract"
+        f"{port} protocol and prove it with kvledger.storage.kv.testing.{port}Contract"
     )
 
 
