@@ -8,6 +8,7 @@ from __future__ import annotations
 from kvledger.storage.kv.engine import CopyEngine, CopyResult, make_copy_engine
 from kvledger.storage.kv.errors import StorageError
 from kvledger.storage.kv.layout import BlockLayout, LayerPages, PageSegment, describe_blocks, describe_layer
+from kvledger.storage.kv.pending import OverlappingCopyEngine, PendingCopy, make_overlapping_engine
 from kvledger.storage.kv.pool import HostPool, num_slots_for
 
 __all__ = [
@@ -16,10 +17,13 @@ __all__ = [
     "CopyResult",
     "HostPool",
     "LayerPages",
+    "OverlappingCopyEngine",
     "PageSegment",
+    "PendingCopy",
     "StorageError",
     "describe_blocks",
     "describe_layer",
     "make_copy_engine",
+    "make_overlapping_engine",
     "num_slots_for",
 ]

@@ -1,15 +1,29 @@
-"""The CUDA engine keeps the contract; runs only where there is a GPU."""
+"""The CUDA engines keep their contracts; runs only where there is a GPU."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
 
-from kvledger.storage.kv import HostPool, describe_blocks, make_copy_engine
-from kvledger.storage.kv.cuda_engine import CudaCopyEngine
-from kvledger.storage.kv.testing import CopyEngineContract
+from kvledger.storage.kv import HostPool, describe_blocks, make_copy_engine, make_overlapping_engine
+from kvledger.storage.kv.cuda_engine import CudaCopyEngine, OverlappingCudaEngine
+from kvledger.storage.kv.layout import BlockLayout
+from kvledger.storage.kv.pending import OverlappingCopyEngine
+from kvledger.storage.kv.testing import CopyEngineContract, OverlappingCopyEngineContract
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+SOME_CYCLES = 50_000_000  # some 30 ms; a shorter wait would make the tests weaker, never wrong
+
+
+@contextmanager
+def busy_stream() -> Iterator[None]:
+    """Give the current stream something to do first, so that what is started within is probably pending."""
+    torch.cuda._sleep(SOME_CYCLES)
+    yield
 
 
 class TestCudaCopyEnginePinned(CopyEngineContract):
@@ -23,6 +37,84 @@ class TestCudaCopyEngineUnpinned(CopyEngineContract):
     """The same without pinning."""
 
     device = "cuda"
+
+
+class TestOverlappingCudaEngineStaged(OverlappingCopyEngineContract):
+    """Everything the contract asks, gathered through staging memory, from and to pinned memory."""
+
+    device = "cuda"
+    pin = True
+
+    def held_back(self, engine: OverlappingCopyEngine) -> Iterator[None]:
+        """The copy waits for the stream that it was started from."""
+        del engine
+        return busy_stream()
+
+    def make_overlapping_engine(self, layout: BlockLayout, pool: HostPool) -> OverlappingCopyEngine:
+        """Never the driver's batched copy."""
+        return OverlappingCudaEngine(layout, pool, batched_from_bytes=None)
+
+
+class TestOverlappingCudaEngineBatched(TestOverlappingCudaEngineStaged):
+    """The same with the driver's batched copy, however short the runs."""
+
+    def make_overlapping_engine(self, layout: BlockLayout, pool: HostPool) -> OverlappingCopyEngine:
+        """Always the driver's batched copy, where it is to be had and the pool is one that it takes."""
+        engine = OverlappingCudaEngine(layout, pool, batched_from_bytes=0)
+        if pool.is_pinned and engine.batch_unavailable_because:
+            pytest.skip(engine.batch_unavailable_because)
+        return engine
+
+
+class TestOverlappingCudaEngineUnpinned(OverlappingCopyEngineContract):
+    """The engine that kvledger chooses, without pinning."""
+
+    device = "cuda"
+
+
+def test_cuda_tensors_get_the_overlapping_cuda_engine() -> None:
+    """The engine is chosen by where the tensors lie, and says why it gathers short runs."""
+    layout = describe_blocks({"layer": torch.zeros(4, 8, device="cuda")}, num_blocks=4)
+    engine = make_overlapping_engine(layout, HostPool(2, layout.block_bytes, pin=True))
+    assert isinstance(engine, OverlappingCudaEngine)
+    assert "32 bytes on average" in engine.batch_unavailable_because
+
+
+@pytest.mark.parametrize("batched_from_bytes", [None, 0], ids=["staged", "batched"])
+def test_copies_wait_for_the_stream_they_were_started_from(batched_from_bytes: int | None) -> None:
+    """Each of two streams of the caller's writes late, and each save has what its own stream wrote."""
+    layer = torch.zeros(2, 1 << 18, device="cuda")
+    layout = describe_blocks({"layer": layer}, num_blocks=2, block_dims={"layer": 0})
+    pool = HostPool(2, layout.block_bytes, pin=True)
+    engine = OverlappingCudaEngine(layout, pool, batched_from_bytes=batched_from_bytes)
+    torch.cuda.synchronize()
+    pending = []
+    for block_id in range(2):
+        with torch.cuda.stream(torch.cuda.Stream()):
+            torch.cuda._sleep(SOME_CYCLES)
+            layer[block_id].fill_(block_id + 1.0)
+            pending.append(engine.start_save([block_id], [block_id]))
+    for block_id, copy in enumerate(pending):
+        copy.wait()
+        assert bool((pool.buffer[block_id].view(torch.float32) == block_id + 1.0).all())
+    engine.close()
+
+
+def test_pending_copies_that_share_the_staging_memory_do_not_mix() -> None:
+    """Four times the staging memory is on its way at once, in both directions."""
+    layer = torch.randint(0, 256, (256, 1 << 20), dtype=torch.uint8, device="cuda")
+    original = layer.clone()
+    layout = describe_blocks({"layer": layer}, num_blocks=256, block_dims={"layer": 0})
+    pool = HostPool(256, layout.block_bytes, pin=True)
+    engine = OverlappingCudaEngine(layout, pool, batched_from_bytes=None)
+    slots = torch.randperm(256).tolist()
+    saves = [engine.start_save(range(i, i + 32), slots[i : i + 32]) for i in range(0, 256, 32)]
+    saves[-1].wait()
+    layer.zero_()
+    loads = [engine.start_load(slots[i : i + 32], range(i, i + 32)) for i in range(0, 256, 32)]
+    loads[-1].wait()
+    assert torch.equal(layer, original)
+    engine.close()
 
 
 def test_cuda_tensors_get_the_cuda_engine_and_a_pinned_pool() -> None:
