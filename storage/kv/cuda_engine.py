@@ -103,7 +103,8 @@ class _Lane:
 class OverlappingCudaEngine:
     """An `OverlappingCopyEngine` for tensors on one CUDA device; construction raises `PoolMismatch` and `PoolClosed`.
 
-    A pool that is not pinned works, but CUDA then lets the CPU wait in `start_*`.
+    A pool that is not pinned works, but CUDA then lets the CPU wait in `start_*`. Close the engine before giving up
+    the KV tensors: torch's allocator does not see that a copy still needs them.
 
     Args:
         layout: Where the blocks lie.
@@ -140,9 +141,12 @@ class OverlappingCudaEngine:
 
     def close(self) -> None:
         """Wait for both streams, forget the tensors and give the staging memory back."""
-        lanes, self._lanes, self._layout = self._lanes, {}, None
-        for lane in lanes.values():
-            lane.stream.synchronize()
+        # First wait, then let go: the memory goes back to an allocator that knows nothing of these streams.
+        try:
+            for lane in self._lanes.values():
+                lane.stream.synchronize()
+        finally:
+            self._lanes, self._layout = {}, None
 
     def _start(self, block_ids: Sequence[int], slots: Sequence[int], *, writes_slots: bool) -> PendingCudaCopy:
         layout, host = self._layout, self._pool.buffer
