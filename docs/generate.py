@@ -179,7 +179,9 @@ TYPES = {
     "pydantic.PositiveInt": "integer, at least 1",
     "pydantic.PositiveInt | None": "integer, at least 1, or null",
     "pydantic.ByteSize": 'bytes: integer, or string such as `"4GiB"`',
+    "pydantic.NonNegativeInt": "integer, at least 0",
     "Path | None": "path, or null",
+    "TransferMode": "`sync`, `async` or `auto`",
     "Durability": "`memory`, `os` or `disk`",
     "float": "number from 0 to 1",
     "bool": "boolean",
@@ -231,7 +233,7 @@ def configuration_page() -> list[str]:
 
 LIVE_ONLY = {
     "TABLE_EQ": "the block table that the log folds to is the scheduler's own.",
-    "LIVENESS": "every copy is reported within `max_silent_steps` steps; a silent one is given up.",
+    "LIVENESS": "every copy is reported; one that nobody speaks of is asked after, and given up if that does not help.",
     "HANDLER_RAISED": "a state handler does not raise.",
 }
 """What the rules demand that no checker states."""

@@ -42,7 +42,7 @@ class Projections:
         self.geometry = Geometry(configuration.block_size, configuration.chunk_size)
         self.tracker = RequestTracker(table)
         self.blocks = BlockTable(self.tracker)
-        self.chunk_keys = ChunkKeys(self.tracker)
+        self.chunk_keys = ChunkKeys(self.tracker, configuration.chunk_size)
         self.transfers = Transfers(self.tracker, self.chunk_keys, self.geometry, configuration.num_ranks)
         self.chunks = ChunkIndex(
             self.geometry,

@@ -31,13 +31,26 @@ class LedgerConfiguration:
     """Whether a preempted request's part-filled last chunk is copied out as well."""
     keep_for_preempted: bool = True
     """Whether chunks that a preempted request will come back for outlive those that nobody is waiting for."""
+    async_load_tokens: int | None = None
+    """A load of at least so many tokens runs beside the steps; None: every load precedes its step's forward."""
+    async_saves: bool = False
+    """Whether what settles is copied out beside the steps, instead of at the end of each."""
+    max_deferred_lookups: int = 8
+    """How often in a row a preempted request is asked to wait for its own saves before it is answered with less."""
+    max_failed_loads: int = 3
+    """Loads of one request that may fail before it gets no more of them."""
     max_silent_steps: int = 64
-    """A job that no worker reports for so many steps counts as failed."""
+    max_silent_ms: int = 5_000
+    """A job that a rank has not reported for so many steps and milliseconds is asked after; again so long: failed."""
 
     def __attrs_post_init__(self) -> None:
-        for name in ("num_ranks", "max_silent_steps"):
+        for name in ("num_ranks", "max_failed_loads", "max_silent_steps"):
             if getattr(self, name) < 1:
                 message = f"{name} is {getattr(self, name)}; it must be at least 1"
+                raise ConfigurationError(message)
+        for name in ("async_load_tokens", "max_deferred_lookups", "max_silent_ms"):
+            if (getattr(self, name) or 0) < 0:
+                message = f"{name} is {getattr(self, name)}; it must not be negative"
                 raise ConfigurationError(message)
         if self.block_size < 1 or self.chunk_size < 1:
             message = f"block_size {self.block_size} and chunk_size {self.chunk_size} must be positive"

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.belief import Projections
 from kvledger.lifecycle.decisions import Decisions
-from kvledger.lifecycle.decisions.reports import give_up_silent, refuse_unknown, settle
+from kvledger.lifecycle.decisions.reports import ask_after, check_report, give_up_silent, settle
 from kvledger.lifecycle.handlers import HandlerRegistry
 from kvledger.lifecycle.handlers.finished import release_if_settled
 from kvledger.lifecycle.machine import TABLE, CompiledTable
@@ -119,17 +119,20 @@ class Decider:
                 yield from self._guarded(
                     methods, record, cause, record, first_chunk, num_settled_tokens, self._projections
                 )
-        max_silent_steps = self._projections.configuration.max_silent_steps
-        overdue = self._tracker.num_steps - max_silent_steps
-        for job in [job for job in self._projections.transfers if job.issued_step < overdue]:
-            yield from give_up_silent(job, self._projections, cause)
-            yield from self._after_settled(job, cause)
+        configuration = self._projections.configuration
+        overdue_step = self._tracker.num_steps - configuration.max_silent_steps
+        overdue_ns = event.time_ns - configuration.max_silent_ms * 1_000_000
+        for job in self._projections.transfers.unheard(overdue_step, overdue_ns):
+            if job.is_asked_after:
+                yield from give_up_silent(job, self._projections, cause)
+                yield from self._after_settled(job, cause)
+            else:
+                yield from ask_after(job, cause, before_forward=False)
 
     def _after_report(self, event: e.TransferReported, cause: int) -> Decisions:
+        yield from check_report(event, self._projections, cause)
         job = self._projections.transfers.get(event.job_id)
-        if job is None:
-            yield from refuse_unknown(event, cause)
-        elif self._projections.transfers.is_reported(job):
+        if job is not None and self._projections.transfers.is_reported(job):
             yield from settle(job, self._projections, cause)
             yield from self._after_settled(job, cause)
 

@@ -195,11 +195,13 @@ class StepScheduled(Event):
 
 @observation("transfer.reported")
 class TransferReported(Event):
-    """Workers told how a job went; ranks are counted, so each may report once."""
+    """Workers told how a job went. Ranks are named, so that one that reports twice is not taken for two."""
 
     job_id: int
-    num_ranks_done: int
-    num_ranks_failed: int
+    ranks_done: tuple[int, ...]
+    ranks_failed: tuple[int, ...]
+    is_repeated: bool
+    """Whether the workers were asked to tell once more; then the job may be settled already."""
     num_bytes: int
     duration_ns: int
     error: str
@@ -246,6 +248,8 @@ class LookupAnswered(RequestEvent):
     num_tokens: int
     num_hit_tokens: int
     num_external_tokens: int
+    is_async: bool
+    """Whether the request is to wait for the load outside of the steps, instead of the step for the load."""
     miss_reason: str
     """Why the hit ends where it ends; one of `lookup_cache.MissReason`."""
     miss_cause: int
@@ -253,9 +257,25 @@ class LookupAnswered(RequestEvent):
     cause: int
 
 
+@decision("lookup.deferred")
+class LookupDeferred(RequestEvent):
+    """The scheduler was told to ask again: what the request lost is still on its way to the host, by `job_id`."""
+
+    generation: int
+    num_computed_tokens: int
+    num_tokens: int
+    job_id: int
+    num_deferred: int
+    """How often in a row, this time included; bounded by `LedgerConfiguration.max_deferred_lookups`."""
+    cause: int
+
+
 @decision("load.issued")
 class LoadIssued(RequestEvent):
-    """Host slots are copied into the request's blocks, page by page, before the step's forward."""
+    """Host slots are copied into the request's blocks, page by page.
+
+    Before the step's forward, or with `is_async` beside it: then the request is in no step until the load is settled.
+    """
 
     generation: int
     job_id: int
@@ -263,6 +283,7 @@ class LoadIssued(RequestEvent):
     num_tokens: int
     slots: tuple[int, ...]
     block_ids: tuple[int, ...]
+    is_async: bool
     cause: int
 
 
@@ -292,7 +313,8 @@ class LoadFailed(RequestEvent):
 class SaveIssued(RequestEvent):
     """Block pages are copied to host slots. One page per entry of `block_ids` and `slots`.
 
-    With `before_forward` the blocks are already free: the copy must precede the step's forward.
+    With `before_forward` the blocks are already free: the copy must precede the step's forward. With `is_async` it runs
+    beside this step and later ones; the blocks are the request's until it is done, or it is awaited.
     """
 
     generation: int
@@ -301,6 +323,7 @@ class SaveIssued(RequestEvent):
     slots: tuple[int, ...]
     block_ids: tuple[int, ...]
     before_forward: bool
+    is_async: bool
     cause: int
 
 
@@ -355,6 +378,28 @@ class SaveDeclined(RequestEvent):
     cause: int
 
 
+@decision("transfer.awaited")
+class TransferAwaited(RequestEvent):
+    """Workers are reminded of a job in flight.
+
+    The next step waits for it, because its blocks were taken (`before_forward`), or because a rank has not said a word
+    about it for too long; then whoever has done it tells so once more.
+    """
+
+    generation: int
+    job_id: int
+    before_forward: bool
+    cause: int
+
+
+@decision("blocks.held")
+class BlocksHeld(RequestEvent):
+    """`request_finished` answered True: vLLM keeps the blocks until `RequestReleased`, for the copies out of them."""
+
+    generation: int
+    cause: int
+
+
 @decision("chunk.evicted")
 class ChunkEvicted(Event):
     """A committed chunk gave up its slots for another request's save."""
@@ -395,7 +440,7 @@ class PrefillCompleted(RequestEvent):
 
 @decision("request.released")
 class RequestReleased(RequestEvent):
-    """Nothing is owed to or by the request any more; every projection forgets it."""
+    """Nothing is owed to or by the request any more; every projection forgets it, and held blocks are freed."""
 
     generation: int
     cause: int

@@ -50,10 +50,10 @@ def _stay(state: S, *events: type[e.RequestEvent]) -> Iterable[Row]:
     return (Row(state, event, state) for event in events)
 
 
-_LOAD_REPORTS = (e.LoadCompleted, e.LoadFailed)
+_LOAD_REPORTS = (e.LoadCompleted, e.LoadFailed, e.TransferAwaited)
 _SAVE_REPORTS = (e.SaveCompleted, e.SaveFailed)
 _SAVING = (e.SaveIssued, e.SaveDeclined, *_SAVE_REPORTS)
-_LOOKING_UP = (e.LookupRequested, e.LookupAnswered)
+_LOOKING_UP = (e.LookupRequested, e.LookupAnswered, e.LookupDeferred)
 
 ROWS: tuple[Row, ...] = (
     # new: looked up, given blocks, perhaps filled by a load; the first scheduled tokens move it.
@@ -93,5 +93,5 @@ ROWS: tuple[Row, ...] = (
     *_stay(S.RECOVERING, e.ChunkKeysObserved, *_LOOKING_UP, e.BlocksAllocated, e.BlockTableObserved, e.LoadIssued),
     *_stay(S.RECOVERING, *_LOAD_REPORTS, *_SAVING, e.TokensRolledBack, e.RequestQuarantined),
     # finished: settles what it owes, then is released.
-    *_stay(S.FINISHED, *_SAVING, *_LOAD_REPORTS, e.RequestQuarantined, e.RequestReleased),
+    *_stay(S.FINISHED, *_SAVING, *_LOAD_REPORTS, e.BlocksHeld, e.RequestQuarantined, e.RequestReleased),
 )

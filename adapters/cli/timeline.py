@@ -176,14 +176,14 @@ class Timeline:
         settled = [decision for _, decision in moment.decisions]
         last = self.groups[-1] if self.groups else None
         is_quiet = not isinstance(job, e.LoadIssued) and all(isinstance(d, e.SaveCompleted) for d in settled)
-        if is_quiet and not event.num_ranks_failed and last is not None and last.what in {"prefill", "decode"}:
+        if is_quiet and not event.ranks_failed and last is not None and last.what in {"prefill", "decode"}:
             last.last_sequence = moment.decisions[-1][0] if moment.decisions else moment.sequence
         else:
             last = self._add(moment, "transfer", "")
             ranks = self.projections.configuration.num_ranks
             if not settled:
                 kind = "load" if isinstance(job, e.LoadIssued) else "save"
-                last.texts.append(f"{plural(event.num_ranks_done, 'rank')} of {ranks} did {kind} {event.job_id}")
+                last.texts.append(f"{plural(len(event.ranks_done), 'rank')} of {ranks} did {kind} {event.job_id}")
             last.num_tokens = job.num_tokens if isinstance(job, e.LoadIssued) else 0
         last.num_bytes += event.num_bytes
         last.duration_ns += event.duration_ns

@@ -6,6 +6,7 @@ the remedy, before a single request is served.
 
 from __future__ import annotations
 
+import enum
 import importlib
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,16 @@ from kvledger.storage.events import Durability
 from kvledger.storage.kv import num_slots_for
 
 DEFAULT_CHUNK_SIZE = 256
+LARGE_LOAD_BYTES = 32 * 1024**2
+"""From here on a load holds up a step for longer than a request loses by waiting for one step more."""
+
+
+class TransferMode(enum.StrEnum):
+    """When copies run: within a step, or beside the steps."""
+
+    SYNC = "sync"
+    ASYNC = "async"
+    AUTO = "auto"
 
 
 class ConnectorSettings(pydantic.BaseModel):
@@ -58,11 +69,28 @@ class ConnectorSettings(pydantic.BaseModel):
     keep_for_preempted: bool = True
     """Never evict what a preempted request will come back for; a pool full of that declines new saves."""
 
+    load_mode: TransferMode = TransferMode.AUTO
+    """sync: loads precede the step that needs them; async: they run beside the steps and the request waits for them;
+    auto: large ones run beside (32 MiB a rank), and all of them where only that is safe."""
+
+    save_mode: TransferMode = TransferMode.AUTO
+    """sync: what settles is copied out at the end of its step; async: beside the steps; auto: beside them on CUDA."""
+
     handlers: tuple[str, ...] = ()
     """State handlers of your own, as "module:Class"; each replaces the one of its state."""
 
+    max_deferred_lookups: pydantic.NonNegativeInt = 8
+    """How many steps in a row a preempted request waits for its own saves before it takes up what is there."""
+
+    max_failed_loads: pydantic.PositiveInt = 3
+    """Failed loads after which a request gets no more of them."""
+
     max_silent_steps: pydantic.PositiveInt = 64
-    """A copy that no worker reports for so many steps counts as failed."""
+    """A copy that a worker has not reported for so many steps, and for `max_silent_ms`, is asked after; again so long,
+    and it counts as failed."""
+
+    max_silent_ms: pydantic.NonNegativeInt = 5_000
+    """See `max_silent_steps`: an idle engine makes many steps in no time."""
 
     @classmethod
     def from_extra_config(cls, extra_config: dict[str, Any]) -> ConnectorSettings:
@@ -84,13 +112,23 @@ class ConnectorSettings(pydantic.BaseModel):
             message = "kv_connector_extra_config cannot be used:\n  " + "\n  ".join(lines)
             raise ConfigurationError(message) from error
 
-    def ledger_configuration(self, *, block_size: int, block_bytes: int, num_ranks: int) -> LedgerConfiguration:
+    def ledger_configuration(
+        self,
+        *,
+        block_size: int,
+        block_bytes: int,
+        num_ranks: int,
+        copies_beside: bool = False,
+        loads_beside: bool = False,
+    ) -> LedgerConfiguration:
         """Sizes in tokens and slots.
 
         Args:
             block_size: tokens of one KV cache block.
             block_bytes: bytes of one block over all layers on one rank.
             num_ranks: workers that each hold a part of every block.
+            copies_beside: whether the device can copy without taking anything from the steps.
+            loads_beside: whether only loads beside the steps are safe.
 
         Raises:
             ConfigurationError: chunk and block do not divide, or the pool cannot hold one chunk.
@@ -110,7 +148,13 @@ class ConnectorSettings(pydantic.BaseModel):
                 chunk_statistics=self.chunk_statistics,
                 save_tails=self.save_tails,
                 keep_for_preempted=self.keep_for_preempted,
+                max_deferred_lookups=self.max_deferred_lookups,
+                max_failed_loads=self.max_failed_loads,
                 max_silent_steps=self.max_silent_steps,
+                max_silent_ms=self.max_silent_ms,
+                async_load_tokens=self._async_load_tokens(block_size, block_bytes, loads_beside=loads_beside),
+                async_saves=self.save_mode is TransferMode.ASYNC
+                or (self.save_mode is TransferMode.AUTO and copies_beside),
             )
         except ConfigurationError as error:
             message = (
@@ -118,6 +162,13 @@ class ConnectorSettings(pydantic.BaseModel):
                 f"{block_bytes} bytes a block of {block_size} tokens)"
             )
             raise ConfigurationError(message) from error
+
+    def _async_load_tokens(self, block_size: int, block_bytes: int, *, loads_beside: bool) -> int | None:
+        if self.load_mode is TransferMode.SYNC:
+            return None
+        if self.load_mode is TransferMode.ASYNC or loads_beside:
+            return 0
+        return -(-LARGE_LOAD_BYTES // block_bytes) * block_size
 
     def handler_registry(self) -> HandlerRegistry:
         """The default handlers with those of `handlers` in their places.

@@ -5,7 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata, KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+)
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvledger.adapters.vllm import versions
@@ -48,6 +53,8 @@ class KVLedgerConnector(KVConnectorBase_V1):
             block_size=versions.block_size(kv_cache_config),
             block_bytes=versions.block_bytes(kv_cache_config),
             num_ranks=vllm_config.parallel_config.world_size,
+            copies_beside=versions.copies_beside_steps(vllm_config),
+            loads_beside=versions.needs_loads_beside_steps(vllm_config),
         )
         self._scheduler_side: SchedulerSide | None = None
         self._worker_side: WorkerSide | None = None
@@ -56,6 +63,7 @@ class KVLedgerConnector(KVConnectorBase_V1):
                 num_slots=configuration.num_slots,
                 num_blocks=kv_cache_config.num_blocks,
                 rank=vllm_config.parallel_config.rank,
+                overlaps=configuration.async_saves or configuration.async_load_tokens is not None,
             )
             return
         handlers = settings.handler_registry()
@@ -65,10 +73,10 @@ class KVLedgerConnector(KVConnectorBase_V1):
             hash_block_size=versions.hash_block_size(kv_cache_config),
             hash_tokens=versions.token_hasher(vllm_config),
         )
-        if versions.recomputes_with_steps_in_flight(vllm_config):
+        if configuration.async_load_tokens != 0 and versions.needs_loads_beside_steps(vllm_config):
             messages.warning(
-                "with async scheduling, vLLM delivers a token computed on top of a failed load before it recomputes; "
-                "set kv_load_failure_policy to 'fail', or turn async scheduling off"
+                "with async scheduling, vLLM delivers a token computed on top of a failed synchronous load before it "
+                "recomputes; set load_mode to 'async' or 'auto', or kv_load_failure_policy to 'fail'"
             )
         speculates = versions.uses_speculation(vllm_config)
         self._scheduler_side = SchedulerSide(configuration, log, keys, handlers=handlers, speculates=speculates)
@@ -123,7 +131,7 @@ class KVLedgerConnector(KVConnectorBase_V1):
             self._worker_side.load(jobs)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing to wait for: loads are complete when `start_load_kv` returns."""
+        """Nothing to wait for: loads that the step needs are complete when `start_load_kv` returns."""
 
     def save_kv_layer(
         self,
@@ -140,6 +148,22 @@ class KVLedgerConnector(KVConnectorBase_V1):
         if jobs is not None and self._worker_side is not None:
             self._worker_side.save(jobs)
 
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        """What `get_transfer_results` says, without telling failures apart."""
+        results = self.get_transfer_results(finished_req_ids)
+        return results.finished_sending or None, results.finished_recving or None
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        """What this step is to tell vLLM's scheduler; loads that succeed are told in `update_connector_output`."""
+        jobs = self._jobs()
+        if jobs is None:
+            return KVConnectorTransferResults()
+        return KVConnectorTransferResults(
+            finished_sending=set(jobs.finished_saves),
+            finished_recving=set(jobs.failed_loads),
+            failed_recving=set(jobs.failed_loads),
+        )
+
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Blocks that were promised and are not filled."""
         return set() if self._worker_side is None else self._worker_side.take_failed_block_ids()
@@ -155,7 +179,7 @@ class KVLedgerConnector(KVConnectorBase_V1):
         self.scheduler_side.on_new_request(request)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """How many tokens beyond `num_computed_tokens` can be loaded. Changes nothing."""
+        """How many tokens beyond `num_computed_tokens` can be loaded, and whether beside the steps. Changes nothing."""
         return self.scheduler_side.get_num_new_matched_tokens(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
@@ -171,7 +195,7 @@ class KVLedgerConnector(KVConnectorBase_V1):
         self.scheduler_side.update_connector_output(connector_output)
 
     def request_finished(self, request: Request, block_ids: Sequence[int]) -> tuple[bool, dict[str, Any] | None]:
-        """The request ended; its blocks may be freed now."""
+        """The request ended; whether its blocks must be kept until a copy out of them is done."""
         return self.scheduler_side.request_finished(request, block_ids)
 
     def has_pending_push_work(self) -> bool:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+from kvledger.adapters.vllm.deliveries import Deliveries
 from kvledger.adapters.vllm.event_log import OpenedLog
 from kvledger.adapters.vllm.messages import messages
 from kvledger.lifecycle import HandlerRegistry, Ledger, LedgerConfiguration
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.ledger import LedgerCorrupt
 
-Job = e.LoadIssued | e.SaveIssued | e.TailSaveIssued
+Job = e.LoadIssued | e.SaveIssued | e.TailSaveIssued | e.TransferAwaited
 """A decision that a worker carries out."""
 
 
@@ -40,11 +41,13 @@ class Journal:
         self._clock = clock
         self._opened_ns = clock()
         self._outbox: list[Job] = []
+        self.deliveries = Deliveries(configuration.num_ranks)
 
     @property
     def has_jobs(self) -> bool:
-        """Whether a job waits for a step, or a step's job for its report."""
-        return bool(self._outbox) or (not self.is_disabled and len(self.projections.transfers) > 0)
+        """Whether a job waits for a step, a step's job for its report, or vLLM for a word."""
+        in_flight = not self.is_disabled and len(self.projections.transfers) > 0
+        return in_flight or bool(self._outbox) or self.deliveries.is_owing
 
     def now(self) -> int:
         """Nanoseconds since the log was opened."""
@@ -62,6 +65,7 @@ class Journal:
         if decisions or not isinstance(event, e.StepScheduled):
             self.figures_changed = True
         for decision in decisions:
+            self.deliveries.take_up(decision)
             if isinstance(decision, Job):
                 self._outbox.append(decision)
             elif isinstance(decision, e.InvariantViolated):

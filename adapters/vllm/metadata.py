@@ -20,16 +20,30 @@ class PageJob:
 
 @attrs.frozen(slots=False)
 class StepJobs(KVConnectorMetadata):
-    """The jobs of one engine step, in the order in which they must happen."""
+    """The jobs of one engine step, in the order in which they must happen, and what to tell vLLM's scheduler."""
 
+    awaited: tuple[int, ...] = ()
+    """Jobs that must be done before the forward, because it may overwrite their blocks."""
+    asked_after: tuple[int, ...] = ()
+    """Jobs that nobody has said a word about for too long; to be reported, once more if they have been."""
     saves_before_forward: tuple[PageJob, ...] = ()
     loads: tuple[PageJob, ...] = ()
     saves: tuple[PageJob, ...] = ()
+    async_loads: tuple[PageJob, ...] = ()
+    """To be started in this step, to be done at any time."""
+    async_saves: tuple[PageJob, ...] = ()
     undeliverable_block_ids: tuple[int, ...] = ()
     """Blocks that the scheduler believes will be filled and that will not be; reported as load errors."""
+    failed_loads: tuple[str, ...] = ()
+    """Requests whose asynchronous load failed on some rank; every rank tells vLLM."""
+    finished_saves: tuple[str, ...] = ()
+    """Finished requests out of whose blocks nobody copies any more; every rank tells vLLM."""
 
     def __bool__(self) -> bool:
-        return bool(self.saves_before_forward or self.loads or self.saves or self.undeliverable_block_ids)
+        return self != _NOTHING
+
+
+_NOTHING = StepJobs()
 
 
 @attrs.frozen(slots=False)
@@ -42,6 +56,8 @@ class JobReport:
     num_bytes: int
     duration_ns: int
     error: str = ""
+    is_repeated: bool = False
+    """Whether this was told before, and was asked for again."""
 
 
 @attrs.frozen(slots=False)
@@ -51,7 +67,7 @@ class WorkerReports(KVConnectorWorkerMetadata):
     reports: tuple[JobReport, ...]
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReports:
-        """Put the reports of several ranks together; the scheduler side counts them."""
+        """Put the reports of several ranks together; the scheduler side tells them apart by rank."""
         if not isinstance(other, WorkerReports):
             return self
         return WorkerReports(self.reports + other.reports)

@@ -14,7 +14,7 @@ from kvledger.adapters.vllm import versions
 from kvledger.adapters.vllm.chunk_keys import ChunkKeySource
 from kvledger.adapters.vllm.event_log import OpenedLog
 from kvledger.adapters.vllm.guard import guarded
-from kvledger.adapters.vllm.journal import Job, Journal
+from kvledger.adapters.vllm.journal import Journal
 from kvledger.adapters.vllm.metadata import JobReport, PageJob, StepJobs, WorkerReports
 from kvledger.adapters.vllm.noticing import Noticing
 from kvledger.adapters.vllm.step_reader import StepReader
@@ -27,8 +27,9 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
-NO_HIT = (0, False)
-FREE_NOW = (False, None)
+NO_HIT: tuple[int | None, bool] = (0, False)
+ASK_AGAIN = (None, False)
+_UNKNOWN: bool | None = None
 _NO_JOBS = StepJobs()
 _UNKNOWN_RANGE: range | None = None
 
@@ -87,8 +88,8 @@ class SchedulerSide:
         )
 
     @guarded(default=NO_HIT)
-    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
-        """Answer a lookup; loads are synchronous, so the second value is False."""
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """Answer a lookup: how many tokens, and whether they come beside the steps. None asks to be asked again."""
         if self.journal.is_disabled:
             return NO_HIT
         self._notice.preemption(request)
@@ -98,13 +99,15 @@ class SchedulerSide:
         )
         for decision in decisions:
             if isinstance(decision, e.LookupAnswered):
-                return decision.num_external_tokens, False
+                return decision.num_external_tokens, decision.is_async
+            if isinstance(decision, e.LookupDeferred):
+                return ASK_AGAIN
         return NO_HIT
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """Blocks were given; take up the answer, or tell the worker to report what cannot be delivered."""
         delivered = self._take_up(request, blocks, num_external_tokens)
-        if num_external_tokens and not delivered:
+        if num_external_tokens and not delivered and not self.journal.deliveries.refuse(request.request_id):
             # The scheduler now believes that these blocks will be filled. Reported as load errors, they are
             # recomputed (kv_load_failure_policy "recompute") or fail this one request ("fail").
             promised = self._promised_blocks(request, num_external_tokens)
@@ -141,14 +144,25 @@ class SchedulerSide:
         self.journal.commit()
         jobs = self.journal.take_jobs()
         undeliverable, self._undeliverable = self._undeliverable, []
-        if not jobs and not undeliverable:
+        deliveries = self.journal.deliveries
+        if not jobs and not undeliverable and not deliveries.is_owing:
             return _NO_JOBS
-        now = [job for job in jobs if isinstance(job, e.TailSaveIssued) or getattr(job, "before_forward", False)]
+        awaited = [job for job in jobs if isinstance(job, e.TransferAwaited)]
+        loads = [job for job in jobs if isinstance(job, e.LoadIssued)]
+        saves = [job for job in jobs if isinstance(job, e.SaveIssued) and not job.before_forward]
         return StepJobs(
-            saves_before_forward=_page_jobs(now),
-            loads=_page_jobs(job for job in jobs if isinstance(job, e.LoadIssued)),
-            saves=_page_jobs(job for job in jobs if isinstance(job, e.SaveIssued) and not job.before_forward),
+            awaited=tuple(job.job_id for job in awaited if job.before_forward),
+            asked_after=tuple(job.job_id for job in awaited if not job.before_forward),
+            saves_before_forward=_page_jobs(
+                job for job in jobs if isinstance(job, e.TailSaveIssued | e.SaveIssued) and job not in saves
+            ),
+            loads=_page_jobs(job for job in loads if not job.is_async),
+            saves=_page_jobs(job for job in saves if not job.is_async),
+            async_loads=_page_jobs(job for job in loads if job.is_async),
+            async_saves=_page_jobs(job for job in saves if job.is_async),
             undeliverable_block_ids=tuple(undeliverable),
+            failed_loads=deliveries.take_failed(),
+            finished_saves=deliveries.take_sent(),
         )
 
     @guarded(default=None)
@@ -164,28 +178,38 @@ class SchedulerSide:
             self._notice.block_table(scheduler_output, ordinal, step)
         self.journal.observe(step)
 
-    @guarded(default=None)
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        """Take up what the workers report."""
+        """Take up what the workers report, and add the requests whose load has arrived."""
+        if not self._take_up_output(connector_output) or self.journal.is_disabled:
+            self.journal.deliveries.settle_counted()
+        received = self.journal.deliveries.take_received()
+        if received:
+            connector_output.finished_recving = {*(connector_output.finished_recving or ()), *received}
+        self.journal.deliveries.heard(connector_output.finished_recving or ())
+
+    @guarded(default=False, hook_name="update_connector_output")
+    def _take_up_output(self, connector_output: KVConnectorOutput) -> bool:
         if connector_output.invalid_block_ids and not self.journal.is_disabled:
             self._notice.load_errors(connector_output.invalid_block_ids, tuple(self._requests.values()))
         worker_meta = connector_output.kv_connector_worker_meta
         if isinstance(worker_meta, WorkerReports):
             self._take_reports(worker_meta)
         self.journal.commit()
+        return True
 
     def _take_reports(self, worker_reports: WorkerReports) -> None:
-        by_job: dict[int, dict[int, JobReport]] = {}
+        self.journal.deliveries.count(worker_reports.reports)
+        by_job: dict[tuple[int, bool], dict[int, JobReport]] = {}
         for report in worker_reports.reports:
-            by_job.setdefault(report.job_id, {})[report.rank] = report  # a rank counts once, however often it reports
-        for job_id, by_rank in by_job.items():
+            by_job.setdefault((report.job_id, report.is_repeated), {}).setdefault(report.rank, report)
+        for (job_id, is_repeated), by_rank in by_job.items():
             reports = by_rank.values()
-            num_done = sum(report.done for report in reports)
             self.journal.observe(
                 e.TransferReported(
                     job_id=job_id,
-                    num_ranks_done=num_done,
-                    num_ranks_failed=len(by_rank) - num_done,
+                    ranks_done=tuple(sorted(report.rank for report in reports if report.done)),
+                    ranks_failed=tuple(sorted(report.rank for report in reports if not report.done)),
+                    is_repeated=is_repeated,
                     num_bytes=sum(report.num_bytes for report in reports),
                     duration_ns=max(report.duration_ns for report in reports),
                     error=next((report.error for report in reports if report.error), ""),
@@ -194,16 +218,17 @@ class SchedulerSide:
             )
 
     def request_finished(self, request: Request, block_ids: Sequence[int]) -> tuple[bool, None]:
-        """The request ends; its blocks may be freed now, because what must be saved is copied before they are used."""
-        if not self._finish(request, len(block_ids)):
-            self._finish(request, 0)  # with nothing to save, so that at least nobody remembers it for ever
+        """The request ends. Its blocks may be freed now, unless a copy out of them runs beside the steps."""
+        held = self._finish(request, len(block_ids))
+        if held is None:
+            held = self._finish(request, 0)  # with nothing to save, so that at least nobody remembers it for ever
         self._requests.pop(request.request_id, None)
-        return FREE_NOW
+        return bool(held), None
 
-    @guarded(default=False, hook_name="request_finished")
-    def _finish(self, request: Request, num_blocks: int) -> bool:
+    @guarded(default=_UNKNOWN, hook_name="request_finished")
+    def _finish(self, request: Request, num_blocks: int) -> bool | None:
         if self.journal.is_disabled or self._tracker.get(request.request_id) is None:
-            return True
+            return False
         self._notice.preemption(request)
         self._notice.keys(request)
         num_written_tokens = self._notice.num_written_tokens(request, request.num_computed_tokens)
@@ -216,7 +241,7 @@ class SchedulerSide:
                 self.journal.now(),
             )
         )
-        return True
+        return self.journal.deliveries.holds(request.request_id)
 
     @guarded(default=False)
     def reset_cache(self) -> bool:
@@ -246,5 +271,5 @@ def _only_group(blocks: KVCacheBlocks) -> Sequence[int]:
     return block_ids
 
 
-def _page_jobs(jobs: Iterable[Job]) -> tuple[PageJob, ...]:
+def _page_jobs(jobs: Iterable[e.LoadIssued | e.SaveIssued | e.TailSaveIssued]) -> tuple[PageJob, ...]:
     return tuple(PageJob(job.job_id, job.block_ids, job.slots) for job in jobs)

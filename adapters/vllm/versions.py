@@ -136,11 +136,17 @@ def uses_speculation(vllm_config: VllmConfig) -> bool:
     return vllm_config.speculative_config is not None
 
 
-def recomputes_with_steps_in_flight(vllm_config: VllmConfig) -> bool:
+def copies_beside_steps(vllm_config: VllmConfig) -> bool:
+    """Whether copies can run beside the steps without taking anything from them: on a device with copy engines."""
+    return vllm_config.device_config.device_type == "cuda"
+
+
+def needs_loads_beside_steps(vllm_config: VllmConfig) -> bool:
     """Whether a failed synchronous load may reach a client as wrong tokens.
 
     0.32 skips the output of the step whose load failed, but not that of the step scheduled on top of it
-    (`v1/core/sched/scheduler.py`, update_from_output). The policy "fail" ends the request before that.
+    (`v1/core/sched/scheduler.py`, update_from_output). The policy "fail" ends the request before that, and a request
+    that waits for its load beside the steps is in no step that could compute on top of it.
     """
     transfer = vllm_config.kv_transfer_config
     recomputes = transfer is not None and transfer.kv_load_failure_policy == "recompute"

@@ -6,27 +6,42 @@ what that means.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, TypeVar
 
 from kvledger.adapters.vllm import versions
+from kvledger.adapters.vllm.beside import CopiesBeside
 from kvledger.adapters.vllm.messages import messages
 from kvledger.adapters.vllm.metadata import JobReport, PageJob, StepJobs, WorkerReports
-from kvledger.storage.kv import CopyEngine, CopyResult, HostPool, describe_blocks, make_copy_engine
+from kvledger.storage.kv import (
+    CopyEngine,
+    CopyResult,
+    HostPool,
+    OverlappingCopyEngine,
+    PendingCopy,
+    describe_blocks,
+    make_copy_engine,
+    make_overlapping_engine,
+)
 
 if TYPE_CHECKING:
     import torch
 
+_Engine = TypeVar("_Engine")
+
 
 class WorkerSide:
-    """Owns the host pool and the copy engine of one rank."""
+    """Owns the host pool and the copy engines of one rank."""
 
-    def __init__(self, *, num_slots: int, num_blocks: int, rank: int = 0) -> None:
-        self._rank = rank
+    def __init__(self, *, num_slots: int, num_blocks: int, rank: int = 0, overlaps: bool = False) -> None:
         self._num_slots = num_slots
         self._num_blocks = num_blocks
+        self._overlaps = overlaps
         self._pool: HostPool | None = None
         self._engine: CopyEngine | None = None
+        self._overlapping: OverlappingCopyEngine | None = None
+        self._copies = CopiesBeside(rank)
         self._step: StepJobs | None = None
         self._executed: set[int] = set()
         self._reports: list[JobReport] = []
@@ -45,6 +60,8 @@ class WorkerSide:
         is_cuda = any(tensor.is_cuda for tensor in tensors.values())
         self._pool = HostPool(self._num_slots, layout.block_bytes, pin=is_cuda)
         self._engine = make_copy_engine(layout, self._pool)
+        if self._overlaps:
+            self._overlapping = make_overlapping_engine(layout, self._pool)
         self._messages.info(
             "host pool ready",
             num_slots=self._num_slots,
@@ -61,12 +78,13 @@ class WorkerSide:
             self._save(job)
 
     def load(self, jobs: StepJobs) -> None:
-        """Copy in what the forward needs (`start_load_kv`)."""
-        self._begin(jobs)
-        for job in jobs.saves_before_forward:  # in case no hook came before
-            self._save(job)
+        """Copy in what the forward needs, start what runs beside it (`start_load_kv`)."""
+        self.before_forward(jobs)  # in case no hook came before
         for job in jobs.loads:
             self._load(job)
+        for job in jobs.async_loads:
+            self._start(job, partial(self._begin_load, job))
+        self._start_saves(jobs)
 
     def save(self, jobs: StepJobs) -> None:
         """Copy out what has settled (`wait_for_save`), after everything that had to precede."""
@@ -81,31 +99,50 @@ class WorkerSide:
 
     def take_reports(self) -> WorkerReports | None:
         """The reports since the last call; None where there are none."""
-        if not self._reports:
-            return None
-        reports, self._reports = self._reports, []
-        return WorkerReports(tuple(reports))
+        reports, self._reports = [*self._reports, *self._copies.take_done()], []
+        return WorkerReports(tuple(reports)) if reports else None
 
     def close(self) -> None:
-        """Free the pool. May be called twice."""
-        if self._engine is not None:
-            self._engine.close()
+        """Finish what is under way and free the pool. May be called twice."""
+        for engine in (self._overlapping, self._engine):
+            if engine is not None:
+                engine.close()
         if self._pool is not None:
             self._pool.close()
-        self._engine = self._pool = None
+        self._engine = self._overlapping = self._pool = None
 
     def _begin(self, jobs: StepJobs) -> None:
         if jobs is not self._step:
             self._step = jobs
             self._executed.clear()
             self._failed_block_ids.update(jobs.undeliverable_block_ids)
+            if jobs.awaited:
+                self._start_saves(jobs)  # what is awaited may be among them
+                self._reports += self._copies.wait_for(jobs.awaited)
+            self._reports += self._copies.tell_again(jobs.asked_after)
+
+    def _start_saves(self, jobs: StepJobs) -> None:
+        for job in jobs.async_saves:
+            self._start(job, partial(self._begin_save, job))
+
+    def _begin_save(self, job: PageJob) -> PendingCopy:
+        return _present(self._overlapping).start_save(job.block_ids, job.slots)
+
+    def _begin_load(self, job: PageJob) -> PendingCopy:
+        return _present(self._overlapping).start_load(job.slots, job.block_ids)
+
+    def _start(self, job: PageJob, begin: Callable[[], PendingCopy]) -> None:
+        if self._is_first(job):
+            report = self._copies.start(job.job_id, begin)
+            if report is not None:
+                self._reports.append(report)
 
     def _save(self, job: PageJob) -> None:
         if self._is_first(job):
-            self._report(job, lambda engine: engine.save(job.block_ids, job.slots))
+            self._copy(job, lambda engine: engine.save(job.block_ids, job.slots))
 
     def _load(self, job: PageJob) -> None:
-        if self._is_first(job) and not self._report(job, lambda engine: engine.load(job.slots, job.block_ids)):
+        if self._is_first(job) and not self._copy(job, lambda engine: engine.load(job.slots, job.block_ids)):
             self._failed_block_ids.update(job.block_ids)
 
     def _is_first(self, job: PageJob) -> bool:
@@ -114,24 +151,17 @@ class WorkerSide:
         self._executed.add(job.job_id)
         return True
 
-    def _report(self, job: PageJob, copy: _Copy) -> bool:
+    def _copy(self, job: PageJob, copy: Callable[[CopyEngine], CopyResult]) -> bool:
         try:
-            if self._engine is None:
-                message = "no KV caches were registered"
-                raise RuntimeError(message)  # noqa: TRY301 -- reported like any other failure
-            result = copy(self._engine)
+            report = self._copies.done(job.job_id, copy(_present(self._engine)))
         except Exception as error:  # noqa: BLE001 -- a failed copy costs its request the cache, not the worker its life
-            described = f"{type(error).__name__}: {error}"
-            self._messages.error("copy failed", job_id=job.job_id, error=described)
-            failed = JobReport(job.job_id, self._rank, done=False, num_bytes=0, duration_ns=0, error=described)
-            self._reports.append(failed)
-            return False
-        num_bytes, duration_ns = result.num_bytes, result.duration_ns
-        self._reports.append(JobReport(job.job_id, self._rank, done=True, num_bytes=num_bytes, duration_ns=duration_ns))
-        return True
+            report = self._copies.failed(job.job_id, error)
+        self._reports.append(report)
+        return report.done
 
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    _Copy = Callable[[CopyEngine], CopyResult]
+def _present(engine: _Engine | None) -> _Engine:
+    if engine is None:
+        message = "no KV caches were registered, or the worker was closed"
+        raise RuntimeError(message)
+    return engine

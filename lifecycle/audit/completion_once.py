@@ -17,17 +17,16 @@ from kvledger.lifecycle.replay import ReplayedEvent
 class _Count:
     sequence: int
     is_load: bool
-    num_done: int = 0
-    num_failed: int = 0
+    done: frozenset[int] = frozenset()
+    failed: frozenset[int] = frozenset()
 
 
 class CompletionOnce:
     """Every job is issued once, reported at most once by each rank, and settled once.
 
-    Verifies: reports and settlements are of jobs in flight and of their kind; the ranks that reported are not more
-    than there are; a job counts as completed only when every rank has done it and none failed.
-    Does not verify: which rank reported, for reports are counted; jobs that are never settled (LIVENESS is guarded
-    while it happens).
+    Verifies: reports and settlements are of jobs in flight and of their kind; each rank that reports exists and reports
+    once, unless it was asked to tell again; a job counts as completed only when every rank has done it and none failed.
+    Does not verify: jobs that are never settled (LIVENESS is guarded while it happens).
     """
 
     rule: ClassVar[str] = "COMPLETION_ONCE"
@@ -55,18 +54,32 @@ class CompletionOnce:
         self, event: e.TransferReported, step: ReplayedEvent, projections: Projections
     ) -> Iterator[Violation]:
         count = self._in_flight.get(event.job_id)
+        if count is None and event.is_repeated:
+            return
         if count is None:
             detail = f"job {event.job_id} was reported, but no such job is in flight"
             yield violation(self.rule, step, projections, detail)
             return
-        count.num_done += event.num_ranks_done
-        count.num_failed += event.num_ranks_failed
+        ranks = frozenset((*event.ranks_done, *event.ranks_failed))
         num_ranks = projections.configuration.num_ranks
-        if count.num_done + count.num_failed > num_ranks:
-            detail = f"job {event.job_id} was reported {count.num_done + count.num_failed} times by {num_ranks} ranks"
-            job = projections.transfers.get(event.job_id)
-            request_id = "" if job is None else job.request_id
-            yield violation(self.rule, step, projections, detail, count.sequence, request_id=request_id)
+        twice = ranks & (count.done | count.failed) if not event.is_repeated else frozenset()
+        if twice or len(ranks) < len(event.ranks_done) + len(event.ranks_failed):
+            detail = f"job {event.job_id} was reported more than once by ranks {sorted(twice or ranks)}"
+            yield self._of_job(event, step, projections, detail, count)
+        foreign = sorted(ranks.difference(range(num_ranks)))
+        if foreign:
+            detail = f"job {event.job_id} was reported by ranks {foreign}, of {num_ranks}"
+            yield self._of_job(event, step, projections, detail, count)
+        owing = frozenset(range(num_ranks)) - count.done - count.failed
+        count.done |= owing.intersection(event.ranks_done)
+        count.failed |= owing.intersection(event.ranks_failed) - count.done
+
+    def _of_job(
+        self, event: e.TransferReported, step: ReplayedEvent, projections: Projections, detail: str, count: _Count
+    ) -> Violation:
+        job = projections.transfers.get(event.job_id)
+        request_id = "" if job is None else job.request_id
+        return violation(self.rule, step, projections, detail, count.sequence, request_id=request_id)
 
     def _check_settlement(
         self,
@@ -84,9 +97,9 @@ class CompletionOnce:
             yield violation(self.rule, step, projections, detail, count.sequence, event.cause)
         num_ranks = projections.configuration.num_ranks
         completed = isinstance(event, e.LoadCompleted | e.SaveCompleted)
-        if completed and (count.num_failed or count.num_done < num_ranks):
+        if completed and (count.failed or len(count.done) < num_ranks):
             detail = (
-                f"{event.id} for job {event.job_id}, which {count.num_done} of {num_ranks} ranks did "
-                f"and {count.num_failed} failed to do"
+                f"{event.id} for job {event.job_id}, which {len(count.done)} of {num_ranks} ranks did "
+                f"and {len(count.failed)} failed to do"
             )
             yield violation(self.rule, step, projections, detail, count.sequence, event.cause)

@@ -9,6 +9,7 @@ from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.checker import Violation, violation
 from kvledger.lifecycle.belief import Projections
 from kvledger.lifecycle.replay import ReplayedEvent
+from kvledger.lifecycle.states import RequestState
 
 
 class SrcBlockOwned:
@@ -35,7 +36,7 @@ class SrcBlockOwned:
             blocks = projections.geometry.blocks_spanning(event.first_token, event.num_tokens)
             what = f"tokens {event.first_token} to {event.first_token + event.num_tokens}"
         else:
-            if event.before_forward and not len(table):
+            if not len(table) and (event.before_forward or step.state_before is RequestState.FINISHED):
                 table = projections.blocks.lost(event.request_id)
             blocks = projections.geometry.blocks_of(event.chunks)
             what = f"chunks {list(event.chunks)}"

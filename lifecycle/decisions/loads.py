@@ -43,6 +43,7 @@ def take_up_answer(event: e.BlocksAllocated, record: RequestRecord, projections:
         num_tokens=num_tokens,
         slots=slots,
         block_ids=event.block_ids[blocks.start : blocks.stop],
+        is_async=answer.is_async,
         cause=cause,
     )
 

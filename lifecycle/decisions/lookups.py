@@ -1,10 +1,13 @@
 """What to answer when the scheduler asks how much can be loaded.
 
 Pure: any number of lookups equals one. The hit may come from the lookup cache, the answer never does: it is
-computed against the `num_computed_tokens` of this very call.
+computed against the `num_computed_tokens` of this very call. The one thing that may be answered instead of a number is
+"ask again", where a preempted request's own save is still under way, and only a bounded number of times in a row.
 """
 
 from __future__ import annotations
+
+import attrs
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.belief import Projections
@@ -13,46 +16,93 @@ from kvledger.lifecycle.projections.lookup_cache import MissReason
 from kvledger.lifecycle.projections.tracker import RequestRecord
 
 
+@attrs.frozen
+class _Awaited:
+    """A save in flight that would carry the hit to `num_tokens`."""
+
+    job_id: int
+    num_tokens: int
+
+
+@attrs.frozen
+class _Hit:
+    """How far the host pool reaches, why no further, and what is about to carry it further."""
+
+    num_tokens: int
+    reason: MissReason
+    reason_sequence: int = 0
+    awaited: _Awaited | None = None
+
+
 def answer_lookup(event: e.LookupRequested, record: RequestRecord, projections: Projections, cause: int) -> Decisions:
-    """Answer with the usable hit beyond what is computed, leaving the last token to compute."""
-    num_hit_chunks = projections.lookups.num_hit_chunks(event.request_id, record.generation)
-    num_hit_tokens = num_hit_chunks * projections.configuration.chunk_size
-    reason, reason_sequence = _why_it_ends(event.request_id, num_hit_chunks, projections)
-    tail = projections.tails.saved(record.ordinal)
-    if tail is not None and tail.first_token == num_hit_tokens:
-        num_hit_tokens = tail.end_token
-        if num_hit_tokens >= event.num_tokens - 1:
-            reason, reason_sequence = MissReason.COMPLETE, 0
-    usable = projections.policy.usable_tokens(num_hit_tokens, record)
-    if usable < num_hit_tokens:
-        reason, reason_sequence = MissReason.LIMITED, 0
+    """Answer with the usable hit beyond what is computed, leaving the last token to compute; or ask to ask again."""
+    hit = _find(event, record, projections)
+    usable = projections.policy.usable_tokens(hit.num_tokens, record)
+    if usable < hit.num_tokens:
+        hit = attrs.evolve(hit, reason=MissReason.LIMITED, reason_sequence=0, awaited=None)
     if record.quarantined:
-        usable, reason, reason_sequence = 0, MissReason.QUARANTINED, 0
+        usable, hit = 0, attrs.evolve(hit, reason=MissReason.QUARANTINED, reason_sequence=0, awaited=None)
+    num_deferred = projections.lookups.num_deferred(event.request_id)
+    if (
+        hit.awaited is not None
+        and record.num_preemptions
+        and min(hit.awaited.num_tokens, event.num_tokens - 1) > max(event.num_computed_tokens, usable)
+        and num_deferred < projections.configuration.max_deferred_lookups
+    ):
+        yield e.LookupDeferred(
+            request_id=event.request_id,
+            generation=record.generation,
+            num_computed_tokens=event.num_computed_tokens,
+            num_tokens=event.num_tokens,
+            job_id=hit.awaited.job_id,
+            num_deferred=num_deferred + 1,
+            cause=cause,
+        )
+        return
     # Whole pages are loaded, so a load must start on a block boundary. vLLM presents a block-aligned local hit
     # (v1/core/sched/scheduler.py, 0.32); anything else is answered with nothing.
     aligned = event.num_computed_tokens % projections.configuration.block_size == 0
     beyond = min(usable, event.num_tokens - 1) - event.num_computed_tokens
+    num_external_tokens = max(0, beyond) if aligned else 0
+    async_from = projections.configuration.async_load_tokens
     yield e.LookupAnswered(
         request_id=event.request_id,
         generation=record.generation,
         num_computed_tokens=event.num_computed_tokens,
         num_tokens=event.num_tokens,
-        num_hit_tokens=num_hit_tokens,
-        num_external_tokens=max(0, beyond) if aligned else 0,
-        miss_reason=reason.value,
-        miss_cause=reason_sequence,
+        num_hit_tokens=hit.num_tokens,
+        num_external_tokens=num_external_tokens,
+        is_async=async_from is not None and num_external_tokens >= max(1, async_from),
+        miss_reason=hit.reason.value,
+        miss_cause=hit.reason_sequence,
         cause=cause,
     )
 
 
-def _why_it_ends(request_id: str, num_hit_chunks: int, projections: Projections) -> tuple[MissReason, int]:
+def _find(event: e.LookupRequested, record: RequestRecord, projections: Projections) -> _Hit:
+    num_chunks = projections.lookups.num_hit_chunks(event.request_id, record.generation)
+    num_tokens = num_chunks * projections.configuration.chunk_size
+    hit = attrs.evolve(_why_chunks_end(event.request_id, num_chunks, projections), num_tokens=num_tokens)
+    tail = projections.tails.of(record.ordinal)
+    if tail is None or tail.first_token != num_tokens:
+        return hit
+    if not tail.is_saved:
+        return attrs.evolve(hit, awaited=_Awaited(tail.job_id, tail.end_token))
+    if tail.end_token >= event.num_tokens - 1:
+        return _Hit(tail.end_token, MissReason.COMPLETE)
+    return attrs.evolve(hit, num_tokens=tail.end_token, awaited=None)
+
+
+def _why_chunks_end(request_id: str, num_hit_chunks: int, projections: Projections) -> _Hit:
     keys = projections.chunk_keys.of(request_id)
     if num_hit_chunks >= len(keys):
-        return MissReason.COMPLETE, 0
+        return _Hit(0, MissReason.COMPLETE)
     missing = keys[num_hit_chunks]
     if projections.chunks.is_saving(missing):
-        return MissReason.SAVING, 0
+        job = projections.transfers.saving(missing)
+        end_token = 0 if job is None else (job.chunks[-1] + 1) * projections.configuration.chunk_size
+        return _Hit(0, MissReason.SAVING, awaited=None if job is None else _Awaited(job.job_id, end_token))
     departed = projections.chunks.departed(missing)
     if departed is not None:
-        return MissReason(departed.reason.value), departed.sequence
-    return MissReason.NEVER_SAVED, 0
+        return _Hit(0, MissReason(departed.reason.value), departed.sequence)
+    return _Hit(0, MissReason.NEVER_SAVED)

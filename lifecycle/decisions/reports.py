@@ -11,8 +11,12 @@ from kvledger.lifecycle.rules import Rule
 
 def settle(job: Job, projections: Projections, cause: int) -> Decisions:
     """Settle a job that every rank has reported. One failed rank fails it for all."""
-    failed = job.num_ranks_failed > 0
-    if not failed:
+    record = projections.tracker.by_ordinal(job.ordinal)
+    if job.kind is JobKind.SAVE and not job.ranks_failed and record is not None and record.quarantined:
+        # What it copied may be wrong for the very reason of the quarantine.
+        yield from _fail(job, projections, "its request was quarantined meanwhile", cause, quiet=True)
+        return
+    if not job.ranks_failed:
         completed = e.LoadCompleted if job.kind is JobKind.LOAD else e.SaveCompleted
         yield completed(request_id=job.request_id, generation=job.generation, job_id=job.job_id, cause=cause)
         return
@@ -30,17 +34,42 @@ def _fail(job: Job, projections: Projections, error: str, cause: int, *, quiet: 
     for key in job.keys:
         if projections.chunks.get(key) is not None:
             yield e.ChunkTainted(key=key, cause=cause)
+    record = projections.tracker.by_ordinal(job.ordinal)
+    if record is None or record.quarantined:
+        return
+    if record.num_failed_loads >= projections.configuration.max_failed_loads:
+        reason = f"{record.num_failed_loads} loads failed"
+        yield e.RequestQuarantined(request_id=request_id, reason=reason, cause=cause)
 
 
-def refuse_unknown(event: e.TransferReported, cause: int) -> Decisions:
-    """A report for a job that is settled or never was: recorded, harmless."""
-    detail = f"job {event.job_id} was reported, but no such job is in flight"
+def check_report(event: e.TransferReported, projections: Projections, cause: int) -> Decisions:
+    """A report for a job that is settled or never was, or by a rank that there is not: recorded, harmless."""
+    job = projections.transfers.get(event.job_id)
+    foreign = [rank for rank in (*event.ranks_done, *event.ranks_failed) if rank >= projections.configuration.num_ranks]
+    if foreign:
+        detail = f"job {event.job_id} was reported by ranks {foreign}, which do not exist"
+    elif job is not None or event.is_repeated:
+        return
+    elif event.job_id < projections.transfers.next_job_id:
+        detail = f"job {event.job_id} was reported, but it has been settled before"
+    else:
+        detail = f"job {event.job_id} was reported, but no such job was ever issued"
     yield e.InvariantViolated(rule=Rule.COMPLETION_ONCE.value, request_id="", detail=detail, cause=cause)
 
 
+def ask_after(job: Job, cause: int, *, before_forward: bool) -> Decisions:
+    """Let the workers finish the job and tell about it, once more if need be."""
+    yield e.TransferAwaited(
+        request_id=job.request_id,
+        generation=job.generation,
+        job_id=job.job_id,
+        before_forward=before_forward,
+        cause=cause,
+    )
+
+
 def give_up_silent(job: Job, projections: Projections, cause: int) -> Decisions:
-    """Fail a job that no rank has reported for too many steps, so that nothing waits for ever."""
-    silent_steps = projections.tracker.num_steps - job.issued_step
-    detail = f"job {job.job_id} was not reported for {silent_steps} steps"
+    """Fail a job that a rank has not reported although asked, so that nothing waits for ever."""
+    detail = f"job {job.job_id} was not reported, although it was asked after"
     yield e.InvariantViolated(rule=Rule.LIVENESS.value, request_id=job.request_id, detail=detail, cause=cause)
     yield from _fail(job, projections, detail, cause, quiet=False)

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.belief import Projections
 from kvledger.lifecycle.decisions import Decisions
+from kvledger.lifecycle.decisions.reports import ask_after
 from kvledger.lifecycle.projections.tracker import RequestRecord
 from kvledger.lifecycle.rules import Rule
 
@@ -21,41 +22,65 @@ def save_settled(
     """Save the chunks from `first_chunk` on that are settled, from the blocks the request holds."""
     if not projections.transfers.is_loading(record.ordinal):
         block_ids = projections.blocks.held(record.request_id)
-        plan = _Plan(record, record.generation, block_ids, projections, cause, before_forward=False)
+        is_async = projections.configuration.async_saves
+        plan = _Plan(record, record.generation, block_ids, projections, cause, before_forward=False, is_async=is_async)
         yield from plan.save(first_chunk, num_settled_tokens)
 
 
 def save_on_preemption(
     event: e.RequestPreempted, record: RequestRecord, projections: Projections, cause: int
 ) -> Decisions:
-    """Save what is settled and not saved from the blocks that were just taken: whole chunks, and the tail."""
+    """Save what is settled and not saved from the blocks that were just taken: whole chunks, and the tail.
+
+    The next step may overwrite these blocks, so it waits for the copies out of them, also for those under way.
+    """
+    yield from fence_saves(record, projections, cause)
     # The record is one generation further already; the blocks belong to the one before.
-    tail = projections.configuration.save_tails
-    yield from _save_lost(record, record.generation - 1, event.num_settled_tokens, projections, cause, tail=tail)
+    if projections.transfers.is_loading(record.ordinal):
+        return
+    plan = _plan_from_lost(record, record.generation - 1, projections, cause, before_forward=True, is_async=False)
+    yield from plan.save(0, event.num_settled_tokens)
+    if projections.configuration.save_tails:
+        yield from plan.save_tail(event.num_settled_tokens)
+
+
+def fence_saves(record: RequestRecord, projections: Projections, cause: int) -> Decisions:
+    """Let the next step wait for copies out of blocks that it may overwrite."""
+    for job in projections.transfers.reads_blocks_of(record.ordinal):
+        yield from ask_after(job, cause, before_forward=True)
 
 
 def save_on_finish(event: e.RequestFinished, record: RequestRecord, projections: Projections, cause: int) -> Decisions:
-    """Save what is settled and not saved when the request ends, for those who will ask for its prefix."""
-    # The last sampled token was never computed: its place in the last block was never written (vllm#54193).
-    num_written = min(event.num_settled_tokens, event.num_tokens - 1)
-    yield from _save_lost(record, record.generation, num_written, projections, cause, tail=False)
+    """Save what is settled and not saved when the request ends, for those who will ask for its prefix.
+
+    Blocks that a copy still reads are kept from being freed.
+    """
+    if projections.transfers.is_loading(record.ordinal):
+        return
+    # The last sampled token was never computed: its place in the last block was never written (vllm#54193). What no
+    # step has computed upon may be the promise of a load that failed.
+    num_computed_tokens = projections.tracker.num_computed_tokens(record)
+    num_written = min(event.num_settled_tokens, event.num_tokens - 1, num_computed_tokens)
+    is_async = projections.configuration.async_saves
+    plan = _plan_from_lost(
+        record, record.generation, projections, cause, before_forward=not is_async, is_async=is_async
+    )
+    yield from plan.save(0, num_written)
+    if projections.transfers.reads_blocks_of(record.ordinal):
+        yield e.BlocksHeld(request_id=record.request_id, generation=record.generation, cause=cause)
 
 
-def _save_lost(
+def _plan_from_lost(
     record: RequestRecord,
     generation: int,
-    num_settled_tokens: int,
     projections: Projections,
     cause: int,
     *,
-    tail: bool,
-) -> Decisions:
-    if not projections.transfers.is_loading(record.ordinal):
-        block_ids = projections.blocks.lost(record.request_id)
-        plan = _Plan(record, generation, block_ids, projections, cause, before_forward=True)
-        yield from plan.save(0, num_settled_tokens)
-        if tail:
-            yield from plan.save_tail(num_settled_tokens)
+    before_forward: bool,
+    is_async: bool,
+) -> _Plan:
+    block_ids = projections.blocks.lost(record.request_id)
+    return _Plan(record, generation, block_ids, projections, cause, before_forward=before_forward, is_async=is_async)
 
 
 class _Plan:
@@ -70,6 +95,7 @@ class _Plan:
         cause: int,
         *,
         before_forward: bool,
+        is_async: bool,
     ) -> None:
         self._record = record
         self._generation = generation
@@ -79,6 +105,7 @@ class _Plan:
         self._geometry = projections.geometry
         self._cause = cause
         self._before_forward = before_forward
+        self._is_async = is_async
 
     @property
     def _is_doubtful(self) -> bool:
@@ -159,6 +186,7 @@ class _Plan:
             slots=self._chunks.slots.candidates(len(blocks)),
             block_ids=tuple(self._block_ids[block] for block in blocks),
             before_forward=self._before_forward,
+            is_async=self._is_async,
             cause=self._cause,
         )
 

@@ -7,7 +7,7 @@ from kvledger.lifecycle.belief import Projections
 from kvledger.lifecycle.decisions import Decisions
 from kvledger.lifecycle.decisions.loads import take_up_answer
 from kvledger.lifecycle.decisions.progress import tell_progress
-from kvledger.lifecycle.decisions.saves import save_on_finish, save_on_preemption, save_settled
+from kvledger.lifecycle.decisions.saves import fence_saves, save_on_finish, save_on_preemption, save_settled
 from kvledger.lifecycle.handlers.base import StateHandler
 from kvledger.lifecycle.handlers.finished import release_if_settled
 from kvledger.lifecycle.projections.tracker import RequestRecord
@@ -32,6 +32,16 @@ class Computing(StateHandler):
         self, event: e.RequestPreempted, record: RequestRecord, projections: Projections, cause: int
     ) -> Decisions:
         return save_on_preemption(event, record, projections, cause)
+
+    def session_continued(
+        self, event: e.SessionContinued, record: RequestRecord, projections: Projections, cause: int
+    ) -> Decisions:
+        return fence_saves(record, projections, cause)
+
+    def tokens_rolled_back(
+        self, event: e.TokensRolledBack, record: RequestRecord, projections: Projections, cause: int
+    ) -> Decisions:
+        return fence_saves(record, projections, cause)
 
     def request_finished(
         self, event: e.RequestFinished, record: RequestRecord, projections: Projections, cause: int

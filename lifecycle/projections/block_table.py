@@ -36,6 +36,7 @@ class BlockTable:
         """Event class -> fold."""
         return {
             e.RequestArrived: self._forget,
+            e.LookupRequested: self._asked,
             e.BlocksAllocated: self._replaced,
             e.BlockTableObserved: self._replaced,
             e.RequestPreempted: self._taken,
@@ -60,6 +61,10 @@ class BlockTable:
         ordinal = self._ordinal(event.request_id)
         if ordinal >= 0:
             self._held[ordinal] = array("I", event.block_ids)
+
+    def _asked(self, event: e.LookupRequested, _sequence: int) -> None:
+        # Who is asked about holds nothing; after a failed asynchronous load vLLM frees the blocks without a word.
+        self._held.pop(self._ordinal(event.request_id), None)
 
     def _taken(self, event: e.RequestPreempted | e.RequestFinished, _sequence: int) -> None:
         ordinal = self._ordinal(event.request_id)

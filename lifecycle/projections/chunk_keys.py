@@ -15,8 +15,9 @@ from kvledger.lifecycle.projections.tracker import RequestTracker
 class ChunkKeys:
     """Request id -> keys in chunk order."""
 
-    def __init__(self, tracker: RequestTracker) -> None:
+    def __init__(self, tracker: RequestTracker, chunk_size: int) -> None:
         self._tracker = tracker
+        self._chunk_size = chunk_size
         self._keys: dict[str, list[bytes]] = {}
 
     def __len__(self) -> int:
@@ -30,6 +31,7 @@ class ChunkKeys:
         """Event class -> fold."""
         return {
             e.ChunkKeysObserved: self._observed,
+            e.SessionContinued: self._session_continued,
             e.RequestArrived: self._arrived,
             e.RequestReleased: self._released,
         }
@@ -44,6 +46,10 @@ class ChunkKeys:
         keys = self._keys.setdefault(event.request_id, [])
         if event.first_chunk <= len(keys):  # behind a gap, keys would come to stand for other chunks
             keys[event.first_chunk :] = event.keys
+
+    def _session_continued(self, event: e.SessionContinued, _sequence: int) -> None:
+        # Other tokens follow from here, so other keys.
+        del self._keys.get(event.request_id, [])[event.num_computed_tokens // self._chunk_size :]
 
     def _arrived(self, event: e.RequestArrived, _sequence: int) -> None:
         self._keys.pop(event.request_id, None)

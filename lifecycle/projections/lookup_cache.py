@@ -52,6 +52,7 @@ class PendingAnswer:
     num_computed_tokens: int
     num_tokens: int
     num_external_tokens: int
+    is_async: bool
     sequence: int
 
 
@@ -65,6 +66,7 @@ class LookupCache:
         self._hits: dict[str, CachedHit] = {}
         self._pending: dict[str, PendingAnswer] = {}
         self._taken_up: dict[str, PendingAnswer] = {}
+        self._num_deferred: dict[str, int] = {}
 
     def __len__(self) -> int:
         return len(self._hits)
@@ -76,6 +78,10 @@ class LookupCache:
     def taken_up(self, request_id: str) -> PendingAnswer | None:
         """The answer that the request's last allocation took up, if a lookup preceded it."""
         return self._taken_up.get(request_id)
+
+    def num_deferred(self, request_id: str) -> int:
+        """How often in a row the scheduler was told to ask again."""
+        return self._num_deferred.get(request_id, 0)
 
     def num_hit_chunks(self, request_id: str, generation: int) -> int:
         """Committed chunks from the request's first token on. Changes nothing."""
@@ -96,6 +102,7 @@ class LookupCache:
         """Event class -> fold."""
         return {
             e.LookupAnswered: self._answered,
+            e.LookupDeferred: self._deferred,
             e.ChunkKeysObserved: self._keys_observed,
             e.BlocksAllocated: self._allocated,
             e.RequestPreempted: self._forget,
@@ -109,6 +116,7 @@ class LookupCache:
         """Plain values, equal for equal states."""
         return {
             "hits": {request_id: hit.num_chunks for request_id, hit in self._hits.items()},
+            "deferred": dict(self._num_deferred),
             "pending": {request_id: attrs.astuple(answer) for request_id, answer in self._pending.items()},
             "taken_up": {request_id: attrs.astuple(answer) for request_id, answer in self._taken_up.items()},
         }
@@ -122,8 +130,18 @@ class LookupCache:
             self._chunk_index.num_removed,
         )
         self._pending[event.request_id] = PendingAnswer(
-            event.generation, event.num_computed_tokens, event.num_tokens, event.num_external_tokens, sequence
+            event.generation,
+            event.num_computed_tokens,
+            event.num_tokens,
+            event.num_external_tokens,
+            event.is_async,
+            sequence,
         )
+        self._num_deferred.pop(event.request_id, None)
+
+    def _deferred(self, event: e.LookupDeferred, _sequence: int) -> None:
+        self._num_deferred[event.request_id] = event.num_deferred
+        self._pending.pop(event.request_id, None)
 
     def _keys_observed(self, event: e.ChunkKeysObserved, _sequence: int) -> None:
         cached = self._hits.get(event.request_id)
@@ -141,7 +159,9 @@ class LookupCache:
         self._hits.pop(event.request_id, None)
         self._pending.pop(event.request_id, None)
         self._taken_up.pop(event.request_id, None)
+        self._num_deferred.pop(event.request_id, None)
 
     def _reset(self, _event: e.CacheReset, _sequence: int) -> None:
         self._hits.clear()
         self._pending.clear()
+        self._num_deferred.clear()

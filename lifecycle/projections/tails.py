@@ -42,6 +42,10 @@ class Tails:
         tail = self._tails.get(ordinal)
         return tail if tail is not None and tail.is_saved else None
 
+    def of(self, ordinal: int) -> Tail | None:
+        """The tail, saved or still being saved."""
+        return self._tails.get(ordinal)
+
     def folds(self) -> Mapping[type[e.Event], Callable[..., None]]:
         """Event class -> fold."""
         return {

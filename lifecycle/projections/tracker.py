@@ -30,6 +30,7 @@ class RequestRecord:
     state_since_ns: int = 0
     generation: int = 0
     num_preemptions: int = 0
+    num_failed_loads: int = 0
     quarantined: bool = False
     holds_blocks: bool = False
     stale_generation: int = -1
@@ -88,6 +89,7 @@ class RequestTracker:
             e.SessionContinued: self._session_continued,
             e.TokensRolledBack: self._rolled_back,
             e.RequestFinished: self._finished,
+            e.LoadFailed: self._load_failed,
             e.RequestQuarantined: self._quarantined,
             e.RequestReleased: self._released,
             e.StepScheduled: self._step_scheduled,
@@ -111,6 +113,7 @@ class RequestTracker:
                     "num_tokens": max(record.num_tokens, self.num_computed_tokens(record)),
                     "num_prompt_tokens": record.num_prompt_tokens,
                     "num_preemptions": record.num_preemptions,
+                    "num_failed_loads": record.num_failed_loads,
                     "quarantined": record.quarantined,
                     "stale_generation": record.stale_generation,
                 }
@@ -163,6 +166,14 @@ class RequestTracker:
         record = self._records.get(event.request_id)
         if record is not None:
             record.num_tokens = event.num_tokens
+            # vLLM asks only about requests without computed tokens; one whose load failed was freed without a word.
+            record.holds_blocks = False
+        self._move(event, sequence)
+
+    def _load_failed(self, event: e.LoadFailed, sequence: int) -> None:
+        record = self._records.get(event.request_id)
+        if record is not None:
+            record.num_failed_loads += 1
         self._move(event, sequence)
 
     def _blocks_allocated(self, event: e.BlocksAllocated, sequence: int) -> None:

@@ -41,9 +41,15 @@ class Job:
     slots: tuple[int, ...]
     block_ids: tuple[int, ...]
     epoch: int
-    issued_step: int
-    num_ranks_done: int = 0
-    num_ranks_failed: int = 0
+    is_async: bool
+    asked_step: int
+    """When it was issued, or asked after."""
+    asked_ns: int
+    is_asked_after: bool = False
+    is_fenced: bool = False
+    """Whether its blocks were taken, so that the next step waits for it."""
+    ranks_done: frozenset[int] = frozenset()
+    ranks_failed: frozenset[int] = frozenset()
     error: str = ""
 
 
@@ -78,8 +84,31 @@ class Transfers:
 
     def is_reported(self, job: Job, event: e.TransferReported | None = None) -> bool:
         """Whether every rank has reported, counting `event` on top."""
-        more = 0 if event is None else event.num_ranks_done + event.num_ranks_failed
-        return job.num_ranks_done + job.num_ranks_failed + more >= self._num_ranks
+        ranks = job.ranks_done | job.ranks_failed
+        if event is not None:
+            ranks = ranks.union(event.ranks_done, event.ranks_failed)
+        return ranks.issuperset(range(self._num_ranks))
+
+    def unheard(self, overdue_step: int, overdue_ns: int) -> list[Job]:
+        """Jobs that were issued, or asked after, before both."""
+        return [job for job in self._jobs.values() if job.asked_step < overdue_step and job.asked_ns < overdue_ns]
+
+    def of_life(self, ordinal: int) -> list[Job]:
+        """The jobs in flight of that life of a request, in the order in which they were issued."""
+        return [self._jobs[job_id] for job_id in sorted(self._of_ordinal.get(ordinal, ()))]
+
+    def reads_blocks_of(self, ordinal: int) -> list[Job]:
+        """Saves in flight out of blocks that this life of a request still has."""
+        return [job for job in self.of_life(ordinal) if job.kind is JobKind.SAVE and job.is_async and not job.is_fenced]
+
+    def saving(self, key: bytes) -> Job | None:
+        """The save in flight that will commit the chunk, or None."""
+        saves = (job for job in self._jobs.values() if job.kind is JobKind.SAVE and self.is_current(job))
+        return next((job for job in saves if key in job.keys), None)
+
+    def is_current(self, job: Job) -> bool:
+        """Whether no reset has come since it was issued."""
+        return job.epoch == self.epoch
 
     def owes(self, ordinal: int) -> bool:
         """Whether a job of that life of a request is in flight."""
@@ -99,6 +128,7 @@ class Transfers:
             e.LoadIssued: self._load_issued,
             e.SaveIssued: self._save_issued,
             e.TailSaveIssued: self._tail_save_issued,
+            e.TransferAwaited: self._awaited,
             e.TransferReported: self._reported,
             e.LoadCompleted: self._settled,
             e.LoadFailed: self._settled,
@@ -121,8 +151,10 @@ class Transfers:
                     "keys": [key.hex() for key in job.keys],
                     "slots": list(job.slots),
                     "block_ids": list(job.block_ids),
-                    "num_ranks_done": job.num_ranks_done,
-                    "num_ranks_failed": job.num_ranks_failed,
+                    "is_asked_after": job.is_asked_after,
+                    "is_fenced": job.is_fenced,
+                    "ranks_done": sorted(job.ranks_done),
+                    "ranks_failed": sorted(job.ranks_failed),
                 }
                 for job in self._jobs.values()
             },
@@ -160,10 +192,19 @@ class Transfers:
             event.slots,
             event.block_ids,
             self.epoch,
+            getattr(event, "is_async", False),
             self._tracker.num_steps,
+            self._tracker.time_ns,
         )
         self._of_ordinal.setdefault(ordinal, set()).add(event.job_id)
         self.next_job_id = max(self.next_job_id, event.job_id + 1)
+
+    def _awaited(self, event: e.TransferAwaited, _sequence: int) -> None:
+        job = self._jobs.get(event.job_id)
+        if job is not None:
+            job.asked_step, job.asked_ns = self._tracker.num_steps, self._tracker.time_ns
+            job.is_asked_after |= not event.before_forward
+            job.is_fenced |= event.before_forward
 
     def _reported(self, event: e.TransferReported, _sequence: int) -> None:
         job = self._jobs.get(event.job_id)
@@ -172,8 +213,10 @@ class Transfers:
             if job is not None and self.is_reported(job, event):
                 del self._given_up[event.job_id]
         if job is not None:
-            job.num_ranks_done += event.num_ranks_done
-            job.num_ranks_failed += event.num_ranks_failed
+            # The first word of a rank counts; what it says later about the same job changes nothing.
+            owing = frozenset(range(self._num_ranks)) - job.ranks_done - job.ranks_failed
+            job.ranks_done |= owing.intersection(event.ranks_done)
+            job.ranks_failed |= owing.intersection(event.ranks_failed) - job.ranks_done
             job.error = job.error or event.error
 
     def _settled(self, event: e.LoadCompleted | e.LoadFailed | e.SaveCompleted | e.SaveFailed, _sequence: int) -> None:

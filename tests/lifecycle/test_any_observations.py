@@ -14,12 +14,13 @@ names = st.sampled_from(["a", "b"])
 tokens = st.integers(0, 70)
 blocks = st.lists(st.integers(0, 9), max_size=5).map(tuple)
 ordinals = st.integers(0, 4)
+ranks = st.lists(st.integers(0, 2), max_size=2)
 KEYS = keys_of("d", 3) + keys_of("other", 3)
 
 
-def reported(job_id: int, num_ranks_done: int, num_ranks_failed: int) -> e.TransferReported:
+def reported(job_id: int, ranks_done: list[int], ranks_failed: list[int], is_repeated: bool) -> e.TransferReported:
     """A report of some job by some ranks."""
-    return e.TransferReported(job_id, num_ranks_done, num_ranks_failed, 100, 10, "", 1)
+    return e.TransferReported(job_id, tuple(ranks_done), tuple(ranks_failed), is_repeated, 100, 10, "", 1)
 
 
 observations = st.one_of(
@@ -41,7 +42,7 @@ observations = st.one_of(
         st.lists(st.tuples(ordinals, st.integers(0, 3), tokens), max_size=2).map(tuple),
         st.just(1),
     ),
-    st.builds(reported, st.integers(0, 6), st.integers(0, 2), st.integers(0, 1)),
+    st.builds(reported, st.integers(0, 6), ranks, ranks, st.booleans()),
     st.builds(e.CacheReset, st.just(1)),
     st.builds(e.HookFailed, st.just("hook"), names, st.just("boom"), st.just(1)),
     st.builds(e.LogNote, st.just("note"), st.just(1)),

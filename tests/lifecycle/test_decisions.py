@@ -451,8 +451,8 @@ def test_one_failed_rank_fails_a_load_for_all_but_only_when_every_rank_has_repor
     driver.lookup("a", 0, 40)
     (load,) = driver.allocate("a", (1, 2, 3), 32)
     assert isinstance(load, e.LoadIssued)
-    assert driver.report(load.job_id, ok=False) == []
-    assert kinds(driver.report(load.job_id))[0] == "load.failed"
+    assert driver.report(load.job_id, ranks=(1,), ok=False) == []
+    assert kinds(driver.report(load.job_id, ranks=(0,)))[0] == "load.failed"
 
 
 def test_a_save_counts_when_every_rank_has_saved() -> None:
@@ -461,9 +461,9 @@ def test_a_save_counts_when_every_rank_has_saved() -> None:
     driver.start("a", keys_of("a", 2), 17, (1, 2))
     (save,) = driver.preempt("a", 16)
     assert isinstance(save, e.SaveIssued)
-    assert driver.report(save.job_id) == []
+    assert driver.report(save.job_id, ranks=(1,)) == []
     assert driver.lookup("a", 0, 17).num_external_tokens == 0
-    assert kinds(driver.report(save.job_id)) == ["save.completed"]
+    assert kinds(driver.report(save.job_id, ranks=(0,))) == ["save.completed"]
     assert driver.lookup("a", 0, 17).num_external_tokens == 16
 
 
@@ -480,13 +480,14 @@ def test_a_failed_save_frees_its_slots_and_offers_nothing() -> None:
 
 
 def test_a_job_that_nobody_reports_is_given_up() -> None:
-    """After `max_silent_steps` it counts as failed, so that nothing waits for ever."""
+    """After `max_silent_steps` it is asked after, after as many more it counts as failed: nothing waits for ever."""
     driver = Driver(max_silent_steps=3)
     driver.start("a", keys_of("a", 2), 17, (1, 2))
     driver.finish("a", 16, 18)
-    decisions = [driver.step() for _ in range(4)]
-    assert decisions[:3] == [[], [], []]
-    assert kinds(decisions[3]) == ["invariant.violated", "save.failed", "request.released"]
+    decisions = [driver.step() for _ in range(8)]
+    assert [kinds(of_step) for of_step in decisions[:4]] == [[], [], [], ["transfer.awaited"]]
+    assert [kinds(of_step) for of_step in decisions[4:7]] == [[], [], []]
+    assert kinds(decisions[7]) == ["invariant.violated", "save.failed", "request.released"]
     assert violations(driver) == ["LIVENESS"]
     assert len(driver.projections.transfers) == 0
 
@@ -496,7 +497,7 @@ def test_a_load_that_nobody_reports_taints_its_chunks_too() -> None:
     driver = with_hit(max_silent_steps=3)
     driver.lookup("a", 0, 40)
     driver.allocate("a", (1, 2, 3), 32)
-    decisions = [decision for _ in range(4) for decision in driver.step()]
+    decisions = [decision for _ in range(8) for decision in driver.step()]
     assert "load.failed" in kinds(decisions)
     driver.roll_back("a", 0)
     assert driver.lookup("a", 0, 40).num_external_tokens == 0
@@ -508,7 +509,7 @@ def test_the_slots_of_a_given_up_save_are_not_written_by_another_while_it_may_st
     driver.start("slow", keys_of("slow", 1), 17, (1, 2))
     (slow,) = driver.preempt("slow", 16)
     assert isinstance(slow, e.SaveIssued)
-    for _ in range(4):
+    for _ in range(8):
         driver.step()
     assert len(driver.all_of(e.SaveFailed)) == 1
     driver.start("next", keys_of("next", 1), 17, (3, 4))
@@ -805,6 +806,7 @@ def test_a_replaced_handler_decides_instead_of_the_built_in_one() -> None:
                 event.num_tokens,
                 0,
                 0,
+                False,
                 "limited",
                 0,
                 cause=cause,

@@ -68,18 +68,47 @@ def test_job_ids_are_never_used_again() -> None:
 def test_ranks_are_counted_until_all_have_reported() -> None:
     """In any portions."""
     driver, save = with_save(num_ranks=4)
-    driver.report(save.job_id, num_ranks=1)
-    driver.report(save.job_id, num_ranks=2)
-    assert driver.projections.transfers.get(save.job_id).num_ranks_done == 3
-    driver.report(save.job_id, num_ranks=1)
+    driver.report(save.job_id, ranks=(1,))
+    driver.report(save.job_id, ranks=(0, 2))
+    assert driver.projections.transfers.get(save.job_id).ranks_done == {0, 1, 2}
+    driver.report(save.job_id, ranks=(3,))
     assert driver.projections.transfers.get(save.job_id) is None
+
+
+def test_a_rank_that_reports_twice_does_not_stand_for_another() -> None:
+    """Its first word counts, also where the second one differs."""
+    driver, save = with_save(num_ranks=2)
+    driver.report(save.job_id, ranks=(1,))
+    driver.report(save.job_id, ranks=(1,), ok=False)
+    job = driver.projections.transfers.get(save.job_id)
+    assert (job.ranks_done, job.ranks_failed) == ({1}, set())
+    driver.report(save.job_id, ranks=(0,))
+    assert driver.all_of(e.SaveCompleted)
+
+
+def test_a_rank_that_does_not_exist_settles_nothing_and_is_told() -> None:
+    """A report from elsewhere: recorded, harmless."""
+    driver, save = with_save(num_ranks=1)
+    driver.report(save.job_id, ranks=(7,))
+    assert driver.projections.transfers.get(save.job_id) is not None
+    assert driver.all_of(e.InvariantViolated)[-1].rule == "COMPLETION_ONCE"
+
+
+def test_a_report_that_was_asked_for_again_breaks_no_rule() -> None:
+    """Whoever is asked once more may tell what is known by now."""
+    driver, save = with_save()
+    driver.report(save.job_id)
+    driver.report(save.job_id, is_repeated=True)
+    assert driver.all_of(e.InvariantViolated) == []
+    driver.report(save.job_id)
+    assert "settled before" in driver.all_of(e.InvariantViolated)[-1].detail
 
 
 def test_the_first_error_is_kept() -> None:
     """Later ranks may report consequences."""
     driver, save = with_save(num_ranks=2)
-    driver.report(save.job_id, ok=False, error="the cause")
-    driver.report(save.job_id, ok=False, error="a consequence")
+    driver.report(save.job_id, ranks=(0,), ok=False, error="the cause")
+    driver.report(save.job_id, ranks=(1,), ok=False, error="a consequence")
     assert driver.all_of(e.SaveFailed)[0].error == "the cause"
 
 

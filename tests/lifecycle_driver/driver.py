@@ -26,7 +26,10 @@ def keys_of(document: str, num_chunks: int, first_chunk: int = 0) -> tuple[bytes
 
 
 class Driver:
-    """One ledger with a memory sink; methods are hook calls and return the decisions."""
+    """One ledger with a memory sink; methods are hook calls and return the decisions.
+
+    Unless told otherwise, lookups are never deferred and silence is measured in steps alone.
+    """
 
     def __init__(
         self,
@@ -38,7 +41,10 @@ class Driver:
         **configuration: Any,
     ) -> None:
         self.configuration = LedgerConfiguration(
-            block_size=block_size, chunk_size=chunk_size, num_slots=num_slots, **configuration
+            block_size=block_size,
+            chunk_size=chunk_size,
+            num_slots=num_slots,
+            **{"max_deferred_lookups": 0, "max_silent_ms": 0, **configuration},
         )
         self.sink = MemorySink()
         self.ledger = Ledger(self.configuration, self.sink, handlers=handlers)
@@ -98,8 +104,13 @@ class Driver:
 
     def lookup(self, request_id: str, num_computed_tokens: int, num_tokens: int) -> e.LookupAnswered:
         """Poll; the answer is the only decision."""
+        answer = self.poll(request_id, num_computed_tokens, num_tokens)
+        assert isinstance(answer, e.LookupAnswered), answer
+        return answer
+
+    def poll(self, request_id: str, num_computed_tokens: int, num_tokens: int) -> e.Event:
+        """Poll, where the only decision may also be to ask again."""
         (answer,) = self.observe(e.LookupRequested(request_id, num_computed_tokens, num_tokens, self._now()))
-        assert isinstance(answer, e.LookupAnswered)
         return answer
 
     def allocate(self, request_id: str, block_ids: Iterable[int], num_external_tokens: int = 0) -> list[e.Event]:
@@ -128,12 +139,21 @@ class Driver:
             )
         )
 
-    def report(self, job_id: int, *, ok: bool = True, num_ranks: int = 1, error: str = "") -> list[e.Event]:
-        """Workers report a job."""
-        done, failed = (num_ranks, 0) if ok else (0, num_ranks)
-        return self.observe(
-            e.TransferReported(job_id, done, failed, 100, 10, error or ("" if ok else "it broke"), self._now())
-        )
+    def report(
+        self,
+        job_id: int,
+        *,
+        ok: bool = True,
+        num_ranks: int = 1,
+        ranks: Sequence[int] | None = None,
+        is_repeated: bool = False,
+        error: str = "",
+    ) -> list[e.Event]:
+        """Workers report a job: the first `num_ranks` of them, or `ranks`."""
+        ranks = tuple(range(num_ranks)) if ranks is None else tuple(ranks)
+        done, failed = (ranks, ()) if ok else ((), ranks)
+        error = error or ("" if ok else "it broke")
+        return self.observe(e.TransferReported(job_id, done, failed, is_repeated, 100, 10, error, self._now()))
 
     def preempt(self, request_id: str, num_settled_tokens: int) -> list[e.Event]:
         """Take a request's blocks."""

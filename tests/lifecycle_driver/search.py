@@ -95,6 +95,7 @@ def canonical(driver: Driver) -> str:
     for request in parts["tracker"]["requests"].values():
         del request["ordinal"], request["num_preemptions"]
         request["generation"] = min(request["generation"], 2)
+        request["num_failed_loads"] = min(request["num_failed_loads"], 3)
     parts["transfers"]["jobs"] = [
         {**job, "generation": min(job["generation"], 2)} for job in parts["transfers"]["jobs"].values()
     ]

@@ -51,6 +51,8 @@ class Player:
     blocks: list[int] = attrs.field(factory=list)
     running: bool = False
     steady: bool = False
+    loading: bool = False
+    """An asynchronous load fills its blocks; it is in no step until that is settled."""
     num_keys: int = 0
     turn: int = 0
 
@@ -65,6 +67,25 @@ class Player:
         return self.computed - self.in_flight
 
 
+@attrs.frozen
+class _Report:
+    """What ranks will tell about a job, and when."""
+
+    due_step: int
+    job_id: int
+    ranks: tuple[int, ...]
+    good: bool
+    is_repeated: bool = False
+
+
+@attrs.define
+class _Copy:
+    """An asynchronous job on its way; its bytes move as late as possible, at the end of `due_step`."""
+
+    event: e.LoadIssued | e.SaveIssued
+    due_step: int
+
+
 class Walk:
     """One seed's walk; `run` plays it, `driver` has the ledger and its log."""
 
@@ -75,14 +96,21 @@ class Walk:
             block_size=block_size,
             num_slots=self.random.randint(max(1, chunk_size // block_size), 10),
             max_silent_steps=12,
+            max_deferred_lookups=self.random.choice((0, 3, 8)),
             num_ranks=self.random.choice((1, 1, 2)),
+            async_saves=self.random.random() < 0.5,
+            async_load_tokens=self.random.choice((None, 0, 20)),
         )
         self.device = Device(block_size, self.random.randint(6, 14))
         self.asynchronous = self.random.random() < 0.5
         self.players: list[Player] = []
         self._num_lives = 0
         self._seen = 0
-        self._reports: list[tuple[int, int, bool]] = []
+        self._reports: list[_Report] = []
+        self._copies: list[_Copy] = []
+        self._outcomes: dict[int, bool] = {}
+        self._kept: dict[str, list[int]] = {}
+        """Blocks of finished requests that vLLM keeps until it is told."""
         self._step = 0
         self._scheduled: list[tuple[Player, int]] = []
         self._victims: list[Player] = []
@@ -100,7 +128,7 @@ class Walk:
                 self.driver.reset()
         for player in list(self.players):
             self._finish(player, "FINISHED_ABORTED")
-        for _ in range(20):
+        for _ in range(40):
             self._play_step()
         self.driver.ledger.commit()
 
@@ -110,8 +138,8 @@ class Walk:
     # --- requests --------------------------------------------------------------------------------
 
     def _arrive(self) -> None:
-        known = {player.request_id for player in self.players}
-        request_id = self.random.choice([name for name in "abcdefg" if name not in known])
+        known = {player.request_id for player in self.players} | set(self._kept)
+        request_id = self.random.choice([name for name in "abcdefghijklmnopqrstuvwxyz" if name not in known])
         self._num_lives += 1
         player = Player(request_id, [], self.random.randint(30, 80), self._num_lives)
         num_prompt_tokens = self.random.randint(3, 50)
@@ -139,11 +167,16 @@ class Walk:
         self._victims.append(player)
 
     def _finish(self, player: Player, status: str) -> None:
-        self.driver.observe(
-            e.RequestFinished(player.request_id, status, player.settled, len(player.contents), self._step)
+        settled = 0 if player.loading else player.settled
+        decisions = self.driver.observe(
+            e.RequestFinished(player.request_id, status, settled, len(player.contents), self._step)
         )
-        self._let_go(player)
         self.players.remove(player)
+        if player.loading or any(isinstance(decision, e.BlocksHeld) for decision in decisions):
+            self._kept[player.request_id] = player.blocks
+            player.blocks = []
+        self._let_go(player)
+        self._take_up(decisions)
 
     def _let_go(self, player: Player) -> None:
         self.device.give_back(player.blocks)
@@ -169,9 +202,12 @@ class Walk:
         self._schedule_running()
         for player in [player for player in self.players if player.running and self._chance(0.04)]:
             self._preempt(player)
-        for player in [player for player in self.players if not player.running and player not in self._victims]:
+        waiting = [player for player in self.players if not player.running and player not in self._victims]
+        for player in [player for player in waiting if not player.loading]:
             if self._chance(0.7):
                 self._admit(player)
+        for player in [player for player in waiting if player.loading and self._chance(0.02)]:
+            self._finish(player, "FINISHED_ABORTED")
         self._tell_step()
         failed = self._execute()
         self._process_outputs(failed)
@@ -203,7 +239,7 @@ class Walk:
             if player.settled >= cursor.next_threshold(player.request_id):
                 settled.append((player.request_id, cursor.num_chunks(player.request_id), player.settled))
         alive = {player.request_id for player in self.players if player.running}
-        self.driver.step(
+        decisions = self.driver.step(
             *advanced,
             settled=settled,
             extended=[entry for entry in self._extended if entry[0] in alive],
@@ -212,6 +248,7 @@ class Walk:
         )
         for player in self._paused:
             player.steady = False
+        self._take_up(decisions)
 
     def _make_room(self, player: Player, missing: int) -> bool:
         while len(self.device.free) < missing:
@@ -222,24 +259,44 @@ class Walk:
         return True
 
     def _admit(self, player: Player) -> None:
+        if player.blocks:
+            self._start_after_load(player)
+            return
         local = self.device.local_hit(player.contents)
         num_local = len(local) * self.device.block_size
         for _ in range(self.random.randint(1, 3)):
-            answer = self.driver.lookup(player.request_id, num_local, len(player.contents))
+            answer = self.driver.poll(player.request_id, num_local, len(player.contents))
+        if not isinstance(answer, e.LookupAnswered):
+            return  # it is worth waiting for its own save
         external = answer.num_external_tokens
         assert num_local + external < max(len(player.contents), 1), "the last token was promised too"
         if external and self._chance(0.2):
             external = self.random.choice((0, self.random.randint(1, external)))
         computed = num_local + external
-        num_tokens = min(len(player.contents) - computed, self.random.randint(1, BUDGET))
+        waits = answer.is_async and external > 0
+        num_tokens = 0 if waits else min(len(player.contents) - computed, self.random.randint(1, BUDGET))
         missing = -(-(computed + num_tokens) // self.device.block_size) - len(local)
         if self.device.num_free_besides(local) < missing:
             return  # polled in vain; it will be polled again
         self.device.share(local)
         player.blocks = local + self.device.take(missing)
-        player.running, player.computed, player.in_flight = True, computed, 0
+        player.computed, player.in_flight = computed, 0
         self.driver.allocate(player.request_id, player.blocks, external)
-        self._scheduled.append((player, num_tokens))
+        if waits:
+            player.loading = True
+        else:
+            player.running = True
+            self._scheduled.append((player, num_tokens))
+
+    def _start_after_load(self, player: Player) -> None:
+        """The second phase of an asynchronous load: no lookup, the whole table again, nothing taken up."""
+        num_tokens = min(len(player.contents) - player.computed, self.random.randint(1, BUDGET))
+        missing = -(-(player.computed + num_tokens) // self.device.block_size) - len(player.blocks)
+        if len(self.device.free) >= missing:
+            player.blocks += self.device.take(missing)
+            player.running = True
+            self.driver.allocate(player.request_id, player.blocks, 0)
+            self._scheduled.append((player, num_tokens))
 
     def _execute(self) -> set[str]:
         """Workers: what must precede the forward, loads, the forward, other saves. Returns who lost a load."""
@@ -247,7 +304,8 @@ class Walk:
         self._seen = len(self.driver.observed)
         saves = [event for event in new if isinstance(event, e.SaveIssued | e.TailSaveIssued)]
         before = [save for save in saves if isinstance(save, e.TailSaveIssued) or save.before_forward]
-        loads = [event for event in new if isinstance(event, e.LoadIssued)]
+        loads = [event for event in new if isinstance(event, e.LoadIssued) and not event.is_async]
+        self._finish_awaited([event.job_id for event in new if isinstance(event, e.TransferAwaited)])
         for save in before:
             self._copy_out(save)
         failed = {load.request_id for load in loads if self._chance(0.15)}
@@ -255,42 +313,105 @@ class Walk:
         for load in loads:
             if load.request_id not in failed:
                 self.device.load(load.slots, load.block_ids)
-                player = players[load.request_id]
-                assert self.device.holds(player.contents[: player.computed], player.blocks), (
-                    f"poisoned: {load} brought pages that are not this request's first {player.computed} tokens"
-                )
-                self.num_loads_checked += 1
+                self._check_loaded(players[load.request_id])
+        self._forward(failed)
+        for save in saves:
+            if save not in before and not getattr(save, "is_async", False):
+                self._copy_out(save)
+        for load in loads:
+            delay = 0 if load.request_id in failed else self.random.randint(0, 2)
+            self._report_later(load.job_id, good=load.request_id not in failed, max_delay=delay)
+        self._copy_beside(new)
+        return failed
+
+    def _finish_awaited(self, job_ids: list[int]) -> None:
+        for copy in [copy for copy in self._copies if copy.event.job_id in job_ids]:
+            self._carry_out(copy)
+        for job_id in job_ids:
+            if job_id in self._outcomes and self._chance(0.7):
+                self._report_later(job_id, good=self._outcomes[job_id], is_repeated=True)
+
+    def _forward(self, failed: set[str]) -> None:
         for player, num_tokens in self._scheduled:
             intact = self.device.holds(player.contents[: player.computed], player.blocks)
             assert intact or player.request_id in failed, f"{player} computes on top of wrong pages"
             for position in range(player.computed, player.computed + num_tokens):
                 content = player.contents[position] if intact else ("garbage", self._step, position)
                 self.device.write(position, content, player.blocks)
-        for save in saves:
-            if save not in before:
-                self._copy_out(save)
-        for load in loads:
-            delay = 0 if load.request_id in failed else self.random.randint(0, 2)
-            self._reports.append((self._step + delay, load.job_id, load.request_id not in failed))
-        return failed
+
+    def _copy_beside(self, new: Iterable[e.Event]) -> None:
+        self._copies += [
+            _Copy(event, self._step + self.random.randint(0, 4))
+            for event in new
+            if isinstance(event, e.LoadIssued | e.SaveIssued) and event.is_async
+        ]
+        for copy in [copy for copy in self._copies if copy.due_step <= self._step]:
+            self._carry_out(copy)
+
+    def _carry_out(self, copy: _Copy) -> None:
+        self._copies.remove(copy)
+        if isinstance(copy.event, e.SaveIssued):
+            self._copy_out(copy.event)
+            return
+        good = not self._chance(0.15)
+        if good:
+            self.device.load(copy.event.slots, copy.event.block_ids)
+        self._outcomes[copy.event.job_id] = good
+        if not self._chance(0.03):
+            self._report_later(copy.event.job_id, good=good)
+
+    def _check_loaded(self, player: Player) -> None:
+        assert self.device.holds(player.contents[: player.computed], player.blocks), (
+            f"poisoned: a load brought pages that are not the first {player.computed} tokens of {player.request_id}"
+        )
+        self.num_loads_checked += 1
+
+    def _report_later(self, job_id: int, *, good: bool, max_delay: int = 4, is_repeated: bool = False) -> None:
+        ranks = tuple(range(self.driver.configuration.num_ranks))
+        parts = [(rank,) for rank in ranks] if self._chance(0.3) else [ranks]
+        for part in parts:
+            due_step = self._step + self.random.randint(0, max_delay)
+            self._reports.append(_Report(due_step, job_id, part, good, is_repeated))
+
+    def _take_up(self, decisions: Iterable[e.Event]) -> None:
+        """What vLLM does when it is told that a load or the copies of a finished request are done."""
+        players = {player.request_id: player for player in self.players}
+        for decision in decisions:
+            if isinstance(decision, e.RequestReleased):
+                self.device.give_back(self._kept.pop(decision.request_id, ()))
+            elif isinstance(decision, e.LoadCompleted | e.LoadFailed):
+                # The worker of a load that was given up is not heard of again.
+                self._copies = [copy for copy in self._copies if copy.event.job_id != decision.job_id]
+                player = players.get(decision.request_id)
+                if player is None or not player.loading:
+                    continue
+                player.loading = False
+                if isinstance(decision, e.LoadCompleted):
+                    self._check_loaded(player)
+                else:
+                    player.computed = 0
+                    self._let_go(player)
 
     def _copy_out(self, save: e.SaveIssued | e.TailSaveIssued) -> None:
         self.device.save(save.block_ids, save.slots)
-        if self._chance(0.03):
-            return  # a worker that never answers
-        good = not self._chance(0.1)
+        good = self._outcomes[save.job_id] = not self._chance(0.1)
         if not good:
             self.device.slots[save.slots[-1]] = [("torn",)] * self.device.block_size
-        self._reports.append((self._step + self.random.randint(0, 4), save.job_id, good))
         if self._chance(0.03):
-            self._reports.append((self._step + self.random.randint(0, 4), save.job_id, good))
+            return  # a report that is lost
+        self._report_later(save.job_id, good=good)
+        if self._chance(0.03):
+            self._report_later(save.job_id, good=good)
 
     def _process_outputs(self, failed: Iterable[str]) -> None:
-        due = [report for report in self._reports if report[0] <= self._step]
-        self._reports = [report for report in self._reports if report[0] > self._step]
+        due = [report for report in self._reports if report.due_step <= self._step]
+        self._reports = [report for report in self._reports if report.due_step > self._step]
         first_tokens = {job.job_id: job for job in self.driver.projections.transfers}
-        for _, job_id, good in due:
-            self.driver.report(job_id, ok=good, num_ranks=self.driver.configuration.num_ranks)
+        for report in due:
+            decisions = self.driver.report(
+                report.job_id, ok=report.good, ranks=report.ranks, is_repeated=report.is_repeated
+            )
+            self._take_up(decisions)
         for player, num_tokens in self._scheduled:
             player.steady = num_tokens == 1 and player.computed + 1 == len(player.contents)
             player.computed += num_tokens

@@ -118,6 +118,8 @@ class SimulatedEngine:
             async_scheduling=async_scheduling,
             kv_transfer=transfer,
         )
+        # VllmConfig turns it off where the platform has no asynchronous worker; here there is one.
+        self.vllm_config.scheduler_config.async_scheduling = async_scheduling
         cache_config = kv_cache_config(num_blocks, block_size)
         hash_function = get_hash_fn_by_name(self.vllm_config.cache_config.prefix_caching_hash_algo)
         init_none_hash(hash_function)
@@ -197,6 +199,11 @@ class SimulatedEngine:
                 self.outputs[output.request_id].extend(output.new_token_ids)
                 if output.finish_reason is not None:
                     self.finish_reasons[output.request_id] = str(output.finish_reason)
+
+    def drain(self) -> None:
+        """Take up the outputs of all steps in flight."""
+        while self._in_flight:
+            self.update()
 
     def run(self, max_steps: int = 5000) -> None:
         """Step until there are no requests and nothing of the connector's is left to do."""

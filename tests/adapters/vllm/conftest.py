@@ -185,7 +185,7 @@ def make_engine() -> Iterator[EngineFactory]:
     engines: list[tuple[RecordedEngine, bool]] = []
 
     def make(*, replays: bool = True, **options: Any) -> RecordedEngine:
-        options.setdefault("host_bytes", 1 << 20)
+        options = {"host_bytes": 1 << 20, "max_silent_ms": 0, **options}
         engine = RecordedEngine(**options)
         engines.append((engine, replays))
         return engine

@@ -172,6 +172,7 @@ class Shy(New):
             num_tokens=event.num_tokens,
             num_hit_tokens=0,
             num_external_tokens=0,
+            is_async=False,
             miss_reason="limited",
             miss_cause=0,
             cause=cause,

@@ -40,6 +40,8 @@ def healthy_story() -> Driver:
     driver.step(("b", 49, 1, 50), settled=[("b", 0, 49)])
     driver.settle_all()
     driver.keys("a", 8, keys_of("a", 1, 8))
+    for _ in range(7):
+        driver.step()
     driver.finish("a", 73, 74)
     driver.settle_all()
     driver.finish("c", 0, 17)

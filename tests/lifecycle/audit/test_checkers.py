@@ -83,7 +83,7 @@ ALTERATIONS: dict[str, tuple[type[e.Event], int, Change]] = {
     "CHUNK_COMPLETE": (e.StepScheduled, 1, in_first_entry("settled", 2, 39)),
     "SRC_BLOCK_OWNED": (e.SaveIssued, 0, first_of("block_ids", 99)),
     "LOADABLE_AFTER_COMMIT": (e.LoadIssued, 0, first_of("slots", 6)),
-    "COMPLETION_ONCE": (e.TransferReported, 0, evolve(num_ranks_done=2)),
+    "COMPLETION_ONCE": (e.TransferReported, 0, evolve(ranks_done=(0, 0))),
     "GEN_ISOLATION": (e.SaveCompleted, 0, one_more("generation")),
     "EVICT_IDLE_ONLY": (e.ChunkEvicted, 0, lambda event: event),  # the promised key is put in by the test
     "LOAD_DST_EXCLUSIVE": (e.LoadIssued, 0, swap_first_two("block_ids")),
@@ -211,7 +211,7 @@ def test_a_report_of_a_settled_job_is_named() -> None:
 
 def test_a_job_completed_before_every_rank_reported_is_named(story: Driver) -> None:
     """One rank's page missing is a poisoned chunk."""
-    events = altered(story, e.TransferReported, 0, evolve(num_ranks_done=0))
+    events = altered(story, e.TransferReported, 0, evolve(ranks_done=()))
     assert {v.rule for v in audit_of(story, events).violations} == {"COMPLETION_ONCE"}
 
 
