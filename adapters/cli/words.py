@@ -10,7 +10,7 @@ from kvledger.lifecycle.projections.lookup_cache import MissReason
 _NS_PER_US, _NS_PER_MS, _NS_PER_S = 1_000, 1_000_000, 1_000_000_000
 
 MISS_REASONS: dict[str, str] = {
-    MissReason.COMPLETE: "that is every whole chunk",
+    MissReason.COMPLETE: "nothing is missing",
     MissReason.NEVER_SAVED: "the next chunk was never saved",
     MissReason.SAVING: "the next chunk is still being saved",
     MissReason.EVICTED: "the next chunk was evicted",
@@ -73,12 +73,22 @@ def _lookup(answer: e.LookupAnswered) -> str:
 def _load(load: e.LoadIssued) -> str:
     last = load.first_token + load.num_tokens - 1
     blocks = plural(len(load.block_ids), "block")
-    return f"load {load.job_id} starts: tokens {load.first_token}–{last} into {blocks} ({ranges(load.block_ids)})"
+    into = f"into {blocks} ({ranges(load.block_ids)}){_beside(load)}"
+    return f"load {load.job_id} starts: tokens {load.first_token}–{last} {into}"
+
+
+def _beside(job: e.LoadIssued | e.SaveIssued) -> str:
+    return ", beside the steps" if job.is_async else ""
+
+
+def _awaited(event: e.TransferAwaited) -> str:
+    why = "its blocks were taken" if event.before_forward else "nobody has said a word about it"
+    return f"the next step waits for job {event.job_id}: {why}"
 
 
 def _save(save: e.SaveIssued) -> str:
     blocks = plural(len(save.block_ids), "block")
-    hurry = ", before they are overwritten" if save.before_forward else ""
+    hurry = ", before they are overwritten" if save.before_forward else _beside(save)
     chunks = f"chunk{'' if len(save.chunks) == 1 else 's'} {ranges(save.chunks)}"
     return f"save {save.job_id} starts: {chunks} from {blocks} ({ranges(save.block_ids)}){hurry}"
 
@@ -116,7 +126,12 @@ _WORDS: dict[type[e.Event], Callable[..., str]] = {
     e.LogNote: lambda event: f"note: {event.text}",
     # Decisions. Progress is left out, because the state tells it.
     e.LookupAnswered: _lookup,
+    e.LookupDeferred: lambda event: (
+        f"asked what can be loaded of {event.num_tokens} tokens: to be asked again, save {event.job_id} is under way"
+    ),
     e.LoadIssued: _load,
+    e.TransferAwaited: _awaited,
+    e.BlocksHeld: lambda _: "its blocks are held until nothing reads them",
     e.LoadCompleted: lambda event: f"load {event.job_id} has arrived",
     e.LoadFailed: lambda event: f"load {event.job_id} failed: {event.error}",
     e.SaveIssued: _save,

@@ -55,7 +55,9 @@ OBSERVATIONS: tuple[e.Event, ...] = (
     e.StepScheduled(0, 336, ((0, 0, 336, 700),), (), (), (), 3 * MS),
     e.RequestPreempted(REQUEST, 336, 20 * MS),
     e.StepScheduled(1, 0, (), (), (), (), 20 * MS),
-    e.TransferReported(1, (0,), (), is_repeated=False, num_bytes=16 * 65536, duration_ns=900_000, error="", time_ns=31 * MS),
+    e.TransferReported(
+        1, (0,), (), is_repeated=False, num_bytes=16 * 65536, duration_ns=900_000, error="", time_ns=31 * MS
+    ),
     e.LookupRequested(REQUEST, 336, 700, 40 * MS),
     e.LookupRequested(REQUEST, 336, 700, 52 * MS),
     e.BlocksAllocated(REQUEST, tuple(range(1, 45)), 256, 52 * MS),

@@ -9,8 +9,11 @@ from kvledger.lifecycle.audit.alloc_matches_lookup import AllocMatchesLookup
 from kvledger.lifecycle.audit.checker import Checker
 from kvledger.lifecycle.audit.chunk_complete import ChunkComplete
 from kvledger.lifecycle.audit.completion_once import CompletionOnce
+from kvledger.lifecycle.audit.defer_bounded import DeferBounded
+from kvledger.lifecycle.audit.delay_free_contract import DelayFreeContract
 from kvledger.lifecycle.audit.evict_idle_only import EvictIdleOnly
 from kvledger.lifecycle.audit.external_zero_no_load import ExternalZeroNoLoad
+from kvledger.lifecycle.audit.failed_load_taint import FailedLoadTaint
 from kvledger.lifecycle.audit.finish_is_last import FinishIsLast
 from kvledger.lifecycle.audit.gen_isolation import GenIsolation
 from kvledger.lifecycle.audit.last_token import LastToken
@@ -22,6 +25,7 @@ from kvledger.lifecycle.audit.recorded import Recorded
 from kvledger.lifecycle.audit.release_all import ReleaseAll
 from kvledger.lifecycle.audit.reset_epoch import ResetEpoch
 from kvledger.lifecycle.audit.src_block_owned import SrcBlockOwned
+from kvledger.lifecycle.audit.src_block_stable import SrcBlockStable
 from kvledger.lifecycle.audit.token_conservation import TokenConservation
 
 ALL_CHECKERS: MappingProxyType[str, Callable[[], Checker]] = MappingProxyType(
@@ -42,6 +46,10 @@ ALL_CHECKERS: MappingProxyType[str, Callable[[], Checker]] = MappingProxyType(
         TokenConservation.rule: TokenConservation,
         FinishIsLast.rule: FinishIsLast,
         ResetEpoch.rule: ResetEpoch,
+        SrcBlockStable.rule: SrcBlockStable,
+        DelayFreeContract.rule: DelayFreeContract,
+        DeferBounded.rule: DeferBounded,
+        FailedLoadTaint.rule: FailedLoadTaint,
         Recorded.rule: Recorded,
     }
 )

@@ -62,3 +62,47 @@ def healthy_story() -> Driver:
 def story() -> Driver:
     """The healthy story, played once."""
     return healthy_story()
+
+
+def beside_story() -> Driver:
+    """Copies beside the steps: under way at a preemption and at an end, waited for, failed and tried again."""
+    driver = Driver(num_slots=12, async_saves=True, async_load_tokens=0, max_deferred_lookups=2, max_failed_loads=2)
+    keys = keys_of("a", 4)
+    driver.start("a", keys, 33, (1, 2, 3))
+    driver.step(("a", 33, 1, 34), settled=[("a", 0, 33)])
+    driver.preempt("a", 34)
+    driver.poll("a", 0, 35)
+    driver.step()
+    driver.poll("a", 0, 35)
+    driver.settle_all()
+    for _ in range(2):
+        driver.poll("a", 0, 35)
+    driver.allocate("a", (4, 5, 6), 34)
+    driver.step()
+    driver.settle_all()
+    driver.allocate("a", (4, 5, 6))
+    driver.step(("a", 34, 1, 35))
+    driver.arrive("b", 33, keys)
+    driver.poll("b", 0, 33)
+    driver.allocate("b", (7, 8, 9), 32)
+    driver.step()
+    (load,) = [job for job in driver.projections.transfers if job.request_id == "b"]
+    driver.report(load.job_id, ok=False)
+    driver.poll("b", 0, 33)
+    driver.allocate("b", (7, 8, 9))
+    driver.step(("b", 0, 33, 33))
+    driver.step(("b", 33, 1, 34), settled=[("b", 0, 33)])
+    driver.finish("b", 34, 35)
+    driver.step()
+    driver.settle_all()
+    driver.finish("a", 38, 39)
+    driver.settle_all()
+    driver.step()
+    driver.ledger.commit()
+    return driver
+
+
+@pytest.fixture(scope="module")
+def beside() -> Driver:
+    """The story of copies beside the steps, played once."""
+    return beside_story()

@@ -1,0 +1,63 @@
+"""DELAY_FREE_CONTRACT: blocks of a finished request are held for a copy out of them, once, and then let go."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import ClassVar
+
+from kvledger.lifecycle import events as e
+from kvledger.lifecycle.audit.checker import Violation, violation
+from kvledger.lifecycle.belief import Projections
+from kvledger.lifecycle.replay import ReplayedEvent
+
+
+class DelayFreeContract:
+    """vLLM is told to keep a request's blocks only at its end, at most once, and only while a copy reads them.
+
+    Verifies: what holds blocks is the end of that very request; a save beside the steps reads them then, and no load
+    fills them; a held request is released when its last job is settled, which is when vLLM is told.
+    Does not verify: that vLLM was told, and how often.
+    """
+
+    rule: ClassVar[str] = "DELAY_FREE_CONTRACT"
+    looks_at: ClassVar[frozenset[type[e.Event]]] = frozenset(
+        {e.RequestArrived, e.RequestFinished, e.BlocksHeld, e.RequestReleased}
+    )
+
+    def __init__(self) -> None:
+        self._finished: dict[str, int] = {}
+        """Request id -> sequence of its end, where its blocks are not held."""
+        self._held: dict[str, int] = {}
+
+    def check(self, step: ReplayedEvent, projections: Projections) -> Iterator[Violation]:
+        """Follow an end to its release."""
+        event = step.event
+        if isinstance(event, e.RequestFinished):
+            self._finished[event.request_id] = step.sequence
+        elif isinstance(event, e.BlocksHeld):
+            yield from self._check_hold(event, step, projections)
+            self._held[event.request_id] = step.sequence
+        elif isinstance(event, e.RequestReleased):
+            self._finished.pop(event.request_id, None)
+            self._held.pop(event.request_id, None)
+        elif isinstance(event, e.RequestArrived):
+            held_at = self._held.pop(event.request_id, 0)
+            self._finished.pop(event.request_id, None)
+            if held_at:
+                detail = "a request arrives under an id whose blocks are still held, so vLLM would free them twice"
+                yield violation(self.rule, step, projections, detail, held_at)
+
+    def _check_hold(self, event: e.BlocksHeld, step: ReplayedEvent, projections: Projections) -> Iterator[Violation]:
+        finished_at = self._finished.get(event.request_id, 0)
+        record = projections.tracker.get(event.request_id)
+        if event.request_id in self._held:
+            detail = "its blocks are held a second time"
+        elif event.cause != finished_at or not finished_at:
+            detail = "its blocks are held, but not because it ended"
+        elif record is None or not projections.transfers.reads_blocks_of(record.ordinal):
+            detail = "its blocks are held, but no copy reads them"
+        elif projections.transfers.is_loading(record.ordinal):
+            detail = "its blocks are held for a save, but vLLM keeps them for a load: it would hear of two ends"
+        else:
+            return
+        yield violation(self.rule, step, projections, detail, finished_at, self._held.get(event.request_id, 0))

@@ -1,0 +1,60 @@
+"""SRC_BLOCK_STABLE: blocks that a copy reads beside the steps stay as they are until it is done or waited for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import ClassVar
+
+from kvledger.lifecycle import events as e
+from kvledger.lifecycle.audit.checker import Violation, violation
+from kvledger.lifecycle.belief import Projections
+from kvledger.lifecycle.projections.transfers import Job, JobKind
+from kvledger.lifecycle.replay import ReplayedEvent
+from kvledger.lifecycle.states import RequestState
+
+
+class SrcBlockStable:
+    """At every step, each save beside the steps reads blocks that its request has, that are held, or is awaited.
+
+    Verifies: the request has the save's blocks in its table, in the generation it was saved in; or it has finished
+    and its blocks are held; or the step waits for the save.
+    Does not verify: saves within a step, which are over when the next one begins; blocks that another connector
+    gives away; that the workers do wait.
+    """
+
+    rule: ClassVar[str] = "SRC_BLOCK_STABLE"
+    looks_at: ClassVar[frozenset[type[e.Event]]] = frozenset({e.StepScheduled, e.BlocksHeld, e.RequestReleased})
+
+    def __init__(self) -> None:
+        self._held: dict[str, int] = {}
+        """Request id -> sequence of the event that held its blocks."""
+        self._named: set[int] = set()
+
+    def check(self, step: ReplayedEvent, projections: Projections) -> Iterator[Violation]:
+        """Look at every save under way."""
+        event = step.event
+        if isinstance(event, e.BlocksHeld):
+            self._held[event.request_id] = step.sequence
+        elif isinstance(event, e.RequestReleased):
+            self._held.pop(event.request_id, None)
+        elif isinstance(event, e.StepScheduled) and (len(projections.transfers) or self._named):
+            saves = [job for job in projections.transfers if job.kind is JobKind.SAVE and job.is_async]
+            self._named &= {job.job_id for job in saves}
+            for job in saves:
+                why = self._why_unstable(job, projections)
+                if why and not job.is_fenced and job.job_id not in self._named:
+                    self._named.add(job.job_id)
+                    detail = f"save {job.job_id} reads blocks {list(job.block_ids)} beside the steps, but {why}"
+                    yield violation(self.rule, step, projections, detail, request_id=job.request_id)
+
+    def _why_unstable(self, job: Job, projections: Projections) -> str:
+        record = projections.tracker.by_ordinal(job.ordinal)
+        if record is None:
+            return "its request is gone"
+        if record.state is RequestState.FINISHED:
+            return "" if job.request_id in self._held else "its request has finished and the blocks are not held"
+        if record.generation != job.generation or not record.holds_blocks:
+            return "its request has lost them"
+        if not set(job.block_ids) <= set(projections.blocks.held(job.request_id)):
+            return "they are not in the request's table"
+        return ""
