@@ -202,11 +202,14 @@ class SchedulerSide:
 
     @guarded(default=False, hook_name="request_finished")
     def _finish(self, request: Request, num_blocks: int) -> bool:
-        if self.journal.is_disabled or self._tracker.get(request.request_id) is None:
+        record = self._tracker.get(request.request_id)
+        if self.journal.is_disabled or record is None:
             return True
         self._notice.preemption(request)
         self._notice.keys(request)
-        num_written_tokens = self._notice.num_written_tokens(request, request.num_computed_tokens)
+        # vLLM counts tokens as computed as soon as another connector begins to load them; what was scheduled is there.
+        num_computed_tokens = min(request.num_computed_tokens, self._tracker.num_computed_tokens(record))
+        num_written_tokens = self._notice.num_written_tokens(request, num_computed_tokens)
         self.journal.observe(
             e.RequestFinished(
                 request.request_id,
