@@ -234,7 +234,8 @@ class ChunkIndex:
             return
         if job.epoch == self._transfers.epoch:
             _count_down(self._saving, job.keys)
-            self._commit(job)
+            if not job.is_doubtful:
+                self._commit(job)
         self.slots.release(job.slots)
 
     def _commit(self, job: Job) -> None:
