@@ -224,10 +224,11 @@ class SchedulerSide:
     @guarded(default=False)
     def reset_cache(self) -> bool:
         """Forget every saved chunk; copies in flight are let go when they are reported."""
-        # Preemptions have no hook. Those that came with the reset belong to before it, and so do their saves.
+        self.journal.observe(e.CacheReset(self.journal.now()))
+        # Preemptions have no hook. Of those that came with the reset nothing is saved: it would be stale, and a copy
+        # that waits for a step makes vLLM step an engine that sleeps, whose KV memory is gone (v1/engine/core.py).
         for request in tuple(self._requests.values()):
             self._notice.preemption(request)
-        self.journal.observe(e.CacheReset(self.journal.now()))
         self.journal.commit()
         return True
 
