@@ -11,7 +11,7 @@ python := .venv/bin/python
 WORKERS ?= 2
 SEEDS ?= 200
 
-.PHONY: help demo setup test check format sim bench docs lock clean distclean
+.PHONY: help demo setup test check format sim stress bench docs lock clean distclean
 
 help: ## list the targets
 	@echo "kvledger: make TARGET"
@@ -38,6 +38,9 @@ format: setup ## apply the formatter and the fixes that are safe
 
 sim: setup ## simulate: SEEDS=1000 worlds, or SEED=17 alone with its transcript
 	$(python) tests/sim/run.py $(if $(SEED),--seed $(SEED),--seeds $(SEEDS))
+
+stress: setup ## serve SEEDS=100 crowds of requests with real engines and tiny pools
+	$(python) tests/e2e/stress.py --seeds $(SEEDS)
 
 bench: setup ## measure kvledger against its budgets
 	$(python) tests/benchmarks/run.py

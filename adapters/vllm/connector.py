@@ -234,3 +234,6 @@ class KVLedgerConnector(KVConnectorBase_V1):
     ) -> KVConnectorPromMetrics:
         """Register `vllm:kvledger_*`."""
         return ConnectorPrometheus(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+
+versions.register(KVLedgerConnector)

@@ -227,11 +227,14 @@ class SchedulerSide:
 
     @guarded(default=_UNKNOWN, hook_name="request_finished")
     def _finish(self, request: Request, num_blocks: int) -> bool | None:
-        if self.journal.is_disabled or self._tracker.get(request.request_id) is None:
+        record = self._tracker.get(request.request_id)
+        if self.journal.is_disabled or record is None:
             return False
         self._notice.preemption(request)
         self._notice.keys(request)
-        num_written_tokens = self._notice.num_written_tokens(request, request.num_computed_tokens)
+        # vLLM counts tokens as computed as soon as another connector begins to load them; what was scheduled is there.
+        num_computed_tokens = min(request.num_computed_tokens, self._tracker.num_computed_tokens(record))
+        num_written_tokens = self._notice.num_written_tokens(request, num_computed_tokens)
         self.journal.observe(
             e.RequestFinished(
                 request.request_id,
@@ -246,10 +249,11 @@ class SchedulerSide:
     @guarded(default=False)
     def reset_cache(self) -> bool:
         """Forget every saved chunk; copies in flight are let go when they are reported."""
-        # Preemptions have no hook. Those that came with the reset belong to before it, and so do their saves.
+        self.journal.observe(e.CacheReset(self.journal.now()))
+        # Preemptions have no hook. Of those that came with the reset nothing is saved: it would be stale, and a copy
+        # that waits for a step makes vLLM step an engine that sleeps, whose KV memory is gone (v1/engine/core.py).
         for request in tuple(self._requests.values()):
             self._notice.preemption(request)
-        self.journal.observe(e.CacheReset(self.journal.now()))
         self.journal.commit()
         return True
 

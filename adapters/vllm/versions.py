@@ -5,6 +5,7 @@ Read against vLLM 0.32.0. The rest of the adapter asks this file and never reach
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
@@ -27,6 +28,21 @@ def vllm_version() -> str:
         except metadata.PackageNotFoundError:
             continue
     return "unknown"
+
+
+def register(connector_class: type[Any]) -> None:
+    """Make the connector known by its name to vLLM's factory, which otherwise knows only vLLM's own.
+
+    `MultiConnector` finds the class that reads a child's figures by name alone, even where the child was configured
+    with a module path (`kv_connector/v1/multi_connector.py`, build_kv_connector_stats); an unknown one is an error.
+    """
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    # Refused where it is registered already, as after a reload; then there is nothing left to do.
+    with contextlib.suppress(ValueError):
+        KVConnectorFactory.register_connector(
+            connector_class.__name__, connector_class.__module__, connector_class.__name__
+        )
 
 
 def refuse_unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:

@@ -11,10 +11,8 @@ from kvledger.lifecycle.rules import Rule
 
 def settle(job: Job, projections: Projections, cause: int) -> Decisions:
     """Settle a job that every rank has reported. One failed rank fails it for all."""
-    record = projections.tracker.by_ordinal(job.ordinal)
-    if job.kind is JobKind.SAVE and not job.ranks_failed and record is not None and record.quarantined:
-        # What it copied may be wrong for the very reason of the quarantine.
-        yield from _fail(job, projections, "its request was quarantined meanwhile", cause, quiet=True)
+    if job.is_doubtful and not job.ranks_failed:
+        yield from _fail(job, projections, "its blocks turned out not to hold what they should", cause, quiet=True)
         return
     if not job.ranks_failed:
         completed = e.LoadCompleted if job.kind is JobKind.LOAD else e.SaveCompleted

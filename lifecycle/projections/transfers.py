@@ -51,6 +51,8 @@ class Job:
     ranks_done: frozenset[int] = frozenset()
     ranks_failed: frozenset[int] = frozenset()
     error: str = ""
+    is_doubtful: bool = False
+    """A save whose source blocks turned out not to hold what they should; its chunks are not offered."""
 
 
 class Transfers:
@@ -134,6 +136,8 @@ class Transfers:
             e.LoadFailed: self._settled,
             e.SaveCompleted: self._settled,
             e.SaveFailed: self._settled,
+            e.LoadErrorsObserved: self._load_errors_observed,
+            e.RequestQuarantined: self._quarantined,
             e.CacheReset: self._reset,
         }
 
@@ -155,6 +159,7 @@ class Transfers:
                     "is_fenced": job.is_fenced,
                     "ranks_done": sorted(job.ranks_done),
                     "ranks_failed": sorted(job.ranks_failed),
+                    "is_doubtful": job.is_doubtful,
                 }
                 for job in self._jobs.values()
             },
@@ -232,6 +237,22 @@ class Transfers:
                 del self._of_ordinal[job.ordinal]
         if job.kind is JobKind.LOAD:
             self._loading -= Counter(job.slots)
+
+    def _load_errors_observed(self, event: e.LoadErrorsObserved, _sequence: int) -> None:
+        # Another connector's load may fail in the very step that saves what it should have brought. Whoever saved one
+        # of these blocks may have ended since; what it computed on top is as doubtful.
+        unfilled = frozenset(event.block_ids)
+        for ordinal in {job.ordinal for job in self._jobs.values() if not unfilled.isdisjoint(job.block_ids)}:
+            self._doubt_saves(ordinal)
+
+    def _quarantined(self, event: e.RequestQuarantined, _sequence: int) -> None:
+        record = self._tracker.get(event.request_id)
+        if record is not None:
+            self._doubt_saves(record.ordinal)
+
+    def _doubt_saves(self, ordinal: int) -> None:
+        for job_id in self._of_ordinal.get(ordinal, ()):
+            self._jobs[job_id].is_doubtful = self._jobs[job_id].kind is JobKind.SAVE
 
     def _reset(self, _event: e.CacheReset, _sequence: int) -> None:
         self.epoch += 1

@@ -43,7 +43,8 @@ class RecordedEngine(SimulatedEngine):
 
     def __init__(self, **options: Any) -> None:
         self.prompts: dict[str, list[int]] = {}
-        super().__init__(**options)
+        # Copies within steps unless a test is about those beside them: how many steps such a copy takes is not fixed.
+        super().__init__(**{"max_silent_ms": 0, "load_mode": "sync", "save_mode": "sync", **options})
 
     def add(self, request_id: str, prompt: Sequence[int], max_tokens: int, **options: Any) -> Request:
         """Queue a request; what it was asked is remembered, so that its output can be checked."""
@@ -185,7 +186,7 @@ def make_engine() -> Iterator[EngineFactory]:
     engines: list[tuple[RecordedEngine, bool]] = []
 
     def make(*, replays: bool = True, **options: Any) -> RecordedEngine:
-        options = {"host_bytes": 1 << 20, "max_silent_ms": 0, **options}
+        options.setdefault("host_bytes", 1 << 20)
         engine = RecordedEngine(**options)
         engines.append((engine, replays))
         return engine

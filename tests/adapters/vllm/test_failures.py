@@ -487,7 +487,8 @@ def break_copies(engine: Any, what: str, num_failures: int) -> None:
     side = engine.worker._worker_side
     failures = [BROKEN] * num_failures
     side._engine = BrokenCopies(side._engine, what, failures)
-    side._overlapping = BrokenCopies(side._overlapping, what, failures)
+    if side._overlapping is not None:
+        side._overlapping = BrokenCopies(side._overlapping, what, failures)
 
 
 @pytest.mark.parametrize("enable_prefix_caching", [False, True])
@@ -562,6 +563,7 @@ def test_a_load_that_fails_with_two_steps_in_flight(make_engine: Any, model_runn
         replays=False,
         async_scheduling=True,
         model_runner_v2=model_runner_v2,
+        load_mode="auto",
         kv_transfer={"kv_load_failure_policy": policy},
     )
     if policy == "fail":

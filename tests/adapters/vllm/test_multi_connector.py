@@ -1,0 +1,394 @@
+"""Beside another connector in vLLM's `MultiConnector`: chosen or not, blocks are known and saves go on.
+
+The other one here is a cache that has everything: it fills whatever blocks it is chosen for, at once or some steps
+later, or says that it could not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import attrs
+import pytest
+import torch
+from sim.engine import LEDGER
+from sim.hashed_model import chained_hash
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata, KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
+
+from kvledger.adapters.vllm import KVLedgerConnector
+from kvledger.lifecycle import events as e
+
+pytestmark = pytest.mark.scheduler
+
+TROUBLE = (e.InvariantViolated, e.RequestQuarantined, e.HookFailed)
+
+
+@attrs.frozen(slots=False)
+class Fill(KVConnectorMetadata):
+    """(request id, its tokens, its blocks, first token, end) of every load that the other cache begins in a step."""
+
+    loads: tuple[tuple[str, tuple[int, ...], tuple[int, ...], int, int], ...] = ()
+
+
+class OtherCache(KVConnectorBase_V1):
+    """Has the first `num_tokens` of every request whose id begins with "theirs"."""
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        options = self._kv_transfer_config.kv_connector_extra_config
+        self._num_tokens: int = options["num_tokens"]
+        self._num_steps: int = options.get("num_steps", 0)
+        self._num_failures: int = options.get("num_failures", 0)
+        self._block_size: int = vllm_config.cache_config.block_size
+        self._pending: list[Any] = []
+        self._coming: list[list[Any]] = []
+        self._failed_block_ids: set[int] = set()
+        self._kv_caches: dict[str, torch.Tensor] = {}
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
+        """The hit beyond what is computed."""
+        if not request.request_id.startswith("theirs"):
+            return 0, False
+        num_tokens = min(self._num_tokens, request.num_tokens - 1) - num_computed_tokens
+        return max(0, num_tokens), num_tokens > 0 and self._num_steps > 0
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """Load what was taken up."""
+        if num_external_tokens:
+            end = min(self._num_tokens, request.num_tokens - 1)
+            tokens = tuple(request.all_token_ids[:end])
+            table = tuple(blocks.get_block_ids()[0])
+            self._pending.append((request.request_id, tokens, table, end - num_external_tokens, end))
+
+    def build_connector_meta(self, scheduler_output: Any) -> Fill:  # noqa: ARG002 -- vLLM's signature
+        """Hand the loads over."""
+        loads, self._pending = tuple(self._pending), []
+        return Fill(loads)
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """Learn the tensors of the hashed model."""
+        self._kv_caches = kv_caches
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:  # noqa: ARG002
+        """Fill the blocks, now or in a later step."""
+        metadata = self._get_connector_metadata()
+        assert isinstance(metadata, Fill)
+        for load in metadata.loads:
+            if self._num_steps:
+                self._coming.append([self._num_steps, load])
+            else:
+                self._fill(load)
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:  # noqa: ARG002
+        """Tell what has come."""
+        for entry in self._coming:
+            entry[0] -= 1
+        done = [load for steps, load in self._coming if steps < 0]
+        self._coming = [entry for entry in self._coming if entry[0] >= 0]
+        for load in done:
+            self._fill(load)
+        return None, {load[0] for load in done} or None
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Blocks that hold nonsense."""
+        failed, self._failed_block_ids = self._failed_block_ids, set()
+        return failed
+
+    def has_pending_push_work(self) -> bool:
+        """Nothing is ever pushed."""
+        return False
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Loads are done when they begin."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
+        """It has everything already."""
+
+    def wait_for_save(self) -> None:
+        """It has everything already."""
+
+    def _fill(self, load: tuple[str, tuple[int, ...], tuple[int, ...], int, int]) -> None:
+        _, tokens, table, first, end = load
+        if self._num_failures:
+            self._num_failures -= 1
+            self._failed_block_ids.update(table[first // self._block_size : -(-end // self._block_size)])
+            for tensor in self._kv_caches.values():
+                tensor[list(self._failed_block_ids)] = -1
+            return
+        state = 0
+        for position in range(end):
+            state = chained_hash(state, tokens[position])
+            if position >= first:
+                block, offset = table[position // self._block_size], position % self._block_size
+                for number, tensor in enumerate(self._kv_caches.values()):
+                    tensor[block, 0, offset, 0] = state
+                    tensor[block, 0, offset, 1] = position + number
+
+
+MakeMulti = Callable[..., Any]
+
+
+@pytest.fixture
+def make_multi(make_engine: Any) -> MakeMulti:
+    """Build engines whose connector is a `MultiConnector`; `engine.connector` is our child of it."""
+    recorded: type[Any] = type(make_engine(num_blocks=4))
+    built = []
+
+    class MultiEngine(recorded):  # type: ignore[misc]
+        """Shows the test the ledger's child, and vLLM the connector that has children."""
+
+        @property
+        def connector(self) -> Any:
+            connector = self.scheduler.connector
+            assert isinstance(connector, MultiConnector)
+            if "worker" not in vars(self):
+                return connector  # the worker's side is to be one of these, too
+            return next(child for child in connector.sub_connectors if isinstance(child, KVLedgerConnector))
+
+    def make(
+        *, ours_first: bool, theirs: dict[str, Any], children: list[dict[str, Any]] | None = None, **options: Any
+    ) -> Any:
+        ledger = {
+            **LEDGER,
+            "kv_connector_extra_config": {"log_dir": None, "chunk_size": 16, "host_bytes": 1 << 20},
+        }
+        other = {
+            "kv_connector": "OtherCache",
+            "kv_connector_module_path": __name__,
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": theirs,
+        }
+        engine = MultiEngine(
+            kv_transfer={"kv_connector": "MultiConnector", "kv_connector_module_path": None},
+            connectors=children or ([ledger, other] if ours_first else [other, ledger]),
+            **{"num_blocks": 40, "enable_prefix_caching": False, **options},
+        )
+        built.append(engine)
+        return engine
+
+    yield make
+    for engine in built:
+        engine.check_replay()
+        engine.check_audit()
+        engine.shutdown()
+
+
+@pytest.fixture(params=[(False, False), (False, True), (True, False), (True, True)], ids=str)
+def runner(request: pytest.FixtureRequest) -> dict[str, bool]:
+    """Options of an engine."""
+    return {"async_scheduling": request.param[0], "model_runner_v2": request.param[1]}
+
+
+@pytest.fixture(params=[0, 3], ids=["at-once", "some-steps-later"])
+def num_steps(request: pytest.FixtureRequest) -> int:
+    """How many steps the other cache needs for a load."""
+    return int(request.param)
+
+
+def saved_chunks(engine: Any, request_id: str) -> list[int]:
+    """Every chunk that was saved for a request."""
+    return [chunk for save in engine.logged(e.SaveIssued, request_id=request_id) for chunk in save.chunks]
+
+
+def ask_again(engine: Any) -> None:
+    """Ask for everything that was said, of our cache alone: wrong KV in it would raise `CorruptKV`."""
+    said = {request_id: engine.prompts[request_id] + output for request_id, output in engine.outputs.items()}
+    for request_id, tokens in said.items():
+        engine.add(f"ours, {request_id} again", tokens, 3)
+        engine.run(max_steps=200)
+    engine.check_outputs()
+
+
+def test_a_cold_request_is_saved_although_nobody_was_chosen(make_multi: MakeMulti, runner: dict[str, bool]) -> None:
+    """vllm#46865: the children were given no blocks where nobody had a hit, and stored almost nothing."""
+    engine = make_multi(ours_first=False, theirs={"num_tokens": 48}, **runner)
+    engine.add("cold", range(64), 20)
+    engine.run()
+    assert saved_chunks(engine, "cold") == [0, 1, 2, 3, 4]
+    ask_again(engine)
+    assert [load.num_tokens for load in engine.logged(e.LoadIssued)] == [80]
+    engine.check_released()
+
+
+def test_not_chosen_means_no_load_but_saves(make_multi: MakeMulti, runner: dict[str, bool], num_steps: int) -> None:
+    """LMCache#4355, #4762, vllm#55209, #51805: the loser of a lookup loaded, or took its answer up later."""
+    engine = make_multi(ours_first=False, theirs={"num_tokens": 48, "num_steps": num_steps}, **runner)
+    engine.add("writer", range(64), 2)
+    engine.run()
+    engine.add("theirs", [*range(64), *range(300, 350)], 20)
+    engine.run()
+    (answer,) = engine.check_answers("theirs")
+    assert (answer.num_hit_tokens, answer.num_external_tokens) == (64, 64)
+    allocated = engine.logged(e.BlocksAllocated, request_id="theirs")
+    assert {event.num_external_tokens for event in allocated} == {0}
+    assert engine.logged(e.LoadIssued, *TROUBLE) == []
+    assert engine.projections.snapshot()["chunks"]["pinned"] == {}
+    assert saved_chunks(engine, "theirs") == [4, 5, 6, 7]
+    ask_again(engine)
+    engine.check_released()
+
+
+def test_what_another_cache_loaded_is_saved_from_the_right_blocks(
+    make_multi: MakeMulti, runner: dict[str, bool], num_steps: int
+) -> None:
+    """vllm#46951: blocks that another child fills are a request's blocks like any others."""
+    engine = make_multi(ours_first=False, theirs={"num_tokens": 48, "num_steps": num_steps}, **runner)
+    engine.add("theirs", range(70), 20)
+    for _ in range(30):
+        engine.step()
+        for request in engine.scheduler.running:
+            (table,) = engine.scheduler.kv_cache_manager.get_block_ids(request.request_id)
+            assert list(engine.projections.blocks.held(request.request_id)) == table
+    engine.run()
+    assert sorted(saved_chunks(engine, "theirs")) == [0, 1, 2, 3, 4]
+    assert engine.logged(e.BlockTableObserved, *TROUBLE) == []
+    ask_again(engine)
+    engine.check_released()
+
+
+def test_chosen_before_the_other_it_loads(make_multi: MakeMulti, runner: dict[str, bool], num_steps: int) -> None:
+    """The first child with a hit is the one that loads, however much the second one has."""
+    engine = make_multi(ours_first=True, theirs={"num_tokens": 1000, "num_steps": num_steps}, **runner)
+    engine.add("writer", range(64), 2)
+    engine.run()
+    engine.add("theirs", [*range(64), *range(300, 350)], 20)
+    engine.run()
+    assert [load.num_tokens for load in engine.logged(e.LoadIssued, request_id="theirs")] == [64]
+    assert engine.logged(*TROUBLE) == []
+    ask_again(engine)
+    engine.check_released()
+
+
+@pytest.mark.parametrize("ours_first", [False, True])
+def test_a_crowd_is_preempted_between_two_caches(
+    make_multi: MakeMulti, runner: dict[str, bool], num_steps: int, ours_first: bool
+) -> None:
+    """Whoever is chosen at each return, everybody says what it says alone, and nothing is left."""
+    engine = make_multi(
+        ours_first=ours_first, theirs={"num_tokens": 56, "num_steps": num_steps}, num_blocks=14, **runner
+    )
+    for number in range(4):
+        name = ("ours", "theirs")[number % 2]
+        engine.add(f"{name} {number}", range(100 * number, 100 * number + 40), 50)
+    engine.run(max_steps=1000)
+    assert engine.num_preemptions
+    assert {len(output) for output in engine.outputs.values()} == {50}
+    assert engine.logged(*TROUBLE) == []
+    ask_again(engine)
+    engine.check_released()
+
+
+@pytest.mark.parametrize("num_steps_before", [1, 3, 12])
+def test_an_abort_between_two_caches(
+    make_multi: MakeMulti, runner: dict[str, bool], num_steps: int, num_steps_before: int
+) -> None:
+    """Also while the other cache is still filling the blocks: what stands in them by then is saved by nobody."""
+    engine = make_multi(ours_first=False, theirs={"num_tokens": 48, "num_steps": num_steps}, **runner)
+    engine.add("theirs", range(70), 20)
+    for _ in range(num_steps_before):
+        engine.step()
+    engine.abort("theirs")
+    engine.run(max_steps=100)
+    assert engine.scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == 39
+    assert engine.logged(*TROUBLE) == []
+    engine.outputs["theirs"] = []
+    ask_again(engine)
+    engine.check_released()
+
+
+def test_an_abort_while_the_other_cache_fills_a_preempted_request_s_blocks(
+    make_multi: MakeMulti, runner: dict[str, bool]
+) -> None:
+    """VLLM counts tokens as computed as soon as such a load begins; their blocks hold anything but them."""
+    engine = make_multi(ours_first=False, theirs={"num_tokens": 64, "num_steps": 4}, **runner)
+    engine.add("theirs", range(80), 40)
+    for _ in range(12):
+        engine.step()
+    while engine._in_flight:
+        engine.update()
+    tokens = engine.prompts["theirs"] + engine.outputs["theirs"]
+    # New weights, or just a reset: our own cache has nothing of it, so whatever it saves from now on is visible.
+    assert engine.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+    engine.step()
+    assert engine.scheduler.requests["theirs"].status.name == "WAITING_FOR_REMOTE_KVS"
+    for tensor in engine.model.kv_caches.values():
+        tensor.fill_(-7)
+    engine.abort("theirs")
+    engine.run(max_steps=100)
+    engine.add("ours", tokens, 4)
+    engine.run()
+    engine.prompts.pop("theirs"), engine.outputs.pop("theirs")
+    engine.check_outputs()
+    engine.check_released()
+
+
+@pytest.mark.parametrize("num_failures", [1, 2])
+@pytest.mark.parametrize("model_runner_v2", [False, True])
+def test_what_the_other_cache_could_not_load_is_not_saved(
+    make_multi: MakeMulti, model_runner_v2: bool, num_failures: int, num_steps: int
+) -> None:
+    """The scheduler recomputes; chunks that were saved from the unfilled blocks in the same step are not offered."""
+    engine = make_multi(
+        ours_first=False,
+        theirs={"num_tokens": 48, "num_failures": num_failures, "num_steps": num_steps},
+        model_runner_v2=model_runner_v2,
+    )
+    engine.add("theirs", range(70), 20)
+    engine.run(max_steps=200)
+    assert len(engine.outputs["theirs"]) == 20
+    assert engine.logged(e.LoadErrorsObserved)
+    ask_again(engine)
+    engine.check_released()
+
+
+def test_figures_of_a_child_are_found_by_its_name(make_multi: MakeMulti, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The front end reads them out of plain values and asks vLLM's factory for the class; a server dies without it."""
+    engine = make_multi(ours_first=True, theirs={"num_tokens": 0})
+    taken: list[dict[str, Any]] = []
+    make_stats = engine.scheduler.make_stats
+
+    def watch(*arguments: Any, **options: Any) -> Any:
+        stats = make_stats(*arguments, **options)
+        if stats is not None and stats.kv_connector_stats:
+            taken.append(stats.kv_connector_stats)
+        return stats
+
+    monkeypatch.setattr(engine.scheduler, "make_stats", watch)
+    engine.add("only", range(64), 4)
+    engine.run()
+    assert taken
+    for plain in taken:
+        read = MultiConnector.build_kv_connector_stats(plain)
+        assert read is not None
+        assert read.to_dict() == plain
+        assert read.reduce()["KVLedgerConnector"]
+
+
+def test_two_ledgers_side_by_side(make_multi: MakeMulti, tmp_path: Any) -> None:
+    """Each keeps its own log and its own chunks; the first one with a hit loads, both save."""
+    connectors = [
+        {
+            **LEDGER,
+            "kv_connector_extra_config": {
+                "log_dir": str(tmp_path / name),
+                "chunk_size": chunk_size,
+                "host_bytes": 1 << 20,
+            },
+        }
+        for name, chunk_size in (("fine", 8), ("coarse", 32))
+    ]
+    engine = make_multi(ours_first=True, theirs={"num_tokens": 0}, children=connectors)
+    engine.add("writer", range(72), 20)
+    engine.run()
+    fine, coarse = engine.scheduler.connector.sub_connectors
+    assert [len(child.scheduler_side.ledger.projections.chunks) for child in (fine, coarse)] == [91 // 8, 91 // 32]
+    engine.add("reader", range(72), 20)
+    engine.run()
+    figures = [child.scheduler_side.ledger.projections.totals.figures for child in (fine, coarse)]
+    assert [figure.num_tokens_loaded for figure in figures] == [71, 0]
+    assert [figure.num_violations for figure in figures] == [0, 0]
+    engine.check_outputs()
+    engine.check_released()
+    assert len(list(tmp_path.iterdir())) == 2
