@@ -100,7 +100,8 @@ class HashedModel:
     ) -> tuple[list[str], list[list[int]]]:
         """Check what is read, write what is scheduled, sample where all known tokens are computed.
 
-        `unreadable_blocks` were reported as not filled; requests that hold them are not checked.
+        `unreadable_blocks` were reported as not filled; requests that hold them are not checked, and what they compute
+        on top is as wrong as it would be in a real model.
         """
         computed = {data.req_id: data.num_computed_tokens for data in scheduler_output.scheduled_new_reqs}
         cached = scheduler_output.scheduled_cached_reqs
@@ -113,9 +114,10 @@ class HashedModel:
             sequence = self._sequences[request_id]
             num_known = len(sequence.tokens)
             sequence.hash_to(last)
-            if set(unreadable_blocks).isdisjoint(sequence.block_ids):
+            is_readable = set(unreadable_blocks).isdisjoint(sequence.block_ids)
+            if is_readable:
                 self._check(request_id, sequence, first)
-            self._write(sequence, first, last)
+            self._write(sequence, first, last, error=0 if is_readable else 1)
             if last >= num_known:
                 sampled.append([next_token(sequence.hashes[last - 1])])
                 if last == len(sequence.tokens):
@@ -146,8 +148,8 @@ class HashedModel:
                 raise CorruptKV(message)
         self.num_positions_checked += num_computed_tokens
 
-    def _write(self, sequence: _Sequence, first: int, last: int) -> None:
+    def _write(self, sequence: _Sequence, first: int, last: int, error: int) -> None:
         blocks, offsets = self._slots(sequence, first, last)
         for number, tensor in enumerate(self.kv_caches.values()):
-            tensor[blocks, 0, offsets, 0] = torch.tensor(sequence.hashes[first:last], dtype=torch.int64)
+            tensor[blocks, 0, offsets, 0] = error + torch.tensor(sequence.hashes[first:last])
             tensor[blocks, 0, offsets, 1] = torch.arange(first, last) + number
