@@ -109,11 +109,13 @@ def compare(seeds: range, console: Console) -> None:
 
     with Progress(console=Console(stderr=True)) as progress:
         task = progress.add_task("worlds, three times each", total=len(seeds) * len(CONTENDERS))
-        meters = measure(seeds, advance=lambda: progress.update(task, advance=1))
+        rows = measure(seeds, advance=lambda: progress.update(task, advance=1))
     console.print(f"{'':22s} {'preemptions':>12s} {'tokens lost':>12s} {'computed again':>15s} {'share':>8s}")
-    for name, meter in meters.items():
-        again = f"{meter.num_tokens_recomputed:15,d} {100 * meter.share_recomputed:7.1f}%"
-        console.print(f"{name:22s} {meter.num_preemptions:12,d} {meter.num_tokens_lost:12,d} {again}")
+    for row in rows:
+        console.print(row.title)
+        for name, meter in row.meters.items():
+            again = f"{meter.num_tokens_recomputed:15,d} {100 * meter.share_recomputed:7.1f}%"
+            console.print(f"  {name:20s} {meter.num_preemptions:12,d} {meter.num_tokens_lost:12,d} {again}")
 
 
 def main() -> int:

@@ -110,6 +110,11 @@ class World:
         """The scheduler's half of kvledger."""
         return self.engine.connector.scheduler_side
 
+    @property
+    def worker_side(self):  # noqa: ANN201 -- see above
+        """The worker's half of kvledger."""
+        return self.engine.worker._worker_side
+
     # --- what faults and tests may do ---------------------------------------------------------
 
     def note(self, what: str) -> None:
@@ -242,7 +247,7 @@ class World:
         self.alive = []
         self._by_ordinal = {}
         if self.contender is LEDGER_CONTENDER:
-            self.copies = Copies(engine.worker._worker_side)
+            self.copies = Copies(self.worker_side)
             self.pages = PageWatch(engine, lambda ordinal: self._by_ordinal[ordinal].truth)
             engine.on_output = self._pass_through_faults
             for fault in self.faults:
