@@ -101,6 +101,11 @@ class SchedulerSide:
                 return decision.num_external_tokens, False
         return NO_HIT
 
+    def _notice_preemptions(self) -> None:
+        """A reset preempts all that run, without a hook; their blocks may be given away before they are looked up."""
+        for request in tuple(self._requests.values()):
+            self._notice.preemption(request)
+
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """Blocks were given; take up the answer, or tell the worker to report what cannot be delivered."""
         delivered = self._take_up(request, blocks, num_external_tokens)
@@ -115,7 +120,7 @@ class SchedulerSide:
     def _take_up(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> bool:
         if self.journal.is_disabled:
             return False
-        self._notice.preemption(request)
+        self._notice_preemptions()
         record = self._tracker.get(request.request_id)
         if record is not None and record.state in {RequestState.CHUNKED_PREFILL, RequestState.RUNNING}:
             # Nobody looks up or allocates for a running request, except for the next turn of a streaming session.
@@ -221,9 +226,8 @@ class SchedulerSide:
     @guarded(default=False)
     def reset_cache(self) -> bool:
         """Forget every saved chunk; copies in flight are let go when they are reported."""
-        # Preemptions have no hook. Those that came with the reset belong to before it, and so do their saves.
-        for request in tuple(self._requests.values()):
-            self._notice.preemption(request)
+        # Preemptions that came with the reset belong to before it, and so do their saves.
+        self._notice_preemptions()
         self.journal.observe(e.CacheReset(self.journal.now()))
         self.journal.commit()
         return True
