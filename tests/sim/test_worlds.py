@@ -7,13 +7,14 @@ from collections import Counter
 import pytest
 
 from sim.checks import CHECKS
+from sim.engine import BLOCK_SIZE, SimulatedEngine, block_bytes
 from sim.faults import FAULTS
 from sim.world import World
 
 pytestmark = pytest.mark.scheduler
 
 NUM_WORLDS = 300
-NUM_WATCHED = 40
+NUM_WATCHED = 30
 
 
 @pytest.mark.parametrize("seed", range(NUM_WORLDS))
@@ -64,3 +65,17 @@ def test_a_seed_decides_everything(seed: int) -> None:
             world.run()
             logs.append([log.events for log in (*world.dead_logs, world.log)])
     assert logs[0] == logs[1]
+
+
+def test_vllm_never_schedules_a_prompt_that_its_pool_cannot_hold() -> None:
+    """Why no world draws one: 0.32 keeps it at the head of the queue, with everybody else behind it, for ever.
+
+    vLLM's start refuses a model length beyond the pool, and its front end prompts beyond the model length.
+    """
+    engine = SimulatedEngine(num_blocks=8, max_model_len=1024, chunk_size=16, host_bytes=block_bytes(BLOCK_SIZE) * 8)
+    engine.add("too long", range(200), 4)
+    engine.add("behind it", range(10), 4)
+    for _ in range(20):
+        engine.step()
+    assert engine.scheduler.get_request_counts() == (0, 2)
+    assert engine.outputs == {"too long": [], "behind it": []}
