@@ -44,7 +44,7 @@ def draw(rng: random.Random) -> Settings:
         model_runner_v2=rng.random() < 0.5,
         policy=rng.choice(["fcfs", "fcfs", "priority"]),
         num_steps=rng.choice([60, 120, 200]),
-        arrival_share=rng.choice([0.1, 0.2]),
+        arrival_share=rng.choice([0.1, 0.2, 0.4]),
         salts=rng.choice([(None,), (None, "tenant")]),
         connector=draw_connector(rng, num_slots),
     )
