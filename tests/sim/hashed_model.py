@@ -150,6 +150,7 @@ class HashedModel:
 
     def _write(self, sequence: _Sequence, first: int, last: int, error: int) -> None:
         blocks, offsets = self._slots(sequence, first, last)
+        values = error + torch.tensor(sequence.hashes[first:last])
         for number, tensor in enumerate(self.kv_caches.values()):
-            tensor[blocks, 0, offsets, 0] = error + torch.tensor(sequence.hashes[first:last])
+            tensor[blocks, 0, offsets, 0] = values
             tensor[blocks, 0, offsets, 1] = torch.arange(first, last) + number
