@@ -84,6 +84,7 @@ MUTANTS: dict[str, tuple[Any, str, Callable[..., Any], str]] = {
         lambda _self, _event, _sequence: None,
         "EVICT_IDLE_ONLY",
     ),
+    "chunks survive a reset": (ChunkIndex, "_reset", lambda _self, _event, _sequence: None, "wrong KV"),
     "a save from before a reset is committed after it": (
         ChunkIndex,
         "_save_completed",

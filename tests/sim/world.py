@@ -72,6 +72,7 @@ class World:
         self.meter = Meter()
         self.notes: list[tuple[int, str]] = []
         self.num_steps = 0
+        self.weights = 0
         self.is_draining = False
         self.lives: list[Life] = []
         self.alive: list[Life] = []
@@ -141,7 +142,7 @@ class World:
     ) -> None:
         """A request comes in."""
         request_id = request_id or f"r{len(self.lives)}"
-        life = Life(request_id, list(prompt), max_tokens, cache_salt, priority, Truth(prompt))
+        life = Life(request_id, list(prompt), max_tokens, cache_salt, priority, Truth(prompt, self.weights))
         self.lives.append(life)
         self._add(life)
 
@@ -159,7 +160,15 @@ class World:
         self._start_engine()
         for life in left:
             life.outputs.clear()
+            life.truth = Truth(life.prompt, self.weights)
             self._add(life)
+
+    def load_new_weights(self) -> None:
+        """Whatever was computed before is wrong from now on; nobody may be running, no step be in flight."""
+        self.weights += 1
+        self.engine.model.weights = self.weights
+        for life in self.alive:
+            life.truth.load_new_weights(self.weights, len(life.outputs))
 
     # --- its life -----------------------------------------------------------------------------
 
@@ -243,6 +252,7 @@ class World:
                 contender=self.contender,
                 **extra,
             )
+        engine.model.weights = self.weights
         self.meter.attach(engine.scheduler)
         self.alive = []
         self._by_ordinal = {}

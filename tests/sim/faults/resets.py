@@ -1,4 +1,7 @@
-"""The prefix cache is reset, as after new weights: with or without running requests, with or without kvledger's own."""
+"""The prefix cache is reset, as before new weights: with or without running requests, with or without kvledger's own.
+
+Where everything is reset and no step is in flight, new weights are loaded: whatever was kept is wrong KV from then on.
+"""
 
 from __future__ import annotations
 
@@ -35,6 +38,9 @@ class Resets(Fault):
             self.world.engine.scheduler.reset_prefix_cache(
                 reset_running_requests=reset_running_requests, reset_connector=reset_connector
             )
+            if reset_running_requests and reset_connector and not self.world.engine.is_computing:
+                self.note("new weights")
+                self.world.load_new_weights()
 
     def _is_loading(self) -> bool:
         # vLLM 0.32 raises from a reset that comes while a request waits for an asynchronous load (scheduler.py).
