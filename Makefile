@@ -10,8 +10,9 @@ python := .venv/bin/python
 # Two workers: each test that starts a real vLLM engine takes about 2 GiB, and those run one after the other anyway.
 WORKERS ?= 2
 SEEDS ?= 200
+REQUESTS ?= 20000
 
-.PHONY: help demo setup test check format sim stress bench docs lock clean distclean
+.PHONY: help demo setup test check format sim soak stress bench docs lock clean distclean
 
 help: ## list the targets
 	@echo "kvledger: make TARGET"
@@ -36,8 +37,11 @@ format: setup ## apply the formatter and the fixes that are safe
 	$(python) -m ruff check --fix .
 	$(python) -m ruff format .
 
-sim: setup ## simulate: SEEDS=1000 worlds, or SEED=17 alone with its transcript
-	$(python) tests/sim/run.py $(if $(SEED),--seed $(SEED),--seeds $(SEEDS))
+sim: setup ## simulate: SEEDS=1000 worlds, or SEED=17 alone with its transcript; ARGS=--compare: other connectors, too
+	$(python) tests/sim/run.py $(if $(SEED),--seed $(SEED),--seeds $(SEEDS)) $(ARGS)
+
+soak: setup ## serve REQUESTS=20000 short requests through one engine, and look at what is left
+	$(python) tests/sim/soak.py --requests $(REQUESTS)
 
 stress: setup ## serve SEEDS=100 crowds of requests with real engines and tiny pools
 	$(python) tests/e2e/stress.py --seeds $(SEEDS)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -45,6 +46,9 @@ class KVLedgerConnector(KVConnectorBase_V1):
 
     _cache_hit_source = CacheHitSource.HOST
 
+    clock: ClassVar[Callable[[], int]] = time.monotonic_ns
+    """Nanoseconds; the only clock that reaches the log. A simulation sets its own before it builds an engine."""
+
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         versions.refuse_unsupported(vllm_config, kv_cache_config)
@@ -79,7 +83,9 @@ class KVLedgerConnector(KVConnectorBase_V1):
                 "recomputes; set load_mode to 'async' or 'auto', or kv_load_failure_policy to 'fail'"
             )
         speculates = versions.uses_speculation(vllm_config)
-        self._scheduler_side = SchedulerSide(configuration, log, keys, handlers=handlers, speculates=speculates)
+        self._scheduler_side = SchedulerSide(
+            configuration, log, keys, handlers=handlers, speculates=speculates, clock=type(self).clock
+        )
         self._stats = StatsSource(self._scheduler_side)
         messages.info(
             "recording",

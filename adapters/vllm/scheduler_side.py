@@ -53,6 +53,7 @@ class SchedulerSide:
         self._block_size = configuration.block_size
         self._requests: dict[str, Request] = {}
         self._undeliverable: list[int] = []
+        self._admits = False
         self._notice = Noticing(self.journal, keys, speculates=speculates)
         self._reader = StepReader(
             self._projections, self._requests, self._notice.keys, self.journal.observe, speculates=speculates
@@ -104,6 +105,13 @@ class SchedulerSide:
                 return ASK_AGAIN
         return NO_HIT
 
+    def _notice_preemptions(self) -> None:
+        """A reset preempts all that run, without a hook; their blocks may be given away before they are looked up."""
+        for record in [record for record in self._tracker if record.holds_blocks]:
+            request = self._requests.get(record.request_id)
+            if request is not None:
+                self._notice.preemption(request)
+
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """Blocks were given; take up the answer, or tell the worker to report what cannot be delivered."""
         delivered = self._take_up(request, blocks, num_external_tokens)
@@ -118,6 +126,9 @@ class SchedulerSide:
     def _take_up(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> bool:
         if self.journal.is_disabled:
             return False
+        if not self._admits:  # vLLM admits nobody in a step in which it preempts, so once a step is enough
+            self._admits = True
+            self._notice_preemptions()
         self._notice.preemption(request)
         record = self._tracker.get(request.request_id)
         if record is not None and record.state in {RequestState.CHUNKED_PREFILL, RequestState.RUNNING}:
@@ -141,6 +152,7 @@ class SchedulerSide:
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> StepJobs:
         """Record the step, commit its events as one frame, hand over its jobs."""
         self._record_step(scheduler_output)
+        self._admits = False
         self.journal.commit()
         jobs = self.journal.take_jobs()
         undeliverable, self._undeliverable = self._undeliverable, []
@@ -250,10 +262,9 @@ class SchedulerSide:
     def reset_cache(self) -> bool:
         """Forget every saved chunk; copies in flight are let go when they are reported."""
         self.journal.observe(e.CacheReset(self.journal.now()))
-        # Preemptions have no hook. Of those that came with the reset nothing is saved: it would be stale, and a copy
-        # that waits for a step makes vLLM step an engine that sleeps, whose KV memory is gone (v1/engine/core.py).
-        for request in tuple(self._requests.values()):
-            self._notice.preemption(request)
+        # Of requests that the reset preempted nothing is saved: it would be stale, and a copy that waits for a step
+        # makes vLLM step an engine that sleeps, whose KV memory is gone (v1/engine/core.py).
+        self._notice_preemptions()
         self.journal.commit()
         return True
 

@@ -73,13 +73,11 @@ class WorkerSide:
 
     def before_forward(self, jobs: StepJobs) -> None:
         """Copy out what the step may overwrite (`handle_preemptions`). A second call does nothing."""
-        self._begin(jobs)
-        for job in jobs.saves_before_forward:
-            self._save(job)
+        self._precede(jobs)
 
     def load(self, jobs: StepJobs) -> None:
         """Copy in what the forward needs, start what runs beside it (`start_load_kv`)."""
-        self.before_forward(jobs)  # in case no hook came before
+        self._precede(jobs)  # in case no hook came before
         for job in jobs.loads:
             self._load(job)
         for job in jobs.async_loads:
@@ -110,6 +108,11 @@ class WorkerSide:
         if self._pool is not None:
             self._pool.close()
         self._engine = self._overlapping = self._pool = None
+
+    def _precede(self, jobs: StepJobs) -> None:
+        self._begin(jobs)
+        for job in jobs.saves_before_forward:
+            self._save(job)
 
     def _begin(self, jobs: StepJobs) -> None:
         if jobs is not self._step:

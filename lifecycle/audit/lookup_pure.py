@@ -77,7 +77,8 @@ class LookupPure:
         record = projections.tracker.get(event.request_id)
         if record is None:
             return
-        usable = 0 if record.quarantined else projections.policy.usable_tokens(event.num_hit_tokens, record)
+        gets_nothing = record.quarantined or record.computes_first
+        usable = 0 if gets_nothing else projections.policy.usable_tokens(event.num_hit_tokens, record)
         expected = max(0, min(usable, event.num_tokens - 1) - event.num_computed_tokens)
         if event.num_computed_tokens % projections.configuration.block_size:
             expected = 0

@@ -40,6 +40,10 @@ def answer_lookup(event: e.LookupRequested, record: RequestRecord, projections: 
     usable = projections.policy.usable_tokens(hit.num_tokens, record)
     if usable < hit.num_tokens:
         hit = attrs.evolve(hit, reason=MissReason.LIMITED, reason_sequence=0, awaited=None)
+    if record.computes_first:
+        # vLLM 0.32 keeps such a request at the head of the queue of those that hold blocks. Another load beside the
+        # steps may not fit beside what it reserves for those behind it, and then nobody moves any more.
+        usable, hit = 0, attrs.evolve(hit, reason=MissReason.LOAD_FAILED, reason_sequence=0, awaited=None)
     if record.quarantined:
         usable, hit = 0, attrs.evolve(hit, reason=MissReason.QUARANTINED, reason_sequence=0, awaited=None)
     num_deferred = projections.lookups.num_deferred(event.request_id)

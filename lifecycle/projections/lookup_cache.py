@@ -30,6 +30,8 @@ class MissReason(enum.StrEnum):
     RESET = "reset"
     LIMITED = "limited"
     """A policy allows less than what is there."""
+    LOAD_FAILED = "load_failed"
+    """Its last load failed; it computes before it is offered another one."""
     QUARANTINED = "quarantined"
 
 

@@ -14,7 +14,6 @@ from kvledger.lifecycle import events as e
 from kvledger.lifecycle.projections.lookup_cache import LookupCache
 from kvledger.lifecycle.projections.tracker import RequestTracker
 from kvledger.lifecycle.projections.transfers import JobKind, Transfers
-from kvledger.lifecycle.states import RequestState
 
 
 @attrs.define
@@ -51,15 +50,22 @@ class Totals:
         self._lookups = lookups
         self._transfers = transfers
         self.figures = Figures()
+        self._loading: dict[int, int] = {}
+        """Load under way -> its tokens."""
+        self._returning: dict[int, tuple[int, int]] = {}
+        """Life of a preempted request that has blocks again -> tokens retained and recovered, once it is scheduled."""
 
     def folds(self) -> Mapping[type[e.Event], Callable[..., None]]:
         """Event class -> fold."""
         return {
             e.RequestArrived: self._arrived,
             e.RequestPreempted: self._preempted,
+            e.RequestFinished: self._gone,
+            e.LookupRequested: self._gone,
             e.LookupAnswered: self._answered,
             e.BlocksAllocated: self._allocated,
             e.LoadIssued: self._load_issued,
+            e.LoadCompleted: self._load_completed,
             e.StepScheduled: self._step_scheduled,
             e.TransferReported: self._reported,
             e.SaveCompleted: self._save_completed,
@@ -79,8 +85,9 @@ class Totals:
     def _arrived(self, _event: e.RequestArrived, _sequence: int) -> None:
         self.figures.num_requests += 1
 
-    def _preempted(self, _event: e.RequestPreempted, _sequence: int) -> None:
+    def _preempted(self, event: e.RequestPreempted, sequence: int) -> None:
         self.figures.num_preemptions += 1
+        self._gone(event, sequence)
 
     def _answered(self, event: e.LookupAnswered, _sequence: int) -> None:
         self.figures.num_lookups += 1
@@ -89,20 +96,33 @@ class Totals:
     def _allocated(self, event: e.BlocksAllocated, _sequence: int) -> None:
         record = self._tracker.get(event.request_id)
         answer = self._lookups.pending(event.request_id)
-        if record is not None and record.state is RequestState.PREEMPTED and answer is not None:
-            self.figures.num_tokens_retained += min(answer.num_computed_tokens, record.num_tokens_before_preemption)
+        if record is not None and record.num_preemptions and answer is not None:
+            num_retained = min(answer.num_computed_tokens, record.num_tokens_before_preemption)
+            self._returning[record.ordinal] = (num_retained, 0)
 
     def _load_issued(self, event: e.LoadIssued, _sequence: int) -> None:
-        self.figures.num_tokens_loaded += event.num_tokens
+        self._loading[event.job_id] = event.num_tokens
         record = self._tracker.get(event.request_id)
-        if record is not None and record.state is RequestState.RECOVERING:
+        if record is not None and record.ordinal in self._returning:
+            num_retained, _ = self._returning[record.ordinal]
             last = min(event.first_token + event.num_tokens, record.num_tokens_before_preemption)
-            self.figures.num_tokens_recovered += max(0, last - event.first_token)
+            self._returning[record.ordinal] = (num_retained, max(0, last - event.first_token))
+
+    def _gone(self, event: e.RequestEvent, _sequence: int) -> None:
+        record = self._tracker.get(event.request_id)
+        if record is not None:
+            self._returning.pop(record.ordinal, None)
+
+    def _load_completed(self, event: e.LoadCompleted, _sequence: int) -> None:
+        self.figures.num_tokens_loaded += self._loading.pop(event.job_id, 0)
 
     def _step_scheduled(self, event: e.StepScheduled, _sequence: int) -> None:
         for ordinal, num_computed_tokens, num_scheduled_tokens, _ in event.advanced:
             record = self._tracker.by_ordinal(ordinal)
             if record is not None and record.num_preemptions:
+                num_retained, num_recovered = self._returning.pop(ordinal, (0, 0))
+                self.figures.num_tokens_retained += num_retained
+                self.figures.num_tokens_recovered += num_recovered
                 last = min(num_computed_tokens + num_scheduled_tokens, record.num_tokens_before_preemption)
                 self.figures.num_tokens_recomputed += max(0, last - num_computed_tokens)
 
@@ -128,7 +148,8 @@ class Totals:
     def _save_declined(self, event: e.SaveDeclined, _sequence: int) -> None:
         self.figures.num_chunks_declined += event.num_chunks
 
-    def _load_failed(self, _event: e.LoadFailed, _sequence: int) -> None:
+    def _load_failed(self, event: e.LoadFailed, _sequence: int) -> None:
+        self._loading.pop(event.job_id, None)
         self.figures.num_loads_failed += 1
 
     def _evicted(self, _event: e.ChunkEvicted, _sequence: int) -> None:

@@ -31,6 +31,8 @@ class RequestRecord:
     generation: int = 0
     num_preemptions: int = 0
     num_failed_loads: int = 0
+    computes_first: bool = False
+    """Its load failed, and no step has computed anything for it since."""
     quarantined: bool = False
     holds_blocks: bool = False
     stale_generation: int = -1
@@ -114,6 +116,7 @@ class RequestTracker:
                     "num_prompt_tokens": record.num_prompt_tokens,
                     "num_preemptions": record.num_preemptions,
                     "num_failed_loads": record.num_failed_loads,
+                    "computes_first": record.computes_first,
                     "quarantined": record.quarantined,
                     "stale_generation": record.stale_generation,
                 }
@@ -174,6 +177,7 @@ class RequestTracker:
         record = self._records.get(event.request_id)
         if record is not None:
             record.num_failed_loads += 1
+            record.computes_first = True
         self._move(event, sequence)
 
     def _blocks_allocated(self, event: e.BlocksAllocated, sequence: int) -> None:
@@ -245,6 +249,7 @@ class RequestTracker:
             record = self._by_ordinal.get(ordinal)
             if record is not None:
                 record.num_tokens = num_tokens
+                record.computes_first = False
                 self._count(record, num_computed_tokens + num_scheduled_tokens)
                 if num_scheduled_tokens == 1 and num_computed_tokens + 1 >= num_tokens:
                     record.steady_since = self.num_steps

@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import attrs
-from sim.engine import LEDGER, block_bytes, kv_cache_config, vllm_config
+from sim.contenders import LEDGER
+from sim.engine import block_bytes, kv_cache_config, vllm_config
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
     OffloadingConnectorMetadata,

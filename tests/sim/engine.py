@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import tempfile
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,15 +27,11 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from kvledger.adapters.vllm import KVLedgerConnector
+from sim.contenders import LEDGER_CONTENDER, Contender
 from sim.hashed_model import NUM_LAYERS, HashedModel
 from sim.tiny_model import write_configuration
 
-LEDGER = {
-    "kv_connector": "KVLedgerConnector",
-    "kv_connector_module_path": "kvledger.adapters.vllm",
-    "kv_role": "kv_both",
-    "kv_load_failure_policy": "recompute",
-}
+BLOCK_SIZE = 16
 
 
 def kv_cache_config(num_blocks: int, block_size: int) -> KVCacheConfig:
@@ -66,6 +62,7 @@ def vllm_config(
     enable_prefix_caching: bool,
     async_scheduling: bool,
     kv_transfer: dict[str, Any] | None,
+    policy: str = "fcfs",
 ) -> VllmConfig:
     """The configuration of a vLLM that schedules for a tiny model on CPU."""
     model = write_configuration(Path(tempfile.gettempdir()) / "kvledger-tiny-configuration")
@@ -83,6 +80,7 @@ def vllm_config(
             enable_chunked_prefill=True,
             is_encoder_decoder=False,
             async_scheduling=async_scheduling,
+            policy=policy,  # type: ignore[arg-type]
         ),
         device_config=DeviceConfig("cpu"),
         kv_transfer_config=None if kv_transfer is None else KVTransferConfig(**kv_transfer),
@@ -96,18 +94,19 @@ class SimulatedEngine:
         self,
         *,
         num_blocks: int,
-        block_size: int = 16,
+        block_size: int = BLOCK_SIZE,
         max_num_seqs: int = 16,
         max_num_batched_tokens: int = 512,
         max_model_len: int = 1024,
         enable_prefix_caching: bool = True,
         async_scheduling: bool = False,
         model_runner_v2: bool = False,
+        policy: str = "fcfs",
+        contender: Contender = LEDGER_CONTENDER,
         kv_transfer: dict[str, Any] | None = None,
         **extra_config: Any,
     ) -> None:
-        transfer = {**LEDGER, **(kv_transfer or {})}
-        transfer["kv_connector_extra_config"] = {"log_dir": None, **extra_config}
+        transfer = contender.kv_transfer({"log_dir": None, **extra_config}, kv_transfer or {})
         self.vllm_config = vllm_config(
             num_blocks=num_blocks,
             block_size=block_size,
@@ -117,6 +116,7 @@ class SimulatedEngine:
             enable_prefix_caching=enable_prefix_caching,
             async_scheduling=async_scheduling,
             kv_transfer=transfer,
+            policy=policy,
         )
         # VllmConfig turns it off where the platform has no asynchronous worker; here there is one.
         self.vllm_config.scheduler_config.async_scheduling = async_scheduling
@@ -134,8 +134,13 @@ class SimulatedEngine:
         )
         self.scheduler.use_v2_model_runner = model_runner_v2
         self.model = HashedModel(num_blocks, block_size)
-        self.worker: KVConnectorBase_V1 = type(self.connector)(self.vllm_config, KVConnectorRole.WORKER, cache_config)
-        self.worker.register_kv_caches(self.model.kv_caches)
+        self.worker: KVConnectorBase_V1 | None = None
+        if self.scheduler.connector is not None:
+            connector_class = type(self.scheduler.connector)
+            self.worker = contender.prepared(connector_class(self.vllm_config, KVConnectorRole.WORKER, cache_config))
+            self.worker.register_kv_caches(self.model.kv_caches)
+        self.on_output: Callable[[KVConnectorOutput], None] = lambda _output: None
+        """Sees what the worker sends before the scheduler does, and may change it, as a lossy wire would."""
         self.outputs: dict[str, list[int]] = {}
         self.finish_reasons: dict[str, str] = {}
         self.num_preemptions = 0
@@ -159,6 +164,7 @@ class SimulatedEngine:
         cache_salt: str | None = None,
         resumable: bool = False,
         priority: int = 0,
+        arrival_time: float | None = None,
     ) -> Request:
         """Queue a request that stops after `max_tokens` tokens."""
         request = Request(
@@ -169,6 +175,7 @@ class SimulatedEngine:
             cache_salt=cache_salt,
             resumable=resumable,
             priority=priority,
+            arrival_time=arrival_time,
             block_hasher=self._block_hasher,
         )
         self.scheduler.add_request(request)
@@ -205,6 +212,11 @@ class SimulatedEngine:
         while self._in_flight:
             self.update()
 
+    @property
+    def is_computing(self) -> bool:
+        """Whether the output of a step has not been taken up yet."""
+        return bool(self._in_flight)
+
     def run(self, max_steps: int = 5000) -> None:
         """Step until there are no requests and nothing of the connector's is left to do."""
         for _ in range(max_steps):
@@ -220,9 +232,13 @@ class SimulatedEngine:
     def shutdown(self) -> None:
         """Close both sides."""
         self.scheduler.shutdown()
-        self.worker.shutdown()
+        if self.worker is not None:
+            self.worker.shutdown()
 
     def _execute(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
+        if self.worker is None:
+            self.model.update_states(scheduler_output)
+            return _model_runner_output(*self.model.forward(scheduler_output), None)
         metadata = scheduler_output.kv_connector_metadata
         assert metadata is not None
         self.worker.handle_preemptions(metadata)
@@ -244,9 +260,16 @@ class SimulatedEngine:
         output.kv_connector_stats = self.worker.get_kv_connector_stats()
         output.kv_connector_worker_meta = self.worker.build_connector_worker_meta()
         self.worker.clear_connector_metadata()
-        return ModelRunnerOutput(
-            req_ids=request_ids,
-            req_id_to_index={request_id: index for index, request_id in enumerate(request_ids)},
-            sampled_token_ids=sampled,
-            kv_connector_output=output,
-        )
+        self.on_output(output)
+        return _model_runner_output(request_ids, sampled, output)
+
+
+def _model_runner_output(
+    request_ids: list[str], sampled: list[list[int]], kv_connector_output: KVConnectorOutput | None
+) -> ModelRunnerOutput:
+    return ModelRunnerOutput(
+        req_ids=request_ids,
+        req_id_to_index={request_id: index for index, request_id in enumerate(request_ids)},
+        sampled_token_ids=sampled,
+        kv_connector_output=kv_connector_output,
+    )

@@ -45,6 +45,7 @@ class _Sequence:
     tokens: list[int]
     hashes: list[int]
     block_ids: list[int]
+    weights: int
 
     def keep_outputs(self, num_output_tokens: int) -> None:
         """Forget what was sampled by steps whose output the scheduler dropped; it will be sampled again."""
@@ -55,7 +56,7 @@ class _Sequence:
         """Know the hashes of the first `num_tokens` positions, sampling what is not known yet."""
         while len(self.hashes) < num_tokens:
             position = len(self.hashes)
-            previous = self.hashes[-1] if self.hashes else 0
+            previous = self.hashes[-1] if self.hashes else self.weights
             if position == len(self.tokens):
                 self.tokens.append(next_token(previous))
             self.hashes.append(chained_hash(previous, self.tokens[position]))
@@ -71,6 +72,8 @@ class HashedModel:
             for layer in range(NUM_LAYERS)
         }
         self._sequences: dict[str, _Sequence] = {}
+        self.weights = 0
+        """Where every hash begins. Other weights, other KV: whatever was cached before is wrong then."""
         self.num_positions_checked = 0
 
     def update_states(self, scheduler_output: SchedulerOutput) -> None:
@@ -80,7 +83,8 @@ class HashedModel:
         for data in scheduler_output.scheduled_new_reqs:
             tokens = list(data.prefill_token_ids or data.prompt_token_ids or ())
             num_prompt_tokens = len(data.prompt_token_ids or ())
-            self._sequences[data.req_id] = _Sequence(num_prompt_tokens, tokens, [], list(data.block_ids[0]))
+            block_ids = list(data.block_ids[0])
+            self._sequences[data.req_id] = _Sequence(num_prompt_tokens, tokens, [], block_ids, self.weights)
         cached = scheduler_output.scheduled_cached_reqs
         for request_id, entry, num_output_tokens in zip(
             cached.req_ids, cached.new_block_ids, cached.num_output_tokens, strict=True
@@ -89,7 +93,8 @@ class HashedModel:
             if request_id in cached.resumed_req_ids:
                 tokens = list(cached.all_token_ids[request_id])
                 block_ids = list(entry[0]) if entry else []
-                self._sequences[request_id] = _Sequence(sequence.num_prompt_tokens, tokens, [], block_ids)
+                num_prompt_tokens = sequence.num_prompt_tokens
+                self._sequences[request_id] = _Sequence(num_prompt_tokens, tokens, [], block_ids, self.weights)
                 continue
             sequence.keep_outputs(num_output_tokens)
             if entry:
@@ -100,7 +105,8 @@ class HashedModel:
     ) -> tuple[list[str], list[list[int]]]:
         """Check what is read, write what is scheduled, sample where all known tokens are computed.
 
-        `unreadable_blocks` were reported as not filled; requests that hold them are not checked.
+        `unreadable_blocks` were reported as not filled; requests that hold them are not checked, and what they compute
+        on top is as wrong as it would be in a real model.
         """
         computed = {data.req_id: data.num_computed_tokens for data in scheduler_output.scheduled_new_reqs}
         cached = scheduler_output.scheduled_cached_reqs
@@ -113,9 +119,10 @@ class HashedModel:
             sequence = self._sequences[request_id]
             num_known = len(sequence.tokens)
             sequence.hash_to(last)
-            if set(unreadable_blocks).isdisjoint(sequence.block_ids):
+            is_readable = set(unreadable_blocks).isdisjoint(sequence.block_ids)
+            if is_readable:
                 self._check(request_id, sequence, first)
-            self._write(sequence, first, last)
+            self._write(sequence, first, last, error=0 if is_readable else 1)
             if last >= num_known:
                 sampled.append([next_token(sequence.hashes[last - 1])])
                 if last == len(sequence.tokens):
@@ -146,8 +153,9 @@ class HashedModel:
                 raise CorruptKV(message)
         self.num_positions_checked += num_computed_tokens
 
-    def _write(self, sequence: _Sequence, first: int, last: int) -> None:
+    def _write(self, sequence: _Sequence, first: int, last: int, error: int) -> None:
         blocks, offsets = self._slots(sequence, first, last)
+        values = error + torch.tensor(sequence.hashes[first:last])
         for number, tensor in enumerate(self.kv_caches.values()):
-            tensor[blocks, 0, offsets, 0] = torch.tensor(sequence.hashes[first:last], dtype=torch.int64)
+            tensor[blocks, 0, offsets, 0] = values
             tensor[blocks, 0, offsets, 1] = torch.arange(first, last) + number

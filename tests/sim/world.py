@@ -1,162 +1,297 @@
 """A seeded world: which engine, which requests, and what goes wrong when. The seed and the commit reproduce all of it.
 
-Each seed switches a random subset of troubles on, so that rare ones also meet each other alone.
+Each seed switches a random subset of faults on, so that rare ones also meet each other alone. Time is virtual.
 """
 
 from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Self
 
 import attrs
+from vllm.v1.outputs import KVConnectorOutput
 
-from kvledger.lifecycle import events as e
-from kvledger.lifecycle.codec import EventDecoder
-from sim.engine import SimulatedEngine, block_bytes
+from kvledger.adapters.vllm.metadata import WorkerReports
+from sim.beside import VirtualOverlap
+from sim.clock import VirtualClock
+from sim.contenders import LEDGER_CONTENDER, Contender
+from sim.copies import Copies
+from sim.engine import BLOCK_SIZE, SimulatedEngine
+from sim.faults import FAULTS, Fault, draw_faults
+from sim.logs import LogEnd, abandon, read_end
+from sim.meter import Meter
+from sim.pages import PageWatch
+from sim.settings import MAX_MODEL_LEN, draw
 from sim.tiny_model import VOCABULARY_SIZE
+from sim.truth import Truth
 
-BLOCK_SIZE = 16
-MAX_MODEL_LEN = 160
 MAX_ALIVE = 14
+MAX_STEPS = 4000
 
 
-@attrs.frozen
-class Settings:
-    """What a seed decides before the first step."""
+@attrs.define(eq=False)
+class Life:
+    """One request of a client, from its arrival to its end, also over a restart of the engine."""
 
-    num_blocks: int
-    chunk_size: int
-    num_slots: int
-    max_num_batched_tokens: int
-    max_num_seqs: int
-    enable_prefix_caching: bool
-    async_scheduling: bool
-    model_runner_v2: bool
-    num_steps: int
-    arrival_share: float
-    abort_share: float
-    reset_share: float
-    salts: tuple[str | None, ...]
-    failed_copy_share: float
-    load_mode: str
-    save_mode: str
-
-
-def draw(rng: random.Random) -> Settings:
-    """Settings that keep a small pool under pressure."""
-    return Settings(
-        num_blocks=rng.randrange(12, 40),
-        chunk_size=rng.choice([8, 16, 32, 64]),
-        num_slots=rng.choice([8, 20, 60, 400]),
-        max_num_batched_tokens=rng.choice([32, 64, 256]),
-        max_num_seqs=rng.choice([3, 6, 12]),
-        enable_prefix_caching=rng.random() < 0.5,
-        async_scheduling=rng.random() < 0.4,
-        model_runner_v2=rng.random() < 0.5,
-        num_steps=rng.choice([100, 250]),
-        arrival_share=rng.choice([0.1, 0.2]),
-        abort_share=rng.choice([0.0, 0.02, 0.08]),
-        reset_share=rng.choice([0.0, 0.0, 0.004, 0.02]),
-        salts=rng.choice([(None,), (None, "tenant")]),
-        failed_copy_share=rng.choice([0.0, 0.0, 0.02, 0.2]),
-        load_mode=rng.choice(["sync", "async", "auto"]),
-        save_mode=rng.choice(["sync", "async"]),
-    )
+    request_id: str
+    prompt: list[int]
+    max_tokens: int
+    cache_salt: str | None
+    priority: int
+    truth: Truth
+    outputs: list[int] = attrs.field(factory=list)
+    is_aborted: bool = False
 
 
 class World:
-    """One engine and its clients."""
+    """One engine at a time, its clients, and what goes wrong. A context manager: faults reach outside of it."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(
+        self,
+        seed: int,
+        *,
+        contender: Contender = LEDGER_CONTENDER,
+        faults: frozenset[str] | None = None,
+        **changes: Any,
+    ) -> None:
+        """Draw everything.
+
+        Args:
+            seed: of everything that is drawn.
+            contender: who is the connector.
+            faults: names of those that may be on; None for all that the seed switches on.
+            changes: settings to use instead of the drawn ones.
+        """
         self.seed = seed
-        self._rng = random.Random(seed)
-        self.settings = draw(self._rng)
-        self.engine = SimulatedEngine(
-            num_blocks=self.settings.num_blocks,
-            block_size=BLOCK_SIZE,
-            max_num_seqs=self.settings.max_num_seqs,
-            max_num_batched_tokens=self.settings.max_num_batched_tokens,
-            max_model_len=MAX_MODEL_LEN,
-            enable_prefix_caching=self.settings.enable_prefix_caching,
-            async_scheduling=self.settings.async_scheduling,
-            model_runner_v2=self.settings.model_runner_v2,
-            chunk_size=self.settings.chunk_size,
-            host_bytes=block_bytes(BLOCK_SIZE) * self.settings.num_slots,
-            load_mode=self.settings.load_mode,
-            save_mode=self.settings.save_mode,
-            max_silent_ms=0,
-        )
-        self._shared_prefix = self._tokens(80)
-        self._alive: list[str] = []
-        self._num_arrived = 0
-        self.aborted: set[str] = set()
-        self.max_tokens: dict[str, int] = {}
-        self._break_copies()
+        self.contender = contender
+        self.settings = attrs.evolve(draw(random.Random(f"settings {seed}")), **changes)
+        self.clock = VirtualClock(random.Random(f"clock {seed}"))
+        self.meter = Meter()
+        self.notes: list[tuple[int, str]] = []
+        self.num_steps = 0
+        self.weights = 0
+        self.is_draining = False
+        self.lives: list[Life] = []
+        self.alive: list[Life] = []
+        self.ended_in_last_step: list[Life] = []
+        self.dead_logs: list[LogEnd] = []
+        self.needs_files = False
+        self._rng = random.Random(f"clients {seed}")
+        self._shared_prefix = self.tokens(self._rng, 80)
+        self._by_ordinal: dict[int, Life] = {}
+        self._exits = contextlib.ExitStack()
+        drawn = draw_faults(seed)
+        names = drawn if faults is None else drawn & faults
+        self.faults: list[Fault] = [fault(self) for fault in FAULTS if fault.name in names]
+        for fault in self.faults:
+            self._exits.callback(fault.detach)
+        self.log_dir = Path(self._exits.enter_context(tempfile.TemporaryDirectory())) if self.needs_files else None
+        self._start_engine()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Leave nothing behind: no files, nothing stood in for."""
+        self._exits.close()
+
+    @property
+    def fault_names(self) -> list[str]:
+        """Those that are on."""
+        return [fault.name for fault in self.faults]
 
     @property
     def side(self):  # noqa: ANN201 -- the type would pull the adapter into every reader's way
-        """The scheduler's half of the connector."""
+        """The scheduler's half of kvledger."""
         return self.engine.connector.scheduler_side
 
+    @property
+    def worker_side(self):  # noqa: ANN201 -- see above
+        """The worker's half of kvledger."""
+        return self.engine.worker._worker_side
+
+    # --- what faults and tests may do ---------------------------------------------------------
+
+    def note(self, what: str) -> None:
+        """Remember for the transcript."""
+        self.notes.append((self.num_steps, what))
+
+    def tokens(self, rng: random.Random, count: int) -> list[int]:
+        """Tokens that nobody else has."""
+        return [rng.randrange(VOCABULARY_SIZE) for _ in range(count)]
+
+    def prompt(self, rng: random.Random, num_tokens: int) -> list[int]:
+        """A prompt that shares its beginning with others."""
+        num_shared = min(rng.randrange(len(self._shared_prefix)), num_tokens - 1)
+        return self._shared_prefix[:num_shared] + self.tokens(rng, num_tokens - num_shared)
+
+    def arrive(
+        self,
+        prompt: Sequence[int],
+        max_tokens: int,
+        *,
+        request_id: str = "",
+        cache_salt: str | None = None,
+        priority: int = 0,
+    ) -> None:
+        """A request comes in."""
+        request_id = request_id or f"r{len(self.lives)}"
+        life = Life(request_id, list(prompt), max_tokens, cache_salt, priority, Truth(prompt, self.weights))
+        self.lives.append(life)
+        self._add(life)
+
+    def abort(self, life: Life) -> None:
+        """Its client goes away."""
+        life.is_aborted = True
+        self.engine.abort(life.request_id)
+
+    def restart(self) -> None:
+        """Kill the engine, read its log back, start another one, send it what was not answered."""
+        self.dead_logs.append(read_end(self.side))
+        abandon(self.side)
+        left = [life for life in self.alive if life.request_id in self.engine.scheduler.requests]
+        self.meter.end()
+        self._start_engine()
+        for life in left:
+            life.outputs.clear()
+            life.truth = Truth(life.prompt, self.weights)
+            self._add(life)
+
+    def load_new_weights(self) -> None:
+        """Whatever was computed before is wrong from now on; nobody may be running, no step be in flight."""
+        self.weights += 1
+        self.engine.model.weights = self.weights
+        for life in self.alive:
+            life.truth.load_new_weights(self.weights, len(life.outputs))
+
+    # --- its life -----------------------------------------------------------------------------
+
     def run(self) -> None:
-        """Live through all steps, then let everybody finish."""
-        for _ in range(self.settings.num_steps):
-            self._clients()
-            if self.engine.scheduler.has_requests():
-                self.engine.step()
-            else:
-                self.engine.update()
-        self.engine.run()
-        self.engine.connector.scheduler_side.ledger.commit()
+        """Live through all steps, then let everybody finish; the log is committed and complete."""
+        while self.num_steps < self.settings.num_steps:
+            self.step()
+        self.is_draining = True
+        while self.engine.scheduler.has_requests() or self.engine.is_computing:
+            self.step()
+            if self.num_steps > MAX_STEPS:
+                counts = self.engine.scheduler.get_request_counts()
+                message = f"still busy after {MAX_STEPS} steps: {counts} running and waiting"
+                raise AssertionError(message)
+        self.meter.end()
+        if self.contender is LEDGER_CONTENDER:
+            for fault in self.faults:
+                fault.repair()
+            self.side.ledger.commit()
+            self.side.log.store.flush()
+            self.log = read_end(self.side)
 
-    def events(self) -> Iterator[tuple[int, e.Event]]:
-        """The log, decoded."""
-        store = self.side.log.store
-        decoder = EventDecoder(store.header)
-        for frame in store.read():
-            yield from enumerate(decoder.decode(frame.payload), frame.first_sequence)
+    def step(self) -> None:
+        """Whatever happens between two engine steps, then one."""
+        self.clock.pass_step()
+        for fault in self.faults:
+            fault.before_step()
+        if not self.is_draining:
+            self._arrivals()
+        self.num_steps += 1
+        if self.engine.scheduler.has_requests():
+            self.engine.step()
+        else:
+            self.engine.update()
+        requests = self.engine.scheduler.requests
+        self.ended_in_last_step = [life for life in self.alive if life.request_id not in requests]
+        self.alive = [life for life in self.alive if life.request_id in requests]
+        if self.contender is LEDGER_CONTENDER:
+            self.pages.raise_if_wrong()
 
-    def _clients(self) -> None:
-        rng, settings = self._rng, self.settings
-        if rng.random() < settings.arrival_share and len(self._alive) < MAX_ALIVE:
-            request_id = f"r{self._num_arrived}"
-            self._num_arrived += 1
-            prompt = self._shared_prefix[: rng.randrange(70)] + self._tokens(rng.randrange(1, 30))
-            self.max_tokens[request_id] = rng.randrange(1, 60)
-            self.engine.add(request_id, prompt, self.max_tokens[request_id], cache_salt=rng.choice(settings.salts))
-            self._alive.append(request_id)
-        if self._alive and rng.random() < settings.abort_share:
-            request_id = rng.choice(self._alive)
-            self.aborted.add(request_id)
-            self.engine.abort(request_id)
-        if rng.random() < settings.reset_share:
-            # vLLM refuses where blocks are still in use: by a step in flight, a load, a copy out of a finished request.
-            with contextlib.suppress(RuntimeError):
-                self.engine.scheduler.reset_prefix_cache(
-                    reset_running_requests=True, reset_connector=rng.random() < 0.5
-                )
-        self._alive = [request_id for request_id in self._alive if request_id in self.engine.scheduler.requests]
+    def _arrivals(self) -> None:
+        rng = self._rng
+        comes = rng.random() < self.settings.arrival_share
+        num_prompt_tokens, max_tokens = _draw_lengths(rng, self.settings.connector)
+        prompt = self.prompt(rng, num_prompt_tokens)
+        salt, priority = rng.choice(self.settings.salts), rng.choice([0, 0, 1])
+        if comes and len(self.alive) < MAX_ALIVE:
+            self.arrive(prompt, max_tokens, cache_salt=salt, priority=priority)
 
-    def _tokens(self, count: int) -> list[int]:
-        return [self._rng.randrange(VOCABULARY_SIZE) for _ in range(count)]
+    def _add(self, life: Life) -> None:
+        if self.contender is LEDGER_CONTENDER:
+            self._by_ordinal[self.side.ledger.projections.tracker.num_arrived] = life
+        self.alive.append(life)
+        self.engine.outputs[life.request_id] = life.outputs
+        self.engine.add(
+            life.request_id,
+            life.prompt,
+            life.max_tokens,
+            cache_salt=life.cache_salt,
+            priority=life.priority,
+            arrival_time=self.clock() / 1e9,
+        )
 
-    def _break_copies(self) -> None:
-        """Let some copies fail on the worker, as a full or broken host would."""
-        if not self.settings.failed_copy_share:
-            return
-        engine = self.engine.worker._worker_side._engine  # type: ignore[attr-defined]
-        rng = random.Random(self.seed + 1)
-        # Two holes of vLLM 0.32 itself that no connector can close: with prefix caching a sharer goes on with blocks
-        # whose load failed (vllm#49250), and with two steps in flight the second one has read them already.
-        loads_may_fail = not self.settings.enable_prefix_caching and not self.settings.async_scheduling
-        for name in ("save", "load") if loads_may_fail else ("save",):
-            copy = getattr(engine, name)
+    def _start_engine(self) -> None:
+        settings = self.settings
+        extra: dict[str, Any] = dict(settings.connector)
+        if self.log_dir is not None:
+            # Small segments, so that some are seen to be full.
+            extra |= {"log_dir": str(self.log_dir), "segment_bytes": 20_000}
+        with self.clock.rules():
+            self.engine = engine = SimulatedEngine(
+                num_blocks=settings.num_blocks,
+                block_size=BLOCK_SIZE,
+                max_num_seqs=settings.max_num_seqs,
+                max_num_batched_tokens=settings.max_num_batched_tokens,
+                max_model_len=MAX_MODEL_LEN,
+                enable_prefix_caching=settings.enable_prefix_caching,
+                async_scheduling=settings.async_scheduling,
+                model_runner_v2=settings.model_runner_v2,
+                policy=settings.policy,
+                contender=self.contender,
+                **extra,
+            )
+        engine.model.weights = self.weights
+        self.meter.attach(engine.scheduler)
+        self.alive = []
+        self._by_ordinal = {}
+        if self.contender is LEDGER_CONTENDER:
+            if self.worker_side._overlapping is not None:
+                self.worker_side._overlapping.close()
+                rng = random.Random(f"copies {self.seed}")
+                self.worker_side._overlapping = VirtualOverlap(self.worker_side._engine, self.clock, rng)
+            self.copies = Copies(self.worker_side)
+            self.pages = PageWatch(engine, lambda ordinal: self._by_ordinal[ordinal].truth)
+            engine.on_output = self._pass_through_faults
+            for fault in self.faults:
+                fault.attach()
+            self.pages.attach(self.copies)  # outermost: it must see copies that a fault lets fail, too
 
-            def perhaps(*arguments, copy=copy):  # noqa: ANN002, ANN001, ANN202
-                if rng.random() < self.settings.failed_copy_share:
-                    message = "a copy that this seed breaks"
-                    raise RuntimeError(message)
-                return copy(*arguments)
+    def _pass_through_faults(self, output: KVConnectorOutput) -> None:
+        meta = output.kv_connector_worker_meta
+        reports = list(meta.reports) if isinstance(meta, WorkerReports) else []
+        for fault in self.faults:
+            reports = fault.reports(reports)
+        output.kv_connector_worker_meta = WorkerReports(tuple(reports)) if reports else None
 
-            setattr(engine, name, perhaps)
+
+def _draw_lengths(rng: random.Random, connector: dict[str, Any]) -> tuple[int, int]:
+    """Prompt and output: mostly ordinary, now and then one of the sizes at which something begins or ends.
+
+    Never more than `MAX_MODEL_LEN` in all: vLLM's front end refuses longer ones, and the scheduler of 0.32 would keep
+    a prompt that its pool cannot hold at the head of the queue for ever, with everybody else behind it.
+    """
+    num_prompt_tokens, max_tokens = rng.randrange(1, 100), rng.randrange(1, 60)
+    odd = rng.choice(["ordinary"] * 6 + ["one token", "one output", "whole chunks", "longest"])
+    whole = int(connector["chunk_size"]) * rng.randint(1, 2)
+    if odd == "one token":
+        num_prompt_tokens = 1
+    elif odd == "one output":
+        max_tokens = 1
+    elif odd == "whole chunks":
+        num_prompt_tokens = whole
+    elif odd == "longest":
+        max_tokens = MAX_MODEL_LEN
+    return num_prompt_tokens, min(max_tokens, MAX_MODEL_LEN - num_prompt_tokens)

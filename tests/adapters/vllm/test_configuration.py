@@ -10,7 +10,8 @@ from typing import Any
 
 import attrs
 import pytest
-from sim.engine import LEDGER, block_bytes, kv_cache_config, vllm_config
+from sim.contenders import LEDGER
+from sim.engine import block_bytes, kv_cache_config, vllm_config
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
 from kvledger.adapters.vllm import KVLedgerConnector

@@ -359,6 +359,27 @@ def test_preempted_and_resumed_in_the_same_step(
     engine.check_released()
 
 
+def test_whoever_a_reset_preempted_has_lost_its_blocks_before_they_are_given_away(make_engine: Any) -> None:
+    """An urgent newcomer takes them first; the log must not show two requests that hold one block."""
+    engine = make_engine(num_blocks=30, chunk_size=8, enable_prefix_caching=False, policy="priority")
+    crowd(engine)
+    for _ in range(20):
+        engine.step()
+    engine.scheduler.reset_prefix_cache(reset_running_requests=True)
+    engine.add("newcomer", range(900, 960), 4, priority=-1)
+    engine.run()
+    events = [event for _, event in engine.events()]
+    places = [place for place, event in enumerate(events) if isinstance(event, e.RequestPreempted)]
+    given = next(
+        place
+        for place, event in enumerate(events)
+        if isinstance(event, e.BlocksAllocated) and event.request_id == "newcomer"
+    )
+    assert len(places) == 3
+    assert max(places) < given
+    engine.check_outputs()
+
+
 def test_a_save_in_flight_at_a_reset_is_not_offered(make_engine: Any) -> None:
     """Its pages were computed with the old weights; its report frees the slots and commits nothing."""
     engine = make_engine(num_blocks=30, chunk_size=8, enable_prefix_caching=False, async_scheduling=True)

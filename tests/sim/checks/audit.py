@@ -1,0 +1,40 @@
+"""The audit finds nothing."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvledger.lifecycle.audit import Audit, Violation
+from kvledger.lifecycle.audit.recorded import Recorded
+from kvledger.lifecycle.machine import ReferenceMachine
+from sim.checks.rules import allowed_rules
+
+if TYPE_CHECKING:
+    from sim.logs import LogEnd
+    from sim.world import World
+
+
+def check_audit(world: World) -> None:
+    """Every checker of `kvledger.lifecycle.audit` goes over every log.
+
+    Verifies: all rules that a log can decide, but those that a fault of this world breaks.
+    Does not verify: rules of `audit.NOT_CHECKED`, and events behind a gap.
+    """
+    for log in (*world.dead_logs, world.log):
+        _check(log, allowed_rules(world))
+
+
+def _check(log: LogEnd, allowed: frozenset[str]) -> None:
+    audit = Audit(log.configuration, ReferenceMachine())
+    for sequence, event in log.events:
+        audit.take(sequence, event)
+    if not log.gaps:
+        audit.finish()
+    assert audit.unfoldable is None, f"the log cannot be folded: {audit.unfoldable}"
+    found = [violation for violation in audit.violations if _rule(violation) not in allowed]
+    assert not found, f"the audit says: {found[0]}"
+
+
+def _rule(violation: Violation) -> str:
+    """The rule that was broken, also where the audit only repeats what the connector had noticed itself."""
+    return violation.detail.partition(":")[0] if violation.rule == Recorded.rule else violation.rule

@@ -1,0 +1,79 @@
+"""Nothing remembers a request that has ended."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sized
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvledger.adapters.vllm.scheduler_side import SchedulerSide
+    from kvledger.lifecycle.belief import Projections
+    from sim.world import World
+
+MAY_STAY = frozenset(
+    {
+        # The host pool: chunks, in which slots they lie, which are free, why some are gone (bounded).
+        "ChunkIndex._committed",
+        "ChunkIndex._by_age",
+        "ChunkIndex._departed",
+        "HostSlots._free",
+        "HostSlots._references",
+        # Counts of chunk keys over the whole log (bounded).
+        "ChunkStatistics._num_requests_with",
+        # Saves that no worker reported, whose slots are never used again.
+        "Transfers._given_up",
+        # What the last step looked like, and steps to come at which a request was to be looked at (bounded).
+        "StepReader._steady_ids",
+        "StepReader._steady_ordinals",
+        "StepReader._due",
+        "WorkerSide._executed",
+    }
+)
+
+
+def check_nothing_left(world: World) -> None:
+    """No container of the projections, of the adapter or of the worker holds anything of a request that has ended.
+
+    Verifies: every container there is, found by walking the objects, but those of `MAY_STAY`; every slot that is not
+    free belongs to a chunk, or to a save that was given up.
+    Does not verify: what is left in the middle of a life, and vLLM's own structures.
+    """
+    entries = world.side.ledger.projections.num_entries()
+    assert not any(entries.values()), f"entries of ended requests: {entries}"
+    left = left_entries(world.side, world.engine.worker)
+    assert not left, f"left behind: {left}"
+    check_slots(world.side.ledger.projections)
+
+
+def left_entries(side: SchedulerSide, worker: Any) -> dict[str, int]:
+    """Class and attribute -> entries, of every container that should be empty when no request is alive."""
+    projections = side.ledger.projections
+    parts = [getattr(projections, name) for name in vars(projections)]
+    parts += [projections.chunks.slots, side, side.journal, side._notice, side._reader, side.ledger]
+    parts.append(worker._worker_side)
+    left = {}
+    for part in parts:
+        if not type(part).__module__.startswith("kvledger") or not hasattr(part, "__dict__"):
+            continue
+        for name, value in vars(part).items():
+            where = f"{type(part).__name__}.{name}"
+            if isinstance(value, dict | list | set | tuple) and _changes(name) and where not in MAY_STAY and value:
+                left[where] = len(value)
+    return left
+
+
+def _changes(name: str) -> bool:
+    """Whether a container is of the kind that requests come into and leave; some are fixed from the start."""
+    return name not in {"_folds", "_table", "_engines"}
+
+
+def check_slots(projections: Projections) -> None:
+    """Count the references on slots again, from what may hold them."""
+    chunks, transfers = projections.chunks, projections.transfers
+    expected = Counter(slot for slots in chunks._committed.values() for slot in slots)
+    expected.update(slot for job in transfers._given_up.values() for slot in job.slots)
+    references: dict[int, int] = chunks.slots._references
+    assert references == dict(expected), "slots are held by nobody, or held and not counted"
+    free: Sized = set(chunks.slots.candidates(chunks.slots.num_free))
+    assert len(free) == chunks.slots.num_slots - len(references), "slots are neither free nor held"

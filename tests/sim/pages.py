@@ -1,0 +1,168 @@
+"""Looks at the pages of every copy at the moment it is made, with the tokens in hand that they must belong to.
+
+Wrong KV in the host pool is seen here even if nobody ever loads it. What is wrong is kept and told after the step,
+because a worker takes an exception in a copy for a failed copy. Durations are replaced, so that no clock but the
+world's reaches the log.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import attrs
+import torch
+
+from kvledger.lifecycle import events as e
+from kvledger.storage.kv import CopyResult
+from sim.hashed_model import NUM_LAYERS
+from sim.truth import Truth
+
+if TYPE_CHECKING:
+    from sim.copies import Copies
+    from sim.engine import SimulatedEngine
+
+Pages = dict[tuple[int, int], torch.Tensor]
+"""(block, slot) -> the KV that its first positions must hold."""
+
+
+class WrongPages(AssertionError):
+    """Bytes were copied that are not the KV of the tokens they are kept for."""
+
+
+class PageWatch:
+    """Knows for every job that was handed out what its pages must hold, and compares when they are copied."""
+
+    def __init__(self, engine: SimulatedEngine, truth_of: Callable[[int], Truth]) -> None:
+        self._side = engine.connector.scheduler_side
+        self._worker: Any = engine.worker
+        self._kv_caches = engine.model.kv_caches
+        self._block_size = engine.model.block_size
+        self._truth_of = truth_of
+        self._expected: dict[tuple[tuple[int, ...], tuple[int, ...]], deque[Pages]] = {}
+        self.wrong: list[str] = []
+        self.num_pages_checked = 0
+        journal = self._side.journal
+        take_jobs = journal.take_jobs
+
+        def take_and_expect() -> list[Any]:
+            jobs = take_jobs()
+            for job in jobs:
+                if not isinstance(job, e.TransferAwaited):
+                    self._expect(job)
+            return jobs
+
+        journal.take_jobs = take_and_expect  # type: ignore[method-assign]
+
+    def attach(self, copies: Copies) -> None:
+        """See the copies of both engines."""
+        for name in ("save", "load", "start_save", "start_load"):
+            copies.wrap(name, self._watched)
+
+    def raise_if_wrong(self) -> None:
+        """Tell the first page that was wrong."""
+        if self.wrong:
+            raise WrongPages(self.wrong[0])
+
+    def _expect(self, job: e.LoadIssued | e.SaveIssued | e.TailSaveIssued) -> None:
+        projections = self._side.ledger.projections
+        in_flight = projections.transfers.get(job.job_id)
+        if in_flight is None or in_flight.ordinal < 0:
+            self.wrong.append(f"job {job.job_id} was handed out, but nobody is waiting for it")
+            return
+        key = (job.block_ids, job.slots)
+        if in_flight.epoch != projections.transfers.epoch:
+            self._expected.setdefault(key, deque()).append({})  # KV from before a reset, which is never committed
+            return
+        truth = self._truth_of(in_flight.ordinal)
+        if isinstance(job, e.SaveIssued):
+            size = projections.configuration.chunk_size
+            blocks = projections.geometry.blocks_of(job.chunks)
+            ends = {block: (block + 1) * self._block_size for block in blocks}
+            if size < self._block_size:
+                ends = {chunk * size // self._block_size: (chunk + 1) * size for chunk in sorted(job.chunks)}
+        else:
+            end = job.first_token + job.num_tokens
+            blocks = projections.geometry.blocks_spanning(job.first_token, job.num_tokens)
+            ends = {block: min(end, (block + 1) * self._block_size) for block in blocks}
+        pages = {
+            (block_id, slot): torch.tensor(truth.hashes(block * self._block_size, ends[block]), dtype=torch.int64)
+            for block, block_id, slot in zip(blocks, job.block_ids, job.slots, strict=True)
+        }
+        self._expected.setdefault(key, deque()).append(pages)
+
+    def _watched(self, name: str, copy: Callable[..., Any]) -> Callable[..., Any]:
+        is_save = name.endswith("save")
+
+        def watched(*arguments: Any) -> Any:
+            block_ids, slots = map(tuple, arguments if is_save else arguments[::-1])
+            expected = self._expected.get((block_ids, slots))
+            if not expected:
+                self.wrong.append(f"{name} of blocks {block_ids} and slots {slots}, which is no job")
+                return copy(*arguments)
+            pages = expected.popleft()
+            if not expected:
+                del self._expected[block_ids, slots]
+            if is_save:
+                self._compare_blocks("saves wrong KV from", pages)
+            result = copy(*arguments)
+            if hasattr(result, "is_done"):
+                return _WatchedCopy(result, lambda: self._compare_destination(pages, is_save=is_save))
+            self._compare_destination(pages, is_save=is_save)
+            return _without_clock(result)
+
+        return watched
+
+    def _compare_destination(self, pages: Pages, *, is_save: bool) -> None:
+        if is_save:
+            buffer = self._worker._worker_side._pool.buffer
+            slots = buffer.view(torch.int64).view(len(buffer), NUM_LAYERS, self._block_size, 2)
+            for (block_id, slot), expected in pages.items():
+                for layer in range(NUM_LAYERS):
+                    self._compare(f"slot {slot}, saved from block {block_id}, is wrong", slots[slot, layer], expected)
+        else:
+            self._compare_blocks("loads wrong KV into", pages)
+
+    def _compare_blocks(self, what: str, pages: Pages) -> None:
+        for (block_id, slot), expected in pages.items():
+            for layer in self._kv_caches.values():
+                self._compare(f"{what} block {block_id} (slot {slot})", layer[block_id, 0], expected)
+
+    def _compare(self, what: str, page: torch.Tensor, expected: torch.Tensor) -> None:
+        self.num_pages_checked += 1
+        if not torch.equal(page[: len(expected), 0], expected):
+            wrong = int((page[: len(expected), 0] != expected).sum())
+            self.wrong.append(f"{what}: {wrong} of {len(expected)} positions")
+
+
+@attrs.define
+class _WatchedCopy:
+    """A copy that has been started; what it wrote is compared once, when its end is first seen."""
+
+    _copy: Any
+    _compare: Callable[[], None] | None
+
+    def is_done(self) -> bool:
+        """Whether the bytes are in place."""
+        done: bool = self._copy.is_done()
+        if done:
+            self._seen()
+        return done
+
+    def wait(self) -> Any:
+        """Return when they are."""
+        result = self._copy.wait()
+        self._seen()
+        return _without_clock(result)
+
+    def _seen(self) -> None:
+        if self._compare is not None:
+            self._compare()
+            self._compare = None
+
+
+def _without_clock(result: Any) -> Any:
+    if isinstance(result, CopyResult):
+        return attrs.evolve(result, duration_ns=1000 * result.num_pages)
+    return result

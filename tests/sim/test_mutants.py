@@ -1,0 +1,114 @@
+"""Mistakes that connectors have made, made here on purpose: some world must see each of them, and say so.
+
+They are made in the code under test, not in what the checks look at. The seeds that find them are not told: whoever
+changes how worlds are drawn must still find every one within `NUM_SEEDS`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from kvledger.adapters.vllm.noticing import Noticing
+from kvledger.adapters.vllm.worker_side import WorkerSide
+from kvledger.lifecycle import decider
+from kvledger.lifecycle import events as e
+from kvledger.lifecycle.decisions import saves
+from kvledger.lifecycle.handlers import chunked_prefill
+from kvledger.lifecycle.projections.chunk_index import ChunkIndex, _count_down
+from kvledger.lifecycle.projections.tails import Tails
+from kvledger.lifecycle.projections.transfers import JobKind
+from sim.checks import CHECKS
+from sim.world import World
+
+pytestmark = pytest.mark.scheduler
+
+NUM_SEEDS = 60
+
+
+def _save_one_token_too_many(event: Any, record: Any, projections: Any, cause: int) -> Iterator[e.Event]:
+    num_tokens = event.num_settled_tokens + 1
+    plan = saves._plan_from_lost(record, record.generation, projections, cause, before_forward=True, is_async=False)
+    yield from plan.save(0, num_tokens)
+
+
+def _call_failed_copies_done(job: Any, projections: Any, cause: int) -> Iterator[e.Event]:  # noqa: ARG001
+    completed = e.LoadCompleted if job.kind is JobKind.LOAD else e.SaveCompleted
+    yield completed(request_id=job.request_id, generation=job.generation, job_id=job.job_id, cause=cause)
+
+
+def _commit_in_spite_of_a_reset(self: Any, event: Any, _sequence: int) -> None:
+    job = self._transfers.get(event.job_id)
+    if job is not None:
+        _count_down(self._saving, job.keys)
+        self._commit(job)
+        self.slots.release(job.slots)
+
+
+MUTANTS: dict[str, tuple[Any, str, Callable[..., Any], str]] = {
+    "the token sampled last is saved though nobody computed it (vllm#54193)": (
+        chunked_prefill,
+        "save_on_finish",
+        _save_one_token_too_many,
+        "wrong",
+    ),
+    "a preemption counts one token too many as written": (
+        Noticing,
+        "num_written_tokens",
+        lambda _self, request, num_computed_tokens: min(num_computed_tokens + 1, request.num_tokens),
+        "wrong KV",
+    ),
+    "blocks of preempted requests are copied after the forward": (
+        WorkerSide,
+        "before_forward",
+        lambda _self, _jobs: None,
+        "wrong KV",
+    ),
+    "a failed copy counts as done": (decider, "settle", _call_failed_copies_done, "wrong KV"),
+    "blocks that were not filled are not reported": (
+        WorkerSide,
+        "take_failed_block_ids",
+        lambda _self: set(),
+        "wrong KV",
+    ),
+    "a tail is not dropped when its request runs again": (
+        Tails,
+        "_drop",
+        lambda _self, _event, _sequence: None,
+        "entries of ended requests",
+    ),
+    "a promised chunk is not pinned": (
+        ChunkIndex,
+        "_answered",
+        lambda _self, _event, _sequence: None,
+        "EVICT_IDLE_ONLY",
+    ),
+    "chunks survive a reset": (ChunkIndex, "_reset", lambda _self, _event, _sequence: None, "wrong KV"),
+    "a save from before a reset is committed after it": (
+        ChunkIndex,
+        "_save_completed",
+        _commit_in_spite_of_a_reset,
+        "RESET_EPOCH",
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", MUTANTS)
+def test_a_mistake_is_found(mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of the worlds ends with the right complaint."""
+    owner, name, mutant, complaint = MUTANTS[mistake]
+    monkeypatch.setattr(owner, name, mutant)
+    complaints = []
+    for seed in range(NUM_SEEDS):
+        try:
+            with World(seed) as world:
+                world.run()
+                for check in CHECKS:
+                    check(world)
+        except AssertionError as trouble:
+            complaints.append(f"seed {seed}: {trouble}")
+            if complaint in str(trouble):
+                return
+    pytest.fail(f"no world complains of {complaint!r}, but of {complaints}")
