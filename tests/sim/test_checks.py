@@ -30,7 +30,13 @@ from sim.world import World
 
 pytestmark = pytest.mark.scheduler
 
-ROOMY = {"host_bytes": block_bytes(BLOCK_SIZE) * 400, "chunk_size": 32, "save_tails": True, "max_hit_share": 1.0}
+ROOMY = {
+    "host_bytes": block_bytes(BLOCK_SIZE) * 400,
+    "chunk_size": 32,
+    "save_tails": True,
+    "max_hit_share": 1.0,
+    "save_mode": "sync",
+}
 
 
 def calm_world(faults: frozenset[str] = frozenset(), **changes: Any) -> World:
