@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 VOCABULARY_SIZE = 512
@@ -22,7 +23,12 @@ _CONFIGURATION = {
 
 
 def write_configuration(directory: Path) -> Path:
-    """Write only `config.json`: enough for a scheduler, which never touches weights."""
+    """Write only `config.json`: enough for a scheduler, which never touches weights.
+
+    Other processes may be reading the same file, so it is put in place whole.
+    """
     directory.mkdir(parents=True, exist_ok=True)
-    (directory / "config.json").write_text(json.dumps(_CONFIGURATION))
+    unfinished = directory / f"config.json.{os.getpid()}"
+    unfinished.write_text(json.dumps(_CONFIGURATION))
+    unfinished.replace(directory / "config.json")
     return directory
