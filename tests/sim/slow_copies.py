@@ -15,30 +15,43 @@ from kvledger.storage.kv import CopyResult
 class SlowCopy:
     """A copy that was started and does nothing until it is finished, made to fail, or waited for."""
 
-    def __init__(self, what: str, block_ids: tuple[int, ...], copy: Callable[[], CopyResult]) -> None:
+    def __init__(
+        self, what: str, block_ids: tuple[int, ...], copy: Callable[[], CopyResult], num_questions: int | None
+    ) -> None:
         self.what = what
         self.block_ids = block_ids
         self.was_waited_for = False
         self._copy = copy
+        self._num_questions = num_questions
         self._result: CopyResult | None = None
         self._error: Exception | None = None
 
     def finish(self) -> None:
         """Move the bytes; a second time changes nothing."""
-        if not self.is_done():
+        if not self.is_over:
             self._result = self._copy()
 
     def fail(self, error: str = "broken on purpose") -> None:
         """Move nothing."""
         self._error = RuntimeError(error)
 
-    def is_done(self) -> bool:
+    @property
+    def is_over(self) -> bool:
         """Whether somebody finished it or made it fail."""
         return self._result is not None or self._error is not None
 
+    def is_done(self) -> bool:
+        """The worker asks, once a step."""
+        if self._num_questions is not None and not self.is_over:
+            if not self._num_questions:
+                self.finish()
+            else:
+                self._num_questions -= 1
+        return self.is_over
+
     def wait(self) -> CopyResult:
         """Finish it if nobody did."""
-        self.was_waited_for = self.was_waited_for or not self.is_done()
+        self.was_waited_for = self.was_waited_for or not self.is_over
         self.finish()
         if self._error is not None:
             raise self._error
@@ -47,16 +60,20 @@ class SlowCopy:
 
 
 class SlowCopies:
-    """Wraps an overlapping engine; copies of the kinds in `slow` pend, others are done at once."""
+    """Wraps an overlapping engine; copies of the kinds in `slow` pend, others are done at once.
 
-    def __init__(self, inner: Any, slow: Iterable[str] = ("load", "save")) -> None:
+    `num_questions` lets a copy be done without the test, after the worker has asked so often whether it is.
+    """
+
+    def __init__(self, inner: Any, slow: Iterable[str] = ("load", "save"), *, num_questions: int | None = None) -> None:
         self._inner = inner
+        self._num_questions = num_questions
         self.slow = set(slow)
         self.started: list[SlowCopy] = []
 
     def pending(self, what: str = "") -> list[SlowCopy]:
         """Copies that are not done, of one direction or of both, in the order in which they were started."""
-        return [copy for copy in self.started if not copy.is_done() and copy.what.startswith(what)]
+        return [copy for copy in self.started if not copy.is_over and copy.what.startswith(what)]
 
     def start_save(self, block_ids: Iterable[int], slots: Iterable[int]) -> SlowCopy:
         """Device to host."""
@@ -75,11 +92,19 @@ class SlowCopies:
         self._inner.close()
 
     def _start(self, what: str, block_ids: tuple[int, ...], move: Callable[[], CopyResult]) -> SlowCopy:
-        copy = SlowCopy(what, block_ids, move)
+        copy = SlowCopy(what, block_ids, move, self._num_questions)
         self.started.append(copy)
         if what not in self.slow:
             copy.finish()
         return copy
+
+
+def delay(engine: Any, num_questions: int = 1) -> None:
+    """Let the copies beside the steps of every rank take a step or more each, by the same count in every run."""
+    for worker in engine.workers:
+        side = worker._worker_side
+        if side._overlapping is not None:
+            side._overlapping = SlowCopies(side._overlapping, num_questions=num_questions)
 
 
 def slow_down(engine: Any, *slow: str) -> list[SlowCopies]:
