@@ -107,6 +107,10 @@ class Journal:
         if not self.is_disabled:
             self.is_disabled = True
             self.messages.error("the ledger is corrupt; caching is off until the engine restarts")
-        # What the scheduler was promised is still delivered; nothing else is.
-        self._outbox = [job for job in self._outbox if isinstance(job, e.LoadIssued)]
+        # What the scheduler was promised is still delivered, also the end of a save for which it keeps blocks.
+        self._outbox = [job for job in self._outbox if isinstance(job, e.LoadIssued) or _is_async_save(job)]
         self.ledger.record_unfolded(event)
+
+
+def _is_async_save(job: Job) -> bool:
+    return isinstance(job, e.SaveIssued) and job.is_async

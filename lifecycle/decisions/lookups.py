@@ -50,7 +50,8 @@ def answer_lookup(event: e.LookupRequested, record: RequestRecord, projections: 
     if (
         hit.awaited is not None
         and record.num_preemptions
-        and min(hit.awaited.num_tokens, event.num_tokens - 1) > max(event.num_computed_tokens, usable)
+        and min(projections.policy.usable_tokens(hit.awaited.num_tokens, record), event.num_tokens - 1)
+        > max(event.num_computed_tokens, usable)
         and num_deferred < projections.configuration.max_deferred_lookups
     ):
         yield e.LookupDeferred(

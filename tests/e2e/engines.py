@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import attrs
+import pytest
 
 from kvledger.adapters.cli.logs import open_log
 from kvledger.adapters.demo.engine import start
@@ -38,6 +39,16 @@ class RunningEngine:
         """Greedy output token ids, one list per prompt."""
         outputs = self.request_outputs(prompts, max_tokens, **prompt_fields)
         return [list(output.outputs[0].token_ids) for output in outputs]
+
+    def settle(self) -> None:
+        """Step on until no copy is under way; vLLM's front end stops stepping at the last output."""
+        core = self.llm.llm_engine.engine_core.engine_core
+        for _ in range(100_000):
+            if not core.scheduler.has_requests() and not core.batch_queue:
+                return
+            core.step_fn()
+        message = "copies are still under way"
+        raise AssertionError(message)
 
     def request_outputs(self, prompts: Sequence[Sequence[int]], max_tokens: int, **prompt_fields: Any) -> list[Any]:
         """What vLLM returns, one `RequestOutput` per prompt."""
@@ -74,6 +85,22 @@ def running_engine(
     finally:
         llm.llm_engine.engine_core.shutdown()
         cleanup_dist_env_and_memory()
+
+
+def keep_two_steps_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let engines started from now on schedule asynchronously.
+
+    On CPU vLLM switches that off because it gains nothing there; it works nevertheless.
+    """
+    from vllm.platforms.cpu import CpuPlatform
+
+    switch_off = CpuPlatform.check_and_update_config.__func__  # type: ignore[attr-defined]
+
+    def leave_on(platform: Any, vllm_config: Any) -> None:
+        switch_off(platform, vllm_config)
+        vllm_config.scheduler_config.async_scheduling = True
+
+    monkeypatch.setattr(CpuPlatform, "check_and_update_config", classmethod(leave_on))
 
 
 @attrs.frozen

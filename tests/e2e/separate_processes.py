@@ -14,14 +14,15 @@ from kvledger.adapters.demo.workload import Workload, connector
 
 
 def main() -> None:
-    """Read model, folder of logs (or "-" for no connector), workload and number of ranks from the command line."""
-    model, log_dir, workload, num_ranks = (
+    """Read model, folder of logs (or "-"), workload, number of ranks and extra configuration from the command line."""
+    model, log_dir, workload, num_ranks, extra_config = (
         sys.argv[1],
         sys.argv[2],
         Workload(**json.loads(sys.argv[3])),
         int(sys.argv[4]),
+        {"host_bytes": "64MiB", **json.loads(sys.argv[5])},
     )
-    ours = connector(Path(log_dir), chunk_size=workload.chunk_size, host_bytes="64MiB") if log_dir != "-" else None
+    ours = connector(Path(log_dir), chunk_size=workload.chunk_size, **extra_config) if log_dir != "-" else None
     more = {"tensor_parallel_size": num_ranks, "gpu_memory_utilization": 0.3} if num_ranks > 1 else {}
     llm = start(model, workload, ours, **more)
     outputs = generate(llm, workload.prompts(), workload.max_tokens)

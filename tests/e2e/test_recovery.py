@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from e2e.engines import Reference, read_sound_log, running_engine
+from e2e.engines import Reference, keep_two_steps_in_flight, read_sound_log, running_engine
 from kvledger.adapters.demo.workload import Workload
 from kvledger.lifecycle import events as e
 from kvledger.storage.kv.cpu_engine import CpuCopyEngine
@@ -143,18 +143,10 @@ def test_of_two_requests_that_fill_the_pool_one_preempts_the_other_and_it_loads_
 def test_with_two_steps_in_flight_preempted_requests_recover_as_well(
     model: Path, reference: Reference, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On CPU vLLM switches asynchronous scheduling off because it gains nothing there; it works nevertheless."""
-    from vllm.platforms.cpu import CpuPlatform
-
-    switch_off = CpuPlatform.check_and_update_config.__func__  # type: ignore[attr-defined]
-
-    def leave_on(platform: Any, vllm_config: Any) -> None:
-        switch_off(platform, vllm_config)
-        vllm_config.scheduler_config.async_scheduling = True
-
-    monkeypatch.setattr(CpuPlatform, "check_and_update_config", classmethod(leave_on))
+    """The next step is scheduled before the output of the one before is known."""
     workload = CASES[1]
     expected = reference(workload.prompts(), workload.max_tokens)
+    keep_two_steps_in_flight(monkeypatch)
     with running_engine(model, workload, tmp_path) as engine:
         core = engine.llm.llm_engine.engine_core.engine_core
         assert type(core.scheduler).__name__ == "AsyncScheduler"

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import attrs
 import pytest
@@ -18,7 +19,9 @@ from kvledger.lifecycle import events as e
 pytestmark = pytest.mark.vllm
 
 
-def generate(model: Path, log_dir: Path | str, workload: Workload, num_ranks: int = 1) -> list[list[int]]:
+def generate(
+    model: Path, log_dir: Path | str, workload: Workload, num_ranks: int = 1, **extra_config: Any
+) -> list[list[int]]:
     """The outputs of an engine whose scheduler and workers are processes of their own."""
     script = Path(__file__).with_name("separate_processes.py")
     environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
@@ -27,7 +30,15 @@ def generate(model: Path, log_dir: Path | str, workload: Workload, num_ranks: in
             str(core % (os.cpu_count() or 1)) for core in range(num_ranks)
         )
     result = subprocess.run(
-        [sys.executable, script, model, log_dir, json.dumps(attrs.asdict(workload)), str(num_ranks)],
+        [
+            sys.executable,
+            script,
+            model,
+            log_dir,
+            json.dumps(attrs.asdict(workload)),
+            str(num_ranks),
+            json.dumps(extra_config),
+        ],
         env=environment,
         capture_output=True,
         text=True,
@@ -52,15 +63,32 @@ def test_an_engine_in_processes_of_its_own_recovers_and_closes_its_log(
     assert log.of_type(e.LogNote)[-1].text == "connector shut down"
 
 
-def test_two_ranks_each_keep_their_part_of_a_page(model: Path, tmp_path: Path) -> None:
-    """Tensor parallel 2 with two real workers: a job counts when both have reported, outputs are those of two ranks
-    without a connector, and nothing is computed again.
+TWO_RANKS = Workload(seed=2, chunk_size=32)
+
+
+@pytest.fixture(scope="module")
+def outputs_of_two_ranks(model: Path) -> list[list[int]]:
+    """What two ranks say without a connector."""
+    return generate(model, "-", TWO_RANKS, num_ranks=2)
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_two_ranks_each_keep_their_part_of_a_page(
+    mode: str, model: Path, outputs_of_two_ranks: list[list[int]], tmp_path: Path
+) -> None:
+    """Tensor parallel 2 with two real workers, copies within the steps or beside them: a job counts when both have
+    reported, outputs are those of two ranks without a connector, and nothing is computed again.
     """
-    workload = Workload(seed=2, chunk_size=32)
-    outputs = generate(model, tmp_path, workload, num_ranks=2)
-    assert outputs == generate(model, "-", workload, num_ranks=2)
+    outputs = generate(model, tmp_path, TWO_RANKS, num_ranks=2, load_mode=mode, save_mode=mode)
+    assert outputs == outputs_of_two_ranks
     (log_path,) = tmp_path.iterdir()
     log = read_sound_log(log_path)
     assert log.figures.num_tokens_recovered > 0
     assert log.figures.num_tokens_recomputed == 0
-    assert {event.ranks_done for event in log.of_type(e.TransferReported)} == {(0, 1)}
+    assert {load.is_async for load in log.of_type(e.LoadIssued)} == {mode == "async"}
+    reported: dict[int, list[int]] = {}
+    for report in log.of_type(e.TransferReported):
+        reported.setdefault(report.job_id, []).extend(report.ranks_done)
+    settled = {event.job_id for kind in (e.LoadCompleted, e.SaveCompleted) for event in log.of_type(kind)}
+    assert settled
+    assert all(sorted(reported[job_id]) == [0, 1] for job_id in settled)

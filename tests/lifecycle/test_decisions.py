@@ -953,3 +953,254 @@ def test_a_finished_handler_can_be_extended() -> None:
     driver.save_prefix("a", keys_of("a", 2))
     assert seen == [1]
     assert driver.state("a") is None
+
+
+# --- asking again ----------------------------------------------------------------------------------
+
+
+def preempted_while_saving(**configuration: Any) -> tuple[Driver, e.SaveIssued]:
+    """Request `a` lost its blocks; the save of its four chunks is under way."""
+    driver = Driver(**{"max_deferred_lookups": 3, **configuration})
+    driver.start("a", keys_of("a", 4), 33, (1, 2, 3))
+    save = driver.preempt("a", 32)[0]
+    assert isinstance(save, e.SaveIssued)
+    return driver, save
+
+
+def test_a_preempted_request_waits_for_its_own_save() -> None:
+    """Answered now it would compute again what is there a step later; the deferral names the job."""
+    driver, save = preempted_while_saving()
+    deferred = driver.poll("a", 0, 33)
+    assert isinstance(deferred, e.LookupDeferred)
+    assert (deferred.job_id, deferred.num_deferred, deferred.generation) == (save.job_id, 1, 1)
+    driver.settle_all()
+    assert driver.lookup("a", 0, 33).num_external_tokens == 32
+
+
+def test_it_waits_for_its_tail_too() -> None:
+    """The whole chunks are there, the part-filled one is on its way."""
+    driver = Driver(max_deferred_lookups=3)
+    driver.start("a", keys_of("a", 4), 37, (1, 2, 3))
+    save, tail = driver.preempt("a", 36)
+    assert isinstance(save, e.SaveIssued)
+    assert isinstance(tail, e.TailSaveIssued)
+    driver.report(save.job_id)
+    deferred = driver.poll("a", 0, 37)
+    assert isinstance(deferred, e.LookupDeferred)
+    assert deferred.job_id == tail.job_id
+    driver.report(tail.job_id)
+    assert driver.lookup("a", 0, 37).num_external_tokens == 36
+
+
+def test_it_waits_a_bounded_number_of_times_and_is_answered_with_what_is_there() -> None:
+    """Three times; the answer begins the count anew, because a step may pass until the next one."""
+    driver, _ = preempted_while_saving()
+    polls = [driver.poll("a", 0, 33) for _ in range(5)]
+    assert kinds(polls) == [*["lookup.deferred"] * 3, "lookup.answered", "lookup.deferred"]
+    answer = polls[3]
+    assert isinstance(answer, e.LookupAnswered)
+    assert (answer.num_external_tokens, answer.miss_reason) == (0, "saving")
+
+
+def test_a_save_that_adds_nothing_to_what_is_local_is_not_waited_for() -> None:
+    """The scheduler's own cache reaches as far."""
+    driver, _ = preempted_while_saving()
+    assert driver.lookup("a", 32, 33).num_external_tokens == 0
+
+
+def test_without_leave_to_wait_it_is_answered_at_once() -> None:
+    """`max_deferred_lookups` 0."""
+    driver, _ = preempted_while_saving(max_deferred_lookups=0)
+    assert driver.lookup("a", 0, 33).num_external_tokens == 0
+
+
+def test_a_new_request_never_waits() -> None:
+    """Nothing that it has computed is at stake."""
+    driver, _ = preempted_while_saving()
+    driver.arrive("b", 33, keys_of("a", 4))
+    assert driver.lookup("b", 0, 33).miss_reason == "saving"
+
+
+@pytest.mark.parametrize("why", ["failed", "given up", "reset", "quarantined"])
+def test_what_will_not_come_is_not_waited_for(why: str) -> None:
+    """No job is left that could carry the hit further."""
+    driver, save = preempted_while_saving(max_silent_steps=1)
+    assert isinstance(driver.poll("a", 0, 33), e.LookupDeferred)
+    if why == "failed":
+        driver.report(save.job_id, ok=False)
+    elif why == "given up":
+        for _ in range(4):
+            driver.step()
+    elif why == "reset":
+        driver.reset()
+    else:
+        driver.observe(e.HookFailed("hook", "a", "boom", 1))
+    assert driver.lookup("a", 0, 33).num_external_tokens == 0
+
+
+def test_a_limit_below_what_is_coming_is_not_waited_beyond() -> None:
+    """Half of the prompt may be a hit, and half is there."""
+    driver = Driver(max_deferred_lookups=3, max_hit_share=0.5)
+    driver.save_prefix("earlier", keys_of("a", 2))
+    driver.start("a", keys_of("a", 4), 33, (1, 2, 3))
+    driver.preempt("a", 32)
+    assert driver.lookup("a", 0, 33).num_external_tokens == 16
+
+
+# --- beside the steps ------------------------------------------------------------------------------
+
+
+def saving_beside(**configuration: Any) -> tuple[Driver, e.SaveIssued]:
+    """Request `a` runs on while its four chunks are saved."""
+    driver = Driver(async_saves=True, **configuration)
+    driver.start("a", keys_of("a", 4), 37, (1, 2, 3))
+    (save,) = driver.step(settled=[("a", 0, 32)])
+    assert isinstance(save, e.SaveIssued)
+    assert save.is_async
+    return driver, save
+
+
+def awaited(decisions: Sequence[e.Event]) -> list[tuple[int, bool]]:
+    """(job, before the forward) of each wait that was decided."""
+    return [(event.job_id, event.before_forward) for event in decisions if isinstance(event, e.TransferAwaited)]
+
+
+@pytest.mark.parametrize("tokens", [None, 0, 32, 33])
+def test_large_loads_run_beside_the_steps(tokens: int | None) -> None:
+    """From the configured size on; None for never, and nothing to load is no load."""
+    driver = with_hit(async_load_tokens=tokens)
+    is_async = tokens is not None and tokens <= 32
+    assert driver.lookup("a", 0, 40).is_async == is_async
+    assert not driver.lookup("a", 32, 40).is_async
+    driver.lookup("a", 0, 40)
+    (load,) = driver.allocate("a", (1, 2, 3), 32)
+    assert isinstance(load, e.LoadIssued)
+    assert load.is_async == is_async
+
+
+def test_a_preemption_lets_the_next_step_wait_for_copies_out_of_the_taken_blocks() -> None:
+    """And what is saved only now, the rest of it, is saved within that step."""
+    driver, save = saving_beside()
+    decisions = driver.preempt("a", 36)
+    assert awaited(decisions) == [(save.job_id, True)]
+    (tail,) = [decision for decision in decisions if isinstance(decision, e.TailSaveIssued)]
+    assert tail.num_tokens == 4
+
+
+def test_the_next_turn_and_a_rollback_wait_as_well() -> None:
+    """The scheduler keeps the blocks and writes other tokens into them."""
+    for happens in ("turn", "rollback"):
+        driver, save = saving_beside()
+        decisions = driver.continue_session("a", 36, 50) if happens == "turn" else driver.roll_back("a", 16)
+        assert awaited(decisions) == [(save.job_id, True)]
+
+
+def test_what_is_waited_for_once_is_not_waited_for_again() -> None:
+    """The step that waits makes it an old story, whatever happens to the request until then."""
+    driver, _ = saving_beside()
+    driver.continue_session("a", 36, 50)
+    assert awaited(driver.roll_back("a", 16)) == []
+    assert awaited(driver.preempt("a", 16)) == []
+
+
+def test_copies_within_a_step_need_no_waiting() -> None:
+    """They are over when the step is."""
+    driver = Driver()
+    driver.start("a", keys_of("a", 4), 33, (1, 2, 3))
+    driver.step(settled=[("a", 0, 32)])
+    assert awaited(driver.preempt("a", 32)) == []
+
+
+def test_a_finished_request_holds_its_blocks_while_they_are_read() -> None:
+    """Once, and it is released when the last copy is settled."""
+    driver, save = saving_beside()
+    assert kinds(driver.finish("a", 36, 38)) == ["blocks.held"]
+    assert kinds(driver.report(save.job_id)) == ["save.completed", "request.released"]
+
+
+def test_what_a_request_leaves_is_saved_beside_the_steps_too() -> None:
+    """It is worth holding the blocks for."""
+    driver = Driver(async_saves=True)
+    driver.start("a", keys_of("a", 4), 33, (1, 2, 3))
+    save, held = driver.finish("a", 32, 34)
+    assert isinstance(save, e.SaveIssued)
+    assert (save.is_async, save.before_forward) == (True, False)
+    assert isinstance(held, e.BlocksHeld)
+
+
+@pytest.mark.parametrize("why", ["nothing to save", "within the step", "fenced", "loading"])
+def test_blocks_are_held_only_while_a_copy_out_of_them_runs_beside_the_steps(why: str) -> None:
+    """Else the scheduler would wait for a word that nobody owes it."""
+    if why == "nothing to save":
+        driver = Driver(async_saves=True)
+        driver.start("a", (), 4, (1,))
+    elif why == "within the step":
+        driver = Driver()
+        driver.start("a", keys_of("a", 4), 33, (1, 2, 3))
+    elif why == "fenced":
+        driver, _ = saving_beside()
+        driver.continue_session("a", 36, 50)
+    else:
+        driver = with_hit(async_saves=True, async_load_tokens=0)
+        driver.lookup("a", 0, 40)
+        driver.allocate("a", (1, 2, 3), 32)
+    driver.finish("a", 32, 34)
+    assert driver.all_of(e.BlocksHeld)[1 if why == "loading" else 0 :] == []
+
+
+def test_blocks_given_up_on_are_released_as_well() -> None:
+    """A worker that never tells keeps nobody."""
+    driver, _ = saving_beside(max_silent_steps=1)
+    driver.finish("a", 36, 38)
+    decided = [kind for _ in range(6) for kind in kinds(driver.step())]
+    assert decided == ["transfer.awaited", "invariant.violated", "save.failed", "request.released"]
+
+
+def test_a_job_is_asked_after_once_and_its_fence_begins_the_time_anew() -> None:
+    """A step that waits for it will tell."""
+    driver, save = saving_beside(max_silent_steps=3)
+    for _ in range(2):
+        assert driver.step() == []
+    assert awaited(driver.continue_session("a", 36, 50)) == [(save.job_id, True)]
+    assert [awaited(driver.step()) for _ in range(4)] == [[], [], [], [(save.job_id, False)]]
+
+
+def test_silence_is_measured_in_time_as_well() -> None:
+    """An idle engine makes many steps in no time."""
+    driver, _ = saving_beside(max_silent_steps=1, max_silent_ms=1000)
+    assert [awaited(driver.step()) for _ in range(50)] == [[]] * 50
+
+
+# --- doubtful requests -----------------------------------------------------------------------------
+
+
+def test_a_save_of_a_request_that_was_quarantined_meanwhile_is_not_committed() -> None:
+    """What it copied may be wrong for the very reason of the quarantine."""
+    driver, save = saving_beside()
+    driver.observe(e.HookFailed("build_connector_meta", "a", "boom", 1))
+    (failed,) = driver.report(save.job_id)
+    assert isinstance(failed, e.SaveFailed)
+    assert failed.quiet
+    assert len(driver.projections.chunks) == 0
+    assert driver.projections.chunks.slots.num_free == 32
+
+
+def test_a_request_whose_loads_keep_failing_gets_no_more_of_them() -> None:
+    """It computes something first each time, others save the chunks anew; after the third failure it gets nothing."""
+    driver = with_hit(max_failed_loads=3, async_load_tokens=0)
+    for number in range(1, 4):
+        assert driver.lookup("a", 0, 40).num_external_tokens == 32
+        (load,) = driver.allocate("a", (1, 2, 3), 32)
+        assert isinstance(load, e.LoadIssued)
+        decisions = driver.report(load.job_id, ok=False)
+        assert ("request.quarantined" in kinds(decisions)) == (number == 3)
+        driver.save_prefix(f"writer {number}", keys_of("d", 4))
+        if number < 3:
+            assert driver.lookup("a", 0, 40).miss_reason == "load_failed"
+            driver.allocate("a", (1, 2, 3))
+            driver.step(("a", 0, 8, 40))
+            driver.preempt("a", 0)
+    assert decisions[-1] == e.RequestQuarantined("a", "3 loads failed", decisions[-1].cause)  # type: ignore[attr-defined]
+    assert driver.lookup("a", 0, 40).miss_reason == "quarantined"
+    driver.arrive("b", 40, keys_of("d", 4))
+    assert driver.lookup("b", 0, 40).num_external_tokens == 32, "others load on"

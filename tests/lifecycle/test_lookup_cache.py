@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from lifecycle_driver import Driver, keys_of
 
 from kvledger.lifecycle import events as e
@@ -142,3 +143,53 @@ def test_a_finished_request_leaves_nothing() -> None:
     driver.finish("a", 0, 70)
     lookups = driver.projections.lookups
     assert (len(lookups), lookups.pending("a"), lookups.taken_up("a")) == (0, None, None)
+
+
+def deferred() -> Driver:
+    """Preempted with its own save under way, request `a` was told twice to ask again."""
+    driver = Driver(chunk_size=16, max_deferred_lookups=8)
+    driver.start("a", KEYS, 65, range(5))
+    driver.preempt("a", 64)
+    for _ in range(2):
+        driver.poll("a", 0, 65)
+    assert driver.projections.lookups.num_deferred("a") == 2
+    return driver
+
+
+def test_deferrals_in_a_row_are_counted_per_request() -> None:
+    """Whoever was never told to ask again has none."""
+    driver = deferred()
+    assert driver.projections.lookups.num_deferred("b") == 0
+    assert driver.projections.lookups.snapshot()["deferred"] == {"a": 2}
+
+
+def test_an_answer_ends_the_row() -> None:
+    """The next deferral is the first again."""
+    driver = deferred()
+    driver.settle_all()
+    driver.lookup("a", 0, 65)
+    assert driver.projections.lookups.num_deferred("a") == 0
+
+
+def test_a_deferral_takes_the_pending_answer_back() -> None:
+    """The scheduler was told to ask again, so there is nothing that it could take up."""
+    driver = looked_up()
+    assert driver.projections.lookups.pending("a") is not None
+    driver.observe(e.LookupDeferred("a", 0, 0, 70, 1, 1, 1))
+    assert driver.projections.lookups.pending("a") is None
+
+
+@pytest.mark.parametrize("event", ["preempted", "finished", "reset", "arrived"])
+def test_what_ends_a_life_ends_the_row(event: str) -> None:
+    """It was counted for something that is over."""
+    driver = deferred()
+    if event == "preempted":
+        driver.allocate("a", range(5))
+        driver.preempt("a", 0)
+    elif event == "finished":
+        driver.finish("a", 0, 65)
+    elif event == "reset":
+        driver.reset()
+    else:
+        driver.arrive("a", 65, KEYS)
+    assert driver.projections.lookups.num_deferred("a") == 0

@@ -6,6 +6,7 @@ It calls the hooks in the order in which vLLM 0.32 does (`v1/engine/core.py`, `v
 
 from __future__ import annotations
 
+import copy
 import tempfile
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -14,6 +15,7 @@ from typing import Any
 
 import torch
 from vllm.config import CacheConfig, DeviceConfig, KVTransferConfig, ModelConfig, SchedulerConfig, VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import get_hash_fn_by_name
@@ -88,7 +90,10 @@ def vllm_config(
 
 
 class SimulatedEngine:
-    """Steps until nobody wants anything any more; raises `CorruptKV` the moment wrong KV would be read."""
+    """Steps until nobody wants anything any more; raises `CorruptKV` the moment wrong KV would be read.
+
+    With several ranks each has a worker and KV of its own; their outputs are put together as vLLM's executors do.
+    """
 
     def __init__(
         self,
@@ -103,6 +108,7 @@ class SimulatedEngine:
         model_runner_v2: bool = False,
         policy: str = "fcfs",
         contender: Contender = LEDGER_CONTENDER,
+        num_ranks: int = 1,
         kv_transfer: dict[str, Any] | None = None,
         **extra_config: Any,
     ) -> None:
@@ -120,6 +126,7 @@ class SimulatedEngine:
         )
         # VllmConfig turns it off where the platform has no asynchronous worker; here there is one.
         self.vllm_config.scheduler_config.async_scheduling = async_scheduling
+        self.vllm_config.parallel_config.world_size = num_ranks
         cache_config = kv_cache_config(num_blocks, block_size)
         hash_function = get_hash_fn_by_name(self.vllm_config.cache_config.prefix_caching_hash_algo)
         init_none_hash(hash_function)
@@ -133,14 +140,15 @@ class SimulatedEngine:
             log_stats=True,
         )
         self.scheduler.use_v2_model_runner = model_runner_v2
-        self.model = HashedModel(num_blocks, block_size)
-        self.worker: KVConnectorBase_V1 | None = None
+        self.models = [HashedModel(num_blocks, block_size) for _ in range(num_ranks)]
+        self.workers: list[Any] = [None] * num_ranks
+        """One worker-side connector for each rank; None where nobody connects anything."""
         if self.scheduler.connector is not None:
-            connector_class = type(self.scheduler.connector)
-            self.worker = contender.prepared(connector_class(self.vllm_config, KVConnectorRole.WORKER, cache_config))
-            self.worker.register_kv_caches(self.model.kv_caches)
+            self.workers = [contender.prepared(self._make_worker(rank, cache_config)) for rank in range(num_ranks)]
+            self._aggregator = KVOutputAggregator.from_connector(self.scheduler.connector, num_ranks)
+        self.model, self.worker = self.models[0], self.workers[0]
         self.on_output: Callable[[KVConnectorOutput], None] = lambda _output: None
-        """Sees what the worker sends before the scheduler does, and may change it, as a lossy wire would."""
+        """Sees what the workers send before the scheduler does, and may change it, as a lossy wire would."""
         self.outputs: dict[str, list[int]] = {}
         self.finish_reasons: dict[str, str] = {}
         self.num_preemptions = 0
@@ -154,6 +162,14 @@ class SimulatedEngine:
         connector = self.scheduler.connector
         assert isinstance(connector, KVLedgerConnector)
         return connector
+
+    def _make_worker(self, rank: int, cache_config: KVCacheConfig) -> KVConnectorBase_V1:
+        config = copy.copy(self.vllm_config)
+        config.parallel_config = copy.copy(config.parallel_config)
+        config.parallel_config.rank = rank
+        worker: KVConnectorBase_V1 = type(self.scheduler.connector)(config, KVConnectorRole.WORKER, cache_config)
+        worker.register_kv_caches(self.models[rank].kv_caches)
+        return worker
 
     def add(
         self,
@@ -232,35 +248,48 @@ class SimulatedEngine:
     def shutdown(self) -> None:
         """Close both sides."""
         self.scheduler.shutdown()
-        if self.worker is not None:
-            self.worker.shutdown()
+        for worker in self.workers:
+            if worker is not None:
+                worker.shutdown()
 
     def _execute(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
-        if self.worker is None:
-            self.model.update_states(scheduler_output)
-            return _model_runner_output(*self.model.forward(scheduler_output), None)
+        outputs: list[ModelRunnerOutput | None] = [
+            self._execute_on(worker, model, scheduler_output)
+            for worker, model in zip(self.workers, self.models, strict=True)
+        ]
+        output = self._aggregator.aggregate(outputs) if len(outputs) > 1 else outputs[0]
+        assert output is not None
+        if output.kv_connector_output is not None:
+            self.on_output(output.kv_connector_output)
+        return output
+
+    def _execute_on(
+        self, worker: KVConnectorBase_V1 | None, model: HashedModel, scheduler_output: SchedulerOutput
+    ) -> ModelRunnerOutput:
+        if worker is None:
+            model.update_states(scheduler_output)
+            return _model_runner_output(*model.forward(scheduler_output), None)
         metadata = scheduler_output.kv_connector_metadata
         assert metadata is not None
-        self.worker.handle_preemptions(metadata)
-        self.model.update_states(scheduler_output)
-        self.worker.bind_connector_metadata(metadata)
+        worker.handle_preemptions(metadata)
+        model.update_states(scheduler_output)
+        worker.bind_connector_metadata(metadata)
         if scheduler_output.has_sync_kv_loads:
-            self.worker.start_load_kv(None)  # type: ignore[arg-type]
+            worker.start_load_kv(None)  # type: ignore[arg-type]
         output = KVConnectorOutput()
-        failed = self.worker.get_block_ids_with_load_errors()
-        request_ids, sampled = self.model.forward(scheduler_output, failed)
+        failed = worker.get_block_ids_with_load_errors()
+        request_ids, sampled = model.forward(scheduler_output, failed)
         if not scheduler_output.has_sync_kv_loads:
-            self.worker.start_load_kv(None)  # type: ignore[arg-type]
-        self.worker.wait_for_save()
-        results = self.worker.get_transfer_results(scheduler_output.finished_req_ids)
+            worker.start_load_kv(None)  # type: ignore[arg-type]
+        worker.wait_for_save()
+        results = worker.get_transfer_results(scheduler_output.finished_req_ids)
         output.finished_sending = results.finished_sending
         output.finished_recving = results.finished_recving
         output.failed_recving = results.failed_recving
-        output.invalid_block_ids = failed | self.worker.get_block_ids_with_load_errors()
-        output.kv_connector_stats = self.worker.get_kv_connector_stats()
-        output.kv_connector_worker_meta = self.worker.build_connector_worker_meta()
-        self.worker.clear_connector_metadata()
-        self.on_output(output)
+        output.invalid_block_ids = failed | worker.get_block_ids_with_load_errors()
+        output.kv_connector_stats = worker.get_kv_connector_stats()
+        output.kv_connector_worker_meta = worker.build_connector_worker_meta()
+        worker.clear_connector_metadata()
         return _model_runner_output(request_ids, sampled, output)
 
 

@@ -153,9 +153,9 @@ class HashedModel:
                 raise CorruptKV(message)
         self.num_positions_checked += num_computed_tokens
 
-    def _write(self, sequence: _Sequence, first: int, last: int, error: int) -> None:
+    def _write(self, sequence: _Sequence, first: int, last: int, error: int = 0) -> None:
         blocks, offsets = self._slots(sequence, first, last)
-        values = error + torch.tensor(sequence.hashes[first:last])
+        values = error + torch.tensor(sequence.hashes[first:last], dtype=torch.int64)
         for number, tensor in enumerate(self.kv_caches.values()):
             tensor[blocks, 0, offsets, 0] = values
             tensor[blocks, 0, offsets, 1] = torch.arange(first, last) + number

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from sim.engine import SimulatedEngine
 from sim.hashed_model import chained_hash, next_token
+from sim.slow_copies import delay
 from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request
 
@@ -177,8 +178,16 @@ EngineFactory = Callable[..., RecordedEngine]
 
 
 @pytest.fixture
-def make_engine() -> Iterator[EngineFactory]:
+def transfers() -> str:
+    """When copies run, unless a test says so: as the connector chooses. See `sim.modes`."""
+    return "auto"
+
+
+@pytest.fixture
+def make_engine(transfers: str) -> Iterator[EngineFactory]:
     """Build engines. When the test is over, each one's log is replayed and must agree with the live ledger.
+
+    Where `transfers` is "beside", all copies run beside the steps and each takes a step.
 
     `replays=False` is for tests that break the ledger on purpose: what it did then follows from the breakage, not from
     the log.
@@ -187,7 +196,11 @@ def make_engine() -> Iterator[EngineFactory]:
 
     def make(*, replays: bool = True, **options: Any) -> RecordedEngine:
         options.setdefault("host_bytes", 1 << 20)
+        if transfers == "beside":
+            options = {"load_mode": "async", "save_mode": "async", **options}
         engine = RecordedEngine(**options)
+        if transfers == "beside":
+            delay(engine)
         engines.append((engine, replays))
         return engine
 

@@ -295,3 +295,112 @@ def test_chunk_statistics_count_what_came_back(make_engine: Any) -> None:
         engine.run()
     policy = engine.projections.snapshot()["policy"]
     assert (policy["num_unique_chunks"], policy["num_tokens_reusable"]) == (4, 64)
+
+
+# --- copies beside the steps -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "what_may_stand_there"),
+    [
+        ("load_mode", "later", "'sync', 'async' or 'auto'"),
+        ("load_mode", None, "'sync', 'async' or 'auto'"),
+        ("save_mode", "never", "'sync', 'async' or 'auto'"),
+        ("save_mode", True, "'sync', 'async' or 'auto'"),
+        ("max_deferred_lookups", -1, "greater than or equal to 0"),
+        ("max_deferred_lookups", "many", "valid integer"),
+        ("max_failed_loads", 0, "greater than 0"),
+        ("max_failed_loads", 1.5, "valid integer"),
+        ("max_silent_ms", -5, "greater than or equal to 0"),
+        ("max_silent_ms", "5s", "valid integer"),
+    ],
+)
+def test_a_wrong_value_is_refused_with_what_may_stand_there(key: str, value: Any, what_may_stand_there: str) -> None:
+    """Key, value and remedy in one line."""
+    message = refusal({"log_dir": None, key: value})
+    (line,) = (line for line in message.splitlines() if line.strip().startswith(f"{key}:"))
+    assert what_may_stand_there in line
+    assert repr(value) in line
+
+
+@pytest.mark.parametrize(("key", "value"), [("max_deferred_lookups", 0), ("max_failed_loads", 1), ("max_silent_ms", 0)])
+def test_the_least_values_serve(key: str, value: int) -> None:
+    """Never wait, one failure is enough, silence is measured in steps alone."""
+    connector = start({"log_dir": None, "chunk_size": 16, key: value})
+    assert getattr(connector.scheduler_side.journal.configuration, key) == value
+    connector.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("load_mode", "loads_beside", "async_load_tokens"),
+    [
+        ("sync", False, None),
+        ("sync", True, None),
+        ("async", False, 0),
+        ("async", True, 0),
+        ("auto", False, 32 * 16),
+        ("auto", True, 0),
+    ],
+)
+def test_which_loads_run_beside_the_steps(load_mode: str, loads_beside: bool, async_load_tokens: int | None) -> None:
+    """With auto those from 32 MiB a rank on, here 32 blocks of 1 MiB; all of them where only that is safe."""
+    settings = ConnectorSettings(load_mode=load_mode)  # type: ignore[arg-type] -- as an operator writes it
+    ledger = settings.ledger_configuration(block_size=16, block_bytes=1024**2, num_ranks=2, loads_beside=loads_beside)
+    assert ledger.async_load_tokens == async_load_tokens
+
+
+@pytest.mark.parametrize(
+    ("save_mode", "copies_beside", "async_saves"),
+    [
+        ("sync", False, False),
+        ("sync", True, False),
+        ("async", False, True),
+        ("async", True, True),
+        ("auto", False, False),
+        ("auto", True, True),
+    ],
+)
+def test_which_saves_run_beside_the_steps(save_mode: str, copies_beside: bool, async_saves: bool) -> None:
+    """With auto where the device copies without taking anything from the steps."""
+    settings = ConnectorSettings(save_mode=save_mode)  # type: ignore[arg-type] -- as an operator writes it
+    ledger = settings.ledger_configuration(block_size=16, block_bytes=1024, num_ranks=1, copies_beside=copies_beside)
+    assert ledger.async_saves is async_saves
+
+
+def test_a_worker_has_an_overlapping_engine_only_where_something_runs_beside_the_steps(make_engine: Any) -> None:
+    """It costs a thread or two streams."""
+    for modes, overlaps in ((("sync", "sync"), False), (("async", "sync"), True), (("sync", "async"), True)):
+        engine = make_engine(num_blocks=8, chunk_size=16, load_mode=modes[0], save_mode=modes[1])
+        assert (engine.worker._worker_side._overlapping is not None) is overlaps
+
+
+@pytest.mark.parametrize(
+    ("load_mode", "policy", "async_scheduling", "is_warned_of"),
+    [
+        ("sync", "recompute", True, True),
+        ("sync", "recompute", False, False),
+        ("sync", "fail", True, False),
+        ("auto", "recompute", True, False),
+        ("async", "recompute", True, False),
+    ],
+)
+def test_loads_that_are_not_safe_are_warned_of(
+    make_engine: Any,
+    caplog: pytest.LogCaptureFixture,
+    load_mode: str,
+    policy: str,
+    async_scheduling: bool,
+    is_warned_of: bool,
+) -> None:
+    """Where vLLM would deliver a token that was computed on top of a failed load; the warning names the remedies."""
+    make_engine(
+        num_blocks=8,
+        chunk_size=16,
+        load_mode=load_mode,
+        async_scheduling=async_scheduling,
+        kv_transfer={"kv_load_failure_policy": policy},
+    )
+    ours = (record for record in caplog.records if record.name == "vllm.kvledger")
+    warnings = [record.getMessage() for record in ours if record.levelname == "WARNING"]
+    assert bool(warnings) is is_warned_of
+    assert all("load_mode" in warning and "kv_load_failure_policy" in warning for warning in warnings)

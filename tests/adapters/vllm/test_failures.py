@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sim.modes import transfers_within_and_beside
 
 from kvledger.lifecycle import HandlerRegistry, StateHandler
 from kvledger.lifecycle import events as e
@@ -76,6 +77,7 @@ def preempt(engine: Any) -> None:
         engine.step()
 
 
+@transfers_within_and_beside
 def test_without_any_failure_there_is_nothing_to_tell(make_engine: Any) -> None:
     """The measure for all other tests here."""
     engine = small(make_engine)
@@ -162,6 +164,7 @@ def test_a_disk_that_is_really_full(tmp_path: Path) -> None:
 # --- hooks that raise ------------------------------------------------------------------------------
 
 
+@transfers_within_and_beside
 @pytest.mark.parametrize("enable_prefix_caching", [False, True])
 @pytest.mark.parametrize(
     ("event_class", "hook"),
@@ -197,6 +200,7 @@ def test_a_hook_that_raises_once(
     assert not engine.connector.has_pending_push_work()
 
 
+@transfers_within_and_beside
 def test_a_step_that_cannot_be_read_while_a_block_is_appended(make_engine: Any) -> None:
     """The folded block table misses a block from then on; nothing may be saved from the blocks in the wrong places."""
     for number in range(4):
@@ -214,6 +218,7 @@ def test_a_step_that_cannot_be_read_while_a_block_is_appended(make_engine: Any) 
         assert [failed.hook for failed in engine.logged(e.HookFailed)] == ["record_step"]
 
 
+@transfers_within_and_beside
 def test_a_preemption_that_is_noticed_too_late(make_engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The step that took the blocks failed to say so; by the next hook they are overwritten and not saved any more."""
     engine = small(make_engine, replays=False)
@@ -274,6 +279,7 @@ def test_a_load_that_was_promised_and_cannot_be_issued(make_engine: Any) -> None
     assert engine.logged(e.RequestQuarantined)[0].reason == "take_up failed"
 
 
+@transfers_within_and_beside
 def test_a_load_is_delivered_although_its_step_cannot_be_recorded(make_engine: Any) -> None:
     """Jobs that were decided before the step failed go out with it; their reports are taken up."""
     engine = small(make_engine, replays=False)
@@ -331,7 +337,7 @@ def private_state(engine: Any) -> list[tuple[str, str]]:
     return found
 
 
-@pytest.mark.parametrize("num_steps", [0, 6, 40])
+@pytest.mark.parametrize(("num_steps", "transfers"), [(0, "auto"), (6, "auto"), (40, "auto"), (40, "beside")])
 def test_a_projection_that_has_lost_its_state(make_engine: Any, num_steps: int) -> None:
     """Each attribute of each projection is taken away in its turn: the engine serves on."""
     escaped = []
@@ -352,6 +358,7 @@ def test_a_projection_that_has_lost_its_state(make_engine: Any, num_steps: int) 
     assert escaped == []
 
 
+@transfers_within_and_beside
 @pytest.mark.parametrize(
     "event_class", [e.LoadIssued, e.SaveIssued, e.SaveCompleted, e.StepScheduled, e.RequestFinished]
 )
@@ -390,6 +397,7 @@ def raising_handler(base: type[StateHandler], method: str) -> StateHandler:
     return handler
 
 
+@transfers_within_and_beside
 @pytest.mark.parametrize(
     ("base", "method"),
     [
@@ -491,6 +499,7 @@ def break_copies(engine: Any, what: str, num_failures: int) -> None:
         side._overlapping = BrokenCopies(side._overlapping, what, failures)
 
 
+@transfers_within_and_beside
 @pytest.mark.parametrize("enable_prefix_caching", [False, True])
 @pytest.mark.parametrize("num_failures", [1, 5, 10_000])
 def test_saves_that_fail(make_engine: Any, num_failures: int, enable_prefix_caching: bool) -> None:
@@ -510,6 +519,7 @@ def test_saves_that_fail(make_engine: Any, num_failures: int, enable_prefix_cach
     engine.check_released()
 
 
+@transfers_within_and_beside
 @pytest.mark.parametrize("enable_prefix_caching", [False, True])
 @pytest.mark.parametrize("model_runner_v2", [False, True])
 @pytest.mark.parametrize("num_failures", [1, 3, 10_000])
@@ -531,6 +541,7 @@ def test_loads_that_fail_are_computed(
     engine.check_released()
 
 
+@transfers_within_and_beside
 def test_under_the_policy_fail_only_the_request_whose_load_failed_fails(make_engine: Any) -> None:
     """VLLM's default policy: an error for one client, right outputs for all others."""
     engine = small(make_engine, kv_transfer={"kv_load_failure_policy": "fail"})
@@ -548,6 +559,7 @@ def test_under_the_policy_fail_only_the_request_whose_load_failed_fails(make_eng
     engine.check_released()
 
 
+@transfers_within_and_beside
 @pytest.mark.parametrize("model_runner_v2", [False, True])
 @pytest.mark.parametrize(
     "policy",
@@ -584,6 +596,7 @@ def test_a_load_that_fails_with_two_steps_in_flight(make_engine: Any, model_runn
     engine.check_outputs()
 
 
+@transfers_within_and_beside
 def test_a_worker_that_never_reports(make_engine: Any) -> None:
     """A copy that nobody reports counts as failed after a while, so that nothing waits for ever."""
     engine = small(make_engine, max_silent_steps=8)
@@ -596,6 +609,7 @@ def test_a_worker_that_never_reports(make_engine: Any) -> None:
     engine.check_released()
 
 
+@transfers_within_and_beside
 def test_a_report_that_comes_twice(make_engine: Any) -> None:
     """The second is recorded and changes nothing."""
     engine = small(make_engine)

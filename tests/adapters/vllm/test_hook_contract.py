@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from sim import hashed_model
+from sim.modes import runners
 from vllm.sampling_params import SamplingParams
 from vllm.v1.request import RequestStatus
 
@@ -14,9 +15,6 @@ from kvledger.lifecycle import events as e
 
 pytestmark = pytest.mark.scheduler
 
-runners = pytest.mark.parametrize(
-    ("async_scheduling", "model_runner_v2"), [(False, False), (False, True), (True, False), (True, True)]
-)
 TROUBLE = (e.InvariantViolated, e.RequestQuarantined, e.HookFailed)
 
 

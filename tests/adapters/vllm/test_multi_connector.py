@@ -12,7 +12,7 @@ from typing import Any
 import attrs
 import pytest
 import torch
-from sim.engine import LEDGER
+from sim.contenders import LEDGER
 from sim.hashed_model import chained_hash
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata, KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
@@ -152,7 +152,12 @@ def make_multi(make_engine: Any) -> MakeMulti:
     ) -> Any:
         ledger = {
             **LEDGER,
-            "kv_connector_extra_config": {"log_dir": None, "chunk_size": 16, "host_bytes": 1 << 20},
+            "kv_connector_extra_config": {
+                "log_dir": None,
+                "chunk_size": 16,
+                "host_bytes": 1 << 20,
+                "load_mode": "sync",
+            },
         }
         other = {
             "kv_connector": "OtherCache",

@@ -6,6 +6,7 @@ import copy
 from typing import Any
 
 import pytest
+from sim.modes import transfers_within_and_beside
 
 from kvledger.lifecycle import events as e
 
@@ -35,6 +36,7 @@ def without_traces_of_lookups(engine: Any) -> dict[str, Any]:
     return snapshot
 
 
+@transfers_within_and_beside
 @pytest.mark.parametrize("model_runner_v2", [False, True])
 def test_dozens_of_polls_while_the_local_hit_shrinks(make_engine: Any, model_runner_v2: bool) -> None:
     """96, 64, 32 tokens are left in vLLM's cache; each answer fills up what is missing to the 96 that are saved."""
@@ -53,7 +55,8 @@ def test_dozens_of_polls_while_the_local_hit_shrinks(make_engine: Any, model_run
     engine.check_released()
 
 
-def test_any_number_of_polls_equals_one(make_engine: Any) -> None:
+@transfers_within_and_beside
+def test_any_number_of_polls_equals_one(make_engine: Any, transfers: str) -> None:
     """Thirty further polls with thirty counts leave what is believed as it was, but for the pending slot."""
     engine = exhaust(make_engine)
     engine.step()
@@ -64,10 +67,11 @@ def test_any_number_of_polls_equals_one(make_engine: Any) -> None:
         for _ in range(5)
         for num_computed_tokens in (96, 0, 64, 32, 128, 160)
     }
+    is_async = transfers == "beside"
     assert answers == {
-        0: (96, False),
-        32: (64, False),
-        64: (32, False),
+        0: (96, is_async),
+        32: (64, is_async),
+        64: (32, is_async),
         96: (0, False),
         128: (0, False),
         160: (0, False),
@@ -80,6 +84,7 @@ def test_any_number_of_polls_equals_one(make_engine: Any) -> None:
     engine.check_released()
 
 
+@transfers_within_and_beside
 def test_only_the_last_poll_binds_slots(make_engine: Any) -> None:
     """What a poll promised is kept from eviction, until the next poll promises something else."""
     engine = exhaust(make_engine)
@@ -94,6 +99,7 @@ def test_only_the_last_poll_binds_slots(make_engine: Any) -> None:
     engine.check_released()
 
 
+@transfers_within_and_beside
 def test_a_count_inside_a_block_is_answered_with_nothing(make_engine: Any) -> None:
     """Pages are loaded whole; vLLM never asks with such a count, and is promised nothing if it does."""
     engine = exhaust(make_engine)

@@ -10,6 +10,7 @@ import random
 from collections.abc import Callable
 from typing import Any
 
+import attrs
 import pytest
 from sim import engine as sim_engine
 from sim.hashed_model import HashedModel, chained_hash, next_token
@@ -92,7 +93,7 @@ class DraftingModel(HashedModel):
 
     def _write_drafts(self, sequence: Any, first: int, drafts: list[int]) -> None:
         state = sequence.hashes[-1]
-        wrong = type(sequence)(0, [], [*sequence.hashes], sequence.block_ids)
+        wrong = attrs.evolve(sequence, num_prompt_tokens=0, tokens=[], hashes=[*sequence.hashes])
         for token in drafts:
             state = chained_hash(state, token)
             wrong.hashes.append(state)

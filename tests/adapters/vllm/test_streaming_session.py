@@ -10,13 +10,11 @@ import itertools
 from typing import Any
 
 import pytest
+from sim.modes import runners
 
 from kvledger.lifecycle import events as e
 
 pytestmark = pytest.mark.scheduler
-
-RUNNERS = [(False, False), (False, True), (True, False), (True, True)]
-runners = pytest.mark.parametrize(("async_scheduling", "model_runner_v2"), RUNNERS)
 
 
 def next_turn(engine: Any, request_id: str, tokens: Any, max_tokens: int) -> None:

@@ -1,0 +1,189 @@
+"""A worker's copies beside the steps, with the engine that really copies: begun, reported once, told again if asked."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import attrs
+import pytest
+import torch
+
+from kvledger.adapters.vllm import beside
+from kvledger.adapters.vllm.beside import CopiesBeside
+from kvledger.storage.kv import CopyResult, HostPool, OverlappingCopyEngine, describe_blocks, make_overlapping_engine
+
+pytestmark = pytest.mark.scheduler
+
+NUM_BLOCKS = 8
+
+
+@attrs.frozen
+class Bench:
+    """KV of one layer, a pool, an engine over both, and the copies under test."""
+
+    kv: torch.Tensor
+    pool: HostPool
+    engine: OverlappingCopyEngine
+    copies: CopiesBeside
+
+
+@pytest.fixture
+def bench() -> Iterator[Bench]:
+    """Blocks that all differ."""
+    kv = torch.arange(NUM_BLOCKS * 32, dtype=torch.int64).reshape(NUM_BLOCKS, 1, 16, 2).contiguous()
+    layout = describe_blocks({"layer": kv}, num_blocks=NUM_BLOCKS)
+    pool = HostPool(NUM_BLOCKS, layout.block_bytes, pin=False)
+    engine = make_overlapping_engine(layout, pool)
+    yield Bench(kv, pool, engine, CopiesBeside(rank=3))
+    engine.close()
+    pool.close()
+
+
+class Gate:
+    """A copy that is done when the gate is opened."""
+
+    def __init__(self) -> None:
+        self._open = threading.Event()
+
+    def open(self) -> None:
+        """Let it be done."""
+        self._open.set()
+
+    def is_done(self) -> bool:
+        """Whether the gate is open."""
+        return self._open.is_set()
+
+    def wait(self) -> CopyResult:
+        """Wait for whoever opens it."""
+        assert self._open.wait(10), "nobody opened the gate"
+        return CopyResult(num_pages=1, num_bytes=7, duration_ns=1)
+
+
+def test_a_copy_is_made_and_reported_with_rank_and_figures(bench: Bench) -> None:
+    """Out into the pool, the blocks overwritten, and back."""
+    before = bench.kv[[2, 5]].clone()
+    assert bench.copies.start(1, lambda: bench.engine.start_save([2, 5], [0, 1])) is None
+    (saved,) = bench.copies.wait_for([1])
+    bench.kv.zero_()
+    assert bench.copies.start(2, lambda: bench.engine.start_load([0, 1], [2, 5])) is None
+    (loaded,) = bench.copies.wait_for([2])
+    assert torch.equal(bench.kv[[2, 5]], before)
+    for report, job_id in ((saved, 1), (loaded, 2)):
+        assert (report.job_id, report.rank, report.done, report.is_repeated) == (job_id, 3, True, False)
+        assert report.num_bytes == before.nbytes
+        assert report.error == ""
+
+
+def test_what_cannot_begin_is_reported_at_once(bench: Bench) -> None:
+    """A block that does not exist: nothing pends, and the report says why."""
+    report = bench.copies.start(1, lambda: bench.engine.start_save([NUM_BLOCKS], [0]))
+    assert report is not None
+    assert not report.done
+    assert str(NUM_BLOCKS) in report.error
+    assert bench.copies.take_done() == []
+    assert bench.copies.wait_for([1]) == []
+
+
+def test_what_fails_on_its_way_is_reported_as_failed(bench: Bench) -> None:
+    """The pool is closed under a copy that has begun: no call raises, and the worker lives."""
+
+    class Failing:
+        """A copy whose future holds what the real engine's would."""
+
+        def is_done(self) -> bool:
+            return True
+
+        def wait(self) -> CopyResult:
+            bench.pool.close()
+            return bench.engine.start_save([0], [0]).wait()
+
+    assert bench.copies.start(1, Failing) is None
+    (report,) = bench.copies.take_done()
+    assert not report.done
+    assert "PoolClosed" in report.error
+    assert bench.copies.take_done() == []
+
+
+def test_copies_are_taken_when_they_are_done_in_any_order_and_each_once() -> None:
+    """Asking for those that are done waits for nobody."""
+    copies, gates = CopiesBeside(rank=0), [Gate(), Gate(), Gate()]
+    for job_id, gate in enumerate(gates):
+        copies.start(job_id, lambda gate=gate: gate)  # type: ignore[misc]
+    assert copies.take_done() == []
+    gates[1].open()
+    assert [report.job_id for report in copies.take_done()] == [1]
+    assert copies.take_done() == []
+    gates[0].open()
+    gates[2].open()
+    assert [report.job_id for report in copies.take_done()] == [0, 2]
+
+
+def test_waiting_for_some_leaves_the_others_pending() -> None:
+    """Only what a step may overwrite holds it up."""
+    copies, mine, other = CopiesBeside(rank=0), Gate(), Gate()
+    copies.start(1, lambda: mine)
+    copies.start(2, lambda: other)
+    opener = threading.Timer(0.01, mine.open)
+    opener.start()
+    assert [report.job_id for report in copies.wait_for([1])] == [1]
+    opener.join()
+    assert copies.take_done() == []
+    other.open()
+    assert [report.job_id for report in copies.take_done()] == [2]
+
+
+def test_waiting_for_what_is_over_or_was_never_begun_is_no_report() -> None:
+    """It was reported before, or will not be here."""
+    copies, gate = CopiesBeside(rank=0), Gate()
+    gate.open()
+    copies.start(1, lambda: gate)
+    copies.take_done()
+    assert copies.wait_for([1, 99]) == []
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_report_is_told_again_as_it_was(bench: Bench, fails: bool) -> None:
+    """Marked as repeated, so that nobody takes it for a second end."""
+    first = bench.copies.start(1, lambda: bench.engine.start_save([99 if fails else 0], [0]))
+    first = first or bench.copies.wait_for([1])[0]
+    assert bench.copies.tell_again([1]) == [attrs.evolve(first, is_repeated=True)]
+    assert bench.copies.tell_again([1]) == [attrs.evolve(first, is_repeated=True)]
+
+
+def test_copies_within_a_step_can_be_told_again_too() -> None:
+    """Their reports may be lost like any other."""
+    copies = CopiesBeside(rank=0)
+    copies.done(1, CopyResult(num_pages=1, num_bytes=5, duration_ns=2))
+    copies.failed(2, RuntimeError("it broke"))
+    done, failed = copies.tell_again([1, 2])
+    assert (done.done, done.num_bytes, done.is_repeated) == (True, 5, True)
+    assert (failed.done, failed.error, failed.is_repeated) == (False, "RuntimeError: it broke", True)
+
+
+def test_what_still_runs_is_waited_for_when_it_is_asked_after() -> None:
+    """Nobody may give up on a copy that writes. It is a first report."""
+    copies, gate = CopiesBeside(rank=0), Gate()
+    copies.start(1, lambda: gate)
+    opener = threading.Timer(0.01, gate.open)
+    opener.start()
+    (report,) = copies.tell_again([1])
+    opener.join()
+    assert (report.done, report.is_repeated) == (True, False)
+    assert copies.take_done() == []
+
+
+def test_what_nobody_knows_is_told_as_failed() -> None:
+    """A worker that was started again has no memory; its answer ends the waiting."""
+    (report,) = CopiesBeside(rank=0).tell_again([7])
+    assert (report.job_id, report.done, report.is_repeated) == (7, False, True)
+    assert "knows of no such job" in report.error
+
+
+def test_only_the_latest_reports_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker runs for months; whoever asks does so within a few steps."""
+    monkeypatch.setattr(beside, "MAX_REMEMBERED", 2)
+    copies = CopiesBeside(rank=0)
+    for job_id in (1, 2, 3):
+        copies.done(job_id, CopyResult(num_pages=1, num_bytes=1, duration_ns=1))
+    assert [report.done for report in copies.tell_again([1, 2, 3])] == [False, True, True]

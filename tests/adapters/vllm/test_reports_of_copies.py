@@ -1,0 +1,359 @@
+"""Reports that are lost, doubled, late or of nobody: no request waits for ever, and vLLM hears of one end.
+
+Under a corrupt ledger nothing is decided any more; what was promised to vLLM before is still told.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import attrs
+import pytest
+from sim.slow_copies import SlowCopies, slow_down
+from sim.told import listen
+
+from kvledger.adapters.vllm.beside import CopiesBeside
+from kvledger.adapters.vllm.metadata import JobReport, WorkerReports
+from kvledger.lifecycle import events as e
+
+pytestmark = pytest.mark.scheduler
+
+PROMPT = range(64)
+TROUBLE = (e.InvariantViolated, e.RequestQuarantined, e.HookFailed)
+asynchronous = pytest.mark.parametrize("async_scheduling", [False, True])
+Tamper = Callable[[list[JobReport]], list[JobReport]]
+
+
+def beside(make_engine: Any, **options: Any) -> Any:
+    """Everything runs beside the steps, and a worker's silence is noticed after four of them."""
+    defaults = {
+        "num_blocks": 40,
+        "chunk_size": 8,
+        "enable_prefix_caching": False,
+        "load_mode": "async",
+        "save_mode": "async",
+        "max_silent_steps": 4,
+    }
+    engine = make_engine(**(defaults | options))
+    for copies in slow_down(engine):
+        copies.slow.clear()  # every copy is done when it was started, so that no thread decides a test
+    return engine
+
+
+def make_slow(engine: Any, *what: str) -> SlowCopies:
+    """From now on the copies of the first rank pend."""
+    copies: SlowCopies = engine.worker._worker_side._overlapping
+    copies.slow.update(what)
+    return copies
+
+
+def tamper(engine: Any, change: Tamper, rank: int = 0) -> None:
+    """From now on the reports of a rank go through `change`."""
+    side = engine.workers[rank]._worker_side
+    take = side.take_reports
+
+    def changed() -> WorkerReports | None:
+        taken = take()
+        reports = tuple(change(list(taken.reports if taken is not None else ())))
+        return WorkerReports(reports) if reports else None
+
+    side.take_reports = changed
+
+
+def lose_first(number: int) -> Tamper:
+    """Lose the first reports; whoever asks again is answered."""
+    lost: list[JobReport] = []
+
+    def change(reports: list[JobReport]) -> list[JobReport]:
+        kept = []
+        for report in reports:
+            (lost if len(lost) < number and not report.is_repeated else kept).append(report)
+        return kept
+
+    return change
+
+
+def check_at_rest(engine: Any) -> None:
+    """Right outputs, nothing left of anybody, every block free."""
+    engine.check_outputs()
+    engine.check_released()
+    check_ends_told(engine)
+
+
+def check_ends_told(engine: Any) -> None:
+    """VLLM waits for nobody and has all of its blocks again."""
+    assert not engine.connector.has_pending_push_work()
+    assert engine.scheduler.requests == {}
+    pool = engine.scheduler.kv_cache_manager.block_pool
+    assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
+
+
+@asynchronous
+@pytest.mark.parametrize(("num_ranks", "silent_rank"), [(1, 0), (2, 0), (2, 1)])
+def test_a_lost_report_is_asked_after_and_told_again(
+    make_engine: Any, async_scheduling: bool, num_ranks: int, silent_rank: int
+) -> None:
+    """One message too few is no failure: the save counts and the load arrives, each is told of once."""
+    engine = beside(make_engine, async_scheduling=async_scheduling, num_ranks=num_ranks)
+    told = listen(engine)
+    tamper(engine, lose_first(1), silent_rank)
+    engine.add("writer", PROMPT, 2)
+    engine.run()
+    assert told.sent == ["writer"]
+    tamper(engine, lose_first(1), silent_rank)
+    engine.add("reader", PROMPT, 2)
+    engine.run()
+    assert told.received == ["reader"]
+    assert told.failed == []
+    asked = [event.job_id for event in engine.logged(e.TransferAwaited)]
+    assert len(asked) >= 2
+    repeated = [event for event in engine.logged(e.TransferReported) if event.is_repeated]
+    assert {event.job_id for event in repeated} == set(asked)
+    assert engine.logged(e.SaveFailed, e.LoadFailed, *TROUBLE) == []
+    assert engine.check_answers("reader")[0].num_external_tokens == 63
+    check_at_rest(engine)
+
+
+@asynchronous
+def test_a_copy_that_is_only_slow_is_waited_for_when_it_is_asked_after(
+    make_engine: Any, async_scheduling: bool
+) -> None:
+    """Nobody may give up on a copy that still writes; the worker finishes it and tells."""
+    engine = beside(make_engine, async_scheduling=async_scheduling)
+    told = listen(engine)
+    engine.add("writer", PROMPT, 2)
+    engine.run()
+    copies = make_slow(engine, "load", "save")
+    engine.add("reader", PROMPT, 2)
+    engine.run()
+    assert told.received == ["reader"]
+    assert told.failed == []
+    assert [copy.was_waited_for for copy in copies.started if copy.what == "load"] == [True]
+    assert engine.logged(e.SaveFailed, e.LoadFailed, *TROUBLE) == []
+    check_at_rest(engine)
+
+
+@asynchronous
+def test_a_worker_that_knows_nothing_of_a_copy_fails_it(make_engine: Any, async_scheduling: bool) -> None:
+    """It was started again, say: the load counts as failed and is computed."""
+    engine = beside(make_engine, async_scheduling=async_scheduling)
+    engine.add("writer", PROMPT, 2)
+    engine.run()
+    told = listen(engine)
+    make_slow(engine, "load")
+    engine.add("reader", PROMPT, 2)
+    engine.step()
+    engine.worker._worker_side._copies = CopiesBeside(0)
+    engine.run()
+    assert (told.received, told.failed) == (["reader"], ["reader"])
+    (failed,) = engine.logged(e.LoadFailed)
+    assert "knows of no such job" in failed.error
+    assert engine.logged(*TROUBLE) == []
+    check_at_rest(engine)
+
+
+@asynchronous
+def test_a_worker_that_never_reports_keeps_nobody(make_engine: Any, async_scheduling: bool) -> None:
+    """It does not answer either: each job is given up, blocks are freed, loads are computed, each end is told once."""
+    engine = beside(make_engine, async_scheduling=async_scheduling)
+    engine.add("writer", PROMPT, 2)
+    engine.run()
+    told = listen(engine)
+    tamper(engine, lambda _reports: [])
+    engine.add("reader", PROMPT, 10)
+    engine.add("other", range(500, 540), 30)
+    engine.run(max_steps=200)
+    assert (told.received, told.failed) == (["reader"], ["reader"])
+    assert sorted(told.sent) == ["other", "reader"]
+    assert {violation.rule for violation in engine.logged(e.InvariantViolated)} == {"LIVENESS"}
+    assert engine.logged(e.RequestQuarantined, e.HookFailed) == []
+    check_at_rest(engine)
+
+
+@asynchronous
+def test_a_report_that_comes_after_its_job_was_given_up(make_engine: Any, async_scheduling: bool) -> None:
+    """It is recorded and tells vLLM nothing: there the load has failed long ago."""
+    engine = beside(make_engine, async_scheduling=async_scheduling)
+    engine.add("writer", PROMPT, 2)
+    engine.run()
+    told = listen(engine)
+    kept: list[JobReport] = []
+
+    def keep(reports: list[JobReport]) -> list[JobReport]:
+        kept.extend(report for report in reports if report.job_id == load_job)
+        return [report for report in reports if report.job_id != load_job]
+
+    load_job = engine.projections.transfers.next_job_id
+    tamper(engine, keep)
+    engine.add("reader", PROMPT, 30)
+    while not engine.logged(e.LoadFailed):
+        engine.step()
+    late = [attrs.evolve(report, is_repeated=False) for report in kept[:1]]
+    tamper(engine, lambda reports: [*reports, *(late.pop() for _ in late[:1])])
+    engine.run()
+    assert (told.received, told.failed) == (["reader"], ["reader"])
+    assert [violation.rule for violation in engine.logged(e.InvariantViolated)] == ["LIVENESS", "COMPLETION_ONCE"]
+    assert engine.logged(e.RequestQuarantined, e.HookFailed) == []
+    check_at_rest(engine)
+
+
+@asynchronous
+def test_a_report_of_a_rank_that_does_not_exist_settles_nothing(make_engine: Any, async_scheduling: bool) -> None:
+    """A foreign rank says that everything is done while the real one still copies."""
+    engine = beside(make_engine, async_scheduling=async_scheduling, max_silent_steps=64)
+    engine.add("writer", PROMPT, 2)
+    engine.run()
+    told = listen(engine)
+    copies = make_slow(engine, "load")
+    job_id = engine.projections.transfers.next_job_id
+    foreign = [JobReport(job_id, 7, done=True, num_bytes=1, duration_ns=1)]
+    tamper(engine, lambda reports: [*reports, *(foreign.pop() for _ in foreign[:1])])
+    engine.add("reader", PROMPT, 2)
+    for _ in range(5):
+        engine.step()
+    assert foreign == []
+    assert told.received == []
+    (load,) = copies.pending()
+    load.finish()
+    engine.run()
+    assert told.received == ["reader"]
+    assert [violation.rule for violation in engine.logged(e.InvariantViolated)] == ["COMPLETION_ONCE"]
+    check_at_rest(engine)
+
+
+@asynchronous
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_every_report_comes_twice(make_engine: Any, async_scheduling: bool, num_ranks: int) -> None:
+    """In the same message and in the next: one rank does not stand for another, and nothing is told twice."""
+    engine = beside(make_engine, async_scheduling=async_scheduling, num_ranks=num_ranks, max_silent_steps=64)
+    told = listen(engine)
+    earlier: list[JobReport] = []
+
+    def double(reports: list[JobReport]) -> list[JobReport]:
+        again = [*reports, *reports, *earlier]
+        earlier[:] = reports
+        return again
+
+    tamper(engine, double, num_ranks - 1)
+    for request_id in ("writer", "reader"):
+        engine.add(request_id, PROMPT, 6)
+        engine.run()
+    assert told.received == ["reader"]
+    assert len(told.sent) == len(set(told.sent))
+    assert engine.logged(e.RequestQuarantined, e.HookFailed, e.SaveFailed, e.LoadFailed) == []
+    check_at_rest(engine)
+
+
+# --- a corrupt ledger ------------------------------------------------------------------------------
+
+
+def serve_with_slow_copies(engine: Any, max_steps: int = 1500) -> None:
+    """Three requests and their successors in a pool that is too small; copies end every third step."""
+    copies = make_slow(engine, "load", "save")
+    for number in range(3):
+        engine.add(f"request {number}", range(100 * number, 100 * number + 40), 50)
+    for number_of_step in range(max_steps):
+        if not engine.scheduler.has_requests() and not engine._in_flight:
+            break
+        engine.step()
+        if number_of_step % 3 == 0:
+            for copy in copies.pending():
+                copy.finish()
+        if number_of_step == 40:
+            engine.add("successor", range(40), 50)
+    assert engine.scheduler.requests == {}, f"{sorted(engine.scheduler.requests)} wait for ever"
+    engine.drain()
+
+
+@asynchronous
+@pytest.mark.parametrize("num_before", [0, 4])
+@pytest.mark.parametrize(
+    "event_class",
+    [
+        e.LookupRequested,
+        e.LookupAnswered,
+        e.LookupDeferred,
+        e.BlocksAllocated,
+        e.LoadIssued,
+        e.LoadCompleted,
+        e.SaveIssued,
+        e.SaveCompleted,
+        e.TransferReported,
+        e.TransferAwaited,
+        e.RequestPreempted,
+        e.RequestFinished,
+        e.BlocksHeld,
+        e.RequestReleased,
+        e.StepScheduled,
+    ],
+)
+def test_under_a_corrupt_ledger_nobody_waits_for_ever(
+    make_engine: Any, event_class: type[e.Event], num_before: int, async_scheduling: bool
+) -> None:
+    """Loads, saves and held blocks are under way when a fold raises: every end is told, every block is free again."""
+    engine = beside(make_engine, replays=False, num_blocks=14, async_scheduling=async_scheduling, max_silent_steps=64)
+    folds, seen = engine.projections._folds, []
+
+    def raising(_event: e.Event, _sequence: int) -> None:
+        seen.append(1)
+        if len(seen) > num_before:
+            message = "broken on purpose"
+            raise RuntimeError(message)
+
+    folds[event_class] = (*folds.get(event_class, ()), raising)
+    serve_with_slow_copies(engine)
+    assert all(len(output) == 50 for output in engine.outputs.values())
+    engine.check_outputs()
+    assert engine.connector.scheduler_side.journal.is_disabled or len(seen) <= num_before
+    check_ends_told(engine)
+
+
+@asynchronous
+def test_a_save_that_was_decided_and_not_begun_when_the_ledger_fails_keeps_nobody(
+    make_engine: Any, async_scheduling: bool
+) -> None:
+    """VLLM was told to keep the blocks for it; it is begun, so that there is an end to tell."""
+    engine = beside(make_engine, replays=False, async_scheduling=async_scheduling)
+    told = listen(engine)
+    folds = engine.projections._folds
+
+    def raising(_event: e.Event, _sequence: int) -> None:
+        if engine.connector.scheduler_side.journal.deliveries.holds("only"):
+            message = "broken on purpose"
+            raise RuntimeError(message)
+
+    folds[e.StepScheduled] = (*folds[e.StepScheduled], raising)
+    engine.add("only", PROMPT, 9)
+    engine.run(max_steps=100)
+    assert engine.connector.scheduler_side.journal.is_disabled
+    assert engine.logged(e.SaveIssued)[-1].cause == engine.logged(e.BlocksHeld)[0].cause
+    assert told.sent == ["only"]
+    check_ends_told(engine)
+
+
+@asynchronous
+def test_a_report_that_cannot_be_recorded_is_heard_all_the_same(make_engine: Any, async_scheduling: bool) -> None:
+    """The ledger is sound but failed over this report: vLLM hears of the end at once, the ledger asks later."""
+    engine = beside(make_engine, replays=False, async_scheduling=async_scheduling)
+    engine.add("writer", PROMPT, 2)
+    engine.run()
+    told = listen(engine)
+    ledger = engine.connector.scheduler_side.ledger
+    observe, raised = ledger.observe, []
+
+    def raise_once(event: e.Event) -> Any:
+        if isinstance(event, e.TransferReported) and not raised:
+            raised.append(event)
+            message = "broken on purpose"
+            raise RuntimeError(message)
+        return observe(event)
+
+    ledger.observe = raise_once
+    engine.add("reader", PROMPT, 30)
+    engine.run()
+    assert raised
+    assert (told.received, told.failed) == (["reader"], [])
+    assert told.sent.count("reader") <= 1
+    assert len(engine.outputs["reader"]) == 30
+    check_at_rest(engine)

@@ -1,0 +1,321 @@
+"""A save beside the steps: until it is done nobody may write to the blocks that it reads, whatever its owner does.
+
+The copies pend until a test finishes them, or until a step waits for them, and read the blocks only then: had anybody
+written to those meanwhile, wrong KV would have been saved, and whoever loads it would raise `CorruptKV`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from sim.slow_copies import SlowCopies, slow_down
+from sim.told import listen
+from vllm.v1.request import RequestStatus
+
+from kvledger.lifecycle import events as e
+
+pytestmark = pytest.mark.scheduler
+
+PROMPT = range(64)
+TROUBLE = (e.InvariantViolated, e.RequestQuarantined, e.HookFailed)
+runners = pytest.mark.parametrize(
+    ("async_scheduling", "model_runner_v2"), [(False, False), (False, True), (True, False), (True, True)]
+)
+
+
+def overlapping(make_engine: Any, **options: Any) -> Any:
+    """An engine in which every save runs beside the steps."""
+    defaults = {"num_blocks": 40, "chunk_size": 8, "enable_prefix_caching": False, "save_mode": "async"}
+    return make_engine(**(defaults | options))
+
+
+def step_until_unscheduled(engine: Any, request_id: str) -> None:
+    """Step until a request has ended, and vLLM has heard its last output."""
+    while request_id not in engine.finish_reasons:
+        engine.step()
+    engine.drain()
+
+
+def num_free_blocks(engine: Any) -> int:
+    """Blocks that vLLM may give to anybody."""
+    free: int = engine.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+    return free
+
+
+def check_at_rest(engine: Any) -> None:
+    """Right outputs, nothing left of anybody, every block free."""
+    engine.check_outputs()
+    engine.check_released()
+    assert engine.scheduler.requests == {}
+    assert num_free_blocks(engine) == engine.scheduler.kv_cache_manager.block_pool.num_gpu_blocks - 1
+
+
+def check_saved(engine: Any, request_id: str) -> None:
+    """Everything that was settled of a request can be loaded, and is right."""
+    for worker in engine.workers:
+        worker._worker_side._overlapping.slow.clear()
+    tokens = [*engine.prompts[request_id], *engine.outputs[request_id]]
+    engine.add(f"reader of {request_id}", tokens, 4)
+    engine.run()
+    chunk_size = engine.replay_configuration.chunk_size
+    (load,) = engine.logged(e.LoadIssued, request_id=f"reader of {request_id}")
+    assert load.first_token + load.num_tokens == (len(tokens) - 1) // chunk_size * chunk_size
+    check_at_rest(engine)
+
+
+def finish_all(copies: list[SlowCopies]) -> None:
+    """Every pending copy of every rank."""
+    for of_rank in copies:
+        for copy in of_rank.pending():
+            copy.finish()
+
+
+# --- the end of a request --------------------------------------------------------------------------
+
+
+@runners
+def test_the_blocks_of_a_finished_request_are_kept_until_nothing_reads_them(
+    make_engine: Any, async_scheduling: bool, model_runner_v2: bool
+) -> None:
+    """The client has its answer at once; the engine steps on until the copies are done, and frees the blocks once."""
+    engine = overlapping(make_engine, async_scheduling=async_scheduling, model_runner_v2=model_runner_v2)
+    told = listen(engine)
+    copies = slow_down(engine, "save")
+    engine.add("only", PROMPT, 20)
+    step_until_unscheduled(engine, "only")
+    assert len(engine.outputs["only"]) == 20
+    num_kept = 39 - num_free_blocks(engine)
+    assert num_kept >= 5
+    for _ in range(10):
+        assert engine.scheduler.has_requests()
+        assert engine.connector.has_pending_push_work()
+        engine.step()
+    assert 39 - num_free_blocks(engine) == num_kept
+    assert told.sent == []
+    *early, last = copies[0].pending()
+    for copy in early:
+        copy.finish()
+    for _ in range(3):
+        engine.step()
+    assert told.sent == [], "one copy still reads"
+    last.finish()
+    engine.run(max_steps=10)
+    assert told.sent == ["only"]
+    assert engine.logged(*TROUBLE) == []
+    check_at_rest(engine)
+    check_saved(engine, "only")
+
+
+@runners
+def test_somebody_who_needs_all_blocks_waits_for_the_copies(
+    make_engine: Any, async_scheduling: bool, model_runner_v2: bool
+) -> None:
+    """A newcomer gets no block that is being copied out of, and runs when the copies are done."""
+    engine = overlapping(make_engine, num_blocks=8, async_scheduling=async_scheduling, model_runner_v2=model_runner_v2)
+    copies = slow_down(engine, "save")
+    engine.add("first", PROMPT, 20)
+    step_until_unscheduled(engine, "first")
+    engine.add("newcomer", range(900, 1000), 6)
+    for _ in range(6):
+        engine.step()
+    assert engine.scheduler.requests["newcomer"].status is RequestStatus.WAITING
+    finish_all(copies)
+    step_until_unscheduled(engine, "newcomer")
+    finish_all(copies)
+    engine.run()
+    assert not any(copy.was_waited_for for copy in copies[0].started), "nobody had to take the blocks away"
+    check_saved(engine, "first")
+
+
+@runners
+def test_an_aborted_request_keeps_its_blocks_as_well(
+    make_engine: Any, async_scheduling: bool, model_runner_v2: bool
+) -> None:
+    """The client went away in the middle of its answer; what was settled is saved all the same."""
+    engine = overlapping(make_engine, async_scheduling=async_scheduling, model_runner_v2=model_runner_v2)
+    told = listen(engine)
+    copies = slow_down(engine, "save")
+    engine.add("gone", PROMPT, 50)
+    for _ in range(12):
+        engine.step()
+    engine.abort("gone")
+    engine.add("other", range(500, 600), 20)
+    step_until_unscheduled(engine, "other")
+    assert "gone" in engine.scheduler.requests
+    assert told.sent == []
+    finish_all(copies)
+    engine.run()
+    assert sorted(told.sent) == ["gone", "other"]
+    assert engine.logged(*TROUBLE) == []
+    check_saved(engine, "other")
+
+
+def test_a_request_out_of_whose_blocks_nothing_is_copied_is_freed_at_once(make_engine: Any) -> None:
+    """Eight tokens and no whole chunk: there is nothing to keep, and nothing is told."""
+    engine = overlapping(make_engine)
+    told = listen(engine)
+    slow_down(engine)
+    engine.add("short", range(4), 3)
+    step_until_unscheduled(engine, "short")
+    assert num_free_blocks(engine) == 39
+    engine.run(max_steps=3)
+    assert told.sent == []
+    check_at_rest(engine)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_save_that_fails_frees_the_blocks_as_well(make_engine: Any, num_ranks: int) -> None:
+    """What did not arrive on every rank is not offered; the blocks are free when the last rank is done."""
+    engine = overlapping(make_engine, num_ranks=num_ranks)
+    told = listen(engine)
+    copies = slow_down(engine, "save")
+    engine.add("only", PROMPT, 20)
+    step_until_unscheduled(engine, "only")
+    for copy in copies[-1].pending():
+        copy.fail()
+    for _ in range(3):
+        engine.step()
+    assert told.sent == ([] if num_ranks > 1 else ["only"])
+    finish_all(copies)
+    engine.run()
+    assert told.sent == ["only"]
+    assert len(engine.projections.chunks) == 0
+    assert len(engine.logged(e.SaveFailed)) == len(engine.logged(e.SaveIssued)) > 1
+    assert engine.logged(*TROUBLE) == []
+    check_at_rest(engine)
+
+
+def test_two_ranks_of_unlike_speed(make_engine: Any) -> None:
+    """A chunk is offered and a block is free when the slower one is done, too."""
+    engine = overlapping(make_engine, num_ranks=2)
+    told = listen(engine)
+    _, slow = slow_down(engine)
+    engine.workers[0]._worker_side._overlapping.slow.clear()
+    engine.add("only", PROMPT, 20)
+    step_until_unscheduled(engine, "only")
+    engine.step()
+    assert len(engine.projections.chunks) == 0
+    assert told.sent == []
+    finish_all([slow])
+    engine.run()
+    assert told.sent == ["only"]
+    assert {event.ranks_done for event in engine.logged(e.TransferReported)} == {(0,), (1,)}
+    check_saved(engine, "only")
+
+
+# --- blocks that are taken away --------------------------------------------------------------------
+
+
+@runners
+@pytest.mark.parametrize("enable_prefix_caching", [False, True])
+def test_a_step_that_may_overwrite_blocks_waits_for_the_copies_out_of_them(
+    make_engine: Any, async_scheduling: bool, model_runner_v2: bool, enable_prefix_caching: bool
+) -> None:
+    """Preemptions have no hook to refuse them in: the step that follows waits. Others' copies are not waited for."""
+    engine = overlapping(
+        make_engine,
+        num_blocks=14,
+        async_scheduling=async_scheduling,
+        model_runner_v2=model_runner_v2,
+        enable_prefix_caching=enable_prefix_caching,
+    )
+    (copies,) = slow_down(engine, "save")
+    for number in range(3):
+        engine.add(f"request {number}", range(100 * number, 100 * number + 40), 50)
+    while not engine.num_preemptions:
+        engine.step()
+    (preempted,) = engine.logged(e.RequestPreempted)
+    saves = {save.job_id: save.request_id for save in engine.logged(e.SaveIssued) if save.is_async}
+    awaited = engine.logged(e.TransferAwaited)
+    assert awaited
+    assert all(event.before_forward for event in awaited)
+    assert {saves[event.job_id] for event in awaited} == {preempted.request_id}
+    assert sum(copy.was_waited_for for copy in copies.started) == len(awaited)
+    assert copies.pending(), "copies out of other blocks go on beside the steps"
+    while engine.scheduler.has_requests():
+        engine.step()
+        if not engine.scheduler.get_num_unfinished_requests():
+            finish_all([copies])
+    engine.run()
+    assert engine.logged(*TROUBLE) == []
+    check_saved(engine, preempted.request_id)
+
+
+@runners
+def test_the_next_turn_of_a_session_waits_for_the_copies(
+    make_engine: Any, async_scheduling: bool, model_runner_v2: bool
+) -> None:
+    """The last token of a turn is dropped, and the next turn writes to its place in a block that is being copied."""
+    engine = overlapping(make_engine, async_scheduling=async_scheduling, model_runner_v2=model_runner_v2)
+    (copies,) = slow_down(engine, "save")
+    engine.add("session", range(45), 13, resumable=True)
+    step_until_unscheduled(engine, "session")
+    pending = copies.pending()
+    assert pending
+    del engine.finish_reasons["session"]
+    said, asked = engine.outputs["session"], engine.prompts["session"]
+    engine.add("session", range(300, 340), 10, resumable=True)
+    engine.outputs["session"], engine.prompts["session"] = said, asked
+    engine.step()
+    assert all(copy.was_waited_for for copy in pending)
+    step_until_unscheduled(engine, "session")
+    finish_all([copies])
+    tokens = list(engine.scheduler.requests["session"].all_token_ids)
+    engine.end_session("session")
+    while engine.scheduler.has_requests():
+        engine.step()
+        finish_all([copies])
+    engine.run()
+    del engine.outputs["session"]
+    copies.slow.clear()
+    engine.add("reader", tokens, 4)
+    engine.run()
+    assert engine.logged(e.LoadIssued)[0].num_tokens == (len(tokens) - 1) // 8 * 8
+    assert engine.logged(*TROUBLE) == []
+    check_at_rest(engine)
+
+
+# --- resets ----------------------------------------------------------------------------------------
+
+
+@runners
+@pytest.mark.parametrize("finishes_first", [False, True])
+def test_a_reset_while_copies_are_under_way(
+    make_engine: Any, async_scheduling: bool, model_runner_v2: bool, finishes_first: bool
+) -> None:
+    """They were computed with old weights: they commit nothing, and still keep their blocks until they are done."""
+    engine = overlapping(make_engine, async_scheduling=async_scheduling, model_runner_v2=model_runner_v2)
+    told = listen(engine)
+    copies = slow_down(engine, "save")
+    engine.add("only", PROMPT, 20)
+    for _ in range(12):
+        engine.step()
+    if finishes_first:
+        step_until_unscheduled(engine, "only")
+    assert engine.connector.reset_cache() is True
+    step_until_unscheduled(engine, "only")
+    engine.step()
+    assert told.sent == []
+    finish_all(copies)
+    engine.run()
+    assert told.sent == ["only"]
+    assert len(engine.projections.chunks) == 0
+    slots = engine.projections.chunks.slots
+    assert slots.num_free == slots.num_slots
+    assert engine.logged(*TROUBLE) == []
+    check_at_rest(engine)
+
+
+def test_vllm_cannot_reset_its_own_cache_before_the_copies_are_done(make_engine: Any) -> None:
+    """Blocks in use: it says so and changes nothing. The next attempt, when they are done, succeeds."""
+    engine = overlapping(make_engine, enable_prefix_caching=True)
+    copies = slow_down(engine, "save")
+    engine.add("only", PROMPT, 20)
+    step_until_unscheduled(engine, "only")
+    assert not engine.scheduler.reset_prefix_cache(reset_connector=True)
+    finish_all(copies)
+    engine.run()
+    assert engine.scheduler.reset_prefix_cache(reset_connector=True)
+    assert len(engine.projections.chunks) == 0
+    check_at_rest(engine)
