@@ -23,6 +23,7 @@ from kvledger.adapters.vllm.metadata import StepJobs, WorkerReports
 from kvledger.adapters.vllm.metrics import ConnectorPrometheus, ConnectorStats, StatsSource
 from kvledger.adapters.vllm.scheduler_side import SchedulerSide
 from kvledger.adapters.vllm.worker_side import WorkerSide
+from kvledger.lifecycle import ConfigurationError
 
 if TYPE_CHECKING:
     import torch
@@ -57,9 +58,15 @@ class KVLedgerConnector(KVConnectorBase_V1):
             block_size=versions.block_size(kv_cache_config),
             block_bytes=versions.block_bytes(kv_cache_config),
             num_ranks=vllm_config.parallel_config.world_size,
-            copies_beside=versions.copies_beside_steps(vllm_config),
+            copies_beside=versions.copies_beside_steps(vllm_config, kv_cache_config),
             loads_beside=versions.needs_loads_beside_steps(vllm_config),
         )
+        if configuration.async_saves and versions.zeroes_new_blocks(kv_cache_config):
+            message = (
+                "save_mode: 'async' cannot be used with this model's KV cache of mixed precision: vLLM zeroes new "
+                "blocks before a copy out of them could be waited for; write 'sync' or 'auto'"
+            )
+            raise ConfigurationError(message)
         self._scheduler_side: SchedulerSide | None = None
         self._worker_side: WorkerSide | None = None
         if role is KVConnectorRole.WORKER:

@@ -152,9 +152,18 @@ def uses_speculation(vllm_config: VllmConfig) -> bool:
     return vllm_config.speculative_config is not None
 
 
-def copies_beside_steps(vllm_config: VllmConfig) -> bool:
-    """Whether copies can run beside the steps without taking anything from them: on a device with copy engines."""
-    return vllm_config.device_config.device_type == "cuda"
+def copies_beside_steps(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> bool:
+    """Whether saves can run beside the steps and take nothing from them: on a device with copy engines."""
+    return vllm_config.device_config.device_type == "cuda" and not zeroes_new_blocks(kv_cache_config)
+
+
+def zeroes_new_blocks(kv_cache_config: KVCacheConfig) -> bool:
+    """Whether a step zeroes the blocks it was given, as caches of mixed precision need.
+
+    Model runner V2 does so before `handle_preemptions` (`v1/worker/gpu/model_runner.py`, 0.32), so a step cannot wait
+    in time for a copy out of blocks that were taken from a preempted request.
+    """
+    return bool(getattr(kv_cache_config, "needs_kv_cache_zeroing", False))
 
 
 def needs_loads_beside_steps(vllm_config: VllmConfig) -> bool:

@@ -404,3 +404,17 @@ def test_loads_that_are_not_safe_are_warned_of(
     warnings = [record.getMessage() for record in ours if record.levelname == "WARNING"]
     assert bool(warnings) is is_warned_of
     assert all("load_mode" in warning and "kv_load_failure_policy" in warning for warning in warnings)
+
+
+def test_where_new_blocks_are_zeroed_no_save_runs_beside_the_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """VLLM zeroes what a preempted request lost before the step could wait for the copies: zeros would be saved."""
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+    from kvledger.adapters.vllm.versions import copies_beside_steps
+
+    on_cuda: Any = types.SimpleNamespace(device_config=types.SimpleNamespace(device_type="cuda"))
+    assert copies_beside_steps(on_cuda, kv_cache_config(20, 16))
+    monkeypatch.setattr(KVCacheConfig, "needs_kv_cache_zeroing", True)
+    assert not copies_beside_steps(on_cuda, kv_cache_config(20, 16))
+    assert "write 'sync' or 'auto'" in refusal({"log_dir": None, "save_mode": "async"})
+    start({"log_dir": None, "chunk_size": 16, "save_mode": "auto", "load_mode": "async"}).shutdown()
