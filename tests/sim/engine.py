@@ -21,13 +21,19 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheTensor,
+    SlidingWindowSpec,
+)
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from kvledger.adapters.vllm import KVLedgerConnector
-from sim.hashed_model import NUM_LAYERS, HashedModel
+from sim.hashed_model import NUM_LAYERS, HashedModel, layer_names
 from sim.tiny_model import write_configuration
 
 LEDGER = {
@@ -38,17 +44,17 @@ LEDGER = {
 }
 
 
-def kv_cache_config(num_blocks: int, block_size: int) -> KVCacheConfig:
-    """One group of full attention over the layers of `HashedModel`."""
-    spec = FullAttentionSpec(block_size=block_size, num_kv_heads=1, head_size=1, dtype=torch.int64)
-    layers = list(HashedModel(1, block_size).kv_caches)
-    page = spec.page_size_bytes
-    tensor = KVCacheTensor(
-        size=page * num_blocks * NUM_LAYERS, layers=layers, layer_stride=page * num_blocks, block_stride=page
-    )
-    return KVCacheConfig(
-        num_blocks=num_blocks, kv_cache_tensors=[tensor], kv_cache_groups=[KVCacheGroupSpec(layers, spec)]
-    )
+def kv_cache_config(num_blocks: int, block_size: int, windows: Sequence[int] = (0,)) -> KVCacheConfig:
+    """One group a window (0: full attention) over the layers of `HashedModel`, all on the same bytes."""
+    sizes: dict[str, Any] = {"block_size": block_size, "num_kv_heads": 1, "head_size": 1, "dtype": torch.int64}
+    tensors, groups = [], []
+    for window, names in zip(windows, layer_names(len(windows)), strict=True):
+        spec = SlidingWindowSpec(sliding_window=window, **sizes) if window else FullAttentionSpec(**sizes)
+        page, layers = spec.page_size_bytes, list(names)
+        size = page * num_blocks * NUM_LAYERS
+        tensors.append(KVCacheTensor(size=size, layers=layers, layer_stride=page * num_blocks, block_stride=page))
+        groups.append(KVCacheGroupSpec(layers, spec))
+    return KVCacheConfig(num_blocks=num_blocks, kv_cache_tensors=tensors, kv_cache_groups=groups)
 
 
 def block_bytes(block_size: int) -> int:
@@ -103,6 +109,7 @@ class SimulatedEngine:
         enable_prefix_caching: bool = True,
         async_scheduling: bool = False,
         model_runner_v2: bool = False,
+        windows: Sequence[int] = (0,),
         kv_transfer: dict[str, Any] | None = None,
         **extra_config: Any,
     ) -> None:
@@ -120,7 +127,7 @@ class SimulatedEngine:
         )
         # VllmConfig turns it off where the platform has no asynchronous worker; here there is one.
         self.vllm_config.scheduler_config.async_scheduling = async_scheduling
-        cache_config = kv_cache_config(num_blocks, block_size)
+        cache_config = kv_cache_config(num_blocks, block_size, windows)
         hash_function = get_hash_fn_by_name(self.vllm_config.cache_config.prefix_caching_hash_algo)
         init_none_hash(hash_function)
         self._block_hasher = get_request_block_hasher(block_size, hash_function)
@@ -133,7 +140,7 @@ class SimulatedEngine:
             log_stats=True,
         )
         self.scheduler.use_v2_model_runner = model_runner_v2
-        self.model = HashedModel(num_blocks, block_size)
+        self.model = HashedModel(num_blocks, block_size, windows)
         self.worker: KVConnectorBase_V1 = type(self.connector)(self.vllm_config, KVConnectorRole.WORKER, cache_config)
         self.worker.register_kv_caches(self.model.kv_caches)
         self.outputs: dict[str, list[int]] = {}
