@@ -12,8 +12,10 @@ import attrs
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.belief import Projections
 from kvledger.lifecycle.decisions import Decisions
+from kvledger.lifecycle.decisions.boundaries import last_boundary
 from kvledger.lifecycle.projections.lookup_cache import MissReason
 from kvledger.lifecycle.projections.tracker import RequestRecord
+from kvledger.lifecycle.projections.transfers import JobKind
 
 
 @attrs.frozen
@@ -42,11 +44,14 @@ def answer_lookup(event: e.LookupRequested, record: RequestRecord, projections: 
         hit = attrs.evolve(hit, reason=MissReason.LIMITED, reason_sequence=0, awaited=None)
     if record.quarantined:
         usable, hit = 0, attrs.evolve(hit, reason=MissReason.QUARANTINED, reason_sequence=0, awaited=None)
+    end_token = min(usable, event.num_tokens - 1)
+    if projections.geometry.windows.forget:
+        end_token, hit = _within_windows(end_token, hit, record, projections)
     num_deferred = projections.lookups.num_deferred(event.request_id)
     if (
         hit.awaited is not None
         and record.num_preemptions
-        and min(hit.awaited.num_tokens, event.num_tokens - 1) > max(event.num_computed_tokens, usable)
+        and min(hit.awaited.num_tokens, event.num_tokens - 1) > max(event.num_computed_tokens, end_token)
         and num_deferred < projections.configuration.max_deferred_lookups
     ):
         yield e.LookupDeferred(
@@ -62,9 +67,11 @@ def answer_lookup(event: e.LookupRequested, record: RequestRecord, projections: 
     # Whole pages are loaded, so a load must start on a block boundary. vLLM presents a block-aligned local hit
     # (v1/core/sched/scheduler.py, 0.32); anything else is answered with nothing.
     aligned = event.num_computed_tokens % projections.configuration.block_size == 0
-    beyond = min(usable, event.num_tokens - 1) - event.num_computed_tokens
+    beyond = end_token - event.num_computed_tokens
     num_external_tokens = max(0, beyond) if aligned else 0
-    async_from = projections.configuration.async_load_tokens
+    # Where there are several groups, vLLM can be told of a request whose load failed, but not of blocks.
+    has_groups = projections.geometry.windows.num_groups > 1
+    async_from = 0 if has_groups else projections.configuration.async_load_tokens
     yield e.LookupAnswered(
         request_id=event.request_id,
         generation=record.generation,
@@ -77,6 +84,16 @@ def answer_lookup(event: e.LookupRequested, record: RequestRecord, projections: 
         miss_cause=hit.reason_sequence,
         cause=cause,
     )
+
+
+def _within_windows(num_tokens: int, hit: _Hit, record: RequestRecord, projections: Projections) -> tuple[int, _Hit]:
+    end_token = last_boundary(num_tokens, record, projections)
+    if end_token == num_tokens:
+        return end_token, hit
+    # What is missing may be on its way by a save of this very request; otherwise nobody will bring it.
+    own = [job for job in projections.transfers.of_life(record.ordinal) if job.kind is JobKind.SAVE]
+    awaited = hit.awaited or (_Awaited(own[-1].job_id, num_tokens) if own else None)
+    return end_token, attrs.evolve(hit, reason=MissReason.WINDOW, reason_sequence=0, awaited=awaited)
 
 
 def _find(event: e.LookupRequested, record: RequestRecord, projections: Projections) -> _Hit:

@@ -28,6 +28,8 @@ class MissReason(enum.StrEnum):
     EVICTED = "evicted"
     TAINTED = "tainted"
     RESET = "reset"
+    WINDOW = "window"
+    """A sliding window sees, before every later boundary, something that was not saved."""
     LIMITED = "limited"
     """A policy allows less than what is there."""
     QUARANTINED = "quarantined"

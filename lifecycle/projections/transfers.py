@@ -15,6 +15,7 @@ import attrs
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.geometry import Geometry
 from kvledger.lifecycle.projections.chunk_keys import ChunkKeys
+from kvledger.lifecycle.projections.host_slots import NO_SLOT
 from kvledger.lifecycle.projections.tracker import RequestTracker
 
 
@@ -169,7 +170,7 @@ class Transfers:
         chunk_size = self._geometry.chunk_size
         first = event.first_token // chunk_size
         last = -(-(event.first_token + event.num_tokens) // chunk_size)
-        self._loading.update(event.slots)
+        self._loading.update(slot for slot in event.slots if slot != NO_SLOT)
         self._start(event, JobKind.LOAD, tuple(range(first, last)))
 
     def _save_issued(self, event: e.SaveIssued, _sequence: int) -> None:
