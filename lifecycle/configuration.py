@@ -80,6 +80,11 @@ class LedgerConfiguration:
             raise ConfigurationError(message)
 
     @property
+    def copies_beside(self) -> bool:
+        """Whether any copy may run beside the steps; where there are several groups, every load does."""
+        return self.async_saves or self.async_load_tokens is not None or len(self.windows) > 1
+
+    @property
     def pages_per_chunk(self) -> int:
         """Block pages that one chunk needs: at least one a group, also where a chunk ends inside a block."""
         return max(1, self.chunk_size // self.block_size) * len(self.windows)

@@ -10,6 +10,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorTransferResults,
+    SupportsHMA,
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
@@ -17,6 +18,7 @@ from kvledger.adapters.vllm import versions
 from kvledger.adapters.vllm.chunk_keys import ChunkKeySource
 from kvledger.adapters.vllm.configuration import ConnectorSettings
 from kvledger.adapters.vllm.event_log import open_event_log
+from kvledger.adapters.vllm.groups import describe_groups
 from kvledger.adapters.vllm.messages import messages
 from kvledger.adapters.vllm.metadata import StepJobs, WorkerReports
 from kvledger.adapters.vllm.metrics import ConnectorPrometheus, ConnectorStats, StatsSource
@@ -36,7 +38,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
-class KVLedgerConnector(KVConnectorBase_V1):
+class KVLedgerConnector(KVConnectorBase_V1, SupportsHMA):
     """CPU offload of the KV cache in which preempted requests recover, with a log of all of it.
 
     Raises:
@@ -47,23 +49,30 @@ class KVLedgerConnector(KVConnectorBase_V1):
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        versions.refuse_unsupported(vllm_config, kv_cache_config)
+        versions.refuse_unsupported(vllm_config)
+        groups = describe_groups(vllm_config, kv_cache_config)
         settings = ConnectorSettings.from_extra_config(self._kv_transfer_config.kv_connector_extra_config)
-        configuration = settings.ledger_configuration(
-            block_size=versions.block_size(kv_cache_config),
-            block_bytes=versions.block_bytes(kv_cache_config),
-            num_ranks=vllm_config.parallel_config.world_size,
-            copies_beside=versions.copies_beside_steps(vllm_config),
-            loads_beside=versions.needs_loads_beside_steps(vllm_config),
-        )
+        if groups.declined:
+            configuration = settings.idle_configuration()
+        else:
+            configuration = settings.ledger_configuration(
+                block_size=versions.block_size(kv_cache_config),
+                block_bytes=versions.block_bytes(kv_cache_config),
+                num_ranks=vllm_config.parallel_config.world_size,
+                windows=groups.windows,
+                copies_beside=versions.copies_beside_steps(vllm_config),
+                loads_beside=versions.needs_loads_beside_steps(vllm_config),
+            )
         self._scheduler_side: SchedulerSide | None = None
         self._worker_side: WorkerSide | None = None
         if role is KVConnectorRole.WORKER:
+            if groups.declined:
+                return
             self._worker_side = WorkerSide(
                 num_slots=configuration.num_slots,
                 num_blocks=kv_cache_config.num_blocks,
                 rank=vllm_config.parallel_config.rank,
-                overlaps=configuration.async_saves or configuration.async_load_tokens is not None,
+                overlaps=configuration.copies_beside,
             )
             return
         handlers = settings.handler_registry()
@@ -79,13 +88,16 @@ class KVLedgerConnector(KVConnectorBase_V1):
                 "recomputes; set load_mode to 'async' or 'auto', or kv_load_failure_policy to 'fail'"
             )
         speculates = versions.uses_speculation(vllm_config)
-        self._scheduler_side = SchedulerSide(configuration, log, keys, handlers=handlers, speculates=speculates)
+        self._scheduler_side = SchedulerSide(
+            configuration, log, keys, handlers=handlers, speculates=speculates, declined=groups.declined
+        )
         self._stats = StatsSource(self._scheduler_side)
         messages.info(
             "recording",
             log=str(log.directory or "memory"),
             chunk_size=configuration.chunk_size,
             block_size=configuration.block_size,
+            windows=configuration.windows,
             num_slots=configuration.num_slots,
             on_load_failure=self._kv_transfer_config.kv_load_failure_policy,
         )
@@ -196,7 +208,13 @@ class KVLedgerConnector(KVConnectorBase_V1):
 
     def request_finished(self, request: Request, block_ids: Sequence[int]) -> tuple[bool, dict[str, Any] | None]:
         """The request ended; whether its blocks must be kept until a copy out of them is done."""
-        return self.scheduler_side.request_finished(request, block_ids)
+        return self.scheduler_side.request_finished(request, len(block_ids))
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """What vLLM calls of a connector that takes several groups; their tables are of equal length."""
+        return self.scheduler_side.request_finished(request, max(map(len, block_ids), default=0))
 
     def has_pending_push_work(self) -> bool:
         """Whether the engine must keep stepping for a copy."""

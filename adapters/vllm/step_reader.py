@@ -193,6 +193,10 @@ class StepReader:
         if num_settled_tokens < cursor.next_threshold(record.request_id):
             return
         num_keys = self._sync_keys(request)
-        num_settled_tokens = min(num_settled_tokens, num_keys * self._projections.configuration.chunk_size)
+        num_keyed_tokens = num_keys * self._projections.configuration.chunk_size
+        if not self._projections.geometry.windows.forget:
+            num_settled_tokens = min(num_settled_tokens, num_keyed_tokens)
+        elif self._projections.geometry.num_chunks_in(num_settled_tokens) > num_keys:
+            return  # with windows the true count must be told, because it says what they have left
         if num_settled_tokens >= cursor.next_threshold(record.request_id):
             settled.append((record.ordinal, cursor.num_chunks(record.request_id), num_settled_tokens))
