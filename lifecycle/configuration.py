@@ -23,7 +23,7 @@ class LedgerConfiguration:
     block_size: int
     chunk_size: int
     num_slots: int
-    windows: tuple[int, ...] = (0,)
+    windows: tuple[int, ...] = attrs.field(default=(0,), converter=tuple)
     """One entry per group of layers with a block table of its own: how many tokens it sees, 0 for all."""
     num_ranks: int = 1
     max_hit_share: float = 1.0
