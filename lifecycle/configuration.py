@@ -5,11 +5,17 @@ It is written into every log's header, because the same events under another chu
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import attrs
 
 
 class ConfigurationError(ValueError):
     """A configuration that cannot work; the message names the figures and the remedy."""
+
+
+def _as_tuple(sizes: Iterable[int]) -> tuple[int, ...]:
+    return tuple(sizes)
 
 
 @attrs.frozen
@@ -23,7 +29,7 @@ class LedgerConfiguration:
     block_size: int
     chunk_size: int
     num_slots: int
-    windows: tuple[int, ...] = attrs.field(default=(0,), converter=tuple)
+    windows: tuple[int, ...] = attrs.field(default=(0,), converter=_as_tuple)
     """One entry per group of layers with a block table of its own: how many tokens it sees, 0 for all."""
     num_ranks: int = 1
     max_hit_share: float = 1.0

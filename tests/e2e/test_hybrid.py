@@ -1,4 +1,4 @@
-"""A model with sliding windows on real vLLM: several KV cache groups, preempted requests, the outputs of a quiet engine."""
+"""A model with sliding windows on real vLLM: several KV cache groups, preemptions, the outputs of a quiet engine."""
 
 from __future__ import annotations
 
