@@ -61,6 +61,8 @@ def _declined_together(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, 
         return [f"every group sees only a window ({', '.join(map(str, windows))} tokens); {_REMEDY}"]
     if any(windows) and versions.uses_speculation(vllm_config):
         return [f"speculative decoding takes tokens back that sliding windows have left already; {_REMEDY}"]
+    if len(windows) > 1 and kv_cache_config.needs_kv_cache_zeroing:
+        return ["new blocks are zeroed before anything could be copied out of them"]
     if not _pages_coincide(kv_cache_config):
         return ["pages of different groups overlap without being the same bytes"]
     return []

@@ -237,6 +237,7 @@ class SchedulerSide:
             return False
         self._notice.preemption(request)
         self._notice.keys(request)
+        self._reader.tell_left_at_end(record, self.journal.now())
         # vLLM counts tokens as computed as soon as another connector begins to load them; what was scheduled is there.
         num_computed_tokens = min(request.num_computed_tokens, self._tracker.num_computed_tokens(record))
         num_written_tokens = self._notice.num_written_tokens(request, num_computed_tokens)

@@ -17,16 +17,26 @@ class GroupAgreement:
     """A load ends at one token for all groups and brings each group what that token's successor sees, no more.
 
     Verifies: for every page of a load that it is copied if and only if its group sees it at the load's end; for every
-    page of a save that its group still saw it when the tokens settled that the log had told by then. With one group of
-    full attention there is nothing to verify.
+    page of a save that its group still saw it when the tokens settled that the log had told by then, or left it just
+    then and the copy precedes the forward. With full attention alone there is nothing to verify.
     Does not verify: that the windows in the log's header are the model's, nor which blocks vLLM had freed.
     """
 
     rule: ClassVar[str] = "GROUP_AGREEMENT"
-    looks_at: ClassVar[frozenset[type[e.Event]]] = SETTLED_EVENTS | {e.LoadIssued, e.SaveIssued, e.TailSaveIssued}
+    looks_at: ClassVar[frozenset[type[e.Event]]] = SETTLED_EVENTS | {
+        e.LoadIssued,
+        e.SaveIssued,
+        e.TailSaveIssued,
+        e.WindowLeft,
+    }
 
     def __init__(self) -> None:
         self._settled = SettledTokens()
+        self._leaving: dict[str, tuple[int, int]] = {}
+        """Request id -> (settled tokens, sequence) as told since the last step."""
+        self._left: dict[str, tuple[int, int]] = {}
+        """The same, told right before the last step."""
+        self._step_sequence = 0
 
     def check(self, step: ReplayedEvent, projections: Projections) -> Iterator[Violation]:
         """Compare copied pages with what the windows see."""
@@ -41,7 +51,22 @@ class GroupAgreement:
             pages = projections.geometry.pages_spanning(event.first_token, event.num_tokens)
             yield from self._check_save(event, pages, step, projections)
         else:
-            self._settled.fold(step, projections)
+            self._fold(step, projections)
+
+    def _fold(self, step: ReplayedEvent, projections: Projections) -> None:
+        if isinstance(step.event, e.WindowLeft):
+            self._leaving[step.event.request_id] = (step.event.num_settled_tokens, step.sequence)
+            return
+        if isinstance(step.event, e.StepScheduled):
+            self._left, self._leaving, self._step_sequence = self._leaving, {}, step.sequence
+        self._settled.fold(step, projections)
+
+    def _intact_since(self, event: e.SaveIssued | e.TailSaveIssued) -> tuple[int, int] | None:
+        """What was told about pages that were being left; they must be copied before the forward."""
+        if isinstance(event, e.TailSaveIssued) or not event.before_forward:
+            return None
+        told = self._left if event.cause == self._step_sequence else self._leaving
+        return told.get(event.request_id)
 
     def _check_load(self, event: e.LoadIssued, step: ReplayedEvent, projections: Projections) -> Iterator[Violation]:
         end_token = event.first_token + event.num_tokens
@@ -63,7 +88,7 @@ class GroupAgreement:
         step: ReplayedEvent,
         projections: Projections,
     ) -> Iterator[Violation]:
-        num_settled_tokens, sequence = self._settled.of(event.request_id)
+        num_settled_tokens, sequence = self._intact_since(event) or self._settled.of(event.request_id)
         for page, slot in zip(pages, event.slots, strict=False):
             if slot != NO_SLOT and not _is_seen(page, num_settled_tokens, projections):
                 detail = (

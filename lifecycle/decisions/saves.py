@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.belief import Projections
 from kvledger.lifecycle.decisions import Decisions
+from kvledger.lifecycle.decisions.reach import Reach
 from kvledger.lifecycle.decisions.reports import ask_after
 from kvledger.lifecycle.projections.host_slots import NO_SLOT
 from kvledger.lifecycle.projections.tracker import RequestRecord
@@ -24,8 +25,16 @@ def save_settled(
     """Save the chunks from `first_chunk` on that are settled, from the blocks the request holds."""
     if not projections.transfers.is_loading(record.ordinal):
         block_ids = projections.blocks.held(record.request_id)
-        is_async = _is_async(projections)
-        plan = _Plan(record, record.generation, block_ids, projections, cause, before_forward=False, is_async=is_async)
+        plan = _Plan(
+            record,
+            record.generation,
+            block_ids,
+            projections,
+            cause,
+            before_forward=False,
+            is_async=_is_async(projections),
+            left_since=projections.blocks.left_since(record.request_id),
+        )
         yield from plan.save(first_chunk, num_settled_tokens)
 
 
@@ -65,7 +74,13 @@ def save_on_finish(event: e.RequestFinished, record: RequestRecord, projections:
     num_written = min(event.num_settled_tokens, event.num_tokens - 1, num_computed_tokens)
     is_async = _is_async(projections)
     plan = _plan_from_lost(
-        record, record.generation, projections, cause, before_forward=not is_async, is_async=is_async
+        record,
+        record.generation,
+        projections,
+        cause,
+        before_forward=not is_async,
+        is_async=is_async,
+        left_since=projections.blocks.left_at_end(record.request_id),
     )
     yield from plan.save(0, num_written)
     if projections.transfers.reads_blocks_of(record.ordinal):
@@ -85,9 +100,18 @@ def _plan_from_lost(
     *,
     before_forward: bool,
     is_async: bool,
+    left_since: int | None = None,
 ) -> _Plan:
-    block_ids = projections.blocks.lost(record.request_id)
-    return _Plan(record, generation, block_ids, projections, cause, before_forward=before_forward, is_async=is_async)
+    return _Plan(
+        record,
+        generation,
+        projections.blocks.lost(record.request_id),
+        projections,
+        cause,
+        before_forward=before_forward,
+        is_async=is_async,
+        left_since=left_since,
+    )
 
 
 class _Plan:
@@ -103,6 +127,7 @@ class _Plan:
         *,
         before_forward: bool,
         is_async: bool,
+        left_since: int | None = None,
     ) -> None:
         self._record = record
         self._generation = generation
@@ -113,6 +138,7 @@ class _Plan:
         self._cause = cause
         self._before_forward = before_forward
         self._is_async = is_async
+        self._left_since = left_since
 
     @property
     def _is_doubtful(self) -> bool:
@@ -124,11 +150,11 @@ class _Plan:
             return
         keys = self._projections.chunk_keys.of(self._record.request_id)
         end_chunk = min(self._geometry.num_chunks_in(num_settled_tokens), len(keys))
-        readable = self._readable(num_settled_tokens)
+        reach = self._reach(num_settled_tokens, end_chunk)
         wanted = [
             (chunk, pages)
             for chunk in range(first_chunk, end_chunk)
-            if not self._chunks.is_saving(keys[chunk]) and (pages := self._missing_pages(chunk, keys[chunk], readable))
+            if not self._chunks.is_saving(keys[chunk]) and (pages := self._missing_pages(chunk, keys[chunk], reach))
         ]
         if not wanted:
             return
@@ -149,36 +175,32 @@ class _Plan:
             chunks.append(chunk)
             affordable.update(dict.fromkeys(pages))
         if chunks:
-            yield self._job(tuple(chunks), affordable)
+            yield self._job(tuple(chunks), affordable, reach)
         if len(chunks) < len(wanted):
             yield self._declined(wanted[len(chunks)][0], len(wanted) - len(chunks))
 
-    def _readable(self, num_settled_tokens: int) -> tuple[int, ...]:
-        """The first block of each group that can still be read; earlier ones may be somebody else's."""
-        windows = self._geometry.windows
-        return tuple(windows.first_block(group, num_settled_tokens) for group in range(windows.num_groups))
+    def _reach(self, num_settled_tokens: int, end_chunk: int = 0) -> Reach:
+        junction = self._projections.lookups.junction(self._record.request_id)
+        boundaries = (end_chunk * self._geometry.chunk_size, min(junction, num_settled_tokens))
+        return Reach(self._geometry.windows, num_settled_tokens, self._left_since, boundaries)
 
-    def _missing_pages(self, chunk: int, key: bytes, readable: tuple[int, ...]) -> tuple[int, ...]:
+    def _missing_pages(self, chunk: int, key: bytes, reach: Reach) -> tuple[int, ...]:
         """The pages of a chunk that are not stored and can be, ascending.
 
         Of a chunk that is stored these are pages of groups with a window: whoever saved it did not see them any more.
         """
         stored = self._chunks.get(key)
-        if len(readable) == 1:
+        if not reach.windows.forget:
             return () if stored is not None else self._geometry.pages_of((chunk,))
         if stored is not None and NO_SLOT not in stored:
             return ()
         pages = self._geometry.pages_of((chunk,))
         slots = stored or (NO_SLOT,) * len(pages)
         return tuple(
-            page for page, slot in zip(pages, slots, strict=True) if slot == NO_SLOT and self._is_kept(page, readable)
+            page
+            for page, slot in zip(pages, slots, strict=True)
+            if slot == NO_SLOT and reach.keeps(page, self._block_ids)
         )
-
-    def _is_kept(self, page: int, readable: tuple[int, ...]) -> bool:
-        block, group = divmod(page, len(readable))
-        if not self._geometry.window_sizes[group]:
-            return True
-        return block >= readable[group] and page < len(self._block_ids) and self._block_ids[page] != NULL_BLOCK
 
     def save_tail(self, num_settled_tokens: int) -> Decisions:
         """Save the tokens behind the last whole chunk, where everything before them is saved or being saved."""
@@ -192,8 +214,8 @@ class _Plan:
         pages = self._geometry.pages_spanning(first_token, num_settled_tokens - first_token)
         if pages.stop > len(self._block_ids):
             return
-        readable = self._readable(num_settled_tokens)
-        kept = dict.fromkeys(page for page in pages if self._is_kept(page, readable))
+        reach = self._reach(num_settled_tokens)
+        kept = dict.fromkeys(page for page in pages if reach.keeps(page, self._block_ids))
         yield from self._make_room(len(kept), keys)
         if self._chunks.slots.num_free < len(kept):
             yield self._declined(end_chunk, 1)
@@ -223,7 +245,7 @@ class _Plan:
             for victim in self._chunks.room_for(num_missing, spare=frozenset(own_keys)) or ():
                 yield e.ChunkEvicted(key=victim, for_request_id=self._record.request_id, cause=self._cause)
 
-    def _job(self, chunks: tuple[int, ...], kept: Mapping[int, None]) -> e.SaveIssued:
+    def _job(self, chunks: tuple[int, ...], kept: Mapping[int, None], reach: Reach) -> e.SaveIssued:
         slots, block_ids = self._pairs(self._geometry.pages_of(chunks), kept)
         return e.SaveIssued(
             request_id=self._record.request_id,
@@ -232,7 +254,7 @@ class _Plan:
             chunks=chunks,
             slots=slots,
             block_ids=block_ids,
-            before_forward=self._before_forward,
+            before_forward=self._before_forward or (reach.windows.forget and any(map(reach.has_left, kept))),
             is_async=self._is_async,
             cause=self._cause,
         )

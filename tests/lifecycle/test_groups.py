@@ -109,6 +109,74 @@ def test_the_last_token_of_a_prompt_may_need_one_block_more() -> None:
     assert_sound(driver)
 
 
+def test_what_a_window_leaves_is_saved_in_time_for_the_last_whole_chunk() -> None:
+    """90 tokens came in one step: block 2 is free by now, and yet the end of chunk 1 at token 64 can be loaded."""
+    driver = driver_of()
+    start(driver, "a", keys_of("a", 2), 90)
+    driver.observe(e.WindowLeft("a", 0, 1))
+    settle(driver, "a", 90)
+    (save,) = driver.all_of(e.SaveIssued)
+    assert copied(save, group=1) == [6, 8], "blocks 2 and 3; what the boundary does not see is not worth a slot"
+    assert save.before_forward
+    driver.arrive("b", 95, keys_of("a", 2))
+    assert driver.lookup("b", 0, 95).num_external_tokens == 64
+    assert_sound(driver)
+
+
+def test_what_the_window_had_left_a_step_before_is_gone() -> None:
+    """80 tokens were settled then, so block 2 was freed then, and the end of chunk 1 cannot be had any more."""
+    driver = driver_of()
+    start(driver, "a", keys_of("a", 2), 90)
+    driver.observe(e.WindowLeft("a", 80, 1))
+    settle(driver, "a", 90)
+    (save,) = driver.all_of(e.SaveIssued)
+    assert copied(save, group=1) == [8]
+    assert not save.before_forward
+    driver.step(("a", 91, 1, 92))
+    assert driver.projections.blocks.left_since("a") is None
+
+
+def test_what_was_told_before_another_step_does_not_count() -> None:
+    """Blocks that were free in the step before have been written by its forward."""
+    driver = driver_of()
+    start(driver, "a", keys_of("a", 3), 96)
+    driver.observe(e.WindowLeft("a", 0, 1))
+    driver.step()
+    driver.preempt("a", 96)
+    (save,) = driver.all_of(e.SaveIssued)
+    assert copied(save, group=1) == [10, 12]
+    assert_sound(driver)
+
+
+def test_a_request_that_ends_right_after_its_prefill_leaves_a_boundary() -> None:
+    """What its windows leave at its end is intact until the next forward."""
+    driver = driver_of()
+    start(driver, "a", keys_of("a", 2), 90)
+    driver.observe(e.WindowLeft("a", 0, 1))
+    driver.finish("a", 90, 91)
+    driver.settle_all()
+    driver.arrive("b", 95, keys_of("a", 2))
+    assert driver.lookup("b", 0, 95).num_external_tokens == 64
+    assert_sound(driver)
+
+
+def test_a_prefix_that_is_shared_can_be_loaded_from_the_third_request_on() -> None:
+    """The second finds all chunks and nothing that a window could stand on there; it leaves that behind."""
+    driver = driver_of()
+    start(driver, "first", keys_of("system", 4), 130)
+    settle(driver, "first", 130)
+    shared = keys_of("system", 2)
+    driver.arrive("second", 130, shared + keys_of("second", 2, 2))
+    assert driver.lookup("second", 0, 130).miss_reason == MissReason.WINDOW
+    driver.allocate("second", table(9, first_block=100))
+    driver.step(("second", 0, 130, 130))
+    driver.observe(e.WindowLeft("second", 0, 1))
+    settle(driver, "second", 130)
+    driver.arrive("third", 100, shared)
+    assert driver.lookup("third", 0, 100).num_external_tokens == 64
+    assert_sound(driver)
+
+
 def test_whoever_still_sees_a_page_completes_a_chunk_that_lacks_it() -> None:
     """A long request saved the chunk without it; a shorter one brings what is missing, and nothing twice."""
     driver = driver_of()

@@ -211,12 +211,39 @@ def test_a_load_that_fails_costs_its_request_and_not_the_engine(make_engine: Any
     assert engine.figures.num_loads_failed
 
 
-def test_what_is_saved_of_a_window_ends_with_the_settled_tokens(make_engine: Any) -> None:
-    """The step tells the true count: 150 tokens in one step leave blocks 6 to 9 of a window of 48."""
+def test_a_prompt_can_be_loaded_up_to_its_last_whole_chunk(make_engine: Any) -> None:
+    """Its middle was freed before it was settled; the next turn of a conversation comes back for it."""
+    engine = make_engine(num_blocks=60, windows=(0, 48), chunk_size=32, enable_prefix_caching=False)
+    engine.add("first", range(150), 2)
+    engine.run()
+    engine.add("next turn", [*range(150), *engine.outputs["first"], *range(300, 320)], 2)
+    engine.run()
+    (answer,) = engine.logged(e.LookupAnswered, request_id="next turn")
+    assert answer.num_external_tokens == 128
+    engine.check_outputs()
+
+
+def test_a_step_without_the_request_ends_what_can_be_told(make_engine: Any) -> None:
+    """VLLM may have freed pages on the way to finding no room for it, and others may have written them."""
+    engine = make_engine(num_blocks=60, windows=(0, 48), chunk_size=32)
+    engine.add("a", range(150), 30)
+    engine.step()
+    reader = engine.connector.scheduler_side._reader
+    assert reader._processed == {"a": 0}
+    engine.step()
+    assert [event.num_settled_tokens for event in engine.logged(e.WindowLeft)] == [0]
+    reader._processed_before, reader._processed = {}, {}
+    engine.run()
+    assert len(engine.logged(e.WindowLeft)) < 1 + len([s for s in engine.logged(e.StepScheduled) if s.settled])
+
+
+def test_a_step_tells_how_many_tokens_are_really_settled(make_engine: Any) -> None:
+    """Not in whole chunks: 150 tokens in one step leave blocks 6 to 9 of a window of 48, and 5 for token 128."""
     engine = make_engine(num_blocks=60, windows=(0, 48), chunk_size=32)
     engine.add("a", range(150), 4)
     engine.run()
     step = next(event for event in engine.logged(e.StepScheduled) if event.settled)
     assert step.settled == ((0, 0, 150),)
     save = engine.logged(e.SaveIssued)[0]
-    assert [slot == NO_SLOT for slot in save.slots[1::2]] == [True] * 6 + [False] * 2
+    assert save.before_forward
+    assert [slot == NO_SLOT for slot in save.slots[1::2]] == [True] * 5 + [False] * 3
