@@ -47,11 +47,13 @@ def answer_lookup(event: e.LookupRequested, record: RequestRecord, projections: 
     end_token = min(usable, event.num_tokens - 1)
     if projections.geometry.windows.forget:
         end_token, hit = _within_windows(end_token, hit, record, projections)
+    end_token, rival = _one_after_another(end_token, event, record, projections)
     num_deferred = projections.lookups.num_deferred(event.request_id)
+    awaited = rival or hit.awaited
     if (
-        hit.awaited is not None
-        and record.num_preemptions
-        and min(hit.awaited.num_tokens, event.num_tokens - 1) > max(event.num_computed_tokens, end_token)
+        awaited is not None
+        and (record.num_preemptions or rival is not None)
+        and min(awaited.num_tokens, event.num_tokens - 1) > max(event.num_computed_tokens, end_token)
         and num_deferred < projections.configuration.max_deferred_lookups
     ):
         yield e.LookupDeferred(
@@ -59,7 +61,7 @@ def answer_lookup(event: e.LookupRequested, record: RequestRecord, projections: 
             generation=record.generation,
             num_computed_tokens=event.num_computed_tokens,
             num_tokens=event.num_tokens,
-            job_id=hit.awaited.job_id,
+            job_id=awaited.job_id,
             num_deferred=num_deferred + 1,
             cause=cause,
         )
@@ -84,6 +86,22 @@ def answer_lookup(event: e.LookupRequested, record: RequestRecord, projections: 
         miss_cause=hit.reason_sequence,
         cause=cause,
     )
+
+
+def _one_after_another(
+    end_token: int, event: e.LookupRequested, record: RequestRecord, projections: Projections
+) -> tuple[int, _Awaited | None]:
+    """With several groups, no load while another request's is under way.
+
+    vLLM 0.32 underestimates what a request that was loaded still needs, for it counts the null blocks of its windows as
+    blocks (`v1/core/single_type_kv_cache_manager.py`, get_num_blocks_to_allocate). Several of them could hold the whole
+    pool and wait for one another for ever.
+    """
+    if projections.geometry.windows.forget and end_token > event.num_computed_tokens:
+        for job in projections.transfers:
+            if job.kind is JobKind.LOAD and job.ordinal != record.ordinal:
+                return event.num_computed_tokens, _Awaited(job.job_id, end_token)
+    return end_token, None
 
 
 def _within_windows(num_tokens: int, hit: _Hit, record: RequestRecord, projections: Projections) -> tuple[int, _Hit]:

@@ -245,6 +245,23 @@ def test_a_local_hit_shortens_the_load_of_every_group() -> None:
     assert_sound(driver)
 
 
+def test_loads_of_models_with_windows_come_one_after_another() -> None:
+    """VLLM underestimates what a loaded request still needs; two of them could wait for one another for ever."""
+    driver = driver_of(max_deferred_lookups=1)
+    start(driver, "a", keys_of("a", 3), 96)
+    settle(driver, "a", 96)
+    for request_id in ("b", "c"):
+        driver.arrive(request_id, 100, keys_of("a", 3))
+    driver.lookup("b", 0, 100)
+    driver.allocate("b", table(6, first_block=50, first_kept=4), 96)
+    assert isinstance(driver.poll("c", 0, 100), e.LookupDeferred)
+    assert driver.lookup("c", 0, 100).num_external_tokens == 0, "nobody waits for ever"
+    driver.settle_all()
+    driver.step(("b", 96, 4, 100))
+    assert driver.lookup("c", 0, 100).num_external_tokens == 96
+    assert_sound(driver)
+
+
 def test_a_page_without_a_slot_is_not_promised_after_all() -> None:
     """If vLLM gave a block for what is not stored, the load is refused and the request recomputes."""
     driver = driver_of()
