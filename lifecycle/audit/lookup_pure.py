@@ -26,6 +26,8 @@ class _Circumstances:
     num_removed: int
     end_of_tail: int
     quarantined: bool
+    num_jobs: int
+    next_job_id: int
 
 
 class LookupPure:
@@ -99,6 +101,8 @@ class LookupPure:
             projections.chunks.num_removed,
             0 if tail is None else tail.end_token,
             record.quarantined,
+            len(projections.transfers) if projections.geometry.windows.forget else 0,
+            projections.transfers.next_job_id if projections.geometry.windows.forget else 0,
         )
         answer = (event.num_hit_tokens, event.num_external_tokens)
         before = self._answered.get(event.request_id)
