@@ -39,7 +39,7 @@ class Projections:
 
     def __init__(self, configuration: LedgerConfiguration, table: CompiledTable = TABLE) -> None:
         self.configuration = configuration
-        self.geometry = Geometry(configuration.block_size, configuration.chunk_size)
+        self.geometry = Geometry(configuration.block_size, configuration.chunk_size, configuration.windows)
         self.tracker = RequestTracker(table)
         self.blocks = BlockTable(self.tracker)
         self.chunk_keys = ChunkKeys(self.tracker, configuration.chunk_size)

@@ -5,11 +5,17 @@ It is written into every log's header, because the same events under another chu
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import attrs
 
 
 class ConfigurationError(ValueError):
     """A configuration that cannot work; the message names the figures and the remedy."""
+
+
+def _as_tuple(sizes: Iterable[int]) -> tuple[int, ...]:
+    return tuple(sizes)
 
 
 @attrs.frozen
@@ -23,6 +29,8 @@ class LedgerConfiguration:
     block_size: int
     chunk_size: int
     num_slots: int
+    windows: tuple[int, ...] = attrs.field(default=(0,), converter=_as_tuple)
+    """One entry per group of layers with a block table of its own: how many tokens it sees, 0 for all."""
     num_ranks: int = 1
     max_hit_share: float = 1.0
     """A lookup never counts more than this share of the prompt as hit."""
@@ -61,6 +69,12 @@ class LedgerConfiguration:
                 f"choose a chunk_size that is a multiple or a divisor of {self.block_size}"
             )
             raise ConfigurationError(message)
+        if not self.windows or min(self.windows) < 0 or all(self.windows):
+            message = (
+                f"windows is {self.windows}; it needs an entry for each group of layers, none of them negative and one "
+                "of them 0, for a group that sees all tokens"
+            )
+            raise ConfigurationError(message)
         if self.num_slots < self.pages_per_chunk:
             message = (
                 f"the host pool has {self.num_slots} slots of one block each, but one chunk of {self.chunk_size} "
@@ -72,6 +86,11 @@ class LedgerConfiguration:
             raise ConfigurationError(message)
 
     @property
+    def copies_beside(self) -> bool:
+        """Whether any copy may run beside the steps; where there are several groups, every load does."""
+        return self.async_saves or self.async_load_tokens is not None or len(self.windows) > 1
+
+    @property
     def pages_per_chunk(self) -> int:
-        """Block pages that one chunk needs: at least one, also where a chunk ends inside a block."""
-        return max(1, self.chunk_size // self.block_size)
+        """Block pages that one chunk needs: at least one a group, also where a chunk ends inside a block."""
+        return max(1, self.chunk_size // self.block_size) * len(self.windows)

@@ -472,6 +472,18 @@ class LogNote(Event):
     time_ns: int
 
 
+@observation("window.left")
+class WindowLeft(RequestEvent):
+    """Told before a step or the request's end: what its windows see no more is freed now, intact until the forward.
+
+    Freed before that was only what they did not see when `num_settled_tokens` were settled. Only for models with
+    sliding windows, and only where the request was in the step before.
+    """
+
+    num_settled_tokens: int
+    time_ns: int
+
+
 OBSERVATIONS: tuple[type[Event], ...] = tuple(e for e in VOCABULARY.values() if not e.is_decision)
 DECISIONS: tuple[type[Event], ...] = tuple(e for e in VOCABULARY.values() if e.is_decision)
 REQUEST_EVENTS: tuple[type[RequestEvent], ...] = tuple(e for e in VOCABULARY.values() if issubclass(e, RequestEvent))

@@ -3,6 +3,9 @@
 They are independent as long as one divides the other. A chunk larger than a block is several pages; a chunk
 that ends inside a block is an image of that block's page of which only the first tokens are valid, and a
 longer image of the same block replaces a shorter one.
+
+Where a model has several groups of layers, every group has a page of its own for each block; see `windows.py` for how
+pages are numbered. With one group a page is a block.
 """
 
 from __future__ import annotations
@@ -11,13 +14,20 @@ from collections.abc import Iterable, Mapping
 
 import attrs
 
+from kvledger.lifecycle.windows import Windows
+
 
 @attrs.frozen
 class Geometry:
-    """Sizes in tokens; chunks and blocks are counted from the request's first token."""
+    """Sizes in tokens; chunks, blocks and pages are counted from the request's first token."""
 
     block_size: int
     chunk_size: int
+    window_sizes: tuple[int, ...] = (0,)
+    windows: Windows = attrs.field(init=False, repr=False)
+
+    def __attrs_post_init__(self) -> None:
+        object.__setattr__(self, "windows", Windows(self.block_size, self.window_sizes))
 
     def blocks_of(self, chunks: Iterable[int]) -> tuple[int, ...]:
         """Indices into the block table of the pages that the chunks need, ascending, each once."""
@@ -26,19 +36,24 @@ class Geometry:
             return tuple(block for chunk in chunks for block in range(chunk * pages, (chunk + 1) * pages))
         return tuple(sorted({chunk * self.chunk_size // self.block_size for chunk in chunks}))
 
-    def num_pages_more(self, chunk: int, previous: int | None) -> int:
-        """How many more pages a save needs for `chunk` when it ends with `previous` so far."""
-        if self.chunk_size >= self.block_size:
-            return self.chunk_size // self.block_size
-        same_block = previous is not None and self.blocks_of((chunk,)) == self.blocks_of((previous,))
-        return 0 if same_block else 1
+    def pages_of(self, chunks: Iterable[int]) -> tuple[int, ...]:
+        """Indices into the flat block table of the pages that the chunks need in all groups, ascending, each once."""
+        blocks = self.blocks_of(chunks)
+        num_groups = len(self.window_sizes)
+        if num_groups == 1:
+            return blocks
+        return tuple(block * num_groups + group for block in blocks for group in range(num_groups))
 
-    def slots_of(self, chunk: int, slot_of_block: Mapping[int, int]) -> tuple[int, ...] | None:
-        """The slots that hold `chunk`, given the slots of blocks; None where one of its blocks has none."""
-        blocks = self.blocks_of((chunk,))
-        if not all(block in slot_of_block for block in blocks):
+    def pages_spanning(self, first_token: int, num_tokens: int) -> range:
+        """Indices of the pages of the blocks that hold these tokens."""
+        return self.windows.pages(self.blocks_spanning(first_token, num_tokens))
+
+    def slots_of(self, chunk: int, slot_of_page: Mapping[int, int]) -> tuple[int, ...] | None:
+        """The slots that hold `chunk`, given the slots of pages; None where one of its pages has none."""
+        pages = self.pages_of((chunk,))
+        if not all(page in slot_of_page for page in pages):
             return None
-        return tuple(slot_of_block[block] for block in blocks)
+        return tuple(slot_of_page[page] for page in pages)
 
     def chunks_before_in_block(self, chunk: int) -> range:
         """Chunks that end earlier inside the same block; an image with `chunk` in it contains them too."""
@@ -47,17 +62,13 @@ class Geometry:
         chunks_per_block = self.block_size // self.chunk_size
         return range(chunk - chunk % chunks_per_block, chunk)
 
-    def slot_for_block(self, block: int, num_chunks: int, slots_of_chunk: Iterable[tuple[int, ...]]) -> int:
-        """The slot with the longest image of `block` among the first `num_chunks` chunks.
-
-        `slots_of_chunk` yields the slots of each of these chunks in order.
-        """
-        slots = tuple(slots_of_chunk)
+    def place_of(self, page: int, num_chunks: int) -> tuple[int, int]:
+        """The chunk among the first `num_chunks` with the longest image of `page`, and where among its pages it is."""
+        num_groups = len(self.window_sizes)
         if self.chunk_size >= self.block_size:
-            pages = self.chunk_size // self.block_size
-            return slots[block // pages][block % pages]
+            return divmod(page, self.chunk_size // self.block_size * num_groups)
         chunks_per_block = self.block_size // self.chunk_size
-        return slots[min((block + 1) * chunks_per_block, num_chunks) - 1][0]
+        return min((page // num_groups + 1) * chunks_per_block, num_chunks) - 1, page % num_groups
 
     def blocks_spanning(self, first_token: int, num_tokens: int) -> range:
         """Indices of the blocks that hold tokens `first_token` to `first_token + num_tokens - 1`."""

@@ -71,14 +71,14 @@ ROWS: tuple[Row, ...] = (
     Row(S.CHUNKED_PREFILL, e.SessionContinued, S.CHUNKED_PREFILL),
     Row(S.CHUNKED_PREFILL, e.TokensRolledBack, S.CHUNKED_PREFILL),
     Row(S.CHUNKED_PREFILL, e.RequestFinished, S.FINISHED),
-    *_stay(S.CHUNKED_PREFILL, e.ChunkKeysObserved, e.BlocksAllocated, e.BlockTableObserved),
+    *_stay(S.CHUNKED_PREFILL, e.ChunkKeysObserved, e.BlocksAllocated, e.BlockTableObserved, e.WindowLeft),
     *_stay(S.CHUNKED_PREFILL, *_SAVING, *_LOAD_REPORTS, e.RequestQuarantined),
     # running: decodes; only a preemption, a new turn, a rollback or the end take it out.
     Row(S.RUNNING, e.RequestPreempted, S.PREEMPTED),
     Row(S.RUNNING, e.SessionContinued, S.CHUNKED_PREFILL),
     Row(S.RUNNING, e.TokensRolledBack, S.CHUNKED_PREFILL),
     Row(S.RUNNING, e.RequestFinished, S.FINISHED),
-    *_stay(S.RUNNING, e.ChunkKeysObserved, e.BlockTableObserved),
+    *_stay(S.RUNNING, e.ChunkKeysObserved, e.BlockTableObserved, e.WindowLeft),
     *_stay(S.RUNNING, *_SAVING, *_LOAD_REPORTS, e.RequestQuarantined),
     # preempted: waits without blocks, polled again and again; blocks move it.
     Row(S.PREEMPTED, e.BlocksAllocated, S.RECOVERING),

@@ -210,6 +210,9 @@ def _show_header(output: Output, log: StoredLog, projections: Projections) -> No
         f"block {configuration.block_size} tokens, chunk {configuration.chunk_size} tokens, "
         f"{plural(configuration.num_slots, 'slot')}, {plural(configuration.num_ranks, 'rank')}",
     )
+    if len(configuration.windows) > 1:
+        seen = ", ".join("all tokens" if not size else f"{size} tokens" for size in configuration.windows)
+        output.field("groups", f"{len(configuration.windows)}, which see {seen}")
     policies = ["longest prefix"]
     if configuration.max_hit_share < 1:
         policies.append(f"at most {configuration.max_hit_share:.0%} of the prompt")

@@ -11,6 +11,7 @@ from kvledger.adapters.cli.words import decision_words, duration, plural, size, 
 from kvledger.lifecycle import LedgerConfiguration, RequestState
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.belief import Projections
+from kvledger.lifecycle.projections.host_slots import NO_SLOT
 from kvledger.lifecycle.replay import SequencedEvent
 
 _QUIET_DECISIONS = (e.SaveIssued, e.PrefillAdvanced, e.PrefillCompleted)
@@ -127,7 +128,7 @@ class Timeline:
     def _num_tokens_from_tail(self, load: e.LoadIssued) -> int:
         record = self._tracker.get(self.request_id)
         tail = None if record is None else self.projections.tails.saved(record.ordinal)
-        if tail is None or set(tail.slots).isdisjoint(load.slots):
+        if tail is None or (set(tail.slots) - {NO_SLOT}).isdisjoint(load.slots):
             return 0
         return load.first_token + load.num_tokens - max(tail.first_token, load.first_token)
 

@@ -118,6 +118,7 @@ class ConnectorSettings(pydantic.BaseModel):
         block_size: int,
         block_bytes: int,
         num_ranks: int,
+        windows: tuple[int, ...] = (0,),
         copies_beside: bool = False,
         loads_beside: bool = False,
     ) -> LedgerConfiguration:
@@ -127,6 +128,7 @@ class ConnectorSettings(pydantic.BaseModel):
             block_size: tokens of one KV cache block.
             block_bytes: bytes of one block over all layers on one rank.
             num_ranks: workers that each hold a part of every block.
+            windows: tokens that each group of layers sees, 0 for all.
             copies_beside: whether the device can copy without taking anything from the steps.
             loads_beside: whether only loads beside the steps are safe.
 
@@ -143,6 +145,7 @@ class ConnectorSettings(pydantic.BaseModel):
                 block_size=block_size,
                 chunk_size=chunk_size,
                 num_slots=num_slots_for(bytes_per_rank, block_bytes),
+                windows=windows,
                 num_ranks=num_ranks,
                 max_hit_share=self.max_hit_share,
                 chunk_statistics=self.chunk_statistics,
@@ -162,6 +165,10 @@ class ConnectorSettings(pydantic.BaseModel):
                 f"{block_bytes} bytes a block of {block_size} tokens)"
             )
             raise ConfigurationError(message) from error
+
+    def idle_configuration(self) -> LedgerConfiguration:
+        """For a model that is not served: nothing is saved, so no size matters."""
+        return LedgerConfiguration(block_size=1, chunk_size=1, num_slots=1)
 
     def _async_load_tokens(self, block_size: int, block_bytes: int, *, loads_beside: bool) -> int | None:
         if self.load_mode is TransferMode.SYNC:

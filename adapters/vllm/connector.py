@@ -11,6 +11,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorTransferResults,
+    SupportsHMA,
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
@@ -18,6 +19,7 @@ from kvledger.adapters.vllm import versions
 from kvledger.adapters.vllm.chunk_keys import ChunkKeySource
 from kvledger.adapters.vllm.configuration import ConnectorSettings
 from kvledger.adapters.vllm.event_log import open_event_log
+from kvledger.adapters.vllm.groups import describe_groups
 from kvledger.adapters.vllm.messages import messages
 from kvledger.adapters.vllm.metadata import StepJobs, WorkerReports
 from kvledger.adapters.vllm.metrics import ConnectorPrometheus, ConnectorStats, StatsSource
@@ -38,7 +40,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
-class KVLedgerConnector(KVConnectorBase_V1):
+class KVLedgerConnector(KVConnectorBase_V1, SupportsHMA):
     """CPU offload of the KV cache in which preempted requests recover, with a log of all of it.
 
     Raises:
@@ -52,15 +54,20 @@ class KVLedgerConnector(KVConnectorBase_V1):
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        versions.refuse_unsupported(vllm_config, kv_cache_config)
+        versions.refuse_unsupported(vllm_config)
+        groups = describe_groups(vllm_config, kv_cache_config)
         settings = ConnectorSettings.from_extra_config(self._kv_transfer_config.kv_connector_extra_config)
-        configuration = settings.ledger_configuration(
-            block_size=versions.block_size(kv_cache_config),
-            block_bytes=versions.block_bytes(kv_cache_config),
-            num_ranks=vllm_config.parallel_config.world_size,
-            copies_beside=versions.copies_beside_steps(vllm_config, kv_cache_config),
-            loads_beside=versions.needs_loads_beside_steps(vllm_config),
-        )
+        if groups.declined:
+            configuration = settings.idle_configuration()
+        else:
+            configuration = settings.ledger_configuration(
+                block_size=versions.block_size(kv_cache_config),
+                block_bytes=versions.block_bytes(kv_cache_config),
+                num_ranks=vllm_config.parallel_config.world_size,
+                windows=groups.windows,
+                copies_beside=versions.copies_beside_steps(vllm_config, kv_cache_config),
+                loads_beside=versions.needs_loads_beside_steps(vllm_config),
+            )
         if configuration.async_saves and versions.zeroes_new_blocks(kv_cache_config):
             message = (
                 "save_mode: 'async' cannot be used with this model's KV cache of mixed precision: vLLM zeroes new "
@@ -70,11 +77,13 @@ class KVLedgerConnector(KVConnectorBase_V1):
         self._scheduler_side: SchedulerSide | None = None
         self._worker_side: WorkerSide | None = None
         if role is KVConnectorRole.WORKER:
+            if groups.declined:
+                return
             self._worker_side = WorkerSide(
                 num_slots=configuration.num_slots,
                 num_blocks=kv_cache_config.num_blocks,
                 rank=vllm_config.parallel_config.rank,
-                overlaps=configuration.async_saves or configuration.async_load_tokens is not None,
+                overlaps=configuration.copies_beside,
             )
             return
         handlers = settings.handler_registry()
@@ -91,7 +100,13 @@ class KVLedgerConnector(KVConnectorBase_V1):
             )
         speculates = versions.uses_speculation(vllm_config)
         self._scheduler_side = SchedulerSide(
-            configuration, log, keys, handlers=handlers, speculates=speculates, clock=type(self).clock
+            configuration,
+            log,
+            keys,
+            handlers=handlers,
+            speculates=speculates,
+            declined=groups.declined,
+            clock=type(self).clock,
         )
         self._stats = StatsSource(self._scheduler_side)
         messages.info(
@@ -99,6 +114,7 @@ class KVLedgerConnector(KVConnectorBase_V1):
             log=str(log.directory or "memory"),
             chunk_size=configuration.chunk_size,
             block_size=configuration.block_size,
+            windows=configuration.windows,
             num_slots=configuration.num_slots,
             on_load_failure=self._kv_transfer_config.kv_load_failure_policy,
         )
@@ -209,7 +225,13 @@ class KVLedgerConnector(KVConnectorBase_V1):
 
     def request_finished(self, request: Request, block_ids: Sequence[int]) -> tuple[bool, dict[str, Any] | None]:
         """The request ended; whether its blocks must be kept until a copy out of them is done."""
-        return self.scheduler_side.request_finished(request, block_ids)
+        return self.scheduler_side.request_finished(request, len(block_ids))
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """What vLLM calls of a connector that takes several groups; their tables are of equal length."""
+        return self.scheduler_side.request_finished(request, max(map(len, block_ids), default=0))
 
     def has_pending_push_work(self) -> bool:
         """Whether the engine must keep stepping for a copy."""

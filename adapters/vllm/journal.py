@@ -90,6 +90,12 @@ class Journal:
         except Exception as error:  # noqa: BLE001 -- a log that cannot be written must not stop the engine
             self.messages.error("events could not be written", error=str(error))
 
+    def decline(self, reason: str) -> None:
+        """Serve nobody, and say why: to the log, and to people."""
+        self.ledger.record_unfolded(e.LogNote(f"declined: {reason}", self.now()))
+        self.messages.warning("the model is not served, requests run as without a connector", reason=reason)
+        self.is_disabled = True
+
     def hook_failed(self, hook: str, request_id: str, error: Exception) -> None:
         """Tell the people, tell the log, and let the request recompute."""
         described = f"{type(error).__name__}: {error}"

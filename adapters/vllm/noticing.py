@@ -6,7 +6,7 @@ the log has folded to, and written down as observations. Requests are read, neve
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from kvledger.adapters.vllm import versions
@@ -14,6 +14,7 @@ from kvledger.adapters.vllm.chunk_keys import ChunkKeySource
 from kvledger.adapters.vllm.journal import Journal
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.rules import Rule
+from kvledger.lifecycle.windows import NULL_BLOCK
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -113,7 +114,7 @@ class Noticing:
             return
         held = self._projections.blocks.held(record.request_id)
         added = [block for other, blocks in step.extended if other == ordinal for block in blocks]
-        if [*held, *added] != list(table):
+        if not self._agree([*held, *added], list(table)):
             self._journal.messages.warning(
                 "block table differs",
                 rule=Rule.TABLE_EQ.value,
@@ -123,6 +124,16 @@ class Noticing:
             )
             observed = tuple(table[: len(table) - len(added)])
             self._journal.observe(e.BlockTableObserved(record.request_id, observed, self._journal.now()))
+
+    def _agree(self, folded: Sequence[int], table: Sequence[int]) -> bool:
+        """Equal, but for blocks that a window has left: vLLM nulls them without a word."""
+        windows = self._projections.geometry.windows
+        if not windows.forget:
+            return folded == table
+        return len(folded) == len(table) and all(
+            told == known or (told == NULL_BLOCK and windows.sizes[page % windows.num_groups])
+            for page, (known, told) in enumerate(zip(folded, table, strict=True))
+        )
 
     def num_written_tokens(self, request: Request, num_computed_tokens: int) -> int:
         """Tokens whose KV will have been written when the next step's `handle_preemptions` runs.

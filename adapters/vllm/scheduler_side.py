@@ -20,6 +20,7 @@ from kvledger.adapters.vllm.noticing import Noticing
 from kvledger.adapters.vllm.step_reader import StepReader
 from kvledger.lifecycle import HandlerRegistry, Ledger, LedgerConfiguration, RequestState
 from kvledger.lifecycle import events as e
+from kvledger.lifecycle.projections.host_slots import NO_SLOT
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -45,6 +46,7 @@ class SchedulerSide:
         *,
         handlers: HandlerRegistry | None = None,
         speculates: bool = False,
+        declined: Sequence[str] = (),
         clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         self.journal = Journal(configuration, log, handlers=handlers, clock=clock)
@@ -59,6 +61,8 @@ class SchedulerSide:
             self._projections, self._requests, self._notice.keys, self.journal.observe, speculates=speculates
         )
         self.journal.observe(e.LogNote("connector started", self.journal.now()))
+        for reason in declined:
+            self.journal.decline(reason)
         self.journal.commit()
 
     @property
@@ -115,11 +119,12 @@ class SchedulerSide:
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """Blocks were given; take up the answer, or tell the worker to report what cannot be delivered."""
         delivered = self._take_up(request, blocks, num_external_tokens)
+        # With several groups every load is asynchronous, and vLLM can be told of requests only.
         if num_external_tokens and not delivered and not self.journal.deliveries.refuse(request.request_id):
             # The scheduler now believes that these blocks will be filled. Reported as load errors, they are
             # recomputed (kv_load_failure_policy "recompute") or fail this one request ("fail").
             promised = self._promised_blocks(request, num_external_tokens)
-            block_ids = _only_group(blocks)
+            block_ids = versions.flat_table(blocks.get_block_ids())
             self._undeliverable.extend(block_ids if promised is None else block_ids[promised.start : promised.stop])
 
     @guarded(default=False)
@@ -134,7 +139,7 @@ class SchedulerSide:
         if record is not None and record.state in {RequestState.CHUNKED_PREFILL, RequestState.RUNNING}:
             # Nobody looks up or allocates for a running request, except for the next turn of a streaming session.
             self._notice.next_turn(request)
-        block_ids = tuple(_only_group(blocks))
+        block_ids = tuple(versions.flat_table(blocks.get_block_ids()))
         decisions = self.journal.observe(
             e.BlocksAllocated(request.request_id, block_ids, num_external_tokens, self.journal.now())
         )
@@ -229,9 +234,9 @@ class SchedulerSide:
                 )
             )
 
-    def request_finished(self, request: Request, block_ids: Sequence[int]) -> tuple[bool, None]:
+    def request_finished(self, request: Request, num_blocks: int) -> tuple[bool, None]:
         """The request ends. Its blocks may be freed now, unless a copy out of them runs beside the steps."""
-        held = self._finish(request, len(block_ids))
+        held = self._finish(request, num_blocks)
         if held is None:
             held = self._finish(request, 0)  # with nothing to save, so that at least nobody remembers it for ever
         self._requests.pop(request.request_id, None)
@@ -244,6 +249,7 @@ class SchedulerSide:
             return False
         self._notice.preemption(request)
         self._notice.keys(request)
+        self._reader.tell_left_at_end(record, self.journal.now())
         # vLLM counts tokens as computed as soon as another connector begins to load them; what was scheduled is there.
         num_computed_tokens = min(request.num_computed_tokens, self._tracker.num_computed_tokens(record))
         num_written_tokens = self._notice.num_written_tokens(request, num_computed_tokens)
@@ -281,10 +287,12 @@ class SchedulerSide:
         self.log.store.close()
 
 
-def _only_group(blocks: KVCacheBlocks) -> Sequence[int]:
-    block_ids: Sequence[int] = blocks.get_block_ids()[0]
-    return block_ids
-
-
 def _page_jobs(jobs: Iterable[e.LoadIssued | e.SaveIssued | e.TailSaveIssued]) -> tuple[PageJob, ...]:
-    return tuple(PageJob(job.job_id, job.block_ids, job.slots) for job in jobs)
+    return tuple(_page_job(job) for job in jobs)
+
+
+def _page_job(job: e.LoadIssued | e.SaveIssued | e.TailSaveIssued) -> PageJob:
+    if NO_SLOT not in job.slots:
+        return PageJob(job.job_id, job.block_ids, job.slots)
+    copied = [(block_id, slot) for block_id, slot in zip(job.block_ids, job.slots, strict=True) if slot != NO_SLOT]
+    return PageJob(job.job_id, tuple(block_id for block_id, _ in copied), tuple(slot for _, slot in copied))

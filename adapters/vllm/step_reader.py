@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from kvledger.adapters.vllm import versions
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.projections.tracker import NOT_STEADY, RequestRecord
+from kvledger.lifecycle.states import RequestState
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -49,12 +50,18 @@ class StepReader:
         self._steady_ordinals: list[int] = []
         self._steady_sum = 0
         self._due: dict[int, list[str]] = {}
+        self._processed: dict[str, int] = {}
+        """With windows: the count by which the step that is read has freed what they left."""
+        self._processed_before: dict[str, int] = {}
+        self._time_ns = 0
 
     def read(self, scheduler_output: SchedulerOutput, time_ns: int) -> e.StepScheduled:
         """Everything this step says about the requests that are known.
 
         A count that went back is observed on its own, before the step.
         """
+        self._time_ns = time_ns
+        self._processed_before, self._processed = self._processed, {}
         cached = scheduler_output.scheduled_cached_reqs
         num_scheduled_tokens = scheduler_output.total_num_scheduled_tokens
         advanced: list[tuple[int, int, int, int]] = []
@@ -190,9 +197,29 @@ class StepReader:
             return
         cursor = self._projections.save_cursor
         num_settled_tokens = num_computed_tokens - request.num_in_flight_tokens
+        if self._projections.geometry.windows.forget:
+            self._processed[record.request_id] = num_settled_tokens
         if num_settled_tokens < cursor.next_threshold(record.request_id):
             return
         num_keys = self._sync_keys(request)
-        num_settled_tokens = min(num_settled_tokens, num_keys * self._projections.configuration.chunk_size)
+        num_keyed_tokens = num_keys * self._projections.configuration.chunk_size
+        if not self._projections.geometry.windows.forget:
+            num_settled_tokens = min(num_settled_tokens, num_keyed_tokens)
+        elif self._projections.geometry.num_chunks_in(num_settled_tokens) > num_keys:
+            return  # with windows the true count must be told, because it says what they have left
         if num_settled_tokens >= cursor.next_threshold(record.request_id):
+            self._tell_left(record, self._processed_before.get(record.request_id), self._time_ns)
             settled.append((record.ordinal, cursor.num_chunks(record.request_id), num_settled_tokens))
+
+    def tell_left_at_end(self, record: RequestRecord, time_ns: int) -> None:
+        """Before a request's end: what its windows leave now was not freed in the last step."""
+        self._tell_left(record, self._processed.get(record.request_id), time_ns)
+
+    def _tell_left(self, record: RequestRecord, num_processed_tokens: int | None, time_ns: int) -> None:
+        """Tell by which count pages were freed before, where that was in the very last step.
+
+        In a step in which the request was skipped, vLLM may have freed more on the way to finding no room for it.
+        """
+        computing = record.state in {RequestState.CHUNKED_PREFILL, RequestState.RUNNING}
+        if num_processed_tokens is not None and computing:
+            self._observe(e.WindowLeft(record.request_id, num_processed_tokens, time_ns))

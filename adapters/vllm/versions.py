@@ -11,12 +11,13 @@ from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 from kvledger.lifecycle import ConfigurationError
+from kvledger.lifecycle.windows import interleave
 
 if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
     from vllm.v1.core.sched.output import SchedulerOutput
-    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
     from vllm.v1.request import Request
 
 
@@ -45,8 +46,8 @@ def register(connector_class: type[Any]) -> None:
         )
 
 
-def refuse_unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
-    """Refuse at start what this release cannot serve correctly.
+def refuse_unsupported(vllm_config: VllmConfig) -> None:
+    """Refuse at start what this release cannot serve correctly. What it cannot cache is in `groups.py`.
 
     Raises:
         ConfigurationError: naming the setting and the remedy.
@@ -57,32 +58,6 @@ def refuse_unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) 
         if value != 1:
             message = f"{setting} is {value}; KVLedgerConnector serves only 1, use tensor parallelism instead"
             raise ConfigurationError(message)
-    groups = kv_cache_config.kv_cache_groups
-    if len(groups) != 1:
-        kinds = ", ".join(type(group.kv_cache_spec).__name__ for group in groups)
-        message = (
-            f"the model has {len(groups)} KV cache groups ({kinds}); KVLedgerConnector serves models with one. "
-            "Start vLLM with --disable-hybrid-kv-cache-manager where the model allows it"
-        )
-        raise ConfigurationError(message)
-    foreign = _specs_without_whole_history(groups[0].kv_cache_spec)
-    if foreign:
-        message = (
-            f"the model keeps its KV as {', '.join(foreign)}; KVLedgerConnector serves full attention, where the KV of "
-            "every token stays in the block it was written to"
-        )
-        raise ConfigurationError(message)
-
-
-def _specs_without_whole_history(spec: Any) -> list[str]:
-    """Names of cache specs whose blocks are reused or hold a state instead of tokens (windows, Mamba)."""
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
-
-    per_layer = getattr(spec, "kv_cache_specs", None)  # UniformTypeKVCacheSpecs: one spec per layer
-    specs = list(per_layer.values()) if per_layer else [spec]
-    # Not their subclasses: some of those drop blocks behind a window.
-    served = (FullAttentionSpec, MLAAttentionSpec)
-    return sorted({type(one).__name__ for one in specs if type(one) not in served})
 
 
 def block_size(kv_cache_config: KVCacheConfig) -> int:
@@ -91,8 +66,15 @@ def block_size(kv_cache_config: KVCacheConfig) -> int:
 
 
 def block_bytes(kv_cache_config: KVCacheConfig) -> int:
-    """Bytes of one block over all layers on one rank (KVCacheSpec.page_size_bytes is one layer's)."""
-    group = kv_cache_config.kv_cache_groups[0]
+    """Bytes of one block over all layers on one rank (KVCacheSpec.page_size_bytes is one layer's).
+
+    The groups' layers lie on the same bytes, each group from the first byte on (`v1/core/kv_cache_utils.py`,
+    get_kv_cache_config_from_groups), so the largest group counts.
+    """
+    return max(_group_bytes(group) for group in kv_cache_config.kv_cache_groups)
+
+
+def _group_bytes(group: KVCacheGroupSpec) -> int:
     specs = getattr(group.kv_cache_spec, "kv_cache_specs", None)  # UniformTypeKVCacheSpecs: one spec per layer
     if specs:
         return sum(int(spec.page_size_bytes) for spec in specs.values())
@@ -139,12 +121,17 @@ def scheduler_block_table(scheduler_output: SchedulerOutput, request_id: str) ->
     """
     block_state = getattr(scheduler_output, "kv_connector_block_state", None)
     tables = block_state.get_block_ids(request_id) if block_state is not None else None
-    return None if tables is None else tables[0]
+    return None if tables is None else flat_table(tables)
 
 
 def new_block_ids(entry: tuple[list[int], ...] | None) -> Sequence[int]:
-    """Block ids of the only group (`CachedRequestData.new_block_ids`)."""
-    return entry[0] if entry else ()
+    """What a request's flat table grows by (`CachedRequestData.new_block_ids`)."""
+    return flat_table(entry) if entry else ()
+
+
+def flat_table(tables: tuple[list[int], ...]) -> Sequence[int]:
+    """One table of the groups' tables; see `lifecycle/windows.py`."""
+    return tables[0] if len(tables) == 1 else interleave(tables)
 
 
 def uses_speculation(vllm_config: VllmConfig) -> bool:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.belief import Projections
+from kvledger.lifecycle.projections.host_slots import NO_SLOT
 from kvledger.lifecycle.projections.transfers import Job
 
 CHUNK_EVENTS: frozenset[type[e.Event]] = frozenset(
@@ -52,15 +53,19 @@ class CommittedChunks:
         if job is None or epoch != self.epoch:
             return
         geometry = projections.geometry
-        if geometry.chunk_size >= geometry.block_size:
-            pages = geometry.chunk_size // geometry.block_size
-            for place, key in enumerate(job.keys):
-                self._slots[key] = job.slots[place * pages : (place + 1) * pages]
-            return
-        slot_of_block = dict(zip(geometry.blocks_of(job.chunks), job.slots, strict=False))
+        slot_of_page = dict(zip(geometry.pages_of(job.chunks), job.slots, strict=False))
         # The new image of a block contains the shorter ones that other chunks had of it.
         replaced = [(chunk, key) for chunk, key in job.earlier_keys if key in self._slots]
         for chunk, key in [*zip(job.chunks, job.keys, strict=False), *replaced]:
-            self._slots[key] = tuple(
-                slot_of_block[block] for block in geometry.blocks_of((chunk,)) if block in slot_of_block
-            )
+            slots = tuple(slot_of_page[page] for page in geometry.pages_of((chunk,)) if page in slot_of_page)
+            if NO_SLOT not in slots:
+                self._slots[key] = slots
+                continue
+            stored = self._slots.get(key, (NO_SLOT,) * len(slots))
+            merged = tuple(old if new == NO_SLOT else new for new, old in zip(slots, stored, strict=False))
+            # What every token sees must be there; a group with a window may lack pages.
+            if all(
+                slot != NO_SLOT or geometry.window_sizes[i % len(geometry.window_sizes)]
+                for i, slot in enumerate(merged)
+            ):
+                self._slots[key] = merged

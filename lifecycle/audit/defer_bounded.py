@@ -14,7 +14,8 @@ from kvledger.lifecycle.replay import ReplayedEvent
 class DeferBounded:
     """Every deferred lookup names a save in flight, and there are at most `max_deferred_lookups` in a row.
 
-    Verifies: the job is a save that has not been settled; the count in a row, with a count of the checker's own.
+    Verifies: the job is a save that has not been settled, or with windows any such job; the count in a row, with a
+    count of the checker's own.
     Does not verify: that waiting was worth it.
     """
 
@@ -34,7 +35,8 @@ class DeferBounded:
         elif isinstance(event, e.LookupDeferred):
             count = self._in_a_row[event.request_id] = self._in_a_row.get(event.request_id, 0) + 1
             job = projections.transfers.get(event.job_id)
-            if job is None or job.kind.value != "save":
+            may_be_load = projections.geometry.windows.forget
+            if job is None or not (may_be_load or job.kind.value == "save"):
                 detail = f"put off for job {event.job_id}, which is no save in flight"
                 yield violation(self.rule, step, projections, detail, event.cause)
             maximum = projections.configuration.max_deferred_lookups

@@ -8,6 +8,7 @@ from typing import ClassVar
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.checker import JOB_ISSUED, JOB_SETTLED, Violation, violation
 from kvledger.lifecycle.belief import Projections
+from kvledger.lifecycle.projections.host_slots import NO_SLOT
 from kvledger.lifecycle.projections.transfers import Job
 from kvledger.lifecycle.replay import ReplayedEvent
 
@@ -66,7 +67,7 @@ class EvictIdleOnly:
         job = projections.transfers.get(event.job_id)
         if job is not None and isinstance(event, e.LoadIssued):
             # A chunk may also lie in a shorter image of the same block; the load does not read that one.
-            slots_of, read = projections.chunks.get, frozenset(event.slots)
+            slots_of, read = projections.chunks.get, frozenset(event.slots) - {NO_SLOT}
             self._loads[event.job_id] = (sequence, {k for k in job.keys if not read.isdisjoint(slots_of(k) or ())})
         elif job is not None:
             self._saves[event.job_id] = job

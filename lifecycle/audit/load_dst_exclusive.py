@@ -8,6 +8,7 @@ from typing import ClassVar
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.checker import Violation, violation
 from kvledger.lifecycle.belief import Projections
+from kvledger.lifecycle.projections.host_slots import NO_SLOT
 from kvledger.lifecycle.replay import ReplayedEvent
 
 
@@ -36,8 +37,9 @@ class LoadDstExclusive:
         event = step.event
         if isinstance(event, e.LoadIssued):
             yield from self._check_load(event, step, projections)
-            self._blocks_of[event.job_id] = event.block_ids
-            self._filled_by |= dict.fromkeys(event.block_ids, (event.job_id, step.sequence))
+            filled = _filled_blocks(event)
+            self._blocks_of[event.job_id] = filled
+            self._filled_by |= dict.fromkeys(filled, (event.job_id, step.sequence))
         elif isinstance(event, e.RequestPreempted | e.RequestFinished):
             for job in projections.transfers:
                 if job.request_id == event.request_id:
@@ -52,18 +54,26 @@ class LoadDstExclusive:
 
     def _check_load(self, event: e.LoadIssued, step: ReplayedEvent, projections: Projections) -> Iterator[Violation]:
         table = projections.blocks.held(event.request_id)
-        blocks = projections.geometry.blocks_spanning(event.first_token, event.num_tokens)
-        expected = tuple(table[blocks.start : blocks.stop])
+        pages = projections.geometry.pages_spanning(event.first_token, event.num_tokens)
+        expected = tuple(table[pages.start : pages.stop])
         if event.block_ids != expected:
             detail = (
                 f"load {event.job_id} fills blocks {list(event.block_ids)}, "
                 f"in the request's table its tokens have {list(expected)}"
             )
             yield violation(self.rule, step, projections, detail, event.cause)
-        if len(set(event.block_ids)) < len(event.block_ids):
+        filled = _filled_blocks(event)
+        if len(set(filled)) < len(filled):
             detail = f"load {event.job_id} fills a block twice: {list(event.block_ids)}"
             yield violation(self.rule, step, projections, detail, event.cause)
-        rivals = {self._filled_by[block_id] for block_id in event.block_ids if block_id in self._filled_by}
+        rivals = {self._filled_by[block_id] for block_id in filled if block_id in self._filled_by}
         for job_id, sequence in sorted(rivals):
             detail = f"load {event.job_id} fills blocks that load {job_id} is still filling"
             yield violation(self.rule, step, projections, detail, sequence, event.cause)
+
+
+def _filled_blocks(event: e.LoadIssued) -> tuple[int, ...]:
+    """Without those that stand in the table for what a window does not see."""
+    if NO_SLOT not in event.slots:
+        return event.block_ids
+    return tuple(block_id for slot, block_id in zip(event.slots, event.block_ids, strict=False) if slot != NO_SLOT)

@@ -10,6 +10,7 @@ from kvledger.lifecycle.audit.checker import Violation, violation
 from kvledger.lifecycle.audit.committed_chunks import CHUNK_EVENTS, CommittedChunks
 from kvledger.lifecycle.audit.saved_tails import TAIL_EVENTS, SavedTails
 from kvledger.lifecycle.belief import Projections
+from kvledger.lifecycle.projections.host_slots import NO_SLOT
 from kvledger.lifecycle.replay import ReplayedEvent
 
 
@@ -67,7 +68,7 @@ class LoadableAfterCommit:
             missing = first_chunk + len(keys)
             detail = f"load {event.job_id} needs chunk {missing}, whose key was never observed, and {why_no_tail}"
             yield violation(self.rule, step, projections, detail, tail_sequence, event.cause)
-        elif foreign := [slot for slot in event.slots if slot not in slots]:
+        elif foreign := [slot for slot in event.slots if slot not in slots and slot != NO_SLOT]:
             detail = (
                 f"load {event.job_id} of tokens to {end_token} reads slots {foreign}, "
                 f"which hold none of their committed chunks; {why_no_tail}"

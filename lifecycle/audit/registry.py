@@ -16,6 +16,7 @@ from kvledger.lifecycle.audit.external_zero_no_load import ExternalZeroNoLoad
 from kvledger.lifecycle.audit.failed_load_taint import FailedLoadTaint
 from kvledger.lifecycle.audit.finish_is_last import FinishIsLast
 from kvledger.lifecycle.audit.gen_isolation import GenIsolation
+from kvledger.lifecycle.audit.group_agreement import GroupAgreement
 from kvledger.lifecycle.audit.last_token import LastToken
 from kvledger.lifecycle.audit.legal_transition import LegalTransition
 from kvledger.lifecycle.audit.load_dst_exclusive import LoadDstExclusive
@@ -50,6 +51,7 @@ ALL_CHECKERS: MappingProxyType[str, Callable[[], Checker]] = MappingProxyType(
         DelayFreeContract.rule: DelayFreeContract,
         DeferBounded.rule: DeferBounded,
         FailedLoadTaint.rule: FailedLoadTaint,
+        GroupAgreement.rule: GroupAgreement,
         Recorded.rule: Recorded,
     }
 )

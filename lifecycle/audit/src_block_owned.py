@@ -8,8 +8,10 @@ from typing import ClassVar
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.checker import Violation, violation
 from kvledger.lifecycle.belief import Projections
+from kvledger.lifecycle.projections.host_slots import NO_SLOT
 from kvledger.lifecycle.replay import ReplayedEvent
 from kvledger.lifecycle.states import RequestState
+from kvledger.lifecycle.windows import NULL_BLOCK
 
 
 class SrcBlockOwned:
@@ -30,17 +32,21 @@ class SrcBlockOwned:
         if not isinstance(event, e.SaveIssued | e.TailSaveIssued):
             return
         table = projections.blocks.held(event.request_id)
-        blocks: Iterable[int]
+        pages: Iterable[int]
         if isinstance(event, e.TailSaveIssued):
             table = projections.blocks.lost(event.request_id)
-            blocks = projections.geometry.blocks_spanning(event.first_token, event.num_tokens)
+            pages = projections.geometry.pages_spanning(event.first_token, event.num_tokens)
             what = f"tokens {event.first_token} to {event.first_token + event.num_tokens}"
         else:
             if not len(table) and (event.before_forward or step.state_before is RequestState.FINISHED):
                 table = projections.blocks.lost(event.request_id)
-            blocks = projections.geometry.blocks_of(event.chunks)
+            pages = projections.geometry.pages_of(event.chunks)
             what = f"chunks {list(event.chunks)}"
-        expected = tuple(table[block] if block < len(table) else None for block in blocks)
+        expected = tuple(table[page] if page < len(table) else None for page in pages)
+        if NO_SLOT in event.slots and len(event.slots) == len(expected):
+            expected = tuple(
+                NULL_BLOCK if slot == NO_SLOT else block for slot, block in zip(event.slots, expected, strict=True)
+            )
         if event.block_ids != expected:
             detail = (
                 f"{what} lie in blocks {list(expected)} of the request's table, "

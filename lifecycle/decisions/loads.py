@@ -8,8 +8,11 @@ from __future__ import annotations
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.belief import Projections
 from kvledger.lifecycle.decisions import Decisions
+from kvledger.lifecycle.decisions.boundaries import slot_of_page
+from kvledger.lifecycle.projections.host_slots import NO_SLOT
 from kvledger.lifecycle.projections.tracker import RequestRecord
 from kvledger.lifecycle.rules import Rule
+from kvledger.lifecycle.windows import NULL_BLOCK
 
 
 def take_up_answer(event: e.BlocksAllocated, record: RequestRecord, projections: Projections, cause: int) -> Decisions:
@@ -25,12 +28,14 @@ def take_up_answer(event: e.BlocksAllocated, record: RequestRecord, projections:
         yield from _refuse(event, Rule.ALLOC_MATCHES_LOOKUP, detail, cause)
         return
     first_token, num_tokens = answer.num_computed_tokens, event.num_external_tokens
-    blocks = projections.geometry.blocks_spanning(first_token, num_tokens)
-    if blocks.stop > len(event.block_ids):
-        detail = f"tokens to {first_token + num_tokens} need {blocks.stop} blocks, {len(event.block_ids)} were given"
+    pages = projections.geometry.pages_spanning(first_token, num_tokens)
+    if pages.stop > len(event.block_ids):
+        detail = f"tokens to {first_token + num_tokens} need {pages.stop} blocks, {len(event.block_ids)} were given"
         yield from _refuse(event, Rule.TABLE_EQ, detail, cause)
         return
-    slots = _slots_for(blocks, first_token + num_tokens, record, projections)
+    block_ids = event.block_ids[pages.start : pages.stop]
+    find_slots = _slots_seen if projections.geometry.windows.forget else _slots_for
+    slots = find_slots(pages, block_ids, first_token + num_tokens, record, projections)
     if slots is None:
         detail = f"tokens to {first_token + num_tokens} were promised, not all of their chunks are there"
         yield from _refuse(event, Rule.LOADABLE_AFTER_COMMIT, detail, cause)
@@ -42,40 +47,58 @@ def take_up_answer(event: e.BlocksAllocated, record: RequestRecord, projections:
         first_token=first_token,
         num_tokens=num_tokens,
         slots=slots,
-        block_ids=event.block_ids[blocks.start : blocks.stop],
+        block_ids=block_ids,
         is_async=answer.is_async,
         cause=cause,
     )
 
 
-def _slots_for(
-    blocks: range, end_token: int, record: RequestRecord, projections: Projections
+def _slots_seen(
+    pages: range, block_ids: tuple[int, ...], end_token: int, record: RequestRecord, projections: Projections
 ) -> tuple[int, ...] | None:
-    """The slot with the longest image of each block: whole chunks where they reach, else chunks and the tail."""
-    of_chunks = _slots_of_chunks(blocks, end_token, record.request_id, projections)
+    """The slots of the pages that have a block, `NO_SLOT` for the others; None where a page has a block but no slot.
+
+    vLLM gives a group with a window no blocks for what the next token does not see.
+    """
+    sizes = projections.geometry.window_sizes
+    slots = []
+    for page, block_id in zip(pages, block_ids, strict=True):
+        is_seen = block_id != NULL_BLOCK or not sizes[page % len(sizes)]
+        slot = slot_of_page(page, end_token, record, projections) if is_seen else NO_SLOT
+        if is_seen and slot == NO_SLOT:
+            return None
+        slots.append(slot)
+    return tuple(slots)
+
+
+def _slots_for(
+    pages: range, _block_ids: tuple[int, ...], end_token: int, record: RequestRecord, projections: Projections
+) -> tuple[int, ...] | None:
+    """The slot with the longest image of each page: whole chunks where they reach, else chunks and the tail."""
+    of_chunks = _slots_of_chunks(pages, end_token, record.request_id, projections)
     if of_chunks is not None:
         return of_chunks
     tail = projections.tails.saved(record.ordinal)
     if tail is None or tail.end_token < end_token:
         return None
-    first_of_tail = tail.first_token // projections.geometry.block_size
-    before = range(blocks.start, max(blocks.start, first_of_tail))
+    first_of_tail = projections.geometry.pages_spanning(tail.first_token, 1).start
+    before = range(pages.start, max(pages.start, first_of_tail))
     of_chunks = _slots_of_chunks(before, tail.first_token, record.request_id, projections)
     if of_chunks is None:
         return None
-    return of_chunks + tuple(tail.slots[block - first_of_tail] for block in range(before.stop, blocks.stop))
+    return of_chunks + tuple(tail.slots[page - first_of_tail] for page in range(before.stop, pages.stop))
 
 
-def _slots_of_chunks(
-    blocks: range, end_token: int, request_id: str, projections: Projections
-) -> tuple[int, ...] | None:
+def _slots_of_chunks(pages: range, end_token: int, request_id: str, projections: Projections) -> tuple[int, ...] | None:
     geometry = projections.geometry
     num_chunks = -(-end_token // geometry.chunk_size)
     keys = projections.chunk_keys.of(request_id)[:num_chunks]
     slots_of_chunk = [slots for key in keys if (slots := projections.chunks.get(key)) is not None]
     if len(slots_of_chunk) < num_chunks:
         return None
-    return tuple(geometry.slot_for_block(block, num_chunks, slots_of_chunk) for block in blocks)
+    return tuple(
+        slots_of_chunk[chunk][place] for chunk, place in (geometry.place_of(page, num_chunks) for page in pages)
+    )
 
 
 def _refuse(event: e.BlocksAllocated, rule: Rule, detail: str, cause: int) -> Decisions:

@@ -12,8 +12,10 @@ import attrs
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.belief import Projections
 from kvledger.lifecycle.decisions import Decisions
+from kvledger.lifecycle.decisions.boundaries import last_boundary
 from kvledger.lifecycle.projections.lookup_cache import MissReason
 from kvledger.lifecycle.projections.tracker import RequestRecord
+from kvledger.lifecycle.projections.transfers import JobKind
 
 
 @attrs.frozen
@@ -46,12 +48,17 @@ def answer_lookup(event: e.LookupRequested, record: RequestRecord, projections: 
         usable, hit = 0, attrs.evolve(hit, reason=MissReason.LOAD_FAILED, reason_sequence=0, awaited=None)
     if record.quarantined:
         usable, hit = 0, attrs.evolve(hit, reason=MissReason.QUARANTINED, reason_sequence=0, awaited=None)
+    end_token = min(usable, event.num_tokens - 1)
+    if projections.geometry.windows.forget:
+        end_token, hit = _within_windows(end_token, hit, record, projections)
+    end_token, rival = _one_after_another(end_token, event, record, projections)
     num_deferred = projections.lookups.num_deferred(event.request_id)
+    awaited = rival or hit.awaited
     if (
-        hit.awaited is not None
-        and record.num_preemptions
-        and min(projections.policy.usable_tokens(hit.awaited.num_tokens, record), event.num_tokens - 1)
-        > max(event.num_computed_tokens, usable)
+        awaited is not None
+        and (record.num_preemptions or rival is not None)
+        and min(projections.policy.usable_tokens(awaited.num_tokens, record), event.num_tokens - 1)
+        > max(event.num_computed_tokens, end_token)
         and num_deferred < projections.configuration.max_deferred_lookups
     ):
         yield e.LookupDeferred(
@@ -59,7 +66,7 @@ def answer_lookup(event: e.LookupRequested, record: RequestRecord, projections: 
             generation=record.generation,
             num_computed_tokens=event.num_computed_tokens,
             num_tokens=event.num_tokens,
-            job_id=hit.awaited.job_id,
+            job_id=awaited.job_id,
             num_deferred=num_deferred + 1,
             cause=cause,
         )
@@ -67,9 +74,11 @@ def answer_lookup(event: e.LookupRequested, record: RequestRecord, projections: 
     # Whole pages are loaded, so a load must start on a block boundary. vLLM presents a block-aligned local hit
     # (v1/core/sched/scheduler.py, 0.32); anything else is answered with nothing.
     aligned = event.num_computed_tokens % projections.configuration.block_size == 0
-    beyond = min(usable, event.num_tokens - 1) - event.num_computed_tokens
+    beyond = end_token - event.num_computed_tokens
     num_external_tokens = max(0, beyond) if aligned else 0
-    async_from = projections.configuration.async_load_tokens
+    # Where there are several groups, vLLM can be told of a request whose load failed, but not of blocks.
+    has_groups = projections.geometry.windows.num_groups > 1
+    async_from = 0 if has_groups else projections.configuration.async_load_tokens
     yield e.LookupAnswered(
         request_id=event.request_id,
         generation=record.generation,
@@ -84,11 +93,40 @@ def answer_lookup(event: e.LookupRequested, record: RequestRecord, projections: 
     )
 
 
+def _one_after_another(
+    end_token: int, event: e.LookupRequested, record: RequestRecord, projections: Projections
+) -> tuple[int, _Awaited | None]:
+    """With several groups, no load while another request's is under way.
+
+    vLLM 0.32 underestimates what a request that was loaded still needs, for it counts the null blocks of its windows as
+    blocks (`v1/core/single_type_kv_cache_manager.py`, get_num_blocks_to_allocate). Several of them could hold the whole
+    pool and wait for one another for ever.
+    """
+    if projections.geometry.windows.forget and end_token > event.num_computed_tokens:
+        for job in projections.transfers:
+            if job.kind is JobKind.LOAD and job.ordinal != record.ordinal:
+                return event.num_computed_tokens, _Awaited(job.job_id, end_token)
+    return end_token, None
+
+
+def _within_windows(num_tokens: int, hit: _Hit, record: RequestRecord, projections: Projections) -> tuple[int, _Hit]:
+    end_token = last_boundary(num_tokens, record, projections)
+    if end_token == num_tokens:
+        return end_token, hit
+    # What is missing may be on its way by a save of this very request; otherwise nobody will bring it.
+    own = [job for job in projections.transfers.of_life(record.ordinal) if job.kind is JobKind.SAVE]
+    awaited = hit.awaited or (_Awaited(own[-1].job_id, num_tokens) if own else None)
+    return end_token, attrs.evolve(hit, reason=MissReason.WINDOW, reason_sequence=0, awaited=awaited)
+
+
 def _find(event: e.LookupRequested, record: RequestRecord, projections: Projections) -> _Hit:
     num_chunks = projections.lookups.num_hit_chunks(event.request_id, record.generation)
     num_tokens = num_chunks * projections.configuration.chunk_size
     hit = attrs.evolve(_why_chunks_end(event.request_id, num_chunks, projections), num_tokens=num_tokens)
     tail = projections.tails.of(record.ordinal)
+    if tail is not None and tail.first_token > num_tokens and hit.awaited is not None:
+        # The chunks under way are the request's own or another's; behind them its tail is under way, or here.
+        return attrs.evolve(hit, awaited=_Awaited(hit.awaited.job_id, max(hit.awaited.num_tokens, tail.end_token)))
     if tail is None or tail.first_token != num_tokens:
         return hit
     if not tail.is_saved:

@@ -6,14 +6,17 @@ there yet. Chunks that are saved or being saved already cost nothing.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.belief import Projections
 from kvledger.lifecycle.decisions import Decisions
+from kvledger.lifecycle.decisions.reach import Reach
 from kvledger.lifecycle.decisions.reports import ask_after
+from kvledger.lifecycle.projections.host_slots import NO_SLOT
 from kvledger.lifecycle.projections.tracker import RequestRecord
 from kvledger.lifecycle.rules import Rule
+from kvledger.lifecycle.windows import NULL_BLOCK
 
 
 def save_settled(
@@ -22,8 +25,16 @@ def save_settled(
     """Save the chunks from `first_chunk` on that are settled, from the blocks the request holds."""
     if not projections.transfers.is_loading(record.ordinal):
         block_ids = projections.blocks.held(record.request_id)
-        is_async = projections.configuration.async_saves
-        plan = _Plan(record, record.generation, block_ids, projections, cause, before_forward=False, is_async=is_async)
+        plan = _Plan(
+            record,
+            record.generation,
+            block_ids,
+            projections,
+            cause,
+            before_forward=False,
+            is_async=_is_async(projections),
+            left_since=projections.blocks.left_since(record.request_id),
+        )
         yield from plan.save(first_chunk, num_settled_tokens)
 
 
@@ -61,13 +72,24 @@ def save_on_finish(event: e.RequestFinished, record: RequestRecord, projections:
     # step has computed upon may be the promise of a load that failed.
     num_computed_tokens = projections.tracker.num_computed_tokens(record)
     num_written = min(event.num_settled_tokens, event.num_tokens - 1, num_computed_tokens)
-    is_async = projections.configuration.async_saves
+    is_async = _is_async(projections)
     plan = _plan_from_lost(
-        record, record.generation, projections, cause, before_forward=not is_async, is_async=is_async
+        record,
+        record.generation,
+        projections,
+        cause,
+        before_forward=not is_async,
+        is_async=is_async,
+        left_since=projections.blocks.left_at_end(record.request_id),
     )
     yield from plan.save(0, num_written)
     if projections.transfers.reads_blocks_of(record.ordinal):
         yield e.BlocksHeld(request_id=record.request_id, generation=record.generation, cause=cause)
+
+
+def _is_async(projections: Projections) -> bool:
+    # Pages that leave a window are freed without a word, so a copy out of them must not outlast its step.
+    return projections.configuration.async_saves and not projections.geometry.windows.forget
 
 
 def _plan_from_lost(
@@ -78,9 +100,18 @@ def _plan_from_lost(
     *,
     before_forward: bool,
     is_async: bool,
+    left_since: int | None = None,
 ) -> _Plan:
-    block_ids = projections.blocks.lost(record.request_id)
-    return _Plan(record, generation, block_ids, projections, cause, before_forward=before_forward, is_async=is_async)
+    return _Plan(
+        record,
+        generation,
+        projections.blocks.lost(record.request_id),
+        projections,
+        cause,
+        before_forward=before_forward,
+        is_async=is_async,
+        left_since=left_since,
+    )
 
 
 class _Plan:
@@ -96,6 +127,7 @@ class _Plan:
         *,
         before_forward: bool,
         is_async: bool,
+        left_since: int | None = None,
     ) -> None:
         self._record = record
         self._generation = generation
@@ -106,6 +138,7 @@ class _Plan:
         self._cause = cause
         self._before_forward = before_forward
         self._is_async = is_async
+        self._left_since = left_since
 
     @property
     def _is_doubtful(self) -> bool:
@@ -117,30 +150,57 @@ class _Plan:
             return
         keys = self._projections.chunk_keys.of(self._record.request_id)
         end_chunk = min(self._geometry.num_chunks_in(num_settled_tokens), len(keys))
+        reach = self._reach(num_settled_tokens, end_chunk)
         wanted = [
-            chunk
+            (chunk, pages)
             for chunk in range(first_chunk, end_chunk)
-            if self._chunks.get(keys[chunk]) is None and not self._chunks.is_saving(keys[chunk])
+            if not self._chunks.is_saving(keys[chunk]) and (pages := self._missing_pages(chunk, keys[chunk], reach))
         ]
         if not wanted:
             return
-        if self._geometry.blocks_of((wanted[-1],))[-1] >= len(self._block_ids):
-            detail = f"chunk {wanted[-1]} is settled, but the table has only {len(self._block_ids)} blocks"
+        last_chunk, last_pages = wanted[-1]
+        if last_pages[-1] >= len(self._block_ids):
+            detail = f"chunk {last_chunk} is settled, but the table has only {len(self._block_ids)} blocks"
             request_id = self._record.request_id
             yield e.InvariantViolated(Rule.TABLE_EQ.value, request_id, detail, self._cause)
             yield e.RequestQuarantined(request_id=request_id, reason=Rule.TABLE_EQ.value, cause=self._cause)
             return
-        affordable, num_pages = 0, 0
-        for previous, chunk in zip((None, *wanted), wanted, strict=False):
-            num_pages += self._geometry.num_pages_more(chunk, previous)
+        chunks: list[int] = []
+        affordable: dict[int, None] = {}
+        for chunk, pages in wanted:
+            num_pages = len(affordable) + sum(page not in affordable for page in pages)
             yield from self._make_room(num_pages, keys[:end_chunk])
             if self._chunks.slots.num_free < num_pages:
                 break
-            affordable += 1
-        if affordable:
-            yield self._job(tuple(wanted[:affordable]))
-        if affordable < len(wanted):
-            yield self._declined(wanted[affordable], len(wanted) - affordable)
+            chunks.append(chunk)
+            affordable.update(dict.fromkeys(pages))
+        if chunks:
+            yield self._job(tuple(chunks), affordable, reach)
+        if len(chunks) < len(wanted):
+            yield self._declined(wanted[len(chunks)][0], len(wanted) - len(chunks))
+
+    def _reach(self, num_settled_tokens: int, end_chunk: int = 0) -> Reach:
+        junction = self._projections.lookups.junction(self._record.request_id)
+        boundaries = (end_chunk * self._geometry.chunk_size, min(junction, num_settled_tokens))
+        return Reach(self._geometry.windows, num_settled_tokens, self._left_since, boundaries)
+
+    def _missing_pages(self, chunk: int, key: bytes, reach: Reach) -> tuple[int, ...]:
+        """The pages of a chunk that are not stored and can be, ascending.
+
+        Of a chunk that is stored these are pages of groups with a window: whoever saved it did not see them any more.
+        """
+        stored = self._chunks.get(key)
+        if not reach.windows.forget:
+            return () if stored is not None else self._geometry.pages_of((chunk,))
+        if stored is not None and NO_SLOT not in stored:
+            return ()
+        pages = self._geometry.pages_of((chunk,))
+        slots = stored or (NO_SLOT,) * len(pages)
+        return tuple(
+            page
+            for page, slot in zip(pages, slots, strict=True)
+            if slot == NO_SLOT and reach.keeps(page, self._block_ids)
+        )
 
     def save_tail(self, num_settled_tokens: int) -> Decisions:
         """Save the tokens behind the last whole chunk, where everything before them is saved or being saved."""
@@ -151,23 +211,32 @@ class _Plan:
             return
         if not all(self._chunks.get(key) is not None or self._chunks.is_saving(key) for key in keys):
             return
-        blocks = self._geometry.blocks_spanning(first_token, num_settled_tokens - first_token)
-        if blocks.stop > len(self._block_ids):
+        pages = self._geometry.pages_spanning(first_token, num_settled_tokens - first_token)
+        if pages.stop > len(self._block_ids):
             return
-        yield from self._make_room(len(blocks), keys)
-        if self._chunks.slots.num_free < len(blocks):
+        reach = self._reach(num_settled_tokens)
+        kept = dict.fromkeys(page for page in pages if reach.keeps(page, self._block_ids))
+        yield from self._make_room(len(kept), keys)
+        if self._chunks.slots.num_free < len(kept):
             yield self._declined(end_chunk, 1)
             return
+        slots, block_ids = self._pairs(pages, kept)
         yield e.TailSaveIssued(
             request_id=self._record.request_id,
             generation=self._generation,
             job_id=self._projections.transfers.next_job_id,
             first_token=first_token,
             num_tokens=num_settled_tokens - first_token,
-            slots=self._chunks.slots.candidates(len(blocks)),
-            block_ids=tuple(self._block_ids[block] for block in blocks),
+            slots=slots,
+            block_ids=block_ids,
             cause=self._cause,
         )
+
+    def _pairs(self, pages: Sequence[int], kept: Mapping[int, None]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Slots and blocks for pages, with `NO_SLOT` and `NULL_BLOCK` for those that are not to be copied."""
+        free = iter(self._chunks.slots.candidates(len(kept)))
+        slots = tuple(next(free) if page in kept else NO_SLOT for page in pages)
+        return slots, tuple(self._block_ids[page] if page in kept else NULL_BLOCK for page in pages)
 
     def _make_room(self, num_pages: int, own_keys: Sequence[bytes]) -> Decisions:
         num_missing = num_pages - self._chunks.slots.num_free
@@ -176,16 +245,16 @@ class _Plan:
             for victim in self._chunks.room_for(num_missing, spare=frozenset(own_keys)) or ():
                 yield e.ChunkEvicted(key=victim, for_request_id=self._record.request_id, cause=self._cause)
 
-    def _job(self, chunks: tuple[int, ...]) -> e.SaveIssued:
-        blocks = self._geometry.blocks_of(chunks)
+    def _job(self, chunks: tuple[int, ...], kept: Mapping[int, None], reach: Reach) -> e.SaveIssued:
+        slots, block_ids = self._pairs(self._geometry.pages_of(chunks), kept)
         return e.SaveIssued(
             request_id=self._record.request_id,
             generation=self._generation,
             job_id=self._projections.transfers.next_job_id,
             chunks=chunks,
-            slots=self._chunks.slots.candidates(len(blocks)),
-            block_ids=tuple(self._block_ids[block] for block in blocks),
-            before_forward=self._before_forward,
+            slots=slots,
+            block_ids=block_ids,
+            before_forward=self._before_forward or (reach.windows.forget and any(map(reach.has_left, kept))),
             is_async=self._is_async,
             cause=self._cause,
         )

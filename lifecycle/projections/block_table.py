@@ -20,6 +20,8 @@ class BlockTable:
         self._tracker = tracker
         self._held: dict[int, array[int]] = {}
         self._lost: dict[int, array[int]] = {}
+        self._leaving: dict[int, int] = {}
+        self._left: dict[int, int] = {}
 
     def __len__(self) -> int:
         return len(self._held)
@@ -32,6 +34,17 @@ class BlockTable:
         """The blocks it was just deprived of. Their bytes are intact until the next step's forward."""
         return self._lost.get(self._ordinal(request_id), ())
 
+    def left_since(self, request_id: str) -> int | None:
+        """How many tokens were settled when its windows had last left pages before the step; None where nobody told.
+
+        What they left since is free, and intact until this step's forward.
+        """
+        return self._left.get(self._ordinal(request_id))
+
+    def left_at_end(self, request_id: str) -> int | None:
+        """The same for a request that ends between two steps; intact until the next step's forward."""
+        return self._leaving.get(self._ordinal(request_id))
+
     def folds(self) -> Mapping[type[e.Event], Callable[..., None]]:
         """Event class -> fold."""
         return {
@@ -39,6 +52,7 @@ class BlockTable:
             e.LookupRequested: self._asked,
             e.BlocksAllocated: self._replaced,
             e.BlockTableObserved: self._replaced,
+            e.WindowLeft: self._window_left,
             e.RequestPreempted: self._taken,
             e.RequestFinished: self._taken,
             e.StepScheduled: self._step_scheduled,
@@ -66,6 +80,11 @@ class BlockTable:
         # Who is asked about holds nothing; after a failed asynchronous load vLLM frees the blocks without a word.
         self._held.pop(self._ordinal(event.request_id), None)
 
+    def _window_left(self, event: e.WindowLeft, _sequence: int) -> None:
+        ordinal = self._ordinal(event.request_id)
+        if ordinal >= 0:
+            self._leaving[ordinal] = event.num_settled_tokens
+
     def _taken(self, event: e.RequestPreempted | e.RequestFinished, _sequence: int) -> None:
         ordinal = self._ordinal(event.request_id)
         block_ids = self._held.pop(ordinal, None)
@@ -75,6 +94,7 @@ class BlockTable:
     def _step_scheduled(self, event: e.StepScheduled, _sequence: int) -> None:
         # From this step's forward on, lost blocks may be overwritten.
         self._lost.clear()
+        self._left, self._leaving = self._leaving, {}
         for ordinal, block_ids in event.extended:
             held = self._held.get(ordinal)
             if held is not None:
@@ -84,6 +104,7 @@ class BlockTable:
         ordinal = self._ordinal(event.request_id)
         self._held.pop(ordinal, None)
         self._lost.pop(ordinal, None)
+        self._leaving.pop(ordinal, None)
 
     def _released(self, event: e.RequestReleased, sequence: int) -> None:
         record = self._tracker.get(event.request_id)

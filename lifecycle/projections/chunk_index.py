@@ -16,7 +16,7 @@ import attrs
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.geometry import Geometry
 from kvledger.lifecycle.projections.chunk_keys import ChunkKeys
-from kvledger.lifecycle.projections.host_slots import HostSlots
+from kvledger.lifecycle.projections.host_slots import NO_SLOT, HostSlots
 from kvledger.lifecycle.projections.transfers import Job, JobKind, Transfers
 
 
@@ -108,7 +108,7 @@ class ChunkIndex:
             candidates.append(key)
             for slot in slots:
                 left[slot] = left.get(slot, self.slots.num_references(slot)) - 1
-                num_freed += left[slot] == 0
+                num_freed += left[slot] == 0  # never so for NO_SLOT, which nobody references
         if num_freed < num_slots:
             return None
         return tuple(key for key in candidates if any(left[slot] == 0 for slot in self._committed[key]))
@@ -238,14 +238,13 @@ class ChunkIndex:
         self.slots.release(job.slots)
 
     def _commit(self, job: Job) -> None:
-        slot_of_block = dict(zip(self._geometry.blocks_of(job.chunks), job.slots, strict=False))
+        slot_of_page = dict(zip(self._geometry.pages_of(job.chunks), job.slots, strict=False))
         # Deepest first, so that a prefix loses its end before its beginning.
         for chunk, key in reversed(tuple(zip(job.chunks, job.keys, strict=False))):
-            self._place(chunk, key, slot_of_block)
-            self._departed.pop(key, None)
+            self._place(chunk, key, slot_of_page)
         for chunk, key in reversed(job.earlier_keys):
             if key in self._committed:  # the new image of this block is longer and contains the shorter one
-                self._place(chunk, key, slot_of_block)
+                self._place(chunk, key, slot_of_page)
         # A growing request's beginning must not look older than its end. Renewing it whenever it has grown by an
         # eighth keeps the cost per chunk constant.
         first = job.chunks[0] if job.chunks else 0
@@ -253,18 +252,32 @@ class ChunkIndex:
             self._renew(self._chunk_keys.of(job.request_id)[:first])
         self.num_added += 1
 
-    def _place(self, chunk: int, key: bytes, slot_of_block: Mapping[int, int]) -> None:
-        slots = self._geometry.slots_of(chunk, slot_of_block)
+    def _place(self, chunk: int, key: bytes, slot_of_page: Mapping[int, int]) -> None:
+        slots = self._geometry.slots_of(chunk, slot_of_page)
+        replaced = self._committed.get(key)
+        if slots is not None and NO_SLOT in slots:
+            slots = self._completed(slots, replaced)
         if slots is None:
             return  # a save that names too few slots; folding it must not fail, and it must not be found
-        replaced = self._committed.get(key)
         self.slots.acquire(slots)
         self._committed[key] = slots
+        self._departed.pop(key, None)
         if key not in self._wanted:
             self._by_age[key] = None
             self._by_age.move_to_end(key)
         if replaced is not None:
             self.slots.release(replaced)
+
+    def _completed(self, slots: tuple[int, ...], stored: tuple[int, ...] | None) -> tuple[int, ...] | None:
+        """Slots with what is stored already where the save brought nothing; None where a page that all see is missing.
+
+        A group with a window may lack pages: it did not see them any more when the chunk was saved.
+        """
+        if stored is not None:
+            slots = tuple(old if new == NO_SLOT else new for new, old in zip(slots, stored, strict=True))
+        sizes = self._geometry.window_sizes
+        missing = any(slot == NO_SLOT and not sizes[place % len(sizes)] for place, slot in enumerate(slots))
+        return None if missing else slots
 
     def _save_failed(self, event: e.SaveFailed, _sequence: int) -> None:
         job = self._transfers.get(event.job_id)

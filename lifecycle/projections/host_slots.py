@@ -7,6 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+NO_SLOT = -1
+"""Stands among slots for a page that is not stored, because its group does not see it any more."""
+
 
 class HostSlots:
     """Deterministic allocation of slot numbers: freed ones first, newest first, then untouched ones."""
@@ -34,10 +37,12 @@ class HostSlots:
         return tuple(slots)
 
     def acquire(self, slots: Iterable[int]) -> None:
-        """Add a reference to each slot."""
+        """Add a reference to each slot, but for those that are `NO_SLOT`."""
         for slot in slots:
             if slot in self._references:
                 self._references[slot] += 1
+                continue
+            if slot == NO_SLOT:
                 continue
             self._references[slot] = 1
             if slot >= self._num_touched:

@@ -28,6 +28,8 @@ class MissReason(enum.StrEnum):
     EVICTED = "evicted"
     TAINTED = "tainted"
     RESET = "reset"
+    WINDOW = "window"
+    """A sliding window sees, before every later boundary, something that was not saved."""
     LIMITED = "limited"
     """A policy allows less than what is there."""
     LOAD_FAILED = "load_failed"
@@ -69,6 +71,7 @@ class LookupCache:
         self._pending: dict[str, PendingAnswer] = {}
         self._taken_up: dict[str, PendingAnswer] = {}
         self._num_deferred: dict[str, int] = {}
+        self._junctions: dict[str, int] = {}
 
     def __len__(self) -> int:
         return len(self._hits)
@@ -80,6 +83,10 @@ class LookupCache:
     def taken_up(self, request_id: str) -> PendingAnswer | None:
         """The answer that the request's last allocation took up, if a lookup preceded it."""
         return self._taken_up.get(request_id)
+
+    def junction(self, request_id: str) -> int:
+        """Where another request's prefix ends that its last lookup could not use, because of a window; 0: nowhere."""
+        return self._junctions.get(request_id, 0)
 
     def num_deferred(self, request_id: str) -> int:
         """How often in a row the scheduler was told to ask again."""
@@ -140,6 +147,8 @@ class LookupCache:
             sequence,
         )
         self._num_deferred.pop(event.request_id, None)
+        if event.miss_reason == MissReason.WINDOW:
+            self._junctions[event.request_id] = event.num_hit_tokens // self._chunk_size * self._chunk_size
 
     def _deferred(self, event: e.LookupDeferred, _sequence: int) -> None:
         self._num_deferred[event.request_id] = event.num_deferred
@@ -162,8 +171,10 @@ class LookupCache:
         self._pending.pop(event.request_id, None)
         self._taken_up.pop(event.request_id, None)
         self._num_deferred.pop(event.request_id, None)
+        self._junctions.pop(event.request_id, None)
 
     def _reset(self, _event: e.CacheReset, _sequence: int) -> None:
         self._hits.clear()
         self._pending.clear()
         self._num_deferred.clear()
+        self._junctions.clear()

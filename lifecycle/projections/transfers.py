@@ -15,6 +15,7 @@ import attrs
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.geometry import Geometry
 from kvledger.lifecycle.projections.chunk_keys import ChunkKeys
+from kvledger.lifecycle.projections.host_slots import NO_SLOT
 from kvledger.lifecycle.projections.tracker import RequestTracker
 
 
@@ -50,6 +51,8 @@ class Job:
     """Whether its blocks were taken, so that the next step waits for it."""
     ranks_done: frozenset[int] = frozenset()
     ranks_failed: frozenset[int] = frozenset()
+    told_twice: frozenset[int] = frozenset()
+    """Ranks in the last report that had reported before, without being asked."""
     error: str = ""
     is_doubtful: bool = False
     """A save whose source blocks turned out not to hold what they should; its chunks are not offered."""
@@ -169,7 +172,7 @@ class Transfers:
         chunk_size = self._geometry.chunk_size
         first = event.first_token // chunk_size
         last = -(-(event.first_token + event.num_tokens) // chunk_size)
-        self._loading.update(event.slots)
+        self._loading.update(slot for slot in event.slots if slot != NO_SLOT)
         self._start(event, JobKind.LOAD, tuple(range(first, last)))
 
     def _save_issued(self, event: e.SaveIssued, _sequence: int) -> None:
@@ -219,7 +222,10 @@ class Transfers:
                 del self._given_up[event.job_id]
         if job is not None:
             # The first word of a rank counts; what it says later about the same job changes nothing.
-            owing = frozenset(range(self._num_ranks)) - job.ranks_done - job.ranks_failed
+            known = job.ranks_done | job.ranks_failed
+            told = frozenset((*event.ranks_done, *event.ranks_failed))
+            job.told_twice = frozenset() if event.is_repeated else known & told
+            owing = frozenset(range(self._num_ranks)) - known
             job.ranks_done |= owing.intersection(event.ranks_done)
             job.ranks_failed |= owing.intersection(event.ranks_failed) - job.ranks_done
             job.error = job.error or event.error

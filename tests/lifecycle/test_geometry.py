@@ -13,7 +13,8 @@ def geometries(draw: st.DrawFn) -> Geometry:
     """Any sizes that fit one another."""
     small, factor = draw(st.integers(1, 32)), draw(st.integers(1, 16))
     sizes = draw(st.permutations([small, small * factor]))
-    return Geometry(block_size=sizes[0], chunk_size=sizes[1])
+    windows = draw(st.sampled_from([(0,), (0,), (0, 48), (32, 0, 0)]))
+    return Geometry(block_size=sizes[0], chunk_size=sizes[1], window_sizes=windows)
 
 
 def tokens_of_chunk(geometry: Geometry, chunk: int) -> range:
@@ -74,20 +75,19 @@ def test_only_whole_chunks_count(geometry: Geometry, num_tokens: int) -> None:
 
 
 @given(geometry=geometries(), num_chunks=st.integers(1, 40), data=st.data())
-def test_the_slot_for_a_block_is_the_longest_image_of_it(
+def test_the_place_of_a_page_is_the_longest_image_of_it(
     geometry: Geometry, num_chunks: int, data: st.DataObject
 ) -> None:
-    """Every chunk has slots of its own here, so the slot tells which chunk and which page was chosen."""
-    slots_of_chunk = [tuple((chunk, page) for page in geometry.blocks_of((chunk,))) for chunk in range(num_chunks)]
-    blocks = geometry.blocks_of(range(num_chunks))
-    block = data.draw(st.sampled_from(blocks))
-    chosen = geometry.slot_for_block(block, num_chunks, slots_of_chunk)  # type: ignore[arg-type]
-    holding = [chunk for chunk in range(num_chunks) if block in geometry.blocks_of((chunk,))]
-    assert chosen == (max(holding), block)  # type: ignore[comparison-overlap]
+    """The last chunk that has the page among its pages, and where among them."""
+    page = data.draw(st.sampled_from(geometry.pages_of(range(num_chunks))))
+    chunk, place = geometry.place_of(page, num_chunks)
+    holding = [chunk for chunk in range(num_chunks) if page in geometry.pages_of((chunk,))]
+    assert chunk == max(holding)
+    assert geometry.pages_of((chunk,))[place] == page
 
 
 @given(geometry=geometries(), chunk=st.integers(0, 50))
-def test_a_chunks_slots_are_those_of_its_blocks(geometry: Geometry, chunk: int) -> None:
+def test_a_chunks_slots_are_those_of_its_pages(geometry: Geometry, chunk: int) -> None:
     """In token order."""
-    slot_of_block = {block: 1000 + block for block in geometry.blocks_of((chunk,))}
-    assert geometry.slots_of(chunk, slot_of_block) == tuple(slot_of_block.values())
+    slot_of_page = {page: 1000 + page for page in geometry.pages_of((chunk,))}
+    assert geometry.slots_of(chunk, slot_of_page) == tuple(slot_of_page.values())

@@ -23,30 +23,36 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheTensor,
+    SlidingWindowSpec,
+)
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from kvledger.adapters.vllm import KVLedgerConnector
 from sim.contenders import LEDGER_CONTENDER, Contender
-from sim.hashed_model import NUM_LAYERS, HashedModel
+from sim.hashed_model import NUM_LAYERS, HashedModel, layer_names
 from sim.tiny_model import write_configuration
 
 BLOCK_SIZE = 16
 
 
-def kv_cache_config(num_blocks: int, block_size: int) -> KVCacheConfig:
-    """One group of full attention over the layers of `HashedModel`."""
-    spec = FullAttentionSpec(block_size=block_size, num_kv_heads=1, head_size=1, dtype=torch.int64)
-    layers = list(HashedModel(1, block_size).kv_caches)
-    page = spec.page_size_bytes
-    tensor = KVCacheTensor(
-        size=page * num_blocks * NUM_LAYERS, layers=layers, layer_stride=page * num_blocks, block_stride=page
-    )
-    return KVCacheConfig(
-        num_blocks=num_blocks, kv_cache_tensors=[tensor], kv_cache_groups=[KVCacheGroupSpec(layers, spec)]
-    )
+def kv_cache_config(num_blocks: int, block_size: int, windows: Sequence[int] = (0,)) -> KVCacheConfig:
+    """One group a window (0: full attention) over the layers of `HashedModel`, all on the same bytes."""
+    sizes: dict[str, Any] = {"block_size": block_size, "num_kv_heads": 1, "head_size": 1, "dtype": torch.int64}
+    tensors, groups = [], []
+    for window, names in zip(windows, layer_names(len(windows)), strict=True):
+        spec = SlidingWindowSpec(sliding_window=window, **sizes) if window else FullAttentionSpec(**sizes)
+        page, layers = spec.page_size_bytes, list(names)
+        size = page * num_blocks * NUM_LAYERS
+        tensors.append(KVCacheTensor(size=size, layers=layers, layer_stride=page * num_blocks, block_stride=page))
+        groups.append(KVCacheGroupSpec(layers, spec))
+    return KVCacheConfig(num_blocks=num_blocks, kv_cache_tensors=tensors, kv_cache_groups=groups)
 
 
 def block_bytes(block_size: int) -> int:
@@ -109,6 +115,7 @@ class SimulatedEngine:
         policy: str = "fcfs",
         contender: Contender = LEDGER_CONTENDER,
         num_ranks: int = 1,
+        windows: Sequence[int] = (0,),
         kv_transfer: dict[str, Any] | None = None,
         **extra_config: Any,
     ) -> None:
@@ -127,7 +134,7 @@ class SimulatedEngine:
         # VllmConfig turns it off where the platform has no asynchronous worker; here there is one.
         self.vllm_config.scheduler_config.async_scheduling = async_scheduling
         self.vllm_config.parallel_config.world_size = num_ranks
-        cache_config = kv_cache_config(num_blocks, block_size)
+        cache_config = kv_cache_config(num_blocks, block_size, windows)
         hash_function = get_hash_fn_by_name(self.vllm_config.cache_config.prefix_caching_hash_algo)
         init_none_hash(hash_function)
         self._block_hasher = get_request_block_hasher(block_size, hash_function)
@@ -140,7 +147,7 @@ class SimulatedEngine:
             log_stats=True,
         )
         self.scheduler.use_v2_model_runner = model_runner_v2
-        self.models = [HashedModel(num_blocks, block_size) for _ in range(num_ranks)]
+        self.models = [HashedModel(num_blocks, block_size, windows) for _ in range(num_ranks)]
         self.workers: list[Any] = [None] * num_ranks
         """One worker-side connector for each rank; None where nobody connects anything."""
         if self.scheduler.connector is not None:

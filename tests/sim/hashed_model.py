@@ -4,6 +4,10 @@ Every position's KV is the chained hash of all tokens up to it. Before a step co
 that the scheduler believes to be computed must hold exactly that hash, in every layer. The next token is a
 function of the last hash, so that it does not matter when or how often it is computed.
 
+With several groups of layers, as hybrid models have them, each group has a block table of its own over the same
+tensors, and writes a KV of its own. A group with a sliding window reads nothing before its window, where its table
+may name the null block or a block that belongs to somebody else by now.
+
 Verifies: contents of all blocks a scheduled request reads, after loads and before the forward.
 Does not verify: timing, streams, and anything a device would reorder.
 """
@@ -22,6 +26,8 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
 
 NUM_LAYERS = 2
+"""Layers of one group; groups lie on the same tensors."""
+NULL_BLOCK = 0
 _MODULUS = (1 << 61) - 1
 
 
@@ -34,6 +40,14 @@ def chained_hash(previous: int, token: int) -> int:
     return (previous * 1_000_003 + token + 17) % _MODULUS
 
 
+def layer_names(num_groups: int = 1) -> tuple[tuple[str, ...], ...]:
+    """The names of the layers of each group."""
+    return tuple(
+        tuple(f"model.layers.{group * NUM_LAYERS + layer}.self_attn.attn" for layer in range(NUM_LAYERS))
+        for group in range(num_groups)
+    )
+
+
 def next_token(last_hash: int) -> int:
     """What the model samples after a position."""
     return last_hash % VOCABULARY_SIZE
@@ -44,7 +58,8 @@ class _Sequence:
     num_prompt_tokens: int
     tokens: list[int]
     hashes: list[int]
-    block_ids: list[int]
+    block_ids: list[list[int]]
+    """One table a group."""
     weights: int
 
     def keep_outputs(self, num_output_tokens: int) -> None:
@@ -63,13 +78,15 @@ class _Sequence:
 
 
 class HashedModel:
-    """KV tensors and the forward pass over them."""
+    """KV tensors and the forward pass over them. `windows` has one entry a group: tokens it sees, 0 for all."""
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    def __init__(self, num_blocks: int, block_size: int, windows: Sequence[int] = (0,)) -> None:
         self.block_size = block_size
+        self._windows = windows
+        self._tensors = [torch.zeros(num_blocks, 1, block_size, 2, dtype=torch.int64) for _ in range(NUM_LAYERS)]
+        self._layer_names = layer_names(len(windows))
         self.kv_caches = {
-            f"model.layers.{layer}.self_attn.attn": torch.zeros(num_blocks, 1, block_size, 2, dtype=torch.int64)
-            for layer in range(NUM_LAYERS)
+            name: tensor for names in self._layer_names for name, tensor in zip(names, self._tensors, strict=True)
         }
         self._sequences: dict[str, _Sequence] = {}
         self.weights = 0
@@ -83,7 +100,7 @@ class HashedModel:
         for data in scheduler_output.scheduled_new_reqs:
             tokens = list(data.prefill_token_ids or data.prompt_token_ids or ())
             num_prompt_tokens = len(data.prompt_token_ids or ())
-            block_ids = list(data.block_ids[0])
+            block_ids = [list(table) for table in data.block_ids]
             self._sequences[data.req_id] = _Sequence(num_prompt_tokens, tokens, [], block_ids, self.weights)
         cached = scheduler_output.scheduled_cached_reqs
         for request_id, entry, num_output_tokens in zip(
@@ -92,13 +109,13 @@ class HashedModel:
             sequence = self._sequences[request_id]
             if request_id in cached.resumed_req_ids:
                 tokens = list(cached.all_token_ids[request_id])
-                block_ids = list(entry[0]) if entry else []
+                block_ids = [list(table) for table in entry] if entry else [[] for _ in self._windows]
                 num_prompt_tokens = sequence.num_prompt_tokens
                 self._sequences[request_id] = _Sequence(num_prompt_tokens, tokens, [], block_ids, self.weights)
                 continue
             sequence.keep_outputs(num_output_tokens)
-            if entry:
-                sequence.block_ids.extend(entry[0])
+            for table, added in zip(sequence.block_ids, entry or (), strict=False):
+                table.extend(added)
 
     def forward(
         self, scheduler_output: SchedulerOutput, unreadable_blocks: Sequence[int] | set[int] = ()
@@ -119,7 +136,7 @@ class HashedModel:
             sequence = self._sequences[request_id]
             num_known = len(sequence.tokens)
             sequence.hash_to(last)
-            is_readable = set(unreadable_blocks).isdisjoint(sequence.block_ids)
+            is_readable = all(map(set(unreadable_blocks).isdisjoint, sequence.block_ids))
             if is_readable:
                 self._check(request_id, sequence, first)
             self._write(sequence, first, last, error=0 if is_readable else 1)
@@ -131,31 +148,40 @@ class HashedModel:
                 sampled.append([])
         return request_ids, sampled
 
-    def _slots(self, sequence: _Sequence, first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _slots(self, table: Sequence[int], first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:
         positions = torch.arange(first, last)
-        return torch.tensor(sequence.block_ids, dtype=torch.long)[
-            positions // self.block_size
-        ], positions % self.block_size
+        return torch.tensor(table, dtype=torch.long)[positions // self.block_size], positions % self.block_size
 
     def _check(self, request_id: str, sequence: _Sequence, num_computed_tokens: int) -> None:
-        if not num_computed_tokens:
-            return
-        blocks, offsets = self._slots(sequence, 0, num_computed_tokens)
-        expected = torch.tensor(sequence.hashes[:num_computed_tokens], dtype=torch.int64)
-        for layer, tensor in self.kv_caches.items():
-            wrong = (tensor[blocks, 0, offsets, 0] != expected).nonzero().flatten()
+        for group, window in enumerate(self._windows):
+            # The next token sees itself and `window - 1` before it; tokens behind it see no further back.
+            first = max(0, num_computed_tokens - window + 1) if window else 0
+            if first < num_computed_tokens:
+                self._check_group(request_id, sequence, group, first, num_computed_tokens)
+
+    def _check_group(
+        self, request_id: str, sequence: _Sequence, group: int, first: int, num_computed_tokens: int
+    ) -> None:
+        blocks, offsets = self._slots(sequence.block_ids[group], first, num_computed_tokens)
+        expected = torch.tensor(sequence.hashes[first:num_computed_tokens], dtype=torch.int64) + group
+        for layer, tensor in zip(self._layer_names[group], self._tensors, strict=True):
+            wrong = ((tensor[blocks, 0, offsets, 0] != expected) | (blocks == NULL_BLOCK)).nonzero().flatten()
             if len(wrong):
-                position = int(wrong[0])
+                position = first + int(wrong[0])
                 message = (
-                    f"{request_id} reads wrong KV in {layer}: {len(wrong)} of {num_computed_tokens} positions, first "
-                    f"at {position} in block {int(blocks[position])}"
+                    f"{request_id} reads wrong KV in {layer}: {len(wrong)} of {num_computed_tokens - first} positions, "
+                    f"first at {position} in block {int(blocks[wrong[0]])}"
                 )
                 raise CorruptKV(message)
-        self.num_positions_checked += num_computed_tokens
+        self.num_positions_checked += num_computed_tokens - first
 
     def _write(self, sequence: _Sequence, first: int, last: int, error: int = 0) -> None:
-        blocks, offsets = self._slots(sequence, first, last)
         values = error + torch.tensor(sequence.hashes[first:last], dtype=torch.int64)
-        for number, tensor in enumerate(self.kv_caches.values()):
-            tensor[blocks, 0, offsets, 0] = values
-            tensor[blocks, 0, offsets, 1] = torch.arange(first, last) + number
+        for group, table in enumerate(sequence.block_ids):
+            blocks, offsets = self._slots(table, first, last)
+            if bool((blocks == NULL_BLOCK).any()):
+                message = f"positions {first} to {last} of group {group} would be written into the null block"
+                raise CorruptKV(message)
+            for number, tensor in enumerate(self._tensors):
+                tensor[blocks, 0, offsets, 0] = values + group
+                tensor[blocks, 0, offsets, 1] = torch.arange(first, last) + number

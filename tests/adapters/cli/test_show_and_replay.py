@@ -160,7 +160,7 @@ def test_lost_events_are_a_group_of_their_own(run: Any, tools: Any, story: Drive
 
 def test_a_log_that_cannot_be_folded_is_shown_up_to_there(run: Any, tools: Any, story: Driver, tmp_path: Path) -> None:
     """What was read before is still worth showing; the event that stops it is named on stderr."""
-    events = tools.replaced(story.observed, e.SaveIssued, 0, slots=(-1,))
+    events = tools.replaced(story.observed, e.SaveIssued, 0, slots=(-2,))
     log = tools.write_log(tmp_path / "alien", events, story.configuration)
     for arguments in ([], [REQUEST], ["--at", 100]):
         result = run("show", log, *arguments)

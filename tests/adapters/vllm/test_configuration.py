@@ -223,29 +223,6 @@ def test_a_class_that_is_no_handler_is_refused(user_module: str) -> None:
         start({"log_dir": None, "handlers": [f"{user_module}:NotAHandler"]})
 
 
-def test_several_kv_cache_groups_are_refused_with_the_reason() -> None:
-    """A hybrid model has blocks of several kinds; one kind is served."""
-    several = kv_cache_config(20, 16)
-    several.kv_cache_groups = several.kv_cache_groups * 2
-    with pytest.raises(ConfigurationError, match="2 KV cache groups") as caught:
-        KVLedgerConnector(configuration({"log_dir": None}), KVConnectorRole.SCHEDULER, several)
-    assert "--disable-hybrid-kv-cache-manager" in str(caught.value)
-    assert "FullAttentionSpec" in str(caught.value)
-
-
-def test_a_cache_that_forgets_behind_a_window_is_refused() -> None:
-    """Its blocks are freed while the request runs, so a prefix of it cannot be copied out whole."""
-    import torch
-    from vllm.v1.kv_cache_interface import SlidingWindowSpec
-
-    windowed = kv_cache_config(20, 16)
-    windowed.kv_cache_groups[0].kv_cache_spec = SlidingWindowSpec(
-        block_size=16, num_kv_heads=1, head_size=1, dtype=torch.int64, sliding_window=64
-    )
-    with pytest.raises(ConfigurationError, match="SlidingWindowSpec"):
-        KVLedgerConnector(configuration({"log_dir": None}), KVConnectorRole.SCHEDULER, windowed)
-
-
 @pytest.mark.parametrize(
     ("shape", "dimension"),
     [

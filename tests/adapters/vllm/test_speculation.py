@@ -144,7 +144,9 @@ def make_speculating(make_engine: Any, monkeypatch: pytest.MonkeyPatch) -> MakeS
             patch.setattr(
                 sim_engine,
                 "HashedModel",
-                lambda num_blocks, block_size: DraftingModel(num_blocks, block_size, random.Random(seed), share_right),
+                lambda num_blocks, block_size, _windows: DraftingModel(
+                    num_blocks, block_size, random.Random(seed), share_right
+                ),
             )
             engine = SpeculatingEngine(**{"num_blocks": 16, "host_bytes": 1 << 20, **options})
         built.append(engine)

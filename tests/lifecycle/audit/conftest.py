@@ -106,3 +106,19 @@ def beside_story() -> Driver:
 def beside() -> Driver:
     """The story of copies beside the steps, played once."""
     return beside_story()
+
+
+@pytest.fixture(scope="module")
+def groups() -> Driver:
+    """Two groups, one of which sees 32 tokens: a request is saved, and another one loads what it saved."""
+    driver = Driver(chunk_size=32, num_slots=64, windows=(0, 32))
+    driver.start("a", keys_of("a", 3), 96, range(1, 13))
+    driver.step(("a", 96, 1, 97), settled=[("a", 0, 96)])
+    driver.settle_all()
+    driver.arrive("b", 97, keys_of("a", 3))
+    driver.lookup("b", 0, 97)
+    driver.allocate("b", (21, 0, 23, 0, 25, 0, 27, 0, 29, 30, 31, 32), 96)
+    driver.settle_all()
+    driver.step(("b", 96, 1, 97))
+    driver.ledger.commit()
+    return driver

@@ -71,6 +71,14 @@ def one_more(name: str) -> Change:
     return lambda event: attrs.evolve(event, **{name: getattr(event, name) + 1})  # type: ignore[misc]
 
 
+def reading_behind_the_window(event: e.Event) -> e.Event:
+    """Copy one page more: that of block 0 in the group with the window."""
+    assert isinstance(event, e.SaveIssued)
+    slots, block_ids = list(event.slots), list(event.block_ids)
+    slots[1], block_ids[1] = 40, 2
+    return attrs.evolve(event, slots=tuple(slots), block_ids=tuple(block_ids))
+
+
 RESUMING_STEP = 21
 """The step in which the preempted request of the story computes again."""
 
@@ -95,6 +103,7 @@ ALTERATIONS: dict[str, tuple[type[e.Event], int, Change]] = {
     "DELAY_FREE_CONTRACT": (e.BlocksHeld, 0, evolve(cause=1)),
     "DEFER_BOUNDED": (e.LookupDeferred, 1, evolve(num_deferred=7)),
     "FAILED_LOAD_TAINT": (e.ChunkTainted, 0, evolve(key=bytes(16))),
+    "GROUP_AGREEMENT": (e.SaveIssued, 0, lambda event: event),  # the altered page is put in by the test
     "RECORDED": (e.LogNote, 0, lambda _: e.HookFailed("build_connector_meta", "", "ValueError: no", 1)),
 }
 
@@ -106,7 +115,8 @@ BESIDE = ("SRC_BLOCK_STABLE", "DELAY_FREE_CONTRACT", "DEFER_BOUNDED", "FAILED_LO
 @pytest.fixture
 def told(rule: str, request: pytest.FixtureRequest) -> Driver:
     """The healthy story in which something of the rule's happens."""
-    driver: Driver = request.getfixturevalue("beside" if rule in BESIDE else "story")
+    name = "groups" if rule == "GROUP_AGREEMENT" else "beside" if rule in BESIDE else "story"
+    driver: Driver = request.getfixturevalue(name)
     return driver
 
 
@@ -116,7 +126,21 @@ def altered_for(rule: str, driver: Driver) -> list[SequencedEvent]:
     if rule == "EVICT_IDLE_ONLY":
         (promised,) = [event for event in driver.all_of(e.ChunkKeysObserved) if event.request_id == "c"]
         change = evolve(key=promised.keys[0])
+    if rule == "GROUP_AGREEMENT":
+        change = reading_behind_the_window
     return altered(driver, event_class, index, change)
+
+
+def test_a_load_that_leaves_out_what_a_group_sees_is_named(groups: Driver) -> None:
+    """The boundary is one for all groups; whoever forgets one of them reads what was there before."""
+
+    def without_last_page(event: e.Event) -> e.Event:
+        assert isinstance(event, e.LoadIssued)
+        return attrs.evolve(event, slots=(*event.slots[:-1], -1))
+
+    audit = audit_of(groups, altered(groups, e.LoadIssued, 0, without_last_page))
+    assert "GROUP_AGREEMENT" in {violation.rule for violation in audit.violations}
+    assert audit_of(groups).is_sound
 
 
 def test_a_healthy_log_breaks_no_rule(story: Driver) -> None:
@@ -273,7 +297,7 @@ def test_two_loads_into_one_block_are_named() -> None:
 
 def test_an_event_that_cannot_be_folded_ends_the_audit_without_an_exception(story: Driver) -> None:
     """A log that was tampered with must not end its own audit."""
-    events = altered(story, e.SaveIssued, 0, evolve(slots=(-1,)))
+    events = altered(story, e.SaveIssued, 0, evolve(slots=(-2,)))
     audit = audit_of(story, events)
     assert audit.unfoldable is not None
     assert not audit.is_sound

@@ -1,0 +1,124 @@
+"""Which of a model's KV cache groups can be served, how far each of them sees, and why others cannot.
+
+A group is a set of layers with one block table (`v1/kv_cache_interface.py`, 0.32). A model is served when all of its
+groups are: a prefix of which one group's part is missing cannot be resumed. What is declined costs nothing but the
+cache; requests run as without a connector.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import attrs
+
+from kvledger.adapters.vllm import versions
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+_REMEDY = "start vLLM with --disable-hybrid-kv-cache-manager where the model allows it"
+
+
+@attrs.frozen
+class Groups:
+    """What is known of the groups, in vLLM's order."""
+
+    windows: tuple[int, ...]
+    """Tokens that each group sees, 0 for all; meaningless where something is declined."""
+    declined: tuple[str, ...]
+    """Why the model is not served, group by group; empty where it is."""
+
+
+def describe_groups(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Groups:
+    """Look at every group."""
+    groups = kv_cache_config.kv_cache_groups
+    windows: list[int] = []
+    declined: list[str] = []
+    for number, group in enumerate(groups):
+        specs = _layer_specs(group.kv_cache_spec)
+        window, reason = _window(specs)
+        reason = reason or _special(group)
+        if not reason and group.kv_cache_spec.block_size != groups[0].kv_cache_spec.block_size:
+            reason = (
+                f"has blocks of {group.kv_cache_spec.block_size} tokens, group 0 of "
+                f"{groups[0].kv_cache_spec.block_size}; {_REMEDY}"
+            )
+        windows.append(window)
+        if reason:
+            kinds = ", ".join(sorted({type(spec).__name__ for spec in specs}))
+            declined.append(f"group {number} ({kinds}) {reason}")
+    if not declined:
+        declined += _declined_together(vllm_config, kv_cache_config, windows)
+    return Groups(tuple(windows), tuple(declined))
+
+
+def _declined_together(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, windows: Sequence[int]) -> list[str]:
+    if not windows:
+        return ["the model has no KV cache"]
+    if all(windows):
+        return [f"every group sees only a window ({', '.join(map(str, windows))} tokens); {_REMEDY}"]
+    if any(windows) and versions.uses_speculation(vllm_config):
+        return [f"speculative decoding takes tokens back that sliding windows have left already; {_REMEDY}"]
+    if len(windows) > 1 and kv_cache_config.needs_kv_cache_zeroing:
+        return ["new blocks are zeroed before anything could be copied out of them"]
+    if not _pages_coincide(kv_cache_config):
+        return ["pages of different groups overlap without being the same bytes"]
+    return []
+
+
+def _layer_specs(spec: Any) -> list[Any]:
+    per_layer = getattr(spec, "kv_cache_specs", None)  # UniformTypeKVCacheSpecs: one spec per layer
+    return list(per_layer.values()) if per_layer else [spec]
+
+
+def _window(specs: Sequence[Any]) -> tuple[int, str]:
+    """How far the layers see, or why that is no answer. By exact type: subclasses drop or reuse blocks otherwise."""
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec
+
+    if all(type(spec) in {FullAttentionSpec, MLAAttentionSpec} for spec in specs):
+        return 0, ""
+    if all(type(spec) is SlidingWindowSpec for spec in specs):
+        sizes = {(spec.sliding_window, spec.extra_retained_tokens) for spec in specs}
+        if len(sizes) == 1 and not specs[0].extra_retained_tokens:
+            return int(specs[0].sliding_window), ""
+        return 0, f"has layers with different windows; {_REMEDY}"
+    return 0, "does not keep the KV of every token, or of the last ones, in the block it was written to"
+
+
+def _special(group: Any) -> str:
+    if getattr(group, "host_resident", False):
+        return "lies in host memory already"
+    if not getattr(group, "enable_kv_transfer", True) or not group.kv_cache_spec.prefix_cacheable:
+        return "is not meant to be kept"
+    return ""
+
+
+def _pages_coincide(kv_cache_config: KVCacheConfig) -> bool:
+    """Whether pages of layers of different groups are the same bytes or have none in common."""
+    spec_of = {
+        name: spec
+        for group in kv_cache_config.kv_cache_groups
+        for name, spec in zip(group.layer_names, _per_layer(group), strict=True)
+    }
+    ranges = {
+        (start, start + int(spec_of[name].page_size_bytes))
+        for tensor in kv_cache_config.kv_cache_tensors
+        for number, name in enumerate(tensor.layers)
+        for start in (tensor.offset + number * tensor.layer_stride,)
+        if name in spec_of
+    }
+    end = 0
+    for start, stop in sorted(ranges):
+        if start < end:
+            return False
+        end = stop
+    return True
+
+
+def _per_layer(group: Any) -> list[Any]:
+    per_layer = getattr(group.kv_cache_spec, "kv_cache_specs", None)
+    if per_layer:
+        return [per_layer[name] for name in group.layer_names]
+    return [group.kv_cache_spec] * len(group.layer_names)
