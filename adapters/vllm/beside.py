@@ -42,6 +42,10 @@ class CopiesBeside:
         """Wait for these copies; reports of those that were under way."""
         return [self._end(job_id) for job_id in job_ids if job_id in self._pending]
 
+    def wait_for_all(self) -> list[JobReport]:
+        """Wait for every copy that is under way."""
+        return self.wait_for(tuple(self._pending))
+
     def tell_again(self, job_ids: Iterable[int]) -> list[JobReport]:
         """What was reported about these copies. Those under way are waited for: nobody may give up on one that runs."""
         return [self._end(job_id) if job_id in self._pending else self._recall(job_id) for job_id in job_ids]

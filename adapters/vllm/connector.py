@@ -147,6 +147,21 @@ class KVLedgerConnector(KVConnectorBase_V1, SupportsHMA):
         if self._worker_side is not None:
             self._worker_side.register_kv_caches(kv_caches)
 
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: Any = None) -> bool:  # noqa: ARG003 -- vLLM's signature
+        """VLLM 0.33 asks before it lets an engine with a connector sleep; 0.32 does not ask."""
+        return True
+
+    def unregister_kv_caches(self) -> None:
+        """The KV memory goes (vLLM 0.33, sleep): copies under way are finished first. May be called twice."""
+        if self._worker_side is not None:
+            self._worker_side.sleep()
+
+    def restore_kv_caches(self) -> None:
+        """The KV memory is back (vLLM 0.33, wake)."""
+        if self._worker_side is not None:
+            self._worker_side.wake()
+
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         """Copy out what this step may overwrite."""
         jobs = self._jobs(kv_connector_metadata)

@@ -46,6 +46,7 @@ class WorkerSide:
         self._executed: set[int] = set()
         self._reports: list[JobReport] = []
         self._failed_block_ids: set[int] = set()
+        self._sleeps = False
         self._messages = messages.bind()
 
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
@@ -100,6 +101,15 @@ class WorkerSide:
         reports, self._reports = [*self._reports, *self._copies.take_done()], []
         return WorkerReports(tuple(reports)) if reports else None
 
+    def sleep(self) -> None:
+        """The KV memory is about to go: finish what is under way; until `wake` every copy is reported as failed."""
+        self._reports += self._copies.wait_for_all()
+        self._sleeps = True
+
+    def wake(self) -> None:
+        """The KV memory is there again, at the same addresses and with nothing in it. The host pool was kept."""
+        self._sleeps = False
+
     def close(self) -> None:
         """Finish what is under way and free the pool. May be called twice."""
         for engine in (self._overlapping, self._engine):
@@ -129,10 +139,10 @@ class WorkerSide:
             self._start(job, partial(self._begin_save, job))
 
     def _begin_save(self, job: PageJob) -> PendingCopy:
-        return _present(self._overlapping).start_save(job.block_ids, job.slots)
+        return self._awake(self._overlapping).start_save(job.block_ids, job.slots)
 
     def _begin_load(self, job: PageJob) -> PendingCopy:
-        return _present(self._overlapping).start_load(job.slots, job.block_ids)
+        return self._awake(self._overlapping).start_load(job.slots, job.block_ids)
 
     def _start(self, job: PageJob, begin: Callable[[], PendingCopy]) -> None:
         if self._is_first(job):
@@ -156,15 +166,17 @@ class WorkerSide:
 
     def _copy(self, job: PageJob, copy: Callable[[CopyEngine], CopyResult]) -> bool:
         try:
-            report = self._copies.done(job.job_id, copy(_present(self._engine)))
+            report = self._copies.done(job.job_id, copy(self._awake(self._engine)))
         except Exception as error:  # noqa: BLE001 -- a failed copy costs its request the cache, not the worker its life
             report = self._copies.failed(job.job_id, error)
         self._reports.append(report)
         return report.done
 
-
-def _present(engine: _Engine | None) -> _Engine:
-    if engine is None:
-        message = "no KV caches were registered, or the worker was closed"
-        raise RuntimeError(message)
-    return engine
+    def _awake(self, engine: _Engine | None) -> _Engine:
+        if engine is None:
+            message = "no KV caches were registered, or the worker was closed"
+            raise RuntimeError(message)
+        if self._sleeps:
+            message = "the engine sleeps and its KV memory is gone"
+            raise RuntimeError(message)
+        return engine

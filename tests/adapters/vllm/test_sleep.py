@@ -65,3 +65,44 @@ def test_an_engine_that_sleeps_is_left_alone(
     assert engine.logged(*TROUBLE) == []
     engine.check_outputs()
     engine.check_released()
+
+
+# --- what vLLM 0.33 asks of the worker; 0.32 does not call it ---------------------------------------
+
+
+def lose_kv_memory(engine: Any) -> None:
+    """Sleep takes what is in the KV caches, and the prefix cache with it."""
+    engine.worker.unregister_kv_caches()
+    engine.worker.unregister_kv_caches()
+    for tensor in engine.model.kv_caches.values():
+        tensor.fill_(-1)
+    assert engine.scheduler.reset_prefix_cache()
+
+
+def test_what_was_saved_before_a_sleep_is_loaded_after_it(make_engine: Any) -> None:
+    """The host pool is no KV memory; copies that were under way are finished before it goes."""
+    engine = make_engine(num_blocks=30, chunk_size=8, save_mode="async")
+    engine.add("writer", range(64), 4)
+    engine.run()
+    lose_kv_memory(engine)
+    engine.worker.restore_kv_caches()
+    engine.add("reader", range(70), 8)
+    engine.run()
+    assert engine.figures.num_tokens_loaded >= 64
+    assert engine.logged(*TROUBLE) == []
+    engine.check_outputs()
+    engine.check_released()
+
+
+def test_a_copy_while_the_memory_is_gone_fails_and_is_computed(make_engine: Any) -> None:
+    """Nothing is read from or written to memory that is not there; the request computes, and so does everybody."""
+    engine = make_engine(num_blocks=30, chunk_size=8)
+    engine.add("writer", range(64), 4)
+    engine.run()
+    lose_kv_memory(engine)
+    engine.add("reader", range(70), 8)
+    engine.run()
+    assert len(engine.logged(e.LoadFailed)) == 1
+    assert "sleeps" in engine.logged(e.LoadFailed)[0].error
+    engine.check_outputs()
+    engine.check_released()
