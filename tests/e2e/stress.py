@@ -46,6 +46,7 @@ class Configuration:
     async_scheduling: bool = False
     num_host_blocks: int = 400
     more: dict[str, Any] = attrs.Factory(dict)
+    connector: dict[str, Any] = attrs.Factory(dict)
 
     @property
     def workload(self) -> Workload:
@@ -61,6 +62,8 @@ class Configuration:
         )
 
 
+BESIDE = {"load_mode": "async", "save_mode": "async"}
+
 CONFIGURATIONS = (
     Configuration("sync"),
     Configuration("async", chunk_size=8, async_scheduling=True),
@@ -69,6 +72,10 @@ CONFIGURATIONS = (
     Configuration("priority", chunk_size=8, num_host_blocks=30, more={"scheduling_policy": "priority"}),
     Configuration("ngram", chunk_size=8, more={"speculative_config": NGRAM}),
     Configuration("ngram-caching", chunk_size=32, enable_prefix_caching=True, more={"speculative_config": NGRAM}),
+    Configuration("beside", chunk_size=8, connector=BESIDE),
+    Configuration("beside-async", chunk_size=32, async_scheduling=True, connector=BESIDE),
+    Configuration("beside-caching", chunk_size=16, enable_prefix_caching=True, num_host_blocks=40, connector=BESIDE),
+    Configuration("beside-ngram", chunk_size=8, more={"speculative_config": NGRAM}, connector=BESIDE),
 )
 
 
@@ -164,6 +171,7 @@ def run(
         log_dir,
         chunk_size=configuration.chunk_size,
         host_bytes=configuration.num_host_blocks * BLOCK_SIZE * 2 * 2 * 2 * 32 * 4,
+        **configuration.connector,
     )
     with _engine(model, configuration.workload, transfer, configuration) as llm:
         scheduler = llm.llm_engine.engine_core.engine_core.scheduler
