@@ -151,7 +151,7 @@ class SimulatedEngine:
         self.workers: list[Any] = [None] * num_ranks
         """One worker-side connector for each rank; None where nobody connects anything."""
         if self.scheduler.connector is not None:
-            self.workers = [contender.prepared(self._make_worker(rank, cache_config)) for rank in range(num_ranks)]
+            self.workers = [self._make_worker(rank, cache_config, contender) for rank in range(num_ranks)]
             self._aggregator = KVOutputAggregator.from_connector(self.scheduler.connector, num_ranks)
         self.model, self.worker = self.models[0], self.workers[0]
         self.on_output: Callable[[KVConnectorOutput], None] = lambda _output: None
@@ -170,11 +170,12 @@ class SimulatedEngine:
         assert isinstance(connector, KVLedgerConnector)
         return connector
 
-    def _make_worker(self, rank: int, cache_config: KVCacheConfig) -> KVConnectorBase_V1:
+    def _make_worker(self, rank: int, cache_config: KVCacheConfig, contender: Contender) -> KVConnectorBase_V1:
         config = copy.copy(self.vllm_config)
         config.parallel_config = copy.copy(config.parallel_config)
         config.parallel_config.rank = rank
-        worker: KVConnectorBase_V1 = type(self.scheduler.connector)(config, KVConnectorRole.WORKER, cache_config)
+        connector_class = type(self.scheduler.connector)
+        worker: KVConnectorBase_V1 = contender.prepared(connector_class(config, KVConnectorRole.WORKER, cache_config))
         worker.register_kv_caches(self.models[rank].kv_caches)
         return worker
 

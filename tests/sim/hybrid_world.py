@@ -13,12 +13,15 @@ import attrs
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.codec import EventDecoder
+from sim.beside import VirtualOverlap
+from sim.clock import VirtualClock
 from sim.engine import SimulatedEngine, block_bytes
 from sim.tiny_model import VOCABULARY_SIZE
 
 BLOCK_SIZE = 16
 MAX_MODEL_LEN = 160
 MAX_ALIVE = 10
+MAX_STEPS = 5000
 
 
 @attrs.frozen
@@ -69,7 +72,22 @@ class HybridWorld:
         self.seed = seed
         self._rng = random.Random(seed)
         self.settings = settings = draw(self._rng)
-        self.engine = SimulatedEngine(
+        self._clock = VirtualClock(random.Random(f"clock {seed}"))
+        with self._clock.rules():
+            self.engine = self._make_engine(settings)
+        worker_side = self.engine.worker._worker_side
+        worker_side._overlapping.close()
+        rng = random.Random(f"copies {seed}")
+        worker_side._overlapping = VirtualOverlap(worker_side._engine, self._clock, rng)
+        self._shared_prefix = self._tokens(80)
+        self._alive: list[str] = []
+        self._num_arrived = 0
+        self.aborted: set[str] = set()
+        self.max_tokens: dict[str, int] = {}
+        self._break_copies()
+
+    def _make_engine(self, settings: HybridSettings) -> SimulatedEngine:
+        return SimulatedEngine(
             windows=settings.windows,
             num_blocks=settings.num_blocks,
             block_size=BLOCK_SIZE,
@@ -82,12 +100,6 @@ class HybridWorld:
             chunk_size=settings.chunk_size,
             host_bytes=block_bytes(BLOCK_SIZE) * settings.num_slots,
         )
-        self._shared_prefix = self._tokens(80)
-        self._alive: list[str] = []
-        self._num_arrived = 0
-        self.aborted: set[str] = set()
-        self.max_tokens: dict[str, int] = {}
-        self._break_copies()
 
     @property
     def side(self):  # noqa: ANN201 -- the type would pull the adapter into every reader's way
@@ -98,12 +110,22 @@ class HybridWorld:
         """Live through all steps, then let everybody finish."""
         for _ in range(self.settings.num_steps):
             self._clients()
-            if self.engine.scheduler.has_requests():
-                self.engine.step()
-            else:
-                self.engine.update()
-        self.engine.run()
+            self._step()
+        for _ in range(MAX_STEPS):
+            if not self.engine.scheduler.has_requests() and not self.engine.is_computing:
+                break
+            self._step()
+        else:
+            message = f"still busy after {MAX_STEPS} steps: {self.engine.scheduler.get_request_counts()}"
+            raise AssertionError(message)
         self.side.ledger.commit()
+
+    def _step(self) -> None:
+        self._clock.pass_step()
+        if self.engine.scheduler.has_requests():
+            self.engine.step()
+        else:
+            self.engine.update()
 
     def events(self) -> Iterator[tuple[int, e.Event]]:
         """The log, decoded."""
@@ -138,7 +160,7 @@ class HybridWorld:
 
     def _break_copies(self) -> None:
         """Let some copies fail on the worker, as a full or broken host would."""
-        side = self.engine.worker._worker_side  # type: ignore[attr-defined]
+        side = self.engine.worker._worker_side
         shares = {"save": self.settings.failed_save_share, "start_load": self.settings.failed_load_share}
         rng = random.Random(self.seed + 1)
         for name, share in shares.items():
