@@ -83,13 +83,18 @@ class WorkerSide:
             self._load(job)
         for job in jobs.async_loads:
             self._start(job, partial(self._begin_load, job))
-        self._start_saves(jobs)
 
     def save(self, jobs: StepJobs) -> None:
-        """Copy out what has settled (`wait_for_save`), after everything that had to precede."""
+        """Copy out what has settled, or start to (`wait_for_save`), after everything that had to precede.
+
+        Not before the forward, although it is settled: vLLM's prefix cache gives a request blocks that another one
+        fills in this very step.
+        """
         self.load(jobs)
         for job in jobs.saves:
             self._save(job)
+        for job in jobs.async_saves:
+            self._start(job, partial(self._begin_save, job))
 
     def take_failed_block_ids(self) -> set[int]:
         """Blocks that were promised and are not filled."""
@@ -129,14 +134,8 @@ class WorkerSide:
             self._step = jobs
             self._executed.clear()
             self._failed_block_ids.update(jobs.undeliverable_block_ids)
-            if jobs.awaited:
-                self._start_saves(jobs)  # what is awaited may be among them
-                self._reports += self._copies.wait_for(jobs.awaited)
+            self._reports += self._copies.wait_for(jobs.awaited)
             self._reports += self._copies.tell_again(jobs.asked_after)
-
-    def _start_saves(self, jobs: StepJobs) -> None:
-        for job in jobs.async_saves:
-            self._start(job, partial(self._begin_save, job))
 
     def _begin_save(self, job: PageJob) -> PendingCopy:
         return self._awake(self._overlapping).start_save(job.block_ids, job.slots)

@@ -319,3 +319,26 @@ def test_vllm_cannot_reset_its_own_cache_before_the_copies_are_done(make_engine:
     assert engine.scheduler.reset_prefix_cache(reset_connector=True)
     assert len(engine.projections.chunks) == 0
     check_at_rest(engine)
+
+
+@pytest.mark.parametrize("save_mode", ["sync", "async"])
+def test_what_another_request_computes_in_this_step_is_copied_behind_it(make_engine: Any, save_mode: str) -> None:
+    """VLLM's prefix cache gives a request blocks that another one fills in the same step. They count as settled."""
+    engine = make_engine(num_blocks=60, chunk_size=16, save_mode=save_mode)
+    engine.add("writer", range(500, 548), 2)
+    engine.run()
+    assert engine.scheduler.reset_prefix_cache()
+    engine.add("loads in this step", range(500, 549), 2)  # so that the worker is called before the forward
+    engine.add("computes", range(65), 2)
+    engine.add("shares", [*range(64), 900], 2)
+    output = engine.step()
+    assert output.has_sync_kv_loads
+    assert set(output.num_scheduled_tokens) == {"loads in this step", "computes", "shares"}
+    assert output.num_scheduled_tokens["shares"] == 1
+    assert engine.logged(e.SaveIssued, request_id="shares")
+    engine.run()
+    assert engine.scheduler.reset_prefix_cache()
+    engine.add("later", range(70), 4)
+    engine.run()
+    assert engine.logged(e.LoadCompleted, request_id="later")
+    engine.check_outputs()
