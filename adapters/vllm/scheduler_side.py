@@ -7,7 +7,7 @@ later hook. Nothing here may raise into vLLM (`guard.py`).
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from kvledger.adapters.vllm import versions
@@ -15,12 +15,12 @@ from kvledger.adapters.vllm.chunk_keys import ChunkKeySource
 from kvledger.adapters.vllm.event_log import OpenedLog
 from kvledger.adapters.vllm.guard import guarded
 from kvledger.adapters.vllm.journal import Journal
-from kvledger.adapters.vllm.metadata import JobReport, PageJob, StepJobs, WorkerReports
+from kvledger.adapters.vllm.metadata import JobReport, StepJobs, WorkerReports
 from kvledger.adapters.vllm.noticing import Noticing
+from kvledger.adapters.vllm.step_jobs import step_jobs
 from kvledger.adapters.vllm.step_reader import StepReader
 from kvledger.lifecycle import HandlerRegistry, Ledger, LedgerConfiguration, RequestState
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.projections.host_slots import NO_SLOT
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 NO_HIT: tuple[int | None, bool] = (0, False)
 ASK_AGAIN = (None, False)
 _UNKNOWN: bool | None = None
-_NO_JOBS = StepJobs()
 _UNKNOWN_RANGE: range | None = None
 
 
@@ -159,28 +158,8 @@ class SchedulerSide:
         self._record_step(scheduler_output)
         self._admits = False
         self.journal.commit()
-        jobs = self.journal.take_jobs()
         undeliverable, self._undeliverable = self._undeliverable, []
-        deliveries = self.journal.deliveries
-        if not jobs and not undeliverable and not deliveries.is_owing:
-            return _NO_JOBS
-        awaited = [job for job in jobs if isinstance(job, e.TransferAwaited)]
-        loads = [job for job in jobs if isinstance(job, e.LoadIssued)]
-        saves = [job for job in jobs if isinstance(job, e.SaveIssued) and not job.before_forward]
-        return StepJobs(
-            awaited=tuple(job.job_id for job in awaited if job.before_forward),
-            asked_after=tuple(job.job_id for job in awaited if not job.before_forward),
-            saves_before_forward=_page_jobs(
-                job for job in jobs if isinstance(job, e.TailSaveIssued | e.SaveIssued) and job not in saves
-            ),
-            loads=_page_jobs(job for job in loads if not job.is_async),
-            saves=_page_jobs(job for job in saves if not job.is_async),
-            async_loads=_page_jobs(job for job in loads if job.is_async),
-            async_saves=_page_jobs(job for job in saves if job.is_async),
-            undeliverable_block_ids=tuple(undeliverable),
-            failed_loads=deliveries.take_failed(),
-            finished_saves=deliveries.take_sent(),
-        )
+        return step_jobs(self.journal.take_jobs(), undeliverable, self.journal.deliveries)
 
     @guarded(default=None)
     def _record_step(self, scheduler_output: SchedulerOutput) -> None:
@@ -285,14 +264,3 @@ class SchedulerSide:
         self.journal.observe(e.LogNote("connector shut down", self.journal.now()))
         self.journal.commit()
         self.log.store.close()
-
-
-def _page_jobs(jobs: Iterable[e.LoadIssued | e.SaveIssued | e.TailSaveIssued]) -> tuple[PageJob, ...]:
-    return tuple(_page_job(job) for job in jobs)
-
-
-def _page_job(job: e.LoadIssued | e.SaveIssued | e.TailSaveIssued) -> PageJob:
-    if NO_SLOT not in job.slots:
-        return PageJob(job.job_id, job.block_ids, job.slots)
-    copied = [(block_id, slot) for block_id, slot in zip(job.block_ids, job.slots, strict=True) if slot != NO_SLOT]
-    return PageJob(job.job_id, tuple(block_id for block_id, _ in copied), tuple(slot for _, slot in copied))

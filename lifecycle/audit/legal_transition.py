@@ -58,8 +58,10 @@ class LegalTransition:
             job = projections.transfers.get(event.job_id)  # type: ignore[attr-defined]
             if job is not None:
                 self._jobs[job.job_id] = job
-        elif isinstance(event, JOB_SETTLED):
-            job = self._jobs.pop(event.job_id, None)  # type: ignore[attr-defined]
+        elif isinstance(event, (*JOB_SETTLED, e.TransferAwaited)):
+            job = self._jobs.get(event.job_id)  # type: ignore[attr-defined]
+            if isinstance(event, JOB_SETTLED):
+                self._jobs.pop(event.job_id, None)  # type: ignore[attr-defined]
             record = projections.tracker.get(event.request_id)
             return job is not None and (record is None or record.ordinal != job.ordinal)
         return False
