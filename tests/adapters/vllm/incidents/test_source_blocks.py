@@ -78,8 +78,8 @@ def test_vllm_52360_a_key_holds_its_own_request_s_kv(
     engine.run()
     assert engine.num_preemptions > 1
     fenced = [awaited for awaited in engine.logged(e.TransferAwaited) if awaited.before_forward]
-    num_whole_chunks = sum(event.num_settled_tokens // chunk_size for event in engine.logged(e.RequestPreempted))
-    assert bool(fenced) is (beside and num_whole_chunks > 0), "copies were under way when their blocks were taken"
+    # Who is preempted has one chunk of 64 at most, and has settled it just now: it is saved before the step anyway.
+    assert bool(fenced) is (beside and chunk_size < 64), "copies were under way when their blocks were taken"
     ask_again(engine)
     assert engine.figures.num_tokens_loaded > 0
 
@@ -209,14 +209,25 @@ def test_lmcache_2243_tokens_and_blocks_agree_after_a_resume(
 
 
 def test_lmcache_3640_each_save_of_a_chunked_prefill_has_a_completion_of_its_own(
-    make_engine: Any, runner: dict[str, bool], transfers: dict[str, str]
+    make_engine: Any, runner: dict[str, bool], transfers: dict[str, str], beside: bool
 ) -> None:
     """Symptom: warm misses: futures were keyed by request, so the second store of a prefill overwrote the first."""
     engine = make_engine(
-        num_blocks=30, chunk_size=16, max_num_batched_tokens=40, enable_prefix_caching=False, **runner, **transfers
+        num_blocks=30,
+        chunk_size=16,
+        max_num_batched_tokens=40,
+        enable_prefix_caching=False,
+        num_questions=10,
+        **runner,
+        **transfers,
     )
     engine.add("writer", range(160), 2)
-    engine.run()
+    max_under_way = 0
+    while engine.scheduler.has_requests():
+        engine.step()
+        max_under_way = max(max_under_way, len(engine.projections.transfers))
+    engine.drain()
+    assert max_under_way >= 3 or not beside, "several saves of the one request are under way at once"
     saves = engine.logged(e.SaveIssued)
     assert len(saves) >= 4
     assert len({save.job_id for save in saves}) == len(saves)
