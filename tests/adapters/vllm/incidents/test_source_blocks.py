@@ -40,7 +40,7 @@ def test_vllm_29870_blocks_that_change_hands_in_one_step_are_copied_first(
 ) -> None:
     """Symptom: stores of a preempted request were corrupt, its blocks already written by the next owner."""
     engine = make_engine(
-        num_blocks=14, chunk_size=8, enable_prefix_caching=False, num_questions=20, **runner, **transfers
+        num_blocks=14, chunk_size=8, enable_prefix_caching=False, num_questions=40, **runner, **transfers
     )
     crowd(engine)
     taken_over = 0
