@@ -27,9 +27,12 @@ class SlowCopy:
         self._error: Exception | None = None
 
     def finish(self) -> None:
-        """Move the bytes; a second time changes nothing."""
+        """Move the bytes, or fail as the copy itself does; a second time changes nothing."""
         if not self.is_over:
-            self._result = self._copy()
+            try:
+                self._result = self._copy()
+            except Exception as error:  # noqa: BLE001 -- it is the worker that is told, and not before it asks
+                self._error = error
 
     def fail(self, error: str = "broken on purpose") -> None:
         """Move nothing."""

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from sim.slow_copies import delay
+from sim.told import Told, listen
 
-TRANSFERS: dict[str, dict[str, str]] = {"sync": {}}
+from kvledger.lifecycle import events as e
+
+TRANSFERS: dict[str, dict[str, str]] = {
+    "sync": {"load_mode": "sync", "save_mode": "sync"},
+    "beside": {"load_mode": "async", "save_mode": "async"},
+}
 """Connector options of every way in which bytes can move. Tests that ask for `transfers` run once with each."""
 
 RUNNERS = {
@@ -17,27 +24,64 @@ RUNNERS = {
     "v1-two-steps": {"async_scheduling": True, "model_runner_v2": False},
     "v2-two-steps": {"async_scheduling": True, "model_runner_v2": True},
 }
+"""Options of an engine: the model runner, and how many steps are in flight. Tests of `runner` run with each."""
+
+RUNNERS_BESIDE = {"v2", "v1-two-steps"}
+"""Those of them that copies beside the steps are tried with: each runner and each number of steps in flight once."""
 
 
-@pytest.fixture(params=TRANSFERS.values(), ids=TRANSFERS)
-def transfers(request: pytest.FixtureRequest) -> dict[str, str]:
-    """Options of an engine: how loads and saves move."""
-    options: dict[str, str] = request.param
-    return options
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Every test with copies within the steps and with copies beside them."""
+    if "transfers" not in metafunc.fixturenames:
+        return
+    if "runner" not in metafunc.fixturenames:
+        metafunc.parametrize("transfers", TRANSFERS.values(), ids=TRANSFERS)
+        return
+    ways = [(mode, name) for mode in TRANSFERS for name in RUNNERS if mode == "sync" or name in RUNNERS_BESIDE]
+    metafunc.parametrize(
+        ("transfers", "runner"),
+        [(TRANSFERS[mode], RUNNERS[name]) for mode, name in ways],
+        ids=[f"{mode}-{name}" for mode, name in ways],
+    )
 
 
-@pytest.fixture(params=RUNNERS.values(), ids=RUNNERS)
-def runner(request: pytest.FixtureRequest) -> dict[str, bool]:
-    """Options of an engine: the model runner, and how many steps are in flight."""
-    options: dict[str, bool] = request.param
-    return options
+@pytest.fixture
+def beside(transfers: dict[str, str]) -> bool:
+    """Whether all copies run beside the steps."""
+    return transfers == TRANSFERS["beside"]
+
+
+@pytest.fixture
+def make_engine(make_engine: Callable[..., Any], beside: bool) -> Iterator[Callable[..., Any]]:
+    """Build engines in which every copy beside the steps takes `num_questions` steps, as the worker asks once in each.
+
+    When the test is over, vLLM must have been told exactly one end of each load beside the steps, and of each delayed
+    free, and must have all of its blocks again.
+    """
+    engines: list[tuple[Any, Told]] = []
+
+    def make(*, num_questions: int = 1, **options: Any) -> Any:
+        engine = make_engine(**options)
+        delay(engine, num_questions)
+        engines.append((engine, listen(engine)))
+        return engine
+
+    yield make
+    for engine, told in engines:
+        loads, held = engine.logged(e.LoadIssued), engine.logged(e.BlocksHeld)
+        assert all(job.is_async is beside for job in loads)
+        assert Counter(told.received) == Counter(load.request_id for load in loads if beside)
+        assert Counter(told.sent) <= Counter(event.request_id for event in held)
+        assert not engine.scheduler.requests
+        pool = engine.scheduler.kv_cache_manager.block_pool
+        assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
 
 
 @pytest.fixture
 def report_late() -> Callable[[Any, int], None]:
     """Return a function that lets a worker's reports arrive so many steps after they were made."""
 
-    def delay(engine: Any, num_steps: int) -> None:
+    def report_late(engine: Any, num_steps: int) -> None:
         side = engine.worker._worker_side
         take = side.take_reports
         waiting: deque[Any] = deque([None] * num_steps)
@@ -48,4 +92,4 @@ def report_late() -> Callable[[Any, int], None]:
 
         side.take_reports = take_late
 
-    return delay
+    return report_late

@@ -13,6 +13,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from vllm.v1.request import RequestStatus
 
 from kvledger.adapters.vllm.metrics import COUNTERS
 from kvledger.lifecycle import events as e
@@ -41,6 +42,8 @@ def test_vllm_53250_what_was_loaded_once_can_be_loaded_again(
     for _ in range(3):
         for _ in range(5):
             engine.step()
+        while engine.scheduler.requests["reader"].status is not RequestStatus.RUNNING:
+            engine.step()  # while a load beside the steps is under way, vLLM refuses to reset
         assert engine.scheduler.reset_prefix_cache(reset_running_requests=True)
     engine.run()
     loads = engine.logged(e.LoadIssued, request_id="reader")

@@ -36,10 +36,12 @@ def ask_again(engine: Any) -> None:
 
 
 def test_vllm_29870_blocks_that_change_hands_in_one_step_are_copied_first(
-    make_engine: Any, runner: dict[str, bool], transfers: dict[str, str]
+    make_engine: Any, runner: dict[str, bool], transfers: dict[str, str], beside: bool
 ) -> None:
     """Symptom: stores of a preempted request were corrupt, its blocks already written by the next owner."""
-    engine = make_engine(num_blocks=14, chunk_size=8, enable_prefix_caching=False, **runner, **transfers)
+    engine = make_engine(
+        num_blocks=14, chunk_size=8, enable_prefix_caching=False, num_questions=40, **runner, **transfers
+    )
     crowd(engine)
     taken_over = 0
     while engine.scheduler.has_requests():
@@ -55,6 +57,8 @@ def test_vllm_29870_blocks_that_change_hands_in_one_step_are_copied_first(
         }
         taken_over += len(rescued & given)
         assert not rescued & {block for job in metadata.saves for block in job.block_ids}
+    fenced = {awaited.job_id for awaited in engine.logged(e.TransferAwaited) if awaited.before_forward}
+    assert bool(fenced) is beside, "blocks were taken while a copy beside the steps read them, and the step waited"
     if not runner["async_scheduling"]:
         assert taken_over > 0, "a block was saved in the very step that overwrites it"
     ask_again(engine)
@@ -64,13 +68,18 @@ def test_vllm_29870_blocks_that_change_hands_in_one_step_are_copied_first(
 
 @pytest.mark.parametrize("chunk_size", [8, 16, 64])
 def test_vllm_52360_a_key_holds_its_own_request_s_kv(
-    make_engine: Any, runner: dict[str, bool], transfers: dict[str, str], chunk_size: int
+    make_engine: Any, runner: dict[str, bool], transfers: dict[str, str], beside: bool, chunk_size: int
 ) -> None:
     """Symptom: KV of another request under a key: queued store, preemption, overwritten, only then read (#52470)."""
-    engine = make_engine(num_blocks=14, chunk_size=chunk_size, enable_prefix_caching=False, **runner, **transfers)
+    engine = make_engine(
+        num_blocks=14, chunk_size=chunk_size, enable_prefix_caching=False, num_questions=40, **runner, **transfers
+    )
     crowd(engine, 5)
     engine.run()
     assert engine.num_preemptions > 1
+    fenced = [awaited for awaited in engine.logged(e.TransferAwaited) if awaited.before_forward]
+    # Who is preempted has one chunk of 64 at most, and has settled it just now: it is saved before the step anyway.
+    assert bool(fenced) is (beside and chunk_size < 64), "copies were under way when their blocks were taken"
     ask_again(engine)
     assert engine.figures.num_tokens_loaded > 0
 
@@ -200,14 +209,25 @@ def test_lmcache_2243_tokens_and_blocks_agree_after_a_resume(
 
 
 def test_lmcache_3640_each_save_of_a_chunked_prefill_has_a_completion_of_its_own(
-    make_engine: Any, runner: dict[str, bool], transfers: dict[str, str]
+    make_engine: Any, runner: dict[str, bool], transfers: dict[str, str], beside: bool
 ) -> None:
     """Symptom: warm misses: futures were keyed by request, so the second store of a prefill overwrote the first."""
     engine = make_engine(
-        num_blocks=30, chunk_size=16, max_num_batched_tokens=40, enable_prefix_caching=False, **runner, **transfers
+        num_blocks=30,
+        chunk_size=16,
+        max_num_batched_tokens=40,
+        enable_prefix_caching=False,
+        num_questions=10,
+        **runner,
+        **transfers,
     )
     engine.add("writer", range(160), 2)
-    engine.run()
+    max_under_way = 0
+    while engine.scheduler.has_requests():
+        engine.step()
+        max_under_way = max(max_under_way, len(engine.projections.transfers))
+    engine.drain()
+    assert max_under_way >= 3 or not beside, "several saves of the one request are under way at once"
     saves = engine.logged(e.SaveIssued)
     assert len(saves) >= 4
     assert len({save.job_id for save in saves}) == len(saves)
