@@ -23,13 +23,15 @@ def step_jobs(jobs: Sequence[Job], undeliverable: Sequence[int], deliveries: Del
     awaited = [job for job in jobs if isinstance(job, e.TransferAwaited)]
     loads = [job for job in jobs if isinstance(job, e.LoadIssued)]
     saves = [job for job in jobs if isinstance(job, e.SaveIssued) and not job.before_forward]
-    hurried = (job for job in jobs if isinstance(job, e.TailSaveIssued) or getattr(job, "before_forward", False))
+    hurried = [
+        job
+        for job in jobs
+        if isinstance(job, e.TailSaveIssued) or (isinstance(job, e.SaveIssued) and job.before_forward)
+    ]
     return StepJobs(
         awaited=tuple(job.job_id for job in awaited if job.before_forward),
         asked_after=tuple(job.job_id for job in awaited if not job.before_forward),
-        saves_before_forward=_page_jobs(
-            job for job in hurried if not isinstance(job, e.TransferAwaited | e.LoadIssued)
-        ),
+        saves_before_forward=_page_jobs(hurried),
         loads=_page_jobs(job for job in loads if not job.is_async),
         saves=_page_jobs(job for job in saves if not job.is_async),
         async_loads=_page_jobs(job for job in loads if job.is_async),
