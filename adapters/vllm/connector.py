@@ -105,6 +105,7 @@ class KVLedgerConnector(KVConnectorBase_V1, SupportsHMA):
             keys,
             handlers=handlers,
             speculates=speculates,
+            zeroes_new_blocks=versions.zeroes_new_blocks(kv_cache_config),
             declined=groups.declined,
             clock=type(self).clock,
         )

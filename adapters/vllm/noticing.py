@@ -24,13 +24,16 @@ if TYPE_CHECKING:
 class Noticing:
     """Reads requests on behalf of the hooks."""
 
-    def __init__(self, journal: Journal, keys: ChunkKeySource, *, speculates: bool) -> None:
+    def __init__(
+        self, journal: Journal, keys: ChunkKeySource, *, speculates: bool, zeroes_new_blocks: bool = False
+    ) -> None:
         self._journal = journal
         self._projections = journal.projections
         self._tracker = journal.tracker
         self._chunk_size = journal.configuration.chunk_size
         self._keys = keys
         self._speculates = speculates
+        self._zeroes_new_blocks = zeroes_new_blocks
 
     def keys(self, request: Request) -> int:
         """Make the keys of all whole chunks known; returns how many there are.
@@ -53,7 +56,7 @@ class Noticing:
             self._journal.observe(e.ChunkKeysObserved(request.request_id, num_known, keys))
         return num_known + len(keys)
 
-    def preemption(self, request: Request, overwritten: frozenset[int] = frozenset()) -> None:
+    def preemption(self, request: Request, overwritten: frozenset[int] | None = None) -> None:
         """Record a preemption; `request.num_preemptions` tells it reliably.
 
         Normally it is noticed in the same step's `build_connector_meta`. After
@@ -61,14 +64,16 @@ class Noticing:
 
         Args:
             request: read now, not kept.
-            overwritten: blocks that the worker zeroes before anything of ours can run.
+            overwritten: blocks that the worker zeroes before anything of ours can run; None where nobody knows yet.
         """
         record = self._tracker.get(request.request_id)
         if record is None or request.num_preemptions <= record.num_preemptions:
             return
         self.keys(request)
         num_settled_tokens = self.num_written_tokens(request, self._tracker.num_computed_tokens(record))
-        if overwritten and not overwritten.isdisjoint(self._projections.blocks.held(request.request_id)):
+        if overwritten is None:
+            num_settled_tokens = self.num_intact_tokens(num_settled_tokens)
+        elif not overwritten.isdisjoint(self._projections.blocks.held(request.request_id)):
             num_settled_tokens = 0
         self._journal.observe(e.RequestPreempted(request.request_id, max(0, num_settled_tokens), self._journal.now()))
 
@@ -144,3 +149,10 @@ class Noticing:
         if self._speculates:
             return max(0, min(num_computed_tokens, request.num_tokens - 1) - request.num_in_flight_tokens)
         return min(num_computed_tokens, request.num_tokens)
+
+    def num_intact_tokens(self, num_written_tokens: int) -> int:
+        """How many of these can still be copied in the next step, whatever blocks that step is given.
+
+        None where vLLM zeroes them first; it tells which only when the step is built.
+        """
+        return 0 if self._zeroes_new_blocks else num_written_tokens

@@ -45,6 +45,7 @@ class SchedulerSide:
         *,
         handlers: HandlerRegistry | None = None,
         speculates: bool = False,
+        zeroes_new_blocks: bool = False,
         declined: Sequence[str] = (),
         clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
@@ -55,7 +56,7 @@ class SchedulerSide:
         self._requests: dict[str, Request] = {}
         self._undeliverable: list[int] = []
         self._admits = False
-        self._notice = Noticing(self.journal, keys, speculates=speculates)
+        self._notice = Noticing(self.journal, keys, speculates=speculates, zeroes_new_blocks=zeroes_new_blocks)
         self._reader = StepReader(
             self._projections, self._requests, self._notice.keys, self.journal.observe, speculates=speculates
         )
@@ -236,7 +237,7 @@ class SchedulerSide:
             e.RequestFinished(
                 request.request_id,
                 request.status.name,
-                min(num_written_tokens, num_blocks * self._block_size),
+                min(self._notice.num_intact_tokens(num_written_tokens), num_blocks * self._block_size),
                 request.num_tokens,
                 self.journal.now(),
             )

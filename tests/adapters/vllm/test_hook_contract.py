@@ -10,6 +10,7 @@ from sim.modes import runners
 from vllm.sampling_params import SamplingParams
 from vllm.v1.request import RequestStatus
 
+from kvledger.adapters.vllm import versions
 from kvledger.lifecycle import RequestState
 from kvledger.lifecycle import events as e
 
@@ -498,3 +499,23 @@ def test_a_second_shutdown_does_nothing(make_engine: Any) -> None:
     for _ in range(2):
         engine.connector.shutdown()
         engine.worker.shutdown()
+
+
+def test_nothing_is_saved_from_blocks_that_vllm_may_zero_first(
+    make_engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Caches of mixed precision: model runner V2 zeroes the blocks of a new step before a copy out of them could run."""
+    monkeypatch.setattr(versions, "zeroes_new_blocks", lambda _kv_cache_config: True)
+    engine = make_engine(num_blocks=30, chunk_size=8, enable_prefix_caching=False)
+    crowd(engine)
+    for _ in range(9):
+        engine.step()
+    assert engine.scheduler.reset_prefix_cache(reset_running_requests=True)
+    engine.run()
+    assert {event.num_settled_tokens for event in engine.logged(e.RequestPreempted, e.RequestFinished)} == {0}
+    assert engine.logged(e.TailSaveIssued) == []
+    saves = engine.logged(e.SaveIssued)
+    assert saves, "what settles while a request runs is saved as ever"
+    assert not any(save.before_forward for save in saves)
+    engine.check_outputs()
+    engine.check_released()
