@@ -504,7 +504,7 @@ def test_a_second_shutdown_does_nothing(make_engine: Any) -> None:
 def test_nothing_is_saved_from_blocks_that_vllm_may_zero_first(
     make_engine: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Caches of mixed precision: model runner V2 zeroes the blocks of a new step before a copy out of them could run."""
+    """Caches of mixed precision: model runner V2 zeroes new blocks before a copy out of them could run."""
     monkeypatch.setattr(versions, "zeroes_new_blocks", lambda _kv_cache_config: True)
     engine = make_engine(num_blocks=30, chunk_size=8, enable_prefix_caching=False)
     crowd(engine)
