@@ -27,6 +27,17 @@ AMPLE = Workload(num_blocks=128)
 """A pool in which nothing is ever preempted."""
 
 
+def settle(llm: Any) -> None:
+    """Step on until no copy is under way; vLLM's front end stops stepping at the last output."""
+    core = llm.llm_engine.engine_core.engine_core
+    for _ in range(100_000):
+        if not core.scheduler.has_requests() and not core.batch_queue:
+            return
+        core.step_fn()
+    message = "copies are still under way"
+    raise AssertionError(message)
+
+
 @attrs.define
 class RunningEngine:
     """A vLLM engine in this process, with a meter on its scheduler."""
@@ -41,14 +52,8 @@ class RunningEngine:
         return [list(output.outputs[0].token_ids) for output in outputs]
 
     def settle(self) -> None:
-        """Step on until no copy is under way; vLLM's front end stops stepping at the last output."""
-        core = self.llm.llm_engine.engine_core.engine_core
-        for _ in range(100_000):
-            if not core.scheduler.has_requests() and not core.batch_queue:
-                return
-            core.step_fn()
-        message = "copies are still under way"
-        raise AssertionError(message)
+        """See `settle`."""
+        settle(self.llm)
 
     def request_outputs(self, prompts: Sequence[Sequence[int]], max_tokens: int, **prompt_fields: Any) -> list[Any]:
         """What vLLM returns, one `RequestOutput` per prompt."""

@@ -24,7 +24,7 @@ import attrs
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from e2e.engines import ReadLog, read_sound_log, sampling
+from e2e.engines import ReadLog, read_sound_log, sampling, settle
 from kvledger.adapters.demo.engine import ENVIRONMENT, start
 from kvledger.adapters.demo.model import FIRST_ORDINARY_TOKEN, VOCABULARY_SIZE, make_model
 from kvledger.adapters.demo.workload import Workload, connector
@@ -187,6 +187,7 @@ def run(
                     wanted = expected[client.request_id.removesuffix("+")]
                     right = output == wanted if client.goes is None else output in (None, wanted)
                     assert right, f"configuration {configuration.name}, seed {seed}: {client.request_id} said {output}"
+        settle(llm)
     return read_sound_log(log_path), drafts
 
 
