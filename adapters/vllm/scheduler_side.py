@@ -17,7 +17,7 @@ from kvledger.adapters.vllm.guard import guarded
 from kvledger.adapters.vllm.journal import Journal
 from kvledger.adapters.vllm.metadata import JobReport, StepJobs, WorkerReports
 from kvledger.adapters.vllm.noticing import Noticing
-from kvledger.adapters.vllm.step_jobs import step_jobs
+from kvledger.adapters.vllm.step_jobs import NO_JOBS, step_jobs
 from kvledger.adapters.vllm.step_reader import StepReader
 from kvledger.lifecycle import HandlerRegistry, Ledger, LedgerConfiguration, RequestState
 from kvledger.lifecycle import events as e
@@ -121,11 +121,15 @@ class SchedulerSide:
         delivered = self._take_up(request, blocks, num_external_tokens)
         # With several groups every load is asynchronous, and vLLM can be told of requests only.
         if num_external_tokens and not delivered and not self.journal.deliveries.refuse(request.request_id):
-            # The scheduler now believes that these blocks will be filled. Reported as load errors, they are
-            # recomputed (kv_load_failure_policy "recompute") or fail this one request ("fail").
-            promised = self._promised_blocks(request, num_external_tokens)
-            block_ids = versions.flat_table(blocks.get_block_ids())
-            self._undeliverable.extend(block_ids if promised is None else block_ids[promised.start : promised.stop])
+            self._tell_undeliverable(request, blocks, num_external_tokens)
+
+    @guarded(default=None, hook_name="update_state_after_alloc")
+    def _tell_undeliverable(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        # The scheduler now believes that these blocks will be filled. Reported as load errors, they are recomputed
+        # (kv_load_failure_policy "recompute") or fail this one request ("fail").
+        promised = self._promised_blocks(request, num_external_tokens)
+        block_ids = versions.flat_table(blocks.get_block_ids())
+        self._undeliverable.extend(block_ids if promised is None else block_ids[promised.start : promised.stop])
 
     @guarded(default=False)
     def _take_up(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> bool:
@@ -159,6 +163,10 @@ class SchedulerSide:
         self._record_step(scheduler_output)
         self._admits = False
         self.journal.commit()
+        return self._hand_out()
+
+    @guarded(default=NO_JOBS, hook_name="build_connector_meta")
+    def _hand_out(self) -> StepJobs:
         undeliverable, self._undeliverable = self._undeliverable, []
         return step_jobs(self.journal.take_jobs(), undeliverable, self.journal.deliveries)
 

@@ -13,13 +13,13 @@ from kvledger.adapters.vllm.metadata import PageJob, StepJobs
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.projections.host_slots import NO_SLOT
 
-_NO_JOBS = StepJobs()
+NO_JOBS = StepJobs()
 
 
 def step_jobs(jobs: Sequence[Job], undeliverable: Sequence[int], deliveries: Deliveries) -> StepJobs:
     """What goes out with a step; takes from `deliveries` what every worker is to tell vLLM."""
     if not jobs and not undeliverable and not deliveries.is_owing:
-        return _NO_JOBS
+        return NO_JOBS
     awaited = [job for job in jobs if isinstance(job, e.TransferAwaited)]
     loads = [job for job in jobs if isinstance(job, e.LoadIssued)]
     saves = [job for job in jobs if isinstance(job, e.SaveIssued) and not job.before_forward]

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 from sim.modes import transfers_within_and_beside
 
+from kvledger.adapters.vllm import scheduler_side
 from kvledger.lifecycle import HandlerRegistry, StateHandler
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.handlers.chunked_prefill import ChunkedPrefill
@@ -628,4 +629,16 @@ def test_a_report_that_comes_twice(make_engine: Any) -> None:
     serve(engine)
     assert {violation.rule for violation in engine.logged(e.InvariantViolated)} == {"COMPLETION_ONCE"}
     assert engine.logged(e.RequestQuarantined) == []
+    engine.check_released()
+
+
+def test_jobs_that_cannot_be_handed_out(make_engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is raised into vLLM: a job that never reached a worker is asked after, and then given up."""
+    engine = small(make_engine, replays=False, max_silent_steps=8)
+    crowd(engine)
+    for _ in range(5):
+        engine.step()
+    monkeypatch.setattr(scheduler_side, "step_jobs", raise_once(scheduler_side.step_jobs, lambda jobs, *_: bool(jobs)))
+    serve(engine)
+    assert [failed.hook for failed in engine.logged(e.HookFailed)] == ["build_connector_meta"]
     engine.check_released()
