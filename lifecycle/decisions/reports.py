@@ -11,14 +11,12 @@ from kvledger.lifecycle.rules import Rule
 
 def settle(job: Job, projections: Projections, cause: int) -> Decisions:
     """Settle a job that every rank has reported. One failed rank fails it for all."""
-    if job.is_doubtful and not job.ranks_failed:
-        yield from _fail(job, projections, "its blocks turned out not to hold what they should", cause, quiet=True)
+    if job.ranks_failed or job.is_doubtful:
+        error = job.error if job.ranks_failed else "its blocks turned out not to hold what they should"
+        yield from _fail(job, projections, error, cause, quiet=True)
         return
-    if not job.ranks_failed:
-        completed = e.LoadCompleted if job.kind is JobKind.LOAD else e.SaveCompleted
-        yield completed(request_id=job.request_id, generation=job.generation, job_id=job.job_id, cause=cause)
-        return
-    yield from _fail(job, projections, job.error, cause, quiet=True)
+    completed = e.LoadCompleted if job.kind is JobKind.LOAD else e.SaveCompleted
+    yield completed(request_id=job.request_id, generation=job.generation, job_id=job.job_id, cause=cause)
 
 
 def _fail(job: Job, projections: Projections, error: str, cause: int, *, quiet: bool) -> Decisions:

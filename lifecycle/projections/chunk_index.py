@@ -232,7 +232,7 @@ class ChunkIndex:
         job = self._transfers.get(event.job_id)
         if job is None:
             return
-        if job.epoch == self._transfers.epoch:
+        if self._transfers.is_current(job):
             _count_down(self._saving, job.keys)
             self._commit(job)
         self.slots.release(job.slots)
@@ -283,7 +283,7 @@ class ChunkIndex:
         job = self._transfers.get(event.job_id)
         if job is None:
             return
-        if job.epoch == self._transfers.epoch:
+        if self._transfers.is_current(job):
             _count_down(self._saving, job.keys)
         if event.quiet:
             self.slots.release(job.slots)

@@ -210,3 +210,9 @@ def make_engine(transfers: str) -> Iterator[EngineFactory]:
             engine.check_replay()
             engine.check_audit()
         engine.shutdown()
+
+
+@pytest.fixture(params=[(False, False), (False, True), (True, False), (True, True)], ids=str)
+def runner(request: pytest.FixtureRequest) -> dict[str, bool]:
+    """Options of an engine: how many steps are in flight, and the model runner."""
+    return {"async_scheduling": request.param[0], "model_runner_v2": request.param[1]}

@@ -21,12 +21,6 @@ pytestmark = pytest.mark.scheduler
 TROUBLE = (e.InvariantViolated, e.RequestQuarantined, e.HookFailed)
 
 
-@pytest.fixture(params=[(False, False), (False, True), (True, False), (True, True)], ids=str)
-def runner(request: pytest.FixtureRequest) -> dict[str, bool]:
-    """Options of an engine."""
-    return {"async_scheduling": request.param[0], "model_runner_v2": request.param[1]}
-
-
 def saved_chunks(engine: Any, request_id: str) -> list[int]:
     """Every chunk that was saved for a request."""
     return [chunk for save in engine.logged(e.SaveIssued, request_id=request_id) for chunk in save.chunks]

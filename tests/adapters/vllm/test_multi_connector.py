@@ -180,12 +180,6 @@ def make_multi(make_engine: Any) -> MakeMulti:
         engine.shutdown()
 
 
-@pytest.fixture(params=[(False, False), (False, True), (True, False), (True, True)], ids=str)
-def runner(request: pytest.FixtureRequest) -> dict[str, bool]:
-    """Options of an engine."""
-    return {"async_scheduling": request.param[0], "model_runner_v2": request.param[1]}
-
-
 @pytest.fixture(params=[0, 3], ids=["at-once", "some-steps-later"])
 def num_steps(request: pytest.FixtureRequest) -> int:
     """How many steps the other cache needs for a load."""

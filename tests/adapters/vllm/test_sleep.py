@@ -18,12 +18,6 @@ pytestmark = pytest.mark.scheduler
 TROUBLE = (e.InvariantViolated, e.RequestQuarantined, e.HookFailed)
 
 
-@pytest.fixture(params=[(False, False), (False, True), (True, False), (True, True)], ids=str)
-def runner(request: pytest.FixtureRequest) -> dict[str, bool]:
-    """Options of an engine."""
-    return {"async_scheduling": request.param[0], "model_runner_v2": request.param[1]}
-
-
 def go_to_sleep(engine: Any, mode: str) -> None:
     """What `sleep(level=1, mode=...)` does in an engine core of its own (v1/engine/core.py, 0.32)."""
     if mode == "abort":

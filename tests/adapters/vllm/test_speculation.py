@@ -159,12 +159,6 @@ def make_speculating(make_engine: Any, monkeypatch: pytest.MonkeyPatch) -> MakeS
         engine.shutdown()
 
 
-@pytest.fixture(params=[(False, False), (False, True), (True, False), (True, True)], ids=str)
-def runner(request: pytest.FixtureRequest) -> dict[str, bool]:
-    """Options of an engine."""
-    return {"async_scheduling": request.param[0], "model_runner_v2": request.param[1]}
-
-
 @pytest.mark.parametrize("share_right", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize("chunk_size", [8, 16])
 def test_no_rejected_draft_is_ever_saved(
