@@ -18,10 +18,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import Any, ClassVar, TypeVar, cast
+from typing import ClassVar, TypeVar, cast
 
-import attrs
 import msgspec
+
+from kvledger.lifecycle.structs import known_to_attrs
 
 VOCABULARY: dict[str, type[Event]] = {}
 """Event id -> class, in the order of declaration, which is the order of the wire codes."""
@@ -64,19 +65,6 @@ def wire_code(event_class: type[Event]) -> int:
     return cast("int", event_class.__struct_config__.tag)
 
 
-def _introduce_to_attrs(event_class: type[Event]) -> None:
-    """Let `attrs.evolve`, `attrs.asdict` and `attrs.fields` work on the class."""
-    annotations = {name: kind for base in reversed(event_class.__mro__) for name, kind in _annotations(base).items()}
-    fields = {name: attrs.field(type=annotations[name]) for name in field_names(event_class)}
-    twin: Any = attrs.make_class(event_class.__name__, fields)
-    event_class.__attrs_attrs__ = twin.__attrs_attrs__  # type: ignore[attr-defined]
-
-
-def _annotations(base: type) -> dict[str, Any]:
-    annotations: dict[str, Any] = base.__dict__.get("__annotations__", {})
-    return annotations
-
-
 def _declare(event_id: str, *, version: int, is_decision: bool) -> Callable[[_EventClass], _EventClass]:
     def declare(event_class: _EventClass) -> _EventClass:
         if event_id in VOCABULARY:
@@ -89,8 +77,7 @@ def _declare(event_id: str, *, version: int, is_decision: bool) -> Callable[[_Ev
         event_class.version = version
         event_class.is_decision = is_decision
         event_class.handler_method = re.sub(r"(?<!^)(?=[A-Z])", "_", event_class.__name__).lower()
-        _introduce_to_attrs(event_class)
-        VOCABULARY[event_id] = event_class
+        VOCABULARY[event_id] = known_to_attrs(event_class)
         return event_class
 
     return declare
