@@ -34,6 +34,7 @@ class _Hit(msgspec.Struct, frozen=True):
     reason_sequence: int = 0
     awaited: _Awaited | None = None
 
+
 _VALUE_OF = {reason: reason.value for reason in MissReason}
 """A member's value is looked up in Python."""
 
