@@ -202,8 +202,8 @@ class EventDecoder:
         if tuple(declared.fields) != field_names(event_class):
             message = (
                 f"the log says that {declared.id} version {declared.version} has the fields "
-                f"{', '.join(declared.fields)}; it has {', '.join(field_names(event_class))}. The header is damaged, or "
-                "the log is of another product"
+                f"{', '.join(declared.fields)}; it has {', '.join(field_names(event_class))}. "
+                "The header is damaged, or the log is of another product"
             )
             raise CodecError(message)
         if wire_code(event_class) == code:
@@ -218,7 +218,7 @@ class EventDecoder:
         hints = get_type_hints(event_class)
         names = field_names(event_class)
 
-        def convert(wired: Any) -> Event:
+        def convert(wired: msgspec.Struct) -> Event:
             fields = dict(zip(declared.fields, msgspec.structs.astuple(wired), strict=True))
             fields = dict(
                 self._upcasters.upcast(
@@ -227,7 +227,8 @@ class EventDecoder:
             )
             values = {name: msgspec.convert(fields.pop(name), hints[name]) for name in names}
             if fields:
-                message = f"{declared.id}: its upcasters leave {', '.join(fields)}, which version {event_class.version} has not"
+                left = ", ".join(fields)
+                message = f"{declared.id}: its upcasters leave {left}, which version {event_class.version} has not"
                 raise CodecError(message)
             return event_class(**values)
 

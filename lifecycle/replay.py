@@ -135,7 +135,7 @@ class Replay:
         self.take(((sequence, event),))
         return copy(self.current)
 
-    def take(self, events: Iterable[SequencedEvent]) -> None:
+    def take(self, events: Iterable[SequencedEvent]) -> None:  # noqa: C901, PLR0912 -- a call per event would cost more
         """Take up events in the order of the log.
 
         This loop is what an audit costs, so it is one function that makes nothing: an event is folded, compared with
@@ -173,9 +173,14 @@ class Replay:
                     if changes_lives:
                         record = record_of(event.request_id)
                     after = None if record is None else record.state
-                    if before is not None and next_state is not None and after is not None:
-                        if next_state[before] is not after and getattr(event, "generation", None) is None:
-                            self.reference_differences.append(Divergence(sequence, event, None))
+                    if (
+                        before is not None
+                        and next_state is not None
+                        and after is not next_state[before]
+                        and after is not None
+                        and getattr(event, "generation", None) is None
+                    ):
+                        self.reference_differences.append(Divergence(sequence, event, None))
                     step.record, step.state_before, step.state_after = record, before, after
                 else:
                     for fold in folds:

@@ -22,7 +22,7 @@ Upcaster = Callable[[Fields], Fields]
 
 
 class UpcasterError(ValueError):
-    """Upcasters that do not lead from every old version to today's; a mistake in the code, found when it is imported."""
+    """Upcasters that do not lead from every old version to today's: a mistake in the code, found at its import."""
 
 
 class Upcasters:

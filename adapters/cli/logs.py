@@ -5,7 +5,7 @@ The only room of the command line that knows frames and segments.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 import attrs
@@ -76,6 +76,11 @@ class StoredLog:
 
     def events(self) -> Iterator[SequencedEvent]:
         """Every event that can be read, in order. A jump in the sequence numbers means that some cannot."""
+        for events in self.frames():
+            yield from events
+
+    def frames(self) -> Iterator[Iterable[SequencedEvent]]:
+        """The same, one frame's events at a time, for who reads many."""
         self.damage.clear()
         self.num_bytes = self.num_frames = self.num_events = 0
         self.first_sequence = self.last_sequence = self.trusted_sequence = 0
@@ -100,7 +105,7 @@ class StoredLog:
             self.num_events += len(events)
             if frame.first_sequence == self.trusted_sequence + 1:
                 self.trusted_sequence += frame.num_events
-            yield from enumerate(events, frame.first_sequence)
+            yield enumerate(events, frame.first_sequence)
         self._take_damage(num_taken)
 
     def trusted_events(self) -> Iterator[SequencedEvent]:
@@ -108,9 +113,14 @@ class StoredLog:
 
         What comes after a gap cannot be folded: the state it starts from is not known.
         """
-        for sequence, event in self.events():
-            if sequence <= self.trusted_sequence:
-                yield sequence, event
+        for events in self.trusted_frames():
+            yield from events
+
+    def trusted_frames(self) -> Iterator[Iterable[SequencedEvent]]:
+        """The same, one frame's events at a time."""
+        for events in self.frames():
+            if self.last_sequence <= self.trusted_sequence:
+                yield events
 
     def _count(self, frame: Frame) -> None:
         num_bytes = frame_bytes(frame)

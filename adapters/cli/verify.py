@@ -25,7 +25,7 @@ def run(arguments: argparse.Namespace, output: Output) -> ExitCode:
     log = open_log(arguments.log)
     audit = Audit(log.configuration, ReferenceMachine())
     with output.progress(log, "verifying"):
-        audit.run(log.trusted_events())
+        audit.run_frames(log.trusted_frames())
     exit_code = _exit_code(log, audit)
     if output.is_json:
         _show_json(output, log, audit, exit_code)

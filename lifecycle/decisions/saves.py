@@ -150,21 +150,25 @@ class _Plan:
             return
         keys = self._projections.chunk_keys.of(self._record.request_id)
         end_chunk = min(num_settled_tokens // self._geometry.chunk_size, len(keys))
-        reach: Reach | None = None
         if self._geometry.windows.forget:
             reach = self._reach(num_settled_tokens, end_chunk)
             wanted = self._missing(keys, first_chunk, end_chunk, reach)
-        else:
-            unsaved = self._chunks.unsaved(keys, first_chunk, end_chunk)
-            pages_of_all = self._geometry.pages_of(unsaved)
-            if not unsaved:
-                return
-            if pages_of_all[-1] < len(self._block_ids) and self._chunks.slots.num_free >= len(pages_of_all):
-                yield self._whole(tuple(unsaved), pages_of_all)
-                return
-            wanted = [(chunk, self._geometry.pages_of((chunk,))) for chunk in unsaved]
-        if not wanted:
+            if wanted:
+                yield from self._save_as_fits(wanted, keys[:end_chunk], reach)
             return
+        unsaved = self._chunks.unsaved(keys, first_chunk, end_chunk)
+        if not unsaved:
+            return
+        pages_of_all = self._geometry.pages_of(unsaved)
+        if pages_of_all[-1] < len(self._block_ids) and self._chunks.slots.num_free >= len(pages_of_all):
+            yield self._whole(tuple(unsaved), pages_of_all)
+            return
+        wanted = [(chunk, self._geometry.pages_of((chunk,))) for chunk in unsaved]
+        yield from self._save_as_fits(wanted, keys[:end_chunk], None)
+
+    def _save_as_fits(
+        self, wanted: Sequence[tuple[int, tuple[int, ...]]], own_keys: Sequence[bytes], reach: Reach | None
+    ) -> Decisions:
         last_chunk, last_pages = wanted[-1]
         if last_pages[-1] >= len(self._block_ids):
             detail = f"chunk {last_chunk} is settled, but the table has only {len(self._block_ids)} blocks"
@@ -177,7 +181,7 @@ class _Plan:
         for chunk, pages in wanted:
             num_pages = len(affordable) + sum([page not in affordable for page in pages])
             if self._chunks.slots.num_free < num_pages:
-                yield from self._make_room(num_pages, keys[:end_chunk])
+                yield from self._make_room(num_pages, own_keys)
             if self._chunks.slots.num_free < num_pages:
                 break
             chunks.append(chunk)

@@ -9,6 +9,8 @@ from collections.abc import Iterable, Sequence
 
 NO_SLOT = -1
 """Stands among slots for a page that is not stored, because its group does not see it any more."""
+_MANY = 3
+"""Slots from which on it pays to take them at once."""
 
 
 class HostSlots:
@@ -39,7 +41,7 @@ class HostSlots:
     def acquire(self, slots: Sequence[int]) -> None:
         """Add a reference to each slot, but for those that are `NO_SLOT`."""
         references = self._references
-        if len(slots) > 2 and self.candidates(len(slots)) == slots:  # at once, if they are those that come next
+        if len(slots) >= _MANY and self.candidates(len(slots)) == slots:  # at once, if they are those that come next
             self._num_touched += max(0, len(slots) - len(self._free))
             del self._free[-len(slots) :]
             references.update(dict.fromkeys(slots, 1))

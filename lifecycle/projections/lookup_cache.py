@@ -10,7 +10,6 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Mapping
 
-import attrs
 import msgspec
 
 from kvledger.lifecycle import events as e
@@ -131,8 +130,8 @@ class LookupCache:
         return {
             "hits": {request_id: hit.num_chunks for request_id, hit in self._hits.items()},
             "deferred": dict(self._num_deferred),
-            "pending": {request_id: attrs.astuple(answer) for request_id, answer in self._pending.items()},
-            "taken_up": {request_id: attrs.astuple(answer) for request_id, answer in self._taken_up.items()},
+            "pending": {request_id: msgspec.structs.astuple(answer) for request_id, answer in self._pending.items()},
+            "taken_up": {request_id: msgspec.structs.astuple(answer) for request_id, answer in self._taken_up.items()},
         }
 
     def _answered(self, event: e.LookupAnswered, sequence: int) -> None:
