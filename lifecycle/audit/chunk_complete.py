@@ -33,7 +33,8 @@ class ChunkComplete:
     def _save_issued(
         self, event: e.SaveIssued, step: ReplayedEvent, projections: Projections
     ) -> Iterator[Violation] | None:
-        deepest = max(event.chunks, default=-1)
+        chunks = event.chunks
+        deepest = chunks[0] if len(chunks) == 1 else max(chunks, default=-1)
         num_tokens = (deepest + 1) * projections.configuration.chunk_size
         if num_tokens <= self._settled.of(event.request_id)[0]:
             return None
