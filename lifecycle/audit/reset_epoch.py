@@ -8,9 +8,9 @@ from typing import ClassVar
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.checker import Violation, violation
 from kvledger.lifecycle.audit.committed_chunks import CommittedChunks
+from kvledger.lifecycle.audit.indices import Indices
 from kvledger.lifecycle.audit.saved_tails import SavedTails
 from kvledger.lifecycle.belief import Projections
-from kvledger.lifecycle.configuration import LedgerConfiguration
 from kvledger.lifecycle.projections.transfers import Job
 from kvledger.lifecycle.replay import Check, ReplayedEvent
 
@@ -29,18 +29,14 @@ class ResetEpoch:
         self._reset_at = 0
         self._committed = CommittedChunks()
         self._tails = SavedTails()
-        self._saves: dict[int, tuple[Job, int]] = {}
         self._seen: dict[str, tuple[int, int]] = {}
         """Request id -> (removals counted by the chunk index then, chunks found good): spares the polls."""
 
-    def checks(self, _configuration: LedgerConfiguration) -> Iterable[tuple[type[e.Event], Check]]:
+    def checks(self, indices: Indices) -> Iterable[tuple[type[e.Event], Check]]:
         """By class of event."""
-        indices = [*self._committed.folds(), *self._tails.folds()]
+        self._committed, self._tails = indices.committed, indices.tails
         return [
-            *((event_class, self._since_reset(fold)) for event_class, fold in indices),
             (e.LookupAnswered, self._answered),
-            (e.SaveIssued, self._issued),
-            (e.TailSaveIssued, self._issued),
             (e.SaveCompleted, self._settled),
             (e.SaveFailed, self._settled),
             (e.CacheReset, self._check_reset),
@@ -49,15 +45,6 @@ class ResetEpoch:
             (e.RequestReleased, self._forget),
         ]
 
-    def _since_reset(self, fold: Check) -> Check:
-        """Until the first reset nothing can be stale, and nothing needs to be folded."""
-
-        def check(event: e.Event, step: ReplayedEvent, projections: Projections) -> None:
-            if self._reset_at or isinstance(event, e.CacheReset):
-                fold(event, step, projections)
-
-        return check
-
     def _answered(
         self, event: e.LookupAnswered, step: ReplayedEvent, projections: Projections
     ) -> Iterator[Violation] | None:
@@ -65,15 +52,11 @@ class ResetEpoch:
             return self._check_hit(event, step, projections)
         return None
 
-    def _issued(self, event: e.SaveIssued | e.TailSaveIssued, step: ReplayedEvent, _projections: Projections) -> None:
-        if step.job is not None:
-            self._saves[event.job_id] = (step.job, self._committed.epoch)
-
     def _settled(
-        self, event: e.SaveCompleted | e.SaveFailed, step: ReplayedEvent, projections: Projections
+        self, _event: e.SaveCompleted | e.SaveFailed, step: ReplayedEvent, projections: Projections
     ) -> Iterator[Violation] | None:
-        job, epoch = self._saves.pop(event.job_id, (None, 0))
-        if job is None or epoch == self._committed.epoch:
+        job = step.job
+        if job is None or job.epoch == self._committed.epoch:
             return None
         return self._check_late_save(job, step, projections)
 

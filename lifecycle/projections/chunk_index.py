@@ -188,9 +188,13 @@ class ChunkIndex:
     def _renew(self, keys: Sequence[bytes]) -> None:
         # Deeper chunks count as older: without its beginning a prefix is worth nothing.
         by_age, make_youngest = self._by_age, self._by_age.move_to_end
-        for key in reversed(keys):
-            if key in by_age:
-                make_youngest(key)
+        try:
+            for _ in map(make_youngest, reversed(keys)):
+                pass
+        except KeyError:  # once more with those that are there; those that were moved come to stand as they shall
+            for key in reversed(keys):
+                if key in by_age:
+                    make_youngest(key)
 
     def _preempted(self, event: e.RequestPreempted, sequence: int) -> None:
         self._unpin(event, sequence)
