@@ -129,10 +129,13 @@ class Decider:
                 yield from self._guarded(methods, record, cause, record, self._projections)
         for ordinal, first_chunk, num_settled_tokens in event.settled:
             record = self._tracker.by_ordinal(ordinal)
-            if record is not None and (methods := self._settled[record.state]):
-                yield from self._guarded(
-                    methods, record, cause, record, first_chunk, num_settled_tokens, self._projections
-                )
+            if record is None:
+                continue
+            try:  # as `_guarded`, without a generator for each: every save begins here
+                for method in self._settled[record.state]:
+                    yield from method(record, first_chunk, num_settled_tokens, self._projections, cause)
+            except Exception as error:  # noqa: BLE001 -- as in `_guarded`
+                yield from self._raised(error, record, cause)
         configuration = self._projections.configuration
         overdue_step = self._tracker.num_steps - configuration.max_silent_steps
         overdue_ns = event.time_ns - configuration.max_silent_ms * 1_000_000
@@ -170,12 +173,15 @@ class Decider:
             for method in methods:
                 yield from method(*arguments, cause)
         except Exception as error:  # noqa: BLE001 -- any handler's failure costs its request the cache, nothing else
-            rule = Rule.HANDLER_RAISED.value
-            detail = f"{type(error).__name__}: {error}"
-            yield e.InvariantViolated(rule=rule, request_id=record.request_id, detail=detail, cause=cause)
-            yield e.RequestQuarantined(request_id=record.request_id, reason=rule, cause=cause)
-            if record.state is RequestState.FINISHED and self._tracker.get(record.request_id) is record:
-                yield from release_if_settled(record, self._projections, cause)
+            yield from self._raised(error, record, cause)
+
+    def _raised(self, error: Exception, record: RequestRecord, cause: int) -> Decisions:
+        rule = Rule.HANDLER_RAISED.value
+        detail = f"{type(error).__name__}: {error}"
+        yield e.InvariantViolated(rule=rule, request_id=record.request_id, detail=detail, cause=cause)
+        yield e.RequestQuarantined(request_id=record.request_id, reason=rule, cause=cause)
+        if record.state is RequestState.FINISHED and self._tracker.get(record.request_id) is record:
+            yield from release_if_settled(record, self._projections, cause)
 
 
 def _methods(handlers: HandlerRegistry, name: str) -> dict[RequestState, tuple[Callable[..., Iterator[e.Event]], ...]]:

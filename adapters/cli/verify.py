@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Collection
+import gc
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 
 import attrs
 
@@ -18,13 +20,14 @@ from kvledger.lifecycle.machine import ReferenceMachine, table_fingerprint
 
 _MAX_SHOWN = 20
 """Of each kind for people; programs get all that is kept."""
+_OBJECTS_PER_COLLECTION = 200_000
 
 
 def run(arguments: argparse.Namespace, output: Output) -> ExitCode:
     """Verify one log."""
     log = open_log(arguments.log)
     audit = Audit(log.configuration, ReferenceMachine())
-    with output.progress(log, "verifying"):
+    with output.progress(log, "verifying"), _rare_collections():
         audit.run_frames(log.trusted_frames())
     exit_code = _exit_code(log, audit)
     if output.is_json:
@@ -32,6 +35,19 @@ def run(arguments: argparse.Namespace, output: Output) -> ExitCode:
     else:
         _show_text(output, log, audit, exit_code, verbose=arguments.verbose)
     return exit_code
+
+
+@contextmanager
+def _rare_collections() -> Iterator[None]:
+    """Look for cyclic garbage seldom: an audit makes none, and what it keeps would be walked over again and again."""
+    thresholds = gc.get_threshold()
+    gc.freeze()
+    gc.set_threshold(_OBJECTS_PER_COLLECTION)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*thresholds)
+        gc.unfreeze()
 
 
 def _exit_code(log: StoredLog, audit: Audit) -> ExitCode:

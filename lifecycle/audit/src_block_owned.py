@@ -36,8 +36,8 @@ class SrcBlockOwned:
     def _save_issued(
         self, event: e.SaveIssued, step: ReplayedEvent, projections: Projections
     ) -> Iterator[Violation] | None:
-        table = projections.blocks.held(event.request_id)
-        if len(table) and len(event.slots) == len(event.block_ids) and NO_SLOT not in event.slots:
+        table = None if step.record is None else projections.blocks.of_life(step.record.ordinal)
+        if table and len(event.slots) == len(event.block_ids) and NO_SLOT not in event.slots:
             pages = projections.geometry.pages_of(event.chunks)
             if pages and pages[-1] < len(table) and event.block_ids == blocks_at(pages, table):
                 return None

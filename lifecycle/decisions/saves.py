@@ -29,18 +29,11 @@ def save_settled(
     """Save the chunks from `first_chunk` on that are settled, from the blocks the request holds."""
     if projections.transfers.is_loading(record.ordinal):
         return _NOTHING
-    blocks, request_id = projections.blocks, record.request_id
+    block_ids = projections.blocks.of_life(record.ordinal) or ()
     forget = projections.geometry.windows.forget
-    plan = _Plan(
-        record,
-        record.generation,
-        blocks.held(request_id),
-        projections,
-        cause,
-        before_forward=False,
-        is_async=projections.configuration.async_saves and not forget,
-        left_since=blocks.left_since(request_id) if forget else None,
-    )
+    is_async = projections.configuration.async_saves and not forget
+    left_since = projections.blocks.left_since(record.request_id) if forget else None
+    plan = _Plan(record, record.generation, block_ids, projections, cause, False, is_async, left_since)  # noqa: FBT003
     return plan.save(first_chunk, num_settled_tokens)
 
 
@@ -138,11 +131,11 @@ class _Plan(msgspec.Struct):
 
     def save(self, first_chunk: int, num_settled_tokens: int) -> Decisions:
         """Evict what is needed, issue one job, decline what does not fit."""
-        if self._is_doubtful:
+        record, projections = self.record, self.projections
+        if record.quarantined or self.generation == record.stale_generation:
             return
-        projections = self.projections
         geometry, chunks = projections.geometry, projections.chunks
-        keys = projections.chunk_keys.of(self.record.request_id)
+        keys = projections.chunk_keys.of(record.request_id)
         end_chunk = min(num_settled_tokens // geometry.chunk_size, len(keys))
         if geometry.windows.forget:
             reach = self._reach(num_settled_tokens, end_chunk)
@@ -156,7 +149,7 @@ class _Plan(msgspec.Struct):
         pages = geometry.pages_of(unsaved)
         if pages[-1] < len(self.block_ids) and chunks.slots.num_free >= len(pages):
             yield e.SaveIssued(
-                self.record.request_id,
+                record.request_id,
                 self.generation,
                 projections.transfers.next_job_id,
                 tuple(unsaved),

@@ -19,6 +19,9 @@ class BlockTable:
     def __init__(self, tracker: RequestTracker) -> None:
         self._tracker = tracker
         self._held: dict[int, array[int]] = {}
+        # The dict's own method, because it is asked for every save. So the dict is changed, never replaced.
+        self.of_life: Callable[[int], Sequence[int] | None] = self._held.get
+        """The blocks that this life of a request holds now, in token order; None where it holds none."""
         self._lost: dict[int, array[int]] = {}
         self._leaving: dict[int, int] = {}
         self._left: dict[int, int] = {}

@@ -249,26 +249,25 @@ class ChunkIndex:
         job = self._transfers.get(event.job_id)
         if job is None:
             return
-        if self._transfers.is_current(job):
-            _count_down(self._saving, job.keys)
-            self._commit(job)
-        else:
+        if job.epoch != self._transfers.epoch:
             self.slots.release(job.slots)
-
-    def _commit(self, job: Job) -> None:
-        """Let the chunks of a save be found. Its references on slots go over to them, or are given back."""
+            return
+        _count_down(self._saving, job.keys)
         if not self._place_whole(job):
             self._place_pages(job)
             self.slots.release(job.slots)
         # A growing request's beginning must not look older than its end. Renewing it whenever it has grown by an
         # eighth keeps the cost per chunk constant.
         first = job.chunks[0] if job.chunks else 0
-        if first % max(1, first // 8) == 0:
+        if first and first % max(1, first // 8) == 0:
             self._renew(self._chunk_keys.of(job.request_id)[:first])
         self.num_added += 1
 
     def _place_whole(self, job: Job) -> bool:
-        """Place chunks that are whole blocks, each of them complete; False, and nothing, where some are not."""
+        """Let chunks that are whole blocks be found, if every one is complete; else return False.
+
+        The save's references on its slots go over to the chunks.
+        """
         num_chunks, num_pages = len(job.chunks), self._geometry.pages_per_chunk
         committed, slots = self._committed, job.slots
         if not num_pages or num_chunks != len(job.keys) or num_chunks * num_pages != len(slots) or NO_SLOT in slots:
