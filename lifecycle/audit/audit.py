@@ -85,7 +85,7 @@ class Audit:
 
     def take(self, sequence: int, event: Event) -> None:
         """Take up the next event."""
-        self._take_all(((sequence, event),))
+        self.take_frame(((sequence, event),))
 
     def finish(self) -> None:
         """Notice decisions that are missing at the end."""
@@ -102,10 +102,11 @@ class Audit:
         All of `frames` is read, also behind an event that cannot be folded.
         """
         for events in frames:
-            self._take_all(events)
+            self.take_frame(events)
         self.finish()
 
-    def _take_all(self, events: Iterable[SequencedEvent]) -> None:
+    def take_frame(self, events: Iterable[SequencedEvent]) -> None:
+        """Take up the next events; reading them must not fail."""
         if self.unfoldable is None:
             try:
                 self._replay.take(events)
