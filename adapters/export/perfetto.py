@@ -58,6 +58,8 @@ class EngineTrace(Listener):
         self._num_flows = 0
         self._last_lookup: dict[int, tuple[object, ...]] = {}
         self._told: set[int] = set()
+        self._gone: dict[str, list[Moment]] = {}
+        """Kind -> chunks that left the cache in this moment."""
         suffix = f" {label}" if label else ""
         for number, name in ((_ENGINE, "engine"), (_REQUESTS, "requests"), (_COPIES, "copies")):
             self._metadata("process_name", number, 0, {"name": name + suffix})
@@ -200,19 +202,22 @@ class EngineTrace(Listener):
 
     def happened(self, moment: Moment) -> None:
         """An instant on the track of the request, and on the engine's where it is of no request or went wrong."""
+        if moment.kind in {"chunk.evicted", "chunk.tainted"}:
+            self._gone.setdefault(moment.kind, []).append(moment)
+            return
         arguments = {"text": moment.text, "sequence": moment.sequence, **moment.fields}
         category = "trouble" if moment.is_trouble else "moment"
         name = str(moment.fields.get("rule", moment.kind))
         has_track = moment.life is not None and moment.life.ordinal in self._told
-        is_of_cache = moment.kind in {"chunk.evicted", "chunk.tainted", "cache.reset", "log.note"}
-        if moment.is_trouble or is_of_cache or not has_track:
-            thread = _CACHE if is_of_cache or not moment.is_trouble else _TROUBLE
+        if moment.is_trouble or not has_track:
+            thread = _TROUBLE if moment.is_trouble else _CACHE
             self._instant(category, name, moment.time_ns, _ENGINE, thread, arguments)
-        if moment.life is not None and has_track and not is_of_cache:
+        if moment.life is not None and has_track:
             self._instant(category, name, moment.time_ns, _REQUESTS, _FIRST_LIFE + moment.life.ordinal, arguments)
 
     def counted(self, time_ns: int, gauges: Gauges) -> None:
-        """Counters, where they have changed."""
+        """Counters, where they have changed, and what left the cache."""
+        self._tell_gone()
         self._count("requests", time_ns, gauges.num_requests)
         self._count("blocks", time_ns, {"held by requests": gauges.num_blocks_held})
         self._count("host slots", time_ns, {"free": gauges.num_slots_free, "used": gauges.num_slots_used})
@@ -223,7 +228,20 @@ class EngineTrace(Listener):
 
     def end(self, time_ns: int) -> None:
         """The log ends here."""
+        self._tell_gone()
         self.idle(time_ns)
+
+    def _tell_gone(self) -> None:
+        """One instant for all that left at once: instants of the same time would be drawn inside one another."""
+        for kind, moments in self._gone.items():
+            arguments = {
+                "num_chunks": len(moments),
+                "sequences": ranges(moment.sequence for moment in moments),
+                "keys": " ".join(str(moment.fields["key"]) for moment in moments),
+                "for_request_ids": " ".join(dict.fromkeys(m.request_id for m in moments if m.request_id)),
+            }
+            self._instant("moment", kind, moments[0].time_ns, _ENGINE, _CACHE, arguments)
+        self._gone.clear()
 
     # --- events -------------------------------------------------------------------------------
 
