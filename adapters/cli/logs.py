@@ -135,25 +135,8 @@ class StoredLog:
         return len(self._reader.damage)
 
 
-def find_log(path: Path) -> Path:
-    """The log that `path` means: a log directory, one segment file, or the newest log of a directory of logs.
-
-    Raises:
-        CommandFailed: there is none.
-    """
-    if not path.exists():
-        raise CommandFailed(f"{path}: there is nothing; give a log directory or a *.kvlog file", ExitCode.USAGE)
-    if not path.is_dir() or segment_paths(path):
-        return path
-    logs = [child for child in path.iterdir() if child.is_dir() and segment_paths(child)]
-    if not logs:
-        message = f"{path}: holds no log, neither segments (*.kvlog) nor a folder with some; is it the log_dir?"
-        raise CommandFailed(message, ExitCode.USAGE)
-    return max(logs, key=_opened_at)
-
-
 def open_log(path: Path) -> StoredLog:
-    """Open the log at `path`, which `find_log` has found.
+    """Open the log at `path`, which `sources.find_logs` has found.
 
     Raises:
         CommandFailed: it cannot be read, is no kvledger log, or was written by a newer version.
@@ -190,11 +173,3 @@ def _configuration(header: Mapping[str, object]) -> LedgerConfiguration:
         return msgspec.convert(given, LedgerConfiguration)
     except msgspec.ValidationError as error:
         raise CodecError(f"the log's configuration cannot be used: {error}") from error
-
-
-def _opened_at(log: Path) -> int:
-    try:
-        opened_at = read_log(log).header.get("opened_at_unix_ns")
-    except (LogError, OSError):
-        opened_at = None
-    return opened_at if isinstance(opened_at, int) else segment_paths(log)[-1].stat().st_mtime_ns

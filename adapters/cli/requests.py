@@ -47,6 +47,13 @@ class Requests:
         if found is not None:
             self._count(found, event)
 
+    def forget_ended(self, event: e.Event) -> None:
+        """Leave out the request that ends with this event: its life is before what was asked for."""
+        if isinstance(event, e.RequestFinished):
+            ended = self._current.pop(event.request_id, None)
+            if ended is not None:
+                self.summaries.remove(ended)
+
     def finish(self, projections: Projections) -> None:
         """Take what is known of the requests that are not released."""
         for record in projections.tracker:

@@ -9,10 +9,13 @@ from collections.abc import Callable, Iterator
 
 import attrs
 
-from kvledger.adapters.cli.exit_codes import CommandFailed, ExitCode
-from kvledger.adapters.cli.logs import StoredLog, open_log
+from kvledger.adapters.cli.exit_codes import ExitCode
+from kvledger.adapters.cli.finding import selected
+from kvledger.adapters.cli.logs import StoredLog
 from kvledger.adapters.cli.output import Output, plain
 from kvledger.adapters.cli.requests import Requests, RequestSummary
+from kvledger.adapters.cli.selection import Window, add_request, event_number
+from kvledger.adapters.cli.sources import one_log
 from kvledger.adapters.cli.state import show_state
 from kvledger.adapters.cli.timeline import Group, Timeline
 from kvledger.adapters.cli.words import duration, milliseconds, plural, size
@@ -21,7 +24,6 @@ from kvledger.lifecycle.belief import Projections
 from kvledger.lifecycle.projections.totals import Figures
 from kvledger.lifecycle.replay import SequencedEvent
 
-_MAX_CANDIDATES = 20
 _COLUMNS = {
     "request": "left",
     "outcome": "left",
@@ -37,31 +39,41 @@ _COLUMNS = {
 }
 
 
+HELP = "show a log, or one request's life"
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """What only this command has."""
+    add_request(parser)
+    parser.add_argument("--at", metavar="EVENT", type=event_number, help="show the state after this event instead")
+
+
 def run(arguments: argparse.Namespace, output: Output) -> ExitCode:
-    """Show a log, a request, or a state."""
-    log = open_log(arguments.log)
-    with output.progress(log, "reading"):
-        request_id = None if arguments.request is None else _resolve(log, arguments.request)
+    """Show logs, a request, or a state."""
+    if arguments.at is not None and arguments.request is None:
+        one_log(arguments)
+    for number, (log, window) in enumerate(selected(arguments, output)):
+        if number and not output.is_json:
+            output.line()
         if arguments.at is not None:
-            projections = Projections(log.configuration)
-            last = _take_each(
-                _until(log.trusted_events(), arguments.at), lambda at, event: projections.fold(event, at), output
-            )
-        elif request_id is not None:
-            timeline = _timeline(log, request_id, output)
+            _show_state_at(log, arguments.at, window.request_id, output)
+        elif window.request_id is not None:
+            _show_request(log, window, window.request_id, output)
         else:
-            requests, projections = _summaries(log, output)
-    if arguments.at is not None:
-        if last < arguments.at:
-            output.remark(f"the log can be folded up to event {last}, not to {arguments.at}")
-        show_state(output, projections, last, request_id)
-    elif request_id is not None:
-        _show_timeline(output, request_id, timeline.groups)
-    else:
-        _show_summary(output, log, requests, projections)
-    for damage in log.damage:
-        output.remark(f"{damage.kind} in {damage.segment} at byte {damage.offset}: {damage.detail}")
+            _show_log(log, window, output)
+        for damage in log.damage:
+            output.remark(f"{damage.kind} in {damage.segment} at byte {damage.offset}: {damage.detail}")
     return ExitCode.SOUND
+
+
+def _show_state_at(log: StoredLog, at: int, request_id: str | None, output: Output) -> None:
+    projections = Projections(log.configuration)
+    with output.progress(log, "reading"):
+        events = _until(log.trusted_events(), Window(last_sequence=at))
+        last = _take_each(events, lambda sequence, event: projections.fold(event, sequence), output)
+    if last < at:
+        output.remark(f"the log can be folded up to event {last}, not to {at}")
+    show_state(output, projections, last, request_id)
 
 
 def _take_each(events: Iterator[SequencedEvent], take: Callable[[int, e.Event], None], output: Output) -> int:
@@ -79,51 +91,32 @@ def _take_each(events: Iterator[SequencedEvent], take: Callable[[int, e.Event], 
     return last
 
 
-def _until(events: Iterator[SequencedEvent], at: int) -> Iterator[SequencedEvent]:
-    for sequence, event in events:
-        if sequence > at:
+def _until(events: Iterator[SequencedEvent], window: Window) -> Iterator[SequencedEvent]:
+    for at, event in events:
+        if window.is_over(at):
             return
-        yield sequence, event
-
-
-def _resolve(log: StoredLog, wanted: str) -> str:
-    """The one request id that is `wanted`, or begins with it."""
-    known: dict[str, None] = {}
-    for _, event in log.events():
-        if isinstance(event, e.RequestEvent):
-            known.setdefault(event.request_id)
-    if wanted in known:
-        return wanted
-    candidates = [request_id for request_id in known if request_id.startswith(wanted)]
-    if len(candidates) == 1:
-        return candidates[0]
-    kind = "several requests begin" if candidates else "no request begins"
-    listed = candidates or list(known)
-    more = f" and {len(listed) - _MAX_CANDIDATES} more" if len(listed) > _MAX_CANDIDATES else ""
-    raise CommandFailed(
-        f"{kind} with {wanted!r}; {'they are' if candidates else 'the log has'}: "
-        f"{', '.join(listed[:_MAX_CANDIDATES]) or 'none'}{more}",
-        ExitCode.USAGE,
-    )
+        yield at, event
 
 
 # --- one request --------------------------------------------------------------------------------
 
 
-def _timeline(log: StoredLog, request_id: str, output: Output) -> Timeline:
+def _show_request(log: StoredLog, window: Window, request_id: str, output: Output) -> None:
     timeline = Timeline(log.configuration, request_id)
     expected = 1
 
-    def take(sequence: int, event: e.Event) -> None:
+    def take(at: int, event: e.Event) -> None:
         nonlocal expected
-        if sequence != expected:
-            timeline.lose(expected, sequence - 1)
-        timeline.take(sequence, event)
-        expected = sequence + 1
+        if at != expected:
+            timeline.lose(expected, at - 1)
+        timeline.take(at, event)
+        expected = at + 1
 
-    _take_each(log.events(), take, output)
+    with output.progress(log, "reading"):
+        _take_each(_until(log.events(), window), take, output)
     timeline.finish()
-    return timeline
+    groups = [group for group in timeline.groups if group.last_sequence >= window.first_sequence]
+    _show_timeline(output, request_id, groups)
 
 
 def _show_timeline(output: Output, request_id: str, groups: list[Group]) -> None:
@@ -154,17 +147,20 @@ def _states(group: Group) -> str:
 # --- the whole log ------------------------------------------------------------------------------
 
 
-def _summaries(log: StoredLog, output: Output) -> tuple[Requests, Projections]:
+def _show_log(log: StoredLog, window: Window, output: Output) -> None:
     requests, projections = Requests(), Projections(log.configuration)
 
-    def take(sequence: int, event: e.Event) -> None:
+    def take(at: int, event: e.Event) -> None:
         requests.take(event)
-        if sequence <= log.trusted_sequence:
-            projections.fold(event, sequence)
+        if at <= log.trusted_sequence:
+            projections.fold(event, at)
+        if at < window.first_sequence:
+            requests.forget_ended(event)
 
-    _take_each(log.events(), take, output)
+    with output.progress(log, "reading"):
+        _take_each(_until(log.events(), window), take, output)
     requests.finish(projections)
-    return requests, projections
+    _show_summary(output, log, requests, projections)
 
 
 def _show_summary(output: Output, log: StoredLog, requests: Requests, projections: Projections) -> None:
