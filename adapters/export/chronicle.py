@@ -42,7 +42,7 @@ Fold = Callable[[e.Event, int], None]
 
 
 class Chronicle:
-    """Takes the events of one log in order. Whoever folds elsewhere, as an audit does, gives its projections and fold."""
+    """Takes the events of one log in order. Who folds elsewhere, as an audit does, gives its projections and its fold."""
 
     def __init__(self, projections: Projections, listener: Listener, fold: Fold | None = None) -> None:
         self.projections = projections
@@ -102,13 +102,12 @@ class Chronicle:
             self._changed = True
             handler(event, sequence)
 
-    def lose(self, first_sequence: int, last_sequence: int) -> None:
-        """Say that events are missing here."""
+    def lose(self, first_sequence: int, last_sequence: int, *, is_retired: bool = False) -> None:
+        """Say that events are missing here. Oldest ones that were retired are no trouble."""
         self._complete()
-        self._moment = None
         text = f"events {first_sequence}–{last_sequence} are missing; what follows is told without knowing them"
         fields = {"first_sequence": first_sequence, "last_sequence": last_sequence}
-        self._listener.happened(Moment(LOST, first_sequence, self.now_ns, "", None, text, True, fields))
+        self._listener.happened(Moment(LOST, first_sequence, self.now_ns, "", None, text, not is_retired, fields))
 
     def finish(self) -> None:
         """Tell what the log leaves open, as far as the log reaches."""

@@ -288,4 +288,3 @@ class EngineTrace(Listener):
         if thread:
             fields["tid"] = self._base + thread
         self._trace.event({**fields, "args": arguments})
-

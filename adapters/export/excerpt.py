@@ -1,45 +1,31 @@
-"""A part of a log: from one time to another, of all requests or of some.
+"""A part of a log: from one event to another, of all requests or of one.
 
 Stands between the chronicle, which needs the whole log to know the state, and a listener that wants to hear of a part.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
-
+from kvledger.adapters.cli.selection import Window
 from kvledger.adapters.export.records import Copy, Gauges, Life, Listener, Lookup, Moment, StateSpan, Step
 
 
-class Window(Listener):
-    """Passes on what touches the time from `since_ns` to `until_ns` (both included) and concerns the requests.
+class Excerpt(Listener):
+    """Passes on what touches the selected part of the log and concerns its request.
 
     Spans keep their true beginning, also where it lies before; where they reach beyond the end, they are left open.
-    Steps, counts and moments that concern no request pass for every choice of requests.
+    Steps, counts and moments that concern no request pass for every choice of a request.
     """
 
-    def __init__(
-        self,
-        listener: Listener,
-        *,
-        since_ns: int | None = None,
-        until_ns: int | None = None,
-        request_ids: Collection[str] | None = None,
-    ) -> None:
+    def __init__(self, listener: Listener, window: Window) -> None:
         self._listener = listener
-        self._since = since_ns or 0
-        self._until = until_ns
-        self._request_ids = request_ids
-        self._has_begun = not since_ns
+        self._window = window
+        self._has_begun = window.first_sequence == 1
         self._before: dict[Life | StateSpan | Copy, None] = {}
         """What began before and goes on, in that order."""
 
-    def is_past(self, time_ns: int) -> bool:
-        """Whether nothing that begins at this time can be of interest."""
-        return self._until is not None and time_ns > self._until
-
-    def reach(self, time_ns: int) -> None:
-        """Say how far the log is; what is open at the beginning of the window is told then."""
-        if self._has_begun or time_ns < self._since:
+    def reach(self, sequence: int) -> None:
+        """Say which event is next; what is open at the beginning of the part is told then."""
+        if self._has_begun or sequence < self._window.first_sequence:
             return
         self._has_begun = True
         for begun in self._before:
@@ -116,7 +102,10 @@ class Window(Listener):
             self._listener.idle(time_ns)
 
     def _wants(self, request_id: str) -> bool:
-        return self._request_ids is None or request_id in self._request_ids
+        return self._window.request_id in {None, request_id}
 
     def _was_told(self, begun: Life | StateSpan | Copy) -> bool:
-        return begun not in self._before or self._before.pop(begun, True) is True
+        if begun in self._before:
+            del self._before[begun]
+            return False
+        return self._has_begun
