@@ -42,7 +42,7 @@ Fold = Callable[[e.Event, int], None]
 
 
 class Chronicle:
-    """Takes the events of one log in order. Who folds elsewhere, as an audit does, gives its projections and its fold."""
+    """Takes the events of one log in order. Who folds elsewhere, as an audit does, gives its projections and fold."""
 
     def __init__(self, projections: Projections, listener: Listener, fold: Fold | None = None) -> None:
         self.projections = projections

@@ -58,9 +58,7 @@ def _gauge(name: str, meaning: str = "") -> Column:
 
 _STATES = [state.value for state in RequestState]
 _SEQUENCE = _field("sequence", "number of the event")
-_ORDINAL = Column(
-    "ordinal", _of_life("ordinal"), "names this life of the id; empty where its arrival is not in the log"
-)
+_ORDINAL = Column("ordinal", _of_life("ordinal"), "names this life of the id; empty: its arrival is not told")
 
 TABLES: dict[str, tuple[str, tuple[Column, ...]]] = {
     "requests": (
@@ -183,6 +181,7 @@ TABLES: dict[str, tuple[str, tuple[Column, ...]]] = {
 EVENTS = "events"
 EVENT_COLUMNS = ("sequence", "time_ms", "event", "kind", "request_id", "cause", "fields")
 NAMES = (*TABLES, EVENTS)
+_EPOCH = dt.datetime(1970, 1, 1, tzinfo=dt.UTC)
 _TIMES = {"requests": "arrived_ns", "states": "since_ns", "transfers": "issued_ns"}
 """The time of a row that `utc` stands for, where it is not `time_ns`."""
 
@@ -267,7 +266,7 @@ class Tables(Listener):
     def _utc(self, time_ns: int) -> str:
         if self._opened_at is None:
             return ""
-        at = dt.datetime.fromtimestamp((self._opened_at + time_ns) // 1000 / 1e6, tz=dt.UTC)
+        at = _EPOCH + dt.timedelta(microseconds=(self._opened_at + time_ns) // 1000)
         return at.strftime("%Y-%m-%dT%H:%M:%S.%fZ")
 
 

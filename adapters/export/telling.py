@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from kvledger.adapters.cli.logs import StoredLog
 from kvledger.adapters.cli.selection import Window
@@ -12,6 +12,7 @@ from kvledger.adapters.export.records import Listener
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit import Audit
 from kvledger.lifecycle.belief import Projections
+from kvledger.lifecycle.replay import SequencedEvent
 
 Remark = Callable[[str], None]
 Take = Callable[[int, e.Event], None]
@@ -52,25 +53,32 @@ def tell(
             raise _Unfoldable(audit.unfoldable.error)
 
     chronicle = Chronicle(projections, excerpt, fold)
-    expected, is_first = 1, True
-    for sequence, event in log.events():
-        if window.is_over(sequence):
+    is_whole = True
+    for sequence, event in _with_gaps(log, chronicle):
+        is_whole = not window.is_over(sequence)
+        if not is_whole:
             break
         excerpt.reach(sequence)
-        if sequence != expected:
-            chronicle.lose(expected, sequence - 1, is_retired=is_first)
-        expected, is_first = sequence + 1, False
         try:
             if also is not None:
                 also(sequence, event)
             chronicle.take(sequence, event)
         except Exception as error:  # noqa: BLE001 -- what was told before it is still worth having
             remark(f"event {sequence} ({event.id}) cannot be folded: {error!r}; what follows is left out")
+            is_whole = False
             break
-    else:
-        if audit is not None:
-            audit.finish()
+    if audit is not None and is_whole:
+        audit.finish()
     chronicle.finish()
     for damage in log.damage:
         remark(f"{damage.kind} in {damage.segment} at byte {damage.offset}: {damage.detail}")
     return chronicle
+
+
+def _with_gaps(log: StoredLog, chronicle: Chronicle) -> Iterator[SequencedEvent]:
+    expected, is_first = 1, True
+    for sequence, event in log.events():
+        if sequence != expected:
+            chronicle.lose(expected, sequence - 1, is_retired=is_first)
+        expected, is_first = sequence + 1, False
+        yield sequence, event

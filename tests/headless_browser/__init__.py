@@ -1,4 +1,4 @@
-"""A real browser without a window, driven over a pipe with the DevTools protocol: pages are opened, clicked and measured.
+"""A real browser without a window, driven over a pipe with the DevTools protocol: pages are opened, clicked, measured.
 
 Nothing but a Chromium is needed: `requirements/browser.sh` installs one where that is allowed. The browser is given no
 network, so a page that asks for anything is seen to fail.
@@ -211,7 +211,7 @@ def open_browser(browser: str, *flags: str) -> Iterator[Page]:
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             pass_fds=(3, 4),
-            preexec_fn=take_pipes,
+            preexec_fn=take_pipes,  # noqa: PLW1509 -- it only moves descriptors
         )
         try:
             os.close(their_input)
