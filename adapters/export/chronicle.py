@@ -121,7 +121,7 @@ class Chronicle:
             num_computed = 0 if record is None else self._tracker.num_computed_tokens(record)
             self._close_span(span, num_computed)
             life.outcome = life.outcome or span.state
-            life.num_tokens = max(life.num_tokens, num_computed)
+            life.num_tokens = max(span.num_tokens, num_computed)
             self._listener.state_ended(span)
             self._listener.life_ended(life)
 
@@ -157,7 +157,9 @@ class Chronicle:
             return
         if span is not None:
             self._end_state(span, event, num_computed_before)
-        self._begin_state(sequence, event, life, record)
+        # While it decodes, only the steps tell how many tokens it has; what takes its blocks lets that be forgotten.
+        keeps_tokens = isinstance(event, e.RequestPreempted | e.TokensRolledBack)
+        self._begin_state(sequence, event, life, record, num_computed_before if keeps_tokens else 0)
 
     def _begin_life(self, sequence: int, record: RequestRecord) -> Life:
         life = Life(
@@ -167,9 +169,11 @@ class Chronicle:
         self._listener.life_began(life)
         return life
 
-    def _begin_state(self, sequence: int, event: e.RequestEvent, life: Life, record: RequestRecord) -> None:
+    def _begin_state(
+        self, sequence: int, event: e.RequestEvent, life: Life, record: RequestRecord, num_tokens_before: int
+    ) -> None:
         num_computed = self._tracker.num_computed_tokens(record)
-        num_tokens = max(record.num_tokens, num_computed)
+        num_tokens = max(record.num_tokens, num_computed, num_tokens_before)
         state = record.state.value
         span = StateSpan(life, state, record.generation, sequence, event.id, self.now_ns, num_computed, num_tokens)
         self._states[life.ordinal] = span
