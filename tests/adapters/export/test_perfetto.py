@@ -36,8 +36,8 @@ def test_a_request_is_a_track_with_its_states_one_after_the_other(run: Any, log:
         assert before.args["left_by"] == after.args["cause"]
     assert [found.args["generation"] for found in states] == [0, 0, 1, 1, 1, 1]
     preempted = states[2]
-    assert (preempted.args["cause"], preempted.args["num_tokens"]) == ("request.preempted", 65)
-    assert states[1].args["num_computed_tokens_at_end"] == 65
+    assert (preempted.args["cause"], preempted.args["num_tokens"]) == ("request.preempted", 64)
+    assert states[1].args["num_computed_tokens_at_end"] == 64
     (other,) = [found for found in trace.slices if found.track == "chat-9"]
     assert "open" in other.args
 
@@ -65,7 +65,7 @@ def test_a_part_shows_what_is_open_at_its_beginning_and_cuts_at_its_end(run: Any
     trace = export(run, log, tmp_path / "t.json", "--since", 35, "--until", 41)
     assert [found.name for found in trace.slices if found.category == "state"] == ["preempted"]
     (preempted,) = trace.of_state("preempted")
-    assert preempted.args["num_tokens"] == 65
+    assert preempted.args["num_tokens"] == 64
     assert "open" in preempted.args
     assert trace.other_data["logs"][0]["first_event"] == 35
 
