@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -10,7 +11,8 @@ from kvledger.adapters.cli.exit_codes import CommandFailed, ExitCode
 from kvledger.adapters.cli.logs import StoredLog, open_log
 from kvledger.adapters.cli.output import Output
 from kvledger.adapters.cli.selection import Window, window
-from kvledger.adapters.cli.sources import one_log
+from kvledger.adapters.cli.sources import one_of
+from kvledger.adapters.reading.index import index_for
 from kvledger.lifecycle import events as e
 
 _MAX_CANDIDATES = 20
@@ -20,11 +22,11 @@ def selected(arguments: argparse.Namespace, output: Output) -> Iterator[tuple[St
     """Each log that the arguments mean, opened, with what they select of it. A request is in one of the logs."""
     if arguments.request is not None:
         log, request_id = find_request(arguments.logs, arguments.request, output)
-        yield log, window(arguments, log, request_id)
+        yield log, window(arguments, log, output, request_id)
         return
     for path in arguments.logs:
         log = open_log(path)
-        yield log, window(arguments, log)
+        yield log, window(arguments, log, output)
 
 
 def selected_one(arguments: argparse.Namespace, output: Output) -> tuple[StoredLog, Window]:
@@ -34,7 +36,7 @@ def selected_one(arguments: argparse.Namespace, output: Output) -> tuple[StoredL
         CommandFailed: they mean several.
     """
     if arguments.request is None:
-        one_log(arguments)
+        one_of(arguments.logs, arguments.log)
     return next(selected(arguments, output))
 
 
@@ -47,8 +49,7 @@ def find_request(logs: Sequence[Path], wanted: str, output: Output) -> tuple[Sto
     opened = [open_log(path) for path in logs]
     known: dict[Path, dict[str, None]] = {}
     for log in opened:
-        with output.progress(log, "looking for the request"):
-            known[log.path] = request_ids(log)
+        known[log.path] = request_ids(log, wanted, output)
     found = [(log, wanted) for log in opened if wanted in known[log.path]]
     found = found or [(log, name) for log in opened for name in known[log.path] if name.startswith(wanted)]
     if len(found) == 1:
@@ -65,10 +66,15 @@ def find_request(logs: Sequence[Path], wanted: str, output: Output) -> tuple[Sto
     raise CommandFailed(message, ExitCode.USAGE)
 
 
-def request_ids(log: StoredLog) -> dict[str, None]:
-    """The ids of the requests in a log, in the order of their first mention."""
+def request_ids(log: StoredLog, beginning: str, output: Output) -> dict[str, None]:
+    """The ids of the requests that begin so, or of all where none does, in the order of their arrival."""
+    index = index_for(log, output)
+    if index is not None:
+        with contextlib.closing(index):
+            return dict.fromkeys(index.request_ids(beginning) or index.request_ids(""))
     known: dict[str, None] = {}
-    for _, event in log.events():
-        if isinstance(event, e.RequestEvent):
-            known.setdefault(event.request_id)
+    with output.progress(log, "looking for the request"):
+        for _, event in log.events():
+            if isinstance(event, e.RequestEvent):
+                known.setdefault(event.request_id)
     return known

@@ -46,6 +46,8 @@ class Requests:
         found = self._current.get(getattr(event, "request_id", ""))
         if found is not None:
             self._count(found, event)
+            if isinstance(event, e.RequestReleased):
+                del self._current[found.request_id]
 
     def forget_ended(self, event: e.Event) -> None:
         """Leave out the request that ends with this event: its life is before what was asked for."""

@@ -7,15 +7,20 @@ commands read from the log's beginning and speak only of the events that are sel
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime as dt
 import re
+from collections.abc import Iterator
 from typing import Literal
 
 import attrs
 
 from kvledger.adapters.cli.exit_codes import CommandFailed, ExitCode
 from kvledger.adapters.cli.logs import StoredLog
+from kvledger.adapters.cli.output import Output
+from kvledger.adapters.reading.index import index_for
 from kvledger.lifecycle.events import Event
+from kvledger.lifecycle.replay import SequencedEvent
 
 _UNIT_NS = {"ns": 1, "us": 10**3, "ms": 10**6, "s": 10**9, "m": 60 * 10**9, "h": 3600 * 10**9, "d": 86400 * 10**9}
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)(ns|us|ms|s|m|h|d)")
@@ -67,6 +72,17 @@ def event_number(text: str) -> int:
     return int(text)
 
 
+def count(text: str) -> int:
+    """How many; 0 for no limit.
+
+    Raises:
+        argparse.ArgumentTypeError: it is no such number.
+    """
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of things; give 0 for no limit")
+    return int(text)
+
+
 @attrs.frozen
 class Window:
     """The selected part of one log, as event numbers."""
@@ -111,7 +127,7 @@ def add_request(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def window(arguments: argparse.Namespace, log: StoredLog, request_id: str | None = None) -> Window:
+def window(arguments: argparse.Namespace, log: StoredLog, output: Output, request_id: str | None = None) -> Window:
     """What the arguments select of `log`; `request_id` is the whole id that was found for the one asked for.
 
     Raises:
@@ -123,10 +139,15 @@ def window(arguments: argparse.Namespace, log: StoredLog, request_id: str | None
     first = since.value if since is not None and since.kind == "event" else 1
     last = until.value if until is not None and until.kind == "event" else None
     since_ns, until_ns = _since_opening_ns(since, log), _since_opening_ns(until, log)
-    if since_ns is not None or until_ns is not None:
-        first_by_time, last_by_time = _sequences_between(log, since_ns, until_ns)
-        first = max(first, first_by_time)
-        last = last_by_time if last is None else last
+    with contextlib.ExitStack() as stack:
+        index = None if since_ns is None and until_ns is None else index_for(log, output)
+        if index is not None:
+            stack.enter_context(contextlib.closing(index))
+        if since_ns is not None:
+            found = _first_from(log.events() if index is None else index.events_around(since_ns), since_ns)
+            first, last = (first, 0) if found is None else (found, last)
+        if until_ns is not None and last is None:
+            last = _last_until(log.events() if index is None else index.events_around(until_ns), until_ns)
     if last is not None and last < first:
         asked = " ".join(f"--{name} {value.text}" for name, value in (("since", since), ("until", until)) if value)
         raise CommandFailed(f"{log.path}: {asked} selects no event", ExitCode.USAGE)
@@ -147,21 +168,22 @@ def _since_opening_ns(asked: Moment | None, log: StoredLog) -> int | None:
     return asked.value - opened_at
 
 
-def _sequences_between(log: StoredLog, since_ns: int | None, until_ns: int | None) -> tuple[int, int | None]:
-    """The first event at or after `since_ns`, and the last one that is not after `until_ns` (None: the log's last)."""
-    first = None if since_ns is not None else 1
-    last = 0
-    for sequence, event in log.events():
-        time_ns = time_of(event)
-        if time_ns is not None:
-            if until_ns is not None and time_ns > until_ns:
-                return (sequence if first is None else first), last
-            if first is None and since_ns is not None and time_ns >= since_ns:
-                first = sequence
-                if until_ns is None:
-                    return first, None
-        last = sequence
-    return (last + 1 if first is None else first), (last if first is None else None)
+def _first_from(events: Iterator[SequencedEvent], time_ns: int) -> int | None:
+    """The first event at or after a time."""
+    for number, event in events:
+        at_ns = time_of(event)
+        if at_ns is not None and at_ns >= time_ns:
+            return number
+    return None
+
+
+def _last_until(events: Iterator[SequencedEvent], time_ns: int) -> int | None:
+    """The last event that is not after a time, with the decisions made on it; None where that is the log's last."""
+    for number, event in events:
+        at_ns = time_of(event)
+        if at_ns is not None and at_ns > time_ns:
+            return number - 1
+    return None
 
 
 def time_of(event: Event) -> int | None:

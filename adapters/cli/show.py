@@ -3,27 +3,31 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime as dt
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import attrs
 
-from kvledger.adapters.cli.exit_codes import ExitCode
-from kvledger.adapters.cli.finding import selected
+from kvledger.adapters.cli.exit_codes import CommandFailed, ExitCode
+from kvledger.adapters.cli.feed import Feed, Line, follow
+from kvledger.adapters.cli.finding import selected, selected_one
 from kvledger.adapters.cli.logs import StoredLog
 from kvledger.adapters.cli.output import Output, plain
 from kvledger.adapters.cli.requests import Requests, RequestSummary
-from kvledger.adapters.cli.selection import Window, add_request, event_number
-from kvledger.adapters.cli.sources import one_log
+from kvledger.adapters.cli.selection import Window, add_request, count, event_number
+from kvledger.adapters.cli.sources import one_of
 from kvledger.adapters.cli.state import show_state
 from kvledger.adapters.cli.timeline import Group, Timeline
 from kvledger.adapters.cli.words import duration, milliseconds, plural, size
+from kvledger.adapters.reading.index import LogIndex, index_for
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.belief import Projections
 from kvledger.lifecycle.projections.totals import Figures
 from kvledger.lifecycle.replay import SequencedEvent
 
+_MAX_LISTED = 200
 _COLUMNS = {
     "request": "left",
     "outcome": "left",
@@ -46,12 +50,24 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """What only this command has."""
     add_request(parser)
     parser.add_argument("--at", metavar="EVENT", type=event_number, help="show the state after this event instead")
+    parser.add_argument("-f", "--follow", action="store_true", help="go on with what is appended, until interrupted")
+    parser.add_argument(
+        "--limit",
+        metavar="N",
+        type=count,
+        default=_MAX_LISTED,
+        help="list the last N requests; 0: all of them",
+    )
 
 
 def run(arguments: argparse.Namespace, output: Output) -> ExitCode:
     """Show logs, a request, or a state."""
+    if arguments.follow and arguments.at is not None:
+        raise CommandFailed("--follow and --at exclude each other: one goes on, the other stops", ExitCode.USAGE)
+    if arguments.follow:
+        return _follow(*selected_one(arguments, output), output)
     if arguments.at is not None and arguments.request is None:
-        one_log(arguments)
+        one_of(arguments.logs, arguments.log)
     for number, (log, window) in enumerate(selected(arguments, output)):
         if number and not output.is_json:
             output.line()
@@ -60,7 +76,7 @@ def run(arguments: argparse.Namespace, output: Output) -> ExitCode:
         elif window.request_id is not None:
             _show_request(log, window, window.request_id, output)
         else:
-            _show_log(log, window, output)
+            _show_log(log, window, arguments.limit, output)
         for damage in log.damage:
             output.remark(f"{damage.kind} in {damage.segment} at byte {damage.offset}: {damage.detail}")
     return ExitCode.SOUND
@@ -103,6 +119,51 @@ def _until(events: Iterator[SequencedEvent], window: Window) -> Iterator[Sequenc
 
 def _show_request(log: StoredLog, window: Window, request_id: str, output: Output) -> None:
     timeline = Timeline(log.configuration, request_id)
+    index = index_for(log, output)
+    if index is not None and index.is_whole:
+        with contextlib.closing(index):
+            for event in _until(_events_of_lives(index, request_id), window):
+                timeline.take(*event)
+            log.damage[:] = index.contents.damage
+    else:
+        with output.progress(log, "reading"):
+            _take_each(_until(log.events(), window), _noticing_gaps(timeline), output)
+    timeline.finish()
+    groups = [group for group in timeline.groups if group.last_sequence >= window.first_sequence]
+    _show_timeline(output, request_id, groups)
+
+
+def _events_of_lives(index: LogIndex, request_id: str) -> Iterator[SequencedEvent]:
+    """Everything that happened while the request lived; what happened before and between makes no difference to it."""
+    for span in index.spans(request_id):
+        yield from index.events_between(span.first_sequence, span.last_sequence)
+
+
+def _follow(log: StoredLog, window: Window, output: Output) -> ExitCode:
+    feed = Feed(log.configuration)
+    for batch in follow(log, output):
+        for line in feed.flush() if batch is None else feed.take_all(batch):
+            if window.is_over(line.first_sequence):
+                return ExitCode.SOUND
+            if window.holds(line.first_sequence) and window.request_id in {None, line.request_id}:
+                _show_line(output, line)
+        if batch is None:
+            output.flush()
+    return ExitCode.SOUND
+
+
+def _show_line(output: Output, line: Line) -> None:
+    if output.is_json:
+        output.record("line", attrs.asdict(line))
+        return
+    states = line.state_before or ""
+    if line.state_after != line.state_before:
+        states = f"{states} → {line.state_after or 'released'}" if line.state_before else line.state_after or ""
+    text = f"{milliseconds(line.time_ns):>12}  {line.first_sequence:>8}  {line.request_id}  {states}  {line.text}"
+    output.line(text, "red" if line.num_broken else "")
+
+
+def _noticing_gaps(timeline: Timeline) -> Callable[[int, e.Event], None]:
     expected = 1
 
     def take(at: int, event: e.Event) -> None:
@@ -112,11 +173,7 @@ def _show_request(log: StoredLog, window: Window, request_id: str, output: Outpu
         timeline.take(at, event)
         expected = at + 1
 
-    with output.progress(log, "reading"):
-        _take_each(_until(log.events(), window), take, output)
-    timeline.finish()
-    groups = [group for group in timeline.groups if group.last_sequence >= window.first_sequence]
-    _show_timeline(output, request_id, groups)
+    return take
 
 
 def _show_timeline(output: Output, request_id: str, groups: list[Group]) -> None:
@@ -147,7 +204,16 @@ def _states(group: Group) -> str:
 # --- the whole log ------------------------------------------------------------------------------
 
 
-def _show_log(log: StoredLog, window: Window, output: Output) -> None:
+def _show_log(log: StoredLog, window: Window, limit: int, output: Output) -> None:
+    index = index_for(log, output) if window.last_sequence is None else None
+    if index is not None:
+        with contextlib.closing(index):
+            contents = index.contents
+            log.num_events, log.num_frames, log.num_bytes = contents.num_events, contents.num_frames, contents.num_bytes
+            log.damage[:] = contents.damage
+            summaries = list(index.summaries(window.first_sequence))
+            _show_summary(output, log, summaries, contents.figures, contents.last_time_ns, limit)
+        return
     requests, projections = Requests(), Projections(log.configuration)
 
     def take(at: int, event: e.Event) -> None:
@@ -160,12 +226,13 @@ def _show_log(log: StoredLog, window: Window, output: Output) -> None:
     with output.progress(log, "reading"):
         _take_each(_until(log.events(), window), take, output)
     requests.finish(projections)
-    _show_summary(output, log, requests, projections)
+    _show_summary(output, log, requests.summaries, projections.totals.figures, projections.tracker.time_ns, limit)
 
 
-def _show_summary(output: Output, log: StoredLog, requests: Requests, projections: Projections) -> None:
-    outcomes = Counter(summary.outcome or "unknown" for summary in requests.summaries)
-    figures = projections.totals.figures
+def _show_summary(
+    output: Output, log: StoredLog, summaries: Sequence[RequestSummary], figures: Figures, duration_ns: int, limit: int
+) -> None:
+    outcomes = Counter(summary.outcome or "unknown" for summary in summaries)
     if output.is_json:
         output.record(
             "log",
@@ -175,24 +242,27 @@ def _show_summary(output: Output, log: StoredLog, requests: Requests, projection
                 "num_events": log.num_events,
                 "num_frames": log.num_frames,
                 "num_bytes": log.num_bytes,
-                "duration_ns": projections.tracker.time_ns,
+                "duration_ns": duration_ns,
                 "outcomes": dict(outcomes),
                 "figures": attrs.asdict(figures),
             },
         )
-        for summary in requests.summaries:
+        for summary in summaries:
             output.record("request", attrs.asdict(summary))
         return
-    _show_header(output, log, projections)
+    _show_header(output, log, duration_ns)
     outcome_words = ", ".join(f"{count} {outcome}" for outcome, count in outcomes.most_common())
-    output.field("requests", f"{len(requests.summaries)}: {outcome_words}" if outcomes else "none")
+    output.field("requests", f"{len(summaries)}: {outcome_words}" if outcomes else "none")
     _show_figures(output, figures)
-    if requests.summaries:
+    if summaries:
         output.line()
-        output.table(_COLUMNS, [_request_row(summary) for summary in requests.summaries])
+        listed = summaries[-limit:] if limit else summaries
+        if len(listed) < len(summaries):
+            output.line(f"the last {len(listed)} of {len(summaries)}; --limit 0 lists all", style="dim")
+        output.table(_COLUMNS, [_request_row(summary) for summary in listed])
 
 
-def _show_header(output: Output, log: StoredLog, projections: Projections) -> None:
+def _show_header(output: Output, log: StoredLog, duration_ns: int) -> None:
     header, configuration = log.header, log.configuration
     versions = f"kvledger {header.get('kvledger_version', 'unknown')}, vLLM {header.get('vllm_version', 'unknown')}"
     output.field("log", str(log.path))
@@ -200,7 +270,7 @@ def _show_header(output: Output, log: StoredLog, projections: Projections) -> No
     opened_at = header.get("opened_at_unix_ns")
     if isinstance(opened_at, int):
         opened = dt.datetime.fromtimestamp(opened_at / 1e9, tz=dt.UTC)
-        output.field("opened", f"{opened:%Y-%m-%d %H:%M:%S} UTC, covers {duration(projections.tracker.time_ns)}")
+        output.field("opened", f"{opened:%Y-%m-%d %H:%M:%S} UTC, covers {duration(duration_ns)}")
     output.field(
         "sizes",
         f"block {configuration.block_size} tokens, chunk {configuration.chunk_size} tokens, "
