@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import IO
 
 from kvledger.adapters.cli.exit_codes import CommandFailed, ExitCode
-from kvledger.adapters.cli.finding import selected
+from kvledger.adapters.cli.finding import selected, selected_one
 from kvledger.adapters.cli.logs import StoredLog
 from kvledger.adapters.cli.output import Output
 from kvledger.adapters.cli.selection import Window
@@ -20,6 +20,7 @@ from kvledger.adapters.export.perfetto import EngineTrace, TraceFile
 from kvledger.adapters.export.tables import EVENTS, NAMES, Tables, WriteRow, column_names
 from kvledger.adapters.export.target import CannotWrite, open_target
 from kvledger.adapters.export.telling import tell
+from kvledger.adapters.export.ticket import write_page
 
 HELP = "write a log as a trace for Perfetto, a page for a ticket, or tables for a notebook"
 
@@ -50,7 +51,7 @@ def run(arguments: argparse.Namespace, output: Output) -> ExitCode:
     path: Path | None = arguments.output
     if output.is_json and path is None:
         raise CommandFailed("--json tells what was written, so name a file with -o", ExitCode.USAGE)
-    logs = list(selected(arguments, output))
+    logs = [selected_one(arguments, output)] if arguments.html else list(selected(arguments, output))
     try:
         if arguments.csv == _ALL_TABLES:
             paths = _export_all_tables(logs, path, output, overwrite=arguments.force)
@@ -72,6 +73,10 @@ def run(arguments: argparse.Namespace, output: Output) -> ExitCode:
 def _export(arguments: argparse.Namespace, logs: _Selected, file: IO[bytes], output: Output) -> None:
     if arguments.perfetto:
         _export_trace(logs, file, output)
+    elif arguments.html:
+        for log, window in logs:
+            for piece in write_page(log, window, output):
+                file.write(piece.encode())
     elif arguments.csv:
         with _csv_writer(file, arguments.csv) as write:
             _export_tables(logs, {arguments.csv: write}, output)

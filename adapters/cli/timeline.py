@@ -80,8 +80,11 @@ class _Moment:
 class Timeline:
     """Folds a log and keeps the groups of one request id, through all its lives."""
 
-    def __init__(self, configuration: LedgerConfiguration, request_id: str) -> None:
-        self.projections = Projections(configuration)
+    def __init__(
+        self, configuration: LedgerConfiguration, request_id: str, projections: Projections | None = None
+    ) -> None:
+        """`projections` are those that several timelines share; then each looks at an event before it is folded."""
+        self.projections = projections or Projections(configuration)
         self.request_id = request_id
         self.groups: list[Group] = []
         self._tracker = self.projections.tracker
@@ -93,6 +96,11 @@ class Timeline:
 
     def take(self, sequence: int, event: e.Event) -> None:
         """Take up the next event of the log."""
+        self.look(sequence, event)
+        self.projections.fold(event, sequence)
+
+    def look(self, sequence: int, event: e.Event) -> None:
+        """The same for projections that somebody else folds, right after this."""
         if not event.is_decision:
             self._close()
             record = self._tracker.get(self.request_id)
@@ -104,7 +112,6 @@ class Timeline:
                 self._jobs[event.job_id] = event
             if isinstance(event, e.LoadIssued):
                 self._from_tail[event.job_id] = self._num_tokens_from_tail(event)
-        self.projections.fold(event, sequence)
 
     def lose(self, first_sequence: int, last_sequence: int) -> None:
         """Say that events are missing here."""

@@ -55,6 +55,7 @@ class Chronicle:
         self._states: dict[int, StateSpan] = {}
         self._copies: dict[int, Copy] = {}
         self._num_states: Counter[str] = Counter()
+        self._last_answers: dict[int, tuple[object, ...]] = {}
         self._num_copies: Counter[bool] = Counter()
         """Whether a load -> copies in flight."""
         self._held = HeldBlocks()
@@ -203,6 +204,7 @@ class Chronicle:
             life.outcome = life.outcome or span.state
             self._end_state(span, event, num_computed)
         life.released_ns = self.now_ns
+        self._last_answers.pop(life.ordinal, None)
         self._listener.life_ended(life)
         if all(other.finished_ns is not None for other in self._lives.values()):
             self._listener.idle(self.now_ns)
@@ -237,8 +239,14 @@ class Chronicle:
         miss_cause: int,
     ) -> None:
         life = self._lives.get(event.request_id)
+        job_id: int = getattr(event, "job_id", 0)
+        is_repeated = False
         if life is not None:
             life.num_lookups += 1
+            answer = (event.num_computed_tokens, event.num_tokens, num_hit_tokens, num_external_tokens, miss_reason)
+            answer = (*answer, event.generation, job_id)
+            is_repeated = self._last_answers.get(life.ordinal) == answer
+            self._last_answers[life.ordinal] = answer
         lookup = Lookup(
             sequence,
             self.now_ns,
@@ -252,8 +260,9 @@ class Chronicle:
             getattr(event, "is_async", False),
             miss_reason,
             miss_cause,
-            getattr(event, "job_id", 0),
+            job_id,
             getattr(event, "num_deferred", 0),
+            is_repeated,
         )
         self._listener.looked_up(lookup)
 

@@ -56,7 +56,6 @@ class EngineTrace(Listener):
         self._flows: dict[int, str] = {}
         """Life that was preempted and does not run again yet -> id of the arrow."""
         self._num_flows = 0
-        self._last_lookup: dict[int, tuple[object, ...]] = {}
         self._told: set[int] = set()
         self._gone: dict[str, list[Moment]] = {}
         """Kind -> chunks that left the cache in this moment."""
@@ -80,7 +79,6 @@ class EngineTrace(Listener):
     def life_ended(self, life: Life) -> None:
         """Forget it."""
         self._flows.pop(life.ordinal, None)
-        self._last_lookup.pop(life.ordinal, None)
         self._told.discard(life.ordinal)
 
     def state_began(self, span: StateSpan) -> None:
@@ -116,13 +114,8 @@ class EngineTrace(Listener):
 
     def looked_up(self, lookup: Lookup) -> None:
         """An instant, where the answer is another one than before: a waiting request is asked about at every step."""
-        if lookup.life is None or lookup.life.ordinal not in self._told:
+        if lookup.is_repeated or lookup.life is None or lookup.life.ordinal not in self._told:
             return
-        answer = (lookup.num_computed_tokens, lookup.num_tokens, lookup.num_hit_tokens, lookup.num_external_tokens)
-        answer = (*answer, lookup.miss_reason, lookup.deferred_for_job)
-        if self._last_lookup.get(lookup.life.ordinal) == answer:
-            return
-        self._last_lookup[lookup.life.ordinal] = answer
         arguments: dict[str, object] = {
             "sequence": lookup.sequence,
             "num_computed_tokens": lookup.num_computed_tokens,

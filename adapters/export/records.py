@@ -120,6 +120,8 @@ class Lookup:
     deferred_for_job: int
     """The save that is waited for; 0 where there was an answer."""
     num_deferred: int
+    is_repeated: bool
+    """Whether question and answer are those of the request's lookup before: who waits is asked about at every step."""
 
 
 @attrs.frozen

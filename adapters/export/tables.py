@@ -143,6 +143,7 @@ TABLES: dict[str, tuple[str, tuple[Column, ...]]] = {
             Column("miss_cause", lambda lookup: lookup.miss_cause or None, "event that took the first missing chunk"),
             Column("deferred_for_job", lambda lookup: lookup.deferred_for_job or None, "the save that was waited for"),
             _field("num_deferred"),
+            _field("is_repeated", "question and answer are those of the request's lookup before"),
             _field("is_async", "the load was to run beside the steps"),
             _SEQUENCE,
         ),
