@@ -92,7 +92,9 @@ def _curve(span: Span, samples: Sequence[Sample], index: int, name: str) -> str:
             path.append(f"H{column}V{100 - round(count * 100 / max(1, highest))}")
             drawn = count
     area = f'<path d="{"".join(path)}H{_NUM_COLUMNS}V100Z"/>'
-    label = f'<span class="label">{escaped(name)} <b>≤ {highest:,}</b></span>'
+    label = (
+        f'<span class="label" title="{escaped(name)}, at most {highest:,}">{escaped(name)} <b>≤ {highest:,}</b></span>'
+    )
     drawing = (
         f'<svg class="curve" height="26" viewBox="0 0 {_NUM_COLUMNS} 100" preserveAspectRatio="none" role="img" '
         f'aria-label="{escaped(name)}, at most {highest}">{area}</svg>'
@@ -111,9 +113,15 @@ def _row(span: Span, told: Told) -> str:
     name = escaped(life.request_id)
     label = f'<a class="label" href="#{fragment(life.request_id)}" title="{name}">{name}</a>'
     return (
-        f'<div class="row life{flags}" data-request="{name}">{label}'
+        f'<div class="row life{flags}" data-request="{name}" {in_time(told)}>{label}'
         f'<svg height="24" role="img" aria-label="{escaped(_in_short(told))}">{"".join(marks)}</svg></div>\n'
     )
+
+
+def in_time(told: Told) -> str:
+    """Attributes that tell when a request was there."""
+    last = max((state.last_ns for state in told.states), default=told.life.arrived_ns)
+    return f'data-from-ms="{told.life.arrived_ns / 1e6}" data-to-ms="{last / 1e6}"'
 
 
 def _in_short(told: Told) -> str:

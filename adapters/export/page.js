@@ -41,8 +41,9 @@
   const drawTicks = () => {
     const ticks = $(".ticks");
     const [from, to] = visible();
-    const base = 10 ** Math.floor(Math.log10((to - from) / 8));
-    const step = [1, 2, 5, 10].map((factor) => factor * base).find((size) => (to - from) / size <= 8);
+    const most = Math.min(10, Math.max(2, Math.floor(chartWidth() / 95)));
+    const base = 10 ** Math.floor(Math.log10((to - from) / most));
+    const step = [1, 2, 5, 10].map((factor) => factor * base).find((size) => (to - from) / size <= most);
     const digits = Math.max(0, -Math.floor(Math.log10(step) + 1e-9));
     ticks.replaceChildren();
     for (let at = Math.max(Math.ceil((from - (to - from)) / step), Math.ceil(first / step)) * step; at <= Math.min(to + (to - from), first + length); at += step) {
@@ -50,7 +51,7 @@
       const line = document.createElementNS("http://www.w3.org/2000/svg", "line");
       for (const [name, value] of [["x1", x], ["x2", x], ["y1", 0], ["y2", 20]]) line.setAttribute(name, value);
       const text = document.createElementNS("http://www.w3.org/2000/svg", "text");
-      const atEnd = (at - first) / length > 0.95 && zoom === 1;
+      const atEnd = zoom === 1 && (1 - (at - first) / length) * chartWidth() < 80;
       for (const [name, value] of [["x", x], ["y", 13], ["dx", atEnd ? -4 : 4], ["text-anchor", atEnd ? "end" : "start"]]) text.setAttribute(name, value);
       text.textContent = at.toLocaleString("en-US", { minimumFractionDigits: digits, maximumFractionDigits: digits });
       ticks.append(line, text);
@@ -65,12 +66,14 @@
     const width = chartWidth() * zoom;
     timeline.scrollLeft = ((held - first) / length) * width - anchor * chartWidth();
     drawTicks();
+    filter();
   };
   const show = (from, to) => {
     zoom = Math.min(MAX_ZOOM, Math.max(1, length / Math.max(1e-6, to - from)));
     rows.style.setProperty("--zoom", zoom);
     timeline.scrollLeft = ((from - first) / length) * chartWidth() * zoom;
     drawTicks();
+    filter();
   };
 
   // --- the address --------------------------------------------------------------------------
@@ -97,12 +100,14 @@
   // --- filters ------------------------------------------------------------------------------
   const filter = () => {
     const text = $("#filter").value.trim().toLowerCase();
-    const [onlyTrouble, onlyPreempted] = [$("#only-trouble").checked, $("#only-preempted").checked];
+    const [onlyTrouble, onlyPreempted, onlyVisible] = ["trouble", "preempted", "visible"].map((name) => $(`#only-${name}`).checked);
+    const [from, to] = visible();
     let count = 0;
     for (const element of $$(".life, .life-story")) {
       const shown = element.dataset.request.toLowerCase().includes(text)
         && (!onlyTrouble || element.classList.contains("trouble"))
-        && (!onlyPreempted || element.classList.contains("preempted"));
+        && (!onlyPreempted || element.classList.contains("preempted"))
+        && (!onlyVisible || (Number(element.dataset.fromMs) <= to && Number(element.dataset.toMs) >= from));
       element.hidden = !shown;
       count += shown && element.classList.contains("row");
     }
@@ -116,7 +121,7 @@
     $("#closer").addEventListener("click", () => setZoom(zoom * 2));
     $("#farther").addEventListener("click", () => setZoom(zoom / 2));
     $("#whole").addEventListener("click", () => setZoom(1));
-    for (const id of ["#filter", "#only-trouble", "#only-preempted"]) $(id).addEventListener("input", filter);
+    for (const id of ["#filter", "#only-trouble", "#only-preempted", "#only-visible"]) $(id).addEventListener("input", filter);
     timeline.addEventListener("wheel", (event) => {
       if (!event.ctrlKey && !event.metaKey) return;
       event.preventDefault();
@@ -127,7 +132,10 @@
       const anchor = (event.clientX - timeline.getBoundingClientRect().left - labelWidth()) / chartWidth();
       if (anchor >= 0) setZoom(zoom * 4, anchor);
     });
-    timeline.addEventListener("scroll", drawTicks);
+    timeline.addEventListener("scroll", () => {
+      drawTicks();
+      if ($("#only-visible").checked) filter();
+    });
     addEventListener("resize", drawTicks);
     filter();
     drawTicks();

@@ -15,7 +15,7 @@ import attrs
 
 from kvledger.adapters.cli.timeline import Group
 from kvledger.adapters.cli.words import duration, milliseconds, plural
-from kvledger.adapters.export.drawing import Span, draw_rows
+from kvledger.adapters.export.drawing import Span, draw_rows, in_time
 from kvledger.adapters.export.gathering import Gathering, Told
 from kvledger.adapters.export.life_stories import LifeStories
 from kvledger.adapters.export.markup import cell, element, escaped, fragment, table
@@ -178,7 +178,9 @@ def _timeline(page: Page) -> Iterator[str]:
     yield '<span id="range" class="dim mono"></span>'
     yield '<input type="search" id="filter" placeholder="filter by request id" aria-label="filter by request id">'
     yield '<label><input type="checkbox" id="only-trouble"> with trouble</label>'
-    yield '<label><input type="checkbox" id="only-preempted"> preempted</label> <span id="shown" class="dim"></span>'
+    yield '<label><input type="checkbox" id="only-preempted"> preempted</label>'
+    yield '<label><input type="checkbox" id="only-visible"> in this part of the time</label>'
+    yield '<span id="shown" class="dim"></span>'
     yield '<span class="dim">Ctrl + wheel or a double click zooms</span></div>\n'
     yield f'<ul class="legend">{"".join(_legend_entry(style, name) for style, name in _LEGEND)}'
     yield f"{_LEGEND_OF_MARKS}</ul>\n"
@@ -229,7 +231,7 @@ def _life_story(told: Told, body: str, *, is_open: bool) -> str:
     name = escaped(life.request_id)
     opened = " open" if is_open else ""
     return (
-        f'<details class="{style}" data-request="{name}" id="life-{life.ordinal}"{opened}>'
+        f'<details class="{style}" data-request="{name}" {in_time(told)} id="life-{life.ordinal}"{opened}>'
         f'<summary><b class="mono">{name}</b>{facts}</summary>\n{body}</details>\n'
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import gzip
 import os
 import sys
@@ -10,6 +11,8 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, BinaryIO, cast
+
+_NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS})
 
 
 class CannotWrite(OSError):
@@ -46,6 +49,10 @@ def open_target(path: Path | None, *, overwrite: bool = False, allow_terminal: b
         _check(path, overwrite=overwrite)
         temporary.chmod(0o666 & ~_umask())
         temporary.replace(path)
+    except OSError as error:
+        if error.errno in _NO_ROOM:
+            raise CannotWrite(f"{path} cannot be written: {error.strerror}; nothing was changed") from error
+        raise
     finally:
         temporary.unlink(missing_ok=True)
 

@@ -65,7 +65,8 @@ def write_page(log: StoredLog, window: Window, output: Output) -> Iterator[str]:
         num_findings_left_out=_num_found(audit, found) - len(findings[:MAX_FINDINGS]),
         checked=(
             f"{len(audit.checkers)} rules were held against {plural(audit.num_events, 'event')}, and every decision "
-            f"was made again; {len(NOT_CHECKED)} rules cannot be decided from a log (kvledger verify --verbose lists them)."
+            f"was made again; {len(NOT_CHECKED)} rules cannot be decided from a log: kvledger verify --verbose lists "
+            "them."
         ),
         span=_span(gathering, window, chronicle.now_ns),
         gathering=gathering,

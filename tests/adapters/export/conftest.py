@@ -29,6 +29,8 @@ def write_log(
     events: Sequence[e.Event],
     configuration: LedgerConfiguration,
     header: Mapping[str, object] | None = None,
+    *,
+    segment_bytes: int = 1 << 20,
 ) -> Path:
     """Write a log, one frame per observation with its decisions, and close it; `header` changes parts of the header."""
     whole_header = {
@@ -41,7 +43,7 @@ def write_log(
         "opened_at_unix_ns": OPENED_AT,
         **(header or {}),
     }
-    store = SegmentEventStore.create(directory, whole_header)
+    store = SegmentEventStore.create(directory, whole_header, segment_bytes=segment_bytes)
     encoder = EventEncoder()
     frame: list[e.Event] = []
     for event in events:
@@ -75,6 +77,28 @@ def tell_story(request_id: str = "chat-17-b6", other_id: str = "chat-9") -> Driv
     driver.finish(request_id, 65, 66)
     driver.arrive(other_id, 20)
     driver.step()
+    driver.ledger.commit()
+    driver.observed[:] = [in_milliseconds(event) for event in driver.observed]
+    return driver
+
+
+def in_milliseconds(event: e.Event) -> e.Event:
+    """The driver's clock ticks in microseconds; engines take milliseconds."""
+    time_ns = getattr(event, "time_ns", None)
+    return event if time_ns is None else attrs.evolve(event, time_ns=1700 * time_ns)  # type: ignore[misc]
+
+
+def serve_many(num_requests: int) -> Driver:
+    """Requests one after the other; the 777th is preempted."""
+    driver = Driver(num_slots=64)
+    for number in range(num_requests):
+        name = f"r{number}"
+        driver.start(name, keys_of(name, 2), 20, (1, 2))
+        if number == 777:
+            driver.preempt(name, 20)
+        driver.settle_all()
+        driver.finish(name, 20, 21)
+        driver.settle_all()
     driver.ledger.commit()
     return driver
 
@@ -115,6 +139,7 @@ class Tools:
 
     write_log = staticmethod(write_log)
     tell_story = staticmethod(tell_story)
+    serve_many = staticmethod(serve_many)
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,132 @@
+"""`kvledger export` as a command: where it writes, what it refuses, and what it leaves behind when it cannot."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import stat
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvledger.adapters.cli.exit_codes import ExitCode
+
+FORMATS = ["--perfetto", "--html", "--csv"]
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_without_a_file_it_writes_to_stdout(log: Path, form: str) -> None:
+    """For pipes; a word about the log goes to stderr."""
+    command = [sys.executable, "-m", "kvledger.adapters.cli.main", "export", str(log), form]
+    result = subprocess.run(command, capture_output=True, check=False)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout[:1] in {b"{", b"<", b"l"}
+    assert result.stderr == b""
+
+
+@pytest.mark.parametrize("form", ["--perfetto", "--html"])
+def test_a_terminal_gets_no_page_and_no_trace(run: Any, log: Path, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would be thousands of lines of markup."""
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    result = run("export", log, form)
+    assert result.exit_code == ExitCode.USAGE
+    assert "name a file with -o" in result.err
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_an_existing_file_is_replaced_only_by_force(run: Any, log: Path, tmp_path: Path, form: str) -> None:
+    """Nothing is lost by a slip."""
+    path = tmp_path / "out"
+    path.write_text("precious")
+    refused = run("export", log, form, "-o", path)
+    assert refused.exit_code == ExitCode.USAGE
+    assert "--force" in refused.err
+    assert path.read_text() == "precious"
+    assert run("export", log, form, "-o", path, "--force").exit_code == 0
+    assert path.read_text() != "precious"
+
+
+def test_what_cannot_be_finished_leaves_nothing_behind(run: Any, log: Path, tmp_path: Path) -> None:
+    """A full disk: the old file stays as it was, no part of a new one appears."""
+    path = tmp_path / "out.json"
+    path.write_text("precious")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, hard))
+    try:
+        result = run("export", log, "--perfetto", "-o", path, "--force")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert result.exit_code == ExitCode.USAGE
+    assert "cannot be written" in result.err
+    assert [entry.name for entry in tmp_path.iterdir() if entry.is_file()] == ["out.json"]
+    assert path.read_text() == "precious"
+
+
+def test_a_file_has_the_rights_that_any_new_file_has(run: Any, log: Path, tmp_path: Path) -> None:
+    """Not those of a temporary one, which only its owner may read."""
+    before = os.umask(0o027)
+    try:
+        assert run("export", log, "--html", "-o", tmp_path / "page.html").exit_code == 0
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "page.html").stat().st_mode) == 0o640
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ([], "one of the arguments --perfetto --html --csv is required"),
+        (["--perfetto", "--html"], "not allowed with argument"),
+        (["--csv", "unicorns"], "invalid choice"),
+        (["--csv", "all"], "name a folder with -o"),
+        (["--perfetto", "--json"], "name a file with -o"),
+        (["--perfetto", "-o", "no/such/folder/t.json"], "No such file or directory"),
+        (["--perfetto", "-o", "."], "is a folder"),
+        (["--html", "--request", "nobody"], "no request begins with 'nobody'"),
+    ],
+)
+def test_wrong_usage_is_named(run: Any, log: Path, options: list[str], complaint: str) -> None:
+    """With what is wrong and how it is right."""
+    result = run("export", log, *options)
+    assert result.exit_code == ExitCode.USAGE
+    assert complaint in result.err
+
+
+def test_json_tells_what_was_written(run: Any, log: Path, tmp_path: Path) -> None:
+    """For scripts."""
+    path = tmp_path / "trace.json"
+    (written,) = run("export", log, "--perfetto", "-o", path, "--json").objects("export")
+    assert written == {"type": "export", "path": str(path), "num_bytes": path.stat().st_size, "num_logs": 1}
+
+
+def test_a_page_is_about_one_log(run: Any, tools: Any, story: Any, tmp_path: Path) -> None:
+    """Of several, one must be named, or the newest asked for."""
+    for name in ("first", "second"):
+        tools.write_log(tmp_path / "logs" / name, story.observed, story.configuration)
+    refused = run("export", tmp_path / "logs", "--html", "-o", tmp_path / "page.html")
+    assert refused.exit_code == ExitCode.USAGE
+    assert "--newest" in refused.err
+    assert run("export", tmp_path / "logs", "--html", "-o", tmp_path / "page.html", "--newest").exit_code == 0
+
+
+def test_a_trace_of_a_long_log_is_written_in_little_memory(tools: Any, tmp_path: Path) -> None:
+    """Ten times the log takes about the memory of one."""
+    peaks = []
+    for num_requests in (300, 3000):
+        driver = tools.serve_many(num_requests)
+        log = tools.write_log(
+            tmp_path / f"log{num_requests}", driver.observed, driver.configuration, segment_bytes=1 << 17
+        )
+        script = (
+            "import resource, sys; from kvledger.adapters.cli.main import main; "
+            f"code = main(['export', {str(log)!r}, '--perfetto', '-o', {str(tmp_path / f't{num_requests}.json')!r}]); "
+            "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss); sys.exit(code)"
+        )
+        result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+        peaks.append(int(result.stdout.splitlines()[-1]))
+    assert json.loads((tmp_path / "t3000.json").read_bytes())["traceEvents"]
+    assert peaks[1] - peaks[0] < 8_000, f"KiB at the peak: {peaks}"
