@@ -54,7 +54,7 @@ class Chronicle:
         self._lives: dict[str, Life] = {}
         self._states: dict[int, StateSpan] = {}
         self._copies: dict[int, Copy] = {}
-        self._num_states: Counter[str] = Counter()
+        self._num_states: dict[str, int] = {state.value: 0 for state in RequestState}
         self._last_answers: dict[int, tuple[object, ...]] = {}
         self._num_copies: Counter[bool] = Counter()
         """Whether a load -> copies in flight."""
@@ -132,7 +132,7 @@ class Chronicle:
         num_used = slots.num_slots - slots.num_free
         per_page = self._bytes_per_page
         return Gauges(
-            {state.value: self._num_states[state.value] for state in RequestState},
+            self._num_states.copy(),
             len(self._held),
             slots.num_free,
             num_used,
@@ -364,10 +364,12 @@ class Chronicle:
                 gauges,
             )
             self._listener.step_scheduled(step)
-            self._listener.counted(self.now_ns, gauges)
         elif self._changed:
-            self._listener.counted(self.now_ns, self.gauges())
+            gauges = self.gauges()
+        else:
+            return
         self._changed = False
+        self._listener.counted(self.now_ns, gauges)
 
 
 def _text(event: e.Event) -> str:

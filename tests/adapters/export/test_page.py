@@ -123,7 +123,7 @@ def test_nothing_of_a_request_id_is_ever_run(run: Any, tools: Any, page: Page, t
     shown.hover(".row.life rect.s-running")
     assert seen in shown.evaluate("document.querySelector('#tip').textContent")
     shown.click(".row.life .label")
-    assert shown.evaluate("document.querySelectorAll('.row.selected').length") == 1
+    shown.wait_until("document.querySelectorAll('.row.selected').length === 1")
     assert shown.evaluate("document.title") == "kvledger · log"
     assert shown.evaluate("document.querySelectorAll('img').length") == 0
 
@@ -138,18 +138,19 @@ def test_an_address_selects_a_request_and_opens_its_life(page: Page, story_page:
     top = shown.evaluate("document.querySelector('details.selected').getBoundingClientRect().top")
     assert 0 <= top < 900
     shown.open(story_page.as_uri() + "#request=chat-9")
-    assert shown.evaluate(selected) == ["chat-9", "chat-9"]
+    shown.wait_until(f"({selected}).join() === 'chat-9,chat-9'")
 
 
 def test_an_address_shows_a_part_of_the_time(page: Page, story_page: Path) -> None:
     """The drawing is as wide as it must be for the part to fill the window."""
     shown = opened(page, story_page, "#from=30&to=50")
-    assert shown.evaluate("document.querySelector('#range').textContent") == "30 – 50 ms"
+    first, last = shown.evaluate("document.querySelector('#range').textContent.match(/[\\d.]+/g).map(Number)")
+    assert (first, last) == (pytest.approx(30, abs=0.1), pytest.approx(50, abs=0.1))
     bar = "document.querySelector('.row.life rect.s-preempted').getBoundingClientRect()"
     window = shown.evaluate("document.querySelector('.timeline').clientWidth")
     assert window / 4 < shown.evaluate(f"{bar}.width") < window
     ticks = shown.evaluate("[...document.querySelectorAll('.ticks text')].map((e) => e.textContent)")
-    assert {"36", "38", "40"} <= set(ticks)
+    assert {"35", "40", "45"} <= set(ticks)
 
 
 def test_buttons_zoom_in_and_out(page: Page, story_page: Path) -> None:
@@ -195,8 +196,7 @@ def test_filters_leave_what_is_looked_for(page: Page, story_page: Path) -> None:
     shown.click("#only-preempted")
     shown.click("#only-visible")
     shown.evaluate("location.hash = 'from=10&to=20'")
-    shown.evaluate("new Promise((done) => setTimeout(done, 50))")
-    assert shown.evaluate(rows) == [REQUEST]
+    shown.wait_until(f"({rows}).join() === '{REQUEST}'")
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
