@@ -8,9 +8,8 @@ import attrs
 
 from kvledger.adapters.cli.logs import StoredLog
 from kvledger.adapters.cli.selection import Window
-from kvledger.adapters.cli.timeline import Group, Timeline
+from kvledger.adapters.cli.timeline import Group, Known, Timeline
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.belief import Projections
 
 _MAX_GROUPS = 500
 """Of one request that are kept: its first and its last ones."""
@@ -39,8 +38,8 @@ def read_stories(
     log: StoredLog, window: Window, request_ids: Collection[str], evidence: Collection[int]
 ) -> LifeStories:
     """Read the log again; all timelines share one fold, and only those of known requests are asked."""
-    projections = Projections(log.configuration)
-    timelines = {name: Timeline(log.configuration, name, projections) for name in request_ids}
+    known = Known(log.configuration)
+    timelines = {name: Timeline(log.configuration, name, known) for name in request_ids}
     active: dict[str, Timeline] = {}
     stories = LifeStories()
     expected = 1
@@ -56,19 +55,19 @@ def read_stories(
         own = getattr(event, "request_id", "")
         if own in timelines:
             active[own] = timelines[own]
-        _look(active, projections, sequence, event)
+        _look(active, known, sequence, event)
         try:
-            projections.fold(event, sequence)
+            known.fold(event, sequence)
         except Exception:  # noqa: BLE001 -- the first reading has said so
             break
     stories.take(timelines, window.first_sequence)
     return stories
 
 
-def _look(active: dict[str, Timeline], projections: Projections, sequence: int, event: e.Event) -> None:
+def _look(active: dict[str, Timeline], known: Known, sequence: int, event: e.Event) -> None:
     """Show the event to the timelines; those of requests that are gone have seen their end by the next observation."""
     own = getattr(event, "request_id", "")
     for name, timeline in tuple(active.items()):
         timeline.look(sequence, event)
-        if not event.is_decision and name != own and projections.tracker.get(name) is None:
+        if not event.is_decision and name != own and known.tracker.get(name) is None:
             del active[name]
