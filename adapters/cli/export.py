@@ -14,7 +14,7 @@ from kvledger.adapters.cli.exit_codes import CommandFailed, ExitCode
 from kvledger.adapters.cli.finding import selected, selected_one
 from kvledger.adapters.cli.logs import StoredLog
 from kvledger.adapters.cli.output import Output
-from kvledger.adapters.cli.selection import Window
+from kvledger.adapters.cli.selection import Window, add_handlers, chosen_handlers
 from kvledger.adapters.cli.words import plural, size
 from kvledger.adapters.export.perfetto import EngineTrace, TraceFile
 from kvledger.adapters.export.tables import EVENTS, NAMES, Tables, WriteRow, column_names
@@ -43,6 +43,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help=f"a table: {', '.join(NAMES)} (default: requests); or {_ALL_TABLES}, into the folder named with -o",
     )
     parser.add_argument("-o", "--output", metavar="FILE", type=Path, help="where to write; default: stdout")
+    add_handlers(parser)
     parser.add_argument("--force", action="store_true", help="replace FILE if it exists")
 
 
@@ -75,7 +76,7 @@ def _export(arguments: argparse.Namespace, logs: _Selected, file: IO[bytes], out
         _export_trace(logs, file, output)
     elif arguments.html:
         for log, window in logs:
-            for piece in write_page(log, window, output):
+            for piece in write_page(log, window, chosen_handlers(arguments), output):
                 file.write(piece.encode())
     elif arguments.csv:
         with _csv_writer(file, arguments.csv) as write:

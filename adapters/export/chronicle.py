@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 
-import attrs
-
+from kvledger.adapters.cli.output import fields_of
 from kvledger.adapters.cli.words import words
 from kvledger.adapters.export.held_blocks import HeldBlocks
 from kvledger.adapters.export.records import Copy, Gauges, Life, Listener, Lookup, Moment, StateSpan, Step
@@ -243,8 +242,8 @@ class Chronicle:
         is_repeated = False
         if life is not None:
             life.num_lookups += 1
-            answer = (event.num_computed_tokens, event.num_tokens, num_hit_tokens, num_external_tokens, miss_reason)
-            answer = (*answer, event.generation, job_id)
+            question = (event.generation, event.num_computed_tokens, event.num_tokens)
+            answer = (*question, num_hit_tokens, num_external_tokens, miss_reason, job_id)
             is_repeated = self._last_answers.get(life.ordinal) == answer
             self._last_answers[life.ordinal] = answer
         lookup = Lookup(
@@ -341,7 +340,7 @@ class Chronicle:
             life.num_failures += 1
         fields = {
             name: value.hex() if isinstance(value, bytes) else value
-            for name, value in attrs.asdict(event, recurse=False).items()
+            for name, value in fields_of(event).items()
             if name != "time_ns"
         }
         text = words(event) or _text(event)

@@ -18,6 +18,7 @@ from kvledger.adapters.export.gathering import Gathering
 from kvledger.adapters.export.life_stories import LifeStories, read_stories
 from kvledger.adapters.export.page import Finding, Page, render
 from kvledger.adapters.export.telling import tell
+from kvledger.lifecycle import HandlerRegistry
 from kvledger.lifecycle.audit import NOT_CHECKED, Audit, Violation
 from kvledger.lifecycle.machine import ReferenceMachine
 from kvledger.lifecycle.projections.totals import Figures
@@ -36,17 +37,18 @@ _VERDICTS = {
 }
 
 
-def write_page(log: StoredLog, window: Window, output: Output) -> Iterator[str]:
+def write_page(log: StoredLog, window: Window, handlers: HandlerRegistry, output: Output) -> Iterator[str]:
     """The page about the selected part of a log, piece by piece."""
 
     def is_selected(violation: Violation) -> bool:
         return window.holds(violation.sequence) and window.holds_request(violation.request_id)
 
     gathering = Gathering()
-    audit = Audit(log.configuration, ReferenceMachine(), keeps=None if window.is_everything else is_selected)
+    keeps = None if window.is_everything else is_selected
+    audit = Audit(log.configuration, ReferenceMachine(), handlers=handlers, keeps=keeps)
     with output.progress(log, "reading"):
         chronicle = tell(log, window, gathering, output.remark, audit=audit)
-    found = Findings.of(log, audit, window)
+    found = Findings.of(log, audit, window, handlers)
     violations = audit.violations[:MAX_FINDINGS]
     request_ids = _most_interesting(gathering, log)
     evidence = {sequence for item in violations for sequence in (*item.evidence, item.sequence)}
