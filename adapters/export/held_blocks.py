@@ -5,7 +5,6 @@ It counts along instead of asking the block table, which would have to be read a
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable
 
 from kvledger.lifecycle import events as e
@@ -18,7 +17,7 @@ class HeldBlocks:
         self._tables: dict[int, list[int]] = {}
         self._taken: dict[int, list[int]] = {}
         """Tables of requests that finished in this moment: perhaps they are held on to."""
-        self._references: Counter[int] = Counter()
+        self._references: dict[int, int] = {}
 
     def __len__(self) -> int:
         return len(self._references)
@@ -30,7 +29,7 @@ class HeldBlocks:
             for extended, block_ids in event.extended:
                 if extended in self._tables:
                     self._tables[extended].extend(block_ids)
-                    self._references.update(block_ids)
+                    self._refer(block_ids)
         elif ordinal is not None:
             self._take_of(event, ordinal)
 
@@ -50,10 +49,18 @@ class HeldBlocks:
 
     def _replace(self, ordinal: int, block_ids: Iterable[int]) -> None:
         table = list(block_ids)
-        self._references.update(table)
+        self._refer(table)
+        references = self._references
         for block_id in self._tables.pop(ordinal, ()):
-            self._references[block_id] -= 1
-            if not self._references[block_id]:
-                del self._references[block_id]
+            left = references[block_id] - 1
+            if left:
+                references[block_id] = left
+            else:
+                del references[block_id]
         if table:
             self._tables[ordinal] = table
+
+    def _refer(self, block_ids: Iterable[int]) -> None:
+        references = self._references
+        for block_id in block_ids:
+            references[block_id] = references.get(block_id, 0) + 1

@@ -107,6 +107,24 @@ def test_a_page_opens_from_a_file_without_an_error_and_without_a_request(page: P
     assert shown.evaluate("document.querySelectorAll('.row.life').length") == 2
 
 
+def test_a_page_is_readable_where_scripts_are_forbidden(page: Page, story_page: Path) -> None:
+    """The timeline is drawn, lives can be opened, and nothing is offered that would not work."""
+    page.look()
+    page.open("about:blank")
+    page.without_scripts()
+    try:
+        page.open(story_page.as_uri())
+        assert page.evaluate("document.documentElement.dataset.ready ?? null") is None
+        assert page.evaluate("getComputedStyle(document.querySelector('.controls')).display") == "none"
+        assert page.evaluate("document.querySelector('rect.s-preempted').getBoundingClientRect().width") > 10
+        assert page.evaluate("document.querySelectorAll('.ticks text').length") > 3
+        page.click("details summary")
+        assert page.evaluate("document.querySelector('details').open") is True
+        assert "preempted with 64 settled tokens" in page.evaluate("document.querySelector('details').innerText")
+    finally:
+        page.command("Emulation.setScriptExecutionDisabled", value=False)
+
+
 def test_nothing_of_a_request_id_is_ever_run(run: Any, tools: Any, page: Page, tmp_path: Path) -> None:
     """Tags, quotes and invisible characters in an id are only shown, in the markup and after scripts touched them."""
     story = tools.tell_story(HOSTILE, "</title></svg></script>x")
@@ -165,6 +183,21 @@ def test_buttons_zoom_in_and_out(page: Page, story_page: Path) -> None:
     assert shown.evaluate(width) == pytest.approx(2 * whole, rel=0.01)
     shown.click("#whole")
     assert shown.evaluate(width) == pytest.approx(whole, rel=0.01)
+
+
+def test_the_wheel_zooms_around_the_pointer(page: Page, story_page: Path) -> None:
+    """With Ctrl; what is under the pointer stays there. Without it the page scrolls as any page."""
+    shown = opened(page, story_page)
+    left = "document.querySelector('.row.life rect.s-recovering').getBoundingClientRect().left"
+    width = "document.querySelector('.row.life svg').getBoundingClientRect().width"
+    before, x = shown.evaluate(width), shown.middle(".row.life rect.s-recovering")
+    edge = shown.evaluate(left)
+    shown.command("Input.dispatchMouseEvent", type="mouseWheel", x=edge, y=x[1], deltaX=0, deltaY=-400, modifiers=2)
+    shown.wait_until(f"{width} > {2 * before}")
+    assert shown.evaluate(left) == pytest.approx(edge, abs=3)
+    whole = shown.evaluate(width)
+    shown.command("Input.dispatchMouseEvent", type="mouseWheel", x=edge, y=x[1], deltaX=0, deltaY=100)
+    assert shown.evaluate(width) == whole
 
 
 def test_the_pointer_shows_what_a_bar_stands_for(page: Page, story_page: Path) -> None:
