@@ -83,7 +83,7 @@ class Excerpt(Listener):
 
     def step_scheduled(self, step: Step) -> None:
         """Pass on inside."""
-        if self._has_begun:
+        if self._has_begun and step.sequence >= self._window.first_sequence:
             self._listener.step_scheduled(step)
 
     def happened(self, moment: Moment) -> None:

@@ -32,6 +32,7 @@ class Told:
     lookups: list[Lookup] = attrs.field(factory=list)
     moments: list[Moment] = attrs.field(factory=list)
     num_saves: int = 0
+    has_ended: bool = False
     num_left_out: int = 0
     """Ordinary saves and lookups that are not drawn."""
 
@@ -60,6 +61,8 @@ class Gathering(Listener):
     def __init__(self, max_requests: int = MAX_REQUESTS) -> None:
         self._max_requests = max_requests
         self._told: dict[Life, Told] = {}
+        self._num_ended = 0
+        """Of those."""
         self.outcomes: Counter[str] = Counter()
         """How the requests ended -> how many of them."""
         self.num_requests = 0
@@ -74,24 +77,28 @@ class Gathering(Listener):
     @property
     def requests(self) -> list[Told]:
         """The ones to show, in the order of their arrival."""
-        self._prune(self._max_requests)
-        return sorted(self._told.values(), key=lambda told: told.life.ordinal)
+        shown = sorted(self._told.values(), key=lambda told: told.interest, reverse=True)[: self._max_requests]
+        return sorted(shown, key=lambda told: told.life.ordinal)
 
     @property
     def num_left_out(self) -> int:
         """Requests that are not shown."""
-        return self.num_requests - len(self.requests)
+        return self.num_requests - min(len(self._told), self._max_requests)
 
     def life_began(self, life: Life) -> None:
         """Another request."""
         self.num_requests += 1
-        if len(self._told) >= 8 * self._max_requests:
-            self._prune(4 * self._max_requests)
         self._told[life] = Told(life)
 
     def life_ended(self, life: Life) -> None:
-        """How it went."""
+        """How it went; what nothing happened to makes room."""
         self.outcomes[life.outcome] += 1
+        told = self._told.get(life)
+        if told is not None:
+            told.has_ended = True
+            self._num_ended += 1
+            if self._num_ended >= 2 * self._max_requests:
+                self._prune()
 
     def state_ended(self, span: StateSpan) -> None:
         """A bar."""
@@ -109,7 +116,7 @@ class Gathering(Listener):
         if is_ordinary and told.num_saves > _MAX_SAVES:
             told.num_left_out += 1
         else:
-            told.copies.append(copy)
+            told.copies.append(attrs.evolve(copy, slots=(), block_ids=()))  # which would be most of a page's memory
 
     def looked_up(self, lookup: Lookup) -> None:
         """A mark, where the answer is a new one."""
@@ -154,7 +161,9 @@ class Gathering(Listener):
                 Sample(first.time_ns, tuple(map(max, first.values, second.values))) for first, second in pairs
             ]
 
-    def _prune(self, num_kept: int) -> None:
-        if len(self._told) > num_kept:
-            kept = sorted(self._told.values(), key=lambda told: told.interest, reverse=True)[:num_kept]
-            self._told = {told.life: told for told in kept}
+    def _prune(self) -> None:
+        """Forget the least interesting half of those that have ended; something may still happen to the others."""
+        ended = sorted((told for told in self._told.values() if told.has_ended), key=lambda told: told.interest)
+        for told in ended[: -self._max_requests]:
+            del self._told[told.life]
+        self._num_ended = self._max_requests

@@ -204,10 +204,10 @@ def open_browser(browser: str, *flags: str) -> Iterator[Page]:
             high = [fcntl.fcntl(end, fcntl.F_DUPFD_CLOEXEC, 10) for end in ends]
             for end in ends:
                 os.close(end)
-            for end in high:
-                exits.callback(_close, end)
             pipes.append(high)
         (their_input, to_browser), (from_browser, their_output) = pipes
+        exits.callback(os.close, to_browser)
+        exits.callback(os.close, from_browser)
 
         def take_pipes() -> None:
             os.dup2(their_input, 3)
@@ -230,8 +230,3 @@ def open_browser(browser: str, *flags: str) -> Iterator[Page]:
         finally:
             process.kill()
             process.wait()
-
-
-def _close(descriptor: int) -> None:
-    with contextlib.suppress(OSError):
-        os.close(descriptor)

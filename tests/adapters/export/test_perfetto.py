@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -144,6 +145,22 @@ def test_worlds_become_traces_that_agree_with_their_logs(run: Any, worlds: dict[
             met += Counter(preempted=figures.num_preemptions, evicted=figures.num_chunks_evicted)
             met += Counter(violated=figures.num_violations, loaded=figures.num_tokens_loaded, arrows=len(trace.flows))
     assert min(met[what] for what in ("preempted", "evicted", "violated", "loaded", "arrows")) > 0
+
+
+@pytest.mark.scheduler
+def test_any_part_of_a_world_is_a_whole_trace(run: Any, worlds: dict[int, Path], tmp_path: Path) -> None:
+    """Whatever is open at its beginning and its end; it has the steps of that part, no more and no fewer."""
+    seed = random.randrange(2**32)
+    print(f"parts drawn with seed {seed}")
+    rng = random.Random(seed)
+    for directory in worlds.values():
+        path = find_logs(directory)[0]
+        events = list(open_log(path).events())
+        for _ in range(3):
+            first, last = sorted(rng.sample([sequence for sequence, _ in events], 2))
+            trace = export(run, path, tmp_path / "t.json", "--force", "--since", first, "--until", last)
+            steps = [at for at, event in events if isinstance(event, e.StepScheduled) and first <= at <= last]
+            assert len([found for found in trace.slices if found.name == "step"]) == len(steps), (path, first, last)
 
 
 def _compare(trace: Trace, projections: Projections) -> None:
