@@ -31,7 +31,7 @@ _Selected = list[tuple[StoredLog, Window]]
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """What only this command has."""
-    formats = parser.add_mutually_exclusive_group(required=True)
+    formats = parser.add_mutually_exclusive_group()
     formats.add_argument("--perfetto", action="store_true", help="a trace that ui.perfetto.dev opens")
     formats.add_argument("--html", action="store_true", help="one page with everything in it, for a ticket")
     formats.add_argument(
@@ -49,6 +49,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace, output: Output) -> ExitCode:
     """Write the selected part of each log into one file."""
+    if not (arguments.perfetto or arguments.html or arguments.csv):
+        raise CommandFailed("say which format is wanted: --perfetto, --html or --csv", ExitCode.USAGE)
     path: Path | None = arguments.output
     if output.is_json and path is None:
         raise CommandFailed("--json tells what was written, so name a file with -o", ExitCode.USAGE)

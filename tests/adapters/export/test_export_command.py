@@ -79,7 +79,7 @@ def test_a_file_has_the_rights_that_any_new_file_has(run: Any, log: Path, tmp_pa
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
-        ([], "one of the arguments --perfetto --html --csv is required"),
+        ([], "say which format is wanted"),
         (["--perfetto", "--html"], "not allowed with argument"),
         (["--csv", "unicorns"], "invalid choice"),
         (["--csv", "all"], "name a folder with -o"),
