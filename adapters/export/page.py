@@ -65,6 +65,8 @@ class Finding:
     title: str
     detail: str
     evidence: Sequence[tuple[int, str]] = ()
+    request_id: str = ""
+    """Of the request that it is about, where it is about one."""
 
 
 @attrs.frozen
@@ -143,8 +145,12 @@ def _findings(page: Page) -> Iterator[str]:
     yield '<section id="findings">\n<h2>What is wrong</h2>\n'
     if not page.findings:
         yield '<p class="good">Nothing that the log can decide.</p>\n'
+    shown = {told.life.request_id for told in page.gathering.requests}
     for finding in page.findings:
-        yield f'<div class="finding"><h3>{escaped(finding.title)}</h3>\n<p>{escaped(finding.detail)}</p>\n'
+        link = ""
+        if finding.request_id in shown:
+            link = f' <a href="#{fragment(finding.request_id)}">its life</a>'
+        yield f'<div class="finding"><h3>{escaped(finding.title)}{link}</h3>\n<p>{escaped(finding.detail)}</p>\n'
         if finding.evidence:
             events = "".join(
                 f'<li class="mono"><span class="dim">{sequence}</span><div>{escaped(text)}</div></li>\n'

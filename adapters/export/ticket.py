@@ -117,7 +117,8 @@ def _breaches(violations: list[Violation], stories: LifeStories) -> Iterator[Fin
         evidence = [
             (sequence, event_text(stories.evidence[sequence])) for sequence in named if sequence in stories.evidence
         ]
-        yield Finding(f"{item.rule} at event {item.sequence}{of}{generation}", item.detail, evidence)
+        title = f"{item.rule} at event {item.sequence}{of}{generation}"
+        yield Finding(title, item.detail, evidence, item.request_id)
 
 
 def _divergences(audit: Audit, found: Findings) -> Iterator[Finding]:

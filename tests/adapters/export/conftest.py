@@ -33,6 +33,28 @@ def write_log(
     segment_bytes: int = 1 << 20,
 ) -> Path:
     """Write a log, one frame per observation with its decisions, and close it; `header` changes parts of the header."""
+    store = open_log(directory, configuration, header, segment_bytes=segment_bytes)
+    encoder = EventEncoder()
+    frame: list[e.Event] = []
+    for event in events:
+        if frame and not event.is_decision:
+            store.append(encoder.encode(frame), len(frame))
+            frame = []
+        frame.append(event)
+    if frame:
+        store.append(encoder.encode(frame), len(frame))
+    store.close()
+    return directory
+
+
+def open_log(
+    directory: Path,
+    configuration: LedgerConfiguration,
+    header: Mapping[str, object] | None = None,
+    *,
+    segment_bytes: int = 1 << 20,
+) -> SegmentEventStore:
+    """Begin a log."""
     whole_header = {
         **vocabulary_header(),
         "configuration": attrs.asdict(configuration),
@@ -43,17 +65,7 @@ def write_log(
         "opened_at_unix_ns": OPENED_AT,
         **(header or {}),
     }
-    store = SegmentEventStore.create(directory, whole_header, segment_bytes=segment_bytes)
-    encoder = EventEncoder()
-    frame: list[e.Event] = []
-    for event in events:
-        if frame and not event.is_decision:
-            store.append(encoder.encode(frame), len(frame))
-            frame = []
-        frame.append(event)
-    store.append(encoder.encode(frame), len(frame))
-    store.close()
-    return directory
+    return SegmentEventStore.create(directory, whole_header, segment_bytes=segment_bytes)
 
 
 def tell_story(request_id: str = "chat-17-b6", other_id: str = "chat-9") -> Driver:
@@ -138,6 +150,7 @@ class Tools:
     """What tests call by name: a test folder is no package, so nothing can be imported from here."""
 
     write_log = staticmethod(write_log)
+    open_log = staticmethod(open_log)
     tell_story = staticmethod(tell_story)
     serve_many = staticmethod(serve_many)
 

@@ -11,9 +11,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import attrs
 import pytest
+from lifecycle_driver import Driver
+from trace_importer import read_trace
 
 from kvledger.adapters.cli.exit_codes import ExitCode
+from kvledger.lifecycle import events as e
+from kvledger.lifecycle.codec import EventEncoder
 
 FORMATS = ["--perfetto", "--html", "--csv"]
 
@@ -94,6 +99,73 @@ def test_wrong_usage_is_named(run: Any, log: Path, options: list[str], complaint
     result = run("export", log, *options)
     assert result.exit_code == ExitCode.USAGE
     assert complaint in result.err
+
+
+def changed(story: Driver, event_class: type[e.Event], **fields: object) -> list[e.Event]:
+    """The story's events with fields of the first one of a class replaced."""
+    events = list(story.observed)
+    place = next(at for at, event in enumerate(events) if type(event) is event_class)
+    events[place] = attrs.evolve(events[place], **fields)  # type: ignore[misc]
+    return events
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_a_log_that_cannot_be_folded_is_exported_up_to_there(
+    run: Any, tools: Any, story: Driver, tmp_path: Path, form: str
+) -> None:
+    """What was read before is still worth having; the event that stops it is named on stderr, and on the page."""
+    log = tools.write_log(tmp_path / "alien", changed(story, e.SaveIssued, slots=(-2,)), story.configuration)
+    path = tmp_path / "out"
+    result = run("export", log, form, "-o", path)
+    assert result.exit_code == 0
+    assert "cannot be folded" in result.err
+    assert "chat-17-b6" in path.read_text()
+    if form == "--perfetto":
+        assert read_trace(path).slices
+    if form == "--html":
+        assert "An event that cannot be folded" in path.read_text()
+
+
+def test_the_page_of_a_log_that_is_decided_otherwise_today_says_so(
+    run: Any, tools: Any, story: Driver, tmp_path: Path
+) -> None:
+    """With what was recorded and what would be decided."""
+    events = changed(story, e.LookupAnswered, miss_reason="evicted")
+    log, path = tools.write_log(tmp_path / "other", events, story.configuration), tmp_path / "page.html"
+    assert run("export", log, "--html", "-o", path).exit_code == 0
+    page = path.read_text()
+    assert "today&#x27;s code decides otherwise" in page
+    assert "miss_reason=evicted" in page
+    assert "miss_reason=never_saved" in page
+
+
+@pytest.mark.parametrize("form", [*FORMATS, "--csv=events"])
+@pytest.mark.parametrize("events", [[], [e.LogNote("connector started", 5)]])
+def test_a_log_in_which_nothing_happened_is_exported_too(
+    run: Any, tools: Any, story: Driver, tmp_path: Path, form: str, events: list[e.Event]
+) -> None:
+    """A process that was killed at once leaves one."""
+    log, path = tools.write_log(tmp_path / "log", events, story.configuration), tmp_path / "out"
+    result = run("export", log, form, "-o", path)
+    assert (result.exit_code, result.err.count("\n")) == (0, 1)
+    if form == "--perfetto":
+        assert not read_trace(path).slices
+
+
+def test_a_log_that_is_still_written_is_exported_as_far_as_it_is(
+    run: Any, tools: Any, story: Driver, tmp_path: Path
+) -> None:
+    """The writer is neither disturbed nor waited for."""
+    store = tools.open_log(tmp_path / "log", story.configuration)
+    store.append(EventEncoder().encode(story.observed[:20]), 20)
+    first = tmp_path / "first.csv"
+    assert run("export", tmp_path / "log", "--csv", "events", "-o", first).exit_code == 0
+    store.append(EventEncoder().encode(story.observed[20:]), len(story.observed) - 20)
+    second = tmp_path / "second.csv"
+    assert run("export", tmp_path / "log", "--csv", "events", "-o", second).exit_code == 0
+    store.close()
+    assert second.read_bytes().startswith(first.read_bytes())
+    assert len(second.read_text().splitlines()) == len(story.observed) + 1
 
 
 def test_json_tells_what_was_written(run: Any, log: Path, tmp_path: Path) -> None:
