@@ -1,7 +1,7 @@
 """A trace for Perfetto (ui.perfetto.dev), in the JSON of Chrome's Trace Event Format, written as the log is read.
 
-Three processes an engine: `engine` (steps, what went wrong, the cache, counters), `requests` (a track a life), `copies`
-(loads, saves and tail saves, which overlap). Nothing is kept but what is open. It must not know events of the log.
+Two processes an engine: `engine` (steps, what went wrong, cache, copies, counters), which Perfetto shows on top, and
+`requests` with a track per life. Nothing is kept but what is open. It must not know events of the log.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import msgspec
 from kvledger.adapters.cli.words import ranges
 from kvledger.adapters.export.records import Copy, Gauges, Life, Listener, Lookup, Moment, StateSpan, Step
 
-_ENGINE, _REQUESTS, _COPIES = 1, 2, 3
-_STEPS, _TROUBLE, _CACHE = 11, 12, 13
+_ENGINE, _REQUESTS = 1, 2
+_STEPS, _TROUBLE, _CACHE, _COPIES = 11, 12, 13, 14
 _FIRST_LIFE = 100
 _ENGINE_BITS = 24
 """Process and thread ids of engine n begin at n << 24: Perfetto names threads by their id alone."""
@@ -61,7 +61,7 @@ class EngineTrace(Listener):
         self._gone: dict[str, list[Moment]] = {}
         """Kind -> chunks that left the cache in this moment."""
         suffix = f" {label}" if label else ""
-        for number, name in ((_ENGINE, "engine"), (_REQUESTS, "requests"), (_COPIES, "copies")):
+        for number, name in ((_ENGINE, "engine"), (_REQUESTS, "requests")):
             self._metadata("process_name", number, 0, {"name": name + suffix})
             self._metadata("process_sort_index", number, 0, {"sort_index": self._base + number})
         for number, name in ((_STEPS, "steps"), (_TROUBLE, "what went wrong"), (_CACHE, "cache and log")):
@@ -156,7 +156,7 @@ class EngineTrace(Listener):
         more: dict[str, object] = {"id2": {"local": hex(copy.job_id)}}
         if copy.kind == "load" and copy.life is not None and copy.life.ordinal in self._flows:
             more |= {"bind_id": self._flows[copy.life.ordinal], "flow_in": True, "flow_out": True}
-        self._event("b", "copy", copy.kind, copy.issued_ns, _COPIES, _COPIES, arguments, more)
+        self._event("b", "copy", copy.kind, copy.issued_ns, _ENGINE, _COPIES, arguments, more)
 
     def copy_ended(self, copy: Copy) -> None:
         """The asynchronous slice ends."""
@@ -171,7 +171,7 @@ class EngineTrace(Listener):
         if copy.error:
             arguments["error"] = copy.error
         more: dict[str, object] = {"id2": {"local": hex(copy.job_id)}}
-        self._event("e", "copy", copy.kind, copy.last_ns, _COPIES, _COPIES, arguments, more)
+        self._event("e", "copy", copy.kind, copy.last_ns, _ENGINE, _COPIES, arguments, more)
 
     # --- the engine ---------------------------------------------------------------------------
 
