@@ -1,0 +1,171 @@
+"""What became of each chunk key: known, being saved, saved, evicted. The latest event says it, and which came before.
+
+It follows keys through the events of all requests that bring them. Bounded: of chunks that are gone the latest are
+remembered. It must not know lookups.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import OrderedDict
+from collections.abc import Container, Iterable
+
+import attrs
+
+MAX_GONE = 131_072
+"""Chunks that are neither saved nor being saved and are still remembered; far more than the live index remembers."""
+
+
+class ChunkStatus(enum.StrEnum):
+    """What the latest event made of a chunk."""
+
+    KNOWN = "known"
+    """A request brought its key; no save was issued."""
+    SAVING = "saving"
+    DECLINED = "declined"
+    SAVE_FAILED = "save_failed"
+    SAVED = "saved"
+    EVICTED = "evicted"
+    TAINTED = "tainted"
+    RESET = "reset"
+
+
+@attrs.frozen
+class ChunkFact:
+    """The latest event of a chunk."""
+
+    status: ChunkStatus
+    sequence: int
+    request_id: str = ""
+    """Who brought, saved or evicted it; of an eviction, for whose save."""
+    ordinal: int = -1
+    """Which life of the request, where that matters."""
+    job_id: int = 0
+    detail: str = ""
+    """Error or reason, as recorded."""
+    cause: int = 0
+    """The observation that the event was decided upon; it has the time."""
+    earlier: ChunkFact | None = None
+    """What the chunk was before, where that is part of the story."""
+
+
+_IN_POOL = frozenset({ChunkStatus.SAVING, ChunkStatus.SAVED})
+_STORY = frozenset({ChunkStatus.SAVED, ChunkStatus.EVICTED, ChunkStatus.TAINTED, ChunkStatus.RESET})
+
+
+@attrs.frozen
+class _Save:
+    keys: tuple[bytes, ...]
+    epoch: int
+
+
+class ChunkHistory:
+    """Key -> fact. `version` grows whenever one changes."""
+
+    def __init__(self, wanted: Container[bytes] | None = None, max_gone: int = MAX_GONE) -> None:
+        self._wanted = wanted
+        self._max_gone = max_gone
+        self._in_pool: dict[bytes, ChunkFact] = {}
+        self._gone: OrderedDict[bytes, ChunkFact] = OrderedDict()
+        self._saves: dict[int, _Save] = {}
+        self._epoch = 0
+        self.version = 0
+
+    def get(self, key: bytes) -> ChunkFact | None:
+        """The latest fact about a chunk, or None if nothing is known about it."""
+        return self._in_pool.get(key) or self._gone.get(key)
+
+    def known(self, keys: Iterable[bytes], sequence: int, request_id: str, ordinal: int) -> None:
+        """A request brings keys; whoever was first is remembered."""
+        for key in self._of_interest(keys):
+            if self.get(key) is None:
+                self._put(key, ChunkFact(ChunkStatus.KNOWN, sequence, request_id, ordinal))
+
+    def forget_known(self, keys: Iterable[bytes], request_id: str) -> None:
+        """The request that brought these keys ends without having computed their chunks."""
+        for key in keys:
+            fact = self._gone.get(key)
+            if fact is not None and fact.status is ChunkStatus.KNOWN and fact.request_id == request_id:
+                del self._gone[key]
+                self.version += 1
+
+    def save_issued(self, keys: Iterable[bytes], fact: ChunkFact) -> None:
+        """A save of these chunks starts; `fact` is told of each."""
+        kept = tuple(self._of_interest(keys))
+        self._saves[fact.job_id] = _Save(kept, self._epoch)
+        for key in kept:
+            before = self.get(key)
+            if before is None or before.status is not ChunkStatus.SAVED:  # pages of windows may be added to a chunk
+                self._put(key, attrs.evolve(fact, earlier=_story(before)))
+
+    def save_settled(self, job_id: int, sequence: int, cause: int, error: str | None) -> None:
+        """A save is done, or failed with `error`."""
+        save = self._saves.pop(job_id, None)
+        if save is None:
+            return
+        for key in save.keys:
+            before = self.get(key)
+            of_this = before is not None and before.status is ChunkStatus.SAVING and before.job_id == job_id
+            if before is None or not of_this:
+                continue
+            if error is not None:
+                failed = ChunkStatus.SAVE_FAILED
+                self._put(key, attrs.evolve(before, status=failed, sequence=sequence, cause=cause, detail=error))
+            elif save.epoch == self._epoch:
+                saved = ChunkStatus.SAVED
+                self._put(key, attrs.evolve(before, status=saved, sequence=sequence, cause=cause, earlier=None))
+
+    def declined(self, keys: Iterable[bytes], num_chunks: int, fact: ChunkFact) -> None:
+        """Of these chunks the first `num_chunks` that are not in the pool were not saved."""
+        for key in keys:
+            if num_chunks == 0:
+                break
+            before = self.get(key)
+            if before is None or before.status not in _IN_POOL:
+                num_chunks -= 1
+                if self._wanted is None or key in self._wanted:
+                    self._put(key, attrs.evolve(fact, earlier=_story(before)))
+
+    def left(self, key: bytes, fact: ChunkFact) -> None:
+        """A chunk was evicted or tainted."""
+        if self._wanted is None or key in self._wanted:
+            before = self.get(key)
+            is_saved = before is not None and before.status is ChunkStatus.SAVED
+            self._put(key, attrs.evolve(fact, earlier=before if is_saved else None))
+
+    def reset(self, sequence: int) -> None:
+        """Everything in the pool, and on its way there, is stale."""
+        self._epoch += 1
+        for key, before in tuple(self._in_pool.items()):
+            self._put(
+                key, ChunkFact(ChunkStatus.RESET, sequence, cause=sequence, earlier=attrs.evolve(before, earlier=None))
+            )
+
+    def forget(self) -> None:
+        """Events are lost: nothing that is remembered can be relied upon."""
+        self._in_pool.clear()
+        self._gone.clear()
+        self._saves.clear()
+        self.version += 1
+
+    def _of_interest(self, keys: Iterable[bytes]) -> Iterable[bytes]:
+        return keys if self._wanted is None else (key for key in keys if key in self._wanted)
+
+    def _put(self, key: bytes, fact: ChunkFact) -> None:
+        self.version += 1
+        if fact.status in _IN_POOL:
+            self._gone.pop(key, None)
+            self._in_pool[key] = fact
+            return
+        self._in_pool.pop(key, None)
+        self._gone[key] = fact
+        self._gone.move_to_end(key)
+        if len(self._gone) > self._max_gone:
+            self._gone.popitem(last=False)
+
+
+def _story(before: ChunkFact | None) -> ChunkFact | None:
+    """What of the past is worth telling once a save was tried again: that it had been saved, and how it left."""
+    if before is None or before.status in _STORY:
+        return before
+    return before.earlier
