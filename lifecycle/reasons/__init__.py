@@ -5,9 +5,12 @@ totals. It reads no clock and does no I/O; times are looked up by whoever tells 
 what is counted.
 """
 
-from kvledger.lifecycle.reasons.accounts import Accounts, Admission, Lookup, Recomputation
+from kvledger.lifecycle.reasons.accounts import Accounts
+from kvledger.lifecycle.reasons.admissions import Lookup
 from kvledger.lifecycle.reasons.chunk_history import ChunkFact, ChunkStatus
+from kvledger.lifecycle.reasons.computing import Recomputation
 from kvledger.lifecycle.reasons.concerned import Concerned
+from kvledger.lifecycle.reasons.life import Admission, Life
 from kvledger.lifecycle.reasons.reason import BY_DESIGN, Reason
 from kvledger.lifecycle.reasons.spans import Span
 from kvledger.lifecycle.reasons.sums import LoadFate, OfferFate, Sums
@@ -19,6 +22,7 @@ __all__ = [
     "ChunkFact",
     "ChunkStatus",
     "Concerned",
+    "Life",
     "LoadFate",
     "Lookup",
     "OfferFate",

@@ -137,9 +137,8 @@ class ChunkHistory:
         """Everything in the pool, and on its way there, is stale."""
         self._epoch += 1
         for key, before in tuple(self._in_pool.items()):
-            self._put(
-                key, ChunkFact(ChunkStatus.RESET, sequence, cause=sequence, earlier=attrs.evolve(before, earlier=None))
-            )
+            earlier = attrs.evolve(before, earlier=None)
+            self._put(key, ChunkFact(ChunkStatus.RESET, sequence, cause=sequence, earlier=earlier))
 
     def forget(self) -> None:
         """Events are lost: nothing that is remembered can be relied upon."""

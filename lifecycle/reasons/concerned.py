@@ -45,23 +45,18 @@ class Concerned:
 
     def concerns(self, event: e.Event) -> bool:
         """Second reading, in order: whether the event has a part in the request's story."""
-        match event:
-            case e.StepScheduled():
-                return self._is_in(event)
-            case e.CacheReset() | e.LogNote():
-                return True
-            case e.ChunkEvicted() | e.ChunkTainted():
-                return event.key in self.keys
-            case e.TransferReported():
-                return event.job_id in self.job_ids
-            case e.HookFailed():
-                return event.request_id in {self.request_id, ""}
-        request_id = getattr(event, "request_id", None)
-        if request_id == self.request_id:
-            return True
+        if isinstance(event, e.StepScheduled):
+            return self._is_in(event)
+        if isinstance(event, e.ChunkEvicted | e.ChunkTainted):
+            return event.key in self.keys
+        if isinstance(event, e.TransferReported):
+            return event.job_id in self.job_ids
         if isinstance(event, e.ChunkKeysObserved) and not self.keys.isdisjoint(event.keys):
             self._sharers.add(event.request_id)
-        return request_id in self._sharers and isinstance(event, _OF_SHARERS)
+        request_id = getattr(event, "request_id", None)
+        of_sharer = request_id in self._sharers and isinstance(event, _OF_SHARERS)
+        of_all = isinstance(event, e.CacheReset | e.LogNote) or (isinstance(event, e.HookFailed) and not request_id)
+        return request_id == self.request_id or of_sharer or of_all
 
     def _is_in(self, step: e.StepScheduled) -> bool:
         ordinals = self.ordinals

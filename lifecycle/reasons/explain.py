@@ -154,21 +154,23 @@ class _Behind:
             return self._from_fact(first_token, end_token, tail.fact)
         key = life.keys.get(chunk)
         if key is None:
-            num_tokens = end_token + 1 if self.answer is None else self.answer.num_tokens
-            is_whole = (chunk + 1) * size <= num_tokens
-            if is_whole and life.quarantined:
-                return Span(first_token, end_token, Reason.QUARANTINED, (self.sequence, *life.quarantined))
-            if is_whole:
-                return Span(first_token, end_token, Reason.NO_KEY, (self.sequence,))
-            if first_token < life.mark:
-                return self._never_saved(first_token, end_token, None)
-            return Span(first_token, end_token, Reason.PARTIAL_CHUNK, (self.sequence,))
+            return self._without_key(first_token, end_token)
         fact = self.explainer.history.get(key)
         if self._is_first_missing(first_token):
             return self._first_missing(first_token, end_token, fact)
         if fact is None and self.explainer.is_blind and first_token >= life.mark and not self._nobody_saved():
             return Span(first_token, end_token, Reason.UNKNOWN, (self.sequence,))
         return self._from_fact(first_token, end_token, fact)
+
+    def _without_key(self, first_token: int, end_token: int) -> Span:
+        life, size = self.life, self.explainer.configuration.chunk_size
+        num_tokens = end_token + 1 if self.answer is None else self.answer.num_tokens
+        if (first_token // size + 1) * size <= num_tokens:
+            reason = Reason.QUARANTINED if life.quarantined else Reason.NO_KEY
+            return Span(first_token, end_token, reason, (self.sequence, *life.quarantined))
+        if first_token < life.mark:
+            return self._never_saved(first_token, end_token, None)
+        return Span(first_token, end_token, Reason.PARTIAL_CHUNK, (self.sequence,))
 
     def _nobody_saved(self) -> bool:
         return self.answer is not None and self.answer.miss_reason == MissReason.NEVER_SAVED
@@ -217,7 +219,6 @@ class _Behind:
         if is_own:
             return Span(first_token, end_token, Reason.NEW, (self.sequence,))
         return Span(first_token, end_token, Reason.UNSAVED, tuple(_told_by(fact)), fact)
-
 
     def _not_copied(self, first_token: int, end_token: int) -> Span:
         """Computed tokens behind the last whole chunk, of which there is no copy."""

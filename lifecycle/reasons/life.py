@@ -29,13 +29,8 @@ class Answer:
     sequence: int
     event: e.LookupAnswered
     spans: tuple[Span, ...]
-    history_version: int
-    life_version: int
-
-    @property
-    def offered_end(self) -> int:
-        """Where the offered tokens end."""
-        return self.event.num_computed_tokens + self.event.num_external_tokens
+    version: tuple[int, int]
+    """Of the chunks' history and of the life: while both stay, so do the reasons."""
 
 
 @attrs.define
@@ -102,3 +97,11 @@ class Life:
     taken_back: tuple[int, ...] = ()
     taken_back_reason: Reason = Reason.ROLLED_BACK
     num_recomputed: int = 0
+
+    def cut_keys(self, first_chunk: int) -> None:
+        """Forget the keys from a chunk on."""
+        if first_chunk == 0:
+            self.keys.clear()
+        else:
+            for chunk in [chunk for chunk in self.keys if chunk >= first_chunk]:
+                del self.keys[chunk]

@@ -10,7 +10,7 @@ class Reason(enum.StrEnum):
 
     NEW = "new"
     """Nobody had computed it before, as far as the log tells. No miss."""
-    LAST_TOKEN = "last_token"
+    LAST_TOKEN = "last_token"  # noqa: S105 -- a token of a model
     """The last known token is always computed, because the next one is sampled from it. No miss."""
     PARTIAL_CHUNK = "partial_chunk"
     """Behind the last whole chunk, so it has no key; only the tail of a preempted request covers such tokens."""

@@ -1,0 +1,255 @@
+"""From lookups to admissions: what was offered, taken up, loaded, and what was left to compute."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from operator import attrgetter
+
+import attrs
+
+from kvledger.lifecycle import events as e
+from kvledger.lifecycle.reasons.explain import Explainer
+from kvledger.lifecycle.reasons.life import Admission, Answer, Life
+from kvledger.lifecycle.reasons.lives import Lives
+from kvledger.lifecycle.reasons.reason import Reason
+from kvledger.lifecycle.reasons.spans import Span, joined, replaced
+from kvledger.lifecycle.reasons.sums import LoadFate, OfferFate, Sums
+
+
+@attrs.define
+class Lookup:
+    """Equal lookups in a row, told as one. `spans`: the tokens that the last of them left to compute, and why."""
+
+    first_sequence: int
+    last_sequence: int
+    ordinal: int
+    event: e.LookupAnswered | e.LookupDeferred
+    spans: tuple[Span, ...]
+    num_times: int = 1
+
+
+@attrs.frozen
+class _Load:
+    """A load in flight."""
+
+    life: Life
+    admission: Admission | None
+    first_token: int
+    num_tokens: int
+
+
+class Admissions:
+    """Folds lookups, allocations and loads."""
+
+    def __init__(self, lives: Lives, explainer: Explainer, sums: Sums) -> None:
+        self._lives = lives
+        self._explainer = explainer
+        self._sums = sums
+        self._loads: dict[int, _Load] = {}
+        self.lookups: list[Lookup] = []
+        self.admissions: list[Admission] = []
+
+    def folds(self) -> Mapping[type[e.Event], Callable[..., None]]:
+        """Event class -> fold."""
+        return {
+            e.LookupDeferred: self._deferred,
+            e.LookupAnswered: self._answered,
+            e.BlocksAllocated: self._allocated,
+            e.LoadIssued: self._load_issued,
+            e.LoadCompleted: self._load_completed,
+            e.LoadFailed: self._load_failed,
+        }
+
+    def add_undecided(self, sums: Sums) -> None:
+        """Add what is pending and under way."""
+        for life in self._lives:
+            if life.answer is not None:
+                sums.offered[OfferFate.PENDING] += life.answer.event.num_external_tokens
+            sums.num_to_load += life.undelivered
+            sums.to_load[LoadFate.UNDER_WAY] += life.undelivered
+        sums.to_load[LoadFate.UNDER_WAY] += sum(load.num_tokens for load in self._loads.values())
+
+    def is_loading(self, admission: Admission) -> bool:
+        """Whether the admission's load has not been reported."""
+        return admission.job_id in self._loads
+
+    def leave(self, life: Life, fate: OfferFate = OfferFate.WITHDRAWN) -> None:
+        """The request waits no more, and computes no more."""
+        self._settle_answer(life, fate)
+        self.give_up_undelivered(life)
+        life.admission, life.is_computing = None, False
+        life.allocated_without_answer = 0
+
+    # --- lookups ---------------------------------------------------------------------------------
+
+    def _deferred(self, event: e.LookupDeferred, sequence: int) -> None:
+        life = self._lives.changed(event.request_id)
+        if life is None:
+            return
+        self._settle_answer(life, OfferFate.ASKED_AGAIN)
+        is_first = event.num_deferred <= 1 or not life.deferrals
+        life.deferrals = (sequence,) if is_first else (life.deferrals[0], sequence)
+        life.num_deferred = event.num_deferred
+        life.is_computing = False
+        self._tell_lookup(life, event, sequence, ())
+
+    def _answered(self, event: e.LookupAnswered, sequence: int) -> None:
+        life = self._lives.asked(event.request_id)
+        if life is None:
+            return
+        before, version = life.answer, (self._explainer.history.version, life.version)
+        self._settle_answer(life, OfferFate.ASKED_AGAIN)
+        self.give_up_undelivered(life)
+        self._sums.num_offered += event.num_external_tokens
+        life.is_computing, life.allocated_without_answer = False, 0
+        if before is not None and before.version == version and _ANSWER(before.event) == _ANSWER(event):
+            spans = before.spans  # asked again, and nothing has happened
+        else:
+            spans = self._explainer.explain(event, sequence, life)
+        life.answer = Answer(sequence, event, spans, version)
+        self._tell_lookup(life, event, sequence, spans)
+        if life.num_deferred:
+            life.num_deferred = 0
+            life.version += 1
+
+    def _settle_answer(self, life: Life, fate: OfferFate) -> None:
+        if life.answer is not None:
+            self._sums.offered[fate] += life.answer.event.num_external_tokens
+            life.answer = None
+
+    def _tell_lookup(
+        self, life: Life, event: e.LookupAnswered | e.LookupDeferred, sequence: int, spans: tuple[Span, ...]
+    ) -> None:
+        if self._lives.only is None:
+            return
+        last = self.lookups[-1] if self.lookups else None
+        if last is not None and last.ordinal == life.ordinal and _is_same_lookup(last, event, spans):
+            last.last_sequence, last.event, last.num_times = sequence, event, last.num_times + 1
+        else:
+            self.lookups.append(Lookup(sequence, sequence, life.ordinal, event, spans))
+
+    # --- allocations -----------------------------------------------------------------------------
+
+    def _allocated(self, event: e.BlocksAllocated, sequence: int) -> None:
+        life = self._lives.changed(event.request_id)
+        if life is None:
+            return
+        self.give_up_undelivered(life)
+        if event.num_external_tokens > 0:
+            life.undelivered, life.undelivered_sequence = event.num_external_tokens, sequence
+        answer, life.answer = life.answer, None
+        if answer is None:
+            # The second phase of an asynchronous load and the next turn of a session are no admissions.
+            if not life.is_computing and life.admission is None:
+                life.allocated_without_answer = sequence
+            return
+        life.is_computing, life.load_failed = False, ()
+        offered = answer.event.num_external_tokens
+        num_taken_up = max(0, min(event.num_external_tokens, offered))
+        self._sums.offered[OfferFate.TAKEN_UP] += num_taken_up
+        self._sums.offered[OfferFate.NOT_TAKEN_UP] += offered - num_taken_up
+        first = answer.event.num_computed_tokens
+        left = Span(first + num_taken_up, first + offered, Reason.NOT_TAKEN_UP, (sequence, answer.sequence))
+        num_retained = min(first, answer.event.num_tokens)
+        self.admit(life, sequence, answer.sequence, num_retained, num_taken_up, joined((left, *answer.spans)))
+
+    def admit_without_answer(self, life: Life, sequence: int, first_token: int, num_tokens: int) -> Admission:
+        """A step starts a request about which no lookup is in the log."""
+        reason = Reason.NO_LOOKUP
+        if self._explainer.is_blind:
+            reason = Reason.UNKNOWN
+        elif life.hook_failed:
+            reason = Reason.HOOK_FAILED
+        elif life.quarantined:
+            reason = Reason.QUARANTINED
+        missed = self._explainer.without_answer(first_token, num_tokens, sequence, life, reason=reason)
+        at = life.allocated_without_answer or sequence
+        return self.admit(life, at, 0, min(first_token, num_tokens), 0, missed)
+
+    def admit(
+        self,
+        life: Life,
+        sequence: int,
+        answer_sequence: int,
+        num_retained: int,
+        num_taken_up: int,
+        missed: tuple[Span, ...],
+    ) -> Admission:
+        """Count an admission."""
+        num_tokens = num_retained + num_taken_up + sum(span.num_tokens for span in missed)
+        admission = life.admission = Admission(
+            sequence, life.ordinal, answer_sequence, num_tokens, num_retained, num_taken_up, life.mark, missed, missed
+        )
+        life.computed_end = 0
+        sums = self._sums
+        sums.num_admissions += 1
+        sums.num_needed += num_tokens
+        sums.num_retained += num_retained
+        sums.num_taken_up += num_taken_up
+        for span in missed:
+            sums.missed[span.reason] += span.num_tokens
+        if self._lives.only is not None:
+            self.admissions.append(admission)
+        return admission
+
+    # --- loads -----------------------------------------------------------------------------------
+
+    def _load_issued(self, event: e.LoadIssued, _sequence: int) -> None:
+        life = self._lives.asked(event.request_id)
+        if life is None:
+            return
+        life.undelivered = 0
+        if event.job_id in self._loads:
+            return
+        if life.admission is not None:
+            life.admission.job_id = event.job_id
+        self._loads[event.job_id] = _Load(life, life.admission, event.first_token, event.num_tokens)
+        self._sums.num_to_load += event.num_tokens
+
+    def _load_completed(self, event: e.LoadCompleted, _sequence: int) -> None:
+        load = self._loads.pop(event.job_id, None)
+        if load is not None:
+            self._sums.to_load[LoadFate.LOADED] += load.num_tokens
+
+    def _load_failed(self, event: e.LoadFailed, sequence: int) -> None:
+        life = self._lives.changed(event.request_id)
+        evidence = (sequence, event.cause)
+        if life is not None:
+            life.tail, life.load_failed = None, evidence
+        load = self._loads.pop(event.job_id, None)
+        if load is None:
+            return
+        self._sums.to_load[LoadFate.FAILED] += load.num_tokens
+        if load.admission is not None:
+            failed = Span(load.first_token, load.first_token + load.num_tokens, Reason.LOAD_FAILED, evidence)
+            load.admission.spans = replaced(load.admission.spans, failed)
+        if load.life.taken_back_from:
+            load.life.taken_back_reason, load.life.taken_back = Reason.LOAD_FAILED, evidence
+
+    def give_up_undelivered(self, life: Life) -> None:
+        """Tokens were taken up and no load came of it."""
+        num_tokens, life.undelivered = life.undelivered, 0
+        if not num_tokens:
+            return
+        self._sums.num_to_load += num_tokens
+        self._sums.to_load[LoadFate.NOT_DELIVERED] += num_tokens
+        if life.admission is not None:
+            first = life.admission.num_retained
+            evidence = tuple(filter(None, (life.broken_rule, life.undelivered_sequence)))
+            undelivered = Span(first, first + num_tokens, Reason.NOT_DELIVERED, evidence)
+            life.admission.spans = replaced(life.admission.spans, undelivered)
+
+
+_ANSWER = attrgetter(*(name for name in e.LookupAnswered.__match_args__ if name != "cause"))
+
+
+def _is_same_lookup(last: Lookup, event: e.LookupAnswered | e.LookupDeferred, spans: tuple[Span, ...]) -> bool:
+    """Whether only time passed between two lookups."""
+    if isinstance(event, e.LookupDeferred):
+        return isinstance(last.event, e.LookupDeferred) and event.job_id == last.event.job_id
+    if isinstance(last.event, e.LookupDeferred) or _ANSWER(last.event) != _ANSWER(event):
+        return False
+    return [_told(span) for span in last.spans] == [_told(span) for span in spans]
+
+
+_told = attrgetter("first_token", "end_token", "reason", "fact")
