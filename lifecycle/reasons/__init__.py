@@ -6,13 +6,10 @@ what is counted.
 """
 
 from kvledger.lifecycle.reasons.accounts import Accounts
-from kvledger.lifecycle.reasons.admissions import Lookup
 from kvledger.lifecycle.reasons.chunk_history import ChunkFact, ChunkStatus
-from kvledger.lifecycle.reasons.computing import Recomputation
-from kvledger.lifecycle.reasons.concerned import Concerned
-from kvledger.lifecycle.reasons.life import Admission, Life
 from kvledger.lifecycle.reasons.reason import BY_DESIGN, Reason
 from kvledger.lifecycle.reasons.spans import Span
+from kvledger.lifecycle.reasons.story import Admission, Lookup, Recomputation, Story
 from kvledger.lifecycle.reasons.sums import LoadFate, OfferFate, Sums
 
 __all__ = [
@@ -21,13 +18,12 @@ __all__ = [
     "Admission",
     "ChunkFact",
     "ChunkStatus",
-    "Concerned",
-    "Life",
     "LoadFate",
     "Lookup",
     "OfferFate",
     "Reason",
     "Recomputation",
     "Span",
+    "Story",
     "Sums",
 ]

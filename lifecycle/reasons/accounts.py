@@ -1,23 +1,26 @@
 """The accounts: a fold over a log that gives every missed and every recomputed token its reason.
 
-For all requests (`stats`), or for one of them and with all that is to be told about it (`why`). The latter gives the
-same result on the events that concern the request (`concerned.py`) as on the whole log. It is total: no event makes it
-fail, also not behind a gap.
+For all requests, or for one of them. It depends on few events besides a request's own: those that saved, evicted or
+tainted the same chunks, and what happened to all. It is total: no event makes it fail, also not behind a gap.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Mapping
+
+import attrs
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.configuration import LedgerConfiguration
-from kvledger.lifecycle.reasons.admissions import Admissions, Lookup
+from kvledger.lifecycle.reasons.admissions import Admissions
 from kvledger.lifecycle.reasons.chunk_events import ChunkEvents
 from kvledger.lifecycle.reasons.chunk_history import ChunkHistory
-from kvledger.lifecycle.reasons.computing import Computing, Recomputation
+from kvledger.lifecycle.reasons.computing import Computing
 from kvledger.lifecycle.reasons.explain import Explainer
-from kvledger.lifecycle.reasons.life import UNBORN, Admission, Life
+from kvledger.lifecycle.reasons.life import UNBORN, Life
 from kvledger.lifecycle.reasons.lives import Lives
+from kvledger.lifecycle.reasons.moments import Moments
+from kvledger.lifecycle.reasons.story import Story
 from kvledger.lifecycle.reasons.sums import OfferFate, Sums
 
 
@@ -29,30 +32,30 @@ class Accounts:
         configuration: LedgerConfiguration,
         *,
         request_id: str | None = None,
-        keys: Container[bytes] | None = None,
-        on_end: Callable[[Life], None] | None = None,
+        on_end: Callable[[Story], None] | None = None,
+        keeps_stories: bool = False,
     ) -> None:
         """Start with nothing.
 
         Args:
             configuration: as in the log's header.
-            request_id: the one request whose accounts are kept, with all there is to tell; None for all of them.
-            keys: the chunks that are followed; None for all.
-            on_end: told of each life of a request when it is over.
+            request_id: the one request whose accounts are kept; None for all of them.
+            on_end: told of each life of a request when it is over; `stories` has the others.
+            keeps_stories: whether stories hold more than sums.
         """
         self._chunk_size = configuration.chunk_size
         self._on_end = on_end
-        self._sums = Sums()
-        self._lives = Lives(request_id)
-        self._history = ChunkHistory(keys)
+        self._ended = Sums()
+        self._lives = Lives(request_id, keeps_stories=keeps_stories)
+        self._history = ChunkHistory()
         self._explainer = Explainer(configuration, self._history)
         self._chunk_events = ChunkEvents(configuration.chunk_size, self._lives, self._history)
-        self._admissions = Admissions(self._lives, self._explainer, self._sums)
-        self._computing = Computing(self._lives, self._admissions, self._sums)
+        self._admissions = Admissions(self._lives, self._explainer)
+        self._moments = Moments(self._lives) if keeps_stories else None
         self._folds: Mapping[type[e.Event], Callable[..., None]] = {
             **self._chunk_events.folds(),
             **self._admissions.folds(),
-            **self._computing.folds(),
+            **Computing(self._lives, self._admissions).folds(),
             e.RequestArrived: self._arrived,
             e.RequestPreempted: self._preempted,
             e.SessionContinued: self._session_continued,
@@ -62,31 +65,13 @@ class Accounts:
             e.InvariantViolated: self._violated,
         }
 
-    @property
-    def lookups(self) -> list[Lookup]:
-        """The lookups of the one request."""
-        return self._admissions.lookups
-
-    @property
-    def admissions(self) -> list[Admission]:
-        """The admissions of the one request."""
-        return self._admissions.admissions
-
-    @property
-    def recomputations(self) -> list[Recomputation]:
-        """What steps computed again of the one request."""
-        return self._computing.recomputations
-
-    @property
-    def lives(self) -> list[Life]:
-        """The lives that are not over."""
-        return [life for life in self._lives if self._lives.is_kept(life.request_id)]
-
     def take(self, sequence: int, event: e.Event) -> None:
         """Take up the next event."""
         fold = self._folds.get(type(event))
         if fold is not None:
             fold(event, sequence)
+        if self._moments is not None:
+            self._moments.take(sequence, event)
 
     def lose(self) -> None:
         """Events are missing here, or the log begins late: what was remembered cannot be relied upon."""
@@ -100,10 +85,23 @@ class Accounts:
 
     def sums(self) -> Sums:
         """The sums so far, with what is still undecided as such."""
-        sums = Sums()
-        sums.add(self._sums)
-        self._admissions.add_undecided(sums)
+        sums = self._admissions.undecided()
+        sums.add(self._ended)
+        for life in self._lives:
+            sums.add(life.sums)
         return sums
+
+    @property
+    def stories(self) -> list[Story]:
+        """Of the lives that are not over."""
+        return [self._story(life) for life in self._lives if self._lives.is_kept(life.request_id)]
+
+    def _story(self, life: Life) -> Story:
+        sums = self._admissions.undecided(life)
+        sums.add(life.sums)
+        if life.story is None:
+            return Story(life.request_id, life.ordinal, sums)
+        return attrs.evolve(life.story, ordinal=life.ordinal, sums=sums)
 
     # --- a request's life ------------------------------------------------------------------------
 
@@ -143,15 +141,19 @@ class Accounts:
 
     def _released(self, event: e.RequestReleased, _sequence: int) -> None:
         life = self._lives.get(event.request_id)
-        if life is not None and (life.ordinal == UNBORN or life.generation == event.generation):
+        counts_generations = self._lives.is_kept(event.request_id) and life is not None and life.ordinal != UNBORN
+        if life is not None and (not counts_generations or life.generation == event.generation):
             self._end(event.request_id)
 
     def _end(self, request_id: str) -> None:
         life = self._lives.end(request_id)
-        if life is not None:
-            self._admissions.leave(life)
-            if self._on_end is not None and self._lives.is_kept(request_id):
-                self._on_end(life)
+        if life is None or not self._lives.is_kept(request_id):
+            return
+        self._admissions.leave(life)
+        if self._on_end is not None:
+            self._on_end(self._story(life))
+        self._ended.add(life.sums)
+        life.sums = self._ended  # its loads may still be reported
 
     def _quarantined(self, event: e.RequestQuarantined, sequence: int) -> None:
         life = self._lives.changed(event.request_id)

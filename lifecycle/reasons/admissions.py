@@ -9,23 +9,14 @@ import attrs
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.reasons.explain import Explainer
-from kvledger.lifecycle.reasons.life import Admission, Answer, Life
+from kvledger.lifecycle.reasons.life import Answer, Life
 from kvledger.lifecycle.reasons.lives import Lives
 from kvledger.lifecycle.reasons.reason import Reason
 from kvledger.lifecycle.reasons.spans import Span, joined, replaced
+from kvledger.lifecycle.reasons.story import Admission, Lookup
 from kvledger.lifecycle.reasons.sums import LoadFate, OfferFate, Sums
 
-
-@attrs.define
-class Lookup:
-    """Equal lookups in a row, told as one. `spans`: the tokens that the last of them left to compute, and why."""
-
-    first_sequence: int
-    last_sequence: int
-    ordinal: int
-    event: e.LookupAnswered | e.LookupDeferred
-    spans: tuple[Span, ...]
-    num_times: int = 1
+_Spans = tuple[Span, ...]
 
 
 @attrs.frozen
@@ -41,13 +32,10 @@ class _Load:
 class Admissions:
     """Folds lookups, allocations and loads."""
 
-    def __init__(self, lives: Lives, explainer: Explainer, sums: Sums) -> None:
+    def __init__(self, lives: Lives, explainer: Explainer) -> None:
         self._lives = lives
         self._explainer = explainer
-        self._sums = sums
         self._loads: dict[int, _Load] = {}
-        self.lookups: list[Lookup] = []
-        self.admissions: list[Admission] = []
 
     def folds(self) -> Mapping[type[e.Event], Callable[..., None]]:
         """Event class -> fold."""
@@ -60,14 +48,17 @@ class Admissions:
             e.LoadFailed: self._load_failed,
         }
 
-    def add_undecided(self, sums: Sums) -> None:
-        """Add what is pending and under way."""
-        for life in self._lives:
-            if life.answer is not None:
-                sums.offered[OfferFate.PENDING] += life.answer.event.num_external_tokens
-            sums.num_to_load += life.undelivered
-            sums.to_load[LoadFate.UNDER_WAY] += life.undelivered
-        sums.to_load[LoadFate.UNDER_WAY] += sum(load.num_tokens for load in self._loads.values())
+    def undecided(self, life: Life | None = None) -> Sums:
+        """What is pending and under way, of one life or of all."""
+        sums = Sums()
+        for waiting in self._lives if life is None else (life,):
+            if waiting.answer is not None:
+                sums.offered[OfferFate.PENDING] += waiting.answer.event.num_external_tokens
+            sums.num_to_load += waiting.undelivered
+            sums.to_load[LoadFate.UNDER_WAY] += waiting.undelivered
+        loads = (load for load in self._loads.values() if life is None or load.life is life)
+        sums.to_load[LoadFate.UNDER_WAY] += sum(load.num_tokens for load in loads)
+        return sums
 
     def is_loading(self, admission: Admission) -> bool:
         """Whether the admission's load has not been reported."""
@@ -91,7 +82,8 @@ class Admissions:
         life.deferrals = (sequence,) if is_first else (life.deferrals[0], sequence)
         life.num_deferred = event.num_deferred
         life.is_computing = False
-        self._tell_lookup(life, event, sequence, ())
+        self._tell_lookup(life, life.last_lookup, event, sequence, ())
+        life.last_lookup = event
 
     def _answered(self, event: e.LookupAnswered, sequence: int) -> None:
         life = self._lives.asked(event.request_id)
@@ -100,33 +92,39 @@ class Admissions:
         before, version = life.answer, (self._explainer.history.version, life.version)
         self._settle_answer(life, OfferFate.ASKED_AGAIN)
         self.give_up_undelivered(life)
-        self._sums.num_offered += event.num_external_tokens
+        life.sums.num_offered += event.num_external_tokens
         life.is_computing, life.allocated_without_answer = False, 0
-        if before is not None and before.version == version and _ANSWER(before.event) == _ANSWER(event):
-            spans = before.spans  # asked again, and nothing has happened
+        asked_again = before is not None and _is_same(before.event, event)
+        if before is not None and asked_again and before.version == version:
+            spans = before.spans
         else:
             spans = self._explainer.explain(event, sequence, life)
+            if before is not None and asked_again and _is_told_alike(before.spans, spans):
+                spans = before.spans  # what happened to others in between makes no difference
         life.answer = Answer(sequence, event, spans, version)
-        self._tell_lookup(life, event, sequence, spans)
+        self._tell_lookup(life, life.last_lookup, event, sequence, spans)
+        life.last_lookup = event
         if life.num_deferred:
             life.num_deferred = 0
             life.version += 1
 
     def _settle_answer(self, life: Life, fate: OfferFate) -> None:
         if life.answer is not None:
-            self._sums.offered[fate] += life.answer.event.num_external_tokens
+            life.sums.offered[fate] += life.answer.event.num_external_tokens
             life.answer = None
 
+    @staticmethod
     def _tell_lookup(
-        self, life: Life, event: e.LookupAnswered | e.LookupDeferred, sequence: int, spans: tuple[Span, ...]
+        life: Life, before: e.Event | None, event: e.LookupAnswered | e.LookupDeferred, sequence: int, spans: _Spans
     ) -> None:
-        if self._lives.only is None:
+        story = life.story
+        if story is None:
             return
-        last = self.lookups[-1] if self.lookups else None
-        if last is not None and last.ordinal == life.ordinal and _is_same_lookup(last, event, spans):
-            last.last_sequence, last.event, last.num_times = sequence, event, last.num_times + 1
+        last = story.lookups[-1] if story.lookups else None
+        if last is not None and _is_same(before, event) and _is_told_alike(last.spans, spans):
+            last.last_sequence, last.num_times = sequence, last.num_times + 1
         else:
-            self.lookups.append(Lookup(sequence, sequence, life.ordinal, event, spans))
+            story.keep(story.lookups, Lookup(sequence, sequence, isinstance(event, e.LookupDeferred), spans))
 
     # --- allocations -----------------------------------------------------------------------------
 
@@ -143,11 +141,11 @@ class Admissions:
             if not life.is_computing and life.admission is None:
                 life.allocated_without_answer = sequence
             return
-        life.is_computing, life.load_failed = False, ()
+        life.is_computing, life.load_failed, life.last_lookup = False, (), None
         offered = answer.event.num_external_tokens
         num_taken_up = max(0, min(event.num_external_tokens, offered))
-        self._sums.offered[OfferFate.TAKEN_UP] += num_taken_up
-        self._sums.offered[OfferFate.NOT_TAKEN_UP] += offered - num_taken_up
+        life.sums.offered[OfferFate.TAKEN_UP] += num_taken_up
+        life.sums.offered[OfferFate.NOT_TAKEN_UP] += offered - num_taken_up
         first = answer.event.num_computed_tokens
         left = Span(first + num_taken_up, first + offered, Reason.NOT_TAKEN_UP, (sequence, answer.sequence))
         num_retained = min(first, answer.event.num_tokens)
@@ -173,23 +171,23 @@ class Admissions:
         answer_sequence: int,
         num_retained: int,
         num_taken_up: int,
-        missed: tuple[Span, ...],
+        missed: _Spans,
     ) -> Admission:
         """Count an admission."""
         num_tokens = num_retained + num_taken_up + sum(span.num_tokens for span in missed)
         admission = life.admission = Admission(
-            sequence, life.ordinal, answer_sequence, num_tokens, num_retained, num_taken_up, life.mark, missed, missed
+            sequence, answer_sequence, num_tokens, num_retained, num_taken_up, life.mark, missed, missed
         )
         life.computed_end = 0
-        sums = self._sums
+        sums = life.sums
         sums.num_admissions += 1
         sums.num_needed += num_tokens
         sums.num_retained += num_retained
         sums.num_taken_up += num_taken_up
         for span in missed:
             sums.missed[span.reason] += span.num_tokens
-        if self._lives.only is not None:
-            self.admissions.append(admission)
+        if life.story is not None:
+            life.story.keep(life.story.admissions, admission)
         return admission
 
     # --- loads -----------------------------------------------------------------------------------
@@ -204,12 +202,12 @@ class Admissions:
         if life.admission is not None:
             life.admission.job_id = event.job_id
         self._loads[event.job_id] = _Load(life, life.admission, event.first_token, event.num_tokens)
-        self._sums.num_to_load += event.num_tokens
+        life.sums.num_to_load += event.num_tokens
 
     def _load_completed(self, event: e.LoadCompleted, _sequence: int) -> None:
         load = self._loads.pop(event.job_id, None)
         if load is not None:
-            self._sums.to_load[LoadFate.LOADED] += load.num_tokens
+            load.life.sums.to_load[LoadFate.LOADED] += load.num_tokens
 
     def _load_failed(self, event: e.LoadFailed, sequence: int) -> None:
         life = self._lives.changed(event.request_id)
@@ -219,7 +217,7 @@ class Admissions:
         load = self._loads.pop(event.job_id, None)
         if load is None:
             return
-        self._sums.to_load[LoadFate.FAILED] += load.num_tokens
+        load.life.sums.to_load[LoadFate.FAILED] += load.num_tokens
         if load.admission is not None:
             failed = Span(load.first_token, load.first_token + load.num_tokens, Reason.LOAD_FAILED, evidence)
             load.admission.spans = replaced(load.admission.spans, failed)
@@ -231,8 +229,8 @@ class Admissions:
         num_tokens, life.undelivered = life.undelivered, 0
         if not num_tokens:
             return
-        self._sums.num_to_load += num_tokens
-        self._sums.to_load[LoadFate.NOT_DELIVERED] += num_tokens
+        life.sums.num_to_load += num_tokens
+        life.sums.to_load[LoadFate.NOT_DELIVERED] += num_tokens
         if life.admission is not None:
             first = life.admission.num_retained
             evidence = tuple(filter(None, (life.broken_rule, life.undelivered_sequence)))
@@ -241,15 +239,15 @@ class Admissions:
 
 
 _ANSWER = attrgetter(*(name for name in e.LookupAnswered.__match_args__ if name != "cause"))
+_TOLD = attrgetter("first_token", "end_token", "reason", "fact")
 
 
-def _is_same_lookup(last: Lookup, event: e.LookupAnswered | e.LookupDeferred, spans: tuple[Span, ...]) -> bool:
+def _is_same(before: e.Event | None, event: e.LookupAnswered | e.LookupDeferred) -> bool:
     """Whether only time passed between two lookups."""
     if isinstance(event, e.LookupDeferred):
-        return isinstance(last.event, e.LookupDeferred) and event.job_id == last.event.job_id
-    if isinstance(last.event, e.LookupDeferred) or _ANSWER(last.event) != _ANSWER(event):
-        return False
-    return [_told(span) for span in last.spans] == [_told(span) for span in spans]
+        return isinstance(before, e.LookupDeferred) and event.job_id == before.job_id
+    return isinstance(before, e.LookupAnswered) and bool(_ANSWER(before) == _ANSWER(event))
 
 
-_told = attrgetter("first_token", "end_token", "reason", "fact")
+def _is_told_alike(some: _Spans, others: _Spans) -> bool:
+    return [*map(_TOLD, some)] == [*map(_TOLD, others)]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 from collections import OrderedDict
-from collections.abc import Container, Iterable
+from collections.abc import Iterable
 
 import attrs
 
@@ -62,8 +62,7 @@ class _Save:
 class ChunkHistory:
     """Key -> fact. `version` grows whenever one changes."""
 
-    def __init__(self, wanted: Container[bytes] | None = None, max_gone: int = MAX_GONE) -> None:
-        self._wanted = wanted
+    def __init__(self, max_gone: int = MAX_GONE) -> None:
         self._max_gone = max_gone
         self._in_pool: dict[bytes, ChunkFact] = {}
         self._gone: OrderedDict[bytes, ChunkFact] = OrderedDict()
@@ -77,7 +76,7 @@ class ChunkHistory:
 
     def known(self, keys: Iterable[bytes], sequence: int, request_id: str, ordinal: int) -> None:
         """A request brings keys; whoever was first is remembered."""
-        for key in self._of_interest(keys):
+        for key in keys:
             if self.get(key) is None:
                 self._put(key, ChunkFact(ChunkStatus.KNOWN, sequence, request_id, ordinal))
 
@@ -91,7 +90,7 @@ class ChunkHistory:
 
     def save_issued(self, keys: Iterable[bytes], fact: ChunkFact) -> None:
         """A save of these chunks starts; `fact` is told of each."""
-        kept = tuple(self._of_interest(keys))
+        kept = tuple(keys)
         self._saves[fact.job_id] = _Save(kept, self._epoch)
         for key in kept:
             before = self.get(key)
@@ -123,15 +122,13 @@ class ChunkHistory:
             before = self.get(key)
             if before is None or before.status not in _IN_POOL:
                 num_chunks -= 1
-                if self._wanted is None or key in self._wanted:
-                    self._put(key, attrs.evolve(fact, earlier=_story(before)))
+                self._put(key, attrs.evolve(fact, earlier=_story(before)))
 
     def left(self, key: bytes, fact: ChunkFact) -> None:
         """A chunk was evicted or tainted."""
-        if self._wanted is None or key in self._wanted:
-            before = self.get(key)
-            is_saved = before is not None and before.status is ChunkStatus.SAVED
-            self._put(key, attrs.evolve(fact, earlier=before if is_saved else None))
+        before = self.get(key)
+        is_saved = before is not None and before.status is ChunkStatus.SAVED
+        self._put(key, attrs.evolve(fact, earlier=before if is_saved else None))
 
     def reset(self, sequence: int) -> None:
         """Everything in the pool, and on its way there, is stale."""
@@ -146,9 +143,6 @@ class ChunkHistory:
         self._gone.clear()
         self._saves.clear()
         self.version += 1
-
-    def _of_interest(self, keys: Iterable[bytes]) -> Iterable[bytes]:
-        return keys if self._wanted is None else (key for key in keys if key in self._wanted)
 
     def _put(self, key: bytes, fact: ChunkFact) -> None:
         self.version += 1

@@ -4,37 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-import attrs
-
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.reasons.admissions import Admissions
-from kvledger.lifecycle.reasons.life import Admission, Life
+from kvledger.lifecycle.reasons.life import Life
 from kvledger.lifecycle.reasons.lives import Lives
 from kvledger.lifecycle.reasons.reason import Reason
 from kvledger.lifecycle.reasons.spans import Span, replaced, within
-from kvledger.lifecycle.reasons.sums import Sums
-
-
-@attrs.frozen
-class Recomputation:
-    """A step computed tokens again."""
-
-    sequence: int
-    ordinal: int
-    spans: tuple[Span, ...]
-    after_rollback: bool
-    """Computed twice without a preemption in between."""
+from kvledger.lifecycle.reasons.story import Admission, Recomputation
 
 
 class Computing:
     """Folds what requests compute. Only counts that steps tell are used; steady decoding computes nothing again."""
 
-    def __init__(self, lives: Lives, admissions: Admissions, sums: Sums) -> None:
+    def __init__(self, lives: Lives, admissions: Admissions) -> None:
         self._lives = lives
         self._admissions = admissions
-        self._sums = sums
         self._hook_failed_for_all = 0
-        self.recomputations: list[Recomputation] = []
 
     def folds(self) -> Mapping[type[e.Event], Callable[..., None]]:
         """Event class -> fold."""
@@ -75,22 +60,22 @@ class Computing:
         num_tokens = end_token - first_token
         if num_tokens <= 0:
             return
-        life.num_recomputed += num_tokens
-        self._sums.num_recomputed += num_tokens
+        life.sums.num_recomputed += num_tokens
         spans = tuple(within(() if life.admission is None else life.admission.spans, first_token, end_token))
         for span in spans:
-            self._sums.recomputed[span.reason] += span.num_tokens
+            life.sums.recomputed[span.reason] += span.num_tokens
         self._tell(life, sequence, spans, after_rollback=False)
 
     def _compute_twice(self, life: Life, sequence: int, first_token: int, end_token: int) -> None:
         if first_token < end_token:
             span = Span(first_token, end_token, life.taken_back_reason, life.taken_back)
-            self._sums.computed_twice[span.reason] += span.num_tokens
+            life.sums.computed_twice[span.reason] += span.num_tokens
             self._tell(life, sequence, (span,), after_rollback=True)
 
-    def _tell(self, life: Life, sequence: int, spans: tuple[Span, ...], *, after_rollback: bool) -> None:
-        if self._lives.only is not None:
-            self.recomputations.append(Recomputation(sequence, life.ordinal, spans, after_rollback))
+    @staticmethod
+    def _tell(life: Life, sequence: int, spans: tuple[Span, ...], *, after_rollback: bool) -> None:
+        if life.story is not None:
+            life.story.keep(life.story.recomputations, Recomputation(sequence, spans, after_rollback))
 
     def _rolled_back(self, event: e.TokensRolledBack, sequence: int) -> None:
         life = self._lives.changed(event.request_id)

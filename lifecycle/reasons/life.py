@@ -8,6 +8,8 @@ from kvledger.lifecycle import events as e
 from kvledger.lifecycle.reasons.chunk_history import ChunkFact
 from kvledger.lifecycle.reasons.reason import Reason
 from kvledger.lifecycle.reasons.spans import Span
+from kvledger.lifecycle.reasons.story import Admission, Story
+from kvledger.lifecycle.reasons.sums import Sums
 
 UNBORN = -1
 """The ordinal of a request whose arrival is not in the log."""
@@ -34,28 +36,6 @@ class Answer:
 
 
 @attrs.define
-class Admission:
-    """Blocks were given to a waiting request: of the tokens it needs, which are there, which are to come, which not."""
-
-    sequence: int
-    """Of `blocks.allocated`, or of the step, where the allocation is not in the log."""
-    ordinal: int
-    answer_sequence: int
-    """Of the lookup's answer; 0: there was none."""
-    num_tokens: int
-    num_retained: int
-    num_taken_up: int
-    mark: int
-    """Tokens below it had been computed before a preemption."""
-    spans: tuple[Span, ...] = ()
-    """Of the tokens left to compute; a failed load adds its own."""
-    missed: tuple[Span, ...] = ()
-    """The same as it was when blocks were given."""
-    is_started: bool = False
-    job_id: int = 0
-
-
-@attrs.define
 class Life:
     """From an arrival to the release, or until the id is used again."""
 
@@ -70,6 +50,8 @@ class Life:
     keys: dict[int, bytes] = attrs.field(factory=dict)
     tail: Tail | None = None
     answer: Answer | None = None
+    last_lookup: e.LookupAnswered | e.LookupDeferred | None = None
+    """Since it was last given blocks."""
     admission: Admission | None = None
     allocated_without_answer: int = 0
     """Sequence of an allocation that no lookup preceded; the step that starts from it tells the rest."""
@@ -96,7 +78,10 @@ class Life:
     """How far it had computed when the scheduler took tokens back."""
     taken_back: tuple[int, ...] = ()
     taken_back_reason: Reason = Reason.ROLLED_BACK
-    num_recomputed: int = 0
+    sums: Sums = attrs.field(factory=Sums)
+    """What is counted of this life; once it is over, those of the whole log."""
+    story: Story | None = None
+    """All there is to tell, where it is kept."""
 
     def cut_keys(self, first_chunk: int) -> None:
         """Forget the keys from a chunk on."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from kvledger.lifecycle.reasons.life import UNBORN, Life
+from kvledger.lifecycle.reasons.story import Story
 
 
 class Lives:
@@ -13,8 +14,9 @@ class Lives:
     Others are followed for the sake of the chunks that they save.
     """
 
-    def __init__(self, only: str | None = None) -> None:
-        self.only = only
+    def __init__(self, only: str | None = None, *, keeps_stories: bool = False) -> None:
+        self._only = only
+        self._keeps_stories = keeps_stories
         self._lives: dict[str, Life] = {}
         self._by_ordinal: dict[int, Life] = {}
 
@@ -23,7 +25,7 @@ class Lives:
 
     def is_kept(self, request_id: str) -> bool:
         """Whether the accounts of this request are kept."""
-        return self.only is None or request_id == self.only
+        return self._only is None or request_id == self._only
 
     def get(self, request_id: str) -> Life | None:
         """The life, if it is known."""
@@ -37,7 +39,7 @@ class Lives:
         """The life of any request; it begins here where its arrival is not in the log."""
         life = self._lives.get(request_id)
         if life is None:
-            life = self._lives[request_id] = Life(request_id)
+            life = self._new(request_id)
         return life
 
     def asked(self, request_id: str) -> Life | None:
@@ -53,9 +55,9 @@ class Lives:
 
     def begin(self, request_id: str, ordinal: int) -> Life:
         """A new life; the one before must have ended."""
-        life = self._lives[request_id] = Life(request_id)
+        life = self._new(request_id)
+        life.ordinal = ordinal
         if self.is_kept(request_id):
-            life.ordinal = ordinal
             self._by_ordinal[ordinal] = life
         return life
 
@@ -64,4 +66,10 @@ class Lives:
         life = self._lives.pop(request_id, None)
         if life is not None and life.ordinal != UNBORN and self._by_ordinal.get(life.ordinal) is life:
             del self._by_ordinal[life.ordinal]
+        return life
+
+    def _new(self, request_id: str) -> Life:
+        life = self._lives[request_id] = Life(request_id)
+        if self._keeps_stories and self.is_kept(request_id):
+            life.story = Story(request_id, UNBORN, life.sums)
         return life

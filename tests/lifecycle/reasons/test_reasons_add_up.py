@@ -1,0 +1,91 @@
+"""Whatever happens in a log, its reasons add up, and a request's are the same told from the events that concern it."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+
+import pytest
+from lifecycle_driver import Walk
+from lifecycle_driver.concerned import check_reasons, check_stories
+
+from kvledger.lifecycle.reasons import Accounts, LoadFate, OfferFate, Reason, Sums
+
+SEEDS = [int(os.environ["WALK_SEED"])] if "WALK_SEED" in os.environ else list(range(12))
+GEOMETRIES = [(8, 16), (16, 16), (32, 16)]
+
+
+def walked(seed: int, chunk_size: int, block_size: int) -> Walk:
+    """A random walk that has been played."""
+    print(f"WALK_SEED={seed} chunk_size={chunk_size} block_size={block_size}")
+    walk = Walk(seed, chunk_size=chunk_size, block_size=block_size)
+    walk.run(70)
+    return walk
+
+
+@pytest.mark.parametrize(("chunk_size", "block_size"), GEOMETRIES)
+@pytest.mark.parametrize("seed", SEEDS)
+def test_the_reasons_of_a_random_walk_add_up_to_its_totals(seed: int, chunk_size: int, block_size: int) -> None:
+    """Offered, loaded, missed and recomputed tokens, counted as a whole, by reason, and by the projections."""
+    walk = walked(seed, chunk_size, block_size)
+    sums = check_reasons(walk.driver.sink.events(), walk.driver.configuration)
+    untold = {Reason.UNKNOWN, Reason.NO_LOOKUP, Reason.ROLLED_BACK, Reason.NO_KEY}
+    assert not untold & (set(sums.misses()) | set(+sums.recomputed)), "nothing is lost here, so all can be told"
+
+
+@pytest.mark.parametrize(("chunk_size", "block_size"), GEOMETRIES)
+@pytest.mark.parametrize("seed", SEEDS[:4])
+def test_a_story_depends_only_on_the_events_that_concern_its_request(
+    seed: int, chunk_size: int, block_size: int
+) -> None:
+    """Told from them alone it is the same as from the whole log; all stories together are the whole."""
+    walk = walked(seed, chunk_size, block_size)
+    check_stories(walk.driver.sink.events(), walk.driver.configuration)
+
+
+def test_the_random_walks_meet_many_reasons() -> None:
+    """Walks in which nothing but new tokens were computed would prove nothing."""
+    sums = Sums()
+    for seed in range(8):
+        walk = walked(seed, 8, 16)
+        sums.add(check_reasons(walk.driver.sink.events(), walk.driver.configuration))
+    met = {reason for reason, count in sums.recomputed.items() if count}
+    assert met >= {
+        Reason.DECLINED,
+        Reason.EVICTED,
+        Reason.RESET,
+        Reason.STALE,
+        Reason.SAVE_FAILED,
+        Reason.LOAD_FAILED,
+        Reason.NOT_TAKEN_UP,
+        Reason.BEHIND_GAP,
+        Reason.SAVING,
+        Reason.DEFERRAL_EXHAUSTED,
+    }
+    assert sums.to_load[LoadFate.FAILED] > 0
+    assert sums.offered[OfferFate.NOT_TAKEN_UP] > 0
+
+
+@pytest.mark.parametrize("seed", SEEDS[:4])
+def test_they_add_up_at_every_moment_and_behind_every_gap(seed: int) -> None:
+    """A log may end anywhere, and events may be lost anywhere: reasons may then be unknown, sums may not."""
+    walk = walked(seed, 8, 16)
+    events = walk.driver.sink.events()
+    check_reasons(events[: len(events) // 3], walk.driver.configuration)
+    lost = range(len(events) // 3, len(events) // 2)
+    accounts = Accounts(walk.driver.configuration)
+    for index, (sequence, event) in enumerate(events):
+        if index == lost.start:
+            accounts.lose()
+        if index not in lost:
+            accounts.take(sequence, event)
+    assert accounts.sums().differences() == []
+    kept = [event for index, event in enumerate(events) if index not in lost]
+    check_reasons(kept, walk.driver.configuration)
+    check_reasons(kept[len(kept) // 2 :], walk.driver.configuration)
+
+
+def test_a_difference_is_named_with_both_sides() -> None:
+    """What `stats` prints as a fault of kvledger says which sum is wrong."""
+    sums = Sums(num_recomputed=5, recomputed=Counter({Reason.EVICTED: 3}))
+    assert sums.differences() == ["tokens recomputed: 5, their parts add up to 3"]
