@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import os
 from collections import Counter
+from typing import get_type_hints
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from lifecycle_driver import Walk
 from lifecycle_driver.concerned import check_reasons, check_stories
 
+from kvledger.lifecycle import LedgerConfiguration
+from kvledger.lifecycle import events as e
 from kvledger.lifecycle.reasons import Accounts, LoadFate, OfferFate, Reason, Sums
 
 SEEDS = [int(os.environ["WALK_SEED"])] if "WALK_SEED" in os.environ else list(range(12))
@@ -89,3 +94,36 @@ def test_a_difference_is_named_with_both_sides() -> None:
     """What `stats` prints as a fault of kvledger says which sum is wrong."""
     sums = Sums(num_recomputed=5, recomputed=Counter({Reason.EVICTED: 3}))
     assert sums.differences() == ["tokens recomputed: 5, their parts add up to 3"]
+
+
+SMALL = st.integers(-1, 40)
+VALUES: dict[object, st.SearchStrategy[object]] = {
+    int: SMALL,
+    str: st.sampled_from(["", "a", "b", "never_saved", "evicted", "quarantined", "window"]),
+    bytes: st.sampled_from([b"1", b"2", b"3"]),
+    bool: st.booleans(),
+    tuple[int, ...]: st.lists(SMALL, max_size=3).map(tuple),
+    tuple[bytes, ...]: st.lists(st.sampled_from([b"1", b"2", b"3"]), max_size=3).map(tuple),
+    tuple[tuple[int, int, int, int], ...]: st.lists(st.tuples(SMALL, SMALL, SMALL, SMALL), max_size=2).map(tuple),
+    tuple[tuple[int, tuple[int, ...]], ...]: st.just(()),
+    tuple[tuple[int, int, int], ...]: st.just(()),
+}
+
+
+def any_event(event_class: type[e.Event]) -> st.SearchStrategy[e.Event]:
+    """Events of a class with any values, also such as nobody writes."""
+    hints = get_type_hints(event_class)
+    return st.builds(event_class, *(VALUES[hints[name]] for name in event_class.__match_args__))
+
+
+@settings(max_examples=400)
+@given(events=st.lists(st.one_of(*map(any_event, e.VOCABULARY.values())), max_size=60))
+def test_no_event_makes_the_accounts_fail(events: list[e.Event]) -> None:
+    """A forged or damaged log gives odd reasons, never none, and the sums still add up."""
+    ended = []
+    accounts = Accounts(LedgerConfiguration(16, 8, 10), on_end=ended.append, keeps_stories=True)
+    for sequence, event in enumerate(events, 1):
+        accounts.take(sequence, event)
+    assert accounts.sums().differences() == []
+    for story in (*ended, *accounts.stories):
+        assert story.sums.differences() == []
