@@ -80,7 +80,7 @@ class Explainer:
         """Tokens that are hit and not offered."""
         if answer.miss_reason in _OF_ALL:
             evidence = life.quarantined if answer.miss_reason == MissReason.QUARANTINED else life.load_failed
-            yield Span(first_token, end_token, _OF_ALL[answer.miss_reason], (sequence, *evidence))
+            yield Span(first_token, end_token, _OF_ALL[answer.miss_reason], (*evidence, sequence))
         elif answer.miss_reason == MissReason.WINDOW:
             limit = self._limit(life, end_token)
             yield Span(first_token, min(limit, end_token), Reason.WINDOW, (sequence,))
@@ -135,7 +135,7 @@ class _Behind:
         was_computed = span.first_token < self.life.mark
         if reason is None or (span.reason in {Reason.NEW, Reason.PARTIAL_CHUNK} and not was_computed):
             return span
-        return Span(span.first_token, span.end_token, reason, (self.sequence, *self._evidence(reason)))
+        return Span(span.first_token, span.end_token, reason, (*self._evidence(reason), self.sequence))
 
     def _evidence(self, reason: Reason) -> tuple[int, ...]:
         if reason is Reason.QUARANTINED:
@@ -167,7 +167,7 @@ class _Behind:
         num_tokens = end_token + 1 if self.answer is None else self.answer.num_tokens
         if (first_token // size + 1) * size <= num_tokens:
             reason = Reason.QUARANTINED if life.quarantined else Reason.NO_KEY
-            return Span(first_token, end_token, reason, (self.sequence, *life.quarantined))
+            return Span(first_token, end_token, reason, (*life.quarantined, self.sequence))
         if first_token < life.mark:
             return self._never_saved(first_token, end_token, None)
         return Span(first_token, end_token, Reason.PARTIAL_CHUNK, (self.sequence,))
