@@ -158,7 +158,7 @@ def _show_text(output: Output, request_id: str, lives: Sequence[Life], *, is_who
             output.line(f"{plural(life.story.num_left_out, 'entry')} of a very long story left out", style="dim")
         if is_whole:
             output.line()
-            show_total(output, life.story.sums)
+            show_total(output, life.story.sums, life.story.sums.differences())
 
 
 def _without_many_lookups(causes: Sequence[Cause]) -> tuple[list[Cause], int]:
@@ -177,7 +177,7 @@ def _events(cause: Cause) -> str:
     return str(cause.sequence) if cause.sequence == cause.last_sequence else f"{cause.sequence}–{cause.last_sequence}"
 
 
-def show_total(output: Output, sums: Sums) -> None:
+def show_total(output: Output, sums: Sums, differences: Sequence[str]) -> None:
     """The table of tokens by reason, and whether it adds up."""
     misses = sums.misses()
     reasons = [reason for reason in Reason if misses[reason] or sums.recomputed[reason] or sums.computed_twice[reason]]
@@ -201,5 +201,5 @@ def show_total(output: Output, sums: Sums) -> None:
         f"{plural(sums.num_needed, 'token')} at {plural(sums.num_admissions, 'admission')} = {sums.num_retained} from "
         f"vLLM's prefix cache + {sums.to_load[LoadFate.LOADED]} loaded{coming} + {misses.total()} left to compute"
     )
-    for difference in sums.differences():
+    for difference in differences:
         output.line(f"THIS DOES NOT ADD UP, which is a fault of kvledger: {difference}", style="bold red")

@@ -80,6 +80,18 @@ class Sums:
             mine, theirs = getattr(self, field.name), getattr(other, field.name)
             setattr(self, field.name, mine + theirs)
 
+    def since(self, earlier: Sums) -> Sums:
+        """What was counted since then. What was pending or under way then counts negative once it is decided."""
+        sums = Sums()
+        for field in attrs.fields(Sums):
+            mine, before = getattr(self, field.name), getattr(earlier, field.name)
+            if isinstance(mine, Counter):
+                getattr(sums, field.name).update(mine)
+                getattr(sums, field.name).subtract(before)
+            else:
+                setattr(sums, field.name, mine - before)
+        return sums
+
     def differences(self, figures: Figures | None = None) -> list[str]:
         """Where the sums do not add up; each entry names both sides. Empty unless kvledger is wrong.
 
