@@ -44,9 +44,7 @@ def test_the_figures_of_a_log_are_told_in_words(run: Any, log: Path) -> None:
     assert result.exit_code == 0
     lines = result.out.splitlines()
     assert any(line.startswith("preempted   1 time; tokens recovered 64, retained 0, recomputed 0") for line in lines)
-    assert any(
-        line.startswith("saved       8 chunks, 200 B in 20 ns") or "saved       8 chunks" in line for line in lines
-    )
+    assert any(line.startswith("saved       8 chunks, ") for line in lines)
     assert any(line.startswith("loaded      64 tokens, 100 B") for line in lines)
     assert any(line.startswith("preempted → running again") for line in lines)
     assert "vLLM's prefix cache + 64 loaded" in result.out
