@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-import attrs
-
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.reasons.chunk_history import ChunkFact, ChunkHistory, ChunkStatus
 from kvledger.lifecycle.reasons.life import Life, Tail
@@ -74,9 +72,7 @@ class ChunkEvents:
         life = self._lives.get(event.request_id)
         if life is not None and life.tail is not None and life.tail.fact.job_id == event.job_id:
             life.version += 1
-            life.tail.fact = attrs.evolve(
-                life.tail.fact, status=status, sequence=sequence, cause=event.cause, detail=error
-            )
+            life.tail.fact = life.tail.fact.settled(status, sequence, event.cause, error)
 
     def _save_declined(self, event: e.SaveDeclined, sequence: int) -> None:
         life = self._lives.any(event.request_id)

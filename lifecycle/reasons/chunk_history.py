@@ -48,6 +48,24 @@ class ChunkFact:
     earlier: ChunkFact | None = None
     """What the chunk was before, where that is part of the story."""
 
+    def after(self, earlier: ChunkFact | None) -> ChunkFact:
+        """The same with what came before it; `attrs.evolve` would be several times as slow."""
+        return ChunkFact(
+            self.status,
+            self.sequence,
+            self.request_id,
+            self.ordinal,
+            self.job_id,
+            self.detail,
+            self.cause,
+            earlier,
+        )
+
+    def settled(self, status: ChunkStatus, sequence: int, cause: int, detail: str = "") -> ChunkFact:
+        """What became of this save."""
+        earlier = None if status is ChunkStatus.SAVED else self.earlier
+        return ChunkFact(status, sequence, self.request_id, self.ordinal, self.job_id, detail, cause, earlier)
+
 
 _IN_POOL = frozenset({ChunkStatus.SAVING, ChunkStatus.SAVED})
 _STORY = frozenset({ChunkStatus.SAVED, ChunkStatus.EVICTED, ChunkStatus.TAINTED, ChunkStatus.RESET})
@@ -95,7 +113,7 @@ class ChunkHistory:
         for key in kept:
             before = self.get(key)
             if before is None or before.status is not ChunkStatus.SAVED:  # pages of windows may be added to a chunk
-                self._put(key, attrs.evolve(fact, earlier=_story(before)))
+                self._put(key, fact.after(_story(before)))
 
     def save_settled(self, job_id: int, sequence: int, cause: int, error: str | None) -> None:
         """A save is done, or failed with `error`."""
@@ -108,11 +126,9 @@ class ChunkHistory:
             if before is None or not of_this:
                 continue
             if error is not None:
-                failed = ChunkStatus.SAVE_FAILED
-                self._put(key, attrs.evolve(before, status=failed, sequence=sequence, cause=cause, detail=error))
+                self._put(key, before.settled(ChunkStatus.SAVE_FAILED, sequence, cause, error))
             elif save.epoch == self._epoch:
-                saved = ChunkStatus.SAVED
-                self._put(key, attrs.evolve(before, status=saved, sequence=sequence, cause=cause, earlier=None))
+                self._put(key, before.settled(ChunkStatus.SAVED, sequence, cause))
 
     def declined(self, keys: Iterable[bytes], num_chunks: int, fact: ChunkFact) -> None:
         """Of these chunks the first `num_chunks` that are not in the pool were not saved."""
@@ -122,19 +138,19 @@ class ChunkHistory:
             before = self.get(key)
             if before is None or before.status not in _IN_POOL:
                 num_chunks -= 1
-                self._put(key, attrs.evolve(fact, earlier=_story(before)))
+                self._put(key, fact.after(_story(before)))
 
     def left(self, key: bytes, fact: ChunkFact) -> None:
         """A chunk was evicted or tainted."""
         before = self.get(key)
         is_saved = before is not None and before.status is ChunkStatus.SAVED
-        self._put(key, attrs.evolve(fact, earlier=before if is_saved else None))
+        self._put(key, fact.after(before if is_saved else None))
 
     def reset(self, sequence: int) -> None:
         """Everything in the pool, and on its way there, is stale."""
         self._epoch += 1
         for key, before in tuple(self._in_pool.items()):
-            earlier = attrs.evolve(before, earlier=None)
+            earlier = before.after(None)
             self._put(key, ChunkFact(ChunkStatus.RESET, sequence, cause=sequence, earlier=earlier))
 
     def forget(self) -> None:

@@ -35,14 +35,14 @@ def joined(spans: Iterable[Span]) -> tuple[Span, ...]:
             continue
         last = result[-1] if result else None
         if last is not None and last.end_token == span.first_token and _same(last, span):
-            result[-1] = attrs.evolve(last, end_token=span.end_token)
+            result[-1] = Span(last.first_token, span.end_token, last.reason, last.evidence, last.fact)
         else:
             result.append(span)
     return tuple(result)
 
 
 def _same(one: Span, other: Span) -> bool:
-    return (one.reason, one.evidence, one.fact) == (other.reason, other.evidence, other.fact)
+    return one.reason is other.reason and one.evidence == other.evidence and one.fact == other.fact
 
 
 def within(spans: Sequence[Span], first_token: int, end_token: int) -> Iterator[Span]:
