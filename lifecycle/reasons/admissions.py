@@ -89,28 +89,37 @@ class Admissions:
         life = self._lives.asked(event.request_id)
         if life is None:
             return
-        before, version = life.answer, (self._explainer.history.version, life.version)
-        self._settle_answer(life, OfferFate.ASKED_AGAIN)
-        self.give_up_undelivered(life)
+        before = life.answer
         life.sums.num_offered += event.num_external_tokens
-        life.is_computing, life.allocated_without_answer = False, 0
-        asked_again = before is not None and _is_same(before.event, event)
-        if before is not None and asked_again and before.version == version:
+        if before is not None and self._is_up_to_date(before, event, life):
+            life.sums.offered[OfferFate.ASKED_AGAIN] += before.event.num_external_tokens
+            before.sequence, before.event = sequence, event
             spans = before.spans
         else:
+            self._settle_answer(life, OfferFate.ASKED_AGAIN)
+            self.give_up_undelivered(life)
+            life.is_computing, life.allocated_without_answer = False, 0
             spans = self._explainer.explain(event, sequence, life)
-            if before is not None and asked_again and _is_told_alike(before.spans, spans):
-                spans = before.spans  # what happened to others in between makes no difference
-        life.answer = Answer(sequence, event, spans, version)
+            if before is not None and _is_same(before.event, event) and _is_told_alike(before.spans, spans):
+                spans = before.spans  # what happened in between makes no difference
+            first_chunk = event.num_hit_tokens // self._explainer.configuration.chunk_size
+            watch = self._explainer.history.watch(key for chunk, key in life.keys.items() if chunk >= first_chunk)
+            life.answer = Answer(sequence, event, spans, life.version, watch)
         self._tell_lookup(life, life.last_lookup, event, sequence, spans)
         life.last_lookup = event
         if life.num_deferred:
             life.num_deferred = 0
             life.version += 1
 
+    @staticmethod
+    def _is_up_to_date(before: Answer, event: e.LookupAnswered, life: Life) -> bool:
+        """Whether only time passed since."""
+        return not before.watch.is_changed and before.life_version == life.version and _is_same(before.event, event)
+
     def _settle_answer(self, life: Life, fate: OfferFate) -> None:
         if life.answer is not None:
             life.sums.offered[fate] += life.answer.event.num_external_tokens
+            self._explainer.history.unwatch(life.answer.watch)
             life.answer = None
 
     @staticmethod
@@ -141,6 +150,7 @@ class Admissions:
             if not life.is_computing and life.admission is None:
                 life.allocated_without_answer = sequence
             return
+        self._explainer.history.unwatch(answer.watch)
         life.is_computing, life.load_failed, life.last_lookup = False, (), None
         offered = answer.event.num_external_tokens
         num_taken_up = max(0, min(event.num_external_tokens, offered))

@@ -77,20 +77,43 @@ class _Save:
     epoch: int
 
 
+@attrs.define(eq=False)
+class Watch:
+    """Notices when something happens to one of these chunks."""
+
+    keys: tuple[bytes, ...]
+    is_changed: bool = False
+
+
 class ChunkHistory:
-    """Key -> fact. `version` grows whenever one changes."""
+    """Key -> fact."""
 
     def __init__(self, max_gone: int = MAX_GONE) -> None:
         self._max_gone = max_gone
         self._in_pool: dict[bytes, ChunkFact] = {}
         self._gone: OrderedDict[bytes, ChunkFact] = OrderedDict()
         self._saves: dict[int, _Save] = {}
+        self._watches: dict[bytes, list[Watch]] = {}
         self._epoch = 0
-        self.version = 0
 
     def get(self, key: bytes) -> ChunkFact | None:
         """The latest fact about a chunk, or None if nothing is known about it."""
         return self._in_pool.get(key) or self._gone.get(key)
+
+    def watch(self, keys: Iterable[bytes]) -> Watch:
+        """Notice changes from now on, until `unwatch`: polls of a request are many, changes of its chunks few."""
+        watch = Watch(tuple(keys))
+        for key in watch.keys:
+            self._watches.setdefault(key, []).append(watch)
+        return watch
+
+    def unwatch(self, watch: Watch) -> None:
+        """Notice no more."""
+        for key in watch.keys:
+            watches = self._watches.get(key, [])
+            watches.remove(watch)
+            if not watches:
+                del self._watches[key]
 
     def known(self, keys: Iterable[bytes], sequence: int, request_id: str, ordinal: int) -> None:
         """A request brings keys; whoever was first is remembered."""
@@ -104,7 +127,7 @@ class ChunkHistory:
             fact = self._gone.get(key)
             if fact is not None and fact.status is ChunkStatus.KNOWN and fact.request_id == request_id:
                 del self._gone[key]
-                self.version += 1
+                self._note(key)
 
     def save_issued(self, keys: Iterable[bytes], fact: ChunkFact) -> None:
         """A save of these chunks starts; `fact` is told of each."""
@@ -158,10 +181,11 @@ class ChunkHistory:
         self._in_pool.clear()
         self._gone.clear()
         self._saves.clear()
-        self.version += 1
+        for key in self._watches:
+            self._note(key)
 
     def _put(self, key: bytes, fact: ChunkFact) -> None:
-        self.version += 1
+        self._note(key)
         if fact.status in _IN_POOL:
             self._gone.pop(key, None)
             self._in_pool[key] = fact
@@ -170,7 +194,12 @@ class ChunkHistory:
         self._gone[key] = fact
         self._gone.move_to_end(key)
         if len(self._gone) > self._max_gone:
-            self._gone.popitem(last=False)
+            forgotten, _ = self._gone.popitem(last=False)
+            self._note(forgotten)
+
+    def _note(self, key: bytes) -> None:
+        for watch in self._watches.get(key, ()):
+            watch.is_changed = True
 
 
 def _story(before: ChunkFact | None) -> ChunkFact | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import attrs
 
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.reasons.chunk_history import ChunkFact
+from kvledger.lifecycle.reasons.chunk_history import ChunkFact, Watch
 from kvledger.lifecycle.reasons.reason import Reason
 from kvledger.lifecycle.reasons.spans import Span
 from kvledger.lifecycle.reasons.story import Admission, Story
@@ -31,8 +31,9 @@ class Answer:
     sequence: int
     event: e.LookupAnswered
     spans: tuple[Span, ...]
-    version: tuple[int, int]
-    """Of the chunks' history and of the life: while both stay, so do the reasons."""
+    life_version: int
+    watch: Watch
+    """While neither the life nor these chunks change, the reasons do not."""
 
 
 @attrs.define
