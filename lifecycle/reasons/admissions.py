@@ -231,8 +231,18 @@ class Admissions:
         if load.admission is not None:
             failed = Span(load.first_token, load.first_token + load.num_tokens, Reason.LOAD_FAILED, evidence)
             load.admission.spans = replaced(load.admission.spans, failed)
-        if load.life.taken_back_from:
-            load.life.taken_back_reason, load.life.taken_back = Reason.LOAD_FAILED, evidence
+        if load.life.taken_back_reason is Reason.LOAD_FAILED and load.life.taken_back:
+            self._prove(load, evidence)
+
+    @staticmethod
+    def _prove(load: _Load, evidence: tuple[int, ...]) -> None:
+        """The scheduler took tokens back before the failure was reported; that is the better proof."""
+        supposed, load.life.taken_back = load.life.taken_back, evidence
+        if load.admission is not None:
+            load.admission.spans = joined(
+                Span(span.first_token, span.end_token, span.reason, evidence) if span.evidence == supposed else span
+                for span in load.admission.spans
+            )
 
     def give_up_undelivered(self, life: Life) -> None:
         """Tokens were taken up and no load came of it."""

@@ -78,7 +78,10 @@ class Sums:
         """Count what another log counted, too."""
         for field in attrs.fields(Sums):
             mine, theirs = getattr(self, field.name), getattr(other, field.name)
-            setattr(self, field.name, mine + theirs)
+            if isinstance(mine, Counter):
+                mine.update(theirs)  # `+` would drop what counts negative
+            else:
+                setattr(self, field.name, mine + theirs)
 
     def since(self, earlier: Sums) -> Sums:
         """What was counted since then. What was pending or under way then counts negative once it is decided."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from kvledger.lifecycle import LedgerConfiguration, fold
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.reasons import Accounts, Story, Sums
+from kvledger.lifecycle.reasons import Accounts, Reason, Story, Sums
 
 _OF_SHARERS = (
     e.RequestArrived,
@@ -19,6 +19,52 @@ _OF_SHARERS = (
     e.RequestFinished,
     e.RequestReleased,
 )
+
+_LOOKUP = (e.LookupAnswered,)
+PROOFS: dict[Reason, tuple[type[e.Event], ...]] = {
+    Reason.NEW: (*_LOOKUP, e.StepScheduled),
+    Reason.LAST_TOKEN: (*_LOOKUP, e.StepScheduled),
+    Reason.PARTIAL_CHUNK: (*_LOOKUP, e.StepScheduled, e.RequestPreempted),
+    Reason.UNSAVED: (e.ChunkKeysObserved, e.RequestPreempted),
+    Reason.SAVING: (e.SaveIssued, e.TailSaveIssued),
+    Reason.DEFERRAL_EXHAUSTED: (e.SaveIssued, e.TailSaveIssued),
+    Reason.DECLINED: (e.SaveDeclined,),
+    Reason.SAVE_FAILED: (e.SaveFailed,),
+    Reason.EVICTED: (e.ChunkEvicted,),
+    Reason.TAINTED: (e.ChunkTainted,),
+    Reason.RESET: (e.CacheReset,),
+    Reason.STALE: (e.CacheReset,),
+    Reason.BEHIND_GAP: (*_LOOKUP, e.SaveCompleted),
+    Reason.WINDOW: _LOOKUP,
+    Reason.LIMITED: _LOOKUP,
+    Reason.LOAD_FAILED: (e.LoadFailed, e.TokensRolledBack),
+    Reason.QUARANTINED: (e.RequestQuarantined,),
+    Reason.UNALIGNED: _LOOKUP,
+    Reason.RIVAL_LOAD: _LOOKUP,
+    Reason.NO_KEY: (*_LOOKUP, e.StepScheduled),
+    Reason.NOT_TAKEN_UP: (e.BlocksAllocated,),
+    Reason.NOT_DELIVERED: (e.InvariantViolated,),
+    Reason.HOOK_FAILED: (e.HookFailed,),
+    Reason.NO_LOOKUP: (e.StepScheduled,),
+    Reason.ROLLED_BACK: (e.TokensRolledBack,),
+    Reason.UNKNOWN: (),
+}
+"""What the first proof of each reason must be, where nothing is lost."""
+
+
+def check_proofs(events: Sequence[tuple[int, e.Event]], stories: Sequence[Story]) -> None:
+    """Every reason is proven by an event of the kind that it needs, from before the tokens were missed."""
+    by_sequence = dict(events)
+    for story in stories:
+        told = [(lookup.last_sequence, lookup.spans) for lookup in story.lookups]
+        told += [(admission.sequence, admission.missed) for admission in story.admissions]
+        told += [(again.sequence, again.spans) for again in story.recomputations]
+        for sequence, spans in told:
+            for span in spans:
+                assert span.evidence, f"{story.request_id}: {span} has no proof"
+                proof = by_sequence[span.evidence[0]]
+                assert isinstance(proof, PROOFS[span.reason]), f"{story.request_id}: {span} is proven by {proof}"
+                assert max(span.evidence) <= sequence, f"{story.request_id}: {span} is proven by what came later"
 
 
 def concerning(events: Sequence[tuple[int, e.Event]], request_id: str) -> list[tuple[int, e.Event]]:
@@ -74,7 +120,7 @@ def check_reasons(events: Sequence[tuple[int, e.Event]], configuration: LedgerCo
 
 
 def check_stories(events: Sequence[tuple[int, e.Event]], configuration: LedgerConfiguration) -> list[Story]:
-    """Each story adds up, together they are the whole, and each is the same told from the events that concern it."""
+    """Each story adds up and is proven, together they are the whole, and each is the same from what concerns it."""
     stories = stories_of(events, configuration)
     whole = Sums()
     for story in stories:
@@ -82,6 +128,7 @@ def check_stories(events: Sequence[tuple[int, e.Event]], configuration: LedgerCo
         assert not differences, f"the story of {story.request_id} does not add up: {differences}"
         whole.add(story.sums)
     assert whole == check_reasons(events, configuration)
+    check_proofs(events, stories)
     for request_id in {story.request_id for story in stories}:
         alone = stories_of(concerning(events, request_id), configuration, request_id)
         assert alone == [story for story in stories if story.request_id == request_id], request_id
