@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.reasons.lives import Lives
 from kvledger.lifecycle.reasons.story import Story
@@ -26,25 +28,38 @@ class Moments:
     def __init__(self, lives: Lives) -> None:
         self._lives = lives
         self._preempted: list[Story] = []
+        self._notes: dict[type[e.Event], Callable[..., None]] = {
+            **dict.fromkeys(_OF_A_REQUEST, self._of_a_request),
+            e.StepScheduled: self._step,
+            e.CacheReset: self._reset,
+            e.HookFailed: self._hook_failed,
+        }
 
     def take(self, sequence: int, event: e.Event) -> None:
         """Take up an event, after the accounts have."""
-        if isinstance(event, e.StepScheduled):
-            # The step for which blocks were taken is recorded right behind the preemption.
-            for story in self._preempted:
-                story.keep(story.moments, sequence)
-            self._preempted.clear()
-        elif isinstance(event, _OF_A_REQUEST):
-            self._note(event.request_id, sequence, event)
-        elif isinstance(event, e.CacheReset) or (isinstance(event, e.HookFailed) and not event.request_id):
-            for life in self._lives:
-                if life.story is not None:
-                    life.story.keep(life.story.moments, sequence)
-        elif isinstance(event, e.HookFailed):
-            self._note(event.request_id, sequence, event)
+        note = self._notes.get(type(event))
+        if note is not None:
+            note(event, sequence)
 
-    def _note(self, request_id: str, sequence: int, event: e.Event) -> None:
-        life = self._lives.get(request_id)
+    def _step(self, _event: e.StepScheduled, sequence: int) -> None:
+        # The step for which blocks were taken is recorded right behind the preemption.
+        for story in self._preempted:
+            story.keep(story.moments, sequence)
+        self._preempted.clear()
+
+    def _reset(self, _event: e.CacheReset | e.HookFailed, sequence: int) -> None:
+        for life in self._lives:
+            if life.story is not None:
+                life.story.keep(life.story.moments, sequence)
+
+    def _hook_failed(self, event: e.HookFailed, sequence: int) -> None:
+        if event.request_id:
+            self._of_a_request(event, sequence)
+        else:
+            self._reset(event, sequence)
+
+    def _of_a_request(self, event: e.RequestEvent | e.HookFailed | e.InvariantViolated, sequence: int) -> None:
+        life = self._lives.get(event.request_id)
         if life is not None and life.story is not None:
             life.story.keep(life.story.moments, sequence)
             if isinstance(event, e.RequestPreempted):
