@@ -186,6 +186,25 @@ def test_a_log_with_a_gap_is_summed_up_on_both_sides_of_it(
     assert one(result.objects("total"))["differences"] == []
 
 
+def test_a_log_whose_oldest_segments_were_retired_is_summed_up_as_far_as_it_goes(
+    run: Any, tools: Any, walked: tuple[Path, Driver], tmp_path: Path
+) -> None:
+    """What came before is unknown; nothing is made up about it, and the sums hold."""
+    _, driver = walked
+    log = tools.write_log(tmp_path / "late", driver.observed, driver.configuration, segment_bytes=4_000)
+    segments = sorted(log.glob("*.kvlog"))
+    for segment in segments[: len(segments) // 2]:
+        segment.unlink()
+    result = run("stats", "--json", log)
+    assert result.exit_code == 0
+    total = one(result.objects("total"))
+    assert total["differences"] == []
+    assert total["num_tokens_needed"] > 0
+    request_id = driver.all_of(e.RequestFinished)[-1].request_id
+    lives = run("why", "--json", log, request_id).objects("total")
+    assert [life["differences"] for life in lives] == [[]] * len(lives)
+
+
 def test_a_sum_that_is_wrong_is_printed_as_a_fault_of_kvledger(
     run: Any, walked: tuple[Path, Driver], monkeypatch: pytest.MonkeyPatch
 ) -> None:
