@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
+from collections.abc import Callable
 
 import attrs
 
@@ -79,6 +80,16 @@ class Counting:
             for name in ("load_time_ns", "save_time_ns", "recovery_time_ns", "events_per_step", "bytes_per_step")
         }
 
+        self._counts: dict[type[e.Event], Callable[..., None]] = {
+            e.StepScheduled: self._count_step,
+            e.TransferReported: self._count_report,
+            e.LookupDeferred: self._count_deferral,
+            e.RequestPreempted: self._lose_blocks,
+            e.PrefillCompleted: self._recover,
+            e.RequestArrived: self._never_recover,
+            e.RequestFinished: self._never_recover,
+        }
+
     def take(self, batch: Batch) -> None:
         """Take up what one frame holds, as far as it is in the window."""
         has_step = False
@@ -149,24 +160,33 @@ class Counting:
         statistics.num_events += 1
         statistics.events[event.id] += 1
         statistics.event_bytes[event.id] += len(self._encoder.encode([event])) - 1
-        if isinstance(event, e.StepScheduled):
-            statistics.num_steps += 1
-            statistics.num_tokens_scheduled += event.num_scheduled_tokens
-        elif isinstance(event, e.TransferReported):
-            job = self._projections.transfers.get(event.job_id)
-            if job is not None:
-                name = "load_time_ns" if job.kind is JobKind.LOAD else "save_time_ns"
-                self._percentiles[name].add(event.duration_ns)
-        elif isinstance(event, e.LookupDeferred):
-            statistics.num_deferrals += 1
-        elif isinstance(event, e.RequestPreempted):
-            self._preempted_ns.setdefault(event.request_id, event.time_ns)
-        elif isinstance(event, e.PrefillCompleted):
-            since_ns = self._preempted_ns.pop(event.request_id, None)
-            if since_ns is not None:
-                self._percentiles["recovery_time_ns"].add(self._time_ns - since_ns)
-        elif isinstance(event, e.RequestArrived | e.RequestFinished):
-            self._preempted_ns.pop(event.request_id, None)
+        count = self._counts.get(type(event))
+        if count is not None:
+            count(event)
+
+    def _count_step(self, event: e.StepScheduled) -> None:
+        self._statistics.num_steps += 1
+        self._statistics.num_tokens_scheduled += event.num_scheduled_tokens
+
+    def _count_report(self, event: e.TransferReported) -> None:
+        job = self._projections.transfers.get(event.job_id)
+        if job is not None:
+            name = "load_time_ns" if job.kind is JobKind.LOAD else "save_time_ns"
+            self._percentiles[name].add(event.duration_ns)
+
+    def _count_deferral(self, _event: e.LookupDeferred) -> None:
+        self._statistics.num_deferrals += 1
+
+    def _lose_blocks(self, event: e.RequestPreempted) -> None:
+        self._preempted_ns.setdefault(event.request_id, event.time_ns)
+
+    def _recover(self, event: e.PrefillCompleted) -> None:
+        since_ns = self._preempted_ns.pop(event.request_id, None)
+        if since_ns is not None:
+            self._percentiles["recovery_time_ns"].add(self._time_ns - since_ns)
+
+    def _never_recover(self, event: e.RequestArrived | e.RequestFinished) -> None:
+        self._preempted_ns.pop(event.request_id, None)
 
     def _count_frame(self, batch: Batch, *, has_step: bool) -> None:
         num_bytes = batch.end_offset - batch.offset
