@@ -17,7 +17,7 @@ from typing import NoReturn
 
 import attrs
 
-from kvledger.adapters.cli import export, replay, selection, show, verify
+from kvledger.adapters.cli import export, replay, selection, show, stats, verify, why
 from kvledger.adapters.cli.exit_codes import CommandFailed, ExitCode
 from kvledger.adapters.cli.output import Output
 from kvledger.adapters.cli.sources import find_logs
@@ -40,6 +40,8 @@ COMMANDS: Mapping[str, Command] = MappingProxyType(
     {
         "verify": Command(verify.HELP, verify.configure, verify.run),
         "show": Command(show.HELP, show.configure, show.run),
+        "why": Command(why.HELP, why.configure, why.run),
+        "stats": Command(stats.HELP, stats.configure, stats.run),
         "replay": Command(replay.HELP, replay.configure, replay.run),
         "export": Command(export.HELP, export.configure, export.run),
     }
