@@ -1,0 +1,75 @@
+"""One nats-server process with JetStream on loopback; it can be killed and started again over the same files."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import socket
+import subprocess
+import time
+from pathlib import Path
+
+_READY_WITHIN_S = 20.0
+
+
+def find_nats_server() -> str | None:
+    """The server's path. Debian installs it where only root's PATH looks."""
+    return shutil.which("nats-server", path=f"{os.environ.get('PATH', '')}:/usr/sbin:/usr/local/sbin")
+
+
+def free_port() -> int:
+    """A port of loopback that nobody uses at this moment."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port: int = listener.getsockname()[1]
+        return port
+
+
+class NatsServer:
+    """A server that keeps its streams in `directory`. `configuration` is text in its configuration language."""
+
+    def __init__(self, directory: Path, configuration: str = "") -> None:
+        self.directory = directory
+        self.port = free_port()
+        self.configuration = configuration
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        """Where it listens; a stream's name may follow."""
+        return f"nats://127.0.0.1:{self.port}"
+
+    def start(self) -> NatsServer:
+        """Start it, and return when it answers."""
+        binary = find_nats_server()
+        assert binary is not None
+        self.directory.mkdir(parents=True, exist_ok=True)
+        configuration = self.directory / "server.conf"
+        configuration.write_text(
+            f'listen: "127.0.0.1:{self.port}"\njetstream {{ store_dir: "{self.directory}" }}\n{self.configuration}\n'
+        )
+        with (self.directory / "server.log").open("ab") as log:
+            self._process = subprocess.Popen([binary, "-c", str(configuration)], stdout=log, stderr=log)
+        deadline = time.monotonic() + _READY_WITHIN_S
+        while not self._answers():
+            assert self._process.poll() is None, (self.directory / "server.log").read_text()
+            assert time.monotonic() < deadline, "nats-server does not answer"
+            time.sleep(0.01)
+        return self
+
+    def kill(self) -> None:
+        """`kill -9`: nothing is flushed, nobody is told."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+    def restart(self) -> None:
+        """Kill it and start it over the same files."""
+        self.kill()
+        self.start()
+
+    def _answers(self) -> bool:
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.port), 1) as connection:
+            return connection.recv(5) == b"INFO "
+        return False
