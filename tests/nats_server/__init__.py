@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
+from nats_server.logs import fill, segments_in_stream, segments_of, write_log
 from nats_server.proxy import Proxy
 from nats_server.server import NatsServer, find_nats_server
 
-__all__ = ["NatsServer", "Proxy", "find_nats_server"]
+__all__ = [
+    "NatsServer",
+    "Proxy",
+    "fill",
+    "find_nats_server",
+    "segments_in_stream",
+    "segments_of",
+    "write_log",
+]

@@ -51,6 +51,11 @@ class Connection:
         """JetStream as the client library offers it."""
         return self.client.jetstream(timeout=API_TIMEOUT_S)
 
+    def check(self) -> None:
+        """Raise the reason if the connection ended."""
+        if self.ended.is_set():
+            raise self.reason or StreamUnavailable(f"{self.address}: the connection was closed")
+
     @property
     def max_payload(self) -> int:
         """The largest message in bytes, headers included, that the server takes."""

@@ -162,7 +162,7 @@ class _LogMirror:
         if not self._segments:
             raise LogError(
                 f"{self.connection.address}: of {self.subject} the stream holds {num_new} messages and no beginning of "
-                "a segment: the older ones were dropped (max_age, max_bytes, a purge). Read the log where it was written"
+                "a segment: the older ones were dropped (max_age, max_bytes, a purge). Read it where it was written"
             )
 
     async def _confirmed_end(self) -> int | None:

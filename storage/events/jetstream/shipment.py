@@ -14,6 +14,7 @@ from kvledger.storage.events.errors import LogDamaged, LogError
 from kvledger.storage.events.jetstream.errors import LogForked, StreamRefused, StreamUnavailable
 from kvledger.storage.events.jetstream.messages import Piece, message_headers, num_header_bytes, subject_of
 from kvledger.storage.events.jetstream.publisher import BatchResult, Publisher, fits
+from kvledger.storage.events.jetstream.room import Room
 from kvledger.storage.events.jetstream.stream import last_piece, subjects_of_log
 from kvledger.storage.events.jetstream.tail import LogTail, num_bytes_behind
 from kvledger.storage.events.segment_file import segment_paths
@@ -61,10 +62,13 @@ class LogProgress:
 class Shipment:
     """Ships one log over one connection: `start`, then `advance` again and again."""
 
-    def __init__(self, connection: Connection, publisher: Publisher, progress: LogProgress, label: str) -> None:
+    def __init__(
+        self, connection: Connection, publisher: Publisher, room: Room, progress: LogProgress, label: str
+    ) -> None:
         """Ship the log in `progress.directory`."""
         self._connection = connection
         self._publisher = publisher
+        self._room = room
         self._label = label
         self._tail: LogTail | None = None
         self._stream_sequence = 0
@@ -122,6 +126,7 @@ class Shipment:
         pieces = self._without_too_large(self._tail, before, pieces)
         if not pieces:
             return False
+        await self._room.take(self.progress.subject, pieces)
         result = await self._publisher.publish(self.progress.subject, pieces, self._stream_sequence)
         self._count(pieces, result)
         if result.num_stored < len(pieces):
@@ -153,7 +158,7 @@ class Shipment:
             self._stop(f"{text}; shipped up to event {self._tail.next_sequence - 1}, nothing behind", is_damaged=True)
 
     def _is_stuck(self, tail: LogTail) -> bool:
-        """Whether bytes have stood behind the last piece for a while and nothing came of it; True once for each state."""
+        """Whether bytes have stood behind the last piece for a while without becoming a frame; True once a state."""
         end = 0 if tail.last is None else tail.last.end
         state = (end, num_bytes_behind(tail.directory, tail.last), tail.is_in_place)
         if state != self._stuck_at:

@@ -16,9 +16,9 @@ import attrs
 from kvledger.storage.events.errors import LogError
 from kvledger.storage.events.jetstream.connection import Connection, connect
 from kvledger.storage.events.jetstream.errors import StreamUnavailable
-from kvledger.storage.events.jetstream.publisher import Publisher
-from kvledger.storage.events.jetstream.shipment import LogProgress, Shipment
-from kvledger.storage.events.jetstream.stream import NewStream, ensure_stream
+from kvledger.storage.events.jetstream.session import Session
+from kvledger.storage.events.jetstream.shipment import LogProgress
+from kvledger.storage.events.jetstream.stream import NewStream
 from kvledger.storage.events.jetstream.tail import num_bytes_behind
 from kvledger.storage.events.segment_file import segment_paths
 
@@ -59,8 +59,9 @@ class Shipper:
     """Ships what is in `path`, a log's directory or a directory of logs. `await run()`; `stop()` from the same loop.
 
     With `follow` it goes on until it is stopped, and takes up new logs; otherwise it ends when all is shipped, and
-    gives up after `give_up_after_s` without progress. `on_remark(log, text)` is told what somebody should know, `on_progress`
-    that something was shipped. `stop` lets it ship what is there for up to `grace_s`; a second `stop` does not.
+    gives up after `give_up_after_s` without progress. `on_remark(log, text)` is told what somebody should know,
+    `on_progress` that something was shipped. `stop` lets it ship what is there for up to `grace_s`; a second `stop`
+    does not.
     """
 
     path: Path
@@ -151,48 +152,33 @@ class Shipper:
 
     async def _ship_over(self, connection: Connection) -> None:
         """Ship until all is shipped (and that is all there is to do), or raise."""
-        warnings, max_age_s = await ensure_stream(connection, self.new_stream)
-        for warning in warnings:
+        session = await Session.open(connection, self.label, self.new_stream)
+        for warning in session.stream.warnings:
             self._say_once(None, warning)
-        publisher = Publisher(connection)
-        await publisher.open()
-        shipments: dict[Path, Shipment] = {}
         looked_at = 0.0
         while True:
-            if not shipments or time.monotonic() - looked_at >= _LOOK_AROUND_S:
+            is_ending = self._is_ending
+            if time.monotonic() - looked_at >= _LOOK_AROUND_S:
                 looked_at = time.monotonic()
                 self._look_around()
-                for progress in [log for log in self.logs.values() if log.directory not in shipments]:
-                    shipments[progress.directory] = Shipment(connection, publisher, progress, self.label)
-                    await shipments[progress.directory].start(max_age_s)
-                self._check_ends(list(shipments.values()), is_final=False)
-            has_shipped = await self._round(list(shipments.values()))
-            if connection.ended.is_set():
-                raise connection.reason or StreamUnavailable(f"{self.address}: the connection was closed")
-            if not has_shipped and self._is_ending:
-                self._check_ends(list(shipments.values()), is_final=True)
-                return
-            if not has_shipped:
-                await self._pause(_POLL_S)
-
-    async def _round(self, shipments: list[Shipment]) -> bool:
-        """Ship a batch of each log; return whether there was anything."""
-        has_shipped = False
-        for shipment in shipments:
-            if shipment.is_standing_by and not self._is_ending:
-                continue
-            if await shipment.advance():
-                has_shipped = True
+                await session.take_up(self.logs.values())
+                session.check_ends(is_final=False)
+            has_shipped = await session.ship_round(stand_by=not is_ending)
+            if has_shipped:
                 self._progress_at = time.monotonic()
                 self._back_off_s = _FIRST_BACK_OFF_S
                 self.on_progress()
-            self._tell(shipment.progress)
-        return has_shipped
-
-    def _check_ends(self, shipments: list[Shipment], *, is_final: bool) -> None:
-        for shipment in shipments:
-            shipment.check_end(is_final=is_final)
-            self._tell(shipment.progress)
+            self._tell()
+            if has_shipped:
+                continue
+            if is_ending:
+                self._look_around()
+                if await session.take_up(self.logs.values()):
+                    continue
+                session.check_ends(is_final=True)
+                self._tell()
+                return
+            await self._pause(_POLL_S)
 
     def _look_around(self) -> None:
         """Take up logs that were not there before."""
@@ -204,12 +190,13 @@ class Shipper:
                 if child not in self.logs and child.is_dir() and segment_paths(child):
                     self.logs[child] = LogProgress(child)
 
-    def _tell(self, progress: LogProgress) -> None:
-        for remark in progress.remarks:
-            self._say_once(progress, remark)
-        progress.remarks.clear()
-        if progress.problem:
-            self._say_once(progress, f"not shipped further: {progress.problem}")
+    def _tell(self) -> None:
+        for log in self.logs.values():
+            for remark in log.remarks:
+                self._say_once(log, remark)
+            log.remarks.clear()
+            if log.problem:
+                self._say_once(log, f"not shipped further: {log.problem}")
 
     def _say_once(self, progress: LogProgress | None, text: str) -> None:
         key = f"{None if progress is None else progress.directory}: {text}"

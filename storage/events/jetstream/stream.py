@@ -18,7 +18,16 @@ if TYPE_CHECKING:
 
     from kvledger.storage.events.jetstream.connection import Connection
 
-__all__ = ["LogInStream", "NewStream", "StoredPiece", "ensure_stream", "find_logs", "last_piece", "subjects_of_log"]
+__all__ = [
+    "CheckedStream",
+    "LogInStream",
+    "NewStream",
+    "StoredPiece",
+    "ensure_stream",
+    "find_logs",
+    "last_piece",
+    "subjects_of_log",
+]
 
 _NS: Final = 1_000_000_000
 _MAX_SUBJECTS_A_PAGE: Final = 100_000
@@ -83,8 +92,17 @@ class LogInStream:
     last: Piece | None = None
 
 
-async def ensure_stream(connection: Connection, new: NewStream | None) -> tuple[list[str], float]:
-    """Make the stream if it is missing and `new` says how; check it; return warnings, and its `max_age` (s, 0: none).
+@attrs.frozen
+class CheckedStream:
+    """A stream that logs may be shipped into. `max_age_s` is 0 if it keeps messages for ever."""
+
+    configuration: dict[str, Any]
+    warnings: list[str]
+    max_age_s: float
+
+
+async def ensure_stream(connection: Connection, new: NewStream | None) -> CheckedStream:
+    """Make the stream if it is missing and `new` says how, and check it.
 
     Raises:
         StreamRefused: it is missing, or would lose or mix up what it is given.
@@ -108,7 +126,7 @@ async def ensure_stream(connection: Connection, new: NewStream | None) -> tuple[
     problems = list(_problems(configuration))
     if problems:
         raise StreamRefused(f"{connection.address}: the stream is not fit for logs: {'; '.join(problems)}")
-    return list(_warnings(configuration)), configuration.get("max_age", 0) / _NS
+    return CheckedStream(configuration, list(_warnings(configuration)), configuration.get("max_age", 0) / _NS)
 
 
 def _problems(configuration: dict[str, Any]) -> Iterator[str]:

@@ -90,7 +90,7 @@ class LogTail:
             )
             raise LogForked(
                 f"{segment}: the stream holds {last}, and {found}. The log lost what it had (a power cut with "
-                "durability 'os' does that), or was written anew or copied. The stream keeps what it has; begin a new log"
+                "durability 'os' does that), or was written anew. The stream keeps what it has; begin a new log"
             )
 
     def read(self, max_pieces: int, max_bytes: int) -> list[Piece]:
