@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib.util
 import ssl
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
@@ -26,11 +27,13 @@ if TYPE_CHECKING:
 
     from kvledger.storage.events.jetstream.address import Access, StreamAddress
 
-__all__ = ["API_TIMEOUT_S", "Connection", "connect"]
+__all__ = ["ANSWER_WITHIN_S", "Connection", "connect"]
 
-API_TIMEOUT_S: Final = 5.0
+ANSWER_WITHIN_S: Final = 5.0
 
 _CONNECT_TIMEOUT_S: Final = 4
+_CLOSE_TIMEOUT_S: Final = 1
+_NOT_ENABLED: Final = (10039, 10076)
 _PING_INTERVAL_S: Final = 10
 _API: Final = "$JS.API"
 
@@ -43,13 +46,14 @@ class Connection:
 
     address: StreamAddress
     client: Client = attrs.field(repr=False)
+    answer_within_s: float = ANSWER_WITHIN_S
     ended: asyncio.Event = attrs.field(factory=asyncio.Event)
     reason: StreamError | None = None
 
     @property
     def jetstream(self) -> JetStreamContext:
         """JetStream as the client library offers it."""
-        return self.client.jetstream(timeout=API_TIMEOUT_S)
+        return self.client.jetstream(timeout=self.answer_within_s)
 
     def check(self) -> None:
         """Raise the reason if the connection ended."""
@@ -66,13 +70,13 @@ class Connection:
         data = b"" if body is None else msgspec.json.encode(body)
 
         async def ask() -> dict[str, Any]:
-            message = await self.client.request(f"{_API}.{operation}", data, timeout=API_TIMEOUT_S)
-            return msgspec.json.decode(message.data, type=dict[str, Any])
+            message = await self.client.request(f"{_API}.{operation}", data, timeout=self.answer_within_s)
+            answer = msgspec.json.decode(message.data, type=dict[str, Any])
+            if "error" in answer:
+                raise APIError.from_error(answer["error"])
+            return answer
 
-        answer = await self.unless_ended(ask())
-        if "error" in answer:
-            raise APIError.from_error(answer["error"])
-        return answer
+        return await self.unless_ended(ask())
 
     async def unless_ended(self, work: Coroutine[Any, Any, Answer]) -> Answer:
         """Await `work`, but no longer than there is a connection. Raises `StreamError`, and `APIError` as it came."""
@@ -88,6 +92,8 @@ class Connection:
         except APIError as error:
             if isinstance(error, ServiceUnavailableError) and error.err_code is None:
                 raise self._no_jetstream() from error
+            if error.err_code in _NOT_ENABLED:
+                raise StreamRefused(f"{self.address}: {error.description}") from error
             if isinstance(error, ServiceUnavailableError | ServerError):
                 raise StreamUnavailable(f"{self.address}: {error.description}") from error
             raise
@@ -106,8 +112,12 @@ class Connection:
 
 
 @contextlib.asynccontextmanager
-async def connect(address: StreamAddress, access: Access, name: str) -> AsyncIterator[Connection]:
+async def connect(
+    address: StreamAddress, access: Access, name: str, answer_within_s: float = ANSWER_WITHIN_S
+) -> AsyncIterator[Connection]:
     """Connect for the length of a block; `name` is what the server lists the connection as.
+
+    A server that does not answer within `answer_within_s` is taken for gone.
 
     Raises:
         StreamRefused: credentials or certificates do not fit, here or there.
@@ -115,9 +125,10 @@ async def connect(address: StreamAddress, access: Access, name: str) -> AsyncIte
 
     """
     access = access.with_user_of(address)
+    _check_key_files(access)
     tls = _tls_context(address, access)
     client = Client()
-    connection = Connection(address, client)
+    connection = Connection(address, client, answer_within_s)
     seen: list[Exception] = []
 
     async def on_error(error: Exception) -> None:
@@ -163,8 +174,6 @@ async def connect(address: StreamAddress, access: Access, name: str) -> AsyncIte
     except StreamError:
         await _close(client)
         raise
-    except ImportError as error:
-        raise StreamRefused(f"{address}: credentials with keys need a package: pip install 'kvledger[nats]'") from error
     except (NatsError, OSError, TimeoutError, ValueError) as error:
         await _close(client)
         raise _failure(address, [*seen, error]) from error
@@ -177,11 +186,29 @@ async def connect(address: StreamAddress, access: Access, name: str) -> AsyncIte
 async def _close(client: Client) -> None:
     # Whatever goes wrong while leaving changes nothing any more; a server that does not read must not hold us.
     with contextlib.suppress(NatsError, OSError, TimeoutError):
-        await asyncio.wait_for(_closing(client), _CONNECT_TIMEOUT_S)
+        await asyncio.wait_for(_closing(client), _CLOSE_TIMEOUT_S)
 
 
 def _closing(client: Client) -> Awaitable[None]:
     return client.close()
+
+
+def _check_key_files(access: Access) -> None:
+    """Look into files with keys first: the client library never returns from one that is something else."""
+    for file, markers in (
+        (access.creds_file, (b"BEGIN NATS USER JWT", b"BEGIN USER NKEY SEED")),
+        (access.nkey_file, (b"SU",)),
+    ):
+        if file is None:
+            continue
+        try:
+            content = file.read_bytes()
+        except OSError as error:
+            raise StreamRefused(f"the credentials cannot be read: {error}") from error
+        if not all(marker in content for marker in markers):
+            raise StreamRefused(f"{file}: holds no {'credentials' if len(markers) > 1 else 'nkey seed of a user'}")
+        if importlib.util.find_spec("nkeys") is None:
+            raise StreamRefused("credentials with keys need the package nkeys: pip install 'kvledger[nats]'")
 
 
 def _tls_context(address: StreamAddress, access: Access) -> ssl.SSLContext | None:
@@ -217,7 +244,7 @@ def _failure(address: StreamAddress, errors: list[Exception]) -> StreamError:
             )
         if "authori" in str(error).lower() or "authentication" in str(error).lower():
             return StreamRefused(f"{address}: the server refused the credentials ({_text(error)})")
-        if isinstance(error, FileNotFoundError | PermissionError | ValueError):
+        if isinstance(error, ValueError):
             return StreamRefused(f"{address}: the credentials cannot be used: {_text(error)}")
     reasons = dict.fromkeys(_text(error) for error in errors)
     return StreamUnavailable(f"{address}: cannot connect: {'; '.join(reasons)}")

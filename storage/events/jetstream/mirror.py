@@ -24,7 +24,7 @@ from nats.js.errors import APIError
 
 from kvledger.storage.events.errors import LogError
 from kvledger.storage.events.jetstream.address import Access, StreamAddress
-from kvledger.storage.events.jetstream.connection import API_TIMEOUT_S, Connection, connect
+from kvledger.storage.events.jetstream.connection import Connection, connect
 from kvledger.storage.events.jetstream.errors import StreamRefused, StreamUnavailable
 from kvledger.storage.events.jetstream.messages import piece_of_message
 from kvledger.storage.events.jetstream.stream import LogInStream, find_logs, stored_message, subjects_of_log
@@ -227,7 +227,7 @@ class _LogMirror:
             while num_left > 0:
                 try:
                     messages = await connection.unless_ended(
-                        subscription.fetch(min(batch, num_left), timeout=API_TIMEOUT_S)
+                        subscription.fetch(min(batch, num_left), timeout=connection.answer_within_s)
                     )
                 except StreamUnavailable as error:
                     if isinstance(error.__cause__, NatsTimeoutError) and not connection.ended.is_set():

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Final
 import attrs
 import msgspec
 
-from kvledger.storage.events.jetstream.connection import API_TIMEOUT_S
 from kvledger.storage.events.jetstream.errors import StreamRefused, StreamUnavailable
 from kvledger.storage.events.jetstream.messages import Piece, message_headers, num_header_bytes
 
@@ -56,13 +55,14 @@ _decoder = msgspec.json.Decoder(_Acknowledgement)
 class BatchResult:
     """How far a batch came: the first `num_stored` pieces are in the stream, the last of them at `stream_sequence`.
 
-    `lost_place`: the next piece was refused, because the stream is not where it was thought to be. `num_repeated`
-    pieces were there already. `problem` is what else the server had against the next piece.
+    `lost_place`: the next piece was refused, because the stream is not where it was thought to be. The pieces with the
+    indices `repeated` were not stored again, because the server remembers their ids. `problem` is what else it had
+    against the next piece.
     """
 
     num_stored: int
     stream_sequence: int
-    num_repeated: int = 0
+    repeated: frozenset[int] = frozenset()
     lost_place: bool = False
     problem: StreamUnavailable | StreamRefused | None = None
 
@@ -116,11 +116,12 @@ class Publisher:
             if len(self._answers) == num_answers:
                 missing = f"{len(pieces) - num_answers} of {len(pieces)} messages"
                 raise StreamUnavailable(
-                    f"{self._connection.address}: {missing} were not acknowledged within {API_TIMEOUT_S:g} s"
+                    f"{self._connection.address}: {missing} were not acknowledged within "
+                    f"{self._connection.answer_within_s:g} s"
                 )
             num_answers = len(self._answers)
             try:
-                await asyncio.wait_for(self._complete.wait(), API_TIMEOUT_S)
+                await asyncio.wait_for(self._complete.wait(), self._connection.answer_within_s)
             except TimeoutError:
                 continue  # As long as answers come in, wait on.
 
@@ -142,16 +143,16 @@ class Publisher:
             self._complete.set()
 
     def _result(self, num_pieces: int, last_subject_sequence: int) -> BatchResult:
-        stream_sequence, num_repeated = last_subject_sequence, 0
+        stream_sequence = last_subject_sequence
+        repeated = frozenset(index for index, answer in self._answers.items() if answer.duplicate)
         for index in range(num_pieces):
             answer = self._answers[index]
             if answer.error is not None:
                 if answer.error.err_code in {_WRONG_LAST_ID, _WRONG_LAST_SEQUENCE}:
-                    return BatchResult(index, stream_sequence, num_repeated, lost_place=True)
-                return BatchResult(index, stream_sequence, num_repeated, problem=self._problem(answer.error))
+                    return BatchResult(index, stream_sequence, repeated, lost_place=True)
+                return BatchResult(index, stream_sequence, repeated, problem=self._problem(answer.error))
             stream_sequence = answer.seq
-            num_repeated += answer.duplicate
-        return BatchResult(num_pieces, stream_sequence, num_repeated)
+        return BatchResult(num_pieces, stream_sequence, repeated)
 
     def _problem(self, error: _Error) -> StreamUnavailable | StreamRefused:
         text = f"{self._connection.address}: {error.description}"

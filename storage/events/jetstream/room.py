@@ -1,7 +1,7 @@
 """Whether a bounded stream has room, asked before publishing into it.
 
-A stream with ``discard: new`` should refuse what does not fit. nats-server 2.9 compares without its own overhead, takes a
-message that just fits so, and then drops the oldest message to make room: a log's header, most likely. So a shipper
+A stream with ``discard: new`` should refuse what does not fit. nats-server 2.9 compares without its own overhead, takes
+a message that just fits so, and then drops the oldest message to make room: a log's header, most likely. So a shipper
 stops before the bound. It asks often near the bound and seldom far from it.
 """
 
@@ -55,7 +55,7 @@ class Room:
             self._asked_at = time.monotonic()
         if needed > self._free:
             raise StreamUnavailable(
-                f"{self._connection.address}: the stream is full (max_bytes {self._max_bytes}); nothing is dropped. Raise "
-                "max_bytes, or purge logs that are no longer needed"
+                f"{self._connection.address}: the stream is full (max_bytes {self._max_bytes}); nothing is dropped. "
+                "Raise max_bytes, or purge logs that are no longer needed"
             )
         self._free -= needed

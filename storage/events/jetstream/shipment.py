@@ -129,12 +129,10 @@ class Shipment:
         await self._room.take(self.progress.subject, pieces)
         result = await self._publisher.publish(self.progress.subject, pieces, self._stream_sequence)
         self._count(pieces, result)
-        if result.num_stored < len(pieces):
-            await self._go_on_after(self._tail, result, pieces[result.num_stored - 1] if result.num_stored else before)
-        else:
+        if result.num_stored == len(pieces) and not result.repeated:
             self._window = min(_MAX_WINDOW, self._window * 2)
-        if result.num_repeated:
-            self._note_other_shipper()
+        else:
+            await self._go_on_after(self._tail, result, pieces[result.num_stored - 1] if result.num_stored else before)
         return True
 
     def check_end(self, *, is_final: bool) -> None:
@@ -201,7 +199,13 @@ class Shipment:
         except (LogForked, LogDamaged) as error:
             self._stop(str(error), is_damaged=True)
             return
-        if self.progress.last is not None and (last_stored is None or self.progress.last.end != last_stored.end):
+        here, there = _position(last_stored), _position(self.progress.last)
+        if result.repeated and there < here:
+            raise StreamUnavailable(
+                f"{self._connection.address}: messages of {self.progress.subject} were deleted, and the server takes "
+                "them for repetitions when they are sent again; it does so until its duplicate window has passed"
+            )
+        if result.repeated or there > here:
             self._note_other_shipper()
 
     def _without_too_large(self, tail: LogTail, before: Piece | None, pieces: list[Piece]) -> list[Piece]:
@@ -226,8 +230,9 @@ class Shipment:
             return
         self._stream_sequence = result.stream_sequence
         self.progress.last = stored[-1]
-        self.progress.num_frames += sum(not piece.is_header for piece in stored)
-        self.progress.num_bytes += sum(len(piece.data) for piece in stored)
+        fresh = [piece for index, piece in enumerate(stored) if index not in result.repeated]
+        self.progress.num_frames += sum(not piece.is_header for piece in fresh)
+        self.progress.num_bytes += sum(len(piece.data) for piece in fresh)
 
     def _take_lost(self, tail: LogTail) -> None:
         for first, last in tail.lost.items():
@@ -248,6 +253,10 @@ class Shipment:
 
     def _remark(self, text: str) -> None:
         self.progress.remarks.append(text)
+
+
+def _position(piece: Piece | None) -> tuple[str, int]:
+    return ("", 0) if piece is None else (piece.segment, piece.end)
 
 
 def _age_s(directory: Path) -> float:

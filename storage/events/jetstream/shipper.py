@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 import attrs
 
 from kvledger.storage.events.errors import LogError
-from kvledger.storage.events.jetstream.connection import Connection, connect
+from kvledger.storage.events.jetstream.connection import ANSWER_WITHIN_S, Connection, connect
 from kvledger.storage.events.jetstream.errors import StreamUnavailable
 from kvledger.storage.events.jetstream.session import Session
 from kvledger.storage.events.jetstream.shipment import LogProgress
@@ -72,6 +72,7 @@ class Shipper:
     new_stream: NewStream | None = None
     give_up_after_s: float = 60.0
     grace_s: float = 10.0
+    answer_within_s: float = ANSWER_WITHIN_S
     on_remark: Callable[[LogProgress | None, str], None] = lambda _log, _text: None
     on_progress: Callable[[], None] = lambda: None
     logs: dict[Path, LogProgress] = attrs.field(factory=dict, init=False)
@@ -103,6 +104,7 @@ class Shipper:
                 self._work.cancel()
             await self._finish(self._work)
         finally:
+            self._tell()
             stop.cancel()
             self._work.cancel()
         return self.report()
@@ -136,14 +138,18 @@ class Shipper:
 
     async def _keep_shipping(self) -> None:
         while True:
+            was_stopping = self._stopping.is_set()
             try:
-                async with connect(self.address, self.access, f"kvledger ship {self.label}") as connection:
+                name = f"kvledger ship {self.label}"
+                async with connect(self.address, self.access, name, self.answer_within_s) as connection:
                     await self._ship_over(connection)
                     return
             except StreamUnavailable as error:
                 waited_s = time.monotonic() - self._progress_at
-                if self._stopping.is_set() or (not self.follow and waited_s > self.give_up_after_s):
+                if was_stopping or (not self.follow and waited_s > self.give_up_after_s):
                     raise
+                if self._stopping.is_set():
+                    continue  # One fresh attempt: what broke may have broken long ago.
                 # Not all shippers of a fleet at the same moment.
                 pause_s = self._back_off_s * random.uniform(0.5, 1.0)  # noqa: S311
                 self._back_off_s = min(_MAX_BACK_OFF_S, self._back_off_s * 2)

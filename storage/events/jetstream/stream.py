@@ -9,7 +9,7 @@ import attrs
 from nats.js.errors import APIError, NotFoundError
 
 from kvledger.storage.events.errors import LogDamaged, LogTooNew
-from kvledger.storage.events.jetstream.errors import StreamRefused
+from kvledger.storage.events.jetstream.errors import StreamRefused, StreamUnavailable
 from kvledger.storage.events.jetstream.messages import SUBJECT_PREFIX, Piece, piece_of_message
 from kvledger.storage.events.segment_file import SegmentHeader, decode_header
 
@@ -178,6 +178,7 @@ async def last_piece(connection: Connection, subject: str) -> StoredPiece | None
     try:
         message = await connection.unless_ended(jetstream.get_last_msg(connection.address.stream, subject))
     except NotFoundError:
+        await _check_empty(connection, subject)
         return None
     except APIError as error:
         raise StreamRefused(f"{connection.address}: {error.description}") from error
@@ -188,6 +189,20 @@ async def last_piece(connection: Connection, subject: str) -> StoredPiece | None
             f"who did; 'nats stream rmm {connection.address.stream} {message.seq}' removes it"
         )
     return StoredPiece(message.seq or 0, piece)
+
+
+async def _check_empty(connection: Connection, subject: str) -> None:
+    """Make sure that a subject without a last message has no message.
+
+    nats-server 2.9 finds no last message, and takes a first one, after the last one was deleted by hand. Who believes
+    that ships the log a second time.
+    """
+    num_messages = (await _subjects(connection, subject)).get(subject, 0)
+    if num_messages:
+        raise StreamUnavailable(
+            f"{connection.address}: the server counts {num_messages} messages on {subject} and finds no last one. Some "
+            "versions do so after messages were deleted by hand; restart the server that leads the stream"
+        )
 
 
 async def stored_message(connection: Connection, stream_sequence: int) -> RawStreamMsg | None:
