@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,8 @@ from lifecycle_driver import Driver
 from nats_server import NatsServer, find_nats_server, segments_in_stream, segments_of
 
 from kvledger.lifecycle import events as e
+from kvledger.lifecycle.codec import EventEncoder
+from kvledger.storage.events import SegmentEventStore
 
 Run = Any
 Tools = Any
@@ -149,22 +151,24 @@ def test_what_cannot_be_done_has_its_exit_code_and_a_reason(
     assert "kvledger" in result.err
 
 
-def test_a_stream_can_be_followed(server: NatsServer, run: Run, log: Path, tmp_path: Path) -> None:
+def test_a_stream_can_be_followed(server: NatsServer, run: Run, log: Path) -> None:
     """`show --follow` tells what is shipped while it runs."""
     assert run("ship", log, "--to", server.url, "--create-stream").exit_code == 0
     process = subprocess.Popen(
-        [sys.executable, "-m", "kvledger.adapters.cli.main", "show", "--follow", server.url, "chat-17"],
+        [sys.executable, "-m", "kvledger.adapters.cli.main", "show", "--follow", "--json", server.url],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
     try:
         assert process.stdout is not None
-        deadline = time.monotonic() + 30
-        told = ""
-        while "finished" not in told:
-            assert time.monotonic() < deadline, told
-            told += process.stdout.readline()
+        while json.loads(process.stdout.readline())["request_id"] != "chat-9":
+            pass
+        store = SegmentEventStore.open(log)
+        store.append(EventEncoder().encode([e.RequestArrived("late", 100, 7, 10**9)]), 1)
+        store.close()
+        assert run("ship", log, "--to", server.url).exit_code == 0
+        assert json.loads(process.stdout.readline())["request_id"] == "late"
     finally:
         process.send_signal(signal.SIGINT)
         process.communicate(timeout=20)
