@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from nats_server.logs import fill, segments_in_stream, segments_of, write_log
 from nats_server.proxy import Proxy
-from nats_server.server import NatsServer, find_nats_server
+from nats_server.server import NatsServer, find_nats_server, start_cluster
 
 __all__ = [
     "NatsServer",
@@ -13,5 +13,6 @@ __all__ = [
     "find_nats_server",
     "segments_in_stream",
     "segments_of",
+    "start_cluster",
     "write_log",
 ]

@@ -25,6 +25,20 @@ def free_port() -> int:
         return port
 
 
+def start_cluster(directory: Path, num_servers: int = 3) -> list[NatsServer]:
+    """Start servers that know each other and replicate streams."""
+    ports = [free_port() for _ in range(num_servers)]
+    routes = ", ".join(f'"nats://127.0.0.1:{port}"' for port in ports)
+    servers = [
+        NatsServer(
+            directory / f"server-{number}",
+            f'server_name: "{number}"\ncluster {{ name: test, listen: "127.0.0.1:{port}", routes: [{routes}] }}',
+        )
+        for number, port in enumerate(ports)
+    ]
+    return [server.start() for server in servers]
+
+
 class NatsServer:
     """A server that keeps its streams in `directory`. `configuration` is text in its configuration language."""
 

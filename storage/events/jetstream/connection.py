@@ -97,7 +97,10 @@ class Connection:
             if isinstance(error, ServiceUnavailableError | ServerError):
                 raise StreamUnavailable(f"{self.address}: {error.description}") from error
             raise
-        except (NatsError, OSError, TimeoutError) as error:
+        except TimeoutError as error:
+            silence = f"{self.address}: no answer within {self.answer_within_s:g} s"
+            raise self.reason or StreamUnavailable(silence) from error
+        except (NatsError, OSError) as error:
             raise self.reason or StreamUnavailable(f"{self.address}: {_text(error)}") from error
         finally:
             for one in (task, end):

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from nats_server import NatsServer, Proxy, find_nats_server
+from nats_server import NatsServer, Proxy, find_nats_server, start_cluster
 
 from kvledger.storage.events.jetstream import Access, NewStream, Shipper, ShippingReport, StreamAddress
 
@@ -46,6 +46,17 @@ def new_server(tmp_path: Path) -> Iterator[Callable[[str], NatsServer]]:
 def server(new_server: Callable[[str], NatsServer]) -> NatsServer:
     """A server as it comes, with JetStream."""
     return new_server("")
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[list[NatsServer]]:
+    """Three servers that replicate streams among them."""
+    if find_nats_server() is None:
+        pytest.skip(MISSING)
+    servers = start_cluster(tmp_path / "cluster")
+    yield servers
+    for server in servers:
+        server.kill()
 
 
 @pytest.fixture

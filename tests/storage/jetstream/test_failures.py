@@ -15,6 +15,7 @@ from typing import Any
 
 import nats
 import pytest
+from nats.errors import Error as NatsError
 from nats.js.errors import APIError
 from nats_server import NatsServer, Proxy, fill, segments_in_stream, segments_of, write_log
 
@@ -310,6 +311,55 @@ def test_other_logs_in_between_do_not_disturb(
     assert all(report.is_complete for report in reports)
     for log, report in zip(logs, reports, strict=True):
         assert segments_in_stream(server.url, report.logs[0].log_id) == segments_of(log)
+
+
+def leader_of(servers: list[NatsServer]) -> tuple[NatsServer, int] | None:
+    """The server that leads the stream, and how many messages it has; None while there is neither."""
+
+    async def ask() -> tuple[NatsServer, int] | None:
+        try:
+            client = await nats.connect([server.url for server in servers], connect_timeout=1)
+        except (NatsError, OSError):
+            return None
+        try:
+            info = await client.jetstream(timeout=0.5).stream_info("KVLEDGER")
+            leader = info.cluster.leader if info.cluster else None
+            return (servers[int(leader)], info.state.messages) if leader else None
+        except NatsError:
+            return None
+        finally:
+            await client.close()
+
+    return asyncio.run(ask())
+
+
+def test_a_cluster_that_loses_its_leader_is_gone_on_with(
+    cluster: list[NatsServer], ship: Ship, tmp_path: Path, chance: random.Random
+) -> None:
+    """Three replicas, two shippers of one log: every server ends with the files' bytes, also the one that was killed."""
+    log = write_log(tmp_path / "log", chance, 4_000, segment_bytes=200_000)
+    url = "nats://" + ",".join(server.url.removeprefix("nats://") for server in cluster)
+    replicated = NewStream(num_replicas=3)
+
+    def make() -> Any:
+        return ship.make(log, url, follow=True, new_stream=replicated, answer_within_s=1.0)
+
+    both = [Shipping(make) for _ in range(2)]
+    deadline = time.monotonic() + 60
+    while (found := leader_of(cluster)) is None or found[1] < 200:
+        assert time.monotonic() < deadline, ship.remarks
+        time.sleep(0.02)
+    leader, num_messages_before = found
+    leader.kill()
+    leader.start()
+    num_segments = len(segments_of(log))
+    while (found := leader_of(cluster)) is None or found[1] < 4_000 + num_segments:
+        assert time.monotonic() < deadline, ship.remarks
+        time.sleep(0.05)
+    print(f"killed with {num_messages_before} messages")
+    assert all(shipping.stop().is_complete for shipping in both)
+    for server in cluster:
+        assert segments_in_stream(server.url) == segments_of(log)
 
 
 def test_a_foreign_message_on_a_logs_subject_stops_the_shipper_with_its_number(
