@@ -336,7 +336,7 @@ def leader_of(servers: list[NatsServer]) -> tuple[NatsServer, int] | None:
 def test_a_cluster_that_loses_its_leader_is_gone_on_with(
     cluster: list[NatsServer], ship: Ship, tmp_path: Path, chance: random.Random
 ) -> None:
-    """Three replicas, two shippers of one log: every server ends with the files' bytes, also the one that was killed."""
+    """Three replicas, two shippers of one log; through whichever server it is read, it is the files."""
     log = write_log(tmp_path / "log", chance, 4_000, segment_bytes=200_000)
     url = "nats://" + ",".join(server.url.removeprefix("nats://") for server in cluster)
     replicated = NewStream(num_replicas=3)
