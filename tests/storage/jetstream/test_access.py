@@ -121,6 +121,21 @@ def test_a_log_is_shipped_with_an_nkey(
     assert ship(log, server.url, access=Access(nkey_file=seed_file)).is_complete
 
 
+def test_a_log_is_shipped_with_a_credentials_file_and_not_with_another_operators(
+    new_server: Callable[[str], NatsServer], ship: Ship, log: Path, tmp_path: Path
+) -> None:
+    """JWT and seed, as `nsc` writes them."""
+    credentials = pytest.importorskip("nats_server.credentials")
+    operator, stranger = credentials.Operator(), credentials.Operator()
+    server = new_server(operator.configuration)
+    access = Access(creds_file=operator.credentials(tmp_path / "user.creds"))
+    assert ship(log, server.url, access=access).is_complete
+    (copy,) = mirror(StreamAddress.parse(server.url), tmp_path / "mirror", access=access)
+    assert segments_of(copy) == segments_of(log)
+    with pytest.raises(StreamRefused, match="credentials"):
+        ship(log, server.url, access=Access(creds_file=stranger.credentials(tmp_path / "stranger.creds")))
+
+
 @pytest.mark.parametrize("kind", ["creds_file", "nkey_file"])
 def test_a_file_that_holds_no_key_is_named(
     server: NatsServer, ship: Ship, log: Path, tmp_path: Path, kind: str
