@@ -47,6 +47,8 @@ class NatsServer:
         self.port = free_port()
         self.configuration = configuration
         self._process: subprocess.Popen[bytes] | None = None
+        self._has_run = False
+        self._num_ports_left = 3
 
     @property
     def url(self) -> str:
@@ -54,7 +56,16 @@ class NatsServer:
         return f"nats://127.0.0.1:{self.port}"
 
     def start(self) -> NatsServer:
-        """Start it, and return when it answers."""
+        """Start it, and return when it answers. A first start that finds its port taken by now takes another."""
+        while not self._start():
+            assert not self._has_run, (self.directory / "server.log").read_text()
+            assert self._num_ports_left, (self.directory / "server.log").read_text()
+            self._num_ports_left -= 1
+            self.port = free_port()
+        self._has_run = True
+        return self
+
+    def _start(self) -> bool:
         binary = find_nats_server()
         assert binary is not None
         self.directory.mkdir(parents=True, exist_ok=True)
@@ -66,10 +77,11 @@ class NatsServer:
             self._process = subprocess.Popen([binary, "-c", str(configuration)], stdout=log, stderr=log)
         deadline = time.monotonic() + _READY_WITHIN_S
         while not self._answers():
-            assert self._process.poll() is None, (self.directory / "server.log").read_text()
+            if self._process.poll() is not None:
+                return False
             assert time.monotonic() < deadline, "nats-server does not answer"
             time.sleep(0.01)
-        return self
+        return self._process.poll() is None
 
     def kill(self) -> None:
         """`kill -9`: nothing is flushed, nobody is told."""
