@@ -116,11 +116,14 @@ class LogTail:
             return None
         reader = LogReader(self.directory, from_sequence=self.next_sequence)
         frame = next(iter(reader), None)
+        segments = _segments(self.directory)
         for damage in reader.damage:
             is_before = self.last is not None and (damage.segment, damage.offset) < (self.last.segment, self.last.end)
-            if damage is not reader.retired and not is_before:
+            # The oldest are gone: `read` goes on behind the gap, and has it in `lost`.
+            is_retired = damage.kind == "missing_segment" and segments and damage.segment == segments[0].name
+            if not is_before and not is_retired:
                 return damage
-        if self.last is None or reader.retired is not None:
+        if self.last is None or not (self.directory / self.last.segment).exists():
             return None
         if not self.is_in_place:
             return self._changed("the file has become shorter than what was read here before")
