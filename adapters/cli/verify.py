@@ -56,12 +56,15 @@ def _verify(log: StoredLog, window: Window, handlers: HandlerRegistry, output: O
     keeps = None if window.is_everything else is_selected
     audit = Audit(log.configuration, ReferenceMachine(), handlers=handlers, keeps=keeps)
     with output.progress(log, "verifying"):
-        for sequence, event in log.trusted_events():
-            if window.is_over(sequence):
-                break
-            audit.take(sequence, event)
+        if window.last_sequence is None:
+            audit.run_frames(log.trusted_frames())
         else:
-            audit.finish()
+            for sequence, event in log.trusted_events():
+                if window.is_over(sequence):
+                    break
+                audit.take(sequence, event)
+            else:
+                audit.finish()
     findings = Findings.of(log, audit, window, handlers)
     if output.is_json:
         _show_json(output, log, audit, findings)
