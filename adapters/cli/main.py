@@ -108,9 +108,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _logs(arguments: argparse.Namespace) -> list[Path]:
-    logs = find_logs(arguments.log, arguments.mirror)
+    logs = find_logs(arguments.log, arguments.mirror, newest=arguments.newest)
     if isinstance(arguments.log, StreamUrl) and getattr(arguments, "follow", False):
-        keep_mirrored(arguments.log, arguments.mirror)
+        keep_mirrored(arguments.log, arguments.mirror, newest=arguments.newest)
     if arguments.newest and len(logs) > 1:
         sys.stderr.write(f"kvledger: reading {logs[-1]}, the newest of {len(logs)} logs in {arguments.log}\n")
         return logs[-1:]

@@ -16,16 +16,17 @@ from kvledger.storage.events.segment_file import segment_paths
 _MAX_NAMED = 10
 
 
-def find_logs(path: Path | StreamUrl, mirror: Path | None = None) -> list[Path]:
+def find_logs(path: Path | StreamUrl, mirror: Path | None = None, *, newest: bool = False) -> list[Path]:
     """The logs that `path` means, in the order in which they were opened: itself, or those in the directory.
 
-    The URL of a stream means its logs, of which a mirror is made first (in the directory `mirror`).
+    The URL of a stream means its logs, of which a mirror is made first (in the directory `mirror`); with `newest` only
+    of the newest, since that takes time.
 
     Raises:
         CommandFailed: there is none.
     """
     if isinstance(path, StreamUrl):
-        return sorted(mirrored_logs(path, mirror), key=lambda log: (_opened_at(log), log.name))
+        return sorted(mirrored_logs(path, mirror, newest=newest), key=lambda log: (_opened_at(log), log.name))
     if not path.exists():
         raise CommandFailed(f"{path}: there is nothing; give a log directory or a *.kvlog file", ExitCode.USAGE)
     if not path.is_dir() or segment_paths(path):

@@ -56,8 +56,8 @@ def parse_address(url: StreamUrl) -> StreamAddress:
         return StreamAddress.parse(url.text)
 
 
-def mirrored_logs(url: StreamUrl, directory: Path | None) -> list[Path]:
-    """Bring the mirror of the URL's log, or of all its logs, up to date, and return the log directories.
+def mirrored_logs(url: StreamUrl, directory: Path | None, *, newest: bool) -> list[Path]:
+    """Bring the mirror of the URL's log, or of all its logs or the newest, up to date; return the log directories.
 
     Raises:
         CommandFailed: that did not work.
@@ -66,10 +66,10 @@ def mirrored_logs(url: StreamUrl, directory: Path | None) -> list[Path]:
     from kvledger.storage.events.jetstream import mirror  # noqa: PLC0415
 
     with stream_errors(), _progress(f"fetching from {address}") as on_progress:
-        return mirror(address, directory, on_progress=on_progress)
+        return mirror(address, directory, newest=newest, on_progress=on_progress, on_skipped=_remark)
 
 
-def keep_mirrored(url: StreamUrl, directory: Path | None) -> None:
+def keep_mirrored(url: StreamUrl, directory: Path | None, *, newest: bool) -> None:
     """Bring the mirror up to date again and again beside this thread, for a command that follows a log."""
     address = parse_address(url)
     from kvledger.storage.events.jetstream import mirror  # noqa: PLC0415
@@ -78,9 +78,9 @@ def keep_mirrored(url: StreamUrl, directory: Path | None) -> None:
         while True:
             time.sleep(_REFRESH_EVERY_S)
             try:
-                mirror(address, directory)
+                mirror(address, directory, newest=newest)
             except (LogError, OSError) as error:
-                sys.stderr.write(f"kvledger: {error}\n")
+                _remark(str(error))
 
     threading.Thread(target=refresh, name="kvledger-mirror", daemon=True).start()
 
@@ -101,6 +101,10 @@ def stream_errors() -> Iterator[None]:
         raise CommandFailed(str(error), ExitCode.TRY_AGAIN) from error
     except LogError as error:
         raise CommandFailed(str(error), ExitCode.DAMAGED) from error
+
+
+def _remark(text: str) -> None:
+    sys.stderr.write(f"kvledger: {text}\n")
 
 
 @contextlib.contextmanager

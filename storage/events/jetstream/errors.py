@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvledger.storage.events.errors import LogError
 
-__all__ = ["LogForked", "StreamError", "StreamRefused", "StreamUnavailable"]
+__all__ = ["LogForked", "NothingToRead", "StreamError", "StreamRefused", "StreamUnavailable"]
 
 
 class StreamError(LogError):
@@ -17,6 +17,10 @@ class StreamUnavailable(StreamError):
 
 class StreamRefused(StreamError):
     """Credentials, permissions, a certificate, a missing or unsuitable stream: somebody must change something first."""
+
+
+class NothingToRead(StreamError):
+    """The stream dropped so much of a log that no segment of it has a beginning."""
 
 
 class LogForked(StreamError):

@@ -25,7 +25,7 @@ from nats.js.errors import APIError
 from kvledger.storage.events.errors import LogError
 from kvledger.storage.events.jetstream.address import Access, StreamAddress
 from kvledger.storage.events.jetstream.connection import Connection, connect
-from kvledger.storage.events.jetstream.errors import StreamRefused, StreamUnavailable
+from kvledger.storage.events.jetstream.errors import NothingToRead, StreamRefused, StreamUnavailable
 from kvledger.storage.events.jetstream.messages import piece_of_message
 from kvledger.storage.events.jetstream.stream import LogInStream, find_logs, stored_message, subjects_of_log
 
@@ -65,22 +65,33 @@ def mirror(
     directory: Path | None = None,
     *,
     access: Access | None = None,
+    newest: bool = False,
     on_progress: Callable[[int, int], None] | None = None,
+    on_skipped: Callable[[str], None] | None = None,
 ) -> list[Path]:
     """Bring the mirror of the addressed log, or of every log of the stream, up to date; return the log directories.
 
     `directory` (default: `default_mirror_directory`) gets a folder for each log; folders are made for their owner only.
-    `on_progress(num_messages, num_messages_in_all)` is called now and then. An interrupted run is gone on with.
+    With `newest` only the log that was opened last is fetched. `on_progress(num_messages, num_messages_in_all)` is
+    called now and then; `on_skipped` is told of a log of several that cannot be read. An interrupted run is
+    gone on with.
 
     Raises:
         StreamRefused: credentials, permissions, a missing stream, or a log id that is not in it, or not only once.
         StreamUnavailable: the servers do not answer.
-        LogError: the stream holds no beginning of a segment of the log.
+        NothingToRead: the stream holds no beginning of a segment of the log.
         OSError: the mirror cannot be written.
 
     """
     directory = default_mirror_directory(address) if directory is None else directory
-    work = _mirror(address, directory, access or Access.from_environment(), on_progress or (lambda _done, _all: None))
+    work = _mirror(
+        address,
+        directory,
+        access or Access.from_environment(),
+        on_progress or (lambda _done, _all: None),
+        on_skipped or (lambda _reason: None),
+        newest=newest,
+    )
     return _run(work)
 
 
@@ -99,11 +110,20 @@ def _run(work: Coroutine[object, object, Answer]) -> Answer:
 
 
 async def _mirror(
-    address: StreamAddress, directory: Path, access: Access, on_progress: Callable[[int, int], None]
+    address: StreamAddress,
+    directory: Path,
+    access: Access,
+    on_progress: Callable[[int, int], None],
+    on_skipped: Callable[[str], None],
+    *,
+    newest: bool,
 ) -> list[Path]:
     async with connect(address, access, "kvledger mirror") as connection:
         subjects = await subjects_of_log(connection, address.log_id or "")
         _check_found(address, subjects)
+        if newest and len(subjects) > 1:
+            last = (await find_logs(connection, address.log_id or ""))[-1]
+            subjects = {last.subject: last.num_messages}
         fetched: list[Path] = []
         num_all, num_done = sum(subjects.values()), 0
         for subject, num_messages in sorted(subjects.items()):
@@ -115,10 +135,17 @@ async def _mirror(
                 def count(num: int, before: int = before) -> None:
                     on_progress(min(num_all, before + num), num_all)
 
-                await _LogMirror(connection, subject, log, count).bring_up_to_date(num_messages)
+                try:
+                    await _LogMirror(connection, subject, log, count).bring_up_to_date(num_messages)
+                    fetched.append(log)
+                except NothingToRead as error:
+                    if len(subjects) == 1:
+                        raise
+                    on_skipped(str(error))
             num_done += num_messages
             on_progress(num_done, num_all)
-            fetched.append(log)
+        if not fetched:
+            raise NothingToRead(f"{address}: no log of the stream can be read")
         return fetched
 
 
@@ -160,7 +187,7 @@ class _LogMirror:
             start = 0
         num_new = await self._fetch(start + 1, num_messages)
         if not self._segments:
-            raise LogError(
+            raise NothingToRead(
                 f"{self.connection.address}: of {self.subject} the stream holds {num_new} messages and no beginning of "
                 "a segment: the older ones were dropped (max_age, max_bytes, a purge). Read it where it was written"
             )

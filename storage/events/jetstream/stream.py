@@ -90,6 +90,7 @@ class LogInStream:
     num_messages: int
     header: SegmentHeader | None = None
     last: Piece | None = None
+    last_stream_sequence: int = 0
 
 
 @attrs.frozen
@@ -248,9 +249,9 @@ async def find_logs(connection: Connection, log_id: str = "") -> list[LogInStrea
             stored = await last_piece(connection, subject)
         except LogDamaged:
             stored = None
-        last = None if stored is None else stored.piece
-        logs.append(LogInStream(whole_id, label, subject, num_messages, header, last))
-    return sorted(logs, key=_opened_at)
+        last, number = (None, 0) if stored is None else (stored.piece, stored.stream_sequence)
+        logs.append(LogInStream(whole_id, label, subject, num_messages, header, last, number))
+    return sorted(logs, key=lambda log: (_opened_at(log), log.last_stream_sequence))
 
 
 async def _first_header(connection: Connection, subject: str) -> SegmentHeader | None:

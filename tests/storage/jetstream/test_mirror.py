@@ -229,6 +229,25 @@ def test_a_stream_without_any_beginning_of_a_log_says_so(
         fetch(server, tmp_path / "mirror")
 
 
+def test_of_several_logs_one_that_cannot_be_read_does_not_keep_the_others(
+    server: NatsServer, ship: Ship, tmp_path: Path, chance: random.Random
+) -> None:
+    """It is named, and `newest` fetches but one."""
+    first = write_log(tmp_path / "logs" / "1", chance, 20, segment_bytes=1 << 20)
+    ship(first, server.url)
+    write_log(tmp_path / "logs" / "2", chance, 20)
+    first_id, second_id = (log.log_id for log in ship(tmp_path / "logs", server.url).logs)
+    asyncio.run(delete(server, range(1, 3)))
+    skipped: list[str] = []
+    address = StreamAddress.parse(server.url)
+    copies = mirror(address, tmp_path / "mirror", access=Access(), on_skipped=skipped.append)
+    assert [copy.name for copy in copies] == [second_id]
+    assert len(skipped) == 1
+    assert first_id in skipped[0]
+    assert [copy.name for copy in mirror(address, tmp_path / "other", access=Access(), newest=True)] == [second_id]
+    assert [path.name for path in (tmp_path / "other").iterdir()] == [second_id]
+
+
 def test_a_stream_that_drops_the_oldest_is_read_while_it_does(
     server: NatsServer, ship: Ship, tmp_path: Path, chance: random.Random
 ) -> None:

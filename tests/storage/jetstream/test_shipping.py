@@ -126,12 +126,13 @@ def test_segments_retired_after_shipping_stay_in_the_stream(
     server: NatsServer, ship: Ship, tmp_path: Path, chance: random.Random
 ) -> None:
     """The stream keeps what the engine's disk does not."""
-    log = write_log(tmp_path / "log", chance, 500)
+    log = tmp_path / "log"
+    store = SegmentEventStore.create(log, {}, segment_bytes=20_000)
+    fill(store, chance, 500)
     ship(log, server.url)
     before = segments_of(log)
     for name in list(before)[:3]:
         (log / name).unlink()
-    store = SegmentEventStore.open(log, segment_bytes=20_000)
     fill(store, chance, 50)
     store.close()
     report = ship(log, server.url)
