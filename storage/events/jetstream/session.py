@@ -46,6 +46,9 @@ class Session:
             shipment = Shipment(self.connection, self._publisher, self._room, log, self.label)
             self._shipments[log.directory] = shipment
             await shipment.start(self.stream.max_age_s)
+        for shipment in self._shipments.values():
+            if shipment.is_due_again:
+                await shipment.start(self.stream.max_age_s)
         return bool(fresh)
 
     async def ship_round(self, *, stand_by: bool) -> bool:

@@ -5,13 +5,14 @@ Nothing is remembered from an earlier connection: the last message of the log's 
 
 from __future__ import annotations
 
+import contextlib
 import time
 from typing import TYPE_CHECKING, Final
 
 import attrs
 
 from kvledger.storage.events.errors import LogDamaged, LogError
-from kvledger.storage.events.jetstream.errors import LogForked, StreamRefused, StreamUnavailable
+from kvledger.storage.events.jetstream.errors import StreamRefused, StreamUnavailable
 from kvledger.storage.events.jetstream.messages import Piece, message_headers, num_header_bytes, subject_of
 from kvledger.storage.events.jetstream.publisher import BatchResult, Publisher, fits
 from kvledger.storage.events.jetstream.room import Room
@@ -20,10 +21,11 @@ from kvledger.storage.events.jetstream.tail import LogTail, num_bytes_behind
 from kvledger.storage.events.segment_file import segment_paths
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
     from kvledger.storage.events.jetstream.connection import Connection
+    from kvledger.storage.events.reader import Damage
 
 __all__ = ["LogProgress", "Shipment"]
 
@@ -33,6 +35,7 @@ _MAX_BATCH_BYTES: Final = 4 << 20
 _MAX_FRUITLESS: Final = 8
 _STANDBY_S: Final = 2.0
 _STUCK_S: Final = 2.0
+_RETRY_AFTER_S: Final = 10.0
 
 
 @attrs.define
@@ -76,6 +79,7 @@ class Shipment:
         self._num_fruitless = 0
         self._said_other = False
         self._resume_at = 0.0
+        self._retry_at = float("inf")
         self._stuck_at = (0, 0, True)
         self._stuck_since = time.monotonic()
         self._is_examined = False
@@ -85,6 +89,11 @@ class Shipment:
     def is_standing_by(self) -> bool:
         """Whether another shipper is at work on this log and is left to it for a moment."""
         return time.monotonic() < self._resume_at
+
+    @property
+    def is_due_again(self) -> bool:
+        """Whether to `start` again, since what was in the way may be gone by now."""
+        return time.monotonic() >= self._retry_at
 
     async def start(self, stream_max_age_s: float) -> None:
         """Find out where the stream is. What is wrong with the log goes into `progress.problem`.
@@ -96,15 +105,13 @@ class Shipment:
         """
         progress = self.progress
         progress.problem, progress.is_damaged, progress.is_skipped = "", False, False
-        try:
+        self._retry_at = float("inf")
+        with self._troubles():
             self._tail = LogTail(progress.directory)
             progress.log_id = self._tail.log_id
             progress.subject = await self._subject(self._tail.log_id)
             await self._find_place(self._tail)
-        except (StreamUnavailable, StreamRefused):
-            raise
-        except LogError as error:
-            self._stop(str(error), is_damaged=True)
+        if progress.problem:
             return
         if progress.last is None and stream_max_age_s and _age_s(progress.directory) > stream_max_age_s:
             self._stop("it was last written longer ago than the stream keeps messages (max_age)", is_damaged=False)
@@ -121,7 +128,9 @@ class Shipment:
         if self._tail is None or self.progress.problem:
             return False
         before = self._tail.last
-        pieces = self._tail.read(self._window, _MAX_BATCH_BYTES)
+        pieces: list[Piece] = []
+        with self._troubles():
+            pieces = self._tail.read(self._window, _MAX_BATCH_BYTES)
         self._take_lost(self._tail)
         pieces = self._without_too_large(self._tail, before, pieces)
         if not pieces:
@@ -140,13 +149,15 @@ class Shipment:
 
         A torn tail may be in the making, so it is final only with `is_final`; before that it is remarked on.
         """
-        if self._tail is None or self.progress.problem or not (is_final or self._is_stuck(self._tail)):
+        if self._tail is None or self.progress.problem:
             return
-        try:
-            damage = self._tail.trouble()
-        except LogError as error:
-            self._stop(f"the log is gone: {error}", is_damaged=False)
+        if not self.progress.directory.exists():
+            self._remark(f"the log is gone from here; it was shipped up to event {self._tail.next_sequence - 1}")
             return
+        damage: Damage | None = None
+        with self._troubles():
+            if is_final or self._is_stuck(self._tail):
+                damage = self._tail.trouble()
         if damage is None:
             return
         text = f"{damage.kind} in {damage.segment} at byte {damage.offset}: {damage.detail}"
@@ -194,10 +205,9 @@ class Shipment:
         self._num_fruitless = 0 if result.num_stored else self._num_fruitless + 1
         if self._num_fruitless > _MAX_FRUITLESS:
             raise StreamUnavailable(f"{self._connection.address}: {self.progress.subject} does not stand still")
-        try:
+        with self._troubles():
             await self._find_place(tail)
-        except (LogForked, LogDamaged) as error:
-            self._stop(str(error), is_damaged=True)
+        if self.progress.problem:
             return
         here, there = _position(last_stored), _position(self.progress.last)
         if result.repeated and there < here:
@@ -247,6 +257,19 @@ class Shipment:
         if not self._said_other:
             self._said_other = True
             self._remark("another shipper is at work on this log; nothing is doubled, this one stands by")
+
+    @contextlib.contextmanager
+    def _troubles(self) -> Iterator[None]:
+        """Let what is wrong with this log stop this log only. A file that cannot be read is tried again later."""
+        try:
+            yield
+        except (StreamUnavailable, StreamRefused):
+            raise
+        except LogError as error:
+            self._stop(str(error), is_damaged=True)
+        except OSError as error:
+            self._stop(f"its files cannot be read: {error}", is_damaged=False)
+            self._retry_at = time.monotonic() + _RETRY_AFTER_S
 
     def _stop(self, reason: str, *, is_damaged: bool) -> None:
         self.progress.problem, self.progress.is_damaged = reason, is_damaged

@@ -130,7 +130,11 @@ class Shipper:
         """Say how things are now."""
         self._look_around()
         logs = list(self.logs.values())
-        return ShippingReport(logs, sum(num_bytes_behind(log.directory, log.last) for log in logs if not log.problem))
+        num_bytes = 0
+        for log in logs:
+            with contextlib.suppress(OSError):
+                num_bytes += 0 if log.problem else num_bytes_behind(log.directory, log.last)
+        return ShippingReport(logs, num_bytes)
 
     @property
     def _is_ending(self) -> bool:
@@ -188,13 +192,19 @@ class Shipper:
 
     def _look_around(self) -> None:
         """Take up logs that were not there before."""
-        with contextlib.suppress(FileNotFoundError):
-            if segment_paths(self.path):
-                self.logs.setdefault(self.path, LogProgress(self.path))
-                return
-            for child in sorted(self.path.iterdir()):
-                if child not in self.logs and child.is_dir() and segment_paths(child):
-                    self.logs[child] = LogProgress(child)
+        try:
+            found = [self.path] if segment_paths(self.path) else sorted(self.path.iterdir())
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            self._say_once(None, f"{self.path} cannot be read: {error}")
+            return
+        for directory in found:
+            try:
+                if directory not in self.logs and directory.is_dir() and segment_paths(directory):
+                    self.logs[directory] = LogProgress(directory)
+            except OSError as error:
+                self._say_once(None, f"{directory} cannot be read: {error}")
 
     def _tell(self) -> None:
         for log in self.logs.values():

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from google_crc32c import value as crc32c
 from nats_server import NatsServer, fill, segments_in_stream, segments_of, write_log
 
 from kvledger.storage.events import SegmentEventStore, read_log
@@ -329,6 +330,52 @@ def test_the_heads_of_files_and_stream_are_the_same(
     report = ship(log, server.url)
     (copy,) = mirror(StreamAddress.parse(server.url), tmp_path / "mirror", access=Access())
     assert head_hash(copy) == head_hash(log) == report.logs[0].last.chain_hash
+
+
+def test_a_log_that_cannot_be_read_does_not_keep_the_others(
+    server: NatsServer, ship: Ship, tmp_path: Path, chance: random.Random
+) -> None:
+    """One whose file is no file, one of a later format, one without a readable header: each is named."""
+    good = write_log(tmp_path / "logs" / "good", chance, 50)
+    (tmp_path / "logs" / "directory" / "00000000000000000001.kvlog").mkdir(parents=True)
+    newer = write_log(tmp_path / "logs" / "newer", chance, 5)
+    (segment,) = newer.glob("*.kvlog")
+    data = bytearray(segment.read_bytes())
+    num_body_bytes = int.from_bytes(data[10:14], "little")
+    data[8:10] = (99).to_bytes(2, "little")
+    data[14:18] = crc32c(bytes(data[:14]) + bytes(data[18 : 18 + num_body_bytes])).to_bytes(4, "little")
+    segment.write_bytes(data)
+    (tmp_path / "logs" / "rubbish").mkdir()
+    (tmp_path / "logs" / "rubbish" / "00000000000000000001.kvlog").write_bytes(b"no log")
+    problems = {log.directory.name: log.problem for log in ship(tmp_path / "logs", server.url).logs}
+    assert problems["good"] == ""
+    assert "cannot be read" in problems["directory"]
+    assert "format 99" in problems["newer"]
+    assert "no segment has a readable header" in problems["rubbish"]
+    assert segments_in_stream(server.url) == segments_of(good)
+
+
+def test_a_shipped_log_may_vanish(server: NatsServer, ship: Ship, tmp_path: Path, chance: random.Random) -> None:
+    """Retention takes closed logs altogether; a shipper that follows goes on, and says up to where it has them."""
+    logs = [write_log(tmp_path / "logs" / name, chance, 30) for name in ("a", "b")]
+
+    async def follow() -> Any:
+        shipper = ship.make(tmp_path / "logs", server.url, follow=True)
+        running = asyncio.ensure_future(shipper.run())
+        while not (shipper.report().is_complete and len(shipper.logs) == 2):  # noqa: ASYNC110 - there is no event
+            await asyncio.sleep(0.01)
+        kept = segments_of(logs[0])
+        shutil.rmtree(logs[0])
+        while not any("gone" in remark for remark in ship.remarks):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        shipper.stop()
+        return await running, kept
+
+    report, kept = asyncio.run(asyncio.wait_for(follow(), 30))
+    assert report.is_complete
+    assert not report.is_damaged
+    vanished = next(log for log in report.logs if log.directory == logs[0])
+    assert segments_in_stream(server.url, vanished.log_id) == kept
 
 
 UNFIT = {
