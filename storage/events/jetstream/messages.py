@@ -9,6 +9,8 @@ header                       what
 ``Kvledger-Segment``         file name of the segment
 ``Kvledger-Offset``          where the bytes begin in it; 0 is the header block
 ``Kvledger-Sequence``        first sequence number in the message
+``Kvledger-Retired``         behind a gap: the record of the segments that were retired before they
+                             were shipped
 ``Nats-Msg-Id``              the chain hash in hex. It covers the log's identity and everything before,
                              so equal ids mean equal histories, and a fork is never taken for a repetition
 ============================ ==========================================================================
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
 __all__ = [
     "MESSAGE_ID",
     "OFFSET",
+    "RETIRED",
     "SEGMENT",
     "SEQUENCE",
     "SUBJECT_PREFIX",
@@ -46,6 +49,7 @@ SUBJECT_PREFIX: Final = "kvledger.log"
 SEGMENT: Final = "Kvledger-Segment"
 OFFSET: Final = "Kvledger-Offset"
 SEQUENCE: Final = "Kvledger-Sequence"
+RETIRED: Final = "Kvledger-Retired"
 MESSAGE_ID: Final = "Nats-Msg-Id"
 
 _NO_LABEL_LETTERS = re.compile(r"[^A-Za-z0-9_-]+")
@@ -66,6 +70,8 @@ class Piece:
     first_sequence: int
     next_sequence: int
     chain_hash: bytes
+    retired: str = ""
+    """With a header block behind a gap: the record of what was retired there."""
 
     @property
     def end(self) -> int:
@@ -98,13 +104,14 @@ def subject_of(label: str, log_id: str) -> str:
 
 
 def message_headers(piece: Piece) -> dict[str, str]:
-    """Return the headers that every message has."""
-    return {
+    """Return the headers that a message has whatever the stream holds."""
+    headers = {
         MESSAGE_ID: piece.message_id,
         SEGMENT: piece.segment,
         OFFSET: str(piece.offset),
         SEQUENCE: str(piece.first_sequence),
     }
+    return headers | {RETIRED: piece.retired} if piece.retired else headers
 
 
 def num_header_bytes(headers: Mapping[str, str]) -> int:

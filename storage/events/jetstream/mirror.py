@@ -11,46 +11,23 @@ import asyncio
 import contextlib
 import fcntl
 import os
-import shutil
-import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, TypeVar
-
-import attrs
-import msgspec
-from nats.errors import TimeoutError as NatsTimeoutError
-from nats.js.api import AckPolicy, ConsumerConfig, DeliverPolicy
-from nats.js.errors import APIError
+from typing import TYPE_CHECKING, TypeVar
 
 from kvledger.storage.events.errors import LogError
 from kvledger.storage.events.jetstream.address import Access, StreamAddress
-from kvledger.storage.events.jetstream.connection import Connection, connect
-from kvledger.storage.events.jetstream.errors import NothingToRead, StreamRefused, StreamUnavailable
-from kvledger.storage.events.jetstream.messages import piece_of_message
-from kvledger.storage.events.jetstream.stream import LogInStream, find_logs, stored_message, subjects_of_log
+from kvledger.storage.events.jetstream.connection import connect
+from kvledger.storage.events.jetstream.errors import NothingToRead, StreamRefused
+from kvledger.storage.events.jetstream.log_mirror import LOCK_NAME, LogMirror
+from kvledger.storage.events.jetstream.retired import reason_to_drop
+from kvledger.storage.events.jetstream.stream import LogInStream, find_logs, subjects_of_log
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Iterator
 
-    from nats.aio.msg import Msg
-
 __all__ = ["default_mirror_directory", "logs_in_stream", "mirror"]
 
-_STATE: Final = "mirror.json"
-_LOCK: Final = "mirror.lock"
-_BATCH: Final = 256
-_MAX_BYTES_UNDER_WAY: Final = 64 << 20
-_SAVE_EVERY_S: Final = 1.0
-_INACTIVE_AFTER_S: Final = 60.0
-
 Answer = TypeVar("Answer")
-
-
-class _State(msgspec.Struct):
-    """The message that came last, and the size of every segment."""
-
-    stream_sequence: int
-    segments: dict[str, int]
 
 
 def default_mirror_directory(address: StreamAddress) -> Path:
@@ -121,6 +98,7 @@ async def _mirror(
     async with connect(address, access, "kvledger mirror") as connection:
         subjects = await subjects_of_log(connection, address.log_id or "")
         _check_found(address, subjects)
+        drop_reason = reason_to_drop((await connection.request(f"STREAM.INFO.{address.stream}"))["config"])
         if newest and len(subjects) > 1:
             last = (await find_logs(connection, address.log_id or ""))[-1]
             subjects = {last.subject: last.num_messages}
@@ -136,7 +114,7 @@ async def _mirror(
                     on_progress(min(num_all, before + num), num_all)
 
                 try:
-                    await _LogMirror(connection, subject, log, count).bring_up_to_date(num_messages)
+                    await LogMirror(connection, subject, log, count, drop_reason).bring_up_to_date(num_messages)
                     fetched.append(log)
                 except NothingToRead as error:
                     if len(subjects) == 1:
@@ -162,165 +140,15 @@ def _check_found(address: StreamAddress, subjects: dict[str, int]) -> None:
 
 
 def _prepare(log: Path) -> None:
-    if log.is_dir() and not (log / _LOCK).exists() and any(log.iterdir()):
+    if log.is_dir() and not (log / LOCK_NAME).exists() and any(log.iterdir()):
         raise LogError(f"{log}: is no mirror, and would be overwritten; give another directory for mirrors")
     log.mkdir(mode=0o700, parents=True, exist_ok=True)
-
-
-@attrs.define
-class _LogMirror:
-    """Brings one log's directory up to date. The directory is locked."""
-
-    connection: Connection
-    subject: str
-    directory: Path
-    on_progress: Callable[[int], None]
-    _segments: dict[str, int] = attrs.field(factory=dict, init=False)
-    _stream_sequence: int = attrs.field(default=0, init=False)
-    _consumer_sequence: int = attrs.field(default=0, init=False)
-    _saved_at: float = attrs.field(default=0.0, init=False)
-
-    async def bring_up_to_date(self, num_messages: int) -> None:
-        start = await self._confirmed_end()
-        if start is None:
-            self._discard()
-            start = 0
-        num_new = await self._fetch(start + 1, num_messages)
-        if not self._segments:
-            raise NothingToRead(
-                f"{self.connection.address}: of {self.subject} the stream holds {num_new} messages and no beginning of "
-                "a segment: the older ones were dropped (max_age, max_bytes, a purge). Read it where it was written"
-            )
-
-    async def _confirmed_end(self) -> int | None:
-        """The stream sequence up to which the mirror holds the stream, or None if that is not known to be so."""
-        try:
-            state = msgspec.json.decode((self.directory / _STATE).read_bytes(), type=_State)
-        except (OSError, msgspec.MsgspecError):
-            return None
-        message = await stored_message(self.connection, state.stream_sequence)
-        if message is None or message.subject != self.subject or not state.segments:
-            return None
-        data = message.data or b""
-        for name, num_bytes in state.segments.items():
-            segment = self.directory / name
-            if Path(name).name != name or not segment.is_file() or segment.stat().st_size < num_bytes:
-                return None
-        last = self.directory / max(state.segments)
-        with last.open("rb") as file:
-            file.seek(max(0, state.segments[last.name] - len(data)))
-            if file.read(len(data)) != data:
-                return None
-        # What an interrupted run wrote behind that is fetched again.
-        for segment in self.directory.glob("*.kvlog"):
-            if segment.name not in state.segments:
-                segment.unlink()
-        os.truncate(last, state.segments[last.name])
-        self._segments = dict(state.segments)
-        return state.stream_sequence
-
-    def _discard(self) -> None:
-        for path in self.directory.iterdir():
-            if path.name == _LOCK:
-                continue
-            if path.is_dir() and not path.is_symlink():
-                shutil.rmtree(path)
-            else:
-                path.unlink()
-        self._segments = {}
-
-    async def _fetch(self, first_stream_sequence: int, num_messages: int) -> int:
-        """Append every message from there on that the stream holds now; return how many there were."""
-        connection, stream = self.connection, self.connection.address.stream
-        configuration = ConsumerConfig(
-            description="kvledger mirror",
-            deliver_policy=DeliverPolicy.BY_START_SEQUENCE,
-            opt_start_seq=first_stream_sequence,
-            ack_policy=AckPolicy.NONE,
-            mem_storage=True,
-            num_replicas=1,
-            inactive_threshold=_INACTIVE_AFTER_S,
-        )
-        jetstream = connection.jetstream
-        try:
-            subscription = await connection.unless_ended(
-                jetstream.pull_subscribe(self.subject, stream=stream, config=configuration, pending_bytes_limit=0)
-            )
-            batch = max(1, min(_BATCH, _MAX_BYTES_UNDER_WAY // connection.max_payload))
-            info = await connection.unless_ended(subscription.consumer_info())
-            num_left = info.num_pending or 0
-            num_fetched, num_already = 0, max(0, num_messages - num_left)
-            self.on_progress(num_already)
-            while num_left > 0:
-                try:
-                    messages = await connection.unless_ended(
-                        subscription.fetch(min(batch, num_left), timeout=connection.answer_within_s)
-                    )
-                except StreamUnavailable as error:
-                    if isinstance(error.__cause__, NatsTimeoutError) and not connection.ended.is_set():
-                        raise StreamUnavailable(
-                            f"{connection.address}: {num_left} messages of {self.subject} did not come; try again"
-                        ) from error
-                    raise
-                num_left = self._write(messages)
-                num_fetched += len(messages)
-                self.on_progress(num_already + num_fetched)
-            self._save()
-            with contextlib.suppress(APIError, StreamUnavailable):
-                await connection.unless_ended(jetstream.delete_consumer(stream, info.name))
-        except APIError as error:
-            raise StreamRefused(f"{connection.address}: {error.description}") from error
-        return num_fetched
-
-    def _write(self, messages: list[Msg]) -> int:
-        """Append the messages' bytes, note how far that is, and return how many messages are to come."""
-        name, pending = "", bytearray()
-        for message in messages:
-            self._consumer_sequence += 1
-            if message.metadata.sequence.consumer != self._consumer_sequence:
-                raise StreamUnavailable(f"{self.connection.address}: messages were lost on the way; try again")
-            piece = piece_of_message(message.headers, message.data)
-            if not isinstance(piece, str) and piece.is_header:
-                self._append(name, pending)
-                name, pending = piece.segment, bytearray()
-                self._begin(name)
-            if not name and self._segments:
-                name = max(self._segments)
-            if name:
-                pending += message.data
-        self._append(name, pending)
-        last = messages[-1].metadata
-        self._stream_sequence = last.sequence.stream
-        if time.monotonic() - self._saved_at >= _SAVE_EVERY_S:
-            self._save()
-        return last.num_pending
-
-    def _begin(self, name: str) -> None:
-        if name not in self._segments:
-            self._segments[name] = 0
-            (self.directory / name).write_bytes(b"")
-
-    def _append(self, name: str, data: bytes | bytearray) -> None:
-        if not data:
-            return
-        with (self.directory / name).open("ab") as file:
-            file.write(data)
-        self._segments[name] += len(data)
-
-    def _save(self) -> None:
-        if not self._segments or not self._stream_sequence:
-            return
-        self._saved_at = time.monotonic()
-        state = _State(self._stream_sequence, self._segments)
-        unfinished = self.directory / f"{_STATE}.unfinished"
-        unfinished.write_bytes(msgspec.json.encode(state))
-        unfinished.replace(self.directory / _STATE)
 
 
 @contextlib.contextmanager
 def _locked(directory: Path) -> Iterator[None]:
     """One run at a time; a second one waits, and then finds little to do."""
-    descriptor = os.open(directory / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    descriptor = os.open(directory / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield

@@ -20,6 +20,7 @@ from kvledger.storage.events.frames import (
 )
 from kvledger.storage.events.jetstream.errors import LogForked
 from kvledger.storage.events.jetstream.messages import Piece
+from kvledger.storage.events.jetstream.retired import record_between
 from kvledger.storage.events.reader import Damage, LogReader
 from kvledger.storage.events.segment_file import (
     SegmentHeader,
@@ -240,9 +241,11 @@ class LogTail:
         first = header.first_sequence
         if header.log_id != self.log_id or first != first_sequence_of(segment) or not self._fits(header):
             return None
+        retired = None
         if first > self.next_sequence:
             self.lost[self.next_sequence] = first - 1
-        return Piece(segment.name, 0, block, first, first, header.chain_hash)
+            retired = record_between(self.directory, self.log_id, self.next_sequence, first - 1)
+        return Piece(segment.name, 0, block, first, first, header.chain_hash, retired or "")
 
     def _fits(self, header: SegmentHeader) -> bool:
         """Whether the segment follows. A jump forward is none: the segments before it are gone from the front."""

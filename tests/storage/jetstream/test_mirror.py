@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import random
 import stat
@@ -23,6 +24,7 @@ from kvledger.storage.events.jetstream import (
     logs_in_stream,
     mirror,
 )
+from kvledger.storage.events.segment_file import read_header
 
 Ship = Any
 
@@ -259,6 +261,70 @@ def test_a_stream_that_drops_the_oldest_is_read_while_it_does(
     found, whole = segments_of(copy), segments_of(log)
     assert 3 < len(found) < len(whole)
     assert found == dict(list(whole.items())[-len(found) :])
+
+
+RECORD = {
+    "log": "log",
+    "num_bytes": 1000,
+    "reason": "size",
+    "retired_at_unix_ns": 1_750_000_000_000_000_000,
+}
+
+
+def test_what_was_retired_before_it_was_shipped_is_recorded_in_the_mirror(
+    server: NatsServer, ship: Ship, tmp_path: Path, chance: random.Random
+) -> None:
+    """The record goes along with the first header block behind the gap: so a mirror is as sound as the files."""
+    log = write_log(tmp_path / "log", chance, 500, segment_bytes=10_000)
+    segments = sorted(log.glob("*.kvlog"))
+    with (log / "retired.jsonl").open("w") as record:
+        for segment, following in itertools.pairwise(segments[:4]):
+            header, next_header = read_header(segment), read_header(following)
+            line = {
+                **RECORD,
+                "log_id": header.log_id,
+                "segment": segment.name,
+                "first_sequence": header.first_sequence,
+                "last_sequence": next_header.first_sequence - 1,
+                "previous_head_hash": header.previous_head_hash.hex(),
+                "head_hash": next_header.previous_head_hash.hex(),
+            }
+            record.write(json.dumps(line) + "\n")
+    for segment in segments[:3]:
+        segment.unlink()
+    ship(log, server.url)
+    (copy,), _ = fetch(server, tmp_path / "mirror")
+    (line,) = map(json.loads, (copy / "retired.jsonl").read_text().splitlines())
+    last = read_header(segments[3])
+    assert (line["first_sequence"], line["last_sequence"]) == (1, last.first_sequence - 1)
+    assert (line["previous_head_hash"], line["head_hash"]) == ("0" * 32, last.previous_head_hash.hex())
+    assert (line["num_bytes"], line["reason"]) == (3000, "size")
+
+
+def test_what_a_stream_dropped_by_its_limits_is_recorded_and_what_was_deleted_is_not(
+    server: NatsServer, ship: Ship, tmp_path: Path, chance: random.Random
+) -> None:
+    """A bounded stream loses its oldest messages as a matter of course; an unbounded one does not."""
+    log = write_log(tmp_path / "log", chance, 300)
+    ship(log, server.url, new_stream=NewStream(max_age_s=86400))
+    asyncio.run(delete(server, range(1, 20)))
+    (copy,), _ = fetch(server, tmp_path / "mirror")
+    (line,) = map(json.loads, (copy / "retired.jsonl").read_text().splitlines())
+    first = read_header(min(copy.glob("*.kvlog")))
+    assert (line["first_sequence"], line["last_sequence"]) == (1, first.first_sequence - 1)
+    assert (line["head_hash"], line["reason"]) == (first.previous_head_hash.hex(), "age")
+    asyncio.run(change(server, max_age=0))
+    (copy,), _ = fetch(server, tmp_path / "other")
+    assert not (copy / "retired.jsonl").exists()
+
+
+async def change(server: NatsServer, **settings: object) -> None:
+    """Change the stream."""
+    client = await nats.connect(server.url)
+    jetstream = client.jetstream()
+    configuration = (await jetstream.stream_info("KVLEDGER")).config
+    await jetstream.update_stream(configuration, **settings)
+    await client.close()
 
 
 def test_mirrors_live_in_the_users_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
