@@ -51,13 +51,13 @@ def _bulk(directory: Path, server: NatsServer, num_frames: int, num_bytes: int) 
     total = sum(map(len, segments_of(directory / "log").values()))
     address = StreamAddress.parse(server.url)
     shipper = Shipper(directory / "log", address, Access(), "bench", new_stream=NewStream())
-    began = time.perf_counter()
+    began = _now()
     report = asyncio.run(shipper.run())
-    _print("shipped", time.perf_counter() - began, num_frames, total)
+    _print("shipped", began, num_frames, total)
     assert report.is_complete
-    began = time.perf_counter()
+    began = _now()
     (copy,) = mirror(address, directory / "mirror", access=Access())
-    _print("fetched", time.perf_counter() - began, num_frames, total)
+    _print("fetched", began, num_frames, total)
     assert segments_of(copy) == segments_of(directory / "log")
     began = time.perf_counter()
     mirror(address, directory / "mirror", access=Access())
@@ -88,8 +88,14 @@ async def _live(directory: Path, server: NatsServer) -> None:
     print(f"from append to the stream: median {quantiles[49]:.0f} ms, 99 % within {quantiles[98]:.0f} ms")
 
 
-def _print(what: str, seconds: float, num_frames: int, num_bytes: int) -> None:
-    print(f"{what}: {num_frames / seconds:,.0f} frames/s, {num_bytes / seconds / 1e6:.1f} MB/s")
+def _now() -> tuple[float, float]:
+    return time.perf_counter(), time.process_time()
+
+
+def _print(what: str, began: tuple[float, float], num_frames: int, num_bytes: int) -> None:
+    seconds, cpu_seconds = (now - then for now, then in zip(_now(), began, strict=True))
+    rates = f"{num_frames / seconds:,.0f} frames/s, {num_bytes / seconds / 1e6:.1f} MB/s"
+    print(f"{what}: {rates}, {cpu_seconds / num_frames * 1e6:.0f} µs of this process's CPU a frame")
 
 
 if __name__ == "__main__":
