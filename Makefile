@@ -26,6 +26,7 @@ setup: ## create .venv from the lock and install kvledger in it
 
 test: setup ## run the whole test suite (ARGS="-k name" passes options to pytest)
 	@requirements/browser.sh
+	@requirements/nats-server.sh
 	$(python) -m pytest -n $(WORKERS) --dist loadgroup $(ARGS)
 
 check: setup ## lint, formatting, types, import contracts
