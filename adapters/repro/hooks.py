@@ -1,0 +1,359 @@
+"""Re-enacts a recording on the real connector: every recorded hook call is made again, with vLLM's own objects.
+
+The connector reads more of a request than it records. What it read is worked out from what it recorded: tokens from
+chunk keys, tokens in flight from settled ones, the batch of a step from what the step says and what it need not say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from kvledger.adapters.repro.adaptation import Adaptation
+from kvledger.adapters.repro.calls import HookCall, hook_calls
+from kvledger.adapters.repro.connector import ConnectorUnderTest, ScheduledRequest, Step
+from kvledger.adapters.repro.recording import JOB_ISSUED, Recording
+from kvledger.adapters.repro.reenactment import Reenactment
+from kvledger.adapters.repro.scheduler_record import Life, ScheduledTokens, SchedulerRecord, runs_async
+from kvledger.adapters.repro.tokens import token_ids
+from kvledger.lifecycle import events as e
+from kvledger.lifecycle.replay import SequencedEvent
+
+_UNRECORDED = "unrecorded request"
+"""Stands in a step for tokens of requests that the log does not know."""
+
+
+def reenact(recording: Recording, *, until: int | None = None, handlers: Sequence[str] = ()) -> Reenactment:
+    """Make the recorded hook calls again.
+
+    Args:
+        recording: what was seen.
+        until: end with the call that made this event of the recorded log.
+        handlers: state handlers of one's own, as "module:Class", if the engine had any.
+
+    Raises:
+        NotReenactable: the connector cannot be configured as it was.
+    """
+    return _HookRun(recording.until(until), handlers).run()
+
+
+class _HookRun:
+    def __init__(self, recording: Recording, handlers: Sequence[str]) -> None:
+        self._recording = recording
+        self._chunk_size = recording.configuration.chunk_size
+        self._connector = ConnectorUnderTest(
+            recording.configuration,
+            speculates=recording.speculates,
+            zeroes_new_blocks=recording.zeroes_new_blocks,
+            handlers=handlers,
+        )
+        self._record = SchedulerRecord(is_async=runs_async(recording.observations))
+        self._adaptation = Adaptation(recording)
+        self._outcome = Reenactment(recording.configuration)
+        self._overdue: list[int] = []
+        self._changed: dict[int, int] = {}
+        """Ordinal -> the first chunk whose tokens are other ones since they were last written."""
+        self._calls: dict[str, Callable[[HookCall, Any], None]] = {
+            "on_new_request": self._arrive,
+            "get_num_new_matched_tokens": self._look_up,
+            "update_state_after_alloc": self._allocate,
+            "build_connector_meta": self._step,
+            "update_connector_output": self._output,
+            "request_finished": self._finish,
+            "reset_cache": self._reset,
+            "get_kv_connector_stats": lambda _call, _main: self._connector.get_kv_connector_stats(),
+            "has_pending_push_work": lambda _call, _main: self._connector.has_pending_push_work(),
+            "shutdown": lambda _call, _main: self._connector.shutdown(),
+        }
+
+    def run(self) -> Reenactment:
+        """All calls, then the audit's last look."""
+        calls, left_over = hook_calls(self._recording.observations)
+        self._outcome.left_out += [f"event {sequence} ({event.id})" for sequence, event in left_over]
+        self._outcome.take(self._connector.take_events(), "the start", 1)
+        hook, sequence = "the start", 1
+        for number, call in enumerate(calls):
+            hook, sequence = call.hook, call.sequence
+            reenact_call = self._calls.get(hook)
+            if reenact_call is None:
+                self._outcome.left_out.append(f"event {sequence}: {hook} is no hook of this connector")
+                continue
+            self._connector.now_ns = max(getattr(event, "time_ns", 0) for _, event in call.observed or [(0, call.main)])
+            if call.main is None:
+                self._guess(call, calls[number + 1 :])
+                continue
+            reenact_call(call, call.main)
+            self._take(call)
+        self._outcome.finish(hook, sequence)
+        return self._outcome
+
+    def _take(self, call: HookCall) -> None:
+        """Read what the call made, and tell jobs and answers apart from recorded ones."""
+        events = self._connector.take_events()
+        self._outcome.take(events, call.hook, call.sequence)
+        waiting = list(call.observed)
+        recorded: dict[int, int] = {}
+        for sequence, event in events:
+            if not event.is_decision:
+                recorded[sequence] = _recorded_sequence(event, waiting, call.sequence)
+            elif isinstance(event, JOB_ISSUED):
+                self._adaptation.issued(event, recorded.get(event.cause, call.sequence))
+
+    # --- what requests look like -----------------------------------------------------------------------
+
+    def _life(self, request_id: str) -> Life | None:
+        life = self._record.get(request_id)
+        return life if life is not None and request_id in self._connector.requests else None
+
+    def _notice(self, call: HookCall, exact: dict[str, int]) -> None:
+        """Let requests look as they did when the call noticed keys and preemptions."""
+        for event in call.noticed(e.ChunkKeysObserved):
+            life = self._record.get(event.request_id)  # type: ignore[attr-defined]
+            if life is not None:
+                self._record.told_keys(event)  # type: ignore[arg-type]
+                changed = self._changed.get(life.ordinal, len(life.keys))
+                self._changed[life.ordinal] = min(changed, event.first_chunk)  # type: ignore[attr-defined]
+        for event in call.noticed(e.RequestPreempted):
+            life = self._life(event.request_id)  # type: ignore[attr-defined]
+            if life is not None:
+                self._preempt(life, event, exact.get(life.request_id))  # type: ignore[arg-type]
+
+    def _preempt(self, life: Life, event: e.RequestPreempted, num_tokens: int | None) -> None:
+        request: Any = self._connector.requests[life.request_id]
+        num_computed_tokens = life.num_computed_tokens
+        if num_tokens is None:
+            num_tokens = self._record.num_known_tokens(life)
+            if not self._recording.speculates and 0 < event.num_settled_tokens < num_computed_tokens:
+                num_tokens = event.num_settled_tokens
+            num_tokens = self._as_keyed(life, num_tokens)
+        request.num_in_flight_tokens = 0
+        if self._recording.speculates:
+            written = min(num_computed_tokens, num_tokens - 1)
+            request.num_in_flight_tokens = max(0, written - event.num_settled_tokens)
+        self._record.preempted(life)
+        life.num_tokens = num_tokens
+        request.num_preemptions = life.num_preemptions
+        request.num_computed_tokens = 0
+        self._write_tokens(life, num_tokens)
+
+    def _as_keyed(self, life: Life, num_tokens: int) -> int:
+        """As many tokens as agree with the chunks whose keys are known."""
+        least = len(life.keys) * self._chunk_size
+        return max(least, min(num_tokens, least + self._chunk_size - 1))
+
+    def _write_tokens(self, life: Life, num_tokens: int) -> None:
+        request: Any = self._connector.requests[life.request_id]
+        first = min(num_tokens, request.num_tokens, self._changed.pop(life.ordinal, num_tokens) * self._chunk_size)
+        if first == num_tokens == request.num_tokens:
+            return
+        tokens = token_ids(f"{life.ordinal}", life.keys, range(first, num_tokens), self._chunk_size)
+        self._connector.set_tokens(life.request_id, first, tokens)
+
+    # --- the hooks -------------------------------------------------------------------------------------
+
+    def _arrive(self, call: HookCall, main: e.RequestArrived) -> None:
+        life = self._record.arrived(main)
+        tokens = token_ids(f"{life.ordinal}", (), range(main.num_prompt_tokens), self._chunk_size)
+        self._connector.on_new_request(main.request_id, tokens)
+
+    def _look_up(self, call: HookCall, main: e.LookupRequested) -> None:
+        life = self._life(main.request_id)
+        if life is None:
+            self._unknown(call)
+            return
+        self._notice(call, {main.request_id: main.num_tokens})
+        life.num_tokens = main.num_tokens
+        life.is_steady = False
+        self._write_tokens(life, main.num_tokens)
+        answer, _ = self._connector.get_num_new_matched_tokens(main.request_id, main.num_computed_tokens)
+        self._adaptation.answered(main.request_id, call.sequence, answer or 0)
+
+    def _allocate(self, call: HookCall, main: e.BlocksAllocated) -> None:
+        life = self._life(main.request_id)
+        if life is None:
+            self._unknown(call)
+            return
+        self._notice(call, {})
+        for event in call.noticed(e.SessionContinued):
+            self._continue(life, event)  # type: ignore[arg-type]
+        taken = self._adaptation.taken_up(main.request_id, main.num_external_tokens)
+        life.num_missing_tokens += main.num_external_tokens - taken
+        self._connector.update_state_after_alloc(main.request_id, main.block_ids, taken)
+        self._record.allocated(life, main)
+
+    def _continue(self, life: Life, event: e.SessionContinued) -> None:
+        request: Any = self._connector.requests[life.request_id]
+        keys = life.keys[:]  # those behind the cut are the new turn's: the call has noticed them
+        self._record.continued(life, event, self._chunk_size)
+        life.keys = keys
+        first_chunk = event.num_computed_tokens // self._chunk_size
+        self._changed[life.ordinal] = min(self._changed.get(life.ordinal, first_chunk), first_chunk)
+        request.num_computed_tokens = event.num_computed_tokens
+        request.num_prompt_tokens = event.num_prompt_tokens
+        self._write_tokens(life, event.num_tokens)
+
+    def _step(self, call: HookCall, main: e.StepScheduled) -> None:
+        self._report_overdue()
+        exact = {
+            life.request_id: known
+            for ordinal, _, _, known in main.advanced
+            for life in [self._record.by_ordinal(ordinal)]
+            if life is not None
+        }
+        preempted = [event.request_id for event in call.noticed(e.RequestPreempted)]  # type: ignore[attr-defined]
+        zeroed = self._zeroed(call)
+        self._notice(call, {})
+        settled = {ordinal: num_settled_tokens for ordinal, _, num_settled_tokens in main.settled}
+        scheduled = [part for part in self._record.scheduled(main) if self._life(part.life.request_id) is part.life]
+        observed = {event.request_id: event.block_ids for event in call.noticed(e.BlockTableObserved)}  # type: ignore[attr-defined]
+        block_tables: dict[str, Sequence[int]] = {}
+        for part in scheduled:
+            self._prepare(part, exact.get(part.life.request_id), settled.get(part.life.ordinal))
+            life = part.life
+            life.block_ids = [*observed.get(life.request_id, life.block_ids), *part.new_block_ids]
+            block_tables[life.request_id] = life.block_ids
+        parts = self._in_order(scheduled)
+        num_unknown = main.num_scheduled_tokens - sum(part.num_scheduled_tokens for part in parts)
+        if num_unknown > 0:
+            parts.append(ScheduledRequest(_UNRECORDED, 0, num_unknown))
+        self._connector.build_connector_meta(Step(parts, frozenset(preempted), block_tables, zeroed))
+        self._record.stepped(main, scheduled)
+
+    def _prepare(self, part: ScheduledTokens, exact: int | None, num_settled_tokens: int | None) -> None:
+        """Let a request look as it did when its step was built."""
+        life = part.life
+        request: Any = self._connector.requests[life.request_id]
+        request.num_computed_tokens = part.num_computed_tokens
+        request.num_in_flight_tokens = self._record.num_tokens_in_flight(life)
+        if num_settled_tokens is not None and not self._recording.configuration.windows[1:]:
+            request.num_in_flight_tokens = max(0, part.num_computed_tokens - num_settled_tokens)
+        num_tokens = exact
+        if num_tokens is None:
+            num_tokens = self._as_keyed(life, self._record.num_known_tokens(life))
+        self._write_tokens(life, num_tokens)
+
+    def _in_order(self, scheduled: Sequence[ScheduledTokens]) -> list[ScheduledRequest]:
+        """As vLLM lists them: new ones, running ones, and resumed ones at either end."""
+        num_new = 0
+        while num_new < len(scheduled) and scheduled[num_new].life.is_admitted:
+            num_new += 1
+        places = self._record.running_places()
+        rest = scheduled[num_new:]
+        running = sorted(
+            (part for part in rest if not part.life.is_admitted), key=lambda part: places.get(part.life.ordinal, 0)
+        )
+        resumed = [part for part in rest if part.life.is_admitted]
+        return [
+            ScheduledRequest(
+                part.life.request_id,
+                part.num_computed_tokens,
+                part.num_scheduled_tokens,
+                part.new_block_ids,
+                is_new=number < num_new,
+                is_resumed=number >= num_new and part.life.is_admitted,
+            )
+            for number, part in enumerate([*scheduled[:num_new], *running, *resumed])
+        ]
+
+    def _zeroed(self, call: HookCall) -> tuple[int, ...]:
+        if not self._recording.zeroes_new_blocks:
+            return ()
+        found: list[int] = []
+        for event in call.noticed(e.RequestPreempted):
+            life = self._record.get(event.request_id)  # type: ignore[attr-defined]
+            if life is not None and not event.num_settled_tokens:  # type: ignore[attr-defined]
+                found += life.block_ids
+        return tuple(found)
+
+    def _output(self, call: HookCall, _main: e.Event) -> None:
+        load_errors: list[int] = []
+        rolled_back: dict[str, int] = {}
+        reports: list[Any] = []
+        for _, event in call.observed:
+            if isinstance(event, e.LoadErrorsObserved):
+                load_errors += event.block_ids
+            elif isinstance(event, e.TokensRolledBack):
+                rolled_back[event.request_id] = event.num_computed_tokens
+            elif isinstance(event, e.TransferReported):
+                reports += self._reports(event)
+        if load_errors:
+            for life in self._record:
+                if life.request_id in rolled_back:
+                    self._record.rolled_back(life, rolled_back[life.request_id])
+                request: Any = self._connector.requests.get(life.request_id)
+                if request is not None:
+                    request.num_computed_tokens = life.num_computed_tokens
+        self._connector.update_connector_output(reports, load_errors)
+
+    def _reports(self, event: e.TransferReported) -> list[Any]:
+        job_id = self._adaptation.job(event.job_id)
+        if job_id is None:
+            return []
+        ranks = sorted((*event.ranks_done, *event.ranks_failed))
+        return [
+            self._connector.report(
+                job_id,
+                rank,
+                done=rank in event.ranks_done,
+                num_bytes=event.num_bytes if rank == ranks[0] else 0,
+                duration_ns=event.duration_ns,
+                error=event.error if rank in event.ranks_failed or not event.ranks_failed else "",
+                is_repeated=event.is_repeated,
+            )
+            for rank in ranks
+        ]
+
+    def _report_overdue(self) -> None:
+        """Jobs that were not issued then are done one step after they were handed out."""
+        if self._overdue:
+            self._connector.update_connector_output(
+                self._connector.report(job_id, rank, done=True, num_bytes=0, duration_ns=0)
+                for job_id in self._overdue
+                for rank in range(self._recording.configuration.num_ranks)
+            )
+        self._overdue = self._adaptation.take_unrecorded_jobs()
+
+    def _finish(self, call: HookCall, main: e.RequestFinished) -> None:
+        life = self._life(main.request_id)
+        if life is None:
+            self._unknown(call)
+            return
+        self._notice(call, {main.request_id: main.num_tokens})
+        request: Any = self._connector.requests[main.request_id]
+        self._write_tokens(life, main.num_tokens)
+        request.num_in_flight_tokens = self._record.num_tokens_in_flight(life) if not self._recording.speculates else 0
+        request.num_computed_tokens = main.num_settled_tokens
+        if main.num_settled_tokens >= life.num_computed_tokens:
+            request.num_computed_tokens = life.num_computed_tokens
+        num_pages = -(-main.num_settled_tokens // self._recording.configuration.block_size)
+        table = life.block_ids[: num_pages * len(self._recording.configuration.windows)]
+        self._connector.request_finished(main.request_id, main.status, table)
+        self._record.finished(life)
+        del self._connector.requests[main.request_id]
+
+    def _reset(self, call: HookCall, _main: e.CacheReset) -> None:
+        self._notice(call, {})
+        self._connector.reset_cache()
+
+    # --- calls of which nothing was recorded -------------------------------------------------------------
+
+    def _unknown(self, call: HookCall) -> None:
+        self._outcome.left_out.append(f"event {call.sequence}: {call.hook} of a request whose arrival is not recorded")
+
+    def _guess(self, call: HookCall, later: Sequence[HookCall]) -> None:
+        self._outcome.left_out.append(f"event {call.sequence}: {call.hook}, which failed before it was recorded")
+
+
+def _recorded_sequence(event: e.Event, waiting: list[tuple[int, e.Event]], otherwise: int) -> int:
+    """The sequence number of the recorded observation that this one is again; it is taken from `waiting`."""
+    request_id = getattr(event, "request_id", "")
+    for place, (sequence, recorded) in enumerate(waiting):
+        if type(recorded) is type(event) and getattr(recorded, "request_id", "") == request_id:
+            if isinstance(event, e.TransferReported) and len(waiting) > 1:
+                pass
+            del waiting[place]
+            return sequence
+    return otherwise
+
+
+__all__ = ["Iterable", "SequencedEvent", "reenact"]

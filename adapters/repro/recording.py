@@ -1,0 +1,125 @@
+"""What a log says about an incident, as plain values: observations, and what later ones refer to of decisions.
+
+It knows events only. A recording is written into a test as a literal, so it is short, and the decisions themselves
+are not in it: the code under test makes its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import attrs
+
+from kvledger.lifecycle import LedgerConfiguration
+from kvledger.lifecycle import events as e
+
+Recorded = tuple[int, e.Event]
+"""An observation with its sequence number in the log that it comes from."""
+
+JOB_ISSUED = (e.LoadIssued, e.SaveIssued, e.TailSaveIssued)
+
+
+class NotReenactable(ValueError):
+    """A log, or a part of one, that cannot be re-enacted; the message says why."""
+
+
+@attrs.frozen
+class Recording:
+    """A log's observations up to an incident."""
+
+    configuration: LedgerConfiguration
+    observations: tuple[Recorded, ...]
+    jobs: Mapping[int, tuple[int, str]] = attrs.field(factory=dict)
+    """Job id -> (sequence number of the observation that led to it, request). Job ids of the code under test differ
+    where it decides otherwise, or where other requests were left out."""
+    answers: Mapping[int, int] = attrs.field(factory=dict)
+    """Sequence number of a lookup -> tokens that were answered; lookups that are not here got none."""
+    speculates: bool = False
+    """Whether the engine decoded speculatively; a log does not say so, but it shows."""
+    zeroes_new_blocks: bool = False
+    """Whether the worker zeroed new blocks before the forward."""
+
+    def until(self, sequence: int | None) -> Recording:
+        """The recording up to this event."""
+        if sequence is None:
+            return self
+        return attrs.evolve(self, observations=tuple(entry for entry in self.observations if entry[0] <= sequence))
+
+
+def quiet_steps(
+    first: int, last: int, *, step: int, count: int, num_scheduled_tokens: int, from_ns: int, to_ns: int
+) -> Iterable[Recorded]:
+    """A run of steps that say nothing: everybody decodes as expected, or nobody is there.
+
+    Args:
+        first: sequence number of the first of them.
+        last: sequence number of the last of them; those between are spread evenly.
+        step: number of the first step.
+        count: how many.
+        num_scheduled_tokens: of each.
+        from_ns: time of the first.
+        to_ns: time of the last; those between are spread evenly.
+    """
+    intervals = max(1, count - 1)
+    for number in range(count):
+        yield (
+            first + (last - first) * number // intervals,
+            e.StepScheduled(
+                step=step + number,
+                num_scheduled_tokens=num_scheduled_tokens,
+                advanced=(),
+                paused=(),
+                extended=(),
+                settled=(),
+                time_ns=from_ns + (to_ns - from_ns) * number // intervals,
+            ),
+        )
+
+
+def record(configuration: LedgerConfiguration, events: Iterable[Recorded]) -> Recording:
+    """A recording of these events of a log, decisions included, in order and without a gap."""
+    observations: list[Recorded] = []
+    jobs: dict[int, tuple[int, str]] = {}
+    answers: dict[int, int] = {}
+    for sequence, event in events:
+        if not event.is_decision:
+            observations.append((sequence, event))
+        elif isinstance(event, JOB_ISSUED):
+            jobs[event.job_id] = (event.cause, event.request_id)
+        elif isinstance(event, e.LookupAnswered) and event.num_external_tokens:
+            answers[event.cause] = event.num_external_tokens
+    return Recording(
+        configuration,
+        tuple(observations),
+        jobs,
+        answers,
+        speculates=_speculates(observations),
+        zeroes_new_blocks=_zeroes(observations),
+    )
+
+
+def _speculates(observations: Iterable[Recorded]) -> bool:
+    """Whether drafts are seen: more than one token scheduled beyond the known ones."""
+    return any(
+        scheduled > 1 and computed + scheduled > known
+        for _, event in observations
+        if isinstance(event, e.StepScheduled)
+        for _, computed, scheduled, known in event.advanced
+    )
+
+
+def _zeroes(observations: Iterable[Recorded]) -> bool:
+    """Whether requests end without anything to copy although they computed, as where new blocks are zeroed."""
+    computed: dict[int, int] = {}
+    ordinals: dict[str, int] = {}
+    ends = [0, 0]
+    for _, event in observations:
+        if isinstance(event, e.RequestArrived):
+            ordinals[event.request_id] = event.ordinal
+        elif isinstance(event, e.StepScheduled):
+            computed.update((ordinal, before + scheduled) for ordinal, before, scheduled, _ in event.advanced)
+        elif isinstance(event, e.RequestPreempted):
+            computed.pop(ordinals.get(event.request_id, -1), None)
+        elif isinstance(event, e.RequestFinished) and computed.get(ordinals.get(event.request_id, -1)):
+            ends[bool(event.num_settled_tokens)] += 1
+    return ends[0] > 0 and ends[1] == 0

@@ -1,0 +1,183 @@
+"""What vLLM's scheduler must have known about its requests, read back from what it told the connector.
+
+A steady request is in no step's record, so its counts are carried along here. Counts that no event tells (known tokens
+between two of them, tokens in flight) are estimated, and corrected by every event that says more. It knows events
+only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import attrs
+
+from kvledger.lifecycle import events as e
+
+
+@attrs.define(eq=False)
+class Life:
+    """One life of a request id, as the scheduler saw it."""
+
+    request_id: str
+    ordinal: int
+    num_prompt_tokens: int
+    num_tokens: int
+    """Prompt and output, as last told."""
+    num_computed_tokens: int = 0
+    is_steady: bool = False
+    """Whether it decodes one token a step, so that steps do not name it."""
+    keys: list[bytes] = attrs.field(factory=list)
+    block_ids: list[int] = attrs.field(factory=list)
+    num_preemptions: int = 0
+    was_scheduled: bool = False
+    is_admitted: bool = False
+    """Blocks were given, and no step has computed on them yet."""
+    last_step: int = -1
+    num_tokens_of_last_step: int = 0
+    num_missing_tokens: int = 0
+    """Fewer tokens were taken up than recorded, because the code under test answered fewer."""
+
+
+@attrs.frozen
+class ScheduledTokens:
+    """One request's part of a step."""
+
+    life: Life
+    num_computed_tokens: int
+    num_scheduled_tokens: int
+    num_tokens: int | None
+    """Known tokens; None where the step does not say."""
+    new_block_ids: tuple[int, ...]
+
+
+class SchedulerRecord:
+    """Folds observations; asked before a hook is called, told after."""
+
+    def __init__(self, *, is_async: bool) -> None:
+        self._is_async = is_async
+        self._by_id: dict[str, Life] = {}
+        self._by_ordinal: dict[int, Life] = {}
+        self._running: dict[int, Life] = {}
+        """By ordinal, in the order in which vLLM lists them."""
+        self._num_steps = 0
+
+    def __iter__(self) -> Iterator[Life]:
+        return iter(self._by_id.values())
+
+    def get(self, request_id: str) -> Life | None:
+        """The life of an id that has not ended."""
+        return self._by_id.get(request_id)
+
+    def by_ordinal(self, ordinal: int) -> Life | None:
+        """The life with this ordinal."""
+        return self._by_ordinal.get(ordinal)
+
+    def arrived(self, event: e.RequestArrived) -> Life:
+        """A request begins."""
+        life = Life(event.request_id, event.ordinal, event.num_prompt_tokens, event.num_prompt_tokens)
+        self._by_id[event.request_id] = self._by_ordinal[event.ordinal] = life
+        return life
+
+    def told_keys(self, event: e.ChunkKeysObserved) -> None:
+        """Keys replace what was known from there."""
+        life = self._by_id.get(event.request_id)
+        if life is not None:
+            life.keys[event.first_chunk :] = event.keys
+
+    def preempted(self, life: Life) -> None:
+        """Its blocks are gone."""
+        life.num_preemptions += 1
+        life.num_computed_tokens = 0
+        life.is_steady = life.is_admitted = False
+        life.num_missing_tokens = 0
+        life.block_ids = []
+        self._running.pop(life.ordinal, None)
+
+    def continued(self, life: Life, event: e.SessionContinued, chunk_size: int) -> None:
+        """The next turn of a session."""
+        life.num_computed_tokens, life.num_tokens = event.num_computed_tokens, event.num_tokens
+        life.num_prompt_tokens = event.num_prompt_tokens
+        life.is_steady = False
+        del life.keys[event.num_computed_tokens // chunk_size :]
+        self._running.pop(life.ordinal, None)
+
+    def rolled_back(self, life: Life, num_computed_tokens: int) -> None:
+        """Fewer tokens count as computed."""
+        life.num_computed_tokens = num_computed_tokens
+        life.is_steady = False
+
+    def allocated(self, life: Life, event: e.BlocksAllocated) -> None:
+        """The whole table is new."""
+        life.block_ids = list(event.block_ids)
+        life.is_admitted = True
+        self._running.pop(life.ordinal, None)
+
+    def finished(self, life: Life) -> None:
+        """It ends."""
+        life.is_steady = False
+        self._running.pop(life.ordinal, None)
+        if self._by_id.get(life.request_id) is life:
+            del self._by_id[life.request_id]
+
+    def scheduled(self, event: e.StepScheduled) -> list[ScheduledTokens]:
+        """Everybody in a step: those that it names, in its order, then steady ones, in vLLM's order."""
+        extended = dict(event.extended)
+        found = []
+        named = set()
+        for ordinal, num_computed_tokens, num_scheduled_tokens, num_tokens in event.advanced:
+            life = self._by_ordinal.get(ordinal)
+            if life is not None:
+                missing, life.num_missing_tokens = life.num_missing_tokens, 0
+                counts = (num_computed_tokens - missing, num_scheduled_tokens + missing, num_tokens)
+                found.append(ScheduledTokens(life, *counts, extended.get(ordinal, ())))
+                named.add(ordinal)
+        for ordinal, life in self._running.items():
+            if life.is_steady and ordinal not in event.paused and ordinal not in named:
+                blocks = extended.get(ordinal, ())
+                found.append(ScheduledTokens(life, life.num_computed_tokens, 1, None, blocks))
+        return found
+
+    def is_running(self, life: Life) -> bool:
+        """Whether it stands in the scheduler's list of running requests already."""
+        return life.ordinal in self._running
+
+    def running_places(self) -> dict[int, int]:
+        """Ordinal -> place among running requests."""
+        return {ordinal: place for place, ordinal in enumerate(self._running)}
+
+    def stepped(self, event: e.StepScheduled, scheduled: list[ScheduledTokens]) -> None:
+        """Take up a step."""
+        for ordinal in event.paused:
+            life = self._by_ordinal.get(ordinal)
+            if life is not None:
+                life.is_steady = False
+        for part in scheduled:
+            life = part.life
+            life.num_computed_tokens = part.num_computed_tokens + part.num_scheduled_tokens
+            if part.num_tokens is not None:
+                life.num_tokens = part.num_tokens
+                life.is_steady = part.num_scheduled_tokens == 1 and part.num_computed_tokens + 1 >= part.num_tokens
+            life.was_scheduled, life.is_admitted = True, False
+            life.last_step, life.num_tokens_of_last_step = self._num_steps, part.num_scheduled_tokens
+            self._running.setdefault(life.ordinal, life)
+        self._num_steps += 1
+
+    def num_tokens_in_flight(self, life: Life) -> int:
+        """Tokens of the step before, where its output is not there yet."""
+        if not self._is_async or life.last_step != self._num_steps - 1:
+            return 0
+        return life.num_tokens_of_last_step
+
+    def num_known_tokens(self, life: Life) -> int:
+        """Prompt and output, where no event says: one more than computed, or as many with a step in flight."""
+        return max(life.num_tokens, life.num_computed_tokens + (0 if self._is_async else 1) * life.was_scheduled)
+
+
+def runs_async(observations: tuple[tuple[int, e.Event], ...]) -> bool:
+    """Whether steps were scheduled before the last one's output was known: a token is computed after the known ones."""
+    return any(
+        scheduled == 1 and computed + 1 > known
+        for _, event in observations
+        if isinstance(event, e.StepScheduled)
+        for _, computed, scheduled, known in event.advanced
+    )
