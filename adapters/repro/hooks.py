@@ -125,7 +125,8 @@ class _HookRun:
             num_tokens = self._record.num_known_tokens(life)
             if not self._recording.speculates and 0 < event.num_settled_tokens < num_computed_tokens:
                 num_tokens = event.num_settled_tokens
-            num_tokens = self._as_keyed(life, num_tokens)
+            # A request that gets no help any more is not asked for its keys, and may have more tokens.
+            num_tokens = max(self._as_keyed(life, num_tokens), event.num_settled_tokens)
         request.num_in_flight_tokens = 0
         if self._recording.speculates:
             written = min(num_computed_tokens, num_tokens - 1)
@@ -212,6 +213,11 @@ class _HookRun:
             life = part.life
             life.block_ids = [*observed.get(life.request_id, life.block_ids), *part.new_block_ids]
             block_tables[life.request_id] = life.block_ids
+        for life in self._record.paused(main):  # the connector still looks whether they have filled a chunk
+            if self._life(life.request_id) is life:
+                self._prepare(
+                    ScheduledTokens(life, life.num_computed_tokens, 0, None, ()), None, settled.get(life.ordinal)
+                )
         parts = self._in_order(scheduled)
         num_unknown = main.num_scheduled_tokens - sum(part.num_scheduled_tokens for part in parts)
         if num_unknown > 0:
@@ -237,11 +243,8 @@ class _HookRun:
         num_new = 0
         while num_new < len(scheduled) and scheduled[num_new].life.is_admitted:
             num_new += 1
-        places = self._record.running_places()
         rest = scheduled[num_new:]
-        running = sorted(
-            (part for part in rest if not part.life.is_admitted), key=lambda part: places.get(part.life.ordinal, 0)
-        )
+        running = self._record.in_running_order([part for part in rest if not part.life.is_admitted])
         resumed = [part for part in rest if part.life.is_admitted]
         return [
             ScheduledRequest(

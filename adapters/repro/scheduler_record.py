@@ -137,13 +137,23 @@ class SchedulerRecord:
                 found.append(ScheduledTokens(life, life.num_computed_tokens, 1, None, blocks))
         return found
 
-    def is_running(self, life: Life) -> bool:
-        """Whether it stands in the scheduler's list of running requests already."""
-        return life.ordinal in self._running
+    def paused(self, event: e.StepScheduled) -> list[Life]:
+        """Steady requests that are not in the step."""
+        return [life for ordinal in event.paused if (life := self._by_ordinal.get(ordinal)) is not None]
 
-    def running_places(self) -> dict[int, int]:
-        """Ordinal -> place among running requests."""
-        return {ordinal: place for place, ordinal in enumerate(self._running)}
+    def in_running_order(self, scheduled: list[ScheduledTokens]) -> list[ScheduledTokens]:
+        """As vLLM lists running requests; where the step says otherwise of those that it names, as the step says."""
+        places = {ordinal: place for place, ordinal in enumerate(self._running)}
+        ordered = sorted(scheduled, key=lambda part: places.get(part.life.ordinal, len(places)))
+        named = iter([part for part in scheduled if part.num_tokens is not None])
+        ordered = [part if part.num_tokens is None else next(named) for part in ordered]
+        taken = {part.life.ordinal for part in ordered} & self._running.keys()
+        lives = iter([part.life for part in ordered if part.life.ordinal in taken])
+        self._running = {
+            life.ordinal: life
+            for life in [next(lives) if ordinal in taken else life for ordinal, life in self._running.items()]
+        }
+        return ordered
 
     def stepped(self, event: e.StepScheduled, scheduled: list[ScheduledTokens]) -> None:
         """Take up a step."""
