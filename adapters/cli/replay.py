@@ -5,32 +5,41 @@ from __future__ import annotations
 import argparse
 
 from kvledger.adapters.cli.exit_codes import ExitCode
-from kvledger.adapters.cli.logs import open_log
+from kvledger.adapters.cli.finding import selected_one
 from kvledger.adapters.cli.output import Output, event_fields
+from kvledger.adapters.cli.selection import event_number
 from kvledger.adapters.cli.state import show_state
 from kvledger.lifecycle.audit import Audit
 from kvledger.lifecycle.machine import ReferenceMachine
 
+HELP = "fold a log and decide again"
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """What only this command has."""
+    parser.add_argument("--at", metavar="EVENT", type=event_number, help="stop after this event; default: the last")
+
 
 def run(arguments: argparse.Namespace, output: Output) -> ExitCode:
     """Replay one log."""
-    log = open_log(arguments.log)
+    log, window = selected_one(arguments, output)
+    at = arguments.at if arguments.at is not None else window.last_sequence
     audit = Audit(log.configuration, ReferenceMachine(), checkers=())
     last = 0
     reached = False
     with output.progress(log, "replaying"):
-        for sequence, event in log.trusted_events():
+        for number, event in log.trusted_events():
             # A decision that the next event would show to be missing is still part of the moment asked for.
-            if arguments.at is not None and sequence > arguments.at:
+            if at is not None and number > at:
                 reached = True
                 break
-            audit.take(sequence, event)
-            last = sequence
+            audit.take(number, event)
+            last = number
     if not reached:
         audit.finish()
     if arguments.at is not None and last < arguments.at:
         output.remark(f"the log can be replayed up to event {last}, not to {arguments.at}")
-    show_state(output, audit.projections, last)
+    show_state(output, audit.projections, last, window.request_id)
     for damage in log.damage:
         output.remark(f"{damage.kind} in {damage.segment} at byte {damage.offset}: {damage.detail}")
     if log.begins_late:
