@@ -7,7 +7,7 @@
 from kvledger.adapters.repro.connector import ConnectorUnderTest, ScheduledRequest, Step
 from kvledger.adapters.repro.core import reenact_core
 from kvledger.adapters.repro.hooks import reenact
-from kvledger.adapters.repro.recording import NotReenactable, Recording, quiet_steps, record
+from kvledger.adapters.repro.recording import NotReenactable, Recording, quiet_steps, record, report, step
 from kvledger.adapters.repro.reenactment import HOOK_FAILED, Reenactment, Trouble
 
 __all__ = [
@@ -23,4 +23,6 @@ __all__ = [
     "record",
     "reenact",
     "reenact_core",
+    "report",
+    "step",
 ]

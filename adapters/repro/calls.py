@@ -46,12 +46,17 @@ class HookCall:
     main: e.Event | None
     """None where nothing was recorded of what the call is about."""
     observed: tuple[Recorded, ...]
-    """In order, `main` included."""
+    """In order, `main` included, and the failure where there was one."""
+
+    @property
+    def first_sequence(self) -> int:
+        """Of the first observation."""
+        return self.observed[0][0]
 
     @property
     def last_sequence(self) -> int:
         """Of the last observation."""
-        return self.observed[-1][0] if self.observed else self.sequence
+        return self.observed[-1][0]
 
     def noticed(self, event_class: type[e.Event]) -> list[e.Event]:
         """What it observed of a class."""
@@ -142,19 +147,18 @@ class _Grouping:
         return end - start
 
     def _failed(self, sequence: int, event: e.HookFailed) -> None:
-        if event.hook == "chunk_keys":  # the call goes on without keys
-            self._at += 1
-            return
-        if event.hook in _HOOKS_WITHOUT_OBSERVATIONS:
-            self._call(_HOOKS_WITHOUT_OBSERVATIONS[event.hook], sequence, "", None, 0)
-            self._at += 1
-            return
         hook = _HOOK_OF_FAILURE.get(event.hook, event.hook)
-        if self._belongs_to_last_call(hook, event) or self._is_tried_again(event):
+        if event.hook == "chunk_keys" or self._is_tried_again(event):  # the call goes on
+            self._noticed.append((sequence, event))
             self._at += 1
-            return
-        self._call(hook, sequence, event.request_id, None, 0)
-        self._at += 1
+        elif event.hook in _HOOKS_WITHOUT_OBSERVATIONS:
+            self._call(_HOOKS_WITHOUT_OBSERVATIONS[event.hook], sequence, "", event, 1)
+        elif self._belongs_to_last_call(hook, event):
+            last = self.calls[-1]
+            self.calls[-1] = attrs.evolve(last, observed=(*last.observed, (sequence, event)))
+            self._at += 1
+        else:
+            self._call(hook, sequence, event.request_id, None, 1)
 
     def _belongs_to_last_call(self, hook: str, event: e.HookFailed) -> bool:
         """Whether it failed after it had recorded what it is about; then there is a call already."""

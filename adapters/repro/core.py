@@ -84,7 +84,7 @@ class _CoreRun:
         for sequence, event in call.observed:
             if isinstance(event, e.StepScheduled):
                 self._report_overdue(event.time_ns)
-            adapted = self._adapted(event)
+            adapted = None if isinstance(event, e.HookFailed) else self._adapted(event)
             if adapted is not None:
                 self._observe(sequence, adapted)
 

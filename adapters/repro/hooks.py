@@ -6,7 +6,7 @@ chunk keys, tokens in flight from settled ones, the batch of a step from what th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from kvledger.adapters.repro.adaptation import Adaptation
@@ -17,7 +17,6 @@ from kvledger.adapters.repro.reenactment import Reenactment
 from kvledger.adapters.repro.scheduler_record import Life, ScheduledTokens, SchedulerRecord, runs_async
 from kvledger.adapters.repro.tokens import token_ids
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.replay import SequencedEvent
 
 _UNRECORDED = "unrecorded request"
 """Stands in a step for tokens of requests that the log does not know."""
@@ -78,7 +77,7 @@ class _HookRun:
             if reenact_call is None:
                 self._outcome.left_out.append(f"event {sequence}: {hook} is no hook of this connector")
                 continue
-            self._connector.now_ns = max(getattr(event, "time_ns", 0) for _, event in call.observed or [(0, call.main)])
+            self._connector.now_ns = max(getattr(event, "time_ns", 0) for _, event in call.observed)
             if call.main is None:
                 self._guess(call, calls[number + 1 :])
                 continue
@@ -218,7 +217,7 @@ class _HookRun:
                 self._prepare(
                     ScheduledTokens(life, life.num_computed_tokens, 0, None, ()), None, settled.get(life.ordinal)
                 )
-        parts = self._in_order(scheduled)
+        parts = self._in_order(main, scheduled)
         num_unknown = main.num_scheduled_tokens - sum(part.num_scheduled_tokens for part in parts)
         if num_unknown > 0:
             parts.append(ScheduledRequest(_UNRECORDED, 0, num_unknown))
@@ -238,13 +237,13 @@ class _HookRun:
             num_tokens = self._as_keyed(life, self._record.num_known_tokens(life))
         self._write_tokens(life, num_tokens)
 
-    def _in_order(self, scheduled: Sequence[ScheduledTokens]) -> list[ScheduledRequest]:
+    def _in_order(self, step: e.StepScheduled, scheduled: Sequence[ScheduledTokens]) -> list[ScheduledRequest]:
         """As vLLM lists them: new ones, running ones, and resumed ones at either end."""
         num_new = 0
         while num_new < len(scheduled) and scheduled[num_new].life.is_admitted:
             num_new += 1
         rest = scheduled[num_new:]
-        running = self._record.in_running_order([part for part in rest if not part.life.is_admitted])
+        running = self._record.in_running_order(step, [part for part in rest if not part.life.is_admitted])
         resumed = [part for part in rest if part.life.is_admitted]
         return [
             ScheduledRequest(
@@ -352,11 +351,7 @@ def _recorded_sequence(event: e.Event, waiting: list[tuple[int, e.Event]], other
     request_id = getattr(event, "request_id", "")
     for place, (sequence, recorded) in enumerate(waiting):
         if type(recorded) is type(event) and getattr(recorded, "request_id", "") == request_id:
-            if isinstance(event, e.TransferReported) and len(waiting) > 1:
-                pass
             del waiting[place]
             return sequence
     return otherwise
 
-
-__all__ = ["Iterable", "SequencedEvent", "reenact"]

@@ -46,6 +46,35 @@ class Recording:
         return attrs.evolve(self, observations=tuple(entry for entry in self.observations if entry[0] <= sequence))
 
 
+def step(
+    number: int,
+    time_ns: int,
+    *,
+    num_scheduled_tokens: int,
+    advanced: tuple[tuple[int, int, int, int], ...] = (),
+    paused: tuple[int, ...] = (),
+    extended: tuple[tuple[int, tuple[int, ...]], ...] = (),
+    settled: tuple[tuple[int, int, int], ...] = (),
+) -> e.StepScheduled:
+    """`step.scheduled` with defaults for what a step need not say."""
+    return e.StepScheduled(number, num_scheduled_tokens, advanced, paused, extended, settled, time_ns)
+
+
+def report(
+    job_id: int,
+    time_ns: int,
+    *,
+    ranks_done: tuple[int, ...] = (0,),
+    ranks_failed: tuple[int, ...] = (),
+    is_repeated: bool = False,
+    num_bytes: int = 0,
+    duration_ns: int = 0,
+    error: str = "",
+) -> e.TransferReported:
+    """`transfer.reported` with defaults for one rank that is done."""
+    return e.TransferReported(job_id, ranks_done, ranks_failed, is_repeated, num_bytes, duration_ns, error, time_ns)
+
+
 def quiet_steps(
     first: int, last: int, *, step: int, count: int, num_scheduled_tokens: int, from_ns: int, to_ns: int
 ) -> Iterable[Recorded]:

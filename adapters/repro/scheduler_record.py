@@ -68,6 +68,25 @@ class SchedulerRecord:
         """The life of an id that has not ended."""
         return self._by_id.get(request_id)
 
+    def fold(self, event: e.Event, chunk_size: int) -> None:
+        """Take up any event but a step."""
+        if isinstance(event, e.RequestArrived):
+            self.arrived(event)
+            return
+        life = self.get(getattr(event, "request_id", ""))
+        if life is None:
+            return
+        if isinstance(event, e.RequestPreempted):
+            self.preempted(life)
+        elif isinstance(event, e.BlocksAllocated):
+            self.allocated(life, event)
+        elif isinstance(event, e.SessionContinued):
+            self.continued(life, event, chunk_size)
+        elif isinstance(event, e.TokensRolledBack):
+            self.rolled_back(life, event.num_computed_tokens)
+        elif isinstance(event, e.RequestFinished):
+            self.finished(life)
+
     def by_ordinal(self, ordinal: int) -> Life | None:
         """The life with this ordinal."""
         return self._by_ordinal.get(ordinal)
@@ -141,12 +160,14 @@ class SchedulerRecord:
         """Steady requests that are not in the step."""
         return [life for ordinal in event.paused if (life := self._by_ordinal.get(ordinal)) is not None]
 
-    def in_running_order(self, scheduled: list[ScheduledTokens]) -> list[ScheduledTokens]:
+    def in_running_order(self, event: e.StepScheduled, scheduled: list[ScheduledTokens]) -> list[ScheduledTokens]:
         """As vLLM lists running requests; where the step says otherwise of those that it names, as the step says."""
         places = {ordinal: place for place, ordinal in enumerate(self._running)}
         ordered = sorted(scheduled, key=lambda part: places.get(part.life.ordinal, len(places)))
-        named = iter([part for part in scheduled if part.num_tokens is not None])
-        ordered = [part if part.num_tokens is None else next(named) for part in ordered]
+        ordered = _as_told(ordered, [part for part in scheduled if part.num_tokens is not None])
+        extended = {ordinal: place for place, (ordinal, _) in enumerate(event.extended)}
+        with_blocks = [part for part in ordered if part.life.ordinal in extended]
+        ordered = _as_told(ordered, sorted(with_blocks, key=lambda part: extended[part.life.ordinal]))
         taken = {part.life.ordinal for part in ordered} & self._running.keys()
         lives = iter([part.life for part in ordered if part.life.ordinal in taken])
         self._running = {
@@ -181,6 +202,13 @@ class SchedulerRecord:
     def num_known_tokens(self, life: Life) -> int:
         """Prompt and output, where no event says: one more than computed, or as many with a step in flight."""
         return max(life.num_tokens, life.num_computed_tokens + (0 if self._is_async else 1) * life.was_scheduled)
+
+
+def _as_told(ordered: list[ScheduledTokens], told: list[ScheduledTokens]) -> list[ScheduledTokens]:
+    """The same with those that were told of in the order in which they were told of."""
+    named = {part.life.ordinal for part in told}
+    following = iter(told)
+    return [next(following) if part.life.ordinal in named else part for part in ordered]
 
 
 def runs_async(observations: tuple[tuple[int, e.Event], ...]) -> bool:
