@@ -43,8 +43,8 @@ class HookCall:
     """Of what the call is about; of its failure where it came to nothing."""
     request_id: str
     """Empty where the call concerns the step."""
-    main: e.Event | None
-    """None where nothing was recorded of what the call is about."""
+    main: e.Event
+    """What the call is about; its failure where nothing else was recorded."""
     observed: tuple[Recorded, ...]
     """In order, `main` included, and the failure where there was one."""
 
@@ -106,7 +106,7 @@ class _Grouping:
             self._noticed.append((sequence, event))
             self._at += 1
 
-    def _call(self, hook: str, sequence: int, request_id: str, main: e.Event | None, num_entries: int) -> None:
+    def _call(self, hook: str, sequence: int, request_id: str, main: e.Event, num_entries: int) -> None:
         observed = (*self._noticed, *self._entries[self._at : self._at + num_entries])
         self.calls.append(HookCall(hook, sequence, request_id, main, observed))
         self._noticed = []
@@ -158,7 +158,7 @@ class _Grouping:
             self.calls[-1] = attrs.evolve(last, observed=(*last.observed, (sequence, event)))
             self._at += 1
         else:
-            self._call(hook, sequence, event.request_id, None, 1)
+            self._call(hook, sequence, event.request_id, event, 1)
 
     def _belongs_to_last_call(self, hook: str, event: e.HookFailed) -> bool:
         """Whether it failed after it had recorded what it is about; then there is a call already."""

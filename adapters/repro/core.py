@@ -79,7 +79,7 @@ class _CoreRun:
         return self._outcome
 
     def _reenact(self, call: HookCall) -> None:
-        if call.main is None:
+        if isinstance(call.main, e.HookFailed):
             self._outcome.left_out.append(f"the call of {call.hook} that failed before event {call.sequence}")
         for sequence, event in call.observed:
             if isinstance(event, e.StepScheduled):

@@ -8,6 +8,8 @@ import attrs
 
 LINE_LENGTH = 120
 _INDENT = "    "
+_LONG = 100_000
+"""From here on digits are grouped by three."""
 
 
 @attrs.frozen
@@ -57,7 +59,7 @@ def laid_out(source: Source, *, prefix: str = "", suffix: str = "", depth: int =
     """
     margin = _INDENT * depth
     line = f"{margin}{prefix}{flat(source)}{suffix}"
-    if len(line) <= LINE_LENGTH and not _has_many_lines(source):
+    if len(line) <= LINE_LENGTH:
         return line
     if isinstance(source, Named):
         return laid_out(source.value, prefix=prefix + source.prefix, suffix=suffix, depth=depth)
@@ -70,13 +72,6 @@ def laid_out(source: Source, *, prefix: str = "", suffix: str = "", depth: int =
     else:
         lines = [laid_out(item, suffix=",", depth=depth + 1) for item in source.items]
     return "\n".join([f"{margin}{prefix}{source.opening}", *lines, f"{margin}{source.closing}{suffix}"])
-
-
-def _has_many_lines(source: Source) -> bool:
-    return isinstance(source, Group) and source.opening == "(" and len(source.items) > _MOST_ON_A_LINE
-
-
-_MOST_ON_A_LINE = 10_000
 
 
 def call(name: str, *positional: Source, **named: Source) -> Group:
@@ -103,10 +98,6 @@ def literal(value: object) -> Source:
     if isinstance(value, dict):
         return mapping([(literal(key), literal(item)) for key, item in value.items()])
     return repr(value)
-
-
-_LONG = 100_000
-"""From here on digits are grouped by three."""
 
 
 def _quoted(value: str | bytes) -> str:

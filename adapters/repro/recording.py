@@ -43,7 +43,20 @@ class Recording:
         """The recording up to this event."""
         if sequence is None:
             return self
-        return attrs.evolve(self, observations=tuple(entry for entry in self.observations if entry[0] <= sequence))
+        return attrs.evolve(
+            self,
+            observations=tuple(entry for entry in self.observations if entry[0] <= sequence),
+            jobs={job_id: reason for job_id, reason in self.jobs.items() if reason[0] <= sequence},
+            answers={cause: answer for cause, answer in self.answers.items() if cause <= sequence},
+        )
+
+    def end_of_call(self, sequence: int) -> int:
+        """The last observation of the hook call during which this event was recorded."""
+        from kvledger.adapters.repro.calls import hook_calls
+
+        calls, _ = hook_calls(self.observations)
+        ends = [call.last_sequence for call in calls if call.first_sequence <= sequence]
+        return ends[-1] if ends else sequence
 
 
 def step(

@@ -8,7 +8,7 @@ the request; where that cannot be shown with the code at hand, nothing is left o
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 
 import attrs
 
@@ -37,36 +37,31 @@ class Reduced:
 
 
 def reduce(
-    recording: Recording, events: Iterable[SequencedEvent], *, rule: str, request_id: str, keep_all: bool = False
+    recording: Recording, events: Sequence[SequencedEvent], *, rules: Collection[str], request_id: str, keep_all: bool
 ) -> Reduced:
     """Reduce a recording that ends with an incident.
 
     Args:
         recording: up to the incident.
         events: the log's events up to there, decisions included.
-        rule: that was broken.
+        rules: that were broken; where there are none, the decisions alone must stay.
         request_id: whose decisions must stay as they were; empty for nobody's.
         keep_all: leave nothing out, only tell whether it recurs.
     """
-    wanted = _Wanted(rule, request_id)
     whole = reenact_core(recording)
+    wanted = _Wanted(rules, request_id, whole.events if rules else events)
     if not wanted.is_in(whole):
         return Reduced(recording, recurs=False, num_left_out=0)
-    lives = _lives(recording.observations)
-    if keep_all or not request_id:
-        return Reduced(recording, recurs=True, num_left_out=0)
-    wanted.remember(whole)
+    lives = {event.ordinal: event.request_id for _, event in recording.observations if isinstance(event, e.RequestArrived)}
     own = {ordinal for ordinal, name in lives.items() if name == request_id}
-    kept = _related(events, own)
-    best = recording
-    if kept < lives.keys():
-        candidate = restrict(recording, kept)
+    if keep_all or not own:
+        return Reduced(recording, recurs=True, num_left_out=0)
+    best, kept = recording, set(lives)
+    related = _related(events, own)
+    if related < kept:
+        candidate = restrict(recording, related)
         if wanted.is_in(reenact_core(candidate)):
-            best = candidate
-        else:
-            kept = set(lives)
-    else:
-        kept = set(lives)
+            best, kept = candidate, related
     best, kept = _spare(recording, best, kept, own, wanted)
     return Reduced(best, recurs=True, num_left_out=len(lives) - len(kept))
 
@@ -96,31 +91,24 @@ def _spare(
 class _Wanted:
     """The incident, and the decisions about its request."""
 
-    def __init__(self, rule: str, request_id: str) -> None:
-        self._rule = rule
+    def __init__(self, rules: Collection[str], request_id: str, events: Iterable[SequencedEvent]) -> None:
+        self._rules = rules
         self._request_id = request_id
-        self._decisions: list[tuple[object, ...]] | None = None
-
-    def remember(self, whole: Reenactment) -> None:
-        self._decisions = self._of_request(whole)
+        self._decisions = self._of_request(events)
 
     def is_in(self, reenactment: Reenactment) -> bool:
-        recurs = any(
-            trouble.rule == self._rule and trouble.request_id in {"", self._request_id or trouble.request_id}
-            for trouble in reenactment.troubles
-        )
-        return recurs and (self._decisions is None or self._of_request(reenactment) == self._decisions)
+        broken = {trouble.rule for trouble in reenactment.troubles if self._concerns(trouble.request_id)}
+        return broken.issuperset(self._rules) and self._of_request(reenactment.events) == self._decisions
 
-    def _of_request(self, reenactment: Reenactment) -> list[tuple[object, ...]]:
+    def _concerns(self, request_id: str) -> bool:
+        return not self._request_id or request_id in {"", self._request_id}
+
+    def _of_request(self, events: Iterable[SequencedEvent]) -> list[tuple[object, ...]]:
         return [
             (event.id, *(getattr(event, name) for name in event.__match_args__ if name not in _NOT_COMPARED))
-            for _, event in reenactment.events
+            for _, event in events
             if event.is_decision and getattr(event, "request_id", None) == self._request_id
         ]
-
-
-def _lives(observations: Iterable[Recorded]) -> dict[int, str]:
-    return {event.ordinal: event.request_id for _, event in observations if isinstance(event, e.RequestArrived)}
 
 
 def _related(events: Iterable[SequencedEvent], own: set[int]) -> set[int]:
