@@ -11,7 +11,7 @@ from kvledger.adapters.cli.exit_codes import CommandFailed, ExitCode
 from kvledger.adapters.cli.logs import StoredLog, open_log
 from kvledger.adapters.cli.output import Output
 from kvledger.adapters.cli.selection import Window, window
-from kvledger.adapters.cli.sources import one_log
+from kvledger.adapters.cli.sources import one_of
 from kvledger.adapters.reading.index import index_for
 from kvledger.lifecycle import events as e
 
@@ -36,7 +36,7 @@ def selected_one(arguments: argparse.Namespace, output: Output) -> tuple[StoredL
         CommandFailed: they mean several.
     """
     if arguments.request is None:
-        one_log(arguments)
+        one_of(arguments.logs, arguments.log)
     return next(selected(arguments, output))
 
 

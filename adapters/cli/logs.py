@@ -49,6 +49,7 @@ class Batch:
     events: Sequence[Event]
     segment: str
     offset: int
+    end_offset: int
 
 
 @attrs.define
@@ -84,6 +85,11 @@ class StoredLog:
     def files(self) -> list[Path]:
         """The log's segments now, in order."""
         return segment_paths(self.path) if self.path.is_dir() else [self.path]
+
+    def has_more_than(self, segment: str, offset: int) -> bool:
+        """Whether there are bytes behind that place."""
+        last = self.files()[-1]
+        return last.name > segment or last.stat().st_size > offset
 
     def total_bytes(self) -> int:
         """Size of the log's files now."""
@@ -121,14 +127,16 @@ class StoredLog:
             if frame.first_sequence == self.trusted_sequence + 1:
                 self.trusted_sequence += frame.num_events
             segment, offset = self._place()
-            yield Batch(frame.first_sequence, events, segment, offset)
+            yield Batch(frame.first_sequence, events, segment, offset, offset + frame_bytes(frame))
         self._take_damage(num_taken)
 
     def batches_from(self, segment: str, offset: int) -> Iterator[Batch]:
         """The batches from a place on that an earlier reading gave, as far as they can be read. Reports no damage."""
         for frame, name, at in frames_from(self.path, segment, offset):
             if frame.kind is FrameKind.EVENTS:
-                yield Batch(frame.first_sequence, self._decoder.decode(frame.payload), name, at)
+                yield Batch(
+                    frame.first_sequence, self._decoder.decode(frame.payload), name, at, at + frame_bytes(frame)
+                )
 
     def trusted_events(self) -> Iterator[SequencedEvent]:
         """The events from the log's first to the last before any is missing; reads (and checks) the rest too.

@@ -10,13 +10,14 @@ from collections.abc import Callable, Iterator, Sequence
 
 import attrs
 
-from kvledger.adapters.cli.exit_codes import ExitCode
-from kvledger.adapters.cli.finding import selected
+from kvledger.adapters.cli.exit_codes import CommandFailed, ExitCode
+from kvledger.adapters.cli.feed import Feed, Line, follow
+from kvledger.adapters.cli.finding import selected, selected_one
 from kvledger.adapters.cli.logs import StoredLog
 from kvledger.adapters.cli.output import Output, plain
 from kvledger.adapters.cli.requests import Requests, RequestSummary
 from kvledger.adapters.cli.selection import Window, add_request, count, event_number
-from kvledger.adapters.cli.sources import one_log
+from kvledger.adapters.cli.sources import one_of
 from kvledger.adapters.cli.state import show_state
 from kvledger.adapters.cli.timeline import Group, Timeline
 from kvledger.adapters.cli.words import duration, milliseconds, plural, size
@@ -49,6 +50,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """What only this command has."""
     add_request(parser)
     parser.add_argument("--at", metavar="EVENT", type=event_number, help="show the state after this event instead")
+    parser.add_argument("-f", "--follow", action="store_true", help="go on with what is appended, until interrupted")
     parser.add_argument(
         "--limit",
         metavar="N",
@@ -60,8 +62,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace, output: Output) -> ExitCode:
     """Show logs, a request, or a state."""
+    if arguments.follow and arguments.at is not None:
+        raise CommandFailed("--follow and --at exclude each other: one goes on, the other stops", ExitCode.USAGE)
+    if arguments.follow:
+        return _follow(*selected_one(arguments, output), output)
     if arguments.at is not None and arguments.request is None:
-        one_log(arguments)
+        one_of(arguments.logs, arguments.log)
     for number, (log, window) in enumerate(selected(arguments, output)):
         if number and not output.is_json:
             output.line()
@@ -131,6 +137,30 @@ def _events_of_lives(index: LogIndex, request_id: str) -> Iterator[SequencedEven
     """Everything that happened while the request lived; what happened before and between makes no difference to it."""
     for span in index.spans(request_id):
         yield from index.events_between(span.first_sequence, span.last_sequence)
+
+
+def _follow(log: StoredLog, window: Window, output: Output) -> ExitCode:
+    feed = Feed(log.configuration)
+    for batch in follow(log, output):
+        for line in feed.flush() if batch is None else feed.take_all(batch):
+            if window.is_over(line.first_sequence):
+                return ExitCode.SOUND
+            if window.holds(line.first_sequence) and window.request_id in {None, line.request_id}:
+                _show_line(output, line)
+        if batch is None:
+            output.flush()
+    return ExitCode.SOUND
+
+
+def _show_line(output: Output, line: Line) -> None:
+    if output.is_json:
+        output.record("line", attrs.asdict(line))
+        return
+    states = line.state_before or ""
+    if line.state_after != line.state_before:
+        states = f"{states} → {line.state_after or 'released'}" if line.state_before else line.state_after or ""
+    text = f"{milliseconds(line.time_ns):>12}  {line.first_sequence:>8}  {line.request_id}  {states}  {line.text}"
+    output.line(text, "red" if line.num_broken else "")
 
 
 def _noticing_gaps(timeline: Timeline) -> Callable[[int, e.Event], None]:

@@ -5,7 +5,7 @@ Every engine start writes a log directory of its own below `log_dir`, so a direc
 
 from __future__ import annotations
 
-import argparse
+from collections.abc import Sequence
 from pathlib import Path
 
 from kvledger.adapters.cli.exit_codes import CommandFailed, ExitCode
@@ -32,18 +32,17 @@ def find_logs(path: Path) -> list[Path]:
     return sorted(logs, key=lambda log: (_opened_at(log), log.name))
 
 
-def one_log(arguments: argparse.Namespace) -> Path:
-    """The only log that the arguments mean, for commands that compare or continue something.
+def one_of(logs: Sequence[Path], asked: Path) -> Path:
+    """The only log that `asked` means, for commands that compare or continue something.
 
     Raises:
-        CommandFailed: they mean several.
+        CommandFailed: it means several.
     """
-    logs: list[Path] = arguments.logs
     if len(logs) == 1:
         return logs[0]
     named = ", ".join(str(log) for log in logs[-_MAX_NAMED:])
     more = f" and {len(logs) - _MAX_NAMED} older ones" if len(logs) > _MAX_NAMED else ""
-    message = f"{arguments.log} holds {len(logs)} logs; name one of them, or --newest: {named}{more}"
+    message = f"{asked} holds {len(logs)} logs; name one of them, or --newest: {named}{more}"
     raise CommandFailed(message, ExitCode.USAGE)
 
 
