@@ -16,9 +16,9 @@ from kvledger.adapters.cli.logs import StoredLog
 from kvledger.adapters.cli.output import Output
 from kvledger.adapters.cli.selection import Window, add_request, event_number
 from kvledger.adapters.cli.words import plural
-from kvledger.adapters.repro.calls import hook_calls
+from kvledger.adapters.repro.calls import end_of_call, hook_calls
 from kvledger.adapters.repro.incident import Findings, Incident, find_incidents
-from kvledger.adapters.repro.recording import record
+from kvledger.adapters.repro.from_log import record
 from kvledger.adapters.repro.reduction import Reduced, reduce
 from kvledger.adapters.repro.source import Story, test_source
 from kvledger.lifecycle import HandlerRegistry
@@ -111,7 +111,7 @@ def _told(
 ) -> tuple[Story, Reduced]:
     recording = record(log.configuration, events)
     if incidents:
-        recording = recording.until(recording.end_of_call(incidents[-1].sequence))
+        recording = recording.until(end_of_call(recording.observations, incidents[-1].sequence))
         request_id = request_id or incidents[0].request_id
     end = recording.observations[-1][0]
     reduced = reduce(
@@ -144,9 +144,7 @@ def _answers(events: Iterable[SequencedEvent], request_id: str) -> list[int | No
     ]
 
 
-def _remarks(
-    log: StoredLog, arguments: argparse.Namespace, reduced: Reduced, speculates: bool
-) -> Iterator[str]:
+def _remarks(log: StoredLog, arguments: argparse.Namespace, reduced: Reduced, speculates: bool) -> Iterator[str]:
     if reduced.num_left_out:
         yield (
             f"{plural(reduced.num_left_out, 'request')} were left out: without them the core decides the same and breaks "
@@ -164,18 +162,26 @@ def _remarks(
         yield f"The engine had other state handlers than this kvledger; if they are your own, name them: {drive}."
     if speculates and not arguments.core:
         yield "The engine decoded speculatively: drafts that were taken back show in counts only."
-    left_out = _not_reenacted(reduced, on_core=arguments.core)
-    if left_out:
-        yield f"Not re-enacted: {'; '.join(left_out[:_MAX_NAMED])}{' and more' if len(left_out) > _MAX_NAMED else ''}."
-
-
-def _not_reenacted(reduced: Reduced, *, on_core: bool) -> list[str]:
     calls, left_over = hook_calls(reduced.recording.observations)
     left_out = [f"event {sequence}, {event.id}" for sequence, event in left_over]
-    guessed = [call for call in calls if isinstance(call.main, e.HookFailed)]
-    if on_core:
-        left_out += [f"event {call.sequence}, the call of {call.hook} that failed" for call in guessed]
-    return left_out
+    left_out += [
+        f"event {call.sequence}, {call.hook}"
+        for call in calls
+        if isinstance(call.main, e.HookFailed) and call.hook not in {"get_kv_connector_stats", "has_pending_push_work"}
+    ]
+    kept = {sequence for sequence, _ in reduced.recording.observations}
+    guessed = [f"event {sequence}" for sequence in reduced.recording.guessed if sequence in kept]
+    if guessed:
+        yield (
+            "A log does not have what a call was about that failed before it was recorded. Guessed from what came before "
+            f"and after: {_few(guessed)}."
+        )
+    if left_out:
+        yield f"Not re-enacted: {_few(left_out)}."
+
+
+def _few(things: Sequence[str]) -> str:
+    return "; ".join(things[:_MAX_NAMED]) + (f"; and {len(things) - _MAX_NAMED} more" if things[_MAX_NAMED:] else "")
 
 
 def _command(arguments: argparse.Namespace) -> str:

@@ -6,8 +6,9 @@
 
 from kvledger.adapters.repro.connector import ConnectorUnderTest, ScheduledRequest, Step
 from kvledger.adapters.repro.core import reenact_core
+from kvledger.adapters.repro.from_log import record
 from kvledger.adapters.repro.hooks import reenact
-from kvledger.adapters.repro.recording import NotReenactable, Recording, quiet_steps, record, report, step
+from kvledger.adapters.repro.recording import NotReenactable, Recording, quiet_steps, report, step
 from kvledger.adapters.repro.reenactment import HOOK_FAILED, Reenactment, Trouble
 
 __all__ = [

@@ -183,3 +183,10 @@ class _Grouping:
             and follows.request_id == event.request_id
             and getattr(follows, "hook", event.hook) == event.hook
         )
+
+
+def end_of_call(observations: Sequence[Recorded], sequence: int) -> int:
+    """The last observation of the hook call during which this event was recorded."""
+    calls, _ = hook_calls(observations)
+    ends = [call.last_sequence for call in calls if call.first_sequence <= sequence]
+    return ends[-1] if ends else sequence

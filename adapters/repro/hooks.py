@@ -74,7 +74,7 @@ class _HookRun:
         self._outcome.left_out += [f"event {sequence} ({event.id})" for sequence, event in left_over]
         self._outcome.take(self._connector.take_events(), "the start", 1)
         hook, sequence = "the start", 1
-        for number, call in enumerate(calls):
+        for call in calls:
             hook, sequence = call.hook, call.sequence
             reenact_call = self._calls.get(hook)
             if reenact_call is None:
@@ -82,7 +82,7 @@ class _HookRun:
                 continue
             self._connector.now_ns = max(getattr(event, "time_ns", 0) for _, event in call.observed)
             if isinstance(call.main, e.HookFailed) and hook not in _WITHOUT_OBSERVATIONS:
-                self._guess(call, calls[number + 1 :])
+                self._outcome.left_out.append(f"event {sequence}: {hook}, of which nothing was recorded")
                 continue
             reenact_call(call, call.main)
             self._take(call)
@@ -165,8 +165,7 @@ class _HookRun:
             self._unknown(call)
             return
         self._notice(call, {main.request_id: main.num_tokens})
-        life.num_tokens = main.num_tokens
-        life.is_steady = False
+        self._record.looked_up(main, call.sequence)
         self._write_tokens(life, main.num_tokens)
         answer, _ = self._connector.get_num_new_matched_tokens(main.request_id, main.num_computed_tokens)
         self._adaptation.answered(main.request_id, call.sequence, answer or 0)
@@ -345,9 +344,6 @@ class _HookRun:
     def _unknown(self, call: HookCall) -> None:
         self._outcome.left_out.append(f"event {call.sequence}: {call.hook} of a request whose arrival is not recorded")
 
-    def _guess(self, call: HookCall, later: Sequence[HookCall]) -> None:
-        self._outcome.left_out.append(f"event {call.sequence}: {call.hook}, which failed before it was recorded")
-
 
 def _recorded_sequence(event: e.Event, waiting: list[tuple[int, e.Event]], otherwise: int) -> int:
     """The sequence number of the recorded observation that this one is again; it is taken from `waiting`."""
@@ -357,4 +353,3 @@ def _recorded_sequence(event: e.Event, waiting: list[tuple[int, e.Event]], other
             del waiting[place]
             return sequence
     return otherwise
-

@@ -10,11 +10,10 @@ from collections.abc import Iterable
 
 import attrs
 
-from kvledger.adapters.repro.reenactment import rule_of
+from kvledger.adapters.repro.reenactment import Watch, rule_of
 from kvledger.lifecycle import LedgerConfiguration
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.audit import Audit, Violation
-from kvledger.lifecycle.machine import ReferenceMachine
+from kvledger.lifecycle.audit import Violation
 from kvledger.lifecycle.replay import SequencedEvent
 
 
@@ -56,27 +55,27 @@ def find_incidents(
         events: all of them, or those up to where one may look.
         request_id: whose incidents; None for anybody's.
     """
-    audit = Audit(configuration, ReferenceMachine())
+    watch = Watch(configuration)
     findings = Findings(is_known=request_id is None)
     concerned: list[Violation] = []
+    everything: list[Violation] = []
     holders = _Holders()
-    num_seen = 0
     for sequence, event in events:
-        audit.take(sequence, event)
+        violations = watch.take(sequence, event)
         holders.take(event)
         findings.is_known |= getattr(event, "request_id", None) == request_id
-        for violation in audit.violations[num_seen:]:
+        everything += violations
+        for violation in violations:
             if request_id is None or holders.concerns(violation, event, request_id):
                 concerned.append(violation)
             else:
                 findings.others[violation.request_id] += 1
-        num_seen = len(audit.violations)
-    findings.has_diverged = bool(audit.divergences or audit.unfoldable)
+    findings.has_diverged = bool(watch.audit.divergences or watch.audit.unfoldable)
     for violation in concerned:
         rule = rule_of(violation)
         if rule in {incident.rule for incident in findings.incidents}:
             continue
-        besides = {rule_of(other) for other in audit.violations if other.sequence <= violation.sequence} - {rule}
+        besides = {rule_of(other) for other in everything if other.sequence <= violation.sequence} - {rule}
         findings.incidents.append(
             Incident(rule, violation.sequence, violation.request_id, violation.detail, tuple(sorted(besides)))
         )

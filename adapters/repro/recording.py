@@ -38,6 +38,9 @@ class Recording:
     """Whether the engine decoded speculatively; a log does not say so, but it shows."""
     zeroes_new_blocks: bool = False
     """Whether the worker zeroed new blocks before the forward."""
+    guessed: tuple[int, ...] = ()
+    """Sequence numbers of observations that are none: a call failed before it was recorded, and this is what it may have
+    been about."""
 
     def until(self, sequence: int | None) -> Recording:
         """The recording up to this event."""
@@ -49,14 +52,6 @@ class Recording:
             jobs={job_id: reason for job_id, reason in self.jobs.items() if reason[0] <= sequence},
             answers={cause: answer for cause, answer in self.answers.items() if cause <= sequence},
         )
-
-    def end_of_call(self, sequence: int) -> int:
-        """The last observation of the hook call during which this event was recorded."""
-        from kvledger.adapters.repro.calls import hook_calls
-
-        calls, _ = hook_calls(self.observations)
-        ends = [call.last_sequence for call in calls if call.first_sequence <= sequence]
-        return ends[-1] if ends else sequence
 
 
 def step(
@@ -116,52 +111,3 @@ def quiet_steps(
                 time_ns=from_ns + (to_ns - from_ns) * number // intervals,
             ),
         )
-
-
-def record(configuration: LedgerConfiguration, events: Iterable[Recorded]) -> Recording:
-    """A recording of these events of a log, decisions included, in order and without a gap."""
-    observations: list[Recorded] = []
-    jobs: dict[int, tuple[int, str]] = {}
-    answers: dict[int, int] = {}
-    for sequence, event in events:
-        if not event.is_decision:
-            observations.append((sequence, event))
-        elif isinstance(event, JOB_ISSUED):
-            jobs[event.job_id] = (event.cause, event.request_id)
-        elif isinstance(event, e.LookupAnswered) and event.num_external_tokens:
-            answers[event.cause] = event.num_external_tokens
-    return Recording(
-        configuration,
-        tuple(observations),
-        jobs,
-        answers,
-        speculates=_speculates(observations),
-        zeroes_new_blocks=_zeroes(observations),
-    )
-
-
-def _speculates(observations: Iterable[Recorded]) -> bool:
-    """Whether drafts are seen: more than one token scheduled beyond the known ones."""
-    return any(
-        scheduled > 1 and computed + scheduled > known
-        for _, event in observations
-        if isinstance(event, e.StepScheduled)
-        for _, computed, scheduled, known in event.advanced
-    )
-
-
-def _zeroes(observations: Iterable[Recorded]) -> bool:
-    """Whether requests end without anything to copy although they computed, as where new blocks are zeroed."""
-    computed: dict[int, int] = {}
-    ordinals: dict[str, int] = {}
-    ends = [0, 0]
-    for _, event in observations:
-        if isinstance(event, e.RequestArrived):
-            ordinals[event.request_id] = event.ordinal
-        elif isinstance(event, e.StepScheduled):
-            computed.update((ordinal, before + scheduled) for ordinal, before, scheduled, _ in event.advanced)
-        elif isinstance(event, e.RequestPreempted):
-            computed.pop(ordinals.get(event.request_id, -1), None)
-        elif isinstance(event, e.RequestFinished) and computed.get(ordinals.get(event.request_id, -1)):
-            ends[bool(event.num_settled_tokens)] += 1
-    return ends[0] > 0 and ends[1] == 0

@@ -52,7 +52,9 @@ def reduce(
     wanted = _Wanted(rules, request_id, whole.events if rules else events)
     if not wanted.is_in(whole):
         return Reduced(recording, recurs=False, num_left_out=0)
-    lives = {event.ordinal: event.request_id for _, event in recording.observations if isinstance(event, e.RequestArrived)}
+    lives = {
+        event.ordinal: event.request_id for _, event in recording.observations if isinstance(event, e.RequestArrived)
+    }
     own = {ordinal for ordinal, name in lives.items() if name == request_id}
     if keep_all or not own:
         return Reduced(recording, recurs=True, num_left_out=0)
@@ -198,4 +200,3 @@ def _restricted_step(event: e.StepScheduled, kept: Collection[int], record: Sche
     scheduled = record.scheduled(restricted)
     record.stepped(restricted, scheduled)
     return attrs.evolve(restricted, num_scheduled_tokens=sum(part.num_scheduled_tokens for part in scheduled))
-

@@ -20,11 +20,49 @@ HOOK_FAILED = "HOOK_FAILED"
 """Stands for a rule: no hook raises."""
 
 
+UNFOLDABLE = "UNFOLDABLE"
+"""Stands for a rule: every event that was written can be folded."""
+
+
 def rule_of(violation: Violation) -> str:
     """The rule that was broken, also where the audit passes on what the connector noticed itself."""
     if violation.rule != RecordedRule.rule:
         return violation.rule
     return HOOK_FAILED if violation.detail.startswith("hook ") else violation.detail.partition(":")[0]
+
+
+class Watch:
+    """An audit that goes on telling what a log says of itself where it cannot be folded any more.
+
+    A log that broken code wrote may not fold with that code, and neither do its decisions come about again.
+    """
+
+    def __init__(self, configuration: LedgerConfiguration) -> None:
+        self.audit = Audit(configuration, ReferenceMachine())
+        self._num_seen = 0
+
+    def take(self, sequence: int, event: e.Event) -> list[Violation]:
+        """What is wrong with this event."""
+        goes_on = self.audit.unfoldable is None
+        self.audit.take(sequence, event)
+        new = self.new()
+        if self.audit.unfoldable is None:
+            return new
+        if isinstance(event, e.HookFailed):
+            detail = f"hook {event.hook} raised: {event.error}"
+            new.append(Violation(RecordedRule.rule, sequence, event.request_id, None, detail, ()))
+        elif isinstance(event, e.InvariantViolated):
+            detail = f"{event.rule}: {event.detail}"
+            new.append(Violation(RecordedRule.rule, sequence, event.request_id, None, detail, ()))
+        elif goes_on:
+            detail = str(self.audit.unfoldable)
+            new.append(Violation(UNFOLDABLE, sequence, getattr(event, "request_id", ""), None, detail, ()))
+        return new
+
+    def new(self) -> list[Violation]:
+        """What the audit has found since it was last asked."""
+        new, self._num_seen = self.audit.violations[self._num_seen :], len(self.audit.violations)
+        return new
 
 
 @attrs.frozen
@@ -54,27 +92,24 @@ class Reenactment:
     troubles: list[Trouble] = attrs.field(factory=list, init=False)
     left_out: list[str] = attrs.field(factory=list, init=False)
     """What could not be re-enacted, in words."""
-    _audit: Audit = attrs.field(init=False)
-    _num_seen: int = attrs.field(default=0, init=False)
+    _watch: Watch = attrs.field(init=False)
 
     def __attrs_post_init__(self) -> None:
-        self._audit = Audit(self.configuration, ReferenceMachine())
+        self._watch = Watch(self.configuration)
 
     def take(self, events: Iterable[SequencedEvent], hook: str, recorded_sequence: int) -> None:
         """Take up what one call made."""
         for sequence, event in events:
             self.events.append((sequence, event))
-            self._audit.take(sequence, event)
-        self._look(hook, recorded_sequence)
+            self._tell(self._watch.take(sequence, event), hook, recorded_sequence)
 
     def finish(self, hook: str, recorded_sequence: int) -> None:
         """No more calls: decisions that are missing are noticed now."""
-        self._audit.finish()
-        self._look(hook, recorded_sequence)
+        self._watch.audit.finish()
+        self._tell(self._watch.new(), hook, recorded_sequence)
 
-    def _look(self, hook: str, recorded_sequence: int) -> None:
-        new, self._num_seen = self._audit.violations[self._num_seen :], len(self._audit.violations)
-        for violation in new:
+    def _tell(self, violations: Iterable[Violation], hook: str, recorded_sequence: int) -> None:
+        for violation in violations:
             self.troubles.append(
                 Trouble(rule_of(violation), violation.request_id, violation.detail, hook, recorded_sequence)
             )

@@ -34,6 +34,12 @@ class Life:
     """Blocks were given, and no step has computed on them yet."""
     last_step: int = -1
     num_tokens_of_last_step: int = 0
+    num_local_tokens: int = 0
+    """The local prefix hit of its last lookup."""
+    num_tokens_at_start: int = 0
+    """Where its next step begins, if blocks were given since the last one: local and external tokens."""
+    last_lookup: int = 0
+    """Sequence number of that."""
     num_missing_tokens: int = 0
     """Fewer tokens were taken up than recorded, because the code under test answered fewer."""
 
@@ -103,6 +109,16 @@ class SchedulerRecord:
         if life is not None:
             life.keys[event.first_chunk :] = event.keys
 
+    def looked_up(self, event: e.LookupRequested, sequence: int) -> None:
+        """It was asked what can be loaded."""
+        life = self._by_id.get(event.request_id)
+        if life is not None:
+            life.num_tokens, life.num_local_tokens, life.last_lookup = (
+                event.num_tokens,
+                event.num_computed_tokens,
+                sequence,
+            )
+
     def preempted(self, life: Life) -> None:
         """Its blocks are gone."""
         life.num_preemptions += 1
@@ -127,6 +143,9 @@ class SchedulerRecord:
 
     def allocated(self, life: Life, event: e.BlocksAllocated) -> None:
         """The whole table is new."""
+        start = life.num_local_tokens + event.num_external_tokens
+        # Once more where it waited for its load, without anything to take up.
+        life.num_tokens_at_start = max(start, life.num_tokens_at_start) if life.is_admitted else start
         life.block_ids = list(event.block_ids)
         life.is_admitted = True
         self._running.pop(life.ordinal, None)

@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import attrs
 
+from kvledger.adapters.repro.calls import end_of_call
 from kvledger.adapters.repro.incident import Incident
 from kvledger.adapters.repro.literals import Group, Source, call, laid_out, literal
 from kvledger.adapters.repro.recording import Recorded, Recording
@@ -120,7 +121,7 @@ def _isorted(name: str) -> tuple[bool, str]:
 def _tests(story: Story, recording: Recording) -> Iterator[str]:
     drive = "reenact_core" if story.on_core else "reenact"
     for incident in story.incidents:
-        end = recording.end_of_call(incident.sequence)
+        end = end_of_call(recording.observations, incident.sequence)
         until = "" if end == recording.observations[-1][0] else f", until={end}"
         besides = "" if not incident.besides else f", besides={_set(incident.besides)}"
         name = "no_hook_fails" if incident.rule == HOOK_FAILED else f"{incident.rule.lower()}_holds"
@@ -169,7 +170,7 @@ def _identifier(text: str) -> str:
 
 
 def _recording(recording: Recording, story: Story) -> str:
-    kept_whole = {recording.end_of_call(incident.sequence) for incident in story.incidents}
+    kept_whole = {end_of_call(recording.observations, incident.sequence) for incident in story.incidents}
     fields: dict[str, Source] = {
         "configuration": _configuration(recording.configuration),
         "observations": Group("(", tuple(_observations(recording.observations, kept_whole)), ")"),
@@ -255,8 +256,11 @@ _SHORT: Mapping[type[e.Event], tuple[str, tuple[str, ...], Mapping[str, object]]
 
 
 def _event(event: e.Event) -> Source:
-    name, positional, defaults = _SHORT.get(type(event), (f"e.{type(event).__name__}", ("request_id",), {}))
+    leads = ("request_id",) if isinstance(event, e.RequestEvent) else ()
+    name, positional, defaults = _SHORT.get(type(event), (f"e.{type(event).__name__}", leads, {}))
     given = {field: getattr(event, field) for field in type(event).__match_args__}
     leading = [literal(given.pop(field)) for field in positional if field in given]
-    named = {field: literal(value) for field, value in given.items() if field not in defaults or value != defaults[field]}
+    named = {
+        field: literal(value) for field, value in given.items() if field not in defaults or value != defaults[field]
+    }
     return call(name, *leading, **named)
