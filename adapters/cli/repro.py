@@ -17,18 +17,20 @@ from kvledger.adapters.cli.output import Output
 from kvledger.adapters.cli.selection import Window, add_request, event_number
 from kvledger.adapters.cli.words import plural
 from kvledger.adapters.repro.calls import end_of_call, hook_calls
-from kvledger.adapters.repro.incident import Findings, Incident, find_incidents
 from kvledger.adapters.repro.from_log import record
+from kvledger.adapters.repro.incident import Findings, Incident, find_incidents
 from kvledger.adapters.repro.reduction import Reduced, reduce
 from kvledger.adapters.repro.source import Story, test_source
 from kvledger.lifecycle import HandlerRegistry
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.replay import SequencedEvent
+from kvledger.lifecycle.rules import Rule
 
 HELP = "write an incident as a test that drives the recorded hook calls into the connector"
 
 _MANY_OBSERVATIONS = 20_000
 _MAX_NAMED = 10
+_BROKEN_BY_REPORTS = frozenset({Rule.COMPLETION_ONCE.value, Rule.LIVENESS.value})
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -129,7 +131,7 @@ def _told(
         origin=f"kvledger {log.header.get('kvledger_version', 'unknown')} with vLLM "
         f"{log.header.get('vllm_version', 'unknown')}",
         command=_command(arguments),
-        remarks=list(_remarks(log, arguments, reduced, recording.speculates)),
+        remarks=list(_remarks(log, arguments, reduced, incidents)),
     )
     if arguments.pin and not story.pinned_answers:
         raise CommandFailed(f"{request_id} was never looked up, so there is nothing to pin", ExitCode.USAGE)
@@ -144,23 +146,28 @@ def _answers(events: Iterable[SequencedEvent], request_id: str) -> list[int | No
     ]
 
 
-def _remarks(log: StoredLog, arguments: argparse.Namespace, reduced: Reduced, speculates: bool) -> Iterator[str]:
+def _remarks(
+    log: StoredLog, arguments: argparse.Namespace, reduced: Reduced, incidents: Sequence[Incident]
+) -> Iterator[str]:
     if reduced.num_left_out:
         yield (
-            f"{plural(reduced.num_left_out, 'request')} were left out: without them the core decides the same and breaks "
-            "the same. Chunk keys have names of their own, and times of steps that say nothing are spread evenly."
+            f"Left out: {plural(reduced.num_left_out, 'request')}, without which the core decides the same and breaks "
+            "the same rules."
         )
-    else:
-        yield "Chunk keys have names of their own, and times of steps that say nothing are spread evenly."
+    yield "Chunk keys have names of their own, and times of steps that say nothing are spread evenly."
     if not reduced.recurs and not arguments.pin:
         yield (
-            f"With kvledger {_version()} the core alone does not break the rule: it was mended, or the fault is in what "
-            "the adapter makes of hook calls. So nothing was left out."
+            f"With kvledger {_version()} the core alone does not break the rules: it was mended, or the fault is in "
+            "what the adapter makes of hook calls. So nothing was left out."
         )
     if log.header.get("handler_fingerprint", HandlerRegistry().fingerprint()) != HandlerRegistry().fingerprint():
         drive = "reenact_core(..., handlers=registry)" if arguments.core else 'reenact(..., handlers=("module:Class",))'
         yield f"The engine had other state handlers than this kvledger; if they are your own, name them: {drive}."
-    if speculates and not arguments.core:
+    by_workers = [incident for incident in incidents if incident.rule in _BROKEN_BY_REPORTS]
+    if by_workers:
+        named = " and ".join(incident.rule for incident in by_workers)
+        yield f"{named} may have been broken by what the workers reported, or did not. That stays as it was recorded."
+    if reduced.recording.speculates and not arguments.core:
         yield "The engine decoded speculatively: drafts that were taken back show in counts only."
     calls, left_over = hook_calls(reduced.recording.observations)
     left_out = [f"event {sequence}, {event.id}" for sequence, event in left_over]
@@ -173,8 +180,8 @@ def _remarks(log: StoredLog, arguments: argparse.Namespace, reduced: Reduced, sp
     guessed = [f"event {sequence}" for sequence in reduced.recording.guessed if sequence in kept]
     if guessed:
         yield (
-            "A log does not have what a call was about that failed before it was recorded. Guessed from what came before "
-            f"and after: {_few(guessed)}."
+            "A log does not have what a call was about that failed before it was recorded. Guessed from what came "
+            f"before and after: {_few(guessed)}."
         )
     if left_out:
         yield f"Not re-enacted: {_few(left_out)}."

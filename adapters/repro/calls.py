@@ -7,6 +7,7 @@ table that this file reads from right to left. It knows events only.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeVar
 
 import attrs
 
@@ -34,6 +35,9 @@ _PARTS_AT_THE_END = {
 _HOOKS_WITHOUT_OBSERVATIONS = {"take": "get_kv_connector_stats", "has_pending_push_work": "has_pending_push_work"}
 
 
+_Event = TypeVar("_Event", bound=e.Event)
+
+
 @attrs.frozen
 class HookCall:
     """One call of a hook, and all that it observed."""
@@ -58,7 +62,7 @@ class HookCall:
         """Of the last observation."""
         return self.observed[-1][0]
 
-    def noticed(self, event_class: type[e.Event]) -> list[e.Event]:
+    def noticed(self, event_class: type[_Event]) -> list[_Event]:
         """What it observed of a class."""
         return [event for _, event in self.observed if isinstance(event, event_class)]
 

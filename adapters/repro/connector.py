@@ -12,6 +12,7 @@ import attrs
 
 from kvledger.adapters.repro.recording import NotReenactable
 from kvledger.lifecycle import LedgerConfiguration
+from kvledger.lifecycle import events as e
 from kvledger.lifecycle.codec import EventDecoder
 from kvledger.lifecycle.replay import SequencedEvent
 
@@ -19,7 +20,8 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
-    from kvledger.adapters.vllm.metadata import JobReport
+    from kvledger.adapters.vllm.metadata import JobReport, StepJobs
+    from kvledger.adapters.vllm.scheduler_side import SchedulerSide
 
 _NUM_BLOCKS = 1 << 20
 """The scheduler's half never touches a block, so there may be as many as a log can name."""
@@ -73,7 +75,7 @@ class ConnectorUnderTest:
         zeroes_new_blocks: bool = False,
         handlers: Sequence[str] = (),
     ) -> None:
-        from kvledger.adapters.repro import vllm_objects
+        from kvledger.adapters.repro import vllm_objects  # noqa: PLC0415 -- only here vLLM is needed
 
         self._vllm = vllm_objects
         self.configuration = configuration
@@ -101,7 +103,7 @@ class ConnectorUnderTest:
         self._is_closed = False
 
     @property
-    def _side(self) -> Any:
+    def _side(self) -> SchedulerSide:
         return self.connector.scheduler_side
 
     def take_events(self) -> list[SequencedEvent]:
@@ -134,7 +136,7 @@ class ConnectorUnderTest:
         blocks = self._vllm.kv_cache_blocks(block_ids, len(self.configuration.windows))
         self.connector.update_state_after_alloc(self.requests[request_id], blocks, num_external_tokens)
 
-    def build_connector_meta(self, step: Step) -> Any:
+    def build_connector_meta(self, step: Step) -> StepJobs:
         """One engine step; returns its jobs."""
         output: SchedulerOutput = self._vllm.scheduler_output(step, self.requests, len(self.configuration.windows))
         return self.connector.build_connector_meta(output)
@@ -173,6 +175,6 @@ class ConnectorUnderTest:
         """Let a request have these tokens from position `first` on, and no others behind them."""
         self._engine.set_tokens(self.requests[request_id], first, token_ids)
 
-    def report(self, job_id: int, rank: int, **facts: Any) -> JobReport:
-        """What one rank says of one job."""
-        return self._vllm.job_report(job_id, rank, **facts)
+    def reports(self, report: e.TransferReported) -> list[JobReport]:
+        """What each rank says, so that together they say this."""
+        return self._vllm.job_reports(report)

@@ -5,11 +5,9 @@ Sees what decisions and projections do. What the adapter makes of hook calls is 
 
 from __future__ import annotations
 
-import attrs
-
 from kvledger.adapters.repro.adaptation import Adaptation
 from kvledger.adapters.repro.calls import HookCall, hook_calls
-from kvledger.adapters.repro.recording import JOB_ISSUED, Recording
+from kvledger.adapters.repro.recording import JOB_ISSUED, Recording, changed, report
 from kvledger.adapters.repro.reenactment import Reenactment
 from kvledger.lifecycle import HandlerRegistry, Ledger
 from kvledger.lifecycle import events as e
@@ -119,14 +117,14 @@ class _CoreRun:
             taken = self._adaptation.taken_up(event.request_id, event.num_external_tokens)
             if taken != event.num_external_tokens:
                 self._missing[self._ordinals.get(event.request_id, -1)] = event.num_external_tokens - taken
-                return attrs.evolve(event, num_external_tokens=taken)
+                return changed(event, num_external_tokens=taken)
         elif isinstance(event, e.RequestPreempted):
             self._missing.pop(self._ordinals.get(event.request_id, -1), None)
         elif isinstance(event, e.StepScheduled) and self._missing:
             return self._computing_more(event)
         elif isinstance(event, e.TransferReported):
             job_id = self._adaptation.job(event.job_id)
-            return None if job_id is None else attrs.evolve(event, job_id=job_id)
+            return None if job_id is None else changed(event, job_id=job_id)
         return event
 
     def _computing_more(self, step: e.StepScheduled) -> e.StepScheduled:
@@ -139,11 +137,11 @@ class _CoreRun:
             if missing:
                 starts[ordinal] = computed - missing
         settled = [entry for entry in step.settled if entry[2] <= starts.get(entry[0], entry[2])]
-        return attrs.evolve(step, advanced=tuple(advanced), settled=tuple(settled))
+        return changed(step, advanced=tuple(advanced), settled=tuple(settled))
 
     def _report_overdue(self, time_ns: int) -> None:
         """Jobs that were not issued then are done one step after they were handed out."""
         ranks = tuple(range(self._configuration.num_ranks))
         for job_id in self._overdue:
-            self._observe(self._sequence, e.TransferReported(job_id, ranks, (), False, 0, 0, "", time_ns))  # noqa: FBT003
+            self._observe(self._sequence, report(job_id, time_ns, ranks_done=ranks))
         self._overdue = self._adaptation.take_unrecorded_jobs()

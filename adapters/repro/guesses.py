@@ -24,7 +24,7 @@ def with_guesses(recording: Recording) -> Recording:
     if not any(isinstance(event, e.HookFailed) for _, event in recording.observations):
         return recording
     calls, left_over = hook_calls(recording.observations)
-    record = SchedulerRecord(is_async=runs_async(recording.observations))
+    record = SchedulerRecord(is_async=runs_async(recording.observations, recording.configuration.chunk_size))
     reported = {event.job_id for _, event in recording.observations if isinstance(event, e.TransferReported)}
     around = _Surroundings(recording, record, reported)
     observations = [entry for entry in recording.observations if isinstance(entry[1], e.LogNote)]

@@ -12,10 +12,10 @@ from typing import Any
 from kvledger.adapters.repro.adaptation import Adaptation
 from kvledger.adapters.repro.calls import HookCall, hook_calls
 from kvledger.adapters.repro.connector import ConnectorUnderTest, ScheduledRequest, Step
-from kvledger.adapters.repro.recording import JOB_ISSUED, Recording
+from kvledger.adapters.repro.live_requests import LiveRequests
+from kvledger.adapters.repro.recording import JOB_ISSUED, Recording, changed, report
 from kvledger.adapters.repro.reenactment import Reenactment
-from kvledger.adapters.repro.scheduler_record import Life, ScheduledTokens, SchedulerRecord, runs_async
-from kvledger.adapters.repro.tokens import token_ids
+from kvledger.adapters.repro.scheduler_record import ScheduledTokens, SchedulerRecord, runs_async
 from kvledger.lifecycle import events as e
 
 _UNRECORDED = "unrecorded request"
@@ -42,19 +42,17 @@ def reenact(recording: Recording, *, until: int | None = None, handlers: Sequenc
 class _HookRun:
     def __init__(self, recording: Recording, handlers: Sequence[str]) -> None:
         self._recording = recording
-        self._chunk_size = recording.configuration.chunk_size
         self._connector = ConnectorUnderTest(
             recording.configuration,
             speculates=recording.speculates,
             zeroes_new_blocks=recording.zeroes_new_blocks,
             handlers=handlers,
         )
-        self._record = SchedulerRecord(is_async=runs_async(recording.observations))
+        self._record = SchedulerRecord(is_async=runs_async(recording.observations, recording.configuration.chunk_size))
         self._adaptation = Adaptation(recording)
         self._outcome = Reenactment(recording.configuration)
         self._overdue: list[int] = []
-        self._changed: dict[int, int] = {}
-        """Ordinal -> the first chunk whose tokens are other ones since they were last written."""
+        self._live = LiveRequests(recording, self._connector, self._record)
         self._calls: dict[str, Callable[[HookCall, Any], None]] = {
             "on_new_request": self._arrive,
             "get_num_new_matched_tokens": self._look_up,
@@ -101,143 +99,62 @@ class _HookRun:
             elif isinstance(event, JOB_ISSUED):
                 self._adaptation.issued(event, recorded.get(event.cause, call.sequence))
 
-    # --- what requests look like -----------------------------------------------------------------------
-
-    def _life(self, request_id: str) -> Life | None:
-        life = self._record.get(request_id)
-        return life if life is not None and request_id in self._connector.requests else None
-
-    def _notice(self, call: HookCall, exact: dict[str, int]) -> None:
-        """Let requests look as they did when the call noticed keys and preemptions."""
-        for event in call.noticed(e.ChunkKeysObserved):
-            life = self._record.get(event.request_id)  # type: ignore[attr-defined]
-            if life is not None:
-                self._record.told_keys(event)  # type: ignore[arg-type]
-                changed = self._changed.get(life.ordinal, len(life.keys))
-                self._changed[life.ordinal] = min(changed, event.first_chunk)  # type: ignore[attr-defined]
-        for event in call.noticed(e.RequestPreempted):
-            life = self._life(event.request_id)  # type: ignore[attr-defined]
-            if life is not None:
-                self._preempt(life, event, exact.get(life.request_id))  # type: ignore[arg-type]
-
-    def _preempt(self, life: Life, event: e.RequestPreempted, num_tokens: int | None) -> None:
-        request: Any = self._connector.requests[life.request_id]
-        num_computed_tokens = life.num_computed_tokens
-        if num_tokens is None:
-            num_tokens = self._record.num_known_tokens(life)
-            if not self._recording.speculates and 0 < event.num_settled_tokens < num_computed_tokens:
-                num_tokens = event.num_settled_tokens
-            # A request that gets no help any more is not asked for its keys, and may have more tokens.
-            num_tokens = max(self._as_keyed(life, num_tokens), event.num_settled_tokens)
-        request.num_in_flight_tokens = 0
-        if self._recording.speculates:
-            written = min(num_computed_tokens, num_tokens - 1)
-            request.num_in_flight_tokens = max(0, written - event.num_settled_tokens)
-        self._record.preempted(life)
-        life.num_tokens = num_tokens
-        request.num_preemptions = life.num_preemptions
-        request.num_computed_tokens = 0
-        self._write_tokens(life, num_tokens)
-
-    def _as_keyed(self, life: Life, num_tokens: int) -> int:
-        """As many tokens as agree with the chunks whose keys are known."""
-        least = len(life.keys) * self._chunk_size
-        return max(least, min(num_tokens, least + self._chunk_size - 1))
-
-    def _write_tokens(self, life: Life, num_tokens: int) -> None:
-        request: Any = self._connector.requests[life.request_id]
-        first = min(num_tokens, request.num_tokens, self._changed.pop(life.ordinal, num_tokens) * self._chunk_size)
-        if first == num_tokens == request.num_tokens:
-            return
-        tokens = token_ids(f"{life.ordinal}", life.keys, range(first, num_tokens), self._chunk_size)
-        self._connector.set_tokens(life.request_id, first, tokens)
-
     # --- the hooks -------------------------------------------------------------------------------------
 
-    def _arrive(self, call: HookCall, main: e.RequestArrived) -> None:
+    def _arrive(self, _call: HookCall, main: e.RequestArrived) -> None:
         life = self._record.arrived(main)
-        tokens = token_ids(f"{life.ordinal}", (), range(main.num_prompt_tokens), self._chunk_size)
-        self._connector.on_new_request(main.request_id, tokens)
+        self._connector.on_new_request(main.request_id, self._live.prompt(life))
 
     def _look_up(self, call: HookCall, main: e.LookupRequested) -> None:
-        life = self._life(main.request_id)
+        life = self._live.life(main.request_id)
         if life is None:
             self._unknown(call)
             return
-        self._notice(call, {main.request_id: main.num_tokens})
+        self._live.notice(call, main.num_tokens)
         self._record.looked_up(main, call.sequence)
-        self._write_tokens(life, main.num_tokens)
+        self._live.write_tokens(life, main.num_tokens)
         answer, _ = self._connector.get_num_new_matched_tokens(main.request_id, main.num_computed_tokens)
         self._adaptation.answered(main.request_id, call.sequence, answer or 0)
 
     def _allocate(self, call: HookCall, main: e.BlocksAllocated) -> None:
-        life = self._life(main.request_id)
+        life = self._live.life(main.request_id)
         if life is None:
             self._unknown(call)
             return
-        self._notice(call, {})
+        self._live.notice(call)
         for event in call.noticed(e.SessionContinued):
-            self._continue(life, event)  # type: ignore[arg-type]
+            self._live.next_turn(life, event)
         taken = self._adaptation.taken_up(main.request_id, main.num_external_tokens)
         life.num_missing_tokens += main.num_external_tokens - taken
         self._connector.update_state_after_alloc(main.request_id, main.block_ids, taken)
         self._record.allocated(life, main)
 
-    def _continue(self, life: Life, event: e.SessionContinued) -> None:
-        request: Any = self._connector.requests[life.request_id]
-        keys = life.keys[:]  # those behind the cut are the new turn's: the call has noticed them
-        self._record.continued(life, event, self._chunk_size)
-        life.keys = keys
-        first_chunk = event.num_computed_tokens // self._chunk_size
-        self._changed[life.ordinal] = min(self._changed.get(life.ordinal, first_chunk), first_chunk)
-        request.num_computed_tokens = event.num_computed_tokens
-        request.num_prompt_tokens = event.num_prompt_tokens
-        self._write_tokens(life, event.num_tokens)
-
     def _step(self, call: HookCall, main: e.StepScheduled) -> None:
         self._report_overdue()
-        exact = {
-            life.request_id: known
-            for ordinal, _, _, known in main.advanced
-            for life in [self._record.by_ordinal(ordinal)]
-            if life is not None
-        }
-        preempted = [event.request_id for event in call.noticed(e.RequestPreempted)]  # type: ignore[attr-defined]
         zeroed = self._zeroed(call)
-        self._notice(call, {})
+        self._live.notice(call)
         settled = {ordinal: num_settled_tokens for ordinal, _, num_settled_tokens in main.settled}
-        scheduled = [part for part in self._record.scheduled(main) if self._life(part.life.request_id) is part.life]
-        observed = {event.request_id: event.block_ids for event in call.noticed(e.BlockTableObserved)}  # type: ignore[attr-defined]
+        observed = {event.request_id: event.block_ids for event in call.noticed(e.BlockTableObserved)}
+        scheduled = [
+            part for part in self._record.scheduled(main) if self._live.life(part.life.request_id) is part.life
+        ]
         block_tables: dict[str, Sequence[int]] = {}
         for part in scheduled:
-            self._prepare(part, exact.get(part.life.request_id), settled.get(part.life.ordinal))
             life = part.life
+            self._live.prepare(part, settled.get(life.ordinal))
             life.block_ids = [*observed.get(life.request_id, life.block_ids), *part.new_block_ids]
             block_tables[life.request_id] = life.block_ids
         for life in self._record.paused(main):  # the connector still looks whether they have filled a chunk
-            if self._life(life.request_id) is life:
-                self._prepare(
-                    ScheduledTokens(life, life.num_computed_tokens, 0, None, ()), None, settled.get(life.ordinal)
-                )
+            if self._live.life(life.request_id) is life:
+                paused = ScheduledTokens(life, life.num_computed_tokens, 0, None, ())
+                self._live.prepare(paused, settled.get(life.ordinal))
         parts = self._in_order(main, scheduled)
         num_unknown = main.num_scheduled_tokens - sum(part.num_scheduled_tokens for part in parts)
         if num_unknown > 0:
             parts.append(ScheduledRequest(_UNRECORDED, 0, num_unknown))
-        self._connector.build_connector_meta(Step(parts, frozenset(preempted), block_tables, zeroed))
+        preempted = frozenset(event.request_id for event in call.noticed(e.RequestPreempted))
+        self._connector.build_connector_meta(Step(parts, preempted, block_tables, zeroed))
         self._record.stepped(main, scheduled)
-
-    def _prepare(self, part: ScheduledTokens, exact: int | None, num_settled_tokens: int | None) -> None:
-        """Let a request look as it did when its step was built."""
-        life = part.life
-        request: Any = self._connector.requests[life.request_id]
-        request.num_computed_tokens = part.num_computed_tokens
-        request.num_in_flight_tokens = self._record.num_tokens_in_flight(life)
-        if num_settled_tokens is not None and not self._recording.configuration.windows[1:]:
-            request.num_in_flight_tokens = max(0, part.num_computed_tokens - num_settled_tokens)
-        num_tokens = exact
-        if num_tokens is None:
-            num_tokens = self._as_keyed(life, self._record.num_known_tokens(life))
-        self._write_tokens(life, num_tokens)
 
     def _in_order(self, step: e.StepScheduled, scheduled: Sequence[ScheduledTokens]) -> list[ScheduledRequest]:
         """As vLLM lists them: new ones, running ones, and resumed ones at either end."""
@@ -262,12 +179,9 @@ class _HookRun:
     def _zeroed(self, call: HookCall) -> tuple[int, ...]:
         if not self._recording.zeroes_new_blocks:
             return ()
-        found: list[int] = []
-        for event in call.noticed(e.RequestPreempted):
-            life = self._record.get(event.request_id)  # type: ignore[attr-defined]
-            if life is not None and not event.num_settled_tokens:  # type: ignore[attr-defined]
-                found += life.block_ids
-        return tuple(found)
+        lost = [event for event in call.noticed(e.RequestPreempted) if not event.num_settled_tokens]
+        lives = [life for event in lost if (life := self._record.get(event.request_id)) is not None]
+        return tuple(block_id for life in lives for block_id in life.block_ids)
 
     def _output(self, call: HookCall, _main: e.Event) -> None:
         load_errors: list[int] = []
@@ -291,52 +205,34 @@ class _HookRun:
 
     def _reports(self, event: e.TransferReported) -> list[Any]:
         job_id = self._adaptation.job(event.job_id)
-        if job_id is None:
-            return []
-        ranks = sorted((*event.ranks_done, *event.ranks_failed))
-        return [
-            self._connector.report(
-                job_id,
-                rank,
-                done=rank in event.ranks_done,
-                num_bytes=event.num_bytes if rank == ranks[0] else 0,
-                duration_ns=event.duration_ns,
-                error=event.error if rank in event.ranks_failed or not event.ranks_failed else "",
-                is_repeated=event.is_repeated,
-            )
-            for rank in ranks
-        ]
+        return [] if job_id is None else self._connector.reports(changed(event, job_id=job_id))
 
     def _report_overdue(self) -> None:
         """Jobs that were not issued then are done one step after they were handed out."""
-        if self._overdue:
+        ranks = tuple(range(self._recording.configuration.num_ranks))
+        told = [report(job_id, self._connector.now_ns, ranks_done=ranks) for job_id in self._overdue]
+        if told:
             self._connector.update_connector_output(
-                self._connector.report(job_id, rank, done=True, num_bytes=0, duration_ns=0)
-                for job_id in self._overdue
-                for rank in range(self._recording.configuration.num_ranks)
+                [of_rank for job in told for of_rank in self._connector.reports(job)]
             )
         self._overdue = self._adaptation.take_unrecorded_jobs()
 
     def _finish(self, call: HookCall, main: e.RequestFinished) -> None:
-        life = self._life(main.request_id)
+        life = self._live.life(main.request_id)
         if life is None:
             self._unknown(call)
             return
-        self._notice(call, {main.request_id: main.num_tokens})
-        request: Any = self._connector.requests[main.request_id]
-        self._write_tokens(life, main.num_tokens)
-        request.num_in_flight_tokens = self._record.num_tokens_in_flight(life) if not self._recording.speculates else 0
-        request.num_computed_tokens = main.num_settled_tokens
-        if main.num_settled_tokens >= life.num_computed_tokens:
-            request.num_computed_tokens = life.num_computed_tokens
-        num_pages = -(-main.num_settled_tokens // self._recording.configuration.block_size)
-        table = life.block_ids[: num_pages * len(self._recording.configuration.windows)]
+        self._live.notice(call, main.num_tokens)
+        self._live.end(life, main)
+        configuration = self._recording.configuration
+        num_blocks = -(-main.num_settled_tokens // configuration.block_size)
+        table = life.block_ids[: num_blocks * len(configuration.windows)]
         self._connector.request_finished(main.request_id, main.status, table)
         self._record.finished(life)
         del self._connector.requests[main.request_id]
 
     def _reset(self, call: HookCall, _main: e.CacheReset) -> None:
-        self._notice(call, {})
+        self._live.notice(call)
         self._connector.reset_cache()
 
     # --- calls of which nothing was recorded -------------------------------------------------------------

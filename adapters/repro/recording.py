@@ -7,6 +7,7 @@ are not in it: the code under test makes its own.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import TypeVar
 
 import attrs
 
@@ -16,6 +17,7 @@ from kvledger.lifecycle import events as e
 Recorded = tuple[int, e.Event]
 """An observation with its sequence number in the log that it comes from."""
 
+_Event = TypeVar("_Event", bound=e.Event)
 JOB_ISSUED = (e.LoadIssued, e.SaveIssued, e.TailSaveIssued)
 
 
@@ -39,8 +41,8 @@ class Recording:
     zeroes_new_blocks: bool = False
     """Whether the worker zeroed new blocks before the forward."""
     guessed: tuple[int, ...] = ()
-    """Sequence numbers of observations that are none: a call failed before it was recorded, and this is what it may have
-    been about."""
+    """Sequence numbers of observations that are none: a call failed before it was recorded, and this is what it may
+    have been about."""
 
     def until(self, sequence: int | None) -> Recording:
         """The recording up to this event."""
@@ -52,6 +54,12 @@ class Recording:
             jobs={job_id: reason for job_id, reason in self.jobs.items() if reason[0] <= sequence},
             answers={cause: answer for cause, answer in self.answers.items() if cause <= sequence},
         )
+
+
+def changed(event: _Event, **fields: object) -> _Event:
+    """The event with other values in some fields."""
+    evolved: _Event = attrs.evolve(event, **fields)  # type: ignore[misc]  # mypy does not see attrs behind @observation
+    return evolved
 
 
 def step(

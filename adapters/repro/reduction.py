@@ -7,16 +7,18 @@ the request; where that cannot be shown with the code at hand, nothing is left o
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
 
 import attrs
 
 from kvledger.adapters.repro.core import reenact_core
-from kvledger.adapters.repro.recording import JOB_ISSUED, Recorded, Recording
+from kvledger.adapters.repro.recording import JOB_ISSUED, Recorded, Recording, changed
 from kvledger.adapters.repro.reenactment import Reenactment
 from kvledger.adapters.repro.scheduler_record import SchedulerRecord
 from kvledger.lifecycle import events as e
+from kvledger.lifecycle.codec import field_names
 from kvledger.lifecycle.replay import SequencedEvent
 
 MAX_TRIED_OBSERVATIONS = 400_000
@@ -107,7 +109,7 @@ class _Wanted:
 
     def _of_request(self, events: Iterable[SequencedEvent]) -> list[tuple[object, ...]]:
         return [
-            (event.id, *(getattr(event, name) for name in event.__match_args__ if name not in _NOT_COMPARED))
+            (event.id, *(getattr(event, name) for name in field_names(type(event)) if name not in _NOT_COMPARED))
             for _, event in events
             if event.is_decision and getattr(event, "request_id", None) == self._request_id
         ]
@@ -154,7 +156,10 @@ def _things(event: e.Event, ordinals: dict[str, int]) -> Iterable[tuple[tuple[st
 
 
 def restrict(recording: Recording, kept: Collection[int]) -> Recording:
-    """The recording of these lives alone. Steps stay, also where nobody is left in them: silence is counted in steps."""
+    """The recording of these lives alone.
+
+    From their first arrival on steps stay, also where nobody is left in them: silence is counted in steps.
+    """
     observations: list[Recorded] = []
     ordinals: dict[str, int] = {}
     record = SchedulerRecord(is_async=False)
@@ -172,7 +177,12 @@ def restrict(recording: Recording, kept: Collection[int]) -> Recording:
         else:
             record.fold(event, recording.configuration.chunk_size)
         observations.append((sequence, event))
-    return attrs.evolve(recording, observations=tuple(observations), jobs=jobs)
+    return attrs.evolve(recording, observations=tuple(_from_first_arrival(observations)), jobs=jobs)
+
+
+def _from_first_arrival(observations: list[Recorded]) -> Iterable[Recorded]:
+    """Without steps before anybody was there."""
+    return itertools.dropwhile(lambda entry: not isinstance(entry[1], e.RequestArrived), observations)
 
 
 def _jobs_of(recording: Recording, kept: Collection[int]) -> dict[int, tuple[int, str]]:
@@ -190,7 +200,7 @@ def _jobs_of(recording: Recording, kept: Collection[int]) -> dict[int, tuple[int
 
 
 def _restricted_step(event: e.StepScheduled, kept: Collection[int], record: SchedulerRecord) -> e.StepScheduled:
-    restricted = attrs.evolve(
+    restricted = changed(
         event,
         advanced=tuple(entry for entry in event.advanced if entry[0] in kept),
         paused=tuple(ordinal for ordinal in event.paused if ordinal in kept),
@@ -199,4 +209,4 @@ def _restricted_step(event: e.StepScheduled, kept: Collection[int], record: Sche
     )
     scheduled = record.scheduled(restricted)
     record.stepped(restricted, scheduled)
-    return attrs.evolve(restricted, num_scheduled_tokens=sum(part.num_scheduled_tokens for part in scheduled))
+    return changed(restricted, num_scheduled_tokens=sum(part.num_scheduled_tokens for part in scheduled))

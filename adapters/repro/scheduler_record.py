@@ -7,7 +7,7 @@ only.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import attrs
 
@@ -230,11 +230,24 @@ def _as_told(ordered: list[ScheduledTokens], told: list[ScheduledTokens]) -> lis
     return [next(following) if part.life.ordinal in named else part for part in ordered]
 
 
-def runs_async(observations: tuple[tuple[int, e.Event], ...]) -> bool:
-    """Whether steps were scheduled before the last one's output was known: a token is computed after the known ones."""
-    return any(
-        scheduled == 1 and computed + 1 > known
-        for _, event in observations
-        if isinstance(event, e.StepScheduled)
-        for _, computed, scheduled, known in event.advanced
-    )
+def runs_async(observations: Sequence[tuple[int, e.Event]], chunk_size: int) -> bool:
+    """Whether steps were scheduled before the last one's output was known.
+
+    Then a step computes behind all known tokens, and a chunk is known to be settled one step after it was filled.
+    """
+    record = SchedulerRecord(is_async=False)
+    for _, event in observations:
+        if not isinstance(event, e.StepScheduled):
+            life = record.get(event.request_id) if isinstance(event, e.RequestFinished) else None
+            if life is not None and life.num_computed_tokens >= event.num_tokens:  # type: ignore[attr-defined]
+                return True
+            record.fold(event, chunk_size)
+            continue
+        if any(computed >= known for _, computed, _, known in event.advanced):
+            return True
+        scheduled = record.scheduled(event)
+        counts = {part.life.ordinal: part.num_computed_tokens for part in scheduled if part.num_tokens is None}
+        if any(counts.get(ordinal) == num_settled_tokens + 1 for ordinal, _, num_settled_tokens in event.settled):
+            return True
+        record.stepped(event, scheduled)
+    return False

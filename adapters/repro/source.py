@@ -15,10 +15,11 @@ import attrs
 from kvledger.adapters.repro.calls import end_of_call
 from kvledger.adapters.repro.incident import Incident
 from kvledger.adapters.repro.literals import Group, Source, call, laid_out, literal
-from kvledger.adapters.repro.recording import Recorded, Recording
+from kvledger.adapters.repro.recording import Recorded, Recording, changed
 from kvledger.adapters.repro.reenactment import HOOK_FAILED
 from kvledger.lifecycle import LedgerConfiguration
 from kvledger.lifecycle import events as e
+from kvledger.lifecycle.codec import field_names
 
 _TEXT_WIDTH = 116
 _MIN_QUIET_STEPS = 4
@@ -60,7 +61,7 @@ def with_named_keys(recording: Recording) -> Recording:
     for sequence, event in recording.observations:
         if isinstance(event, e.ChunkKeysObserved):
             keys = tuple(names.setdefault(key, f"k{len(names) + 1}".encode()) for key in event.keys)
-            observations.append((sequence, attrs.evolve(event, keys=keys)))
+            observations.append((sequence, changed(event, keys=keys)))
         else:
             observations.append((sequence, event))
     return attrs.evolve(recording, observations=tuple(observations))
@@ -77,11 +78,11 @@ def _docstring(story: Story) -> str:
         title = f"What broke {first.rule}{of} at event {first.sequence}, once more."
         if first.rule == HOOK_FAILED:
             title = f"What made a hook fail{of} at event {first.sequence}, once more."
-        told = [f"Event {incident.sequence}: {incident.rule}: {incident.detail}" for incident in story.incidents]
+        told = [f"Event {breach.sequence}: {breach.rule}: {breach.detail}" for breach in story.incidents]
         does = (
-            f"The recorded {driven} once more, and what it writes is audited. The tests fail where it goes wrong as it did, "
-            "and where anything else does that did not. What vLLM and the workers did is part of the recording: a fault "
-            "of theirs stays, and the tests ask whether kvledger copes with it."
+            f"The recorded {driven} once more, and what it writes is audited. The tests fail where it goes wrong as it "
+            "did, and where anything else does that did not. What vLLM and the workers did is part of the recording: a "
+            "fault of theirs stays, and the tests ask whether kvledger copes with it."
         )
     else:
         title = f"The recorded answers to the lookups of {story.request_id}, once more."
@@ -258,7 +259,7 @@ _SHORT: Mapping[type[e.Event], tuple[str, tuple[str, ...], Mapping[str, object]]
 def _event(event: e.Event) -> Source:
     leads = ("request_id",) if isinstance(event, e.RequestEvent) else ()
     name, positional, defaults = _SHORT.get(type(event), (f"e.{type(event).__name__}", leads, {}))
-    given = {field: getattr(event, field) for field in type(event).__match_args__}
+    given = {field: getattr(event, field) for field in field_names(type(event))}
     leading = [literal(given.pop(field)) for field in positional if field in given]
     named = {
         field: literal(value) for field, value in given.items() if field not in defaults or value != defaults[field]

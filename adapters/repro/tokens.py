@@ -1,8 +1,8 @@
 """Token ids for requests of which a log has only chunk keys.
 
-A key stands for a chunk and everything before it, so the tokens of a chunk are drawn from its key: equal keys give equal
-tokens, and thus equal block hashes. The keys that come of them differ from the recorded ones, one for one. Where no key
-is known, nobody else has the tokens.
+A key stands for a chunk and everything before it, so the tokens of a chunk are drawn from its key: equal keys give
+equal tokens, and thus equal block hashes. The keys that come of them differ from the recorded ones, one for one. Where
+no key is known, nobody else has the tokens.
 """
 
 from __future__ import annotations

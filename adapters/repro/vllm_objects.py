@@ -31,6 +31,7 @@ from kvledger.adapters.repro.recording import NotReenactable
 from kvledger.adapters.vllm import KVLedgerConnector
 from kvledger.adapters.vllm.configuration import LARGE_LOAD_BYTES
 from kvledger.adapters.vllm.metadata import JobReport, WorkerReports
+from kvledger.lifecycle import events as e
 
 if TYPE_CHECKING:
     from kvledger.adapters.repro.connector import ScheduledRequest, Step
@@ -185,9 +186,21 @@ def status(name: str) -> RequestStatus:
     return RequestStatus[name]
 
 
-def job_report(job_id: int, rank: int, **facts: Any) -> JobReport:
-    """What one rank says of one job."""
-    return JobReport(job_id, rank, **facts)
+def job_reports(report: e.TransferReported) -> list[JobReport]:
+    """What each rank says, so that together they say this."""
+    ranks = sorted((*report.ranks_done, *report.ranks_failed))
+    return [
+        JobReport(
+            report.job_id,
+            rank,
+            done=rank in report.ranks_done,
+            num_bytes=report.num_bytes if rank == ranks[0] else 0,
+            duration_ns=report.duration_ns,
+            error=report.error if rank in report.ranks_failed or not report.ranks_failed else "",
+            is_repeated=report.is_repeated,
+        )
+        for rank in ranks
+    ]
 
 
 def connector_output(reports: tuple[JobReport, ...], load_errors: set[int]) -> KVConnectorOutput:
