@@ -14,14 +14,14 @@ from kvledger.adapters.cli.exit_codes import CommandFailed, ExitCode
 from kvledger.adapters.cli.finding import selected_one
 from kvledger.adapters.cli.logs import StoredLog
 from kvledger.adapters.cli.output import Output
-from kvledger.adapters.cli.selection import Window, add_request, event_number
+from kvledger.adapters.cli.selection import Window, add_handlers, add_request, chosen_handlers, event_number
 from kvledger.adapters.cli.words import plural
+from kvledger.adapters.handlers import handler_registry
 from kvledger.adapters.repro.calls import end_of_call, hook_calls
 from kvledger.adapters.repro.from_log import record
 from kvledger.adapters.repro.incident import Findings, Incident, find_incidents
 from kvledger.adapters.repro.reduction import Reduced, reduce
 from kvledger.adapters.repro.source import Story, test_source
-from kvledger.lifecycle import HandlerRegistry
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.replay import SequencedEvent
 from kvledger.lifecycle.rules import Rule
@@ -39,6 +39,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--at", metavar="EVENT", type=event_number, help="end with this event of the log")
     parser.add_argument("--core", action="store_true", help="drive the core alone: no vLLM, milliseconds")
     parser.add_argument("--pin", action="store_true", help="pin the answers that the request got, whatever went wrong")
+    add_handlers(parser)
     parser.add_argument("--all", action="store_true", help="keep requests that have nothing to do with it")
 
 
@@ -49,15 +50,17 @@ def run(arguments: argparse.Namespace, output: Output) -> ExitCode:
     last = min(filter(None, (arguments.at, window.last_sequence)), default=None)
     if arguments.pin and request_id is None:
         raise CommandFailed("--pin needs a REQUEST: whose answers are to be pinned?", ExitCode.USAGE)
+    chosen_handlers(arguments)  # refuses those that are none
     with output.progress(log, "looking for the incident"):
-        findings = find_incidents(log.configuration, _until(log.trusted_events(), last), request_id)
+        events = _until(log.trusted_events(), last)
+        findings = find_incidents(log.configuration, events, request_id, arguments.handlers)
     _tell_limits(log, output)
     incidents = [] if arguments.pin else [i for i in findings.incidents if i.sequence >= window.first_sequence]
     if not incidents and not arguments.pin:
         raise CommandFailed(_nothing(log, window, findings), ExitCode.USAGE)
     with output.progress(log, "reading"):
-        events = list(_until(log.trusted_events(), last))
-    story, reduced = _told(log, arguments, events, incidents, request_id)
+        kept = list(_until(log.trusted_events(), last))
+    story, reduced = _told(log, arguments, kept, incidents, request_id)
     source = test_source(reduced.recording, story)
     if output.is_json:
         output.record("repro", _fields(story, reduced, source))
@@ -84,6 +87,10 @@ def _tell_limits(log: StoredLog, output: Output) -> None:
         raise CommandFailed(message, ExitCode.USAGE)
     for damage in log.damage:
         output.remark(f"{damage.kind} in {damage.segment} at byte {damage.offset}: {damage.detail}")
+    for event_id, number in log.skipped.items():
+        output.remark(
+            f"{plural(number, 'event')} of the kind {event_id} were skipped; what they led to is not re-enacted"
+        )
     if log.trusted_sequence < log.last_sequence:
         output.remark(f"only events up to {log.trusted_sequence} can be re-enacted; the next ones are missing")
 
@@ -122,12 +129,14 @@ def _told(
         rules={incident.rule for incident in incidents},
         request_id=request_id or "",
         keep_all=arguments.all,
+        handlers=arguments.handlers,
     )
     story = Story(
         request_id=request_id or "",
         incidents=incidents,
         pinned_answers=_answers(events, request_id or "") if arguments.pin else (),
         on_core=arguments.core,
+        handlers=arguments.handlers,
         origin=f"kvledger {log.header.get('kvledger_version', 'unknown')} with vLLM "
         f"{log.header.get('vllm_version', 'unknown')}",
         command=_command(arguments),
@@ -160,9 +169,9 @@ def _remarks(
             f"With kvledger {_version()} the core alone does not break the rules: it was mended, or the fault is in "
             "what the adapter makes of hook calls. So nothing was left out."
         )
-    if log.header.get("handler_fingerprint", HandlerRegistry().fingerprint()) != HandlerRegistry().fingerprint():
-        drive = "reenact_core(..., handlers=registry)" if arguments.core else 'reenact(..., handlers=("module:Class",))'
-        yield f"The engine had other state handlers than this kvledger; if they are your own, name them: {drive}."
+    ours = handler_registry(arguments.handlers).fingerprint()
+    if log.header.get("handler_fingerprint", ours) != ours:
+        yield "The engine had other state handlers: where they are your own, name them with --handlers."
     by_workers = [incident for incident in incidents if incident.rule in _BROKEN_BY_REPORTS]
     if by_workers:
         named = " and ".join(incident.rule for incident in by_workers)
@@ -195,6 +204,7 @@ def _command(arguments: argparse.Namespace) -> str:
     words = ["kvledger", "repro", str(arguments.log)]
     words += [arguments.request] if arguments.request else []
     words += ["--at", str(arguments.at)] if arguments.at else []
+    words += [word for name in arguments.handlers for word in ("--handlers", name)]
     words += [f"--{name}" for name in ("core", "pin", "all") if getattr(arguments, name)]
     return shlex.join(words)
 

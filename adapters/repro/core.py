@@ -5,11 +5,14 @@ Sees what decisions and projections do. What the adapter makes of hook calls is 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from kvledger.adapters.handlers import handler_registry
 from kvledger.adapters.repro.adaptation import Adaptation
 from kvledger.adapters.repro.calls import HookCall, hook_calls
 from kvledger.adapters.repro.recording import JOB_ISSUED, Recording, changed, report
 from kvledger.adapters.repro.reenactment import Reenactment
-from kvledger.lifecycle import HandlerRegistry, Ledger
+from kvledger.lifecycle import Ledger
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.codec import EventDecoder, vocabulary_header
 from kvledger.lifecycle.ledger import LedgerCorrupt
@@ -37,27 +40,25 @@ class _Sink:
         return taken
 
 
-def reenact_core(
-    recording: Recording, *, until: int | None = None, handlers: HandlerRegistry | None = None
-) -> Reenactment:
+def reenact_core(recording: Recording, *, until: int | None = None, handlers: Sequence[str] = ()) -> Reenactment:
     """Give the recorded observations to a new ledger.
 
     Args:
         recording: what was seen.
         until: end with this event of the recorded log.
-        handlers: state handlers of one's own, if the engine had any.
+        handlers: state handlers of one's own, as "module:Class", if the engine had any.
     """
     return _CoreRun(recording.until(until), handlers).run()
 
 
 class _CoreRun:
-    def __init__(self, recording: Recording, handlers: HandlerRegistry | None) -> None:
+    def __init__(self, recording: Recording, handlers: Sequence[str]) -> None:
         self._recording = recording
         self._configuration = recording.configuration
         self._sink = _Sink()
-        self._ledger = Ledger(self._configuration, self._sink, handlers=handlers)
+        self._ledger = Ledger(self._configuration, self._sink, handlers=handler_registry(handlers))
         self._adaptation = Adaptation(recording)
-        self._outcome = Reenactment(self._configuration)
+        self._outcome = Reenactment(self._configuration, handlers)
         self._ordinals: dict[str, int] = {}
         self._missing: dict[int, int] = {}
         self._overdue: list[int] = []

@@ -50,7 +50,7 @@ class _HookRun:
         )
         self._record = SchedulerRecord(is_async=runs_async(recording.observations, recording.configuration.chunk_size))
         self._adaptation = Adaptation(recording)
-        self._outcome = Reenactment(recording.configuration)
+        self._outcome = Reenactment(recording.configuration, handlers)
         self._overdue: list[int] = []
         self._live = LiveRequests(recording, self._connector, self._record)
         self._calls: dict[str, Callable[[HookCall, Any], None]] = {

@@ -6,7 +6,7 @@ It knows rules and events. It must not know how a test is written of it.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import attrs
 
@@ -46,7 +46,10 @@ class Findings:
 
 
 def find_incidents(
-    configuration: LedgerConfiguration, events: Iterable[SequencedEvent], request_id: str | None
+    configuration: LedgerConfiguration,
+    events: Iterable[SequencedEvent],
+    request_id: str | None,
+    handlers: Sequence[str] = (),
 ) -> Findings:
     """Audit a log and look for what concerns a request.
 
@@ -54,8 +57,9 @@ def find_incidents(
         configuration: of the log.
         events: all of them, or those up to where one may look.
         request_id: whose incidents; None for anybody's.
+        handlers: state handlers that the engine had, as "module:Class".
     """
-    watch = Watch(configuration)
+    watch = Watch(configuration, handlers)
     findings = Findings(is_known=request_id is None)
     concerned: list[Violation] = []
     everything: list[Violation] = []

@@ -39,7 +39,13 @@ class Reduced:
 
 
 def reduce(
-    recording: Recording, events: Sequence[SequencedEvent], *, rules: Collection[str], request_id: str, keep_all: bool
+    recording: Recording,
+    events: Sequence[SequencedEvent],
+    *,
+    rules: Collection[str],
+    request_id: str,
+    keep_all: bool = False,
+    handlers: Sequence[str] = (),
 ) -> Reduced:
     """Reduce a recording that ends with an incident.
 
@@ -49,10 +55,11 @@ def reduce(
         rules: that were broken; where there are none, the decisions alone must stay.
         request_id: whose decisions must stay as they were; empty for nobody's.
         keep_all: leave nothing out, only tell whether it recurs.
+        handlers: state handlers that the engine had, as "module:Class".
     """
-    whole = reenact_core(recording)
-    wanted = _Wanted(rules, request_id, whole.events if rules else events)
-    if not wanted.is_in(whole):
+    whole = reenact_core(recording, handlers=handlers)
+    wanted = _Wanted(rules, request_id, whole.events if rules else events, handlers)
+    if not wanted.is_told_by(whole):
         return Reduced(recording, recurs=False, num_left_out=0)
     lives = {
         event.ordinal: event.request_id for _, event in recording.observations if isinstance(event, e.RequestArrived)
@@ -64,7 +71,7 @@ def reduce(
     related = _related(events, own)
     if related < kept:
         candidate = restrict(recording, related)
-        if wanted.is_in(reenact_core(candidate)):
+        if wanted.is_in(candidate):
             best, kept = candidate, related
     best, kept = _spare(recording, best, kept, own, wanted)
     return Reduced(best, recurs=True, num_left_out=len(lives) - len(kept))
@@ -86,7 +93,7 @@ def _spare(
             budget -= len(candidate.observations)
             if budget < 0:
                 return best, kept
-            if wanted.is_in(reenact_core(candidate)):
+            if wanted.is_in(candidate):
                 best, kept = candidate, candidate_kept
         num_at_once //= 2
     return best, kept
@@ -95,12 +102,18 @@ def _spare(
 class _Wanted:
     """The incident, and the decisions about its request."""
 
-    def __init__(self, rules: Collection[str], request_id: str, events: Iterable[SequencedEvent]) -> None:
+    def __init__(
+        self, rules: Collection[str], request_id: str, events: Iterable[SequencedEvent], handlers: Sequence[str]
+    ) -> None:
+        self._handlers = handlers
         self._rules = rules
         self._request_id = request_id
         self._decisions = self._of_request(events)
 
-    def is_in(self, reenactment: Reenactment) -> bool:
+    def is_in(self, candidate: Recording) -> bool:
+        return self.is_told_by(reenact_core(candidate, handlers=self._handlers))
+
+    def is_told_by(self, reenactment: Reenactment) -> bool:
         broken = {trouble.rule for trouble in reenactment.troubles if self._concerns(trouble.request_id)}
         return broken.issuperset(self._rules) and self._of_request(reenactment.events) == self._decisions
 

@@ -5,10 +5,11 @@ It knows events and rules. It must not know how the events were brought about.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 
 import attrs
 
+from kvledger.adapters.handlers import handler_registry
 from kvledger.lifecycle import LedgerConfiguration
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit import Audit, Violation
@@ -37,9 +38,9 @@ class Watch:
     A log that broken code wrote may not fold with that code, and neither do its decisions come about again.
     """
 
-    def __init__(self, configuration: LedgerConfiguration) -> None:
-        self.audit = Audit(configuration, ReferenceMachine())
-        self._num_seen = 0
+    def __init__(self, configuration: LedgerConfiguration, handlers: Sequence[str] = ()) -> None:
+        self._found: list[Violation] = []
+        self.audit = Audit(configuration, ReferenceMachine(), handlers=handler_registry(handlers), keeps=self._look_at)
 
     def take(self, sequence: int, event: e.Event) -> list[Violation]:
         """What is wrong with this event."""
@@ -61,8 +62,12 @@ class Watch:
 
     def new(self) -> list[Violation]:
         """What the audit has found since it was last asked."""
-        new, self._num_seen = self.audit.violations[self._num_seen :], len(self.audit.violations)
+        new, self._found = self._found, []
         return new
+
+    def _look_at(self, violation: Violation) -> bool:
+        self._found.append(violation)
+        return False  # the audit need not keep it, too
 
 
 @attrs.frozen
@@ -88,6 +93,7 @@ class Reenactment:
     """Gathers events call by call. `events` have the sequence numbers of the new log."""
 
     configuration: LedgerConfiguration
+    handlers: Sequence[str] = ()
     events: list[SequencedEvent] = attrs.field(factory=list, init=False)
     troubles: list[Trouble] = attrs.field(factory=list, init=False)
     left_out: list[str] = attrs.field(factory=list, init=False)
@@ -95,7 +101,7 @@ class Reenactment:
     _watch: Watch = attrs.field(init=False)
 
     def __attrs_post_init__(self) -> None:
-        self._watch = Watch(self.configuration)
+        self._watch = Watch(self.configuration, self.handlers)
 
     def take(self, events: Iterable[SequencedEvent], hook: str, recorded_sequence: int) -> None:
         """Take up what one call made."""

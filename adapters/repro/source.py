@@ -14,7 +14,7 @@ import attrs
 
 from kvledger.adapters.repro.calls import end_of_call
 from kvledger.adapters.repro.incident import Incident
-from kvledger.adapters.repro.literals import Group, Source, call, laid_out, literal
+from kvledger.adapters.repro.literals import Group, Source, call, flat, laid_out, literal
 from kvledger.adapters.repro.recording import Recorded, Recording, changed
 from kvledger.adapters.repro.reenactment import HOOK_FAILED
 from kvledger.lifecycle import LedgerConfiguration
@@ -37,6 +37,8 @@ class Story:
     pinned_answers: Sequence[int | None]
     on_core: bool
     """Whether observations are given to the core alone, instead of hook calls to the connector."""
+    handlers: Sequence[str]
+    """State handlers that the engine had, as "module:Class"."""
     origin: str
     """Which versions wrote the log."""
     command: str
@@ -124,6 +126,7 @@ def _tests(story: Story, recording: Recording) -> Iterator[str]:
     for incident in story.incidents:
         end = end_of_call(recording.observations, incident.sequence)
         until = "" if end == recording.observations[-1][0] else f", until={end}"
+        until += _handlers(story)
         besides = "" if not incident.besides else f", besides={_set(incident.besides)}"
         name = "no_hook_fails" if incident.rule == HOOK_FAILED else f"{incident.rule.lower()}_holds"
         yield (
@@ -141,9 +144,13 @@ def _tests(story: Story, recording: Recording) -> Iterator[str]:
         yield (
             "def test_lookups_get_the_recorded_answers() -> None:\n"
             '    """External tokens of each lookup in turn; None where it was to be asked again."""\n'
-            f"    reenactment = {drive}(RECORDING)\n"
+            f"    reenactment = {drive}(RECORDING{_handlers(story)})\n"
             f"{answers}"
         )
+
+
+def _handlers(story: Story) -> str:
+    return f", handlers={flat(literal(tuple(story.handlers)))}" if story.handlers else ""
 
 
 def _sentence(incident: Incident) -> str:

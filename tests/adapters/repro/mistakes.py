@@ -6,7 +6,7 @@ Some are those of the simulation, made in what the core decides; others are made
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -63,9 +63,8 @@ ALL: dict[str, Patch] = {**{name: patch for name, (patch, _) in OF_THE_CORE.item
 
 
 @pytest.fixture(autouse=True)
-def mistake(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def mistake(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Make the mistake that the generated file is named after, where mistakes are made at all."""
     name = request.path.stem.removeprefix("test_")
     if os.environ.get(SWITCH):
         monkeypatch.setattr(*ALL[name])
-    yield
