@@ -14,14 +14,22 @@ from kvledger.lifecycle.replay import ReplayedEvent
 class LastToken:
     """Loaded and locally cached tokens together are at most `num_tokens - 1`.
 
-    Verifies: this for every load against the tokens known then, and for the first step after an allocation: at
-    least one token is left to compute.
+    Verifies: this for every answer that takes a hit of all known tokens as it is, for every load against the tokens
+    known then, and for the first step after an allocation: at least one token is left to compute.
     Does not verify: that the engine computed it.
     """
 
     rule: ClassVar[str] = "LAST_TOKEN"
     looks_at: ClassVar[frozenset[type[e.Event]]] = frozenset(
-        {e.BlocksAllocated, e.LoadIssued, e.StepScheduled, e.RequestArrived, e.RequestPreempted, e.RequestReleased}
+        {
+            e.LookupAnswered,
+            e.BlocksAllocated,
+            e.LoadIssued,
+            e.StepScheduled,
+            e.RequestArrived,
+            e.RequestPreempted,
+            e.RequestReleased,
+        }
     )
 
     def __init__(self) -> None:
@@ -42,6 +50,10 @@ class LastToken:
             if self._admitted:
                 known = projections.tracker.by_ordinal
                 self._admitted = {ordinal: at for ordinal, at in self._admitted.items() if known(ordinal) is not None}
+        elif isinstance(event, e.LookupAnswered):
+            if event.num_computed_tokens + event.num_external_tokens == event.num_tokens <= event.num_hit_tokens:
+                detail = f"all of the {event.num_tokens} tokens are answered, the last one must be computed"
+                yield violation(self.rule, step, projections, detail, event.cause)
         elif isinstance(event, e.BlocksAllocated):
             self._admitted[record.ordinal] = step.sequence
         elif isinstance(event, e.LoadIssued):

@@ -17,6 +17,17 @@ from kvledger.lifecycle.audit.failed_load_taint import FailedLoadTaint
 from kvledger.lifecycle.audit.finish_is_last import FinishIsLast
 from kvledger.lifecycle.audit.gen_isolation import GenIsolation
 from kvledger.lifecycle.audit.group_agreement import GroupAgreement
+from kvledger.lifecycle.audit.hit_pinned import HitPinned
+from kvledger.lifecycle.audit.table_eq import TableEq
+from kvledger.lifecycle.audit.cursor_le_frontier import CursorLeFrontier
+from kvledger.lifecycle.audit.store_contiguous import StoreContiguous
+from kvledger.lifecycle.audit.pin_balance import PinBalance
+from kvledger.lifecycle.audit.rank_agreement import RankAgreement
+from kvledger.lifecycle.audit.block_reuse_fenced import BlockReuseFenced
+from kvledger.lifecycle.audit.resume_covers_output import ResumeCoversOutput
+from kvledger.lifecycle.audit.rollback_observed import RollbackObserved
+from kvledger.lifecycle.audit.liveness import Liveness
+from kvledger.lifecycle.audit.load_xor_stores import LoadXorStores
 from kvledger.lifecycle.audit.last_token import LastToken
 from kvledger.lifecycle.audit.legal_transition import LegalTransition
 from kvledger.lifecycle.audit.load_dst_exclusive import LoadDstExclusive
@@ -52,6 +63,17 @@ ALL_CHECKERS: MappingProxyType[str, Callable[[], Checker]] = MappingProxyType(
         DeferBounded.rule: DeferBounded,
         FailedLoadTaint.rule: FailedLoadTaint,
         GroupAgreement.rule: GroupAgreement,
+        HitPinned.rule: HitPinned,
+        TableEq.rule: TableEq,
+        CursorLeFrontier.rule: CursorLeFrontier,
+        StoreContiguous.rule: StoreContiguous,
+        PinBalance.rule: PinBalance,
+        RankAgreement.rule: RankAgreement,
+        BlockReuseFenced.rule: BlockReuseFenced,
+        ResumeCoversOutput.rule: ResumeCoversOutput,
+        RollbackObserved.rule: RollbackObserved,
+        Liveness.rule: Liveness,
+        LoadXorStores.rule: LoadXorStores,
         Recorded.rule: Recorded,
     }
 )

@@ -32,6 +32,8 @@ class SrcBlockOwned:
         if not isinstance(event, e.SaveIssued | e.TailSaveIssued):
             return
         table = projections.blocks.held(event.request_id)
+        if step.state_before is RequestState.FINISHED and not len(projections.blocks.lost(event.request_id)):
+            return  # a save that its end did not cause; FINISH_IS_LAST names it
         pages: Iterable[int]
         if isinstance(event, e.TailSaveIssued):
             table = projections.blocks.lost(event.request_id)

@@ -1,0 +1,101 @@
+"""ROLLBACK_OBSERVED: a request whose load failed goes back behind what was to be loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import ClassVar
+
+import attrs
+
+from kvledger.lifecycle import events as e
+from kvledger.lifecycle.audit.checker import Violation, violation
+from kvledger.lifecycle.belief import Projections
+from kvledger.lifecycle.replay import ReplayedEvent
+
+_GIVEN_UP = (e.RequestPreempted, e.RequestFinished, e.LookupRequested, e.RequestArrived, e.RequestReleased)
+
+
+@attrs.define
+class _Load:
+    sequence: int
+    request_id: str
+    end_token: int
+    failed_at: int = 0
+
+
+class RollbackObserved:
+    """No request goes on counting tokens as computed that a rank has reported it could not load.
+
+    Verifies: at the first step after a load within a step failed, that the request was rolled back behind the load's
+    end, preempted, looked up again or ended since the load was issued, or counts less by itself.
+    Does not verify: loads beside the steps, whose requests have not begun; loads given up because nobody spoke of them.
+    """
+
+    rule: ClassVar[str] = "ROLLBACK_OBSERVED"
+    looks_at: ClassVar[frozenset[type[e.Event]]] = frozenset(
+        {
+            e.LoadIssued,
+            e.LoadCompleted,
+            e.LoadFailed,
+            e.TransferReported,
+            e.TokensRolledBack,
+            e.StepScheduled,
+            *_GIVEN_UP,
+        }
+    )
+
+    def __init__(self) -> None:
+        self._loads: dict[int, _Load] = {}
+        self._failed_report = 0
+        """Sequence of the last report of a failure."""
+
+    def check(self, step: ReplayedEvent, projections: Projections) -> Iterator[Violation]:
+        """Follow loads to their end, and their requests to the next step."""
+        event = step.event
+        if isinstance(event, e.LoadIssued):
+            if not event.is_async:
+                end_token = event.first_token + event.num_tokens
+                self._loads[event.job_id] = _Load(step.sequence, event.request_id, end_token)
+        elif isinstance(event, e.TransferReported):
+            if event.ranks_failed:
+                self._failed_report = step.sequence
+        elif not self._loads:
+            return
+        elif isinstance(event, e.StepScheduled):
+            yield from self._check_step(step, projections)
+        elif isinstance(event, e.LoadFailed):
+            load = self._loads.get(event.job_id)
+            if load is not None and event.cause == self._failed_report:
+                load.failed_at = step.sequence
+            else:
+                self._loads.pop(event.job_id, None)
+        elif isinstance(event, e.LoadCompleted):
+            self._loads.pop(event.job_id, None)
+        elif isinstance(event, e.TokensRolledBack):
+            self._forget(event.request_id, event.num_computed_tokens)
+        elif isinstance(event, e.RequestEvent):
+            self._forget(event.request_id, 0)
+
+    def _forget(self, request_id: str, num_computed_tokens: int) -> None:
+        for job_id in [
+            job_id
+            for job_id, load in self._loads.items()
+            if load.request_id == request_id and num_computed_tokens < load.end_token
+        ]:
+            del self._loads[job_id]
+
+    def _check_step(self, step: ReplayedEvent, projections: Projections) -> Iterator[Violation]:
+        for job_id, load in [(job_id, load) for job_id, load in self._loads.items() if load.failed_at]:
+            del self._loads[job_id]
+            record = projections.tracker.get(load.request_id)
+            if record is None or not record.holds_blocks:
+                continue
+            num_computed_tokens = projections.tracker.num_computed_tokens(record)
+            if num_computed_tokens >= load.end_token:
+                detail = (
+                    f"load {job_id} of tokens to {load.end_token} failed, "
+                    f"but the request goes on with {num_computed_tokens} tokens computed"
+                )
+                yield violation(
+                    self.rule, step, projections, detail, load.sequence, load.failed_at, request_id=load.request_id
+                )

@@ -1,0 +1,50 @@
+"""Mistakes about block tables and token counts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from kvledger.adapters.vllm.step_reader import StepReader
+from mutants.catalogue.parts import wrapped
+from mutants.mutant import Patch, Touch, mutant
+from mutants.scenes import Worlds
+
+RUNNER_V1 = Worlds(settings=(("num_steps", 120), ("model_runner_v2", False)))
+
+
+@mutant("TABLE_EQ", "the table of a resumed request is appended to its table instead of replacing it",
+        "vllm#46595", "vllm#57816", "LMCache#2336", scene=RUNNER_V1)  # fmt: skip
+def table_appended(touch: Touch) -> Sequence[Patch]:
+    def read_each(
+        original: Any, reader: StepReader, scheduler_output: Any, advanced: Any, extended: Any, time_ns: int
+    ) -> Any:
+        paused = original(reader, scheduler_output, advanced, extended, time_ns)
+        cached = scheduler_output.scheduled_cached_reqs
+        for request_id, entry in zip(cached.req_ids, cached.new_block_ids, strict=True):
+            if entry is not None and request_id in cached.resumed_req_ids:
+                touch()
+                reader._extend(extended, request_id, entry)
+        return paused
+
+    return [wrapped(StepReader, "_read_each", read_each)]
+
+
+@mutant("TOKEN_CONSERVATION", "a resumed request is counted from where it began the first time", "LMCache#2912",
+        "vllm#36812", scene=Worlds())  # fmt: skip
+def counted_from_first_admission(touch: Touch) -> Sequence[Patch]:
+    began: dict[tuple[int, str], int] = {}
+
+    def advance(
+        original: Any, reader: StepReader, advanced: Any, request_id: str, num_computed: int, num_tokens: int, now: int
+    ) -> Any:
+        record = reader._tracker.get(request_id)
+        if record is not None and not reader._tracker.num_computed_tokens(record):
+            first = began.setdefault((id(reader), request_id), num_computed)
+            answer = reader._projections.lookups.taken_up(request_id)
+            if first != num_computed and answer is not None and answer.num_external_tokens:
+                touch()
+                num_computed = first
+        return original(reader, advanced, request_id, num_computed, num_tokens, now)
+
+    return [wrapped(StepReader, "_advance", advance)]

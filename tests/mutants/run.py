@@ -1,0 +1,113 @@
+"""`make mutants`: switch every historical mistake on, let the audit read the logs, and say how soon it is named."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+for _name, _value in {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}.items():
+    os.environ.setdefault(_name, _value)
+
+import attrs
+from rich.console import Console
+from rich.progress import Progress
+
+import mutants.catalogue  # noqa: F401 -- declares them
+from mutants.detection import Detection, Figures, detect, figures_of, judge, play
+from mutants.mutant import MUTANTS, Mutant
+
+
+def transcript(chosen: Sequence[Mutant], seed: int) -> bool:
+    """Print the log of one seed around its first violation; returns whether the right rule was named."""
+    is_named = True
+    for mutant in chosen:
+        story, touch = play(mutant, seed)
+        detection = judge(story, touch, seed)
+        print(f"{mutant.name}: {mutant.sentence} ({', '.join(mutant.incidents)}); expected: {mutant.rule}")
+        for sequence, event in story.events:
+            mark = "*" if sequence == detection.touched else "!" if sequence == detection.found else " "
+            print(f"{mark}{sequence:6d} {event}")
+        print(f"touched at {detection.touched}, found at {detection.found}: {sorted(detection.first_rules)}")
+        print(f"{detection.detail}; in all: {detection.rules}; ended by: {detection.ended_by or 'the end'}")
+        is_named &= detection.is_named(mutant.rule)
+    return is_named
+
+
+def hunt(chosen: Sequence[Mutant], seeds: range, console: Console, *, as_json: bool) -> bool:
+    """Play all seeds of all mutants; returns whether each was named, and never by another rule first."""
+    is_well = True
+    with Progress(console=Console(stderr=True)) as progress:
+        task = progress.add_task("mutants", total=len(chosen) * len(seeds))
+        for mutant in chosen:
+            progress.update(task, description=mutant.name)
+            detections = []
+            for seed in seeds:
+                detections.append(detect(mutant, seed))
+                progress.advance(task)
+            figures = figures_of(mutant, detections)
+            is_well &= figures.num_named > 0 and not figures.num_misnamed
+            if as_json:
+                print(json.dumps(as_object(mutant, figures, len(seeds))), flush=True)
+            else:
+                _tell(console, mutant, figures, detections)
+    return is_well
+
+
+def as_object(mutant: Mutant, figures: Figures, num_seeds: int) -> dict[str, object]:
+    """One mutant as an object of `--json`."""
+    return {
+        "rule": mutant.rule,
+        "mutant": mutant.name,
+        "sentence": mutant.sentence,
+        "incidents": list(mutant.incidents),
+        "driven_by": mutant.scene.title,
+        "seeds": num_seeds,
+        **{name: value for name, value in attrs.asdict(figures).items() if name != "num_seeds"},
+    }
+
+
+def _tell(console: Console, mutant: Mutant, figures: Figures, detections: Sequence[Detection]) -> None:
+    median = "" if figures.median_events is None else f", after {figures.median_events:g} events"
+    console.print(
+        f"{mutant.rule:22s} {mutant.name}: named in {figures.num_named} of {figures.num_touched} touched seeds "
+        f"of {figures.num_seeds}{median} (at most {figures.max_events}); later also {figures.also or 'nobody'}"
+    )
+    for detection in detections:
+        if detection.first_rules and not detection.is_named(mutant.rule):
+            console.print(
+                f"  seed {detection.seed}: {sorted(detection.first_rules)} at {detection.found}: {detection.detail}",
+                style="red",
+            )
+    missed = [d for d in detections if d.touched is not None and d.found is None]
+    if missed:
+        crashes = [d.ended_by for d in missed if d.ended_by]
+        console.print(f"  missed: seeds {[d.seed for d in missed][:10]}; ended by {crashes[:2]}", style="yellow")
+
+
+def main() -> int:
+    """Exit code 0 where every mutant was named and by its rule first, 1 where one was not."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seeds", type=int, default=20, help="how many seeds of each mutant")
+    parser.add_argument("--first", type=int, default=0, help="the first seed")
+    parser.add_argument("--seed", type=int, help="this seed alone, with the transcript of its log")
+    parser.add_argument("--rule", action="append", help="only mutants of this rule; may be given again")
+    parser.add_argument("--json", action="store_true", help="one object a mutant, one a line")
+    arguments = parser.parse_args()
+    logging.disable(logging.CRITICAL)  # mistakes make the connector speak, and rightly so
+    chosen = [m for m in MUTANTS.values() if not arguments.rule or m.rule in arguments.rule]
+    if not chosen:
+        parser.error(f"no mutant of {', '.join(arguments.rule)}; there are {', '.join(m.rule for m in MUTANTS.values())}")
+    if arguments.seed is not None:
+        return 0 if transcript(chosen, arguments.seed) else 1
+    seeds = range(arguments.first, arguments.first + arguments.seeds)
+    return 0 if hunt(chosen, seeds, Console(), as_json=arguments.json) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
