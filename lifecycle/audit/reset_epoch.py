@@ -12,13 +12,15 @@ from kvledger.lifecycle.audit.saved_tails import TAIL_EVENTS, SavedTails
 from kvledger.lifecycle.belief import Projections
 from kvledger.lifecycle.projections.transfers import Job
 from kvledger.lifecycle.replay import ReplayedEvent
+from kvledger.lifecycle.states import RequestState
 
 
 class ResetEpoch:
     """After a reset the cache is empty, and only saves issued since then fill it.
 
     Verifies: no chunk and no tail survives a reset; a save issued before a reset and completed after it commits
-    nothing; every chunk of an answered hit was committed since the last reset, and so was the tail it ends with.
+    nothing; every chunk of an answered hit was committed since the last reset, and so was the tail it ends with; of
+    what a request had computed at a reset nothing is saved until it begins anew, also not by a session's next turn.
     Does not verify: the local prefix cache of the engine, and loads that were in flight during the reset.
     """
 
@@ -27,8 +29,11 @@ class ResetEpoch:
         {
             *CHUNK_EVENTS,
             *TAIL_EVENTS,
+            e.LookupRequested,
             e.LookupAnswered,
             e.ChunkKeysObserved,
+            e.BlocksAllocated,
+            e.TokensRolledBack,
         }
     )
 
@@ -37,6 +42,8 @@ class ResetEpoch:
         self._committed = CommittedChunks()
         self._tails = SavedTails()
         self._saves: dict[int, tuple[Job, int]] = {}
+        self._stale: set[str] = set()
+        """Requests that have held blocks since before the last reset, or lost them since."""
         self._seen: dict[str, tuple[int, int]] = {}
         """Request id -> (removals counted by the chunk index then, chunks found good): spares the polls."""
 
@@ -46,6 +53,8 @@ class ResetEpoch:
         if self._reset_at or isinstance(event, e.CacheReset):  # until the first one, nothing can be stale
             self._committed.fold(event, projections)
             self._tails.fold(event, step.sequence)
+        if self._stale:
+            yield from self._check_stale(step, projections)
         if isinstance(event, e.LookupAnswered):
             if self._committed.epoch and event.num_hit_tokens:
                 yield from self._check_hit(event, step, projections)
@@ -65,10 +74,26 @@ class ResetEpoch:
     def _check_reset(self, step: ReplayedEvent, projections: Projections) -> Iterator[Violation]:
         self._reset_at = step.sequence
         self._seen.clear()
+        self._stale = {record.request_id for record in projections.tracker if record.holds_blocks}
         if len(projections.chunks):
             yield violation(self.rule, step, projections, f"{len(projections.chunks)} chunks survived the reset")
         if len(projections.tails):
             yield violation(self.rule, step, projections, f"{len(projections.tails)} tails survived the reset")
+
+    def _check_stale(self, step: ReplayedEvent, projections: Projections) -> Iterator[Violation]:
+        event = step.event
+        if isinstance(event, e.SaveIssued | e.TailSaveIssued):
+            if event.request_id in self._stale:
+                detail = f"save {event.job_id} copies what was computed on top of KV from before the reset"
+                yield violation(self.rule, step, projections, detail, self._reset_at, event.cause)
+        elif isinstance(event, e.BlocksAllocated):
+            if step.state_before is RequestState.PREEMPTED:
+                self._stale.discard(event.request_id)
+        elif isinstance(event, e.TokensRolledBack):
+            if not event.num_computed_tokens:
+                self._stale.discard(event.request_id)
+        elif isinstance(event, e.LookupRequested | e.RequestArrived | e.RequestReleased):
+            self._stale.discard(event.request_id)
 
     def _check_late_save(self, job: Job, step: ReplayedEvent, projections: Projections) -> Iterator[Violation]:
         tail = projections.tails.saved(job.ordinal)

@@ -50,6 +50,8 @@ class StoreContiguous:
             e.SaveDeclined,
             e.RequestPreempted,
             e.RequestFinished,
+            e.TransferReported,
+            e.CacheReset,
             e.ChunkKeysObserved,
             e.RequestArrived,
             e.RequestReleased,
@@ -58,10 +60,14 @@ class StoreContiguous:
 
     def __init__(self) -> None:
         self._lives: dict[str, _Accounted] = {}
+        self._missing: list[tuple[str, int]] = []
+        """(request id, chunk) that were not there when they were told of; another request may save them just then."""
 
     def check(self, step: ReplayedEvent, projections: Projections) -> Iterator[Violation]:
         """Keep account of chunks, and look below each one that is saved."""
         event = step.event
+        if self._missing and not event.is_decision:
+            self._look_again(projections, is_reset=isinstance(event, e.CacheReset))
         if isinstance(event, e.StepScheduled):
             for ordinal, first_chunk, num_settled_tokens in event.settled:
                 record = projections.tracker.by_ordinal(ordinal)
@@ -86,6 +92,15 @@ class StoreContiguous:
         life.end_chunk = min(num_settled_tokens // projections.configuration.chunk_size, len(keys))
         for chunk in range(max(first_chunk, life.num_chunks), life.end_chunk):
             if _is_there(keys[chunk], projections):
+                life.add(chunk)
+            else:
+                self._missing.append((request_id, chunk))
+
+    def _look_again(self, projections: Projections, *, is_reset: bool) -> None:
+        missing, self._missing = self._missing, []
+        for request_id, chunk in missing:
+            life, keys = self._lives.get(request_id), projections.chunk_keys.of(request_id)
+            if life is not None and (is_reset or (chunk < len(keys) and _is_there(keys[chunk], projections))):
                 life.add(chunk)
 
     def _cut(self, request_id: str, first_chunk: int) -> None:
