@@ -117,8 +117,13 @@ class ResetEpoch:
         first = num_seen if removed_then == num_removed else 0
         keys = projections.chunk_keys.of(event.request_id)[first:num_chunks]
         for chunk, key in enumerate(keys, first):
-            if key not in self._committed:
+            if key not in self._committed and not self._left_since(key, projections):
                 detail = f"the hit of {event.num_hit_tokens} tokens counts chunk {chunk}, not saved since the reset"
                 yield violation(self.rule, step, projections, detail, self._reset_at, event.cause)
                 return
         self._seen[event.request_id] = (num_removed, num_chunks)
+
+    def _left_since(self, key: bytes, projections: Projections) -> bool:
+        """Whether the chunk was evicted or tainted after the reset; a load of it is LOADABLE_AFTER_COMMIT's."""
+        departed = projections.chunks.departed(key)
+        return departed is not None and departed.sequence > self._reset_at

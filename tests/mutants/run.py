@@ -106,7 +106,7 @@ def main() -> int:
     if arguments.seed is not None:
         return 0 if transcript(chosen, arguments.seed) else 1
     seeds = range(arguments.first, arguments.first + arguments.seeds)
-    return 0 if hunt(chosen, seeds, Console(), as_json=arguments.json) else 1
+    return 0 if hunt(chosen, seeds, Console(width=160), as_json=arguments.json) else 1
 
 
 if __name__ == "__main__":

@@ -45,6 +45,8 @@ class Walks:
     """A random walk of the pure core (`lifecycle_driver`): milliseconds a seed, no vLLM."""
 
     num_steps: int = 70
+    is_reliable: bool = True
+    """Whether every copy is reported, and once."""
     title: str = "walk"
 
     def play(self, seed: int, told: Callable[[SequenceOf], None], *, watched: bool = False) -> Story:
@@ -53,13 +55,18 @@ class Walks:
 
         rng = random.Random(f"geometry {seed}")
         chunk_size, block_size = rng.choice([(4, 16), (8, 16), (16, 16), (32, 16)])
-        with contextlib.nullcontext() if watched else _unwatched_walk():
+        with contextlib.ExitStack() as stack:
+            if not watched:
+                stack.enter_context(_unwatched_walk())
+            if self.is_reliable:
+                stack.enter_context(_reliable_walk())
             walk = Walk(seed, chunk_size=chunk_size, block_size=block_size)
             driver = walk.driver
             told(lambda: driver.ledger.next_sequence)
             ended_by = _to_the_end(lambda: walk.run(self.num_steps))
             driver.ledger.commit()
-        return Story(driver.configuration, driver.sink.events(), ended_by)
+        allowed = frozenset() if self.is_reliable else frozenset({"COMPLETION_ONCE", "LIVENESS"})
+        return Story(driver.configuration, driver.sink.events(), ended_by, allowed)
 
 
 @attrs.frozen
@@ -71,16 +78,21 @@ class Worlds:
     """Settings of the connector that are not left to the seed."""
     settings: tuple[tuple[str, Any], ...] = (("num_steps", 120),)
     """Settings of the engine that are not left to the seed."""
+    num_slots: int | None = None
+    """Slots of the host pool; None: as the seed draws."""
     title: str = "vLLM's scheduler"
 
     def play(self, seed: int, told: Callable[[SequenceOf], None]) -> Story:
         """Let a world live."""
         from sim import world as worlds
         from sim.checks.rules import allowed_rules
+        from sim.engine import BLOCK_SIZE, block_bytes
         from sim.logs import read_end
         from sim.settings import draw
 
         connector = draw(random.Random(f"settings {seed}")).connector | dict(self.connector)
+        if self.num_slots is not None:
+            connector["host_bytes"] = block_bytes(BLOCK_SIZE) * self.num_slots
         with _unwatched_world(), _replaced(worlds, "draw_faults", lambda _seed: self.faults):
             world = worlds.World(seed, connector=connector, **dict(self.settings))
             with world:
@@ -145,6 +157,27 @@ def _unwatched_walk() -> Iterator[None]:
         _replaced(walk, "check_invariants", lambda *_: None),
         _replaced(Device, "holds", lambda *_: True),
     ):
+        yield
+
+
+UNRELIABLE = 0.03
+"""The chance by which a walk loses or doubles a report."""
+
+
+@contextlib.contextmanager
+def _reliable_walk() -> Iterator[None]:
+    from lifecycle_driver import Walk
+
+    chance = Walk._chance
+
+    def reliable(walk: Walk, probability: float) -> bool:
+        return chance(walk, probability) and probability != UNRELIABLE
+
+    def finish_awaited(walk: Walk, job_ids: list[int]) -> None:
+        for copy in [copy for copy in walk._copies if copy.event.job_id in job_ids]:
+            walk._carry_out(copy)
+
+    with _replaced(Walk, "_chance", reliable), _replaced(Walk, "_finish_awaited", finish_awaited):
         yield
 
 

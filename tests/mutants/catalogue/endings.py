@@ -9,7 +9,7 @@ from kvledger.adapters.vllm.scheduler_side import SchedulerSide
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.decisions import saves
 from kvledger.lifecycle.handlers import chunked_prefill, new
-from kvledger.lifecycle.handlers.finished import Finished, release_if_settled
+from kvledger.lifecycle.handlers.finished import Finished
 from mutants.catalogue.parts import wrapped
 from mutants.mutant import Patch, Touch, mutant
 from mutants.scenes import Worlds
@@ -80,6 +80,3 @@ def held_for_nobody(touch: Touch) -> Sequence[Patch]:
             yield e.BlocksHeld(record.request_id, record.generation, cause)
 
     return [(chunked_prefill, "save_on_finish", save_on_finish)]
-
-
-_ = release_if_settled

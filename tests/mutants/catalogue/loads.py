@@ -93,7 +93,12 @@ def evicted_chunk_found(touch: Touch) -> Sequence[Patch]:
         places = (geometry.place_of(page, num_chunks) for page in pages)
         return tuple(slots[chunk][place] for chunk, place in places)
 
+    def reset(original: Any, index: ChunkIndex, event: e.CacheReset, sequence: int) -> None:
+        original(index, event, sequence)
+        stale.clear()
+
     return [
+        wrapped(ChunkIndex, "_reset", reset),
         wrapped(ChunkIndex, "_evicted", evicted),
         wrapped(ChunkIndex, "num_committed_from", num_committed_from),
         wrapped(loads, "_slots_of_chunks", slots_of_chunks),

@@ -8,7 +8,6 @@ from typing import Any
 import attrs
 
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.decisions import lookups
 from kvledger.lifecycle.handlers import new
 from kvledger.lifecycle.projections.chunk_index import ChunkIndex
 from kvledger.lifecycle.projections.lookup_cache import LookupCache
@@ -18,7 +17,7 @@ from mutants.catalogue.parts import decided_otherwise, wrapped, written_as
 from mutants.mutant import Patch, Touch, mutant
 from mutants.scenes import Walks, Worlds
 
-SMALL_POOL = (("host_bytes", 2 * 8 * 16 * 2 * 20),)
+SMALL_POOL = Worlds(num_slots=8)
 CACHED = Worlds(settings=(("num_steps", 120), ("enable_prefix_caching", True)))
 RESETTING = Worlds(faults=frozenset({"aborts", "storms", "resets"}))
 SLOW = Worlds(
@@ -42,7 +41,7 @@ def raw_cached_hit(touch: Touch) -> Sequence[Patch]:
 
 
 @mutant("LAST_TOKEN", "a hit of the whole prompt is answered whole, and nothing is left to compute",
-        "LMCache#3322", "vllm#50864", "vllm#55113", scene=Walks())  # fmt: skip
+        "LMCache#3322", "vllm#50864", "vllm#55113", scene=Worlds(connector=(("max_hit_share", 1.0),)))  # fmt: skip
 def whole_prompt_loaded(touch: Touch) -> Sequence[Patch]:
     def answered(decision: e.Event, event: Any, _record: Any, projections: Any, _cause: int) -> e.Event:
         if not isinstance(decision, e.LookupAnswered) or decision.miss_reason in {"load_failed", "quarantined"}:
@@ -53,7 +52,14 @@ def whole_prompt_loaded(touch: Touch) -> Sequence[Patch]:
         touch()
         return attrs.evolve(decision, num_external_tokens=whole)
 
-    return [decided_otherwise(new, "answer_lookup", answered)]
+    def prompt(original: Any, world: Any, rng: Any, num_tokens: int) -> list[int]:
+        """Many clients send the same prompt, of whole chunks."""
+        drawn: list[int] = original(world, rng, num_tokens)
+        return world._shared_prefix[:64] if num_tokens % 2 else drawn
+
+    from sim.world import World
+
+    return [decided_otherwise(new, "answer_lookup", answered), wrapped(World, "prompt", prompt)]
 
 
 @mutant("RESUME_COVERS_OUTPUT", "a preempted request is looked up by its prompt alone",
@@ -95,7 +101,7 @@ def deferred_for_ever(touch: Touch) -> Sequence[Patch]:
     return [wrapped(LookupCache, "num_deferred", num_deferred)]
 
 
-@mutant("HIT_PINNED", "what was promised may be evicted until it is taken up", "vllm#39702", scene=Walks())
+@mutant("HIT_PINNED", "what was promised may be evicted until it is taken up", "vllm#39702", scene=SMALL_POOL)
 def promise_not_pinned(touch: Touch) -> Sequence[Patch]:
     def answered(_original: Any, _index: ChunkIndex, event: e.LookupAnswered, _sequence: int) -> None:
         if event.num_external_tokens:
@@ -104,17 +110,17 @@ def promise_not_pinned(touch: Touch) -> Sequence[Patch]:
     return [wrapped(ChunkIndex, "_answered", answered)]
 
 
-@mutant("PIN_BALANCE", "a request that ends between lookup and allocation leaves its chunks pinned for ever",
-        "vllm#44100", "LMCache#4512", "LMCache#1034", scene=Walks(num_steps=200))  # fmt: skip
-def pin_never_released(touch: Touch) -> Sequence[Patch]:
-    def finished(_original: Any, index: ChunkIndex, event: e.RequestFinished, _sequence: int) -> None:
-        if event.request_id in index._pinned_by:
+@mutant("PIN_BALANCE", "every poll pins its hit once more, taking it up or ending releases it once",
+        "LMCache#1254", "LMCache#3381", "vllm#44100", scene=SMALL_POOL)  # fmt: skip
+def pinned_by_every_poll(touch: Touch) -> Sequence[Patch]:
+    def answered(original: Any, index: ChunkIndex, event: e.LookupAnswered, sequence: int) -> None:
+        before = index._pinned_by.get(event.request_id)
+        original(index, event, sequence)
+        if before and before == index._pinned_by.get(event.request_id):
             touch()
-            del index._pinned_by[event.request_id]  # forgotten, but not counted down
-        index._no_longer_want(event.request_id)
-        index._renew(index._chunk_keys.of(event.request_id))
+            index._pins.update(before)
 
-    return [wrapped(ChunkIndex, "_finished", finished)]
+    return [wrapped(ChunkIndex, "_answered", answered)]
 
 
 @mutant("EVICT_IDLE_ONLY", "a chunk is evicted while a load reads it", "sglang#28468", "Mooncake#3253", scene=Walks())
@@ -124,7 +130,15 @@ def evicted_while_read(touch: Touch) -> Sequence[Patch]:
             touch()
         return False
 
-    return [wrapped(Transfers, "is_read", is_read)]
+    def load_issued(_original: Any, index: ChunkIndex, event: e.LoadIssued, _sequence: int) -> None:
+        num_chunks = -(-(event.first_token + event.num_tokens) // index._geometry.chunk_size)
+        index._renew(index._chunk_keys.of(event.request_id)[:num_chunks])
+
+    return [
+        wrapped(Transfers, "is_read", is_read),
+        wrapped(ChunkIndex, "_load_issued", load_issued),
+        wrapped(ChunkIndex, "_load_settled", lambda *_: None),
+    ]
 
 
 @mutant("RESET_EPOCH", "a reset leaves the saved chunks where they are", "vllm#57727", "vllm#48090", scene=RESETTING)
@@ -134,6 +148,3 @@ def chunks_survive_a_reset(touch: Touch) -> Sequence[Patch]:
             touch()
 
     return [wrapped(ChunkIndex, "_reset", reset)]
-
-
-_ = lookups  # the room whose answers are changed here

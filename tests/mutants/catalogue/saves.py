@@ -11,6 +11,7 @@ from kvledger.adapters.vllm.deliveries import Deliveries
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.decisions import saves
 from kvledger.lifecycle.handlers import chunked_prefill
+from kvledger.lifecycle.projections.transfers import JobKind
 from kvledger.lifecycle.states import RequestState
 from mutants.catalogue.parts import decided_otherwise, wrapped
 from mutants.mutant import Patch, Touch, mutant
@@ -78,8 +79,8 @@ def trailing_chunk_left_out(touch: Touch) -> Sequence[Patch]:
 @mutant("LOAD_XOR_STORES", "a request is saved while its load is under way", "vllm#46014", scene=Walks())
 def saved_while_loading(touch: Touch) -> Sequence[Patch]:
     def save_settled(record: Any, first: int, num_settled: int, projections: Any, cause: int) -> Iterator[e.Event]:
-        if projections.transfers.is_loading(record.ordinal):
-            touch()
+        jobs = projections.transfers.of_life(record.ordinal)
+        filled = {block for job in jobs if job.kind is JobKind.LOAD for block in job.block_ids}
         plan = saves._Plan(
             record,
             record.generation,
@@ -89,7 +90,10 @@ def saved_while_loading(touch: Touch) -> Sequence[Patch]:
             before_forward=False,
             is_async=projections.configuration.async_saves,
         )
-        yield from plan.save(first, num_settled)
+        for decision in plan.save(first, num_settled):
+            if isinstance(decision, e.SaveIssued) and not filled.isdisjoint(decision.block_ids):
+                touch()
+            yield decision
 
     return [(chunked_prefill, "save_settled", save_settled)]
 
