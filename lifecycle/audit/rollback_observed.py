@@ -62,7 +62,8 @@ class RollbackObserved:
         elif not self._loads:
             return
         elif isinstance(event, e.StepScheduled):
-            yield from self._check_step(step, projections)
+            if any(load.failed_at for load in self._loads.values()):
+                yield from self._check_step(event, step, projections)
         elif isinstance(event, e.LoadFailed):
             load = self._loads.get(event.job_id)
             if load is not None and event.cause == self._failed_report:
@@ -84,13 +85,15 @@ class RollbackObserved:
         ]:
             del self._loads[job_id]
 
-    def _check_step(self, step: ReplayedEvent, projections: Projections) -> Iterator[Violation]:
+    def _check_step(self, event: e.StepScheduled, step: ReplayedEvent, projections: Projections) -> Iterator[Violation]:
+        told = {ordinal: num_computed_tokens for ordinal, num_computed_tokens, _, _ in event.advanced}
         for job_id, load in [(job_id, load) for job_id, load in self._loads.items() if load.failed_at]:
             del self._loads[job_id]
             record = projections.tracker.get(load.request_id)
             if record is None or not record.holds_blocks:
                 continue
-            num_computed_tokens = projections.tracker.num_computed_tokens(record)
+            # Drafts that are taken back are not recorded, but told: then the step itself says where it begins.
+            num_computed_tokens = told.get(record.ordinal, projections.tracker.num_computed_tokens(record))
             if num_computed_tokens >= load.end_token:
                 detail = (
                     f"load {job_id} of tokens to {load.end_token} failed, "
