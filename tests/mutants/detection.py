@@ -9,6 +9,7 @@ from collections.abc import Iterable
 import attrs
 
 from kvledger.lifecycle.audit import Audit, Violation
+from kvledger.lifecycle.audit.completion_once import CompletionOnce
 from kvledger.lifecycle.audit.recorded import Recorded
 from kvledger.lifecycle.machine import ReferenceMachine
 from mutants.mutant import Mutant, Touch
@@ -50,9 +51,17 @@ def audit_of(story: Story) -> Audit:
     return audit
 
 
-def rule_of(violation: Violation) -> str:
-    """The rule that was broken, also where the audit only repeats what the connector had noticed itself."""
-    return violation.detail.partition(":")[0] if violation.rule == Recorded.rule else violation.rule
+def unexpected(audit: Audit, story: Story) -> list[Violation]:
+    """The violations that no fault of the scene causes by itself."""
+    return [violation for violation in audit.violations if not _is_caused_by_a_fault(violation, story.allowed_rules)]
+
+
+def _is_caused_by_a_fault(violation: Violation, allowed_rules: frozenset[str]) -> bool:
+    # Faults speak twice and fall silent. A report too many breaks its rule; silence breaks none, as long as it is
+    # noticed and recorded.
+    if violation.rule == Recorded.rule:
+        return violation.detail.partition(":")[0] in allowed_rules
+    return violation.rule == CompletionOnce.rule and violation.rule in allowed_rules
 
 
 def detect(mutant: Mutant, seed: int) -> Detection:
@@ -74,8 +83,7 @@ def play(mutant: Mutant, seed: int) -> tuple[Story, Touch]:
 def judge(story: Story, touch: Touch, seed: int) -> Detection:
     """Audit what was written."""
     audit = audit_of(story)
-    # What a fault of the scene breaks by itself is not the mistake's doing.
-    violations = [v for v in audit.violations if rule_of(v) not in story.allowed_rules]
+    violations = unexpected(audit, story)
     found = violations[0].sequence if violations else None
     return Detection(
         seed=seed,

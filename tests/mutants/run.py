@@ -15,10 +15,12 @@ for _name, _value in {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "VLLM_LOGGI
     os.environ.setdefault(_name, _value)
 
 import attrs
+from kvledger.lifecycle.audit import ALL_CHECKERS
 from rich.console import Console
 from rich.progress import Progress
 
 import mutants.catalogue  # noqa: F401 -- declares them
+from mutants import healthy
 from mutants.detection import Detection, Figures, detect, figures_of, judge, play
 from mutants.mutant import MUTANTS, Mutant
 
@@ -59,6 +61,22 @@ def hunt(chosen: Sequence[Mutant], seeds: range, console: Console, *, as_json: b
     return is_well
 
 
+def stay_silent(kind: str, seeds: range, console: Console) -> bool:
+    """Play healthy seeds; returns whether nobody raised an alarm."""
+    num_logs = num_events = num_alarms = 0
+    with Progress(console=Console(stderr=True)) as progress:
+        task = progress.add_task(f"healthy {kind}", total=len(seeds))
+        for health in healthy.alarms(kind, seeds):
+            num_logs, num_events = num_logs + health.num_logs, num_events + health.num_events
+            if health.alarm:
+                num_alarms += 1
+                console.print(f"seed {health.seed}: {health.alarm}", style="red")
+            progress.update(task, advance=1, description=f"healthy {kind}, {num_alarms} alarms")
+    rules = f"{len(ALL_CHECKERS)} rules, {num_events:,d} events in {num_logs:,d} logs"
+    console.print(f"{len(seeds):,d} healthy {kind} from seed {seeds.start} on: {rules}, {num_alarms} alarms")
+    return not num_alarms
+
+
 def as_object(mutant: Mutant, figures: Figures, num_seeds: int) -> dict[str, object]:
     """One mutant as an object of `--json`."""
     return {
@@ -97,6 +115,9 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--seed", type=int, help="this seed alone, with the transcript of its log")
     parser.add_argument("--rule", action="append", help="only mutants of this rule; may be given again")
+    parser.add_argument("--healthy", action="store_true", help="no mistake: every checker must be silent")
+    kinds = ", ".join(healthy.KINDS)
+    parser.add_argument("--kind", default="walks", choices=healthy.KINDS, help=f"with --healthy: {kinds}")
     parser.add_argument("--json", action="store_true", help="one object a mutant, one a line")
     arguments = parser.parse_args()
     logging.disable(logging.CRITICAL)  # mistakes make the connector speak, and rightly so
@@ -106,6 +127,8 @@ def main() -> int:
     if arguments.seed is not None:
         return 0 if transcript(chosen, arguments.seed) else 1
     seeds = range(arguments.first, arguments.first + arguments.seeds)
+    if arguments.healthy:
+        return 0 if stay_silent(arguments.kind, seeds, Console(width=160)) else 1
     return 0 if hunt(chosen, seeds, Console(width=160), as_json=arguments.json) else 1
 
 
