@@ -115,15 +115,21 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--seed", type=int, help="this seed alone, with the transcript of its log")
     parser.add_argument("--rule", action="append", help="only mutants of this rule; may be given again")
+    parser.add_argument("--mutant", action="append", help="only this mutant; may be given again")
     parser.add_argument("--healthy", action="store_true", help="no mistake: every checker must be silent")
     kinds = ", ".join(healthy.KINDS)
     parser.add_argument("--kind", default="walks", choices=healthy.KINDS, help=f"with --healthy: {kinds}")
     parser.add_argument("--json", action="store_true", help="one object a mutant, one a line")
     arguments = parser.parse_args()
     logging.disable(logging.CRITICAL)  # mistakes make the connector speak, and rightly so
-    chosen = [m for m in MUTANTS.values() if not arguments.rule or m.rule in arguments.rule]
+    chosen = [
+        mutant
+        for mutant in MUTANTS.values()
+        if (not arguments.rule or mutant.rule in arguments.rule)
+        and (not arguments.mutant or mutant.name in arguments.mutant)
+    ]
     if not chosen:
-        parser.error(f"no mutant of {', '.join(arguments.rule)}; there are {', '.join(m.rule for m in MUTANTS.values())}")
+        parser.error("no such mutant; there are " + ", ".join(f"{m.name} ({m.rule})" for m in MUTANTS.values()))
     if arguments.seed is not None:
         return 0 if transcript(chosen, arguments.seed) else 1
     seeds = range(arguments.first, arguments.first + arguments.seeds)

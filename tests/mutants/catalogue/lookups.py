@@ -9,9 +9,10 @@ import attrs
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.handlers import new
-from kvledger.lifecycle.projections.chunk_index import ChunkIndex
+from kvledger.lifecycle.projections.chunk_index import ChunkIndex, _count_down
 from kvledger.lifecycle.projections.lookup_cache import LookupCache
 from kvledger.lifecycle.projections.save_cursor import SaveCursor
+from kvledger.lifecycle.projections.tracker import RequestTracker
 from kvledger.lifecycle.projections.transfers import Transfers
 from mutants.catalogue.parts import decided_otherwise, wrapped, written_as
 from mutants.mutant import Patch, Touch, mutant
@@ -36,6 +37,25 @@ def raw_cached_hit(touch: Touch) -> Sequence[Patch]:
         if decision.num_external_tokens != decision.num_hit_tokens:
             touch()
         return attrs.evolve(decision, num_external_tokens=decision.num_hit_tokens)
+
+    return [decided_otherwise(new, "answer_lookup", answered)]
+
+
+@mutant("LOOKUP_PURE", "what is computed locally is remembered from the first lookup, though it shrinks while it waits",
+        "LMCache#2158", scene=CACHED)  # fmt: skip
+def local_hit_frozen(touch: Touch) -> Sequence[Patch]:
+    first: dict[tuple[int, str, int], int] = {}
+
+    def answered(decision: e.Event, event: Any, record: Any, projections: Any, _cause: int) -> e.Event:
+        if not isinstance(decision, e.LookupAnswered):
+            return decision
+        life = id(projections), event.request_id, record.generation
+        num_local = first.setdefault(life, event.num_computed_tokens)
+        answer = max(0, decision.num_external_tokens + event.num_computed_tokens - num_local)
+        if decision.num_external_tokens and answer != decision.num_external_tokens:
+            touch()
+            return attrs.evolve(decision, num_external_tokens=answer)
+        return decision
 
     return [decided_otherwise(new, "answer_lookup", answered)]
 
@@ -148,3 +168,30 @@ def chunks_survive_a_reset(touch: Touch) -> Sequence[Patch]:
             touch()
 
     return [wrapped(ChunkIndex, "_reset", reset)]
+
+
+@mutant("RESET_EPOCH", "a save that was under way during a reset is committed after it", "vllm#48090", scene=RESETTING)
+def late_save_committed(touch: Touch) -> Sequence[Patch]:
+    def save_completed(_original: Any, index: ChunkIndex, event: e.SaveCompleted, _sequence: int) -> None:
+        job = index._transfers.get(event.job_id)
+        if job is not None:
+            if not index._transfers.is_current(job):
+                touch()
+            _count_down(index._saving, job.keys)
+            index._commit(job)
+            index.slots.release(job.slots)
+
+    return [wrapped(ChunkIndex, "_save_completed", save_completed)]
+
+
+@mutant("RESET_EPOCH", "a session's next turn forgets that its blocks are from before the reset", "kvledger 0.1.0",
+        scene=Walks())  # fmt: skip
+def stale_session_saved(touch: Touch) -> Sequence[Patch]:
+    def continued(original: Any, tracker: RequestTracker, event: e.SessionContinued, sequence: int) -> None:
+        record = tracker.get(event.request_id)
+        if record is not None and record.stale_generation == record.generation:
+            touch()
+            record.stale_generation = -1
+        original(tracker, event, sequence)
+
+    return [wrapped(RequestTracker, "_session_continued", continued)]

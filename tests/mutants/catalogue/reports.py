@@ -57,6 +57,18 @@ def first_rank_for_all(touch: Touch) -> Sequence[Patch]:
     return [wrapped(Transfers, "is_reported", is_reported)]
 
 
+@mutant("RANK_AGREEMENT", "one rank's failure ends the job for all, while the others are still copying", "vllm#56104",
+        scene=Walks())  # fmt: skip
+def failure_taken_for_quiet(touch: Touch) -> Sequence[Patch]:
+    def is_reported(original: Any, transfers: Transfers, job: Any, event: Any = None) -> bool:
+        if event is None and not original(transfers, job, event) and job.ranks_failed:
+            touch()
+            return True
+        return bool(original(transfers, job, event))
+
+    return [wrapped(Transfers, "is_reported", is_reported)]
+
+
 @mutant("GEN_ISOLATION", "a copy's end is given to whoever has the request's id by then", "vllm#51637", "vllm#49796",
         scene=LATE)  # fmt: skip
 def completed_for_the_present_life(touch: Touch) -> Sequence[Patch]:

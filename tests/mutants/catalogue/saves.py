@@ -10,12 +10,13 @@ import attrs
 from kvledger.adapters.vllm.deliveries import Deliveries
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.decisions import saves
+from kvledger.lifecycle.decisions.reach import Reach
 from kvledger.lifecycle.handlers import chunked_prefill
 from kvledger.lifecycle.projections.transfers import JobKind
 from kvledger.lifecycle.states import RequestState
 from mutants.catalogue.parts import decided_otherwise, wrapped
 from mutants.mutant import Patch, Touch, mutant
-from mutants.scenes import Walks, Worlds
+from mutants.scenes import HybridWorlds, Walks, Worlds
 
 BESIDE = Worlds(connector=(("save_mode", "async"),))
 
@@ -38,6 +39,23 @@ def last_sampled_token_saved(touch: Touch) -> Sequence[Patch]:
 
     original = saves.save_on_finish
     return [(chunked_prefill, "save_on_finish", save_on_finish)]
+
+
+@mutant("CHUNK_COMPLETE", "a chunk is saved one token before it is full", "LMCache#653", scene=Worlds())
+def saved_one_token_early(touch: Touch) -> Sequence[Patch]:
+    original = saves.save_settled
+
+    def save_settled(record: Any, first: int, num_settled: int, projections: Any, cause: int) -> Iterator[e.Event]:
+        blocks = projections.blocks.held(record.request_id)
+        early = num_settled + 1
+        is_whole = not early % projections.configuration.chunk_size
+        num_keyed = len(projections.chunk_keys.of(record.request_id)) * projections.configuration.chunk_size
+        if is_whole and early <= min(num_keyed, len(blocks) * projections.configuration.block_size):
+            touch()
+            num_settled = early
+        yield from original(record, first, num_settled, projections, cause)
+
+    return [(chunked_prefill, "save_settled", save_settled)]
 
 
 @mutant("SRC_BLOCK_OWNED", "a resumed request is saved from the blocks that it had before its preemption",
@@ -117,3 +135,14 @@ def blocks_not_held(touch: Touch) -> Sequence[Patch]:
         return False
 
     return [wrapped(Deliveries, "holds", holds), wrapped(Deliveries, "_free", lambda *_: None)]
+
+
+@mutant("GROUP_AGREEMENT", "blocks that a window has left are saved as if they were still the request's", "vllm#47728",
+        scene=HybridWorlds())  # fmt: skip
+def saved_behind_the_window(touch: Touch) -> Sequence[Patch]:
+    def is_seen(original: Any, reach: Reach, block: int, group: int) -> bool:
+        if not original(reach, block, group):
+            touch()
+        return True
+
+    return [wrapped(Reach, "_is_seen", is_seen)]

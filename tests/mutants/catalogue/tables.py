@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvledger.adapters.vllm.step_reader import StepReader
+from kvledger.lifecycle.projections.save_cursor import SaveCursor
 from mutants.catalogue.parts import wrapped
 from mutants.mutant import Patch, Touch, mutant
 from mutants.scenes import Worlds
@@ -28,6 +29,32 @@ def table_appended(touch: Touch) -> Sequence[Patch]:
         return paused
 
     return [wrapped(StepReader, "_read_each", read_each)]
+
+
+@mutant("TABLE_EQ", "blocks that a resumed request is given later are not written down", "LMCache#3640", "vllm#54853",
+        scene=Worlds())  # fmt: skip
+def later_blocks_skipped(touch: Touch) -> Sequence[Patch]:
+    def extend(original: Any, reader: StepReader, extended: Any, request_id: str, entry: Any) -> None:
+        record = reader._tracker.get(request_id)
+        if record is not None and record.num_preemptions:
+            touch()
+        else:
+            original(reader, extended, request_id, entry)
+
+    return [wrapped(StepReader, "_extend", extend)]
+
+
+@mutant("CURSOR_LE_FRONTIER", "the save cursor is one chunk behind what it was", "LMCache#3145",
+        scene=Worlds())  # fmt: skip
+def cursor_regresses(touch: Touch) -> Sequence[Patch]:
+    def num_chunks(original: Any, cursor: SaveCursor, request_id: str) -> int:
+        counted: int = original(cursor, request_id)
+        if counted > 1:
+            touch()
+            return counted - 1
+        return counted
+
+    return [wrapped(SaveCursor, "num_chunks", num_chunks)]
 
 
 @mutant("TOKEN_CONSERVATION", "a resumed request is counted from where it began the first time", "LMCache#2912",
