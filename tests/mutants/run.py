@@ -41,7 +41,11 @@ def transcript(chosen: Sequence[Mutant], seed: int) -> bool:
     return is_named
 
 
-def hunt(chosen: Sequence[Mutant], seeds: range, console: Console, *, as_json: bool) -> bool:
+MEASURED = Path(__file__).parent / "measured.json"
+"""What docs/mutants.md is made from."""
+
+
+def hunt(chosen: Sequence[Mutant], seeds: range, console: Console, *, as_json: bool, writes: bool) -> bool:
     """Play all seeds of all mutants; returns whether each was named, and never by another rule first."""
     is_well = True
     with Progress(console=Console(stderr=True)) as progress:
@@ -54,6 +58,8 @@ def hunt(chosen: Sequence[Mutant], seeds: range, console: Console, *, as_json: b
                 progress.advance(task)
             figures = figures_of(mutant, detections)
             is_well &= figures.num_named > 0 and not figures.num_misnamed
+            if writes:
+                _write(as_object(mutant, figures, len(seeds)))
             if as_json:
                 print(json.dumps(as_object(mutant, figures, len(seeds))), flush=True)
             else:
@@ -61,7 +67,7 @@ def hunt(chosen: Sequence[Mutant], seeds: range, console: Console, *, as_json: b
     return is_well
 
 
-def stay_silent(kind: str, seeds: range, console: Console) -> bool:
+def stay_silent(kind: str, seeds: range, console: Console, *, writes: bool) -> bool:
     """Play healthy seeds; returns whether nobody raised an alarm."""
     num_logs = num_events = num_alarms = 0
     with Progress(console=Console(stderr=True)) as progress:
@@ -74,7 +80,20 @@ def stay_silent(kind: str, seeds: range, console: Console) -> bool:
             progress.update(task, advance=1, description=f"healthy {kind}, {num_alarms} alarms")
     rules = f"{len(ALL_CHECKERS)} rules, {num_events:,d} events in {num_logs:,d} logs"
     console.print(f"{len(seeds):,d} healthy {kind} from seed {seeds.start} on: {rules}, {num_alarms} alarms")
+    if writes:
+        figures = {"num_seeds": len(seeds), "num_logs": num_logs, "num_events": num_events, "num_alarms": num_alarms}
+        _write({"healthy": kind, "first_seed": seeds.start, "num_rules": len(ALL_CHECKERS), **figures})
     return not num_alarms
+
+
+def _write(measured: dict[str, object]) -> None:
+    """Put one measurement in the place of the former one, in the order of the catalogue."""
+    found = json.loads(MEASURED.read_text()) if MEASURED.exists() else {"healthy": [], "mutants": []}
+    kind, order = ("healthy", list(healthy.KINDS)) if "healthy" in measured else ("mutant", list(MUTANTS))
+    of_kind = "healthy" if kind == "healthy" else "mutants"
+    entries = {entry[kind]: entry for entry in found[of_kind]} | {measured[kind]: measured}
+    found[of_kind] = [entries[name] for name in order if name in entries]
+    MEASURED.write_text(json.dumps(found, indent=1) + "\n")
 
 
 def as_object(mutant: Mutant, figures: Figures, num_seeds: int) -> dict[str, object]:
@@ -120,6 +139,7 @@ def main() -> int:
     kinds = ", ".join(healthy.KINDS)
     parser.add_argument("--kind", default="walks", choices=healthy.KINDS, help=f"with --healthy: {kinds}")
     parser.add_argument("--json", action="store_true", help="one object a mutant, one a line")
+    parser.add_argument("--write", action="store_true", help=f"keep the figures in {MEASURED.name}, for the documents")
     arguments = parser.parse_args()
     logging.disable(logging.CRITICAL)  # mistakes make the connector speak, and rightly so
     chosen = [
@@ -134,8 +154,8 @@ def main() -> int:
         return 0 if transcript(chosen, arguments.seed) else 1
     seeds = range(arguments.first, arguments.first + arguments.seeds)
     if arguments.healthy:
-        return 0 if stay_silent(arguments.kind, seeds, Console(width=160)) else 1
-    return 0 if hunt(chosen, seeds, Console(width=160), as_json=arguments.json) else 1
+        return 0 if stay_silent(arguments.kind, seeds, Console(width=160), writes=arguments.write) else 1
+    return 0 if hunt(chosen, seeds, Console(width=160), as_json=arguments.json, writes=arguments.write) else 1
 
 
 if __name__ == "__main__":

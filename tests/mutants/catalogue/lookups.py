@@ -20,6 +20,9 @@ from mutants.scenes import Walks, Worlds
 
 SMALL_POOL = Worlds(num_slots=8)
 CACHED = Worlds(settings=(("num_steps", 120), ("enable_prefix_caching", True)))
+RESETTING_BESIDE = Worlds(
+    faults=frozenset({"resets", "delayed reports"}), connector=(("save_mode", "async"), ("max_silent_steps", 64))
+)
 RESETTING = Worlds(faults=frozenset({"aborts", "storms", "resets"}))
 SLOW = Worlds(
     faults=frozenset({"aborts", "storms", "delayed reports"}),
@@ -170,7 +173,8 @@ def chunks_survive_a_reset(touch: Touch) -> Sequence[Patch]:
     return [wrapped(ChunkIndex, "_reset", reset)]
 
 
-@mutant("RESET_EPOCH", "a save that was under way during a reset is committed after it", "vllm#48090", scene=RESETTING)
+@mutant("RESET_EPOCH", "a save that was under way during a reset is committed after it", "vllm#48090",
+        scene=RESETTING_BESIDE)  # fmt: skip
 def late_save_committed(touch: Touch) -> Sequence[Patch]:
     def save_completed(_original: Any, index: ChunkIndex, event: e.SaveCompleted, _sequence: int) -> None:
         job = index._transfers.get(event.job_id)
