@@ -10,7 +10,7 @@ from kvledger.adapters.cli.exit_codes import CommandFailed, ExitCode
 from kvledger.adapters.cli.finding import selected_one
 from kvledger.adapters.cli.logs import open_log
 from kvledger.adapters.cli.output import Output, event_fields
-from kvledger.adapters.cli.selection import event_number
+from kvledger.adapters.cli.selection import add_handlers, chosen_handlers, event_number
 from kvledger.adapters.cli.sources import find_logs, one_of
 from kvledger.adapters.cli.state import show_state
 from kvledger.lifecycle.audit import Audit
@@ -25,6 +25,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--diff", metavar="OTHER", type=Path, help="find the first event in which another log differs, times left out"
     )
+    add_handlers(parser)
     parser.add_argument("--exact", action="store_true", help="with --diff: times differ, too")
 
 
@@ -37,7 +38,7 @@ def run(arguments: argparse.Namespace, output: Output) -> ExitCode:
         other = one_of(find_logs(arguments.diff), arguments.diff)
         return compare(log, open_log(other), window, output, exact=arguments.exact)
     at = arguments.at if arguments.at is not None else window.last_sequence
-    audit = Audit(log.configuration, ReferenceMachine(), checkers=())
+    audit = Audit(log.configuration, ReferenceMachine(), checkers=(), handlers=chosen_handlers(arguments))
     last = 0
     reached = False
     with output.progress(log, "replaying"):

@@ -18,7 +18,9 @@ import attrs
 from kvledger.adapters.cli.exit_codes import CommandFailed, ExitCode
 from kvledger.adapters.cli.logs import StoredLog
 from kvledger.adapters.cli.output import Output
+from kvledger.adapters.handlers import handler_registry
 from kvledger.adapters.reading.index import index_for
+from kvledger.lifecycle import ConfigurationError, HandlerRegistry
 from kvledger.lifecycle.events import Event
 from kvledger.lifecycle.replay import SequencedEvent
 
@@ -59,6 +61,29 @@ def moment(text: str) -> Moment:
         at = at.replace(tzinfo=dt.UTC)
     since_epoch = at - dt.datetime(1970, 1, 1, tzinfo=dt.UTC)
     return Moment("unix_ns", since_epoch // dt.timedelta(microseconds=1) * 1000, text)
+
+
+def add_handlers(parser: argparse.ArgumentParser) -> None:
+    """The option of the commands that decide again."""
+    parser.add_argument(
+        "--handlers",
+        metavar="MODULE:CLASS",
+        action="append",
+        default=[],
+        help="decide with this state handler in the place of its state's; may be repeated. PYTHONPATH says where it is",
+    )
+
+
+def chosen_handlers(arguments: argparse.Namespace) -> HandlerRegistry:
+    """The handlers to decide with.
+
+    Raises:
+        CommandFailed: one cannot be imported, or is no state handler.
+    """
+    try:
+        return handler_registry(arguments.handlers)
+    except ConfigurationError as error:
+        raise CommandFailed(f"--{error}", ExitCode.USAGE) from error
 
 
 def event_number(text: str) -> int:

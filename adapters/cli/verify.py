@@ -11,7 +11,7 @@ from kvledger.adapters.cli.exit_codes import ExitCode, gravest
 from kvledger.adapters.cli.finding import selected
 from kvledger.adapters.cli.logs import LogDamage, StoredLog, open_log
 from kvledger.adapters.cli.output import Output, event_fields, event_text, plain
-from kvledger.adapters.cli.selection import Window
+from kvledger.adapters.cli.selection import Window, add_handlers, chosen_handlers
 from kvledger.adapters.cli.words import plural, size
 from kvledger.lifecycle import HandlerRegistry
 from kvledger.lifecycle.audit import NOT_CHECKED, Audit, Violation
@@ -29,15 +29,17 @@ HELP = "check a log in every way"
 def configure(parser: argparse.ArgumentParser) -> None:
     """What only this command has."""
     parser.add_argument("-v", "--verbose", action="store_true", help="list the rules that a log cannot decide, and why")
+    add_handlers(parser)
 
 
 def run(arguments: argparse.Namespace, output: Output) -> ExitCode:
     """Verify each log; the exit code is that of the worst."""
+    handlers = chosen_handlers(arguments)
     codes: list[ExitCode] = []
     for log, window in selected(arguments, output):
         if codes and not output.is_json:
             output.line()
-        codes.append(_verify(log, window, output, verbose=arguments.verbose))
+        codes.append(_verify(log, window, handlers, output, verbose=arguments.verbose))
     if len(codes) > 1 and not output.is_json:
         num_sound = codes.count(ExitCode.SOUND)
         output.line()
@@ -47,11 +49,12 @@ def run(arguments: argparse.Namespace, output: Output) -> ExitCode:
     return gravest(codes)
 
 
-def _verify(log: StoredLog, window: Window, output: Output, *, verbose: bool) -> ExitCode:
+def _verify(log: StoredLog, window: Window, handlers: HandlerRegistry, output: Output, *, verbose: bool) -> ExitCode:
     def is_selected(violation: Violation) -> bool:
         return window.holds(violation.sequence) and window.holds_request(violation.request_id)
 
-    audit = Audit(log.configuration, ReferenceMachine(), keeps=None if window.is_everything else is_selected)
+    keeps = None if window.is_everything else is_selected
+    audit = Audit(log.configuration, ReferenceMachine(), handlers=handlers, keeps=keeps)
     with output.progress(log, "verifying"):
         for sequence, event in log.trusted_events():
             if window.is_over(sequence):
@@ -59,7 +62,7 @@ def _verify(log: StoredLog, window: Window, output: Output, *, verbose: bool) ->
             audit.take(sequence, event)
         else:
             audit.finish()
-    findings = Findings.of(log, audit, window)
+    findings = Findings.of(log, audit, window, handlers)
     if output.is_json:
         _show_json(output, log, audit, findings)
     else:
@@ -78,7 +81,7 @@ class Findings:
     exit_code: ExitCode
 
     @classmethod
-    def of(cls, log: StoredLog, audit: Audit, window: Window) -> Findings:
+    def of(cls, log: StoredLog, audit: Audit, window: Window, handlers: HandlerRegistry) -> Findings:
         """Those of an audit that has come to its end."""
         damage = tuple(d for d in log.damage if d.sequence is None or window.holds(d.sequence))
         divergences = tuple(d for d in audit.divergences if _is_selected(d, window))
@@ -91,7 +94,7 @@ class Findings:
             exit_code = ExitCode.DIVERGED
         else:
             exit_code = ExitCode.SOUND
-        return cls(damage, divergences, differences, tuple(_remarks(log, window)), exit_code)
+        return cls(damage, divergences, differences, tuple(_remarks(log, window, handlers)), exit_code)
 
 
 def _is_selected(divergence: Divergence, window: Window) -> bool:
@@ -99,7 +102,7 @@ def _is_selected(divergence: Divergence, window: Window) -> bool:
     return window.holds(divergence.sequence) and window.holds_request(getattr(event, "request_id", ""))
 
 
-def _remarks(log: StoredLog, window: Window) -> list[str]:
+def _remarks(log: StoredLog, window: Window, handlers: HandlerRegistry) -> list[str]:
     remarks = []
     if not window.is_everything:
         end = "the end" if window.last_sequence is None else f"event {window.last_sequence}"
@@ -116,9 +119,13 @@ def _remarks(log: StoredLog, window: Window) -> list[str]:
         )
     if log.header.get("table_fingerprint", table_fingerprint()) != table_fingerprint():
         remarks.append("the log was written with another transition table; divergences may come from that")
-    handlers = HandlerRegistry().fingerprint()
-    if log.header.get("handler_fingerprint", handlers) != handlers:
-        remarks.append("the log was written with handlers of its own; divergences may come from that")
+    used = handlers.fingerprint()
+    written_with = log.header.get("handler_fingerprint", used)
+    if written_with != used:
+        remarks.append(
+            "the log was written with other handlers than were asked here, so divergences may come from that; "
+            f"name them with --handlers: it was written with {written_with}"
+        )
     return remarks
 
 
