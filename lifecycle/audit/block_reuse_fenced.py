@@ -54,26 +54,35 @@ class BlockReuseFenced:
             if event.extended and self._read_by:
                 for ordinal, block_ids in event.extended:
                     yield from self._check_given(ordinal, block_ids, step, projections)
-        elif isinstance(event, e.LookupRequested):
-            num_blocks = event.num_computed_tokens // projections.configuration.block_size
-            self._num_own[event.request_id] = num_blocks * len(projections.configuration.windows)
         elif isinstance(event, e.BlocksAllocated):
             record = projections.tracker.get(event.request_id)
             num_own = self._num_own.get(event.request_id)
             if self._read_by and record is not None and num_own is not None:
                 yield from self._check_given(record.ordinal, event.block_ids[num_own:], step, projections)
             self._num_own[event.request_id] = len(event.block_ids)
-        elif isinstance(event, e.SaveIssued):
-            if event.is_async:
-                self._saves[event.job_id] = (step.sequence, event.block_ids)
-                self._read_by |= dict.fromkeys(event.block_ids, event.job_id)
-        elif isinstance(event, e.LoadCompleted | e.LoadFailed | e.SaveCompleted | e.SaveFailed):
+        elif isinstance(event, e.SaveIssued | e.LoadCompleted | e.LoadFailed | e.SaveCompleted | e.SaveFailed):
+            self._follow_copy(event, step.sequence)
+        elif isinstance(event, e.RequestEvent):
+            self._follow_request(event, projections)
+
+    def _follow_copy(
+        self, event: e.SaveIssued | e.LoadCompleted | e.LoadFailed | e.SaveCompleted | e.SaveFailed, sequence: int
+    ) -> None:
+        if not isinstance(event, e.SaveIssued):
             for block_id in self._saves.pop(event.job_id, (0, ()))[1]:
                 if self._read_by.get(block_id) == event.job_id:
                     del self._read_by[block_id]
+        elif event.is_async:
+            self._saves[event.job_id] = (sequence, event.block_ids)
+            self._read_by |= dict.fromkeys(event.block_ids, event.job_id)
+
+    def _follow_request(self, event: e.RequestEvent, projections: Projections) -> None:
+        if isinstance(event, e.LookupRequested):
+            num_blocks = event.num_computed_tokens // projections.configuration.block_size
+            self._num_own[event.request_id] = num_blocks * len(projections.configuration.windows)
         elif isinstance(event, e.BlocksHeld):
             self._held.add(event.request_id)
-        elif isinstance(event, e.RequestEvent):
+        else:
             self._num_own.pop(event.request_id, None)
             if isinstance(event, e.RequestReleased | e.RequestArrived):
                 self._held.discard(event.request_id)
@@ -81,7 +90,7 @@ class BlockReuseFenced:
     def _check_given(
         self, ordinal: int, block_ids: Iterable[int], step: ReplayedEvent, projections: Projections
     ) -> Iterator[Violation]:
-        for job_id in sorted({self._read_by[block] for block in block_ids if block in self._read_by} - {0}):
+        for job_id in sorted({self._read_by[block] for block in block_ids if block in self._read_by}):
             job = projections.transfers.get(job_id)
             record = None if job is None else projections.tracker.by_ordinal(job.ordinal)
             if job is None or record is None or job.is_fenced or job.ordinal == ordinal:

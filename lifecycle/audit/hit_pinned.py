@@ -41,7 +41,9 @@ class HitPinned:
         if isinstance(event, e.ChunkEvicted):
             for request_id, (sequence, *_, keys) in self._promised.items():
                 if event.key in keys:
-                    detail = f"chunk {event.key.hex()} was evicted, though the pending answer to {request_id!r} promised it"
+                    detail = (
+                        f"chunk {event.key.hex()} was evicted, though the pending answer to {request_id!r} promised it"
+                    )
                     yield violation(self.rule, step, projections, detail, sequence, event.cause, request_id=request_id)
         elif isinstance(event, e.LookupAnswered):
             self._promise(event, step.sequence, projections)

@@ -42,18 +42,21 @@ class LastToken:
         if isinstance(event, e.StepScheduled):
             if self._admitted:
                 yield from self._check_step(event, step, projections)
-            return
-        if not isinstance(event, e.RequestEvent):
-            return
+        elif isinstance(event, e.LookupAnswered):
+            if event.num_computed_tokens + event.num_external_tokens == event.num_tokens <= event.num_hit_tokens:
+                detail = f"all of the {event.num_tokens} tokens are answered, the last one must be computed"
+                yield violation(self.rule, step, projections, detail, event.cause)
+        elif isinstance(event, e.RequestEvent):
+            yield from self._check_request(event, step, projections)
+
+    def _check_request(
+        self, event: e.RequestEvent, step: ReplayedEvent, projections: Projections
+    ) -> Iterator[Violation]:
         record = projections.tracker.get(event.request_id)
         if record is None:
             if self._admitted:
                 known = projections.tracker.by_ordinal
                 self._admitted = {ordinal: at for ordinal, at in self._admitted.items() if known(ordinal) is not None}
-        elif isinstance(event, e.LookupAnswered):
-            if event.num_computed_tokens + event.num_external_tokens == event.num_tokens <= event.num_hit_tokens:
-                detail = f"all of the {event.num_tokens} tokens are answered, the last one must be computed"
-                yield violation(self.rule, step, projections, detail, event.cause)
         elif isinstance(event, e.BlocksAllocated):
             self._admitted[record.ordinal] = step.sequence
         elif isinstance(event, e.LoadIssued):

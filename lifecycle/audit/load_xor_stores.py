@@ -57,7 +57,9 @@ class LoadXorStores:
         elif isinstance(event, e.LoadCompleted | e.LoadFailed):
             self._let_go(event.job_id)
         elif isinstance(event, e.RequestPreempted | e.RequestFinished):
-            self._leaving += [job_id for job_id, (_, load) in self._loads.items() if load.request_id == event.request_id]
+            self._leaving += [
+                job_id for job_id, (_, load) in self._loads.items() if load.request_id == event.request_id
+            ]
         elif self._leaving:
             leaving, self._leaving = self._leaving, []
             for job_id in leaving:

@@ -36,8 +36,9 @@ class LookupPure:
     Verifies: answer = max(0, min(usable part of the recorded hit, num_tokens - 1) - num_computed_tokens), and 0
     for a local hit that ends inside a block; the answer repeats the question; two lookups of a request between
     which nothing it depends on changed give the same hit and the same answer.
-    Does not verify: whether the last token is left to compute (LAST_TOKEN), nor whether the recorded hit is there (RESET_EPOCH and LOADABLE_AFTER_COMMIT see what is promised
-    and not there; deciding again sees every other difference).
+    Does not verify: whether the last token is left to compute (LAST_TOKEN), nor whether the recorded hit is there
+    (RESET_EPOCH and LOADABLE_AFTER_COMMIT see what is promised and not there; deciding again sees every other
+    difference).
     """
 
     rule: ClassVar[str] = "LOOKUP_PURE"

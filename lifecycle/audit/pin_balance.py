@@ -34,7 +34,9 @@ class PinBalance:
         event = step.event
         if isinstance(event, e.RequestPreempted):
             self._preempted = (step.sequence, event.num_settled_tokens)
-        elif isinstance(event, e.SaveDeclined) and event.reason == POOL_FULL and not projections.geometry.windows.forget:
+        elif (
+            isinstance(event, e.SaveDeclined) and event.reason == POOL_FULL and not projections.geometry.windows.forget
+        ):
             num_pages = self._num_pages(event, projections)
             slots = projections.chunks.slots
             spare = frozenset(projections.chunk_keys.of(event.request_id))

@@ -58,18 +58,27 @@ class ResetEpoch:
         if isinstance(event, e.LookupAnswered):
             if self._committed.epoch and event.num_hit_tokens:
                 yield from self._check_hit(event, step, projections)
-        elif isinstance(event, e.SaveIssued | e.TailSaveIssued):
-            job = projections.transfers.get(event.job_id)
-            if job is not None:
-                self._saves[event.job_id] = (job, self._committed.epoch)
-        elif isinstance(event, e.SaveCompleted | e.SaveFailed):
-            job, epoch = self._saves.pop(event.job_id, (None, 0))
-            if job is not None and epoch != self._committed.epoch:
-                yield from self._check_late_save(job, step, projections)
+        elif isinstance(event, e.SaveIssued | e.TailSaveIssued | e.SaveCompleted | e.SaveFailed):
+            yield from self._follow_save(event, step, projections)
         elif isinstance(event, e.CacheReset):
             yield from self._check_reset(step, projections)
         elif isinstance(event, e.ChunkKeysObserved | e.RequestArrived | e.RequestReleased):
             self._seen.pop(event.request_id, None)
+
+    def _follow_save(
+        self,
+        event: e.SaveIssued | e.TailSaveIssued | e.SaveCompleted | e.SaveFailed,
+        step: ReplayedEvent,
+        projections: Projections,
+    ) -> Iterator[Violation]:
+        if isinstance(event, e.SaveIssued | e.TailSaveIssued):
+            issued = projections.transfers.get(event.job_id)
+            if issued is not None:
+                self._saves[event.job_id] = (issued, self._committed.epoch)
+            return
+        job, epoch = self._saves.pop(event.job_id, (None, 0))
+        if job is not None and epoch != self._committed.epoch:
+            yield from self._check_late_save(job, step, projections)
 
     def _check_reset(self, step: ReplayedEvent, projections: Projections) -> Iterator[Violation]:
         self._reset_at = step.sequence

@@ -52,30 +52,28 @@ class RollbackObserved:
     def check(self, step: ReplayedEvent, projections: Projections) -> Iterator[Violation]:
         """Follow loads to their end, and their requests to the next step."""
         event = step.event
-        if isinstance(event, e.LoadIssued):
-            if not event.is_async:
-                end_token = event.first_token + event.num_tokens
-                self._loads[event.job_id] = _Load(step.sequence, event.request_id, end_token)
+        if isinstance(event, e.StepScheduled):
+            if any(load.failed_at for load in self._loads.values()):
+                yield from self._check_step(event, step, projections)
         elif isinstance(event, e.TransferReported):
             if event.ranks_failed:
                 self._failed_report = step.sequence
-        elif not self._loads:
-            return
-        elif isinstance(event, e.StepScheduled):
-            if any(load.failed_at for load in self._loads.values()):
-                yield from self._check_step(event, step, projections)
-        elif isinstance(event, e.LoadFailed):
-            load = self._loads.get(event.job_id)
-            if load is not None and event.cause == self._failed_report:
-                load.failed_at = step.sequence
-            else:
-                self._loads.pop(event.job_id, None)
-        elif isinstance(event, e.LoadCompleted):
-            self._loads.pop(event.job_id, None)
+        elif isinstance(event, e.LoadIssued | e.LoadCompleted | e.LoadFailed):
+            self._follow_load(event, step.sequence)
         elif isinstance(event, e.TokensRolledBack):
             self._forget(event.request_id, event.num_computed_tokens)
-        elif isinstance(event, e.RequestEvent):
+        elif isinstance(event, e.RequestEvent) and self._loads:
             self._forget(event.request_id, 0)
+
+    def _follow_load(self, event: e.LoadIssued | e.LoadCompleted | e.LoadFailed, sequence: int) -> None:
+        if isinstance(event, e.LoadIssued):
+            if not event.is_async:
+                end_token = event.first_token + event.num_tokens
+                self._loads[event.job_id] = _Load(sequence, event.request_id, end_token)
+        elif isinstance(event, e.LoadFailed) and event.job_id in self._loads and event.cause == self._failed_report:
+            self._loads[event.job_id].failed_at = sequence
+        else:
+            self._loads.pop(event.job_id, None)
 
     def _forget(self, request_id: str, num_computed_tokens: int) -> None:
         for job_id in [

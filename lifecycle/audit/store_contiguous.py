@@ -69,10 +69,7 @@ class StoreContiguous:
         if self._missing and not event.is_decision:
             self._look_again(projections, is_reset=isinstance(event, e.CacheReset))
         if isinstance(event, e.StepScheduled):
-            for ordinal, first_chunk, num_settled_tokens in event.settled:
-                record = projections.tracker.by_ordinal(ordinal)
-                if record is not None:
-                    self._settle(record.request_id, first_chunk, num_settled_tokens, projections)
+            self._take_step(event, projections)
         elif isinstance(event, e.SaveIssued):
             yield from self._check_save(event, step, projections)
         elif isinstance(event, e.SaveDeclined):
@@ -85,6 +82,12 @@ class StoreContiguous:
             self._cut(event.request_id, event.first_chunk)
         elif isinstance(event, e.RequestEvent):
             self._lives.pop(event.request_id, None)
+
+    def _take_step(self, event: e.StepScheduled, projections: Projections) -> None:
+        for ordinal, first_chunk, num_settled_tokens in event.settled:
+            record = projections.tracker.by_ordinal(ordinal)
+            if record is not None:
+                self._settle(record.request_id, first_chunk, num_settled_tokens, projections)
 
     def _settle(self, request_id: str, first_chunk: int, num_settled_tokens: int, projections: Projections) -> None:
         life = self._lives.setdefault(request_id, _Accounted())

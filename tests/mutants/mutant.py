@@ -23,6 +23,7 @@ class Touch:
         """Set by the scene, once there is a ledger."""
 
     def __call__(self) -> None:
+        """It makes a difference now."""
         if self.first_sequence is None:
             self.first_sequence = self.next_sequence()
 
@@ -58,12 +59,13 @@ MUTANTS: dict[str, Mutant] = {}
 
 
 def mutant(
-    rule: str, sentence: str, *incidents: str, scene: Scene
+    rule: str, *incidents: str, scene: Scene
 ) -> Callable[[Callable[[Touch], Sequence[Patch]]], Callable[[Touch], Sequence[Patch]]]:
-    """Declare the mistake that the decorated function returns as patches."""
+    """Declare the mistake that the decorated function returns as patches; its docstring is the mutant's sentence."""
 
     def declare(patches: Callable[[Touch], Sequence[Patch]]) -> Callable[[Touch], Sequence[Patch]]:
-        declared = Mutant(rule, sentence, incidents, scene, patches)
+        sentence = " ".join((patches.__doc__ or "").split()).rstrip(".")
+        declared = Mutant(rule, sentence[:1].lower() + sentence[1:], incidents, scene, patches)
         MUTANTS[declared.name] = declared
         return patches
 

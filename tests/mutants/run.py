@@ -11,15 +11,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-for _name, _value in {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}.items():
-    os.environ.setdefault(_name, _value)
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 import attrs
-from kvledger.lifecycle.audit import ALL_CHECKERS
 from rich.console import Console
 from rich.progress import Progress
 
 import mutants.catalogue  # noqa: F401 -- declares them
+from kvledger.lifecycle.audit import ALL_CHECKERS
 from mutants import healthy
 from mutants.detection import Detection, Figures, detect, figures_of, judge, play
 from mutants.mutant import MUTANTS, Mutant
@@ -58,10 +59,11 @@ def hunt(chosen: Sequence[Mutant], seeds: range, console: Console, *, as_json: b
                 progress.advance(task)
             figures = figures_of(mutant, detections)
             is_well &= figures.num_named > 0 and not figures.num_misnamed
+            measured = as_object(mutant, figures)
             if writes:
-                _write(as_object(mutant, figures, len(seeds)))
+                _write(measured)
             if as_json:
-                print(json.dumps(as_object(mutant, figures, len(seeds))), flush=True)
+                print(json.dumps(measured), flush=True)
             else:
                 _tell(console, mutant, figures, detections)
     return is_well
@@ -96,7 +98,7 @@ def _write(measured: dict[str, object]) -> None:
     MEASURED.write_text(json.dumps(found, indent=1) + "\n")
 
 
-def as_object(mutant: Mutant, figures: Figures, num_seeds: int) -> dict[str, object]:
+def as_object(mutant: Mutant, figures: Figures) -> dict[str, object]:
     """One mutant as an object of `--json`."""
     return {
         "rule": mutant.rule,
@@ -104,8 +106,7 @@ def as_object(mutant: Mutant, figures: Figures, num_seeds: int) -> dict[str, obj
         "sentence": mutant.sentence,
         "incidents": list(mutant.incidents),
         "driven_by": mutant.scene.title,
-        "seeds": num_seeds,
-        **{name: value for name, value in attrs.asdict(figures).items() if name != "num_seeds"},
+        **attrs.asdict(figures),
     }
 
 

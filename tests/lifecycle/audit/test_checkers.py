@@ -122,7 +122,8 @@ ALTERATIONS: dict[str, tuple[type[e.Event], int, Change]] = {
 STORIES = {
     "GROUP_AGREEMENT": "groups",
     **dict.fromkeys(
-        ("SRC_BLOCK_STABLE", "BLOCK_REUSE_FENCED", "DELAY_FREE_CONTRACT", "DEFER_BOUNDED", "FAILED_LOAD_TAINT"), "beside"
+        ("SRC_BLOCK_STABLE", "BLOCK_REUSE_FENCED", "DELAY_FREE_CONTRACT", "DEFER_BOUNDED", "FAILED_LOAD_TAINT"),
+        "beside",
     ),
     **dict.fromkeys(("EVICT_IDLE_ONLY", "ROLLBACK_OBSERVED", "LIVENESS", "LOAD_XOR_STORES"), "reading"),
 }

@@ -15,9 +15,10 @@ from mutants.mutant import Patch, Touch, mutant
 from mutants.scenes import Worlds
 
 
-@mutant("LEGAL_TRANSITION", "a request that has ended, and is kept for its copies, ends once more",
-        "vllm#33377", "vllm#25067", scene=Worlds())  # fmt: skip
+@mutant("LEGAL_TRANSITION", "vllm#33377", "vllm#25067", scene=Worlds())
 def ends_twice(touch: Touch) -> Sequence[Patch]:
+    """A request that has ended, and is kept for its copies, ends once more."""
+
     def finish(original: Any, side: SchedulerSide, request: Any, num_blocks: int) -> Any:
         held = original(side, request, num_blocks)
         if side._tracker.get(request.request_id) is not None:
@@ -28,9 +29,9 @@ def ends_twice(touch: Touch) -> Sequence[Patch]:
     return [wrapped(SchedulerSide, "_finish", finish)]
 
 
-@mutant("FINISH_IS_LAST", "the last save of a request is put off until its copies are done, when it has ended",
-        "vllm#49635", scene=Worlds())  # fmt: skip
+@mutant("FINISH_IS_LAST", "vllm#49635", scene=Worlds())
 def saved_after_the_end(touch: Touch) -> Sequence[Patch]:
+    """The last save of a request is put off until its copies are done, when it has ended."""
     last_tables: dict[tuple[int, int], tuple[int, ...]] = {}
 
     def save_on_finish(event: e.RequestFinished, record: Any, projections: Any, cause: int) -> Iterator[e.Event]:
@@ -57,9 +58,10 @@ def saved_after_the_end(touch: Touch) -> Sequence[Patch]:
     ]
 
 
-@mutant("RELEASE_ALL", "a request that ends before it was ever scheduled is not forgotten", "vllm#30745",
-        "vllm#44100", "aibrix#2231", scene=Worlds())  # fmt: skip
+@mutant("RELEASE_ALL", "vllm#30745", "vllm#44100", "aibrix#2231", scene=Worlds())
 def never_released(touch: Touch) -> Sequence[Patch]:
+    """A request that ends before it was ever scheduled is not forgotten."""
+
     def release(record: Any, projections: Any, cause: int) -> Iterator[e.Event]:  # noqa: ARG001
         touch()
         yield from ()
@@ -67,9 +69,10 @@ def never_released(touch: Touch) -> Sequence[Patch]:
     return [(new, "release_if_settled", release)]
 
 
-@mutant("DELAY_FREE_CONTRACT", "the blocks of every ended request are held, also where no copy reads them",
-        "vllm#46240", "vllm#50297", scene=Worlds())  # fmt: skip
+@mutant("DELAY_FREE_CONTRACT", "vllm#46240", "vllm#50297", scene=Worlds())
 def held_for_nobody(touch: Touch) -> Sequence[Patch]:
+    """The blocks of every ended request are held, also where no copy reads them."""
+
     def save_on_finish(event: e.RequestFinished, record: Any, projections: Any, cause: int) -> Iterator[e.Event]:
         holds = False
         for decision in saves.save_on_finish(event, record, projections, cause):

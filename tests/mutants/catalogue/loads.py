@@ -25,9 +25,10 @@ FAILING = Worlds(
 )
 
 
-@mutant("ALLOC_MATCHES_LOOKUP", "the tokens taken up are counted again, from the number of blocks", "vllm#34616",
-        scene=Worlds())  # fmt: skip
+@mutant("ALLOC_MATCHES_LOOKUP", "vllm#34616", scene=Worlds())
 def counted_from_blocks(touch: Touch) -> Sequence[Patch]:
+    """The tokens taken up are counted again, from the number of blocks."""
+
     def allocated(event: e.Event, journal: Any) -> e.Event:
         if not isinstance(event, e.BlocksAllocated) or not event.num_external_tokens:
             return event
@@ -40,9 +41,9 @@ def counted_from_blocks(touch: Touch) -> Sequence[Patch]:
     return [written_as(allocated)]
 
 
-@mutant("EXTERNAL_ZERO_NO_LOAD", "a load is decided from the last answer, not from what was taken up",
-        "LMCache#4355", "LMCache#4762", "vllm#55209", scene=Walks())  # fmt: skip
+@mutant("EXTERNAL_ZERO_NO_LOAD", "LMCache#4355", "LMCache#4762", "vllm#55209", scene=Walks())
 def loads_what_was_not_taken_up(touch: Touch) -> Sequence[Patch]:
+    """A load is decided from the last answer, not from what was taken up."""
     original = loads.take_up_answer
 
     def take_up(event: e.BlocksAllocated, record: Any, projections: Any, cause: int) -> Iterator[e.Event]:
@@ -57,9 +58,17 @@ def loads_what_was_not_taken_up(touch: Touch) -> Sequence[Patch]:
     return [(owner, "take_up_answer", take_up) for owner in (new, chunked_prefill)]
 
 
-@mutant("LOADABLE_AFTER_COMMIT", "an evicted chunk is still found, where another one lies now", "vllm#53498",
-        scene=Walks())  # fmt: skip
+def _of_pages(pages: range, end_token: int, slots: Sequence[Any], projections: Any) -> tuple[int, ...] | None:
+    num_chunks = -(-end_token // projections.geometry.chunk_size)
+    if len(slots) < num_chunks or None in slots:
+        return None
+    places = (projections.geometry.place_of(page, num_chunks) for page in pages)
+    return tuple(slots[chunk][place] for chunk, place in places)
+
+
+@mutant("LOADABLE_AFTER_COMMIT", "vllm#53498", scene=Walks())
 def evicted_chunk_found(touch: Touch) -> Sequence[Patch]:
+    """An evicted chunk is still found, where another one lies now."""
     stale: dict[tuple[int, bytes], tuple[int, ...]] = {}
 
     def evicted(original: Any, index: ChunkIndex, event: e.ChunkEvicted, sequence: int) -> None:
@@ -82,16 +91,9 @@ def evicted_chunk_found(touch: Touch) -> Sequence[Patch]:
         found = original(pages, end_token, request_id, projections)
         if found is not None:
             return found
-        geometry = projections.geometry
-        num_chunks = -(-end_token // geometry.chunk_size)
-        slots = [
-            projections.chunks.get(key) or stale.get((id(projections.chunks), key))
-            for key in projections.chunk_keys.of(request_id)[:num_chunks]
-        ]
-        if len(slots) < num_chunks or None in slots:
-            return None
-        places = (geometry.place_of(page, num_chunks) for page in pages)
-        return tuple(slots[chunk][place] for chunk, place in places)
+        keys = projections.chunk_keys.of(request_id)[: -(-end_token // projections.geometry.chunk_size)]
+        slots = [projections.chunks.get(key) or stale.get((id(projections.chunks), key)) for key in keys]
+        return _of_pages(pages, end_token, slots, projections)
 
     def reset(original: Any, index: ChunkIndex, event: e.CacheReset, sequence: int) -> None:
         original(index, event, sequence)
@@ -105,9 +107,10 @@ def evicted_chunk_found(touch: Touch) -> Sequence[Patch]:
     ]
 
 
-@mutant("LOAD_DST_EXCLUSIVE", "a load begins at the first block of the table, though others share that one",
-        "vllm#45357", "vllm#49250", scene=Walks())  # fmt: skip
+@mutant("LOAD_DST_EXCLUSIVE", "vllm#45357", "vllm#49250", scene=Walks())
 def loads_into_shared_blocks(touch: Touch) -> Sequence[Patch]:
+    """A load begins at the first block of the table, though others share that one."""
+
     def take_up(decision: e.Event, event: Any, *_: Any) -> e.Event:
         if not isinstance(decision, e.LoadIssued) or decision.block_ids == event.block_ids[: len(decision.block_ids)]:
             return decision
@@ -117,8 +120,10 @@ def loads_into_shared_blocks(touch: Touch) -> Sequence[Patch]:
     return [decided_otherwise(owner, "take_up_answer", take_up) for owner in (new, chunked_prefill)]
 
 
-@mutant("FAILED_LOAD_TAINT", "what failed to load is offered again", "vllm#55297", scene=Walks())
+@mutant("FAILED_LOAD_TAINT", "vllm#55297", scene=Walks())
 def failed_load_offered_again(touch: Touch) -> Sequence[Patch]:
+    """What failed to load is offered again."""
+
     def failed(decision: e.Event, *_: Any) -> e.Event | None:
         if not isinstance(decision, e.ChunkTainted):
             return decision
@@ -128,9 +133,10 @@ def failed_load_offered_again(touch: Touch) -> Sequence[Patch]:
     return [decided_otherwise(reports, "_fail", failed)]
 
 
-@mutant("ROLLBACK_OBSERVED", "the worker keeps to itself which blocks it could not fill, and the request goes on",
-        "LMCache#3388", "vllm-ascend#13099", scene=FAILING)  # fmt: skip
+@mutant("ROLLBACK_OBSERVED", "LMCache#3388", "vllm-ascend#13099", scene=FAILING)
 def failed_blocks_not_told(touch: Touch) -> Sequence[Patch]:
+    """The worker keeps to itself which blocks it could not fill, and the request goes on."""
+
     def take_failed_block_ids(original: Any, side: WorkerSide) -> set[int]:
         if original(side):
             touch()
@@ -139,9 +145,10 @@ def failed_blocks_not_told(touch: Touch) -> Sequence[Patch]:
     return [wrapped(WorkerSide, "take_failed_block_ids", take_failed_block_ids)]
 
 
-@mutant("GROUP_AGREEMENT", "a hit in the layers that see everything is taken for a hit in all groups",
-        "vllm#52735", "vllm#45268", scene=HybridWorlds())  # fmt: skip
+@mutant("GROUP_AGREEMENT", "vllm#52735", "vllm#45268", scene=HybridWorlds())
 def one_group_answers_for_all(touch: Touch) -> Sequence[Patch]:
+    """A hit in the layers that see everything is taken for a hit in all groups."""
+
     def last_boundary(original: Any, num_tokens: int, record: Any, projections: Any) -> int:
         if original(num_tokens, record, projections) != num_tokens:
             touch()

@@ -30,10 +30,11 @@ SLOW = Worlds(
 )
 
 
-@mutant("LOOKUP_PURE", "a repeated lookup answers the cached hit as it is, not what lies behind the local one",
-        "LMCache#2158", scene=CACHED)  # fmt: skip
+@mutant("LOOKUP_PURE", "LMCache#2158", scene=CACHED)
 def raw_cached_hit(touch: Touch) -> Sequence[Patch]:
-    def answered(decision: e.Event, event: Any, record: Any, projections: Any, _cause: int) -> e.Event:
+    """A repeated lookup answers the cached hit as it is, not what lies behind the local one."""
+
+    def answered(decision: e.Event, event: Any, _record: Any, projections: Any, _cause: int) -> e.Event:
         cached = projections.lookups.pending(event.request_id)
         if cached is None or not isinstance(decision, e.LookupAnswered) or not decision.num_external_tokens:
             return decision
@@ -44,9 +45,9 @@ def raw_cached_hit(touch: Touch) -> Sequence[Patch]:
     return [decided_otherwise(new, "answer_lookup", answered)]
 
 
-@mutant("LOOKUP_PURE", "what is computed locally is remembered from the first lookup, though it shrinks while it waits",
-        "LMCache#2158", scene=CACHED)  # fmt: skip
+@mutant("LOOKUP_PURE", "LMCache#2158", scene=CACHED)
 def local_hit_frozen(touch: Touch) -> Sequence[Patch]:
+    """What is computed locally is remembered from the first lookup, though it shrinks while it waits."""
     first: dict[tuple[int, str, int], int] = {}
 
     def answered(decision: e.Event, event: Any, record: Any, projections: Any, _cause: int) -> e.Event:
@@ -63,10 +64,11 @@ def local_hit_frozen(touch: Touch) -> Sequence[Patch]:
     return [decided_otherwise(new, "answer_lookup", answered)]
 
 
-@mutant("LAST_TOKEN", "a hit of the whole prompt is answered whole, and nothing is left to compute",
-        "LMCache#3322", "vllm#50864", "vllm#55113", scene=Worlds(connector=(("max_hit_share", 1.0),)))  # fmt: skip
+@mutant("LAST_TOKEN", "LMCache#3322", "vllm#50864", "vllm#55113", scene=Worlds(connector=(("max_hit_share", 1.0),)))
 def whole_prompt_loaded(touch: Touch) -> Sequence[Patch]:
-    def answered(decision: e.Event, event: Any, _record: Any, projections: Any, _cause: int) -> e.Event:
+    """A hit of the whole prompt is answered whole, and nothing is left to compute."""
+
+    def answered(decision: e.Event, *_: Any) -> e.Event:
         if not isinstance(decision, e.LookupAnswered) or decision.miss_reason in {"load_failed", "quarantined"}:
             return decision
         whole = decision.num_tokens - decision.num_computed_tokens
@@ -85,9 +87,10 @@ def whole_prompt_loaded(touch: Touch) -> Sequence[Patch]:
     return [decided_otherwise(new, "answer_lookup", answered), wrapped(World, "prompt", prompt)]
 
 
-@mutant("RESUME_COVERS_OUTPUT", "a preempted request is looked up by its prompt alone",
-        "LMCache#1969", "LMCache#1361", scene=Worlds())  # fmt: skip
+@mutant("RESUME_COVERS_OUTPUT", "LMCache#1969", "LMCache#1361", scene=Worlds())
 def prompt_only(touch: Touch) -> Sequence[Patch]:
+    """A preempted request is looked up by its prompt alone."""
+
     def asked(event: e.Event, journal: Any) -> e.Event:
         if not isinstance(event, e.LookupRequested):
             return event
@@ -100,8 +103,10 @@ def prompt_only(touch: Touch) -> Sequence[Patch]:
     return [written_as(asked)]
 
 
-@mutant("CURSOR_LE_FRONTIER", "every lookup moves the save cursor behind its hit", "LMCache#4508", scene=Worlds())
+@mutant("CURSOR_LE_FRONTIER", "LMCache#4508", scene=Worlds())
 def cursor_moved_by_lookups(touch: Touch) -> Sequence[Patch]:
+    """Every lookup moves the save cursor behind its hit."""
+
     def folds(original: Any, cursor: SaveCursor) -> Mapping[Any, Any]:
         def answered(event: e.LookupAnswered, _sequence: int) -> None:
             num_chunks = event.num_hit_tokens // cursor._chunk_size
@@ -114,8 +119,10 @@ def cursor_moved_by_lookups(touch: Touch) -> Sequence[Patch]:
     return [wrapped(SaveCursor, "folds", folds)]
 
 
-@mutant("DEFER_BOUNDED", "nobody counts how often a lookup is put off", "vllm#49829", "LMCache#5047", scene=SLOW)
+@mutant("DEFER_BOUNDED", "vllm#49829", "LMCache#5047", scene=SLOW)
 def deferred_for_ever(touch: Touch) -> Sequence[Patch]:
+    """Nobody counts how often a lookup is put off."""
+
     def num_deferred(original: Any, cache: LookupCache, request_id: str) -> int:
         if original(cache, request_id):
             touch()
@@ -124,8 +131,10 @@ def deferred_for_ever(touch: Touch) -> Sequence[Patch]:
     return [wrapped(LookupCache, "num_deferred", num_deferred)]
 
 
-@mutant("HIT_PINNED", "what was promised may be evicted until it is taken up", "vllm#39702", scene=SMALL_POOL)
+@mutant("HIT_PINNED", "vllm#39702", scene=SMALL_POOL)
 def promise_not_pinned(touch: Touch) -> Sequence[Patch]:
+    """What was promised may be evicted until it is taken up."""
+
     def answered(_original: Any, _index: ChunkIndex, event: e.LookupAnswered, _sequence: int) -> None:
         if event.num_external_tokens:
             touch()
@@ -133,9 +142,10 @@ def promise_not_pinned(touch: Touch) -> Sequence[Patch]:
     return [wrapped(ChunkIndex, "_answered", answered)]
 
 
-@mutant("PIN_BALANCE", "every poll pins its hit once more, taking it up or ending releases it once",
-        "LMCache#1254", "LMCache#3381", "vllm#44100", scene=SMALL_POOL)  # fmt: skip
+@mutant("PIN_BALANCE", "LMCache#1254", "LMCache#3381", "vllm#44100", scene=SMALL_POOL)
 def pinned_by_every_poll(touch: Touch) -> Sequence[Patch]:
+    """Every poll pins its hit once more, taking it up or ending releases it once."""
+
     def answered(original: Any, index: ChunkIndex, event: e.LookupAnswered, sequence: int) -> None:
         before = index._pinned_by.get(event.request_id)
         original(index, event, sequence)
@@ -146,8 +156,10 @@ def pinned_by_every_poll(touch: Touch) -> Sequence[Patch]:
     return [wrapped(ChunkIndex, "_answered", answered)]
 
 
-@mutant("EVICT_IDLE_ONLY", "a chunk is evicted while a load reads it", "sglang#28468", "Mooncake#3253", scene=Walks())
+@mutant("EVICT_IDLE_ONLY", "sglang#28468", "Mooncake#3253", scene=Walks())
 def evicted_while_read(touch: Touch) -> Sequence[Patch]:
+    """A chunk is evicted while a load reads it."""
+
     def is_read(original: Any, transfers: Transfers, slot: int) -> bool:
         if original(transfers, slot):
             touch()
@@ -164,8 +176,10 @@ def evicted_while_read(touch: Touch) -> Sequence[Patch]:
     ]
 
 
-@mutant("RESET_EPOCH", "a reset leaves the saved chunks where they are", "vllm#57727", "vllm#48090", scene=RESETTING)
+@mutant("RESET_EPOCH", "vllm#57727", "vllm#48090", scene=RESETTING)
 def chunks_survive_a_reset(touch: Touch) -> Sequence[Patch]:
+    """A reset leaves the saved chunks where they are."""
+
     def reset(_original: Any, index: ChunkIndex, _event: e.CacheReset, _sequence: int) -> None:
         if len(index):
             touch()
@@ -173,9 +187,10 @@ def chunks_survive_a_reset(touch: Touch) -> Sequence[Patch]:
     return [wrapped(ChunkIndex, "_reset", reset)]
 
 
-@mutant("RESET_EPOCH", "a save that was under way during a reset is committed after it", "vllm#48090",
-        scene=RESETTING_BESIDE)  # fmt: skip
+@mutant("RESET_EPOCH", "vllm#48090", scene=RESETTING_BESIDE)
 def late_save_committed(touch: Touch) -> Sequence[Patch]:
+    """A save that was under way during a reset is committed after it."""
+
     def save_completed(_original: Any, index: ChunkIndex, event: e.SaveCompleted, _sequence: int) -> None:
         job = index._transfers.get(event.job_id)
         if job is not None:
@@ -188,9 +203,10 @@ def late_save_committed(touch: Touch) -> Sequence[Patch]:
     return [wrapped(ChunkIndex, "_save_completed", save_completed)]
 
 
-@mutant("RESET_EPOCH", "a session's next turn forgets that its blocks are from before the reset", "kvledger 0.1.0",
-        scene=Walks())  # fmt: skip
+@mutant("RESET_EPOCH", "kvledger 0.1.0", scene=Walks())
 def stale_session_saved(touch: Touch) -> Sequence[Patch]:
+    """A session's next turn forgets that its blocks are from before the reset."""
+
     def continued(original: Any, tracker: RequestTracker, event: e.SessionContinued, sequence: int) -> None:
         record = tracker.get(event.request_id)
         if record is not None and record.stale_generation == record.generation:

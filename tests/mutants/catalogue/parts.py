@@ -24,9 +24,7 @@ def written_as(change: Change) -> Patch:
     return Journal, "observe", observing
 
 
-def decided_otherwise(
-    owner: Any, name: str, change: Callable[..., e.Event | None]
-) -> Patch:
+def decided_otherwise(owner: Any, name: str, change: Callable[..., e.Event | None]) -> Patch:
     """A room of decisions whose every decision goes through `change(decision, *arguments)`; None drops it."""
     decide = getattr(owner, name)
 

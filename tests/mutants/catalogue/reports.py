@@ -27,9 +27,9 @@ LATE = Worlds(
 )
 
 
-@mutant("COMPLETION_ONCE", "a worker's list of finished copies is not emptied, and is told again",
-        "vllm#18246", "LMCache#3640", "vllm-ascend#16729", scene=Worlds())  # fmt: skip
+@mutant("COMPLETION_ONCE", "vllm#18246", "LMCache#3640", "vllm-ascend#16729", scene=Worlds())
 def reported_again(touch: Touch) -> Sequence[Patch]:
+    """A worker's list of finished copies is not emptied, and is told again."""
     told: dict[int, tuple[Any, ...]] = {}
 
     def take_reports(original: Any, side: WorkerSide) -> WorkerReports | None:
@@ -45,9 +45,10 @@ def reported_again(touch: Touch) -> Sequence[Patch]:
     return [wrapped(WorkerSide, "take_reports", take_reports)]
 
 
-@mutant("RANK_AGREEMENT", "the first rank's report is taken for that of all", "tpu-inference#3152",
-        "vllm-ascend#16412", "vllm-omni#5636", scene=Walks())  # fmt: skip
+@mutant("RANK_AGREEMENT", "tpu-inference#3152", "vllm-ascend#16412", "vllm-omni#5636", scene=Walks())
 def first_rank_for_all(touch: Touch) -> Sequence[Patch]:
+    """The first rank's report is taken for that of all."""
+
     def is_reported(original: Any, transfers: Transfers, job: Any, event: Any = None) -> bool:
         if event is None and not original(transfers, job, event) and (job.ranks_done or job.ranks_failed):
             touch()
@@ -57,9 +58,10 @@ def first_rank_for_all(touch: Touch) -> Sequence[Patch]:
     return [wrapped(Transfers, "is_reported", is_reported)]
 
 
-@mutant("RANK_AGREEMENT", "one rank's failure ends the job for all, while the others are still copying", "vllm#56104",
-        scene=Walks())  # fmt: skip
+@mutant("RANK_AGREEMENT", "vllm#56104", scene=Walks())
 def failure_taken_for_quiet(touch: Touch) -> Sequence[Patch]:
+    """One rank's failure ends the job for all, while the others are still copying."""
+
     def is_reported(original: Any, transfers: Transfers, job: Any, event: Any = None) -> bool:
         if event is None and not original(transfers, job, event) and job.ranks_failed:
             touch()
@@ -69,9 +71,10 @@ def failure_taken_for_quiet(touch: Touch) -> Sequence[Patch]:
     return [wrapped(Transfers, "is_reported", is_reported)]
 
 
-@mutant("GEN_ISOLATION", "a copy's end is given to whoever has the request's id by then", "vllm#51637", "vllm#49796",
-        scene=LATE)  # fmt: skip
+@mutant("GEN_ISOLATION", "vllm#51637", "vllm#49796", scene=LATE)
 def completed_for_the_present_life(touch: Touch) -> Sequence[Patch]:
+    """A copy's end is given to whoever has the request's id by then."""
+
     def settled(decision: e.Event, job: Any, projections: Any, _cause: int) -> e.Event:
         record = projections.tracker.get(job.request_id)
         if record is None or not hasattr(decision, "generation") or decision.generation == record.generation:
@@ -82,9 +85,10 @@ def completed_for_the_present_life(touch: Touch) -> Sequence[Patch]:
     return [decided_otherwise(decider, "settle", settled)]
 
 
-@mutant("LIVENESS", "nobody asks after a copy that nobody reports", "vllm#46283", "vllm#56640", "LMCache#5047",
-        scene=SILENT)  # fmt: skip
+@mutant("LIVENESS", "vllm#46283", "vllm#56640", "LMCache#5047", scene=SILENT)
 def silence_not_noticed(touch: Touch) -> Sequence[Patch]:
+    """Nobody asks after a copy that nobody reports."""
+
     def unheard(original: Any, transfers: Transfers, step: int, now: int) -> list[Any]:
         if original(transfers, step, now):
             touch()
@@ -93,9 +97,9 @@ def silence_not_noticed(touch: Touch) -> Sequence[Patch]:
     return [wrapped(Transfers, "unheard", unheard)]
 
 
-@mutant("RECORDED", "whoever saves a resumed request reads behind the end of a list", "LMCache#2336", "vllm#46595",
-        scene=Worlds())  # fmt: skip
+@mutant("RECORDED", "LMCache#2336", "vllm#46595", scene=Worlds())
 def handler_raises(touch: Touch) -> Sequence[Patch]:
+    """Whoever saves a resumed request reads behind the end of a list."""
     original = chunked_prefill.save_settled
 
     def save_settled(record: Any, *arguments: Any) -> Iterator[e.Event]:

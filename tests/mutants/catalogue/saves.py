@@ -21,9 +21,10 @@ from mutants.scenes import HybridWorlds, Walks, Worlds
 BESIDE = Worlds(connector=(("save_mode", "async"),))
 
 
-@mutant("CHUNK_COMPLETE", "the token that was sampled last is saved, though nobody computed it", "vllm#54193",
-        "vllm#49285", scene=Worlds())  # fmt: skip
+@mutant("CHUNK_COMPLETE", "vllm#54193", "vllm#49285", scene=Worlds())
 def last_sampled_token_saved(touch: Touch) -> Sequence[Patch]:
+    """The token that was sampled last is saved, though nobody computed it."""
+
     def save_on_finish(event: e.RequestFinished, record: Any, projections: Any, cause: int) -> Iterator[e.Event]:
         size = projections.configuration.chunk_size
         blocks = projections.blocks.lost(record.request_id)
@@ -41,8 +42,9 @@ def last_sampled_token_saved(touch: Touch) -> Sequence[Patch]:
     return [(chunked_prefill, "save_on_finish", save_on_finish)]
 
 
-@mutant("CHUNK_COMPLETE", "a chunk is saved one token before it is full", "LMCache#653", scene=Worlds())
+@mutant("CHUNK_COMPLETE", "LMCache#653", scene=Worlds())
 def saved_one_token_early(touch: Touch) -> Sequence[Patch]:
+    """A chunk is saved one token before it is full."""
     original = saves.save_settled
 
     def save_settled(record: Any, first: int, num_settled: int, projections: Any, cause: int) -> Iterator[e.Event]:
@@ -58,9 +60,9 @@ def saved_one_token_early(touch: Touch) -> Sequence[Patch]:
     return [(chunked_prefill, "save_settled", save_settled)]
 
 
-@mutant("SRC_BLOCK_OWNED", "a resumed request is saved from the blocks that it had before its preemption",
-        "vllm#52360", "vllm#46595", scene=Worlds())  # fmt: skip
+@mutant("SRC_BLOCK_OWNED", "vllm#52360", "vllm#46595", scene=Worlds())
 def saved_from_old_blocks(touch: Touch) -> Sequence[Patch]:
+    """A resumed request is saved from the blocks that it had before its preemption."""
     tables: dict[tuple[int, int], tuple[int, ...]] = {}
 
     def save(decision: e.Event, record: Any, _first: int, _settled: int, projections: Any, _cause: int) -> e.Event:
@@ -80,9 +82,9 @@ def saved_from_old_blocks(touch: Touch) -> Sequence[Patch]:
     return [decided_otherwise(chunked_prefill, "save_settled", save)]
 
 
-@mutant("STORE_CONTIGUOUS", "the last chunk of every part of a prefill is left out, and nobody comes back for it",
-        "vllm#46972", scene=Worlds())  # fmt: skip
+@mutant("STORE_CONTIGUOUS", "vllm#46972", scene=Worlds())
 def trailing_chunk_left_out(touch: Touch) -> Sequence[Patch]:
+    """The last chunk of every part of a prefill is left out, and nobody comes back for it."""
     original = saves.save_settled
 
     def save_settled(record: Any, first: int, num_settled: int, projections: Any, cause: int) -> Iterator[e.Event]:
@@ -94,8 +96,10 @@ def trailing_chunk_left_out(touch: Touch) -> Sequence[Patch]:
     return [(chunked_prefill, "save_settled", save_settled)]
 
 
-@mutant("LOAD_XOR_STORES", "a request is saved while its load is under way", "vllm#46014", scene=Walks())
+@mutant("LOAD_XOR_STORES", "vllm#46014", scene=Walks())
 def saved_while_loading(touch: Touch) -> Sequence[Patch]:
+    """A request is saved while its load is under way."""
+
     def save_settled(record: Any, first: int, num_settled: int, projections: Any, cause: int) -> Iterator[e.Event]:
         jobs = projections.transfers.of_life(record.ordinal)
         filled = {block for job in jobs if job.kind is JobKind.LOAD for block in job.block_ids}
@@ -116,9 +120,10 @@ def saved_while_loading(touch: Touch) -> Sequence[Patch]:
     return [(chunked_prefill, "save_settled", save_settled)]
 
 
-@mutant("SRC_BLOCK_STABLE", "blocks are taken while a copy reads them, and the next step does not wait for it",
-        "vllm#29870", "vllm#52360", scene=BESIDE)  # fmt: skip
+@mutant("SRC_BLOCK_STABLE", "vllm#29870", "vllm#52360", scene=BESIDE)
 def preemption_not_fenced(touch: Touch) -> Sequence[Patch]:
+    """Blocks are taken while a copy reads them, and the next step does not wait for it."""
+
     def fence(decision: e.Event, *_: Any) -> None:
         if isinstance(decision, e.TransferAwaited):
             touch()
@@ -126,9 +131,10 @@ def preemption_not_fenced(touch: Touch) -> Sequence[Patch]:
     return [decided_otherwise(owner, "fence_saves", fence) for owner in (saves, chunked_prefill)]
 
 
-@mutant("BLOCK_REUSE_FENCED", "vLLM is not told to keep the blocks of an ended request that a copy still reads",
-        "vllm#46951", "sglang#32564", scene=BESIDE)  # fmt: skip
+@mutant("BLOCK_REUSE_FENCED", "vllm#46951", "sglang#32564", scene=BESIDE)
 def blocks_not_held(touch: Touch) -> Sequence[Patch]:
+    """Nobody tells vLLM to keep the blocks of an ended request that a copy still reads."""
+
     def holds(original: Any, deliveries: Deliveries, request_id: str) -> bool:
         if original(deliveries, request_id):
             touch()
@@ -137,9 +143,10 @@ def blocks_not_held(touch: Touch) -> Sequence[Patch]:
     return [wrapped(Deliveries, "holds", holds), wrapped(Deliveries, "_free", lambda *_: None)]
 
 
-@mutant("GROUP_AGREEMENT", "blocks that a window has left are saved as if they were still the request's", "vllm#47728",
-        scene=HybridWorlds())  # fmt: skip
+@mutant("GROUP_AGREEMENT", "vllm#47728", scene=HybridWorlds())
 def saved_behind_the_window(touch: Touch) -> Sequence[Patch]:
+    """Blocks that a window has left are saved as if they were still the request's."""
+
     def is_seen(original: Any, reach: Reach, block: int, group: int) -> bool:
         if not original(reach, block, group):
             touch()

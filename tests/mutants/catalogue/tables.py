@@ -14,9 +14,10 @@ from mutants.scenes import Worlds
 RUNNER_V1 = Worlds(settings=(("num_steps", 120), ("model_runner_v2", False)))
 
 
-@mutant("TABLE_EQ", "the table of a resumed request is appended to its table instead of replacing it",
-        "vllm#46595", "vllm#57816", "LMCache#2336", scene=RUNNER_V1)  # fmt: skip
+@mutant("TABLE_EQ", "vllm#46595", "vllm#57816", "LMCache#2336", scene=RUNNER_V1)
 def table_appended(touch: Touch) -> Sequence[Patch]:
+    """The table of a resumed request is appended to its table instead of replacing it."""
+
     def read_each(
         original: Any, reader: StepReader, scheduler_output: Any, advanced: Any, extended: Any, time_ns: int
     ) -> Any:
@@ -31,9 +32,10 @@ def table_appended(touch: Touch) -> Sequence[Patch]:
     return [wrapped(StepReader, "_read_each", read_each)]
 
 
-@mutant("TABLE_EQ", "blocks that a resumed request is given later are not written down", "LMCache#3640", "vllm#54853",
-        scene=Worlds())  # fmt: skip
+@mutant("TABLE_EQ", "LMCache#3640", "vllm#54853", scene=Worlds())
 def later_blocks_skipped(touch: Touch) -> Sequence[Patch]:
+    """Blocks that a resumed request is given later are not written down."""
+
     def extend(original: Any, reader: StepReader, extended: Any, request_id: str, entry: Any) -> None:
         record = reader._tracker.get(request_id)
         if record is not None and record.num_preemptions:
@@ -44,9 +46,10 @@ def later_blocks_skipped(touch: Touch) -> Sequence[Patch]:
     return [wrapped(StepReader, "_extend", extend)]
 
 
-@mutant("CURSOR_LE_FRONTIER", "the save cursor is one chunk behind what it was", "LMCache#3145",
-        scene=Worlds())  # fmt: skip
+@mutant("CURSOR_LE_FRONTIER", "LMCache#3145", scene=Worlds())
 def cursor_regresses(touch: Touch) -> Sequence[Patch]:
+    """The save cursor is one chunk behind what it was."""
+
     def num_chunks(original: Any, cursor: SaveCursor, request_id: str) -> int:
         counted: int = original(cursor, request_id)
         if counted > 1:
@@ -57,9 +60,9 @@ def cursor_regresses(touch: Touch) -> Sequence[Patch]:
     return [wrapped(SaveCursor, "num_chunks", num_chunks)]
 
 
-@mutant("TOKEN_CONSERVATION", "a resumed request is counted from where it began the first time", "LMCache#2912",
-        "vllm#36812", scene=Worlds())  # fmt: skip
+@mutant("TOKEN_CONSERVATION", "LMCache#2912", "vllm#36812", scene=Worlds())
 def counted_from_first_admission(touch: Touch) -> Sequence[Patch]:
+    """A resumed request is counted from where it began the first time."""
     began: dict[tuple[int, str], int] = {}
 
     def advance(
