@@ -8,7 +8,6 @@ from types import MappingProxyType
 NOT_CHECKED: Mapping[str, str] = MappingProxyType(
     {
         "STEP_WHILE_PENDING": "idle steps of the engine are not recorded",
-        "KEY_IDENTITY": "tokens never enter the log, only keys made from them",
         "ROUNDTRIP": "bytes of the KV cache never enter the log",
         "EVENTS_EQ_RESIDENCY": "published KV events are not recorded",
     }

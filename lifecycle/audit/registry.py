@@ -20,6 +20,7 @@ from kvledger.lifecycle.audit.finish_is_last import FinishIsLast
 from kvledger.lifecycle.audit.gen_isolation import GenIsolation
 from kvledger.lifecycle.audit.group_agreement import GroupAgreement
 from kvledger.lifecycle.audit.hit_pinned import HitPinned
+from kvledger.lifecycle.audit.key_identity import KeyIdentity
 from kvledger.lifecycle.audit.last_token import LastToken
 from kvledger.lifecycle.audit.legal_transition import LegalTransition
 from kvledger.lifecycle.audit.liveness import Liveness
@@ -74,6 +75,7 @@ ALL_CHECKERS: MappingProxyType[str, Callable[[], Checker]] = MappingProxyType(
         RollbackObserved.rule: RollbackObserved,
         Liveness.rule: Liveness,
         LoadXorStores.rule: LoadXorStores,
+        KeyIdentity.rule: KeyIdentity,
         Recorded.rule: Recorded,
     }
 )

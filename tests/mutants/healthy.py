@@ -12,7 +12,7 @@ import attrs
 from mutants.detection import audit_of, unexpected
 from mutants.scenes import SequenceOf, Story, Walks
 
-WALKS = Walks(is_reliable=False)
+WALKS = Walks(num_steps=50, is_reliable=False)
 
 
 @attrs.frozen

@@ -115,6 +115,7 @@ ALTERATIONS: dict[str, tuple[type[e.Event], int, Change]] = {
     "ROLLBACK_OBSERVED": (e.StepScheduled, 4, evolve(advanced=((2, 32, 1, 33),))),
     "LIVENESS": (e.TransferAwaited, 0, lambda _: e.LogNote("nobody asks", 1)),
     "LOAD_XOR_STORES": (e.LoadIssued, 0, evolve(is_async=True)),
+    "KEY_IDENTITY": (e.ChunkKeysObserved, 3, swap_first_two("keys")),
     "RECORDED": (e.LogNote, 0, lambda _: e.HookFailed("build_connector_meta", "", "ValueError: no", 1)),
 }
 

@@ -1,7 +1,8 @@
-"""Mistakes about block tables and token counts."""
+"""Mistakes about block tables, token counts and chunk keys."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -78,3 +79,27 @@ def counted_from_first_admission(touch: Touch) -> Sequence[Patch]:
         return original(reader, advanced, request_id, num_computed, num_tokens, now)
 
     return [wrapped(StepReader, "_advance", advance)]
+
+
+@mutant("KEY_IDENTITY", "vllm#42119", "LMCache#1380", scene=Worlds(connector=(("chunk_size", 16),)))
+def key_of_own_tokens(touch: Touch) -> Sequence[Patch]:
+    """A chunk's key is made from its own tokens, not from what its KV depends on before them."""
+    from kvledger.adapters.vllm.chunk_keys import ChunkKeySource
+    from sim.world import World
+
+    def keys(original: Any, source: ChunkKeySource, request: Any, first_chunk: int, parent: Any) -> Any:
+        made = original(source, request, first_chunk, parent)
+        touch()
+        size = source._chunk_size
+        tokens = list(request.all_token_ids)
+        return tuple(
+            hashlib.blake2b(repr(tokens[chunk * size : (chunk + 1) * size]).encode(), digest_size=16).digest()
+            for chunk in range(first_chunk, first_chunk + len(made))
+        )
+
+    def prompt(original: Any, world: Any, rng: Any, num_tokens: int) -> list[int]:
+        """Some clients put a document of their own before what all have in common."""
+        drawn: list[int] = original(world, rng, num_tokens)
+        return [*world.tokens(rng, 16), *world._shared_prefix[:48]] if num_tokens % 2 else drawn
+
+    return [wrapped(ChunkKeySource, "keys", keys), wrapped(World, "prompt", prompt)]
