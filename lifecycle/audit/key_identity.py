@@ -19,7 +19,7 @@ MAX_KEYS = 1 << 16
 
 @attrs.define
 class _Places:
-    """Key -> (number of its chunk, key of the chunk before it, sequence), in the order in which they were first seen."""
+    """Key -> (number of its chunk, key of the chunk before it, sequence), in the order of their first appearance."""
 
     of: OrderedDict[bytes, tuple[int, bytes, int]] = attrs.field(factory=OrderedDict)
 

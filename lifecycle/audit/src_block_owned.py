@@ -19,8 +19,8 @@ class SrcBlockOwned:
 
     Verifies: the blocks, their order and number against the table that the log folds to; blocks that were just
     lost are copied before the step's forward; a tail is copied from the blocks of its tokens in the lost table.
-    Does not verify: that the folded table is the scheduler's (TABLE_EQ is checked while it happens), nor that the
-    blocks stay untouched until the copy is done.
+    Does not verify: that the folded table is the scheduler's (TABLE_EQ), that the blocks stay untouched until the copy
+    is done (SRC_BLOCK_STABLE), nor saves that a finished request should not get at all (FINISH_IS_LAST).
     """
 
     rule: ClassVar[str] = "SRC_BLOCK_OWNED"

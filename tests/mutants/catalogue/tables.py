@@ -84,8 +84,9 @@ def counted_from_first_admission(touch: Touch) -> Sequence[Patch]:
 @mutant("KEY_IDENTITY", "vllm#42119", "LMCache#1380", scene=Worlds(connector=(("chunk_size", 16),)))
 def key_of_own_tokens(touch: Touch) -> Sequence[Patch]:
     """A chunk's key is made from its own tokens, not from what its KV depends on before them."""
-    from kvledger.adapters.vllm.chunk_keys import ChunkKeySource
     from sim.world import World
+
+    from kvledger.adapters.vllm.chunk_keys import ChunkKeySource
 
     def keys(original: Any, source: ChunkKeySource, request: Any, first_chunk: int, parent: Any) -> Any:
         made = original(source, request, first_chunk, parent)
