@@ -195,9 +195,9 @@ def test_damage_goes_over_a_broken_rule_and_that_over_a_divergence(
 def test_what_was_not_checked_is_listed(run: Any, log: Path) -> None:
     """In JSON always, for people on request, and its number in any case."""
     assert {item["rule"] for item in run("--json", "verify", log).objects("not_checked")} == set(NOT_CHECKED)
-    assert "LIVENESS: " in run("verify", "--verbose", log).out
+    assert "STEP_WHILE_PENDING: " in run("verify", "--verbose", log).out
     brief = run("verify", log).out
-    assert "LIVENESS: " not in brief
+    assert "STEP_WHILE_PENDING: " not in brief
     assert f"{len(NOT_CHECKED)} rules that a log cannot decide" in brief
 
 
