@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import ClassVar
 
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.audit.checker import JOB_ISSUED, JOB_SETTLED, Violation, violation
+from kvledger.lifecycle.audit.checker import Violation, violation
 from kvledger.lifecycle.belief import Projections
+from kvledger.lifecycle.configuration import LedgerConfiguration
 from kvledger.lifecycle.projections.host_slots import NO_SLOT
-from kvledger.lifecycle.projections.transfers import Job
-from kvledger.lifecycle.replay import ReplayedEvent
+from kvledger.lifecycle.projections.transfers import JobKind
+from kvledger.lifecycle.replay import Check, ReplayedEvent
 
 
 class EvictIdleOnly:
@@ -22,41 +23,52 @@ class EvictIdleOnly:
     """
 
     rule: ClassVar[str] = "EVICT_IDLE_ONLY"
-    looks_at: ClassVar[frozenset[type[e.Event]]] = frozenset({*JOB_ISSUED, *JOB_SETTLED, e.ChunkEvicted})
 
     def __init__(self) -> None:
         self._loads: dict[int, tuple[int, set[bytes]]] = {}
         """Job id -> (sequence of the load, keys of the chunks whose slots it reads)."""
-        self._saves: dict[int, Job] = {}
 
-    def check(self, step: ReplayedEvent, projections: Projections) -> Iterator[Violation]:
-        """Look for a load that needs the evicted chunk."""
-        event = step.event
-        if isinstance(event, e.ChunkEvicted):
-            for job_id, (sequence, read) in self._loads.items():
-                if event.key in read:
-                    detail = f"chunk {event.key.hex()} was evicted, though load {job_id} is still reading it"
-                    request_id = event.for_request_id
-                    yield violation(self.rule, step, projections, detail, sequence, event.cause, request_id=request_id)
-        elif isinstance(event, e.LoadIssued | e.SaveIssued | e.TailSaveIssued):
-            self._start(event, step.sequence, projections)
-        elif isinstance(event, e.LoadCompleted | e.LoadFailed | e.SaveCompleted | e.SaveFailed):
-            self._loads.pop(event.job_id, None)
-            self._replace(self._saves.pop(event.job_id, None))
+    def checks(self, _configuration: LedgerConfiguration) -> Iterable[tuple[type[e.Event], Check]]:
+        """By class of event."""
+        return [
+            (e.ChunkEvicted, self._evicted),
+            (e.LoadIssued, self._load_issued),
+            (e.LoadCompleted, self._settled),
+            (e.LoadFailed, self._settled),
+            (e.SaveCompleted, self._settled),
+            (e.SaveFailed, self._settled),
+        ]
 
-    def _start(
-        self, event: e.LoadIssued | e.SaveIssued | e.TailSaveIssued, sequence: int, projections: Projections
-    ) -> None:
-        job = projections.transfers.get(event.job_id)
-        if job is not None and isinstance(event, e.LoadIssued):
+    def _evicted(
+        self, event: e.ChunkEvicted, step: ReplayedEvent, projections: Projections
+    ) -> Iterator[Violation] | None:
+        return self._check_eviction(event, step, projections) if self._loads else None
+
+    def _load_issued(self, event: e.LoadIssued, step: ReplayedEvent, projections: Projections) -> None:
+        if step.job is not None:
             # A chunk may also lie in a shorter image of the same block; the load does not read that one.
             slots_of, read = projections.chunks.get, frozenset(event.slots) - {NO_SLOT}
-            self._loads[event.job_id] = (sequence, {k for k in job.keys if not read.isdisjoint(slots_of(k) or ())})
-        elif job is not None:
-            self._saves[event.job_id] = job
+            keys = {key for key in step.job.keys if not read.isdisjoint(slots_of(key) or ())}
+            self._loads[event.job_id] = (step.sequence, keys)
 
-    def _replace(self, save: Job | None) -> None:
-        """Chunks of a settled save may have moved to a longer image; loads in flight still read the shorter."""
-        if save is not None:
-            for _, keys in self._loads.values():
-                keys.difference_update(save.keys, (key for _, key in save.earlier_keys))
+    def _settled(
+        self,
+        event: e.LoadCompleted | e.LoadFailed | e.SaveCompleted | e.SaveFailed,
+        step: ReplayedEvent,
+        _projections: Projections,
+    ) -> None:
+        if self._loads:
+            self._loads.pop(event.job_id, None)
+            if step.job is not None and step.job.kind is JobKind.SAVE:
+                # Chunks of a settled save may have moved to a longer image; loads in flight still read the shorter.
+                for _, keys in self._loads.values():
+                    keys.difference_update(step.job.keys, (key for _, key in step.job.earlier_keys))
+
+    def _check_eviction(
+        self, event: e.ChunkEvicted, step: ReplayedEvent, projections: Projections
+    ) -> Iterator[Violation]:
+        for job_id, (sequence, read) in self._loads.items():
+            if event.key in read:
+                detail = f"chunk {event.key.hex()} was evicted, though load {job_id} is still reading it"
+                request_id = event.for_request_id
+                yield violation(self.rule, step, projections, detail, sequence, event.cause, request_id=request_id)

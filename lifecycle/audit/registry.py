@@ -7,7 +7,7 @@ from types import MappingProxyType
 
 from kvledger.lifecycle.audit.alloc_matches_lookup import AllocMatchesLookup
 from kvledger.lifecycle.audit.block_reuse_fenced import BlockReuseFenced
-from kvledger.lifecycle.audit.checker import Checker
+from kvledger.lifecycle.audit.checker import AnyChecker
 from kvledger.lifecycle.audit.chunk_complete import ChunkComplete
 from kvledger.lifecycle.audit.completion_once import CompletionOnce
 from kvledger.lifecycle.audit.cursor_le_frontier import CursorLeFrontier
@@ -41,7 +41,7 @@ from kvledger.lifecycle.audit.store_contiguous import StoreContiguous
 from kvledger.lifecycle.audit.table_eq import TableEq
 from kvledger.lifecycle.audit.token_conservation import TokenConservation
 
-ALL_CHECKERS: MappingProxyType[str, Callable[[], Checker]] = MappingProxyType(
+ALL_CHECKERS: MappingProxyType[str, Callable[[], AnyChecker]] = MappingProxyType(
     {
         LegalTransition.rule: LegalTransition,
         AllocMatchesLookup.rule: AllocMatchesLookup,
@@ -82,6 +82,6 @@ ALL_CHECKERS: MappingProxyType[str, Callable[[], Checker]] = MappingProxyType(
 """Rule -> how to make its checker."""
 
 
-def all_checkers() -> tuple[Checker, ...]:
+def all_checkers() -> tuple[AnyChecker, ...]:
     """A fresh checker of every rule."""
     return tuple(make() for make in ALL_CHECKERS.values())

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import ClassVar
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.checker import Violation, violation
-from kvledger.lifecycle.audit.committed_chunks import CHUNK_EVENTS, CommittedChunks
-from kvledger.lifecycle.audit.saved_tails import TAIL_EVENTS, SavedTails
+from kvledger.lifecycle.audit.committed_chunks import CommittedChunks
+from kvledger.lifecycle.audit.saved_tails import SavedTails
 from kvledger.lifecycle.belief import Projections
+from kvledger.lifecycle.configuration import LedgerConfiguration
 from kvledger.lifecycle.projections.transfers import Job
-from kvledger.lifecycle.replay import ReplayedEvent
+from kvledger.lifecycle.replay import Check, ReplayedEvent
 from kvledger.lifecycle.states import RequestState
 
 
@@ -25,17 +26,6 @@ class ResetEpoch:
     """
 
     rule: ClassVar[str] = "RESET_EPOCH"
-    looks_at: ClassVar[frozenset[type[e.Event]]] = frozenset(
-        {
-            *CHUNK_EVENTS,
-            *TAIL_EVENTS,
-            e.LookupRequested,
-            e.LookupAnswered,
-            e.ChunkKeysObserved,
-            e.BlocksAllocated,
-            e.TokensRolledBack,
-        }
-    )
 
     def __init__(self) -> None:
         self._reset_at = 0
@@ -47,40 +37,76 @@ class ResetEpoch:
         self._seen: dict[str, tuple[int, int]] = {}
         """Request id -> (removals counted by the chunk index then, chunks found good): spares the polls."""
 
-    def check(self, step: ReplayedEvent, projections: Projections) -> Iterator[Violation]:
-        """Compare with what was committed since the last reset."""
-        event = step.event
-        if self._reset_at or isinstance(event, e.CacheReset):  # until the first one, nothing can be stale
-            self._committed.fold(event, projections)
-            self._tails.fold(event, step.sequence)
-        if self._stale:
-            yield from self._check_stale(step, projections)
-        if isinstance(event, e.LookupAnswered):
-            if self._committed.epoch and event.num_hit_tokens:
-                yield from self._check_hit(event, step, projections)
-        elif isinstance(event, e.SaveIssued | e.TailSaveIssued | e.SaveCompleted | e.SaveFailed):
-            yield from self._follow_save(event, step, projections)
-        elif isinstance(event, e.CacheReset):
-            yield from self._check_reset(step, projections)
-        elif isinstance(event, e.ChunkKeysObserved | e.RequestArrived | e.RequestReleased):
-            self._seen.pop(event.request_id, None)
+    def checks(self, _configuration: LedgerConfiguration) -> Iterable[tuple[type[e.Event], Check]]:
+        """By class of event."""
+        indices = [*self._committed.folds(), *self._tails.folds()]
+        return [
+            *((event_class, self._since_reset(fold)) for event_class, fold in indices),
+            (e.LookupAnswered, self._answered),
+            (e.SaveIssued, self._issued),
+            (e.TailSaveIssued, self._issued),
+            (e.SaveCompleted, self._settled),
+            (e.SaveFailed, self._settled),
+            (e.CacheReset, self._check_reset),
+            (e.ChunkKeysObserved, self._forget),
+            (e.RequestArrived, self._forget),
+            (e.RequestReleased, self._forget),
+            (e.RequestArrived, self._begins_anew),
+            (e.RequestReleased, self._begins_anew),
+            (e.LookupRequested, self._begins_anew),
+            (e.BlocksAllocated, self._allocated),
+            (e.TokensRolledBack, self._rolled_back),
+        ]
 
-    def _follow_save(
-        self,
-        event: e.SaveIssued | e.TailSaveIssued | e.SaveCompleted | e.SaveFailed,
-        step: ReplayedEvent,
-        projections: Projections,
-    ) -> Iterator[Violation]:
-        if isinstance(event, e.SaveIssued | e.TailSaveIssued):
-            issued = projections.transfers.get(event.job_id)
-            if issued is not None:
-                self._saves[event.job_id] = (issued, self._committed.epoch)
-            return
+    def _since_reset(self, fold: Check) -> Check:
+        """Until the first reset nothing can be stale, and nothing needs to be folded."""
+
+        def check(event: e.Event, step: ReplayedEvent, projections: Projections) -> None:
+            if self._reset_at or isinstance(event, e.CacheReset):
+                fold(event, step, projections)
+
+        return check
+
+    def _answered(
+        self, event: e.LookupAnswered, step: ReplayedEvent, projections: Projections
+    ) -> Iterator[Violation] | None:
+        if self._committed.epoch and event.num_hit_tokens:
+            return self._check_hit(event, step, projections)
+        return None
+
+    def _issued(
+        self, event: e.SaveIssued | e.TailSaveIssued, step: ReplayedEvent, projections: Projections
+    ) -> list[Violation] | None:
+        if step.job is not None:
+            self._saves[event.job_id] = (step.job, self._committed.epoch)
+        if event.request_id not in self._stale:
+            return None
+        detail = f"save {event.job_id} copies what was computed on top of KV from before the reset"
+        return [violation(self.rule, step, projections, detail, self._reset_at, event.cause)]
+
+    def _begins_anew(self, event: e.RequestEvent, _step: ReplayedEvent, _projections: Projections) -> None:
+        self._stale.discard(event.request_id)
+
+    def _allocated(self, event: e.BlocksAllocated, step: ReplayedEvent, _projections: Projections) -> None:
+        if step.state_before is RequestState.PREEMPTED:
+            self._stale.discard(event.request_id)
+
+    def _rolled_back(self, event: e.TokensRolledBack, _step: ReplayedEvent, _projections: Projections) -> None:
+        if not event.num_computed_tokens:
+            self._stale.discard(event.request_id)
+
+    def _settled(
+        self, event: e.SaveCompleted | e.SaveFailed, step: ReplayedEvent, projections: Projections
+    ) -> Iterator[Violation] | None:
         job, epoch = self._saves.pop(event.job_id, (None, 0))
-        if job is not None and epoch != self._committed.epoch:
-            yield from self._check_late_save(job, step, projections)
+        if job is None or epoch == self._committed.epoch:
+            return None
+        return self._check_late_save(job, step, projections)
 
-    def _check_reset(self, step: ReplayedEvent, projections: Projections) -> Iterator[Violation]:
+    def _forget(self, event: e.RequestEvent, _step: ReplayedEvent, _projections: Projections) -> None:
+        self._seen.pop(event.request_id, None)
+
+    def _check_reset(self, _event: e.CacheReset, step: ReplayedEvent, projections: Projections) -> Iterator[Violation]:
         self._reset_at = step.sequence
         self._seen.clear()
         self._stale = {record.request_id for record in projections.tracker if record.holds_blocks}
@@ -88,21 +114,6 @@ class ResetEpoch:
             yield violation(self.rule, step, projections, f"{len(projections.chunks)} chunks survived the reset")
         if len(projections.tails):
             yield violation(self.rule, step, projections, f"{len(projections.tails)} tails survived the reset")
-
-    def _check_stale(self, step: ReplayedEvent, projections: Projections) -> Iterator[Violation]:
-        event = step.event
-        if isinstance(event, e.SaveIssued | e.TailSaveIssued):
-            if event.request_id in self._stale:
-                detail = f"save {event.job_id} copies what was computed on top of KV from before the reset"
-                yield violation(self.rule, step, projections, detail, self._reset_at, event.cause)
-        elif isinstance(event, e.BlocksAllocated):
-            if step.state_before is RequestState.PREEMPTED:
-                self._stale.discard(event.request_id)
-        elif isinstance(event, e.TokensRolledBack):
-            if not event.num_computed_tokens:
-                self._stale.discard(event.request_id)
-        elif isinstance(event, e.LookupRequested | e.RequestArrived | e.RequestReleased):
-            self._stale.discard(event.request_id)
 
     def _check_late_save(self, job: Job, step: ReplayedEvent, projections: Projections) -> Iterator[Violation]:
         tail = projections.tails.saved(job.ordinal)
