@@ -6,9 +6,10 @@ from collections.abc import Iterable, Iterator
 from typing import ClassVar
 
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.audit.checker import JOB_SETTLED, Violation, violation
+from kvledger.lifecycle.audit.checker import Violation, violation
 from kvledger.lifecycle.belief import Projections
-from kvledger.lifecycle.replay import ReplayedEvent
+from kvledger.lifecycle.configuration import LedgerConfiguration
+from kvledger.lifecycle.replay import Check, ReplayedEvent
 from kvledger.lifecycle.states import RequestState
 from kvledger.lifecycle.windows import NULL_BLOCK
 
@@ -23,20 +24,6 @@ class BlockReuseFenced:
     """
 
     rule: ClassVar[str] = "BLOCK_REUSE_FENCED"
-    looks_at: ClassVar[frozenset[type[e.Event]]] = frozenset(
-        {
-            e.LookupRequested,
-            e.BlocksAllocated,
-            e.StepScheduled,
-            e.SaveIssued,
-            *JOB_SETTLED,
-            e.RequestArrived,
-            e.RequestPreempted,
-            e.RequestFinished,
-            e.RequestReleased,
-            e.BlocksHeld,
-        }
-    )
 
     def __init__(self) -> None:
         self._read_by: dict[int, int] = {}
@@ -47,45 +34,66 @@ class BlockReuseFenced:
         """Request id -> blocks at the front of its table that the next allocation does not give anew."""
         self._held: set[str] = set()
 
-    def check(self, step: ReplayedEvent, projections: Projections) -> Iterator[Violation]:
-        """Compare what is given with what is read."""
-        event = step.event
-        if isinstance(event, e.StepScheduled):
-            if event.extended and self._read_by:
-                for ordinal, block_ids in event.extended:
-                    yield from self._check_given(ordinal, block_ids, step, projections)
-        elif isinstance(event, e.BlocksAllocated):
-            record = projections.tracker.get(event.request_id)
-            num_own = self._num_own.get(event.request_id)
-            if self._read_by and record is not None and num_own is not None:
-                yield from self._check_given(record.ordinal, event.block_ids[num_own:], step, projections)
-            self._num_own[event.request_id] = len(event.block_ids)
-        elif isinstance(event, e.SaveIssued | e.LoadCompleted | e.LoadFailed | e.SaveCompleted | e.SaveFailed):
-            self._follow_copy(event, step.sequence)
-        elif isinstance(event, e.RequestEvent):
-            self._follow_request(event, projections)
+    def checks(self, _configuration: LedgerConfiguration) -> Iterable[tuple[type[e.Event], Check]]:
+        """By class of event."""
+        return [
+            (e.StepScheduled, self._step_scheduled),
+            (e.BlocksAllocated, self._allocated),
+            (e.SaveIssued, self._save_issued),
+            (e.SaveCompleted, self._settled),
+            (e.SaveFailed, self._settled),
+            (e.LookupRequested, self._requested),
+            (e.BlocksHeld, self._hold),
+            (e.RequestPreempted, self._forget),
+            (e.RequestFinished, self._forget),
+            (e.RequestArrived, self._end),
+            (e.RequestReleased, self._end),
+        ]
 
-    def _follow_copy(
-        self, event: e.SaveIssued | e.LoadCompleted | e.LoadFailed | e.SaveCompleted | e.SaveFailed, sequence: int
-    ) -> None:
-        if not isinstance(event, e.SaveIssued):
+    def _step_scheduled(
+        self, event: e.StepScheduled, step: ReplayedEvent, projections: Projections
+    ) -> list[Violation] | None:
+        if not event.extended or not self._read_by:
+            return None
+        return [
+            found
+            for ordinal, block_ids in event.extended
+            for found in self._check_given(ordinal, block_ids, step, projections)
+        ]
+
+    def _allocated(
+        self, event: e.BlocksAllocated, step: ReplayedEvent, projections: Projections
+    ) -> Iterator[Violation] | None:
+        num_own = self._num_own.get(event.request_id)
+        self._num_own[event.request_id] = len(event.block_ids)
+        if not self._read_by or step.record is None or num_own is None:
+            return None
+        return self._check_given(step.record.ordinal, event.block_ids[num_own:], step, projections)
+
+    def _save_issued(self, event: e.SaveIssued, step: ReplayedEvent, _projections: Projections) -> None:
+        if event.is_async:
+            self._saves[event.job_id] = (step.sequence, event.block_ids)
+            self._read_by |= dict.fromkeys(event.block_ids, event.job_id)
+
+    def _settled(self, event: e.SaveCompleted | e.SaveFailed, _step: ReplayedEvent, _projections: Projections) -> None:
+        if self._saves:
             for block_id in self._saves.pop(event.job_id, (0, ()))[1]:
                 if self._read_by.get(block_id) == event.job_id:
                     del self._read_by[block_id]
-        elif event.is_async:
-            self._saves[event.job_id] = (sequence, event.block_ids)
-            self._read_by |= dict.fromkeys(event.block_ids, event.job_id)
 
-    def _follow_request(self, event: e.RequestEvent, projections: Projections) -> None:
-        if isinstance(event, e.LookupRequested):
-            num_blocks = event.num_computed_tokens // projections.configuration.block_size
-            self._num_own[event.request_id] = num_blocks * len(projections.configuration.windows)
-        elif isinstance(event, e.BlocksHeld):
-            self._held.add(event.request_id)
-        else:
-            self._num_own.pop(event.request_id, None)
-            if isinstance(event, e.RequestReleased | e.RequestArrived):
-                self._held.discard(event.request_id)
+    def _requested(self, event: e.LookupRequested, _step: ReplayedEvent, projections: Projections) -> None:
+        num_blocks = event.num_computed_tokens // projections.configuration.block_size
+        self._num_own[event.request_id] = num_blocks * len(projections.configuration.windows)
+
+    def _hold(self, event: e.BlocksHeld, _step: ReplayedEvent, _projections: Projections) -> None:
+        self._held.add(event.request_id)
+
+    def _forget(self, event: e.RequestEvent, _step: ReplayedEvent, _projections: Projections) -> None:
+        self._num_own.pop(event.request_id, None)
+
+    def _end(self, event: e.RequestEvent, _step: ReplayedEvent, _projections: Projections) -> None:
+        self._num_own.pop(event.request_id, None)
+        self._held.discard(event.request_id)
 
     def _check_given(
         self, ordinal: int, block_ids: Iterable[int], step: ReplayedEvent, projections: Projections

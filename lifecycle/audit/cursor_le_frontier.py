@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import ClassVar
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.checker import Violation, violation
 from kvledger.lifecycle.belief import Projections
-from kvledger.lifecycle.replay import ReplayedEvent
-
-_RESTARTS = (e.LoadFailed, e.RequestPreempted, e.RequestFinished, e.RequestArrived, e.RequestReleased)
+from kvledger.lifecycle.configuration import LedgerConfiguration
+from kvledger.lifecycle.replay import Check, ReplayedEvent
 
 
 class CursorLeFrontier:
@@ -23,29 +22,43 @@ class CursorLeFrontier:
     """
 
     rule: ClassVar[str] = "CURSOR_LE_FRONTIER"
-    looks_at: ClassVar[frozenset[type[e.Event]]] = frozenset(
-        {e.StepScheduled, *_RESTARTS, e.SessionContinued, e.TokensRolledBack, e.CacheReset}
-    )
 
     def __init__(self) -> None:
         self._cursors: dict[str, tuple[int, int]] = {}
         """Request id -> (number of chunks dealt with, sequence of the step that told)."""
 
-    def check(self, step: ReplayedEvent, projections: Projections) -> Iterator[Violation]:
-        """Compare the told cursor with the own one."""
-        event = step.event
-        if isinstance(event, e.StepScheduled):
-            if event.settled:
-                yield from self._check_step(event, step, projections)
-        elif isinstance(event, e.CacheReset):
-            self._cursors.clear()
-        elif isinstance(event, e.SessionContinued | e.TokensRolledBack):
-            num_chunks, sequence = self._cursors.get(event.request_id, (0, 0))
-            cut = event.num_computed_tokens // projections.configuration.chunk_size
-            if num_chunks > cut:
-                self._cursors[event.request_id] = (cut, sequence)
-        elif isinstance(event, e.RequestEvent):
-            self._cursors.pop(event.request_id, None)
+    def checks(self, _configuration: LedgerConfiguration) -> Iterable[tuple[type[e.Event], Check]]:
+        """By class of event."""
+        return [
+            (e.StepScheduled, self._step_scheduled),
+            (e.CacheReset, self._reset),
+            (e.SessionContinued, self._cut),
+            (e.TokensRolledBack, self._cut),
+            (e.LoadFailed, self._restart),
+            (e.RequestPreempted, self._restart),
+            (e.RequestFinished, self._restart),
+            (e.RequestArrived, self._restart),
+            (e.RequestReleased, self._restart),
+        ]
+
+    def _step_scheduled(
+        self, event: e.StepScheduled, step: ReplayedEvent, projections: Projections
+    ) -> Iterator[Violation] | None:
+        return self._check_step(event, step, projections) if event.settled else None
+
+    def _reset(self, _event: e.CacheReset, _step: ReplayedEvent, _projections: Projections) -> None:
+        self._cursors.clear()
+
+    def _restart(self, event: e.RequestEvent, _step: ReplayedEvent, _projections: Projections) -> None:
+        self._cursors.pop(event.request_id, None)
+
+    def _cut(
+        self, event: e.SessionContinued | e.TokensRolledBack, _step: ReplayedEvent, projections: Projections
+    ) -> None:
+        num_chunks, sequence = self._cursors.get(event.request_id, (0, 0))
+        cut = event.num_computed_tokens // projections.configuration.chunk_size
+        if num_chunks > cut:
+            self._cursors[event.request_id] = (cut, sequence)
 
     def _check_step(self, event: e.StepScheduled, step: ReplayedEvent, projections: Projections) -> Iterator[Violation]:
         for ordinal, first_chunk, num_settled_tokens in event.settled:

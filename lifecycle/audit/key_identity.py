@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterable
 from typing import ClassVar
 
 import attrs
@@ -11,7 +11,8 @@ import attrs
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.checker import Violation, violation
 from kvledger.lifecycle.belief import Projections
-from kvledger.lifecycle.replay import ReplayedEvent
+from kvledger.lifecycle.configuration import LedgerConfiguration
+from kvledger.lifecycle.replay import Check, ReplayedEvent
 
 MAX_KEYS = 1 << 16
 """Keys that are remembered; the oldest are forgotten first."""
@@ -40,25 +41,29 @@ class KeyIdentity:
     """
 
     rule: ClassVar[str] = "KEY_IDENTITY"
-    looks_at: ClassVar[frozenset[type[e.Event]]] = frozenset({e.ChunkKeysObserved})
 
     def __init__(self) -> None:
         self._places = _Places()
 
-    def check(self, step: ReplayedEvent, projections: Projections) -> Iterator[Violation]:
+    def checks(self, _configuration: LedgerConfiguration) -> Iterable[tuple[type[e.Event], Check]]:
+        """By class of event."""
+        return [
+            (e.ChunkKeysObserved, self._observed),
+        ]
+
+    def _observed(
+        self, event: e.ChunkKeysObserved, step: ReplayedEvent, projections: Projections
+    ) -> list[Violation] | None:
         """Compare each key's place with where it was before."""
-        event = step.event
-        if not isinstance(event, e.ChunkKeysObserved):
-            return
         known = projections.chunk_keys.of(event.request_id)
         if event.first_chunk > len(known):
-            return  # behind a gap nobody knows what a key follows
+            return None  # behind a gap nobody knows what a key follows
         parent = known[event.first_chunk - 1] if event.first_chunk else b""
         for chunk, key in enumerate(event.keys, event.first_chunk):
             first_chunk, first_parent, sequence = self._places.add(key, chunk, parent, step.sequence)
             if (first_chunk, first_parent) != (chunk, parent):
                 prefix = "behind another prefix" if parent != first_parent else "behind the same chunk"
                 detail = f"key {key.hex()} names chunk {chunk}, {prefix}; it had named chunk {first_chunk}"
-                yield violation(self.rule, step, projections, detail, sequence)
-                return
+                return [violation(self.rule, step, projections, detail, sequence)]
             parent = key
+        return None

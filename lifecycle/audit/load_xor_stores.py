@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import ClassVar
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.checker import Violation, violation
 from kvledger.lifecycle.belief import Projections
+from kvledger.lifecycle.configuration import LedgerConfiguration
 from kvledger.lifecycle.projections.host_slots import NO_SLOT
-from kvledger.lifecycle.replay import ReplayedEvent
+from kvledger.lifecycle.replay import Check, ReplayedEvent
 
 
 class LoadXorStores:
@@ -22,18 +23,6 @@ class LoadXorStores:
     """
 
     rule: ClassVar[str] = "LOAD_XOR_STORES"
-    looks_at: ClassVar[frozenset[type[e.Event]]] = frozenset(
-        {
-            e.LoadIssued,
-            e.LoadCompleted,
-            e.LoadFailed,
-            e.SaveIssued,
-            e.TailSaveIssued,
-            e.RequestPreempted,
-            e.RequestFinished,
-            e.StepScheduled,
-        }
-    )
 
     def __init__(self) -> None:
         self._filled_by: dict[int, int] = {}
@@ -42,25 +31,43 @@ class LoadXorStores:
         self._leaving: list[int] = []
         """Loads into blocks that their request has lost since the last step; until then they can still be read."""
 
-    def check(self, step: ReplayedEvent, projections: Projections) -> Iterator[Violation]:
-        """Compare a save's blocks with what loads fill."""
-        event = step.event
-        if isinstance(event, e.LoadIssued):
-            self._loads[event.job_id] = (step.sequence, event)
-            for slot, block_id in zip(event.slots, event.block_ids, strict=False):
-                if slot != NO_SLOT:
-                    self._filled_by[block_id] = event.job_id
-        elif not self._loads:
-            return
-        elif isinstance(event, e.SaveIssued | e.TailSaveIssued):
-            yield from self._check_save(event, step, projections)
-        elif isinstance(event, e.LoadCompleted | e.LoadFailed):
-            self._let_go(event.job_id)
-        elif isinstance(event, e.RequestPreempted | e.RequestFinished):
+    def checks(self, _configuration: LedgerConfiguration) -> Iterable[tuple[type[e.Event], Check]]:
+        """By class of event."""
+        return [
+            (e.LoadIssued, self._issued),
+            (e.LoadCompleted, self._settled),
+            (e.LoadFailed, self._settled),
+            (e.SaveIssued, self._saved),
+            (e.TailSaveIssued, self._saved),
+            (e.RequestPreempted, self._stopped),
+            (e.RequestFinished, self._stopped),
+            (e.StepScheduled, self._step_scheduled),
+        ]
+
+    def _issued(self, event: e.LoadIssued, step: ReplayedEvent, _projections: Projections) -> None:
+        self._loads[event.job_id] = (step.sequence, event)
+        for slot, block_id in zip(event.slots, event.block_ids, strict=False):
+            if slot != NO_SLOT:
+                self._filled_by[block_id] = event.job_id
+
+    def _settled(self, event: e.LoadCompleted | e.LoadFailed, _step: ReplayedEvent, _projections: Projections) -> None:
+        self._let_go(event.job_id)
+
+    def _saved(
+        self, event: e.SaveIssued | e.TailSaveIssued, step: ReplayedEvent, projections: Projections
+    ) -> Iterator[Violation] | None:
+        return self._check_save(event, step, projections) if self._filled_by else None
+
+    def _stopped(
+        self, event: e.RequestPreempted | e.RequestFinished, _step: ReplayedEvent, _projections: Projections
+    ) -> None:
+        if self._loads:
             self._leaving += [
                 job_id for job_id, (_, load) in self._loads.items() if load.request_id == event.request_id
             ]
-        elif self._leaving:
+
+    def _step_scheduled(self, _event: e.StepScheduled, _step: ReplayedEvent, _projections: Projections) -> None:
+        if self._leaving:
             leaving, self._leaving = self._leaving, []
             for job_id in leaving:
                 self._let_go(job_id)

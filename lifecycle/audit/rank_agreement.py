@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable
 from typing import ClassVar
 
-import attrs
+import msgspec
 
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.audit.checker import JOB_ISSUED, JOB_SETTLED, Violation, violation
+from kvledger.lifecycle.audit.checker import Violation, violation
 from kvledger.lifecycle.belief import Projections
-from kvledger.lifecycle.replay import ReplayedEvent
+from kvledger.lifecycle.configuration import LedgerConfiguration
+from kvledger.lifecycle.replay import Check, ReplayedEvent
+
+_NO_RANKS: frozenset[int] = frozenset()
+_Settled = e.LoadCompleted | e.LoadFailed | e.SaveCompleted | e.SaveFailed
 
 
-@attrs.define
-class _Told:
+class _Told(msgspec.Struct, gc=False):
     sequence: int
-    done: frozenset[int] = frozenset()
-    failed: frozenset[int] = frozenset()
+    done: frozenset[int] = _NO_RANKS
+    failed: frozenset[int] = _NO_RANKS
 
 
 class RankAgreement:
@@ -29,45 +32,56 @@ class RankAgreement:
     """
 
     rule: ClassVar[str] = "RANK_AGREEMENT"
-    looks_at: ClassVar[frozenset[type[e.Event]]] = frozenset({*JOB_ISSUED, *JOB_SETTLED, e.TransferReported})
 
     def __init__(self) -> None:
         self._in_flight: dict[int, _Told] = {}
         self._report_sequence = 0
+        self._every_rank: frozenset[int] = frozenset()
 
-    def check(self, step: ReplayedEvent, projections: Projections) -> Iterator[Violation]:
-        """Count ranks per job."""
-        event = step.event
-        if isinstance(event, e.LoadIssued | e.SaveIssued | e.TailSaveIssued):
-            self._in_flight[event.job_id] = _Told(step.sequence)
-        elif isinstance(event, e.TransferReported):
-            self._report_sequence = step.sequence
-            told = self._in_flight.get(event.job_id)
-            if told is not None:
-                owing = frozenset(range(projections.configuration.num_ranks)) - told.done - told.failed
-                told.done |= owing.intersection(event.ranks_done)
+    def checks(self, configuration: LedgerConfiguration) -> Iterable[tuple[type[e.Event], Check]]:
+        """By class of event."""
+        self._every_rank = frozenset(range(configuration.num_ranks))
+        return [
+            (e.LoadIssued, self._issued),
+            (e.SaveIssued, self._issued),
+            (e.TailSaveIssued, self._issued),
+            (e.TransferReported, self._reported),
+            (e.LoadCompleted, self._settled),
+            (e.LoadFailed, self._settled),
+            (e.SaveCompleted, self._settled),
+            (e.SaveFailed, self._settled),
+        ]
+
+    def _issued(
+        self, event: e.LoadIssued | e.SaveIssued | e.TailSaveIssued, step: ReplayedEvent, _projections: Projections
+    ) -> None:
+        self._in_flight[event.job_id] = _Told(step.sequence)
+
+    def _reported(self, event: e.TransferReported, step: ReplayedEvent, _projections: Projections) -> None:
+        self._report_sequence = step.sequence
+        told = self._in_flight.get(event.job_id)
+        if told is not None:
+            owing = self._every_rank if told.done is _NO_RANKS is told.failed else self._owing(told)
+            told.done |= owing.intersection(event.ranks_done)
+            if event.ranks_failed:
                 told.failed |= owing.intersection(event.ranks_failed) - told.done
-        elif isinstance(event, e.LoadCompleted | e.LoadFailed | e.SaveCompleted | e.SaveFailed):
-            told = self._in_flight.pop(event.job_id, None)
-            if told is not None:
-                yield from self._check_settlement(event, told, step, projections)
 
-    def _check_settlement(
-        self,
-        event: e.LoadCompleted | e.LoadFailed | e.SaveCompleted | e.SaveFailed,
-        told: _Told,
-        step: ReplayedEvent,
-        projections: Projections,
-    ) -> Iterator[Violation]:
-        num_ranks = projections.configuration.num_ranks
+    def _owing(self, told: _Told) -> frozenset[int]:
+        return self._every_rank - told.done - told.failed
+
+    def _settled(self, event: _Settled, step: ReplayedEvent, projections: Projections) -> list[Violation] | None:
+        told = self._in_flight.pop(event.job_id, None)
+        if told is None:
+            return None
         if isinstance(event, e.LoadCompleted | e.SaveCompleted):
-            agreed = len(told.done) == num_ranks
+            agreed = len(told.done) == len(self._every_rank)
         else:
             by_report = event.quiet if isinstance(event, e.SaveFailed) else event.cause == self._report_sequence
-            agreed = not by_report or len(told.done) + len(told.failed) == num_ranks
-        if not agreed:
-            detail = (
-                f"{event.id} for job {event.job_id}, which {len(told.done)} of {num_ranks} ranks did "
-                f"and {len(told.failed)} failed to do"
-            )
-            yield violation(self.rule, step, projections, detail, told.sequence, event.cause)
+            agreed = not by_report or not self._owing(told)
+        if agreed:
+            return None
+        detail = (
+            f"{event.id} for job {event.job_id}, which {len(told.done)} of {len(self._every_rank)} ranks did "
+            f"and {len(told.failed)} failed to do"
+        )
+        return [violation(self.rule, step, projections, detail, told.sequence, event.cause)]

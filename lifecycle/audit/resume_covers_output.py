@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable
 from typing import ClassVar
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.checker import Violation, violation
 from kvledger.lifecycle.belief import Projections
-from kvledger.lifecycle.replay import ReplayedEvent
+from kvledger.lifecycle.configuration import LedgerConfiguration
+from kvledger.lifecycle.replay import Check, ReplayedEvent
 
 
 class ResumeCoversOutput:
@@ -19,27 +20,35 @@ class ResumeCoversOutput:
     """
 
     rule: ClassVar[str] = "RESUME_COVERS_OUTPUT"
-    looks_at: ClassVar[frozenset[type[e.Event]]] = frozenset(
-        {e.LookupRequested, e.RequestPreempted, e.SessionContinued, e.RequestArrived, e.RequestReleased}
-    )
 
     def __init__(self) -> None:
         self._known: dict[str, tuple[int, int]] = {}
         """Request id -> (tokens known at its last preemption, sequence)."""
 
-    def check(self, step: ReplayedEvent, projections: Projections) -> Iterator[Violation]:
-        """Compare the lookup's tokens with those known before."""
-        event = step.event
-        if isinstance(event, e.LookupRequested):
-            num_known, sequence = self._known.get(event.request_id, (0, 0))
-            if event.num_tokens < num_known:
-                detail = f"looked up with {event.num_tokens} tokens, but {num_known} were known when it was preempted"
-                yield violation(self.rule, step, projections, detail, sequence)
-        elif isinstance(event, e.RequestPreempted):
-            record = projections.tracker.get(event.request_id)
-            if record is not None:
-                num_before, _ = self._known.get(event.request_id, (0, 0))
-                num_known = max(num_before, record.num_tokens, event.num_settled_tokens)
-                self._known[event.request_id] = (num_known, step.sequence)
-        elif isinstance(event, e.RequestEvent):
-            self._known.pop(event.request_id, None)
+    def checks(self, _configuration: LedgerConfiguration) -> Iterable[tuple[type[e.Event], Check]]:
+        """By class of event."""
+        return [
+            (e.LookupRequested, self._requested),
+            (e.RequestPreempted, self._preempted),
+            (e.SessionContinued, self._forget),
+            (e.RequestArrived, self._forget),
+            (e.RequestReleased, self._forget),
+        ]
+
+    def _requested(
+        self, event: e.LookupRequested, step: ReplayedEvent, projections: Projections
+    ) -> list[Violation] | None:
+        num_known, sequence = self._known.get(event.request_id, (0, 0))
+        if event.num_tokens >= num_known:
+            return None
+        detail = f"looked up with {event.num_tokens} tokens, but {num_known} were known when it was preempted"
+        return [violation(self.rule, step, projections, detail, sequence)]
+
+    def _preempted(self, event: e.RequestPreempted, step: ReplayedEvent, _projections: Projections) -> None:
+        if step.record is not None:
+            num_before, _ = self._known.get(event.request_id, (0, 0))
+            num_known = max(num_before, step.record.num_tokens, event.num_settled_tokens)
+            self._known[event.request_id] = (num_known, step.sequence)
+
+    def _forget(self, event: e.RequestEvent, _step: ReplayedEvent, _projections: Projections) -> None:
+        self._known.pop(event.request_id, None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import ClassVar
 
 import attrs
@@ -10,9 +10,8 @@ import attrs
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.checker import Violation, violation
 from kvledger.lifecycle.belief import Projections
-from kvledger.lifecycle.replay import ReplayedEvent
-
-_GIVEN_UP = (e.RequestPreempted, e.RequestFinished, e.LookupRequested, e.RequestArrived, e.RequestReleased)
+from kvledger.lifecycle.configuration import LedgerConfiguration
+from kvledger.lifecycle.replay import Check, ReplayedEvent
 
 
 @attrs.define
@@ -32,48 +31,59 @@ class RollbackObserved:
     """
 
     rule: ClassVar[str] = "ROLLBACK_OBSERVED"
-    looks_at: ClassVar[frozenset[type[e.Event]]] = frozenset(
-        {
-            e.LoadIssued,
-            e.LoadCompleted,
-            e.LoadFailed,
-            e.TransferReported,
-            e.TokensRolledBack,
-            e.StepScheduled,
-            *_GIVEN_UP,
-        }
-    )
 
     def __init__(self) -> None:
         self._loads: dict[int, _Load] = {}
         self._failed_report = 0
         """Sequence of the last report of a failure."""
 
-    def check(self, step: ReplayedEvent, projections: Projections) -> Iterator[Violation]:
-        """Follow loads to their end, and their requests to the next step."""
-        event = step.event
-        if isinstance(event, e.StepScheduled):
-            if any(load.failed_at for load in self._loads.values()):
-                yield from self._check_step(event, step, projections)
-        elif isinstance(event, e.TransferReported):
-            if event.ranks_failed:
-                self._failed_report = step.sequence
-        elif isinstance(event, e.LoadIssued | e.LoadCompleted | e.LoadFailed):
-            self._follow_load(event, step.sequence)
-        elif isinstance(event, e.TokensRolledBack):
-            self._forget(event.request_id, event.num_computed_tokens)
-        elif isinstance(event, e.RequestEvent) and self._loads:
-            self._forget(event.request_id, 0)
+    def checks(self, _configuration: LedgerConfiguration) -> Iterable[tuple[type[e.Event], Check]]:
+        """By class of event."""
+        return [
+            (e.StepScheduled, self._step_scheduled),
+            (e.TransferReported, self._reported),
+            (e.LoadIssued, self._issued),
+            (e.LoadCompleted, self._completed),
+            (e.LoadFailed, self._failed),
+            (e.TokensRolledBack, self._rolled_back),
+            (e.RequestPreempted, self._given_up),
+            (e.RequestFinished, self._given_up),
+            (e.LookupRequested, self._given_up),
+            (e.RequestArrived, self._given_up),
+            (e.RequestReleased, self._given_up),
+        ]
 
-    def _follow_load(self, event: e.LoadIssued | e.LoadCompleted | e.LoadFailed, sequence: int) -> None:
-        if isinstance(event, e.LoadIssued):
-            if not event.is_async:
-                end_token = event.first_token + event.num_tokens
-                self._loads[event.job_id] = _Load(sequence, event.request_id, end_token)
-        elif isinstance(event, e.LoadFailed) and event.job_id in self._loads and event.cause == self._failed_report:
-            self._loads[event.job_id].failed_at = sequence
-        else:
+    def _step_scheduled(
+        self, event: e.StepScheduled, step: ReplayedEvent, projections: Projections
+    ) -> Iterator[Violation] | None:
+        if not self._loads or not any(load.failed_at for load in self._loads.values()):
+            return None
+        return self._check_step(event, step, projections)
+
+    def _reported(self, event: e.TransferReported, step: ReplayedEvent, _projections: Projections) -> None:
+        if event.ranks_failed:
+            self._failed_report = step.sequence
+
+    def _issued(self, event: e.LoadIssued, step: ReplayedEvent, _projections: Projections) -> None:
+        if not event.is_async:
+            end_token = event.first_token + event.num_tokens
+            self._loads[event.job_id] = _Load(step.sequence, event.request_id, end_token)
+
+    def _completed(self, event: e.LoadCompleted, _step: ReplayedEvent, _projections: Projections) -> None:
+        self._loads.pop(event.job_id, None)
+
+    def _failed(self, event: e.LoadFailed, step: ReplayedEvent, _projections: Projections) -> None:
+        if event.cause != self._failed_report:
             self._loads.pop(event.job_id, None)
+        elif event.job_id in self._loads:
+            self._loads[event.job_id].failed_at = step.sequence
+
+    def _rolled_back(self, event: e.TokensRolledBack, _step: ReplayedEvent, _projections: Projections) -> None:
+        self._forget(event.request_id, event.num_computed_tokens)
+
+    def _given_up(self, event: e.RequestEvent, _step: ReplayedEvent, _projections: Projections) -> None:
+        if self._loads:
+            self._forget(event.request_id, 0)
 
     def _forget(self, request_id: str, num_computed_tokens: int) -> None:
         for job_id in [

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import ClassVar
 
 import attrs
@@ -10,7 +10,8 @@ import attrs
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.checker import Violation, violation
 from kvledger.lifecycle.belief import Projections
-from kvledger.lifecycle.replay import ReplayedEvent
+from kvledger.lifecycle.configuration import LedgerConfiguration
+from kvledger.lifecycle.replay import Check, ReplayedEvent
 
 
 @attrs.define
@@ -43,51 +44,67 @@ class StoreContiguous:
     """
 
     rule: ClassVar[str] = "STORE_CONTIGUOUS"
-    looks_at: ClassVar[frozenset[type[e.Event]]] = frozenset(
-        {
-            e.StepScheduled,
-            e.SaveIssued,
-            e.SaveDeclined,
-            e.RequestPreempted,
-            e.RequestFinished,
-            e.TransferReported,
-            e.CacheReset,
-            e.ChunkKeysObserved,
-            e.RequestArrived,
-            e.RequestReleased,
-        }
-    )
 
     def __init__(self) -> None:
         self._lives: dict[str, _Accounted] = {}
         self._missing: list[tuple[str, int]] = []
         """(request id, chunk) that were not there when they were told of; another request may save them just then."""
 
-    def check(self, step: ReplayedEvent, projections: Projections) -> Iterator[Violation]:
-        """Keep account of chunks, and look below each one that is saved."""
-        event = step.event
-        if self._missing and not event.is_decision:
-            self._look_again(projections, is_reset=isinstance(event, e.CacheReset))
-        if isinstance(event, e.StepScheduled):
-            self._take_step(event, projections)
-        elif isinstance(event, e.SaveIssued):
-            yield from self._check_save(event, step, projections)
-        elif isinstance(event, e.SaveDeclined):
-            life = self._lives.setdefault(event.request_id, _Accounted())
-            for chunk in range(event.first_chunk, max(life.end_chunk, event.first_chunk + event.num_chunks)):
-                life.add(chunk)
-        elif isinstance(event, e.RequestPreempted | e.RequestFinished):
-            self._settle(event.request_id, 0, event.num_settled_tokens, projections)
-        elif isinstance(event, e.ChunkKeysObserved):
-            self._cut(event.request_id, event.first_chunk)
-        elif isinstance(event, e.RequestEvent):
-            self._lives.pop(event.request_id, None)
+    def checks(self, _configuration: LedgerConfiguration) -> Iterable[tuple[type[e.Event], Check]]:
+        """By class of event."""
+        return [
+            (e.StepScheduled, self._step_scheduled),
+            (e.SaveIssued, self._save_issued),
+            (e.SaveDeclined, self._declined),
+            (e.RequestPreempted, self._stopped),
+            (e.RequestFinished, self._stopped),
+            (e.TransferReported, self._reported),
+            (e.CacheReset, self._reset),
+            (e.ChunkKeysObserved, self._cut),
+            (e.RequestArrived, self._forget),
+            (e.RequestReleased, self._forget),
+        ]
 
-    def _take_step(self, event: e.StepScheduled, projections: Projections) -> None:
+    def _step_scheduled(self, event: e.StepScheduled, _step: ReplayedEvent, projections: Projections) -> None:
+        if self._missing:
+            self._look_again(projections)
         for ordinal, first_chunk, num_settled_tokens in event.settled:
             record = projections.tracker.by_ordinal(ordinal)
             if record is not None:
                 self._settle(record.request_id, first_chunk, num_settled_tokens, projections)
+
+    def _stopped(
+        self, event: e.RequestPreempted | e.RequestFinished, _step: ReplayedEvent, projections: Projections
+    ) -> None:
+        if self._missing:
+            self._look_again(projections)
+        self._settle(event.request_id, 0, event.num_settled_tokens, projections)
+
+    def _reported(self, _event: e.TransferReported, _step: ReplayedEvent, projections: Projections) -> None:
+        if self._missing:
+            self._look_again(projections)
+
+    def _reset(self, _event: e.CacheReset, _step: ReplayedEvent, projections: Projections) -> None:
+        self._look_again(projections, is_reset=True)
+
+    def _declined(self, event: e.SaveDeclined, _step: ReplayedEvent, _projections: Projections) -> None:
+        life = self._lives.setdefault(event.request_id, _Accounted())
+        for chunk in range(event.first_chunk, max(life.end_chunk, event.first_chunk + event.num_chunks)):
+            life.add(chunk)
+
+    def _forget(self, event: e.RequestEvent, _step: ReplayedEvent, _projections: Projections) -> None:
+        self._lives.pop(event.request_id, None)
+
+    def _save_issued(
+        self, event: e.SaveIssued, step: ReplayedEvent, projections: Projections
+    ) -> Iterator[Violation] | None:
+        life = self._lives.get(event.request_id)
+        if life is not None and event.chunks and event.chunks[0] == life.num_chunks and not life.beyond:
+            num_chunks = len(event.chunks)
+            if event.chunks[-1] == life.num_chunks + num_chunks - 1:  # one after the other, right behind the last
+                life.num_chunks += num_chunks
+                return None
+        return self._check_save(event, step, projections)
 
     def _settle(self, request_id: str, first_chunk: int, num_settled_tokens: int, projections: Projections) -> None:
         life = self._lives.setdefault(request_id, _Accounted())
@@ -99,18 +116,18 @@ class StoreContiguous:
             else:
                 self._missing.append((request_id, chunk))
 
-    def _look_again(self, projections: Projections, *, is_reset: bool) -> None:
+    def _look_again(self, projections: Projections, *, is_reset: bool = False) -> None:
         missing, self._missing = self._missing, []
         for request_id, chunk in missing:
             life, keys = self._lives.get(request_id), projections.chunk_keys.of(request_id)
             if life is not None and (is_reset or (chunk < len(keys) and _is_there(keys[chunk], projections))):
                 life.add(chunk)
 
-    def _cut(self, request_id: str, first_chunk: int) -> None:
-        life = self._lives.get(request_id)
+    def _cut(self, event: e.ChunkKeysObserved, _step: ReplayedEvent, _projections: Projections) -> None:
+        life, first_chunk = self._lives.get(event.request_id), event.first_chunk
         if life is not None and first_chunk < max(life.num_chunks, life.end_chunk, *life.beyond, 0):
             beyond = {chunk for chunk in life.beyond if chunk < first_chunk}
-            self._lives[request_id] = _Accounted(min(life.num_chunks, first_chunk), beyond, first_chunk)
+            self._lives[event.request_id] = _Accounted(min(life.num_chunks, first_chunk), beyond, first_chunk)
 
     def _check_save(self, event: e.SaveIssued, step: ReplayedEvent, projections: Projections) -> Iterator[Violation]:
         life = self._lives.setdefault(event.request_id, _Accounted())

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import ClassVar
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.checker import Violation, violation
 from kvledger.lifecycle.belief import Projections
-from kvledger.lifecycle.replay import ReplayedEvent
+from kvledger.lifecycle.configuration import LedgerConfiguration
+from kvledger.lifecycle.replay import Check, ReplayedEvent
 from kvledger.lifecycle.windows import NULL_BLOCK
 
 
@@ -22,29 +23,40 @@ class TableEq:
     """
 
     rule: ClassVar[str] = "TABLE_EQ"
-    looks_at: ClassVar[frozenset[type[e.Event]]] = frozenset({e.BlocksAllocated, e.BlockTableObserved, e.StepScheduled})
 
     def __init__(self) -> None:
         self._allocated: dict[int, int] = {}
         """Ordinal -> sequence of an allocation since the last step."""
 
-    def check(self, step: ReplayedEvent, projections: Projections) -> Iterator[Violation]:
-        """Count blocks."""
-        event = step.event
-        if isinstance(event, e.StepScheduled):
-            if self._allocated:
-                yield from self._check_allocated(step, projections)
-            if event.advanced:
-                yield from self._check_reach(event, step, projections)
-        elif isinstance(event, e.BlockTableObserved):
-            detail = f"the scheduler's table has {len(event.block_ids)} blocks and is not the one that the log folds to"
-            yield violation(self.rule, step, projections, detail)
-        elif isinstance(event, e.BlocksAllocated):
-            record = projections.tracker.get(event.request_id)
-            if record is not None:
-                self._allocated[record.ordinal] = step.sequence
-            if len(twice := _twice(event.block_ids)):
-                yield violation(self.rule, step, projections, f"blocks {twice} stand twice in the table that was given")
+    def checks(self, _configuration: LedgerConfiguration) -> Iterable[tuple[type[e.Event], Check]]:
+        """By class of event."""
+        return [
+            (e.StepScheduled, self._step_scheduled),
+            (e.BlocksAllocated, self._given),
+            (e.BlockTableObserved, self._observed),
+        ]
+
+    def _step_scheduled(
+        self, event: e.StepScheduled, step: ReplayedEvent, projections: Projections
+    ) -> Iterable[Violation] | None:
+        found = None
+        if self._allocated:
+            found = list(self._check_allocated(step, projections))
+        if event.advanced:
+            found = [*(found or ()), *self._check_reach(event, step, projections)]
+        return found
+
+    def _observed(self, event: e.BlockTableObserved, step: ReplayedEvent, projections: Projections) -> list[Violation]:
+        detail = f"the scheduler's table has {len(event.block_ids)} blocks and is not the one that the log folds to"
+        return [violation(self.rule, step, projections, detail)]
+
+    def _given(self, event: e.BlocksAllocated, step: ReplayedEvent, projections: Projections) -> list[Violation] | None:
+        if step.record is not None:
+            self._allocated[step.record.ordinal] = step.sequence
+        twice = _twice(event.block_ids)
+        if not twice:
+            return None
+        return [violation(self.rule, step, projections, f"blocks {twice} stand twice in the table that was given")]
 
     def _check_allocated(self, step: ReplayedEvent, projections: Projections) -> Iterator[Violation]:
         allocated, self._allocated = self._allocated, {}
@@ -54,9 +66,8 @@ class TableEq:
                 detail = f"blocks {twice} stand in the table already and were appended once more"
                 yield violation(self.rule, step, projections, detail, sequence, request_id=record.request_id)
 
-    def _check_reach(
-        self, event: e.StepScheduled, step: ReplayedEvent, projections: Projections
-    ) -> Iterator[Violation]:
+    def _check_reach(self, event: e.StepScheduled, step: ReplayedEvent, projections: Projections) -> list[Violation]:
+        found = []
         block_size, num_groups = projections.configuration.block_size, len(projections.configuration.windows)
         for ordinal, num_computed_tokens, num_scheduled_tokens, _ in event.advanced:
             record = projections.tracker.by_ordinal(ordinal)
@@ -66,7 +77,8 @@ class TableEq:
             num_blocks = len(projections.blocks.held(record.request_id))
             if num_blocks * block_size < num_tokens * num_groups:
                 detail = f"{num_tokens} tokens are scheduled on a table of {num_blocks} blocks of {block_size} tokens"
-                yield violation(self.rule, step, projections, detail, request_id=record.request_id)
+                found.append(violation(self.rule, step, projections, detail, request_id=record.request_id))
+        return found
 
 
 def _twice(block_ids: Sequence[int]) -> list[int]:
