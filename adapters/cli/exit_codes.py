@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterable
 
 
 class ExitCode(enum.IntEnum):
@@ -15,8 +16,21 @@ class ExitCode(enum.IntEnum):
     DIVERGED = 3
     """Today's code decides otherwise than the log, or cannot fold it."""
     USAGE = 64
+    TRY_AGAIN = 75
+    """A stream's server cannot be reached or has no room, or not everything is shipped: the same command later."""
+    REFUSED = 77
+    """A stream's server refused the credentials or the request, or its certificate was refused."""
     INTERRUPTED = 130
     BROKEN_PIPE = 141
+
+
+_BY_GRAVITY = (ExitCode.DAMAGED, ExitCode.RULE_BROKEN, ExitCode.DIVERGED, ExitCode.SOUND)
+
+
+def gravest(codes: Iterable[ExitCode]) -> ExitCode:
+    """The exit code of a command that read several logs."""
+    found = set(codes)
+    return next((code for code in _BY_GRAVITY if code in found), ExitCode.SOUND)
 
 
 class CommandFailed(Exception):

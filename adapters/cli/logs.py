@@ -5,7 +5,7 @@ The only room of the command line that knows frames and segments.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import attrs
@@ -13,10 +13,12 @@ import msgspec
 
 from kvledger.adapters.cli.exit_codes import CommandFailed, ExitCode
 from kvledger.lifecycle import LedgerConfiguration
-from kvledger.lifecycle.codec import CodecError, EventDecoder
+from kvledger.lifecycle.codec import CodecError, DecodedFrame, EventDecoder, SchemaTooNew
+from kvledger.lifecycle.events import Event
 from kvledger.lifecycle.replay import SequencedEvent
 from kvledger.storage.events import Frame, FrameKind, LogError, LogReader, read_log
 from kvledger.storage.events.frames import frame_bytes
+from kvledger.storage.events.jump import frames_from
 from kvledger.storage.events.segment_file import segment_paths
 
 BytesRead = Callable[[int], None]
@@ -40,6 +42,26 @@ class LogDamage:
 
 
 @attrs.define
+class Batch:
+    """The events of one frame, and the place of the frame in the log."""
+
+    first_sequence: int
+    decoded: DecodedFrame
+    segment: str
+    offset: int
+    end_offset: int
+
+    @property
+    def events(self) -> Sequence[Event]:
+        """The events alone."""
+        return self.decoded.events
+
+    def numbered(self) -> Iterator[SequencedEvent]:
+        """The events with their numbers."""
+        return self.decoded.numbered(self.first_sequence)
+
+
+@attrs.define
 class StoredLog:
     """An opened log. `damage` and the counters are filled while events are read; each reading starts anew."""
 
@@ -60,6 +82,11 @@ class StoredLog:
     _reader: LogReader = attrs.field(alias="reader")
 
     @property
+    def skipped(self) -> Mapping[str, int]:
+        """Event id -> how many were skipped because this version does not know them; only with `lenient`."""
+        return self._decoder.num_skipped
+
+    @property
     def begins_late(self) -> bool:
         """Whether the first event is not in the log: a later segment alone, or a log whose oldest were retired."""
         return self.first_sequence > 1
@@ -69,10 +96,18 @@ class StoredLog:
         """The chain hash (hex) of the last frame read; noted elsewhere, it makes a rewritten log detectable."""
         return "" if self._reader.head_hash is None else self._reader.head_hash.hex()
 
+    def files(self) -> list[Path]:
+        """The log's segments now, in order."""
+        return segment_paths(self.path) if self.path.is_dir() else [self.path]
+
+    def has_more_than(self, segment: str, offset: int) -> bool:
+        """Whether there are bytes behind that place."""
+        last = self.files()[-1]
+        return last.name > segment or last.stat().st_size > offset
+
     def total_bytes(self) -> int:
         """Size of the log's files now."""
-        files = segment_paths(self.path) if self.path.is_dir() else [self.path]
-        return sum(file.stat().st_size for file in files)
+        return sum(file.stat().st_size for file in self.files())
 
     def events(self) -> Iterator[SequencedEvent]:
         """Every event that can be read, in order. A jump in the sequence numbers means that some cannot."""
@@ -81,32 +116,21 @@ class StoredLog:
 
     def frames(self) -> Iterator[Iterable[SequencedEvent]]:
         """The same, one frame's events at a time, for who reads many."""
-        self.damage.clear()
-        self.num_bytes = self.num_frames = self.num_events = 0
-        self.first_sequence = self.last_sequence = self.trusted_sequence = 0
-        num_taken = 0
-        for frame in self._reader:
-            num_taken = self._take_damage(num_taken)
-            self._count(frame)
-            if frame.kind is FrameKind.GAP:
-                reason = frame.payload.decode(errors="replace")
-                detail = f"{frame.num_events} events could not be written: {reason}"
-                self._report("lost_events", frame, detail)
-                continue
-            try:
-                events = self._decoder.decode(frame.payload)
-            except CodecError as error:
-                self._report("undecodable", frame, str(error))
-                continue
-            if len(events) != frame.num_events:
-                detail = f"the frame says it holds {frame.num_events} events and holds {len(events)}"
-                self._report("miscounted", frame, detail)
-                continue
-            self.num_events += len(events)
-            if frame.first_sequence == self.trusted_sequence + 1:
-                self.trusted_sequence += frame.num_events
-            yield enumerate(events, frame.first_sequence)
-        self._take_damage(num_taken)
+        for frame, decoded in self._intact():
+            yield decoded.numbered(frame.first_sequence)
+
+    def batches(self) -> Iterator[Batch]:
+        """The same, with the place of each frame, so that it can be read again from there."""
+        for frame, decoded in self._intact():
+            segment, offset = self._place()
+            yield Batch(frame.first_sequence, decoded, segment, offset, offset + frame_bytes(frame))
+
+    def batches_from(self, segment: str, offset: int) -> Iterator[Batch]:
+        """The batches from a place on that an earlier reading gave, as far as they can be read. Reports no damage."""
+        for frame, name, at in frames_from(self.path, segment, offset):
+            if frame.kind is FrameKind.EVENTS:
+                decoded = self._decoder.decode_frame(frame.payload)
+                yield Batch(frame.first_sequence, decoded, name, at, at + frame_bytes(frame))
 
     def trusted_events(self) -> Iterator[SequencedEvent]:
         """The events from the log's first to the last before any is missing; reads (and checks) the rest too.
@@ -122,6 +146,35 @@ class StoredLog:
             if self.last_sequence <= self.trusted_sequence:
                 yield events
 
+    def _intact(self) -> Iterator[tuple[Frame, DecodedFrame]]:
+        self.damage.clear()
+        self.num_bytes = self.num_frames = self.num_events = 0
+        self.first_sequence = self.last_sequence = self.trusted_sequence = 0
+        self._decoder.num_skipped.clear()
+        num_taken = 0
+        for frame in self._reader:
+            num_taken = self._take_damage(num_taken)
+            self._count(frame)
+            if frame.kind is FrameKind.GAP:
+                reason = frame.payload.decode(errors="replace")
+                detail = f"{frame.num_events} events could not be written: {reason}"
+                self._report("lost_events", frame, detail)
+                continue
+            try:
+                decoded = self._decoder.decode_frame(frame.payload)
+            except CodecError as error:
+                self._report("undecodable", frame, str(error))
+                continue
+            if decoded.num_events != frame.num_events:
+                detail = f"the frame says it holds {frame.num_events} events and holds {decoded.num_events}"
+                self._report("miscounted", frame, detail)
+                continue
+            self.num_events += decoded.num_events
+            if frame.first_sequence == self.trusted_sequence + 1:
+                self.trusted_sequence += frame.num_events
+            yield frame, decoded
+        self._take_damage(num_taken)
+
     def _count(self, frame: Frame) -> None:
         num_bytes = frame_bytes(frame)
         self.num_bytes += num_bytes
@@ -131,10 +184,12 @@ class StoredLog:
         if self.on_bytes is not None:
             self.on_bytes(num_bytes)
 
+    def _place(self) -> tuple[str, int]:
+        # The reader has not yet gone on behind the frame that it has just given.
+        return ("", 0) if self._reader.tail is None else (self._reader.tail[0].name, self._reader.tail[1])
+
     def _report(self, kind: str, frame: Frame, detail: str) -> None:
-        segment, offset = "", 0
-        if self._reader.tail is not None:
-            segment, offset = self._reader.tail[0].name, self._reader.tail[1]
+        segment, offset = self._place()
         self.damage.append(LogDamage(kind, segment, offset, frame.first_sequence, detail, frame_bytes(frame)))
 
     def _take_damage(self, num_taken: int) -> int:
@@ -145,25 +200,10 @@ class StoredLog:
         return len(self._reader.damage)
 
 
-def find_log(path: Path) -> Path:
-    """The log that `path` means: a log directory, one segment file, or the newest log of a directory of logs.
+def open_log(path: Path, *, lenient: bool = False) -> StoredLog:
+    """Open the log at `path`, which `sources.find_logs` has found.
 
-    Raises:
-        CommandFailed: there is none.
-    """
-    if not path.exists():
-        raise CommandFailed(f"{path}: there is nothing; give a log directory or a *.kvlog file", ExitCode.USAGE)
-    if not path.is_dir() or segment_paths(path):
-        return path
-    logs = [child for child in path.iterdir() if child.is_dir() and segment_paths(child)]
-    if not logs:
-        message = f"{path}: holds no log, neither segments (*.kvlog) nor a folder with some; is it the log_dir?"
-        raise CommandFailed(message, ExitCode.USAGE)
-    return max(logs, key=_opened_at)
-
-
-def open_log(path: Path) -> StoredLog:
-    """Open the log at `path`, which `find_log` has found.
+    With `lenient`, events that this version does not know are skipped and counted.
 
     Raises:
         CommandFailed: it cannot be read, is no kvledger log, or was written by a newer version.
@@ -173,9 +213,10 @@ def open_log(path: Path) -> StoredLog:
         header: dict[str, object] = reader.header
         if not header:
             raise CommandFailed(f"{path}: {_unreadable(reader)}", ExitCode.DAMAGED)
-        return StoredLog(path, header, _configuration(header), EventDecoder(header), reader)
+        return StoredLog(path, header, _configuration(header), EventDecoder(header, lenient=lenient), reader)
     except (LogError, CodecError, OSError) as error:
-        raise CommandFailed(f"{path}: {error}", ExitCode.DAMAGED) from error
+        hint = "; or skip what is not known with --lenient" if isinstance(error, SchemaTooNew) else ""
+        raise CommandFailed(f"{path}: {error}{hint}", ExitCode.DAMAGED) from error
 
 
 def _unreadable(reader: LogReader) -> str:
@@ -200,11 +241,3 @@ def _configuration(header: Mapping[str, object]) -> LedgerConfiguration:
         return msgspec.convert(given, LedgerConfiguration)
     except msgspec.ValidationError as error:
         raise CodecError(f"the log's configuration cannot be used: {error}") from error
-
-
-def _opened_at(log: Path) -> int:
-    try:
-        opened_at = read_log(log).header.get("opened_at_unix_ns")
-    except (LogError, OSError):
-        opened_at = None
-    return opened_at if isinstance(opened_at, int) else segment_paths(log)[-1].stat().st_mtime_ns

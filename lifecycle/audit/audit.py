@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 
 import attrs
@@ -36,7 +36,10 @@ class Unfoldable:
 
 
 class Audit:
-    """Takes the events of one log in order and collects what is wrong with them. Without `checkers`, runs all."""
+    """Takes the events of one log in order and collects what is wrong with them.
+
+    Without `checkers`, runs all; with `keeps`, counts and collects only the violations that it says True to.
+    """
 
     def __init__(
         self,
@@ -45,7 +48,9 @@ class Audit:
         *,
         checkers: Sequence[AnyChecker] | None = None,
         handlers: HandlerRegistry | None = None,
+        keeps: Callable[[Violation], bool] | None = None,
     ) -> None:
+        self._keeps = keeps
         self.checkers = all_checkers() if checkers is None else tuple(checkers)
         indices = Indices(configuration)
         checks = [*indices.folds(), *(pair for checker in self.checkers for pair in checks_of(checker, indices))]
@@ -122,6 +127,8 @@ class Audit:
             self._keep(violation)
 
     def _keep(self, violation: Violation) -> None:
+        if self._keeps is not None and not self._keeps(violation):
+            return
         self.num_violations[violation.rule] += 1
         if len(self.violations) < MAX_VIOLATIONS:
             self.violations.append(violation)

@@ -21,6 +21,7 @@ Every byte is either compared (marker), or is the CRC, or is covered by it.
 from __future__ import annotations
 
 import enum
+import mmap
 import struct
 from hashlib import blake2b
 
@@ -122,7 +123,7 @@ def frame_bytes(frame: Frame) -> int:
     return FRAME_HEADER_BYTES + len(frame.payload)
 
 
-def parse_frame(data: bytes, offset: int) -> Frame | str:
+def parse_frame(data: bytes | mmap.mmap, offset: int) -> Frame | str:
     """Return the intact frame at `offset` of `data`, or the reason why there is none."""
     num_left = len(data) - offset
     if num_left < FRAME_HEADER_BYTES:

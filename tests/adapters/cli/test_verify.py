@@ -5,12 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from lifecycle_driver import Driver
 
+from kvledger.adapters.handlers import handler_registry
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit import NOT_CHECKED
-from kvledger.lifecycle.codec import EventEncoder
+from kvledger.lifecycle.codec import EventEncoder, vocabulary_header
 from kvledger.storage.events import SegmentEventStore
 
 
@@ -32,7 +34,7 @@ def test_a_sound_log_gives_0(run: Any, log: Path) -> None:
     result = run("verify", log)
     assert result.exit_code == 0, result.out
     assert "intact" in result.out
-    assert "22 checked" in result.out
+    assert "34 checked" in result.out
     assert "made again, all equal" in result.out
     assert result.out.endswith("sound\n")
 
@@ -194,9 +196,9 @@ def test_damage_goes_over_a_broken_rule_and_that_over_a_divergence(
 def test_what_was_not_checked_is_listed(run: Any, log: Path) -> None:
     """In JSON always, for people on request, and its number in any case."""
     assert {item["rule"] for item in run("--json", "verify", log).objects("not_checked")} == set(NOT_CHECKED)
-    assert "LIVENESS: " in run("verify", "--verbose", log).out
+    assert "STEP_WHILE_PENDING: " in run("verify", "--verbose", log).out
     brief = run("verify", log).out
-    assert "LIVENESS: " not in brief
+    assert "STEP_WHILE_PENDING: " not in brief
     assert f"{len(NOT_CHECKED)} rules that a log cannot decide" in brief
 
 
@@ -207,7 +209,7 @@ def test_another_transition_table_is_pointed_out(run: Any, tools: Any, story: Dr
     result = run("verify", log)
     assert result.exit_code == 0
     assert "another transition table" in result.out
-    assert "handlers of its own" in result.out
+    assert "name them with --handlers" in result.out
 
 
 def test_a_later_segment_alone_is_verified_as_far_as_it_can_be(
@@ -274,3 +276,71 @@ def test_the_verdict_names_the_head_of_the_chain(run: Any, log: Path) -> None:
     store = SegmentEventStore.open(log)
     assert verdict["head_hash"] == store.head_hash.hex()
     store.close()
+
+
+SHY = """
+from kvledger.lifecycle import StateHandler
+from kvledger.lifecycle.handlers.running import Running
+
+class Shy(Running):
+    tokens_settled = StateHandler.tokens_settled
+"""
+
+
+def test_a_log_of_other_handlers_is_checked_with_them(
+    run: Any, tools: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their decisions are made again by themselves; without them the log diverges, and the remedy is named."""
+    (tmp_path / "shy_handlers.py").write_text(SHY)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    registry = handler_registry(["shy_handlers:Shy"])
+    driver = Driver(num_slots=32, handlers=registry)
+    tools.play_story(driver)
+    header = {"handler_fingerprint": registry.fingerprint()}
+    log = tools.write_log(tmp_path / "log", driver.observed, driver.configuration, header=header)
+    without = run("verify", log)
+    assert without.exit_code == 3
+    assert "name them with --handlers: it was written with" in without.out
+    assert "running=Shy" in without.out
+    assert run("verify", log, "--handlers", "shy_handlers:Shy").exit_code == 0
+    assert run("replay", log, "--handlers", "shy_handlers:Shy").exit_code == 0
+
+
+@pytest.mark.parametrize("name", ["shy", "os:path", "nowhere.at_all:Shy"])
+def test_a_handler_that_is_none_is_wrong_usage(run: Any, log: Path, name: str) -> None:
+    """It is named, with the remedy."""
+    result = run("verify", log, "--handlers", name)
+    assert result.exit_code == 64
+    assert f"--handlers: '{name}'" in result.err
+
+
+def test_events_of_a_newer_version_are_refused_or_skipped_and_counted(
+    run: Any, tools: Any, story: Driver, tmp_path: Path
+) -> None:
+    """Refused with a clear word and a remedy; with --lenient the rest is read, and what is missing is told."""
+    vocabulary = vocabulary_header()["vocabulary"]
+    assert isinstance(vocabulary, list)
+    newer = [*vocabulary, {"id": "request.priority_changed", "version": 1, "fields": ["request_id", "priority"]}]
+    store = SegmentEventStore.create(
+        tmp_path / "log", tools.header_of(story.configuration, {"vocabulary": newer, "kvledger_version": "9.9"})
+    )
+    unknown = msgspec.msgpack.encode([len(vocabulary), "chat-17-b6", 3])
+    for number, event in enumerate(story.observed):
+        encoded = EventEncoder().encode([event])
+        if number == 10:
+            store.append(b"\x92" + encoded[1:] + unknown, 2)
+        else:
+            store.append(encoded, 1)
+    store.close()
+    refused = run("verify", tmp_path / "log")
+    assert refused.exit_code == 2
+    assert "request.priority_changed version 1, this kvledger knows no version" in refused.err
+    assert "kvledger 9.9" in refused.err
+    assert "--lenient" in refused.err
+    lenient = run("verify", "--lenient", tmp_path / "log")
+    assert "were skipped: 1 request.priority_changed" in lenient.out
+    (verdict,) = run("verify", "--lenient", "--json", tmp_path / "log").objects("verdict")
+    assert verdict["num_skipped"] == {"request.priority_changed": 1}
+    assert verdict["num_events"] == len(story.observed) + 1
+    assert verdict["num_damage"] == 0
+    assert run("show", "--lenient", tmp_path / "log", "chat-17").exit_code == 0
