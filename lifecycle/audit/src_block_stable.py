@@ -12,6 +12,7 @@ from kvledger.lifecycle.belief import Projections
 from kvledger.lifecycle.projections.transfers import Job, JobKind
 from kvledger.lifecycle.replay import Check, ReplayedEvent
 from kvledger.lifecycle.states import RequestState
+from kvledger.lifecycle.windows import blocks_at
 
 
 class SrcBlockStable:
@@ -70,6 +71,9 @@ class SrcBlockStable:
             return "" if job.request_id in self._held else "its request has finished and the blocks are not held"
         if record.generation != job.generation or not record.holds_blocks:
             return "its request has lost them"
-        if not set(job.block_ids) <= set(projections.blocks.held(job.request_id)):
-            return "they are not in the request's table"
-        return ""
+        table = projections.blocks.held(job.request_id)
+        pages = projections.geometry.pages_of(job.chunks)
+        is_in_place = len(pages) > 0 and pages[-1] < len(table) and blocks_at(pages, table) == job.block_ids
+        if is_in_place or set(job.block_ids) <= set(table):
+            return ""
+        return "they are not in the request's table"
