@@ -177,7 +177,9 @@ class _Plan(msgspec.Struct):
         chunks: list[int] = []
         affordable: dict[int, None] = {}
         for chunk, pages in wanted:
-            num_pages = len(affordable) + sum([page not in affordable for page in pages])
+            num_pages = len(affordable) + len(pages)
+            if not self.projections.geometry.pages_per_chunk:  # chunks may share the page of a block
+                num_pages -= sum([page in affordable for page in pages])
             if self.projections.chunks.slots.num_free < num_pages:
                 yield from self._make_room(num_pages, own_keys)
             if self.projections.chunks.slots.num_free < num_pages:
@@ -266,7 +268,11 @@ class _Plan(msgspec.Struct):
                 yield e.ChunkEvicted(victim, self.record.request_id, self.cause)
 
     def _job(self, chunks: tuple[int, ...], kept: Mapping[int, None], reach: Reach | None) -> e.SaveIssued:
-        slots, block_ids = self._pairs(self.projections.geometry.pages_of(chunks), kept)
+        pages = self.projections.geometry.pages_of(chunks)
+        if reach is None:  # every page is kept
+            slots, block_ids = self.projections.chunks.slots.candidates(len(pages)), blocks_at(pages, self.block_ids)
+        else:
+            slots, block_ids = self._pairs(pages, kept)
         return e.SaveIssued(
             request_id=self.record.request_id,
             generation=self.generation,
