@@ -61,6 +61,7 @@ def write_page(log: StoredLog, window: Window, handlers: HandlerRegistry, output
         verdict=verdict,
         verdict_style=style,
         facts=_facts(log, window, chronicle.now_ns),
+        figures_of=_figures_of(window),
         figures=_figures(audit.projections.totals.figures, gathering),
         remarks=found.remarks,
         findings=findings[:MAX_FINDINGS],
@@ -154,6 +155,12 @@ def _facts(log: StoredLog, window: Window, now_ns: int) -> dict[str, str]:
     return facts
 
 
+def _figures_of(window: Window) -> str:
+    if window.last_sequence is not None:
+        return f"All requests in figures, from the beginning to event {window.last_sequence}"
+    return "The log in figures" if window.is_everything else "The whole log in figures, all requests"
+
+
 def _figures(figures: Figures, gathering: Gathering) -> dict[str, str]:
     outcomes = ", ".join(f"{count:,} {outcome}" for outcome, count in gathering.outcomes.most_common())
     loaded, saved = duration(figures.load_duration_ns), duration(figures.save_duration_ns)
@@ -170,7 +177,7 @@ def _figures(figures: Figures, gathering: Gathering) -> dict[str, str]:
         "recomputed": figures.num_tokens_recomputed,
     }
     return {
-        "requests shown": f"{gathering.num_requests:,}: {outcomes}" if outcomes else "none",
+        "requests in this part": f"{gathering.num_requests:,}: {outcomes}" if outcomes else "none",
         "preemptions": f"{figures.num_preemptions:,}",
         "tokens after preemption": ", ".join(f"{count:,} {name}" for name, count in after_preemption.items()),
         "lookups": f"{figures.num_lookups:,}, which offered {figures.num_tokens_hit:,} tokens",
