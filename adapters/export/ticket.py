@@ -13,6 +13,7 @@ from kvledger.adapters.cli.output import Output, event_text
 from kvledger.adapters.cli.selection import Window
 from kvledger.adapters.cli.verify import Findings
 from kvledger.adapters.cli.words import duration, plural, size
+from kvledger.adapters.export import reasons
 from kvledger.adapters.export.drawing import Span
 from kvledger.adapters.export.gathering import Gathering
 from kvledger.adapters.export.life_stories import LifeStories, read_stories
@@ -44,10 +45,11 @@ def write_page(log: StoredLog, window: Window, handlers: HandlerRegistry, output
         return window.holds(violation.sequence) and window.holds_request(violation.request_id)
 
     gathering = Gathering()
+    accounts = reasons.Reasons(log, window)
     keeps = None if window.is_everything else is_selected
     audit = Audit(log.configuration, ReferenceMachine(), handlers=handlers, keeps=keeps)
     with output.progress(log, "reading"):
-        chronicle = tell(log, window, gathering, output.remark, audit=audit)
+        chronicle = tell(log, window, gathering, output.remark, audit=audit, also=accounts.take)
     found = Findings.of(log, audit, window, handlers)
     violations = audit.violations[:MAX_FINDINGS]
     request_ids = _most_interesting(gathering, log)
@@ -75,10 +77,17 @@ def write_page(log: StoredLog, window: Window, handlers: HandlerRegistry, output
         gathering=gathering,
         stories=stories,
         opened_request=window.request_id,
+        sections=tuple(_reasons(log, window, accounts, output)),
         footer=f"Made by kvledger export --html from {log.path}. Times are milliseconds since the log was opened; "
         "this page holds everything it shows and fetches nothing.",
     )
     yield from render(page)
+
+
+def _reasons(log: StoredLog, window: Window, accounts: reasons.Reasons, output: Output) -> Iterator[tuple[str, str]]:
+    yield "Why tokens were computed", reasons.totals(accounts.sums())
+    if window.request_id is not None:
+        yield "What led to what", reasons.causes(log, window, window.request_id, output)
 
 
 def _most_interesting(gathering: Gathering, log: StoredLog) -> list[str]:
