@@ -38,7 +38,8 @@ class StoreContiguous:
     """Before a chunk of a request is saved, each chunk before it was in the pool, being saved, or declined.
 
     Verifies: this for every save, over a request's life; a chunk counts as there if it was when its tokens were told to
-    be settled, lost or final, or is there when the later one is saved.
+    be settled, lost or final, or is there when the later one is saved, and as declined where a reset or a quarantine
+    kept it from being saved.
     Does not verify: that what has settled is saved at all, which is the state handlers' business; what became of a
     chunk since it was there.
     """
@@ -72,14 +73,19 @@ class StoreContiguous:
         for ordinal, first_chunk, num_settled_tokens in event.settled:
             record = projections.tracker.by_ordinal(ordinal)
             if record is not None:
-                self._settle(record.request_id, first_chunk, num_settled_tokens, projections)
+                is_doubtful = record.quarantined or record.stale_generation == record.generation
+                self._settle(record.request_id, first_chunk, num_settled_tokens, projections, is_doubtful=is_doubtful)
 
     def _stopped(
-        self, event: e.RequestPreempted | e.RequestFinished, _step: ReplayedEvent, projections: Projections
+        self, event: e.RequestPreempted | e.RequestFinished, step: ReplayedEvent, projections: Projections
     ) -> None:
         if self._told:
             self._look(projections)
-        self._settle(event.request_id, 0, event.num_settled_tokens, projections)
+        record = step.record
+        if record is not None:
+            generation = record.generation - isinstance(event, e.RequestPreempted)
+            is_doubtful = record.quarantined or record.stale_generation == generation
+            self._settle(event.request_id, 0, event.num_settled_tokens, projections, is_doubtful=is_doubtful)
 
     def _reported(self, _event: e.TransferReported, _step: ReplayedEvent, projections: Projections) -> None:
         if self._told:
@@ -111,11 +117,22 @@ class StoreContiguous:
                 return None
         return self._check_save(event, step, projections)
 
-    def _settle(self, request_id: str, first_chunk: int, num_settled_tokens: int, projections: Projections) -> None:
+    def _settle(
+        self,
+        request_id: str,
+        first_chunk: int,
+        num_settled_tokens: int,
+        projections: Projections,
+        *,
+        is_doubtful: bool,
+    ) -> None:
         life = self._lives.setdefault(request_id, _Accounted())
         num_keys = len(projections.chunk_keys.of(request_id))
         life.end_chunk = min(num_settled_tokens // projections.configuration.chunk_size, num_keys)
-        if life.end_chunk > life.num_chunks:
+        if is_doubtful:  # from before a reset, or quarantined: the log says why nothing of it is saved
+            for chunk in range(max(first_chunk, life.num_chunks), life.end_chunk):
+                life.add(chunk)
+        elif life.end_chunk > life.num_chunks:
             self._told[request_id] = (first_chunk, life.end_chunk)
 
     def _look(
