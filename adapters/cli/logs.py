@@ -13,7 +13,7 @@ import msgspec
 
 from kvledger.adapters.cli.exit_codes import CommandFailed, ExitCode
 from kvledger.lifecycle import LedgerConfiguration
-from kvledger.lifecycle.codec import CodecError, DecodedFrame, EventDecoder
+from kvledger.lifecycle.codec import CodecError, DecodedFrame, EventDecoder, SchemaTooNew
 from kvledger.lifecycle.events import Event
 from kvledger.lifecycle.replay import SequencedEvent
 from kvledger.storage.events import Frame, FrameKind, LogError, LogReader, read_log
@@ -215,7 +215,8 @@ def open_log(path: Path, *, lenient: bool = False) -> StoredLog:
             raise CommandFailed(f"{path}: {_unreadable(reader)}", ExitCode.DAMAGED)
         return StoredLog(path, header, _configuration(header), EventDecoder(header, lenient=lenient), reader)
     except (LogError, CodecError, OSError) as error:
-        raise CommandFailed(f"{path}: {error}", ExitCode.DAMAGED) from error
+        hint = "; or skip what is not known with --lenient" if isinstance(error, SchemaTooNew) else ""
+        raise CommandFailed(f"{path}: {error}{hint}", ExitCode.DAMAGED) from error
 
 
 def _unreadable(reader: LogReader) -> str:

@@ -111,6 +111,12 @@ def _remarks(log: StoredLog, window: Window, handlers: HandlerRegistry) -> list[
         end = "the end" if window.last_sequence is None else f"event {window.last_sequence}"
         whose = "" if window.request_id is None else f" that concerns {window.request_id}"
         remarks.append(f"only what was found from event {window.first_sequence} to {end}{whose} is told")
+    if log.skipped:
+        skipped = ", ".join(f"{count} {event_id}" for event_id, count in sorted(log.skipped.items()))
+        remarks.append(
+            f"events that this version does not know were skipped: {skipped}; what follows from them is missing, so "
+            "rules may seem broken that are not"
+        )
     if log.begins_late:
         remarks.append(
             f"the log begins with event {log.first_sequence}: what came before was retired or is in another file, "
@@ -161,6 +167,7 @@ def _show_json(output: Output, log: StoredLog, audit: Audit, findings: Findings)
             "num_frames": log.num_frames,
             "num_bytes": log.num_bytes,
             "head_hash": log.head_hash,
+            "num_skipped": dict(log.skipped),
             "num_damage": len(findings.damage),
             "num_violations": dict(audit.num_violations),
             "num_divergences": len(findings.divergences),
@@ -237,7 +244,7 @@ def _evidence(log: StoredLog, violations: Collection[Violation]) -> dict[int, Ev
     wanted = {sequence for violation in violations for sequence in (*violation.evidence, violation.sequence)}
     if not wanted:
         return {}
-    copy = open_log(log.path)
+    copy = open_log(log.path, lenient=True)  # what was refused has been refused before
     found: dict[int, Event] = {}
     for sequence, event in copy.events():
         if sequence in wanted:
