@@ -17,7 +17,7 @@ from typing import NoReturn
 
 import attrs
 
-from kvledger.adapters.cli import replay, selection, ship, show, verify
+from kvledger.adapters.cli import export, replay, repro, selection, ship, show, stats, verify, why
 from kvledger.adapters.cli.exit_codes import CommandFailed, ExitCode
 from kvledger.adapters.cli.output import Output
 from kvledger.adapters.cli.sources import find_logs
@@ -43,8 +43,12 @@ COMMANDS: Mapping[str, Command] = MappingProxyType(
     {
         "verify": Command(verify.HELP, verify.configure, verify.run),
         "show": Command(show.HELP, show.configure, show.run),
+        "why": Command(why.HELP, why.configure, why.run),
+        "stats": Command(stats.HELP, stats.configure, stats.run),
         "replay": Command(replay.HELP, replay.configure, replay.run),
+        "export": Command(export.HELP, export.configure, export.run),
         "ship": Command(ship.HELP, ship.configure, ship.run, is_reading=False),
+        "repro": Command(repro.HELP, repro.configure, repro.run),
     }
 )
 """By name, in the order of the help text."""
