@@ -117,6 +117,8 @@ async def _ship(shipper: Shipper) -> ShippingReport:
 def _exit_code(report: ShippingReport) -> ExitCode:
     if report.is_damaged:
         return ExitCode.DAMAGED
+    if report.is_refused:
+        return ExitCode.REFUSED
     return ExitCode.SOUND if report.is_complete else ExitCode.TRY_AGAIN
 
 
