@@ -277,6 +277,34 @@ def test_taken_up_without_an_offer_is_not_delivered() -> None:
     assert story.sums.to_load.total() == story.sums.num_to_load == 16
 
 
+def test_what_another_connector_brought_was_not_left_to_compute() -> None:
+    """The first step begins behind it; what it would have been missed for does not matter any more."""
+    driver = Driver()
+    driver.save_prefix("s", keys_of("a", 2))
+    driver.arrive("a", 41, keys_of("a", 5))
+    driver.lookup("a", 0, 41)
+    driver.allocate("a", (1, 2, 3))
+    driver.step(("a", 32, 9, 41))
+    story = story_of(driver)
+    assert missed(story) == [(32, 40, Reason.NEW)]
+    assert story.sums.num_elsewhere == story.admissions[-1].num_elsewhere == 32
+    assert +story.sums.missed == {Reason.NEW: 8, Reason.LAST_TOKEN: 1}
+
+
+def test_a_hook_that_failed_for_all_explains_only_those_who_were_there() -> None:
+    """Who came later was not concerned."""
+    driver = Driver()
+    driver.save_prefix("s", keys_of("a", 4))
+    driver.arrive("a", 33, keys_of("a", 4))
+    driver.observe(e.HookFailed("build_connector_meta", "", "KeyError", 9))
+    driver.arrive("b", 33, keys_of("a", 4))
+    for name in "ab":
+        driver.allocate(name, (1, 2, 3))
+        driver.step((name, 0, 33, 33))
+    assert missed(story_of(driver, "a")) == [(0, 32, Reason.HOOK_FAILED)]
+    assert missed(story_of(driver, "b")) == [(0, 32, Reason.NO_LOOKUP)]
+
+
 def test_a_prefix_that_another_request_has_not_saved_yet_is_unsaved() -> None:
     """Both have the same prompt; the first is still computing it."""
     driver = Driver()
