@@ -44,7 +44,9 @@ class Computing:
                 admission = self._admissions.admit_without_answer(life, sequence, first_token, num_tokens)
         if admission is not None and not admission.is_started:
             admission.is_started = True
-            life.reset, life.load_failed = 0, ()
+            life.load_failed = ()
+            if life.reset < admission.sequence:
+                life.reset = 0  # what is computed from here on is not stale
             _explain_early_start(admission, sequence, first_token)
             self._admissions.start_late(life, admission, first_token)
         life.is_computing, life.allocated_without_answer = True, 0

@@ -166,6 +166,25 @@ def test_saved_chunks_are_reset_and_computed_ones_that_were_not_saved_are_stale(
     assert isinstance(event_at(driver, span_with(story, Reason.STALE).evidence[0]), e.CacheReset)
 
 
+def test_what_is_computed_on_a_load_that_a_reset_overtook_is_stale_too() -> None:
+    """The blocks were given before the reset, so nothing in them may be saved."""
+    driver = Driver(async_load_tokens=0)
+    preempted(driver)
+    driver.settle_all()
+    assert driver.lookup("a", 0, 49).is_async
+    driver.allocate("a", (4, 5, 6, 7), 32)
+    driver.reset()
+    driver.settle_all()
+    driver.allocate("a", (4, 5, 6, 7))
+    driver.keys("a", 4, keys_of("a", 6)[4:])
+    driver.step(("a", 32, 17, 49))
+    driver.preempt("a", 48)
+    come_back(driver, 49)
+    story = story_of(driver)
+    assert missed(story) == [(0, 32, Reason.RESET), (32, 48, Reason.STALE)]
+    assert len(story.admissions) == 3
+
+
 def test_after_a_way_back_an_old_reset_is_no_excuse_any_more() -> None:
     """What was computed since can be saved."""
     driver = Driver()
