@@ -106,7 +106,7 @@ def commands_in(documents: dict[str, str]) -> Iterator[tuple[str, str]]:
 
 
 def test_every_command_that_is_shown_parses(documents: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
-    """With the parser of the command itself; `[…]` in a usage line is optional, EVENT is a number, `>` is the shell's."""
+    """With the parser of the command itself; `[…]` in a usage line is optional, EVENT a number, `>` the shell's."""
     refused = []
     shown = list(commands_in(documents))
     for name, command in shown:
