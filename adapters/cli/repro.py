@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import shlex
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -29,6 +30,10 @@ from kvledger.lifecycle.rules import Rule
 HELP = "write an incident as a test that drives the recorded hook calls into the connector"
 
 _MANY_OBSERVATIONS = 20_000
+_MAX_EVENTS = 2_000_000
+"""They are held in memory, and tried again and again."""
+_NUM_EVENTS_BEHIND = 20_000
+"""What follows an incident says what a call was about that failed before it was recorded."""
 _MAX_NAMED = 10
 _BROKEN_BY_REPORTS = frozenset({Rule.COMPLETION_ONCE.value, Rule.LIVENESS.value})
 
@@ -58,8 +63,17 @@ def run(arguments: argparse.Namespace, output: Output) -> ExitCode:
     incidents = [] if arguments.pin else [i for i in findings.incidents if i.sequence >= window.first_sequence]
     if not incidents and not arguments.pin:
         raise CommandFailed(_nothing(log, window, findings), ExitCode.USAGE)
+    end = last or log.trusted_sequence
+    if incidents:
+        end = min(end, incidents[-1].sequence + _NUM_EVENTS_BEHIND)
+    if end > _MAX_EVENTS:
+        message = (
+            f"the incident is {end} events into {log.path}; a story of more than {_MAX_EVENTS} cannot be told by a "
+            "test. Give a log that begins nearer to it, or an earlier incident with --at"
+        )
+        raise CommandFailed(message, ExitCode.USAGE)
     with output.progress(log, "reading"):
-        kept = list(_until(log.trusted_events(), last))
+        kept = list(itertools.takewhile(lambda entry: entry[0] <= end, log.trusted_events()))
     story, reduced = _told(log, arguments, kept, incidents, request_id)
     source = test_source(reduced.recording, story)
     if output.is_json:
