@@ -74,6 +74,15 @@ def test_equal_keys_are_equal_again() -> None:
     assert outcome.troubles == []
 
 
+def test_a_request_that_was_never_announced_is_asked_about_all_the_same() -> None:
+    """The rule that broke then breaks again: nobody told the connector of it."""
+    driver = Driver()
+    driver.observe(e.LookupRequested("stray", 0, 40, 0))
+    driver.step()
+    outcome = reenact(record(driver.configuration, list(enumerate(driver.observed, 1))))
+    assert "LEGAL_TRANSITION was broken of stray in get_num_new_matched_tokens" in outcome.trouble("LEGAL_TRANSITION")
+
+
 def test_handlers_of_ones_own_decide(monkeypatch: pytest.MonkeyPatch) -> None:
     """Named as in the connector's configuration; one that raises breaks HANDLER_RAISED, in the hook that met it."""
     import sys
