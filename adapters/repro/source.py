@@ -22,6 +22,7 @@ from kvledger.lifecycle import events as e
 from kvledger.lifecycle.codec import field_names
 
 _TEXT_WIDTH = 116
+_KEY = re.compile(r"\b[0-9a-f]{32}\b")
 _MIN_QUIET_STEPS = 4
 """A run of fewer steps is written out."""
 
@@ -47,7 +48,10 @@ class Story:
 
 def test_source(recording: Recording, story: Story) -> str:
     """The whole file."""
-    recording = with_named_keys(recording)
+    names: dict[bytes, bytes] = {}
+    recording = with_named_keys(recording, names)
+    told = {key.hex(): name.decode() for key, name in names.items()}
+    story = attrs.evolve(story, incidents=[_with_names(incident, told) for incident in story.incidents])
     tests = list(_tests(story, recording))
     body = "\n\n\n".join([_recording(recording, story), *tests])
     return f"{_docstring(story)}\n\n{_imports(body, story)}\n\n{body}\n"
@@ -56,9 +60,9 @@ def test_source(recording: Recording, story: Story) -> str:
 test_source.__test__ = False  # type: ignore[attr-defined]  # pytest takes a function of this name for a test
 
 
-def with_named_keys(recording: Recording) -> Recording:
-    """The recording with short names for chunk keys, in the order in which they appear."""
-    names: dict[bytes, bytes] = {}
+def with_named_keys(recording: Recording, names: dict[bytes, bytes] | None = None) -> Recording:
+    """The recording with short names for chunk keys, in the order in which they appear; `names` takes them up."""
+    names = {} if names is None else names
     observations: list[Recorded] = []
     for sequence, event in recording.observations:
         if isinstance(event, e.ChunkKeysObserved):
@@ -67,6 +71,12 @@ def with_named_keys(recording: Recording) -> Recording:
         else:
             observations.append((sequence, event))
     return attrs.evolve(recording, observations=tuple(observations))
+
+
+def _with_names(incident: Incident, names: Mapping[str, str]) -> Incident:
+    """The incident without keys of the log in what it says."""
+    detail = _KEY.sub(lambda found: names.get(found[0], "(not here)"), incident.detail)
+    return attrs.evolve(incident, detail=detail)
 
 
 # --- words ----------------------------------------------------------------------------------------

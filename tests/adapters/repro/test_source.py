@@ -70,6 +70,12 @@ def test_equal_keys_have_equal_names() -> None:
     assert keys == [(b"k1", b"k2"), (b"k2", b"k3")]
 
 
+def test_an_incident_speaks_of_chunks_by_their_new_names() -> None:
+    """No key of the log is in the file."""
+    source = test_source(recording(), story(f"chunk {'01' * 16} was evicted, not {'ab' * 16}"))
+    assert "chunk k2 was evicted, not (not here)" in source
+
+
 def test_steps_that_say_nothing_are_one_line() -> None:
     """Nine of them, spread evenly over what they took."""
     source = test_source(recording(), story())
