@@ -25,7 +25,6 @@ from kvledger.adapters.repro.reduction import Reduced, reduce
 from kvledger.adapters.repro.source import Story, test_source
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.replay import SequencedEvent
-from kvledger.lifecycle.rules import Rule
 
 HELP = "write an incident as a test that drives the recorded hook calls into the connector"
 
@@ -35,7 +34,19 @@ _MAX_EVENTS = 2_000_000
 _NUM_EVENTS_BEHIND = 20_000
 """What follows an incident says what a call was about that failed before it was recorded."""
 _MAX_NAMED = 10
-_BROKEN_BY_REPORTS = frozenset({Rule.COMPLETION_ONCE.value, Rule.LIVENESS.value})
+_PLAYED_BACK = frozenset(
+    {
+        "ALLOC_MATCHES_LOOKUP",
+        "BLOCK_REUSE_FENCED",
+        "COMPLETION_ONCE",
+        "LEGAL_TRANSITION",
+        "RESUME_COVERS_OUTPUT",
+        "ROLLBACK_OBSERVED",
+        "TABLE_EQ",
+        "TOKEN_CONSERVATION",
+    }
+)
+"""Rules that are broken by what is observed as well as by what is decided."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -186,10 +197,13 @@ def _remarks(
     ours = handler_registry(arguments.handlers).fingerprint()
     if log.header.get("handler_fingerprint", ours) != ours:
         yield "The engine had other state handlers: where they are your own, name them with --handlers."
-    by_workers = [incident for incident in incidents if incident.rule in _BROKEN_BY_REPORTS]
-    if by_workers:
-        named = " and ".join(incident.rule for incident in by_workers)
-        yield f"{named} may have been broken by what the workers reported, or did not. That stays as it was recorded."
+    played_back = [incident.rule for incident in incidents if incident.rule in _PLAYED_BACK]
+    if played_back:
+        yield (
+            f"{' and '.join(played_back)} may be broken by what was observed alone: by vLLM, by a worker, or by an "
+            "adapter that took something for something else. What was observed is played back, and a test of it fails "
+            "as long as it stands here."
+        )
     if reduced.recording.speculates and not arguments.core:
         yield "The engine decoded speculatively: drafts that were taken back show in counts only."
     calls, left_over = hook_calls(reduced.recording.observations)

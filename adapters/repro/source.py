@@ -16,7 +16,7 @@ from kvledger.adapters.repro.calls import end_of_call
 from kvledger.adapters.repro.incident import Incident
 from kvledger.adapters.repro.literals import Group, Source, call, flat, laid_out, literal
 from kvledger.adapters.repro.recording import Recorded, Recording, changed
-from kvledger.adapters.repro.reenactment import HOOK_FAILED
+from kvledger.adapters.repro.reenactment import HOOK_FAILED, NEVER_EXCUSED
 from kvledger.lifecycle import LedgerConfiguration
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.codec import field_names
@@ -93,8 +93,8 @@ def _docstring(story: Story) -> str:
         told = [f"Event {breach.sequence}: {breach.rule}: {breach.detail}" for breach in story.incidents]
         does = (
             f"The recorded {driven} once more, and what it writes is audited. The tests fail where it goes wrong as it "
-            "did, and where anything else does that did not. What vLLM and the workers did is part of the recording: a "
-            "fault of theirs stays, and the tests ask whether kvledger copes with it."
+            "did, and where a hook or a handler raises that did not. What vLLM and the workers did is part of the "
+            "recording: a fault of theirs stays, and the tests ask whether kvledger copes with it."
         )
     else:
         title = f"The recorded answers to the lookups of {story.request_id}, once more."
@@ -137,7 +137,8 @@ def _tests(story: Story, recording: Recording) -> Iterator[str]:
         end = end_of_call(recording.observations, incident.sequence)
         until = "" if end == recording.observations[-1][0] else f", until={end}"
         until += _handlers(story)
-        besides = "" if not incident.besides else f", besides={_set(incident.besides)}"
+        excused = NEVER_EXCUSED.intersection(incident.besides)
+        besides = f", besides={_set(excused)}" if excused else ""
         name = "no_hook_fails" if incident.rule == HOOK_FAILED else f"{incident.rule.lower()}_holds"
         yield (
             f"def test_{_identifier(name)}_at_event_{incident.sequence}() -> None:\n"
