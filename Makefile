@@ -25,6 +25,8 @@ setup: ## create .venv from the lock and install kvledger in it
 	@requirements/install.sh
 
 test: setup ## run the whole test suite (ARGS="-k name" passes options to pytest)
+	@requirements/browser.sh
+	@requirements/nats-server.sh
 	$(python) -m pytest -n $(WORKERS) --dist loadgroup $(ARGS)
 
 check: setup ## lint, formatting, types, import contracts

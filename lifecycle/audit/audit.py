@@ -9,6 +9,7 @@ from itertools import islice
 import attrs
 
 from kvledger.lifecycle.audit.checker import AnyChecker, Violation, checks_of
+from kvledger.lifecycle.audit.indices import Indices
 from kvledger.lifecycle.audit.registry import all_checkers
 from kvledger.lifecycle.belief import Projections
 from kvledger.lifecycle.configuration import LedgerConfiguration
@@ -51,7 +52,8 @@ class Audit:
     ) -> None:
         self._keeps = keeps
         self.checkers = all_checkers() if checkers is None else tuple(checkers)
-        checks = [pair for checker in self.checkers for pair in checks_of(checker, configuration)]
+        indices = Indices(configuration)
+        checks = [*indices.folds(), *(pair for checker in self.checkers for pair in checks_of(checker, indices))]
         self._replay = Replay(
             configuration, handlers=handlers, reference=reference, checks=checks, on_found=self._keep_all
         )

@@ -7,9 +7,9 @@ from typing import ClassVar
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.checker import Violation, violation
+from kvledger.lifecycle.audit.indices import Indices
 from kvledger.lifecycle.audit.settled_tokens import SettledTokens
 from kvledger.lifecycle.belief import Projections
-from kvledger.lifecycle.configuration import LedgerConfiguration
 from kvledger.lifecycle.projections.host_slots import NO_SLOT
 from kvledger.lifecycle.replay import Check, ReplayedEvent
 
@@ -33,12 +33,12 @@ class GroupAgreement:
         """The same, told right before the last step."""
         self._step_sequence = 0
 
-    def checks(self, configuration: LedgerConfiguration) -> Iterable[tuple[type[e.Event], Check]]:
+    def checks(self, indices: Indices) -> Iterable[tuple[type[e.Event], Check]]:
         """By class of event; none where no group has a window."""
-        if not any(configuration.windows):
+        if not any(indices.configuration.windows):
             return []
+        self._settled = indices.settled
         return [
-            *self._settled.folds(),
             (e.WindowLeft, self._window_left),
             (e.StepScheduled, self._step_scheduled),
             (e.LoadIssued, self._check_load),

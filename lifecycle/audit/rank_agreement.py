@@ -9,8 +9,8 @@ import msgspec
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.checker import Violation, violation
+from kvledger.lifecycle.audit.indices import Indices
 from kvledger.lifecycle.belief import Projections
-from kvledger.lifecycle.configuration import LedgerConfiguration
 from kvledger.lifecycle.replay import Check, ReplayedEvent
 
 _NO_RANKS: frozenset[int] = frozenset()
@@ -38,9 +38,9 @@ class RankAgreement:
         self._report_sequence = 0
         self._every_rank: frozenset[int] = frozenset()
 
-    def checks(self, configuration: LedgerConfiguration) -> Iterable[tuple[type[e.Event], Check]]:
+    def checks(self, indices: Indices) -> Iterable[tuple[type[e.Event], Check]]:
         """By class of event."""
-        self._every_rank = frozenset(range(configuration.num_ranks))
+        self._every_rank = frozenset(range(indices.configuration.num_ranks))
         return [
             (e.LoadIssued, self._issued),
             (e.SaveIssued, self._issued),
