@@ -55,10 +55,12 @@ class BlockReuseFenced:
     ) -> list[Violation] | None:
         if not event.extended or not self._read_by:
             return None
+        is_read = self._read_by.keys()
+        given = [(ordinal, block_ids) for ordinal, block_ids in event.extended if not is_read.isdisjoint(block_ids)]
+        if not given:
+            return None
         return [
-            found
-            for ordinal, block_ids in event.extended
-            for found in self._check_given(ordinal, block_ids, step, projections)
+            found for ordinal, block_ids in given for found in self._check_given(ordinal, block_ids, step, projections)
         ]
 
     def _allocated(
