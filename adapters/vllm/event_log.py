@@ -53,7 +53,6 @@ def open_event_log(
     stamp = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
     directory = settings.log_dir.absolute() / f"{stamp}-{os.getpid()}-{time.monotonic_ns() % 10**6:06d}"
     try:
-        directory.mkdir(parents=True)
         segments = SegmentEventStore.create(
             directory,
             header,

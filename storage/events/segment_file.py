@@ -18,7 +18,6 @@ The chain starts with the BLAKE2b-128 of the whole block, which itself names the
 
 from __future__ import annotations
 
-import os
 import re
 import struct
 from hashlib import blake2b
@@ -30,6 +29,7 @@ from google_crc32c import extend as extend_crc32c
 from google_crc32c import value as crc32c
 
 from kvledger.storage.events.errors import LogDamaged, LogError, LogTooNew
+from kvledger.storage.events.files import sync_directory, write_file
 from kvledger.storage.events.frames import CHAIN_HASH_BYTES
 
 if TYPE_CHECKING:
@@ -40,6 +40,7 @@ __all__ = [
     "FORMAT_VERSION",
     "MAX_HEADER_BYTES",
     "NO_PREVIOUS_HASH",
+    "UNFINISHED_SUFFIX",
     "SegmentHeader",
     "decode_header",
     "encode_header",
@@ -53,6 +54,7 @@ __all__ = [
 FORMAT_VERSION = 1
 MAX_HEADER_BYTES = 1 << 20
 NO_PREVIOUS_HASH = bytes(CHAIN_HASH_BYTES)
+UNFINISHED_SUFFIX = ".unfinished"
 
 _MAGIC = b"KVLEDGER"
 _PREFIX = struct.Struct("<8sHII")
@@ -161,28 +163,18 @@ def segment_paths(directory: Path) -> list[Path]:
 
 
 def write_segment(directory: Path, first_sequence: int, block: bytes, *, durable: bool) -> Path:
-    """Make a segment that holds only its header; it appears under its name whole or not at all. Raises `OSError`."""
+    """Make a segment that holds only its header; it appears under its name whole or not at all.
+
+    Raises `OSError`; then it may be there all the same, where only the sync of the directory failed.
+    """
     segment = directory / segment_name(first_sequence)
-    unfinished = segment.with_suffix(".unfinished")
+    unfinished = segment.with_suffix(UNFINISHED_SUFFIX)
     try:
-        with unfinished.open("wb") as file:
-            file.write(block)
-            file.flush()
-            if durable:
-                os.fsync(file.fileno())
+        write_file(unfinished, block, durable=durable)
         unfinished.rename(segment)
-        if durable:
-            _sync_directory(directory)
     except BaseException:
         unfinished.unlink(missing_ok=True)
-        segment.unlink(missing_ok=True)
         raise
+    if durable:
+        sync_directory(directory)
     return segment
-
-
-def _sync_directory(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Final
 
 from kvledger.storage.events.durability import Durability
 from kvledger.storage.events.errors import LogClosed, LogDamaged, LogError
+from kvledger.storage.events.files import make_directory
 from kvledger.storage.events.frames import MAX_EVENTS, MAX_PAYLOAD_BYTES, FrameKind, check_append, encode_frame
 from kvledger.storage.events.group_sync import GroupSync
 from kvledger.storage.events.reader import LogReader
@@ -24,6 +25,7 @@ from kvledger.storage.events.segment_file import (
     decode_header,
     encode_header,
     read_header,
+    segment_name,
     segment_paths,
     write_segment,
 )
@@ -68,6 +70,7 @@ class SegmentEventStore:
         self._lock = lock
         self._closed = False
         self._rollback_pending = False
+        self._unused_segment: Path | None = None
         self._first_frame_offset = read_header(end.segment).num_bytes
         self._descriptor = os.open(end.segment, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
         # One attribute, so that one assignment commits an append: offset, next sequence, hash to chain from, head hash.
@@ -98,17 +101,21 @@ class SegmentEventStore:
         log_id = uuid.uuid4().hex
         block = encode_header(log_id, 1, NO_PREVIOUS_HASH, header)
         directory = Path(directory)
-        directory.mkdir(parents=True, exist_ok=True)
+        make_directory(directory, durable=durability is Durability.DISK)
         lock = lock_directory(directory)
         try:
             _check_empty(directory)
-            segment = write_segment(directory, 1, block, durable=durability is Durability.DISK)
-            chain_hash = decode_header(block, segment.name).chain_hash
-            end = LogEnd(segment, len(block), 1, chain_hash, chain_hash)
-            whole_header = {**header, "log_id": log_id}
-            return cls(
-                directory, lock, whole_header, end, RecoveryReport(), durability, segment_bytes, sync_interval_ms
-            )
+            try:
+                segment = write_segment(directory, 1, block, durable=durability is Durability.DISK)
+                chain_hash = decode_header(block, segment.name).chain_hash
+                end = LogEnd(segment, len(block), 1, chain_hash, chain_hash)
+                whole_header = {**header, "log_id": log_id}
+                return cls(
+                    directory, lock, whole_header, end, RecoveryReport(), durability, segment_bytes, sync_interval_ms
+                )
+            except BaseException:
+                (directory / segment_name(1)).unlink(missing_ok=True)
+                raise
         except BaseException:
             os.close(lock)
             raise
@@ -188,6 +195,7 @@ class SegmentEventStore:
         try:
             if self._rollback_pending:
                 self._roll_back()
+            self._remove_unused_segment()
             if self._sync is not None:
                 self._sync.stop()
                 self._sync.sync()
@@ -199,7 +207,7 @@ class SegmentEventStore:
         offset, first_sequence, chain_hash, _ = self._end
         if not 0 < num_events <= MAX_EVENTS or len(payload) > MAX_PAYLOAD_BYTES:
             check_append(num_events, len(payload))
-        if self._closed or self._rollback_pending or self._sync is not None:
+        if self._closed or self._rollback_pending or self._sync is not None or self._unused_segment is not None:
             self._prepare()
         frame, frame_hash = encode_frame(kind, first_sequence, num_events, payload, chain_hash)
         if offset + len(frame) > self._segment_bytes and offset > self._first_frame_offset:
@@ -226,6 +234,7 @@ class SegmentEventStore:
         self._check_open()
         if self._rollback_pending:
             self._roll_back()
+        self._remove_unused_segment()
         if self._sync is not None:
             self._sync.check()
 
@@ -248,14 +257,23 @@ class SegmentEventStore:
         caller_header = {key: value for key, value in self.header.items() if key != "log_id"}
         block = encode_header(str(self.header["log_id"]), next_sequence, head_hash, caller_header)
         durable = self.durability is Durability.DISK
+        # Until the switch is made the new segment must not stay: the next frame may still fit into the old one.
+        self._unused_segment = self.directory / segment_name(next_sequence)
         segment = write_segment(self.directory, next_sequence, block, durable=durable)
         descriptor = os.open(segment, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
         if self._sync is not None:
             self._sync.switch(descriptor)
-        os.close(self._descriptor)
-        self._descriptor = descriptor
+        left, self._descriptor = self._descriptor, descriptor
         self._first_frame_offset = offset = len(block)
         self._end = (offset, next_sequence, decode_header(block, segment.name).chain_hash, head_hash)
+        self._unused_segment = None
+        os.close(left)
+
+    def _remove_unused_segment(self) -> None:
+        """Take back a segment that was made and not gone on to. Raises `OSError`."""
+        if self._unused_segment is not None:
+            self._unused_segment.unlink(missing_ok=True)
+            self._unused_segment = None
 
     def _check_open(self) -> None:
         if self._closed:
