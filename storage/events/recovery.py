@@ -60,11 +60,9 @@ def recover(directory: Path) -> tuple[LogReader, LogEnd, RecoveryReport]:
     """
     reader = LogReader(directory, settle_seconds=0)  # nobody else writes
     num_frames = sum(1 for _ in reader)
-    torn: Damage | None = None
+    torn = reader.unreadable_end
     for damage in reader.damage:
-        if damage.kind == "torn_tail" and torn is None:
-            torn = damage
-        elif damage is not reader.retired:
+        if damage not in {torn, reader.retired}:
             _refuse(directory, damage)
     if reader.tail is None or reader.head_hash is None:
         msg = f"{directory}: no segment has an intact header; read it with read_log, and create a new log elsewhere"

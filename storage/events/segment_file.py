@@ -68,6 +68,7 @@ class _Body:
     first_sequence: int
     previous_head_hash: bytes
     header: dict[str, Any]
+    segment_number: int | None = None
 
 
 _encoder = msgspec.msgpack.Encoder(order="deterministic")
@@ -84,15 +85,26 @@ class SegmentHeader:
     header: dict[str, object]
     num_bytes: int
     chain_hash: bytes
+    segment_number: int | None = None
+    """1 for a log's first segment; None in logs whose writer did not count."""
 
 
-def encode_header(log_id: str, first_sequence: int, previous_head_hash: bytes, header: Mapping[str, object]) -> bytes:
+def encode_header(
+    log_id: str,
+    first_sequence: int,
+    previous_head_hash: bytes,
+    header: Mapping[str, object],
+    segment_number: int | None = None,
+) -> bytes:
     """Return a header block. Raises `LogError` for a mapping that msgpack cannot hold."""
     if "log_id" in header:
         msg = "the header mapping has a key 'log_id', which the log writes itself; use another key"
         raise LogError(msg)
     try:
-        body = _encoder.encode(_Body(log_id, first_sequence, previous_head_hash, dict(header)))
+        fields = attrs.asdict(
+            _Body(log_id, first_sequence, previous_head_hash, dict(header), segment_number), recurse=False
+        )
+        body = _encoder.encode({name: value for name, value in fields.items() if value is not None})
     except (TypeError, ValueError, OverflowError) as error:
         msg = f"the header mapping cannot be stored: {error}; give it JSON values only"
         raise LogError(msg) from error
@@ -136,7 +148,13 @@ def decode_header(data: bytes, name: str) -> SegmentHeader:
         raise LogDamaged(msg) from error
     chain_hash = blake2b(data[:end], digest_size=CHAIN_HASH_BYTES).digest()
     return SegmentHeader(
-        fields.log_id, fields.first_sequence, fields.previous_head_hash, fields.header, end, chain_hash
+        fields.log_id,
+        fields.first_sequence,
+        fields.previous_head_hash,
+        fields.header,
+        end,
+        chain_hash,
+        fields.segment_number,
     )
 
 

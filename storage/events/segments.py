@@ -71,7 +71,8 @@ class SegmentEventStore:
         self._closed = False
         self._rollback_pending = False
         self._unused_segment: Path | None = None
-        self._first_frame_offset = read_header(end.segment).num_bytes
+        in_use = read_header(end.segment)
+        self._first_frame_offset, self._segment_number = in_use.num_bytes, in_use.segment_number
         self._descriptor = os.open(end.segment, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
         # One attribute, so that one assignment commits an append: offset, next sequence, hash to chain from, head hash.
         self._end = (end.offset, end.next_sequence, end.chain_hash, end.head_hash)
@@ -99,7 +100,7 @@ class SegmentEventStore:
         """
         durability = _check_settings(durability, segment_bytes, sync_interval_ms)
         log_id = uuid.uuid4().hex
-        block = encode_header(log_id, 1, NO_PREVIOUS_HASH, header)
+        block = encode_header(log_id, 1, NO_PREVIOUS_HASH, header, 1)
         directory = Path(directory)
         make_directory(directory, durable=durability is Durability.DISK)
         lock = lock_directory(directory)
@@ -255,7 +256,8 @@ class SegmentEventStore:
             # A crash must never find a new segment behind a torn one.
             self._sync.sync()
         caller_header = {key: value for key, value in self.header.items() if key != "log_id"}
-        block = encode_header(str(self.header["log_id"]), next_sequence, head_hash, caller_header)
+        number = None if self._segment_number is None else self._segment_number + 1
+        block = encode_header(str(self.header["log_id"]), next_sequence, head_hash, caller_header, number)
         durable = self.durability is Durability.DISK
         # Until the switch is made the new segment must not stay: the next frame may still fit into the old one.
         self._unused_segment = self.directory / segment_name(next_sequence)
@@ -264,7 +266,8 @@ class SegmentEventStore:
         if self._sync is not None:
             self._sync.switch(descriptor)
         left, self._descriptor = self._descriptor, descriptor
-        self._first_frame_offset = offset = len(block)
+        self._first_frame_offset, self._segment_number = len(block), number
+        offset = len(block)
         self._end = (offset, next_sequence, decode_header(block, segment.name).chain_hash, head_hash)
         self._unused_segment = None
         os.close(left)
