@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterable
 
 
 class ExitCode(enum.IntEnum):
@@ -17,6 +18,15 @@ class ExitCode(enum.IntEnum):
     USAGE = 64
     INTERRUPTED = 130
     BROKEN_PIPE = 141
+
+
+_BY_GRAVITY = (ExitCode.DAMAGED, ExitCode.RULE_BROKEN, ExitCode.DIVERGED, ExitCode.SOUND)
+
+
+def gravest(codes: Iterable[ExitCode]) -> ExitCode:
+    """The exit code of a command that read several logs."""
+    found = set(codes)
+    return next((code for code in _BY_GRAVITY if code in found), ExitCode.SOUND)
 
 
 class CommandFailed(Exception):

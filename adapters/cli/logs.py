@@ -5,7 +5,7 @@ The only room of the command line that knows frames and segments.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import attrs
@@ -14,9 +14,11 @@ import msgspec
 from kvledger.adapters.cli.exit_codes import CommandFailed, ExitCode
 from kvledger.lifecycle import LedgerConfiguration
 from kvledger.lifecycle.codec import CodecError, EventDecoder
+from kvledger.lifecycle.events import Event
 from kvledger.lifecycle.replay import SequencedEvent
 from kvledger.storage.events import Frame, FrameKind, LogError, LogReader, read_log
 from kvledger.storage.events.frames import frame_bytes
+from kvledger.storage.events.jump import frames_from
 from kvledger.storage.events.segment_file import segment_paths
 
 BytesRead = Callable[[int], None]
@@ -37,6 +39,17 @@ class LogDamage:
     sequence: int | None
     detail: str
     num_bytes: int
+
+
+@attrs.frozen
+class Batch:
+    """The events of one frame, and the place of the frame in the log."""
+
+    first_sequence: int
+    events: Sequence[Event]
+    segment: str
+    offset: int
+    end_offset: int
 
 
 @attrs.define
@@ -69,13 +82,26 @@ class StoredLog:
         """The chain hash (hex) of the last frame read; noted elsewhere, it makes a rewritten log detectable."""
         return "" if self._reader.head_hash is None else self._reader.head_hash.hex()
 
+    def files(self) -> list[Path]:
+        """The log's segments now, in order."""
+        return segment_paths(self.path) if self.path.is_dir() else [self.path]
+
+    def has_more_than(self, segment: str, offset: int) -> bool:
+        """Whether there are bytes behind that place."""
+        last = self.files()[-1]
+        return last.name > segment or last.stat().st_size > offset
+
     def total_bytes(self) -> int:
         """Size of the log's files now."""
-        files = segment_paths(self.path) if self.path.is_dir() else [self.path]
-        return sum(file.stat().st_size for file in files)
+        return sum(file.stat().st_size for file in self.files())
 
     def events(self) -> Iterator[SequencedEvent]:
         """Every event that can be read, in order. A jump in the sequence numbers means that some cannot."""
+        for batch in self.batches():
+            yield from enumerate(batch.events, batch.first_sequence)
+
+    def batches(self) -> Iterator[Batch]:
+        """The same frame by frame: what one step of the engine recorded, and where it stands."""
         self.damage.clear()
         self.num_bytes = self.num_frames = self.num_events = 0
         self.first_sequence = self.last_sequence = self.trusted_sequence = 0
@@ -100,8 +126,17 @@ class StoredLog:
             self.num_events += len(events)
             if frame.first_sequence == self.trusted_sequence + 1:
                 self.trusted_sequence += frame.num_events
-            yield from enumerate(events, frame.first_sequence)
+            segment, offset = self._reader.place
+            yield Batch(frame.first_sequence, events, segment, offset, offset + frame_bytes(frame))
         self._take_damage(num_taken)
+
+    def batches_from(self, segment: str, offset: int) -> Iterator[Batch]:
+        """The batches from a place on that an earlier reading gave, as far as they can be read. Reports no damage."""
+        for frame, name, at in frames_from(self.path, segment, offset):
+            if frame.kind is FrameKind.EVENTS:
+                yield Batch(
+                    frame.first_sequence, self._decoder.decode(frame.payload), name, at, at + frame_bytes(frame)
+                )
 
     def trusted_events(self) -> Iterator[SequencedEvent]:
         """The events from the log's first to the last before any is missing; reads (and checks) the rest too.
@@ -122,9 +157,7 @@ class StoredLog:
             self.on_bytes(num_bytes)
 
     def _report(self, kind: str, frame: Frame, detail: str) -> None:
-        segment, offset = "", 0
-        if self._reader.tail is not None:
-            segment, offset = self._reader.tail[0].name, self._reader.tail[1]
+        segment, offset = self._reader.place
         self.damage.append(LogDamage(kind, segment, offset, frame.first_sequence, detail, frame_bytes(frame)))
 
     def _take_damage(self, num_taken: int) -> int:
@@ -135,25 +168,8 @@ class StoredLog:
         return len(self._reader.damage)
 
 
-def find_log(path: Path) -> Path:
-    """The log that `path` means: a log directory, one segment file, or the newest log of a directory of logs.
-
-    Raises:
-        CommandFailed: there is none.
-    """
-    if not path.exists():
-        raise CommandFailed(f"{path}: there is nothing; give a log directory or a *.kvlog file", ExitCode.USAGE)
-    if not path.is_dir() or segment_paths(path):
-        return path
-    logs = [child for child in path.iterdir() if child.is_dir() and segment_paths(child)]
-    if not logs:
-        message = f"{path}: holds no log, neither segments (*.kvlog) nor a folder with some; is it the log_dir?"
-        raise CommandFailed(message, ExitCode.USAGE)
-    return max(logs, key=_opened_at)
-
-
 def open_log(path: Path) -> StoredLog:
-    """Open the log at `path`, which `find_log` has found.
+    """Open the log at `path`, which `sources.find_logs` has found.
 
     Raises:
         CommandFailed: it cannot be read, is no kvledger log, or was written by a newer version.
@@ -190,11 +206,3 @@ def _configuration(header: Mapping[str, object]) -> LedgerConfiguration:
         return msgspec.convert(given, LedgerConfiguration)
     except msgspec.ValidationError as error:
         raise CodecError(f"the log's configuration cannot be used: {error}") from error
-
-
-def _opened_at(log: Path) -> int:
-    try:
-        opened_at = read_log(log).header.get("opened_at_unix_ns")
-    except (LogError, OSError):
-        opened_at = None
-    return opened_at if isinstance(opened_at, int) else segment_paths(log)[-1].stat().st_mtime_ns

@@ -1,21 +1,49 @@
-"""The `kvledger` command: reads arguments, runs one command, turns what happens into an exit code."""
+"""The `kvledger` command: reads arguments, runs one command, turns what happens into an exit code.
+
+A command is a module with `HELP`, `configure(parser)`, which adds its arguments, and `run(arguments, output)`, which
+returns the exit code.
+"""
 
 from __future__ import annotations
 
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from types import MappingProxyType
 from typing import NoReturn
 
-from kvledger.adapters.cli import replay, show, verify
+import attrs
+
+from kvledger.adapters.cli import replay, selection, show, verify
 from kvledger.adapters.cli.exit_codes import CommandFailed, ExitCode
-from kvledger.adapters.cli.logs import find_log
 from kvledger.adapters.cli.output import Output
+from kvledger.adapters.cli.sources import find_logs
 
 _EXIT_CODES = "exit codes: 0 sound, 1 rule broken, 2 damaged or unreadable, 3 diverged, 64 wrong usage"
+
+
+@attrs.frozen
+class Command:
+    """What each command's module has."""
+
+    help: str
+    configure: Callable[[argparse.ArgumentParser], None]
+    """Adds the command's own arguments, in the order of its usage line."""
+    run: Callable[[argparse.Namespace, Output], ExitCode]
+    """Does it. `arguments.logs` are the logs that were found, in the order in which they were opened."""
+
+
+COMMANDS: Mapping[str, Command] = MappingProxyType(
+    {
+        "verify": Command(verify.HELP, verify.configure, verify.run),
+        "show": Command(show.HELP, show.configure, show.run),
+        "replay": Command(replay.HELP, replay.configure, replay.run),
+    }
+)
+"""By name, in the order of the help text."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -26,45 +54,25 @@ class _Parser(argparse.ArgumentParser):
         self.exit(ExitCode.USAGE, f"{self.prog}: {message}\n")
 
 
-def _sequence(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise ValueError
-    return number
-
-
-_sequence.__name__ = "event number (1 is the first)"
-
-
 def build_parser() -> argparse.ArgumentParser:
     """All commands and options."""
     parser = _Parser(prog="kvledger", description="Reads the event logs of kvledger.", epilog=_EXIT_CODES)
     parser.add_argument("--version", action="version", version=f"kvledger {_version()}")
     parser.add_argument("--json", action="store_true", help="print one JSON object a line")
     common = _Parser(add_help=False)
-    # Without a default here: it would overwrite a --json given before the command.
-    common.add_argument("--json", action="store_true", default=argparse.SUPPRESS, help="print one JSON object a line")
     common.add_argument(
-        "log", metavar="LOG", type=Path, help="a log directory, one *.kvlog file, or a directory of logs (the newest)"
+        "log", metavar="LOG", type=Path, help="a log directory, one *.kvlog file, or a directory of logs (all of them)"
     )
+    options = _Parser(add_help=False)
+    # Without a default here: it would overwrite a --json given before the command.
+    options.add_argument("--json", action="store_true", default=argparse.SUPPRESS, help="print one JSON object a line")
+    options.add_argument("--newest", action="store_true", help="of a directory of logs, read only the newest")
+    selection.add_options(options)
     commands = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=_Parser)
-
-    command = commands.add_parser("verify", parents=[common], epilog=_EXIT_CODES, help="check a log in every way")
-    command.add_argument(
-        "-v", "--verbose", action="store_true", help="list the rules that a log cannot decide, and why"
-    )
-    command.set_defaults(run=verify.run)
-
-    command = commands.add_parser(
-        "show", parents=[common], epilog=_EXIT_CODES, help="show a log, or one request's life"
-    )
-    command.add_argument("request", metavar="REQUEST", nargs="?", help="a request id or its unique beginning")
-    command.add_argument("--at", metavar="EVENT", type=_sequence, help="show the state after this event instead")
-    command.set_defaults(run=show.run)
-
-    command = commands.add_parser("replay", parents=[common], epilog=_EXIT_CODES, help="fold a log and decide again")
-    command.add_argument("--at", metavar="EVENT", type=_sequence, help="stop after this event; default: the last")
-    command.set_defaults(run=replay.run)
+    for name, command in COMMANDS.items():
+        of_command = commands.add_parser(name, parents=[common, options], epilog=_EXIT_CODES, help=command.help)
+        command.configure(of_command)
+        of_command.set_defaults(run=command.run)
     return parser
 
 
@@ -72,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     try:
         arguments = build_parser().parse_args(argv)
-        _name_chosen_log(arguments)
+        arguments.logs = _logs(arguments)
         exit_code = int(arguments.run(arguments, Output(is_json=arguments.json)))
         sys.stdout.flush()
     except SystemExit as exit_:  # argparse, after --help, --version or wrong usage
@@ -89,12 +97,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     return exit_code
 
 
-def _name_chosen_log(arguments: argparse.Namespace) -> None:
-    """Say which log of a directory of logs is read."""
-    chosen = find_log(arguments.log)
-    if chosen != arguments.log:
-        sys.stderr.write(f"kvledger: reading {chosen}, the newest log in {arguments.log}\n")
-        arguments.log = chosen
+def _logs(arguments: argparse.Namespace) -> list[Path]:
+    logs = find_logs(arguments.log)
+    if arguments.newest and len(logs) > 1:
+        sys.stderr.write(f"kvledger: reading {logs[-1]}, the newest of {len(logs)} logs in {arguments.log}\n")
+        return logs[-1:]
+    return logs
 
 
 def _version() -> str:

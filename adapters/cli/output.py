@@ -66,6 +66,10 @@ class Output:
             self._console.print(table)
         sys.stdout.writelines(line.rstrip() + "\n" for line in capture.get().splitlines())
 
+    def flush(self) -> None:
+        """Let a program that reads have what was written so far."""
+        sys.stdout.flush()
+
     def remark(self, text: str) -> None:
         """Something the reader should know that is no result; goes to stderr."""
         sys.stderr.write(f"kvledger: {text}\n")

@@ -3,34 +3,57 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
-from kvledger.adapters.cli.exit_codes import ExitCode
+from kvledger.adapters.cli.difference import compare
+from kvledger.adapters.cli.exit_codes import CommandFailed, ExitCode
+from kvledger.adapters.cli.finding import selected_one
 from kvledger.adapters.cli.logs import open_log
 from kvledger.adapters.cli.output import Output, event_fields
+from kvledger.adapters.cli.selection import add_handlers, chosen_handlers, event_number
+from kvledger.adapters.cli.sources import find_logs, one_of
 from kvledger.adapters.cli.state import show_state
 from kvledger.lifecycle.audit import Audit
 from kvledger.lifecycle.machine import ReferenceMachine
 
+HELP = "fold a log and decide again"
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """What only this command has."""
+    parser.add_argument("--at", metavar="EVENT", type=event_number, help="stop after this event; default: the last")
+    parser.add_argument(
+        "--diff", metavar="OTHER", type=Path, help="find the first event in which another log differs, times left out"
+    )
+    add_handlers(parser)
+    parser.add_argument("--exact", action="store_true", help="with --diff: times differ, too")
+
 
 def run(arguments: argparse.Namespace, output: Output) -> ExitCode:
     """Replay one log."""
-    log = open_log(arguments.log)
-    audit = Audit(log.configuration, ReferenceMachine(), checkers=())
+    if arguments.exact and arguments.diff is None:
+        raise CommandFailed("--exact says how to compare: give the other log with --diff", ExitCode.USAGE)
+    log, window = selected_one(arguments, output)
+    if arguments.diff is not None:
+        other = one_of(find_logs(arguments.diff), arguments.diff)
+        return compare(log, open_log(other), window, output, exact=arguments.exact)
+    at = arguments.at if arguments.at is not None else window.last_sequence
+    audit = Audit(log.configuration, ReferenceMachine(), checkers=(), handlers=chosen_handlers(arguments))
     last = 0
     reached = False
     with output.progress(log, "replaying"):
-        for sequence, event in log.trusted_events():
+        for number, event in log.trusted_events():
             # A decision that the next event would show to be missing is still part of the moment asked for.
-            if arguments.at is not None and sequence > arguments.at:
+            if at is not None and number > at:
                 reached = True
                 break
-            audit.take(sequence, event)
-            last = sequence
+            audit.take(number, event)
+            last = number
     if not reached:
         audit.finish()
     if arguments.at is not None and last < arguments.at:
         output.remark(f"the log can be replayed up to event {last}, not to {arguments.at}")
-    show_state(output, audit.projections, last)
+    show_state(output, audit.projections, last, window.request_id)
     for damage in log.damage:
         output.remark(f"{damage.kind} in {damage.segment} at byte {damage.offset}: {damage.detail}")
     if log.begins_late:

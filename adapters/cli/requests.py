@@ -46,6 +46,15 @@ class Requests:
         found = self._current.get(getattr(event, "request_id", ""))
         if found is not None:
             self._count(found, event)
+            if isinstance(event, e.RequestReleased):
+                del self._current[found.request_id]
+
+    def forget_ended(self, event: e.Event) -> None:
+        """Leave out the request that ends with this event: its life is before what was asked for."""
+        if isinstance(event, e.RequestFinished):
+            ended = self._current.pop(event.request_id, None)
+            if ended is not None:
+                self.summaries.remove(ended)
 
     def finish(self, projections: Projections) -> None:
         """Take what is known of the requests that are not released."""

@@ -3,25 +3,31 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime as dt
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import attrs
 
 from kvledger.adapters.cli.exit_codes import CommandFailed, ExitCode
-from kvledger.adapters.cli.logs import StoredLog, open_log
+from kvledger.adapters.cli.feed import Feed, Line, follow
+from kvledger.adapters.cli.finding import selected, selected_one
+from kvledger.adapters.cli.logs import StoredLog
 from kvledger.adapters.cli.output import Output, plain
 from kvledger.adapters.cli.requests import Requests, RequestSummary
+from kvledger.adapters.cli.selection import Window, add_request, count, event_number
+from kvledger.adapters.cli.sources import one_of
 from kvledger.adapters.cli.state import show_state
 from kvledger.adapters.cli.timeline import Group, Timeline
 from kvledger.adapters.cli.words import duration, milliseconds, plural, size
+from kvledger.adapters.reading.index import LogIndex, index_for
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.belief import Projections
 from kvledger.lifecycle.projections.totals import Figures
 from kvledger.lifecycle.replay import SequencedEvent
 
-_MAX_CANDIDATES = 20
+_MAX_LISTED = 200
 _COLUMNS = {
     "request": "left",
     "outcome": "left",
@@ -37,31 +43,53 @@ _COLUMNS = {
 }
 
 
+HELP = "show a log, or one request's life"
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """What only this command has."""
+    add_request(parser)
+    parser.add_argument("--at", metavar="EVENT", type=event_number, help="show the state after this event instead")
+    parser.add_argument("-f", "--follow", action="store_true", help="go on with what is appended, until interrupted")
+    parser.add_argument(
+        "--limit",
+        metavar="N",
+        type=count,
+        default=_MAX_LISTED,
+        help="list the last N requests; 0: all of them",
+    )
+
+
 def run(arguments: argparse.Namespace, output: Output) -> ExitCode:
-    """Show a log, a request, or a state."""
-    log = open_log(arguments.log)
-    with output.progress(log, "reading"):
-        request_id = None if arguments.request is None else _resolve(log, arguments.request)
+    """Show logs, a request, or a state."""
+    if arguments.follow and arguments.at is not None:
+        raise CommandFailed("--follow and --at exclude each other: one goes on, the other stops", ExitCode.USAGE)
+    if arguments.follow:
+        return _follow(*selected_one(arguments, output), output)
+    if arguments.at is not None and arguments.request is None:
+        one_of(arguments.logs, arguments.log)
+    for number, (log, window) in enumerate(selected(arguments, output)):
+        if number and not output.is_json:
+            output.line()
         if arguments.at is not None:
-            projections = Projections(log.configuration)
-            last = _take_each(
-                _until(log.trusted_events(), arguments.at), lambda at, event: projections.fold(event, at), output
-            )
-        elif request_id is not None:
-            timeline = _timeline(log, request_id, output)
+            _show_state_at(log, arguments.at, window.request_id, output)
+        elif window.request_id is not None:
+            _show_request(log, window, window.request_id, output)
         else:
-            requests, projections = _summaries(log, output)
-    if arguments.at is not None:
-        if last < arguments.at:
-            output.remark(f"the log can be folded up to event {last}, not to {arguments.at}")
-        show_state(output, projections, last, request_id)
-    elif request_id is not None:
-        _show_timeline(output, request_id, timeline.groups)
-    else:
-        _show_summary(output, log, requests, projections)
-    for damage in log.damage:
-        output.remark(f"{damage.kind} in {damage.segment} at byte {damage.offset}: {damage.detail}")
+            _show_log(log, window, arguments.limit, output)
+        for damage in log.damage:
+            output.remark(f"{damage.kind} in {damage.segment} at byte {damage.offset}: {damage.detail}")
     return ExitCode.SOUND
+
+
+def _show_state_at(log: StoredLog, at: int, request_id: str | None, output: Output) -> None:
+    projections = Projections(log.configuration)
+    with output.progress(log, "reading"):
+        events = _until(log.trusted_events(), Window(last_sequence=at))
+        last = _take_each(events, lambda sequence, event: projections.fold(event, sequence), output)
+    if last < at:
+        output.remark(f"the log can be folded up to event {last}, not to {at}")
+    show_state(output, projections, last, request_id)
 
 
 def _take_each(events: Iterator[SequencedEvent], take: Callable[[int, e.Event], None], output: Output) -> int:
@@ -79,51 +107,73 @@ def _take_each(events: Iterator[SequencedEvent], take: Callable[[int, e.Event], 
     return last
 
 
-def _until(events: Iterator[SequencedEvent], at: int) -> Iterator[SequencedEvent]:
-    for sequence, event in events:
-        if sequence > at:
+def _until(events: Iterator[SequencedEvent], window: Window) -> Iterator[SequencedEvent]:
+    for at, event in events:
+        if window.is_over(at):
             return
-        yield sequence, event
-
-
-def _resolve(log: StoredLog, wanted: str) -> str:
-    """The one request id that is `wanted`, or begins with it."""
-    known: dict[str, None] = {}
-    for _, event in log.events():
-        if isinstance(event, e.RequestEvent):
-            known.setdefault(event.request_id)
-    if wanted in known:
-        return wanted
-    candidates = [request_id for request_id in known if request_id.startswith(wanted)]
-    if len(candidates) == 1:
-        return candidates[0]
-    kind = "several requests begin" if candidates else "no request begins"
-    listed = candidates or list(known)
-    more = f" and {len(listed) - _MAX_CANDIDATES} more" if len(listed) > _MAX_CANDIDATES else ""
-    raise CommandFailed(
-        f"{kind} with {wanted!r}; {'they are' if candidates else 'the log has'}: "
-        f"{', '.join(listed[:_MAX_CANDIDATES]) or 'none'}{more}",
-        ExitCode.USAGE,
-    )
+        yield at, event
 
 
 # --- one request --------------------------------------------------------------------------------
 
 
-def _timeline(log: StoredLog, request_id: str, output: Output) -> Timeline:
+def _show_request(log: StoredLog, window: Window, request_id: str, output: Output) -> None:
     timeline = Timeline(log.configuration, request_id)
+    index = index_for(log, output)
+    if index is not None and index.is_whole:
+        with contextlib.closing(index):
+            for event in _until(_events_of_lives(index, request_id), window):
+                timeline.take(*event)
+            log.damage[:] = index.contents.damage
+    else:
+        with output.progress(log, "reading"):
+            _take_each(_until(log.events(), window), _noticing_gaps(timeline), output)
+    timeline.finish()
+    groups = [group for group in timeline.groups if group.last_sequence >= window.first_sequence]
+    _show_timeline(output, request_id, groups)
+
+
+def _events_of_lives(index: LogIndex, request_id: str) -> Iterator[SequencedEvent]:
+    """Everything that happened while the request lived; what happened before and between makes no difference to it."""
+    for span in index.spans(request_id):
+        yield from index.events_between(span.first_sequence, span.last_sequence)
+
+
+def _follow(log: StoredLog, window: Window, output: Output) -> ExitCode:
+    feed = Feed(log.configuration)
+    for batch in follow(log, output):
+        for line in feed.flush() if batch is None else feed.take_all(batch):
+            if window.is_over(line.first_sequence):
+                return ExitCode.SOUND
+            if window.holds(line.first_sequence) and window.request_id in {None, line.request_id}:
+                _show_line(output, line)
+        if batch is None:
+            output.flush()
+    return ExitCode.SOUND
+
+
+def _show_line(output: Output, line: Line) -> None:
+    if output.is_json:
+        output.record("line", attrs.asdict(line))
+        return
+    states = line.state_before or ""
+    if line.state_after != line.state_before:
+        states = f"{states} → {line.state_after or 'released'}" if line.state_before else line.state_after or ""
+    text = f"{milliseconds(line.time_ns):>12}  {line.first_sequence:>8}  {line.request_id}  {states}  {line.text}"
+    output.line(text, "red" if line.num_broken else "")
+
+
+def _noticing_gaps(timeline: Timeline) -> Callable[[int, e.Event], None]:
     expected = 1
 
-    def take(sequence: int, event: e.Event) -> None:
+    def take(at: int, event: e.Event) -> None:
         nonlocal expected
-        if sequence != expected:
-            timeline.lose(expected, sequence - 1)
-        timeline.take(sequence, event)
-        expected = sequence + 1
+        if at != expected:
+            timeline.lose(expected, at - 1)
+        timeline.take(at, event)
+        expected = at + 1
 
-    _take_each(log.events(), take, output)
-    timeline.finish()
-    return timeline
+    return take
 
 
 def _show_timeline(output: Output, request_id: str, groups: list[Group]) -> None:
@@ -154,22 +204,35 @@ def _states(group: Group) -> str:
 # --- the whole log ------------------------------------------------------------------------------
 
 
-def _summaries(log: StoredLog, output: Output) -> tuple[Requests, Projections]:
+def _show_log(log: StoredLog, window: Window, limit: int, output: Output) -> None:
+    index = index_for(log, output) if window.last_sequence is None else None
+    if index is not None:
+        with contextlib.closing(index):
+            contents = index.contents
+            log.num_events, log.num_frames, log.num_bytes = contents.num_events, contents.num_frames, contents.num_bytes
+            log.damage[:] = contents.damage
+            summaries = list(index.summaries(window.first_sequence))
+            _show_summary(output, log, summaries, contents.figures, contents.last_time_ns, limit)
+        return
     requests, projections = Requests(), Projections(log.configuration)
 
-    def take(sequence: int, event: e.Event) -> None:
+    def take(at: int, event: e.Event) -> None:
         requests.take(event)
-        if sequence <= log.trusted_sequence:
-            projections.fold(event, sequence)
+        if at <= log.trusted_sequence:
+            projections.fold(event, at)
+        if at < window.first_sequence:
+            requests.forget_ended(event)
 
-    _take_each(log.events(), take, output)
+    with output.progress(log, "reading"):
+        _take_each(_until(log.events(), window), take, output)
     requests.finish(projections)
-    return requests, projections
+    _show_summary(output, log, requests.summaries, projections.totals.figures, projections.tracker.time_ns, limit)
 
 
-def _show_summary(output: Output, log: StoredLog, requests: Requests, projections: Projections) -> None:
-    outcomes = Counter(summary.outcome or "unknown" for summary in requests.summaries)
-    figures = projections.totals.figures
+def _show_summary(
+    output: Output, log: StoredLog, summaries: Sequence[RequestSummary], figures: Figures, duration_ns: int, limit: int
+) -> None:
+    outcomes = Counter(summary.outcome or "unknown" for summary in summaries)
     if output.is_json:
         output.record(
             "log",
@@ -179,24 +242,27 @@ def _show_summary(output: Output, log: StoredLog, requests: Requests, projection
                 "num_events": log.num_events,
                 "num_frames": log.num_frames,
                 "num_bytes": log.num_bytes,
-                "duration_ns": projections.tracker.time_ns,
+                "duration_ns": duration_ns,
                 "outcomes": dict(outcomes),
                 "figures": attrs.asdict(figures),
             },
         )
-        for summary in requests.summaries:
+        for summary in summaries:
             output.record("request", attrs.asdict(summary))
         return
-    _show_header(output, log, projections)
+    _show_header(output, log, duration_ns)
     outcome_words = ", ".join(f"{count} {outcome}" for outcome, count in outcomes.most_common())
-    output.field("requests", f"{len(requests.summaries)}: {outcome_words}" if outcomes else "none")
+    output.field("requests", f"{len(summaries)}: {outcome_words}" if outcomes else "none")
     _show_figures(output, figures)
-    if requests.summaries:
+    if summaries:
         output.line()
-        output.table(_COLUMNS, [_request_row(summary) for summary in requests.summaries])
+        listed = summaries[-limit:] if limit else summaries
+        if len(listed) < len(summaries):
+            output.line(f"the last {len(listed)} of {len(summaries)}; --limit 0 lists all", style="dim")
+        output.table(_COLUMNS, [_request_row(summary) for summary in listed])
 
 
-def _show_header(output: Output, log: StoredLog, projections: Projections) -> None:
+def _show_header(output: Output, log: StoredLog, duration_ns: int) -> None:
     header, configuration = log.header, log.configuration
     versions = f"kvledger {header.get('kvledger_version', 'unknown')}, vLLM {header.get('vllm_version', 'unknown')}"
     output.field("log", str(log.path))
@@ -204,7 +270,7 @@ def _show_header(output: Output, log: StoredLog, projections: Projections) -> No
     opened_at = header.get("opened_at_unix_ns")
     if isinstance(opened_at, int):
         opened = dt.datetime.fromtimestamp(opened_at / 1e9, tz=dt.UTC)
-        output.field("opened", f"{opened:%Y-%m-%d %H:%M:%S} UTC, covers {duration(projections.tracker.time_ns)}")
+        output.field("opened", f"{opened:%Y-%m-%d %H:%M:%S} UTC, covers {duration(duration_ns)}")
     output.field(
         "sizes",
         f"block {configuration.block_size} tokens, chunk {configuration.chunk_size} tokens, "

@@ -10,8 +10,10 @@ import attrs
 from kvledger.adapters.cli.words import decision_words, duration, plural, size, words
 from kvledger.lifecycle import LedgerConfiguration, RequestState
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.belief import Projections
-from kvledger.lifecycle.projections.host_slots import NO_SLOT
+from kvledger.lifecycle.projections.block_table import BlockTable
+from kvledger.lifecycle.projections.host_slots import NO_SLOT, HostSlots
+from kvledger.lifecycle.projections.tails import Tails
+from kvledger.lifecycle.projections.tracker import RequestTracker
 from kvledger.lifecycle.replay import SequencedEvent
 
 _QUIET_DECISIONS = (e.SaveIssued, e.PrefillAdvanced, e.PrefillCompleted)
@@ -77,14 +79,37 @@ class _Moment:
     decisions: list[SequencedEvent] = attrs.field(factory=list)
 
 
+class _Known:
+    """The projections that a life is told from: each makes a request's part from that request's own events alone.
+
+    So what happened before the request arrived may be left out; the host pool, which everybody shares, is not here.
+    """
+
+    def __init__(self, configuration: LedgerConfiguration) -> None:
+        self.tracker = RequestTracker()
+        self.blocks = BlockTable(self.tracker)
+        self.tails = Tails(self.tracker, HostSlots(configuration.num_slots))
+        maps = [part.folds() for part in (self.blocks, self.tails, self.tracker)]  # the tracker last, as in belief.py
+        self._folds = {
+            event_class: tuple(folds[event_class] for folds in maps if event_class in folds)
+            for event_class in e.VOCABULARY.values()
+        }
+
+    def fold(self, event: e.Event, sequence: int) -> None:
+        """Take up one event."""
+        for fold in self._folds[type(event)]:
+            fold(event, sequence)
+
+
 class Timeline:
     """Folds a log and keeps the groups of one request id, through all its lives."""
 
     def __init__(self, configuration: LedgerConfiguration, request_id: str) -> None:
-        self.projections = Projections(configuration)
         self.request_id = request_id
         self.groups: list[Group] = []
-        self._tracker = self.projections.tracker
+        self._num_ranks = configuration.num_ranks
+        self._known = _Known(configuration)
+        self._tracker = self._known.tracker
         self._moment: _Moment | None = None
         self._jobs: dict[int, e.LoadIssued | e.SaveIssued | e.TailSaveIssued] = {}
         self._from_tail: dict[int, int] = {}
@@ -104,7 +129,7 @@ class Timeline:
                 self._jobs[event.job_id] = event
             if isinstance(event, e.LoadIssued):
                 self._from_tail[event.job_id] = self._num_tokens_from_tail(event)
-        self.projections.fold(event, sequence)
+        self._known.fold(event, sequence)
 
     def lose(self, first_sequence: int, last_sequence: int) -> None:
         """Say that events are missing here."""
@@ -127,7 +152,7 @@ class Timeline:
 
     def _num_tokens_from_tail(self, load: e.LoadIssued) -> int:
         record = self._tracker.get(self.request_id)
-        tail = None if record is None else self.projections.tails.saved(record.ordinal)
+        tail = None if record is None else self._known.tails.saved(record.ordinal)
         if tail is None or (set(tail.slots) - {NO_SLOT}).isdisjoint(load.slots):
             return 0
         return load.first_token + load.num_tokens - max(tail.first_token, load.first_token)
@@ -181,10 +206,11 @@ class Timeline:
             last.last_sequence = moment.decisions[-1][0] if moment.decisions else moment.sequence
         else:
             last = self._add(moment, "transfer", "")
-            ranks = self.projections.configuration.num_ranks
             if not settled:
                 kind = "load" if isinstance(job, e.LoadIssued) else "save"
-                last.texts.append(f"{plural(len(event.ranks_done), 'rank')} of {ranks} did {kind} {event.job_id}")
+                last.texts.append(
+                    f"{plural(len(event.ranks_done), 'rank')} of {self._num_ranks} did {kind} {event.job_id}"
+                )
             last.num_tokens = job.num_tokens if isinstance(job, e.LoadIssued) else 0
         last.num_bytes += event.num_bytes
         last.duration_ns += event.duration_ns
@@ -255,6 +281,6 @@ class Timeline:
             self._num_lives += 1
             return text if self._num_lives == 1 else f"{text}, life {self._num_lives} of this id"
         if isinstance(event, e.RequestPreempted):
-            num_blocks = len(self.projections.blocks.lost(self.request_id))
+            num_blocks = len(self._known.blocks.lost(self.request_id))
             return f"{text}, lost {plural(num_blocks, 'block')}"
         return text

@@ -7,69 +7,138 @@ from collections.abc import Collection
 
 import attrs
 
-from kvledger.adapters.cli.exit_codes import ExitCode
-from kvledger.adapters.cli.logs import StoredLog, open_log
+from kvledger.adapters.cli.exit_codes import ExitCode, gravest
+from kvledger.adapters.cli.finding import selected
+from kvledger.adapters.cli.logs import LogDamage, StoredLog, open_log
 from kvledger.adapters.cli.output import Output, event_fields, event_text, plain
+from kvledger.adapters.cli.selection import Window, add_handlers, chosen_handlers
 from kvledger.adapters.cli.words import plural, size
 from kvledger.lifecycle import HandlerRegistry
 from kvledger.lifecycle.audit import NOT_CHECKED, Audit, Violation
 from kvledger.lifecycle.events import Event
 from kvledger.lifecycle.machine import ReferenceMachine, table_fingerprint
+from kvledger.lifecycle.replay import Divergence
 
 _MAX_SHOWN = 20
 """Of each kind for people; programs get all that is kept."""
 
 
+HELP = "check a log in every way"
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """What only this command has."""
+    parser.add_argument("-v", "--verbose", action="store_true", help="list the rules that a log cannot decide, and why")
+    add_handlers(parser)
+
+
 def run(arguments: argparse.Namespace, output: Output) -> ExitCode:
-    """Verify one log."""
-    log = open_log(arguments.log)
-    audit = Audit(log.configuration, ReferenceMachine())
+    """Verify each log; the exit code is that of the worst."""
+    handlers = chosen_handlers(arguments)
+    codes: list[ExitCode] = []
+    for log, window in selected(arguments, output):
+        if codes and not output.is_json:
+            output.line()
+        codes.append(_verify(log, window, handlers, output, verbose=arguments.verbose))
+    if len(codes) > 1 and not output.is_json:
+        num_sound = codes.count(ExitCode.SOUND)
+        output.line()
+        output.field(
+            "logs", f"{len(codes)}, {num_sound} sound", "bold green" if num_sound == len(codes) else "bold red"
+        )
+    return gravest(codes)
+
+
+def _verify(log: StoredLog, window: Window, handlers: HandlerRegistry, output: Output, *, verbose: bool) -> ExitCode:
+    def is_selected(violation: Violation) -> bool:
+        return window.holds(violation.sequence) and window.holds_request(violation.request_id)
+
+    keeps = None if window.is_everything else is_selected
+    audit = Audit(log.configuration, ReferenceMachine(), handlers=handlers, keeps=keeps)
     with output.progress(log, "verifying"):
-        audit.run(log.trusted_events())
-    exit_code = _exit_code(log, audit)
+        for sequence, event in log.trusted_events():
+            if window.is_over(sequence):
+                break
+            audit.take(sequence, event)
+        else:
+            audit.finish()
+    findings = Findings.of(log, audit, window, handlers)
     if output.is_json:
-        _show_json(output, log, audit, exit_code)
+        _show_json(output, log, audit, findings)
     else:
-        _show_text(output, log, audit, exit_code, verbose=arguments.verbose)
-    return exit_code
+        _show_text(output, log, audit, findings, verbose=verbose)
+    return findings.exit_code
 
 
-def _exit_code(log: StoredLog, audit: Audit) -> ExitCode:
-    if log.damage:
-        return ExitCode.DAMAGED
-    if audit.num_violations:
-        return ExitCode.RULE_BROKEN
-    if not audit.is_sound:
-        return ExitCode.DIVERGED
-    return ExitCode.SOUND
+@attrs.frozen
+class Findings:
+    """What is wrong with the selected part of a log."""
+
+    damage: tuple[LogDamage, ...]
+    divergences: tuple[Divergence, ...]
+    reference_differences: tuple[Divergence, ...]
+    remarks: tuple[str, ...]
+    exit_code: ExitCode
+
+    @classmethod
+    def of(cls, log: StoredLog, audit: Audit, window: Window, handlers: HandlerRegistry) -> Findings:
+        """Those of an audit that has come to its end."""
+        damage = tuple(d for d in log.damage if d.sequence is None or window.holds(d.sequence))
+        divergences = tuple(d for d in audit.divergences if _is_selected(d, window))
+        differences = tuple(d for d in audit.reference_differences if _is_selected(d, window))
+        if damage:
+            exit_code = ExitCode.DAMAGED
+        elif audit.num_violations:
+            exit_code = ExitCode.RULE_BROKEN
+        elif divergences or differences or audit.unfoldable is not None:
+            exit_code = ExitCode.DIVERGED
+        else:
+            exit_code = ExitCode.SOUND
+        return cls(damage, divergences, differences, tuple(_remarks(log, window, handlers)), exit_code)
 
 
-def _remarks(log: StoredLog) -> list[str]:
+def _is_selected(divergence: Divergence, window: Window) -> bool:
+    event = divergence.recorded or divergence.decided
+    return window.holds(divergence.sequence) and window.holds_request(getattr(event, "request_id", ""))
+
+
+def _remarks(log: StoredLog, window: Window, handlers: HandlerRegistry) -> list[str]:
     remarks = []
+    if not window.is_everything:
+        end = "the end" if window.last_sequence is None else f"event {window.last_sequence}"
+        whose = "" if window.request_id is None else f" that concerns {window.request_id}"
+        remarks.append(f"only what was found from event {window.first_sequence} to {end}{whose} is told")
     if log.begins_late:
         remarks.append(
             f"the log begins with event {log.first_sequence}: what came before was retired or is in another file, "
             "so neither rules nor decisions could be checked"
         )
-    elif log.trusted_sequence < log.last_sequence:
+    elif log.trusted_sequence < log.last_sequence and not window.is_over(log.last_sequence):
         remarks.append(
             f"rules and decisions were checked up to event {log.trusted_sequence}; the next ones are missing"
         )
     if log.header.get("table_fingerprint", table_fingerprint()) != table_fingerprint():
         remarks.append("the log was written with another transition table; divergences may come from that")
-    handlers = HandlerRegistry().fingerprint()
-    if log.header.get("handler_fingerprint", handlers) != handlers:
-        remarks.append("the log was written with handlers of its own; divergences may come from that")
+    used = handlers.fingerprint()
+    written_with = log.header.get("handler_fingerprint", used)
+    if written_with != used:
+        remarks.append(
+            "the log was written with other handlers than were asked here, so divergences may come from that; "
+            f"name them with --handlers: it was written with {written_with}"
+        )
     return remarks
 
 
-def _show_json(output: Output, log: StoredLog, audit: Audit, exit_code: ExitCode) -> None:
+def _show_json(output: Output, log: StoredLog, audit: Audit, findings: Findings) -> None:
     output.record("log", {"path": str(log.path), "header": plain(log.header)})
-    for damage in log.damage:
+    for damage in findings.damage:
         output.record("damage", attrs.asdict(damage))
     for violation in audit.violations:
         output.record("violation", attrs.asdict(violation))
-    for kind, found in (("divergence", audit.divergences), ("reference_difference", audit.reference_differences)):
+    for kind, found in (
+        ("divergence", findings.divergences),
+        ("reference_difference", findings.reference_differences),
+    ):
         for divergence in found:
             recorded, decided = event_fields(divergence.recorded), event_fields(divergence.decided)
             output.record(kind, {"sequence": divergence.sequence, "recorded": recorded, "decided": decided})
@@ -82,33 +151,34 @@ def _show_json(output: Output, log: StoredLog, audit: Audit, exit_code: ExitCode
     output.record(
         "verdict",
         {
-            "verdict": exit_code.name.lower(),
-            "exit_code": exit_code.value,
+            "verdict": findings.exit_code.name.lower(),
+            "exit_code": findings.exit_code.value,
             "num_events": log.num_events,
             "num_events_checked": audit.num_events,
             "num_frames": log.num_frames,
             "num_bytes": log.num_bytes,
             "head_hash": log.head_hash,
-            "num_damage": len(log.damage),
+            "num_damage": len(findings.damage),
             "num_violations": dict(audit.num_violations),
-            "num_divergences": len(audit.divergences),
+            "num_divergences": len(findings.divergences),
             "rules": [checker.rule for checker in audit.checkers],
-            "remarks": _remarks(log),
+            "remarks": findings.remarks,
         },
     )
 
 
-def _show_text(output: Output, log: StoredLog, audit: Audit, exit_code: ExitCode, *, verbose: bool) -> None:
+def _show_text(output: Output, log: StoredLog, audit: Audit, findings: Findings, *, verbose: bool) -> None:
     output.field("log", str(log.path))
     output.field("written by", _origin(log))
     frames = f"in {plural(log.num_frames, 'frame')}, {size(log.num_bytes)}"
     output.field("events", f"{log.num_events} {frames}")
-    damaged = f"{plural(len(log.damage), 'place')} damaged" if log.damage else f"intact, head {log.head_hash}"
-    output.field("chain", damaged, "red" if log.damage else "green")
-    for damage in log.damage[:_MAX_SHOWN]:
+    num_damaged = len(findings.damage)
+    damaged = f"{plural(num_damaged, 'place')} damaged" if num_damaged else f"intact, head {log.head_hash}"
+    output.field("chain", damaged, "red" if num_damaged else "green")
+    for damage in findings.damage[:_MAX_SHOWN]:
         at = "" if damage.sequence is None else f", event {damage.sequence}"
         output.line(f"  {damage.kind} in {damage.segment} at byte {damage.offset}{at}: {damage.detail}")
-    _show_more(output, len(log.damage))
+    _show_more(output, num_damaged)
     num_broken = len(audit.num_violations)
     rules = f"{len(audit.checkers)} checked over {plural(audit.num_events, 'event')}, {num_broken or 'none'} broken"
     output.field("rules", rules, "red" if num_broken else "green")
@@ -116,7 +186,7 @@ def _show_text(output: Output, log: StoredLog, audit: Audit, exit_code: ExitCode
     for violation in audit.violations[:_MAX_SHOWN]:
         _show_violation(output, violation, evidence)
     _show_more(output, audit.num_violations.total())
-    _show_divergence(output, audit)
+    _show_divergence(output, audit, findings)
     if verbose:
         output.field("not checked", plural(len(NOT_CHECKED), "rule"))
         for rule, reason in NOT_CHECKED.items():
@@ -125,9 +195,10 @@ def _show_text(output: Output, log: StoredLog, audit: Audit, exit_code: ExitCode
         output.field(
             "not checked", f"{plural(len(NOT_CHECKED), 'rule')} that a log cannot decide; --verbose lists them"
         )
-    for remark in _remarks(log):
+    for remark in findings.remarks:
         output.field("note", remark, "yellow")
-    output.field("verdict", exit_code.name.lower().replace("_", " "), "bold red" if exit_code else "bold green")
+    verdict = findings.exit_code.name.lower().replace("_", " ")
+    output.field("verdict", verdict, "bold red" if findings.exit_code else "bold green")
 
 
 def _show_more(output: Output, total: int) -> None:
@@ -145,17 +216,17 @@ def _show_violation(output: Output, violation: Violation, evidence: dict[int, Ev
             output.line(f"    {sequence:>8}  {event_text(evidence[sequence])}", style="dim")
 
 
-def _show_divergence(output: Output, audit: Audit) -> None:
+def _show_divergence(output: Output, audit: Audit, findings: Findings) -> None:
     if audit.unfoldable is not None:
         output.field("decisions", str(audit.unfoldable), "red")
-    elif audit.divergences:
-        num_more = len(audit.divergences) - 1
+    elif findings.divergences:
+        num_more = len(findings.divergences) - 1
         more = f" (and {num_more} more, perhaps only because of this one)" if num_more else ""
-        output.field("decisions", f"diverged {audit.divergences[0]}{more}", "red")
+        output.field("decisions", f"diverged {findings.divergences[0]}{more}", "red")
     else:
         output.field("decisions", "made again, all equal", "green")
-    if audit.reference_differences:
-        output.field("reference", f"differs {audit.reference_differences[0]}", "red")
+    if findings.reference_differences:
+        output.field("reference", f"differs {findings.reference_differences[0]}", "red")
 
 
 def _evidence(log: StoredLog, violations: Collection[Violation]) -> dict[int, Event]:

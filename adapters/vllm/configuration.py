@@ -7,13 +7,13 @@ the remedy, before a single request is served.
 from __future__ import annotations
 
 import enum
-import importlib
 from pathlib import Path
 from typing import Any
 
 import pydantic
 
-from kvledger.lifecycle import ConfigurationError, HandlerRegistry, LedgerConfiguration, StateHandler
+from kvledger.adapters.handlers import handler_registry
+from kvledger.lifecycle import ConfigurationError, HandlerRegistry, LedgerConfiguration
 from kvledger.storage.events import Durability
 from kvledger.storage.kv import num_slots_for
 
@@ -183,16 +183,4 @@ class ConnectorSettings(pydantic.BaseModel):
         Raises:
             ConfigurationError: a name that cannot be imported or is no state handler.
         """
-        registry = HandlerRegistry()
-        for name in self.handlers:
-            module_name, _, class_name = name.partition(":")
-            try:
-                handler = getattr(importlib.import_module(module_name), class_name)()
-            except Exception as error:
-                message = f"handlers: {name!r} cannot be imported ({error}); write it as 'module:Class'"
-                raise ConfigurationError(message) from error
-            if not isinstance(handler, StateHandler):
-                message = f"handlers: {name!r} is no kvledger.lifecycle.StateHandler; derive it from one"
-                raise ConfigurationError(message)
-            registry.replace(handler)
-        return registry
+        return handler_registry(self.handlers)

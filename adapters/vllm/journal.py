@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
+import traceback
 from collections.abc import Callable
+from pathlib import Path
 
 from kvledger.adapters.vllm.deliveries import Deliveries
 from kvledger.adapters.vllm.event_log import OpenedLog
@@ -100,7 +102,7 @@ class Journal:
         """Tell the people, tell the log, and let the request recompute."""
         described = f"{type(error).__name__}: {error}"
         self.messages.error("hook failed, the request recomputes", hook=hook, request_id=request_id, error=described)
-        event = e.HookFailed(hook, request_id, described, self.now())
+        event = e.HookFailed(hook, request_id, _without_secrets(error), self.now())
         try:
             if isinstance(error, LedgerCorrupt):
                 self._disable(event)
@@ -116,6 +118,17 @@ class Journal:
         # What the scheduler was promised is still delivered, also the end of a save for which it keeps blocks.
         self._outbox = [job for job in self._outbox if isinstance(job, e.LoadIssued) or _is_async_save(job)]
         self.ledger.record_unfolded(event)
+
+
+def _without_secrets(error: Exception) -> str:
+    """What the log may know of an error: hooks are given prompts and salts, and a message may quote them."""
+    if isinstance(error, LedgerCorrupt):
+        return f"LedgerCorrupt: {error}"  # the core sees only events, so its messages are as harmless as they
+    frames = traceback.extract_tb(error.__traceback__)
+    if not frames:
+        return type(error).__name__
+    last = frames[-1]
+    return f"{type(error).__name__} in {last.name}, {Path(last.filename).name}:{last.lineno}"
 
 
 def _is_async_save(job: Job) -> bool:

@@ -33,7 +33,10 @@ class Unfoldable:
 
 
 class Audit:
-    """Takes the events of one log in order and collects what is wrong with them. Without `checkers`, runs all."""
+    """Takes the events of one log in order and collects what is wrong with them.
+
+    Without `checkers`, runs all; with `keeps`, counts and collects only the violations that it says True to.
+    """
 
     def __init__(
         self,
@@ -42,7 +45,9 @@ class Audit:
         *,
         checkers: Sequence[Checker] | None = None,
         handlers: HandlerRegistry | None = None,
+        keeps: Callable[[Violation], bool] | None = None,
     ) -> None:
+        self._keeps = keeps
         self._replay = Replay(configuration, handlers=handlers, reference=reference)
         self.checkers = all_checkers() if checkers is None else tuple(checkers)
         self.violations: list[Violation] = []
@@ -101,6 +106,8 @@ class Audit:
         self.finish()
 
     def _keep(self, violation: Violation) -> None:
+        if self._keeps is not None and not self._keeps(violation):
+            return
         self.num_violations[violation.rule] += 1
         if len(self.violations) < MAX_VIOLATIONS:
             self.violations.append(violation)

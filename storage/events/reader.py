@@ -52,6 +52,8 @@ class LogReader:
     """What the next frame must follow from: `head_hash`, or the hash of a newer segment's header. None: not known."""
     tail: tuple[Path, int] | None = attrs.field(default=None, init=False)
     """The last segment with a good header, and the offset behind its last intact frame."""
+    place: tuple[str, int] = attrs.field(default=("", 0), init=False)
+    """Segment and offset of the frame that was yielded last."""
     unreadable_end: Damage | None = attrs.field(default=None, init=False)
     """The damage that reaches to the end of the log, where there is one: what a crash may have left."""
     retired: Damage | None = attrs.field(default=None, init=False)
@@ -119,6 +121,7 @@ class LogReader:
                     offset = self._behind_unreadable(segment, data, offset, frame)
                     continue
                 end = offset + frame_bytes(frame)
+                self.place = (segment.path.name, offset)
                 if follows(frame, self.next_sequence, self.chain_hash):
                     self._go_on_behind(frame)
                     yield frame
@@ -233,6 +236,7 @@ class LogReader:
                 return
             if self._segment is not None:
                 yield from self._from_elsewhere(self._segment, stray)
+        self.place = (stray.segment.name, stray.offset)
         if follows(frame, self.next_sequence, self.chain_hash):
             self._go_on_behind(frame)
             yield frame
@@ -299,6 +303,7 @@ class LogReader:
                 return
             stray, frame = taken
             self._report_moved(stray, where)
+            self.place = (stray.segment.name, stray.offset)
             self._go_on_behind(frame)
             yield frame
 

@@ -60,6 +60,13 @@ def write_log(
 def preempted_story() -> Driver:
     """`chat-17-b6` computes, decodes, is preempted, is polled, comes back by a load, ends; `chat-9` is new."""
     driver = Driver(num_slots=32)
+    play_story(driver)
+    driver.ledger.commit()
+    return driver
+
+
+def play_story(driver: Driver) -> None:
+    """Play it on a driver with at least 16 slots."""
     keys = keys_of("a", 8)
     driver.start("chat-17-b6", keys[:5], 45, (1, 2, 3))
     driver.keys("chat-17-b6", 5, keys[5:6])
@@ -78,8 +85,6 @@ def preempted_story() -> Driver:
     driver.finish("chat-17-b6", 65, 66)
     driver.arrive("chat-9", 20)
     driver.step()
-    driver.ledger.commit()
-    return driver
 
 
 @pytest.fixture(scope="module")
@@ -139,6 +144,7 @@ class Tools:
     write_log = staticmethod(write_log)
     header_of = staticmethod(header_of)
     replaced = staticmethod(replaced)
+    play_story = staticmethod(play_story)
 
 
 @pytest.fixture(scope="session")

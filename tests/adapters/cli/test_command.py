@@ -53,17 +53,46 @@ def test_json_may_stand_before_or_after_the_command(run: Any, log: Path) -> None
     assert run("--json", "verify", log).out == run("verify", "--json", log).out
 
 
-def test_of_a_directory_of_logs_the_newest_is_read_and_named(
+def test_all_logs_of_a_directory_are_verified_in_the_order_of_their_opening(
     run: Any, tools: Any, story: Driver, tmp_path: Path
 ) -> None:
-    """By the time in the header; copying a log changes the times of its files."""
+    """By the time in the header, for copying a log changes the times of its files; the worst gives the exit code."""
     logs = tmp_path / "logs"
     new = tools.write_log(logs / "a-new", story.observed, story.configuration, header={"opened_at_unix_ns": 2_000})
-    tools.write_log(logs / "b-old", story.observed[:5], story.configuration, header={"opened_at_unix_ns": 1_000})
+    old = tools.write_log(logs / "b-old", story.observed[:5], story.configuration, header={"opened_at_unix_ns": 1_000})
     result = run("verify", logs)
     assert result.exit_code == 0
-    assert f"reading {new}" in result.err
-    assert f"{len(story.observed)} in " in result.out
+    assert result.out.index(str(old)) < result.out.index(str(new))
+    assert "logs        2, 2 sound" in result.out
+    (segment,) = old.glob("*.kvlog")
+    segment.write_bytes(segment.read_bytes()[:-1])
+    assert run("verify", logs).exit_code == 2
+    newest = run("verify", "--newest", logs)
+    assert newest.exit_code == 0
+    assert f"reading {new}, the newest of 2 logs" in newest.err
+
+
+def test_a_request_is_found_in_the_log_that_has_it(run: Any, tools: Any, story: Driver, tmp_path: Path) -> None:
+    """Who looks for a request does not know after which start of the engine it came."""
+    logs = tmp_path / "logs"
+    other = Driver()
+    other.arrive("chat-1", 5)
+    tools.write_log(logs / "a", other.observed, other.configuration, header={"opened_at_unix_ns": 1_000})
+    tools.write_log(logs / "b", story.observed, story.configuration, header={"opened_at_unix_ns": 2_000})
+    assert run("show", logs, "chat-17").out.startswith("chat-17-b6")
+    assert run("show", logs, "--request", "chat-9").out.startswith("chat-9")
+    twice = run("replay", logs)
+    assert twice.exit_code == 64
+    assert "holds 2 logs; name one of them, or --newest" in twice.err
+
+
+def test_a_request_of_two_logs_is_not_guessed(run: Any, tools: Any, story: Driver, tmp_path: Path) -> None:
+    """The logs are named."""
+    for name in ("a", "b"):
+        tools.write_log(tmp_path / "logs" / name, story.observed, story.configuration)
+    result = run("show", tmp_path / "logs", "chat-17")
+    assert result.exit_code == 64
+    assert "chat-17-b6 is in 2 logs; name one of them" in result.err
 
 
 def test_every_json_object_names_its_type_and_is_documented(run: Any, log: Path) -> None:

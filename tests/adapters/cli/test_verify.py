@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from lifecycle_driver import Driver
 
+from kvledger.adapters.handlers import handler_registry
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit import NOT_CHECKED
 from kvledger.lifecycle.codec import EventEncoder
@@ -207,7 +208,7 @@ def test_another_transition_table_is_pointed_out(run: Any, tools: Any, story: Dr
     result = run("verify", log)
     assert result.exit_code == 0
     assert "another transition table" in result.out
-    assert "handlers of its own" in result.out
+    assert "name them with --handlers" in result.out
 
 
 def test_a_later_segment_alone_is_verified_as_far_as_it_can_be(
@@ -274,3 +275,39 @@ def test_the_verdict_names_the_head_of_the_chain(run: Any, log: Path) -> None:
     store = SegmentEventStore.open(log)
     assert verdict["head_hash"] == store.head_hash.hex()
     store.close()
+
+
+SHY = """
+from kvledger.lifecycle import StateHandler
+from kvledger.lifecycle.handlers.running import Running
+
+class Shy(Running):
+    tokens_settled = StateHandler.tokens_settled
+"""
+
+
+def test_a_log_of_other_handlers_is_checked_with_them(
+    run: Any, tools: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their decisions are made again by themselves; without them the log diverges, and the remedy is named."""
+    (tmp_path / "shy_handlers.py").write_text(SHY)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    registry = handler_registry(["shy_handlers:Shy"])
+    driver = Driver(num_slots=32, handlers=registry)
+    tools.play_story(driver)
+    header = {"handler_fingerprint": registry.fingerprint()}
+    log = tools.write_log(tmp_path / "log", driver.observed, driver.configuration, header=header)
+    without = run("verify", log)
+    assert without.exit_code == 3
+    assert "name them with --handlers: it was written with" in without.out
+    assert "running=Shy" in without.out
+    assert run("verify", log, "--handlers", "shy_handlers:Shy").exit_code == 0
+    assert run("replay", log, "--handlers", "shy_handlers:Shy").exit_code == 0
+
+
+@pytest.mark.parametrize("name", ["shy", "os:path", "nowhere.at_all:Shy"])
+def test_a_handler_that_is_none_is_wrong_usage(run: Any, log: Path, name: str) -> None:
+    """It is named, with the remedy."""
+    result = run("verify", log, "--handlers", name)
+    assert result.exit_code == 64
+    assert f"--handlers: '{name}'" in result.err

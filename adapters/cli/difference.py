@@ -1,0 +1,83 @@
+"""`kvledger replay --diff`: the first event in which two logs differ, and what was believed just before it.
+
+Two runs of the same requests should write the same events; where they part is where to look.
+"""
+
+from __future__ import annotations
+
+from itertools import zip_longest
+
+import attrs
+
+from kvledger.adapters.cli.exit_codes import ExitCode
+from kvledger.adapters.cli.logs import StoredLog
+from kvledger.adapters.cli.output import Output, event_fields, event_text, plain
+from kvledger.adapters.cli.selection import Window
+from kvledger.adapters.cli.state import show_state
+from kvledger.lifecycle.belief import Projections
+from kvledger.lifecycle.codec import field_names
+from kvledger.lifecycle.events import Event
+
+_TIMES = frozenset({"time_ns", "duration_ns"})
+
+
+def compare(log: StoredLog, other: StoredLog, window: Window, output: Output, *, exact: bool) -> ExitCode:
+    """Compare two logs event by event; equal logs are sound, others diverged."""
+    _compare_configurations(log, other, output)
+    projections = Projections(log.configuration)
+    last = 0
+    with output.progress(log, "comparing"):
+        for ours, theirs in zip_longest(log.trusted_events(), other.trusted_events()):
+            sequence, event = ours or (last + 1, None)
+            if window.is_over(sequence):
+                break
+            recorded = None if theirs is None else theirs[1]
+            if not _is_same(event, recorded, exact=exact):
+                _show(sequence, event, recorded, output)
+                if not output.is_json:
+                    show_state(output, projections, last, getattr(event or recorded, "request_id", None))
+                return ExitCode.DIVERGED
+            if event is not None:
+                projections.fold(event, sequence)
+            last = sequence
+    for read in (log, other):
+        for damage in read.damage:
+            output.remark(f"{read.path}: {damage.kind} in {damage.segment} at byte {damage.offset}: {damage.detail}")
+    if output.is_json:
+        output.record("equal", {"num_events": last, "path": str(log.path), "other_path": str(other.path)})
+    else:
+        output.line(f"{last} events are equal" + ("" if exact else ", but for times"), "green")
+    return ExitCode.DAMAGED if log.damage or other.damage else ExitCode.SOUND
+
+
+def _compare_configurations(log: StoredLog, other: StoredLog, output: Output) -> None:
+    ours, theirs = attrs.asdict(log.configuration), attrs.asdict(other.configuration)
+    for name, value in ours.items():
+        if theirs[name] != value:
+            output.remark(f"the logs were configured differently: {name} is {value} here and {theirs[name]} there")
+
+
+def _is_same(event: Event | None, other: Event | None, *, exact: bool) -> bool:
+    if exact or type(event) is not type(other) or event is None or other is None:
+        return event == other
+    names = (name for name in field_names(type(event)) if name not in _TIMES)
+    return all(getattr(event, name) == getattr(other, name) for name in names)
+
+
+def _show(sequence: int, event: Event | None, other: Event | None, output: Output) -> None:
+    if output.is_json:
+        fields = {"sequence": sequence, "here": event_fields(event), "there": event_fields(other)}
+        output.record("difference", {**fields, "fields": plain(_changed(event, other))})
+        return
+    output.line(f"the logs differ at event {sequence}", "bold red")
+    output.field("here", "the log ends" if event is None else event_text(event))
+    output.field("there", "the log ends" if other is None else event_text(other))
+    changed = _changed(event, other)
+    if changed:
+        output.field("differs in", ", ".join(changed))
+
+
+def _changed(event: Event | None, other: Event | None) -> list[str]:
+    if event is None or other is None or type(event) is not type(other):
+        return []
+    return [name for name in field_names(type(event)) if getattr(event, name) != getattr(other, name)]

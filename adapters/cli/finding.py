@@ -1,0 +1,80 @@
+"""Which request a person means, and in which log it is."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from kvledger.adapters.cli.exit_codes import CommandFailed, ExitCode
+from kvledger.adapters.cli.logs import StoredLog, open_log
+from kvledger.adapters.cli.output import Output
+from kvledger.adapters.cli.selection import Window, window
+from kvledger.adapters.cli.sources import one_of
+from kvledger.adapters.reading.index import index_for
+from kvledger.lifecycle import events as e
+
+_MAX_CANDIDATES = 20
+
+
+def selected(arguments: argparse.Namespace, output: Output) -> Iterator[tuple[StoredLog, Window]]:
+    """Each log that the arguments mean, opened, with what they select of it. A request is in one of the logs."""
+    if arguments.request is not None:
+        log, request_id = find_request(arguments.logs, arguments.request, output)
+        yield log, window(arguments, log, output, request_id)
+        return
+    for path in arguments.logs:
+        log = open_log(path)
+        yield log, window(arguments, log, output)
+
+
+def selected_one(arguments: argparse.Namespace, output: Output) -> tuple[StoredLog, Window]:
+    """The one log that the arguments mean, opened, with what they select of it.
+
+    Raises:
+        CommandFailed: they mean several.
+    """
+    if arguments.request is None:
+        one_of(arguments.logs, arguments.log)
+    return next(selected(arguments, output))
+
+
+def find_request(logs: Sequence[Path], wanted: str, output: Output) -> tuple[StoredLog, str]:
+    """The log that has the one request whose id is `wanted` or begins with it, opened, and the whole id.
+
+    Raises:
+        CommandFailed: none has it, or several ids or logs could be meant.
+    """
+    opened = [open_log(path) for path in logs]
+    known: dict[Path, dict[str, None]] = {}
+    for log in opened:
+        known[log.path] = request_ids(log, wanted, output)
+    found = [(log, wanted) for log in opened if wanted in known[log.path]]
+    found = found or [(log, name) for log in opened for name in known[log.path] if name.startswith(wanted)]
+    if len(found) == 1:
+        return found[0]
+    names = list(dict.fromkeys(name for _, name in found))
+    if len(names) == 1:
+        where = ", ".join(str(log.path) for log, _ in found[-_MAX_CANDIDATES:])
+        raise CommandFailed(f"{names[0]} is in {len(found)} logs; name one of them: {where}", ExitCode.USAGE)
+    kind = "several requests begin" if names else "no request begins"
+    listed = names or list(dict.fromkeys(name for log in opened for name in known[log.path]))
+    more = f" and {len(listed) - _MAX_CANDIDATES} more" if len(listed) > _MAX_CANDIDATES else ""
+    whose = "they are" if names else "the log has" if len(opened) == 1 else "the logs have"
+    message = f"{kind} with {wanted!r}; {whose}: {', '.join(listed[:_MAX_CANDIDATES]) or 'none'}{more}"
+    raise CommandFailed(message, ExitCode.USAGE)
+
+
+def request_ids(log: StoredLog, beginning: str, output: Output) -> dict[str, None]:
+    """The ids of the requests that begin so, or of all where none does, in the order of their arrival."""
+    index = index_for(log, output)
+    if index is not None:
+        with contextlib.closing(index):
+            return dict.fromkeys(index.request_ids(beginning) or index.request_ids(""))
+    known: dict[str, None] = {}
+    with output.progress(log, "looking for the request"):
+        for _, event in log.events():
+            if isinstance(event, e.RequestEvent):
+                known.setdefault(event.request_id)
+    return known

@@ -1,0 +1,216 @@
+"""What part of a log was asked for: --since, --until and --request.
+
+A selection limits what is told, never what is known: the state at a moment is made from everything before it, so
+commands read from the log's beginning and speak only of the events that are selected.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import datetime as dt
+import re
+from collections.abc import Iterator
+from typing import Literal
+
+import attrs
+
+from kvledger.adapters.cli.exit_codes import CommandFailed, ExitCode
+from kvledger.adapters.cli.logs import StoredLog
+from kvledger.adapters.cli.output import Output
+from kvledger.adapters.handlers import handler_registry
+from kvledger.adapters.reading.index import index_for
+from kvledger.lifecycle import ConfigurationError, HandlerRegistry
+from kvledger.lifecycle.events import Event
+from kvledger.lifecycle.replay import SequencedEvent
+
+_UNIT_NS = {"ns": 1, "us": 10**3, "ms": 10**6, "s": 10**9, "m": 60 * 10**9, "h": 3600 * 10**9, "d": 86400 * 10**9}
+_DURATION = re.compile(r"(\d+(?:\.\d+)?)(ns|us|ms|s|m|h|d)")
+
+
+@attrs.frozen
+class Moment:
+    """A point in a log: an event number, a time since the log was opened, or a time of day."""
+
+    kind: Literal["event", "since_opening_ns", "unix_ns"]
+    value: int
+    text: str
+
+
+def moment(text: str) -> Moment:
+    """`90211` (an event), `1.5s`, `250ms`, `1h30m` (since the log was opened), `2026-01-05T10:30:00Z` (UTC by default).
+
+    Raises:
+        argparse.ArgumentTypeError: it is none of them.
+    """
+    if text.isdecimal() and int(text) > 0:
+        return Moment("event", int(text), text)
+    parts = _DURATION.findall(text)
+    if parts and "".join(number + unit for number, unit in parts) == text:
+        value = sum(round(float(number) * _UNIT_NS[unit]) for number, unit in parts)
+        return Moment("since_opening_ns", value, text)
+    try:
+        at = dt.datetime.fromisoformat(text)
+    except ValueError:
+        message = (
+            f"{text!r} is no moment; give an event number (90211), a time since the log was opened (1.5s, 1h30m) "
+            "or a date and time (2026-01-05T10:30:00Z)"
+        )
+        raise argparse.ArgumentTypeError(message) from None
+    if at.tzinfo is None:
+        at = at.replace(tzinfo=dt.UTC)
+    since_epoch = at - dt.datetime(1970, 1, 1, tzinfo=dt.UTC)
+    return Moment("unix_ns", since_epoch // dt.timedelta(microseconds=1) * 1000, text)
+
+
+def add_handlers(parser: argparse.ArgumentParser) -> None:
+    """The option of the commands that decide again."""
+    parser.add_argument(
+        "--handlers",
+        metavar="MODULE:CLASS",
+        action="append",
+        default=[],
+        help="decide with this state handler in the place of its state's; may be repeated. PYTHONPATH says where it is",
+    )
+
+
+def chosen_handlers(arguments: argparse.Namespace) -> HandlerRegistry:
+    """The handlers to decide with.
+
+    Raises:
+        CommandFailed: one cannot be imported, or is no state handler.
+    """
+    try:
+        return handler_registry(arguments.handlers)
+    except ConfigurationError as error:
+        raise CommandFailed(f"--{error}", ExitCode.USAGE) from error
+
+
+def event_number(text: str) -> int:
+    """An event number; 1 is the first.
+
+    Raises:
+        argparse.ArgumentTypeError: it is none.
+    """
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no event number; 1 is the first")
+    return int(text)
+
+
+def count(text: str) -> int:
+    """How many; 0 for no limit.
+
+    Raises:
+        argparse.ArgumentTypeError: it is no such number.
+    """
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of things; give 0 for no limit")
+    return int(text)
+
+
+@attrs.frozen
+class Window:
+    """The selected part of one log, as event numbers."""
+
+    first_sequence: int = 1
+    last_sequence: int | None = None
+    """The last event that is selected; None: up to the end."""
+    request_id: str | None = None
+    """Speak of this request only."""
+
+    @property
+    def is_everything(self) -> bool:
+        """Whether nothing is left out."""
+        return self.first_sequence == 1 and self.last_sequence is None and self.request_id is None
+
+    def holds(self, sequence: int) -> bool:
+        """Whether the event with this number is selected, as far as time goes."""
+        return self.first_sequence <= sequence and not self.is_over(sequence)
+
+    def is_over(self, sequence: int) -> bool:
+        """Whether the event with this number is behind the selected part: nothing more needs to be read."""
+        return self.last_sequence is not None and sequence > self.last_sequence
+
+    def holds_request(self, request_id: str) -> bool:
+        """Whether a finding about `request_id` is selected; one about no request (empty) always is."""
+        return not request_id or self.request_id in {None, request_id}
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The options that every command has."""
+    when = "an event number, a time since the log was opened (1.5s, 1h30m), or a date and time (UTC unless it says so)"
+    parser.add_argument("--since", metavar="MOMENT", type=moment, help=f"leave out what came before: {when}")
+    parser.add_argument("--until", metavar="MOMENT", type=moment, help="leave out what came after")
+    parser.add_argument("--request", metavar="REQUEST", help="speak of this request only: its id or a unique beginning")
+
+
+def add_request(parser: argparse.ArgumentParser) -> None:
+    """`REQUEST` as a second argument, which means the same as `--request`."""
+    # Without a default: it would overwrite what --request gave.
+    parser.add_argument(
+        "request", metavar="REQUEST", nargs="?", default=argparse.SUPPRESS, help="a request id or its unique beginning"
+    )
+
+
+def window(arguments: argparse.Namespace, log: StoredLog, output: Output, request_id: str | None = None) -> Window:
+    """What the arguments select of `log`; `request_id` is the whole id that was found for the one asked for.
+
+    Raises:
+        CommandFailed: a time of day was given and the log does not know when it was opened, or nothing is selected.
+    """
+    since, until = arguments.since, arguments.until
+    if since is None and until is None:
+        return Window(request_id=request_id)
+    first = since.value if since is not None and since.kind == "event" else 1
+    last = until.value if until is not None and until.kind == "event" else None
+    since_ns, until_ns = _since_opening_ns(since, log), _since_opening_ns(until, log)
+    with contextlib.ExitStack() as stack:
+        index = None if since_ns is None and until_ns is None else index_for(log, output)
+        if index is not None:
+            stack.enter_context(contextlib.closing(index))
+        if since_ns is not None:
+            found = _first_from(log.events() if index is None else index.events_around(since_ns), since_ns)
+            first, last = (first, 0) if found is None else (found, last)
+        if until_ns is not None and last is None:
+            last = _last_until(log.events() if index is None else index.events_around(until_ns), until_ns)
+    if last is not None and last < first:
+        asked = " ".join(f"--{name} {value.text}" for name, value in (("since", since), ("until", until)) if value)
+        raise CommandFailed(f"{log.path}: {asked} selects no event", ExitCode.USAGE)
+    return Window(first, last, request_id)
+
+
+def _since_opening_ns(asked: Moment | None, log: StoredLog) -> int | None:
+    if asked is None or asked.kind == "event":
+        return None
+    if asked.kind == "since_opening_ns":
+        return asked.value
+    opened_at = log.header.get("opened_at_unix_ns")
+    if not isinstance(opened_at, int):
+        message = (
+            f"{log.path}: its header does not say when it was opened; give {asked.text} as a time since then (90s)"
+        )
+        raise CommandFailed(message, ExitCode.USAGE)
+    return asked.value - opened_at
+
+
+def _first_from(events: Iterator[SequencedEvent], time_ns: int) -> int | None:
+    """The first event at or after a time."""
+    for number, event in events:
+        at_ns = time_of(event)
+        if at_ns is not None and at_ns >= time_ns:
+            return number
+    return None
+
+
+def _last_until(events: Iterator[SequencedEvent], time_ns: int) -> int | None:
+    """The last event that is not after a time, with the decisions made on it; None where that is the log's last."""
+    for number, event in events:
+        at_ns = time_of(event)
+        if at_ns is not None and at_ns > time_ns:
+            return number - 1
+    return None
+
+
+def time_of(event: Event) -> int | None:
+    """Nanoseconds since the log was opened; None for a decision, which happens at the time of what it was made on."""
+    return getattr(event, "time_ns", None)

@@ -1,0 +1,54 @@
+"""From the LOG argument to the logs it means: one log, one segment of it, or all logs of a directory.
+
+Every engine start writes a log directory of its own below `log_dir`, so a directory of logs is what an operator has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from kvledger.adapters.cli.exit_codes import CommandFailed, ExitCode
+from kvledger.storage.events import LogError, read_log
+from kvledger.storage.events.segment_file import segment_paths
+
+_MAX_NAMED = 10
+
+
+def find_logs(path: Path) -> list[Path]:
+    """The logs that `path` means, in the order in which they were opened: itself, or those in the directory.
+
+    Raises:
+        CommandFailed: there is none.
+    """
+    if not path.exists():
+        raise CommandFailed(f"{path}: there is nothing; give a log directory or a *.kvlog file", ExitCode.USAGE)
+    if not path.is_dir() or segment_paths(path):
+        return [path]
+    logs = [child for child in path.iterdir() if child.is_dir() and segment_paths(child)]
+    if not logs:
+        message = f"{path}: holds no log, neither segments (*.kvlog) nor a folder with some; is it the log_dir?"
+        raise CommandFailed(message, ExitCode.USAGE)
+    return sorted(logs, key=lambda log: (_opened_at(log), log.name))
+
+
+def one_of(logs: Sequence[Path], asked: Path) -> Path:
+    """The only log that `asked` means, for commands that compare or continue something.
+
+    Raises:
+        CommandFailed: it means several.
+    """
+    if len(logs) == 1:
+        return logs[0]
+    named = ", ".join(str(log) for log in logs[-_MAX_NAMED:])
+    more = f" and {len(logs) - _MAX_NAMED} older ones" if len(logs) > _MAX_NAMED else ""
+    message = f"{asked} holds {len(logs)} logs; name one of them, or --newest: {named}{more}"
+    raise CommandFailed(message, ExitCode.USAGE)
+
+
+def _opened_at(log: Path) -> int:
+    try:
+        opened_at = read_log(log).header.get("opened_at_unix_ns")
+    except (LogError, OSError):
+        opened_at = None
+    return opened_at if isinstance(opened_at, int) else segment_paths(log)[-1].stat().st_mtime_ns

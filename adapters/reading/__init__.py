@@ -1,0 +1,1 @@
+"""Reading stored logs: what a path means, the events in it, and the index that spares a reading of everything."""

@@ -1,0 +1,158 @@
+"""`show --follow` on a log that is being written, and `replay --diff` of two logs."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lifecycle_driver import Driver, Walk
+
+from kvledger.adapters.cli.feed import Feed
+from kvledger.lifecycle import events as e
+from kvledger.lifecycle.codec import EventEncoder
+from kvledger.storage.events import SegmentEventStore
+
+COMMAND = [sys.executable, "-m", "kvledger.adapters.cli.main"]
+REQUEST = "chat-17-b6"
+
+
+@pytest.fixture
+def follower(log: Path) -> Iterator[subprocess.Popen[str]]:
+    """A process that follows the story's log."""
+    arguments = [*COMMAND, "show", "--follow", "--json", log]
+    with subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        yield process
+        process.kill()
+
+
+def next_line(follower: subprocess.Popen[str]) -> dict[str, Any]:
+    """The next object that it prints."""
+    assert follower.stdout is not None
+    return json.loads(follower.stdout.readline())  # type: ignore[no-any-return]
+
+
+def test_a_followed_log_is_told_to_its_end_and_on(follower: subprocess.Popen[str], log: Path) -> None:
+    """Also across a new segment; an interrupt ends it as it ends any command."""
+    told = [next_line(follower)]
+    while told[-1]["request_id"] != "chat-9":
+        told.append(next_line(follower))
+    assert told[0]["text"] == "arrived with 45 prompt tokens"
+    assert any(line["state_after"] == "preempted" for line in told)
+    store = SegmentEventStore.open(log, segment_bytes=1)
+    encoder = EventEncoder()
+    for number in range(3):
+        event = e.RequestArrived(f"late-{number}", 100 + number, 7, 10**9)
+        store.append(encoder.encode([event]), 1)
+        line = next_line(follower)
+        assert (line["request_id"], line["text"], line["time_ns"]) == (
+            f"late-{number}",
+            "arrived with 7 prompt tokens",
+            10**9,
+        )
+    store.close()
+    follower.send_signal(signal.SIGINT)
+    assert follower.wait(20) == 130
+
+
+def test_a_request_alone_can_be_followed_up_to_a_moment(run: Any, log: Path) -> None:
+    """The lines that concern it, and an end."""
+    result = run("show", "--follow", log, REQUEST, "--until", 46)
+    assert result.exit_code == 0
+    lines = result.out.splitlines()
+    assert all(REQUEST in line for line in lines)
+    assert any("running → preempted  preempted with 64 settled tokens" in line for line in lines)
+
+
+def test_polls_with_the_same_answer_are_told_once(story: Driver) -> None:
+    """A waiting request is asked about at every step."""
+    feed = Feed(story.configuration)
+    told = [line for number, event in enumerate(story.observed, 1) for line in feed.take(number, event)]
+    lookups = [line for line in told if line.text.startswith("asked what can be loaded of 65 tokens")]
+    assert len(lookups) == 1
+    assert not any("computed" in line.text and line.text.startswith("save 1") for line in told)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_every_breach_and_every_change_of_state_is_told(seed: int) -> None:
+    """What is left out is only what is quiet."""
+    print(f"seed {seed}")
+    walk = Walk(seed, chunk_size=16, block_size=16)
+    walk.run(60)
+    feed = Feed(walk.driver.configuration)
+    lines = [line for number, event in enumerate(walk.driver.observed, 1) for line in feed.take(number, event)]
+    lines += feed.flush()
+    broken = sum(isinstance(event, e.InvariantViolated) for event in walk.driver.observed)
+    assert sum(line.num_broken for line in lines) == broken
+    preempted = sum(isinstance(event, e.RequestPreempted) for event in walk.driver.observed)
+    assert sum(line.state_after == "preempted" != line.state_before for line in lines) == preempted
+
+
+def test_follow_and_at_exclude_each_other(run: Any, log: Path) -> None:
+    """Wrong usage, named."""
+    result = run("show", "--follow", "--at", 3, log)
+    assert result.exit_code == 64
+    assert "exclude each other" in result.err
+
+
+def test_equal_runs_have_no_difference_but_their_times(run: Any, tools: Any, log: Path, tmp_path: Path) -> None:
+    """Times are left out unless asked for."""
+    later = Driver(num_slots=32)
+    later._time_ns = 12345
+    tools.play_story(later)
+    same = tools.write_log(tmp_path / "later", later.observed, later.configuration)
+    result = run("replay", log, "--diff", same)
+    assert result.exit_code == 0
+    assert "events are equal, but for times" in result.out
+    exact = run("replay", log, "--diff", same, "--exact", "--json")
+    assert exact.exit_code == 3
+    (difference,) = exact.objects("difference")
+    assert (difference["sequence"], difference["fields"]) == (1, ["time_ns"])
+
+
+def test_the_first_difference_is_shown_with_the_state_before_it(
+    run: Any, tools: Any, story: Driver, log: Path, tmp_path: Path
+) -> None:
+    """Both events, the fields that differ, and what was believed of the request."""
+    events = tools.replaced(story.observed, e.BlocksAllocated, 1, num_external_tokens=56)
+    other = tools.write_log(tmp_path / "other", events, story.configuration)
+    result = run("replay", log, "--diff", other)
+    assert result.exit_code == 3
+    assert "the logs differ at event 42" in result.out
+    assert "differs in  num_external_tokens" in result.out
+    assert "state after event 41" in result.out
+    assert REQUEST in result.out.splitlines()[-1]
+    before = run("replay", log, "--diff", other, "--until", 41)
+    assert before.exit_code == 0
+
+
+def test_a_log_that_is_a_beginning_of_the_other_ends_first(
+    run: Any, tools: Any, story: Driver, log: Path, tmp_path: Path
+) -> None:
+    """The longer one's next event is shown."""
+    half = tools.write_log(tmp_path / "half", story.observed[:20], story.configuration)
+    result = run("replay", half, "--diff", log)
+    assert result.exit_code == 3
+    assert "here        the log ends" in result.out
+
+
+def test_logs_of_different_configurations_are_compared_with_a_remark(
+    run: Any, tools: Any, log: Path, tmp_path: Path
+) -> None:
+    """A difference in decisions may come from there."""
+    driver = Driver(num_slots=4)
+    driver.arrive("chat-17-b6", 45)
+    other = tools.write_log(tmp_path / "other", driver.observed, driver.configuration)
+    result = run("replay", log, "--diff", other)
+    assert "configured differently: num_slots is 32 here and 4 there" in result.err
+
+
+def test_exact_needs_something_to_compare_with(run: Any, log: Path) -> None:
+    """Wrong usage, named."""
+    assert run("replay", log, "--exact").exit_code == 64
+    assert run("replay", log, "--diff", log / "nothing").exit_code == 64

@@ -1,0 +1,154 @@
+"""The index of a large log: the same answers as without it, and nothing lost when it goes."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sqlite3
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lifecycle_driver import Driver, Walk
+
+from kvledger.adapters.cli.logs import open_log
+from kvledger.adapters.reading import index as index_module
+from kvledger.adapters.reading.index import build_index, index_path, open_index
+from kvledger.storage.events.segment_file import segment_paths
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache folder of the test's own."""
+    folder = tmp_path_factory.mktemp("cache")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
+    return folder
+
+
+@pytest.fixture
+def indexed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every log, however small, gets an index."""
+    monkeypatch.setattr(index_module, "INDEX_FROM_BYTES", 0)
+    monkeypatch.setattr(index_module, "_BATCHES_PER_PLACE", 3)
+
+
+def walked(tools: Any, directory: Path, seed: int) -> tuple[Path, Driver]:
+    """The log of a random walk, in small segments, with everything that can happen to a request."""
+    print(f"seed {seed}")
+    walk = Walk(seed, chunk_size=16, block_size=16)
+    walk.run(70)
+    driver = walk.driver
+    return tools.write_log(directory, driver.observed, driver.configuration, segment_bytes=4_000), driver
+
+
+def answers(run: Any, log: Path, request_ids: list[str]) -> list[Any]:
+    """What `show` tells of a log in every way."""
+    moments = ["2us", "40us", "0s", "1h"]
+    return [
+        run("show", log),
+        run("show", "--json", log),
+        run("show", "--json", "--since", 200, log),
+        *(run("show", "--json", log, request_id) for request_id in request_ids),
+        *(run("show", "--json", log, request_ids[0], "--since", since) for since in moments),
+        *(run("show", "--json", log, request_ids[0], "--until", until) for until in moments),
+        run("show", log, "nobody"),
+    ]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_an_index_changes_no_answer(run: Any, tools: Any, tmp_path: Path, request: Any, seed: int) -> None:
+    """Of the whole log, of every request in it, between any two moments."""
+    log, driver = walked(tools, tmp_path / "log", seed)
+    ids = list(dict.fromkeys(event.request_id for event in driver.observed if hasattr(event, "request_id")))
+    request_ids = [request_id for request_id in ids if request_id]
+    without = answers(run, log, request_ids)
+    request.getfixturevalue("indexed")
+    assert answers(run, log, request_ids) == without
+    assert index_path(open_log(log)).exists()
+
+
+@pytest.mark.usefixtures("indexed")
+def test_a_deleted_index_is_built_again(run: Any, log: Path, cache: Path) -> None:
+    """It may go at any time."""
+    first = run("show", log, "chat-17")
+    shutil.rmtree(cache)
+    assert run("show", log, "chat-17") == first
+
+
+@pytest.mark.parametrize("contents", [b"", b"no database", b"SQLite format 3\x00" + bytes(200)])
+@pytest.mark.usefixtures("indexed")
+def test_what_is_no_index_is_replaced(run: Any, log: Path, contents: bytes) -> None:
+    """A file cut short, or somebody else's."""
+    without = run("show", log, "chat-17").out
+    path = index_path(open_log(log))
+    path.write_bytes(contents)
+    assert run("show", log, "chat-17").out == without
+    assert open_index(open_log(log)) is not None
+
+
+@pytest.mark.usefixtures("indexed")
+def test_an_index_of_a_log_that_has_grown_is_not_used(tools: Any, story: Driver, tmp_path: Path) -> None:
+    """What was appended since would be missing."""
+    half = len(story.observed) // 2
+    before = tools.write_log(tmp_path / "log", story.observed[:half], story.configuration)
+    build_index(open_log(before)).close()
+    (segment,) = segment_paths(before)
+    segment.write_bytes(segment.read_bytes() + b"\xf5K")
+    assert open_index(open_log(before)) is None
+
+
+@pytest.mark.usefixtures("indexed")
+def test_an_index_of_another_format_is_not_used(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A later version builds its own."""
+    build_index(open_log(log)).close()
+    monkeypatch.setattr(index_module, "INDEX_FORMAT", index_module.INDEX_FORMAT + 1)
+    assert open_index(open_log(log)) is None
+
+
+@pytest.mark.usefixtures("indexed")
+def test_where_no_index_can_be_kept_the_log_is_read(
+    run: Any, log: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A cache folder that cannot be made costs time, not the answer."""
+    (tmp_path / "file").write_text("in the way")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    result = run("show", log, "chat-17")
+    assert result.exit_code == 0
+    assert result.out.startswith("chat-17-b6")
+    assert "no index can be kept" in result.err
+
+
+def test_a_damaged_log_is_read_instead(run: Any, tools: Any, tmp_path: Path, request: Any) -> None:
+    """Missing events are told at their place."""
+    log, driver = walked(tools, tmp_path / "log", 1)
+    middle = segment_paths(log)[1]
+    contents = bytearray(middle.read_bytes())
+    contents[len(contents) // 2] ^= 1
+    middle.write_bytes(contents)
+    request_ids = [driver.observed[0].request_id]  # type: ignore[attr-defined]
+    without = answers(run, log, request_ids)
+    request.getfixturevalue("indexed")
+    assert answers(run, log, request_ids) == without
+
+
+@pytest.mark.usefixtures("indexed")
+def test_single_events_are_found_at_once(tools: Any, tmp_path: Path) -> None:
+    """By number, from any segment; a number that is not in the log is None."""
+    log, driver = walked(tools, tmp_path / "log", 2)
+    index = build_index(open_log(log))
+    for sequence in (1, 2, 77, len(driver.observed)):
+        assert index.event(sequence) == driver.observed[sequence - 1]
+    assert index.event(len(driver.observed) + 1) is None
+    index.close()
+
+
+@pytest.mark.usefixtures("indexed")
+def test_an_index_is_private_and_leaves_no_scraps(log: Path, cache: Path) -> None:
+    """Request ids may be confidential; an interrupted build leaves nothing behind."""
+    path = index_path(open_log(log))
+    build_index(open_log(log)).close()
+    assert path.stat().st_mode & 0o077 == 0
+    assert [file.name for file in path.parent.iterdir()] == [path.name]
+    with pytest.raises(sqlite3.OperationalError), sqlite3.connect(f"file:{path}?mode=ro", uri=True) as connection:
+        connection.execute("DELETE FROM lives")
+    assert os.fspath(path).startswith(os.fspath(cache))
