@@ -14,6 +14,7 @@ import pytest
 from log_torture.stored import Place, Segment, Stored
 
 from kvledger.storage.events import Frame, FrameKind, LogDamaged, LogReader, SegmentEventStore
+from kvledger.storage.events.damage import DAMAGE_KINDS
 from kvledger.storage.events.frames import encode_frame
 
 _NUM_EVENTS = 2
@@ -327,3 +328,16 @@ def test_a_segment_that_is_there_twice_is_read_once(stored: Stored, tmp_path: Pa
             assert frames == stored.written
             assert sorted({report[0] for report in reports}) == ["duplicate_segment", "renamed_segment"]
             assert {report[1:] for report in reports} == {(copy.name, 0, first)}
+
+
+@pytest.mark.parametrize("page", ["log-format.md", "cli.md"])
+def test_every_kind_of_damage_is_documented(page: str) -> None:
+    """A kind that a page does not name cannot be looked up in an incident."""
+    text = (Path(__file__).resolve().parents[3] / "docs" / page).read_text()
+    assert [kind for kind in DAMAGE_KINDS if f"`{kind}`" not in text] == []
+
+
+def test_the_page_on_the_format_says_what_the_code_says() -> None:
+    """Each kind's meaning in the documentation is the one in the code."""
+    text = (Path(__file__).resolve().parents[3] / "docs" / "log-format.md").read_text()
+    assert [kind for kind, meaning in DAMAGE_KINDS.items() if f"| `{kind}` | {meaning} |" not in text] == []
