@@ -88,7 +88,8 @@ class _Counter:
 
     def install(self) -> None:
         for name in COUNTED:
-            setattr(os, name, self._counted(name, getattr(os, name)))
+            # What was given to the kernel stays also unsynced: a sync is a place to die, and takes no time.
+            setattr(os, name, self._counted(name, (lambda _: None) if "sync" in name else getattr(os, name)))
 
     def _counted(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def counted(*arguments: Any, **options: Any) -> Any:

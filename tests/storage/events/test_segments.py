@@ -260,6 +260,28 @@ def test_a_write_that_stops_half_way_is_rolled_back(tmp_path: Path, file_size_li
     assert _verified_payloads(tmp_path) == [*accepted, b"later"]
 
 
+def test_a_rollover_that_fails_half_way_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The new segment is there and cannot be opened: the old one stays in use, also for a frame that still fits."""
+    store = SegmentEventStore.create(tmp_path, {}, segment_bytes=300)
+    store.append(b"x" * 80, 1)
+    really_open = os.open
+
+    def refuse_segments(path: os.PathLike[str], flags: int, mode: int = 0o777) -> int:
+        if str(path).endswith(".kvlog"):
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return really_open(path, flags, mode)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", refuse_segments)
+        with pytest.raises(OSError, match="Too many open files"):
+            store.append(b"y" * 120, 1)
+    assert len(list(tmp_path.glob("*.kvlog"))) == 2
+    assert store.append(b"fits", 1) == 2
+    assert store.append(b"y" * 120, 1) == 3
+    store.close()
+    assert _verified_payloads(tmp_path) == [b"x" * 80, b"fits", b"y" * 120]
+
+
 def test_an_interrupt_between_write_and_commit_is_rolled_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C right after the bytes reached the file: the append did not happen, and the next one takes its place."""
     store = SegmentEventStore.create(tmp_path, {})
