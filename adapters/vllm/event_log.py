@@ -12,10 +12,19 @@ import attrs
 
 from kvledger.adapters.vllm import versions
 from kvledger.adapters.vllm.configuration import ConnectorSettings
+from kvledger.adapters.vllm.messages import messages
 from kvledger.lifecycle import ConfigurationError, HandlerRegistry, LedgerConfiguration
 from kvledger.lifecycle.codec import vocabulary_header
 from kvledger.lifecycle.machine import table_fingerprint
-from kvledger.storage.events import BacklogEventStore, Durability, EventStore, MemoryEventStore, SegmentEventStore
+from kvledger.storage.events import (
+    BacklogEventStore,
+    Durability,
+    EventStore,
+    LogError,
+    MemoryEventStore,
+    Retention,
+    SegmentEventStore,
+)
 
 
 @attrs.frozen
@@ -33,7 +42,7 @@ def open_event_log(
     *,
     on_trouble: Callable[[OSError, int], None],
 ) -> OpenedLog:
-    """Create the log of this engine start.
+    """Create the log of this engine start, and begin to keep `log_dir` to its limits.
 
     Raises:
         ConfigurationError: `log_dir` cannot be written, at start, when a person can still correct it.
@@ -59,8 +68,20 @@ def open_event_log(
             durability=settings.durability,
             segment_bytes=settings.segment_bytes,
             sync_interval_ms=settings.sync_interval_ms,
+            retention=_retention(settings),
         )
     except OSError as error:
         message = f"log_dir: cannot write to {directory} ({error}); name a writable directory, or null for no files"
         raise ConfigurationError(message) from error
     return OpenedLog(BacklogEventStore(segments, on_trouble=on_trouble), directory)
+
+
+def _retention(settings: ConnectorSettings) -> Retention | None:
+    if settings.max_log_bytes is None and settings.max_log_age_hours is None:
+        return None
+    max_age_seconds = None if settings.max_log_age_hours is None else settings.max_log_age_hours * 3600
+    return Retention(settings.max_log_bytes, max_age_seconds, all_logs=True, on_trouble=_could_not_retire)
+
+
+def _could_not_retire(error: OSError | LogError) -> None:
+    messages.error("old logs could not be retired; serving goes on", error=str(error))

@@ -15,6 +15,8 @@ from kvledger.storage.events.memory import MemoryEventStore
 from kvledger.storage.events.protocol import EventStore
 from kvledger.storage.events.reader import Damage, LogReader, read_log
 from kvledger.storage.events.recovery import RecoveryReport
+from kvledger.storage.events.retention import Retention, retire, retire_logs
+from kvledger.storage.events.retirement import Retirement
 from kvledger.storage.events.segments import SegmentEventStore
 
 __all__ = [
@@ -33,6 +35,10 @@ __all__ = [
     "LogTooNew",
     "MemoryEventStore",
     "RecoveryReport",
+    "Retention",
+    "Retirement",
     "SegmentEventStore",
     "read_log",
+    "retire",
+    "retire_logs",
 ]

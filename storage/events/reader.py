@@ -20,6 +20,7 @@ from kvledger.storage.events.damage import Damage, DamageKind, sequences
 from kvledger.storage.events.errors import LogDamaged, LogError
 from kvledger.storage.events.frames import Frame, frame_bytes
 from kvledger.storage.events.out_of_place import Misplaced, Stray, follows
+from kvledger.storage.events.retirement import Retirement, read_retirements, retired_between
 from kvledger.storage.events.segment_bytes import SegmentBytes
 from kvledger.storage.events.segment_file import MAX_HEADER_BYTES, SegmentHeader, decode_header
 from kvledger.storage.events.segment_order import OrderedSegment, SegmentOrder
@@ -56,8 +57,9 @@ class LogReader:
     """Segment and offset of the frame that was yielded last."""
     unreadable_end: Damage | None = attrs.field(default=None, init=False)
     """The damage that reaches to the end of the log, where there is one: what a crash may have left."""
-    retired: Damage | None = attrs.field(default=None, init=False)
-    """The ``missing_segment`` before the first segment there is: whole old segments are gone, the rest is unbroken."""
+    retired: list[Retirement] = attrs.field(factory=list, init=False)
+    """Segments that are gone and recorded as retired, which is no damage: those before the first one read, and any that
+    went while the log was read."""
     _order: SegmentOrder = attrs.field(init=False)
     _segment: OrderedSegment | None = attrs.field(default=None, init=False)
     """The one that is read now."""
@@ -86,7 +88,7 @@ class LogReader:
         self.damage, self._misplaced = [], Misplaced()
         self.next_sequence, self.head_hash, self.chain_hash, self.tail = 1, None, None, None
         self._started, self._loss_reported, self._number = False, False, None
-        self.retired, self.unreadable_end = None, None
+        self.retired, self.unreadable_end = [], None
         self._segment = self._order.beginning_at(self.from_sequence)
         self._report_foreign_segments()
         while self._segment is not None:
@@ -202,15 +204,15 @@ class LogReader:
 
     def _check_order(self, segment: OrderedSegment, header: SegmentHeader | None) -> None:
         """Compare where the segment begins with where the log has come to, and go on from there."""
-        is_first, self._started = not self._started, True
+        was_started, self._started = self._started, True
         first_sequence = segment.first_sequence
         if first_sequence is None:  # one file alone, without a header and without a segment's name
             return
-        if is_first and (first_sequence <= self.from_sequence or not self._order.is_directory):
+        if not was_started and (first_sequence <= self.from_sequence or not self._order.is_directory):
             self.next_sequence = first_sequence
         if first_sequence > self.next_sequence:
             if not self._loss_reported:
-                self._report_missing(segment.path, first_sequence, header, is_first=is_first)
+                self._account_for_missing(segment.path, first_sequence, header)
             self.next_sequence, self.chain_hash = first_sequence, None
         self._loss_reported = False
 
@@ -309,17 +311,23 @@ class LogReader:
 
     # --- reports -----------------------------------------------------------------------------------------------------
 
-    def _report_missing(
-        self, segment: Path, first_sequence: int, header: SegmentHeader | None, *, is_first: bool
-    ) -> None:
+    def _account_for_missing(self, segment: Path, first_sequence: int, header: SegmentHeader | None) -> None:
+        """Sequences are in no segment: they were retired, which a record tells, or something is wrong."""
+        records = read_retirements(self.path)
+        retired = retired_between(records, self._order.log_id(), self.next_sequence, first_sequence)
+        if retired is not None:
+            self.retired += retired
+            if header is not None and header.previous_head_hash.hex() != retired[-1].head_hash:
+                detail = f"the header does not follow from the hash recorded when {retired[-1].segment} was retired"
+                self._report("chain_broken", segment, 0, detail, 0, first_sequence)
+            return
         lost = f"{sequences(self.next_sequence, first_sequence)} are in no segment"
         number = None if header is None else header.segment_number
         if number is not None and self._number == number - 1 and self.tail is not None:
             detail = f"cut behind a frame: {lost}, and the next segment is the one that followed"
             self._report("cut_segment", self.tail[0], self.tail[1], detail, 0)
             return
-        self._report("missing_segment", segment, 0, lost, 0)
-        self.retired = self.damage[-1] if is_first else None
+        self._report("missing_segment", segment, 0, f"{lost}, and no record says that they were retired", 0)
 
     def _report_unreadable(
         self, segment: Path, data: SegmentBytes, offset: int, found: int | None, reason: str

@@ -62,7 +62,7 @@ def recover(directory: Path) -> tuple[LogReader, LogEnd, RecoveryReport]:
     num_frames = sum(1 for _ in reader)
     torn = reader.unreadable_end
     for damage in reader.damage:
-        if damage not in {torn, reader.retired}:
+        if damage != torn:
             _refuse(directory, damage)
     if reader.tail is None or reader.head_hash is None:
         msg = f"{directory}: no segment has an intact header; read it with read_log, and create a new log elsewhere"

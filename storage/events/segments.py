@@ -12,6 +12,8 @@ import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+import attrs
+
 from kvledger.storage.events.durability import Durability
 from kvledger.storage.events.errors import LogClosed, LogDamaged, LogError
 from kvledger.storage.events.files import make_directory
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from kvledger.storage.events.frames import Frame
+    from kvledger.storage.events.retention import Retention
 
 __all__ = ["SegmentEventStore"]
 
@@ -42,6 +45,24 @@ _EVENTS: Final = int(FrameKind.EVENTS)
 _GAP: Final = int(FrameKind.GAP)
 _DEFAULT_SEGMENT_BYTES: Final = 64 << 20
 _DEFAULT_SYNC_INTERVAL_MS: Final = 50.0
+
+
+@attrs.frozen
+class _Settings:
+    durability: Durability
+    segment_bytes: int
+    sync_interval_ms: float
+    retention: Retention | None
+
+    def __attrs_post_init__(self) -> None:
+        if self.durability is Durability.MEMORY:
+            msg = "durability 'memory' writes no file; use MemoryEventStore for it, or 'os' or 'disk' here"
+            raise ValueError(msg)
+        if self.segment_bytes < 1 or self.sync_interval_ms <= 0:
+            msg = (
+                f"segment_bytes={self.segment_bytes} and sync_interval_ms={self.sync_interval_ms} must both be positive"
+            )
+            raise ValueError(msg)
 
 
 class SegmentEventStore:
@@ -57,16 +78,15 @@ class SegmentEventStore:
         header: Mapping[str, object],
         end: LogEnd,
         recovery: RecoveryReport,
-        durability: Durability,
-        segment_bytes: int,
-        sync_interval_ms: float,
+        settings: _Settings,
     ) -> None:
         """Take over a locked directory whose log ends at `end`."""
         self.directory: Final = directory
         self.header: Final = dict(header)
         self.recovery: Final = recovery
-        self.durability: Final = durability
-        self._segment_bytes = segment_bytes
+        self.durability: Final = settings.durability
+        self._segment_bytes = settings.segment_bytes
+        self._retention = settings.retention
         self._lock = lock
         self._closed = False
         self._rollback_pending = False
@@ -76,7 +96,10 @@ class SegmentEventStore:
         self._descriptor = os.open(end.segment, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
         # One attribute, so that one assignment commits an append: offset, next sequence, hash to chain from, head hash.
         self._end = (end.offset, end.next_sequence, end.chain_hash, end.head_hash)
-        self._sync = GroupSync(self._descriptor, sync_interval_ms) if durability is Durability.DISK else None
+        is_synced = settings.durability is Durability.DISK
+        self._sync = GroupSync(self._descriptor, settings.sync_interval_ms) if is_synced else None
+        if self._retention is not None:
+            self._retention.start(directory, self._segment_bytes)
 
     @classmethod
     def create(
@@ -86,10 +109,12 @@ class SegmentEventStore:
         durability: Durability = Durability.OS,
         segment_bytes: int = _DEFAULT_SEGMENT_BYTES,
         sync_interval_ms: float = _DEFAULT_SYNC_INTERVAL_MS,
+        retention: Retention | None = None,
     ) -> SegmentEventStore:
         """Begin a log in `directory`, which is made if need be; `header` holds JSON values.
 
-        A segment is closed before it grows over `segment_bytes`, unless one frame alone is larger.
+        A segment is closed before it grows over `segment_bytes`, unless one frame alone is larger. `retention` keeps
+        the log to a size and an age.
 
         Raises:
             ValueError: a setting makes no sense.
@@ -98,22 +123,20 @@ class SegmentEventStore:
             OSError: it cannot be written there.
 
         """
-        durability = _check_settings(durability, segment_bytes, sync_interval_ms)
+        settings = _Settings(Durability(durability), segment_bytes, sync_interval_ms, retention)
         log_id = uuid.uuid4().hex
         block = encode_header(log_id, 1, NO_PREVIOUS_HASH, header, 1)
         directory = Path(directory)
-        make_directory(directory, durable=durability is Durability.DISK)
+        make_directory(directory, durable=settings.durability is Durability.DISK)
         lock = lock_directory(directory)
         try:
             _check_empty(directory)
             try:
-                segment = write_segment(directory, 1, block, durable=durability is Durability.DISK)
+                segment = write_segment(directory, 1, block, durable=settings.durability is Durability.DISK)
                 chain_hash = decode_header(block, segment.name).chain_hash
                 end = LogEnd(segment, len(block), 1, chain_hash, chain_hash)
                 whole_header = {**header, "log_id": log_id}
-                return cls(
-                    directory, lock, whole_header, end, RecoveryReport(), durability, segment_bytes, sync_interval_ms
-                )
+                return cls(directory, lock, whole_header, end, RecoveryReport(), settings)
             except BaseException:
                 (directory / segment_name(1)).unlink(missing_ok=True)
                 raise
@@ -128,6 +151,7 @@ class SegmentEventStore:
         durability: Durability = Durability.OS,
         segment_bytes: int = _DEFAULT_SEGMENT_BYTES,
         sync_interval_ms: float = _DEFAULT_SYNC_INTERVAL_MS,
+        retention: Retention | None = None,
     ) -> SegmentEventStore:
         """Go on with the log in `directory`. Every frame is verified first; a torn tail is laid aside, see `recovery`.
 
@@ -140,7 +164,7 @@ class SegmentEventStore:
             OSError: it cannot be written there.
 
         """
-        durability = _check_settings(durability, segment_bytes, sync_interval_ms)
+        settings = _Settings(Durability(durability), segment_bytes, sync_interval_ms, retention)
         directory = Path(directory)
         if not directory.is_dir():
             msg = f"{directory} is no directory; create the log first, or give its directory"
@@ -148,7 +172,7 @@ class SegmentEventStore:
         lock = lock_directory(directory)
         try:
             reader, end, recovery = recover(directory)
-            return cls(directory, lock, reader.header, end, recovery, durability, segment_bytes, sync_interval_ms)
+            return cls(directory, lock, reader.header, end, recovery, settings)
         except BaseException:
             os.close(lock)
             raise
@@ -201,6 +225,8 @@ class SegmentEventStore:
                 self._sync.stop()
                 self._sync.sync()
         finally:
+            if self._retention is not None:
+                self._retention.wait()
             os.close(self._descriptor)
             os.close(self._lock)
 
@@ -271,6 +297,8 @@ class SegmentEventStore:
         self._end = (offset, next_sequence, decode_header(block, segment.name).chain_hash, head_hash)
         self._unused_segment = None
         os.close(left)
+        if self._retention is not None:
+            self._retention.start(self.directory, self._segment_bytes)
 
     def _remove_unused_segment(self) -> None:
         """Take back a segment that was made and not gone on to. Raises `OSError`."""
@@ -285,8 +313,6 @@ class SegmentEventStore:
 
     def _refuse_damage(self, reader: LogReader) -> None:
         for damage in reader.damage:
-            if damage is reader.retired:
-                continue
             msg = f"{self.directory / damage.segment}: {damage.kind} at offset {damage.offset}: {damage.detail}"
             raise LogDamaged(msg)
 
@@ -295,14 +321,3 @@ def _check_empty(directory: Path) -> None:
     if segment_paths(directory):
         msg = f"{directory} holds a log already; open it, or create the new one in another directory"
         raise LogError(msg)
-
-
-def _check_settings(durability: Durability, segment_bytes: int, sync_interval_ms: float) -> Durability:
-    durability = Durability(durability)
-    if durability is Durability.MEMORY:
-        msg = "durability 'memory' writes no file; use MemoryEventStore for it, or 'os' or 'disk' here"
-        raise ValueError(msg)
-    if segment_bytes < 1 or sync_interval_ms <= 0:
-        msg = f"segment_bytes={segment_bytes} and sync_interval_ms={sync_interval_ms} must both be positive"
-        raise ValueError(msg)
-    return durability

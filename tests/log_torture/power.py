@@ -94,6 +94,15 @@ class PowerLoss:
     _positions: dict[int, int] = attrs.field(factory=dict)
     _real: dict[str, Callable[..., Any]] = attrs.field(factory=dict)
 
+    @classmethod
+    def of(cls, directory: Path, on_image: Callable[[Image], None]) -> PowerLoss:
+        """One for a directory that is there, with all of its files on disk."""
+        power = cls(directory, on_image)
+        for path in directory.iterdir():
+            power._names[path.name] = _File([(0, path.read_bytes())], 1)
+        power._synced_names = dict(power._names)
+        return power
+
     def install(self, patch: pytest.MonkeyPatch) -> None:
         """Stand in for the functions of `os` that change files."""
         for name in ("open", "close", "write", "ftruncate", "fsync", "fdatasync", "rename", "unlink", "mkdir"):

@@ -36,6 +36,7 @@ def random_plan(chance: random.Random) -> Plan:
         num_sessions=chance.randint(1, 4),
         num_appends=chance.choice([1, 5, 40, 200]),
         flush_every=chance.choice([1, 3, 10]),
+        max_bytes=chance.choice([None, 3_000]),
     )
 
 

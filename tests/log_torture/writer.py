@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import attrs
 
-from kvledger.storage.events import Durability, SegmentEventStore
+from kvledger.storage.events import Durability, Retention, SegmentEventStore
 
 Acknowledge = Callable[[int], None]
 """Told the last sequence number that its durability level has: at each append with `os`, at each flush with `disk`."""
@@ -22,6 +23,8 @@ class Plan:
     num_sessions: int = 2
     num_appends: int = 6
     flush_every: int = 3
+    max_bytes: int | None = None
+    """Retention: what the log may take."""
 
 
 def payload_of(sequence: int) -> bytes:
@@ -36,7 +39,12 @@ def num_events_of(sequence: int) -> int:
 
 def open_or_create(directory: Path, plan: Plan) -> SegmentEventStore:
     """Go on with the log if there is one."""
-    settings = {"durability": plan.durability, "segment_bytes": plan.segment_bytes, "sync_interval_ms": 60_000}
+    settings: dict[str, Any] = {
+        "durability": plan.durability,
+        "segment_bytes": plan.segment_bytes,
+        "sync_interval_ms": 60_000,
+        "retention": Retention(plan.max_bytes),
+    }
     if any(directory.glob("*.kvlog")):
         return SegmentEventStore.open(directory, **settings)
     return SegmentEventStore.create(directory, {"block_size": 16}, **settings)
