@@ -16,7 +16,7 @@ from kvledger.lifecycle import LedgerConfiguration
 from kvledger.lifecycle.codec import CodecError, EventDecoder
 from kvledger.lifecycle.events import Event
 from kvledger.lifecycle.replay import SequencedEvent
-from kvledger.storage.events import Frame, FrameKind, LogError, LogReader, read_log
+from kvledger.storage.events import Frame, FrameKind, LogError, LogReader, Retirement, read_log
 from kvledger.storage.events.frames import frame_bytes
 from kvledger.storage.events.jump import frames_from
 from kvledger.storage.events.segment_file import segment_paths
@@ -76,6 +76,11 @@ class StoredLog:
     def begins_late(self) -> bool:
         """Whether the first event is not in the log: a later segment alone, or a log whose oldest were retired."""
         return self.first_sequence > 1
+
+    @property
+    def retired(self) -> Sequence[Retirement]:
+        """Segments that are gone and recorded as retired, which is no damage; known after reading."""
+        return self._reader.retired
 
     @property
     def head_hash(self) -> str:
@@ -162,8 +167,6 @@ class StoredLog:
 
     def _take_damage(self, num_taken: int) -> int:
         for damage in self._reader.damage[num_taken:]:
-            if damage.kind == "missing_segment" and damage.sequence == 1:
-                continue  # The oldest segments were retired: not damage, but `begins_late`.
             self.damage.append(LogDamage(**attrs.asdict(damage)))
         return len(self._reader.damage)
 

@@ -17,7 +17,7 @@ from typing import NoReturn
 
 import attrs
 
-from kvledger.adapters.cli import replay, selection, show, verify
+from kvledger.adapters.cli import replay, retire, selection, show, verify
 from kvledger.adapters.cli.exit_codes import CommandFailed, ExitCode
 from kvledger.adapters.cli.output import Output
 from kvledger.adapters.cli.sources import find_logs
@@ -41,6 +41,7 @@ COMMANDS: Mapping[str, Command] = MappingProxyType(
         "verify": Command(verify.HELP, verify.configure, verify.run),
         "show": Command(show.HELP, show.configure, show.run),
         "replay": Command(replay.HELP, replay.configure, replay.run),
+        "retire": Command(retire.HELP, retire.configure, retire.run),
     }
 )
 """By name, in the order of the help text."""

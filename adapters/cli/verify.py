@@ -12,7 +12,7 @@ from kvledger.adapters.cli.finding import selected
 from kvledger.adapters.cli.logs import LogDamage, StoredLog, open_log
 from kvledger.adapters.cli.output import Output, event_fields, event_text, plain
 from kvledger.adapters.cli.selection import Window, add_handlers, chosen_handlers
-from kvledger.adapters.cli.words import plural, size
+from kvledger.adapters.cli.words import plural, retired_remarks, size
 from kvledger.lifecycle import HandlerRegistry
 from kvledger.lifecycle.audit import NOT_CHECKED, Audit, Violation
 from kvledger.lifecycle.events import Event
@@ -108,6 +108,7 @@ def _remarks(log: StoredLog, window: Window, handlers: HandlerRegistry) -> list[
         end = "the end" if window.last_sequence is None else f"event {window.last_sequence}"
         whose = "" if window.request_id is None else f" that concerns {window.request_id}"
         remarks.append(f"only what was found from event {window.first_sequence} to {end}{whose} is told")
+    remarks += retired_remarks(log.retired)
     if log.begins_late:
         remarks.append(
             f"the log begins with event {log.first_sequence}: what came before was retired or is in another file, "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -16,7 +17,7 @@ from log_torture.mounts import fill, run_on_small_disk
 from kvledger.adapters.cli.main import main
 from kvledger.adapters.vllm.configuration import ConnectorSettings
 from kvledger.adapters.vllm.event_log import OpenedLog, open_event_log
-from kvledger.lifecycle import HandlerRegistry, Ledger, LedgerConfiguration
+from kvledger.lifecycle import ConfigurationError, HandlerRegistry, Ledger, LedgerConfiguration
 from kvledger.lifecycle import events as e
 
 _SEED = 11
@@ -157,3 +158,39 @@ def test_a_log_directory_that_becomes_read_only_while_serving_costs_nothing(
     verdict = _verify(relative, capsys)[1][-1]
     assert (verdict["num_damage"], verdict["num_divergences"]) == (0, 0)
     assert verdict["num_events"] == ledger.next_sequence - 1
+
+
+def test_all_logs_of_a_directory_keep_to_their_size_while_one_is_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Earlier starts go first, then the oldest segments of one's own; what is left is undamaged."""
+    configuration, observations = _observations()
+    extra_config = {"log_dir": str(tmp_path), "segment_bytes": 8192, "max_log_bytes": 3 * 8192}
+
+    def segment_bytes() -> int:
+        num_bytes = 0
+        for path in tmp_path.rglob("*.kvlog"):
+            with contextlib.suppress(FileNotFoundError):  # retired since it was listed
+                num_bytes += path.stat().st_size
+        return num_bytes
+
+    sizes = []
+    for _ in range(3):
+        settings = ConnectorSettings.from_extra_config(extra_config)
+        log = open_event_log(settings, configuration, HandlerRegistry(), on_trouble=lambda _error, _num: None)
+        ledger = Ledger(configuration, log.store)
+        for event in observations:
+            _observe(ledger, [event])
+            sizes.append(segment_bytes())
+        log.store.close()
+    assert 2 * 8192 < max(sizes) <= 4 * 8192
+    (left,) = [path for path in tmp_path.iterdir() if path.is_dir()]
+    exit_code, records = _verify(left, capsys)
+    assert (exit_code, records[-1]["num_damage"]) == (0, 0)
+    assert any("were retired by size" in remark for remark in records[-1]["remarks"])
+
+
+def test_a_size_that_holds_no_segment_is_refused_with_the_figures() -> None:
+    """The limit could never be kept."""
+    with pytest.raises(ConfigurationError, match=r"max_log_bytes: .*holds not one segment of 67108864 bytes"):
+        ConnectorSettings.from_extra_config({"max_log_bytes": "1MiB"})
