@@ -81,6 +81,10 @@ class Projections:
         for fold in self._folds[type(event)]:
             fold(event, sequence)
 
+    def folds_of(self, event_class: type[Event]) -> tuple[Fold, ...]:
+        """What `fold` does with the events of a class, for who folds many."""
+        return self._folds[event_class]
+
     def snapshot(self) -> dict[str, object]:
         """Everything that is believed, as plain values; equal states give equal snapshots."""
         parts: dict[str, Snapshots] = {

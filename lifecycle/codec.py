@@ -3,17 +3,33 @@
 A frame's payload is one msgpack array of events; an event is an array of its wire code and its fields in the
 order of declaration. The wire codes are listed in the log's header, so a log names what is in it; the field
 order of a released version is frozen by golden files in the tests. `msgspec` checks the types on the way in.
+
+What the header lists as it is declared today is decoded straight into events. What it lists in an older version, or
+under another code, is decoded into a wire class of its own and made an event from there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from operator import attrgetter
-from typing import Any, get_type_hints
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Union, get_type_hints
 
+import attrs
 import msgspec
 
-from kvledger.lifecycle.events import VOCABULARY, Event
+from kvledger.lifecycle.events import VOCABULARY, Event, field_names, wire_code
+from kvledger.lifecycle.upcasters import UPCASTERS, Upcasters
+
+__all__ = [
+    "SCHEMA_VERSION",
+    "CodecError",
+    "DecodedFrame",
+    "EventDecoder",
+    "EventEncoder",
+    "SchemaTooNew",
+    "field_names",
+    "vocabulary_header",
+]
 
 SCHEMA_VERSION = 1
 """Grows when a reader of the version before could misunderstand a log."""
@@ -27,11 +43,6 @@ class SchemaTooNew(CodecError):
     """The log was written by a newer kvledger; the message names the version it needs."""
 
 
-def field_names(event_class: type[Event]) -> tuple[str, ...]:
-    """The fields of an event in wire order."""
-    return event_class.__match_args__
-
-
 def vocabulary_header() -> dict[str, object]:
     """What a writer puts into the log's header so that a reader can decode it."""
     return {
@@ -43,26 +54,37 @@ def vocabulary_header() -> dict[str, object]:
     }
 
 
-def _field_getter(event_class: type[Event]) -> Callable[[Event], tuple[Any, ...]]:
-    names = field_names(event_class)
-    getter = attrgetter(*names)
-    if len(names) == 1:
-        return lambda event: (getter(event),)
-    return getter
-
-
 class EventEncoder:
     """Encodes the events of one commit into one payload."""
 
     def __init__(self) -> None:
         self._encoder = msgspec.msgpack.Encoder()
-        self._codes = {event_class: code for code, event_class in enumerate(VOCABULARY.values())}
-        self._getters = {event_class: _field_getter(event_class) for event_class in VOCABULARY.values()}
 
     def encode(self, events: Sequence[Event]) -> bytes:
         """One payload for all events, in order."""
-        codes, getters = self._codes, self._getters
-        return self._encoder.encode([(codes[type(event)], *getters[type(event)](event)) for event in events])
+        return self._encoder.encode(events)
+
+
+@attrs.frozen
+class DecodedFrame:
+    """The events of one payload that are known, and the places of those that were skipped."""
+
+    events: list[Event]
+    skipped: tuple[int, ...] = ()
+    """Positions in the payload, from 0 and ascending; only a lenient decoder skips."""
+
+    @property
+    def num_events(self) -> int:
+        """Events in the payload, skipped ones included."""
+        return len(self.events) + len(self.skipped)
+
+    def numbered(self, first_sequence: int) -> Iterator[tuple[int, Event]]:
+        """Each known event with its sequence number; skipped ones leave a jump in the numbers."""
+        if not self.skipped:
+            return enumerate(self.events, first_sequence)
+        skipped = set(self.skipped)
+        places = (place for place in range(self.num_events) if place not in skipped)
+        return ((first_sequence + place, event) for place, event in zip(places, self.events, strict=True))
 
 
 class _Declared(msgspec.Struct):
@@ -73,51 +95,160 @@ class _Declared(msgspec.Struct):
     fields: list[str]
 
 
+_Convert = Callable[[Any], Event | None]
+"""From an instance of a wire class to an event, or None where it is to be skipped."""
+
+
 class EventDecoder:
     """Decodes payloads of a log with the given header.
 
+    With `lenient`, events and event versions that this kvledger does not know are skipped and counted instead of
+    refused. What a log means without them is for the caller to judge: a fold may lack what they would have changed.
+
     Raises:
-        SchemaTooNew: the header names a schema or an event version that this kvledger does not know.
-        CodecError: the header has no vocabulary that can be read.
+        SchemaTooNew: the header names a schema, or (unless `lenient`) an event or a version of one, that this kvledger
+            does not know.
+        CodecError: the header has no vocabulary that can be read, or lists other fields for an event than it has.
     """
 
-    def __init__(self, header: Mapping[str, Any]) -> None:
-        try:
-            schema_version = msgspec.convert(header.get("schema_version"), int)
-            writer = f"it was written by kvledger {header.get('kvledger_version', 'unknown')}: use that or a later one"
-            if schema_version > SCHEMA_VERSION:
-                message = f"the log has schema version {schema_version}, this kvledger reads {SCHEMA_VERSION}; {writer}"
-                raise SchemaTooNew(message)
-            vocabulary = msgspec.convert(header.get("vocabulary"), list[_Declared])
-        except msgspec.ValidationError as error:
-            message = f"the log's header names no vocabulary ({error}); it was not written by kvledger's connector"
-            raise CodecError(message) from error
-        self._decoder = msgspec.msgpack.Decoder(list[list[Any]])
-        self._classes: dict[Any, tuple[type[Event], Any]] = {}
-        for code, declared in enumerate(vocabulary):
-            event_class = VOCABULARY.get(declared.id)
-            if event_class is None or declared.version > event_class.version:
-                known = "no version" if event_class is None else f"version {event_class.version}"
-                message = (
-                    f"the log uses {declared.id} version {declared.version}, this kvledger knows {known}; {writer}"
-                )
-                raise SchemaTooNew(message)
-            hints = get_type_hints(event_class)
-            types = tuple(hints[name] for name in field_names(event_class))
-            self._classes[code] = (event_class, tuple[types])  # type: ignore[valid-type]
+    def __init__(
+        self,
+        header: Mapping[str, Any],
+        *,
+        lenient: bool = False,
+        vocabulary: Mapping[str, type[Event]] = VOCABULARY,
+        upcasters: Upcasters = UPCASTERS,
+    ) -> None:
+        self.num_skipped: Counter[str] = Counter()
+        """Event id -> how many of them were skipped so far."""
+        self._vocabulary = vocabulary
+        self._upcasters = upcasters
+        self._written_by = (
+            f"it was written by kvledger {header.get('kvledger_version', 'unknown')}: use that or a later one"
+        )
+        self._converters: dict[type, _Convert] = {}
+        wire_classes = [
+            self._wire_class(code, declared, lenient=lenient) for code, declared in enumerate(self._declared(header))
+        ]
+        self._decoder: msgspec.msgpack.Decoder[list[Any]] | None = None
+        if wire_classes:
+            self._decoder = msgspec.msgpack.Decoder(list[Union[tuple(wire_classes)]])  # type: ignore[misc] # noqa: UP007
 
     def decode(self, payload: bytes) -> list[Event]:
-        """The events of one payload.
+        """The events of one payload that are known; all of them, unless the decoder is lenient.
 
         Raises:
             CodecError: the payload is not what the header promised.
         """
+        return self.decode_frame(payload).events if self._converters else self._decoded(payload)
+
+    def decode_frame(self, payload: bytes) -> DecodedFrame:
+        """The same, with the positions of what was skipped, so that sequence numbers can be told rightly.
+
+        Raises:
+            CodecError: the payload is not what the header promised.
+        """
+        decoded = self._decoded(payload)
+        if not self._converters:
+            return DecodedFrame(decoded)
+        events: list[Event] = []
+        skipped: list[int] = []
+        for place, wired in enumerate(decoded):
+            convert = self._converters.get(type(wired))
+            try:
+                event = wired if convert is None else convert(wired)
+            except Exception as error:  # an upcaster may stumble over any field of a damaged event
+                raise _broken_promise(payload, error) from error
+            if event is None:
+                skipped.append(place)
+            else:
+                events.append(event)
+        return DecodedFrame(events, tuple(skipped))
+
+    def _decoded(self, payload: bytes) -> list[Any]:
         try:
-            events = []
-            for code, *fields in self._decoder.decode(payload):
-                event_class, types = self._classes[code]
-                events.append(event_class(*msgspec.convert(fields, types)))
-        except (msgspec.MsgspecError, LookupError, TypeError, ValueError, RecursionError) as error:
-            message = f"a payload of {len(payload)} bytes is not what the log's header promises: {error!r}"
+            if self._decoder is None:
+                message = "the header lists no events"
+                raise msgspec.ValidationError(message)
+            return self._decoder.decode(payload)
+        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+            raise _broken_promise(payload, error) from error
+
+    def _declared(self, header: Mapping[str, Any]) -> list[_Declared]:
+        try:
+            schema_version = msgspec.convert(header.get("schema_version"), int)
+            if schema_version > SCHEMA_VERSION:
+                message = (
+                    f"the log has schema version {schema_version}, this kvledger reads {SCHEMA_VERSION}; "
+                    f"{self._written_by}"
+                )
+                raise SchemaTooNew(message)
+            return msgspec.convert(header.get("vocabulary"), list[_Declared])
+        except msgspec.ValidationError as error:
+            message = f"the log's header names no vocabulary ({error}); it was not written by kvledger's connector"
             raise CodecError(message) from error
-        return events
+
+    def _wire_class(self, code: int, declared: _Declared, *, lenient: bool) -> type:
+        """What an array with this code is decoded into: the event's class, or a stand-in and how to convert it."""
+        event_class = self._vocabulary.get(declared.id)
+        if event_class is None or declared.version > event_class.version:
+            if not lenient:
+                raise self._too_new(declared, event_class)
+            stand_in = _stand_in(code, [Any] * len(declared.fields))
+            self._converters[stand_in] = lambda _wired: self.num_skipped.update((declared.id,))
+            return stand_in
+        if declared.version < event_class.version:
+            return self._older(code, declared, event_class)
+        if tuple(declared.fields) != field_names(event_class):
+            message = (
+                f"the log says that {declared.id} version {declared.version} has the fields "
+                f"{', '.join(declared.fields)}; it has {', '.join(field_names(event_class))}. "
+                "The header is damaged, or the log is of another product"
+            )
+            raise CodecError(message)
+        if wire_code(event_class) == code:
+            return event_class
+        hints = get_type_hints(event_class)
+        stand_in = _stand_in(code, [hints[name] for name in declared.fields])
+        self._converters[stand_in] = lambda wired: event_class(*msgspec.structs.astuple(wired))
+        return stand_in
+
+    def _older(self, code: int, declared: _Declared, event_class: type[Event]) -> type:
+        stand_in = _stand_in(code, [Any] * len(declared.fields))
+        hints = get_type_hints(event_class)
+        names = field_names(event_class)
+
+        def convert(wired: msgspec.Struct) -> Event:
+            fields = dict(zip(declared.fields, msgspec.structs.astuple(wired), strict=True))
+            fields = dict(
+                self._upcasters.upcast(
+                    declared.id, fields, from_version=declared.version, to_version=event_class.version
+                )
+            )
+            values = {name: msgspec.convert(fields.pop(name), hints[name]) for name in names}
+            if fields:
+                left = ", ".join(fields)
+                message = f"{declared.id}: its upcasters leave {left}, which version {event_class.version} has not"
+                raise CodecError(message)
+            return event_class(**values)
+
+        self._converters[stand_in] = convert
+        return stand_in
+
+    def _too_new(self, declared: _Declared, event_class: type[Event] | None) -> SchemaTooNew:
+        known = "no version" if event_class is None else f"version {event_class.version}"
+        return SchemaTooNew(
+            f"the log uses {declared.id} version {declared.version}, this kvledger knows {known}; {self._written_by}"
+        )
+
+
+def _stand_in(code: int, types: Sequence[Any]) -> type:
+    """A class with fields of these types that msgspec decodes from an array with this code."""
+    fields = [(f"field_{place}", kind) for place, kind in enumerate(types)]
+    return msgspec.defstruct(
+        f"WireCode{code}", fields, array_like=True, tag=code, forbid_unknown_fields=True, frozen=True, gc=False
+    )
+
+
+def _broken_promise(payload: bytes, error: Exception) -> CodecError:
+    return CodecError(f"a payload of {len(payload)} bytes is not what the log's header promises: {error!r}")

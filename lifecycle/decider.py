@@ -7,18 +7,23 @@ everything it looks at has been folded from the log.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.belief import Projections
 from kvledger.lifecycle.decisions import Decisions
 from kvledger.lifecycle.decisions.reports import ask_after, check_report, give_up_silent, settle
-from kvledger.lifecycle.handlers import HandlerRegistry
+from kvledger.lifecycle.handlers import HandlerRegistry, StateHandler
 from kvledger.lifecycle.handlers.finished import release_if_settled
 from kvledger.lifecycle.machine import TABLE, CompiledTable
 from kvledger.lifecycle.projections.tracker import RequestRecord
 from kvledger.lifecycle.projections.transfers import Job
 from kvledger.lifecycle.rules import Rule
 from kvledger.lifecycle.states import RequestState
+
+Decide = Callable[[Any, int, RequestState | None], Decisions | None]
+"""(observation, its sequence number, state before) -> decisions; None says at once that there are none."""
 
 _NOTHING: Decisions = iter(())
 
@@ -33,17 +38,14 @@ class Decider:
         self._scheduled = _methods(handlers, "tokens_scheduled")
         self._settled = _methods(handlers, "tokens_settled")
         self._transfer_settled = _methods(handlers, "transfer_settled")
-        self._after: dict[type[e.Event], Callable[..., Decisions]] = {
+        self._after: dict[type[e.Event], Decide] = {
+            e.RequestArrived: self._after_arrival,
             e.StepScheduled: self._after_step,
             e.TransferReported: self._after_report,
             e.HookFailed: self._after_hook_failure,
             e.LoadErrorsObserved: self._after_load_errors,
         }
-        self._request_methods = {
-            event_class: _methods(handlers, event_class.handler_method)
-            for event_class in e.REQUEST_EVENTS
-            if not event_class.is_decision
-        }
+        self._deciders = {event_class: self._decider_of(event_class, handlers) for event_class in e.VOCABULARY.values()}
 
     def state_of(self, event: e.Event) -> RequestState | None:
         """The state of the event's request now; to be asked before the event is folded."""
@@ -57,24 +59,37 @@ class Decider:
 
         Each decision must be folded before the next one is asked for.
         """
-        after = self._after.get(type(event))
-        if after is not None:
-            return after(event, cause)
-        if isinstance(event, e.RequestArrived):
-            return self._after_arrival(event, cause, state_before)
-        if isinstance(event, e.RequestEvent):
-            return self._after_request_event(event, cause, state_before)
-        return _NOTHING
+        decide = self._deciders[type(event)]
+        return _NOTHING if decide is None else decide(event, cause, state_before) or _NOTHING
 
-    def _after_request_event(self, event: e.RequestEvent, cause: int, state_before: RequestState | None) -> Decisions:
+    def decider_of(self, event_class: type[e.Event]) -> Decide | None:
+        """What `decide` does with the observations of a class, for who decides many; None where nothing follows."""
+        return self._deciders[event_class]
+
+    def _decider_of(self, event_class: type[e.Event], handlers: HandlerRegistry) -> Decide | None:
+        after = self._after.get(event_class)
+        if after is not None or event_class.is_decision or not issubclass(event_class, e.RequestEvent):
+            return after
+        # Legal states only; nothing follows where no handler has a method of that name, or one that does nothing.
+        methods = _methods(handlers, event_class.handler_method)
+        plan = {state: methods[state] for state in RequestState if (state, event_class) in self._table}
+        return partial(self._after_request_event, plan)
+
+    def _after_request_event(
+        self,
+        plan: dict[RequestState, tuple[Callable[..., Decisions], ...]],
+        event: e.RequestEvent,
+        cause: int,
+        state_before: RequestState | None,
+    ) -> Decisions | None:
         if state_before is None:
             return self._illegal(event, cause, "an unknown request")
-        if (state_before, type(event)) not in self._table:
-            return self._illegal(event, cause, f"a request in state {state_before}")
+        methods = plan.get(state_before)
+        if not methods:
+            return None if methods is not None else self._illegal(event, cause, f"a request in state {state_before}")
         record = self._tracker.get(event.request_id)
-        methods = self._request_methods.get(type(event), {}).get(state_before, ())
-        if record is None or not methods:
-            return _NOTHING
+        if record is None:
+            return None
         return self._guarded(methods, record, cause, event, record, self._projections)
 
     def _illegal(self, event: e.RequestEvent, cause: int, what: str) -> Decisions:
@@ -91,7 +106,7 @@ class Decider:
             detail = f"{event.id} happened to a request in state {state_before}"
             yield e.InvariantViolated(rule=rule, request_id=event.request_id, detail=detail, cause=cause)
 
-    def _after_hook_failure(self, event: e.HookFailed, cause: int) -> Decisions:
+    def _after_hook_failure(self, event: e.HookFailed, cause: int, _state: RequestState | None) -> Decisions:
         # A failure that names no request may have kept a whole step from being recorded: nobody's block table can
         # be trusted then.
         for record in tuple(self._tracker):
@@ -99,7 +114,7 @@ class Decider:
             if concerned and not record.quarantined:
                 yield e.RequestQuarantined(request_id=record.request_id, reason=f"{event.hook} failed", cause=cause)
 
-    def _after_load_errors(self, event: e.LoadErrorsObserved, cause: int) -> Decisions:
+    def _after_load_errors(self, event: e.LoadErrorsObserved, cause: int, _state: RequestState | None) -> Decisions:
         # The scheduler recomputes the owner, but a sharer may go on with what is not there (vllm#49250, #55297).
         unfilled = frozenset(event.block_ids)
         for record in tuple(self._tracker):
@@ -107,15 +122,14 @@ class Decider:
                 reason = "holds blocks that could not be filled"
                 yield e.RequestQuarantined(request_id=record.request_id, reason=reason, cause=cause)
 
-    def _after_step(self, event: e.StepScheduled, cause: int) -> Decisions:
+    def _after_step(self, event: e.StepScheduled, cause: int, _state: RequestState | None) -> Decisions:
         for ordinal, *_ in event.advanced:
             record = self._tracker.by_ordinal(ordinal)
-            if record is not None:
-                yield from self._guarded(self._scheduled[record.state], record, cause, record, self._projections)
+            if record is not None and (methods := self._scheduled[record.state]):
+                yield from self._guarded(methods, record, cause, record, self._projections)
         for ordinal, first_chunk, num_settled_tokens in event.settled:
             record = self._tracker.by_ordinal(ordinal)
-            if record is not None:
-                methods = self._settled[record.state]
+            if record is not None and (methods := self._settled[record.state]):
                 yield from self._guarded(
                     methods, record, cause, record, first_chunk, num_settled_tokens, self._projections
                 )
@@ -129,7 +143,7 @@ class Decider:
             else:
                 yield from ask_after(job, cause, before_forward=False)
 
-    def _after_report(self, event: e.TransferReported, cause: int) -> Decisions:
+    def _after_report(self, event: e.TransferReported, cause: int, _state: RequestState | None) -> Decisions:
         yield from check_report(event, self._projections, cause)
         job = self._projections.transfers.get(event.job_id)
         if job is not None and self._projections.transfers.is_reported(job):
@@ -138,8 +152,7 @@ class Decider:
 
     def _after_settled(self, job: Job, cause: int) -> Decisions:
         record = self._tracker.by_ordinal(job.ordinal)
-        if record is not None:
-            methods = self._transfer_settled[record.state]
+        if record is not None and (methods := self._transfer_settled[record.state]):
             yield from self._guarded(methods, record, cause, job, record, self._projections)
 
     def _guarded(
@@ -159,7 +172,12 @@ class Decider:
 
 def _methods(handlers: HandlerRegistry, name: str) -> dict[RequestState, tuple[Callable[..., Iterator[e.Event]], ...]]:
     found: dict[RequestState, tuple[Callable[..., Iterator[e.Event]], ...]] = {}
+    decides_nothing = getattr(StateHandler, name, None)
     for state in RequestState:
         methods = (getattr(handler, name, None) for handler in handlers.of(state))
-        found[state] = tuple(method for method in methods if method is not None)
+        found[state] = tuple(
+            method
+            for method in methods
+            if method is not None and getattr(method, "__func__", method) is not decides_nothing
+        )
     return found

@@ -18,21 +18,26 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import ClassVar, TypeVar, dataclass_transform
+from typing import ClassVar, TypeVar, cast
 
-import attrs
+import msgspec
 
-_Class = TypeVar("_Class")
+from kvledger.lifecycle.structs import known_to_attrs
 
-
-@dataclass_transform(frozen_default=True, field_specifiers=(attrs.field,))
-def _frozen(event_class: type[_Class]) -> type[_Class]:
-    return attrs.frozen(event_class)
+VOCABULARY: dict[str, type[Event]] = {}
+"""Event id -> class, in the order of declaration, which is the order of the wire codes."""
 
 
-@_frozen
-class Event:
-    """What every event has: a stable string id, a version, and which of the two kinds it is."""
+def _next_wire_code(_class_name: str) -> int:
+    return len(VOCABULARY)
+
+
+class Event(msgspec.Struct, frozen=True, array_like=True, tag=_next_wire_code, forbid_unknown_fields=True, gc=False):
+    """What every event has: a stable string id, a version, and which of the two kinds it is.
+
+    A `msgspec.Struct`, so that reading a log makes events without a line of Python. What attrs offers for its own
+    classes (`attrs.evolve`, `asdict`, `fields`) works on events as well.
+    """
 
     id: ClassVar[str]
     version: ClassVar[int]
@@ -41,43 +46,48 @@ class Event:
     """The method of a state handler that decides on this event: the class name in snake case."""
 
 
-@_frozen
-class RequestEvent(Event):
+class RequestEvent(Event, frozen=True):
     """An event in the life of one request; the transition table speaks about these."""
 
     request_id: str
 
 
-VOCABULARY: dict[str, type[Event]] = {}
-"""Event id -> class, in the order of declaration, which is the order of the wire codes."""
-
 _EventClass = TypeVar("_EventClass", bound=type[Event])
 
 
-@dataclass_transform(frozen_default=True, field_specifiers=(attrs.field,))
+def field_names(event_class: type[Event]) -> tuple[str, ...]:
+    """The fields of an event in wire order."""
+    return event_class.__struct_fields__
+
+
+def wire_code(event_class: type[Event]) -> int:
+    """The number that stands for the class in what is written today."""
+    return cast("int", event_class.__struct_config__.tag)
+
+
 def _declare(event_id: str, *, version: int, is_decision: bool) -> Callable[[_EventClass], _EventClass]:
     def declare(event_class: _EventClass) -> _EventClass:
-        declared = attrs.frozen(event_class)
-        declared.id = event_id
-        declared.version = version
-        declared.is_decision = is_decision
-        declared.handler_method = re.sub(r"(?<!^)(?=[A-Z])", "_", declared.__name__).lower()
         if event_id in VOCABULARY:
             message = f"event id {event_id!r} is declared twice; ids are for ever, choose another"
             raise ValueError(message)
-        VOCABULARY[event_id] = declared
-        return declared
+        if wire_code(event_class) != len(VOCABULARY):
+            message = f"{event_class.__name__} was made before another event was declared; declare it where it is made"
+            raise ValueError(message)
+        event_class.id = event_id
+        event_class.version = version
+        event_class.is_decision = is_decision
+        event_class.handler_method = re.sub(r"(?<!^)(?=[A-Z])", "_", event_class.__name__).lower()
+        VOCABULARY[event_id] = known_to_attrs(event_class)
+        return event_class
 
     return declare
 
 
-@dataclass_transform(frozen_default=True, field_specifiers=(attrs.field,))
 def observation(event_id: str, *, version: int = 1) -> Callable[[_EventClass], _EventClass]:
     """Declare an event that records what the connector saw."""
     return _declare(event_id, version=version, is_decision=False)
 
 
-@dataclass_transform(frozen_default=True, field_specifiers=(attrs.field,))
 def decision(event_id: str, *, version: int = 1) -> Callable[[_EventClass], _EventClass]:
     """Declare an event that records what the connector decided."""
     return _declare(event_id, version=version, is_decision=True)
@@ -87,7 +97,7 @@ def decision(event_id: str, *, version: int = 1) -> Callable[[_EventClass], _Eve
 
 
 @observation("request.arrived")
-class RequestArrived(RequestEvent):
+class RequestArrived(RequestEvent, frozen=True):
     """vLLM accepted a request (`on_new_request`). `ordinal` names this life of the id inside the log."""
 
     ordinal: int
@@ -96,7 +106,7 @@ class RequestArrived(RequestEvent):
 
 
 @observation("chunk.keys_observed")
-class ChunkKeysObserved(RequestEvent):
+class ChunkKeysObserved(RequestEvent, frozen=True):
     """The keys of the chunks from `first_chunk` on; they replace what was known from there."""
 
     first_chunk: int
@@ -104,7 +114,7 @@ class ChunkKeysObserved(RequestEvent):
 
 
 @observation("lookup.requested")
-class LookupRequested(RequestEvent):
+class LookupRequested(RequestEvent, frozen=True):
     """The scheduler asks what can be loaded (`get_num_new_matched_tokens`).
 
     `num_computed_tokens` is the local prefix hit of *this* call, `num_tokens` prompt and output.
@@ -116,7 +126,7 @@ class LookupRequested(RequestEvent):
 
 
 @observation("blocks.allocated")
-class BlocksAllocated(RequestEvent):
+class BlocksAllocated(RequestEvent, frozen=True):
     """Blocks were given (`update_state_after_alloc`): the whole table, which replaces the old one."""
 
     block_ids: tuple[int, ...]
@@ -125,7 +135,7 @@ class BlocksAllocated(RequestEvent):
 
 
 @observation("blocks.observed")
-class BlockTableObserved(RequestEvent):
+class BlockTableObserved(RequestEvent, frozen=True):
     """The scheduler's own table, recorded because it differs from what the log had folded to."""
 
     block_ids: tuple[int, ...]
@@ -133,7 +143,7 @@ class BlockTableObserved(RequestEvent):
 
 
 @observation("request.preempted")
-class RequestPreempted(RequestEvent):
+class RequestPreempted(RequestEvent, frozen=True):
     """Its blocks were taken. `num_settled_tokens` is what had certainly been written by then."""
 
     num_settled_tokens: int
@@ -141,7 +151,7 @@ class RequestPreempted(RequestEvent):
 
 
 @observation("session.continued")
-class SessionContinued(RequestEvent):
+class SessionContinued(RequestEvent, frozen=True):
     """A streaming session's next turn: its blocks are kept, its tokens are cut and extended."""
 
     num_computed_tokens: int
@@ -151,7 +161,7 @@ class SessionContinued(RequestEvent):
 
 
 @observation("tokens.rolled_back")
-class TokensRolledBack(RequestEvent):
+class TokensRolledBack(RequestEvent, frozen=True):
     """The scheduler counts fewer computed tokens than before, as after a failed load."""
 
     num_computed_tokens: int
@@ -159,7 +169,7 @@ class TokensRolledBack(RequestEvent):
 
 
 @observation("request.finished")
-class RequestFinished(RequestEvent):
+class RequestFinished(RequestEvent, frozen=True):
     """No further scheduling (`request_finished`); `status` is vLLM's name for how it ended."""
 
     status: str
@@ -172,7 +182,7 @@ class RequestFinished(RequestEvent):
 
 
 @observation("step.scheduled")
-class StepScheduled(Event):
+class StepScheduled(Event, frozen=True):
     """One engine step (`build_connector_meta`), written as what differs from the expected.
 
     Expected is that every *steady* request, one that decoded one token last time, decodes one more. So a step in
@@ -194,7 +204,7 @@ class StepScheduled(Event):
 
 
 @observation("transfer.reported")
-class TransferReported(Event):
+class TransferReported(Event, frozen=True):
     """Workers told how a job went. Ranks are named, so that one that reports twice is not taken for two."""
 
     job_id: int
@@ -209,7 +219,7 @@ class TransferReported(Event):
 
 
 @observation("load.errors_observed")
-class LoadErrorsObserved(Event):
+class LoadErrorsObserved(Event, frozen=True):
     """Blocks that a worker could not fill. Whoever holds one of them may have read garbage."""
 
     block_ids: tuple[int, ...]
@@ -217,14 +227,14 @@ class LoadErrorsObserved(Event):
 
 
 @observation("cache.reset")
-class CacheReset(Event):
+class CacheReset(Event, frozen=True):
     """Everything cached so far is stale (`reset_cache`), as after new weights."""
 
     time_ns: int
 
 
 @observation("hook.failed")
-class HookFailed(Event):
+class HookFailed(Event, frozen=True):
     """A hook of ours raised. The engine was given a harmless answer instead.
 
     An empty `request_id` concerns the step, and with it every request that holds blocks.
@@ -240,7 +250,7 @@ class HookFailed(Event):
 
 
 @decision("lookup.answered")
-class LookupAnswered(RequestEvent):
+class LookupAnswered(RequestEvent, frozen=True):
     """What the scheduler was told, and everything the answer was made from."""
 
     generation: int
@@ -258,7 +268,7 @@ class LookupAnswered(RequestEvent):
 
 
 @decision("lookup.deferred")
-class LookupDeferred(RequestEvent):
+class LookupDeferred(RequestEvent, frozen=True):
     """The scheduler was told to ask again: what the request lost is still on its way to the host, by `job_id`."""
 
     generation: int
@@ -271,7 +281,7 @@ class LookupDeferred(RequestEvent):
 
 
 @decision("load.issued")
-class LoadIssued(RequestEvent):
+class LoadIssued(RequestEvent, frozen=True):
     """Host slots are copied into the request's blocks, page by page.
 
     Before the step's forward, or with `is_async` beside it: then the request is in no step until the load is settled.
@@ -288,7 +298,7 @@ class LoadIssued(RequestEvent):
 
 
 @decision("load.completed")
-class LoadCompleted(RequestEvent):
+class LoadCompleted(RequestEvent, frozen=True):
     """Every rank has the loaded pages in place."""
 
     generation: int
@@ -297,7 +307,7 @@ class LoadCompleted(RequestEvent):
 
 
 @decision("load.failed")
-class LoadFailed(RequestEvent):
+class LoadFailed(RequestEvent, frozen=True):
     """A rank could not load. The chunks are tainted; the scheduler recomputes or fails the request."""
 
     generation: int
@@ -310,7 +320,7 @@ class LoadFailed(RequestEvent):
 
 
 @decision("save.issued")
-class SaveIssued(RequestEvent):
+class SaveIssued(RequestEvent, frozen=True):
     """Block pages are copied to host slots. One page per entry of `block_ids` and `slots`.
 
     With `before_forward` the blocks are already free: the copy must precede the step's forward. With `is_async` it runs
@@ -328,7 +338,7 @@ class SaveIssued(RequestEvent):
 
 
 @decision("tail.save_issued")
-class TailSaveIssued(RequestEvent):
+class TailSaveIssued(RequestEvent, frozen=True):
     """The part-filled last chunk of a preempted request is copied out before the step's forward.
 
     `num_tokens` tokens from `first_token` on, which is where its whole chunks end; only this life of the request may
@@ -345,7 +355,7 @@ class TailSaveIssued(RequestEvent):
 
 
 @decision("save.completed")
-class SaveCompleted(RequestEvent):
+class SaveCompleted(RequestEvent, frozen=True):
     """Every rank has saved; the chunks of the job can be looked up from now on."""
 
     generation: int
@@ -354,7 +364,7 @@ class SaveCompleted(RequestEvent):
 
 
 @decision("save.failed")
-class SaveFailed(RequestEvent):
+class SaveFailed(RequestEvent, frozen=True):
     """A rank could not save. The slots of the job are free again if every rank is known to be `quiet`.
 
     A job that was given up without a report may still write: its slots are never used again.
@@ -368,7 +378,7 @@ class SaveFailed(RequestEvent):
 
 
 @decision("save.declined")
-class SaveDeclined(RequestEvent):
+class SaveDeclined(RequestEvent, frozen=True):
     """Settled chunks were not saved, and why."""
 
     generation: int
@@ -379,7 +389,7 @@ class SaveDeclined(RequestEvent):
 
 
 @decision("transfer.awaited")
-class TransferAwaited(RequestEvent):
+class TransferAwaited(RequestEvent, frozen=True):
     """Workers are reminded of a job in flight.
 
     The next step waits for it, because its blocks were taken (`before_forward`), or because a rank has not said a word
@@ -393,7 +403,7 @@ class TransferAwaited(RequestEvent):
 
 
 @decision("blocks.held")
-class BlocksHeld(RequestEvent):
+class BlocksHeld(RequestEvent, frozen=True):
     """`request_finished` answered True: vLLM keeps the blocks until `RequestReleased`, for the copies out of them."""
 
     generation: int
@@ -401,7 +411,7 @@ class BlocksHeld(RequestEvent):
 
 
 @decision("chunk.evicted")
-class ChunkEvicted(Event):
+class ChunkEvicted(Event, frozen=True):
     """A committed chunk gave up its slots for another request's save."""
 
     key: bytes
@@ -410,7 +420,7 @@ class ChunkEvicted(Event):
 
 
 @decision("chunk.tainted")
-class ChunkTainted(Event):
+class ChunkTainted(Event, frozen=True):
     """A chunk that could not be loaded is not offered again until it is saved anew."""
 
     key: bytes
@@ -421,7 +431,7 @@ class ChunkTainted(Event):
 
 
 @decision("prefill.advanced")
-class PrefillAdvanced(RequestEvent):
+class PrefillAdvanced(RequestEvent, frozen=True):
     """Some known tokens are computed or in flight, more are to come."""
 
     num_computed_tokens: int
@@ -430,7 +440,7 @@ class PrefillAdvanced(RequestEvent):
 
 
 @decision("prefill.completed")
-class PrefillCompleted(RequestEvent):
+class PrefillCompleted(RequestEvent, frozen=True):
     """Every known token is computed or in flight."""
 
     num_computed_tokens: int
@@ -439,7 +449,7 @@ class PrefillCompleted(RequestEvent):
 
 
 @decision("request.released")
-class RequestReleased(RequestEvent):
+class RequestReleased(RequestEvent, frozen=True):
     """Nothing is owed to or by the request any more; every projection forgets it, and held blocks are freed."""
 
     generation: int
@@ -447,7 +457,7 @@ class RequestReleased(RequestEvent):
 
 
 @decision("request.quarantined")
-class RequestQuarantined(RequestEvent):
+class RequestQuarantined(RequestEvent, frozen=True):
     """The request gets no more help from the cache: no hits, no saves. It recomputes."""
 
     reason: str
@@ -455,7 +465,7 @@ class RequestQuarantined(RequestEvent):
 
 
 @decision("invariant.violated")
-class InvariantViolated(Event):
+class InvariantViolated(Event, frozen=True):
     """A rule of `docs/invariants.md` was broken; `rule` is its name there."""
 
     rule: str
@@ -465,7 +475,7 @@ class InvariantViolated(Event):
 
 
 @observation("log.note")
-class LogNote(Event):
+class LogNote(Event, frozen=True):
     """A word of the connector to the reader of the log, such as a start, a shutdown or lost events."""
 
     text: str
@@ -473,7 +483,7 @@ class LogNote(Event):
 
 
 @observation("window.left")
-class WindowLeft(RequestEvent):
+class WindowLeft(RequestEvent, frozen=True):
     """Told before a step or the request's end: what its windows see no more is freed now, intact until the forward.
 
     Freed before that was only what they did not see when `num_settled_tokens` were settled. Only for models with

@@ -33,7 +33,7 @@ class Geometry:
         """Indices into the block table of the pages that the chunks need, ascending, each once."""
         if self.chunk_size >= self.block_size:
             pages = self.chunk_size // self.block_size
-            return tuple(block for chunk in chunks for block in range(chunk * pages, (chunk + 1) * pages))
+            return tuple([block for chunk in chunks for block in range(chunk * pages, (chunk + 1) * pages)])
         return tuple(sorted({chunk * self.chunk_size // self.block_size for chunk in chunks}))
 
     def pages_of(self, chunks: Iterable[int]) -> tuple[int, ...]:

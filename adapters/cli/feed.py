@@ -57,7 +57,7 @@ class Feed:
 
     def take_all(self, batch: Batch) -> Iterator[Line]:
         """Take up a batch."""
-        for sequence, event in enumerate(batch.events, batch.first_sequence):
+        for sequence, event in batch.numbered():
             yield from self.take(sequence, event)
 
     def flush(self) -> Iterator[Line]:

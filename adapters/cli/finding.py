@@ -21,11 +21,11 @@ _MAX_CANDIDATES = 20
 def selected(arguments: argparse.Namespace, output: Output) -> Iterator[tuple[StoredLog, Window]]:
     """Each log that the arguments mean, opened, with what they select of it. A request is in one of the logs."""
     if arguments.request is not None:
-        log, request_id = find_request(arguments.logs, arguments.request, output)
+        log, request_id = find_request(arguments.logs, arguments.request, output, lenient=arguments.lenient)
         yield log, window(arguments, log, output, request_id)
         return
     for path in arguments.logs:
-        log = open_log(path)
+        log = open_log(path, lenient=arguments.lenient)
         yield log, window(arguments, log, output)
 
 
@@ -40,13 +40,13 @@ def selected_one(arguments: argparse.Namespace, output: Output) -> tuple[StoredL
     return next(selected(arguments, output))
 
 
-def find_request(logs: Sequence[Path], wanted: str, output: Output) -> tuple[StoredLog, str]:
+def find_request(logs: Sequence[Path], wanted: str, output: Output, *, lenient: bool = False) -> tuple[StoredLog, str]:
     """The log that has the one request whose id is `wanted` or begins with it, opened, and the whole id.
 
     Raises:
         CommandFailed: none has it, or several ids or logs could be meant.
     """
-    opened = [open_log(path) for path in logs]
+    opened = [open_log(path, lenient=lenient) for path in logs]
     known: dict[Path, dict[str, None]] = {}
     for log in opened:
         known[log.path] = request_ids(log, wanted, output)

@@ -5,7 +5,7 @@ The only room of the command line that knows frames and segments.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import attrs
@@ -13,7 +13,7 @@ import msgspec
 
 from kvledger.adapters.cli.exit_codes import CommandFailed, ExitCode
 from kvledger.lifecycle import LedgerConfiguration
-from kvledger.lifecycle.codec import CodecError, EventDecoder
+from kvledger.lifecycle.codec import CodecError, DecodedFrame, EventDecoder, SchemaTooNew
 from kvledger.lifecycle.events import Event
 from kvledger.lifecycle.replay import SequencedEvent
 from kvledger.storage.events import Frame, FrameKind, LogError, LogReader, Retirement, read_log
@@ -41,15 +41,24 @@ class LogDamage:
     num_bytes: int
 
 
-@attrs.frozen
+@attrs.define
 class Batch:
     """The events of one frame, and the place of the frame in the log."""
 
     first_sequence: int
-    events: Sequence[Event]
+    decoded: DecodedFrame
     segment: str
     offset: int
     end_offset: int
+
+    @property
+    def events(self) -> Sequence[Event]:
+        """The events alone."""
+        return self.decoded.events
+
+    def numbered(self) -> Iterator[SequencedEvent]:
+        """The events with their numbers."""
+        return self.decoded.numbered(self.first_sequence)
 
 
 @attrs.define
@@ -71,6 +80,11 @@ class StoredLog:
     """Told the number of bytes of each frame, for whoever shows progress."""
     _decoder: EventDecoder = attrs.field(alias="decoder")
     _reader: LogReader = attrs.field(alias="reader")
+
+    @property
+    def skipped(self) -> Mapping[str, int]:
+        """Event id -> how many were skipped because this version does not know them; only with `lenient`."""
+        return self._decoder.num_skipped
 
     @property
     def begins_late(self) -> bool:
@@ -102,14 +116,46 @@ class StoredLog:
 
     def events(self) -> Iterator[SequencedEvent]:
         """Every event that can be read, in order. A jump in the sequence numbers means that some cannot."""
-        for batch in self.batches():
-            yield from enumerate(batch.events, batch.first_sequence)
+        for events in self.frames():
+            yield from events
+
+    def frames(self) -> Iterator[Iterable[SequencedEvent]]:
+        """The same, one frame's events at a time, for who reads many."""
+        for frame, decoded in self._intact():
+            yield decoded.numbered(frame.first_sequence)
 
     def batches(self) -> Iterator[Batch]:
-        """The same frame by frame: what one step of the engine recorded, and where it stands."""
+        """The same, with the place of each frame, so that it can be read again from there."""
+        for frame, decoded in self._intact():
+            segment, offset = self._reader.place
+            yield Batch(frame.first_sequence, decoded, segment, offset, offset + frame_bytes(frame))
+
+    def batches_from(self, segment: str, offset: int) -> Iterator[Batch]:
+        """The batches from a place on that an earlier reading gave, as far as they can be read. Reports no damage."""
+        for frame, name, at in frames_from(self.path, segment, offset):
+            if frame.kind is FrameKind.EVENTS:
+                decoded = self._decoder.decode_frame(frame.payload)
+                yield Batch(frame.first_sequence, decoded, name, at, at + frame_bytes(frame))
+
+    def trusted_events(self) -> Iterator[SequencedEvent]:
+        """The events from the log's first to the last before any is missing; reads (and checks) the rest too.
+
+        What comes after a gap cannot be folded: the state it starts from is not known.
+        """
+        for events in self.trusted_frames():
+            yield from events
+
+    def trusted_frames(self) -> Iterator[Iterable[SequencedEvent]]:
+        """The same, one frame's events at a time."""
+        for events in self.frames():
+            if self.last_sequence <= self.trusted_sequence:
+                yield events
+
+    def _intact(self) -> Iterator[tuple[Frame, DecodedFrame]]:
         self.damage.clear()
         self.num_bytes = self.num_frames = self.num_events = 0
         self.first_sequence = self.last_sequence = self.trusted_sequence = 0
+        self._decoder.num_skipped.clear()
         num_taken = 0
         for frame in self._reader:
             num_taken = self._take_damage(num_taken)
@@ -120,37 +166,19 @@ class StoredLog:
                 self._report("lost_events", frame, detail)
                 continue
             try:
-                events = self._decoder.decode(frame.payload)
+                decoded = self._decoder.decode_frame(frame.payload)
             except CodecError as error:
                 self._report("undecodable", frame, str(error))
                 continue
-            if len(events) != frame.num_events:
-                detail = f"the frame says it holds {frame.num_events} events and holds {len(events)}"
+            if decoded.num_events != frame.num_events:
+                detail = f"the frame says it holds {frame.num_events} events and holds {decoded.num_events}"
                 self._report("miscounted", frame, detail)
                 continue
-            self.num_events += len(events)
+            self.num_events += decoded.num_events
             if frame.first_sequence == self.trusted_sequence + 1:
                 self.trusted_sequence += frame.num_events
-            segment, offset = self._reader.place
-            yield Batch(frame.first_sequence, events, segment, offset, offset + frame_bytes(frame))
+            yield frame, decoded
         self._take_damage(num_taken)
-
-    def batches_from(self, segment: str, offset: int) -> Iterator[Batch]:
-        """The batches from a place on that an earlier reading gave, as far as they can be read. Reports no damage."""
-        for frame, name, at in frames_from(self.path, segment, offset):
-            if frame.kind is FrameKind.EVENTS:
-                yield Batch(
-                    frame.first_sequence, self._decoder.decode(frame.payload), name, at, at + frame_bytes(frame)
-                )
-
-    def trusted_events(self) -> Iterator[SequencedEvent]:
-        """The events from the log's first to the last before any is missing; reads (and checks) the rest too.
-
-        What comes after a gap cannot be folded: the state it starts from is not known.
-        """
-        for sequence, event in self.events():
-            if sequence <= self.trusted_sequence:
-                yield sequence, event
 
     def _count(self, frame: Frame) -> None:
         num_bytes = frame_bytes(frame)
@@ -171,8 +199,10 @@ class StoredLog:
         return len(self._reader.damage)
 
 
-def open_log(path: Path) -> StoredLog:
+def open_log(path: Path, *, lenient: bool = False) -> StoredLog:
     """Open the log at `path`, which `sources.find_logs` has found.
+
+    With `lenient`, events that this version does not know are skipped and counted.
 
     Raises:
         CommandFailed: it cannot be read, is no kvledger log, or was written by a newer version.
@@ -182,9 +212,10 @@ def open_log(path: Path) -> StoredLog:
         header: dict[str, object] = reader.header
         if not header:
             raise CommandFailed(f"{path}: {_unreadable(reader)}", ExitCode.DAMAGED)
-        return StoredLog(path, header, _configuration(header), EventDecoder(header), reader)
+        return StoredLog(path, header, _configuration(header), EventDecoder(header, lenient=lenient), reader)
     except (LogError, CodecError, OSError) as error:
-        raise CommandFailed(f"{path}: {error}", ExitCode.DAMAGED) from error
+        hint = "; or skip what is not known with --lenient" if isinstance(error, SchemaTooNew) else ""
+        raise CommandFailed(f"{path}: {error}{hint}", ExitCode.DAMAGED) from error
 
 
 def _unreadable(reader: LogReader) -> str:

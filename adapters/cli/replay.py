@@ -36,7 +36,7 @@ def run(arguments: argparse.Namespace, output: Output) -> ExitCode:
     log, window = selected_one(arguments, output)
     if arguments.diff is not None:
         other = one_of(find_logs(arguments.diff), arguments.diff)
-        return compare(log, open_log(other), window, output, exact=arguments.exact)
+        return compare(log, open_log(other, lenient=arguments.lenient), window, output, exact=arguments.exact)
     at = arguments.at if arguments.at is not None else window.last_sequence
     audit = Audit(log.configuration, ReferenceMachine(), checkers=(), handlers=chosen_handlers(arguments))
     last = 0

@@ -142,6 +142,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--since", metavar="MOMENT", type=moment, help=f"leave out what came before: {when}")
     parser.add_argument("--until", metavar="MOMENT", type=moment, help="leave out what came after")
     parser.add_argument("--request", metavar="REQUEST", help="speak of this request only: its id or a unique beginning")
+    parser.add_argument(
+        "--lenient", action="store_true", help="skip and count events of a newer kvledger instead of refusing the log"
+    )
 
 
 def add_request(parser: argparse.ArgumentParser) -> None:

@@ -56,12 +56,15 @@ def _verify(log: StoredLog, window: Window, handlers: HandlerRegistry, output: O
     keeps = None if window.is_everything else is_selected
     audit = Audit(log.configuration, ReferenceMachine(), handlers=handlers, keeps=keeps)
     with output.progress(log, "verifying"):
-        for sequence, event in log.trusted_events():
-            if window.is_over(sequence):
-                break
-            audit.take(sequence, event)
+        if window.last_sequence is None:
+            audit.run_frames(log.trusted_frames())
         else:
-            audit.finish()
+            for sequence, event in log.trusted_events():
+                if window.is_over(sequence):
+                    break
+                audit.take(sequence, event)
+            else:
+                audit.finish()
     findings = Findings.of(log, audit, window, handlers)
     if output.is_json:
         _show_json(output, log, audit, findings)
@@ -109,6 +112,12 @@ def _remarks(log: StoredLog, window: Window, handlers: HandlerRegistry) -> list[
         whose = "" if window.request_id is None else f" that concerns {window.request_id}"
         remarks.append(f"only what was found from event {window.first_sequence} to {end}{whose} is told")
     remarks += retired_remarks(log.retired)
+    if log.skipped:
+        skipped = ", ".join(f"{count} {event_id}" for event_id, count in sorted(log.skipped.items()))
+        remarks.append(
+            f"events that this version does not know were skipped: {skipped}; what follows from them is missing, so "
+            "rules may seem broken that are not"
+        )
     if log.begins_late:
         remarks.append(
             f"the log begins with event {log.first_sequence}: what came before was retired or is in another file, "
@@ -159,6 +168,7 @@ def _show_json(output: Output, log: StoredLog, audit: Audit, findings: Findings)
             "num_frames": log.num_frames,
             "num_bytes": log.num_bytes,
             "head_hash": log.head_hash,
+            "num_skipped": dict(log.skipped),
             "num_damage": len(findings.damage),
             "num_violations": dict(audit.num_violations),
             "num_divergences": len(findings.divergences),
@@ -235,7 +245,7 @@ def _evidence(log: StoredLog, violations: Collection[Violation]) -> dict[int, Ev
     wanted = {sequence for violation in violations for sequence in (*violation.evidence, violation.sequence)}
     if not wanted:
         return {}
-    copy = open_log(log.path)
+    copy = open_log(log.path, lenient=True)  # what was refused has been refused before
     found: dict[int, Event] = {}
     for sequence, event in copy.events():
         if sequence in wanted:

@@ -120,7 +120,7 @@ class LogIndex:
     def events_between(self, first_sequence: int, last_sequence: int) -> Iterator[tuple[int, e.Event]]:
         """Every event from `first_sequence` to `last_sequence`, read from the log at once from there."""
         for batch in self._batches_from("first_sequence", first_sequence):
-            for sequence, event in enumerate(batch.events, batch.first_sequence):
+            for sequence, event in batch.numbered():
                 if sequence > last_sequence:
                     return
                 if sequence >= first_sequence:
@@ -133,7 +133,7 @@ class LogIndex:
     def events_around(self, time_ns: int) -> Iterator[tuple[int, e.Event]]:
         """Every event from a place on that has all of `time_ns` (since the log was opened) and later behind it."""
         for batch in self._batches_from("time_ns", time_ns - 1):
-            yield from enumerate(batch.events, batch.first_sequence)
+            yield from batch.numbered()
 
     def _batches_from(self, column: str, at_most: int) -> Iterator[Batch]:
         query = f"SELECT segment, offset FROM places WHERE {column} <= ? ORDER BY first_sequence DESC LIMIT 1"  # noqa: S608 -- the column is ours
@@ -174,7 +174,7 @@ class _Builder:
                 row = (batch.first_sequence, self._time_ns, batch.segment, batch.offset)
                 self._connection.execute("INSERT INTO places VALUES (?, ?, ?, ?)", row)
             self._num_batches += 1
-            for sequence, event in enumerate(batch.events, batch.first_sequence):
+            for sequence, event in batch.numbered():
                 self._take(sequence, event)
         self._requests.finish(self._projections)
         for life in self._lives.values():

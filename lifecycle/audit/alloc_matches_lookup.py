@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import ClassVar
 
-import attrs
+import msgspec
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.checker import Violation, violation
 from kvledger.lifecycle.belief import Projections
-from kvledger.lifecycle.replay import ReplayedEvent
+from kvledger.lifecycle.configuration import LedgerConfiguration
+from kvledger.lifecycle.projections.tracker import RequestRecord
+from kvledger.lifecycle.replay import Check, ReplayedEvent
 
 
-@attrs.frozen
-class _Answer:
+class _Answer(msgspec.Struct, frozen=True, gc=False):
     sequence: int
     generation: int
     num_computed_tokens: int
@@ -31,51 +32,56 @@ class AllocMatchesLookup:
     """
 
     rule: ClassVar[str] = "ALLOC_MATCHES_LOOKUP"
-    looks_at: ClassVar[frozenset[type[e.Event]]] = frozenset(
-        {
-            e.LookupAnswered,
-            e.BlocksAllocated,
-            e.LoadIssued,
-            e.CacheReset,
-            e.RequestArrived,
-            e.RequestPreempted,
-            e.SessionContinued,
-            e.RequestFinished,
-            e.RequestReleased,
-        }
-    )
 
     def __init__(self) -> None:
         self._answers: dict[str, _Answer] = {}
         self._taken_up: dict[str, tuple[int, int, int]] = {}
         """Request id -> (sequence, first token, number of tokens) of the last allocation."""
 
-    def check(self, step: ReplayedEvent, projections: Projections) -> Iterator[Violation]:
-        """Compare allocation with answer, and load with allocation."""
-        event = step.event
-        if isinstance(event, e.LookupAnswered):
-            self._answers[event.request_id] = _Answer(
-                step.sequence, event.generation, event.num_computed_tokens, event.num_external_tokens
-            )
-        elif isinstance(event, e.BlocksAllocated):
-            yield from self._check_allocation(event, step, projections)
-        elif isinstance(event, e.LoadIssued):
-            yield from self._check_load(event, step, projections)
-        elif isinstance(event, e.RequestEvent):
-            self._answers.pop(event.request_id, None)
-            self._taken_up.pop(event.request_id, None)
-        else:
-            self._answers.clear()
+    def checks(self, _configuration: LedgerConfiguration) -> Iterable[tuple[type[e.Event], Check]]:
+        """By class of event."""
+        return [
+            (e.LookupAnswered, self._answered),
+            (e.BlocksAllocated, self._allocated),
+            (e.LoadIssued, self._check_load),
+            (e.CacheReset, self._reset),
+            (e.RequestArrived, self._forget),
+            (e.RequestPreempted, self._forget),
+            (e.SessionContinued, self._forget),
+            (e.RequestFinished, self._forget),
+            (e.RequestReleased, self._forget),
+        ]
 
-    def _check_allocation(
+    def _answered(self, event: e.LookupAnswered, step: ReplayedEvent, _projections: Projections) -> None:
+        self._answers[event.request_id] = _Answer(
+            step.sequence, event.generation, event.num_computed_tokens, event.num_external_tokens
+        )
+
+    def _forget(self, event: e.RequestEvent, _step: ReplayedEvent, _projections: Projections) -> None:
+        self._answers.pop(event.request_id, None)
+        self._taken_up.pop(event.request_id, None)
+
+    def _reset(self, _event: e.CacheReset, _step: ReplayedEvent, _projections: Projections) -> None:
+        self._answers.clear()
+
+    def _allocated(
         self, event: e.BlocksAllocated, step: ReplayedEvent, projections: Projections
-    ) -> Iterator[Violation]:
+    ) -> Iterator[Violation] | None:
         answer = self._answers.pop(event.request_id, None)
         first_token = 0 if answer is None else answer.num_computed_tokens
         self._taken_up[event.request_id] = (step.sequence, first_token, event.num_external_tokens)
-        record = projections.tracker.get(event.request_id)
-        if event.num_external_tokens == 0 or record is None:
-            return
+        if event.num_external_tokens == 0 or step.record is None:
+            return None
+        return self._check_allocation(event, answer, step.record, step, projections)
+
+    def _check_allocation(
+        self,
+        event: e.BlocksAllocated,
+        answer: _Answer | None,
+        record: RequestRecord,
+        step: ReplayedEvent,
+        projections: Projections,
+    ) -> Iterator[Violation]:
         if answer is None:
             detail = f"{event.num_external_tokens} external tokens were taken up that no lookup answered"
             yield violation(self.rule, step, projections, detail)

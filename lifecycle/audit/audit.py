@@ -4,20 +4,22 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
 
 import attrs
 
-from kvledger.lifecycle.audit.checker import Checker, Violation
+from kvledger.lifecycle.audit.checker import AnyChecker, Violation, checks_of
 from kvledger.lifecycle.audit.registry import all_checkers
 from kvledger.lifecycle.belief import Projections
 from kvledger.lifecycle.configuration import LedgerConfiguration
-from kvledger.lifecycle.events import VOCABULARY, Event
+from kvledger.lifecycle.events import Event
 from kvledger.lifecycle.handlers import HandlerRegistry
 from kvledger.lifecycle.machine import ReferenceMachine
-from kvledger.lifecycle.replay import Divergence, Replay, ReplayedEvent, SequencedEvent
+from kvledger.lifecycle.replay import Divergence, Replay, SequencedEvent
 
 MAX_VIOLATIONS = 1000
 """Violations that are kept; `Audit.num_violations` counts all."""
+_EVENTS_PER_BATCH = 256
 
 
 @attrs.frozen
@@ -43,28 +45,31 @@ class Audit:
         configuration: LedgerConfiguration,
         reference: ReferenceMachine | None = None,
         *,
-        checkers: Sequence[Checker] | None = None,
+        checkers: Sequence[AnyChecker] | None = None,
         handlers: HandlerRegistry | None = None,
         keeps: Callable[[Violation], bool] | None = None,
     ) -> None:
         self._keeps = keeps
-        self._replay = Replay(configuration, handlers=handlers, reference=reference)
         self.checkers = all_checkers() if checkers is None else tuple(checkers)
+        checks = [pair for checker in self.checkers for pair in checks_of(checker, configuration)]
+        self._replay = Replay(
+            configuration, handlers=handlers, reference=reference, checks=checks, on_found=self._keep_all
+        )
         self.violations: list[Violation] = []
         self.num_violations: Counter[str] = Counter()
         """Rule -> how often it was broken."""
-        self.num_events = 0
         self.unfoldable: Unfoldable | None = None
         """Set by the first event that cannot be folded; no event after it is taken up."""
-        self._checks: dict[type[Event], tuple[Callable[[ReplayedEvent, Projections], Iterator[Violation]], ...]] = {
-            event_class: tuple(checker.check for checker in self.checkers if event_class in checker.looks_at)
-            for event_class in VOCABULARY.values()
-        }
 
     @property
     def projections(self) -> Projections:
         """What the log folds to so far."""
         return self._replay.projections
+
+    @property
+    def num_events(self) -> int:
+        """Events taken up."""
+        return self._replay.num_events
 
     @property
     def divergences(self) -> Sequence[Divergence]:
@@ -83,16 +88,7 @@ class Audit:
 
     def take(self, sequence: int, event: Event) -> None:
         """Take up the next event."""
-        if self.unfoldable is not None:
-            return
-        self.num_events += 1
-        try:
-            step = self._replay.step(sequence, event)
-            for check in self._checks[type(event)]:
-                for violation in check(step, self._replay.projections):
-                    self._keep(violation)
-        except Exception as error:  # noqa: BLE001 -- a log that was tampered with must not end its own audit
-            self.unfoldable = Unfoldable(sequence, event, f"{type(error).__name__}: {error}")
+        self._take_all(((sequence, event),))
 
     def finish(self) -> None:
         """Notice decisions that are missing at the end."""
@@ -101,9 +97,31 @@ class Audit:
 
     def run(self, events: Iterable[SequencedEvent]) -> None:
         """Take up all events, then finish."""
-        for sequence, event in events:
-            self.take(sequence, event)
+        self.run_frames(_batches(events))
+
+    def run_frames(self, frames: Iterable[Iterable[SequencedEvent]]) -> None:
+        """Take up all events of all frames, then finish. Cheaper than event by event; frames may come from a generator.
+
+        All of `frames` is read, also behind an event that cannot be folded.
+        """
+        for events in frames:
+            self._take_all(events)
         self.finish()
+
+    def _take_all(self, events: Iterable[SequencedEvent]) -> None:
+        if self.unfoldable is None:
+            try:
+                self._replay.take(events)
+            except Exception as error:
+                current = self._replay.current
+                if current.event is None:  # nothing was taken up: the events are not such
+                    raise
+                # A log that was tampered with must not end its own audit.
+                self.unfoldable = Unfoldable(current.sequence, current.event, f"{type(error).__name__}: {error}")
+
+    def _keep_all(self, violations: Iterable[Violation]) -> None:
+        for violation in violations:
+            self._keep(violation)
 
     def _keep(self, violation: Violation) -> None:
         if self._keeps is not None and not self._keeps(violation):
@@ -111,3 +129,10 @@ class Audit:
         self.num_violations[violation.rule] += 1
         if len(self.violations) < MAX_VIOLATIONS:
             self.violations.append(violation)
+
+
+def _batches(events: Iterable[SequencedEvent]) -> Iterator[list[SequencedEvent]]:
+    """So that what fails while events are read is not taken for an event that cannot be folded."""
+    remaining = iter(events)
+    while batch := list(islice(remaining, _EVENTS_PER_BATCH)):
+        yield batch

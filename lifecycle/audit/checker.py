@@ -6,14 +6,15 @@ is released. It sees the state after the fold of the event, and keeps for itself
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable
 from typing import ClassVar, Protocol
 
 import attrs
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.belief import Projections
-from kvledger.lifecycle.replay import ReplayedEvent
+from kvledger.lifecycle.configuration import LedgerConfiguration
+from kvledger.lifecycle.replay import Check, ReplayedEvent
 
 JOB_ISSUED: tuple[type[e.Event], ...] = (e.LoadIssued, e.SaveIssued, e.TailSaveIssued)
 JOB_SETTLED: tuple[type[e.Event], ...] = (e.LoadCompleted, e.LoadFailed, e.SaveCompleted, e.SaveFailed)
@@ -35,13 +36,43 @@ class Violation:
 
 
 class Checker(Protocol):
-    """One rule. Made anew for every audit; `looks_at` names the events it wants to be given."""
+    """One rule. Made anew for every audit; `looks_at` names the events it wants to be given.
+
+    A checker of events that are frequent has `checks` instead, see `FrequentChecker`.
+    """
 
     rule: ClassVar[str]
     looks_at: ClassVar[frozenset[type[e.Event]]]
 
-    def check(self, step: ReplayedEvent, projections: Projections) -> Iterator[Violation]:
+    def check(self, step: ReplayedEvent, projections: Projections) -> Iterable[Violation] | None:
         """What is wrong with this event. `projections` contain it already and must not be changed."""
+
+
+class FrequentChecker(Protocol):
+    """One rule, with a function for each class of events: most events are sound, and finding that out must cost little.
+
+    A check is called as `check(event, step, projections)`. It returns None where there is nothing to say, or
+    the violations; so it is a plain function where events are frequent, and may be a generator elsewhere.
+    """
+
+    rule: ClassVar[str]
+
+    def checks(self, configuration: LedgerConfiguration) -> Iterable[tuple[type[e.Event], Check]]:
+        """(event class, check), in the order in which they are to be done for an event; a class may stand twice."""
+
+
+AnyChecker = Checker | FrequentChecker
+
+
+def checks_of(checker: AnyChecker, configuration: LedgerConfiguration) -> Iterable[tuple[type[e.Event], Check]]:
+    """The checks of either kind of checker."""
+    if hasattr(checker, "checks"):
+        return checker.checks(configuration)
+
+    def check(_event: e.Event, step: ReplayedEvent, projections: Projections) -> Iterable[Violation] | None:
+        return checker.check(step, projections)
+
+    return [(event_class, check) for event_class in checker.looks_at]
 
 
 def violation(

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import ClassVar
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.checker import Violation, violation
-from kvledger.lifecycle.audit.settled_tokens import SETTLED_EVENTS, SettledTokens
+from kvledger.lifecycle.audit.settled_tokens import SettledTokens
 from kvledger.lifecycle.belief import Projections
-from kvledger.lifecycle.replay import ReplayedEvent
+from kvledger.lifecycle.configuration import LedgerConfiguration
+from kvledger.lifecycle.replay import Check, ReplayedEvent
 
 
 class ChunkComplete:
@@ -21,23 +22,39 @@ class ChunkComplete:
     """
 
     rule: ClassVar[str] = "CHUNK_COMPLETE"
-    looks_at: ClassVar[frozenset[type[e.Event]]] = SETTLED_EVENTS | {e.SaveIssued, e.TailSaveIssued}
 
     def __init__(self) -> None:
         self._settled = SettledTokens()
 
-    def check(self, step: ReplayedEvent, projections: Projections) -> Iterator[Violation]:
-        """Compare the end of a save with what is settled."""
-        event = step.event
-        if isinstance(event, e.SaveIssued | e.TailSaveIssued):
-            num_settled_tokens, sequence = self._settled.of(event.request_id)
-            if isinstance(event, e.TailSaveIssued):
-                what, num_tokens = "the tail", event.first_token + event.num_tokens
-            else:
-                deepest = max(event.chunks, default=-1)
-                what, num_tokens = f"chunk {deepest}", (deepest + 1) * projections.configuration.chunk_size
-            if num_tokens > num_settled_tokens:
-                detail = f"{what} ends at token {num_tokens}, but only {num_settled_tokens} tokens were settled"
-                yield violation(self.rule, step, projections, detail, sequence, event.cause)
-        else:
-            self._settled.fold(step, projections)
+    def checks(self, _configuration: LedgerConfiguration) -> Iterable[tuple[type[e.Event], Check]]:
+        """By class of event."""
+        return [*self._settled.folds(), (e.SaveIssued, self._save_issued), (e.TailSaveIssued, self._tail_save_issued)]
+
+    def _save_issued(
+        self, event: e.SaveIssued, step: ReplayedEvent, projections: Projections
+    ) -> Iterator[Violation] | None:
+        deepest = max(event.chunks, default=-1)
+        num_tokens = (deepest + 1) * projections.configuration.chunk_size
+        if num_tokens <= self._settled.of(event.request_id)[0]:
+            return None
+        return self._unsettled(event, f"chunk {deepest}", num_tokens, step, projections)
+
+    def _tail_save_issued(
+        self, event: e.TailSaveIssued, step: ReplayedEvent, projections: Projections
+    ) -> Iterator[Violation] | None:
+        num_tokens = event.first_token + event.num_tokens
+        if num_tokens <= self._settled.of(event.request_id)[0]:
+            return None
+        return self._unsettled(event, "the tail", num_tokens, step, projections)
+
+    def _unsettled(
+        self,
+        event: e.SaveIssued | e.TailSaveIssued,
+        what: str,
+        num_tokens: int,
+        step: ReplayedEvent,
+        projections: Projections,
+    ) -> Iterator[Violation]:
+        num_settled_tokens, sequence = self._settled.of(event.request_id)
+        detail = f"{what} ends at token {num_tokens}, but only {num_settled_tokens} tokens were settled"
+        yield violation(self.rule, step, projections, detail, sequence, event.cause)

@@ -5,15 +5,13 @@ It is kept apart from `projections/chunk_index.py` on purpose: a mistake there m
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.belief import Projections
 from kvledger.lifecycle.projections.host_slots import NO_SLOT
 from kvledger.lifecycle.projections.transfers import Job
-
-CHUNK_EVENTS: frozenset[type[e.Event]] = frozenset(
-    {e.SaveIssued, e.SaveCompleted, e.SaveFailed, e.ChunkEvicted, e.ChunkTainted, e.CacheReset}
-)
-"""What `CommittedChunks.fold` wants to see."""
+from kvledger.lifecycle.replay import Check, ReplayedEvent
 
 
 class CommittedChunks:
@@ -32,27 +30,41 @@ class CommittedChunks:
         """The slots that hold the chunk, or None where it is not committed."""
         return self._slots.get(key)
 
-    def fold(self, event: e.Event, projections: Projections) -> None:
-        """Take up one event; others than `CHUNK_EVENTS` change nothing."""
-        if isinstance(event, e.ChunkEvicted | e.ChunkTainted):
-            self._slots.pop(event.key, None)
-        elif isinstance(event, e.SaveIssued):
-            job = projections.transfers.get(event.job_id)
-            if job is not None:
-                self._saves[event.job_id] = (job, self.epoch)
-        elif isinstance(event, e.SaveCompleted):
-            self._commit(event, projections)
-        elif isinstance(event, e.SaveFailed):
-            self._saves.pop(event.job_id, None)
-        elif isinstance(event, e.CacheReset):
-            self.epoch += 1
-            self._slots.clear()
+    def folds(self) -> Iterable[tuple[type[e.Event], Check]]:
+        """(event class, fold), to be done as checks are; they never find anything."""
+        return [
+            (e.SaveIssued, self._issued),
+            (e.SaveCompleted, self._completed),
+            (e.SaveFailed, self._failed),
+            (e.ChunkEvicted, self._removed),
+            (e.ChunkTainted, self._removed),
+            (e.CacheReset, self._reset),
+        ]
 
-    def _commit(self, event: e.SaveCompleted, projections: Projections) -> None:
+    def _removed(self, event: e.ChunkEvicted | e.ChunkTainted, _step: ReplayedEvent, _projections: Projections) -> None:
+        self._slots.pop(event.key, None)
+
+    def _issued(self, event: e.SaveIssued, step: ReplayedEvent, _projections: Projections) -> None:
+        if step.job is not None:
+            self._saves[event.job_id] = (step.job, self.epoch)
+
+    def _failed(self, event: e.SaveFailed, _step: ReplayedEvent, _projections: Projections) -> None:
+        self._saves.pop(event.job_id, None)
+
+    def _reset(self, _event: e.CacheReset, _step: ReplayedEvent, _projections: Projections) -> None:
+        self.epoch += 1
+        self._slots.clear()
+
+    def _completed(self, event: e.SaveCompleted, _step: ReplayedEvent, projections: Projections) -> None:
         job, epoch = self._saves.pop(event.job_id, (None, 0))
         if job is None or epoch != self.epoch:
             return
         geometry = projections.geometry
+        if len(job.keys) == len(job.chunks) == 1 and geometry.chunk_size >= geometry.block_size:
+            num_pages = geometry.chunk_size // geometry.block_size * len(geometry.window_sizes)
+            if len(job.slots) == num_pages and NO_SLOT not in job.slots:  # one chunk of whole blocks, and nothing else
+                self._slots[job.keys[0]] = job.slots
+                return
         slot_of_page = dict(zip(geometry.pages_of(job.chunks), job.slots, strict=False))
         # The new image of a block contains the shorter ones that other chunks had of it.
         replaced = [(chunk, key) for chunk, key in job.earlier_keys if key in self._slots]

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import ClassVar
 
-import attrs
+import msgspec
 
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.audit.checker import JOB_ISSUED, JOB_SETTLED, Violation, violation
+from kvledger.lifecycle.audit.checker import Violation, violation
 from kvledger.lifecycle.belief import Projections
-from kvledger.lifecycle.replay import ReplayedEvent
+from kvledger.lifecycle.configuration import LedgerConfiguration
+from kvledger.lifecycle.replay import Check, ReplayedEvent
+
+_NO_RANKS: frozenset[int] = frozenset()
+_Settled = e.LoadCompleted | e.LoadFailed | e.SaveCompleted | e.SaveFailed
 
 
-@attrs.define
-class _Count:
+class _Count(msgspec.Struct, gc=False):
     sequence: int
     is_load: bool
-    done: frozenset[int] = frozenset()
-    failed: frozenset[int] = frozenset()
+    done: frozenset[int] = _NO_RANKS
+    failed: frozenset[int] = _NO_RANKS
 
 
 class CompletionOnce:
@@ -30,30 +33,53 @@ class CompletionOnce:
     """
 
     rule: ClassVar[str] = "COMPLETION_ONCE"
-    looks_at: ClassVar[frozenset[type[e.Event]]] = frozenset({*JOB_ISSUED, *JOB_SETTLED, e.TransferReported})
 
     def __init__(self) -> None:
         self._in_flight: dict[int, _Count] = {}
         self._last_job_id = 0
+        self._every_rank: frozenset[int] = frozenset()
 
-    def check(self, step: ReplayedEvent, projections: Projections) -> Iterator[Violation]:
-        """Count reports per job."""
-        event = step.event
-        if isinstance(event, e.LoadIssued | e.SaveIssued | e.TailSaveIssued):
-            if event.job_id <= self._last_job_id:
-                detail = f"job {event.job_id} is issued, but {self._last_job_id} had been reached: ids are used once"
-                yield violation(self.rule, step, projections, detail, event.cause)
-            self._last_job_id = max(self._last_job_id, event.job_id)
-            self._in_flight[event.job_id] = _Count(step.sequence, isinstance(event, e.LoadIssued))
-        elif isinstance(event, e.TransferReported):
-            yield from self._check_report(event, step, projections)
-        elif isinstance(event, e.LoadCompleted | e.LoadFailed | e.SaveCompleted | e.SaveFailed):
-            yield from self._check_settlement(event, step, projections)
+    def checks(self, configuration: LedgerConfiguration) -> Iterable[tuple[type[e.Event], Check]]:
+        """By class of event."""
+        self._every_rank = frozenset(range(configuration.num_ranks))
+        return [
+            (e.LoadIssued, self._issued),
+            (e.SaveIssued, self._issued),
+            (e.TailSaveIssued, self._issued),
+            (e.TransferReported, self._reported),
+            (e.LoadCompleted, self._settled),
+            (e.LoadFailed, self._settled),
+            (e.SaveCompleted, self._settled),
+            (e.SaveFailed, self._settled),
+        ]
+
+    def _issued(
+        self, event: e.LoadIssued | e.SaveIssued | e.TailSaveIssued, step: ReplayedEvent, projections: Projections
+    ) -> list[Violation] | None:
+        job_id, last_job_id = event.job_id, self._last_job_id
+        self._in_flight[job_id] = _Count(step.sequence, type(event) is e.LoadIssued)
+        if job_id > last_job_id:
+            self._last_job_id = job_id
+            return None
+        detail = f"job {job_id} is issued, but {last_job_id} had been reached: ids are used once"
+        return [violation(self.rule, step, projections, detail, event.cause)]
+
+    def _reported(
+        self, event: e.TransferReported, step: ReplayedEvent, projections: Projections
+    ) -> Iterator[Violation] | None:
+        count = self._in_flight.get(event.job_id)
+        if count is not None and count.done is _NO_RANKS is count.failed and not event.ranks_failed:
+            ranks = event.ranks_done
+            if len(ranks) == len(self._every_rank) and self._every_rank.issuperset(ranks):
+                done = self._every_rank.intersection(ranks)
+                if len(done) == len(ranks):  # the first report, of every rank, and of each once
+                    count.done = done
+                    return None
+        return self._check_report(event, count, step, projections)
 
     def _check_report(
-        self, event: e.TransferReported, step: ReplayedEvent, projections: Projections
+        self, event: e.TransferReported, count: _Count | None, step: ReplayedEvent, projections: Projections
     ) -> Iterator[Violation]:
-        count = self._in_flight.get(event.job_id)
         if count is None and event.is_repeated:
             return
         if count is None:
@@ -81,13 +107,20 @@ class CompletionOnce:
         request_id = "" if job is None else job.request_id
         return violation(self.rule, step, projections, detail, count.sequence, request_id=request_id)
 
-    def _check_settlement(
-        self,
-        event: e.LoadCompleted | e.LoadFailed | e.SaveCompleted | e.SaveFailed,
-        step: ReplayedEvent,
-        projections: Projections,
-    ) -> Iterator[Violation]:
+    def _settled(self, event: _Settled, step: ReplayedEvent, projections: Projections) -> Iterator[Violation] | None:
         count = self._in_flight.pop(event.job_id, None)
+        if (
+            count is not None
+            and type(event) is (e.LoadCompleted if count.is_load else e.SaveCompleted)
+            and not count.failed
+            and len(count.done) >= len(self._every_rank)
+        ):
+            return None
+        return self._check_settlement(event, count, step, projections)
+
+    def _check_settlement(
+        self, event: _Settled, count: _Count | None, step: ReplayedEvent, projections: Projections
+    ) -> Iterator[Violation]:
         if count is None:
             detail = f"{event.id} for job {event.job_id}, which is not in flight"
             yield violation(self.rule, step, projections, detail, event.cause)

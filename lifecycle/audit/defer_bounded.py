@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import ClassVar
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.checker import Violation, violation
 from kvledger.lifecycle.belief import Projections
-from kvledger.lifecycle.replay import ReplayedEvent
+from kvledger.lifecycle.configuration import LedgerConfiguration
+from kvledger.lifecycle.projections.transfers import JobKind
+from kvledger.lifecycle.replay import Check, ReplayedEvent
 
 
 class DeferBounded:
@@ -20,28 +22,35 @@ class DeferBounded:
     """
 
     rule: ClassVar[str] = "DEFER_BOUNDED"
-    looks_at: ClassVar[frozenset[type[e.Event]]] = frozenset(
-        {e.LookupDeferred, e.LookupAnswered, e.RequestPreempted, e.RequestFinished, e.RequestArrived, e.CacheReset}
-    )
 
     def __init__(self) -> None:
         self._in_a_row: dict[str, int] = {}
 
-    def check(self, step: ReplayedEvent, projections: Projections) -> Iterator[Violation]:
-        """Count."""
-        event = step.event
-        if isinstance(event, e.CacheReset):
-            self._in_a_row.clear()
-        elif isinstance(event, e.LookupDeferred):
-            count = self._in_a_row[event.request_id] = self._in_a_row.get(event.request_id, 0) + 1
-            job = projections.transfers.get(event.job_id)
-            may_be_load = projections.geometry.windows.forget
-            if job is None or not (may_be_load or job.kind.value == "save"):
-                detail = f"put off for job {event.job_id}, which is no save in flight"
-                yield violation(self.rule, step, projections, detail, event.cause)
-            maximum = projections.configuration.max_deferred_lookups
-            if count > maximum or event.num_deferred != count:
-                detail = f"put off {count} times in a row (recorded: {event.num_deferred}), at most {maximum} may be"
-                yield violation(self.rule, step, projections, detail, event.cause)
-        elif isinstance(event, e.RequestEvent):
-            self._in_a_row.pop(event.request_id, None)
+    def checks(self, _configuration: LedgerConfiguration) -> Iterable[tuple[type[e.Event], Check]]:
+        """By class of event."""
+        return [
+            (e.LookupDeferred, self._deferred),
+            (e.LookupAnswered, self._forget),
+            (e.RequestPreempted, self._forget),
+            (e.RequestFinished, self._forget),
+            (e.RequestArrived, self._forget),
+            (e.CacheReset, self._reset),
+        ]
+
+    def _deferred(self, event: e.LookupDeferred, step: ReplayedEvent, projections: Projections) -> Iterator[Violation]:
+        count = self._in_a_row[event.request_id] = self._in_a_row.get(event.request_id, 0) + 1
+        job = projections.transfers.get(event.job_id)
+        may_be_load = projections.geometry.windows.forget
+        if job is None or not (may_be_load or job.kind is JobKind.SAVE):
+            detail = f"put off for job {event.job_id}, which is no save in flight"
+            yield violation(self.rule, step, projections, detail, event.cause)
+        maximum = projections.configuration.max_deferred_lookups
+        if count > maximum or event.num_deferred != count:
+            detail = f"put off {count} times in a row (recorded: {event.num_deferred}), at most {maximum} may be"
+            yield violation(self.rule, step, projections, detail, event.cause)
+
+    def _forget(self, event: e.RequestEvent, _step: ReplayedEvent, _projections: Projections) -> None:
+        self._in_a_row.pop(event.request_id, None)
+
+    def _reset(self, _event: e.CacheReset, _step: ReplayedEvent, _projections: Projections) -> None:
+        self._in_a_row.clear()

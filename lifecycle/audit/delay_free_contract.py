@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import ClassVar
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.checker import Violation, violation
 from kvledger.lifecycle.belief import Projections
-from kvledger.lifecycle.replay import ReplayedEvent
+from kvledger.lifecycle.configuration import LedgerConfiguration
+from kvledger.lifecycle.replay import Check, ReplayedEvent
 
 
 class DelayFreeContract:
@@ -20,32 +21,41 @@ class DelayFreeContract:
     """
 
     rule: ClassVar[str] = "DELAY_FREE_CONTRACT"
-    looks_at: ClassVar[frozenset[type[e.Event]]] = frozenset(
-        {e.RequestArrived, e.RequestFinished, e.BlocksHeld, e.RequestReleased}
-    )
 
     def __init__(self) -> None:
         self._finished: dict[str, int] = {}
         """Request id -> sequence of its end, where its blocks are not held."""
         self._held: dict[str, int] = {}
 
-    def check(self, step: ReplayedEvent, projections: Projections) -> Iterator[Violation]:
-        """Follow an end to its release."""
-        event = step.event
-        if isinstance(event, e.RequestFinished):
-            self._finished[event.request_id] = step.sequence
-        elif isinstance(event, e.BlocksHeld):
-            yield from self._check_hold(event, step, projections)
-            self._held[event.request_id] = step.sequence
-        elif isinstance(event, e.RequestReleased):
-            self._finished.pop(event.request_id, None)
-            self._held.pop(event.request_id, None)
-        elif isinstance(event, e.RequestArrived):
-            held_at = self._held.pop(event.request_id, 0)
-            self._finished.pop(event.request_id, None)
-            if held_at:
-                detail = "a request arrives under an id whose blocks are still held, so vLLM would free them twice"
-                yield violation(self.rule, step, projections, detail, held_at)
+    def checks(self, _configuration: LedgerConfiguration) -> Iterable[tuple[type[e.Event], Check]]:
+        """By class of event."""
+        return [
+            (e.RequestFinished, self._request_finished),
+            (e.BlocksHeld, self._blocks_held),
+            (e.RequestReleased, self._released),
+            (e.RequestArrived, self._arrived),
+        ]
+
+    def _request_finished(self, event: e.RequestFinished, step: ReplayedEvent, _projections: Projections) -> None:
+        self._finished[event.request_id] = step.sequence
+
+    def _blocks_held(self, event: e.BlocksHeld, step: ReplayedEvent, projections: Projections) -> Iterator[Violation]:
+        yield from self._check_hold(event, step, projections)
+        self._held[event.request_id] = step.sequence
+
+    def _released(self, event: e.RequestReleased, _step: ReplayedEvent, _projections: Projections) -> None:
+        self._finished.pop(event.request_id, None)
+        self._held.pop(event.request_id, None)
+
+    def _arrived(
+        self, event: e.RequestArrived, step: ReplayedEvent, projections: Projections
+    ) -> list[Violation] | None:
+        held_at = self._held.pop(event.request_id, 0)
+        self._finished.pop(event.request_id, None)
+        if not held_at:
+            return None
+        detail = "a request arrives under an id whose blocks are still held, so vLLM would free them twice"
+        return [violation(self.rule, step, projections, detail, held_at)]
 
     def _check_hold(self, event: e.BlocksHeld, step: ReplayedEvent, projections: Projections) -> Iterator[Violation]:
         finished_at = self._finished.get(event.request_id, 0)

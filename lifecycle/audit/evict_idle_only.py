@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import ClassVar
 
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.audit.checker import JOB_ISSUED, JOB_SETTLED, Violation, violation
+from kvledger.lifecycle.audit.checker import Violation, violation
 from kvledger.lifecycle.belief import Projections
+from kvledger.lifecycle.configuration import LedgerConfiguration
 from kvledger.lifecycle.projections.host_slots import NO_SLOT
-from kvledger.lifecycle.projections.transfers import Job
-from kvledger.lifecycle.replay import ReplayedEvent
-
-_PROMISE_ENDS = (e.BlocksAllocated, e.RequestPreempted, e.RequestFinished, e.RequestArrived)
+from kvledger.lifecycle.projections.transfers import JobKind
+from kvledger.lifecycle.replay import Check, ReplayedEvent
 
 
 class EvictIdleOnly:
@@ -23,62 +22,62 @@ class EvictIdleOnly:
     """
 
     rule: ClassVar[str] = "EVICT_IDLE_ONLY"
-    looks_at: ClassVar[frozenset[type[e.Event]]] = frozenset(
-        {
-            *JOB_ISSUED,
-            *JOB_SETTLED,
-            e.ChunkEvicted,
-            e.LookupAnswered,
-            e.BlocksAllocated,
-            e.RequestPreempted,
-            e.RequestFinished,
-            e.RequestArrived,
-            e.CacheReset,
-        }
-    )
 
     def __init__(self) -> None:
         self._promised: dict[str, tuple[int, int, bytes, frozenset[bytes]]] = {}
         """Request id -> (sequence of the answer, number of chunks, key of the last, keys)."""
         self._loads: dict[int, tuple[int, set[bytes]]] = {}
         """Job id -> (sequence of the load, keys of the chunks whose slots it reads)."""
-        self._saves: dict[int, Job] = {}
 
-    def check(self, step: ReplayedEvent, projections: Projections) -> Iterator[Violation]:
-        """Look for somebody who needs the evicted chunk."""
-        event = step.event
-        if isinstance(event, e.ChunkEvicted):
-            yield from self._check_eviction(event, step, projections)
-        elif isinstance(event, e.LookupAnswered):
-            self._promise(event, step.sequence, projections)
-        elif isinstance(event, e.LoadIssued | e.SaveIssued | e.TailSaveIssued):
-            self._start(event, step.sequence, projections)
-        elif isinstance(event, e.LoadCompleted | e.LoadFailed | e.SaveCompleted | e.SaveFailed):
-            self._loads.pop(event.job_id, None)
-            self._replace(self._saves.pop(event.job_id, None))
-        elif isinstance(event, e.CacheReset):
-            self._promised.clear()
-        elif isinstance(event, _PROMISE_ENDS):
-            self._promised.pop(event.request_id, None)
+    def checks(self, _configuration: LedgerConfiguration) -> Iterable[tuple[type[e.Event], Check]]:
+        """By class of event."""
+        return [
+            (e.ChunkEvicted, self._evicted),
+            (e.LookupAnswered, self._promise),
+            (e.LoadIssued, self._load_issued),
+            (e.LoadCompleted, self._settled),
+            (e.LoadFailed, self._settled),
+            (e.SaveCompleted, self._settled),
+            (e.SaveFailed, self._settled),
+            (e.CacheReset, self._reset),
+            (e.BlocksAllocated, self._promise_ends),
+            (e.RequestPreempted, self._promise_ends),
+            (e.RequestFinished, self._promise_ends),
+            (e.RequestArrived, self._promise_ends),
+        ]
 
-    def _start(
-        self, event: e.LoadIssued | e.SaveIssued | e.TailSaveIssued, sequence: int, projections: Projections
-    ) -> None:
-        job = projections.transfers.get(event.job_id)
-        if job is not None and isinstance(event, e.LoadIssued):
+    def _evicted(
+        self, event: e.ChunkEvicted, step: ReplayedEvent, projections: Projections
+    ) -> Iterator[Violation] | None:
+        return self._check_eviction(event, step, projections) if self._promised or self._loads else None
+
+    def _reset(self, _event: e.CacheReset, _step: ReplayedEvent, _projections: Projections) -> None:
+        self._promised.clear()
+
+    def _promise_ends(self, event: e.RequestEvent, _step: ReplayedEvent, _projections: Projections) -> None:
+        self._promised.pop(event.request_id, None)
+
+    def _load_issued(self, event: e.LoadIssued, step: ReplayedEvent, projections: Projections) -> None:
+        if step.job is not None:
             # A chunk may also lie in a shorter image of the same block; the load does not read that one.
             slots_of, read = projections.chunks.get, frozenset(event.slots) - {NO_SLOT}
-            self._loads[event.job_id] = (sequence, {k for k in job.keys if not read.isdisjoint(slots_of(k) or ())})
-        elif job is not None:
-            self._saves[event.job_id] = job
+            keys = {key for key in step.job.keys if not read.isdisjoint(slots_of(key) or ())}
+            self._loads[event.job_id] = (step.sequence, keys)
 
-    def _replace(self, save: Job | None) -> None:
-        """Chunks of a settled save may have moved to a longer image; loads in flight still read the shorter."""
-        if save is not None:
-            for _, keys in self._loads.values():
-                keys.difference_update(save.keys, (key for _, key in save.earlier_keys))
+    def _settled(
+        self,
+        event: e.LoadCompleted | e.LoadFailed | e.SaveCompleted | e.SaveFailed,
+        step: ReplayedEvent,
+        _projections: Projections,
+    ) -> None:
+        if self._loads:
+            self._loads.pop(event.job_id, None)
+            if step.job is not None and step.job.kind is JobKind.SAVE:
+                # Chunks of a settled save may have moved to a longer image; loads in flight still read the shorter.
+                for _, keys in self._loads.values():
+                    keys.difference_update(step.job.keys, (key for _, key in step.job.earlier_keys))
 
-    def _promise(self, event: e.LookupAnswered, sequence: int, projections: Projections) -> None:
+    def _promise(self, event: e.LookupAnswered, step: ReplayedEvent, projections: Projections) -> None:
         chunk_size = projections.geometry.chunk_size
         num_chunks = -(-(event.num_computed_tokens + event.num_external_tokens) // chunk_size)
         # Behind the whole chunks of a hit there may be a tail, which has no key and cannot be evicted.
@@ -91,7 +90,7 @@ class EvictIdleOnly:
         # A key hashes all before it, so an equal last key means equal keys: a poll costs no set.
         if before is None or before[1:3] != (num_chunks, keys[num_chunks - 1]):
             promised = frozenset(keys[:num_chunks])
-            self._promised[event.request_id] = (sequence, num_chunks, keys[num_chunks - 1], promised)
+            self._promised[event.request_id] = (step.sequence, num_chunks, keys[num_chunks - 1], promised)
 
     def _check_eviction(
         self, event: e.ChunkEvicted, step: ReplayedEvent, projections: Projections

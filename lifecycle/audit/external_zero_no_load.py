@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable
 from typing import ClassVar
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.checker import Violation, violation
 from kvledger.lifecycle.belief import Projections
-from kvledger.lifecycle.replay import ReplayedEvent
+from kvledger.lifecycle.configuration import LedgerConfiguration
+from kvledger.lifecycle.replay import Check, ReplayedEvent
 
 
 class ExternalZeroNoLoad:
@@ -20,29 +21,40 @@ class ExternalZeroNoLoad:
     """
 
     rule: ClassVar[str] = "EXTERNAL_ZERO_NO_LOAD"
-    looks_at: ClassVar[frozenset[type[e.Event]]] = frozenset(
-        {e.BlocksAllocated, e.LoadIssued, e.RequestArrived, e.RequestPreempted, e.RequestReleased}
-    )
 
     def __init__(self) -> None:
         self._allocations: dict[str, tuple[int, int]] = {}
         """Request id -> (sequence, external tokens that no load has used) of the last allocation."""
 
-    def check(self, step: ReplayedEvent, projections: Projections) -> Iterator[Violation]:
-        """Compare each load with the allocation before it."""
-        event = step.event
-        if isinstance(event, e.BlocksAllocated):
-            self._allocations[event.request_id] = (step.sequence, event.num_external_tokens)
-            pending = projections.lookups.pending(event.request_id)
-            if pending is not None:
-                detail = "blocks were allocated and the answer before is still pending"
-                yield violation(self.rule, step, projections, detail, pending.sequence)
-        elif isinstance(event, e.LoadIssued):
-            sequence, num_external_tokens = self._allocations.get(event.request_id, (0, 0))
-            if not num_external_tokens:
-                detail = f"load {event.job_id} of {event.num_tokens} tokens, but no allocation took up external tokens"
-                yield violation(self.rule, step, projections, detail, sequence)
-            else:
-                self._allocations[event.request_id] = (sequence, 0)
-        elif isinstance(event, e.RequestEvent):
-            self._allocations.pop(event.request_id, None)
+    def checks(self, _configuration: LedgerConfiguration) -> Iterable[tuple[type[e.Event], Check]]:
+        """By class of event."""
+        return [
+            (e.BlocksAllocated, self._allocated),
+            (e.LoadIssued, self._load_issued),
+            (e.RequestArrived, self._forget),
+            (e.RequestPreempted, self._forget),
+            (e.RequestReleased, self._forget),
+        ]
+
+    def _allocated(
+        self, event: e.BlocksAllocated, step: ReplayedEvent, projections: Projections
+    ) -> list[Violation] | None:
+        self._allocations[event.request_id] = (step.sequence, event.num_external_tokens)
+        pending = projections.lookups.pending(event.request_id)
+        if pending is None:
+            return None
+        detail = "blocks were allocated and the answer before is still pending"
+        return [violation(self.rule, step, projections, detail, pending.sequence)]
+
+    def _load_issued(
+        self, event: e.LoadIssued, step: ReplayedEvent, projections: Projections
+    ) -> list[Violation] | None:
+        sequence, num_external_tokens = self._allocations.get(event.request_id, (0, 0))
+        if num_external_tokens:
+            self._allocations[event.request_id] = (sequence, 0)
+            return None
+        detail = f"load {event.job_id} of {event.num_tokens} tokens, but no allocation took up external tokens"
+        return [violation(self.rule, step, projections, detail, sequence)]
+
+    def _forget(self, event: e.RequestEvent, _step: ReplayedEvent, _projections: Projections) -> None:
+        self._allocations.pop(event.request_id, None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import ClassVar
 
 import attrs
@@ -10,7 +10,8 @@ import attrs
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.checker import Violation, violation
 from kvledger.lifecycle.belief import Projections
-from kvledger.lifecycle.replay import ReplayedEvent
+from kvledger.lifecycle.configuration import LedgerConfiguration
+from kvledger.lifecycle.replay import Check, ReplayedEvent
 
 
 @attrs.frozen
@@ -29,35 +30,43 @@ class FailedLoadTaint:
     """
 
     rule: ClassVar[str] = "FAILED_LOAD_TAINT"
-    looks_at: ClassVar[frozenset[type[e.Event]]] = frozenset(
-        {e.LoadIssued, e.LoadCompleted, e.LoadFailed, e.StepScheduled, e.LookupRequested, e.TransferReported}
-    )
 
     def __init__(self) -> None:
         self._keys: dict[int, tuple[bytes, ...]] = {}
         self._failures: list[_Failure] = []
 
-    def check(self, step: ReplayedEvent, projections: Projections) -> Iterator[Violation]:
-        """Follow loads to their end."""
-        event = step.event
-        if not event.is_decision:
-            failures, self._failures = self._failures, []
-            for failure in failures:
-                if any(projections.chunks.get(key) is not None for key in failure.keys):
-                    detail = "its load failed, but chunks of that load can still be looked up"
-                    yield violation(
-                        self.rule, step, projections, detail, failure.sequence, request_id=failure.request_id
-                    )
-        if isinstance(event, e.LoadIssued):
-            job = projections.transfers.get(event.job_id)
-            self._keys[event.job_id] = () if job is None else job.keys
-            record = projections.tracker.get(event.request_id)
-            maximum = projections.configuration.max_failed_loads
-            if record is not None and record.num_failed_loads >= maximum:
-                detail = f"load {event.job_id} is issued after {record.num_failed_loads} failed ones, {maximum} may be"
-                yield violation(self.rule, step, projections, detail, event.cause)
-        elif isinstance(event, e.LoadCompleted):
-            self._keys.pop(event.job_id, None)
-        elif isinstance(event, e.LoadFailed):
-            keys = self._keys.pop(event.job_id, ())
-            self._failures.append(_Failure(step.sequence, event.request_id, keys))
+    def checks(self, _configuration: LedgerConfiguration) -> Iterable[tuple[type[e.Event], Check]]:
+        """By class of event."""
+        return [
+            (e.StepScheduled, self._observed),
+            (e.LookupRequested, self._observed),
+            (e.TransferReported, self._observed),
+            (e.LoadIssued, self._issued),
+            (e.LoadCompleted, self._completed),
+            (e.LoadFailed, self._failed),
+        ]
+
+    def _observed(self, _event: e.Event, step: ReplayedEvent, projections: Projections) -> Iterator[Violation] | None:
+        return self._check_failures(step, projections) if self._failures else None
+
+    def _check_failures(self, step: ReplayedEvent, projections: Projections) -> Iterator[Violation]:
+        failures, self._failures = self._failures, []
+        for failure in failures:
+            if any(projections.chunks.get(key) is not None for key in failure.keys):
+                detail = "its load failed, but chunks of that load can still be looked up"
+                yield violation(self.rule, step, projections, detail, failure.sequence, request_id=failure.request_id)
+
+    def _issued(self, event: e.LoadIssued, step: ReplayedEvent, projections: Projections) -> list[Violation] | None:
+        self._keys[event.job_id] = () if step.job is None else step.job.keys
+        maximum = projections.configuration.max_failed_loads
+        if step.record is None or step.record.num_failed_loads < maximum:
+            return None
+        detail = f"load {event.job_id} is issued after {step.record.num_failed_loads} failed ones, {maximum} may be"
+        return [violation(self.rule, step, projections, detail, event.cause)]
+
+    def _completed(self, event: e.LoadCompleted, _step: ReplayedEvent, _projections: Projections) -> None:
+        self._keys.pop(event.job_id, None)
+
+    def _failed(self, event: e.LoadFailed, step: ReplayedEvent, _projections: Projections) -> None:
+        keys = self._keys.pop(event.job_id, ())
+        self._failures.append(_Failure(step.sequence, event.request_id, keys))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable
 from typing import ClassVar
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.checker import Violation, violation
 from kvledger.lifecycle.belief import Projections
-from kvledger.lifecycle.replay import ReplayedEvent
+from kvledger.lifecycle.configuration import LedgerConfiguration
+from kvledger.lifecycle.replay import Check, ReplayedEvent
 from kvledger.lifecycle.states import RequestState
 
 
@@ -20,24 +21,35 @@ class FinishIsLast:
     """
 
     rule: ClassVar[str] = "FINISH_IS_LAST"
-    looks_at: ClassVar[frozenset[type[e.Event]]] = frozenset(
-        {e.RequestArrived, e.RequestFinished, e.RequestReleased, e.LoadIssued, e.SaveIssued, e.TailSaveIssued}
-    )
 
     def __init__(self) -> None:
         self._finished: dict[str, int] = {}
 
-    def check(self, step: ReplayedEvent, projections: Projections) -> Iterator[Violation]:
+    def checks(self, _configuration: LedgerConfiguration) -> Iterable[tuple[type[e.Event], Check]]:
+        """By class of event."""
+        return [
+            (e.RequestFinished, self._request_finished),
+            (e.RequestArrived, self._forget),
+            (e.RequestReleased, self._forget),
+            (e.LoadIssued, self._issued),
+            (e.SaveIssued, self._issued),
+            (e.TailSaveIssued, self._issued),
+        ]
+
+    def _request_finished(self, event: e.RequestFinished, step: ReplayedEvent, _projections: Projections) -> None:
+        self._finished[event.request_id] = step.sequence
+
+    def _forget(self, event: e.RequestEvent, _step: ReplayedEvent, _projections: Projections) -> None:
+        self._finished.pop(event.request_id, None)
+
+    def _issued(
+        self, event: e.LoadIssued | e.SaveIssued | e.TailSaveIssued, step: ReplayedEvent, projections: Projections
+    ) -> list[Violation] | None:
         """Look at what starts after the end."""
-        event = step.event
-        if isinstance(event, e.RequestFinished):
-            self._finished[event.request_id] = step.sequence
-        elif isinstance(event, e.LoadIssued | e.SaveIssued | e.TailSaveIssued):
-            if step.state_before not in {None, RequestState.FINISHED}:
-                return
-            finished_at = self._finished.get(event.request_id, 0)
-            if not isinstance(event, e.SaveIssued) or event.cause != finished_at:
-                detail = f"{event.id}, job {event.job_id}, after the request had finished"
-                yield violation(self.rule, step, projections, detail, finished_at, event.cause)
-        elif isinstance(event, e.RequestEvent):
-            self._finished.pop(event.request_id, None)
+        if step.state_before is not None and step.state_before is not RequestState.FINISHED:
+            return None
+        finished_at = self._finished.get(event.request_id, 0)
+        if isinstance(event, e.SaveIssued) and event.cause == finished_at:
+            return None
+        detail = f"{event.id}, job {event.job_id}, after the request had finished"
+        return [violation(self.rule, step, projections, detail, finished_at, event.cause)]

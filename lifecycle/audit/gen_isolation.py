@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import ClassVar
 
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.audit.checker import JOB_ISSUED, JOB_SETTLED, Violation, violation
+from kvledger.lifecycle.audit.checker import Violation, violation
 from kvledger.lifecycle.belief import Projections
+from kvledger.lifecycle.configuration import LedgerConfiguration
 from kvledger.lifecycle.projections.transfers import Job
-from kvledger.lifecycle.replay import ReplayedEvent
+from kvledger.lifecycle.replay import Check, ReplayedEvent
 
 
 class GenIsolation:
@@ -22,24 +23,53 @@ class GenIsolation:
     """
 
     rule: ClassVar[str] = "GEN_ISOLATION"
-    looks_at: ClassVar[frozenset[type[e.Event]]] = frozenset({*JOB_ISSUED, *JOB_SETTLED, e.LookupAnswered})
 
     def __init__(self) -> None:
         self._jobs: dict[int, tuple[int, Job]] = {}
 
-    def check(self, step: ReplayedEvent, projections: Projections) -> Iterator[Violation]:
-        """Compare generations."""
-        event = step.event
-        if isinstance(event, e.LoadIssued | e.SaveIssued | e.TailSaveIssued | e.LookupAnswered):
-            yield from self._check_decided(event, step, projections)
-            if not isinstance(event, e.LookupAnswered):
-                job = projections.transfers.get(event.job_id)
-                if job is not None:
-                    self._jobs[event.job_id] = (step.sequence, job)
-        elif isinstance(event, e.LoadCompleted | e.LoadFailed | e.SaveCompleted | e.SaveFailed):
-            sequence, job = self._jobs.pop(event.job_id, (0, None))
-            if job is not None:
-                yield from self._check_settled(event, step, projections, job, sequence)
+    def checks(self, _configuration: LedgerConfiguration) -> Iterable[tuple[type[e.Event], Check]]:
+        """By class of event."""
+        return [
+            (e.LoadIssued, self._issued),
+            (e.SaveIssued, self._issued),
+            (e.TailSaveIssued, self._issued),
+            (e.LookupAnswered, self._answered),
+            (e.LoadCompleted, self._settled),
+            (e.LoadFailed, self._settled),
+            (e.SaveCompleted, self._settled),
+            (e.SaveFailed, self._settled),
+        ]
+
+    def _answered(
+        self, event: e.LookupAnswered, step: ReplayedEvent, projections: Projections
+    ) -> Iterator[Violation] | None:
+        if step.record is None or event.generation == step.record.generation:
+            return None
+        return self._check_decided(event, step, projections)
+
+    def _issued(
+        self, event: e.LoadIssued | e.SaveIssued | e.TailSaveIssued, step: ReplayedEvent, projections: Projections
+    ) -> Iterator[Violation] | None:
+        if step.job is not None:
+            self._jobs[event.job_id] = (step.sequence, step.job)
+        if step.record is None or (event.generation == step.record.generation and type(event) is not e.TailSaveIssued):
+            return None
+        return self._check_decided(event, step, projections)
+
+    def _settled(
+        self,
+        event: e.LoadCompleted | e.LoadFailed | e.SaveCompleted | e.SaveFailed,
+        step: ReplayedEvent,
+        projections: Projections,
+    ) -> Iterator[Violation] | None:
+        sequence, job = self._jobs.pop(event.job_id, (0, None))
+        if job is None or (
+            event.request_id == job.request_id
+            and event.generation == job.generation
+            and step.state_before is step.state_after
+        ):
+            return None
+        return self._check_settled(event, step, projections, job, sequence)
 
     def _check_decided(
         self,

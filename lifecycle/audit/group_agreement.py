@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import ClassVar
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.checker import Violation, violation
-from kvledger.lifecycle.audit.settled_tokens import SETTLED_EVENTS, SettledTokens
+from kvledger.lifecycle.audit.settled_tokens import SettledTokens
 from kvledger.lifecycle.belief import Projections
+from kvledger.lifecycle.configuration import LedgerConfiguration
 from kvledger.lifecycle.projections.host_slots import NO_SLOT
-from kvledger.lifecycle.replay import ReplayedEvent
+from kvledger.lifecycle.replay import Check, ReplayedEvent
 
 
 class GroupAgreement:
@@ -23,12 +24,6 @@ class GroupAgreement:
     """
 
     rule: ClassVar[str] = "GROUP_AGREEMENT"
-    looks_at: ClassVar[frozenset[type[e.Event]]] = SETTLED_EVENTS | {
-        e.LoadIssued,
-        e.SaveIssued,
-        e.TailSaveIssued,
-        e.WindowLeft,
-    }
 
     def __init__(self) -> None:
         self._settled = SettledTokens()
@@ -38,28 +33,33 @@ class GroupAgreement:
         """The same, told right before the last step."""
         self._step_sequence = 0
 
-    def check(self, step: ReplayedEvent, projections: Projections) -> Iterator[Violation]:
-        """Compare copied pages with what the windows see."""
-        event = step.event
-        if not projections.geometry.windows.forget:
-            return
-        if isinstance(event, e.LoadIssued):
-            yield from self._check_load(event, step, projections)
-        elif isinstance(event, e.SaveIssued):
-            yield from self._check_save(event, projections.geometry.pages_of(event.chunks), step, projections)
-        elif isinstance(event, e.TailSaveIssued):
-            pages = projections.geometry.pages_spanning(event.first_token, event.num_tokens)
-            yield from self._check_save(event, pages, step, projections)
-        else:
-            self._fold(step, projections)
+    def checks(self, configuration: LedgerConfiguration) -> Iterable[tuple[type[e.Event], Check]]:
+        """By class of event; none where no group has a window."""
+        if not any(configuration.windows):
+            return []
+        return [
+            *self._settled.folds(),
+            (e.WindowLeft, self._window_left),
+            (e.StepScheduled, self._step_scheduled),
+            (e.LoadIssued, self._check_load),
+            (e.SaveIssued, self._save_issued),
+            (e.TailSaveIssued, self._tail_save_issued),
+        ]
 
-    def _fold(self, step: ReplayedEvent, projections: Projections) -> None:
-        if isinstance(step.event, e.WindowLeft):
-            self._leaving[step.event.request_id] = (step.event.num_settled_tokens, step.sequence)
-            return
-        if isinstance(step.event, e.StepScheduled):
-            self._left, self._leaving, self._step_sequence = self._leaving, {}, step.sequence
-        self._settled.fold(step, projections)
+    def _window_left(self, event: e.WindowLeft, step: ReplayedEvent, _projections: Projections) -> None:
+        self._leaving[event.request_id] = (event.num_settled_tokens, step.sequence)
+
+    def _step_scheduled(self, _event: e.StepScheduled, step: ReplayedEvent, _projections: Projections) -> None:
+        self._left, self._leaving, self._step_sequence = self._leaving, {}, step.sequence
+
+    def _save_issued(self, event: e.SaveIssued, step: ReplayedEvent, projections: Projections) -> Iterator[Violation]:
+        return self._check_save(event, projections.geometry.pages_of(event.chunks), step, projections)
+
+    def _tail_save_issued(
+        self, event: e.TailSaveIssued, step: ReplayedEvent, projections: Projections
+    ) -> Iterator[Violation]:
+        pages = projections.geometry.pages_spanning(event.first_token, event.num_tokens)
+        return self._check_save(event, pages, step, projections)
 
     def _intact_since(self, event: e.SaveIssued | e.TailSaveIssued) -> tuple[int, int] | None:
         """What was told about pages that were being left; they must be copied before the forward."""

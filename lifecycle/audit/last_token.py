@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import ClassVar
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.checker import Violation, violation
 from kvledger.lifecycle.belief import Projections
-from kvledger.lifecycle.replay import ReplayedEvent
+from kvledger.lifecycle.configuration import LedgerConfiguration
+from kvledger.lifecycle.replay import Check, ReplayedEvent
 
 
 class LastToken:
@@ -20,39 +21,55 @@ class LastToken:
     """
 
     rule: ClassVar[str] = "LAST_TOKEN"
-    looks_at: ClassVar[frozenset[type[e.Event]]] = frozenset(
-        {e.BlocksAllocated, e.LoadIssued, e.StepScheduled, e.RequestArrived, e.RequestPreempted, e.RequestReleased}
-    )
 
     def __init__(self) -> None:
         self._admitted: dict[int, int] = {}
         """Ordinal -> sequence of an allocation that no step has used yet."""
 
-    def check(self, step: ReplayedEvent, projections: Projections) -> Iterator[Violation]:
-        """Count what is left to compute."""
-        event = step.event
-        if isinstance(event, e.StepScheduled):
-            if self._admitted:
-                yield from self._check_step(event, step, projections)
-            return
-        if not isinstance(event, e.RequestEvent):
-            return
-        record = projections.tracker.get(event.request_id)
-        if record is None:
-            if self._admitted:
-                known = projections.tracker.by_ordinal
-                self._admitted = {ordinal: at for ordinal, at in self._admitted.items() if known(ordinal) is not None}
-        elif isinstance(event, e.BlocksAllocated):
-            self._admitted[record.ordinal] = step.sequence
-        elif isinstance(event, e.LoadIssued):
-            if event.first_token + event.num_tokens > record.num_tokens - 1:
-                detail = (
-                    f"the load fills tokens up to {event.first_token + event.num_tokens}, "
-                    f"of {record.num_tokens} the last one must be computed"
-                )
-                yield violation(self.rule, step, projections, detail, event.cause)
+    def checks(self, _configuration: LedgerConfiguration) -> Iterable[tuple[type[e.Event], Check]]:
+        """By class of event."""
+        return [
+            (e.StepScheduled, self._step_scheduled),
+            (e.BlocksAllocated, self._allocated),
+            (e.LoadIssued, self._load_issued),
+            (e.RequestArrived, self._forget),
+            (e.RequestPreempted, self._forget),
+            (e.RequestReleased, self._forget),
+        ]
+
+    def _step_scheduled(
+        self, event: e.StepScheduled, step: ReplayedEvent, projections: Projections
+    ) -> Iterator[Violation] | None:
+        return self._check_step(event, step, projections) if self._admitted else None
+
+    def _allocated(self, _event: e.BlocksAllocated, step: ReplayedEvent, projections: Projections) -> None:
+        if step.record is None:
+            self._forget_released(projections)
         else:
-            self._admitted.pop(record.ordinal, None)
+            self._admitted[step.record.ordinal] = step.sequence
+
+    def _load_issued(
+        self, event: e.LoadIssued, step: ReplayedEvent, projections: Projections
+    ) -> list[Violation] | None:
+        if step.record is None:
+            self._forget_released(projections)
+            return None
+        end_token, num_tokens = event.first_token + event.num_tokens, step.record.num_tokens
+        if end_token <= num_tokens - 1:
+            return None
+        detail = f"the load fills tokens up to {end_token}, of {num_tokens} the last one must be computed"
+        return [violation(self.rule, step, projections, detail, event.cause)]
+
+    def _forget(self, _event: e.RequestEvent, step: ReplayedEvent, projections: Projections) -> None:
+        if step.record is None:
+            self._forget_released(projections)
+        else:
+            self._admitted.pop(step.record.ordinal, None)
+
+    def _forget_released(self, projections: Projections) -> None:
+        if self._admitted:
+            known = projections.tracker.by_ordinal
+            self._admitted = {ordinal: at for ordinal, at in self._admitted.items() if known(ordinal) is not None}
 
     def _check_step(self, event: e.StepScheduled, step: ReplayedEvent, projections: Projections) -> Iterator[Violation]:
         for ordinal, num_computed_tokens, _, num_tokens in event.advanced:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import ClassVar
 
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.audit.checker import JOB_ISSUED, JOB_SETTLED, Violation, violation
+from kvledger.lifecycle.audit.checker import JOB_SETTLED, Violation, violation
 from kvledger.lifecycle.belief import Projections
+from kvledger.lifecycle.configuration import LedgerConfiguration
 from kvledger.lifecycle.machine import TABLE
-from kvledger.lifecycle.projections.transfers import Job
-from kvledger.lifecycle.replay import ReplayedEvent
+from kvledger.lifecycle.replay import Check, ReplayedEvent
 from kvledger.lifecycle.states import RequestState
 
 
@@ -24,21 +24,28 @@ class LegalTransition:
     """
 
     rule: ClassVar[str] = "LEGAL_TRANSITION"
-    looks_at: ClassVar[frozenset[type[e.Event]]] = frozenset(e.REQUEST_EVENTS)
 
-    def __init__(self) -> None:
-        self._jobs: dict[int, Job] = {}
+    def checks(self, _configuration: LedgerConfiguration) -> Iterable[tuple[type[e.Event], Check]]:
+        """By class of event."""
+        return [
+            (e.RequestArrived, self._arrived),
+            *((event, _is_row_of(event, self._no_row)) for event in e.REQUEST_EVENTS if event is not e.RequestArrived),
+        ]
 
-    def check(self, step: ReplayedEvent, projections: Projections) -> Iterator[Violation]:
+    def _arrived(
+        self, event: e.RequestArrived, step: ReplayedEvent, projections: Projections
+    ) -> Iterator[Violation] | None:
+        if step.state_before is None or step.state_before is RequestState.FINISHED:
+            return None
+        return self._named(f"{event.id} happened to a request in state {step.state_before}", step, projections)
+
+    def _named(self, detail: str, step: ReplayedEvent, projections: Projections) -> Iterator[Violation]:
+        yield violation(self.rule, step, projections, detail)
+
+    def _no_row(self, event: e.RequestEvent, step: ReplayedEvent, projections: Projections) -> Iterator[Violation]:
         """Look the pair up in the compiled table."""
-        event, state = step.event, step.state_before
-        if not isinstance(event, e.RequestEvent):
-            return
-        if isinstance(event, e.RequestArrived):
-            if state is not None and state is not RequestState.FINISHED:
-                yield violation(self.rule, step, projections, f"{event.id} happened to a request in state {state}")
-            return
-        if self._is_of_an_earlier_life(event, projections):
+        state = step.state_before
+        if isinstance(event, (*JOB_SETTLED, e.TransferAwaited)) and _is_of_an_earlier_life(event, step, projections):
             return
         if state is None:
             yield violation(self.rule, step, projections, f"{event.id} happened to an unknown request")
@@ -53,15 +60,20 @@ class LegalTransition:
                 detail = f"{event.id} leads from {state} to {dest}, but the request is {step.state_after}"
                 yield violation(self.rule, step, projections, detail)
 
-    def _is_of_an_earlier_life(self, event: e.RequestEvent, projections: Projections) -> bool:
-        if isinstance(event, JOB_ISSUED):
-            job = projections.transfers.get(event.job_id)  # type: ignore[attr-defined]
-            if job is not None:
-                self._jobs[job.job_id] = job
-        elif isinstance(event, (*JOB_SETTLED, e.TransferAwaited)):
-            job = self._jobs.get(event.job_id)  # type: ignore[attr-defined]
-            if isinstance(event, JOB_SETTLED):
-                self._jobs.pop(event.job_id, None)  # type: ignore[attr-defined]
-            record = projections.tracker.get(event.request_id)
-            return job is not None and (record is None or record.ordinal != job.ordinal)
-        return False
+
+def _is_row_of(event_class: type[e.RequestEvent], no_row: Check) -> Check:
+    """A check that is content where the request went as a row of the table says, and asks `no_row` elsewhere."""
+    rows = {source: dest for (source, moving), dest in TABLE.items() if moving is event_class}
+
+    def check(event: e.RequestEvent, step: ReplayedEvent, projections: Projections) -> object:
+        before, after = step.state_before, step.state_after
+        if before in rows and (rows[before] is after or after is None):
+            return None
+        return no_row(event, step, projections)
+
+    return check
+
+
+def _is_of_an_earlier_life(event: e.RequestEvent, step: ReplayedEvent, projections: Projections) -> bool:
+    record = projections.tracker.get(event.request_id)
+    return step.job is not None and (record is None or record.ordinal != step.job.ordinal)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import ClassVar
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.checker import Violation, violation
 from kvledger.lifecycle.belief import Projections
+from kvledger.lifecycle.configuration import LedgerConfiguration
 from kvledger.lifecycle.projections.host_slots import NO_SLOT
-from kvledger.lifecycle.replay import ReplayedEvent
+from kvledger.lifecycle.replay import Check, ReplayedEvent
 
 
 class LoadDstExclusive:
@@ -23,29 +24,39 @@ class LoadDstExclusive:
     """
 
     rule: ClassVar[str] = "LOAD_DST_EXCLUSIVE"
-    looks_at: ClassVar[frozenset[type[e.Event]]] = frozenset(
-        {e.LoadIssued, e.LoadCompleted, e.LoadFailed, e.RequestPreempted, e.RequestFinished}
-    )
 
     def __init__(self) -> None:
         self._filled_by: dict[int, tuple[int, int]] = {}
         """Block id -> (job id, sequence of the load)."""
         self._blocks_of: dict[int, tuple[int, ...]] = {}
 
-    def check(self, step: ReplayedEvent, projections: Projections) -> Iterator[Violation]:
+    def checks(self, _configuration: LedgerConfiguration) -> Iterable[tuple[type[e.Event], Check]]:
+        """By class of event."""
+        return [
+            (e.LoadIssued, self._load_issued),
+            (e.RequestPreempted, self._blocks_taken),
+            (e.RequestFinished, self._blocks_taken),
+            (e.LoadCompleted, self._settled),
+            (e.LoadFailed, self._settled),
+        ]
+
+    def _load_issued(self, event: e.LoadIssued, step: ReplayedEvent, projections: Projections) -> Iterator[Violation]:
         """Compare a load's blocks with the table and with the loads in flight."""
-        event = step.event
-        if isinstance(event, e.LoadIssued):
-            yield from self._check_load(event, step, projections)
-            filled = _filled_blocks(event)
-            self._blocks_of[event.job_id] = filled
-            self._filled_by |= dict.fromkeys(filled, (event.job_id, step.sequence))
-        elif isinstance(event, e.RequestPreempted | e.RequestFinished):
+        yield from self._check_load(event, step, projections)
+        filled = _filled_blocks(event)
+        self._blocks_of[event.job_id] = filled
+        self._filled_by |= dict.fromkeys(filled, (event.job_id, step.sequence))
+
+    def _blocks_taken(
+        self, event: e.RequestPreempted | e.RequestFinished, _step: ReplayedEvent, projections: Projections
+    ) -> None:
+        if self._blocks_of:
             for job in projections.transfers:
                 if job.request_id == event.request_id:
                     self._let_go(job.job_id)
-        elif isinstance(event, e.LoadCompleted | e.LoadFailed):
-            self._let_go(event.job_id)
+
+    def _settled(self, event: e.LoadCompleted | e.LoadFailed, _step: ReplayedEvent, _projections: Projections) -> None:
+        self._let_go(event.job_id)
 
     def _let_go(self, job_id: int) -> None:
         for block_id in self._blocks_of.pop(job_id, ()):

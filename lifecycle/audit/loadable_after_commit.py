@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import ClassVar
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.checker import Violation, violation
-from kvledger.lifecycle.audit.committed_chunks import CHUNK_EVENTS, CommittedChunks
-from kvledger.lifecycle.audit.saved_tails import TAIL_EVENTS, SavedTails
+from kvledger.lifecycle.audit.committed_chunks import CommittedChunks
+from kvledger.lifecycle.audit.saved_tails import SavedTails
 from kvledger.lifecycle.belief import Projections
+from kvledger.lifecycle.configuration import LedgerConfiguration
 from kvledger.lifecycle.projections.host_slots import NO_SLOT
-from kvledger.lifecycle.replay import ReplayedEvent
+from kvledger.lifecycle.replay import Check, ReplayedEvent
 
 
 class LoadableAfterCommit:
@@ -25,19 +26,14 @@ class LoadableAfterCommit:
     """
 
     rule: ClassVar[str] = "LOADABLE_AFTER_COMMIT"
-    looks_at: ClassVar[frozenset[type[e.Event]]] = CHUNK_EVENTS | TAIL_EVENTS | {e.LoadIssued}
 
     def __init__(self) -> None:
         self._committed = CommittedChunks()
         self._tails = SavedTails()
 
-    def check(self, step: ReplayedEvent, projections: Projections) -> Iterator[Violation]:
-        """Compare a load with what is committed."""
-        if isinstance(step.event, e.LoadIssued):
-            yield from self._check_load(step.event, step, projections)
-        else:
-            self._committed.fold(step.event, projections)
-            self._tails.fold(step.event, step.sequence)
+    def checks(self, _configuration: LedgerConfiguration) -> Iterable[tuple[type[e.Event], Check]]:
+        """By class of event."""
+        return [*self._committed.folds(), *self._tails.folds(), (e.LoadIssued, self._check_load)]
 
     def _check_load(self, event: e.LoadIssued, step: ReplayedEvent, projections: Projections) -> Iterator[Violation]:
         chunk_size = projections.configuration.chunk_size

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable
 from typing import ClassVar
 
-import attrs
+import msgspec
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.checker import Violation, violation
-from kvledger.lifecycle.audit.saved_tails import TAIL_EVENTS, SavedTails
+from kvledger.lifecycle.audit.saved_tails import SavedTails
 from kvledger.lifecycle.belief import Projections
-from kvledger.lifecycle.replay import ReplayedEvent
+from kvledger.lifecycle.configuration import LedgerConfiguration
+from kvledger.lifecycle.replay import Check, ReplayedEvent
 
 
-@attrs.frozen
-class _Circumstances:
+class _Circumstances(msgspec.Struct, frozen=True, gc=False):
     """Everything an answer may depend on; equal circumstances must give equal answers."""
 
     generation: int
@@ -41,44 +41,48 @@ class LookupPure:
     """
 
     rule: ClassVar[str] = "LOOKUP_PURE"
-    looks_at: ClassVar[frozenset[type[e.Event]]] = frozenset(
-        {e.LookupRequested, e.LookupAnswered, e.ChunkKeysObserved, *TAIL_EVENTS}
-    )
 
     def __init__(self) -> None:
         self._asked: tuple[int, e.LookupRequested] | None = None
         self._tails = SavedTails()
         self._answered: dict[str, tuple[int, _Circumstances, tuple[int, int]]] = {}
 
-    def check(self, step: ReplayedEvent, projections: Projections) -> Iterator[Violation]:
-        """Compute the answer again."""
-        event = step.event
-        if isinstance(event, e.LookupRequested):
-            self._asked = (step.sequence, event)
-        elif isinstance(event, e.LookupAnswered):
-            yield from self._check_question(event, step, projections)
-            yield from self._check_answer(event, step, projections)
-        else:
-            self._tails.fold(event, step.sequence)
-        if isinstance(event, e.ChunkKeysObserved | e.RequestArrived | e.RequestReleased):
-            self._answered.pop(event.request_id, None)
+    def checks(self, _configuration: LedgerConfiguration) -> Iterable[tuple[type[e.Event], Check]]:
+        """By class of event."""
+        return [
+            *self._tails.folds(),
+            (e.LookupRequested, self._requested),
+            (e.LookupAnswered, self._check_question),
+            (e.LookupAnswered, self._check_answer),
+            (e.ChunkKeysObserved, self._forget),
+            (e.RequestArrived, self._forget),
+            (e.RequestReleased, self._forget),
+        ]
+
+    def _requested(self, event: e.LookupRequested, step: ReplayedEvent, _projections: Projections) -> None:
+        self._asked = (step.sequence, event)
+
+    def _forget(self, event: e.RequestEvent, _step: ReplayedEvent, _projections: Projections) -> None:
+        self._answered.pop(event.request_id, None)
 
     def _check_question(
         self, event: e.LookupAnswered, step: ReplayedEvent, projections: Projections
-    ) -> Iterator[Violation]:
+    ) -> list[Violation] | None:
         if self._asked is None or self._asked[0] != event.cause or self._asked[1].request_id != event.request_id:
-            return
+            return None
         asked = self._asked[1].num_computed_tokens
-        if asked != event.num_computed_tokens:
-            detail = f"asked with {asked} computed tokens, answered for {event.num_computed_tokens}"
-            yield violation(self.rule, step, projections, detail, event.cause)
+        if asked == event.num_computed_tokens:
+            return None
+        detail = f"asked with {asked} computed tokens, answered for {event.num_computed_tokens}"
+        return [violation(self.rule, step, projections, detail, event.cause)]
 
     def _check_answer(
         self, event: e.LookupAnswered, step: ReplayedEvent, projections: Projections
-    ) -> Iterator[Violation]:
-        record = projections.tracker.get(event.request_id)
+    ) -> list[Violation] | None:
+        record = step.record
         if record is None:
-            return
+            return None
+        found: list[Violation] | None = None
         gets_nothing = record.quarantined or record.computes_first
         usable = 0 if gets_nothing else projections.policy.usable_tokens(event.num_hit_tokens, record)
         expected = max(0, min(usable, event.num_tokens - 1) - event.num_computed_tokens)
@@ -91,8 +95,9 @@ class LookupPure:
                 f"answered {event.num_external_tokens}, but a usable hit of {usable} of {event.num_tokens} tokens "
                 f"with {event.num_computed_tokens} computed gives {expected}"
             )
-            yield violation(self.rule, step, projections, detail, event.cause)
+            found = [violation(self.rule, step, projections, detail, event.cause)]
         tail = self._tails.saved(event.request_id)
+        forget = projections.geometry.windows.forget
         now = _Circumstances(
             record.generation,
             event.num_computed_tokens,
@@ -102,8 +107,8 @@ class LookupPure:
             projections.chunks.num_removed,
             0 if tail is None else tail.end_token,
             record.quarantined,
-            len(projections.transfers) if projections.geometry.windows.forget else 0,
-            projections.transfers.next_job_id if projections.geometry.windows.forget else 0,
+            len(projections.transfers) if forget else 0,
+            projections.transfers.next_job_id if forget else 0,
         )
         answer = (event.num_hit_tokens, event.num_external_tokens)
         before = self._answered.get(event.request_id)
@@ -112,5 +117,6 @@ class LookupPure:
                 f"a hit of {answer[0]} and an answer of {answer[1]}, though an equal lookup had given "
                 f"{before[2][0]} and {before[2][1]} and nothing changed since"
             )
-            yield violation(self.rule, step, projections, detail, before[0], event.cause)
+            found = [*(found or ()), violation(self.rule, step, projections, detail, before[0], event.cause)]
         self._answered[event.request_id] = (step.sequence, now, answer)
+        return found

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from types import MappingProxyType
 
 from kvledger.lifecycle.audit.alloc_matches_lookup import AllocMatchesLookup
-from kvledger.lifecycle.audit.checker import Checker
+from kvledger.lifecycle.audit.checker import AnyChecker
 from kvledger.lifecycle.audit.chunk_complete import ChunkComplete
 from kvledger.lifecycle.audit.completion_once import CompletionOnce
 from kvledger.lifecycle.audit.defer_bounded import DeferBounded
@@ -29,7 +29,7 @@ from kvledger.lifecycle.audit.src_block_owned import SrcBlockOwned
 from kvledger.lifecycle.audit.src_block_stable import SrcBlockStable
 from kvledger.lifecycle.audit.token_conservation import TokenConservation
 
-ALL_CHECKERS: MappingProxyType[str, Callable[[], Checker]] = MappingProxyType(
+ALL_CHECKERS: MappingProxyType[str, Callable[[], AnyChecker]] = MappingProxyType(
     {
         LegalTransition.rule: LegalTransition,
         AllocMatchesLookup.rule: AllocMatchesLookup,
@@ -58,6 +58,6 @@ ALL_CHECKERS: MappingProxyType[str, Callable[[], Checker]] = MappingProxyType(
 """Rule -> how to make its checker."""
 
 
-def all_checkers() -> tuple[Checker, ...]:
+def all_checkers() -> tuple[AnyChecker, ...]:
     """A fresh checker of every rule."""
     return tuple(make() for make in ALL_CHECKERS.values())

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import ClassVar
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.checker import Violation, violation
 from kvledger.lifecycle.belief import Projections
-from kvledger.lifecycle.replay import ReplayedEvent
+from kvledger.lifecycle.configuration import LedgerConfiguration
+from kvledger.lifecycle.replay import Check, ReplayedEvent
 from kvledger.lifecycle.states import RequestState
 
 
@@ -22,25 +23,28 @@ class ReleaseAll:
     """
 
     rule: ClassVar[str] = "RELEASE_ALL"
-    looks_at: ClassVar[frozenset[type[e.Event]]] = frozenset(
-        {e.RequestArrived, e.RequestFinished, e.RequestReleased, e.StepScheduled}
-    )
 
     def __init__(self) -> None:
         self._finished: dict[int, tuple[int, str]] = {}
         """Ordinal -> (sequence of the end, request id), until released."""
 
-    def check(self, step: ReplayedEvent, projections: Projections) -> Iterator[Violation]:
-        """Look for what is left."""
-        event = step.event
-        if isinstance(event, e.RequestReleased):
-            yield from self._check_release(event, step, projections)
-        elif isinstance(event, e.RequestFinished):
-            record = projections.tracker.get(event.request_id)
-            if record is not None and record.state is RequestState.FINISHED:
-                self._finished[record.ordinal] = (step.sequence, event.request_id)
-        elif isinstance(event, e.StepScheduled) and self._finished:
-            yield from self._check_overdue(step, projections)
+    def checks(self, _configuration: LedgerConfiguration) -> Iterable[tuple[type[e.Event], Check]]:
+        """By class of event."""
+        return [
+            (e.RequestReleased, self._check_release),
+            (e.RequestFinished, self._request_finished),
+            (e.StepScheduled, self._step_scheduled),
+        ]
+
+    def _request_finished(self, event: e.RequestFinished, step: ReplayedEvent, _projections: Projections) -> None:
+        record = step.record
+        if record is not None and record.state is RequestState.FINISHED:
+            self._finished[record.ordinal] = (step.sequence, event.request_id)
+
+    def _step_scheduled(
+        self, _event: e.StepScheduled, step: ReplayedEvent, projections: Projections
+    ) -> Iterator[Violation] | None:
+        return self._check_overdue(step, projections) if self._finished else None
 
     def _check_release(
         self, event: e.RequestReleased, step: ReplayedEvent, projections: Projections

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import ClassVar
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.checker import Violation, violation
-from kvledger.lifecycle.audit.committed_chunks import CHUNK_EVENTS, CommittedChunks
-from kvledger.lifecycle.audit.saved_tails import TAIL_EVENTS, SavedTails
+from kvledger.lifecycle.audit.committed_chunks import CommittedChunks
+from kvledger.lifecycle.audit.saved_tails import SavedTails
 from kvledger.lifecycle.belief import Projections
+from kvledger.lifecycle.configuration import LedgerConfiguration
 from kvledger.lifecycle.projections.transfers import Job
-from kvledger.lifecycle.replay import ReplayedEvent
+from kvledger.lifecycle.replay import Check, ReplayedEvent
 
 
 class ResetEpoch:
@@ -23,14 +24,6 @@ class ResetEpoch:
     """
 
     rule: ClassVar[str] = "RESET_EPOCH"
-    looks_at: ClassVar[frozenset[type[e.Event]]] = frozenset(
-        {
-            *CHUNK_EVENTS,
-            *TAIL_EVENTS,
-            e.LookupAnswered,
-            e.ChunkKeysObserved,
-        }
-    )
 
     def __init__(self) -> None:
         self._reset_at = 0
@@ -40,29 +33,54 @@ class ResetEpoch:
         self._seen: dict[str, tuple[int, int]] = {}
         """Request id -> (removals counted by the chunk index then, chunks found good): spares the polls."""
 
-    def check(self, step: ReplayedEvent, projections: Projections) -> Iterator[Violation]:
-        """Compare with what was committed since the last reset."""
-        event = step.event
-        if self._reset_at or isinstance(event, e.CacheReset):  # until the first one, nothing can be stale
-            self._committed.fold(event, projections)
-            self._tails.fold(event, step.sequence)
-        if isinstance(event, e.LookupAnswered):
-            if self._committed.epoch and event.num_hit_tokens:
-                yield from self._check_hit(event, step, projections)
-        elif isinstance(event, e.SaveIssued | e.TailSaveIssued):
-            job = projections.transfers.get(event.job_id)
-            if job is not None:
-                self._saves[event.job_id] = (job, self._committed.epoch)
-        elif isinstance(event, e.SaveCompleted | e.SaveFailed):
-            job, epoch = self._saves.pop(event.job_id, (None, 0))
-            if job is not None and epoch != self._committed.epoch:
-                yield from self._check_late_save(job, step, projections)
-        elif isinstance(event, e.CacheReset):
-            yield from self._check_reset(step, projections)
-        elif isinstance(event, e.ChunkKeysObserved | e.RequestArrived | e.RequestReleased):
-            self._seen.pop(event.request_id, None)
+    def checks(self, _configuration: LedgerConfiguration) -> Iterable[tuple[type[e.Event], Check]]:
+        """By class of event."""
+        indices = [*self._committed.folds(), *self._tails.folds()]
+        return [
+            *((event_class, self._since_reset(fold)) for event_class, fold in indices),
+            (e.LookupAnswered, self._answered),
+            (e.SaveIssued, self._issued),
+            (e.TailSaveIssued, self._issued),
+            (e.SaveCompleted, self._settled),
+            (e.SaveFailed, self._settled),
+            (e.CacheReset, self._check_reset),
+            (e.ChunkKeysObserved, self._forget),
+            (e.RequestArrived, self._forget),
+            (e.RequestReleased, self._forget),
+        ]
 
-    def _check_reset(self, step: ReplayedEvent, projections: Projections) -> Iterator[Violation]:
+    def _since_reset(self, fold: Check) -> Check:
+        """Until the first reset nothing can be stale, and nothing needs to be folded."""
+
+        def check(event: e.Event, step: ReplayedEvent, projections: Projections) -> None:
+            if self._reset_at or isinstance(event, e.CacheReset):
+                fold(event, step, projections)
+
+        return check
+
+    def _answered(
+        self, event: e.LookupAnswered, step: ReplayedEvent, projections: Projections
+    ) -> Iterator[Violation] | None:
+        if self._committed.epoch and event.num_hit_tokens:
+            return self._check_hit(event, step, projections)
+        return None
+
+    def _issued(self, event: e.SaveIssued | e.TailSaveIssued, step: ReplayedEvent, _projections: Projections) -> None:
+        if step.job is not None:
+            self._saves[event.job_id] = (step.job, self._committed.epoch)
+
+    def _settled(
+        self, event: e.SaveCompleted | e.SaveFailed, step: ReplayedEvent, projections: Projections
+    ) -> Iterator[Violation] | None:
+        job, epoch = self._saves.pop(event.job_id, (None, 0))
+        if job is None or epoch == self._committed.epoch:
+            return None
+        return self._check_late_save(job, step, projections)
+
+    def _forget(self, event: e.RequestEvent, _step: ReplayedEvent, _projections: Projections) -> None:
+        self._seen.pop(event.request_id, None)
+
+    def _check_reset(self, _event: e.CacheReset, step: ReplayedEvent, projections: Projections) -> Iterator[Violation]:
         self._reset_at = step.sequence
         self._seen.clear()
         if len(projections.chunks):

@@ -5,13 +5,15 @@ It is kept apart from `projections/tails.py` on purpose: a mistake there must no
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import attrs
 
 from kvledger.lifecycle import events as e
+from kvledger.lifecycle.belief import Projections
+from kvledger.lifecycle.replay import Check, ReplayedEvent
 
-_DROPPING = (
-    e.RequestArrived,
-    e.RequestReleased,
+_DROPPING: tuple[type[e.RequestEvent], ...] = (
     e.PrefillAdvanced,
     e.PrefillCompleted,
     e.LoadFailed,
@@ -20,11 +22,6 @@ _DROPPING = (
     e.RequestFinished,
     e.RequestQuarantined,
 )
-
-TAIL_EVENTS: frozenset[type[e.Event]] = frozenset(
-    {e.TailSaveIssued, e.SaveCompleted, e.SaveFailed, e.CacheReset, *_DROPPING}
-)
-"""What `SavedTails.fold` wants to see."""
 
 
 @attrs.frozen
@@ -63,29 +60,50 @@ class SavedTails:
             return f"its tail of tokens {tail.first_token} to {tail.end_token} was dropped by {event_id}", sequence
         return "it has no tail", 0
 
-    def fold(self, event: e.Event, sequence: int) -> None:
-        """Take up one event; others than `TAIL_EVENTS` change nothing."""
-        if isinstance(event, e.TailSaveIssued):
-            end_token = event.first_token + event.num_tokens
-            self._tails[event.request_id] = IssuedTail(
-                event.job_id, sequence, event.first_token, end_token, event.slots
-            )
-        elif isinstance(event, e.SaveCompleted | e.SaveFailed):
+    def folds(self) -> Iterable[tuple[type[e.Event], Check]]:
+        """(event class, fold), to be done as checks are; they never find anything."""
+        return [
+            (e.TailSaveIssued, self._issued),
+            (e.SaveCompleted, self._completed),
+            (e.SaveFailed, self._failed),
+            (e.CacheReset, self._reset),
+            (e.RequestArrived, self._forget),
+            (e.RequestReleased, self._forget),
+            *((event_class, self._dropping) for event_class in _DROPPING),
+        ]
+
+    def _issued(self, event: e.TailSaveIssued, step: ReplayedEvent, _projections: Projections) -> None:
+        end_token = event.first_token + event.num_tokens
+        self._tails[event.request_id] = IssuedTail(
+            event.job_id, step.sequence, event.first_token, end_token, event.slots
+        )
+
+    def _completed(self, event: e.SaveCompleted, _step: ReplayedEvent, _projections: Projections) -> None:
+        if self._tails:
             tail = self._tails.get(event.request_id)
             if tail is not None and tail.job_id == event.job_id:
-                if isinstance(event, e.SaveFailed):
-                    self._drop(event.request_id, event, sequence)
-                else:
-                    self._tails[event.request_id] = attrs.evolve(tail, is_saved=True)
-        elif isinstance(event, e.CacheReset):
-            for request_id in tuple(self._tails):
-                self._drop(request_id, event, sequence)
-        elif isinstance(event, _DROPPING):
-            self._drop(event.request_id, event, sequence)
+                self._tails[event.request_id] = attrs.evolve(tail, is_saved=True)
+
+    def _failed(self, event: e.SaveFailed, step: ReplayedEvent, _projections: Projections) -> None:
+        tail = self._tails.get(event.request_id)
+        if tail is not None and tail.job_id == event.job_id:
+            self._drop(event.request_id, event, step.sequence)
+
+    def _reset(self, event: e.CacheReset, step: ReplayedEvent, _projections: Projections) -> None:
+        for request_id in tuple(self._tails):
+            self._drop(request_id, event, step.sequence)
+
+    def _forget(
+        self, event: e.RequestArrived | e.RequestReleased, _step: ReplayedEvent, _projections: Projections
+    ) -> None:
+        self._tails.pop(event.request_id, None)
+        self._dropped.pop(event.request_id, None)
+
+    def _dropping(self, event: e.RequestEvent, step: ReplayedEvent, _projections: Projections) -> None:
+        if self._tails:
+            self._drop(event.request_id, event, step.sequence)
 
     def _drop(self, request_id: str, event: e.Event, sequence: int) -> None:
         tail = self._tails.pop(request_id, None)
-        if isinstance(event, e.RequestArrived | e.RequestReleased):
-            self._dropped.pop(request_id, None)
-        elif tail is not None:
+        if tail is not None:
             self._dropped[request_id] = (tail, event.id, sequence)

@@ -2,24 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.belief import Projections
-from kvledger.lifecycle.replay import ReplayedEvent
+from kvledger.lifecycle.replay import Check, ReplayedEvent
 from kvledger.lifecycle.states import RequestState
-
-SETTLED_EVENTS: frozenset[type[e.Event]] = frozenset(
-    {
-        e.StepScheduled,
-        e.RequestPreempted,
-        e.RequestFinished,
-        e.SessionContinued,
-        e.TokensRolledBack,
-        e.BlocksAllocated,
-        e.RequestArrived,
-        e.RequestReleased,
-    }
-)
-"""What `SettledTokens.fold` wants to see."""
 
 
 class SettledTokens:
@@ -32,25 +20,44 @@ class SettledTokens:
         """The count and who told it; zeros where nobody has."""
         return self._settled.get(request_id, (0, 0))
 
-    def fold(self, step: ReplayedEvent, projections: Projections) -> None:
-        """Take up one event; others than `SETTLED_EVENTS` change nothing."""
-        event, sequence = step.event, step.sequence
-        if isinstance(event, e.StepScheduled):
+    def folds(self) -> Iterable[tuple[type[e.Event], Check]]:
+        """(event class, fold), to be done as checks are; they never find anything."""
+        return [
+            (e.StepScheduled, self._step_scheduled),
+            (e.RequestPreempted, self._preempted),
+            (e.RequestFinished, self._finished),
+            (e.SessionContinued, self._cut),
+            (e.TokensRolledBack, self._cut),
+            (e.BlocksAllocated, self._blocks_allocated),
+            (e.RequestArrived, self._forget),
+            (e.RequestReleased, self._forget),
+        ]
+
+    def _step_scheduled(self, event: e.StepScheduled, step: ReplayedEvent, projections: Projections) -> None:
+        if event.settled:
+            settled, by_ordinal, sequence = self._settled, projections.tracker.by_ordinal, step.sequence
             for ordinal, _, num_settled_tokens in event.settled:
-                record = projections.tracker.by_ordinal(ordinal)
+                record = by_ordinal(ordinal)
                 if record is not None:
-                    self._settled[record.request_id] = (num_settled_tokens, sequence)
-        elif isinstance(event, e.RequestPreempted):
-            self._settled[event.request_id] = (event.num_settled_tokens, sequence)
-        elif isinstance(event, e.RequestFinished):
-            self._settled[event.request_id] = (min(event.num_settled_tokens, event.num_tokens - 1), sequence)
-        elif isinstance(event, e.SessionContinued | e.TokensRolledBack):
-            before, _ = self._settled.get(event.request_id, (0, 0))
-            self._settled[event.request_id] = (min(before, event.num_computed_tokens), sequence)
-        elif isinstance(event, e.RequestEvent) and self._begins_anew(step):
+                    settled[record.request_id] = (num_settled_tokens, sequence)
+
+    def _preempted(self, event: e.RequestPreempted, step: ReplayedEvent, _projections: Projections) -> None:
+        self._settled[event.request_id] = (event.num_settled_tokens, step.sequence)
+
+    def _finished(self, event: e.RequestFinished, step: ReplayedEvent, _projections: Projections) -> None:
+        self._settled[event.request_id] = (min(event.num_settled_tokens, event.num_tokens - 1), step.sequence)
+
+    def _cut(
+        self, event: e.SessionContinued | e.TokensRolledBack, step: ReplayedEvent, _projections: Projections
+    ) -> None:
+        before, _ = self._settled.get(event.request_id, (0, 0))
+        self._settled[event.request_id] = (min(before, event.num_computed_tokens), step.sequence)
+
+    def _blocks_allocated(self, event: e.BlocksAllocated, step: ReplayedEvent, _projections: Projections) -> None:
+        if step.state_before is RequestState.PREEMPTED:  # they are others than those it had: nothing is written yet
             self._settled.pop(event.request_id, None)
 
-    @staticmethod
-    def _begins_anew(step: ReplayedEvent) -> bool:
-        """Whether nothing is written yet: blocks given after a preemption are others than those it had."""
-        return not isinstance(step.event, e.BlocksAllocated) or step.state_before is RequestState.PREEMPTED
+    def _forget(
+        self, event: e.RequestArrived | e.RequestReleased, _step: ReplayedEvent, _projections: Projections
+    ) -> None:
+        self._settled.pop(event.request_id, None)

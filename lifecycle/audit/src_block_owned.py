@@ -8,8 +8,9 @@ from typing import ClassVar
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.checker import Violation, violation
 from kvledger.lifecycle.belief import Projections
+from kvledger.lifecycle.configuration import LedgerConfiguration
 from kvledger.lifecycle.projections.host_slots import NO_SLOT
-from kvledger.lifecycle.replay import ReplayedEvent
+from kvledger.lifecycle.replay import Check, ReplayedEvent
 from kvledger.lifecycle.states import RequestState
 from kvledger.lifecycle.windows import NULL_BLOCK
 
@@ -24,13 +25,28 @@ class SrcBlockOwned:
     """
 
     rule: ClassVar[str] = "SRC_BLOCK_OWNED"
-    looks_at: ClassVar[frozenset[type[e.Event]]] = frozenset({e.SaveIssued, e.TailSaveIssued})
 
-    def check(self, step: ReplayedEvent, projections: Projections) -> Iterator[Violation]:
+    def checks(self, _configuration: LedgerConfiguration) -> Iterable[tuple[type[e.Event], Check]]:
+        """By class of event."""
+        return [
+            (e.SaveIssued, self._save_issued),
+            (e.TailSaveIssued, self._check),
+        ]
+
+    def _save_issued(
+        self, event: e.SaveIssued, step: ReplayedEvent, projections: Projections
+    ) -> Iterator[Violation] | None:
+        table = projections.blocks.held(event.request_id)
+        if len(table) and len(event.slots) == len(event.block_ids) and NO_SLOT not in event.slots:
+            pages = projections.geometry.pages_of(event.chunks)
+            if pages and pages[-1] < len(table) and event.block_ids == tuple([table[page] for page in pages]):
+                return None
+        return self._check(event, step, projections)
+
+    def _check(
+        self, event: e.SaveIssued | e.TailSaveIssued, step: ReplayedEvent, projections: Projections
+    ) -> Iterator[Violation]:
         """Look the tokens up in the table."""
-        event = step.event
-        if not isinstance(event, e.SaveIssued | e.TailSaveIssued):
-            return
         table = projections.blocks.held(event.request_id)
         pages: Iterable[int]
         if isinstance(event, e.TailSaveIssued):

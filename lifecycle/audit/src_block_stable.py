@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import ClassVar
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.checker import Violation, violation
 from kvledger.lifecycle.belief import Projections
+from kvledger.lifecycle.configuration import LedgerConfiguration
 from kvledger.lifecycle.projections.transfers import Job, JobKind
-from kvledger.lifecycle.replay import ReplayedEvent
+from kvledger.lifecycle.replay import Check, ReplayedEvent
 from kvledger.lifecycle.states import RequestState
 
 
@@ -23,29 +24,43 @@ class SrcBlockStable:
     """
 
     rule: ClassVar[str] = "SRC_BLOCK_STABLE"
-    looks_at: ClassVar[frozenset[type[e.Event]]] = frozenset({e.StepScheduled, e.BlocksHeld, e.RequestReleased})
 
     def __init__(self) -> None:
         self._held: dict[str, int] = {}
         """Request id -> sequence of the event that held its blocks."""
         self._named: set[int] = set()
 
-    def check(self, step: ReplayedEvent, projections: Projections) -> Iterator[Violation]:
+    def checks(self, _configuration: LedgerConfiguration) -> Iterable[tuple[type[e.Event], Check]]:
+        """By class of event."""
+        return [
+            (e.StepScheduled, self._step_scheduled),
+            (e.BlocksHeld, self._blocks_held),
+            (e.RequestReleased, self._released),
+        ]
+
+    def _blocks_held(self, event: e.BlocksHeld, step: ReplayedEvent, _projections: Projections) -> None:
+        self._held[event.request_id] = step.sequence
+
+    def _released(self, event: e.RequestReleased, _step: ReplayedEvent, _projections: Projections) -> None:
+        self._held.pop(event.request_id, None)
+
+    def _step_scheduled(
+        self, _event: e.StepScheduled, step: ReplayedEvent, projections: Projections
+    ) -> Iterator[Violation] | None:
+        if not len(projections.transfers) and not self._named:
+            return None
+        saves = [job for job in projections.transfers if job.is_async and job.kind is JobKind.SAVE]
+        return self._check_saves(saves, step, projections) if saves or self._named else None
+
+    def _check_saves(self, saves: list[Job], step: ReplayedEvent, projections: Projections) -> Iterator[Violation]:
         """Look at every save under way."""
-        event = step.event
-        if isinstance(event, e.BlocksHeld):
-            self._held[event.request_id] = step.sequence
-        elif isinstance(event, e.RequestReleased):
-            self._held.pop(event.request_id, None)
-        elif isinstance(event, e.StepScheduled) and (len(projections.transfers) or self._named):
-            saves = [job for job in projections.transfers if job.kind is JobKind.SAVE and job.is_async]
-            self._named &= {job.job_id for job in saves}
-            for job in saves:
-                why = self._why_unstable(job, projections)
-                if why and not job.is_fenced and job.job_id not in self._named:
-                    self._named.add(job.job_id)
-                    detail = f"save {job.job_id} reads blocks {list(job.block_ids)} beside the steps, but {why}"
-                    yield violation(self.rule, step, projections, detail, request_id=job.request_id)
+        self._named &= {job.job_id for job in saves}
+        for job in saves:
+            why = self._why_unstable(job, projections)
+            if why and not job.is_fenced and job.job_id not in self._named:
+                self._named.add(job.job_id)
+                detail = f"save {job.job_id} reads blocks {list(job.block_ids)} beside the steps, but {why}"
+                yield violation(self.rule, step, projections, detail, request_id=job.request_id)
 
     def _why_unstable(self, job: Job, projections: Projections) -> str:
         record = projections.tracker.by_ordinal(job.ordinal)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import ClassVar
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.checker import Violation, violation
 from kvledger.lifecycle.belief import Projections
-from kvledger.lifecycle.replay import ReplayedEvent
+from kvledger.lifecycle.configuration import LedgerConfiguration
+from kvledger.lifecycle.replay import Check, ReplayedEvent
 
 
 class TokenConservation:
@@ -22,48 +23,63 @@ class TokenConservation:
     """
 
     rule: ClassVar[str] = "TOKEN_CONSERVATION"
-    looks_at: ClassVar[frozenset[type[e.Event]]] = frozenset(
-        {
-            e.LookupAnswered,
-            e.BlocksAllocated,
-            e.StepScheduled,
-            e.PrefillAdvanced,
-            e.PrefillCompleted,
-            e.LoadFailed,
-            e.RequestArrived,
-            e.RequestPreempted,
-            e.RequestFinished,
-            e.RequestReleased,
-            e.SessionContinued,
-            e.TokensRolledBack,
-        }
-    )
 
     def __init__(self) -> None:
         self._answers: dict[str, e.LookupAnswered] = {}
         self._admissions: dict[str, tuple[int, int, int]] = {}
         """Request id -> (sequence of the allocation, local tokens, external tokens), until a step starts from it."""
 
-    def check(self, step: ReplayedEvent, projections: Projections) -> Iterator[Violation]:
-        """Add up."""
-        event = step.event
-        if isinstance(event, e.StepScheduled):
-            yield from self._check_step(event, step, projections)
-        elif isinstance(event, e.LookupAnswered):
-            self._answers[event.request_id] = event
-            if min(event.num_computed_tokens, event.num_external_tokens, event.num_hit_tokens) < 0:
-                yield violation(self.rule, step, projections, "a lookup with a negative count", event.cause)
-        elif isinstance(event, e.BlocksAllocated):
-            answer = self._answers.pop(event.request_id, None)
-            # Taking up more than was answered is ALLOC_MATCHES_LOOKUP's; nothing can be added up then.
-            if answer is not None and 0 < event.num_external_tokens <= answer.num_external_tokens:
-                admission = (step.sequence, answer.num_computed_tokens, event.num_external_tokens)
-                self._admissions[event.request_id] = admission
-        elif isinstance(event, e.PrefillAdvanced | e.PrefillCompleted):
-            yield from self._check_progress(event, step, projections)
-        elif isinstance(event, e.RequestEvent):
-            self._answers.pop(event.request_id, None)
-            self._admissions.pop(event.request_id, None)
+    def checks(self, _configuration: LedgerConfiguration) -> Iterable[tuple[type[e.Event], Check]]:
+        """By class of event."""
+        return [
+            (e.StepScheduled, self._step_scheduled),
+            (e.LookupAnswered, self._answered),
+            (e.BlocksAllocated, self._allocated),
+            (e.PrefillAdvanced, self._progress),
+            (e.PrefillCompleted, self._progress),
+            (e.LoadFailed, self._forget),
+            (e.RequestArrived, self._forget),
+            (e.RequestPreempted, self._forget),
+            (e.RequestFinished, self._forget),
+            (e.RequestReleased, self._forget),
+            (e.SessionContinued, self._forget),
+            (e.TokensRolledBack, self._forget),
+        ]
+
+    def _step_scheduled(
+        self, event: e.StepScheduled, step: ReplayedEvent, projections: Projections
+    ) -> Iterator[Violation] | None:
+        return self._check_step(event, step, projections) if event.advanced else None
+
+    def _answered(
+        self, event: e.LookupAnswered, step: ReplayedEvent, projections: Projections
+    ) -> list[Violation] | None:
+        self._answers[event.request_id] = event
+        if event.num_computed_tokens >= 0 and event.num_external_tokens >= 0 and event.num_hit_tokens >= 0:
+            return None
+        return [violation(self.rule, step, projections, "a lookup with a negative count", event.cause)]
+
+    def _allocated(self, event: e.BlocksAllocated, step: ReplayedEvent, _projections: Projections) -> None:
+        answer = self._answers.pop(event.request_id, None)
+        # Taking up more than was answered is ALLOC_MATCHES_LOOKUP's; nothing can be added up then.
+        if answer is not None and 0 < event.num_external_tokens <= answer.num_external_tokens:
+            admission = (step.sequence, answer.num_computed_tokens, event.num_external_tokens)
+            self._admissions[event.request_id] = admission
+
+    def _progress(
+        self, event: e.PrefillAdvanced | e.PrefillCompleted, step: ReplayedEvent, projections: Projections
+    ) -> Iterator[Violation] | None:
+        is_complete = event.num_computed_tokens >= event.num_tokens
+        if step.record is None or (
+            event.num_computed_tokens == projections.tracker.num_computed_tokens(step.record)
+            and is_complete is isinstance(event, e.PrefillCompleted)
+        ):
+            return None
+        return self._check_progress(event, step, projections)
+
+    def _forget(self, event: e.RequestEvent, _step: ReplayedEvent, _projections: Projections) -> None:
+        self._answers.pop(event.request_id, None)
+        self._admissions.pop(event.request_id, None)
 
     def _check_step(self, event: e.StepScheduled, step: ReplayedEvent, projections: Projections) -> Iterator[Violation]:
         for ordinal, num_computed_tokens, num_scheduled_tokens, num_tokens in event.advanced:
@@ -71,7 +87,7 @@ class TokenConservation:
             if record is None:
                 continue
             request_id = record.request_id
-            if min(num_computed_tokens, num_scheduled_tokens, num_tokens) < 0:
+            if num_computed_tokens < 0 or num_scheduled_tokens < 0 or num_tokens < 0:
                 detail = f"{num_scheduled_tokens} tokens scheduled on {num_computed_tokens} of {num_tokens} computed"
                 yield violation(self.rule, step, projections, detail, request_id=request_id)
             if request_id not in self._admissions:

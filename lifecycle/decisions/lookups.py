@@ -7,7 +7,8 @@ computed against the `num_computed_tokens` of this very call. The one thing that
 
 from __future__ import annotations
 
-import attrs
+import msgspec
+from msgspec.structs import replace
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.belief import Projections
@@ -18,16 +19,14 @@ from kvledger.lifecycle.projections.tracker import RequestRecord
 from kvledger.lifecycle.projections.transfers import JobKind
 
 
-@attrs.frozen
-class _Awaited:
+class _Awaited(msgspec.Struct, frozen=True, gc=False):
     """A save in flight that would carry the hit to `num_tokens`."""
 
     job_id: int
     num_tokens: int
 
 
-@attrs.frozen
-class _Hit:
+class _Hit(msgspec.Struct, frozen=True):
     """How far the host pool reaches, why no further, and what is about to carry it further."""
 
     num_tokens: int
@@ -36,18 +35,22 @@ class _Hit:
     awaited: _Awaited | None = None
 
 
+_VALUE_OF = {reason: reason.value for reason in MissReason}
+"""A member's value is looked up in Python."""
+
+
 def answer_lookup(event: e.LookupRequested, record: RequestRecord, projections: Projections, cause: int) -> Decisions:
     """Answer with the usable hit beyond what is computed, leaving the last token to compute; or ask to ask again."""
     hit = _find(event, record, projections)
     usable = projections.policy.usable_tokens(hit.num_tokens, record)
     if usable < hit.num_tokens:
-        hit = attrs.evolve(hit, reason=MissReason.LIMITED, reason_sequence=0, awaited=None)
+        hit = replace(hit, reason=MissReason.LIMITED, reason_sequence=0, awaited=None)
     if record.computes_first:
         # vLLM 0.32 keeps such a request at the head of the queue of those that hold blocks. Another load beside the
         # steps may not fit beside what it reserves for those behind it, and then nobody moves any more.
-        usable, hit = 0, attrs.evolve(hit, reason=MissReason.LOAD_FAILED, reason_sequence=0, awaited=None)
+        usable, hit = 0, replace(hit, reason=MissReason.LOAD_FAILED, reason_sequence=0, awaited=None)
     if record.quarantined:
-        usable, hit = 0, attrs.evolve(hit, reason=MissReason.QUARANTINED, reason_sequence=0, awaited=None)
+        usable, hit = 0, replace(hit, reason=MissReason.QUARANTINED, reason_sequence=0, awaited=None)
     end_token = min(usable, event.num_tokens - 1)
     if projections.geometry.windows.forget:
         end_token, hit = _within_windows(end_token, hit, record, projections)
@@ -87,7 +90,7 @@ def answer_lookup(event: e.LookupRequested, record: RequestRecord, projections: 
         num_hit_tokens=hit.num_tokens,
         num_external_tokens=num_external_tokens,
         is_async=async_from is not None and num_external_tokens >= max(1, async_from),
-        miss_reason=hit.reason.value,
+        miss_reason=_VALUE_OF[hit.reason],
         miss_cause=hit.reason_sequence,
         cause=cause,
     )
@@ -116,36 +119,36 @@ def _within_windows(num_tokens: int, hit: _Hit, record: RequestRecord, projectio
     # What is missing may be on its way by a save of this very request; otherwise nobody will bring it.
     own = [job for job in projections.transfers.of_life(record.ordinal) if job.kind is JobKind.SAVE]
     awaited = hit.awaited or (_Awaited(own[-1].job_id, num_tokens) if own else None)
-    return end_token, attrs.evolve(hit, reason=MissReason.WINDOW, reason_sequence=0, awaited=awaited)
+    return end_token, replace(hit, reason=MissReason.WINDOW, reason_sequence=0, awaited=awaited)
 
 
 def _find(event: e.LookupRequested, record: RequestRecord, projections: Projections) -> _Hit:
     num_chunks = projections.lookups.num_hit_chunks(event.request_id, record.generation)
     num_tokens = num_chunks * projections.configuration.chunk_size
-    hit = attrs.evolve(_why_chunks_end(event.request_id, num_chunks, projections), num_tokens=num_tokens)
+    hit = _why_chunks_end(event.request_id, num_chunks, num_tokens, projections)
     tail = projections.tails.of(record.ordinal)
     if tail is not None and tail.first_token > num_tokens and hit.awaited is not None:
         # The chunks under way are the request's own or another's; behind them its tail is under way, or here.
-        return attrs.evolve(hit, awaited=_Awaited(hit.awaited.job_id, max(hit.awaited.num_tokens, tail.end_token)))
+        return replace(hit, awaited=_Awaited(hit.awaited.job_id, max(hit.awaited.num_tokens, tail.end_token)))
     if tail is None or tail.first_token != num_tokens:
         return hit
     if not tail.is_saved:
-        return attrs.evolve(hit, awaited=_Awaited(tail.job_id, tail.end_token))
+        return replace(hit, awaited=_Awaited(tail.job_id, tail.end_token))
     if tail.end_token >= event.num_tokens - 1:
         return _Hit(tail.end_token, MissReason.COMPLETE)
-    return attrs.evolve(hit, num_tokens=tail.end_token, awaited=None)
+    return replace(hit, num_tokens=tail.end_token, awaited=None)
 
 
-def _why_chunks_end(request_id: str, num_hit_chunks: int, projections: Projections) -> _Hit:
+def _why_chunks_end(request_id: str, num_hit_chunks: int, num_tokens: int, projections: Projections) -> _Hit:
     keys = projections.chunk_keys.of(request_id)
     if num_hit_chunks >= len(keys):
-        return _Hit(0, MissReason.COMPLETE)
+        return _Hit(num_tokens, MissReason.COMPLETE)
     missing = keys[num_hit_chunks]
     if projections.chunks.is_saving(missing):
         job = projections.transfers.saving(missing)
         end_token = 0 if job is None else (job.chunks[-1] + 1) * projections.configuration.chunk_size
-        return _Hit(0, MissReason.SAVING, awaited=None if job is None else _Awaited(job.job_id, end_token))
+        return _Hit(num_tokens, MissReason.SAVING, awaited=None if job is None else _Awaited(job.job_id, end_token))
     departed = projections.chunks.departed(missing)
     if departed is not None:
-        return _Hit(0, MissReason(departed.reason.value), departed.sequence)
-    return _Hit(0, MissReason.NEVER_SAVED)
+        return _Hit(num_tokens, MissReason(departed.reason.value), departed.sequence)
+    return _Hit(num_tokens, MissReason.NEVER_SAVED)

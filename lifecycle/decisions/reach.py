@@ -9,13 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import attrs
+import msgspec
 
 from kvledger.lifecycle.windows import NULL_BLOCK, Windows
 
 
-@attrs.frozen
-class Reach:
+class Reach(msgspec.Struct, frozen=True):
     """What can be read when `num_settled_tokens` are settled; `left_since` as `BlockTable` tells it, or None."""
 
     windows: Windows

@@ -149,15 +149,26 @@ class _Plan:
         if self._is_doubtful:
             return
         keys = self._projections.chunk_keys.of(self._record.request_id)
-        end_chunk = min(self._geometry.num_chunks_in(num_settled_tokens), len(keys))
-        reach = self._reach(num_settled_tokens, end_chunk)
-        wanted = [
-            (chunk, pages)
-            for chunk in range(first_chunk, end_chunk)
-            if not self._chunks.is_saving(keys[chunk]) and (pages := self._missing_pages(chunk, keys[chunk], reach))
-        ]
-        if not wanted:
+        end_chunk = min(num_settled_tokens // self._geometry.chunk_size, len(keys))
+        if self._geometry.windows.forget:
+            reach = self._reach(num_settled_tokens, end_chunk)
+            wanted = self._missing(keys, first_chunk, end_chunk, reach)
+            if wanted:
+                yield from self._save_as_fits(wanted, keys[:end_chunk], reach)
             return
+        unsaved = self._chunks.unsaved(keys, first_chunk, end_chunk)
+        if not unsaved:
+            return
+        pages_of_all = self._geometry.pages_of(unsaved)
+        if pages_of_all[-1] < len(self._block_ids) and self._chunks.slots.num_free >= len(pages_of_all):
+            yield self._whole(tuple(unsaved), pages_of_all)
+            return
+        wanted = [(chunk, self._geometry.pages_of((chunk,))) for chunk in unsaved]
+        yield from self._save_as_fits(wanted, keys[:end_chunk], None)
+
+    def _save_as_fits(
+        self, wanted: Sequence[tuple[int, tuple[int, ...]]], own_keys: Sequence[bytes], reach: Reach | None
+    ) -> Decisions:
         last_chunk, last_pages = wanted[-1]
         if last_pages[-1] >= len(self._block_ids):
             detail = f"chunk {last_chunk} is settled, but the table has only {len(self._block_ids)} blocks"
@@ -168,8 +179,9 @@ class _Plan:
         chunks: list[int] = []
         affordable: dict[int, None] = {}
         for chunk, pages in wanted:
-            num_pages = len(affordable) + sum(page not in affordable for page in pages)
-            yield from self._make_room(num_pages, keys[:end_chunk])
+            num_pages = len(affordable) + sum([page not in affordable for page in pages])
+            if self._chunks.slots.num_free < num_pages:
+                yield from self._make_room(num_pages, own_keys)
             if self._chunks.slots.num_free < num_pages:
                 break
             chunks.append(chunk)
@@ -179,10 +191,33 @@ class _Plan:
         if len(chunks) < len(wanted):
             yield self._declined(wanted[len(chunks)][0], len(wanted) - len(chunks))
 
+    def _whole(self, chunks: tuple[int, ...], pages: Sequence[int]) -> e.SaveIssued:
+        """The job of chunks that are saved with all their pages, for which there is room."""
+        return e.SaveIssued(
+            self._record.request_id,
+            self._generation,
+            self._projections.transfers.next_job_id,
+            chunks,
+            self._chunks.slots.candidates(len(pages)),
+            tuple([self._block_ids[page] for page in pages]),
+            self._before_forward,
+            self._is_async,
+            self._cause,
+        )
+
     def _reach(self, num_settled_tokens: int, end_chunk: int = 0) -> Reach:
         junction = self._projections.lookups.junction(self._record.request_id)
         boundaries = (end_chunk * self._geometry.chunk_size, min(junction, num_settled_tokens))
         return Reach(self._geometry.windows, num_settled_tokens, self._left_since, boundaries)
+
+    def _missing(
+        self, keys: Sequence[bytes], first_chunk: int, end_chunk: int, reach: Reach
+    ) -> list[tuple[int, tuple[int, ...]]]:
+        return [
+            (chunk, pages)
+            for chunk in range(first_chunk, end_chunk)
+            if not self._chunks.is_saving(keys[chunk]) and (pages := self._missing_pages(chunk, keys[chunk], reach))
+        ]
 
     def _missing_pages(self, chunk: int, key: bytes, reach: Reach) -> tuple[int, ...]:
         """The pages of a chunk that are not stored and can be, ascending.
@@ -190,8 +225,6 @@ class _Plan:
         Of a chunk that is stored these are pages of groups with a window: whoever saved it did not see them any more.
         """
         stored = self._chunks.get(key)
-        if not reach.windows.forget:
-            return () if stored is not None else self._geometry.pages_of((chunk,))
         if stored is not None and NO_SLOT not in stored:
             return ()
         pages = self._geometry.pages_of((chunk,))
@@ -243,9 +276,9 @@ class _Plan:
         if num_missing > 0:
             # Its own beginning is worth more than its own end.
             for victim in self._chunks.room_for(num_missing, spare=frozenset(own_keys)) or ():
-                yield e.ChunkEvicted(key=victim, for_request_id=self._record.request_id, cause=self._cause)
+                yield e.ChunkEvicted(victim, self._record.request_id, self._cause)
 
-    def _job(self, chunks: tuple[int, ...], kept: Mapping[int, None], reach: Reach) -> e.SaveIssued:
+    def _job(self, chunks: tuple[int, ...], kept: Mapping[int, None], reach: Reach | None) -> e.SaveIssued:
         slots, block_ids = self._pairs(self._geometry.pages_of(chunks), kept)
         return e.SaveIssued(
             request_id=self._record.request_id,
@@ -254,7 +287,7 @@ class _Plan:
             chunks=chunks,
             slots=slots,
             block_ids=block_ids,
-            before_forward=self._before_forward or (reach.windows.forget and any(map(reach.has_left, kept))),
+            before_forward=self._before_forward or (reach is not None and any(map(reach.has_left, kept))),
             is_async=self._is_async,
             cause=self._cause,
         )

@@ -8,7 +8,7 @@ nothing. It owns the references on host slots; it must not know states of reques
 from __future__ import annotations
 
 import enum
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 
 import attrs
@@ -49,19 +49,21 @@ class ChunkIndex:
         keep_for_preempted: bool = True,
     ) -> None:
         self._geometry = geometry
+        self._pages_per_chunk = geometry.chunk_size // geometry.block_size * len(geometry.window_sizes)
+        """Pages that a chunk fills; 0 where it ends inside a block."""
         self._chunk_keys = chunk_keys
         self._transfers = transfers
         self.slots = HostSlots(num_slots)
         self._committed: dict[bytes, tuple[int, ...]] = {}
         self._by_age: OrderedDict[bytes, None] = OrderedDict()
         """Committed chunks that nobody is sure to come back for, oldest first."""
-        self._saving: Counter[bytes] = Counter()
+        self._saving: dict[bytes, int] = {}
         self._departed: OrderedDict[bytes, Departed] = OrderedDict()
         self._max_departed = max(1024, 4 * num_slots)
-        self._pins: Counter[bytes] = Counter()
+        self._pins: dict[bytes, int] = {}
         self._pinned_by: dict[str, tuple[bytes, ...]] = {}
         self._keep_for_preempted = keep_for_preempted
-        self._wanted: Counter[bytes] = Counter()
+        self._wanted: dict[bytes, int] = {}
         self._wanted_by: dict[str, tuple[bytes, ...]] = {}
         self.num_added = 0
         self.num_removed = 0
@@ -76,6 +78,15 @@ class ChunkIndex:
     def is_saving(self, key: bytes) -> bool:
         """Whether a save of the chunk is in flight."""
         return key in self._saving
+
+    def unsaved(self, keys: Sequence[bytes], first_chunk: int, end_chunk: int) -> list[int]:
+        """Of these chunks those that are neither committed nor being saved."""
+        saving, committed = self._saving, self._committed
+        return [
+            chunk
+            for chunk in range(first_chunk, end_chunk)
+            if (key := keys[chunk]) not in committed and key not in saving
+        ]
 
     def departed(self, key: bytes) -> Departed | None:
         """Why the chunk is gone, as long as that is remembered (a bounded number of chunks)."""
@@ -99,16 +110,18 @@ class ChunkIndex:
         left: dict[int, int] = {}
         candidates = []
         num_freed = 0
+        num_references, is_any_read = self.slots.num_references, self._transfers.is_any_read
         for key in self._by_age:
             if num_freed >= num_slots:
                 break
             slots = self._committed[key]
-            if key in self._pins or key in spare or any(map(self._transfers.is_read, slots)):
+            if key in self._pins or key in spare or is_any_read(slots):
                 continue
             candidates.append(key)
             for slot in slots:
-                left[slot] = left.get(slot, self.slots.num_references(slot)) - 1
-                num_freed += left[slot] == 0  # never so for NO_SLOT, which nobody references
+                left[slot] = num_left = (left[slot] if slot in left else num_references(slot)) - 1
+                if num_left == 0:  # never so for NO_SLOT, which nobody references
+                    num_freed += 1
         if num_freed < num_slots:
             return None
         return tuple(key for key in candidates if any(left[slot] == 0 for slot in self._committed[key]))
@@ -151,15 +164,15 @@ class ChunkIndex:
     # --- promises made by lookups ------------------------------------------------------------
 
     def _answered(self, event: e.LookupAnswered, _sequence: int) -> None:
-        num_chunks = 0
+        keys: tuple[bytes, ...] = ()
         if event.num_external_tokens:
             num_tokens = event.num_computed_tokens + event.num_external_tokens
             num_chunks = -(-num_tokens // self._geometry.chunk_size)
-        keys = tuple(self._chunk_keys.of(event.request_id)[:num_chunks])
+            keys = tuple(self._chunk_keys.of(event.request_id)[:num_chunks])
         if keys != self._pinned_by.get(event.request_id, ()):
             self._unpin(event, 0)
             if keys:
-                self._pins.update(keys)
+                _count_up(self._pins, keys)
                 self._pinned_by[event.request_id] = keys
 
     def _unpin(self, event: e.RequestEvent, _sequence: int) -> None:
@@ -176,9 +189,10 @@ class ChunkIndex:
 
     def _renew(self, keys: Sequence[bytes]) -> None:
         # Deeper chunks count as older: without its beginning a prefix is worth nothing.
+        by_age, make_youngest = self._by_age, self._by_age.move_to_end
         for key in reversed(keys):
-            if key in self._by_age:
-                self._by_age.move_to_end(key)
+            if key in by_age:
+                make_youngest(key)
 
     def _preempted(self, event: e.RequestPreempted, sequence: int) -> None:
         self._unpin(event, sequence)
@@ -187,7 +201,7 @@ class ChunkIndex:
         if self._keep_for_preempted:
             self._no_longer_want(event.request_id)
             wanted = tuple(keys[: self._geometry.num_chunks_in(event.num_settled_tokens)])
-            self._wanted.update(wanted)
+            _count_up(self._wanted, wanted)
             self._wanted_by[event.request_id] = wanted
             for key in wanted:
                 self._by_age.pop(key, None)
@@ -223,7 +237,8 @@ class ChunkIndex:
     def _save_issued(self, event: e.SaveIssued, _sequence: int) -> None:
         self.slots.acquire(event.slots)
         keys = self._chunk_keys.of(event.request_id)
-        self._saving.update(keys[chunk] for chunk in event.chunks if chunk < len(keys))
+        num_keys = len(keys)
+        _count_up(self._saving, [keys[chunk] for chunk in event.chunks if chunk < num_keys])
 
     def _tail_save_issued(self, event: e.TailSaveIssued, _sequence: int) -> None:
         self.slots.acquire(event.slots)
@@ -235,22 +250,48 @@ class ChunkIndex:
         if self._transfers.is_current(job):
             _count_down(self._saving, job.keys)
             self._commit(job)
-        self.slots.release(job.slots)
+        else:
+            self.slots.release(job.slots)
 
     def _commit(self, job: Job) -> None:
-        slot_of_page = dict(zip(self._geometry.pages_of(job.chunks), job.slots, strict=False))
-        # Deepest first, so that a prefix loses its end before its beginning.
-        for chunk, key in reversed(tuple(zip(job.chunks, job.keys, strict=False))):
-            self._place(chunk, key, slot_of_page)
-        for chunk, key in reversed(job.earlier_keys):
-            if key in self._committed:  # the new image of this block is longer and contains the shorter one
-                self._place(chunk, key, slot_of_page)
+        """Let the chunks of a save be found. Its references on slots go over to them, or are given back."""
+        if not self._place_whole(job):
+            self._place_pages(job)
+            self.slots.release(job.slots)
         # A growing request's beginning must not look older than its end. Renewing it whenever it has grown by an
         # eighth keeps the cost per chunk constant.
         first = job.chunks[0] if job.chunks else 0
         if first % max(1, first // 8) == 0:
             self._renew(self._chunk_keys.of(job.request_id)[:first])
         self.num_added += 1
+
+    def _place_whole(self, job: Job) -> bool:
+        """Place chunks that are whole blocks, each of them complete; False, and nothing, where some are not."""
+        num_chunks, num_pages = len(job.chunks), self._pages_per_chunk
+        committed, slots = self._committed, job.slots
+        if not num_pages or num_chunks != len(job.keys) or num_chunks * num_pages != len(slots) or NO_SLOT in slots:
+            return False
+        # Deepest first, so that a prefix loses its end before its beginning.
+        for place in range(num_chunks - 1, -1, -1):
+            key = job.keys[place]
+            replaced = committed.get(key)
+            committed[key] = slots if num_chunks == 1 else slots[place * num_pages : (place + 1) * num_pages]
+            self._departed.pop(key, None)
+            if key not in self._wanted:
+                self._by_age[key] = None
+                if replaced is not None:
+                    self._by_age.move_to_end(key)
+            if replaced is not None:
+                self.slots.release(replaced)
+        return True
+
+    def _place_pages(self, job: Job) -> None:
+        slot_of_page = dict(zip(self._geometry.pages_of(job.chunks), job.slots, strict=False))
+        for chunk, key in reversed(tuple(zip(job.chunks, job.keys, strict=False))):
+            self._place(chunk, key, slot_of_page)
+        for chunk, key in reversed(job.earlier_keys):
+            if key in self._committed:  # the new image of this block is longer and contains the shorter one
+                self._place(chunk, key, slot_of_page)
 
     def _place(self, chunk: int, key: bytes, slot_of_page: Mapping[int, int]) -> None:
         slots = self._geometry.slots_of(chunk, slot_of_page)
@@ -318,9 +359,14 @@ class ChunkIndex:
             self._departed.popitem(last=False)
 
 
-def _count_down(counts: Counter[bytes], keys: Iterable[bytes]) -> None:
+def _count_up(counts: dict[bytes, int], keys: Iterable[bytes]) -> None:
     for key in keys:
-        left = counts[key] - 1
+        counts[key] = counts.get(key, 0) + 1
+
+
+def _count_down(counts: dict[bytes, int], keys: Iterable[bytes]) -> None:
+    for key in keys:
+        left = counts.get(key, 0) - 1
         if left > 0:
             counts[key] = left
         else:

@@ -5,10 +5,12 @@ It counts references, because several short chunks may share one page. It must n
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 NO_SLOT = -1
 """Stands among slots for a page that is not stored, because its group does not see it any more."""
+_MANY = 3
+"""Slots from which on it pays to take them at once."""
 
 
 class HostSlots:
@@ -36,15 +38,21 @@ class HostSlots:
         slots.extend(range(self._num_touched, min(self._num_touched + missing, self.num_slots)))
         return tuple(slots)
 
-    def acquire(self, slots: Iterable[int]) -> None:
+    def acquire(self, slots: Sequence[int]) -> None:
         """Add a reference to each slot, but for those that are `NO_SLOT`."""
+        references = self._references
+        if len(slots) >= _MANY and self.candidates(len(slots)) == slots:  # at once, if they are those that come next
+            self._num_touched += max(0, len(slots) - len(self._free))
+            del self._free[-len(slots) :]
+            references.update(dict.fromkeys(slots, 1))
+            return
         for slot in slots:
-            if slot in self._references:
-                self._references[slot] += 1
+            if slot in references:
+                references[slot] += 1
                 continue
             if slot == NO_SLOT:
                 continue
-            self._references[slot] = 1
+            references[slot] = 1
             if slot >= self._num_touched:
                 self._free.extend(range(slot - 1, self._num_touched - 1, -1))
                 self._num_touched = slot + 1
@@ -55,12 +63,13 @@ class HostSlots:
 
     def release(self, slots: Iterable[int]) -> None:
         """Drop a reference from each slot; the last one frees it."""
+        references = self._references
         for slot in slots:
-            left = self._references.get(slot, 0) - 1
+            left = references.get(slot, 0) - 1
             if left > 0:
-                self._references[slot] = left
+                references[slot] = left
             elif left == 0:
-                del self._references[slot]
+                del references[slot]
                 self._free.append(slot)
 
     def snapshot(self) -> object:

@@ -10,11 +10,12 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Mapping
 
-import attrs
+import msgspec
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.projections.chunk_index import ChunkIndex
 from kvledger.lifecycle.projections.chunk_keys import ChunkKeys
+from kvledger.lifecycle.structs import known_to_attrs
 
 
 class MissReason(enum.StrEnum):
@@ -37,8 +38,11 @@ class MissReason(enum.StrEnum):
     QUARANTINED = "quarantined"
 
 
-@attrs.frozen
-class CachedHit:
+_WINDOW = MissReason.WINDOW.value
+
+
+@known_to_attrs
+class CachedHit(msgspec.Struct, frozen=True, gc=False):
     """The number of committed chunks from the first on, and what that was true for."""
 
     num_chunks: int
@@ -48,8 +52,8 @@ class CachedHit:
     num_removed: int
 
 
-@attrs.frozen
-class PendingAnswer:
+@known_to_attrs
+class PendingAnswer(msgspec.Struct, frozen=True, gc=False):
     """What the scheduler was told and has not taken up yet."""
 
     generation: int
@@ -126,19 +130,20 @@ class LookupCache:
         return {
             "hits": {request_id: hit.num_chunks for request_id, hit in self._hits.items()},
             "deferred": dict(self._num_deferred),
-            "pending": {request_id: attrs.astuple(answer) for request_id, answer in self._pending.items()},
-            "taken_up": {request_id: attrs.astuple(answer) for request_id, answer in self._taken_up.items()},
+            "pending": {request_id: msgspec.structs.astuple(answer) for request_id, answer in self._pending.items()},
+            "taken_up": {request_id: msgspec.structs.astuple(answer) for request_id, answer in self._taken_up.items()},
         }
 
     def _answered(self, event: e.LookupAnswered, sequence: int) -> None:
-        self._hits[event.request_id] = CachedHit(
+        request_id = event.request_id
+        self._hits[request_id] = CachedHit(
             event.num_hit_tokens // self._chunk_size,
-            len(self._chunk_keys.of(event.request_id)),
+            len(self._chunk_keys.of(request_id)),
             event.generation,
             self._chunk_index.num_added,
             self._chunk_index.num_removed,
         )
-        self._pending[event.request_id] = PendingAnswer(
+        self._pending[request_id] = PendingAnswer(
             event.generation,
             event.num_computed_tokens,
             event.num_tokens,
@@ -146,9 +151,9 @@ class LookupCache:
             event.is_async,
             sequence,
         )
-        self._num_deferred.pop(event.request_id, None)
-        if event.miss_reason == MissReason.WINDOW:
-            self._junctions[event.request_id] = event.num_hit_tokens // self._chunk_size * self._chunk_size
+        self._num_deferred.pop(request_id, None)
+        if event.miss_reason == _WINDOW:
+            self._junctions[request_id] = event.num_hit_tokens // self._chunk_size * self._chunk_size
 
     def _deferred(self, event: e.LookupDeferred, _sequence: int) -> None:
         self._num_deferred[event.request_id] = event.num_deferred

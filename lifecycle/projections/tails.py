@@ -79,6 +79,8 @@ class Tails:
             self._tails[record.ordinal] = Tail(event.job_id, event.first_token, end_token, event.slots)
 
     def _save_completed(self, event: e.SaveCompleted, _sequence: int) -> None:
+        if not self._tails:
+            return
         record = self._tracker.get(event.request_id)
         tail = None if record is None else self._tails.get(record.ordinal)
         if tail is not None and tail.job_id == event.job_id:
@@ -92,6 +94,8 @@ class Tails:
             self._drop(event, sequence)
 
     def _drop(self, event: e.RequestEvent, _sequence: int) -> None:
+        if not self._tails:
+            return
         record = self._tracker.get(event.request_id)
         if record is not None:
             self._forget(record.ordinal)

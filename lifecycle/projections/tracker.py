@@ -81,8 +81,12 @@ class RequestTracker:
         return record.counted_tokens + self.num_steps - record.steady_since
 
     def folds(self) -> Mapping[type[e.Event], Callable[..., None]]:
-        """Event class -> fold. Request events that only move the state are added for the whole table."""
-        folds: dict[type[e.Event], Callable[..., None]] = dict.fromkeys(e.REQUEST_EVENTS, self._move)
+        """Event class -> fold. Request events that do nothing but move the state are taken from the table."""
+        folds: dict[type[e.Event], Callable[..., None]] = {}
+        for event_class in e.REQUEST_EVENTS:
+            move = self._move_of(event_class)
+            if move is not None:
+                folds[event_class] = move
         folds |= {
             e.RequestArrived: self._arrived,
             e.LookupRequested: self._lookup_requested,
@@ -100,6 +104,13 @@ class RequestTracker:
             e.CacheReset: self._reset,
         }
         return folds
+
+    def _move_of(self, event_class: type[e.RequestEvent]) -> Callable[..., None] | None:
+        """The fold of an event that may move the state, or None for one that never does."""
+        rows = self._table.items()
+        if all(source is dest for (source, moving), dest in rows if moving is event_class):
+            return None
+        return self._move
 
     def snapshot(self) -> object:
         """Plain values, equal for equal states."""

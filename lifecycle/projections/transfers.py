@@ -7,16 +7,18 @@ while bytes still move. It must not know what a completed job means for chunks; 
 from __future__ import annotations
 
 import enum
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
-import attrs
+import msgspec
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.geometry import Geometry
 from kvledger.lifecycle.projections.chunk_keys import ChunkKeys
 from kvledger.lifecycle.projections.host_slots import NO_SLOT
 from kvledger.lifecycle.projections.tracker import RequestTracker
+from kvledger.lifecycle.structs import known_to_attrs
+
+_NO_RANKS: frozenset[int] = frozenset()
 
 
 class JobKind(enum.StrEnum):
@@ -26,8 +28,8 @@ class JobKind(enum.StrEnum):
     SAVE = "save"
 
 
-@attrs.define
-class Job:
+@known_to_attrs
+class Job(msgspec.Struct, gc=False):
     """One load or save that has not been settled."""
 
     job_id: int
@@ -49,9 +51,9 @@ class Job:
     is_asked_after: bool = False
     is_fenced: bool = False
     """Whether its blocks were taken, so that the next step waits for it."""
-    ranks_done: frozenset[int] = frozenset()
-    ranks_failed: frozenset[int] = frozenset()
-    told_twice: frozenset[int] = frozenset()
+    ranks_done: frozenset[int] = _NO_RANKS
+    ranks_failed: frozenset[int] = _NO_RANKS
+    told_twice: frozenset[int] = _NO_RANKS
     """Ranks in the last report that had reported before, without being asked."""
     error: str = ""
     is_doubtful: bool = False
@@ -62,14 +64,15 @@ class Transfers:
     """Job id -> job, as long as a rank owes a report."""
 
     def __init__(self, tracker: RequestTracker, chunk_keys: ChunkKeys, geometry: Geometry, num_ranks: int = 1) -> None:
-        self._num_ranks = num_ranks
+        self._every_rank = frozenset(range(num_ranks))
         self._tracker = tracker
         self._chunk_keys = chunk_keys
         self._geometry = geometry
         self._jobs: dict[int, Job] = {}
         self._given_up: dict[int, Job] = {}
         self._of_ordinal: dict[int, set[int]] = {}
-        self._loading: Counter[int] = Counter()
+        self._loading: dict[int, int] = {}
+        """Slot -> loads in flight that read it."""
         self.next_job_id = 1
         self.epoch = 0
 
@@ -89,10 +92,12 @@ class Transfers:
 
     def is_reported(self, job: Job, event: e.TransferReported | None = None) -> bool:
         """Whether every rank has reported, counting `event` on top."""
+        if job.ranks_done is self._every_rank:
+            return True
         ranks = job.ranks_done | job.ranks_failed
         if event is not None:
             ranks = ranks.union(event.ranks_done, event.ranks_failed)
-        return ranks.issuperset(range(self._num_ranks))
+        return ranks >= self._every_rank
 
     def unheard(self, overdue_step: int, overdue_ns: int) -> list[Job]:
         """Jobs that were issued, or asked after, before both."""
@@ -104,6 +109,8 @@ class Transfers:
 
     def reads_blocks_of(self, ordinal: int) -> list[Job]:
         """Saves in flight out of blocks that this life of a request still has."""
+        if ordinal not in self._of_ordinal:
+            return []
         return [job for job in self.of_life(ordinal) if job.kind is JobKind.SAVE and job.is_async and not job.is_fenced]
 
     def saving(self, key: bytes) -> Job | None:
@@ -121,11 +128,16 @@ class Transfers:
 
     def is_loading(self, ordinal: int) -> bool:
         """Whether KV is still coming into that request's blocks."""
-        return any(self._jobs[job_id].kind is JobKind.LOAD for job_id in self._of_ordinal.get(ordinal, ()))
+        jobs = self._of_ordinal.get(ordinal)
+        return jobs is not None and any(self._jobs[job_id].kind is JobKind.LOAD for job_id in jobs)
 
     def is_read(self, slot: int) -> bool:
         """Whether a load in flight reads the slot."""
         return slot in self._loading
+
+    def is_any_read(self, slots: Iterable[int]) -> bool:
+        """Whether a load in flight reads one of the slots."""
+        return bool(self._loading) and not self._loading.keys().isdisjoint(slots)
 
     def folds(self) -> Mapping[type[e.Event], Callable[..., None]]:
         """Event class -> fold."""
@@ -138,7 +150,7 @@ class Transfers:
             e.LoadCompleted: self._settled,
             e.LoadFailed: self._settled,
             e.SaveCompleted: self._settled,
-            e.SaveFailed: self._settled,
+            e.SaveFailed: self._save_failed,
             e.LoadErrorsObserved: self._load_errors_observed,
             e.RequestQuarantined: self._quarantined,
             e.CacheReset: self._reset,
@@ -172,40 +184,57 @@ class Transfers:
         chunk_size = self._geometry.chunk_size
         first = event.first_token // chunk_size
         last = -(-(event.first_token + event.num_tokens) // chunk_size)
-        self._loading.update(slot for slot in event.slots if slot != NO_SLOT)
-        self._start(event, JobKind.LOAD, tuple(range(first, last)))
+        loading = self._loading
+        for slot in event.slots:
+            if slot != NO_SLOT:
+                loading[slot] = loading.get(slot, 0) + 1
+        self._start(event, JobKind.LOAD, tuple(range(first, last)), event.is_async)
 
     def _save_issued(self, event: e.SaveIssued, _sequence: int) -> None:
-        self._start(event, JobKind.SAVE, event.chunks)
+        self._start(event, JobKind.SAVE, event.chunks, event.is_async)
 
     def _tail_save_issued(self, event: e.TailSaveIssued, _sequence: int) -> None:
-        self._start(event, JobKind.SAVE, ())
+        self._start(event, JobKind.SAVE, (), is_async=False)
 
     def _start(
-        self, event: e.LoadIssued | e.SaveIssued | e.TailSaveIssued, kind: JobKind, chunks: tuple[int, ...]
+        self,
+        event: e.LoadIssued | e.SaveIssued | e.TailSaveIssued,
+        kind: JobKind,
+        chunks: tuple[int, ...],
+        is_async: bool,  # noqa: FBT001 -- made for every job, and keywords cost
     ) -> None:
-        record = self._tracker.get(event.request_id)
+        tracker, job_id = self._tracker, event.job_id
+        record = tracker.get(event.request_id)
         ordinal = -1 if record is None else record.ordinal
         keys = self._chunk_keys.of(event.request_id)
-        earlier = {c for chunk in chunks for c in self._geometry.chunks_before_in_block(chunk)} - set(chunks)
-        self._jobs[event.job_id] = Job(
-            event.job_id,
+        num_keys = len(keys)
+        earlier_keys: tuple[tuple[int, bytes], ...] = ()
+        if self._geometry.chunk_size < self._geometry.block_size:
+            earlier = {c for chunk in chunks for c in self._geometry.chunks_before_in_block(chunk)} - set(chunks)
+            earlier_keys = tuple((chunk, keys[chunk]) for chunk in sorted(earlier) if chunk < num_keys)
+        self._jobs[job_id] = Job(
+            job_id,
             kind,
             event.request_id,
             ordinal,
             event.generation,
             chunks,
-            tuple(keys[chunk] for chunk in chunks if chunk < len(keys)),
-            tuple((chunk, keys[chunk]) for chunk in sorted(earlier) if chunk < len(keys)),
+            tuple([keys[chunk] for chunk in chunks if chunk < num_keys]),
+            earlier_keys,
             event.slots,
             event.block_ids,
             self.epoch,
-            getattr(event, "is_async", False),
-            self._tracker.num_steps,
-            self._tracker.time_ns,
+            is_async,
+            tracker.num_steps,
+            tracker.time_ns,
         )
-        self._of_ordinal.setdefault(ordinal, set()).add(event.job_id)
-        self.next_job_id = max(self.next_job_id, event.job_id + 1)
+        siblings = self._of_ordinal.get(ordinal)
+        if siblings is None:
+            self._of_ordinal[ordinal] = {job_id}
+        else:
+            siblings.add(job_id)
+        if job_id >= self.next_job_id:
+            self.next_job_id = job_id + 1
 
     def _awaited(self, event: e.TransferAwaited, _sequence: int) -> None:
         job = self._jobs.get(event.job_id)
@@ -222,27 +251,48 @@ class Transfers:
                 del self._given_up[event.job_id]
         if job is not None:
             # The first word of a rank counts; what it says later about the same job changes nothing.
-            known = job.ranks_done | job.ranks_failed
-            told = frozenset((*event.ranks_done, *event.ranks_failed))
-            job.told_twice = frozenset() if event.is_repeated else known & told
-            owing = frozenset(range(self._num_ranks)) - known
-            job.ranks_done |= owing.intersection(event.ranks_done)
-            job.ranks_failed |= owing.intersection(event.ranks_failed) - job.ranks_done
+            if job.ranks_done is _NO_RANKS and job.ranks_failed is _NO_RANKS and not event.ranks_failed:
+                done = self._every_rank.intersection(event.ranks_done)
+                job.ranks_done = self._every_rank if done == self._every_rank else done
+                job.told_twice = _NO_RANKS
+            else:
+                self._told_more(job, event)
             job.error = job.error or event.error
+
+    def _told_more(self, job: Job, event: e.TransferReported) -> None:
+        known = job.ranks_done | job.ranks_failed
+        told = frozenset((*event.ranks_done, *event.ranks_failed))
+        job.told_twice = _NO_RANKS if event.is_repeated else known & told
+        owing = self._every_rank - known
+        job.ranks_done |= owing.intersection(event.ranks_done)
+        job.ranks_failed |= owing.intersection(event.ranks_failed) - job.ranks_done
 
     def _settled(self, event: e.LoadCompleted | e.LoadFailed | e.SaveCompleted | e.SaveFailed, _sequence: int) -> None:
         job = self._jobs.pop(event.job_id, None)
         if job is None:
             return
-        if isinstance(event, e.SaveFailed) and not event.quiet:
-            self._given_up[job.job_id] = job
         siblings = self._of_ordinal.get(job.ordinal)
         if siblings is not None:
             siblings.discard(job.job_id)
             if not siblings:
                 del self._of_ordinal[job.ordinal]
         if job.kind is JobKind.LOAD:
-            self._loading -= Counter(job.slots)
+            self._read_no_more(job.slots)
+
+    def _save_failed(self, event: e.SaveFailed, sequence: int) -> None:
+        job = self._jobs.get(event.job_id)
+        if job is not None and not event.quiet:
+            self._given_up[job.job_id] = job
+        self._settled(event, sequence)
+
+    def _read_no_more(self, slots: tuple[int, ...]) -> None:
+        loading = self._loading
+        for slot in slots:
+            left = loading.get(slot, 0) - 1
+            if left > 0:
+                loading[slot] = left
+            else:
+                loading.pop(slot, None)
 
     def _load_errors_observed(self, event: e.LoadErrorsObserved, _sequence: int) -> None:
         # Another connector's load may fail in the very step that saves what it should have brought. Whoever saved one

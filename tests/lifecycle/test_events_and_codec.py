@@ -138,7 +138,7 @@ def test_an_event_holds_plain_values_and_cannot_be_changed(event_class: type[e.E
     values = {name: example_of(annotation, 3) for name, annotation in annotations.items()}
     event = event_class(**values)
     assert event == event_class(**values)
-    with pytest.raises(attrs.exceptions.FrozenInstanceError):
+    with pytest.raises(AttributeError, match="immutable"):
         setattr(event, next(iter(values)), 0)
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from lifecycle_driver import Driver
 
 from kvledger.adapters.handlers import handler_registry
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit import NOT_CHECKED
-from kvledger.lifecycle.codec import EventEncoder
+from kvledger.lifecycle.codec import EventEncoder, vocabulary_header
 from kvledger.storage.events import SegmentEventStore
 
 
@@ -309,3 +310,35 @@ def test_a_handler_that_is_none_is_wrong_usage(run: Any, log: Path, name: str) -
     result = run("verify", log, "--handlers", name)
     assert result.exit_code == 64
     assert f"--handlers: '{name}'" in result.err
+
+
+def test_events_of_a_newer_version_are_refused_or_skipped_and_counted(
+    run: Any, tools: Any, story: Driver, tmp_path: Path
+) -> None:
+    """Refused with a clear word and a remedy; with --lenient the rest is read, and what is missing is told."""
+    vocabulary = vocabulary_header()["vocabulary"]
+    assert isinstance(vocabulary, list)
+    newer = [*vocabulary, {"id": "request.priority_changed", "version": 1, "fields": ["request_id", "priority"]}]
+    store = SegmentEventStore.create(
+        tmp_path / "log", tools.header_of(story.configuration, {"vocabulary": newer, "kvledger_version": "9.9"})
+    )
+    unknown = msgspec.msgpack.encode([len(vocabulary), "chat-17-b6", 3])
+    for number, event in enumerate(story.observed):
+        encoded = EventEncoder().encode([event])
+        if number == 10:
+            store.append(b"\x92" + encoded[1:] + unknown, 2)
+        else:
+            store.append(encoded, 1)
+    store.close()
+    refused = run("verify", tmp_path / "log")
+    assert refused.exit_code == 2
+    assert "request.priority_changed version 1, this kvledger knows no version" in refused.err
+    assert "kvledger 9.9" in refused.err
+    assert "--lenient" in refused.err
+    lenient = run("verify", "--lenient", tmp_path / "log")
+    assert "were skipped: 1 request.priority_changed" in lenient.out
+    (verdict,) = run("verify", "--lenient", "--json", tmp_path / "log").objects("verdict")
+    assert verdict["num_skipped"] == {"request.priority_changed": 1}
+    assert verdict["num_events"] == len(story.observed) + 1
+    assert verdict["num_damage"] == 0
+    assert run("show", "--lenient", tmp_path / "log", "chat-17").exit_code == 0
