@@ -13,6 +13,7 @@ import attrs
 from kvledger.adapters.vllm import versions
 from kvledger.adapters.vllm.configuration import ConnectorSettings
 from kvledger.adapters.vllm.messages import messages
+from kvledger.adapters.vllm.snapshots import LogSnapshots
 from kvledger.lifecycle import ConfigurationError, HandlerRegistry, LedgerConfiguration
 from kvledger.lifecycle.codec import vocabulary_header
 from kvledger.lifecycle.machine import table_fingerprint
@@ -29,10 +30,11 @@ from kvledger.storage.events import (
 
 @attrs.frozen
 class OpenedLog:
-    """A store, and its directory where it has one."""
+    """A store, its directory where it has one, and who writes snapshots there."""
 
     store: EventStore
     directory: Path | None
+    snapshots: LogSnapshots | None = None
 
 
 def open_event_log(
@@ -73,7 +75,8 @@ def open_event_log(
     except OSError as error:
         message = f"log_dir: cannot write to {directory} ({error}); name a writable directory, or null for no files"
         raise ConfigurationError(message) from error
-    return OpenedLog(BacklogEventStore(segments, on_trouble=on_trouble), directory)
+    backlog = BacklogEventStore(segments, on_trouble=on_trouble)
+    return OpenedLog(backlog, directory, LogSnapshots(segments, handlers))
 
 
 def _retention(settings: ConnectorSettings) -> Retention | None:

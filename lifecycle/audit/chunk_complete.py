@@ -26,6 +26,11 @@ class ChunkComplete:
     def __init__(self) -> None:
         self._settled = SettledTokens()
 
+    def begin(self, projections: Projections) -> None:
+        """What was computed may have settled."""
+        tracker = projections.tracker
+        self._settled.begin({record.request_id: tracker.num_computed_tokens(record) for record in tracker})
+
     def checks(self, _configuration: LedgerConfiguration) -> Iterable[tuple[type[e.Event], Check]]:
         """By class of event."""
         return [*self._settled.folds(), (e.SaveIssued, self._save_issued), (e.TailSaveIssued, self._tail_save_issued)]

@@ -29,6 +29,16 @@ class EvictIdleOnly:
         self._loads: dict[int, tuple[int, set[bytes]]] = {}
         """Job id -> (sequence of the load, keys of the chunks whose slots it reads)."""
 
+    def begin(self, projections: Projections) -> None:
+        """Take over what was promised, and what loads in flight read."""
+        for request_id, keys in projections.chunks.promised.items():
+            self._promised[request_id] = (0, len(keys), keys[-1], frozenset(keys))
+        for job in projections.transfers:
+            if job.kind is JobKind.LOAD:
+                slots_of, read = projections.chunks.get, frozenset(job.slots) - {NO_SLOT}
+                keys_read = {key for key in job.keys if not read.isdisjoint(slots_of(key) or ())}
+                self._loads[job.job_id] = (0, keys_read)
+
     def checks(self, _configuration: LedgerConfiguration) -> Iterable[tuple[type[e.Event], Check]]:
         """By class of event."""
         return [

@@ -33,6 +33,19 @@ class GroupAgreement:
         """The same, told right before the last step."""
         self._step_sequence = 0
 
+    def begin(self, projections: Projections) -> None:
+        """A window may still see everything of which nothing was told since."""
+        self._settled.begin({record.request_id: 0 for record in projections.tracker})
+        for record in projections.tracker:
+            leaving, left = (
+                projections.blocks.left_at_end(record.request_id),
+                projections.blocks.left_since(record.request_id),
+            )
+            if leaving is not None:
+                self._leaving[record.request_id] = (leaving, 0)
+            if left is not None:
+                self._left[record.request_id] = (left, 0)
+
     def checks(self, configuration: LedgerConfiguration) -> Iterable[tuple[type[e.Event], Check]]:
         """By class of event; none where no group has a window."""
         if not any(configuration.windows):

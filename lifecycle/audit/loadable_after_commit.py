@@ -31,6 +31,11 @@ class LoadableAfterCommit:
         self._committed = CommittedChunks()
         self._tails = SavedTails()
 
+    def begin(self, projections: Projections) -> None:
+        """Take over what is committed."""
+        self._committed.begin(projections)
+        self._tails.begin(projections)
+
     def checks(self, _configuration: LedgerConfiguration) -> Iterable[tuple[type[e.Event], Check]]:
         """By class of event."""
         return [*self._committed.folds(), *self._tails.folds(), (e.LoadIssued, self._check_load)]

@@ -47,6 +47,10 @@ class LookupPure:
         self._tails = SavedTails()
         self._answered: dict[str, tuple[int, _Circumstances, tuple[int, int]]] = {}
 
+    def begin(self, projections: Projections) -> None:
+        """Take over the tails."""
+        self._tails.begin(projections)
+
     def checks(self, _configuration: LedgerConfiguration) -> Iterable[tuple[type[e.Event], Check]]:
         """By class of event."""
         return [

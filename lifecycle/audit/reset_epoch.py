@@ -11,7 +11,7 @@ from kvledger.lifecycle.audit.committed_chunks import CommittedChunks
 from kvledger.lifecycle.audit.saved_tails import SavedTails
 from kvledger.lifecycle.belief import Projections
 from kvledger.lifecycle.configuration import LedgerConfiguration
-from kvledger.lifecycle.projections.transfers import Job
+from kvledger.lifecycle.projections.transfers import Job, JobKind
 from kvledger.lifecycle.replay import Check, ReplayedEvent
 
 
@@ -32,6 +32,12 @@ class ResetEpoch:
         self._saves: dict[int, tuple[Job, int]] = {}
         self._seen: dict[str, tuple[int, int]] = {}
         """Request id -> (removals counted by the chunk index then, chunks found good): spares the polls."""
+
+    def begin(self, projections: Projections) -> None:
+        """Know the saves in flight; of resets before, nothing is known."""
+        for job in projections.transfers:
+            if job.kind is JobKind.SAVE and projections.transfers.is_current(job):
+                self._saves[job.job_id] = (job, self._committed.epoch)
 
     def checks(self, _configuration: LedgerConfiguration) -> Iterable[tuple[type[e.Event], Check]]:
         """By class of event."""

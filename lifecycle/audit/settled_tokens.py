@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.belief import Projections
@@ -19,6 +19,10 @@ class SettledTokens:
     def of(self, request_id: str) -> tuple[int, int]:
         """The count and who told it; zeros where nobody has."""
         return self._settled.get(request_id, (0, 0))
+
+    def begin(self, num_settled_tokens: Mapping[str, int]) -> None:
+        """Start in the middle of a log, where nothing tells exactly what was settled before."""
+        self._settled = {request_id: (count, 0) for request_id, count in num_settled_tokens.items()}
 
     def folds(self) -> Iterable[tuple[type[e.Event], Check]]:
         """(event class, fold), to be done as checks are; they never find anything."""

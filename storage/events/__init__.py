@@ -18,6 +18,7 @@ from kvledger.storage.events.recovery import RecoveryReport
 from kvledger.storage.events.retention import Retention, retire, retire_logs
 from kvledger.storage.events.retirement import Retirement
 from kvledger.storage.events.segments import SegmentEventStore
+from kvledger.storage.events.snapshots import Snapshot, find_snapshot, load_snapshot, write_snapshot
 
 __all__ = [
     "AppendConflict",
@@ -38,7 +39,11 @@ __all__ = [
     "Retention",
     "Retirement",
     "SegmentEventStore",
+    "Snapshot",
+    "find_snapshot",
+    "load_snapshot",
     "read_log",
     "retire",
     "retire_logs",
+    "write_snapshot",
 ]

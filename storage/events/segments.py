@@ -92,6 +92,7 @@ class SegmentEventStore:
         self._rollback_pending = False
         self._unused_segment: Path | None = None
         in_use = read_header(end.segment)
+        self._segment = end.segment
         self._first_frame_offset, self._segment_number = in_use.num_bytes, in_use.segment_number
         self._descriptor = os.open(end.segment, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
         # One attribute, so that one assignment commits an append: offset, next sequence, hash to chain from, head hash.
@@ -181,6 +182,11 @@ class SegmentEventStore:
     def next_sequence(self) -> int:
         """The sequence number that the next appended event gets."""
         return self._end[1]
+
+    @property
+    def segment(self) -> Path:
+        """The segment in use; the same object as long as it is."""
+        return self._segment
 
     @property
     def head_hash(self) -> bytes:
@@ -292,6 +298,7 @@ class SegmentEventStore:
         if self._sync is not None:
             self._sync.switch(descriptor)
         left, self._descriptor = self._descriptor, descriptor
+        self._segment = segment
         self._first_frame_offset, self._segment_number = len(block), number
         offset = len(block)
         self._end = (offset, next_sequence, decode_header(block, segment.name).chain_hash, head_hash)
