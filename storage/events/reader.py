@@ -99,6 +99,12 @@ class LogReader:
         for stray in self._misplaced.strays:
             self._report_left_out(stray)
 
+    @property
+    def first_sequence(self) -> int | None:
+        """The sequence number with which the first segment there is begins; None where nothing tells."""
+        first = self._order.beginning_at(1)
+        return None if first is None else first.first_sequence
+
     # --- segments ----------------------------------------------------------------------------------------------------
 
     def _report_foreign_segments(self) -> None:

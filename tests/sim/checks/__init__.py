@@ -16,6 +16,7 @@ from sim.checks.outputs import check_outputs
 from sim.checks.pages import check_pages
 from sim.checks.replay import check_replay
 from sim.checks.rules import check_rules
+from sim.checks.snapshots import check_snapshots
 
 if TYPE_CHECKING:
     from sim.world import World
@@ -29,4 +30,5 @@ CHECKS: tuple[Callable[[World], None], ...] = (
     check_replay,
     check_audit,
     check_accounting,
+    check_snapshots,
 )
