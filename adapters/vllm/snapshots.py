@@ -35,5 +35,5 @@ class LogSnapshots:
                 state=capture(ledger.projections),
             )
             write_snapshot(segment, snapshot)
-        except OSError as error:
+        except Exception as error:  # noqa: BLE001 -- nothing depends on a snapshot, least of all the engine
             messages.warning("a snapshot could not be written; the log is not affected", error=str(error))
