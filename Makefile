@@ -13,7 +13,7 @@ SEEDS ?= 200
 REQUESTS ?= 20000
 KILLS ?= 5000
 
-.PHONY: help demo setup test check format sim soak stress torture bench docs lock clean distclean
+.PHONY: help demo setup test check format sim mutants soak stress torture bench docs lock clean distclean
 
 help: ## list the targets
 	@echo "kvledger: make TARGET"
@@ -26,6 +26,8 @@ setup: ## create .venv from the lock and install kvledger in it
 	@requirements/install.sh
 
 test: setup ## run the whole test suite (ARGS="-k name" passes options to pytest)
+	@requirements/browser.sh
+	@requirements/nats-server.sh
 	$(python) -m pytest -n $(WORKERS) --dist loadgroup $(ARGS)
 
 check: setup ## lint, formatting, types, import contracts
@@ -40,6 +42,9 @@ format: setup ## apply the formatter and the fixes that are safe
 
 sim: setup ## simulate: SEEDS=1000 worlds, or SEED=17 alone with its transcript; ARGS=--compare: other connectors, too
 	$(python) tests/sim/run.py $(if $(SEED),--seed $(SEED),--seeds $(SEEDS)) $(ARGS)
+
+mutants: setup ## switch historical mistakes on: SEEDS=200 of each, RULE=NAME, SEED=17 with its transcript; ARGS=--healthy: none
+	$(python) tests/mutants/run.py $(if $(RULE),--rule $(RULE)) $(if $(SEED),--seed $(SEED),--seeds $(SEEDS)) $(ARGS)
 
 soak: setup ## serve REQUESTS=20000 short requests through one engine, and look at what is left
 	$(python) tests/sim/soak.py --requests $(REQUESTS)

@@ -1,4 +1,4 @@
-"""Writes the pages of docs/ that are made from the source: states, events, configuration, invariants.
+"""Writes the pages of docs/ that are made from the source: states, events, configuration, invariants, mutants.
 
     python docs/generate.py            write them
     python docs/generate.py --check    write nothing; exit code 1, and the names, where a page is not what it would be
@@ -234,8 +234,6 @@ def configuration_page() -> list[str]:
 # --- invariants ------------------------------------------------------------------------------------------------------
 
 LIVE_ONLY = {
-    "TABLE_EQ": "the block table that the log folds to is the scheduler's own.",
-    "LIVENESS": "every copy is reported; one that nobody speaks of is asked after, and given up if that does not help.",
     "HANDLER_RAISED": "a state handler does not raise.",
 }
 """What the rules demand that no checker states."""
@@ -285,6 +283,68 @@ def invariants_page() -> list[str]:
     return lines
 
 
+# --- mutants ---------------------------------------------------------------------------------------------------------
+
+MEASURED = REPOSITORY / "tests" / "mutants" / "measured.json"
+
+
+def mutants_page() -> list[str]:
+    """Every historical mistake that is made again in the tests, which rule names it, and how soon."""
+    measured = json.loads(MEASURED.read_text())
+    lines = heading("Incidents as tests", "tests/mutants/measured.json, which `make mutants ARGS=--write` measures,")
+    lines += prose(
+        """
+        A mutant is the connector with one mistake that a KV connector has made, made again. It is driven by vLLM's real
+        scheduler with a simulated worker (`tests/sim/`), or by a random walk of the pure core where that reaches the
+        mistake sooner or alone: several ranks, a session's next turns, allocations that take up less than was answered.
+        The log that it leaves is read by the audit of `kvledger verify`, with the mistake switched off again.
+
+        The rule in the first column is named at the first event that breaks any rule, and no other rule speaks of that
+        event. *Events* are counted from the first moment at which the mistake made a difference, in what was written or
+        only in what the connector believed, to the violation, both included. *Named* is how many of the seeds in which
+        it made a difference were named before the log ended; the others ended before it cost anybody anything.
+
+            make mutants SEEDS=100                        every mutant, on 100 seeds each
+            make mutants RULE=HIT_PINNED SEED=3           one log, marked where it was touched and where it was named
+            make mutants SEEDS=100 ARGS="--json --write"  one object a mutant, and the figures of this page again
+            make mutants SEEDS=10000 ARGS=--healthy       no mistake: every checker must be silent
+
+        ## Mistakes
+        """
+    )
+    order = list(ALL_CHECKERS)
+    lines += rows(
+        ["rule", "mistake", "incidents", "driven by", "events, median", "most", "named", "seeds"],
+        [
+            [
+                f"`{entry['rule']}`",
+                entry["sentence"],
+                ", ".join(entry["incidents"]),
+                entry["driven_by"],
+                f"{entry['median_events']:g}",
+                str(entry["max_events"]),
+                f"{entry['num_named']} of {entry['num_touched']}",
+                str(entry["num_seeds"]),
+            ]
+            for entry in sorted(measured["mutants"], key=lambda entry: order.index(entry["rule"]))
+        ],
+    )
+    lines += prose(
+        """
+        ## No mistake
+
+        Seeds of the connector as it is, with whatever faults they switch on: failing copies, lost, late and doubled
+        reports, aborts, resets, full disks, restarts.
+        """
+    )
+    figures = ("num_seeds", "num_logs", "num_events", "num_rules", "num_alarms")
+    lines += rows(
+        ["driven by", "seeds", "logs", "events", "rules", "false alarms"],
+        [[entry["healthy"], *(f"{entry[figure]:,d}" for figure in figures)] for entry in measured["healthy"]],
+    )
+    return lines
+
+
 # --- writing ---------------------------------------------------------------------------------------------------------
 
 PAGES: dict[str, Callable[[], list[str]]] = {
@@ -292,6 +352,7 @@ PAGES: dict[str, Callable[[], list[str]]] = {
     "events.md": events_page,
     "configuration.md": configuration_page,
     "invariants.md": invariants_page,
+    "mutants.md": mutants_page,
 }
 
 

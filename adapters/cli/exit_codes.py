@@ -16,6 +16,10 @@ class ExitCode(enum.IntEnum):
     DIVERGED = 3
     """Today's code decides otherwise than the log, or cannot fold it."""
     USAGE = 64
+    TRY_AGAIN = 75
+    """A stream's server cannot be reached or has no room, or not everything is shipped: the same command later."""
+    REFUSED = 77
+    """A stream's server refused the credentials or the request, or its certificate was refused."""
     INTERRUPTED = 130
     BROKEN_PIPE = 141
 

@@ -17,10 +17,11 @@ from typing import NoReturn
 
 import attrs
 
-from kvledger.adapters.cli import replay, retire, selection, show, verify
+from kvledger.adapters.cli import export, replay, repro, retire, selection, ship, show, stats, verify, why
 from kvledger.adapters.cli.exit_codes import CommandFailed, ExitCode
 from kvledger.adapters.cli.output import Output
 from kvledger.adapters.cli.sources import find_logs
+from kvledger.adapters.cli.streams import StreamUrl, keep_mirrored, log_argument
 
 _EXIT_CODES = "exit codes: 0 sound, 1 rule broken, 2 damaged or unreadable, 3 diverged, 64 wrong usage"
 
@@ -34,14 +35,21 @@ class Command:
     """Adds the command's own arguments, in the order of its usage line."""
     run: Callable[[argparse.Namespace, Output], ExitCode]
     """Does it. `arguments.logs` are the logs that were found, in the order in which they were opened."""
+    is_reading: bool = True
+    """Whether it takes a LOG to read, and the options for that."""
 
 
 COMMANDS: Mapping[str, Command] = MappingProxyType(
     {
         "verify": Command(verify.HELP, verify.configure, verify.run),
         "show": Command(show.HELP, show.configure, show.run),
+        "why": Command(why.HELP, why.configure, why.run),
+        "stats": Command(stats.HELP, stats.configure, stats.run),
         "replay": Command(replay.HELP, replay.configure, replay.run),
-        "retire": Command(retire.HELP, retire.configure, retire.run),
+        "export": Command(export.HELP, export.configure, export.run),
+        "ship": Command(ship.HELP, ship.configure, ship.run, is_reading=False),
+        "repro": Command(repro.HELP, repro.configure, repro.run),
+        "retire": Command(retire.HELP, retire.configure, retire.run, is_reading=False),
     }
 )
 """By name, in the order of the help text."""
@@ -62,18 +70,24 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--json", action="store_true", help="print one JSON object a line")
     common = _Parser(add_help=False)
     common.add_argument(
-        "log", metavar="LOG", type=Path, help="a log directory, one *.kvlog file, or a directory of logs (all of them)"
+        "log",
+        metavar="LOG",
+        type=log_argument,
+        help="a log directory, one *.kvlog file, a directory of logs (all of them), or nats://host/STREAM[/LOG_ID]",
     )
-    options = _Parser(add_help=False)
+    json = _Parser(add_help=False)
     # Without a default here: it would overwrite a --json given before the command.
-    options.add_argument("--json", action="store_true", default=argparse.SUPPRESS, help="print one JSON object a line")
+    json.add_argument("--json", action="store_true", default=argparse.SUPPRESS, help="print one JSON object a line")
+    options = _Parser(add_help=False, parents=[json])
     options.add_argument("--newest", action="store_true", help="of a directory of logs, read only the newest")
+    options.add_argument("--mirror", metavar="DIR", type=Path, help="where the files of a stream's logs are kept")
     selection.add_options(options)
     commands = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=_Parser)
     for name, command in COMMANDS.items():
-        of_command = commands.add_parser(name, parents=[common, options], epilog=_EXIT_CODES, help=command.help)
+        parents = [common, options] if command.is_reading else [json]
+        of_command = commands.add_parser(name, parents=parents, epilog=_EXIT_CODES, help=command.help)
         command.configure(of_command)
-        of_command.set_defaults(run=command.run)
+        of_command.set_defaults(run=command.run, is_reading=command.is_reading)
     return parser
 
 
@@ -81,7 +95,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     try:
         arguments = build_parser().parse_args(argv)
-        arguments.logs = _logs(arguments)
+        arguments.logs = _logs(arguments) if arguments.is_reading else []
         exit_code = int(arguments.run(arguments, Output(is_json=arguments.json)))
         sys.stdout.flush()
     except SystemExit as exit_:  # argparse, after --help, --version or wrong usage
@@ -99,7 +113,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _logs(arguments: argparse.Namespace) -> list[Path]:
-    logs = find_logs(arguments.log)
+    logs = find_logs(arguments.log, arguments.mirror, newest=arguments.newest)
+    if isinstance(arguments.log, StreamUrl) and getattr(arguments, "follow", False):
+        keep_mirrored(arguments.log, arguments.mirror, newest=arguments.newest)
     if arguments.newest and len(logs) > 1:
         sys.stderr.write(f"kvledger: reading {logs[-1]}, the newest of {len(logs)} logs in {arguments.log}\n")
         return logs[-1:]

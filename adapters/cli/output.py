@@ -108,7 +108,7 @@ def plain(value: object) -> object:
         return [plain(item) for item in value]
     if isinstance(value, Mapping):
         return {str(key): plain(item) for key, item in value.items()}
-    return plain(_fields(value)) if attrs.has(type(value)) else value
+    return plain(fields_of(value)) if attrs.has(type(value)) else value
 
 
 def event_fields(event: Event | None) -> dict[str, object] | None:
@@ -121,11 +121,12 @@ def event_fields(event: Event | None) -> dict[str, object] | None:
 
 def event_text(event: Event) -> str:
     """An event in one line for people."""
-    fields = ", ".join(f"{name}={_short(value)}" for name, value in _fields(event).items())
+    fields = ", ".join(f"{name}={_short(value)}" for name, value in fields_of(event).items())
     return f"{event.id}  {fields}"
 
 
-def _fields(instance: object) -> dict[str, object]:
+def fields_of(instance: object) -> dict[str, object]:
+    """The fields of an event, as they are."""
     return attrs.asdict(cast("attrs.AttrsInstance", instance), recurse=False)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 from kvledger.adapters.cli.difference import compare
 from kvledger.adapters.cli.exit_codes import CommandFailed, ExitCode
@@ -13,6 +12,7 @@ from kvledger.adapters.cli.output import Output, event_fields
 from kvledger.adapters.cli.selection import add_handlers, chosen_handlers, event_number
 from kvledger.adapters.cli.sources import find_logs, one_of
 from kvledger.adapters.cli.state import show_state
+from kvledger.adapters.cli.streams import log_argument
 from kvledger.lifecycle.audit import Audit
 from kvledger.lifecycle.machine import ReferenceMachine
 
@@ -23,7 +23,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """What only this command has."""
     parser.add_argument("--at", metavar="EVENT", type=event_number, help="stop after this event; default: the last")
     parser.add_argument(
-        "--diff", metavar="OTHER", type=Path, help="find the first event in which another log differs, times left out"
+        "--diff",
+        metavar="OTHER",
+        type=log_argument,
+        help="find the first event in which another log differs, times left out",
     )
     add_handlers(parser)
     parser.add_argument("--exact", action="store_true", help="with --diff: times differ, too")
@@ -35,7 +38,7 @@ def run(arguments: argparse.Namespace, output: Output) -> ExitCode:
         raise CommandFailed("--exact says how to compare: give the other log with --diff", ExitCode.USAGE)
     log, window = selected_one(arguments, output)
     if arguments.diff is not None:
-        other = one_of(find_logs(arguments.diff), arguments.diff)
+        other = one_of(find_logs(arguments.diff, arguments.mirror), arguments.diff)
         return compare(log, open_log(other, lenient=arguments.lenient), window, output, exact=arguments.exact)
     at = arguments.at if arguments.at is not None else window.last_sequence
     handlers = chosen_handlers(arguments)

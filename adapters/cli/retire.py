@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Sequence
 from pathlib import Path
 
 import attrs
@@ -17,6 +16,7 @@ from kvledger.adapters.cli.exit_codes import CommandFailed, ExitCode
 from kvledger.adapters.cli.output import Output
 from kvledger.adapters.cli.words import plural, size
 from kvledger.storage.events import LogError, Retirement, retire, retire_logs
+from kvledger.storage.events.segment_file import segment_paths
 
 HELP = "delete the oldest segments of logs that are at rest"
 
@@ -41,7 +41,8 @@ def seconds(text: str) -> float:
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """What only this command has."""
+    """Its arguments."""
+    parser.add_argument("log", metavar="LOG", type=Path, help="a log directory, or a directory of logs (all of them)")
     parser.add_argument("--max-bytes", metavar="SIZE", type=num_bytes, help="what may stay, such as 2GiB")
     parser.add_argument("--max-age", metavar="AGE", type=seconds, help="how long ago a segment may be written, as 30d")
     parser.add_argument("--dry-run", action="store_true", help="say what would be retired, and delete nothing")
@@ -52,7 +53,7 @@ def run(arguments: argparse.Namespace, output: Output) -> ExitCode:
     if arguments.max_bytes is None and arguments.max_age is None:
         raise CommandFailed("give --max-bytes, --max-age or both; without a limit everything stays", ExitCode.USAGE)
     try:
-        retired = _retire(arguments.log, arguments.logs, arguments)
+        retired = _retire(arguments.log, arguments)
     except (LogError, OSError) as error:
         raise CommandFailed(f"{arguments.log}: {error}", ExitCode.DAMAGED) from error
     if output.is_json:
@@ -68,9 +69,9 @@ def run(arguments: argparse.Namespace, output: Output) -> ExitCode:
     return ExitCode.SOUND
 
 
-def _retire(asked: Path, logs: Sequence[Path], arguments: argparse.Namespace) -> list[Retirement]:
-    if not asked.is_dir():
-        raise CommandFailed(f"{asked}: give a log directory, or a directory of logs", ExitCode.USAGE)
-    max_bytes, max_age_seconds, dry_run = arguments.max_bytes, arguments.max_age, arguments.dry_run
-    retire_in = retire if list(logs) == [asked] else retire_logs
-    return retire_in(asked, max_bytes=max_bytes, max_age_seconds=max_age_seconds, dry_run=dry_run)
+def _retire(log: Path, arguments: argparse.Namespace) -> list[Retirement]:
+    is_log = log.is_dir() and bool(segment_paths(log))
+    if not is_log and not any(segment_paths(child) for child in log.glob("*/")):
+        raise CommandFailed(f"{log}: give a log directory, or a directory of logs", ExitCode.USAGE)
+    limits = {"max_bytes": arguments.max_bytes, "max_age_seconds": arguments.max_age}
+    return (retire if is_log else retire_logs)(log, **limits, dry_run=arguments.dry_run)

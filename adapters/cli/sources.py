@@ -1,4 +1,4 @@
-"""From the LOG argument to the logs it means: one log, one segment of it, or all logs of a directory.
+"""From the LOG argument to the logs it means: one log, one segment of it, all logs of a directory or of a stream.
 
 Every engine start writes a log directory of its own below `log_dir`, so a directory of logs is what an operator has.
 """
@@ -9,18 +9,24 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kvledger.adapters.cli.exit_codes import CommandFailed, ExitCode
+from kvledger.adapters.cli.streams import StreamUrl, mirrored_logs
 from kvledger.storage.events import LogError, read_log
 from kvledger.storage.events.segment_file import segment_paths
 
 _MAX_NAMED = 10
 
 
-def find_logs(path: Path) -> list[Path]:
+def find_logs(path: Path | StreamUrl, mirror: Path | None = None, *, newest: bool = False) -> list[Path]:
     """The logs that `path` means, in the order in which they were opened: itself, or those in the directory.
+
+    The URL of a stream means its logs, of which a mirror is made first (in the directory `mirror`); with `newest` only
+    of the newest, since that takes time.
 
     Raises:
         CommandFailed: there is none.
     """
+    if isinstance(path, StreamUrl):
+        return sorted(mirrored_logs(path, mirror, newest=newest), key=lambda log: (_opened_at(log), log.name))
     if not path.exists():
         raise CommandFailed(f"{path}: there is nothing; give a log directory or a *.kvlog file", ExitCode.USAGE)
     if not path.is_dir() or segment_paths(path):
@@ -32,7 +38,7 @@ def find_logs(path: Path) -> list[Path]:
     return sorted(logs, key=lambda log: (_opened_at(log), log.name))
 
 
-def one_of(logs: Sequence[Path], asked: Path) -> Path:
+def one_of(logs: Sequence[Path], asked: Path | StreamUrl) -> Path:
     """The only log that `asked` means, for commands that compare or continue something.
 
     Raises:

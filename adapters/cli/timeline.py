@@ -79,7 +79,7 @@ class _Moment:
     decisions: list[SequencedEvent] = attrs.field(factory=list)
 
 
-class _Known:
+class Known:
     """The projections that a life is told from: each makes a request's part from that request's own events alone.
 
     So what happened before the request arrived may be left out; the host pool, which everybody shares, is not here.
@@ -104,11 +104,12 @@ class _Known:
 class Timeline:
     """Folds a log and keeps the groups of one request id, through all its lives."""
 
-    def __init__(self, configuration: LedgerConfiguration, request_id: str) -> None:
+    def __init__(self, configuration: LedgerConfiguration, request_id: str, known: Known | None = None) -> None:
+        """`known` is what several timelines share; then each looks at an event before it is folded there."""
         self.request_id = request_id
         self.groups: list[Group] = []
         self._num_ranks = configuration.num_ranks
-        self._known = _Known(configuration)
+        self._known = known or Known(configuration)
         self._tracker = self._known.tracker
         self._moment: _Moment | None = None
         self._jobs: dict[int, e.LoadIssued | e.SaveIssued | e.TailSaveIssued] = {}
@@ -118,6 +119,11 @@ class Timeline:
 
     def take(self, sequence: int, event: e.Event) -> None:
         """Take up the next event of the log."""
+        self.look(sequence, event)
+        self._known.fold(event, sequence)
+
+    def look(self, sequence: int, event: e.Event) -> None:
+        """The same where somebody else folds what is known, right after this."""
         if not event.is_decision:
             self._close()
             record = self._tracker.get(self.request_id)
@@ -129,7 +135,6 @@ class Timeline:
                 self._jobs[event.job_id] = event
             if isinstance(event, e.LoadIssued):
                 self._from_tail[event.job_id] = self._num_tokens_from_tail(event)
-        self._known.fold(event, sequence)
 
     def lose(self, first_sequence: int, last_sequence: int) -> None:
         """Say that events are missing here."""

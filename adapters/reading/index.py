@@ -20,11 +20,13 @@ import msgspec
 from kvledger.adapters.cli.logs import Batch, LogDamage, StoredLog
 from kvledger.adapters.cli.output import Output
 from kvledger.adapters.cli.requests import Requests, RequestSummary
+from kvledger.adapters.reading.story_codec import decode_story, encode_story
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.belief import Projections
 from kvledger.lifecycle.projections.totals import Figures
+from kvledger.lifecycle.reasons import Accounts, Story
 
-INDEX_FORMAT = 1
+INDEX_FORMAT = 2
 """Grows with every change of what is in an index; another one is built anew."""
 
 INDEX_FROM_BYTES = 32 << 20
@@ -37,6 +39,8 @@ CREATE TABLE places (first_sequence INTEGER PRIMARY KEY, time_ns INTEGER NOT NUL
 CREATE TABLE lives (ordinal INTEGER PRIMARY KEY, request_id TEXT NOT NULL, first_sequence INTEGER NOT NULL,
                     last_sequence INTEGER NOT NULL, summary BLOB NOT NULL);
 CREATE INDEX lives_by_id ON lives (request_id);
+CREATE TABLE stories (request_id TEXT NOT NULL, story BLOB NOT NULL);
+CREATE INDEX stories_by_id ON stories (request_id);
 """
 
 
@@ -117,6 +121,16 @@ class LogIndex:
         )
         return [Span(*row) for row in rows]
 
+    def request_of(self, ordinal: int) -> str:
+        """The id of the life with that ordinal, empty where it is not known."""
+        row = self._connection.execute("SELECT request_id FROM lives WHERE ordinal = ?", (ordinal,)).fetchone()
+        return "" if row is None else str(row[0])
+
+    def stories(self, request_id: str) -> list[Story]:
+        """The stories of an id's lives, in the order in which they ended."""
+        rows = self._connection.execute("SELECT story FROM stories WHERE request_id = ? ORDER BY rowid", (request_id,))
+        return [decode_story(story) for (story,) in rows]
+
     def events_between(self, first_sequence: int, last_sequence: int) -> Iterator[tuple[int, e.Event]]:
         """Every event from `first_sequence` to `last_sequence`, read from the log at once from there."""
         for batch in self._batches_from("first_sequence", first_sequence):
@@ -163,6 +177,8 @@ class _Builder:
         self._num_batches = 0
         self._time_ns = 0
         self._is_foldable = True
+        self._accounts = Accounts(log.configuration, on_end=self._write_story, keeps_stories=True)
+        self._last_sequence = 0
 
     def build(self) -> Contents:
         """Read everything."""
@@ -179,6 +195,8 @@ class _Builder:
         self._requests.finish(self._projections)
         for life in self._lives.values():
             self._write(life)
+        for story in self._accounts.stories:
+            self._write_story(story)
         return Contents(
             INDEX_FORMAT,
             _log_id(log),
@@ -204,6 +222,10 @@ class _Builder:
             self._lives[event.request_id] = _Life(self._requests.summaries.pop(), sequence, sequence)
         else:
             self._note(sequence, event)
+        if sequence != self._last_sequence + 1:
+            self._accounts.lose()
+        self._last_sequence = sequence
+        self._accounts.take(sequence, event)
         if self._is_foldable and sequence <= self._log.trusted_sequence:
             try:
                 self._projections.fold(event, sequence)
@@ -224,6 +246,9 @@ class _Builder:
             self._job_owners.pop(event.job_id, None)
         elif isinstance(event, e.RequestReleased):
             self._write(self._lives.pop(event.request_id))
+
+    def _write_story(self, story: Story) -> None:
+        self._connection.execute("INSERT INTO stories VALUES (?, ?)", (story.request_id, encode_story(story)))
 
     def _write(self, life: _Life) -> None:
         summary = life.summary

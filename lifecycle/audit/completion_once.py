@@ -1,4 +1,4 @@
-"""COMPLETION_ONCE: each rank reports a job once, and a job is settled once, when all have reported."""
+"""COMPLETION_ONCE: each rank reports a job once, and a job is settled once."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from kvledger.lifecycle.projections.transfers import JobKind
 from kvledger.lifecycle.replay import Check, ReplayedEvent
 
 _NO_RANKS: frozenset[int] = frozenset()
+_OF_LOADS = (e.LoadCompleted, e.LoadFailed)
 _Settled = e.LoadCompleted | e.LoadFailed | e.SaveCompleted | e.SaveFailed
 
 
@@ -29,8 +30,9 @@ class CompletionOnce:
     """Every job is issued once, reported at most once by each rank, and settled once.
 
     Verifies: reports and settlements are of jobs in flight and of their kind; each rank that reports exists and reports
-    once, unless it was asked to tell again; a job counts as completed only when every rank has done it and none failed.
-    Does not verify: jobs that are never settled (LIVENESS is guarded while it happens).
+    once, unless it was asked to tell again.
+    Does not verify: whether a job may be settled yet, and as what (RANK_AGREEMENT); jobs that are never settled
+    (LIVENESS).
     """
 
     rule: ClassVar[str] = "COMPLETION_ONCE"
@@ -116,12 +118,7 @@ class CompletionOnce:
 
     def _settled(self, event: _Settled, step: ReplayedEvent, projections: Projections) -> Iterator[Violation] | None:
         count = self._in_flight.pop(event.job_id, None)
-        if (
-            count is not None
-            and type(event) is (e.LoadCompleted if count.is_load else e.SaveCompleted)
-            and not count.failed
-            and len(count.done) >= len(self._every_rank)
-        ):
+        if count is not None and count.is_load is (type(event) in _OF_LOADS):
             return None
         return self._check_settlement(event, count, step, projections)
 
@@ -131,15 +128,6 @@ class CompletionOnce:
         if count is None:
             detail = f"{event.id} for job {event.job_id}, which is not in flight"
             yield violation(self.rule, step, projections, detail, event.cause)
-            return
-        if count.is_load is not isinstance(event, e.LoadCompleted | e.LoadFailed):
+        else:
             detail = f"{event.id} for job {event.job_id}, which is a {'load' if count.is_load else 'save'}"
-            yield violation(self.rule, step, projections, detail, count.sequence, event.cause)
-        num_ranks = projections.configuration.num_ranks
-        completed = isinstance(event, e.LoadCompleted | e.SaveCompleted)
-        if completed and (count.failed or len(count.done) < num_ranks):
-            detail = (
-                f"{event.id} for job {event.job_id}, which {len(count.done)} of {num_ranks} ranks did "
-                f"and {len(count.failed)} failed to do"
-            )
             yield violation(self.rule, step, projections, detail, count.sequence, event.cause)

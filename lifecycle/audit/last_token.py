@@ -15,8 +15,8 @@ from kvledger.lifecycle.replay import Check, ReplayedEvent
 class LastToken:
     """Loaded and locally cached tokens together are at most `num_tokens - 1`.
 
-    Verifies: this for every load against the tokens known then, and for the first step after an allocation: at
-    least one token is left to compute.
+    Verifies: this for every answer that takes a hit of all known tokens as it is, for every load against the tokens
+    known then, and for the first step after an allocation: at least one token is left to compute.
     Does not verify: that the engine computed it.
     """
 
@@ -30,6 +30,7 @@ class LastToken:
         """By class of event."""
         return [
             (e.StepScheduled, self._step_scheduled),
+            (e.LookupAnswered, self._answered),
             (e.BlocksAllocated, self._allocated),
             (e.LoadIssued, self._load_issued),
             (e.RequestArrived, self._forget),
@@ -41,6 +42,14 @@ class LastToken:
         self, event: e.StepScheduled, step: ReplayedEvent, projections: Projections
     ) -> Iterator[Violation] | None:
         return self._check_step(event, step, projections) if self._admitted else None
+
+    def _answered(
+        self, event: e.LookupAnswered, step: ReplayedEvent, projections: Projections
+    ) -> list[Violation] | None:
+        if not event.num_computed_tokens + event.num_external_tokens == event.num_tokens <= event.num_hit_tokens:
+            return None
+        detail = f"all of the {event.num_tokens} tokens are answered, the last one must be computed"
+        return [violation(self.rule, step, projections, detail, event.cause)]
 
     def _allocated(self, _event: e.BlocksAllocated, step: ReplayedEvent, projections: Projections) -> None:
         if step.record is None:

@@ -36,8 +36,9 @@ class LookupPure:
     Verifies: answer = max(0, min(usable part of the recorded hit, num_tokens - 1) - num_computed_tokens), and 0
     for a local hit that ends inside a block; the answer repeats the question; two lookups of a request between
     which nothing it depends on changed give the same hit and the same answer.
-    Does not verify: whether the recorded hit is there (RESET_EPOCH and LOADABLE_AFTER_COMMIT see what is promised
-    and not there; deciding again sees every other difference).
+    Does not verify: whether the last token is left to compute (LAST_TOKEN), nor whether the recorded hit is there
+    (RESET_EPOCH and LOADABLE_AFTER_COMMIT see what is promised and not there; deciding again sees every other
+    difference).
     """
 
     rule: ClassVar[str] = "LOOKUP_PURE"
@@ -94,7 +95,9 @@ class LookupPure:
             expected = 0
         # Where groups see only a window, a load may have to end earlier; GROUP_AGREEMENT looks at where.
         is_less = projections.geometry.windows.forget and 0 <= event.num_external_tokens < expected
-        if event.num_external_tokens != expected and not is_less:
+        # A hit of every known token that is answered as it is leaves nothing to compute: LAST_TOKEN says so.
+        is_whole = usable >= event.num_tokens == event.num_computed_tokens + event.num_external_tokens
+        if event.num_external_tokens != expected and not is_less and not is_whole:
             detail = (
                 f"answered {event.num_external_tokens}, but a usable hit of {usable} of {event.num_tokens} tokens "
                 f"with {event.num_computed_tokens} computed gives {expected}"

@@ -14,8 +14,8 @@ from kvledger.lifecycle.replay import ReplayedEvent
 class Recorded:
     """Every `invariant.violated` and `hook.failed` of the log counts as a broken rule.
 
-    Verifies: nothing by itself; the detail begins with the rule that was guarded live, some of which (TABLE_EQ,
-    LIVENESS, HANDLER_RAISED) no other checker can decide from the log alone.
+    Verifies: nothing by itself; the detail begins with the rule that was guarded live, one of which (HANDLER_RAISED)
+    no other checker can decide from the log alone.
     Does not verify: whether the live guard was right; that is what deciding again is for.
     """
 

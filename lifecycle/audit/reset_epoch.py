@@ -13,13 +13,15 @@ from kvledger.lifecycle.belief import Projections
 from kvledger.lifecycle.configuration import LedgerConfiguration
 from kvledger.lifecycle.projections.transfers import Job, JobKind
 from kvledger.lifecycle.replay import Check, ReplayedEvent
+from kvledger.lifecycle.states import RequestState
 
 
 class ResetEpoch:
     """After a reset the cache is empty, and only saves issued since then fill it.
 
     Verifies: no chunk and no tail survives a reset; a save issued before a reset and completed after it commits
-    nothing; every chunk of an answered hit was committed since the last reset, and so was the tail it ends with.
+    nothing; every chunk of an answered hit was committed since the last reset, and so was the tail it ends with; of
+    what a request had computed at a reset nothing is saved until it begins anew, also not by a session's next turn.
     Does not verify: the local prefix cache of the engine, and loads that were in flight during the reset.
     """
 
@@ -30,6 +32,8 @@ class ResetEpoch:
         self._committed = CommittedChunks()
         self._tails = SavedTails()
         self._saves: dict[int, tuple[Job, int]] = {}
+        self._stale: set[str] = set()
+        """Requests that have held blocks since before the last reset, or lost them since."""
         self._seen: dict[str, tuple[int, int]] = {}
         """Request id -> (removals counted by the chunk index then, chunks found good): spares the polls."""
 
@@ -53,6 +57,11 @@ class ResetEpoch:
             (e.ChunkKeysObserved, self._forget),
             (e.RequestArrived, self._forget),
             (e.RequestReleased, self._forget),
+            (e.RequestArrived, self._begins_anew),
+            (e.RequestReleased, self._begins_anew),
+            (e.LookupRequested, self._begins_anew),
+            (e.BlocksAllocated, self._allocated),
+            (e.TokensRolledBack, self._rolled_back),
         ]
 
     def _since_reset(self, fold: Check) -> Check:
@@ -71,9 +80,26 @@ class ResetEpoch:
             return self._check_hit(event, step, projections)
         return None
 
-    def _issued(self, event: e.SaveIssued | e.TailSaveIssued, step: ReplayedEvent, _projections: Projections) -> None:
+    def _issued(
+        self, event: e.SaveIssued | e.TailSaveIssued, step: ReplayedEvent, projections: Projections
+    ) -> list[Violation] | None:
         if step.job is not None:
             self._saves[event.job_id] = (step.job, self._committed.epoch)
+        if event.request_id not in self._stale:
+            return None
+        detail = f"save {event.job_id} copies what was computed on top of KV from before the reset"
+        return [violation(self.rule, step, projections, detail, self._reset_at, event.cause)]
+
+    def _begins_anew(self, event: e.RequestEvent, _step: ReplayedEvent, _projections: Projections) -> None:
+        self._stale.discard(event.request_id)
+
+    def _allocated(self, event: e.BlocksAllocated, step: ReplayedEvent, _projections: Projections) -> None:
+        if step.state_before is RequestState.PREEMPTED:
+            self._stale.discard(event.request_id)
+
+    def _rolled_back(self, event: e.TokensRolledBack, _step: ReplayedEvent, _projections: Projections) -> None:
+        if not event.num_computed_tokens:
+            self._stale.discard(event.request_id)
 
     def _settled(
         self, event: e.SaveCompleted | e.SaveFailed, step: ReplayedEvent, projections: Projections
@@ -89,6 +115,7 @@ class ResetEpoch:
     def _check_reset(self, _event: e.CacheReset, step: ReplayedEvent, projections: Projections) -> Iterator[Violation]:
         self._reset_at = step.sequence
         self._seen.clear()
+        self._stale = {record.request_id for record in projections.tracker if record.holds_blocks}
         if len(projections.chunks):
             yield violation(self.rule, step, projections, f"{len(projections.chunks)} chunks survived the reset")
         if len(projections.tails):
@@ -116,8 +143,13 @@ class ResetEpoch:
         first = num_seen if removed_then == num_removed else 0
         keys = projections.chunk_keys.of(event.request_id)[first:num_chunks]
         for chunk, key in enumerate(keys, first):
-            if key not in self._committed:
+            if key not in self._committed and not self._left_since(key, projections):
                 detail = f"the hit of {event.num_hit_tokens} tokens counts chunk {chunk}, not saved since the reset"
                 yield violation(self.rule, step, projections, detail, self._reset_at, event.cause)
                 return
         self._seen[event.request_id] = (num_removed, num_chunks)
+
+    def _left_since(self, key: bytes, projections: Projections) -> bool:
+        """Whether the chunk was evicted or tainted after the reset; a load of it is LOADABLE_AFTER_COMMIT's."""
+        departed = projections.chunks.departed(key)
+        return departed is not None and departed.sequence > self._reset_at

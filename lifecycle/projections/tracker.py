@@ -214,6 +214,8 @@ class RequestTracker:
         self._move(event, sequence)
         record = self._records.get(event.request_id)
         if record is not None:
+            if record.stale_generation == record.generation and event.num_computed_tokens:
+                record.stale_generation += 1  # the next turn is computed on top of what the reset made stale
             record.generation += 1
             record.num_tokens = event.num_tokens
             record.num_prompt_tokens = event.num_prompt_tokens

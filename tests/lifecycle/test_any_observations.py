@@ -5,6 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lifecycle_driver import MemorySink, check_invariants, check_slots, keys_of
+from lifecycle_driver.concerned import check_reasons
 
 from kvledger.lifecycle import HandlerRegistry, Ledger, LedgerConfiguration, Replay, fold
 from kvledger.lifecycle import events as e
@@ -59,7 +60,7 @@ observations = st.one_of(
 def test_no_order_of_observations_makes_the_ledger_raise_or_leak(
     events: list[e.Event | str], sizes: tuple[int, int], num_ranks: int
 ) -> None:
-    """The engine's life never depends on what a hook was told; slots add up; replay agrees to the last decision."""
+    """The engine's life never depends on what a hook was told; slots and reasons add up; replay agrees."""
     chunk_size, block_size = sizes
     configuration = LedgerConfiguration(block_size, chunk_size, num_slots=3, num_ranks=num_ranks, max_silent_steps=3)
     sink = MemorySink()
@@ -89,3 +90,4 @@ def test_no_order_of_observations_makes_the_ledger_raise_or_leak(
         replay.step(sequence, stored)
     replay.finish()
     assert (replay.divergences, replay.reference_differences) == ([], [])
+    check_reasons(log, configuration)

@@ -605,6 +605,17 @@ def test_what_was_computed_before_a_reset_is_not_saved_after_it() -> None:
     assert driver.preempt("a", 16) == []
 
 
+def test_the_next_turn_on_top_of_what_was_computed_before_a_reset_is_not_saved() -> None:
+    """A streaming session keeps its blocks; who computes the same tokens with the new weights must not find these."""
+    driver = Driver(chunk_size=16)
+    driver.start("a", keys_of("a", 2), 33, (1, 2, 3))
+    driver.reset()
+    driver.continue_session("a", 33, 49)
+    driver.keys("a", 2, keys_of("a", 1, 2))
+    assert kinds(driver.step(("a", 33, 16, 49), settled=[("a", 0, 48)])) == ["prefill.completed"]
+    assert driver.preempt("a", 48) == []
+
+
 def test_what_was_loaded_before_a_reset_is_not_saved_after_it() -> None:
     """The load brings pages of the old weights, and what is computed on top of them is as old."""
     driver = with_hit()

@@ -40,7 +40,9 @@ def start(driver: Driver, request_id: str, keys: Sequence[bytes], num_tokens: in
 
 def settle(driver: Driver, request_id: str, num_tokens: int) -> None:
     """One more decoded token, and what is settled by then; its copies are done."""
-    driver.step((request_id, num_tokens, 1, num_tokens + 1), settled=[(request_id, 0, num_tokens)])
+    begins_a_block = len(driver.projections.blocks.held(request_id)) == num_tokens // 16 * len(WINDOWS)
+    extended = [(request_id, (800 + num_tokens, 801 + num_tokens))] if begins_a_block else ()
+    driver.step((request_id, num_tokens, 1, num_tokens + 1), settled=[(request_id, 0, num_tokens)], extended=extended)
     driver.settle_all()
 
 
@@ -224,7 +226,7 @@ def test_a_preempted_request_comes_back_to_its_last_token(chunk_size: int, num_t
     answer = driver.lookup("a", 0, num_tokens + 1)
     assert answer.num_external_tokens == num_tokens
     first_kept = (num_tokens - 31) // 16
-    driver.allocate("a", table(-(-num_tokens // 16), first_block=300, first_kept=first_kept), num_tokens)
+    driver.allocate("a", table(num_tokens // 16 + 1, first_block=300, first_kept=first_kept), num_tokens)
     (load,) = driver.all_of(e.LoadIssued)
     assert len(copied(load, group=1)) == -(-num_tokens // 16) - first_kept
     driver.settle_all()
@@ -239,7 +241,7 @@ def test_a_local_hit_shortens_the_load_of_every_group() -> None:
     settle(driver, "a", 96)
     driver.arrive("b", 100, keys_of("a", 3))
     assert driver.lookup("b", 80, 100).num_external_tokens == 16
-    driver.allocate("b", table(6, first_block=50, first_kept=4), 16)
+    driver.allocate("b", table(7, first_block=50, first_kept=4), 16)
     (load,) = driver.all_of(e.LoadIssued)
     assert (load.first_token, copied(load, 0), copied(load, 1)) == (80, [60], [61])
     assert_sound(driver)
@@ -253,7 +255,7 @@ def test_loads_of_models_with_windows_come_one_after_another() -> None:
     for request_id in ("b", "c"):
         driver.arrive(request_id, 100, keys_of("a", 3))
     driver.lookup("b", 0, 100)
-    driver.allocate("b", table(6, first_block=50, first_kept=4), 96)
+    driver.allocate("b", table(7, first_block=50, first_kept=4), 96)
     assert isinstance(driver.poll("c", 0, 100), e.LookupDeferred)
     assert driver.lookup("c", 0, 100).num_external_tokens == 0, "nobody waits for ever"
     driver.settle_all()
@@ -269,7 +271,7 @@ def test_a_page_without_a_slot_is_not_promised_after_all() -> None:
     settle(driver, "a", 96)
     driver.arrive("b", 100, keys_of("a", 3))
     driver.lookup("b", 0, 100)
-    driver.allocate("b", table(6, first_block=50, first_kept=3), 96)
+    driver.allocate("b", table(7, first_block=50, first_kept=3), 96)
     assert not driver.all_of(e.LoadIssued)
     (broken,) = driver.all_of(e.InvariantViolated)
     assert broken.rule == "LOADABLE_AFTER_COMMIT"

@@ -1,11 +1,13 @@
 """What must hold after a hybrid world has ended. Wrong KV is caught earlier, in `hashed_model.py`, when it is read.
 
 Verifies: everybody got all tokens, nothing is left of released requests, no rule was broken, the log replays to the
-live state without divergence, the reference machine agrees, and every audited rule holds.
+live state without divergence, the reference machine agrees, every audited rule holds, and the reasons add up.
 Does not verify: pages at the moment they are copied, and what the faults of `world.py` do; those worlds have one group.
 """
 
 from __future__ import annotations
+
+from lifecycle_driver.concerned import check_reasons, check_stories
 
 from kvledger.lifecycle import Replay
 from kvledger.lifecycle.audit import Audit
@@ -55,4 +57,10 @@ def check_audit(world: HybridWorld) -> None:
     assert audit.unfoldable is None
 
 
-HYBRID_CHECKS = (check_outputs, check_nothing_left, check_rules, check_replay, check_audit)
+def check_why(world: HybridWorld) -> None:
+    """Every missed and recomputed token has one reason; in some worlds each request's are told alone, too."""
+    check = check_reasons if world.seed % 6 else check_stories
+    check(list(world.events()), world.side.ledger.projections.configuration)
+
+
+HYBRID_CHECKS = (check_outputs, check_nothing_left, check_rules, check_replay, check_audit, check_why)

@@ -1,4 +1,6 @@
-"""Mistakes that connectors have made, made here on purpose: some world must see each of them, and say so.
+"""Mistakes that connectors have made, made here on purpose: a world must see each of them in the bytes, and say so.
+
+That the audit names mistakes from the log alone is shown in `tests/mutants/`.
 
 They are made in the code under test, not in what the checks look at. The seeds that find them are not told: whoever
 changes how worlds are drawn must still find every one within `NUM_SEEDS`.
@@ -17,7 +19,7 @@ from kvledger.lifecycle import decider
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.decisions import saves
 from kvledger.lifecycle.handlers import chunked_prefill
-from kvledger.lifecycle.projections.chunk_index import ChunkIndex, _count_down
+from kvledger.lifecycle.projections.chunk_index import ChunkIndex
 from kvledger.lifecycle.projections.tails import Tails
 from kvledger.lifecycle.projections.transfers import JobKind
 from sim.checks import CHECKS
@@ -37,14 +39,6 @@ def _save_one_token_too_many(event: Any, record: Any, projections: Any, cause: i
 def _call_failed_copies_done(job: Any, projections: Any, cause: int) -> Iterator[e.Event]:  # noqa: ARG001
     completed = e.LoadCompleted if job.kind is JobKind.LOAD else e.SaveCompleted
     yield completed(request_id=job.request_id, generation=job.generation, job_id=job.job_id, cause=cause)
-
-
-def _commit_in_spite_of_a_reset(self: Any, event: Any, _sequence: int) -> None:
-    job = self._transfers.get(event.job_id)
-    if job is not None:
-        _count_down(self._saving, job.keys)
-        self._commit(job)
-        self.slots.release(job.slots)
 
 
 MUTANTS: dict[str, tuple[Any, str, Callable[..., Any], str]] = {
@@ -79,19 +73,7 @@ MUTANTS: dict[str, tuple[Any, str, Callable[..., Any], str]] = {
         lambda _self, _event, _sequence: None,
         "entries of ended requests",
     ),
-    "a promised chunk is not pinned": (
-        ChunkIndex,
-        "_answered",
-        lambda _self, _event, _sequence: None,
-        "EVICT_IDLE_ONLY",
-    ),
     "chunks survive a reset": (ChunkIndex, "_reset", lambda _self, _event, _sequence: None, "wrong KV"),
-    "a save from before a reset is committed after it": (
-        ChunkIndex,
-        "_save_completed",
-        _commit_in_spite_of_a_reset,
-        "RESET_EPOCH",
-    ),
 }
 
 

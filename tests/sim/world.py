@@ -56,6 +56,7 @@ class World:
         *,
         contender: Contender = LEDGER_CONTENDER,
         faults: frozenset[str] | None = None,
+        in_files: bool = False,
         **changes: Any,
     ) -> None:
         """Draw everything.
@@ -64,6 +65,7 @@ class World:
             seed: of everything that is drawn.
             contender: who is the connector.
             faults: names of those that may be on; None for all that the seed switches on.
+            in_files: whether the log is in files, also where no fault needs it there.
             changes: settings to use instead of the drawn ones.
         """
         self.seed = seed
@@ -79,7 +81,7 @@ class World:
         self.alive: list[Life] = []
         self.ended_in_last_step: list[Life] = []
         self.dead_logs: list[LogEnd] = []
-        self.needs_files = False
+        self.needs_files = in_files
         self._rng = random.Random(f"clients {seed}")
         self._shared_prefix = self.tokens(self._rng, 80)
         self._by_ordinal: dict[int, Life] = {}

@@ -22,7 +22,6 @@ def healthy_story() -> Driver:
     driver.settle_all()
     for step in range(18):
         driver.step(extended=[("a", (4,))] if step == 2 else ())
-    driver.observe(e.BlockTableObserved("a", (1, 2, 3, 4), 2))
     driver.keys("a", 6, keys[6:8])
     driver.preempt("a", 64)
     driver.lookup("a", 0, 65)
@@ -44,6 +43,7 @@ def healthy_story() -> Driver:
         driver.step()
     driver.finish("a", 73, 74)
     driver.settle_all()
+    driver.observe(e.LogNote("halfway", 2))
     driver.finish("c", 0, 17)
     driver.finish("b", 50, 51)
     driver.settle_all()
@@ -113,12 +113,43 @@ def groups() -> Driver:
     """Two groups, one of which sees 32 tokens: a request is saved, and another one loads what it saved."""
     driver = Driver(chunk_size=32, num_slots=64, windows=(0, 32))
     driver.start("a", keys_of("a", 3), 96, range(1, 13))
-    driver.step(("a", 96, 1, 97), settled=[("a", 0, 96)])
+    driver.step(("a", 96, 1, 97), settled=[("a", 0, 96)], extended=[("a", (13, 14))])
     driver.settle_all()
     driver.arrive("b", 97, keys_of("a", 3))
     driver.lookup("b", 0, 97)
-    driver.allocate("b", (21, 0, 23, 0, 25, 0, 27, 0, 29, 30, 31, 32), 96)
+    driver.allocate("b", (21, 0, 23, 0, 25, 0, 27, 0, 29, 30, 31, 32, 33, 34), 96)
     driver.settle_all()
     driver.step(("b", 96, 1, 97))
+    driver.ledger.commit()
+    return driver
+
+
+@pytest.fixture(scope="module")
+def reading() -> Driver:
+    """A load is in flight while another request evicts and saves; it fails, and the save is silent until asked after.
+
+    Chunks and blocks of 16 tokens, a pool of 5 slots. "c" shares the first block with "b", whose load fills it.
+    """
+    driver = Driver(chunk_size=16, num_slots=5, max_silent_steps=3)
+    for document in ("old", "a"):
+        driver.save_prefix(document, keys_of(document, 2))
+    driver.arrive("b", 33, keys_of("a", 2))
+    driver.lookup("b", 0, 33)
+    driver.allocate("b", (1, 2, 3), 32)
+    driver.arrive("c", 33, keys_of("c", 2))
+    driver.lookup("c", 16, 33)
+    driver.allocate("c", (1, 21, 22))
+    driver.step(("b", 32, 1, 33), ("c", 16, 17, 33))
+    driver.step(settled=[("c", 0, 33)])
+    load, save = driver.projections.transfers
+    driver.report(load.job_id, ok=False)
+    driver.step(("b", 0, 33, 33))
+    for _ in range(4):
+        driver.step()
+    driver.report(save.job_id, is_repeated=True)
+    driver.finish("b", 33, 34)
+    driver.finish("c", 33, 34)
+    driver.settle_all()
+    driver.step()
     driver.ledger.commit()
     return driver

@@ -153,7 +153,7 @@ def altered_load(driver: Driver) -> tuple[e.Event, e.Event]:
         ("GEN_ISOLATION", altered_tail(generation=1)),
         ("COMPLETION_ONCE", altered_report),
         ("LOOKUP_PURE", altered_poll),
-        ("EVICT_IDLE_ONLY", altered_eviction),
+        ("HIT_PINNED", altered_eviction),
         ("RESET_EPOCH", altered_stale_hit),
         ("LOADABLE_AFTER_COMMIT", altered_load),
     ],
@@ -167,7 +167,7 @@ def test_one_altered_event_about_a_tail_is_named_by_exactly_its_checker(
 
 def up_to_or_all(rule: str, events: list[SequencedEvent]) -> list[SequencedEvent]:
     """An evicted chunk is missed by the load as well; that is another rule's, and comes later."""
-    return up_to_the_load(events)[:-1] if rule == "EVICT_IDLE_ONLY" else events
+    return up_to_the_load(events)[:-1] if rule == "HIT_PINNED" else events
 
 
 def test_a_load_of_a_tail_whose_save_failed_is_named(tails: Driver) -> None:

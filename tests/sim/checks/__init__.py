@@ -14,6 +14,7 @@ from sim.checks.logs import check_logs
 from sim.checks.nothing_left import check_nothing_left
 from sim.checks.outputs import check_outputs
 from sim.checks.pages import check_pages
+from sim.checks.reasons import check_why
 from sim.checks.replay import check_replay
 from sim.checks.rules import check_rules
 from sim.checks.snapshots import check_snapshots
@@ -31,4 +32,5 @@ CHECKS: tuple[Callable[[World], None], ...] = (
     check_audit,
     check_accounting,
     check_snapshots,
+    check_why,
 )

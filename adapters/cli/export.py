@@ -1,0 +1,170 @@
+"""`kvledger export`: a log as a trace for Perfetto, as a page for a ticket, or as tables for a notebook."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import csv
+import io
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import IO
+
+from kvledger.adapters.cli.exit_codes import CommandFailed, ExitCode
+from kvledger.adapters.cli.finding import selected, selected_one
+from kvledger.adapters.cli.logs import StoredLog
+from kvledger.adapters.cli.output import Output
+from kvledger.adapters.cli.selection import Window, add_handlers, chosen_handlers
+from kvledger.adapters.cli.words import plural, size
+from kvledger.adapters.export.perfetto import EngineTrace, TraceFile
+from kvledger.adapters.export.tables import EVENTS, NAMES, Tables, WriteRow, column_names
+from kvledger.adapters.export.target import CannotWrite, open_target
+from kvledger.adapters.export.telling import tell
+from kvledger.adapters.export.ticket import write_page
+
+HELP = "write a log as a trace for Perfetto, a page for a ticket, or tables for a notebook"
+
+_ALL_TABLES = "all"
+
+_Selected = list[tuple[StoredLog, Window]]
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """What only this command has."""
+    formats = parser.add_mutually_exclusive_group()
+    formats.add_argument("--perfetto", action="store_true", help="a trace that ui.perfetto.dev opens")
+    formats.add_argument("--html", action="store_true", help="one page with everything in it, for a ticket")
+    formats.add_argument(
+        "--csv",
+        metavar="TABLE",
+        nargs="?",
+        const="requests",
+        choices=(*NAMES, _ALL_TABLES),
+        help=f"a table: {', '.join(NAMES)} (default: requests); or {_ALL_TABLES}, into the folder named with -o",
+    )
+    parser.add_argument("-o", "--output", metavar="FILE", type=Path, help="where to write; default: stdout")
+    add_handlers(parser)
+    parser.add_argument("--force", action="store_true", help="replace FILE if it exists")
+
+
+def run(arguments: argparse.Namespace, output: Output) -> ExitCode:
+    """Write the selected part of each log into one file."""
+    if not (arguments.perfetto or arguments.html or arguments.csv):
+        raise CommandFailed("say which format is wanted: --perfetto, --html or --csv", ExitCode.USAGE)
+    path: Path | None = arguments.output
+    if output.is_json and path is None:
+        raise CommandFailed("--json tells what was written, so name a file with -o", ExitCode.USAGE)
+    logs = [selected_one(arguments, output)] if arguments.html else list(selected(arguments, output))
+    try:
+        if arguments.csv == _ALL_TABLES:
+            paths = _export_all_tables(logs, path, output, overwrite=arguments.force)
+        else:
+            with open_target(path, overwrite=arguments.force, allow_terminal=arguments.csv is not None) as file:
+                _export(arguments, logs, file, output)
+            paths = [] if path is None else [path]
+    except CannotWrite as error:
+        raise CommandFailed(str(error), ExitCode.USAGE) from error
+    for written in paths:
+        num_bytes = written.stat().st_size
+        if output.is_json:
+            output.record("export", {"path": str(written), "num_bytes": num_bytes, "num_logs": len(logs)})
+        else:
+            output.remark(f"wrote {written}, {size(num_bytes)}, of {plural(len(logs), 'log')}")
+    return ExitCode.SOUND
+
+
+def _export(arguments: argparse.Namespace, logs: _Selected, file: IO[bytes], output: Output) -> None:
+    if arguments.perfetto:
+        _export_trace(logs, file, output)
+    elif arguments.html:
+        for log, window in logs:
+            for piece in write_page(log, window, chosen_handlers(arguments), output):
+                file.write(piece.encode())
+    elif arguments.csv:
+        with _csv_writer(file, arguments.csv) as write:
+            _export_tables(logs, {arguments.csv: write}, output)
+
+
+# --- Perfetto -----------------------------------------------------------------------------------
+
+
+def _export_trace(logs: _Selected, file: IO[bytes], output: Output) -> None:
+    trace = TraceFile(file.write)
+    opened = [_opened_at(log) for log, _ in logs]
+    first = min((at for at in opened if at is not None), default=0)
+    for number, ((log, window), opened_at) in enumerate(zip(logs, opened, strict=True)):
+        shift_ns = 0 if opened_at is None else opened_at - first
+        label = log.path.name if len(logs) > 1 else ""
+        engine = EngineTrace(trace, engine=number, label=label, shift_ns=shift_ns)
+        with output.progress(log, "exporting"):
+            chronicle = tell(log, window, engine, output.remark)
+        engine.end(chronicle.now_ns)
+    about = {
+        "exported_by": "kvledger export --perfetto",
+        "trace_begins_at_unix_ns": first or None,
+        "logs": [_about(log, window) for log, window in logs],
+    }
+    trace.end(about)
+
+
+def _about(log: StoredLog, window: Window) -> dict[str, object]:
+    return {
+        "path": str(log.path),
+        "kvledger_version": log.header.get("kvledger_version"),
+        "vllm_version": log.header.get("vllm_version"),
+        "opened_at_unix_ns": log.header.get("opened_at_unix_ns"),
+        "first_event": window.first_sequence,
+        "last_event": window.last_sequence or log.last_sequence,
+        "request_id": window.request_id,
+        "num_damaged_places": len(log.damage),
+    }
+
+
+# --- tables -------------------------------------------------------------------------------------
+
+
+def _export_tables(logs: _Selected, writers: Mapping[str, WriteRow], output: Output) -> None:
+    for log, window in logs:
+        tables = Tables(log.path.name, _opened_at(log), writers)
+        also = None
+        if EVENTS in writers:
+            also = tables.event_of(window)
+        with output.progress(log, "exporting"):
+            tell(log, window, tables, output.remark, also=also)
+
+
+def _export_all_tables(logs: _Selected, folder: Path | None, output: Output, *, overwrite: bool) -> list[Path]:
+    if folder is None:
+        raise CommandFailed(f"--csv {_ALL_TABLES} writes several files: name a folder with -o", ExitCode.USAGE)
+    if folder.exists() and not folder.is_dir():
+        raise CannotWrite(f"{folder} is no folder; --csv {_ALL_TABLES} writes several files into one")
+    try:
+        folder.mkdir(exist_ok=True)
+    except OSError as error:
+        raise CannotWrite(f"{folder}: {error.strerror}; name a folder that can be made") from error
+    paths = [folder / f"{name}.csv" for name in NAMES]
+    with contextlib.ExitStack() as files:
+        writers = {
+            name: files.enter_context(_csv_writer(files.enter_context(open_target(path, overwrite=overwrite)), name))
+            for name, path in zip(NAMES, paths, strict=True)
+        }
+        _export_tables(logs, writers, output)
+    return paths
+
+
+@contextlib.contextmanager
+def _csv_writer(file: IO[bytes], table: str) -> Iterator[WriteRow]:
+    """RFC 4180: commas, CRLF, quotes where they are needed, and a header."""
+    text = io.TextIOWrapper(file, encoding="utf-8", newline="", write_through=False)
+    try:
+        writer = csv.writer(text)
+        writer.writerow(column_names(table))
+        yield writer.writerow
+    finally:
+        text.flush()
+        text.detach()
+
+
+def _opened_at(log: StoredLog) -> int | None:
+    opened_at = log.header.get("opened_at_unix_ns")
+    return opened_at if isinstance(opened_at, int) else None

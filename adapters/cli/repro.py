@@ -1,0 +1,227 @@
+"""`kvledger repro`: an incident as a test file, on stdout."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from importlib.metadata import PackageNotFoundError, version
+
+import attrs
+
+from kvledger.adapters.cli.exit_codes import CommandFailed, ExitCode
+from kvledger.adapters.cli.finding import selected_one
+from kvledger.adapters.cli.logs import StoredLog
+from kvledger.adapters.cli.output import Output
+from kvledger.adapters.cli.selection import Window, add_handlers, add_request, chosen_handlers, event_number
+from kvledger.adapters.cli.words import plural
+from kvledger.adapters.handlers import handler_registry
+from kvledger.adapters.repro.calls import end_of_call, hook_calls
+from kvledger.adapters.repro.from_log import record
+from kvledger.adapters.repro.incident import Findings, Incident, find_incidents
+from kvledger.adapters.repro.reduction import Reduced, reduce
+from kvledger.adapters.repro.source import Story, test_source
+from kvledger.lifecycle import events as e
+from kvledger.lifecycle.replay import SequencedEvent
+from kvledger.lifecycle.rules import Rule
+
+HELP = "write an incident as a test that drives the recorded hook calls into the connector"
+
+_MANY_OBSERVATIONS = 20_000
+_MAX_NAMED = 10
+_BROKEN_BY_REPORTS = frozenset({Rule.COMPLETION_ONCE.value, Rule.LIVENESS.value})
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """What only this command has."""
+    add_request(parser)
+    parser.add_argument("--at", metavar="EVENT", type=event_number, help="end with this event of the log")
+    parser.add_argument("--core", action="store_true", help="drive the core alone: no vLLM, milliseconds")
+    parser.add_argument("--pin", action="store_true", help="pin the answers that the request got, whatever went wrong")
+    add_handlers(parser)
+    parser.add_argument("--all", action="store_true", help="keep requests that have nothing to do with it")
+
+
+def run(arguments: argparse.Namespace, output: Output) -> ExitCode:
+    """Write one test file."""
+    log, window = selected_one(arguments, output)
+    request_id = window.request_id
+    last = min(filter(None, (arguments.at, window.last_sequence)), default=None)
+    if arguments.pin and request_id is None:
+        raise CommandFailed("--pin needs a REQUEST: whose answers are to be pinned?", ExitCode.USAGE)
+    chosen_handlers(arguments)  # refuses those that are none
+    with output.progress(log, "looking for the incident"):
+        events = _until(log.trusted_events(), last)
+        findings = find_incidents(log.configuration, events, request_id, arguments.handlers)
+    _tell_limits(log, output)
+    incidents = [] if arguments.pin else [i for i in findings.incidents if i.sequence >= window.first_sequence]
+    if not incidents and not arguments.pin:
+        raise CommandFailed(_nothing(log, window, findings), ExitCode.USAGE)
+    with output.progress(log, "reading"):
+        kept = list(_until(log.trusted_events(), last))
+    story, reduced = _told(log, arguments, kept, incidents, request_id)
+    source = test_source(reduced.recording, story)
+    if output.is_json:
+        output.record("repro", _fields(story, reduced, source))
+    else:
+        sys.stdout.write(source)
+    if len(reduced.recording.observations) > _MANY_OBSERVATIONS:
+        output.remark(f"the file has {len(reduced.recording.observations)} observations; --at EVENT ends it earlier")
+    return ExitCode.SOUND
+
+
+def _until(events: Iterable[SequencedEvent], last: int | None) -> Iterator[SequencedEvent]:
+    """Events up to `last`; the rest is read all the same, for the log's damage."""
+    for sequence, event in events:
+        if last is None or sequence <= last:
+            yield sequence, event
+
+
+def _tell_limits(log: StoredLog, output: Output) -> None:
+    if log.begins_late:
+        message = (
+            f"{log.path} begins with event {log.first_sequence}; without those before, nothing can be re-enacted: give "
+            "the whole log directory, or a log that was not cut by retention"
+        )
+        raise CommandFailed(message, ExitCode.USAGE)
+    for damage in log.damage:
+        output.remark(f"{damage.kind} in {damage.segment} at byte {damage.offset}: {damage.detail}")
+    for event_id, number in log.skipped.items():
+        output.remark(
+            f"{plural(number, 'event')} of the kind {event_id} were skipped; what they led to is not re-enacted"
+        )
+    if log.trusted_sequence < log.last_sequence:
+        output.remark(f"only events up to {log.trusted_sequence} can be re-enacted; the next ones are missing")
+
+
+def _nothing(log: StoredLog, window: Window, findings: Findings) -> str:
+    request_id = window.request_id
+    if not findings.is_known:
+        return f"{request_id} is not in the part of {log.path} that can be re-enacted (events 1–{log.trusted_sequence})"
+    whose = "in this log" if request_id is None else f"with {request_id}"
+    message = f"nothing went wrong {whose} as far as the rules tell"
+    others = [name for name, _ in findings.others.most_common(_MAX_NAMED) if name]
+    if others:
+        message += f"; something did with {', '.join(others)}"
+    elif findings.others:
+        message += "; something did that belongs to no request: leave REQUEST out"
+    if findings.has_diverged:
+        message += "; today's code decides otherwise than the log, see `kvledger verify`"
+    return f"{message}. To pin the answers that a request got: --pin"
+
+
+def _told(
+    log: StoredLog,
+    arguments: argparse.Namespace,
+    events: Sequence[SequencedEvent],
+    incidents: Sequence[Incident],
+    request_id: str | None,
+) -> tuple[Story, Reduced]:
+    recording = record(log.configuration, events)
+    if incidents:
+        recording = recording.until(end_of_call(recording.observations, incidents[-1].sequence))
+        request_id = request_id or incidents[0].request_id
+    end = recording.observations[-1][0]
+    reduced = reduce(
+        recording,
+        [(sequence, event) for sequence, event in events if sequence <= end or event.is_decision],
+        rules={incident.rule for incident in incidents},
+        request_id=request_id or "",
+        keep_all=arguments.all,
+        handlers=arguments.handlers,
+    )
+    story = Story(
+        request_id=request_id or "",
+        incidents=incidents,
+        pinned_answers=_answers(events, request_id or "") if arguments.pin else (),
+        on_core=arguments.core,
+        handlers=arguments.handlers,
+        origin=f"kvledger {log.header.get('kvledger_version', 'unknown')} with vLLM "
+        f"{log.header.get('vllm_version', 'unknown')}",
+        command=_command(arguments),
+        remarks=list(_remarks(log, arguments, reduced, incidents)),
+    )
+    if arguments.pin and not story.pinned_answers:
+        raise CommandFailed(f"{request_id} was never looked up, so there is nothing to pin", ExitCode.USAGE)
+    return story, reduced
+
+
+def _answers(events: Iterable[SequencedEvent], request_id: str) -> list[int | None]:
+    return [
+        event.num_external_tokens if isinstance(event, e.LookupAnswered) else None
+        for _, event in events
+        if isinstance(event, e.LookupAnswered | e.LookupDeferred) and event.request_id == request_id
+    ]
+
+
+def _remarks(
+    log: StoredLog, arguments: argparse.Namespace, reduced: Reduced, incidents: Sequence[Incident]
+) -> Iterator[str]:
+    if reduced.num_left_out:
+        yield (
+            f"Left out: {plural(reduced.num_left_out, 'request')}, without which the core decides the same and breaks "
+            "the same rules."
+        )
+    yield "Chunk keys have names of their own, and times of steps that say nothing are spread evenly."
+    if not reduced.recurs and not arguments.pin:
+        yield (
+            f"With kvledger {_version()} the core alone does not break the rules: it was mended, or the fault is in "
+            "what the adapter makes of hook calls. So nothing was left out."
+        )
+    ours = handler_registry(arguments.handlers).fingerprint()
+    if log.header.get("handler_fingerprint", ours) != ours:
+        yield "The engine had other state handlers: where they are your own, name them with --handlers."
+    by_workers = [incident for incident in incidents if incident.rule in _BROKEN_BY_REPORTS]
+    if by_workers:
+        named = " and ".join(incident.rule for incident in by_workers)
+        yield f"{named} may have been broken by what the workers reported, or did not. That stays as it was recorded."
+    if reduced.recording.speculates and not arguments.core:
+        yield "The engine decoded speculatively: drafts that were taken back show in counts only."
+    calls, left_over = hook_calls(reduced.recording.observations)
+    left_out = [f"event {sequence}, {event.id}" for sequence, event in left_over]
+    left_out += [
+        f"event {call.sequence}, {call.hook}"
+        for call in calls
+        if isinstance(call.main, e.HookFailed) and call.hook not in {"get_kv_connector_stats", "has_pending_push_work"}
+    ]
+    kept = {sequence for sequence, _ in reduced.recording.observations}
+    guessed = [f"event {sequence}" for sequence in reduced.recording.guessed if sequence in kept]
+    if guessed:
+        yield (
+            "A log does not have what a call was about that failed before it was recorded. Guessed from what came "
+            f"before and after: {_few(guessed)}."
+        )
+    if left_out:
+        yield f"Not re-enacted: {_few(left_out)}."
+
+
+def _few(things: Sequence[str]) -> str:
+    return "; ".join(things[:_MAX_NAMED]) + (f"; and {len(things) - _MAX_NAMED} more" if things[_MAX_NAMED:] else "")
+
+
+def _command(arguments: argparse.Namespace) -> str:
+    words = ["kvledger", "repro", str(arguments.log)]
+    words += [arguments.request] if arguments.request else []
+    words += ["--at", str(arguments.at)] if arguments.at else []
+    words += [word for name in arguments.handlers for word in ("--handlers", name)]
+    words += [f"--{name}" for name in ("core", "pin", "all") if getattr(arguments, name)]
+    return shlex.join(words)
+
+
+def _fields(story: Story, reduced: Reduced, source: str) -> dict[str, object]:
+    return {
+        "request_id": story.request_id,
+        "incidents": [attrs.asdict(incident) for incident in story.incidents],
+        "num_observations": len(reduced.recording.observations),
+        "num_requests_left_out": reduced.num_left_out,
+        "recurs_on_core": reduced.recurs,
+        "source": source,
+    }
+
+
+def _version() -> str:
+    try:
+        return version("kvledger")
+    except PackageNotFoundError:
+        return "(not installed)"

@@ -1,0 +1,262 @@
+"""`kvledger ship`: copies the logs of this machine into a NATS JetStream stream, and tells what a stream holds."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import re
+import signal
+import socket
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import attrs
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+from kvledger.adapters.cli.exit_codes import CommandFailed, ExitCode
+from kvledger.adapters.cli.output import Output
+from kvledger.adapters.cli.streams import StreamUrl, parse_address, stream_errors
+from kvledger.adapters.cli.words import plural, size
+
+if TYPE_CHECKING:
+    from kvledger.storage.events.jetstream import Access, LogProgress, NewStream, Shipper, ShippingReport
+
+HELP: Final = "copy logs into a NATS JetStream stream"
+
+_UNITS_S: Final = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
+_UNITS_B: Final = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments."""
+    parser.add_argument("log", metavar="LOG", type=Path, nargs="?", help="a log directory, or a directory of logs")
+    where = parser.add_mutually_exclusive_group(required=True)
+    where.add_argument(
+        "--to", metavar="URL", type=StreamUrl, help="nats://host[:port][/STREAM]; tls:// insists on encryption"
+    )
+    where.add_argument("--list", metavar="URL", type=StreamUrl, help="list the logs of a stream instead")
+    until = parser.add_mutually_exclusive_group()
+    until.add_argument("--once", action="store_true", help="ship what is there and end (the default)")
+    until.add_argument("--follow", action="store_true", help="go on until stopped; take up new logs, too")
+    parser.add_argument("--label", help="the second-last part of the subjects; default: this host's name")
+    parser.add_argument(
+        "--give-up-after", metavar="DURATION", type=seconds, default=60.0, help="without --follow; default: 60s"
+    )
+    _add_access(parser.add_argument_group("access", "Also: NATS_CREDS, NATS_USER, … in the environment."))
+    _add_new_stream(parser.add_argument_group("a stream that is missing"))
+
+
+def _add_access(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--creds", metavar="FILE", type=Path, help="credentials file (JWT and seed)")
+    group.add_argument("--nkey", metavar="FILE", type=Path, help="file with an nkey seed")
+    group.add_argument("--user", help="user; the password is read from NATS_PASSWORD")
+    group.add_argument("--tls-ca", metavar="FILE", type=Path, help="certificates to trust; insists on encryption")
+    group.add_argument("--tls-cert", metavar="FILE", type=Path, help="own certificate")
+    group.add_argument("--tls-key", metavar="FILE", type=Path, help="its key")
+
+
+def _add_new_stream(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--create-stream", action="store_true", help="make it, as the other options here say")
+    group.add_argument("--replicas", metavar="N", type=int, default=1, help="1, 3 or 5; default: 1")
+    group.add_argument("--max-age", metavar="DURATION", type=seconds, default=0.0, help="how long to keep: 30d")
+    group.add_argument("--max-bytes", metavar="SIZE", type=num_bytes, default=0, help="how much to keep: 500G")
+    group.add_argument(
+        "--discard",
+        choices=("new", "old"),
+        default="new",
+        help="what a full stream drops; default: new (shippers wait)",
+    )
+
+
+def run(arguments: argparse.Namespace, output: Output) -> ExitCode:
+    """Ship, or list."""
+    access = _access(arguments)
+    if arguments.list is not None:
+        return _list(arguments.list, access, output)
+    if arguments.log is None:
+        raise CommandFailed("ship: LOG is missing; give a log directory, or a directory of logs", ExitCode.USAGE)
+    if arguments.log.is_file():
+        message = f"{arguments.log}: a segment alone cannot be shipped; give its directory"
+        raise CommandFailed(message, ExitCode.USAGE)
+    if not arguments.log.exists() and not arguments.follow:
+        raise CommandFailed(f"{arguments.log}: there is nothing; give a directory", ExitCode.USAGE)
+    address = parse_address(arguments.to)
+    from kvledger.storage.events.jetstream import Shipper, label_of  # noqa: PLC0415 - a fifth of a second
+
+    shipper = Shipper(
+        arguments.log,
+        attrs.evolve(address, log_id=None),
+        access,
+        label_of(arguments.label or socket.gethostname()),
+        follow=arguments.follow,
+        new_stream=_new_stream(arguments),
+        give_up_after_s=arguments.give_up_after,
+        on_remark=_remark(output),
+    )
+    with stream_errors(), _progress(shipper):
+        report = asyncio.run(_ship(shipper))
+    exit_code = _exit_code(report)
+    _show(report, exit_code, output)
+    return exit_code
+
+
+async def _ship(shipper: Shipper) -> ShippingReport:
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        with contextlib.suppress(NotImplementedError, RuntimeError):  # not the main thread
+            loop.add_signal_handler(number, shipper.stop)
+    return await shipper.run()
+
+
+def _exit_code(report: ShippingReport) -> ExitCode:
+    if report.is_damaged:
+        return ExitCode.DAMAGED
+    return ExitCode.SOUND if report.is_complete else ExitCode.TRY_AGAIN
+
+
+def _show(report: ShippingReport, exit_code: ExitCode, output: Output) -> None:
+    for log in report.logs:
+        next_sequence = 1 if log.last is None else log.last.next_sequence
+        if output.is_json:
+            fields = {
+                "path": str(log.directory),
+                "log_id": log.log_id,
+                "subject": log.subject,
+                "num_frames": log.num_frames,
+                "num_bytes": log.num_bytes,
+                "last_sequence": next_sequence - 1,
+                "head_hash": "" if log.last is None else log.last.chain_hash.hex(),
+                "lost": [[first, last] for first, last in log.lost.items()],
+                "problem": log.problem,
+            }
+            output.record("shipped", fields)
+        else:
+            new = f"{plural(log.num_frames, 'frame')}, {size(log.num_bytes)} new; up to event {next_sequence - 1}"
+            output.field(log.log_id[:12] or "?", f"{log.directory}: {new}{'; stopped' if log.problem else ''}")
+    if output.is_json:
+        summary = {
+            "exit_code": exit_code.value,
+            "is_complete": report.is_complete,
+            "num_bytes_behind": report.num_bytes_behind,
+        }
+        output.record("shipping", summary)
+    elif report.num_bytes_behind:
+        output.remark(f"{size(report.num_bytes_behind)} are not shipped; the next start goes on there")
+
+
+def _list(url: StreamUrl, access: Access, output: Output) -> ExitCode:
+    address = parse_address(url)
+    from kvledger.storage.events.jetstream import logs_in_stream  # noqa: PLC0415
+
+    with stream_errors():
+        logs = logs_in_stream(address, access=access)
+    rows = []
+    for log in logs:
+        header = {} if log.header is None else log.header.header
+        first = 0 if log.header is None else log.header.first_sequence
+        last = 0 if log.last is None else log.last.next_sequence - 1
+        if output.is_json:
+            fields = {
+                "log_id": log.log_id,
+                "label": log.label,
+                "subject": log.subject,
+                "num_messages": log.num_messages,
+                "first_sequence": first or None,
+                "last_sequence": last or None,
+                "opened_at_unix_ns": header.get("opened_at_unix_ns"),
+                "head_hash": None if log.last is None else log.last.chain_hash.hex(),
+            }
+            output.record("log_in_stream", fields)
+        events = f"{first}-{last}" if first else f"…-{last}"
+        rows.append([log.log_id, log.label, events, str(log.num_messages)])
+    if not output.is_json:
+        output.table({"log": "left", "label": "left", "events": "right", "messages": "right"}, rows)
+    return ExitCode.SOUND
+
+
+def _access(arguments: argparse.Namespace) -> Access:
+    with stream_errors():
+        from kvledger.storage.events.jetstream import Access  # noqa: PLC0415
+
+    given = {
+        "creds_file": arguments.creds,
+        "nkey_file": arguments.nkey,
+        "user": arguments.user,
+        "tls_ca": arguments.tls_ca,
+        "tls_cert": arguments.tls_cert,
+        "tls_key": arguments.tls_key,
+    }
+    return attrs.evolve(
+        Access.from_environment(), **{name: value for name, value in given.items() if value is not None}
+    )
+
+
+def _new_stream(arguments: argparse.Namespace) -> NewStream | None:
+    from kvledger.storage.events.jetstream import NewStream  # noqa: PLC0415
+
+    if not arguments.create_stream:
+        return None
+    return NewStream(
+        num_replicas=arguments.replicas,
+        max_age_s=arguments.max_age,
+        max_bytes=arguments.max_bytes,
+        keeps_newest=arguments.discard == "old",
+    )
+
+
+class _Remarks:
+    """Says on stderr what somebody should know, with the log that it is about."""
+
+    def __init__(self, output: Output) -> None:
+        self._output = output
+
+    def __call__(self, log: LogProgress | None, text: str) -> None:
+        self._output.remark(text if log is None else f"{log.directory}: {text}")
+
+
+def _remark(output: Output) -> _Remarks:
+    return _Remarks(output)
+
+
+@contextlib.contextmanager
+def _progress(shipper: Shipper) -> Iterator[None]:
+    """Show how much is shipped, when stderr is a terminal."""
+    if not sys.stderr.isatty():
+        yield
+        return
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=Console(file=sys.stderr), transient=True) as progress:
+        task = progress.add_task("shipping", total=None)
+
+        def update() -> None:
+            shipped = sum(log.num_bytes for log in shipper.logs.values())
+            progress.update(task, completed=shipped, total=shipped + shipper.report().num_bytes_behind)
+
+        shipper.on_progress = update
+        yield
+
+
+def seconds(text: str) -> float:
+    """`90s`, `15m`, `12h`, `30d`, `4w`."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhdw])", text)
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is no duration; give a number and s, m, h, d or w, as in 30d")
+    return float(match[1]) * _UNITS_S[match[2]]
+
+
+def num_bytes(text: str) -> int:
+    """`500G`, `64M`, `1048576`; powers of 1024."""
+    match = re.fullmatch(r"(\d+)([kmgt]?)(?:i?b)?", text.lower())
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size; give a number and K, M, G or T, as in 500G")
+    return int(match[1]) * _UNITS_B[match[2]]

@@ -1,0 +1,205 @@
+"""The figures of a log, folded in one pass and in bounded memory; several logs can be added up."""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from collections.abc import Callable
+
+import attrs
+
+from kvledger.adapters.cli.logs import Batch
+from kvledger.adapters.cli.percentiles import Percentiles
+from kvledger.adapters.cli.selection import Window, time_of
+from kvledger.lifecycle import LedgerConfiguration
+from kvledger.lifecycle import events as e
+from kvledger.lifecycle.belief import Projections
+from kvledger.lifecycle.codec import EventEncoder
+from kvledger.lifecycle.projections.totals import Figures
+from kvledger.lifecycle.projections.transfers import JobKind
+from kvledger.lifecycle.reasons import Accounts, Story, Sums
+
+MAX_TOP = 10
+
+
+@attrs.define
+class Statistics:
+    """What is counted. Times in nanoseconds."""
+
+    num_logs: int = 0
+    num_events: int = 0
+    num_bytes: int = 0
+    num_steps: int = 0
+    num_tokens_scheduled: int = 0
+    num_deferrals: int = 0
+    duration_ns: int = 0
+    """From the first to the last moment that is counted."""
+    figures: Figures = attrs.field(factory=Figures)
+    sums: Sums = attrs.field(factory=Sums)
+    differences: list[str] = attrs.field(factory=list)
+    events: Counter[str] = attrs.field(factory=Counter)
+    event_bytes: Counter[str] = attrs.field(factory=Counter)
+    percentiles: dict[str, Percentiles] = attrs.field(factory=dict)
+    """`load_time_ns`, `save_time_ns`, `recovery_time_ns`, `events_per_step`, `bytes_per_step`."""
+    top: list[tuple[int, str, int]] = attrs.field(factory=list)
+    """(tokens recomputed, request id, ordinal), the most first."""
+
+    def add(self, other: Statistics) -> None:
+        """Count what was counted of another log, too."""
+        for field in attrs.fields(Statistics):
+            mine, theirs = getattr(self, field.name), getattr(other, field.name)
+            if isinstance(mine, int | Counter):
+                setattr(self, field.name, mine + theirs)
+        for field in attrs.fields(Figures):
+            setattr(self.figures, field.name, getattr(self.figures, field.name) + getattr(other.figures, field.name))
+        self.sums.add(other.sums)
+        self.differences += other.differences
+        for name, percentiles in other.percentiles.items():
+            self.percentiles.setdefault(name, Percentiles()).merge(percentiles)
+        self.top = heapq.nlargest(MAX_TOP, [*self.top, *other.top])
+
+
+class Counting:
+    """Folds one log. Feed it batches in order; `result` at the end."""
+
+    def __init__(self, configuration: LedgerConfiguration, window: Window) -> None:
+        self._window = window
+        self._projections = Projections(configuration)
+        self._accounts = Accounts(configuration, request_id=window.request_id, on_end=self._ended)
+        self._encoder = EventEncoder()
+        self._is_foldable = True
+        self._expected = 1
+        self._time_ns = 0
+        self._first_ns: int | None = None
+        self._before: tuple[Sums, Figures] | None = None
+        self._since_step = [0, 0]
+        self._preempted_ns: dict[str, int] = {}
+        self._statistics = Statistics(num_logs=1)
+        self._percentiles = {
+            name: self._statistics.percentiles.setdefault(name, Percentiles())
+            for name in ("load_time_ns", "save_time_ns", "recovery_time_ns", "events_per_step", "bytes_per_step")
+        }
+
+        self._counts: dict[type[e.Event], Callable[..., None]] = {
+            e.StepScheduled: self._count_step,
+            e.TransferReported: self._count_report,
+            e.LookupDeferred: self._count_deferral,
+            e.RequestPreempted: self._lose_blocks,
+            e.PrefillCompleted: self._recover,
+            e.RequestArrived: self._never_recover,
+            e.RequestFinished: self._never_recover,
+        }
+
+    def take(self, batch: Batch) -> None:
+        """Take up what one frame holds, as far as it is in the window."""
+        has_step = False
+        for sequence, event in enumerate(batch.events, batch.first_sequence):
+            if self._window.is_over(sequence):
+                break
+            if sequence != self._expected:
+                self._accounts.lose()
+            self._expected = sequence + 1
+            time_ns = time_of(event)
+            self._time_ns = self._time_ns if time_ns is None else time_ns
+            if sequence >= self._window.first_sequence:
+                self._begin()
+                has_step |= isinstance(event, e.StepScheduled)
+                if self._is_told(event):
+                    self._count(event)
+            self._fold(sequence, event)
+        if self._before is not None and self._window.request_id is None:
+            self._count_frame(batch, has_step=has_step)
+
+    def result(self) -> Statistics:
+        """Everything that was counted."""
+        result = self._statistics
+        self._begin()
+        before_sums, before_figures = self._before or (Sums(), Figures())
+        sums, figures = self._accounts.sums(), self._projections.totals.figures
+        is_comparable = self._is_foldable and self._window.request_id is None
+        result.differences = sums.differences(figures if is_comparable else None)
+        for story in self._accounts.stories:
+            self._ended(story)
+        result.sums = sums.since(before_sums)
+        for field in attrs.fields(Figures):
+            setattr(result.figures, field.name, getattr(figures, field.name) - getattr(before_figures, field.name))
+        result.duration_ns = self._time_ns - (self._first_ns or 0)
+        result.top = heapq.nlargest(MAX_TOP, result.top)
+        return result
+
+    @property
+    def is_foldable(self) -> bool:
+        """Whether every event could be folded, so that the reasons could be compared with the totals."""
+        return self._is_foldable
+
+    def _begin(self) -> None:
+        """The window begins: what was counted before is subtracted in the end."""
+        if self._before is None:
+            self._before = (self._accounts.sums(), attrs.evolve(self._projections.totals.figures))
+            self._first_ns = self._time_ns
+
+    def _fold(self, sequence: int, event: e.Event) -> None:
+        self._accounts.take(sequence, event)
+        if self._is_foldable:
+            try:
+                self._projections.fold(event, sequence)
+            except Exception:  # noqa: BLE001 -- a forged log; what needs no state is still counted
+                self._is_foldable = False
+
+    def _is_told(self, event: e.Event) -> bool:
+        wanted = self._window.request_id
+        if wanted is None:
+            return True
+        if isinstance(event, e.TransferReported):
+            job = self._projections.transfers.get(event.job_id)
+            return job is not None and job.request_id == wanted
+        return getattr(event, "request_id", None) == wanted
+
+    def _count(self, event: e.Event) -> None:
+        statistics = self._statistics
+        statistics.num_events += 1
+        statistics.events[event.id] += 1
+        statistics.event_bytes[event.id] += len(self._encoder.encode([event])) - 1
+        count = self._counts.get(type(event))
+        if count is not None:
+            count(event)
+
+    def _count_step(self, event: e.StepScheduled) -> None:
+        self._statistics.num_steps += 1
+        self._statistics.num_tokens_scheduled += event.num_scheduled_tokens
+
+    def _count_report(self, event: e.TransferReported) -> None:
+        job = self._projections.transfers.get(event.job_id)
+        if job is not None:
+            name = "load_time_ns" if job.kind is JobKind.LOAD else "save_time_ns"
+            self._percentiles[name].add(event.duration_ns)
+
+    def _count_deferral(self, _event: e.LookupDeferred) -> None:
+        self._statistics.num_deferrals += 1
+
+    def _lose_blocks(self, event: e.RequestPreempted) -> None:
+        self._preempted_ns.setdefault(event.request_id, event.time_ns)
+
+    def _recover(self, event: e.PrefillCompleted) -> None:
+        since_ns = self._preempted_ns.pop(event.request_id, None)
+        if since_ns is not None:
+            self._percentiles["recovery_time_ns"].add(self._time_ns - since_ns)
+
+    def _never_recover(self, event: e.RequestArrived | e.RequestFinished) -> None:
+        self._preempted_ns.pop(event.request_id, None)
+
+    def _count_frame(self, batch: Batch, *, has_step: bool) -> None:
+        num_bytes = batch.end_offset - batch.offset
+        self._statistics.num_bytes += num_bytes
+        self._since_step[0] += len(batch.events)
+        self._since_step[1] += num_bytes
+        if has_step:
+            self._percentiles["events_per_step"].add(self._since_step[0])
+            self._percentiles["bytes_per_step"].add(self._since_step[1])
+            self._since_step = [0, 0]
+
+    def _ended(self, story: Story) -> None:
+        if story.sums.num_recomputed and self._before is not None:
+            self._statistics.top.append((story.sums.num_recomputed, story.request_id, story.ordinal))
+            if len(self._statistics.top) > 8 * MAX_TOP:
+                self._statistics.top = heapq.nlargest(MAX_TOP, self._statistics.top)

@@ -1,0 +1,197 @@
+"""`kvledger stats`: what the cache did for the requests of a log, what it cost, and where the tokens went."""
+
+from __future__ import annotations
+
+import argparse
+
+import attrs
+
+from kvledger.adapters.cli.exit_codes import ExitCode
+from kvledger.adapters.cli.finding import selected
+from kvledger.adapters.cli.logs import StoredLog
+from kvledger.adapters.cli.output import Output
+from kvledger.adapters.cli.percentiles import RELATIVE_ERROR, Percentiles
+from kvledger.adapters.cli.selection import Window
+from kvledger.adapters.cli.statistics import Counting, Statistics
+from kvledger.adapters.cli.why import show_total, total
+from kvledger.adapters.cli.words import duration, plural, size
+
+HELP = "sum up what the cache did, with a reason for every missed and recomputed token"
+_NS_PER_S = 1_000_000_000
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Nothing that only this command has."""
+
+
+def run(arguments: argparse.Namespace, output: Output) -> ExitCode:
+    """Sum up each log, and all of them."""
+    whole = Statistics()
+    for log, window in selected(arguments, output):
+        if whole.num_logs and not output.is_json:
+            output.line()
+        statistics = _count(log, window, output)
+        _show(output, str(log.path), statistics)
+        whole.add(statistics)
+        for damage in log.damage:
+            output.remark(f"{damage.kind} in {damage.segment} at byte {damage.offset}: {damage.detail}")
+    if whole.num_logs > 1:
+        if not output.is_json:
+            output.line()
+        _show(output, None, whole)
+    return ExitCode.DIVERGED if whole.differences else ExitCode.SOUND
+
+
+def _count(log: StoredLog, window: Window, output: Output) -> Statistics:
+    counting = Counting(log.configuration, window)
+    with output.progress(log, "counting"):
+        for batch in log.batches():
+            if window.is_over(batch.first_sequence):
+                break
+            counting.take(batch)
+    statistics = counting.result()
+    if not counting.is_foldable:
+        output.remark("an event cannot be folded; figures that need the state behind it are left out")
+    return statistics
+
+
+def _show(output: Output, path: str | None, statistics: Statistics) -> None:
+    if output.is_json:
+        _show_json(output, path, statistics)
+    else:
+        _show_text(output, path, statistics)
+
+
+# --- for programs -------------------------------------------------------------------------------
+
+
+def _show_json(output: Output, path: str | None, statistics: Statistics) -> None:
+    output.record(
+        "statistics",
+        {
+            "path": path,
+            "num_logs": statistics.num_logs,
+            "num_events": statistics.num_events,
+            "num_bytes": statistics.num_bytes,
+            "num_steps": statistics.num_steps,
+            "num_tokens_scheduled": statistics.num_tokens_scheduled,
+            "num_deferrals": statistics.num_deferrals,
+            "duration_ns": statistics.duration_ns,
+            "rates": _rates(statistics),
+            "figures": attrs.asdict(statistics.figures),
+        },
+    )
+    output.record("total", {"path": path, **total(statistics.sums), "differences": statistics.differences})
+    for name, percentiles in statistics.percentiles.items():
+        output.record("percentiles", {"path": path, "of": name, **percentiles.summary()})
+    for event_id, count in statistics.events.most_common():
+        num_bytes = statistics.event_bytes[event_id]
+        output.record("events", {"path": path, "event": event_id, "num_events": count, "num_bytes": num_bytes})
+    for num_recomputed, request_id, ordinal in statistics.top:
+        fields = {"request_id": request_id, "ordinal": ordinal, "num_tokens_recomputed": num_recomputed}
+        output.record("top_request", {"path": path, **fields})
+
+
+def _rates(statistics: Statistics) -> dict[str, float]:
+    """Per second of the time covered; of several logs that is the sum of their times."""
+    seconds = statistics.duration_ns / _NS_PER_S
+    figures = statistics.figures
+    counts = {
+        "requests": figures.num_requests,
+        "steps": statistics.num_steps,
+        "tokens_scheduled": statistics.num_tokens_scheduled,
+        "lookups": figures.num_lookups,
+        "preemptions": figures.num_preemptions,
+        "bytes_saved": figures.num_bytes_saved,
+        "bytes_loaded": figures.num_bytes_loaded,
+        "events": statistics.num_events,
+        "log_bytes": statistics.num_bytes,
+    }
+    return {name: round(count / seconds, 3) if seconds > 0 else 0.0 for name, count in counts.items()}
+
+
+# --- for people ---------------------------------------------------------------------------------
+
+
+def _show_text(output: Output, path: str | None, statistics: Statistics) -> None:
+    figures = statistics.figures
+    rates = _rates(statistics)
+    output.field("log", path or f"all {statistics.num_logs} logs", "bold")
+    steps = plural(statistics.num_steps, "step")
+    output.field("covers", f"{duration(statistics.duration_ns)}, {plural(figures.num_requests, 'request')}, {steps}")
+    output.field(
+        "per second",
+        f"{rates['requests']:.2f} requests, {rates['steps']:.1f} steps, {rates['tokens_scheduled']:.0f} tokens, "
+        f"{rates['lookups']:.1f} lookups, {rates['events']:.0f} events, {size(round(rates['log_bytes']))} of log",
+    )
+    deferred = f", {plural(statistics.num_deferrals, 'deferral')}"
+    output.field(
+        "lookups", f"{figures.num_lookups} answered{deferred}; {plural(figures.num_tokens_hit, 'token')} offered"
+    )
+    output.field(
+        "preempted",
+        f"{plural(figures.num_preemptions, 'time')}; tokens recovered {figures.num_tokens_recovered}, "
+        f"retained {figures.num_tokens_retained}, recomputed {figures.num_tokens_recomputed}",
+    )
+    for what, count, num_bytes, duration_ns in (
+        ("saved", plural(figures.num_chunks_saved, "chunk"), figures.num_bytes_saved, figures.save_duration_ns),
+        ("loaded", plural(figures.num_tokens_loaded, "token"), figures.num_bytes_loaded, figures.load_duration_ns),
+    ):
+        output.field(what, f"{count}, {size(num_bytes)}{_bandwidth(num_bytes, duration_ns)}")
+    output.field(
+        "not saved",
+        f"{plural(figures.num_chunks_declined, 'chunk')} declined, {plural(figures.num_saves_failed, 'save')} failed",
+    )
+    output.field(
+        "lost",
+        f"{plural(figures.num_chunks_evicted, 'chunk')} evicted, {figures.num_chunks_tainted} tainted, "
+        f"{plural(figures.num_loads_failed, 'load')} failed",
+    )
+    broken = f"{figures.num_violations} rules broken, {plural(figures.num_hook_failures, 'hook')} failed"
+    output.field("faults", broken, "red" if figures.num_violations + figures.num_hook_failures else "")
+    output.line()
+    _show_percentiles(output, statistics)
+    output.line()
+    show_total(output, statistics.sums, statistics.differences)
+    if statistics.top:
+        output.line()
+        rows = [[request_id, str(count)] for count, request_id, _ in statistics.top]
+        output.table({"request": "left", "tokens computed again": "right"}, rows)
+    output.line()
+    _show_events(output, statistics)
+
+
+def _bandwidth(num_bytes: int, duration_ns: int) -> str:
+    return f" in {duration(duration_ns)} ({size(num_bytes * _NS_PER_S // duration_ns)}/s)" if duration_ns else ""
+
+
+_NAMES = {
+    "load_time_ns": "load",
+    "save_time_ns": "save",
+    "recovery_time_ns": "preempted → running again",
+    "events_per_step": "events a step",
+    "bytes_per_step": "log bytes a step",
+}
+
+
+def _show_percentiles(output: Output, statistics: Statistics) -> None:
+    columns = {f"within {RELATIVE_ERROR:.0%}": "left", **dict.fromkeys(("count", "p50", "p90", "p99", "max"), "right")}
+    rows = []
+    for name, percentiles in statistics.percentiles.items():
+        say = duration if name.endswith("_ns") else str
+        rows.append([_NAMES[name], str(percentiles.count), *map(say, _values(percentiles))])
+    output.table(columns, rows)
+
+
+def _values(percentiles: Percentiles) -> list[int]:
+    return [percentiles.at(0.5), percentiles.at(0.9), percentiles.at(0.99), percentiles.max]
+
+
+def _show_events(output: Output, statistics: Statistics) -> None:
+    columns = {"event": "left", "events": "right", "bytes": "right", "share of bytes": "right"}
+    all_bytes = statistics.event_bytes.total() or 1
+    rows = [
+        [event_id, str(statistics.events[event_id]), str(count), f"{count / all_bytes:.1%}"]
+        for event_id, count in statistics.event_bytes.most_common()
+    ]
+    output.table(columns, rows)

@@ -1,0 +1,122 @@
+"""Logs of a stream for the reading commands: a mirror on disk is brought up to date, and read like any log.
+
+The NATS client is imported only here and in `ship`, and only when a stream is asked for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import attrs
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from kvledger.adapters.cli.exit_codes import CommandFailed, ExitCode
+from kvledger.storage.events import LogError
+
+if TYPE_CHECKING:
+    from kvledger.storage.events.jetstream import StreamAddress
+
+_REFRESH_EVERY_S: Final = 1.0
+_SCHEMES: Final = ("nats://", "tls://")
+
+
+@attrs.frozen
+class StreamUrl:
+    """A stream's URL as it was given. `str()` leaves out user and password."""
+
+    text: str = attrs.field(repr=False)
+
+    def __str__(self) -> str:
+        scheme, separator, rest = self.text.partition("://")
+        authority, slash, path = rest.partition("/")
+        return f"{scheme}{separator}{authority.rpartition('@')[2]}{slash}{path}"
+
+
+def log_argument(text: str) -> Path | StreamUrl:
+    """A LOG argument: a path, or a stream's URL (of which a path would lose a slash)."""
+    return StreamUrl(text) if text.startswith(_SCHEMES) else Path(text)
+
+
+def parse_address(url: StreamUrl) -> StreamAddress:
+    """Read a stream's URL.
+
+    Raises:
+        CommandFailed: it is none, or the NATS client is not installed.
+    """
+    with stream_errors():
+        from kvledger.storage.events.jetstream import StreamAddress  # noqa: PLC0415 - a fifth of a second
+
+        return StreamAddress.parse(url.text)
+
+
+def mirrored_logs(url: StreamUrl, directory: Path | None, *, newest: bool) -> list[Path]:
+    """Bring the mirror of the URL's log, or of all its logs or the newest, up to date; return the log directories.
+
+    Raises:
+        CommandFailed: that did not work.
+    """
+    address = parse_address(url)
+    from kvledger.storage.events.jetstream import mirror  # noqa: PLC0415
+
+    with stream_errors(), _progress(f"fetching from {address}") as on_progress:
+        return mirror(address, directory, newest=newest, on_progress=on_progress, on_skipped=_remark)
+
+
+def keep_mirrored(url: StreamUrl, directory: Path | None, *, newest: bool) -> None:
+    """Bring the mirror up to date again and again beside this thread, for a command that follows a log."""
+    address = parse_address(url)
+    from kvledger.storage.events.jetstream import mirror  # noqa: PLC0415
+
+    def refresh() -> None:
+        while True:
+            time.sleep(_REFRESH_EVERY_S)
+            try:
+                mirror(address, directory, newest=newest)
+            except (LogError, OSError) as error:
+                _remark(str(error))
+
+    threading.Thread(target=refresh, name="kvledger-mirror", daemon=True).start()
+
+
+@contextlib.contextmanager
+def stream_errors() -> Iterator[None]:
+    """Turn what a stream can run into, and a missing NATS client, into `CommandFailed`."""
+    try:
+        from kvledger.storage.events.jetstream import StreamRefused, StreamUnavailable  # noqa: PLC0415
+    except ModuleNotFoundError as error:
+        message = f"streams need the NATS client ({error}); install it: pip install 'kvledger[nats]'"
+        raise CommandFailed(message, ExitCode.REFUSED) from error
+    try:
+        yield
+    except StreamRefused as error:
+        raise CommandFailed(str(error), ExitCode.REFUSED) from error
+    except StreamUnavailable as error:
+        raise CommandFailed(str(error), ExitCode.TRY_AGAIN) from error
+    except LogError as error:
+        raise CommandFailed(str(error), ExitCode.DAMAGED) from error
+
+
+def _remark(text: str) -> None:
+    sys.stderr.write(f"kvledger: {text}\n")
+
+
+@contextlib.contextmanager
+def _progress(what: str) -> Iterator[Callable[[int, int], None] | None]:
+    if not sys.stderr.isatty():
+        yield None
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(file=sys.stderr), transient=True) as progress:
+        task = progress.add_task(what, total=None)
+
+        def update(num_messages: int, num_all: int) -> None:
+            progress.update(task, completed=num_messages, total=num_all)
+
+        yield update

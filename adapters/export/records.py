@@ -1,0 +1,211 @@
+"""What a log is told as: lives of requests with their states, copies, lookups, steps and moments.
+
+Spans are told when they begin and again, filled in, when they end, so that whoever writes a stream need not remember
+them. Times are nanoseconds since the log was opened and never run backwards. Nothing here knows a file format.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import attrs
+
+
+@attrs.define(eq=False)
+class Life:
+    """One life of a request id, from its arrival to its release. `ordinal` is unique in the log."""
+
+    request_id: str
+    ordinal: int
+    sequence: int
+    """Of the event of its arrival."""
+    arrived_ns: int
+    num_prompt_tokens: int
+    num_tokens: int
+    outcome: str = ""
+    """vLLM's status at the end; the last state where the log does not tell an end."""
+    finished_ns: int | None = None
+    released_ns: int | None = None
+    first_running_ns: int | None = None
+    """When every token of the prompt was computed or in flight for the first time."""
+    num_preemptions: int = 0
+    num_lookups: int = 0
+    num_tokens_loaded: int = 0
+    """Tokens that loads brought in place."""
+    num_chunks_saved: int = 0
+    num_bytes_loaded: int = 0
+    num_bytes_saved: int = 0
+    num_failures: int = 0
+    """Failed copies, broken rules and failed hooks."""
+    state_ns: dict[str, int] = attrs.field(factory=dict)
+    """State -> how long it was in it."""
+
+
+@attrs.define(eq=False)
+class StateSpan:
+    """A request in one state and generation."""
+
+    life: Life
+    state: str
+    generation: int
+    sequence: int
+    """Of the event that led here."""
+    cause: str
+    """Id of that event."""
+    since_ns: int
+    num_computed_tokens: int
+    num_tokens: int
+    until_ns: int | None = None
+    """None while it lasts, and where the log ends before it does."""
+    last_ns: int = 0
+    """The end, or how far the log reaches."""
+    num_computed_tokens_at_end: int = 0
+    left_by: str = ""
+    """Id of the event that ended it."""
+
+
+@attrs.define(eq=False)
+class Copy:
+    """One transfer job, from the decision to its settlement. `kind` is `load`, `save` or `tail save`."""
+
+    kind: str
+    job_id: int
+    request_id: str
+    life: Life | None
+    """None where the log does not tell the request's arrival."""
+    generation: int
+    sequence: int
+    issued_ns: int
+    num_pages: int
+    slots: tuple[int, ...]
+    block_ids: tuple[int, ...]
+    first_token: int | None
+    num_tokens: int | None
+    chunks: tuple[int, ...]
+    is_async: bool
+    """Whether it runs beside the steps."""
+    before_forward: bool
+    """Whether it must be done before the step's forward, because its blocks are free already."""
+    settled_ns: int | None = None
+    last_ns: int = 0
+    outcome: str = "open"
+    """`completed`, `failed`, `given up` (a rank never told), or `open`."""
+    error: str = ""
+    ranks_done: list[int] = attrs.field(factory=list)
+    ranks_failed: list[int] = attrs.field(factory=list)
+    num_bytes: int = 0
+    worker_ns: int = 0
+    """Time that the workers measured, added up over their reports."""
+
+
+@attrs.frozen
+class Lookup:
+    """What the scheduler asked and was answered."""
+
+    sequence: int
+    """Of the answer."""
+    time_ns: int
+    request_id: str
+    life: Life | None
+    generation: int
+    num_computed_tokens: int
+    num_tokens: int
+    num_hit_tokens: int | None
+    """None where the answer was to ask again."""
+    num_external_tokens: int | None
+    is_async: bool
+    miss_reason: str
+    miss_cause: int
+    """Sequence number of the event that removed the first missing chunk; 0 where there is none."""
+    deferred_for_job: int
+    """The save that is waited for; 0 where there was an answer."""
+    num_deferred: int
+    is_repeated: bool
+    """Whether question and answer are those of the request's lookup before: who waits is asked about at every step."""
+
+
+@attrs.frozen
+class Gauges:
+    """What can be counted at one moment."""
+
+    num_requests: Mapping[str, int]
+    """State -> requests."""
+    num_blocks_held: int
+    """Distinct blocks in the block tables of requests. How many there are in all, the log does not tell."""
+    num_slots_free: int
+    num_slots_used: int
+    """Slots of the host pool that hold a chunk or a tail, or that a copy reads or writes."""
+    num_bytes_used: int | None
+    """The same in bytes, by what a page took in the last complete copy; None before there was one."""
+    num_chunks_cached: int
+    """Chunks that can be loaded."""
+    num_loads: int
+    """In flight."""
+    num_saves: int
+    """In flight."""
+
+
+@attrs.frozen
+class Step:
+    """One engine step, and what could be counted when everything was decided about it."""
+
+    step: int
+    sequence: int
+    time_ns: int
+    num_scheduled_tokens: int
+    num_events: int
+    """The step's record and the decisions on it."""
+    gauges: Gauges
+
+
+@attrs.frozen
+class Moment:
+    """Something that happened at once. `kind` is the event's id, or `events.lost`."""
+
+    kind: str
+    sequence: int
+    time_ns: int
+    request_id: str
+    life: Life | None
+    text: str
+    """In plain words."""
+    is_trouble: bool
+    """Whether something went wrong here."""
+    fields: Mapping[str, object]
+
+
+class Listener:
+    """Told of a log, in the order of the log. Everything is ignored until a subclass wants it."""
+
+    def life_began(self, life: Life) -> None:
+        """A request arrived."""
+
+    def life_ended(self, life: Life) -> None:
+        """It is released, its id begins another life, or the log ends."""
+
+    def state_began(self, span: StateSpan) -> None:
+        """A request entered a state, or another generation of it."""
+
+    def state_ended(self, span: StateSpan) -> None:
+        """It left it, or the log ends."""
+
+    def copy_began(self, copy: Copy) -> None:
+        """A transfer job was issued."""
+
+    def copy_ended(self, copy: Copy) -> None:
+        """It was settled, or the log ends."""
+
+    def looked_up(self, lookup: Lookup) -> None:
+        """A lookup was answered."""
+
+    def step_scheduled(self, step: Step) -> None:
+        """A step and the decisions on it are complete."""
+
+    def happened(self, moment: Moment) -> None:
+        """Something happened at once."""
+
+    def counted(self, time_ns: int, gauges: Gauges) -> None:
+        """An observation and the decisions on it are complete; told where something may have changed the counts."""
+
+    def idle(self, time_ns: int) -> None:
+        """No request is left that could be scheduled."""

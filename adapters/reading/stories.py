@@ -1,0 +1,130 @@
+"""The story of one request, and the events it names: from the log's index where there is one, else by reading the log.
+
+It must not tell the story: it answers what an event was, when, and whose an ordinal is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+
+import attrs
+
+from kvledger.adapters.cli.logs import StoredLog
+from kvledger.adapters.cli.output import Output
+from kvledger.adapters.cli.selection import Window, time_of
+from kvledger.adapters.reading.index import LogIndex, index_for
+from kvledger.lifecycle import events as e
+from kvledger.lifecycle.reasons import Accounts, Story
+
+
+@attrs.frozen
+class Witness:
+    """An event that is part of a story. `time_ns` since the log was opened; a decision has that of its cause."""
+
+    sequence: int
+    event: e.Event
+    time_ns: int
+
+
+@attrs.frozen
+class Told:
+    """All lives of one request id, what they name, and the names of the other requests."""
+
+    stories: tuple[Story, ...]
+    witnesses: Mapping[int, Witness]
+    names: Mapping[int, str]
+    """Ordinal -> request id, of the requests that got blocks when this one lost its own."""
+
+    def time_ns(self, sequence: int) -> int | None:
+        """When an event happened, if the log has it."""
+        witness = self.witnesses.get(sequence)
+        return None if witness is None else witness.time_ns
+
+
+def tell(log: StoredLog, window: Window, request_id: str, output: Output) -> Told:
+    """The stories of a request, as far as the window reaches. What came before the window counts, too."""
+    index = index_for(log, output) if window.last_sequence is None else None
+    if index is not None:
+        with contextlib.closing(index):
+            if index.is_whole:
+                log.damage[:] = index.contents.damage
+                return _from_index(index, request_id)
+    with output.progress(log, "finding the reasons"):
+        stories = _fold(log, window, request_id)
+    with output.progress(log, "finding the events"):
+        return _from_log(log, stories)
+
+
+def _from_index(index: LogIndex, request_id: str) -> Told:
+    stories = tuple(index.stories(request_id))
+    witnesses: dict[int, Witness] = {}
+    for sequence in sorted(named_by(stories)):
+        event = index.event(sequence)
+        if event is not None:
+            cause = event if not event.is_decision else index.event(getattr(event, "cause", 0))
+            witnesses[sequence] = Witness(sequence, event, (cause and time_of(cause)) or 0)
+    names = {ordinal: index.request_of(ordinal) for ordinal in _ordinals(witnesses)}
+    return Told(stories, witnesses, names)
+
+
+def _fold(log: StoredLog, window: Window, request_id: str) -> tuple[Story, ...]:
+    ended: list[Story] = []
+    accounts = Accounts(log.configuration, request_id=request_id, on_end=ended.append, keeps_stories=True)
+    for sequence, event in noticing_gaps(log.events(), accounts):
+        if window.is_over(sequence):
+            break
+        accounts.take(sequence, event)
+    return (*ended, *accounts.stories)
+
+
+def noticing_gaps(events: Iterator[tuple[int, e.Event]], accounts: Accounts) -> Iterator[tuple[int, e.Event]]:
+    """The events, and a word to the accounts wherever some are missing before one."""
+    expected = 1
+    for sequence, event in events:
+        if sequence != expected:
+            accounts.lose()
+        yield sequence, event
+        expected = sequence + 1
+
+
+def _from_log(log: StoredLog, stories: tuple[Story, ...]) -> Told:
+    wanted = named_by(stories)
+    witnesses: dict[int, Witness] = {}
+    names: dict[int, str] = {}
+    time_ns, last = 0, max(wanted, default=0)
+    for sequence, event in log.events():
+        if sequence > last:
+            break
+        at_ns = time_of(event)
+        time_ns = time_ns if at_ns is None else at_ns
+        if sequence in wanted:
+            # A decision follows the observation that it was made on; nothing else comes between.
+            witnesses[sequence] = Witness(sequence, event, time_ns)
+        if isinstance(event, e.RequestArrived):
+            names[event.ordinal] = event.request_id
+    ordinals = _ordinals(witnesses)
+    return Told(stories, witnesses, {ordinal: name for ordinal, name in names.items() if ordinal in ordinals})
+
+
+def _ordinals(witnesses: Mapping[int, Witness]) -> set[int]:
+    steps = (witness.event for witness in witnesses.values() if isinstance(witness.event, e.StepScheduled))
+    return {ordinal for step in steps for ordinal, _ in step.extended}
+
+
+def named_by(stories: tuple[Story, ...]) -> set[int]:
+    """The numbers of all events that the stories name."""
+    named: set[int] = set()
+    for story in stories:
+        named.update(story.moments)
+        for lookup in story.lookups:
+            named.update((lookup.first_sequence, lookup.last_sequence))
+            named.update(number for span in lookup.spans for number in span.evidence)
+        for admission in story.admissions:
+            named.update((admission.sequence, admission.answer_sequence))
+            named.update(number for span in (*admission.spans, *admission.missed) for number in span.evidence)
+        for recomputation in story.recomputations:
+            named.add(recomputation.sequence)
+            named.update(number for span in recomputation.spans for number in span.evidence)
+    named.discard(0)
+    return named

@@ -1,0 +1,26 @@
+"""Stories to bytes and back, for an index; the format may change with every version of it."""
+
+from __future__ import annotations
+
+import zlib
+from collections import Counter
+from typing import Any, get_args
+
+import msgspec
+
+from kvledger.lifecycle.reasons import Story
+
+
+def encode_story(story: Story) -> bytes:
+    """For an index."""
+    return zlib.compress(msgspec.msgpack.encode(story), 1)
+
+
+def decode_story(stored: bytes) -> Story:
+    """The other way round."""
+    return msgspec.msgpack.decode(zlib.decompress(stored), type=Story, dec_hook=_counter)
+
+
+def _counter(counter_type: type, counts: dict[str, int]) -> Counter[Any]:
+    (key_type,) = get_args(counter_type)
+    return Counter({key_type(key): count for key, count in counts.items()})

@@ -1,0 +1,196 @@
+"""From observations back to hook calls: which of them one call of vLLM's made.
+
+A call notices things first (keys, preemptions, rollbacks) and then records what it is about. `docs/hooks.md` has the
+table that this file reads from right to left. It knows events only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeVar
+
+import attrs
+
+from kvledger.adapters.repro.recording import Recorded
+from kvledger.lifecycle import events as e
+
+_MAIN: dict[type[e.Event], str] = {
+    e.RequestArrived: "on_new_request",
+    e.LookupRequested: "get_num_new_matched_tokens",
+    e.BlocksAllocated: "update_state_after_alloc",
+    e.StepScheduled: "build_connector_meta",
+    e.RequestFinished: "request_finished",
+}
+"""What a call is about -> the hook."""
+
+_HOOK_OF_FAILURE = {"take_up": "update_state_after_alloc", "record_step": "build_connector_meta"}
+"""Names under which parts of hooks fail."""
+_PARTS_AT_THE_END = {
+    "promised_blocks": "update_state_after_alloc",
+    "tell_undeliverable": "update_state_after_alloc",
+    "update_state_after_alloc": "update_state_after_alloc",
+    "build_connector_meta": "build_connector_meta",
+}
+"""Parts that come after what the call is about, so that their failure is told behind it."""
+_HOOKS_WITHOUT_OBSERVATIONS = {"take": "get_kv_connector_stats", "has_pending_push_work": "has_pending_push_work"}
+
+
+_Event = TypeVar("_Event", bound=e.Event)
+
+
+@attrs.frozen
+class HookCall:
+    """One call of a hook, and all that it observed."""
+
+    hook: str
+    sequence: int
+    """Of what the call is about; of its failure where it came to nothing."""
+    request_id: str
+    """Empty where the call concerns the step."""
+    main: e.Event
+    """What the call is about; its failure where nothing else was recorded."""
+    observed: tuple[Recorded, ...]
+    """In order, `main` included, and the failure where there was one."""
+
+    @property
+    def first_sequence(self) -> int:
+        """Of the first observation."""
+        return self.observed[0][0]
+
+    @property
+    def last_sequence(self) -> int:
+        """Of the last observation."""
+        return self.observed[-1][0]
+
+    def noticed(self, event_class: type[_Event]) -> list[_Event]:
+        """What it observed of a class."""
+        return [event for _, event in self.observed if isinstance(event, event_class)]
+
+
+def hook_calls(observations: Sequence[Recorded]) -> tuple[list[HookCall], list[Recorded]]:
+    """The calls in order, and the observations that belong to none of them."""
+    grouping = _Grouping(observations)
+    grouping.run()
+    return grouping.calls, grouping.left_over
+
+
+class _Grouping:
+    def __init__(self, observations: Sequence[Recorded]) -> None:
+        self._entries = observations
+        self._at = 0
+        self._noticed: list[Recorded] = []
+        self.calls: list[HookCall] = []
+        self.left_over: list[Recorded] = []
+
+    def run(self) -> None:
+        while self._at < len(self._entries):
+            self._take(*self._entries[self._at])
+        self.left_over += self._noticed
+
+    def _take(self, sequence: int, event: e.Event) -> None:
+        hook = _MAIN.get(type(event))
+        if hook is not None:
+            self._call(hook, sequence, getattr(event, "request_id", ""), event, 1)
+        elif isinstance(event, e.CacheReset):
+            self._call("reset_cache", sequence, "", event, 1 + self._num_preempted_by_reset())
+        elif isinstance(event, e.LoadErrorsObserved):
+            self._call("update_connector_output", sequence, "", event, 1 + self._num_in_output(self._at + 1))
+        elif isinstance(event, e.TransferReported):
+            self._call("update_connector_output", sequence, "", event, self._num_in_output(self._at))
+        elif isinstance(event, e.HookFailed):
+            self._failed(sequence, event)
+        elif isinstance(event, e.LogNote):
+            if event.text == "connector shut down":
+                self._call("shutdown", sequence, "", event, 1)
+            else:
+                if event.text != "connector started":
+                    self.left_over.append((sequence, event))
+                self._at += 1
+        else:
+            self._noticed.append((sequence, event))
+            self._at += 1
+
+    def _call(self, hook: str, sequence: int, request_id: str, main: e.Event, num_entries: int) -> None:
+        observed = (*self._noticed, *self._entries[self._at : self._at + num_entries])
+        self.calls.append(HookCall(hook, sequence, request_id, main, observed))
+        self._noticed = []
+        self._at += num_entries
+
+    def _num_preempted_by_reset(self) -> int:
+        """Preemptions that the reset itself noticed, which a following step or lookup might have noticed as well."""
+        end = self._at + 1
+        last = 0
+        preempted: list[str] = []
+        while end < len(self._entries):
+            event = self._entries[end][1]
+            if isinstance(event, e.RequestPreempted):
+                preempted.append(event.request_id)
+                last = end - self._at
+            elif not isinstance(event, e.ChunkKeysObserved):
+                break
+            end += 1
+        follows = self._entries[end][1] if end < len(self._entries) else None
+        if isinstance(follows, e.StepScheduled) and preempted == sorted(preempted):
+            return 0
+        return last
+
+    def _num_in_output(self, start: int) -> int:
+        """Rollbacks, then reports, none of them twice: what one output of the workers holds."""
+        end = start
+        while (
+            start == self._at + 1 and end < len(self._entries) and isinstance(self._entries[end][1], e.TokensRolledBack)
+        ):
+            end += 1
+        seen: set[tuple[int, bool]] = set()
+        while end < len(self._entries):
+            event = self._entries[end][1]
+            if not isinstance(event, e.TransferReported) or (event.job_id, event.is_repeated) in seen:
+                break
+            seen.add((event.job_id, event.is_repeated))
+            end += 1
+        return end - start
+
+    def _failed(self, sequence: int, event: e.HookFailed) -> None:
+        hook = _HOOK_OF_FAILURE.get(event.hook, event.hook)
+        if event.hook == "chunk_keys" or self._is_tried_again(event):  # the call goes on
+            self._noticed.append((sequence, event))
+            self._at += 1
+        elif event.hook in _HOOKS_WITHOUT_OBSERVATIONS:
+            self._call(_HOOKS_WITHOUT_OBSERVATIONS[event.hook], sequence, "", event, 1)
+        elif self._belongs_to_last_call(hook, event):
+            last = self.calls[-1]
+            self.calls[-1] = attrs.evolve(last, observed=(*last.observed, (sequence, event)))
+            self._at += 1
+        else:
+            self._call(hook, sequence, event.request_id, event, 1)
+
+    def _belongs_to_last_call(self, hook: str, event: e.HookFailed) -> bool:
+        """Whether it failed after it had recorded what it is about; then there is a call already."""
+        if not self.calls or self._noticed or not self._at:
+            return False
+        last, before = self.calls[-1], self._entries[self._at - 1]
+        if event.hook in _PARTS_AT_THE_END:
+            return last.hook == _PARTS_AT_THE_END[event.hook]
+        is_next = bool(last.observed) and last.observed[-1] is before
+        if not is_next or last.hook != hook or last.request_id != event.request_id:
+            return False
+        # A step that failed to be recorded follows one that was recorded in just this way.
+        return event.hook != "record_step" or "LedgerCorrupt" in event.error
+
+    def _is_tried_again(self, event: e.HookFailed) -> bool:
+        """The end of a request is recorded in a second attempt, by the same call."""
+        if event.hook != "request_finished" or self._at + 1 >= len(self._entries):
+            return False
+        follows = self._entries[self._at + 1][1]
+        return (
+            isinstance(follows, e.RequestFinished | e.HookFailed)
+            and follows.request_id == event.request_id
+            and getattr(follows, "hook", event.hook) == event.hook
+        )
+
+
+def end_of_call(observations: Sequence[Recorded], sequence: int) -> int:
+    """The last observation of the hook call during which this event was recorded."""
+    calls, _ = hook_calls(observations)
+    ends = [call.last_sequence for call in calls if call.first_sequence <= sequence]
+    return ends[-1] if ends else sequence

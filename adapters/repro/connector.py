@@ -1,0 +1,180 @@
+"""A real `KVLedgerConnector` without an engine: one method per hook, real vLLM objects made from plain values.
+
+vLLM is imported when the first one is made. It must not know recordings; see `hooks.py` for who drives it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import attrs
+
+from kvledger.adapters.repro.recording import NotReenactable
+from kvledger.lifecycle import LedgerConfiguration
+from kvledger.lifecycle import events as e
+from kvledger.lifecycle.codec import EventDecoder
+from kvledger.lifecycle.replay import SequencedEvent
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.request import Request
+
+    from kvledger.adapters.vllm.metadata import JobReport, StepJobs
+    from kvledger.adapters.vllm.scheduler_side import SchedulerSide
+
+_NUM_BLOCKS = 1 << 20
+"""The scheduler's half never touches a block, so there may be as many as a log can name."""
+_RECENT_BYTES = 1 << 12
+"""Events are read after every call; what was read may be forgotten."""
+
+
+@attrs.frozen
+class ScheduledRequest:
+    """What a step does for one request."""
+
+    request_id: str
+    num_computed_tokens: int
+    num_scheduled_tokens: int
+    new_block_ids: tuple[int, ...] = ()
+    is_new: bool = False
+    """Whether it stands among the step's new requests; model runner V2 lists resumed ones there as well."""
+    is_resumed: bool = False
+    """Whether a cached one brings a table that replaces the old one (model runner V1)."""
+
+
+@attrs.frozen
+class Step:
+    """What `build_connector_meta` is told."""
+
+    scheduled: Sequence[ScheduledRequest] = ()
+    preempted_request_ids: frozenset[str] = frozenset()
+    block_tables: dict[str, Sequence[int]] = attrs.field(factory=dict)
+    """The scheduler's own table of each scheduled request."""
+    zeroed_block_ids: tuple[int, ...] = ()
+
+
+class ConnectorUnderTest:
+    """The scheduler's half of the connector.
+
+    Args:
+        configuration: as in the header of a log.
+        speculates: whether the engine decodes speculatively.
+        zeroes_new_blocks: whether the worker zeroes new blocks.
+        handlers: state handlers of one's own, as "module:Class".
+
+    Raises:
+        NotReenactable: the connector makes another configuration of it.
+    """
+
+    def __init__(
+        self,
+        configuration: LedgerConfiguration,
+        *,
+        speculates: bool = False,
+        zeroes_new_blocks: bool = False,
+        handlers: Sequence[str] = (),
+    ) -> None:
+        from kvledger.adapters.repro import vllm_objects  # noqa: PLC0415 -- only here vLLM is needed
+
+        self._vllm = vllm_objects
+        self.configuration = configuration
+        self.now_ns = 0
+        """The time that the connector reads from its clock."""
+        self.requests: dict[str, Request] = {}
+        """By id; what the connector reads of them is set before a hook is called."""
+        engine = vllm_objects.Engine(
+            configuration, speculates=speculates, zeroes_new_blocks=zeroes_new_blocks, num_blocks=_NUM_BLOCKS
+        )
+        self._engine = engine
+        settings = {**engine.extra_config(), "handlers": list(handlers), "memory_log_bytes": _RECENT_BYTES}
+        self.connector = engine.connector(settings, lambda: self.now_ns)
+        made = self._side.ledger.projections.configuration
+        if made != configuration:
+            different = [
+                f"{name} {given!r} became {getattr(made, name)!r}"
+                for name, given in attrs.asdict(configuration).items()
+                if getattr(made, name) != given
+            ]
+            raise NotReenactable(f"the connector cannot be started as it was: {', '.join(different)}")
+        store: Any = self._side.log.store
+        self._decoder = EventDecoder(store.header)
+        self._next_sequence = 1
+        self._is_closed = False
+
+    @property
+    def _side(self) -> SchedulerSide:
+        return self.connector.scheduler_side
+
+    def take_events(self) -> list[SequencedEvent]:
+        """The events that the connector wrote since the last call; what waits for a frame is committed first."""
+        if not self._is_closed:
+            self._side.journal.commit()
+        events = [
+            (sequence, event)
+            for frame in self._side.log.store.read(self._next_sequence)
+            for sequence, event in enumerate(self._decoder.decode(frame.payload), frame.first_sequence)
+            if sequence >= self._next_sequence
+        ]
+        if events:
+            self._next_sequence = events[-1][0] + 1
+        return events
+
+    # --- hooks ----------------------------------------------------------------------------------
+
+    def on_new_request(self, request_id: str, token_ids: Sequence[int]) -> None:
+        """A request with this prompt was accepted."""
+        self.requests[request_id] = request = self._engine.request(request_id, token_ids)
+        self.connector.on_new_request(request)
+
+    def get_num_new_matched_tokens(self, request_id: str, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """Ask what can be loaded."""
+        return self.connector.get_num_new_matched_tokens(self.requests[request_id], num_computed_tokens)
+
+    def update_state_after_alloc(self, request_id: str, block_ids: Sequence[int], num_external_tokens: int) -> None:
+        """Give blocks: the whole flat table."""
+        blocks = self._vllm.kv_cache_blocks(block_ids, len(self.configuration.windows))
+        self.connector.update_state_after_alloc(self.requests[request_id], blocks, num_external_tokens)
+
+    def build_connector_meta(self, step: Step) -> StepJobs:
+        """One engine step; returns its jobs."""
+        output: SchedulerOutput = self._vllm.scheduler_output(step, self.requests, len(self.configuration.windows))
+        return self.connector.build_connector_meta(output)
+
+    def update_connector_output(self, reports: Iterable[JobReport] = (), load_errors: Iterable[int] = ()) -> None:
+        """What the workers report."""
+        self.connector.update_connector_output(self._vllm.connector_output(tuple(reports), set(load_errors)))
+
+    def request_finished(self, request_id: str, status: str, block_ids: Sequence[int]) -> None:
+        """A request ends."""
+        request = self.requests[request_id]
+        request.status = self._vllm.status(status)
+        groups = self._vllm.tables(block_ids, len(self.configuration.windows))
+        self.connector.request_finished_all_groups(request, groups)
+
+    def reset_cache(self) -> None:
+        """Everything cached is stale."""
+        self.connector.reset_cache()
+
+    def get_kv_connector_stats(self) -> None:
+        """Figures are taken."""
+        self.connector.get_kv_connector_stats()
+
+    def has_pending_push_work(self) -> None:
+        """The engine asks whether to go on."""
+        self.connector.has_pending_push_work()
+
+    def shutdown(self) -> None:
+        """The engine stops."""
+        self.connector.shutdown()
+        self._is_closed = True
+
+    # --- what requests look like ---------------------------------------------------------------------
+
+    def set_tokens(self, request_id: str, first: int, token_ids: Sequence[int]) -> None:
+        """Let a request have these tokens from position `first` on, and no others behind them."""
+        self._engine.set_tokens(self.requests[request_id], first, token_ids)
+
+    def reports(self, report: e.TransferReported) -> list[JobReport]:
+        """What each rank says, so that together they say this."""
+        return self._vllm.job_reports(report)

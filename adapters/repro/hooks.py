@@ -1,0 +1,251 @@
+"""Re-enacts a recording on the real connector: every recorded hook call is made again, with vLLM's own objects.
+
+The connector reads more of a request than it records. What it read is worked out from what it recorded: tokens from
+chunk keys, tokens in flight from settled ones, the batch of a step from what the step says and what it need not say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from kvledger.adapters.repro.adaptation import Adaptation
+from kvledger.adapters.repro.calls import HookCall, hook_calls
+from kvledger.adapters.repro.connector import ConnectorUnderTest, ScheduledRequest, Step
+from kvledger.adapters.repro.live_requests import LiveRequests
+from kvledger.adapters.repro.recording import JOB_ISSUED, Recording, changed, report
+from kvledger.adapters.repro.reenactment import Reenactment
+from kvledger.adapters.repro.scheduler_record import ScheduledTokens, SchedulerRecord, runs_async
+from kvledger.lifecycle import events as e
+
+_UNRECORDED = "unrecorded request"
+"""Stands in a step for tokens of requests that the log does not know."""
+
+
+_WITHOUT_OBSERVATIONS = frozenset({"get_kv_connector_stats", "has_pending_push_work"})
+
+
+def reenact(recording: Recording, *, until: int | None = None, handlers: Sequence[str] = ()) -> Reenactment:
+    """Make the recorded hook calls again.
+
+    Args:
+        recording: what was seen.
+        until: end with the call that made this event of the recorded log.
+        handlers: state handlers of one's own, as "module:Class", if the engine had any.
+
+    Raises:
+        NotReenactable: the connector cannot be configured as it was.
+    """
+    return _HookRun(recording.until(until), handlers).run()
+
+
+class _HookRun:
+    def __init__(self, recording: Recording, handlers: Sequence[str]) -> None:
+        self._recording = recording
+        self._connector = ConnectorUnderTest(
+            recording.configuration,
+            speculates=recording.speculates,
+            zeroes_new_blocks=recording.zeroes_new_blocks,
+            handlers=handlers,
+        )
+        self._record = SchedulerRecord(is_async=runs_async(recording.observations, recording.configuration.chunk_size))
+        self._adaptation = Adaptation(recording)
+        self._outcome = Reenactment(recording.configuration, handlers)
+        self._overdue: list[int] = []
+        self._live = LiveRequests(recording, self._connector, self._record)
+        self._calls: dict[str, Callable[[HookCall, Any], None]] = {
+            "on_new_request": self._arrive,
+            "get_num_new_matched_tokens": self._look_up,
+            "update_state_after_alloc": self._allocate,
+            "build_connector_meta": self._step,
+            "update_connector_output": self._output,
+            "request_finished": self._finish,
+            "reset_cache": self._reset,
+            "get_kv_connector_stats": lambda _call, _main: self._connector.get_kv_connector_stats(),
+            "has_pending_push_work": lambda _call, _main: self._connector.has_pending_push_work(),
+            "shutdown": lambda _call, _main: self._connector.shutdown(),
+        }
+
+    def run(self) -> Reenactment:
+        """All calls, then the audit's last look."""
+        calls, left_over = hook_calls(self._recording.observations)
+        self._outcome.left_out += [f"event {sequence} ({event.id})" for sequence, event in left_over]
+        self._outcome.take(self._connector.take_events(), "the start", 1)
+        hook, sequence = "the start", 1
+        for call in calls:
+            hook, sequence = call.hook, call.sequence
+            reenact_call = self._calls.get(hook)
+            if reenact_call is None:
+                self._outcome.left_out.append(f"event {sequence}: {hook} is no hook of this connector")
+                continue
+            self._connector.now_ns = max(getattr(event, "time_ns", 0) for _, event in call.observed)
+            if isinstance(call.main, e.HookFailed) and hook not in _WITHOUT_OBSERVATIONS:
+                self._outcome.left_out.append(f"event {sequence}: {hook}, of which nothing was recorded")
+                continue
+            reenact_call(call, call.main)
+            self._take(call)
+        self._outcome.finish(hook, sequence)
+        return self._outcome
+
+    def _take(self, call: HookCall) -> None:
+        """Read what the call made, and tell jobs and answers apart from recorded ones."""
+        events = self._connector.take_events()
+        self._outcome.take(events, call.hook, call.sequence)
+        waiting = list(call.observed)
+        recorded: dict[int, int] = {}
+        for sequence, event in events:
+            if not event.is_decision:
+                recorded[sequence] = _recorded_sequence(event, waiting, call.sequence)
+            elif isinstance(event, JOB_ISSUED):
+                self._adaptation.issued(event, recorded.get(event.cause, call.sequence))
+
+    # --- the hooks -------------------------------------------------------------------------------------
+
+    def _arrive(self, _call: HookCall, main: e.RequestArrived) -> None:
+        life = self._record.arrived(main)
+        self._connector.on_new_request(main.request_id, self._live.prompt(life))
+
+    def _look_up(self, call: HookCall, main: e.LookupRequested) -> None:
+        life = self._live.life(main.request_id)
+        if life is None:
+            self._unknown(call)
+            return
+        self._live.notice(call, main.num_tokens)
+        self._record.looked_up(main, call.sequence)
+        self._live.write_tokens(life, main.num_tokens)
+        answer, _ = self._connector.get_num_new_matched_tokens(main.request_id, main.num_computed_tokens)
+        self._adaptation.answered(main.request_id, call.sequence, answer or 0)
+
+    def _allocate(self, call: HookCall, main: e.BlocksAllocated) -> None:
+        life = self._live.life(main.request_id)
+        if life is None:
+            self._unknown(call)
+            return
+        self._live.notice(call)
+        for event in call.noticed(e.SessionContinued):
+            self._live.next_turn(life, event)
+        taken = self._adaptation.taken_up(main.request_id, main.num_external_tokens)
+        life.num_missing_tokens += main.num_external_tokens - taken
+        self._connector.update_state_after_alloc(main.request_id, main.block_ids, taken)
+        self._record.allocated(life, main)
+
+    def _step(self, call: HookCall, main: e.StepScheduled) -> None:
+        self._report_overdue()
+        zeroed = self._zeroed(call)
+        self._live.notice(call)
+        settled = {ordinal: num_settled_tokens for ordinal, _, num_settled_tokens in main.settled}
+        observed = {event.request_id: event.block_ids for event in call.noticed(e.BlockTableObserved)}
+        scheduled = [
+            part for part in self._record.scheduled(main) if self._live.life(part.life.request_id) is part.life
+        ]
+        block_tables: dict[str, Sequence[int]] = {}
+        for part in scheduled:
+            life = part.life
+            self._live.prepare(part, settled.get(life.ordinal))
+            life.block_ids = [*observed.get(life.request_id, life.block_ids), *part.new_block_ids]
+            block_tables[life.request_id] = life.block_ids
+        for life in self._record.paused(main):  # the connector still looks whether they have filled a chunk
+            if self._live.life(life.request_id) is life:
+                paused = ScheduledTokens(life, life.num_computed_tokens, 0, None, ())
+                self._live.prepare(paused, settled.get(life.ordinal))
+        parts = self._in_order(main, scheduled)
+        num_unknown = main.num_scheduled_tokens - sum(part.num_scheduled_tokens for part in parts)
+        if num_unknown > 0:
+            parts.append(ScheduledRequest(_UNRECORDED, 0, num_unknown))
+        preempted = frozenset(event.request_id for event in call.noticed(e.RequestPreempted))
+        self._connector.build_connector_meta(Step(parts, preempted, block_tables, zeroed))
+        self._record.stepped(main, scheduled)
+
+    def _in_order(self, step: e.StepScheduled, scheduled: Sequence[ScheduledTokens]) -> list[ScheduledRequest]:
+        """As vLLM lists them: new ones, running ones, and resumed ones at either end."""
+        num_new = 0
+        while num_new < len(scheduled) and scheduled[num_new].life.is_admitted:
+            num_new += 1
+        rest = scheduled[num_new:]
+        running = self._record.in_running_order(step, [part for part in rest if not part.life.is_admitted])
+        resumed = [part for part in rest if part.life.is_admitted]
+        return [
+            ScheduledRequest(
+                part.life.request_id,
+                part.num_computed_tokens,
+                part.num_scheduled_tokens,
+                part.new_block_ids,
+                is_new=number < num_new,
+                is_resumed=number >= num_new and part.life.is_admitted,
+            )
+            for number, part in enumerate([*scheduled[:num_new], *running, *resumed])
+        ]
+
+    def _zeroed(self, call: HookCall) -> tuple[int, ...]:
+        if not self._recording.zeroes_new_blocks:
+            return ()
+        lost = [event for event in call.noticed(e.RequestPreempted) if not event.num_settled_tokens]
+        lives = [life for event in lost if (life := self._record.get(event.request_id)) is not None]
+        return tuple(block_id for life in lives for block_id in life.block_ids)
+
+    def _output(self, call: HookCall, _main: e.Event) -> None:
+        load_errors: list[int] = []
+        rolled_back: dict[str, int] = {}
+        reports: list[Any] = []
+        for _, event in call.observed:
+            if isinstance(event, e.LoadErrorsObserved):
+                load_errors += event.block_ids
+            elif isinstance(event, e.TokensRolledBack):
+                rolled_back[event.request_id] = event.num_computed_tokens
+            elif isinstance(event, e.TransferReported):
+                reports += self._reports(event)
+        if load_errors:
+            for life in self._record:
+                if life.request_id in rolled_back:
+                    self._record.rolled_back(life, rolled_back[life.request_id])
+                request: Any = self._connector.requests.get(life.request_id)
+                if request is not None:
+                    request.num_computed_tokens = life.num_computed_tokens
+        self._connector.update_connector_output(reports, load_errors)
+
+    def _reports(self, event: e.TransferReported) -> list[Any]:
+        job_id = self._adaptation.job(event.job_id)
+        return [] if job_id is None else self._connector.reports(changed(event, job_id=job_id))
+
+    def _report_overdue(self) -> None:
+        """Jobs that were not issued then are done one step after they were handed out."""
+        ranks = tuple(range(self._recording.configuration.num_ranks))
+        told = [report(job_id, self._connector.now_ns, ranks_done=ranks) for job_id in self._overdue]
+        if told:
+            self._connector.update_connector_output(
+                [of_rank for job in told for of_rank in self._connector.reports(job)]
+            )
+        self._overdue = self._adaptation.take_unrecorded_jobs()
+
+    def _finish(self, call: HookCall, main: e.RequestFinished) -> None:
+        life = self._live.life(main.request_id)
+        if life is None:
+            self._unknown(call)
+            return
+        self._live.notice(call, main.num_tokens)
+        self._live.end(life, main)
+        configuration = self._recording.configuration
+        num_blocks = -(-main.num_settled_tokens // configuration.block_size)
+        table = life.block_ids[: num_blocks * len(configuration.windows)]
+        self._connector.request_finished(main.request_id, main.status, table)
+        self._record.finished(life)
+        del self._connector.requests[main.request_id]
+
+    def _reset(self, call: HookCall, _main: e.CacheReset) -> None:
+        self._live.notice(call)
+        self._connector.reset_cache()
+
+    # --- calls of which nothing was recorded -------------------------------------------------------------
+
+    def _unknown(self, call: HookCall) -> None:
+        self._outcome.left_out.append(f"event {call.sequence}: {call.hook} of a request whose arrival is not recorded")
+
+
+def _recorded_sequence(event: e.Event, waiting: list[tuple[int, e.Event]], otherwise: int) -> int:
+    """The sequence number of the recorded observation that this one is again; it is taken from `waiting`."""
+    request_id = getattr(event, "request_id", "")
+    for place, (sequence, recorded) in enumerate(waiting):
+        if type(recorded) is type(event) and getattr(recorded, "request_id", "") == request_id:
+            del waiting[place]
+            return sequence
+    return otherwise

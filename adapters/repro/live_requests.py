@@ -1,0 +1,121 @@
+"""Lets the requests that the connector reads look as they did when a recorded call read them.
+
+A hook reads more of a request than it records. What it read is worked out here: tokens from chunk keys, known tokens
+and tokens in flight from what was settled, the rest from what the scheduler is known to have known.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvledger.adapters.repro.calls import HookCall
+from kvledger.adapters.repro.connector import ConnectorUnderTest
+from kvledger.adapters.repro.recording import Recording
+from kvledger.adapters.repro.scheduler_record import Life, ScheduledTokens, SchedulerRecord
+from kvledger.adapters.repro.tokens import token_ids
+from kvledger.lifecycle import events as e
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+
+class LiveRequests:
+    """Writes into the requests of a connector under test."""
+
+    def __init__(self, recording: Recording, connector: ConnectorUnderTest, record: SchedulerRecord) -> None:
+        self._chunk_size = recording.configuration.chunk_size
+        self._speculates = recording.speculates
+        self._has_windows = any(recording.configuration.windows)
+        self._requests = connector.requests
+        self._connector = connector
+        self._record = record
+        self._rewritten: dict[int, int] = {}
+        """Ordinal -> the first chunk whose tokens are other ones since they were last written."""
+
+    def life(self, request_id: str) -> Life | None:
+        """The life of a request that the connector was told of."""
+        return self._record.get(request_id) if request_id in self._requests else None
+
+    def request(self, life: Life) -> Request:
+        """VLLM's own object."""
+        return self._requests[life.request_id]
+
+    def prompt(self, life: Life) -> list[int]:
+        """The tokens with which a request arrives; no key of them is known yet."""
+        return token_ids(str(life.ordinal), (), range(life.num_prompt_tokens), self._chunk_size)
+
+    def notice(self, call: HookCall, num_tokens: int | None = None) -> None:
+        """As when the call noticed keys and preemptions; `num_tokens` are those of the request it is about."""
+        for event in call.noticed(e.ChunkKeysObserved):
+            life = self._record.get(event.request_id)
+            if life is not None:
+                self._rewrite(life, min(len(life.keys), event.first_chunk))
+                self._record.told_keys(event)
+        for preemption in call.noticed(e.RequestPreempted):
+            life = self.life(preemption.request_id)
+            if life is not None:
+                self._preempt(life, preemption, num_tokens if life.request_id == call.request_id else None)
+
+    def next_turn(self, life: Life, event: e.SessionContinued) -> None:
+        """As when a streaming session goes on; keys behind the cut are the new turn's, as the call has noticed them."""
+        keys = life.keys[:]
+        self._record.continued(life, event, self._chunk_size)
+        life.keys = keys
+        self._rewrite(life, event.num_computed_tokens // self._chunk_size)
+        request = self.request(life)
+        request.num_computed_tokens = event.num_computed_tokens
+        request.num_prompt_tokens = event.num_prompt_tokens
+        self.write_tokens(life, event.num_tokens)
+
+    def prepare(self, part: ScheduledTokens, num_settled_tokens: int | None) -> None:
+        """As when a step was built, in which so many tokens were told to be settled, or nothing was told."""
+        life, request = part.life, self.request(part.life)
+        request.num_computed_tokens = part.num_computed_tokens
+        request.num_in_flight_tokens = self._record.num_tokens_in_flight(life)
+        if num_settled_tokens is not None and not self._has_windows:
+            request.num_in_flight_tokens = max(0, part.num_computed_tokens - num_settled_tokens)
+        estimated = self._as_keyed(life, self._record.num_known_tokens(life))
+        self.write_tokens(life, estimated if part.num_tokens is None else part.num_tokens)
+
+    def end(self, life: Life, event: e.RequestFinished) -> None:
+        """As when it ended."""
+        request = self.request(life)
+        self.write_tokens(life, event.num_tokens)
+        request.num_in_flight_tokens = 0 if self._speculates else self._record.num_tokens_in_flight(life)
+        request.num_computed_tokens = min(event.num_settled_tokens, life.num_computed_tokens)
+
+    def write_tokens(self, life: Life, num_tokens: int) -> None:
+        """Let it have so many tokens, those of the chunks whose keys are known."""
+        request = self.request(life)
+        first = min(num_tokens, request.num_tokens, self._rewritten.pop(life.ordinal, num_tokens) * self._chunk_size)
+        if first == num_tokens == request.num_tokens:
+            return
+        tokens = token_ids(str(life.ordinal), life.keys, range(first, num_tokens), self._chunk_size)
+        self._connector.set_tokens(life.request_id, first, tokens)
+
+    def _rewrite(self, life: Life, first_chunk: int) -> None:
+        self._rewritten[life.ordinal] = min(self._rewritten.get(life.ordinal, first_chunk), first_chunk)
+
+    def _preempt(self, life: Life, event: e.RequestPreempted, num_tokens: int | None) -> None:
+        request = self.request(life)
+        num_computed_tokens = life.num_computed_tokens
+        if num_tokens is None:
+            num_tokens = self._record.num_known_tokens(life)
+            if not self._speculates and 0 < event.num_settled_tokens < num_computed_tokens:
+                num_tokens = event.num_settled_tokens
+            # A request that gets no help any more is not asked for its keys, and may have more tokens.
+            num_tokens = max(self._as_keyed(life, num_tokens), event.num_settled_tokens)
+        request.num_in_flight_tokens = 0
+        if self._speculates:
+            written = min(num_computed_tokens, num_tokens - 1)
+            request.num_in_flight_tokens = max(0, written - event.num_settled_tokens)
+        self._record.preempted(life)
+        life.num_tokens = num_tokens
+        request.num_preemptions = life.num_preemptions
+        request.num_computed_tokens = 0
+        self.write_tokens(life, num_tokens)
+
+    def _as_keyed(self, life: Life, num_tokens: int) -> int:
+        """As many tokens as agree with the chunks whose keys are known."""
+        least = len(life.keys) * self._chunk_size
+        return max(least, min(num_tokens, least + self._chunk_size - 1))

@@ -1,0 +1,121 @@
+"""What a log says about an incident, as plain values: observations, and what later ones refer to of decisions.
+
+It knows events only. A recording is written into a test as a literal, so it is short, and the decisions themselves
+are not in it: the code under test makes its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TypeVar
+
+import attrs
+
+from kvledger.lifecycle import LedgerConfiguration
+from kvledger.lifecycle import events as e
+
+Recorded = tuple[int, e.Event]
+"""An observation with its sequence number in the log that it comes from."""
+
+_Event = TypeVar("_Event", bound=e.Event)
+JOB_ISSUED = (e.LoadIssued, e.SaveIssued, e.TailSaveIssued)
+
+
+class NotReenactable(ValueError):
+    """A log, or a part of one, that cannot be re-enacted; the message says why."""
+
+
+@attrs.frozen
+class Recording:
+    """A log's observations up to an incident."""
+
+    configuration: LedgerConfiguration
+    observations: tuple[Recorded, ...]
+    jobs: Mapping[int, tuple[int, str]] = attrs.field(factory=dict)
+    """Job id -> (sequence number of the observation that led to it, request). Job ids of the code under test differ
+    where it decides otherwise, or where other requests were left out."""
+    answers: Mapping[int, int] = attrs.field(factory=dict)
+    """Sequence number of a lookup -> tokens that were answered; lookups that are not here got none."""
+    speculates: bool = False
+    """Whether the engine decoded speculatively; a log does not say so, but it shows."""
+    zeroes_new_blocks: bool = False
+    """Whether the worker zeroed new blocks before the forward."""
+    guessed: tuple[int, ...] = ()
+    """Sequence numbers of observations that are none: a call failed before it was recorded, and this is what it may
+    have been about."""
+
+    def until(self, sequence: int | None) -> Recording:
+        """The recording up to this event."""
+        if sequence is None:
+            return self
+        return attrs.evolve(
+            self,
+            observations=tuple(entry for entry in self.observations if entry[0] <= sequence),
+            jobs={job_id: reason for job_id, reason in self.jobs.items() if reason[0] <= sequence},
+            answers={cause: answer for cause, answer in self.answers.items() if cause <= sequence},
+        )
+
+
+def changed(event: _Event, **fields: object) -> _Event:
+    """The event with other values in some fields."""
+    evolved: _Event = attrs.evolve(event, **fields)  # type: ignore[misc]  # mypy does not see attrs behind @observation
+    return evolved
+
+
+def step(
+    number: int,
+    time_ns: int,
+    *,
+    num_scheduled_tokens: int,
+    advanced: tuple[tuple[int, int, int, int], ...] = (),
+    paused: tuple[int, ...] = (),
+    extended: tuple[tuple[int, tuple[int, ...]], ...] = (),
+    settled: tuple[tuple[int, int, int], ...] = (),
+) -> e.StepScheduled:
+    """`step.scheduled` with defaults for what a step need not say."""
+    return e.StepScheduled(number, num_scheduled_tokens, advanced, paused, extended, settled, time_ns)
+
+
+def report(
+    job_id: int,
+    time_ns: int,
+    *,
+    ranks_done: tuple[int, ...] = (0,),
+    ranks_failed: tuple[int, ...] = (),
+    is_repeated: bool = False,
+    num_bytes: int = 0,
+    duration_ns: int = 0,
+    error: str = "",
+) -> e.TransferReported:
+    """`transfer.reported` with defaults for one rank that is done."""
+    return e.TransferReported(job_id, ranks_done, ranks_failed, is_repeated, num_bytes, duration_ns, error, time_ns)
+
+
+def quiet_steps(
+    first: int, last: int, *, step: int, count: int, num_scheduled_tokens: int, from_ns: int, to_ns: int
+) -> Iterable[Recorded]:
+    """A run of steps that say nothing: everybody decodes as expected, or nobody is there.
+
+    Args:
+        first: sequence number of the first of them.
+        last: sequence number of the last of them; those between are spread evenly.
+        step: number of the first step.
+        count: how many.
+        num_scheduled_tokens: of each.
+        from_ns: time of the first.
+        to_ns: time of the last; those between are spread evenly.
+    """
+    intervals = max(1, count - 1)
+    for number in range(count):
+        yield (
+            first + (last - first) * number // intervals,
+            e.StepScheduled(
+                step=step + number,
+                num_scheduled_tokens=num_scheduled_tokens,
+                advanced=(),
+                paused=(),
+                extended=(),
+                settled=(),
+                time_ns=from_ns + (to_ns - from_ns) * number // intervals,
+            ),
+        )

@@ -1,0 +1,143 @@
+"""What came of a re-enactment: the events that the code under test made, audited, and where in the story it made them.
+
+It knows events and rules. It must not know how the events were brought about.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+
+import attrs
+
+from kvledger.adapters.handlers import handler_registry
+from kvledger.lifecycle import LedgerConfiguration
+from kvledger.lifecycle import events as e
+from kvledger.lifecycle.audit import Audit, Violation
+from kvledger.lifecycle.audit.recorded import Recorded as RecordedRule
+from kvledger.lifecycle.machine import ReferenceMachine
+from kvledger.lifecycle.replay import SequencedEvent
+
+HOOK_FAILED = "HOOK_FAILED"
+"""Stands for a rule: no hook raises."""
+
+
+UNFOLDABLE = "UNFOLDABLE"
+"""Stands for a rule: every event that was written can be folded."""
+
+
+def rule_of(violation: Violation) -> str:
+    """The rule that was broken, also where the audit passes on what the connector noticed itself."""
+    if violation.rule != RecordedRule.rule:
+        return violation.rule
+    return HOOK_FAILED if violation.detail.startswith("hook ") else violation.detail.partition(":")[0]
+
+
+class Watch:
+    """An audit that goes on telling what a log says of itself where it cannot be folded any more.
+
+    A log that broken code wrote may not fold with that code, and neither do its decisions come about again.
+    """
+
+    def __init__(self, configuration: LedgerConfiguration, handlers: Sequence[str] = ()) -> None:
+        self._found: list[Violation] = []
+        self.audit = Audit(configuration, ReferenceMachine(), handlers=handler_registry(handlers), keeps=self._look_at)
+
+    def take(self, sequence: int, event: e.Event) -> list[Violation]:
+        """What is wrong with this event."""
+        goes_on = self.audit.unfoldable is None
+        self.audit.take(sequence, event)
+        new = self.new()
+        if self.audit.unfoldable is None:
+            return new
+        if isinstance(event, e.HookFailed):
+            detail = f"hook {event.hook} raised: {event.error}"
+            new.append(Violation(RecordedRule.rule, sequence, event.request_id, None, detail, ()))
+        elif isinstance(event, e.InvariantViolated):
+            detail = f"{event.rule}: {event.detail}"
+            new.append(Violation(RecordedRule.rule, sequence, event.request_id, None, detail, ()))
+        elif goes_on:
+            detail = str(self.audit.unfoldable)
+            new.append(Violation(UNFOLDABLE, sequence, getattr(event, "request_id", ""), None, detail, ()))
+        return new
+
+    def new(self) -> list[Violation]:
+        """What the audit has found since it was last asked."""
+        new, self._found = self._found, []
+        return new
+
+    def _look_at(self, violation: Violation) -> bool:
+        self._found.append(violation)
+        return False  # the audit need not keep it, too
+
+
+@attrs.frozen
+class Trouble:
+    """A rule that the code under test broke."""
+
+    rule: str
+    request_id: str
+    detail: str
+    hook: str
+    recorded_sequence: int
+    """Of the observation during whose re-enactment it happened, in the log that was recorded."""
+
+    def __str__(self) -> str:
+        of = f" of {self.request_id}" if self.request_id else ""
+        return (
+            f"{self.rule} was broken{of} in {self.hook}, which re-enacts event {self.recorded_sequence}: {self.detail}"
+        )
+
+
+@attrs.define
+class Reenactment:
+    """Gathers events call by call. `events` have the sequence numbers of the new log."""
+
+    configuration: LedgerConfiguration
+    handlers: Sequence[str] = ()
+    events: list[SequencedEvent] = attrs.field(factory=list, init=False)
+    troubles: list[Trouble] = attrs.field(factory=list, init=False)
+    left_out: list[str] = attrs.field(factory=list, init=False)
+    """What could not be re-enacted, in words."""
+    _watch: Watch = attrs.field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self._watch = Watch(self.configuration, self.handlers)
+
+    def take(self, events: Iterable[SequencedEvent], hook: str, recorded_sequence: int) -> None:
+        """Take up what one call made."""
+        for sequence, event in events:
+            self.events.append((sequence, event))
+            self._tell(self._watch.take(sequence, event), hook, recorded_sequence)
+
+    def finish(self, hook: str, recorded_sequence: int) -> None:
+        """No more calls: decisions that are missing are noticed now."""
+        self._watch.audit.finish()
+        self._tell(self._watch.new(), hook, recorded_sequence)
+
+    def _tell(self, violations: Iterable[Violation], hook: str, recorded_sequence: int) -> None:
+        for violation in violations:
+            self.troubles.append(
+                Trouble(rule_of(violation), violation.request_id, violation.detail, hook, recorded_sequence)
+            )
+
+    def trouble(self, rule: str, *, besides: Collection[str] = ()) -> str:
+        """What is wrong, empty where nothing is.
+
+        Args:
+            rule: that the recorded incident broke.
+            besides: rules that were broken elsewhere in the recorded log, which are not what is asked for.
+        """
+        found = [trouble for trouble in self.troubles if trouble.rule == rule or trouble.rule not in besides]
+        if not found:
+            return ""
+        found.sort(key=lambda trouble: trouble.rule != rule)
+        more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+        return f"{found[0]}{more}"
+
+    def answers(self, request_id: str) -> list[int | None]:
+        """What the lookups of a request were answered, None where they were deferred."""
+        return [
+            event.num_external_tokens if isinstance(event, e.LookupAnswered) else None
+            for _, event in self.events
+            if isinstance(event, e.LookupAnswered | e.LookupDeferred) and event.request_id == request_id
+        ]

@@ -1,0 +1,253 @@
+"""What vLLM's scheduler must have known about its requests, read back from what it told the connector.
+
+A steady request is in no step's record, so its counts are carried along here. Counts that no event tells (known tokens
+between two of them, tokens in flight) are estimated, and corrected by every event that says more. It knows events
+only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import attrs
+
+from kvledger.lifecycle import events as e
+
+
+@attrs.define(eq=False)
+class Life:
+    """One life of a request id, as the scheduler saw it."""
+
+    request_id: str
+    ordinal: int
+    num_prompt_tokens: int
+    num_tokens: int
+    """Prompt and output, as last told."""
+    num_computed_tokens: int = 0
+    is_steady: bool = False
+    """Whether it decodes one token a step, so that steps do not name it."""
+    keys: list[bytes] = attrs.field(factory=list)
+    block_ids: list[int] = attrs.field(factory=list)
+    num_preemptions: int = 0
+    was_scheduled: bool = False
+    is_admitted: bool = False
+    """Blocks were given, and no step has computed on them yet."""
+    last_step: int = -1
+    num_tokens_of_last_step: int = 0
+    num_local_tokens: int = 0
+    """The local prefix hit of its last lookup."""
+    num_tokens_at_start: int = 0
+    """Where its next step begins, if blocks were given since the last one: local and external tokens."""
+    last_lookup: int = 0
+    """Sequence number of that."""
+    num_missing_tokens: int = 0
+    """Fewer tokens were taken up than recorded, because the code under test answered fewer."""
+
+
+@attrs.frozen
+class ScheduledTokens:
+    """One request's part of a step."""
+
+    life: Life
+    num_computed_tokens: int
+    num_scheduled_tokens: int
+    num_tokens: int | None
+    """Known tokens; None where the step does not say."""
+    new_block_ids: tuple[int, ...]
+
+
+class SchedulerRecord:
+    """Folds observations; asked before a hook is called, told after."""
+
+    def __init__(self, *, is_async: bool) -> None:
+        self._is_async = is_async
+        self._by_id: dict[str, Life] = {}
+        self._by_ordinal: dict[int, Life] = {}
+        self._running: dict[int, Life] = {}
+        """By ordinal, in the order in which vLLM lists them."""
+        self._num_steps = 0
+
+    def __iter__(self) -> Iterator[Life]:
+        return iter(self._by_id.values())
+
+    def get(self, request_id: str) -> Life | None:
+        """The life of an id that has not ended."""
+        return self._by_id.get(request_id)
+
+    def fold(self, event: e.Event, chunk_size: int) -> None:
+        """Take up any event but a step."""
+        if isinstance(event, e.RequestArrived):
+            self.arrived(event)
+            return
+        life = self.get(getattr(event, "request_id", ""))
+        if life is None:
+            return
+        if isinstance(event, e.RequestPreempted):
+            self.preempted(life)
+        elif isinstance(event, e.BlocksAllocated):
+            self.allocated(life, event)
+        elif isinstance(event, e.SessionContinued):
+            self.continued(life, event, chunk_size)
+        elif isinstance(event, e.TokensRolledBack):
+            self.rolled_back(life, event.num_computed_tokens)
+        elif isinstance(event, e.RequestFinished):
+            self.finished(life)
+
+    def by_ordinal(self, ordinal: int) -> Life | None:
+        """The life with this ordinal."""
+        return self._by_ordinal.get(ordinal)
+
+    def arrived(self, event: e.RequestArrived) -> Life:
+        """A request begins."""
+        life = Life(event.request_id, event.ordinal, event.num_prompt_tokens, event.num_prompt_tokens)
+        self._by_id[event.request_id] = self._by_ordinal[event.ordinal] = life
+        return life
+
+    def told_keys(self, event: e.ChunkKeysObserved) -> None:
+        """Keys replace what was known from there."""
+        life = self._by_id.get(event.request_id)
+        if life is not None:
+            life.keys[event.first_chunk :] = event.keys
+
+    def looked_up(self, event: e.LookupRequested, sequence: int) -> None:
+        """It was asked what can be loaded."""
+        life = self._by_id.get(event.request_id)
+        if life is not None:
+            life.num_tokens, life.num_local_tokens, life.last_lookup = (
+                event.num_tokens,
+                event.num_computed_tokens,
+                sequence,
+            )
+
+    def preempted(self, life: Life) -> None:
+        """Its blocks are gone."""
+        life.num_preemptions += 1
+        life.num_computed_tokens = 0
+        life.is_steady = life.is_admitted = False
+        life.num_missing_tokens = 0
+        life.block_ids = []
+        self._running.pop(life.ordinal, None)
+
+    def continued(self, life: Life, event: e.SessionContinued, chunk_size: int) -> None:
+        """The next turn of a session."""
+        life.num_computed_tokens, life.num_tokens = event.num_computed_tokens, event.num_tokens
+        life.num_prompt_tokens = event.num_prompt_tokens
+        life.is_steady = False
+        del life.keys[event.num_computed_tokens // chunk_size :]
+        self._running.pop(life.ordinal, None)
+
+    def rolled_back(self, life: Life, num_computed_tokens: int) -> None:
+        """Fewer tokens count as computed."""
+        life.num_computed_tokens = num_computed_tokens
+        life.is_steady = False
+
+    def allocated(self, life: Life, event: e.BlocksAllocated) -> None:
+        """The whole table is new."""
+        start = life.num_local_tokens + event.num_external_tokens
+        # Once more where it waited for its load, without anything to take up.
+        life.num_tokens_at_start = max(start, life.num_tokens_at_start) if life.is_admitted else start
+        life.block_ids = list(event.block_ids)
+        life.is_admitted = True
+        self._running.pop(life.ordinal, None)
+
+    def finished(self, life: Life) -> None:
+        """It ends."""
+        life.is_steady = False
+        self._running.pop(life.ordinal, None)
+        if self._by_id.get(life.request_id) is life:
+            del self._by_id[life.request_id]
+
+    def scheduled(self, event: e.StepScheduled) -> list[ScheduledTokens]:
+        """Everybody in a step: those that it names, in its order, then steady ones, in vLLM's order."""
+        extended = dict(event.extended)
+        found = []
+        named = set()
+        for ordinal, num_computed_tokens, num_scheduled_tokens, num_tokens in event.advanced:
+            life = self._by_ordinal.get(ordinal)
+            if life is not None:
+                missing, life.num_missing_tokens = life.num_missing_tokens, 0
+                counts = (num_computed_tokens - missing, num_scheduled_tokens + missing, num_tokens)
+                found.append(ScheduledTokens(life, *counts, extended.get(ordinal, ())))
+                named.add(ordinal)
+        for ordinal, life in self._running.items():
+            if life.is_steady and ordinal not in event.paused and ordinal not in named:
+                blocks = extended.get(ordinal, ())
+                found.append(ScheduledTokens(life, life.num_computed_tokens, 1, None, blocks))
+        return found
+
+    def paused(self, event: e.StepScheduled) -> list[Life]:
+        """Steady requests that are not in the step."""
+        return [life for ordinal in event.paused if (life := self._by_ordinal.get(ordinal)) is not None]
+
+    def in_running_order(self, event: e.StepScheduled, scheduled: list[ScheduledTokens]) -> list[ScheduledTokens]:
+        """As vLLM lists running requests; where the step says otherwise of those that it names, as the step says."""
+        places = {ordinal: place for place, ordinal in enumerate(self._running)}
+        ordered = sorted(scheduled, key=lambda part: places.get(part.life.ordinal, len(places)))
+        ordered = _as_told(ordered, [part for part in scheduled if part.num_tokens is not None])
+        extended = {ordinal: place for place, (ordinal, _) in enumerate(event.extended)}
+        with_blocks = [part for part in ordered if part.life.ordinal in extended]
+        ordered = _as_told(ordered, sorted(with_blocks, key=lambda part: extended[part.life.ordinal]))
+        taken = {part.life.ordinal for part in ordered} & self._running.keys()
+        lives = iter([part.life for part in ordered if part.life.ordinal in taken])
+        self._running = {
+            life.ordinal: life
+            for life in [next(lives) if ordinal in taken else life for ordinal, life in self._running.items()]
+        }
+        return ordered
+
+    def stepped(self, event: e.StepScheduled, scheduled: list[ScheduledTokens]) -> None:
+        """Take up a step."""
+        for ordinal in event.paused:
+            life = self._by_ordinal.get(ordinal)
+            if life is not None:
+                life.is_steady = False
+        for part in scheduled:
+            life = part.life
+            life.num_computed_tokens = part.num_computed_tokens + part.num_scheduled_tokens
+            if part.num_tokens is not None:
+                life.num_tokens = part.num_tokens
+                life.is_steady = part.num_scheduled_tokens == 1 and part.num_computed_tokens + 1 >= part.num_tokens
+            life.was_scheduled, life.is_admitted = True, False
+            life.last_step, life.num_tokens_of_last_step = self._num_steps, part.num_scheduled_tokens
+            self._running.setdefault(life.ordinal, life)
+        self._num_steps += 1
+
+    def num_tokens_in_flight(self, life: Life) -> int:
+        """Tokens of the step before, where its output is not there yet."""
+        if not self._is_async or life.last_step != self._num_steps - 1:
+            return 0
+        return life.num_tokens_of_last_step
+
+    def num_known_tokens(self, life: Life) -> int:
+        """Prompt and output, where no event says: one more than computed, or as many with a step in flight."""
+        return max(life.num_tokens, life.num_computed_tokens + (0 if self._is_async else 1) * life.was_scheduled)
+
+
+def _as_told(ordered: list[ScheduledTokens], told: list[ScheduledTokens]) -> list[ScheduledTokens]:
+    """The same with those that were told of in the order in which they were told of."""
+    named = {part.life.ordinal for part in told}
+    following = iter(told)
+    return [next(following) if part.life.ordinal in named else part for part in ordered]
+
+
+def runs_async(observations: Sequence[tuple[int, e.Event]], chunk_size: int) -> bool:
+    """Whether steps were scheduled before the last one's output was known.
+
+    Then a step computes behind all known tokens, and a chunk is known to be settled one step after it was filled.
+    """
+    record = SchedulerRecord(is_async=False)
+    for _, event in observations:
+        if not isinstance(event, e.StepScheduled):
+            life = record.get(event.request_id) if isinstance(event, e.RequestFinished) else None
+            if life is not None and life.num_computed_tokens >= event.num_tokens:  # type: ignore[attr-defined]
+                return True
+            record.fold(event, chunk_size)
+            continue
+        if any(computed >= known for _, computed, _, known in event.advanced):
+            return True
+        scheduled = record.scheduled(event)
+        counts = {part.life.ordinal: part.num_computed_tokens for part in scheduled if part.num_tokens is None}
+        if any(counts.get(ordinal) == num_settled_tokens + 1 for ordinal, _, num_settled_tokens in event.settled):
+            return True
+        record.stepped(event, scheduled)
+    return False

@@ -1,0 +1,79 @@
+"""CURSOR_LE_FRONTIER: the save cursor moves with what has settled, and with nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import ClassVar
+
+from kvledger.lifecycle import events as e
+from kvledger.lifecycle.audit.checker import Violation, violation
+from kvledger.lifecycle.belief import Projections
+from kvledger.lifecycle.configuration import LedgerConfiguration
+from kvledger.lifecycle.replay import Check, ReplayedEvent
+
+
+class CursorLeFrontier:
+    """Where a step says that chunks of a request have settled, it goes on exactly where the last such step ended.
+
+    Verifies: the first chunk not dealt with, as each step tells it, against a cursor of the checker's own, which only
+    settled chunks move and which a preemption, a failed load, a rollback, a next turn and a reset take back; and that
+    it is at most the settled tokens of that step.
+    Does not verify: that the chunks between were saved (STORE_CONTIGUOUS).
+    """
+
+    rule: ClassVar[str] = "CURSOR_LE_FRONTIER"
+
+    def __init__(self) -> None:
+        self._cursors: dict[str, tuple[int, int]] = {}
+        """Request id -> (number of chunks dealt with, sequence of the step that told)."""
+
+    def checks(self, _configuration: LedgerConfiguration) -> Iterable[tuple[type[e.Event], Check]]:
+        """By class of event."""
+        return [
+            (e.StepScheduled, self._step_scheduled),
+            (e.CacheReset, self._reset),
+            (e.SessionContinued, self._cut),
+            (e.TokensRolledBack, self._cut),
+            (e.LoadFailed, self._restart),
+            (e.RequestPreempted, self._restart),
+            (e.RequestFinished, self._restart),
+            (e.RequestArrived, self._restart),
+            (e.RequestReleased, self._restart),
+        ]
+
+    def _step_scheduled(
+        self, event: e.StepScheduled, step: ReplayedEvent, projections: Projections
+    ) -> Iterator[Violation] | None:
+        return self._check_step(event, step, projections) if event.settled else None
+
+    def _reset(self, _event: e.CacheReset, _step: ReplayedEvent, _projections: Projections) -> None:
+        self._cursors.clear()
+
+    def _restart(self, event: e.RequestEvent, _step: ReplayedEvent, _projections: Projections) -> None:
+        self._cursors.pop(event.request_id, None)
+
+    def _cut(
+        self, event: e.SessionContinued | e.TokensRolledBack, _step: ReplayedEvent, projections: Projections
+    ) -> None:
+        num_chunks, sequence = self._cursors.get(event.request_id, (0, 0))
+        cut = event.num_computed_tokens // projections.configuration.chunk_size
+        if num_chunks > cut:
+            self._cursors[event.request_id] = (cut, sequence)
+
+    def _check_step(self, event: e.StepScheduled, step: ReplayedEvent, projections: Projections) -> Iterator[Violation]:
+        for ordinal, first_chunk, num_settled_tokens in event.settled:
+            record = projections.tracker.by_ordinal(ordinal)
+            if record is None:
+                continue
+            request_id = record.request_id
+            num_chunks, sequence = self._cursors.get(request_id, (0, 0))
+            end_chunk = num_settled_tokens // projections.configuration.chunk_size
+            if first_chunk != num_chunks or first_chunk > end_chunk:
+                detail = (
+                    f"the cursor stands at chunk {first_chunk}, {num_chunks} chunks had been dealt with "
+                    f"and {end_chunk} are settled"
+                )
+                yield violation(self.rule, step, projections, detail, sequence, request_id=request_id)
+            # Until a load has arrived, what was computed on top of it may be wrong too.
+            if not projections.transfers.is_loading(ordinal):
+                self._cursors[request_id] = (end_chunk, step.sequence)

@@ -1,0 +1,88 @@
+"""LOAD_XOR_STORES: a block is not saved while a load fills it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import ClassVar
+
+from kvledger.lifecycle import events as e
+from kvledger.lifecycle.audit.checker import Violation, violation
+from kvledger.lifecycle.belief import Projections
+from kvledger.lifecycle.configuration import LedgerConfiguration
+from kvledger.lifecycle.projections.host_slots import NO_SLOT
+from kvledger.lifecycle.replay import Check, ReplayedEvent
+
+
+class LoadXorStores:
+    """No save reads a block that a load in flight is to fill: what it copies may be what was there before.
+
+    Verifies: this for the blocks of every save against the loads in flight of the same request, and against loads
+    beside the steps of any; also for blocks that were just lost.
+    Does not verify: other requests that share a block loaded within a step; that a request has no save in flight when
+    a load begins, which does no harm where their blocks differ.
+    """
+
+    rule: ClassVar[str] = "LOAD_XOR_STORES"
+
+    def __init__(self) -> None:
+        self._filled_by: dict[int, int] = {}
+        """Block id -> job id of a load in flight."""
+        self._loads: dict[int, tuple[int, e.LoadIssued]] = {}
+        self._leaving: list[int] = []
+        """Loads into blocks that their request has lost since the last step; until then they can still be read."""
+
+    def checks(self, _configuration: LedgerConfiguration) -> Iterable[tuple[type[e.Event], Check]]:
+        """By class of event."""
+        return [
+            (e.LoadIssued, self._issued),
+            (e.LoadCompleted, self._settled),
+            (e.LoadFailed, self._settled),
+            (e.SaveIssued, self._saved),
+            (e.TailSaveIssued, self._saved),
+            (e.RequestPreempted, self._stopped),
+            (e.RequestFinished, self._stopped),
+            (e.StepScheduled, self._step_scheduled),
+        ]
+
+    def _issued(self, event: e.LoadIssued, step: ReplayedEvent, _projections: Projections) -> None:
+        self._loads[event.job_id] = (step.sequence, event)
+        for slot, block_id in zip(event.slots, event.block_ids, strict=False):
+            if slot != NO_SLOT:
+                self._filled_by[block_id] = event.job_id
+
+    def _settled(self, event: e.LoadCompleted | e.LoadFailed, _step: ReplayedEvent, _projections: Projections) -> None:
+        self._let_go(event.job_id)
+
+    def _saved(
+        self, event: e.SaveIssued | e.TailSaveIssued, step: ReplayedEvent, projections: Projections
+    ) -> Iterator[Violation] | None:
+        return self._check_save(event, step, projections) if self._filled_by else None
+
+    def _stopped(
+        self, event: e.RequestPreempted | e.RequestFinished, _step: ReplayedEvent, _projections: Projections
+    ) -> None:
+        if self._loads:
+            self._leaving += [
+                job_id for job_id, (_, load) in self._loads.items() if load.request_id == event.request_id
+            ]
+
+    def _step_scheduled(self, _event: e.StepScheduled, _step: ReplayedEvent, _projections: Projections) -> None:
+        if self._leaving:
+            leaving, self._leaving = self._leaving, []
+            for job_id in leaving:
+                self._let_go(job_id)
+
+    def _let_go(self, job_id: int) -> None:
+        _, load = self._loads.pop(job_id, (0, None))
+        for block_id in () if load is None else load.block_ids:
+            if self._filled_by.get(block_id) == job_id:
+                del self._filled_by[block_id]
+
+    def _check_save(
+        self, event: e.SaveIssued | e.TailSaveIssued, step: ReplayedEvent, projections: Projections
+    ) -> Iterator[Violation]:
+        for job_id in sorted({self._filled_by[block] for block in event.block_ids if block in self._filled_by}):
+            sequence, load = self._loads[job_id]
+            if load.is_async or load.request_id == event.request_id:
+                detail = f"save {event.job_id} reads blocks that load {job_id} is still filling"
+                yield violation(self.rule, step, projections, detail, sequence, event.cause)

@@ -1,0 +1,54 @@
+"""RESUME_COVERS_OUTPUT: a preempted request is looked up with all its tokens, its outputs included."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import ClassVar
+
+from kvledger.lifecycle import events as e
+from kvledger.lifecycle.audit.checker import Violation, violation
+from kvledger.lifecycle.belief import Projections
+from kvledger.lifecycle.configuration import LedgerConfiguration
+from kvledger.lifecycle.replay import Check, ReplayedEvent
+
+
+class ResumeCoversOutput:
+    """A lookup after a preemption counts at least the tokens that the request was known to have then.
+
+    Verifies: the tokens of every such lookup against those that steps had told of, and against what was written.
+    Does not verify: tokens that were sampled since the last step that told of them.
+    """
+
+    rule: ClassVar[str] = "RESUME_COVERS_OUTPUT"
+
+    def __init__(self) -> None:
+        self._known: dict[str, tuple[int, int]] = {}
+        """Request id -> (tokens known at its last preemption, sequence)."""
+
+    def checks(self, _configuration: LedgerConfiguration) -> Iterable[tuple[type[e.Event], Check]]:
+        """By class of event."""
+        return [
+            (e.LookupRequested, self._requested),
+            (e.RequestPreempted, self._preempted),
+            (e.SessionContinued, self._forget),
+            (e.RequestArrived, self._forget),
+            (e.RequestReleased, self._forget),
+        ]
+
+    def _requested(
+        self, event: e.LookupRequested, step: ReplayedEvent, projections: Projections
+    ) -> list[Violation] | None:
+        num_known, sequence = self._known.get(event.request_id, (0, 0))
+        if event.num_tokens >= num_known:
+            return None
+        detail = f"looked up with {event.num_tokens} tokens, but {num_known} were known when it was preempted"
+        return [violation(self.rule, step, projections, detail, sequence)]
+
+    def _preempted(self, event: e.RequestPreempted, step: ReplayedEvent, _projections: Projections) -> None:
+        if step.record is not None:
+            num_before, _ = self._known.get(event.request_id, (0, 0))
+            num_known = max(num_before, step.record.num_tokens, event.num_settled_tokens)
+            self._known[event.request_id] = (num_known, step.sequence)
+
+    def _forget(self, event: e.RequestEvent, _step: ReplayedEvent, _projections: Projections) -> None:
+        self._known.pop(event.request_id, None)

@@ -1,0 +1,112 @@
+"""ROLLBACK_OBSERVED: a request whose load failed goes back behind what was to be loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import ClassVar
+
+import attrs
+
+from kvledger.lifecycle import events as e
+from kvledger.lifecycle.audit.checker import Violation, violation
+from kvledger.lifecycle.belief import Projections
+from kvledger.lifecycle.configuration import LedgerConfiguration
+from kvledger.lifecycle.replay import Check, ReplayedEvent
+
+
+@attrs.define
+class _Load:
+    sequence: int
+    request_id: str
+    end_token: int
+    failed_at: int = 0
+
+
+class RollbackObserved:
+    """No request goes on counting tokens as computed that a rank has reported it could not load.
+
+    Verifies: at the first step after a load within a step failed, that the request was rolled back behind the load's
+    end, preempted, looked up again or ended since the load was issued, or counts less by itself.
+    Does not verify: loads beside the steps, whose requests have not begun; loads given up because nobody spoke of them.
+    """
+
+    rule: ClassVar[str] = "ROLLBACK_OBSERVED"
+
+    def __init__(self) -> None:
+        self._loads: dict[int, _Load] = {}
+        self._failed_report = 0
+        """Sequence of the last report of a failure."""
+
+    def checks(self, _configuration: LedgerConfiguration) -> Iterable[tuple[type[e.Event], Check]]:
+        """By class of event."""
+        return [
+            (e.StepScheduled, self._step_scheduled),
+            (e.TransferReported, self._reported),
+            (e.LoadIssued, self._issued),
+            (e.LoadCompleted, self._completed),
+            (e.LoadFailed, self._failed),
+            (e.TokensRolledBack, self._rolled_back),
+            (e.RequestPreempted, self._given_up),
+            (e.RequestFinished, self._given_up),
+            (e.LookupRequested, self._given_up),
+            (e.RequestArrived, self._given_up),
+            (e.RequestReleased, self._given_up),
+        ]
+
+    def _step_scheduled(
+        self, event: e.StepScheduled, step: ReplayedEvent, projections: Projections
+    ) -> Iterator[Violation] | None:
+        if not self._loads or not any(load.failed_at for load in self._loads.values()):
+            return None
+        return self._check_step(event, step, projections)
+
+    def _reported(self, event: e.TransferReported, step: ReplayedEvent, _projections: Projections) -> None:
+        if event.ranks_failed:
+            self._failed_report = step.sequence
+
+    def _issued(self, event: e.LoadIssued, step: ReplayedEvent, _projections: Projections) -> None:
+        if not event.is_async:
+            end_token = event.first_token + event.num_tokens
+            self._loads[event.job_id] = _Load(step.sequence, event.request_id, end_token)
+
+    def _completed(self, event: e.LoadCompleted, _step: ReplayedEvent, _projections: Projections) -> None:
+        self._loads.pop(event.job_id, None)
+
+    def _failed(self, event: e.LoadFailed, step: ReplayedEvent, _projections: Projections) -> None:
+        if event.cause != self._failed_report:
+            self._loads.pop(event.job_id, None)
+        elif event.job_id in self._loads:
+            self._loads[event.job_id].failed_at = step.sequence
+
+    def _rolled_back(self, event: e.TokensRolledBack, _step: ReplayedEvent, _projections: Projections) -> None:
+        self._forget(event.request_id, event.num_computed_tokens)
+
+    def _given_up(self, event: e.RequestEvent, _step: ReplayedEvent, _projections: Projections) -> None:
+        if self._loads:
+            self._forget(event.request_id, 0)
+
+    def _forget(self, request_id: str, num_computed_tokens: int) -> None:
+        for job_id in [
+            job_id
+            for job_id, load in self._loads.items()
+            if load.request_id == request_id and num_computed_tokens < load.end_token
+        ]:
+            del self._loads[job_id]
+
+    def _check_step(self, event: e.StepScheduled, step: ReplayedEvent, projections: Projections) -> Iterator[Violation]:
+        told = {ordinal: num_computed_tokens for ordinal, num_computed_tokens, _, _ in event.advanced}
+        for job_id, load in [(job_id, load) for job_id, load in self._loads.items() if load.failed_at]:
+            del self._loads[job_id]
+            record = projections.tracker.get(load.request_id)
+            if record is None or not record.holds_blocks:
+                continue
+            # Drafts that are taken back are not recorded, but told: then the step itself says where it begins.
+            num_computed_tokens = told.get(record.ordinal, projections.tracker.num_computed_tokens(record))
+            if num_computed_tokens >= load.end_token:
+                detail = (
+                    f"load {job_id} of tokens to {load.end_token} failed, "
+                    f"but the request goes on with {num_computed_tokens} tokens computed"
+                )
+                yield violation(
+                    self.rule, step, projections, detail, load.sequence, load.failed_at, request_id=load.request_id
+                )

@@ -1,0 +1,89 @@
+"""TABLE_EQ: the block table that the log folds to is the scheduler's own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import ClassVar
+
+from kvledger.lifecycle import events as e
+from kvledger.lifecycle.audit.checker import Violation, violation
+from kvledger.lifecycle.belief import Projections
+from kvledger.lifecycle.configuration import LedgerConfiguration
+from kvledger.lifecycle.replay import Check, ReplayedEvent
+from kvledger.lifecycle.windows import NULL_BLOCK
+
+
+class TableEq:
+    """A request's table has a place for every token that is scheduled, and no block twice.
+
+    Verifies: at each step that tells a request's counts, that the folded table reaches to its last scheduled token;
+    in allocations and in the first step behind them, that no block stands twice; and that the connector never had to
+    write down the scheduler's own table (`blocks.observed`), which it does only where the folded one differs.
+    Does not verify: which block stands where, where the connector did not compare; tables of quarantined requests.
+    """
+
+    rule: ClassVar[str] = "TABLE_EQ"
+
+    def __init__(self) -> None:
+        self._allocated: dict[int, int] = {}
+        """Ordinal -> sequence of an allocation since the last step."""
+
+    def checks(self, _configuration: LedgerConfiguration) -> Iterable[tuple[type[e.Event], Check]]:
+        """By class of event."""
+        return [
+            (e.StepScheduled, self._step_scheduled),
+            (e.BlocksAllocated, self._given),
+            (e.BlockTableObserved, self._observed),
+        ]
+
+    def _step_scheduled(
+        self, event: e.StepScheduled, step: ReplayedEvent, projections: Projections
+    ) -> Iterable[Violation] | None:
+        found = None
+        if self._allocated:
+            found = list(self._check_allocated(step, projections))
+        if event.advanced:
+            found = [*(found or ()), *self._check_reach(event, step, projections)]
+        return found
+
+    def _observed(self, event: e.BlockTableObserved, step: ReplayedEvent, projections: Projections) -> list[Violation]:
+        detail = f"the scheduler's table has {len(event.block_ids)} blocks and is not the one that the log folds to"
+        return [violation(self.rule, step, projections, detail)]
+
+    def _given(self, event: e.BlocksAllocated, step: ReplayedEvent, projections: Projections) -> list[Violation] | None:
+        if step.record is not None:
+            self._allocated[step.record.ordinal] = step.sequence
+        twice = _twice(event.block_ids)
+        if not twice:
+            return None
+        return [violation(self.rule, step, projections, f"blocks {twice} stand twice in the table that was given")]
+
+    def _check_allocated(self, step: ReplayedEvent, projections: Projections) -> Iterator[Violation]:
+        allocated, self._allocated = self._allocated, {}
+        for ordinal, sequence in allocated.items():
+            record = projections.tracker.by_ordinal(ordinal)
+            if record is not None and len(twice := _twice(projections.blocks.held(record.request_id))):
+                detail = f"blocks {twice} stand in the table already and were appended once more"
+                yield violation(self.rule, step, projections, detail, sequence, request_id=record.request_id)
+
+    def _check_reach(self, event: e.StepScheduled, step: ReplayedEvent, projections: Projections) -> list[Violation]:
+        found = []
+        block_size, num_groups = projections.configuration.block_size, len(projections.configuration.windows)
+        for ordinal, num_computed_tokens, num_scheduled_tokens, _ in event.advanced:
+            record = projections.tracker.by_ordinal(ordinal)
+            if record is None or record.quarantined:
+                continue
+            num_tokens = num_computed_tokens + num_scheduled_tokens
+            num_blocks = len(projections.blocks.held(record.request_id))
+            if num_blocks * block_size < num_tokens * num_groups:
+                detail = f"{num_tokens} tokens are scheduled on a table of {num_blocks} blocks of {block_size} tokens"
+                found.append(violation(self.rule, step, projections, detail, request_id=record.request_id))
+        return found
+
+
+def _twice(block_ids: Sequence[int]) -> list[int]:
+    """Blocks that stand more than once, but for the one that stands for nothing."""
+    if len(set(block_ids)) == len(block_ids):
+        return []
+    seen: set[int] = set()
+    return sorted({block for block in block_ids if block in seen or seen.add(block)} - {NULL_BLOCK})  # type: ignore[func-returns-value]

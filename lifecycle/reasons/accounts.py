@@ -1,0 +1,167 @@
+"""The accounts: a fold over a log that gives every missed and every recomputed token its reason.
+
+For all requests, or for one of them. It depends on few events besides a request's own: those that saved, evicted or
+tainted the same chunks, and what happened to all. It is total: no event makes it fail, also not behind a gap.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import attrs
+
+from kvledger.lifecycle import events as e
+from kvledger.lifecycle.configuration import LedgerConfiguration
+from kvledger.lifecycle.reasons.admissions import Admissions
+from kvledger.lifecycle.reasons.chunk_events import ChunkEvents
+from kvledger.lifecycle.reasons.chunk_history import ChunkHistory
+from kvledger.lifecycle.reasons.computing import Computing
+from kvledger.lifecycle.reasons.explain import Explainer
+from kvledger.lifecycle.reasons.life import UNBORN, Life
+from kvledger.lifecycle.reasons.lives import Lives
+from kvledger.lifecycle.reasons.moments import Moments
+from kvledger.lifecycle.reasons.story import Story
+from kvledger.lifecycle.reasons.sums import OfferFate, Sums
+
+
+class Accounts:
+    """Feed it every event in order with `take`; `lose` where some are missing."""
+
+    def __init__(
+        self,
+        configuration: LedgerConfiguration,
+        *,
+        request_id: str | None = None,
+        on_end: Callable[[Story], None] | None = None,
+        keeps_stories: bool = False,
+    ) -> None:
+        """Start with nothing.
+
+        Args:
+            configuration: as in the log's header.
+            request_id: the one request whose accounts are kept; None for all of them.
+            on_end: told of each life of a request when it is over; `stories` has the others.
+            keeps_stories: whether stories hold more than sums.
+        """
+        self._chunk_size = configuration.chunk_size
+        self._on_end = on_end
+        self._ended = Sums()
+        self._lives = Lives(request_id, keeps_stories=keeps_stories)
+        self._history = ChunkHistory()
+        self._explainer = Explainer(configuration, self._history)
+        self._chunk_events = ChunkEvents(configuration.chunk_size, self._lives, self._history)
+        self._admissions = Admissions(self._lives, self._explainer)
+        self._moments = Moments(self._lives) if keeps_stories else None
+        self._folds: Mapping[type[e.Event], Callable[..., None]] = {
+            **self._chunk_events.folds(),
+            **self._admissions.folds(),
+            **Computing(self._lives, self._admissions).folds(),
+            e.RequestArrived: self._arrived,
+            e.RequestPreempted: self._preempted,
+            e.SessionContinued: self._session_continued,
+            e.RequestFinished: self._finished,
+            e.RequestReleased: self._released,
+            e.RequestQuarantined: self._quarantined,
+            e.InvariantViolated: self._violated,
+        }
+
+    def take(self, sequence: int, event: e.Event) -> None:
+        """Take up the next event."""
+        fold = self._folds.get(type(event))
+        if fold is not None:
+            fold(event, sequence)
+        if self._moments is not None:
+            self._moments.take(sequence, event)
+
+    def lose(self) -> None:
+        """Events are missing here, or the log begins late: what was remembered cannot be relied upon."""
+        self._history.forget()
+        self._explainer.is_blind = True
+        for life in self._lives:
+            life.version += 1
+            was_computing = life.is_computing
+            self._admissions.leave(life, OfferFate.LOST)
+            life.tail, life.is_computing = None, was_computing
+
+    def sums(self) -> Sums:
+        """The sums so far, with what is still undecided as such."""
+        sums = self._admissions.undecided()
+        sums.add(self._ended)
+        for life in self._lives:
+            sums.add(life.sums)
+        return sums
+
+    @property
+    def stories(self) -> list[Story]:
+        """Of the lives that are not over."""
+        return [self._story(life) for life in self._lives if self._lives.is_kept(life.request_id)]
+
+    def _story(self, life: Life) -> Story:
+        sums = self._admissions.undecided(life)
+        sums.add(life.sums)
+        if life.story is None:
+            return Story(life.request_id, life.ordinal, sums)
+        return attrs.evolve(life.story, ordinal=life.ordinal, sums=sums)
+
+    # --- a request's life ------------------------------------------------------------------------
+
+    def _arrived(self, event: e.RequestArrived, _sequence: int) -> None:
+        self._end(event.request_id)
+        self._lives.begin(event.request_id, event.ordinal).num_prompt_tokens = event.num_prompt_tokens
+
+    def _preempted(self, event: e.RequestPreempted, sequence: int) -> None:
+        life = self._lives.changed(event.request_id)
+        if life is None:
+            return
+        self._admissions.leave(life)
+        life.mark = max(life.mark, event.num_settled_tokens)
+        life.generation += 1
+        life.num_preemptions += 1
+        life.preempted = sequence
+        life.tail, life.taken_back_from, life.computed_end = None, 0, 0
+        life.deferrals, life.num_deferred = (), 0
+
+    def _session_continued(self, event: e.SessionContinued, _sequence: int) -> None:
+        life = self._lives.any(event.request_id)
+        life.version += 1
+        life.cut_keys(event.num_computed_tokens // self._chunk_size)
+        if self._lives.is_kept(event.request_id):
+            self._admissions.leave(life)
+            life.is_computing = True
+            life.generation += 1
+            life.mark = min(life.mark, event.num_computed_tokens)
+            life.num_prompt_tokens = event.num_prompt_tokens
+            life.tail, life.taken_back_from, life.computed_end = None, 0, event.num_computed_tokens
+
+    def _finished(self, event: e.RequestFinished, _sequence: int) -> None:
+        life = self._lives.any(event.request_id)
+        self._admissions.leave(life)
+        life.tail = None
+        self._chunk_events.end_unsettled(life, event.num_settled_tokens)
+
+    def _released(self, event: e.RequestReleased, _sequence: int) -> None:
+        life = self._lives.get(event.request_id)
+        counts_generations = self._lives.is_kept(event.request_id) and life is not None and life.ordinal != UNBORN
+        if life is not None and (not counts_generations or life.generation == event.generation):
+            self._end(event.request_id)
+
+    def _end(self, request_id: str) -> None:
+        life = self._lives.end(request_id)
+        if life is None or not self._lives.is_kept(request_id):
+            return
+        self._admissions.leave(life)
+        if self._on_end is not None:
+            self._on_end(self._story(life))
+        self._ended.add(life.sums)
+        life.sums = self._ended  # its loads may still be reported
+
+    def _quarantined(self, event: e.RequestQuarantined, sequence: int) -> None:
+        life = self._lives.changed(event.request_id)
+        if life is not None:
+            life.quarantined = life.quarantined or (sequence, event.cause)
+            life.tail = None
+
+    def _violated(self, event: e.InvariantViolated, sequence: int) -> None:
+        life = self._lives.get(event.request_id)
+        if life is not None:
+            life.broken_rule = sequence

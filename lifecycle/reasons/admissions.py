@@ -1,0 +1,273 @@
+"""From lookups to admissions: what was offered, taken up, loaded, and what was left to compute."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from operator import attrgetter
+
+import attrs
+
+from kvledger.lifecycle import events as e
+from kvledger.lifecycle.reasons.explain import Explainer
+from kvledger.lifecycle.reasons.life import Answer, Life
+from kvledger.lifecycle.reasons.lives import Lives
+from kvledger.lifecycle.reasons.reason import Reason
+from kvledger.lifecycle.reasons.spans import Span, joined, replaced
+from kvledger.lifecycle.reasons.story import Admission, Lookup
+from kvledger.lifecycle.reasons.sums import LoadFate, OfferFate, Sums
+
+_Spans = tuple[Span, ...]
+
+
+@attrs.frozen
+class _Load:
+    """A load in flight."""
+
+    life: Life
+    admission: Admission | None
+    first_token: int
+    num_tokens: int
+
+
+class Admissions:
+    """Folds lookups, allocations and loads."""
+
+    def __init__(self, lives: Lives, explainer: Explainer) -> None:
+        self._lives = lives
+        self._explainer = explainer
+        self._loads: dict[int, _Load] = {}
+
+    def folds(self) -> Mapping[type[e.Event], Callable[..., None]]:
+        """Event class -> fold."""
+        return {
+            e.LookupDeferred: self._deferred,
+            e.LookupAnswered: self._answered,
+            e.BlocksAllocated: self._allocated,
+            e.LoadIssued: self._load_issued,
+            e.LoadCompleted: self._load_completed,
+            e.LoadFailed: self._load_failed,
+        }
+
+    def undecided(self, life: Life | None = None) -> Sums:
+        """What is pending and under way, of one life or of all."""
+        sums = Sums()
+        for waiting in self._lives if life is None else (life,):
+            if waiting.answer is not None:
+                sums.offered[OfferFate.PENDING] += waiting.answer.event.num_external_tokens
+            sums.num_to_load += waiting.undelivered
+            sums.to_load[LoadFate.UNDER_WAY] += waiting.undelivered
+        loads = (load for load in self._loads.values() if life is None or load.life is life)
+        sums.to_load[LoadFate.UNDER_WAY] += sum(load.num_tokens for load in loads)
+        return sums
+
+    def is_loading(self, admission: Admission) -> bool:
+        """Whether the admission's load has not been reported."""
+        return admission.job_id in self._loads
+
+    def leave(self, life: Life, fate: OfferFate = OfferFate.WITHDRAWN) -> None:
+        """The request waits no more, and computes no more."""
+        self._settle_answer(life, fate)
+        self.give_up_undelivered(life)
+        life.admission, life.is_computing = None, False
+        life.allocated_without_answer = 0
+
+    # --- lookups ---------------------------------------------------------------------------------
+
+    def _deferred(self, event: e.LookupDeferred, sequence: int) -> None:
+        life = self._lives.changed(event.request_id)
+        if life is None:
+            return
+        self._settle_answer(life, OfferFate.ASKED_AGAIN)
+        is_first = event.num_deferred <= 1 or not life.deferrals
+        life.deferrals = (sequence,) if is_first else (life.deferrals[0], sequence)
+        life.num_deferred = event.num_deferred
+        life.is_computing = False
+        self._tell_lookup(life, life.last_lookup, event, sequence, ())
+        life.last_lookup = event
+
+    def _answered(self, event: e.LookupAnswered, sequence: int) -> None:
+        life = self._lives.asked(event.request_id)
+        if life is None:
+            return
+        before = life.answer
+        life.sums.num_offered += event.num_external_tokens
+        if before is not None and self._is_up_to_date(before, event, life):
+            life.sums.offered[OfferFate.ASKED_AGAIN] += before.event.num_external_tokens
+            before.sequence, before.event = sequence, event
+            spans = before.spans
+        else:
+            self._settle_answer(life, OfferFate.ASKED_AGAIN)
+            self.give_up_undelivered(life)
+            life.is_computing, life.allocated_without_answer = False, 0
+            spans = self._explainer.explain(event, sequence, life)
+            if before is not None and _is_same(before.event, event) and _is_told_alike(before.spans, spans):
+                spans = before.spans  # what happened in between makes no difference
+            first_chunk = event.num_hit_tokens // self._explainer.configuration.chunk_size
+            watch = self._explainer.history.watch(key for chunk, key in life.keys.items() if chunk >= first_chunk)
+            life.answer = Answer(sequence, event, spans, life.version, watch)
+        self._tell_lookup(life, life.last_lookup, event, sequence, spans)
+        life.last_lookup = event
+        if life.num_deferred:
+            life.num_deferred = 0
+            life.version += 1
+
+    @staticmethod
+    def _is_up_to_date(before: Answer, event: e.LookupAnswered, life: Life) -> bool:
+        """Whether only time passed since."""
+        return not before.watch.is_changed and before.life_version == life.version and _is_same(before.event, event)
+
+    def _settle_answer(self, life: Life, fate: OfferFate) -> None:
+        if life.answer is not None:
+            life.sums.offered[fate] += life.answer.event.num_external_tokens
+            self._explainer.history.unwatch(life.answer.watch)
+            life.answer = None
+
+    @staticmethod
+    def _tell_lookup(
+        life: Life, before: e.Event | None, event: e.LookupAnswered | e.LookupDeferred, sequence: int, spans: _Spans
+    ) -> None:
+        story = life.story
+        if story is None:
+            return
+        last = story.lookups[-1] if story.lookups else None
+        if last is not None and _is_same(before, event) and _is_told_alike(last.spans, spans):
+            last.last_sequence, last.num_times = sequence, last.num_times + 1
+        else:
+            story.keep(story.lookups, Lookup(sequence, sequence, isinstance(event, e.LookupDeferred), spans))
+
+    # --- allocations -----------------------------------------------------------------------------
+
+    def _allocated(self, event: e.BlocksAllocated, sequence: int) -> None:
+        life = self._lives.changed(event.request_id)
+        if life is None:
+            return
+        self.give_up_undelivered(life)
+        if event.num_external_tokens > 0:
+            life.undelivered, life.undelivered_sequence = event.num_external_tokens, sequence
+        answer, life.answer = life.answer, None
+        if answer is None:
+            # The second phase of an asynchronous load and the next turn of a session are no admissions.
+            if not life.is_computing and life.admission is None:
+                life.allocated_without_answer = sequence
+            return
+        self._explainer.history.unwatch(answer.watch)
+        life.is_computing, life.load_failed, life.last_lookup = False, (), None
+        offered = answer.event.num_external_tokens
+        num_taken_up = max(0, min(event.num_external_tokens, offered))
+        life.sums.offered[OfferFate.TAKEN_UP] += num_taken_up
+        life.sums.offered[OfferFate.NOT_TAKEN_UP] += offered - num_taken_up
+        first = answer.event.num_computed_tokens
+        left = Span(first + num_taken_up, first + offered, Reason.NOT_TAKEN_UP, (sequence, answer.sequence))
+        num_retained = min(first, answer.event.num_tokens)
+        self.admit(life, sequence, answer.sequence, num_retained, num_taken_up, joined((left, *answer.spans)))
+
+    def admit_without_answer(self, life: Life, sequence: int, first_token: int, num_tokens: int) -> Admission:
+        """A step starts a request about which no lookup is in the log."""
+        reason = Reason.NO_LOOKUP
+        if self._explainer.is_blind:
+            reason = Reason.UNKNOWN
+        elif life.hook_failed:
+            reason = Reason.HOOK_FAILED
+        elif life.quarantined:
+            reason = Reason.QUARANTINED
+        missed = self._explainer.without_answer(first_token, num_tokens, sequence, life, reason=reason)
+        at = life.allocated_without_answer or sequence
+        return self.admit(life, at, 0, min(first_token, num_tokens), 0, missed)
+
+    def admit(
+        self,
+        life: Life,
+        sequence: int,
+        answer_sequence: int,
+        num_retained: int,
+        num_taken_up: int,
+        missed: _Spans,
+    ) -> Admission:
+        """Count an admission."""
+        num_tokens = num_retained + num_taken_up + sum(span.num_tokens for span in missed)
+        admission = life.admission = Admission(
+            sequence, answer_sequence, num_tokens, num_retained, num_taken_up, life.mark, missed, missed
+        )
+        life.computed_end = 0
+        sums = life.sums
+        sums.num_admissions += 1
+        sums.num_needed += num_tokens
+        sums.num_retained += num_retained
+        sums.num_taken_up += num_taken_up
+        for span in missed:
+            sums.missed[span.reason] += span.num_tokens
+        if life.story is not None:
+            life.story.keep(life.story.admissions, admission)
+        return admission
+
+    # --- loads -----------------------------------------------------------------------------------
+
+    def _load_issued(self, event: e.LoadIssued, _sequence: int) -> None:
+        life = self._lives.asked(event.request_id)
+        if life is None:
+            return
+        life.undelivered = 0
+        if event.job_id in self._loads:
+            return
+        if life.admission is not None:
+            life.admission.job_id = event.job_id
+        self._loads[event.job_id] = _Load(life, life.admission, event.first_token, event.num_tokens)
+        life.sums.num_to_load += event.num_tokens
+
+    def _load_completed(self, event: e.LoadCompleted, _sequence: int) -> None:
+        load = self._loads.pop(event.job_id, None)
+        if load is not None:
+            load.life.sums.to_load[LoadFate.LOADED] += load.num_tokens
+
+    def _load_failed(self, event: e.LoadFailed, sequence: int) -> None:
+        life = self._lives.changed(event.request_id)
+        evidence = (sequence, event.cause)
+        if life is not None:
+            life.tail, life.load_failed = None, evidence
+        load = self._loads.pop(event.job_id, None)
+        if load is None:
+            return
+        load.life.sums.to_load[LoadFate.FAILED] += load.num_tokens
+        if load.admission is not None:
+            failed = Span(load.first_token, load.first_token + load.num_tokens, Reason.LOAD_FAILED, evidence)
+            load.admission.spans = replaced(load.admission.spans, failed)
+        if load.life.taken_back_reason is Reason.LOAD_FAILED and load.life.taken_back:
+            self._prove(load, evidence)
+
+    @staticmethod
+    def _prove(load: _Load, evidence: tuple[int, ...]) -> None:
+        """The scheduler took tokens back before the failure was reported; that is the better proof."""
+        supposed, load.life.taken_back = load.life.taken_back, evidence
+        if load.admission is not None:
+            load.admission.spans = joined(
+                Span(span.first_token, span.end_token, span.reason, evidence) if span.evidence == supposed else span
+                for span in load.admission.spans
+            )
+
+    def give_up_undelivered(self, life: Life) -> None:
+        """Tokens were taken up and no load came of it."""
+        num_tokens, life.undelivered = life.undelivered, 0
+        if not num_tokens:
+            return
+        life.sums.num_to_load += num_tokens
+        life.sums.to_load[LoadFate.NOT_DELIVERED] += num_tokens
+        if life.admission is not None:
+            first = life.admission.num_retained
+            evidence = tuple(filter(None, (life.broken_rule, life.undelivered_sequence)))
+            undelivered = Span(first, first + num_tokens, Reason.NOT_DELIVERED, evidence)
+            life.admission.spans = replaced(life.admission.spans, undelivered)
+
+
+_ANSWER = attrgetter(*(name for name in e.LookupAnswered.__match_args__ if name != "cause"))
+_TOLD = attrgetter("first_token", "end_token", "reason", "fact")
+
+
+def _is_same(before: e.Event | None, event: e.LookupAnswered | e.LookupDeferred) -> bool:
+    """Whether only time passed between two lookups."""
+    if isinstance(event, e.LookupDeferred):
+        return isinstance(before, e.LookupDeferred) and event.job_id == before.job_id
+    return isinstance(before, e.LookupAnswered) and bool(_ANSWER(before) == _ANSWER(event))
+
+
+def _is_told_alike(some: _Spans, others: _Spans) -> bool:
+    return [*map(_TOLD, some)] == [*map(_TOLD, others)]

@@ -1,0 +1,114 @@
+"""From the events of all requests to the history of chunks, and to that of a preempted request's tail."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from kvledger.lifecycle import events as e
+from kvledger.lifecycle.reasons.chunk_history import ChunkFact, ChunkHistory, ChunkStatus
+from kvledger.lifecycle.reasons.life import Life, Tail
+from kvledger.lifecycle.reasons.lives import Lives
+
+
+class ChunkEvents:
+    """Folds everything that is told about chunks."""
+
+    def __init__(self, chunk_size: int, lives: Lives, history: ChunkHistory) -> None:
+        self._chunk_size = chunk_size
+        self._lives = lives
+        self._history = history
+
+    def folds(self) -> Mapping[type[e.Event], Callable[..., None]]:
+        """Event class -> fold."""
+        return {
+            e.ChunkKeysObserved: self._keys_observed,
+            e.SaveIssued: self._save_issued,
+            e.TailSaveIssued: self._tail_save_issued,
+            e.SaveCompleted: self._save_completed,
+            e.SaveFailed: self._save_failed,
+            e.SaveDeclined: self._save_declined,
+            e.ChunkEvicted: self._evicted,
+            e.ChunkTainted: self._tainted,
+            e.PrefillAdvanced: self._progressed,
+            e.PrefillCompleted: self._progressed,
+            e.CacheReset: self._reset,
+        }
+
+    def end_unsettled(self, life: Life, num_settled_tokens: int) -> None:
+        """A request ends: of the chunks that it did not compute, nobody need know."""
+        size = self._chunk_size
+        beyond = (key for chunk, key in life.keys.items() if (chunk + 1) * size > num_settled_tokens)
+        self._history.forget_known(beyond, life.request_id)
+
+    def _keys_observed(self, event: e.ChunkKeysObserved, sequence: int) -> None:
+        life = self._lives.any(event.request_id)
+        life.version += 1
+        life.cut_keys(event.first_chunk)
+        life.keys.update(enumerate(event.keys, event.first_chunk))
+        self._history.known(event.keys, sequence, event.request_id, life.ordinal)
+
+    def _save_issued(self, event: e.SaveIssued, sequence: int) -> None:
+        life = self._lives.any(event.request_id)
+        keys = (life.keys[chunk] for chunk in event.chunks if chunk in life.keys)
+        self._history.save_issued(keys, _saving(event, sequence, life))
+
+    def _tail_save_issued(self, event: e.TailSaveIssued, sequence: int) -> None:
+        life = self._lives.changed(event.request_id)
+        if life is not None:
+            fact = _saving(event, sequence, life)
+            life.tail = Tail(event.first_token, event.first_token + event.num_tokens, fact)
+
+    def _save_completed(self, event: e.SaveCompleted, sequence: int) -> None:
+        self._history.save_settled(event.job_id, sequence, event.cause, None)
+        self._settle_tail(event, sequence, ChunkStatus.SAVED, "")
+
+    def _save_failed(self, event: e.SaveFailed, sequence: int) -> None:
+        self._history.save_settled(event.job_id, sequence, event.cause, event.error)
+        self._settle_tail(event, sequence, ChunkStatus.SAVE_FAILED, event.error)
+
+    def _settle_tail(
+        self, event: e.SaveCompleted | e.SaveFailed, sequence: int, status: ChunkStatus, error: str
+    ) -> None:
+        life = self._lives.get(event.request_id)
+        if life is not None and life.tail is not None and life.tail.fact.job_id == event.job_id:
+            life.version += 1
+            life.tail.fact = life.tail.fact.settled(status, sequence, event.cause, error)
+
+    def _save_declined(self, event: e.SaveDeclined, sequence: int) -> None:
+        life = self._lives.any(event.request_id)
+        life.version += 1
+        fact = ChunkFact(
+            ChunkStatus.DECLINED, sequence, event.request_id, life.ordinal, detail=event.reason, cause=event.cause
+        )
+        first_token = event.first_chunk * self._chunk_size
+        if event.cause == life.preempted and first_token + self._chunk_size > life.mark:
+            life.tail = Tail(first_token, max(life.mark, first_token), fact)
+            return
+        keys = (life.keys[chunk] for chunk in sorted(life.keys) if chunk >= event.first_chunk)
+        self._history.declined(keys, event.num_chunks, fact)
+
+    def _evicted(self, event: e.ChunkEvicted, sequence: int) -> None:
+        fact = ChunkFact(ChunkStatus.EVICTED, sequence, event.for_request_id, cause=event.cause)
+        self._history.left(event.key, fact)
+
+    def _tainted(self, event: e.ChunkTainted, sequence: int) -> None:
+        self._history.left(event.key, ChunkFact(ChunkStatus.TAINTED, sequence, cause=event.cause))
+
+    def _progressed(self, event: e.PrefillAdvanced | e.PrefillCompleted, _sequence: int) -> None:
+        life = self._lives.get(event.request_id)
+        if life is not None and life.tail is not None:
+            life.version += 1
+            life.tail = None  # it has been used
+
+    def _reset(self, _event: e.CacheReset, sequence: int) -> None:
+        self._history.reset(sequence)
+        for life in self._lives:
+            life.version += 1
+            if life.is_computing:
+                life.reset = sequence
+            if life.tail is not None:
+                life.tail.fact = ChunkFact(ChunkStatus.RESET, sequence, cause=sequence, earlier=life.tail.fact)
+
+
+def _saving(event: e.SaveIssued | e.TailSaveIssued, sequence: int, life: Life) -> ChunkFact:
+    return ChunkFact(ChunkStatus.SAVING, sequence, event.request_id, life.ordinal, event.job_id, cause=event.cause)

@@ -1,0 +1,211 @@
+"""What became of each chunk key: known, being saved, saved, evicted. The latest event says it, and which came before.
+
+It follows keys through the events of all requests that bring them. Bounded: of chunks that are gone the latest are
+remembered. It must not know lookups.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import OrderedDict
+from collections.abc import Iterable
+
+import attrs
+
+MAX_GONE = 131_072
+"""Chunks that are neither saved nor being saved and are still remembered; far more than the live index remembers."""
+
+
+class ChunkStatus(enum.StrEnum):
+    """What the latest event made of a chunk."""
+
+    KNOWN = "known"
+    """A request brought its key; no save was issued."""
+    SAVING = "saving"
+    DECLINED = "declined"
+    SAVE_FAILED = "save_failed"
+    SAVED = "saved"
+    EVICTED = "evicted"
+    TAINTED = "tainted"
+    RESET = "reset"
+
+
+@attrs.frozen
+class ChunkFact:
+    """The latest event of a chunk."""
+
+    status: ChunkStatus
+    sequence: int
+    request_id: str = ""
+    """Who brought, saved or evicted it; of an eviction, for whose save."""
+    ordinal: int = -1
+    """Which life of the request, where that matters."""
+    job_id: int = 0
+    detail: str = ""
+    """Error or reason, as recorded."""
+    cause: int = 0
+    """The observation that the event was decided upon; it has the time."""
+    earlier: ChunkFact | None = None
+    """What the chunk was before, where that is part of the story."""
+
+    def after(self, earlier: ChunkFact | None) -> ChunkFact:
+        """The same with what came before it; `attrs.evolve` would be several times as slow."""
+        if earlier is self.earlier:
+            return self
+        return ChunkFact(
+            self.status,
+            self.sequence,
+            self.request_id,
+            self.ordinal,
+            self.job_id,
+            self.detail,
+            self.cause,
+            earlier,
+        )
+
+    def settled(self, status: ChunkStatus, sequence: int, cause: int, detail: str = "") -> ChunkFact:
+        """What became of this save."""
+        earlier = None if status is ChunkStatus.SAVED else self.earlier
+        return ChunkFact(status, sequence, self.request_id, self.ordinal, self.job_id, detail, cause, earlier)
+
+
+_IN_POOL = frozenset({ChunkStatus.SAVING, ChunkStatus.SAVED})
+_STORY = frozenset({ChunkStatus.SAVED, ChunkStatus.EVICTED, ChunkStatus.TAINTED, ChunkStatus.RESET})
+
+
+@attrs.frozen
+class _Save:
+    keys: tuple[bytes, ...]
+    epoch: int
+
+
+@attrs.define(eq=False)
+class Watch:
+    """Notices when something happens to one of these chunks."""
+
+    keys: tuple[bytes, ...]
+    is_changed: bool = False
+
+
+class ChunkHistory:
+    """Key -> fact."""
+
+    def __init__(self, max_gone: int = MAX_GONE) -> None:
+        self._max_gone = max_gone
+        self._in_pool: dict[bytes, ChunkFact] = {}
+        self._gone: OrderedDict[bytes, ChunkFact] = OrderedDict()
+        self._saves: dict[int, _Save] = {}
+        self._watches: dict[bytes, list[Watch]] = {}
+        self._epoch = 0
+
+    def get(self, key: bytes) -> ChunkFact | None:
+        """The latest fact about a chunk, or None if nothing is known about it."""
+        return self._in_pool.get(key) or self._gone.get(key)
+
+    def watch(self, keys: Iterable[bytes]) -> Watch:
+        """Notice changes from now on, until `unwatch`: polls of a request are many, changes of its chunks few."""
+        watch = Watch(tuple(keys))
+        for key in watch.keys:
+            self._watches.setdefault(key, []).append(watch)
+        return watch
+
+    def unwatch(self, watch: Watch) -> None:
+        """Notice no more."""
+        for key in watch.keys:
+            watches = self._watches.get(key, [])
+            watches.remove(watch)
+            if not watches:
+                del self._watches[key]
+
+    def known(self, keys: Iterable[bytes], sequence: int, request_id: str, ordinal: int) -> None:
+        """A request brings keys; whoever was first is remembered."""
+        for key in keys:
+            if self.get(key) is None:
+                self._put(key, ChunkFact(ChunkStatus.KNOWN, sequence, request_id, ordinal))
+
+    def forget_known(self, keys: Iterable[bytes], request_id: str) -> None:
+        """The request that brought these keys ends without having computed their chunks."""
+        for key in keys:
+            fact = self._gone.get(key)
+            if fact is not None and fact.status is ChunkStatus.KNOWN and fact.request_id == request_id:
+                del self._gone[key]
+                self._note(key)
+
+    def save_issued(self, keys: Iterable[bytes], fact: ChunkFact) -> None:
+        """A save of these chunks starts; `fact` is told of each."""
+        kept = tuple(keys)
+        self._saves[fact.job_id] = _Save(kept, self._epoch)
+        for key in kept:
+            before = self.get(key)
+            if before is None or before.status is not ChunkStatus.SAVED:  # pages of windows may be added to a chunk
+                self._put(key, fact.after(_story(before)))
+
+    def save_settled(self, job_id: int, sequence: int, cause: int, error: str | None) -> None:
+        """A save is done, or failed with `error`."""
+        save = self._saves.pop(job_id, None)
+        if save is None:
+            return
+        for key in save.keys:
+            before = self.get(key)
+            of_this = before is not None and before.status is ChunkStatus.SAVING and before.job_id == job_id
+            if before is None or not of_this:
+                continue
+            if error is not None:
+                self._put(key, before.settled(ChunkStatus.SAVE_FAILED, sequence, cause, error))
+            elif save.epoch == self._epoch:
+                self._put(key, before.settled(ChunkStatus.SAVED, sequence, cause))
+
+    def declined(self, keys: Iterable[bytes], num_chunks: int, fact: ChunkFact) -> None:
+        """Of these chunks the first `num_chunks` that are not in the pool were not saved."""
+        for key in keys:
+            if num_chunks == 0:
+                break
+            before = self.get(key)
+            if before is None or before.status not in _IN_POOL:
+                num_chunks -= 1
+                self._put(key, fact.after(_story(before)))
+
+    def left(self, key: bytes, fact: ChunkFact) -> None:
+        """A chunk was evicted or tainted."""
+        before = self.get(key)
+        is_saved = before is not None and before.status is ChunkStatus.SAVED
+        self._put(key, fact.after(before if is_saved else None))
+
+    def reset(self, sequence: int) -> None:
+        """Everything in the pool, and on its way there, is stale."""
+        self._epoch += 1
+        for key, before in tuple(self._in_pool.items()):
+            earlier = before.after(None)
+            self._put(key, ChunkFact(ChunkStatus.RESET, sequence, cause=sequence, earlier=earlier))
+
+    def forget(self) -> None:
+        """Events are lost: nothing that is remembered can be relied upon."""
+        self._in_pool.clear()
+        self._gone.clear()
+        self._saves.clear()
+        for key in self._watches:
+            self._note(key)
+
+    def _put(self, key: bytes, fact: ChunkFact) -> None:
+        self._note(key)
+        if fact.status in _IN_POOL:
+            self._gone.pop(key, None)
+            self._in_pool[key] = fact
+            return
+        self._in_pool.pop(key, None)
+        self._gone[key] = fact
+        self._gone.move_to_end(key)
+        if len(self._gone) > self._max_gone:
+            forgotten, _ = self._gone.popitem(last=False)
+            self._note(forgotten)
+
+    def _note(self, key: bytes) -> None:
+        for watch in self._watches.get(key, ()):
+            watch.is_changed = True
+
+
+def _story(before: ChunkFact | None) -> ChunkFact | None:
+    """What of the past is worth telling once a save was tried again: that it had been saved, and how it left."""
+    if before is None or before.status in _STORY:
+        return before
+    return before.earlier

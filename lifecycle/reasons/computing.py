@@ -1,0 +1,114 @@
+"""From steps and rollbacks to the tokens that are computed again, each with the reason it has from its admission."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from kvledger.lifecycle import events as e
+from kvledger.lifecycle.reasons.admissions import Admissions
+from kvledger.lifecycle.reasons.life import Life
+from kvledger.lifecycle.reasons.lives import Lives
+from kvledger.lifecycle.reasons.reason import Reason
+from kvledger.lifecycle.reasons.spans import Span, replaced, within
+from kvledger.lifecycle.reasons.story import Admission, Recomputation
+
+
+class Computing:
+    """Folds what requests compute. Only counts that steps tell are used; steady decoding computes nothing again."""
+
+    def __init__(self, lives: Lives, admissions: Admissions) -> None:
+        self._lives = lives
+        self._admissions = admissions
+        self._hook_failed_for_all = 0
+
+    def folds(self) -> Mapping[type[e.Event], Callable[..., None]]:
+        """Event class -> fold."""
+        return {
+            e.StepScheduled: self._step_scheduled,
+            e.TokensRolledBack: self._rolled_back,
+            e.HookFailed: self._hook_failed,
+        }
+
+    def _step_scheduled(self, event: e.StepScheduled, sequence: int) -> None:
+        for ordinal, num_computed_tokens, num_scheduled_tokens, num_tokens in event.advanced:
+            life = self._lives.by_ordinal(ordinal)
+            if life is not None:
+                end = num_computed_tokens + num_scheduled_tokens
+                self._advance(life, sequence, num_computed_tokens, end, num_tokens)
+
+    def _advance(self, life: Life, sequence: int, first_token: int, end_token: int, num_tokens: int) -> None:
+        life.version += 1
+        admission = life.admission
+        if not life.is_computing:
+            self._admissions.give_up_undelivered(life)
+            if admission is None:
+                life.hook_failed = life.hook_failed or self._hook_failed_for_all
+                admission = self._admissions.admit_without_answer(life, sequence, first_token, num_tokens)
+        if admission is not None and not admission.is_started:
+            admission.is_started = True
+            life.reset, life.load_failed = 0, ()
+            _explain_early_start(admission, sequence, first_token)
+        life.is_computing, life.allocated_without_answer = True, 0
+        if life.num_preemptions:
+            self._recompute(life, sequence, first_token, min(end_token, life.mark))
+        self._compute_twice(life, sequence, max(first_token, life.mark), min(end_token, life.taken_back_from))
+        life.computed_end = max(life.computed_end, end_token)
+        if life.computed_end >= life.taken_back_from:
+            life.taken_back_from = 0
+
+    def _recompute(self, life: Life, sequence: int, first_token: int, end_token: int) -> None:
+        num_tokens = end_token - first_token
+        if num_tokens <= 0:
+            return
+        life.sums.num_recomputed += num_tokens
+        spans = tuple(within(() if life.admission is None else life.admission.spans, first_token, end_token))
+        for span in spans:
+            life.sums.recomputed[span.reason] += span.num_tokens
+        self._tell(life, sequence, spans, after_rollback=False)
+
+    def _compute_twice(self, life: Life, sequence: int, first_token: int, end_token: int) -> None:
+        if first_token < end_token:
+            span = Span(first_token, end_token, life.taken_back_reason, life.taken_back)
+            life.sums.computed_twice[span.reason] += span.num_tokens
+            self._tell(life, sequence, (span,), after_rollback=True)
+
+    @staticmethod
+    def _tell(life: Life, sequence: int, spans: tuple[Span, ...], *, after_rollback: bool) -> None:
+        if life.story is not None:
+            life.story.keep(life.story.recomputations, Recomputation(sequence, spans, after_rollback))
+
+    def _rolled_back(self, event: e.TokensRolledBack, sequence: int) -> None:
+        life = self._lives.changed(event.request_id)
+        if life is None:
+            return
+        if event.num_computed_tokens == 0:
+            life.generation += 1
+        admission = life.admission
+        failed = life.load_failed
+        if not failed and admission is not None and self._admissions.is_loading(admission):
+            failed = (sequence,)  # the report of the load is still to come
+        reason, evidence = (Reason.LOAD_FAILED, failed) if failed else (Reason.ROLLED_BACK, (sequence,))
+        life.taken_back_from = max(life.taken_back_from, life.computed_end)
+        life.taken_back_reason, life.taken_back = reason, evidence
+        if admission is not None:
+            known = [span for span in admission.spans if span.reason is Reason.LOAD_FAILED]
+            end = max(life.computed_end, admission.num_retained + admission.num_taken_up)
+            spans = replaced(admission.spans, Span(event.num_computed_tokens, end, reason, evidence))
+            for span in known:  # it proves more
+                spans = replaced(spans, span)
+            admission.spans = spans
+
+    def _hook_failed(self, event: e.HookFailed, sequence: int) -> None:
+        if not event.request_id:
+            self._hook_failed_for_all = sequence
+            return
+        life = self._lives.changed(event.request_id)
+        if life is not None:
+            life.hook_failed = sequence
+
+
+def _explain_early_start(admission: Admission, sequence: int, first_token: int) -> None:
+    """A step that starts before what was admitted, without a word, computes those tokens for no known reason."""
+    covered = admission.num_retained + admission.num_taken_up
+    if first_token < covered and not any(span.first_token <= first_token < covered for span in admission.spans):
+        admission.spans = replaced(admission.spans, Span(first_token, covered, Reason.UNKNOWN, (sequence,)))

@@ -1,0 +1,93 @@
+"""What the accounts remember of one life of a request. Everything in it comes from events; nothing is decided here."""
+
+from __future__ import annotations
+
+import attrs
+
+from kvledger.lifecycle import events as e
+from kvledger.lifecycle.reasons.chunk_history import ChunkFact, Watch
+from kvledger.lifecycle.reasons.reason import Reason
+from kvledger.lifecycle.reasons.spans import Span
+from kvledger.lifecycle.reasons.story import Admission, Story
+from kvledger.lifecycle.reasons.sums import Sums
+
+UNBORN = -1
+"""The ordinal of a request whose arrival is not in the log."""
+
+
+@attrs.define
+class Tail:
+    """The part-filled last chunk of a preempted request, and what became of its copy."""
+
+    first_token: int
+    end_token: int
+    fact: ChunkFact
+
+
+@attrs.define
+class Answer:
+    """An answered lookup that no allocation has taken up, with the reasons as they were at that moment."""
+
+    sequence: int
+    event: e.LookupAnswered
+    spans: tuple[Span, ...]
+    life_version: int
+    watch: Watch
+    """While neither the life nor these chunks change, the reasons do not."""
+
+
+@attrs.define
+class Life:
+    """From an arrival to the release, or until the id is used again."""
+
+    request_id: str
+    ordinal: int = UNBORN
+    num_prompt_tokens: int = 0
+    generation: int = 0
+    num_preemptions: int = 0
+    mark: int = 0
+    """The most settled tokens that a preemption took: what lies below and is computed again is recomputed."""
+    version: int = 0
+    keys: dict[int, bytes] = attrs.field(factory=dict)
+    tail: Tail | None = None
+    answer: Answer | None = None
+    last_lookup: e.LookupAnswered | e.LookupDeferred | None = None
+    """Since it was last given blocks."""
+    admission: Admission | None = None
+    allocated_without_answer: int = 0
+    """Sequence of an allocation that no lookup preceded; the step that starts from it tells the rest."""
+    is_computing: bool = False
+    deferrals: tuple[int, ...] = ()
+    """First and last `lookup.deferred` in a row."""
+    num_deferred: int = 0
+    undelivered: int = 0
+    """Tokens taken up for which no load has been issued."""
+    undelivered_sequence: int = 0
+    quarantined: tuple[int, ...] = ()
+    """`request.quarantined` and its cause."""
+    hook_failed: int = 0
+    broken_rule: int = 0
+    """The last `invariant.violated`."""
+    preempted: int = 0
+    reset: int = 0
+    """The reset that made its computed tokens stale; 0 once it was preempted and has come back."""
+    load_failed: tuple[int, ...] = ()
+    """The last `load.failed` and its cause."""
+    computed_end: int = 0
+    """How far steps have told that it computed since it was admitted."""
+    taken_back_from: int = 0
+    """How far it had computed when the scheduler took tokens back."""
+    taken_back: tuple[int, ...] = ()
+    taken_back_reason: Reason = Reason.ROLLED_BACK
+    sums: Sums = attrs.field(factory=Sums)
+    """What is counted of this life; once it is over, those of the whole log."""
+    story: Story | None = None
+    """All there is to tell, where it is kept."""
+
+    def cut_keys(self, first_chunk: int) -> None:
+        """Forget the keys from a chunk on."""
+        if first_chunk == 0:
+            self.keys.clear()
+        else:
+            for chunk in [chunk for chunk in self.keys if chunk >= first_chunk]:
+                del self.keys[chunk]

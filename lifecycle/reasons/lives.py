@@ -1,0 +1,75 @@
+"""The lives that the accounts follow, by request id and by ordinal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from kvledger.lifecycle.reasons.life import UNBORN, Life
+from kvledger.lifecycle.reasons.story import Story
+
+
+class Lives:
+    """Of every request its current life; the accounts of `only` one of them are kept, or of all.
+
+    Others are followed for the sake of the chunks that they save.
+    """
+
+    def __init__(self, only: str | None = None, *, keeps_stories: bool = False) -> None:
+        self._only = only
+        self._keeps_stories = keeps_stories
+        self._lives: dict[str, Life] = {}
+        self._by_ordinal: dict[int, Life] = {}
+
+    def __iter__(self) -> Iterator[Life]:
+        return iter(self._lives.values())
+
+    def is_kept(self, request_id: str) -> bool:
+        """Whether the accounts of this request are kept."""
+        return self._only is None or request_id == self._only
+
+    def get(self, request_id: str) -> Life | None:
+        """The life, if it is known."""
+        return self._lives.get(request_id)
+
+    def by_ordinal(self, ordinal: int) -> Life | None:
+        """The life whose accounts are kept, if it was seen to begin."""
+        return self._by_ordinal.get(ordinal)
+
+    def any(self, request_id: str) -> Life:
+        """The life of any request; it begins here where its arrival is not in the log."""
+        life = self._lives.get(request_id)
+        if life is None:
+            life = self._new(request_id)
+        return life
+
+    def asked(self, request_id: str) -> Life | None:
+        """The life, if its accounts are kept; for what changes no reason."""
+        return self.any(request_id) if self.is_kept(request_id) else None
+
+    def changed(self, request_id: str) -> Life | None:
+        """The life, if its accounts are kept; what was explained about it before is out of date."""
+        life = self.asked(request_id)
+        if life is not None:
+            life.version += 1
+        return life
+
+    def begin(self, request_id: str, ordinal: int) -> Life:
+        """A new life; the one before must have ended."""
+        life = self._new(request_id)
+        life.ordinal = ordinal
+        if self.is_kept(request_id):
+            self._by_ordinal[ordinal] = life
+        return life
+
+    def end(self, request_id: str) -> Life | None:
+        """Forget a life; returns it."""
+        life = self._lives.pop(request_id, None)
+        if life is not None and life.ordinal != UNBORN and self._by_ordinal.get(life.ordinal) is life:
+            del self._by_ordinal[life.ordinal]
+        return life
+
+    def _new(self, request_id: str) -> Life:
+        life = self._lives[request_id] = Life(request_id)
+        if self._keeps_stories and self.is_kept(request_id):
+            life.story = Story(request_id, UNBORN, life.sums)
+        return life

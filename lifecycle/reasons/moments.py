@@ -1,0 +1,66 @@
+"""What happened to a request, as numbers of events: what a story is told along, beside lookups and steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from kvledger.lifecycle import events as e
+from kvledger.lifecycle.reasons.lives import Lives
+from kvledger.lifecycle.reasons.story import Story
+
+_OF_A_REQUEST = (
+    e.RequestArrived,
+    e.RequestPreempted,
+    e.LoadFailed,
+    e.SaveFailed,
+    e.SaveDeclined,
+    e.TokensRolledBack,
+    e.SessionContinued,
+    e.RequestQuarantined,
+    e.InvariantViolated,
+    e.RequestFinished,
+)
+
+
+class Moments:
+    """Adds to the stories of the lives that are kept."""
+
+    def __init__(self, lives: Lives) -> None:
+        self._lives = lives
+        self._preempted: list[Story] = []
+        self._notes: dict[type[e.Event], Callable[..., None]] = {
+            **dict.fromkeys(_OF_A_REQUEST, self._of_a_request),
+            e.StepScheduled: self._step,
+            e.CacheReset: self._reset,
+            e.HookFailed: self._hook_failed,
+        }
+
+    def take(self, sequence: int, event: e.Event) -> None:
+        """Take up an event, after the accounts have."""
+        note = self._notes.get(type(event))
+        if note is not None:
+            note(event, sequence)
+
+    def _step(self, _event: e.StepScheduled, sequence: int) -> None:
+        # The step for which blocks were taken is recorded right behind the preemption.
+        for story in self._preempted:
+            story.keep(story.moments, sequence)
+        self._preempted.clear()
+
+    def _reset(self, _event: e.CacheReset | e.HookFailed, sequence: int) -> None:
+        for life in self._lives:
+            if life.story is not None:
+                life.story.keep(life.story.moments, sequence)
+
+    def _hook_failed(self, event: e.HookFailed, sequence: int) -> None:
+        if event.request_id:
+            self._of_a_request(event, sequence)
+        else:
+            self._reset(event, sequence)
+
+    def _of_a_request(self, event: e.RequestEvent | e.HookFailed | e.InvariantViolated, sequence: int) -> None:
+        life = self._lives.get(event.request_id)
+        if life is not None and life.story is not None:
+            life.story.keep(life.story.moments, sequence)
+            if isinstance(event, e.RequestPreempted):
+                self._preempted.append(life.story)

@@ -1,0 +1,82 @@
+"""All there is to tell about one life of a request, as plain values that can be stored.
+
+It names events by their sequence numbers and does not repeat them: whoever tells the story reads them from the log.
+"""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import attrs
+
+from kvledger.lifecycle.reasons.spans import Span
+from kvledger.lifecycle.reasons.sums import Sums
+
+MAX_KEPT = 512
+"""Of each kind of entry the first are kept, and the last one; `Story.num_left_out` counts the others."""
+
+_Entry = TypeVar("_Entry")
+
+
+@attrs.define
+class Lookup:
+    """Equal lookups in a row, told as one. `spans`: the tokens that each of them left to compute, and why."""
+
+    first_sequence: int
+    last_sequence: int
+    """Of the answers, or of the deferrals."""
+    is_deferred: bool
+    spans: tuple[Span, ...]
+    num_times: int = 1
+
+
+@attrs.define
+class Admission:
+    """Blocks were given to a waiting request: of the tokens it needs, which are there, which are to come, which not."""
+
+    sequence: int
+    """Of `blocks.allocated`, or of the step, where the allocation is not in the log."""
+    answer_sequence: int
+    """Of the lookup's answer; 0: there was none."""
+    num_tokens: int
+    num_retained: int
+    num_taken_up: int
+    mark: int
+    """Tokens below it had been computed before a preemption."""
+    spans: tuple[Span, ...] = ()
+    """Of the tokens left to compute; a failed load adds its own."""
+    missed: tuple[Span, ...] = ()
+    """The same as it was when blocks were given."""
+    is_started: bool = False
+    job_id: int = 0
+
+
+@attrs.frozen
+class Recomputation:
+    """A step computed tokens again."""
+
+    sequence: int
+    spans: tuple[Span, ...]
+    after_rollback: bool
+    """Computed twice without a preemption in between."""
+
+
+@attrs.define
+class Story:
+    """One life. `moments` are the sequence numbers of what happened to it, in order."""
+
+    request_id: str
+    ordinal: int
+    sums: Sums
+    lookups: list[Lookup] = attrs.field(factory=list)
+    admissions: list[Admission] = attrs.field(factory=list)
+    recomputations: list[Recomputation] = attrs.field(factory=list)
+    moments: list[int] = attrs.field(factory=list)
+    num_left_out: int = 0
+
+    def keep(self, entries: list[_Entry], entry: _Entry) -> None:
+        """Add to one of the lists, which stays bounded."""
+        if len(entries) >= MAX_KEPT:
+            entries.pop()
+            self.num_left_out += 1
+        entries.append(entry)

@@ -1,0 +1,37 @@
+"""Logs beyond one machine: shipped into a NATS JetStream stream, and read from there as files.
+
+Needs the NATS client: ``pip install kvledger[nats]``. Nothing of this runs in a serving process.
+
+- `Shipper` ships the logs of a directory; `ship` (in `kvledger.adapters.cli`) is its command.
+- `mirror` makes files of a stream's logs, `logs_in_stream` lists them.
+"""
+
+from __future__ import annotations
+
+from kvledger.storage.events.jetstream.address import DEFAULT_STREAM, Access, StreamAddress, is_stream_url
+from kvledger.storage.events.jetstream.errors import LogForked, StreamError, StreamRefused, StreamUnavailable
+from kvledger.storage.events.jetstream.messages import label_of
+from kvledger.storage.events.jetstream.mirror import default_mirror_directory, logs_in_stream, mirror
+from kvledger.storage.events.jetstream.shipment import LogProgress
+from kvledger.storage.events.jetstream.shipper import Shipper, ShippingReport
+from kvledger.storage.events.jetstream.stream import LogInStream, NewStream
+
+__all__ = [
+    "DEFAULT_STREAM",
+    "Access",
+    "LogForked",
+    "LogInStream",
+    "LogProgress",
+    "NewStream",
+    "Shipper",
+    "ShippingReport",
+    "StreamAddress",
+    "StreamError",
+    "StreamRefused",
+    "StreamUnavailable",
+    "default_mirror_directory",
+    "is_stream_url",
+    "label_of",
+    "logs_in_stream",
+    "mirror",
+]

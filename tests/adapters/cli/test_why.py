@@ -1,0 +1,243 @@
+"""`kvledger why`: the chain of causes of a request, in plain words and as objects, with a table that adds up."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+from lifecycle_driver import Driver, Walk, keys_of
+
+from kvledger.adapters.cli import why as why_module
+from kvledger.adapters.reading import index as index_module
+from kvledger.lifecycle import events as e
+from kvledger.lifecycle.codec import EventEncoder
+from kvledger.lifecycle.reasons import Sums
+from kvledger.storage.events import SegmentEventStore
+
+REQUEST = "chat-17-b6"
+
+
+def evicted_story() -> Driver:
+    """`a` is preempted for `b`; a save of `r812` evicts its chunks; it comes back and computes them again."""
+    driver = Driver(num_slots=2, keep_for_preempted=False)
+    driver.start("a", keys_of("a", 4), 33, (1, 2, 3))
+    driver.start("b", keys_of("b", 2), 17, (4, 5))
+    driver.preempt("a", 32)
+    driver.step(("b", 17, 1, 18), extended=[("b", (1,))])
+    driver.settle_all()
+    driver.save_prefix("r812", keys_of("x", 4))
+    for _ in range(3):
+        driver.lookup("a", 0, 33)
+    driver.allocate("a", (7, 8, 9))
+    driver.step(("a", 0, 20, 33))
+    driver.step(("a", 20, 13, 33))
+    driver.ledger.commit()
+    return driver
+
+
+@pytest.fixture
+def evicted(tools: Any, tmp_path: Path) -> tuple[Path, Driver]:
+    """That story as a log."""
+    driver = evicted_story()
+    return tools.write_log(tmp_path / "evicted", driver.observed, driver.configuration), driver
+
+
+def number_of(driver: Driver, event_class: type[e.Event], index: int = 0) -> int:
+    """The number of the `index`-th event of a class."""
+    return [number for number, event in enumerate(driver.observed, 1) if isinstance(event, event_class)][index]
+
+
+def test_a_lookup_names_the_eviction_the_request_it_was_for_and_how_long_before(
+    run: Any, evicted: tuple[Path, Driver]
+) -> None:
+    """What an on-call engineer asks first."""
+    log, driver = evicted
+    result = run("why", log, "a")
+    assert result.exit_code == 0
+    first, last = number_of(driver, e.ChunkEvicted, 0), number_of(driver, e.ChunkEvicted, 3)
+    saved = number_of(driver, e.SaveCompleted)
+    line = next(line for line in result.out.splitlines() if "tokens 0–31 (chunks 0–3)" in line)
+    assert f"evicted for a save of request r812 at events {first}–{last}, " in line
+    assert " µs before; it had been saved by the request itself at event " + str(saved) in line
+    assert "nothing is missing" not in result.out
+    assert "the next chunk was evicted (event " in result.out
+    assert "— 3 times" in result.out
+
+
+def test_a_preemption_names_who_got_blocks_and_says_what_is_inferred(run: Any, evicted: tuple[Path, Driver]) -> None:
+    """The log does not record free blocks, so the connection is not a fact."""
+    log, driver = evicted
+    step = number_of(driver, e.StepScheduled, 2)
+    line = next(line for line in run("why", log, "a").out.splitlines() if "preempted with 32 settled tokens" in line)
+    assert f"In step 2 (event {step}) 1 request ran 1 token, and blocks went to b (1)" in line
+    assert "that it was for these is inferred" in line
+
+
+def test_the_table_adds_up_and_says_so(run: Any, evicted: tuple[Path, Driver]) -> None:
+    """Of each admission every token is accounted for."""
+    log, _ = evicted
+    out = run("why", log, "a").out
+    assert "computed 32 tokens again in 2 steps: 32 tokens evicted" in out
+    rows = {line.split()[0]: line.split()[1:3] for line in out.splitlines() if line.split()[1:3] and line[0] != " "}
+    assert rows["evicted"] == ["32", "32"]
+    assert rows["last_token"] == ["2", "0"]
+    assert rows["all"] == ["66", "32"]
+    assert "66 tokens at 2 admissions = 0 from vLLM's prefix cache + 0 loaded + 66 left to compute" in out
+
+
+def test_objects_of_reasons_add_up_to_the_totals(run: Any, tools: Any, tmp_path: Path) -> None:
+    """For every request of a random walk: by reason, and to what the projections count."""
+    walk = Walk(4, chunk_size=8, block_size=16)
+    walk.run(70)
+    driver = walk.driver
+    log = tools.write_log(tmp_path / "log", driver.observed, driver.configuration)
+    num_recomputed = 0
+    for request_id in sorted({event.request_id for event in driver.all_of(e.RequestArrived)}):
+        result = run("why", "--json", log, request_id)
+        totals: Counter[tuple[str, str]] = Counter()
+        for total in result.objects("total"):
+            assert total["differences"] == []
+            assert total["num_left_out"] == 0
+            num_recomputed += total["num_tokens_recomputed"]
+            totals.update({("recomputed", reason): count for reason, count in total["recomputed"].items()})
+            totals.update({("computed_twice", reason): count for reason, count in total["computed_twice"].items()})
+            failed = Counter({"load_failed": total["to_load"].get("failed", 0)})
+            missed = Counter(total["missed"]) - failed
+            totals.update({("admission", reason): count for reason, count in missed.items()})
+        told: Counter[tuple[str, str]] = Counter()
+        for reason in result.objects("reason"):
+            assert reason["evidence"]
+            if reason["of"] != "lookup":
+                told[reason["of"], reason["reason"]] += reason["num_tokens"]
+        assert told == totals, request_id
+    assert num_recomputed == driver.projections.totals.figures.num_tokens_recomputed > 0
+
+
+def test_a_request_with_several_lives_is_told_life_by_life(run: Any, tools: Any, tmp_path: Path) -> None:
+    """An id may be used again; each life has a table of its own."""
+    driver = Driver()
+    for num_tokens in (20, 30):
+        driver.start("a", keys_of(str(num_tokens), 2), num_tokens, (1, 2))
+        driver.finish("a", 0, num_tokens)
+    log = tools.write_log(tmp_path / "log", driver.observed, driver.configuration)
+    out = run("why", log, "a").out
+    assert out.index("life 1 of 2") < out.index("20 tokens at 1 admission") < out.index("life 2 of 2")
+    assert out.index("life 2 of 2") < out.index("30 tokens at 1 admission")
+    assert [total["ordinal"] for total in run("why", "--json", log, "a").objects("total")] == [0, 1]
+
+
+def test_one_lookup_or_one_event_can_be_asked_for(run: Any, evicted: tuple[Path, Driver]) -> None:
+    """Polls are counted one by one, though equal ones are told as one."""
+    log, driver = evicted
+    assert "the next chunk was never saved" in run("why", log, "a", "--lookup", 1).out
+    assert run("why", log, "a", "--lookup", 2).out == run("why", log, "a", "--lookup", 4).out
+    assert "— 3 times" in run("why", log, "a", "--lookup", 3).out
+    too_many = run("why", log, "a", "--lookup", 5)
+    assert too_many.exit_code == 64
+    assert "there were 4 lookups, not 5" in too_many.err
+    at = run("why", log, "a", "--at", number_of(driver, e.RequestPreempted))
+    assert len(at.out.splitlines()) == 2
+    assert "preempted with 32 settled tokens" in at.out
+    between = run("why", log, "a", "--at", number_of(driver, e.RequestArrived, 2))
+    assert "preempted with 32 settled tokens" in between.out
+    assert "is no part of the request's story" in between.err
+
+
+def test_a_request_must_be_named_and_known(run: Any, evicted: tuple[Path, Driver]) -> None:
+    """The next try succeeds."""
+    log, _ = evicted
+    assert run("why", log).exit_code == 64
+    unknown = run("why", log, "nobody")
+    assert unknown.exit_code == 64
+    assert "the log has: a, b, r812" in unknown.err
+
+
+def test_a_window_limits_what_is_told_not_what_is_known(run: Any, evicted: tuple[Path, Driver]) -> None:
+    """The eviction lies before the window; it is still the reason."""
+    log, driver = evicted
+    since = number_of(driver, e.LookupRequested, 2)
+    out = run("why", log, "a", "--since", since).out
+    assert "arrived with" not in out
+    assert "evicted for a save of request r812" in out
+    until = number_of(driver, e.RequestPreempted)
+    assert "computed 32 tokens again" not in run("why", log, "a", "--until", until).out
+
+
+def test_a_quarantine_names_the_broken_rule_and_its_event(run: Any, tools: Any, tmp_path: Path) -> None:
+    """From there on nothing helps the request, and every later miss points at it."""
+    driver = Driver()
+    driver.arrive("a", 33, keys_of("a", 4))
+    driver.allocate("a", (1, 2, 3), 16)
+    driver.step(("a", 0, 33, 33))
+    log = tools.write_log(tmp_path / "log", driver.observed, driver.configuration)
+    allocated = number_of(driver, e.BlocksAllocated)
+    out = run("why", log, "a").out
+    assert "ALLOC_MATCHES_LOOKUP BROKEN: tokens were taken up that no lookup answered" in out
+    assert f"because rule ALLOC_MATCHES_LOOKUP was broken at event {allocated}" in out
+
+
+def test_what_stands_behind_lost_events_is_told_as_far_as_it_is_known(
+    run: Any, tools: Any, evicted: tuple[Path, Driver], tmp_path: Path
+) -> None:
+    """The eviction is lost; the lookup recorded that there was one."""
+    _, driver = evicted
+    store = SegmentEventStore.create(tmp_path / "gap", tools.header_of(driver.configuration))
+    encoder = EventEncoder()
+    first, last = number_of(driver, e.ChunkEvicted) - 1, number_of(driver, e.ChunkEvicted, 3)
+    store.append(encoder.encode(driver.observed[:first]), first)
+    store.append_gap(last - first, "the disk was full")
+    rest = driver.observed[last:]
+    store.append(encoder.encode(rest), len(rest))
+    store.close()
+    result = run("why", tmp_path / "gap", "a")
+    assert result.exit_code == 0
+    assert "lost_events" in result.err
+    assert "the next chunk was evicted" in result.out
+    assert run("why", "--json", tmp_path / "gap", "a").objects("total")[0]["differences"] == []
+
+
+def test_a_sum_that_is_wrong_is_not_hidden(
+    run: Any, evicted: tuple[Path, Driver], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would be a fault of kvledger, and the exit code says so."""
+    log, _ = evicted
+    monkeypatch.setattr(Sums, "differences", lambda *_: ["tokens recomputed: 5, their parts add up to 3"])
+    result = run("why", log, "a")
+    assert result.exit_code == 3
+    assert "THIS DOES NOT ADD UP, which is a fault of kvledger: tokens recomputed: 5" in result.out
+
+
+def test_a_request_that_waits_long_is_told_with_its_last_answers(run: Any, tools: Any, tmp_path: Path) -> None:
+    """A hundred different answers are for programs."""
+    driver = Driver()
+    driver.arrive("a", 65, keys_of("a", 8))
+    for num_saved in range(1, 9):
+        driver.save_prefix(f"b{num_saved}", keys_of("a", num_saved))
+        driver.lookup("a", 0, 65)
+    log = tools.write_log(tmp_path / "log", driver.observed, driver.configuration)
+    out = run("why", log, "a").out
+    assert out.count("asked what can be loaded") == why_module._MAX_LOOKUPS
+    assert "5 more lookups with other answers" in out
+    assert len([cause for cause in run("why", "--json", log, "a").objects("cause") if cause["what"] == "lookup"]) == 8
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_an_index_tells_the_same_story(
+    run: Any, tools: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    """With an index nothing is read but the events that the story names."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    walk = Walk(seed, chunk_size=8, block_size=16)
+    walk.run(60)
+    driver = walk.driver
+    log = tools.write_log(tmp_path / "log", driver.observed, driver.configuration, segment_bytes=4_000)
+    preempted = sorted({event.request_id for event in driver.all_of(e.RequestPreempted)})
+    asked = [(*json, log, request_id) for request_id in preempted[:6] for json in ((), ("--json",))]
+    read = [attrs.astuple(run("why", *arguments)) for arguments in asked]
+    monkeypatch.setattr(index_module, "INDEX_FROM_BYTES", 0)
+    indexed = [attrs.astuple(run("why", *arguments)) for arguments in asked]
+    assert list((tmp_path / "cache").rglob("*.sqlite"))
+    assert indexed == read

@@ -1,0 +1,331 @@
+"""`kvledger export --html`, seen in a real browser: complete, safe, and usable with a mouse and with a link."""
+
+from __future__ import annotations
+
+import re
+import urllib.parse
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from headless_browser import Page
+
+from kvledger.adapters.cli.sources import find_logs
+from kvledger.lifecycle import events as e
+
+REQUEST = "chat-17-b6"
+HOSTILE = "<script>document.title='owned'</script>\"'><img src=x onerror=\"document.title='owned'\">&amp;\u202e\x07"
+
+pytestmark = pytest.mark.xdist_group("browser")
+
+
+@pytest.fixture
+def story_page(run: Any, log: Path, tmp_path: Path) -> Path:
+    """The story as a page."""
+    path = tmp_path / "page.html"
+    assert run("export", log, "--html", "-o", path).exit_code == 0
+    return path
+
+
+def opened(page: Page, path: Path, fragment: str = "") -> Page:
+    """The page, ready; whatever it logs or asks for fails the test."""
+    page.command("Emulation.setScriptExecutionDisabled", value=False)
+    page.look()
+    page.open("about:blank")
+    page.open(path.as_uri() + fragment)
+    assert page.evaluate("document.documentElement.dataset.ready") == "true"
+    assert page.console == []
+    assert page.requests == [path.as_uri()]
+    return page
+
+
+class _Text(HTMLParser):
+    """The text of a page, as one without scripts, styles and graphics reads it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.text: list[str] = []
+        self.tags: list[str] = []
+        self.addresses: list[str] = []
+        self._hidden = 0
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self._hidden += tag in {"script", "style"}
+        self.addresses += [value or "" for name, value in attrs if name in {"src", "href", "action", "data"}]
+
+    def handle_endtag(self, tag: str) -> None:
+        self._hidden -= tag in {"script", "style"}
+
+    def handle_data(self, data: str) -> None:
+        if not self._hidden:
+            self.text.append(data)
+
+
+def parsed(path: Path) -> _Text:
+    """A page as its markup says it."""
+    reader = _Text()
+    reader.feed(path.read_text())
+    return reader
+
+
+def test_the_essentials_are_there_without_scripts(story_page: Path) -> None:
+    """Verdict, facts, and the life of each request in words stand in the markup."""
+    text = " ".join(parsed(story_page).text)
+    for essential in (
+        "sound: every rule that a log can decide is kept",
+        "kvledger 0.1.0, vLLM 0.32.0",
+        "2025-06-15 15:06:40 UTC",
+        "block 16 tokens, chunk 8 tokens, 32 slots, 1 rank",
+        "preempted with 64 settled tokens, lost 4 blocks",
+        "load 3 starts: tokens 0–63 into 4 blocks (7–10)",
+        "running → preempted",
+        "64 recovered, 0 retained, 0 recomputed",
+    ):
+        assert essential in text
+
+
+def test_a_page_refers_to_nothing_but_itself(story_page: Path) -> None:
+    """No address but fragments of its own; style and script stand in it and are named by their hashes."""
+    page = parsed(story_page)
+    assert page.addresses
+    assert all(address.startswith("#") for address in page.addresses)
+    assert not {"link", "iframe", "object", "embed", "base", "form", "img"} & set(page.tags)
+    markup = story_page.read_text()
+    policy = re.search(r'Content-Security-Policy" content="([^"]*)"', markup)
+    assert policy is not None
+    assert policy[1].startswith("default-src 'none'")
+    assert "unsafe" not in policy[1]
+    assert not re.search(r"\sstyle=|\son\w+=", re.sub(r"<(script|style)>.*?</\1>", "", markup, flags=re.DOTALL))
+
+
+def test_a_page_opens_from_a_file_without_an_error_and_without_a_request(page: Page, story_page: Path) -> None:
+    """A ticket system shows it as it is; its own policy is kept."""
+    shown = opened(page, story_page)
+    assert shown.evaluate("document.querySelector('.verdict').textContent").startswith("sound")
+    assert shown.evaluate("document.querySelectorAll('.row.life').length") == 2
+
+
+def test_a_page_is_readable_where_scripts_are_forbidden(page: Page, story_page: Path) -> None:
+    """The timeline is drawn, lives can be opened, and nothing is offered that would not work."""
+    page.look()
+    page.open("about:blank")
+    page.without_scripts()
+    try:
+        page.open(story_page.as_uri())
+        assert page.evaluate("document.documentElement.dataset.ready ?? null") is None
+        assert page.evaluate("getComputedStyle(document.querySelector('.controls')).display") == "none"
+        assert page.evaluate("document.querySelector('rect.s-preempted').getBoundingClientRect().width") > 10
+        assert page.evaluate("document.querySelectorAll('.ticks text').length") > 3
+        page.click("details summary")
+        assert page.evaluate("document.querySelector('details').open") is True
+        assert "preempted with 64 settled tokens" in page.evaluate("document.querySelector('details').innerText")
+    finally:
+        page.command("Emulation.setScriptExecutionDisabled", value=False)
+
+
+def test_nothing_of_a_request_id_is_ever_run(run: Any, tools: Any, page: Page, tmp_path: Path) -> None:
+    """Tags, quotes and invisible characters in an id are only shown, in the markup and after scripts touched them."""
+    story = tools.tell_story(HOSTILE, "</title></svg></script>x")
+    events = [*story.observed, e.HookFailed("on_new_request", HOSTILE, HOSTILE, 10**12)]
+    directory = tools.write_log(tmp_path / "log", events, story.configuration)
+    path = tmp_path / "page.html"
+    assert run("export", directory, "--html", "-o", path).exit_code == 0
+    assert parsed(path).tags.count("script") == 1
+    assert "\u202e" not in path.read_text()
+    shown = opened(page, path)
+    assert shown.evaluate("document.title") == "kvledger · log"
+    seen = HOSTILE.replace("\u202e", "\\u202e").replace("\x07", "\\u0007")
+    assert shown.evaluate("document.querySelector('.row.life .label').textContent") == seen
+    shown.hover(".row.life rect.s-running")
+    assert seen in shown.evaluate("document.querySelector('#tip').textContent")
+    shown.click(".row.life .label")
+    shown.wait_until("document.querySelectorAll('.row.selected').length === 1")
+    assert shown.evaluate("document.title") == "kvledger · log"
+    assert shown.evaluate("document.querySelectorAll('img').length") == 0
+
+
+def test_an_address_selects_a_request_and_opens_its_life(page: Page, story_page: Path) -> None:
+    """A link in a ticket leads to what it is about."""
+    shown = opened(page, story_page, "#request=" + urllib.parse.quote(REQUEST))
+    selected = "[...document.querySelectorAll('.selected')].map((e) => e.dataset.request)"
+    assert shown.evaluate(selected) == [REQUEST, REQUEST]
+    assert shown.evaluate(f"document.querySelector('details[data-request=\"{REQUEST}\"]').open") is True
+    assert shown.evaluate("document.querySelector('details[data-request=\"chat-9\"]').open") is False
+    top = shown.evaluate("document.querySelector('details.selected').getBoundingClientRect().top")
+    assert 0 <= top < 900
+    shown.open(story_page.as_uri() + "#request=chat-9")
+    shown.wait_until(f"({selected}).join() === 'chat-9,chat-9'")
+
+
+def test_an_address_shows_a_part_of_the_time(page: Page, story_page: Path) -> None:
+    """The drawing is as wide as it must be for the part to fill the window."""
+    shown = opened(page, story_page, "#from=30&to=50")
+    first, last = shown.evaluate("document.querySelector('#range').textContent.match(/[\\d.]+/g).map(Number)")
+    assert (first, last) == (pytest.approx(30, abs=0.1), pytest.approx(50, abs=0.1))
+    bar = "document.querySelector('.row.life rect.s-preempted').getBoundingClientRect()"
+    window = shown.evaluate("document.querySelector('.timeline').clientWidth")
+    assert window / 4 < shown.evaluate(f"{bar}.width") < window
+    ticks = shown.evaluate("[...document.querySelectorAll('.ticks text')].map((e) => e.textContent)")
+    assert {"35", "40", "45"} <= set(ticks)
+
+
+def test_buttons_zoom_in_and_out(page: Page, story_page: Path) -> None:
+    """Around the middle, and back to everything."""
+    shown = opened(page, story_page)
+    width = "document.querySelector('.row.life svg').getBoundingClientRect().width"
+    whole = shown.evaluate(width)
+    shown.click("#closer")
+    shown.click("#closer")
+    assert shown.evaluate(width) == pytest.approx(4 * whole, rel=0.01)
+    shown.click("#farther")
+    assert shown.evaluate(width) == pytest.approx(2 * whole, rel=0.01)
+    shown.click("#whole")
+    assert shown.evaluate(width) == pytest.approx(whole, rel=0.01)
+
+
+def test_the_wheel_zooms_around_the_pointer(page: Page, story_page: Path) -> None:
+    """With Ctrl; what is under the pointer stays there. Without it the page scrolls as any page."""
+    shown = opened(page, story_page)
+    left = "document.querySelector('.row.life rect.s-recovering').getBoundingClientRect().left"
+    width = "document.querySelector('.row.life svg').getBoundingClientRect().width"
+    before, x = shown.evaluate(width), shown.middle(".row.life rect.s-recovering")
+    edge = shown.evaluate(left)
+    shown.command("Input.dispatchMouseEvent", type="mouseWheel", x=edge, y=x[1], deltaX=0, deltaY=-400, modifiers=2)
+    shown.wait_until(f"{width} > {2 * before}")
+    assert shown.evaluate(left) == pytest.approx(edge, abs=3)
+    whole = shown.evaluate(width)
+    shown.command("Input.dispatchMouseEvent", type="mouseWheel", x=edge, y=x[1], deltaX=0, deltaY=100)
+    assert shown.evaluate(width) == whole
+
+
+def test_the_pointer_shows_what_a_bar_stands_for(page: Page, story_page: Path) -> None:
+    """State, times, causes and tokens; nothing where nothing is."""
+    shown = opened(page, story_page)
+    shown.hover(".row.life rect.s-preempted")
+    tip = shown.evaluate("document.querySelector('#tip').textContent")
+    assert tip.startswith(f"{REQUEST}: preempted, ")
+    assert "by request.preempted (event " in tip
+    shown.hover(".row.life rect.c-load")
+    tip = shown.evaluate("document.querySelector('#tip').textContent")
+    assert tip.startswith(f"load 3 of {REQUEST}: completed")
+    assert "tokens 0–63" in tip
+    shown.hover("h1")
+    assert shown.evaluate("document.querySelector('#tip').hidden") is True
+
+
+def test_filters_leave_what_is_looked_for(page: Page, story_page: Path) -> None:
+    """By a part of the id, by preemption, by time; rows and lives alike."""
+    shown = opened(page, story_page)
+    rows = "[...document.querySelectorAll('.row.life:not([hidden])')].map((e) => e.dataset.request)"
+    shown.click("#filter")
+    shown.command("Input.insertText", text="CHAT-9")
+    assert shown.evaluate(rows) == ["chat-9"]
+    assert shown.evaluate("document.querySelectorAll('details:not([hidden])').length") == 1
+    shown.evaluate("document.querySelector('#filter').value = ''")
+    shown.click("#only-preempted")
+    assert shown.evaluate(rows) == [REQUEST]
+    shown.click("#only-preempted")
+    shown.click("#only-visible")
+    shown.evaluate("location.hash = 'from=10&to=20'")
+    shown.wait_until(f"({rows}).join() === '{REQUEST}'")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [360, 1400])
+def test_a_page_fits_its_window_and_can_be_read_in_both_colour_schemes(
+    page: Page, story_page: Path, scheme: str, width: int
+) -> None:
+    """Nothing sticks out to the side, and text stands out from what is behind it (WCAG 2: a contrast of 4.5)."""
+    shown = opened(page, story_page)
+    shown.look(width=width, scheme=scheme)
+    assert shown.evaluate("document.documentElement.scrollWidth") <= width
+    contrast = shown.evaluate(
+        """(() => {
+          const light = (colour) => {
+            const [r, g, b] = colour.match(/[\\d.]+/g).map(Number).map((v) => v / 255)
+              .map((v) => (v <= 0.03928 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4));
+            return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+          };
+          const behind = (e) => {
+            for (; e; e = e.parentElement) {
+              const colour = getComputedStyle(e).backgroundColor;
+              if (!colour.endsWith(", 0)") && colour !== "transparent") return colour;
+            }
+            return "rgb(255, 255, 255)";
+          };
+          const texts = "h1, h2, p, dt, dd, td, th, summary *, .label, button, footer p, .verdict";
+          return [...document.querySelectorAll(texts)]
+            .map((e) => {
+              const [a, b] = [light(getComputedStyle(e).color), light(behind(e))];
+              return [(Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05), e.tagName + "." + e.className];
+            }).sort((a, b) => a[0] - b[0])[0];
+        })()"""
+    )
+    assert contrast[0] >= 4.5, contrast
+
+
+def test_a_broken_rule_stands_on_top_with_the_events_that_prove_it(run: Any, tools: Any, tmp_path: Path) -> None:
+    """The reader of a ticket sees what is wrong before anything else."""
+    story = tools.tell_story()
+    events = list(story.observed)
+    place = next(
+        at for at, event in enumerate(events) if isinstance(event, e.BlocksAllocated) and event.num_external_tokens
+    )
+    allocated = events[place]
+    assert isinstance(allocated, e.BlocksAllocated)
+    events[place] = e.BlocksAllocated(allocated.request_id, allocated.block_ids, 80, allocated.time_ns)
+    path = tmp_path / "page.html"
+    log = tools.write_log(tmp_path / "log", events, story.configuration)
+    assert run("export", log, "--html", "-o", path).exit_code == 0
+    text = " ".join(" ".join(parsed(path).text).split())
+    assert "a rule is broken" in text
+    assert f"ALLOC_MATCHES_LOOKUP at event {place + 1}, request {REQUEST}, generation 1" in text
+    assert "80 external tokens were taken up, 64 had been answered" in text
+    assert "lookup.answered request_id=chat-17-b6" in text
+
+
+def test_a_page_about_one_request_shows_that_one_alone(run: Any, log: Path, page: Page, tmp_path: Path) -> None:
+    """--request opens its life and draws its time."""
+    path = tmp_path / "page.html"
+    assert run("export", log, "--html", "--request", "chat-17", "-o", path).exit_code == 0
+    shown = opened(page, path)
+    assert shown.evaluate("[...document.querySelectorAll('.row.life')].length") == 1
+    assert shown.evaluate("document.querySelector('details').open") is True
+    assert shown.evaluate("document.title") == f"kvledger · {REQUEST}"
+
+
+def test_of_many_requests_those_with_trouble_are_shown_and_the_rest_is_counted(
+    run: Any, tools: Any, page: Page, tmp_path: Path
+) -> None:
+    """A page of a log with a thousand requests stays one that a browser can handle, and says what it left out."""
+    driver = tools.serve_many(1000)
+    log = tools.write_log(tmp_path / "log", driver.observed, driver.configuration)
+    path = tmp_path / "page.html"
+    assert run("export", log, "--html", "-o", path).exit_code == 0
+    shown = opened(page, path)
+    rows = shown.evaluate("[...document.querySelectorAll('.row.life')].map((e) => e.dataset.request)")
+    assert len(rows) == 300
+    assert "r777" in rows
+    assert rows == sorted(rows, key=lambda name: int(name[1:]))
+    assert "300 of 1,000 requests are drawn" in shown.evaluate("document.querySelector('#timeline .note').textContent")
+    assert path.stat().st_size < 4_000_000
+
+
+@pytest.mark.scheduler
+def test_worlds_become_pages_that_open_without_an_error(
+    run: Any, worlds: dict[int, Path], page: Page, tmp_path: Path
+) -> None:
+    """Also of killed engines, full disks and hundreds of copies; broken rules are on the page."""
+    for seed, directory in worlds.items():
+        for number, log in enumerate(find_logs(directory)):
+            print(f"seed {seed}, log {number}")
+            path = tmp_path / f"{seed}-{number}.html"
+            assert run("export", log, "--html", "-o", path).exit_code == 0
+            shown = opened(page, path)
+            verdict = run("verify", "--json", log).objects("verdict")[0]
+            num_findings = shown.evaluate("document.querySelectorAll('.finding').length")
+            assert bool(num_findings) == bool(verdict["exit_code"])
+            shown.click(".row.life .label")
+            assert shown.console == []

@@ -1,0 +1,163 @@
+"""An incident becomes a test that fails with the mistake that led to it, and passes without.
+
+The mistakes are made while an engine runs. Of each log a test is written, with the mistake mended; then pytest runs all
+of these tests in a process of its own, once with the mistakes and once without.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sim.checks.rules import allowed_rules
+from sim.engine import SimulatedEngine
+from sim.logs import read_end
+from sim.world import World
+
+from kvledger.adapters.repro.incident import find_incidents
+from kvledger.lifecycle import events as e
+
+pytestmark = pytest.mark.scheduler
+
+TESTS = Path(__file__).parents[2]
+NUM_SEEDS = 40
+
+
+def load_mistakes() -> Any:
+    """The module beside this one, which the other process takes for a plugin."""
+    import importlib.util
+
+    spec = importlib.util.spec_from_file_location("mistakes", Path(__file__).with_name("mistakes.py"))
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def mistakes() -> Any:
+    """All mistakes."""
+    return load_mistakes()
+
+
+def world_with(patch: tuple[Any, str, Any], first_seed: int) -> tuple[Any, str]:
+    """The log of the first world that breaks a rule because of the mistake, and whose request it was."""
+    for seed in range(first_seed, first_seed + NUM_SEEDS):
+        with pytest.MonkeyPatch.context() as mistaken, World(seed) as world:
+            mistaken.setattr(*patch)
+            try:
+                world.run()
+                log = world.log
+            except AssertionError:  # wrong KV was read: the log up to there is what an operator has
+                world.side.ledger.commit()
+                log = read_end(world.side)
+        found = find_incidents(log.configuration, log.events, None)
+        for incident in found.incidents:
+            if incident.rule not in allowed_rules(world):
+                return log, incident.request_id
+    pytest.fail(f"no world breaks a rule because of {patch[1]}")
+
+
+def engine_with(patch: tuple[Any, str, Any]) -> tuple[Any, list[tuple[int, e.Event]]]:
+    """The log of a small engine, in which the mistake makes hooks raise."""
+    with pytest.MonkeyPatch.context() as mistaken:
+        mistaken.setattr(*patch)
+        engine = SimulatedEngine(num_blocks=14, chunk_size=8, enable_prefix_caching=False, host_bytes=1 << 20)
+        for number in range(3):
+            engine.add(f"request {number}", range(100 * number, 100 * number + 40), 50)
+        engine.add("late", range(800, 833), 30)
+        engine.run()
+    side = engine.connector.scheduler_side
+    side.ledger.commit()
+    end = read_end(side)
+    engine.shutdown()
+    return end.configuration, end.events
+
+
+@pytest.fixture(scope="module")
+def generated(mistakes: Any, tools: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with one generated test file for each mistake."""
+    folder = tmp_path_factory.mktemp("generated")
+    logs = tmp_path_factory.mktemp("logs")
+    for name, (patch, first_seed) in mistakes.OF_THE_CORE.items():
+        log, request_id = world_with(patch, first_seed)
+        directory = tools.write_log(logs / name, [event for _, event in log.events], log.configuration)
+        write_test(folder / f"test_{name}.py", [str(directory), *([request_id] if request_id else [])])
+    for name, patch in mistakes.IN_THE_ADAPTER.items():
+        configuration, events = engine_with(patch)
+        assert any(isinstance(event, e.HookFailed) for _, event in events), name
+        directory = tools.write_log(logs / name, [event for _, event in events], configuration)
+        write_test(folder / f"test_{name}.py", [str(directory)])
+    return folder
+
+
+def write_test(path: Path, arguments: list[str]) -> None:
+    """`kvledger repro ... > path`, in a process that never imports vLLM."""
+    script = (
+        "import sys; from kvledger.adapters.cli.main import main; code = main(sys.argv[1:]); "
+        "assert 'vllm' not in sys.modules; sys.exit(code)"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", script, "repro", *arguments], capture_output=True, text=True, check=False, timeout=250
+    )
+    assert run.returncode == 0, run.stderr
+    path.write_text(run.stdout)
+
+
+def outcomes(folder: Path, environment: Mapping[str, str]) -> dict[str, list[str]]:
+    """File name -> how each of its tests ended, in the order of the file."""
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "mistakes", "-v", "--no-header", "-p", "no:cacheprovider", str(folder)],
+        cwd=folder,
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), str(TESTS), os.environ.get("PYTHONPATH", "")]),
+            **environment,
+        },
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=280,
+    )
+    found: dict[str, list[str]] = {}
+    for name, ended in re.findall(r"test_(\w+)\.py::test_\S+ (\w+)", run.stdout.split("= FAILURES =")[0]):
+        found.setdefault(name, []).append(ended)
+    assert found, run.stdout + run.stderr
+    return found
+
+
+def test_with_the_mistake_each_incident_comes_back(generated: Path, mistakes: Any) -> None:
+    """Every generated file fails, and the first failure is the recorded one."""
+    ended = outcomes(generated, {mistakes.SWITCH: "1"})
+    assert {name: found[0] for name, found in ended.items()} == dict.fromkeys(mistakes.ALL, "FAILED")
+
+
+def test_without_the_mistake_no_incident_comes_back(generated: Path, mistakes: Any) -> None:
+    """Every generated file passes: what is asked for is the mistake, not the recorded consequences."""
+    ended = outcomes(generated, {})
+    assert {name: set(found) for name, found in ended.items()} == {name: {"PASSED"} for name in mistakes.ALL}
+
+
+def test_generated_files_can_go_into_a_test_suite(generated: Path) -> None:
+    """Formatted as the project is, and without complaints of its linter."""
+    project = TESTS.parent / "pyproject.toml"
+    # Outside of a test folder nobody has told the linter that tests assert.
+    for command in (["format", "--check"], ["check", "--ignore", "S101,INP001"]):
+        run = subprocess.run(
+            [sys.executable, "-m", "ruff", *command, "--config", str(project), "--no-cache", *_python_files(generated)],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert run.returncode == 0 or "No module named ruff" in run.stderr, run.stdout + run.stderr
+
+
+def _python_files(folder: Path) -> list[str]:
+    return [str(path) for path in sorted(folder.glob("*.py"))]

@@ -1,0 +1,97 @@
+"""A log that is re-enacted through the hooks of the real connector is the same log, but for names and times.
+
+Worlds as in `sim/`, with everything that goes wrong in them: preemptions, evictions, resets, aborts, failed copies,
+reports that come late, twice or never, both model runners, one and two steps in flight, sliding windows.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import attrs
+import pytest
+from sim.hybrid_world import HybridWorld
+from sim.world import World
+
+from kvledger.adapters.repro import Reenactment, record, reenact, reenact_core
+from kvledger.lifecycle import LedgerConfiguration
+from kvledger.lifecycle import events as e
+from kvledger.lifecycle.codec import EventDecoder
+
+pytestmark = pytest.mark.scheduler
+
+NUM_WORLDS = 14
+NUM_HYBRID_WORLDS = 6
+
+
+def events_of(engine: Any) -> tuple[LedgerConfiguration, list[tuple[int, e.Event]]]:
+    """Configuration and events of the log of an engine, which keeps it in memory."""
+    side = engine.connector.scheduler_side
+    side.ledger.commit()
+    header = getattr(side.log.store, "header", None) or side.log.store._store.header
+    decoder = EventDecoder(header)
+    events = [
+        (frame.first_sequence + offset, event)
+        for frame in side.log.store.read()
+        for offset, event in enumerate(decoder.decode(frame.payload))
+    ]
+    return LedgerConfiguration(**header["configuration"]), events
+
+
+def assert_same(tools: Any, recorded: list[tuple[int, e.Event]], outcome: Reenactment, told_by: str) -> None:
+    """Every event, in order, with its sequence number, and nothing that is not told."""
+    expected, found = tools.without_names(recorded), tools.without_names(outcome.events)
+    for want, got in zip(expected, found, strict=False):
+        assert got == want, told_by
+    assert len(found) == len(expected), told_by
+    assert outcome.left_out == [], told_by
+
+
+@pytest.mark.parametrize("seed", range(NUM_WORLDS))
+def test_a_world_is_the_same_when_its_hook_calls_are_made_again(tools: Any, seed: int) -> None:
+    """Observations and decisions of each of the world's engines, also of those that were killed."""
+    with World(seed) as world:
+        world.run()
+        logs = [log for log in (*world.dead_logs, world.log) if log.events]
+    for log in logs:
+        recording = record(log.configuration, log.events)
+        assert_same(tools, log.events, reenact(recording), f"make sim SEED={seed}")
+
+
+@pytest.mark.parametrize("seed", range(NUM_HYBRID_WORLDS))
+def test_a_world_with_sliding_windows_is_the_same(tools: Any, seed: int) -> None:
+    """Several groups: their tables interleaved, and what windows have left."""
+    world = HybridWorld(seed)
+    world.run()
+    configuration, events = events_of(world.engine)
+    world.engine.shutdown()
+    assert_same(tools, events, reenact(record(configuration, events)), f"hybrid seed {seed}")
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_core_decides_the_same(seed: int) -> None:
+    """Observations given to the ledger alone lead to the recorded decisions, keys and all."""
+    with World(seed) as world:
+        world.run()
+        log = world.log
+    outcome = reenact_core(record(log.configuration, log.events))
+    recorded = [event for _, event in log.events if event.is_decision]
+    found = [event for _, event in outcome.events if event.is_decision]
+    assert [type(event) for event in found] == [type(event) for event in recorded]
+    ours = [event for event in found if isinstance(event, e.LookupAnswered)]
+    theirs = [event for event in recorded if isinstance(event, e.LookupAnswered)]
+    assert [event.num_external_tokens for event in ours] == [event.num_external_tokens for event in theirs]
+
+
+def test_another_story_is_told_apart(tools: Any) -> None:
+    """The comparison can fail: one prompt was a token longer."""
+    with World(1) as world:
+        world.run()
+        log = world.log
+    recording = record(log.configuration, log.events)
+    place = next(i for i, (_, event) in enumerate(recording.observations) if isinstance(event, e.RequestArrived))
+    sequence, event = recording.observations[place]
+    changed = attrs.evolve(event, num_prompt_tokens=event.num_prompt_tokens + 1)  # type: ignore[attr-defined,misc]
+    observations = (*recording.observations[:place], (sequence, changed), *recording.observations[place + 1 :])
+    with pytest.raises(AssertionError):
+        assert_same(tools, log.events, reenact(attrs.evolve(recording, observations=observations)), "")

@@ -1,0 +1,135 @@
+"""What must hold of the reasons in any log, and which events of it concern one request."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvledger.lifecycle import LedgerConfiguration, fold
+from kvledger.lifecycle import events as e
+from kvledger.lifecycle.reasons import Accounts, Reason, Story, Sums
+
+_OF_SHARERS = (
+    e.RequestArrived,
+    e.ChunkKeysObserved,
+    e.SaveIssued,
+    e.SaveCompleted,
+    e.SaveFailed,
+    e.SaveDeclined,
+    e.SessionContinued,
+    e.RequestFinished,
+    e.RequestReleased,
+)
+
+_LOOKUP = (e.LookupAnswered,)
+PROOFS: dict[Reason, tuple[type[e.Event], ...]] = {
+    Reason.NEW: (*_LOOKUP, e.StepScheduled),
+    Reason.LAST_TOKEN: (*_LOOKUP, e.StepScheduled),
+    Reason.PARTIAL_CHUNK: (*_LOOKUP, e.StepScheduled, e.RequestPreempted),
+    Reason.UNSAVED: (e.ChunkKeysObserved, e.RequestPreempted),
+    Reason.SAVING: (e.SaveIssued, e.TailSaveIssued),
+    Reason.DEFERRAL_EXHAUSTED: (e.SaveIssued, e.TailSaveIssued),
+    Reason.DECLINED: (e.SaveDeclined,),
+    Reason.SAVE_FAILED: (e.SaveFailed,),
+    Reason.EVICTED: (e.ChunkEvicted,),
+    Reason.TAINTED: (e.ChunkTainted,),
+    Reason.RESET: (e.CacheReset,),
+    Reason.STALE: (e.CacheReset,),
+    Reason.BEHIND_GAP: (*_LOOKUP, e.SaveCompleted),
+    Reason.WINDOW: _LOOKUP,
+    Reason.LIMITED: _LOOKUP,
+    Reason.LOAD_FAILED: (e.LoadFailed, e.TokensRolledBack),
+    Reason.QUARANTINED: (e.RequestQuarantined,),
+    Reason.UNALIGNED: _LOOKUP,
+    Reason.RIVAL_LOAD: _LOOKUP,
+    Reason.NO_KEY: (*_LOOKUP, e.StepScheduled),
+    Reason.NOT_TAKEN_UP: (e.BlocksAllocated,),
+    Reason.NOT_DELIVERED: (e.InvariantViolated,),
+    Reason.HOOK_FAILED: (e.HookFailed,),
+    Reason.NO_LOOKUP: (e.StepScheduled,),
+    Reason.ROLLED_BACK: (e.TokensRolledBack,),
+    Reason.UNKNOWN: (),
+}
+"""What the first proof of each reason must be, where nothing is lost."""
+
+
+def check_proofs(events: Sequence[tuple[int, e.Event]], stories: Sequence[Story]) -> None:
+    """Every reason is proven by an event of the kind that it needs, from before the tokens were missed."""
+    by_sequence = dict(events)
+    for story in stories:
+        told = [(lookup.last_sequence, lookup.spans) for lookup in story.lookups]
+        told += [(admission.sequence, admission.missed) for admission in story.admissions]
+        told += [(again.sequence, again.spans) for again in story.recomputations]
+        for sequence, spans in told:
+            for span in spans:
+                assert span.evidence, f"{story.request_id}: {span} has no proof"
+                proof = by_sequence[span.evidence[0]]
+                assert isinstance(proof, PROOFS[span.reason]), f"{story.request_id}: {span} is proven by {proof}"
+                assert max(span.evidence) <= sequence, f"{story.request_id}: {span} is proven by what came later"
+
+
+def concerning(events: Sequence[tuple[int, e.Event]], request_id: str) -> list[tuple[int, e.Event]]:
+    """As much as the accounts of a request may depend upon: its own events, steps that name it and the one behind a
+    preemption, what saved, evicted or tainted the same chunks, and what happened to all.
+    """
+    observed = [event for _, event in events if isinstance(event, e.ChunkKeysObserved)]
+    keys = {key for event in observed if event.request_id == request_id for key in event.keys}
+    sharers = {event.request_id for event in observed if not keys.isdisjoint(event.keys)}
+    arrivals = (event for _, event in events if isinstance(event, e.RequestArrived))
+    ordinals = {event.ordinal for event in arrivals if event.request_id == request_id}
+    awaits_step = False
+    chosen = []
+    for sequence, event in events:
+        whose = getattr(event, "request_id", None)
+        concerns = (
+            whose == request_id
+            or (whose in sharers and isinstance(event, _OF_SHARERS))
+            or (isinstance(event, e.ChunkEvicted | e.ChunkTainted) and event.key in keys)
+            or isinstance(event, e.CacheReset)
+            or (isinstance(event, e.HookFailed) and not whose)
+        )
+        if isinstance(event, e.StepScheduled):
+            concerns = awaits_step or any(ordinal in ordinals for ordinal, *_ in event.advanced)
+            awaits_step = False
+        elif isinstance(event, e.RequestPreempted) and concerns:
+            awaits_step = True
+        if concerns:
+            chosen.append((sequence, event))
+    return chosen
+
+
+def stories_of(
+    events: Sequence[tuple[int, e.Event]], configuration: LedgerConfiguration, request_id: str | None = None
+) -> list[Story]:
+    """The stories of all requests, or of one, in the order in which they ended."""
+    ended: list[Story] = []
+    accounts = Accounts(configuration, request_id=request_id, on_end=ended.append, keeps_stories=True)
+    for sequence, event in events:
+        accounts.take(sequence, event)
+    return ended + accounts.stories
+
+
+def check_reasons(events: Sequence[tuple[int, e.Event]], configuration: LedgerConfiguration) -> Sums:
+    """The reasons add up to the totals of the log, and for each life; returns the sums."""
+    accounts = Accounts(configuration)
+    for sequence, event in events:
+        accounts.take(sequence, event)
+    sums = accounts.sums()
+    differences = sums.differences(fold(events, configuration).totals.figures)
+    assert not differences, f"the reasons do not add up: {differences}"
+    return sums
+
+
+def check_stories(events: Sequence[tuple[int, e.Event]], configuration: LedgerConfiguration) -> list[Story]:
+    """Each story adds up and is proven, together they are the whole, and each is the same from what concerns it."""
+    stories = stories_of(events, configuration)
+    whole = Sums()
+    for story in stories:
+        differences = story.sums.differences()
+        assert not differences, f"the story of {story.request_id} does not add up: {differences}"
+        whole.add(story.sums)
+    assert whole == check_reasons(events, configuration)
+    check_proofs(events, stories)
+    for request_id in {story.request_id for story in stories}:
+        alone = stories_of(concerning(events, request_id), configuration, request_id)
+        assert alone == [story for story in stories if story.request_id == request_id], request_id
+    return stories

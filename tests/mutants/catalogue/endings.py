@@ -1,0 +1,85 @@
+"""Mistakes about a request's end: told twice, followed by more work, never over."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from kvledger.adapters.vllm.scheduler_side import SchedulerSide
+from kvledger.lifecycle import events as e
+from kvledger.lifecycle.decisions import saves
+from kvledger.lifecycle.handlers import chunked_prefill, new
+from kvledger.lifecycle.handlers.finished import Finished
+from mutants.catalogue.parts import wrapped
+from mutants.mutant import Patch, Touch, mutant
+from mutants.scenes import Worlds
+
+
+@mutant("LEGAL_TRANSITION", "vllm#33377", "vllm#25067", scene=Worlds())
+def ends_twice(touch: Touch) -> Sequence[Patch]:
+    """A request that has ended, and is kept for its copies, ends once more."""
+
+    def finish(original: Any, side: SchedulerSide, request: Any, num_blocks: int) -> Any:
+        held = original(side, request, num_blocks)
+        if side._tracker.get(request.request_id) is not None:
+            touch()
+            original(side, request, num_blocks)
+        return held
+
+    return [wrapped(SchedulerSide, "_finish", finish)]
+
+
+@mutant("FINISH_IS_LAST", "vllm#49635", scene=Worlds())
+def saved_after_the_end(touch: Touch) -> Sequence[Patch]:
+    """The last save of a request is put off until its copies are done, when it has ended."""
+    last_tables: dict[tuple[int, int], tuple[int, ...]] = {}
+
+    def save_on_finish(event: e.RequestFinished, record: Any, projections: Any, cause: int) -> Iterator[e.Event]:
+        last_tables[id(projections), record.ordinal] = tuple(projections.blocks.lost(event.request_id))
+        yield from saves.save_on_finish(event, record, projections, cause)
+
+    def settled(original: Any, handler: Any, job: Any, record: Any, projections: Any, cause: int) -> Iterator[e.Event]:
+        table = last_tables.pop((id(projections), record.ordinal), ())
+        num_tokens = projections.configuration.chunk_size
+        slots = projections.chunks.slots.candidates(projections.configuration.pages_per_chunk)
+        pages = projections.geometry.pages_of((0,))
+        if len(table) > pages[-1] and len(slots) == len(pages) and num_tokens <= record.num_tokens - 1:
+            touch()
+            blocks = tuple(table[page] for page in pages)
+            yield e.SaveIssued(
+                record.request_id, record.generation, projections.transfers.next_job_id, (0,), slots, blocks,
+                before_forward=True, is_async=False, cause=cause,
+            )  # fmt: skip
+        yield from original(handler, job, record, projections, cause)
+
+    return [
+        (chunked_prefill, "save_on_finish", save_on_finish),
+        wrapped(Finished, "transfer_settled", settled),
+    ]
+
+
+@mutant("RELEASE_ALL", "vllm#30745", "vllm#44100", "aibrix#2231", scene=Worlds())
+def never_released(touch: Touch) -> Sequence[Patch]:
+    """A request that ends before it was ever scheduled is not forgotten."""
+
+    def release(record: Any, projections: Any, cause: int) -> Iterator[e.Event]:  # noqa: ARG001
+        touch()
+        yield from ()
+
+    return [(new, "release_if_settled", release)]
+
+
+@mutant("DELAY_FREE_CONTRACT", "vllm#46240", "vllm#50297", scene=Worlds())
+def held_for_nobody(touch: Touch) -> Sequence[Patch]:
+    """The blocks of every ended request are held, also where no copy reads them."""
+
+    def save_on_finish(event: e.RequestFinished, record: Any, projections: Any, cause: int) -> Iterator[e.Event]:
+        holds = False
+        for decision in saves.save_on_finish(event, record, projections, cause):
+            holds |= isinstance(decision, e.BlocksHeld)
+            yield decision
+        if not holds:
+            touch()
+            yield e.BlocksHeld(record.request_id, record.generation, cause)
+
+    return [(chunked_prefill, "save_on_finish", save_on_finish)]

@@ -1,0 +1,163 @@
+"""Mistakes about loads: from where, to where, how much, and what follows when one fails."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import attrs
+
+from kvledger.adapters.vllm.worker_side import WorkerSide
+from kvledger.lifecycle import events as e
+from kvledger.lifecycle.decisions import loads, lookups, reports
+from kvledger.lifecycle.handlers import chunked_prefill, new
+from kvledger.lifecycle.projections.chunk_index import ChunkIndex
+from kvledger.lifecycle.projections.host_slots import NO_SLOT
+from kvledger.lifecycle.windows import NULL_BLOCK
+from mutants.catalogue.parts import decided_otherwise, wrapped, written_as
+from mutants.mutant import Patch, Touch, mutant
+from mutants.scenes import HybridWorlds, Walks, Worlds
+
+FAILING = Worlds(
+    faults=frozenset({"aborts", "storms", "failing copies"}),
+    connector=(("load_mode", "sync"),),
+    settings=(("num_steps", 120), ("enable_prefix_caching", False), ("async_scheduling", False)),
+)
+
+
+@mutant("ALLOC_MATCHES_LOOKUP", "vllm#34616", scene=Worlds())
+def counted_from_blocks(touch: Touch) -> Sequence[Patch]:
+    """The tokens taken up are counted again, from the number of blocks."""
+
+    def allocated(event: e.Event, journal: Any) -> e.Event:
+        if not isinstance(event, e.BlocksAllocated) or not event.num_external_tokens:
+            return event
+        whole_blocks = -(-event.num_external_tokens // journal.configuration.block_size)
+        counted = whole_blocks * journal.configuration.block_size
+        if counted != event.num_external_tokens:
+            touch()
+        return attrs.evolve(event, num_external_tokens=counted)
+
+    return [written_as(allocated)]
+
+
+@mutant("EXTERNAL_ZERO_NO_LOAD", "LMCache#4355", "LMCache#4762", "vllm#55209", scene=Walks())
+def loads_what_was_not_taken_up(touch: Touch) -> Sequence[Patch]:
+    """A load is decided from the last answer, not from what was taken up."""
+    original = loads.take_up_answer
+
+    def take_up(event: e.BlocksAllocated, record: Any, projections: Any, cause: int) -> Iterator[e.Event]:
+        answer = projections.lookups.taken_up(event.request_id)
+        if not event.num_external_tokens and answer is not None and answer.num_external_tokens:
+            end_token = answer.num_computed_tokens + answer.num_external_tokens
+            if end_token <= len(event.block_ids) * projections.configuration.block_size:
+                touch()
+                event = attrs.evolve(event, num_external_tokens=answer.num_external_tokens)
+        yield from original(event, record, projections, cause)
+
+    return [(owner, "take_up_answer", take_up) for owner in (new, chunked_prefill)]
+
+
+def _of_pages(pages: range, end_token: int, slots: Sequence[Any], projections: Any) -> tuple[int, ...] | None:
+    num_chunks = -(-end_token // projections.geometry.chunk_size)
+    if len(slots) < num_chunks or None in slots:
+        return None
+    places = (projections.geometry.place_of(page, num_chunks) for page in pages)
+    return tuple(slots[chunk][place] for chunk, place in places)
+
+
+@mutant("LOADABLE_AFTER_COMMIT", "vllm#53498", scene=Walks())
+def evicted_chunk_found(touch: Touch) -> Sequence[Patch]:
+    """An evicted chunk is still found, where another one lies now."""
+    stale: dict[tuple[int, bytes], tuple[int, ...]] = {}
+
+    def evicted(original: Any, index: ChunkIndex, event: e.ChunkEvicted, sequence: int) -> None:
+        slots = index.get(event.key)
+        if slots is not None:
+            stale[id(index), event.key] = slots
+        original(index, event, sequence)
+
+    def num_committed_from(_original: Any, index: ChunkIndex, keys: Iterable[bytes]) -> int:
+        count = 0
+        for key in keys:
+            if index.get(key) is None:
+                if (id(index), key) not in stale:
+                    break
+                touch()
+            count += 1
+        return count
+
+    def slots_of_chunks(original: Any, pages: range, end_token: int, request_id: str, projections: Any) -> Any:
+        found = original(pages, end_token, request_id, projections)
+        if found is not None:
+            return found
+        keys = projections.chunk_keys.of(request_id)[: -(-end_token // projections.geometry.chunk_size)]
+        slots = [projections.chunks.get(key) or stale.get((id(projections.chunks), key)) for key in keys]
+        return _of_pages(pages, end_token, slots, projections)
+
+    def reset(original: Any, index: ChunkIndex, event: e.CacheReset, sequence: int) -> None:
+        original(index, event, sequence)
+        stale.clear()
+
+    return [
+        wrapped(ChunkIndex, "_reset", reset),
+        wrapped(ChunkIndex, "_evicted", evicted),
+        wrapped(ChunkIndex, "num_committed_from", num_committed_from),
+        wrapped(loads, "_slots_of_chunks", slots_of_chunks),
+    ]
+
+
+@mutant("LOAD_DST_EXCLUSIVE", "vllm#45357", "vllm#49250", scene=Walks())
+def loads_into_shared_blocks(touch: Touch) -> Sequence[Patch]:
+    """A load begins at the first block of the table, though others share that one."""
+
+    def take_up(decision: e.Event, event: Any, *_: Any) -> e.Event:
+        if not isinstance(decision, e.LoadIssued) or decision.block_ids == event.block_ids[: len(decision.block_ids)]:
+            return decision
+        touch()
+        return attrs.evolve(decision, block_ids=event.block_ids[: len(decision.block_ids)])
+
+    return [decided_otherwise(owner, "take_up_answer", take_up) for owner in (new, chunked_prefill)]
+
+
+@mutant("FAILED_LOAD_TAINT", "vllm#55297", scene=Walks())
+def failed_load_offered_again(touch: Touch) -> Sequence[Patch]:
+    """What failed to load is offered again."""
+
+    def failed(decision: e.Event, *_: Any) -> e.Event | None:
+        if not isinstance(decision, e.ChunkTainted):
+            return decision
+        touch()
+        return None
+
+    return [decided_otherwise(reports, "_fail", failed)]
+
+
+@mutant("ROLLBACK_OBSERVED", "LMCache#3388", "vllm-ascend#13099", scene=FAILING)
+def failed_blocks_not_told(touch: Touch) -> Sequence[Patch]:
+    """The worker keeps to itself which blocks it could not fill, and the request goes on."""
+
+    def take_failed_block_ids(original: Any, side: WorkerSide) -> set[int]:
+        if original(side):
+            touch()
+        return set()
+
+    return [wrapped(WorkerSide, "take_failed_block_ids", take_failed_block_ids)]
+
+
+@mutant("GROUP_AGREEMENT", "vllm#52735", "vllm#45268", scene=HybridWorlds())
+def one_group_answers_for_all(touch: Touch) -> Sequence[Patch]:
+    """A hit in the layers that see everything is taken for a hit in all groups."""
+
+    def last_boundary(original: Any, num_tokens: int, record: Any, projections: Any) -> int:
+        if original(num_tokens, record, projections) != num_tokens:
+            touch()
+        return num_tokens
+
+    def slots_seen(_original: Any, pages: range, block_ids: Any, end_token: int, record: Any, projections: Any) -> Any:
+        return tuple(
+            NO_SLOT if block_id == NULL_BLOCK else loads.slot_of_page(page, end_token, record, projections)
+            for page, block_id in zip(pages, block_ids, strict=True)
+        )
+
+    return [wrapped(lookups, "last_boundary", last_boundary), wrapped(loads, "_slots_seen", slots_seen)]

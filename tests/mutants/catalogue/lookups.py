@@ -1,0 +1,217 @@
+"""Mistakes about lookups: what is answered, what it is answered for, and what an answer keeps from being evicted."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import attrs
+
+from kvledger.lifecycle import events as e
+from kvledger.lifecycle.handlers import new
+from kvledger.lifecycle.projections.chunk_index import ChunkIndex, _count_down
+from kvledger.lifecycle.projections.lookup_cache import LookupCache
+from kvledger.lifecycle.projections.save_cursor import SaveCursor
+from kvledger.lifecycle.projections.tracker import RequestTracker
+from kvledger.lifecycle.projections.transfers import Transfers
+from mutants.catalogue.parts import decided_otherwise, wrapped, written_as
+from mutants.mutant import Patch, Touch, mutant
+from mutants.scenes import Walks, Worlds
+
+SMALL_POOL = Worlds(num_slots=8)
+CACHED = Worlds(settings=(("num_steps", 120), ("enable_prefix_caching", True)))
+RESETTING_BESIDE = Worlds(
+    faults=frozenset({"resets", "delayed reports"}), connector=(("save_mode", "async"), ("max_silent_steps", 64))
+)
+RESETTING = Worlds(faults=frozenset({"aborts", "storms", "resets"}))
+SLOW = Worlds(
+    faults=frozenset({"aborts", "storms", "delayed reports"}),
+    connector=(("save_mode", "async"), ("max_deferred_lookups", 8), ("max_silent_steps", 64)),
+)
+
+
+@mutant("LOOKUP_PURE", "LMCache#2158", scene=CACHED)
+def raw_cached_hit(touch: Touch) -> Sequence[Patch]:
+    """A repeated lookup answers the cached hit as it is, not what lies behind the local one."""
+
+    def answered(decision: e.Event, event: Any, _record: Any, projections: Any, _cause: int) -> e.Event:
+        cached = projections.lookups.pending(event.request_id)
+        if cached is None or not isinstance(decision, e.LookupAnswered) or not decision.num_external_tokens:
+            return decision
+        if decision.num_external_tokens != decision.num_hit_tokens:
+            touch()
+        return attrs.evolve(decision, num_external_tokens=decision.num_hit_tokens)
+
+    return [decided_otherwise(new, "answer_lookup", answered)]
+
+
+@mutant("LOOKUP_PURE", "LMCache#2158", scene=CACHED)
+def local_hit_frozen(touch: Touch) -> Sequence[Patch]:
+    """What is computed locally is remembered from the first lookup, though it shrinks while it waits."""
+    first: dict[tuple[int, str, int], int] = {}
+
+    def answered(decision: e.Event, event: Any, record: Any, projections: Any, _cause: int) -> e.Event:
+        if not isinstance(decision, e.LookupAnswered):
+            return decision
+        life = id(projections), event.request_id, record.generation
+        num_local = first.setdefault(life, event.num_computed_tokens)
+        answer = max(0, decision.num_external_tokens + event.num_computed_tokens - num_local)
+        if decision.num_external_tokens and answer != decision.num_external_tokens:
+            touch()
+            return attrs.evolve(decision, num_external_tokens=answer)
+        return decision
+
+    return [decided_otherwise(new, "answer_lookup", answered)]
+
+
+@mutant("LAST_TOKEN", "LMCache#3322", "vllm#50864", "vllm#55113", scene=Worlds(connector=(("max_hit_share", 1.0),)))
+def whole_prompt_loaded(touch: Touch) -> Sequence[Patch]:
+    """A hit of the whole prompt is answered whole, and nothing is left to compute."""
+
+    def answered(decision: e.Event, *_: Any) -> e.Event:
+        if not isinstance(decision, e.LookupAnswered) or decision.miss_reason in {"load_failed", "quarantined"}:
+            return decision
+        whole = decision.num_tokens - decision.num_computed_tokens
+        if decision.num_hit_tokens < decision.num_tokens or whole == decision.num_external_tokens:
+            return decision
+        touch()
+        return attrs.evolve(decision, num_external_tokens=whole)
+
+    def prompt(original: Any, world: Any, rng: Any, num_tokens: int) -> list[int]:
+        """Many clients send the same prompt, of whole chunks."""
+        drawn: list[int] = original(world, rng, num_tokens)
+        return world._shared_prefix[:64] if num_tokens % 2 else drawn
+
+    from sim.world import World
+
+    return [decided_otherwise(new, "answer_lookup", answered), wrapped(World, "prompt", prompt)]
+
+
+@mutant("RESUME_COVERS_OUTPUT", "LMCache#1969", "LMCache#1361", scene=Worlds())
+def prompt_only(touch: Touch) -> Sequence[Patch]:
+    """A preempted request is looked up by its prompt alone."""
+
+    def asked(event: e.Event, journal: Any) -> e.Event:
+        if not isinstance(event, e.LookupRequested):
+            return event
+        record = journal.tracker.get(event.request_id)
+        if record is None or event.num_tokens == record.num_prompt_tokens:
+            return event
+        touch()
+        return attrs.evolve(event, num_tokens=record.num_prompt_tokens)
+
+    return [written_as(asked)]
+
+
+@mutant("CURSOR_LE_FRONTIER", "LMCache#4508", scene=Worlds())
+def cursor_moved_by_lookups(touch: Touch) -> Sequence[Patch]:
+    """Every lookup moves the save cursor behind its hit."""
+
+    def folds(original: Any, cursor: SaveCursor) -> Mapping[Any, Any]:
+        def answered(event: e.LookupAnswered, _sequence: int) -> None:
+            num_chunks = event.num_hit_tokens // cursor._chunk_size
+            if num_chunks:
+                touch()
+                cursor._num_chunks[event.request_id] = cursor.num_chunks(event.request_id) + num_chunks
+
+        return {**original(cursor), e.LookupAnswered: answered}
+
+    return [wrapped(SaveCursor, "folds", folds)]
+
+
+@mutant("DEFER_BOUNDED", "vllm#49829", "LMCache#5047", scene=SLOW)
+def deferred_for_ever(touch: Touch) -> Sequence[Patch]:
+    """Nobody counts how often a lookup is put off."""
+
+    def num_deferred(original: Any, cache: LookupCache, request_id: str) -> int:
+        if original(cache, request_id):
+            touch()
+        return 0
+
+    return [wrapped(LookupCache, "num_deferred", num_deferred)]
+
+
+@mutant("HIT_PINNED", "vllm#39702", scene=SMALL_POOL)
+def promise_not_pinned(touch: Touch) -> Sequence[Patch]:
+    """What was promised may be evicted until it is taken up."""
+
+    def answered(_original: Any, _index: ChunkIndex, event: e.LookupAnswered, _sequence: int) -> None:
+        if event.num_external_tokens:
+            touch()
+
+    return [wrapped(ChunkIndex, "_answered", answered)]
+
+
+@mutant("PIN_BALANCE", "LMCache#1254", "LMCache#3381", "vllm#44100", scene=SMALL_POOL)
+def pinned_by_every_poll(touch: Touch) -> Sequence[Patch]:
+    """Every poll pins its hit once more, taking it up or ending releases it once."""
+
+    def answered(original: Any, index: ChunkIndex, event: e.LookupAnswered, sequence: int) -> None:
+        before = index._pinned_by.get(event.request_id)
+        original(index, event, sequence)
+        if before and before == index._pinned_by.get(event.request_id):
+            touch()
+            index._pins.update(before)
+
+    return [wrapped(ChunkIndex, "_answered", answered)]
+
+
+@mutant("EVICT_IDLE_ONLY", "sglang#28468", "Mooncake#3253", scene=Walks())
+def evicted_while_read(touch: Touch) -> Sequence[Patch]:
+    """A chunk is evicted while a load reads it."""
+
+    def is_read(original: Any, transfers: Transfers, slot: int) -> bool:
+        if original(transfers, slot):
+            touch()
+        return False
+
+    def load_issued(_original: Any, index: ChunkIndex, event: e.LoadIssued, _sequence: int) -> None:
+        num_chunks = -(-(event.first_token + event.num_tokens) // index._geometry.chunk_size)
+        index._renew(index._chunk_keys.of(event.request_id)[:num_chunks])
+
+    return [
+        wrapped(Transfers, "is_read", is_read),
+        wrapped(ChunkIndex, "_load_issued", load_issued),
+        wrapped(ChunkIndex, "_load_settled", lambda *_: None),
+    ]
+
+
+@mutant("RESET_EPOCH", "vllm#57727", "vllm#48090", scene=RESETTING)
+def chunks_survive_a_reset(touch: Touch) -> Sequence[Patch]:
+    """A reset leaves the saved chunks where they are."""
+
+    def reset(_original: Any, index: ChunkIndex, _event: e.CacheReset, _sequence: int) -> None:
+        if len(index):
+            touch()
+
+    return [wrapped(ChunkIndex, "_reset", reset)]
+
+
+@mutant("RESET_EPOCH", "vllm#48090", scene=RESETTING_BESIDE)
+def late_save_committed(touch: Touch) -> Sequence[Patch]:
+    """A save that was under way during a reset is committed after it."""
+
+    def save_completed(_original: Any, index: ChunkIndex, event: e.SaveCompleted, _sequence: int) -> None:
+        job = index._transfers.get(event.job_id)
+        if job is not None:
+            if not index._transfers.is_current(job):
+                touch()
+            _count_down(index._saving, job.keys)
+            index._commit(job)
+            index.slots.release(job.slots)
+
+    return [wrapped(ChunkIndex, "_save_completed", save_completed)]
+
+
+@mutant("RESET_EPOCH", "kvledger 0.1.0", scene=Walks())
+def stale_session_saved(touch: Touch) -> Sequence[Patch]:
+    """A session's next turn forgets that its blocks are from before the reset."""
+
+    def continued(original: Any, tracker: RequestTracker, event: e.SessionContinued, sequence: int) -> None:
+        record = tracker.get(event.request_id)
+        if record is not None and record.stale_generation == record.generation:
+            touch()
+            record.stale_generation = -1
+        original(tracker, event, sequence)
+
+    return [wrapped(RequestTracker, "_session_continued", continued)]

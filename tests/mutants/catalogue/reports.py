@@ -1,0 +1,111 @@
+"""Mistakes about reports of copies: counted twice, taken for all, given to another life, never asked after."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import attrs
+
+from kvledger.adapters.vllm.metadata import WorkerReports
+from kvledger.adapters.vllm.worker_side import WorkerSide
+from kvledger.lifecycle import decider
+from kvledger.lifecycle import events as e
+from kvledger.lifecycle.handlers import chunked_prefill
+from kvledger.lifecycle.projections.transfers import Transfers
+from mutants.catalogue.parts import decided_otherwise, wrapped
+from mutants.mutant import Patch, Touch, mutant
+from mutants.scenes import Walks, Worlds
+
+SILENT = Worlds(
+    faults=frozenset({"aborts", "storms", "dropped reports"}),
+    connector=(("max_silent_steps", 6), ("max_silent_ms", 0)),
+)
+LATE = Worlds(
+    faults=frozenset({"aborts", "storms", "delayed reports"}),
+    connector=(("max_silent_steps", 64), ("max_silent_ms", 100)),
+)
+
+
+@mutant("COMPLETION_ONCE", "vllm#18246", "LMCache#3640", "vllm-ascend#16729", scene=Worlds())
+def reported_again(touch: Touch) -> Sequence[Patch]:
+    """A worker's list of finished copies is not emptied, and is told again."""
+    told: dict[int, tuple[Any, ...]] = {}
+
+    def take_reports(original: Any, side: WorkerSide) -> WorkerReports | None:
+        again = told.pop(id(side), ())
+        reports = original(side)
+        new = () if reports is None else reports.reports
+        if again:
+            touch()
+        if new:
+            told[id(side)] = new
+        return WorkerReports((*again, *new)) if again or new else None
+
+    return [wrapped(WorkerSide, "take_reports", take_reports)]
+
+
+@mutant("RANK_AGREEMENT", "tpu-inference#3152", "vllm-ascend#16412", "vllm-omni#5636", scene=Walks())
+def first_rank_for_all(touch: Touch) -> Sequence[Patch]:
+    """The first rank's report is taken for that of all."""
+
+    def is_reported(original: Any, transfers: Transfers, job: Any, event: Any = None) -> bool:
+        if event is None and not original(transfers, job, event) and (job.ranks_done or job.ranks_failed):
+            touch()
+            return True
+        return bool(original(transfers, job, event))
+
+    return [wrapped(Transfers, "is_reported", is_reported)]
+
+
+@mutant("RANK_AGREEMENT", "vllm#56104", scene=Walks())
+def failure_taken_for_quiet(touch: Touch) -> Sequence[Patch]:
+    """One rank's failure ends the job for all, while the others are still copying."""
+
+    def is_reported(original: Any, transfers: Transfers, job: Any, event: Any = None) -> bool:
+        if event is None and not original(transfers, job, event) and job.ranks_failed:
+            touch()
+            return True
+        return bool(original(transfers, job, event))
+
+    return [wrapped(Transfers, "is_reported", is_reported)]
+
+
+@mutant("GEN_ISOLATION", "vllm#51637", "vllm#49796", scene=LATE)
+def completed_for_the_present_life(touch: Touch) -> Sequence[Patch]:
+    """A copy's end is given to whoever has the request's id by then."""
+
+    def settled(decision: e.Event, job: Any, projections: Any, _cause: int) -> e.Event:
+        record = projections.tracker.get(job.request_id)
+        if record is None or not hasattr(decision, "generation") or decision.generation == record.generation:
+            return decision
+        touch()
+        return attrs.evolve(decision, generation=record.generation)  # type: ignore[misc]
+
+    return [decided_otherwise(decider, "settle", settled)]
+
+
+@mutant("LIVENESS", "vllm#46283", "vllm#56640", "LMCache#5047", scene=SILENT)
+def silence_not_noticed(touch: Touch) -> Sequence[Patch]:
+    """Nobody asks after a copy that nobody reports."""
+
+    def unheard(original: Any, transfers: Transfers, step: int, now: int) -> list[Any]:
+        if original(transfers, step, now):
+            touch()
+        return []
+
+    return [wrapped(Transfers, "unheard", unheard)]
+
+
+@mutant("RECORDED", "LMCache#2336", "vllm#46595", scene=Worlds())
+def handler_raises(touch: Touch) -> Sequence[Patch]:
+    """Whoever saves a resumed request reads behind the end of a list."""
+    original = chunked_prefill.save_settled
+
+    def save_settled(record: Any, *arguments: Any) -> Iterator[e.Event]:
+        if record.num_preemptions:
+            touch()
+            raise IndexError("list index out of range")
+        yield from original(record, *arguments)
+
+    return [(chunked_prefill, "save_settled", save_settled)]

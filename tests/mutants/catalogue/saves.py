@@ -1,0 +1,155 @@
+"""Mistakes about saves: of which tokens, from which blocks, and how long those stay as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import attrs
+
+from kvledger.adapters.vllm.deliveries import Deliveries
+from kvledger.lifecycle import events as e
+from kvledger.lifecycle.decisions import saves
+from kvledger.lifecycle.decisions.reach import Reach
+from kvledger.lifecycle.handlers import chunked_prefill
+from kvledger.lifecycle.projections.transfers import JobKind
+from kvledger.lifecycle.states import RequestState
+from mutants.catalogue.parts import decided_otherwise, wrapped
+from mutants.mutant import Patch, Touch, mutant
+from mutants.scenes import HybridWorlds, Walks, Worlds
+
+BESIDE = Worlds(connector=(("save_mode", "async"),))
+
+
+@mutant("CHUNK_COMPLETE", "vllm#54193", "vllm#49285", scene=Worlds())
+def last_sampled_token_saved(touch: Touch) -> Sequence[Patch]:
+    """The token that was sampled last is saved, though nobody computed it."""
+
+    def save_on_finish(event: e.RequestFinished, record: Any, projections: Any, cause: int) -> Iterator[e.Event]:
+        size = projections.configuration.chunk_size
+        blocks = projections.blocks.lost(record.request_id)
+        has_place = event.num_tokens <= len(blocks) * projections.configuration.block_size
+        if has_place and event.num_tokens % size == 0 and event.num_settled_tokens == event.num_tokens - 1:
+            touch()
+            plan = saves._plan_from_lost(
+                record, record.generation, projections, cause, before_forward=True, is_async=False
+            )
+            yield from plan.save(0, event.num_tokens)
+        else:
+            yield from original(event, record, projections, cause)
+
+    original = saves.save_on_finish
+    return [(chunked_prefill, "save_on_finish", save_on_finish)]
+
+
+@mutant("CHUNK_COMPLETE", "LMCache#653", scene=Worlds())
+def saved_one_token_early(touch: Touch) -> Sequence[Patch]:
+    """A chunk is saved one token before it is full."""
+    original = saves.save_settled
+
+    def save_settled(record: Any, first: int, num_settled: int, projections: Any, cause: int) -> Iterator[e.Event]:
+        blocks = projections.blocks.held(record.request_id)
+        early = num_settled + 1
+        is_whole = not early % projections.configuration.chunk_size
+        num_keyed = len(projections.chunk_keys.of(record.request_id)) * projections.configuration.chunk_size
+        if is_whole and early <= min(num_keyed, len(blocks) * projections.configuration.block_size):
+            touch()
+            num_settled = early
+        yield from original(record, first, num_settled, projections, cause)
+
+    return [(chunked_prefill, "save_settled", save_settled)]
+
+
+@mutant("SRC_BLOCK_OWNED", "vllm#52360", "vllm#46595", scene=Worlds())
+def saved_from_old_blocks(touch: Touch) -> Sequence[Patch]:
+    """A resumed request is saved from the blocks that it had before its preemption."""
+    tables: dict[tuple[int, int], tuple[int, ...]] = {}
+
+    def save(decision: e.Event, record: Any, _first: int, _settled: int, projections: Any, _cause: int) -> e.Event:
+        if not isinstance(decision, e.SaveIssued):
+            return decision
+        life = id(projections), record.ordinal
+        table = tables.setdefault(life, tuple(projections.blocks.held(record.request_id)))
+        pages = projections.geometry.pages_of(decision.chunks)
+        block_ids = tuple(
+            table[page] if record.generation and page < len(table) else block_id
+            for page, block_id in zip(pages, decision.block_ids, strict=True)
+        )
+        if block_ids != decision.block_ids:
+            touch()
+        return attrs.evolve(decision, block_ids=block_ids)
+
+    return [decided_otherwise(chunked_prefill, "save_settled", save)]
+
+
+@mutant("STORE_CONTIGUOUS", "vllm#46972", scene=Worlds())
+def trailing_chunk_left_out(touch: Touch) -> Sequence[Patch]:
+    """The last chunk of every part of a prefill is left out, and nobody comes back for it."""
+    original = saves.save_settled
+
+    def save_settled(record: Any, first: int, num_settled: int, projections: Any, cause: int) -> Iterator[e.Event]:
+        if record.state is RequestState.CHUNKED_PREFILL:
+            touch()
+            num_settled -= projections.configuration.chunk_size
+        yield from original(record, first, num_settled, projections, cause)
+
+    return [(chunked_prefill, "save_settled", save_settled)]
+
+
+@mutant("LOAD_XOR_STORES", "vllm#46014", scene=Walks())
+def saved_while_loading(touch: Touch) -> Sequence[Patch]:
+    """A request is saved while its load is under way."""
+
+    def save_settled(record: Any, first: int, num_settled: int, projections: Any, cause: int) -> Iterator[e.Event]:
+        jobs = projections.transfers.of_life(record.ordinal)
+        filled = {block for job in jobs if job.kind is JobKind.LOAD for block in job.block_ids}
+        plan = saves._Plan(
+            record,
+            record.generation,
+            projections.blocks.held(record.request_id),
+            projections,
+            cause,
+            before_forward=False,
+            is_async=projections.configuration.async_saves,
+        )
+        for decision in plan.save(first, num_settled):
+            if isinstance(decision, e.SaveIssued) and not filled.isdisjoint(decision.block_ids):
+                touch()
+            yield decision
+
+    return [(chunked_prefill, "save_settled", save_settled)]
+
+
+@mutant("SRC_BLOCK_STABLE", "vllm#29870", "vllm#52360", scene=BESIDE)
+def preemption_not_fenced(touch: Touch) -> Sequence[Patch]:
+    """Blocks are taken while a copy reads them, and the next step does not wait for it."""
+
+    def fence(decision: e.Event, *_: Any) -> None:
+        if isinstance(decision, e.TransferAwaited):
+            touch()
+
+    return [decided_otherwise(owner, "fence_saves", fence) for owner in (saves, chunked_prefill)]
+
+
+@mutant("BLOCK_REUSE_FENCED", "vllm#46951", "sglang#32564", scene=BESIDE)
+def blocks_not_held(touch: Touch) -> Sequence[Patch]:
+    """Nobody tells vLLM to keep the blocks of an ended request that a copy still reads."""
+
+    def holds(original: Any, deliveries: Deliveries, request_id: str) -> bool:
+        if original(deliveries, request_id):
+            touch()
+        return False
+
+    return [wrapped(Deliveries, "holds", holds), wrapped(Deliveries, "_free", lambda *_: None)]
+
+
+@mutant("GROUP_AGREEMENT", "vllm#47728", scene=HybridWorlds())
+def saved_behind_the_window(touch: Touch) -> Sequence[Patch]:
+    """Blocks that a window has left are saved as if they were still the request's."""
+
+    def is_seen(original: Any, reach: Reach, block: int, group: int) -> bool:
+        if not original(reach, block, group):
+            touch()
+        return True
+
+    return [wrapped(Reach, "_is_seen", is_seen)]

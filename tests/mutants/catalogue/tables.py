@@ -1,0 +1,106 @@
+"""Mistakes about block tables, token counts and chunk keys."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+from kvledger.adapters.vllm.step_reader import StepReader
+from kvledger.lifecycle.projections.save_cursor import SaveCursor
+from mutants.catalogue.parts import wrapped
+from mutants.mutant import Patch, Touch, mutant
+from mutants.scenes import Worlds
+
+RUNNER_V1 = Worlds(settings=(("num_steps", 120), ("model_runner_v2", False)))
+
+
+@mutant("TABLE_EQ", "vllm#46595", "vllm#57816", "LMCache#2336", scene=RUNNER_V1)
+def table_appended(touch: Touch) -> Sequence[Patch]:
+    """The table of a resumed request is appended to its table instead of replacing it."""
+
+    def read_each(
+        original: Any, reader: StepReader, scheduler_output: Any, advanced: Any, extended: Any, time_ns: int
+    ) -> Any:
+        paused = original(reader, scheduler_output, advanced, extended, time_ns)
+        cached = scheduler_output.scheduled_cached_reqs
+        for request_id, entry in zip(cached.req_ids, cached.new_block_ids, strict=True):
+            if entry is not None and request_id in cached.resumed_req_ids:
+                touch()
+                reader._extend(extended, request_id, entry)
+        return paused
+
+    return [wrapped(StepReader, "_read_each", read_each)]
+
+
+@mutant("TABLE_EQ", "LMCache#3640", "vllm#54853", scene=Worlds())
+def later_blocks_skipped(touch: Touch) -> Sequence[Patch]:
+    """Blocks that a resumed request is given later are not written down."""
+
+    def extend(original: Any, reader: StepReader, extended: Any, request_id: str, entry: Any) -> None:
+        record = reader._tracker.get(request_id)
+        if record is not None and record.num_preemptions:
+            touch()
+        else:
+            original(reader, extended, request_id, entry)
+
+    return [wrapped(StepReader, "_extend", extend)]
+
+
+@mutant("CURSOR_LE_FRONTIER", "LMCache#3145", scene=Worlds())
+def cursor_regresses(touch: Touch) -> Sequence[Patch]:
+    """The save cursor is one chunk behind what it was."""
+
+    def num_chunks(original: Any, cursor: SaveCursor, request_id: str) -> int:
+        counted: int = original(cursor, request_id)
+        if counted > 1:
+            touch()
+            return counted - 1
+        return counted
+
+    return [wrapped(SaveCursor, "num_chunks", num_chunks)]
+
+
+@mutant("TOKEN_CONSERVATION", "LMCache#2912", "vllm#36812", scene=Worlds())
+def counted_from_first_admission(touch: Touch) -> Sequence[Patch]:
+    """A resumed request is counted from where it began the first time."""
+    began: dict[tuple[int, str], int] = {}
+
+    def advance(
+        original: Any, reader: StepReader, advanced: Any, request_id: str, num_computed: int, num_tokens: int, now: int
+    ) -> Any:
+        record = reader._tracker.get(request_id)
+        if record is not None and not reader._tracker.num_computed_tokens(record):
+            first = began.setdefault((id(reader), request_id), num_computed)
+            answer = reader._projections.lookups.taken_up(request_id)
+            if first != num_computed and answer is not None and answer.num_external_tokens:
+                touch()
+                num_computed = first
+        return original(reader, advanced, request_id, num_computed, num_tokens, now)
+
+    return [wrapped(StepReader, "_advance", advance)]
+
+
+@mutant("KEY_IDENTITY", "vllm#42119", "LMCache#1380", scene=Worlds(connector=(("chunk_size", 16),)))
+def key_of_own_tokens(touch: Touch) -> Sequence[Patch]:
+    """A chunk's key is made from its own tokens, not from what its KV depends on before them."""
+    from sim.world import World
+
+    from kvledger.adapters.vllm.chunk_keys import ChunkKeySource
+
+    def keys(original: Any, source: ChunkKeySource, request: Any, first_chunk: int, parent: Any) -> Any:
+        made = original(source, request, first_chunk, parent)
+        touch()
+        size = source._chunk_size
+        tokens = list(request.all_token_ids)
+        return tuple(
+            hashlib.blake2b(repr(tokens[chunk * size : (chunk + 1) * size]).encode(), digest_size=16).digest()
+            for chunk in range(first_chunk, first_chunk + len(made))
+        )
+
+    def prompt(original: Any, world: Any, rng: Any, num_tokens: int) -> list[int]:
+        """Some clients put a document of their own before what all have in common."""
+        drawn: list[int] = original(world, rng, num_tokens)
+        return [*world.tokens(rng, 16), *world._shared_prefix[:48]] if num_tokens % 2 else drawn
+
+    return [wrapped(ChunkKeySource, "keys", keys), wrapped(World, "prompt", prompt)]

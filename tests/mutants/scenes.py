@@ -1,0 +1,193 @@
+"""The simulations that drive a mutant, each from a seed to the log of one engine.
+
+Nobody watches for wrong KV here, as nobody does in production: a mistake shall go on until the log shows it, or until
+vLLM itself falls over it. The log ends there then.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import attrs
+
+from kvledger.lifecycle import LedgerConfiguration
+from kvledger.lifecycle.replay import SequencedEvent
+
+MAX_DRAINING_STEPS = 300
+SequenceOf = Callable[[], int]
+
+
+@attrs.frozen
+class Story:
+    """What a scene has left: a log, under which configuration, and what ended it early, if anything did."""
+
+    configuration: LedgerConfiguration
+    events: list[SequencedEvent]
+    ended_by: str
+    allowed_rules: frozenset[str] = frozenset()
+    """Rules that a fault of the scene breaks, whatever the connector does."""
+
+
+class Scene(Protocol):
+    """Plays a seed. `told` is given the ledger's next sequence number as soon as there is a ledger."""
+
+    title: str
+
+    def play(self, seed: int, told: Callable[[SequenceOf], None]) -> Story:
+        """Play it to the end, or as far as it goes."""
+
+
+@attrs.frozen
+class Walks:
+    """A random walk of the pure core (`lifecycle_driver`): milliseconds a seed, no vLLM."""
+
+    num_steps: int = 70
+    is_reliable: bool = True
+    """Whether every copy is reported, and once."""
+    title: str = "walk"
+
+    def play(self, seed: int, told: Callable[[SequenceOf], None], *, watched: bool = False) -> Story:
+        """Walk; `watched` lets the walk check pages and invariants itself."""
+        from lifecycle_driver import Walk
+
+        rng = random.Random(f"geometry {seed}")
+        chunk_size, block_size = rng.choice([(4, 16), (8, 16), (16, 16), (32, 16)])
+        with contextlib.ExitStack() as stack:
+            if not watched:
+                stack.enter_context(_unwatched_walk())
+            if self.is_reliable:
+                stack.enter_context(_reliable_walk())
+            walk = Walk(seed, chunk_size=chunk_size, block_size=block_size)
+            driver = walk.driver
+            told(lambda: driver.ledger.next_sequence)
+            ended_by = _to_the_end(lambda: walk.run(self.num_steps))
+            driver.ledger.commit()
+        allowed = frozenset() if self.is_reliable else frozenset({"COMPLETION_ONCE", "LIVENESS"})
+        return Story(driver.configuration, driver.sink.events(), ended_by, allowed)
+
+
+@attrs.frozen
+class Worlds:
+    """vLLM's real scheduler with a simulated worker (`sim`), clients and the faults that are asked for."""
+
+    faults: frozenset[str] = frozenset({"aborts", "storms"})
+    connector: tuple[tuple[str, Any], ...] = ()
+    """Settings of the connector that are not left to the seed."""
+    settings: tuple[tuple[str, Any], ...] = (("num_steps", 120),)
+    """Settings of the engine that are not left to the seed."""
+    num_slots: int | None = None
+    """Slots of the host pool; None: as the seed draws."""
+    title: str = "vLLM's scheduler"
+
+    def play(self, seed: int, told: Callable[[SequenceOf], None]) -> Story:
+        """Let a world live."""
+        from sim import world as worlds
+        from sim.checks.rules import allowed_rules
+        from sim.engine import BLOCK_SIZE, block_bytes
+        from sim.logs import read_end
+        from sim.settings import draw
+
+        connector = draw(random.Random(f"settings {seed}")).connector | dict(self.connector)
+        if self.num_slots is not None:
+            connector["host_bytes"] = block_bytes(BLOCK_SIZE) * self.num_slots
+        with _unwatched_world(), _replaced(worlds, "draw_faults", lambda _seed: self.faults):
+            world = worlds.World(seed, connector=connector, **dict(self.settings))
+            with world:
+                told(lambda: world.side.ledger.next_sequence)
+                ended_by = _to_the_end(lambda: _live(world))
+                world.side.ledger.commit()
+                log = read_end(world.side)
+                return Story(log.configuration, log.events, ended_by, allowed_rules(world))
+
+
+@attrs.frozen
+class HybridWorlds:
+    """The same around a model with sliding windows."""
+
+    title: str = "vLLM's scheduler, hybrid model"
+
+    def play(self, seed: int, told: Callable[[SequenceOf], None]) -> Story:
+        """Let a world live."""
+        from sim.hybrid_world import HybridWorld
+
+        with _unwatched_world():
+            world = HybridWorld(seed)
+            told(lambda: world.side.ledger.next_sequence)
+            ended_by = _to_the_end(world.run)
+            world.side.ledger.commit()
+            return Story(world.side.ledger.projections.configuration, list(world.events()), ended_by)
+
+
+def _live(world: Any) -> None:
+    while world.num_steps < world.settings.num_steps:
+        world.step()
+    world.is_draining = True
+    last_step = world.num_steps + MAX_DRAINING_STEPS
+    while (world.engine.scheduler.has_requests() or world.engine.is_computing) and world.num_steps < last_step:
+        world.step()
+
+
+def _to_the_end(play: Callable[[], None]) -> str:
+    try:
+        play()
+    except Exception as error:  # noqa: BLE001 -- whatever a mistake leads to is part of the story
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+@contextlib.contextmanager
+def _replaced(owner: Any, name: str, replacement: Any) -> Iterator[None]:
+    before = getattr(owner, name)
+    setattr(owner, name, replacement)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+@contextlib.contextmanager
+def _unwatched_walk() -> Iterator[None]:
+    from lifecycle_driver import walk
+    from lifecycle_driver.device import Device
+
+    with (
+        _replaced(walk, "check_invariants", lambda *_: None),
+        _replaced(Device, "holds", lambda *_: True),
+    ):
+        yield
+
+
+UNRELIABLE = 0.03
+"""The chance by which a walk loses or doubles a report."""
+
+
+@contextlib.contextmanager
+def _reliable_walk() -> Iterator[None]:
+    from lifecycle_driver import Walk
+
+    chance = Walk._chance
+
+    def reliable(walk: Walk, probability: float) -> bool:
+        return chance(walk, probability) and probability != UNRELIABLE
+
+    def finish_awaited(walk: Walk, job_ids: list[int]) -> None:
+        for copy in [copy for copy in walk._copies if copy.event.job_id in job_ids]:
+            walk._carry_out(copy)
+
+    with _replaced(Walk, "_chance", reliable), _replaced(Walk, "_finish_awaited", finish_awaited):
+        yield
+
+
+@contextlib.contextmanager
+def _unwatched_world() -> Iterator[None]:
+    from sim.hashed_model import HashedModel
+    from sim.pages import PageWatch
+
+    with (
+        _replaced(HashedModel, "_check", lambda *_: None),
+        _replaced(PageWatch, "raise_if_wrong", lambda _: None),
+    ):
+        yield

@@ -1,0 +1,409 @@
+"""Whatever dies, is cut or is doubled in between: the stream ends equal to the files, byte for byte."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import nats
+import pytest
+from nats.errors import Error as NatsError
+from nats.js.errors import APIError
+from nats_server import NatsServer, Proxy, fill, segments_in_stream, segments_of, write_log
+
+from kvledger.storage.events import SegmentEventStore
+from kvledger.storage.events.jetstream import (
+    Access,
+    NewStream,
+    ShippingReport,
+    StreamAddress,
+    StreamUnavailable,
+    mirror,
+)
+from kvledger.storage.events.jetstream.messages import message_headers
+from kvledger.storage.events.jetstream.tail import LogTail
+
+Ship = Any
+
+
+class Shipping:
+    """A shipper that follows in a thread of its own, while the test breaks things."""
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        self._make = make
+        self._ready = threading.Event()
+        self.report: ShippingReport | None = None
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._run()))
+        self._thread.start()
+        assert self._ready.wait(10)
+
+    async def _run(self) -> None:
+        self.shipper = self._make()
+        self._loop = asyncio.get_running_loop()
+        self._ready.set()
+        self.report = await self.shipper.run()
+
+    @property
+    def num_frames(self) -> int:
+        """How many frames it has shipped so far."""
+        return sum(log.num_frames for log in self.shipper.logs.values())
+
+    def wait_for(self, num_frames: int) -> None:
+        """Wait until that many are shipped."""
+        deadline = time.monotonic() + 30
+        while self.num_frames < num_frames:
+            assert time.monotonic() < deadline, f"only {self.num_frames} frames were shipped"
+            time.sleep(0.01)
+
+    def stop(self) -> ShippingReport:
+        """Let it ship the rest, and end."""
+        self._loop.call_soon_threadsafe(self.shipper.stop)
+        self._thread.join(30)
+        assert self.report is not None
+        return self.report
+
+
+def test_a_killed_and_restarted_server_is_gone_on_with(
+    server: NatsServer, ship: Ship, tmp_path: Path, chance: random.Random
+) -> None:
+    """`kill -9` of the server, several times, while an engine writes and a shipper ships."""
+    store = SegmentEventStore.create(tmp_path / "log", {}, segment_bytes=20_000)
+    shipping = Shipping(lambda: ship.make(tmp_path / "log", server.url, follow=True))
+    for _ in range(4):
+        already = shipping.num_frames
+        fill(store, chance, 300)
+        shipping.wait_for(already + chance.randrange(1, 300))
+        server.kill()
+        fill(store, chance, 50)
+        server.start()
+    store.close()
+    assert shipping.stop().is_complete
+    assert any("trying again" in remark for remark in ship.remarks)
+    assert segments_in_stream(server.url) == segments_of(tmp_path / "log")
+
+
+def test_a_cut_network_is_gone_on_with(
+    server: NatsServer, proxy: Proxy, ship: Ship, tmp_path: Path, chance: random.Random
+) -> None:
+    """Connections break in the middle of messages, again and again."""
+    log = write_log(tmp_path / "log", chance, 3_000)
+    proxy.cut_after(250_000)
+    report = ship(log, proxy.url)
+    assert report.is_complete
+    assert proxy.num_cuts >= 3
+    assert segments_in_stream(server.url) == segments_of(log)
+
+
+def test_a_network_that_swallows_everything_is_left_and_gone_on_with(
+    server: NatsServer, proxy: Proxy, ship: Ship, tmp_path: Path, chance: random.Random
+) -> None:
+    """No connection breaks, nobody answers: the shipper notices by itself."""
+    store = SegmentEventStore.create(tmp_path / "log", {}, segment_bytes=20_000)
+    fill(store, chance, 200)
+    shipping = Shipping(lambda: ship.make(tmp_path / "log", proxy.url, follow=True, answer_within_s=0.5))
+    shipping.wait_for(200)
+    proxy.swallow()
+    fill(store, chance, 200)
+    deadline = time.monotonic() + 20
+    while not any("trying again" in remark for remark in ship.remarks):
+        assert time.monotonic() < deadline, "the shipper did not notice"
+        time.sleep(0.02)
+    proxy.pass_on()
+    store.close()
+    shipping.wait_for(400)
+    assert shipping.stop().is_complete
+    assert segments_in_stream(server.url) == segments_of(tmp_path / "log")
+
+
+def test_a_shipper_killed_at_random_points_is_gone_on_with(
+    server: NatsServer, tmp_path: Path, chance: random.Random
+) -> None:
+    """`kill -9` of the process; the next one finds its place in the stream, there is nothing else to find it in."""
+    log = write_log(tmp_path / "log", chance, 8_000, segment_bytes=300_000)
+    command = [sys.executable, "-m", "kvledger.adapters.cli.main", "ship", str(log), "--to", server.url]
+    before = set(tmp_path.rglob("*"))
+    num_killed_in_the_middle = 0
+    for _ in range(3):
+        process = subprocess.Popen([*command, "--create-stream"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        started_at = num_messages(server)
+        deadline = time.monotonic() + 20
+        while num_messages(server) <= started_at and process.poll() is None:
+            assert time.monotonic() < deadline, "nothing is shipped"
+            time.sleep(0.001)
+        time.sleep(chance.random() * 0.1)
+        num_killed_in_the_middle += process.poll() is None
+        process.kill()
+        process.wait()
+    assert num_killed_in_the_middle
+    assert {path for path in tmp_path.rglob("*") if "server-" not in str(path)} <= before
+    last = subprocess.run(command, check=False, capture_output=True, text=True)
+    assert last.returncode == 0, last.stderr
+    assert segments_in_stream(server.url) == segments_of(log)
+
+
+def num_messages(server: NatsServer) -> int:
+    """How many messages the stream has; 0 if there is no stream yet."""
+
+    async def ask() -> int:
+        client = await nats.connect(server.url)
+        try:
+            info = await client.jetstream().stream_info("KVLEDGER")
+            return info.state.messages
+        except APIError:
+            return 0
+        finally:
+            await client.close()
+
+    return asyncio.run(ask())
+
+
+def test_a_shipper_that_is_told_to_stop_ships_the_rest_and_says_how_it_stands(
+    server: NatsServer, tmp_path: Path, chance: random.Random
+) -> None:
+    """SIGTERM, as systemd and Kubernetes send it; exit code 0 because nothing is left."""
+    log = write_log(tmp_path / "log", chance, 100)
+    command = [sys.executable, "-m", "kvledger.adapters.cli.main", "ship", str(log), "--to", server.url]
+    process = subprocess.Popen(
+        [*command, "--create-stream", "--follow"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    deadline = time.monotonic() + 20
+    while num_messages(server) < 100:
+        assert time.monotonic() < deadline, "nothing is shipped"
+        time.sleep(0.02)
+    store = SegmentEventStore.open(log, segment_bytes=20_000)
+    fill(store, chance, 500)
+    store.close()
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=20)
+    assert process.returncode == 0, err
+    assert "600 frames" in out
+    assert segments_in_stream(server.url) == segments_of(log)
+
+
+def test_a_shipper_that_is_stopped_without_a_server_says_that_something_is_left(
+    tmp_path: Path, server: NatsServer, chance: random.Random
+) -> None:
+    """Exit code 75: the same command later."""
+    log = write_log(tmp_path / "log", chance, 10)
+    server.kill()
+    command = [sys.executable, "-m", "kvledger.adapters.cli.main", "ship", str(log), "--to", server.url, "--follow"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    line = process.stderr.readline()
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=20)
+    assert "trying again" in line
+    assert process.returncode == 75
+
+
+def test_two_shippers_of_one_log_double_nothing(
+    server: NatsServer, ship: Ship, tmp_path: Path, chance: random.Random
+) -> None:
+    """Both follow a live log: every frame is in the stream once, and one of them says that it is not alone."""
+    store = SegmentEventStore.create(tmp_path / "log", {}, segment_bytes=20_000)
+    fill(store, chance, 500)
+    both = [Shipping(lambda: ship.make(tmp_path / "log", server.url, follow=True)) for _ in range(2)]
+    deadline = time.monotonic() + 20
+    while not any("another shipper" in remark for remark in ship.remarks):
+        assert time.monotonic() < deadline, "nobody noticed"
+        fill(store, chance, 20)
+        time.sleep(0.01)
+    store.close()
+    reports = [shipping.stop() for shipping in both]
+    assert all(report.is_complete for report in reports)
+    assert segments_in_stream(server.url) == segments_of(tmp_path / "log")
+
+
+def test_two_shippers_beyond_the_duplicate_window_double_nothing(
+    server: NatsServer, ship: Ship, tmp_path: Path, chance: random.Random
+) -> None:
+    """Message ids are forgotten after the window; what is expected is not."""
+    log = write_log(tmp_path / "log", chance, 300)
+    window = NewStream(duplicate_window_s=0.1)
+    ship(log, server.url, new_stream=window)
+    store = SegmentEventStore.open(log, segment_bytes=20_000)
+    fill(store, chance, 100)
+    store.close()
+    time.sleep(0.3)
+    both = [Shipping(lambda: ship.make(log, server.url, follow=True)) for _ in range(2)]
+    reports = [shipping.stop() for shipping in both]
+    assert all(report.is_complete for report in reports)
+    assert segments_in_stream(server.url) == segments_of(log)
+
+
+async def send(server: NatsServer, tail: LogTail, indices: list[int], *, is_batch: bool) -> list[str]:
+    """Send some of a log's pieces as a shipper would, and return what the server answered to each."""
+    tail.seek(None)
+    pieces = tail.read(100, 1 << 20)
+    subject = f"kvledger.log.host.{tail.log_id}"
+    client = await nats.connect(server.url)
+    jetstream = client.jetstream()
+    answers = []
+    for index in indices:
+        headers = message_headers(pieces[index])
+        if is_batch and index:
+            headers["Nats-Expected-Last-Msg-Id"] = pieces[index - 1].message_id
+        else:
+            headers["Nats-Expected-Last-Subject-Sequence"] = str(index)
+        try:
+            acknowledged = await jetstream.publish(subject, pieces[index].data, headers=headers)
+            answers.append("repeated" if acknowledged.duplicate else "stored")
+        except APIError as error:
+            answers.append(str(error.err_code))
+    await client.close()
+    return answers
+
+
+@pytest.mark.parametrize("is_batch", [False, True])
+def test_what_is_out_of_order_is_refused_by_the_server(
+    server: NatsServer, ship: Ship, tmp_path: Path, chance: random.Random, is_batch: bool
+) -> None:
+    """A piece is taken only behind the one before it, and a repetition is recognised as one."""
+    log = write_log(tmp_path / "log", chance, 5)
+    make_stream(server)
+    tail = LogTail(log)
+    answers = asyncio.run(send(server, tail, [0, 2, 1, 1, 0, 3, 2, 4, 3, 4], is_batch=is_batch))
+    refused = "10070" if is_batch else "10071"
+    assert answers == [
+        "stored",
+        refused,
+        "stored",
+        "repeated",
+        "repeated",
+        refused,
+        "stored",
+        refused,
+        "stored",
+        "stored",
+    ]
+    report = ship(log, server.url)
+    assert report.is_complete
+    assert segments_in_stream(server.url) == segments_of(log)
+
+
+def make_stream(server: NatsServer) -> None:
+    """The stream as a shipper makes it."""
+
+    async def make() -> None:
+        client = await nats.connect(server.url)
+        await client.jetstream().add_stream(name="KVLEDGER", subjects=["kvledger.log.*.*"])
+        await client.close()
+
+    asyncio.run(make())
+
+
+def test_other_logs_in_between_do_not_disturb(
+    server: NatsServer, ship: Ship, tmp_path: Path, chance: random.Random
+) -> None:
+    """Three hosts ship at once into one stream: their batches break each other, and nothing is lost or doubled."""
+    logs = [write_log(tmp_path / name, chance, 1_500) for name in ("a", "b", "c")]
+    make_stream(server)
+    shippings = [Shipping(lambda log=log: ship.make(log, server.url, label=log.name, follow=True)) for log in logs]
+    reports = [shipping.stop() for shipping in shippings]
+    assert all(report.is_complete for report in reports)
+    for log, report in zip(logs, reports, strict=True):
+        assert segments_in_stream(server.url, report.logs[0].log_id) == segments_of(log)
+
+
+def leader_of(servers: list[NatsServer]) -> tuple[NatsServer, int] | None:
+    """The server that leads the stream, and how many messages it has; None while there is neither."""
+
+    async def ask() -> tuple[NatsServer, int] | None:
+        try:
+            client = await nats.connect([server.url for server in servers], connect_timeout=1)
+        except (NatsError, OSError):
+            return None
+        try:
+            info = await client.jetstream(timeout=0.5).stream_info("KVLEDGER")
+            leader = info.cluster.leader if info.cluster else None
+            return (servers[int(leader)], info.state.messages) if leader else None
+        except NatsError:
+            return None
+        finally:
+            await client.close()
+
+    return asyncio.run(ask())
+
+
+def test_a_cluster_that_loses_its_leader_is_gone_on_with(
+    cluster: list[NatsServer], ship: Ship, tmp_path: Path, chance: random.Random
+) -> None:
+    """Three replicas, two shippers of one log; through whichever server it is read, it is the files."""
+    log = write_log(tmp_path / "log", chance, 4_000, segment_bytes=200_000)
+    url = "nats://" + ",".join(server.url.removeprefix("nats://") for server in cluster)
+    replicated = NewStream(num_replicas=3)
+
+    def make() -> Any:
+        return ship.make(log, url, follow=True, new_stream=replicated, answer_within_s=1.0)
+
+    both = [Shipping(make) for _ in range(2)]
+    deadline = time.monotonic() + 60
+    while (found := leader_of(cluster)) is None or found[1] < 200:
+        assert time.monotonic() < deadline, ship.remarks
+        time.sleep(0.02)
+    leader, num_messages_before = found
+    leader.kill()
+    leader.start()
+    num_segments = len(segments_of(log))
+    while (found := leader_of(cluster)) is None or found[1] < 4_000 + num_segments:
+        assert time.monotonic() < deadline, ship.remarks
+        time.sleep(0.05)
+    print(f"killed with {num_messages_before} messages")
+    assert all(shipping.stop().is_complete for shipping in both)
+    for server in cluster:
+        assert segments_in_stream(server.url) == segments_of(log)
+
+
+def test_a_foreign_message_on_a_logs_subject_stops_the_shipper_with_its_number(
+    server: NatsServer, ship: Ship, tmp_path: Path, chance: random.Random
+) -> None:
+    """Somebody else published there; the mirror shows the bytes as what they are."""
+    log = write_log(tmp_path / "log", chance, 20)
+    subject = ship(log, server.url).logs[0].subject
+
+    async def intrude() -> int:
+        client = await nats.connect(server.url)
+        acknowledged = await client.jetstream().publish(subject, b"hello")
+        await client.close()
+        return acknowledged.seq
+
+    number = asyncio.run(intrude())
+    report = ship(log, server.url)
+    assert report.is_damaged
+    assert f"message {number}" in report.logs[0].problem
+    (copy,) = mirror(StreamAddress.parse(server.url), tmp_path / "mirror", access=Access())
+    assert b"".join(segments_of(copy).values()) == b"".join(segments_of(log).values()) + b"hello"
+
+
+def test_the_stream_of_a_server_that_lost_its_end_is_filled_again(
+    server: NatsServer, ship: Ship, tmp_path: Path, chance: random.Random
+) -> None:
+    """Acknowledged is not for ever: the files still have it. What a server remembers wrongly deceives nobody."""
+    log = write_log(tmp_path / "log", chance, 200)
+    ship(log, server.url)
+
+    async def forget() -> None:
+        client = await nats.connect(server.url)
+        jetstream = client.jetstream()
+        for number in range(150, 201 + len(segments_of(log))):
+            await jetstream.delete_msg("KVLEDGER", number)
+        await client.close()
+
+    asyncio.run(forget())
+    left = segments_in_stream(server.url)
+    assert left != segments_of(log)
+    # It still knows the ids of what it lost, and nats-server 2.9 knows no last message of the subject any more.
+    with pytest.raises(StreamUnavailable, match="deleted"):
+        ship(log, server.url, give_up_after_s=0.3)
+    assert segments_in_stream(server.url) == left
+    server.restart()
+    assert ship(log, server.url).is_complete
+    assert segments_in_stream(server.url) == segments_of(log)
