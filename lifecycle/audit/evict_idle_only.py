@@ -29,9 +29,7 @@ class EvictIdleOnly:
         """Job id -> (sequence of the load, keys of the chunks whose slots it reads)."""
 
     def begin(self, projections: Projections) -> None:
-        """Take over what was promised, and what loads in flight read."""
-        for request_id, keys in projections.chunks.promised.items():
-            self._promised[request_id] = (0, len(keys), keys[-1], frozenset(keys))
+        """Take over what loads in flight read."""
         for job in projections.transfers:
             if job.kind is JobKind.LOAD:
                 slots_of, read = projections.chunks.get, frozenset(job.slots) - {NO_SLOT}
