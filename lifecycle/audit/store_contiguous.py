@@ -50,6 +50,12 @@ class StoreContiguous:
         self._missing: list[tuple[str, int]] = []
         """(request id, chunk) that were not there when they were told of; another request may save them just then."""
 
+    def begin(self, projections: Projections) -> None:
+        """Nothing tells what became of the chunks known by now: all count as told of."""
+        for record in projections.tracker:
+            num_chunks = len(projections.chunk_keys.of(record.request_id))
+            self._lives[record.request_id] = _Accounted(num_chunks, end_chunk=num_chunks)
+
     def checks(self, _configuration: LedgerConfiguration) -> Iterable[tuple[type[e.Event], Check]]:
         """By class of event."""
         return [

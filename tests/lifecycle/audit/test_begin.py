@@ -12,6 +12,7 @@ from lifecycle_driver import Walk
 from kvledger.lifecycle import LedgerConfiguration
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit import Audit
+from kvledger.lifecycle.audit.registry import all_checkers
 from kvledger.lifecycle.belief import Projections
 from kvledger.lifecycle.machine import ReferenceMachine
 from kvledger.lifecycle.snapshots import capture, restore
@@ -103,3 +104,18 @@ def test_what_breaks_behind_the_cut_is_found_there(seed: int, chunk_size: int, b
             assert {request_id for _, _, request_id in missed} <= known | {""}, (cut, number, missed)
             num_found, num_missed = num_found + len(found), num_missed + len(missed)
     assert num_found > 10 * num_missed
+
+
+_NOTHING_TO_TAKE_OVER = {
+    "LEGAL_TRANSITION", "SRC_BLOCK_OWNED", "RECORDED",  # remember nothing
+    "EXTERNAL_ZERO_NO_LOAD", "FINISH_IS_LAST", "PIN_BALANCE",  # remember an observation for its own decisions
+    # What they do not know they do not judge.
+    "LAST_TOKEN", "TOKEN_CONSERVATION", "DELAY_FREE_CONTRACT", "TABLE_EQ", "RESUME_COVERS_OUTPUT", "ROLLBACK_OBSERVED",
+    "KEY_IDENTITY",
+}  # fmt: skip
+
+
+def test_every_checker_takes_over_what_is_in_flight_or_has_a_reason_not_to() -> None:
+    """A new checker that remembers something and is not told where it begins would raise false alarms."""
+    without = {checker.rule for checker in all_checkers() if not hasattr(checker, "begin")}
+    assert without == _NOTHING_TO_TAKE_OVER
