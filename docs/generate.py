@@ -302,7 +302,7 @@ def mutants_page() -> list[str]:
         The rule in the first column is named at the first event that breaks any rule, and no other rule speaks of that
         event. *Events* are counted from the first moment at which the mistake made a difference, in what was written or
         only in what the connector believed, to the violation, both included. *Named* is how many of the seeds in which
-        it made a difference were named before the log ended; the others ended before it cost anybody anything.
+        it made a difference were named; in the others no rule was broken before the log ended.
 
             make mutants SEEDS=100                        every mutant, on 100 seeds each
             make mutants RULE=HIT_PINNED SEED=3           one log, marked where it was touched and where it was named

@@ -18,7 +18,7 @@ from kvledger.lifecycle.handlers import HandlerRegistry, StateHandler
 from kvledger.lifecycle.handlers.finished import release_if_settled
 from kvledger.lifecycle.machine import TABLE, CompiledTable
 from kvledger.lifecycle.projections.tracker import RequestRecord
-from kvledger.lifecycle.projections.transfers import Job
+from kvledger.lifecycle.projections.transfers import Job, JobKind
 from kvledger.lifecycle.rules import Rule
 from kvledger.lifecycle.states import RequestState
 
@@ -144,11 +144,19 @@ class Decider:
                 yield from ask_after(job, cause, before_forward=False)
 
     def _after_report(self, event: e.TransferReported, cause: int, _state: RequestState | None) -> Decisions:
-        yield from check_report(event, self._projections, cause)
-        job = self._projections.transfers.get(event.job_id)
-        if job is not None and self._projections.transfers.is_reported(job):
-            yield from settle(job, self._projections, cause)
-            yield from self._after_settled(job, cause)
+        transfers = self._projections.transfers
+        job = transfers.get(event.job_id)
+        is_plain = job is not None and event.ranks_done == transfers.all_ranks and not event.ranks_failed
+        if job is None or job.told_twice or not is_plain:
+            yield from check_report(event, self._projections, cause)
+        if job is not None and transfers.is_reported(job):
+            if job.kind is JobKind.SAVE and not job.ranks_failed and not job.is_doubtful:
+                yield e.SaveCompleted(job.request_id, job.generation, job.job_id, cause)
+            else:
+                yield from settle(job, self._projections, cause)
+            record = self._tracker.by_ordinal(job.ordinal)
+            if record is not None and self._transfer_settled[record.state]:
+                yield from self._after_settled(job, cause)
 
     def _after_settled(self, job: Job, cause: int) -> Decisions:
         record = self._tracker.by_ordinal(job.ordinal)

@@ -10,7 +10,7 @@ pages are numbered. With one group a page is a block.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import attrs
 
@@ -25,8 +25,11 @@ class Geometry:
     chunk_size: int
     window_sizes: tuple[int, ...] = (0,)
     windows: Windows = attrs.field(init=False, repr=False)
+    pages_per_chunk: int = attrs.field(init=False, repr=False)
+    """Pages of one chunk in all groups; 0 where a chunk ends inside a block."""
 
     def __attrs_post_init__(self) -> None:
+        object.__setattr__(self, "pages_per_chunk", self.chunk_size // self.block_size * len(self.window_sizes))
         object.__setattr__(self, "windows", Windows(self.block_size, self.window_sizes))
 
     def blocks_of(self, chunks: Iterable[int]) -> tuple[int, ...]:
@@ -36,8 +39,10 @@ class Geometry:
             return tuple([block for chunk in chunks for block in range(chunk * pages, (chunk + 1) * pages)])
         return tuple(sorted({chunk * self.chunk_size // self.block_size for chunk in chunks}))
 
-    def pages_of(self, chunks: Iterable[int]) -> tuple[int, ...]:
+    def pages_of(self, chunks: Sequence[int]) -> Sequence[int]:
         """Indices into the flat block table of the pages that the chunks need in all groups, ascending, each once."""
+        if len(chunks) == 1 and self.pages_per_chunk:
+            return range(chunks[0] * self.pages_per_chunk, (chunks[0] + 1) * self.pages_per_chunk)
         blocks = self.blocks_of(chunks)
         num_groups = len(self.window_sizes)
         if num_groups == 1:

@@ -86,6 +86,9 @@ Check = Callable[[Any, ReplayedEvent, Projections], object]
 """Looks at one event after its fold; what it returns, if not None, goes to whoever asked for the check."""
 
 
+_NOTHING: Iterator[Event] = iter(())
+
+
 class _Plan(NamedTuple):
     """All that is done with the events of one class, looked up once."""
 
@@ -197,7 +200,7 @@ class Replay:
                 if issues_job:
                     step.job = job_of(event.job_id)
                 if not is_decision:
-                    expected = None if decide is None else decide(event, sequence, before)
+                    expected = _NOTHING if decide is None else decide(event, sequence, before) or _NOTHING
                 for check in checks:
                     found = check(event, step, projections)
                     if found is not None:

@@ -23,15 +23,14 @@ class Windows:
     block_size: int
     sizes: tuple[int, ...] = (0,)
 
-    @property
-    def num_groups(self) -> int:
-        """Groups of layers, each with a block table of its own."""
-        return len(self.sizes)
+    num_groups: int = attrs.field(init=False, repr=False)
+    """Groups of layers, each with a block table of its own."""
+    forget: bool = attrs.field(init=False, repr=False)
+    """Whether any group has a window."""
 
-    @property
-    def forget(self) -> bool:
-        """Whether any group has a window."""
-        return any(self.sizes)
+    def __attrs_post_init__(self) -> None:
+        object.__setattr__(self, "num_groups", len(self.sizes))
+        object.__setattr__(self, "forget", any(self.sizes))
 
     def first_block(self, group: int, num_tokens: int) -> int:
         """The first block that the token behind `num_tokens` sees; once they are processed, earlier ones are freed."""
@@ -82,6 +81,13 @@ class Windows:
                     missing = block
                     break
         return missing
+
+
+def blocks_at(pages: Sequence[int], table: Sequence[int]) -> tuple[int, ...]:
+    """The blocks of these pages, none of them behind the end of the flat table."""
+    if type(pages) is range and pages.start >= 0:
+        return tuple(table[pages.start : pages.stop])
+    return tuple([table[page] for page in pages])
 
 
 def interleave(tables: Sequence[Sequence[int]]) -> tuple[int, ...]:

@@ -129,6 +129,7 @@ class Chain:
         num_left = sum(span.num_tokens for span in admission.missed)
         parts = [f"{admission.num_retained} of them from vLLM's prefix cache"] if admission.num_retained else []
         parts += [f"{admission.num_taken_up} to be loaded"] if admission.num_taken_up else []
+        parts += [f"{admission.num_elsewhere} from elsewhere"] if admission.num_elsewhere else []
         parts.append(f"{num_left} left to compute")
         text = f"admitted with {plural(admission.num_tokens, 'token')}: {', '.join(parts)}"
         cause = Cause("admission", admission.sequence, admission.sequence, time_ns, text, spans=admission.missed)

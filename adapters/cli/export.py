@@ -117,6 +117,7 @@ def _about(log: StoredLog, window: Window) -> dict[str, object]:
         "last_event": window.last_sequence or log.last_sequence,
         "request_id": window.request_id,
         "num_damaged_places": len(log.damage),
+        "num_skipped": dict(log.skipped),
     }
 
 

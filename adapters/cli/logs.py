@@ -62,6 +62,17 @@ class Batch:
         """The events with their numbers."""
         return self.decoded.numbered(self.first_sequence)
 
+    def timed(self) -> Iterator[tuple[int, Event, int]]:
+        """The same with times in nanoseconds since the log was opened.
+
+        A decision has the time of the observation that it was made on, which stands before it in the frame.
+        """
+        times = (getattr(event, "time_ns", None) for event in self.events)
+        time_ns: int = next((told for told in times if told is not None), 0)
+        for sequence, event in self.numbered():
+            time_ns = getattr(event, "time_ns", time_ns)
+            yield sequence, event, time_ns
+
 
 @attrs.define
 class StoredLog:

@@ -34,7 +34,7 @@ _UNITS_B: Final = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
     parser.add_argument("log", metavar="LOG", type=Path, nargs="?", help="a log directory, or a directory of logs")
-    where = parser.add_mutually_exclusive_group(required=True)
+    where = parser.add_mutually_exclusive_group()
     where.add_argument(
         "--to", metavar="URL", type=StreamUrl, help="nats://host[:port][/STREAM]; tls:// insists on encryption"
     )
@@ -77,6 +77,8 @@ def run(arguments: argparse.Namespace, output: Output) -> ExitCode:
     access = _access(arguments)
     if arguments.list is not None:
         return _list(arguments.list, access, output)
+    if arguments.to is None:
+        raise CommandFailed("ship: --to URL is missing, or --list URL; give nats://host", ExitCode.USAGE)
     if arguments.log is None:
         raise CommandFailed("ship: LOG is missing; give a log directory, or a directory of logs", ExitCode.USAGE)
     if arguments.log.is_file():
@@ -115,6 +117,8 @@ async def _ship(shipper: Shipper) -> ShippingReport:
 def _exit_code(report: ShippingReport) -> ExitCode:
     if report.is_damaged:
         return ExitCode.DAMAGED
+    if report.is_refused:
+        return ExitCode.REFUSED
     return ExitCode.SOUND if report.is_complete else ExitCode.TRY_AGAIN
 
 

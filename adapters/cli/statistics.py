@@ -93,7 +93,7 @@ class Counting:
     def take(self, batch: Batch) -> None:
         """Take up what one frame holds, as far as it is in the window."""
         has_step = False
-        for sequence, event in enumerate(batch.events, batch.first_sequence):
+        for sequence, event in batch.numbered():
             if self._window.is_over(sequence):
                 break
             if sequence != self._expected:

@@ -124,6 +124,7 @@ def total(sums: Sums) -> dict[str, object]:
         "num_admissions": sums.num_admissions,
         "num_tokens_needed": sums.num_needed,
         "num_tokens_retained": sums.num_retained,
+        "num_tokens_elsewhere": sums.num_elsewhere,
         "num_tokens_loaded": sums.to_load[LoadFate.LOADED],
         "num_tokens_missed": sums.num_missed(),
         "missed": +sums.misses(),
@@ -197,6 +198,7 @@ def show_total(output: Output, sums: Sums, differences: Sequence[str]) -> None:
     output.table(columns, rows)
     under_way = sums.to_load[LoadFate.UNDER_WAY]
     coming = f" + {under_way} still to be loaded" if under_way else ""
+    coming += f" + {sums.num_elsewhere} from elsewhere" if sums.num_elsewhere else ""
     output.line(
         f"{plural(sums.num_needed, 'token')} at {plural(sums.num_admissions, 'admission')} = {sums.num_retained} from "
         f"vLLM's prefix cache + {sums.to_load[LoadFate.LOADED]} loaded{coming} + {misses.total()} left to compute"

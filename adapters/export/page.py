@@ -80,6 +80,8 @@ class Page:
     """`good`, `warn` or `bad`."""
     facts: Mapping[str, str]
     figures: Mapping[str, str]
+    figures_of: str
+    """Their heading, which says what they count."""
     remarks: Sequence[str]
     findings: Sequence[Finding]
     num_findings_left_out: int
@@ -161,7 +163,7 @@ def _findings(page: Page) -> Iterator[str]:
     if page.num_findings_left_out:
         yield f"<p>… and {page.num_findings_left_out:,} more; <code>kvledger verify</code> lists them.</p>\n"
     yield f'<p class="dim">{escaped(page.checked)}</p>\n</section>\n'
-    yield f'<section id="figures">\n<h2>In figures</h2>\n{_facts(page.figures)}</section>\n'
+    yield f'<section id="figures">\n<h2>{escaped(page.figures_of)}</h2>\n{_facts(page.figures)}</section>\n'
 
 
 def _timeline(page: Page) -> Iterator[str]:

@@ -7,6 +7,7 @@ Two processes an engine: `engine` (steps, what went wrong, cache, copies, counte
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from operator import attrgetter
 
 import msgspec
 
@@ -18,6 +19,26 @@ _STEPS, _TROUBLE, _CACHE, _COPIES = 11, 12, 13, 14
 _FIRST_LIFE = 100
 _ENGINE_BITS = 24
 """Process and thread ids of engine n begin at n << 24: Perfetto names threads by their id alone."""
+
+_COUNTERS = (
+    ("blocks", "held by requests"),
+    ("host slots", "free"),
+    ("host slots", "used"),
+    ("host bytes", "used"),
+    ("chunks", "cached"),
+    ("jobs in flight", "loads"),
+    ("jobs in flight", "saves"),
+)
+"""Name and series of what `_values_of` reads."""
+_values_of: Callable[[Gauges], tuple[int | None, ...]] = attrgetter(
+    "num_blocks_held",
+    "num_slots_free",
+    "num_slots_used",
+    "num_bytes_used",
+    "num_chunks_cached",
+    "num_loads",
+    "num_saves",
+)
 
 Write = Callable[[bytes], object]
 
@@ -52,8 +73,9 @@ class EngineTrace(Listener):
         self._base = engine << _ENGINE_BITS
         self._shift = shift_ns
         self._open_step = False
-        self._gauges: Gauges | None = None
-        self._counted: dict[str, Mapping[str, float]] = {}
+        self._values: tuple[int | None, ...] = ()
+        """Of the counters, as told last."""
+        self._num_scheduled = -1
         self._flows: dict[int, str] = {}
         """Life that was preempted and does not run again yet -> id of the arrow."""
         self._num_flows = 0
@@ -186,7 +208,9 @@ class EngineTrace(Listener):
         }
         self._event("B", "step", "step", step.time_ns, _ENGINE, _STEPS, arguments)
         self._open_step = True
-        self._count("scheduled tokens", step.time_ns, {"a step": step.num_scheduled_tokens})
+        if step.num_scheduled_tokens != self._num_scheduled:
+            self._num_scheduled = step.num_scheduled_tokens
+            self._count("scheduled tokens", "a step", step.time_ns, step.num_scheduled_tokens)
 
     def idle(self, time_ns: int) -> None:
         """The step's slice ends."""
@@ -212,16 +236,14 @@ class EngineTrace(Listener):
     def counted(self, time_ns: int, gauges: Gauges) -> None:
         """Counters, where they have changed, and what left the cache."""
         self._tell_gone()
-        if gauges == self._gauges:
+        values = (*gauges.num_requests.values(), *_values_of(gauges))
+        if values == self._values:
             return
-        self._gauges = gauges
-        self._count("requests", time_ns, gauges.num_requests)
-        self._count("blocks", time_ns, {"held by requests": gauges.num_blocks_held})
-        self._count("host slots", time_ns, {"free": gauges.num_slots_free, "used": gauges.num_slots_used})
-        if gauges.num_bytes_used is not None:
-            self._count("host bytes", time_ns, {"used": gauges.num_bytes_used})
-        self._count("chunks", time_ns, {"cached": gauges.num_chunks_cached})
-        self._count("jobs in flight", time_ns, {"loads": gauges.num_loads, "saves": gauges.num_saves})
+        names = (*(("requests", state) for state in gauges.num_requests), *_COUNTERS)
+        for name, value, before in zip(names, values, self._values or (None,) * len(values), strict=True):
+            if value != before and value is not None:
+                self._count(*name, time_ns, value)
+        self._values = values
 
     def end(self, time_ns: int) -> None:
         """The log ends here."""
@@ -242,12 +264,8 @@ class EngineTrace(Listener):
 
     # --- events -------------------------------------------------------------------------------
 
-    def _count(self, name: str, time_ns: int, values: Mapping[str, float]) -> None:
-        before = self._counted.get(name, {})
-        changed = {key: value for key, value in values.items() if before.get(key) != value}
-        if changed:
-            self._counted[name] = dict(values)
-            self._event("C", "counter", name, time_ns, _ENGINE, _STEPS, changed)
+    def _count(self, name: str, series: str, time_ns: int, value: int) -> None:
+        self._event("C", "counter", name, time_ns, _ENGINE, _STEPS, {series: value})
 
     def _instant(
         self, category: str, name: str, time_ns: int, process: int, thread: int, arguments: Mapping[str, object]

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 
 from kvledger.adapters.cli.logs import StoredLog
 from kvledger.adapters.cli.selection import Window
+from kvledger.adapters.cli.words import plural
 from kvledger.adapters.export.chronicle import Chronicle
 from kvledger.adapters.export.excerpt import Excerpt
 from kvledger.adapters.export.records import Listener
@@ -70,9 +71,15 @@ def tell(
     if audit is not None and is_whole:
         audit.finish()
     chronicle.finish()
+    _remark_on(log, remark)
+    return chronicle
+
+
+def _remark_on(log: StoredLog, remark: Remark) -> None:
+    for event_id, count in sorted(log.skipped.items()):
+        remark(f"{plural(count, 'event')} of the kind {event_id}, which this version does not know, were left out")
     for damage in log.damage:
         remark(f"{damage.kind} in {damage.segment} at byte {damage.offset}: {damage.detail}")
-    return chronicle
 
 
 def _with_gaps(log: StoredLog, chronicle: Chronicle) -> Iterator[SequencedEvent]:

@@ -13,6 +13,7 @@ from kvledger.adapters.cli.output import Output, event_text
 from kvledger.adapters.cli.selection import Window
 from kvledger.adapters.cli.verify import Findings
 from kvledger.adapters.cli.words import duration, plural, size
+from kvledger.adapters.export import reasons
 from kvledger.adapters.export.drawing import Span
 from kvledger.adapters.export.gathering import Gathering
 from kvledger.adapters.export.life_stories import LifeStories, read_stories
@@ -44,10 +45,11 @@ def write_page(log: StoredLog, window: Window, handlers: HandlerRegistry, output
         return window.holds(violation.sequence) and window.holds_request(violation.request_id)
 
     gathering = Gathering()
+    accounts = reasons.Reasons(log, window)
     keeps = None if window.is_everything else is_selected
     audit = Audit(log.configuration, ReferenceMachine(), handlers=handlers, keeps=keeps)
     with output.progress(log, "reading"):
-        chronicle = tell(log, window, gathering, output.remark, audit=audit)
+        chronicle = tell(log, window, gathering, output.remark, audit=audit, also=accounts.take)
     found = Findings.of(log, audit, window, handlers)
     violations = audit.violations[:MAX_FINDINGS]
     request_ids = _most_interesting(gathering, log)
@@ -61,6 +63,7 @@ def write_page(log: StoredLog, window: Window, handlers: HandlerRegistry, output
         verdict=verdict,
         verdict_style=style,
         facts=_facts(log, window, chronicle.now_ns),
+        figures_of=_figures_of(window),
         figures=_figures(audit.projections.totals.figures, gathering),
         remarks=found.remarks,
         findings=findings[:MAX_FINDINGS],
@@ -74,10 +77,17 @@ def write_page(log: StoredLog, window: Window, handlers: HandlerRegistry, output
         gathering=gathering,
         stories=stories,
         opened_request=window.request_id,
+        sections=tuple(_reasons(log, window, accounts, output)),
         footer=f"Made by kvledger export --html from {log.path}. Times are milliseconds since the log was opened; "
         "this page holds everything it shows and fetches nothing.",
     )
     yield from render(page)
+
+
+def _reasons(log: StoredLog, window: Window, accounts: reasons.Reasons, output: Output) -> Iterator[tuple[str, str]]:
+    yield "Why tokens were computed", reasons.totals(accounts.sums())
+    if window.request_id is not None:
+        yield "What led to what", reasons.causes(log, window, window.request_id, output)
 
 
 def _most_interesting(gathering: Gathering, log: StoredLog) -> list[str]:
@@ -154,6 +164,12 @@ def _facts(log: StoredLog, window: Window, now_ns: int) -> dict[str, str]:
     return facts
 
 
+def _figures_of(window: Window) -> str:
+    if window.last_sequence is not None:
+        return f"All requests in figures, from the beginning to event {window.last_sequence}"
+    return "The log in figures" if window.is_everything else "The whole log in figures, all requests"
+
+
 def _figures(figures: Figures, gathering: Gathering) -> dict[str, str]:
     outcomes = ", ".join(f"{count:,} {outcome}" for outcome, count in gathering.outcomes.most_common())
     loaded, saved = duration(figures.load_duration_ns), duration(figures.save_duration_ns)
@@ -170,7 +186,7 @@ def _figures(figures: Figures, gathering: Gathering) -> dict[str, str]:
         "recomputed": figures.num_tokens_recomputed,
     }
     return {
-        "requests shown": f"{gathering.num_requests:,}: {outcomes}" if outcomes else "none",
+        "requests in this part": f"{gathering.num_requests:,}: {outcomes}" if outcomes else "none",
         "preemptions": f"{figures.num_preemptions:,}",
         "tokens after preemption": ", ".join(f"{count:,} {name}" for name, count in after_preemption.items()),
         "lookups": f"{figures.num_lookups:,}, which offered {figures.num_tokens_hit:,} tokens",

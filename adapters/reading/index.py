@@ -11,7 +11,7 @@ import hashlib
 import os
 import sqlite3
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import attrs
@@ -142,7 +142,24 @@ class LogIndex:
 
     def event(self, sequence: int) -> e.Event | None:
         """The event with that number, or None where it is not in the log."""
-        return next((event for _, event in self.events_between(sequence, sequence)), None)
+        return next((event for _, event, _ in self.named([sequence])), None)
+
+    def named(self, sequences: Iterable[int]) -> Iterator[tuple[int, e.Event, int]]:
+        """The events with these numbers, in order, each with its time; reads little besides them."""
+        wanted = sorted(sequences, reverse=True)
+        while wanted:
+            num_read, first = 0, wanted[-1]
+            for batch in self._batches_from("first_sequence", first):
+                num_read += 1
+                for sequence, event, time_ns in batch.timed():
+                    while wanted and wanted[-1] <= sequence:
+                        if wanted.pop() == sequence:
+                            num_read = 0
+                            yield sequence, event, time_ns
+                if not wanted or num_read > _BATCHES_PER_PLACE:
+                    break
+            if wanted and wanted[-1] == first:
+                wanted.pop()  # it is not in the log
 
     def events_around(self, time_ns: int) -> Iterator[tuple[int, e.Event]]:
         """Every event from a place on that has all of `time_ns` (since the log was opened) and later behind it."""

@@ -12,7 +12,7 @@ import attrs
 
 from kvledger.adapters.cli.logs import StoredLog
 from kvledger.adapters.cli.output import Output
-from kvledger.adapters.cli.selection import Window, time_of
+from kvledger.adapters.cli.selection import Window
 from kvledger.adapters.reading.index import LogIndex, index_for
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.reasons import Accounts, Story
@@ -58,12 +58,7 @@ def tell(log: StoredLog, window: Window, request_id: str, output: Output) -> Tol
 
 def _from_index(index: LogIndex, request_id: str) -> Told:
     stories = tuple(index.stories(request_id))
-    witnesses: dict[int, Witness] = {}
-    for sequence in sorted(named_by(stories)):
-        event = index.event(sequence)
-        if event is not None:
-            cause = event if not event.is_decision else index.event(getattr(event, "cause", 0))
-            witnesses[sequence] = Witness(sequence, event, (cause and time_of(cause)) or 0)
+    witnesses = {number: Witness(number, event, at_ns) for number, event, at_ns in index.named(named_by(stories))}
     names = {ordinal: index.request_of(ordinal) for ordinal in _ordinals(witnesses)}
     return Told(stories, witnesses, names)
 
@@ -92,17 +87,15 @@ def _from_log(log: StoredLog, stories: tuple[Story, ...]) -> Told:
     wanted = named_by(stories)
     witnesses: dict[int, Witness] = {}
     names: dict[int, str] = {}
-    time_ns, last = 0, max(wanted, default=0)
-    for sequence, event in log.events():
-        if sequence > last:
+    last = max(wanted, default=0)
+    for batch in log.batches():
+        if batch.first_sequence > last:
             break
-        at_ns = time_of(event)
-        time_ns = time_ns if at_ns is None else at_ns
-        if sequence in wanted:
-            # A decision follows the observation that it was made on; nothing else comes between.
-            witnesses[sequence] = Witness(sequence, event, time_ns)
-        if isinstance(event, e.RequestArrived):
-            names[event.ordinal] = event.request_id
+        for sequence, event, time_ns in batch.timed():
+            if sequence in wanted:
+                witnesses[sequence] = Witness(sequence, event, time_ns)
+            if isinstance(event, e.RequestArrived):
+                names[event.ordinal] = event.request_id
     ordinals = _ordinals(witnesses)
     return Told(stories, witnesses, {ordinal: name for ordinal, name in names.items() if ordinal in ordinals})
 

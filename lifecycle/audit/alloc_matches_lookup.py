@@ -9,8 +9,8 @@ import msgspec
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.checker import Violation, violation
+from kvledger.lifecycle.audit.indices import Indices
 from kvledger.lifecycle.belief import Projections
-from kvledger.lifecycle.configuration import LedgerConfiguration
 from kvledger.lifecycle.projections.tracker import RequestRecord
 from kvledger.lifecycle.replay import Check, ReplayedEvent
 
@@ -47,7 +47,7 @@ class AllocMatchesLookup:
                     pending.sequence, pending.generation, pending.num_computed_tokens, pending.num_external_tokens
                 )
 
-    def checks(self, _configuration: LedgerConfiguration) -> Iterable[tuple[type[e.Event], Check]]:
+    def checks(self, _indices: Indices) -> Iterable[tuple[type[e.Event], Check]]:
         """By class of event."""
         return [
             (e.LookupAnswered, self._answered),

@@ -9,6 +9,7 @@ from itertools import islice
 import attrs
 
 from kvledger.lifecycle.audit.checker import AnyChecker, Violation, begin_in_the_middle, checks_of
+from kvledger.lifecycle.audit.indices import Indices
 from kvledger.lifecycle.audit.registry import all_checkers
 from kvledger.lifecycle.belief import Projections
 from kvledger.lifecycle.configuration import LedgerConfiguration
@@ -53,7 +54,8 @@ class Audit:
     ) -> None:
         self._keeps = keeps
         self.checkers = all_checkers() if checkers is None else tuple(checkers)
-        checks = [pair for checker in self.checkers for pair in checks_of(checker, configuration)]
+        indices = Indices(configuration)
+        checks = [*indices.folds(), *(pair for checker in self.checkers for pair in checks_of(checker, indices))]
         self._replay = Replay(
             configuration,
             handlers=handlers,
@@ -63,6 +65,7 @@ class Audit:
             start=start,
         )
         if start is not None:
+            indices.begin(start)
             begin_in_the_middle(self.checkers, start)
         self.violations: list[Violation] = []
         self.num_violations: Counter[str] = Counter()

@@ -7,8 +7,8 @@ from typing import ClassVar
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.checker import Violation, violation
+from kvledger.lifecycle.audit.indices import Indices
 from kvledger.lifecycle.belief import Projections
-from kvledger.lifecycle.configuration import LedgerConfiguration
 from kvledger.lifecycle.projections.transfers import JobKind
 from kvledger.lifecycle.replay import Check, ReplayedEvent
 from kvledger.lifecycle.states import RequestState
@@ -45,7 +45,7 @@ class BlockReuseFenced:
             if record.state is RequestState.FINISHED and projections.transfers.reads_blocks_of(record.ordinal):
                 self._held.add(record.request_id)
 
-    def checks(self, _configuration: LedgerConfiguration) -> Iterable[tuple[type[e.Event], Check]]:
+    def checks(self, _indices: Indices) -> Iterable[tuple[type[e.Event], Check]]:
         """By class of event."""
         return [
             (e.StepScheduled, self._step_scheduled),
@@ -66,10 +66,12 @@ class BlockReuseFenced:
     ) -> list[Violation] | None:
         if not event.extended or not self._read_by:
             return None
+        is_read = self._read_by.keys()
+        given = [(ordinal, block_ids) for ordinal, block_ids in event.extended if not is_read.isdisjoint(block_ids)]
+        if not given:
+            return None
         return [
-            found
-            for ordinal, block_ids in event.extended
-            for found in self._check_given(ordinal, block_ids, step, projections)
+            found for ordinal, block_ids in given for found in self._check_given(ordinal, block_ids, step, projections)
         ]
 
     def _allocated(

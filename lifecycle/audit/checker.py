@@ -12,8 +12,8 @@ from typing import ClassVar, Protocol
 import attrs
 
 from kvledger.lifecycle import events as e
+from kvledger.lifecycle.audit.indices import Indices
 from kvledger.lifecycle.belief import Projections
-from kvledger.lifecycle.configuration import LedgerConfiguration
 from kvledger.lifecycle.replay import Check, ReplayedEvent
 
 JOB_ISSUED: tuple[type[e.Event], ...] = (e.LoadIssued, e.SaveIssued, e.TailSaveIssued)
@@ -59,17 +59,17 @@ class FrequentChecker(Protocol):
 
     rule: ClassVar[str]
 
-    def checks(self, configuration: LedgerConfiguration) -> Iterable[tuple[type[e.Event], Check]]:
+    def checks(self, indices: Indices) -> Iterable[tuple[type[e.Event], Check]]:
         """(event class, check), in the order in which they are to be done for an event; a class may stand twice."""
 
 
 AnyChecker = Checker | FrequentChecker
 
 
-def checks_of(checker: AnyChecker, configuration: LedgerConfiguration) -> Iterable[tuple[type[e.Event], Check]]:
+def checks_of(checker: AnyChecker, indices: Indices) -> Iterable[tuple[type[e.Event], Check]]:
     """The checks of either kind of checker."""
     if hasattr(checker, "checks"):
-        return checker.checks(configuration)
+        return checker.checks(indices)
 
     def check(_event: e.Event, step: ReplayedEvent, projections: Projections) -> Iterable[Violation] | None:
         return checker.check(step, projections)

@@ -7,9 +7,9 @@ from typing import ClassVar
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.checker import Violation, violation
+from kvledger.lifecycle.audit.indices import Indices
 from kvledger.lifecycle.audit.settled_tokens import SettledTokens
 from kvledger.lifecycle.belief import Projections
-from kvledger.lifecycle.configuration import LedgerConfiguration
 from kvledger.lifecycle.replay import Check, ReplayedEvent
 
 
@@ -26,19 +26,16 @@ class ChunkComplete:
     def __init__(self) -> None:
         self._settled = SettledTokens()
 
-    def begin(self, projections: Projections) -> None:
-        """What was computed may have settled."""
-        tracker = projections.tracker
-        self._settled.begin({record.request_id: tracker.num_computed_tokens(record) for record in tracker})
-
-    def checks(self, _configuration: LedgerConfiguration) -> Iterable[tuple[type[e.Event], Check]]:
+    def checks(self, indices: Indices) -> Iterable[tuple[type[e.Event], Check]]:
         """By class of event."""
-        return [*self._settled.folds(), (e.SaveIssued, self._save_issued), (e.TailSaveIssued, self._tail_save_issued)]
+        self._settled = indices.settled
+        return [(e.SaveIssued, self._save_issued), (e.TailSaveIssued, self._tail_save_issued)]
 
     def _save_issued(
         self, event: e.SaveIssued, step: ReplayedEvent, projections: Projections
     ) -> Iterator[Violation] | None:
-        deepest = max(event.chunks, default=-1)
+        chunks = event.chunks
+        deepest = chunks[0] if len(chunks) == 1 else max(chunks, default=-1)
         num_tokens = (deepest + 1) * projections.configuration.chunk_size
         if num_tokens <= self._settled.of(event.request_id)[0]:
             return None

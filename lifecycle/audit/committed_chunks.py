@@ -32,6 +32,7 @@ class CommittedChunks:
 
     def begin(self, projections: Projections) -> None:
         """Take over what is committed, and the saves in flight that no reset has made stale."""
+        self.epoch = projections.transfers.epoch
         self._slots = dict(projections.chunks.committed)
         for job in projections.transfers:
             if job.kind is JobKind.SAVE and projections.transfers.is_current(job):
@@ -67,11 +68,10 @@ class CommittedChunks:
         if job is None or epoch != self.epoch:
             return
         geometry = projections.geometry
-        if len(job.keys) == len(job.chunks) == 1 and geometry.chunk_size >= geometry.block_size:
-            num_pages = geometry.chunk_size // geometry.block_size * len(geometry.window_sizes)
-            if len(job.slots) == num_pages and NO_SLOT not in job.slots:  # one chunk of whole blocks, and nothing else
-                self._slots[job.keys[0]] = job.slots
-                return
+        slots = job.slots
+        if len(job.keys) == len(job.chunks) == 1 and len(slots) == geometry.pages_per_chunk and NO_SLOT not in slots:
+            self._slots[job.keys[0]] = slots  # one chunk of whole blocks, and nothing else
+            return
         slot_of_page = dict(zip(geometry.pages_of(job.chunks), job.slots, strict=False))
         # The new image of a block contains the shorter ones that other chunks had of it.
         replaced = [(chunk, key) for chunk, key in job.earlier_keys if key in self._slots]

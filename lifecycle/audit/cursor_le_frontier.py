@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import ClassVar
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.checker import Violation, violation
+from kvledger.lifecycle.audit.indices import Indices
 from kvledger.lifecycle.belief import Projections
-from kvledger.lifecycle.configuration import LedgerConfiguration
 from kvledger.lifecycle.replay import Check, ReplayedEvent
 
 
@@ -32,7 +32,7 @@ class CursorLeFrontier:
         for record in projections.tracker:
             self._cursors[record.request_id] = (projections.save_cursor.num_chunks(record.request_id), 0)
 
-    def checks(self, _configuration: LedgerConfiguration) -> Iterable[tuple[type[e.Event], Check]]:
+    def checks(self, _indices: Indices) -> Iterable[tuple[type[e.Event], Check]]:
         """By class of event."""
         return [
             (e.StepScheduled, self._step_scheduled),
@@ -48,7 +48,7 @@ class CursorLeFrontier:
 
     def _step_scheduled(
         self, event: e.StepScheduled, step: ReplayedEvent, projections: Projections
-    ) -> Iterator[Violation] | None:
+    ) -> list[Violation] | None:
         return self._check_step(event, step, projections) if event.settled else None
 
     def _reset(self, _event: e.CacheReset, _step: ReplayedEvent, _projections: Projections) -> None:
@@ -65,20 +65,26 @@ class CursorLeFrontier:
         if num_chunks > cut:
             self._cursors[event.request_id] = (cut, sequence)
 
-    def _check_step(self, event: e.StepScheduled, step: ReplayedEvent, projections: Projections) -> Iterator[Violation]:
+    def _check_step(
+        self, event: e.StepScheduled, step: ReplayedEvent, projections: Projections
+    ) -> list[Violation] | None:
+        found = None
+        chunk_size = projections.configuration.chunk_size
         for ordinal, first_chunk, num_settled_tokens in event.settled:
             record = projections.tracker.by_ordinal(ordinal)
             if record is None:
                 continue
             request_id = record.request_id
             num_chunks, sequence = self._cursors.get(request_id, (0, 0))
-            end_chunk = num_settled_tokens // projections.configuration.chunk_size
+            end_chunk = num_settled_tokens // chunk_size
             if first_chunk != num_chunks or first_chunk > end_chunk:
                 detail = (
                     f"the cursor stands at chunk {first_chunk}, {num_chunks} chunks had been dealt with "
                     f"and {end_chunk} are settled"
                 )
-                yield violation(self.rule, step, projections, detail, sequence, request_id=request_id)
+                broken = violation(self.rule, step, projections, detail, sequence, request_id=request_id)
+                found = [*(found or ()), broken]
             # Until a load has arrived, what was computed on top of it may be wrong too.
             if not projections.transfers.is_loading(ordinal):
                 self._cursors[request_id] = (end_chunk, step.sequence)
+        return found

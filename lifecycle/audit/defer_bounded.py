@@ -7,8 +7,8 @@ from typing import ClassVar
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.checker import Violation, violation
+from kvledger.lifecycle.audit.indices import Indices
 from kvledger.lifecycle.belief import Projections
-from kvledger.lifecycle.configuration import LedgerConfiguration
 from kvledger.lifecycle.projections.transfers import JobKind
 from kvledger.lifecycle.replay import Check, ReplayedEvent
 
@@ -33,7 +33,7 @@ class DeferBounded:
             if count:
                 self._in_a_row[record.request_id] = count
 
-    def checks(self, _configuration: LedgerConfiguration) -> Iterable[tuple[type[e.Event], Check]]:
+    def checks(self, _indices: Indices) -> Iterable[tuple[type[e.Event], Check]]:
         """By class of event."""
         return [
             (e.LookupDeferred, self._deferred),

@@ -7,8 +7,8 @@ from typing import ClassVar
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.checker import Violation, violation
+from kvledger.lifecycle.audit.indices import Indices
 from kvledger.lifecycle.belief import Projections
-from kvledger.lifecycle.configuration import LedgerConfiguration
 from kvledger.lifecycle.replay import Check, ReplayedEvent
 
 
@@ -27,7 +27,7 @@ class DelayFreeContract:
         """Request id -> sequence of its end, where its blocks are not held."""
         self._held: dict[str, int] = {}
 
-    def checks(self, _configuration: LedgerConfiguration) -> Iterable[tuple[type[e.Event], Check]]:
+    def checks(self, _indices: Indices) -> Iterable[tuple[type[e.Event], Check]]:
         """By class of event."""
         return [
             (e.RequestFinished, self._request_finished),

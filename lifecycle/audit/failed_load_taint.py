@@ -9,8 +9,8 @@ import attrs
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.checker import Violation, violation
+from kvledger.lifecycle.audit.indices import Indices
 from kvledger.lifecycle.belief import Projections
-from kvledger.lifecycle.configuration import LedgerConfiguration
 from kvledger.lifecycle.projections.transfers import JobKind
 from kvledger.lifecycle.replay import Check, ReplayedEvent
 
@@ -40,7 +40,7 @@ class FailedLoadTaint:
         """Take over the loads in flight."""
         self._keys = {job.job_id: job.keys for job in projections.transfers if job.kind is JobKind.LOAD}
 
-    def checks(self, _configuration: LedgerConfiguration) -> Iterable[tuple[type[e.Event], Check]]:
+    def checks(self, _indices: Indices) -> Iterable[tuple[type[e.Event], Check]]:
         """By class of event."""
         return [
             (e.StepScheduled, self._observed),

@@ -7,8 +7,8 @@ from typing import ClassVar
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.checker import Violation, violation
+from kvledger.lifecycle.audit.indices import Indices
 from kvledger.lifecycle.belief import Projections
-from kvledger.lifecycle.configuration import LedgerConfiguration
 from kvledger.lifecycle.projections.transfers import Job
 from kvledger.lifecycle.replay import Check, ReplayedEvent
 
@@ -31,7 +31,7 @@ class GenIsolation:
         """Take over the jobs in flight."""
         self._jobs = {job.job_id: (0, job) for job in projections.transfers}
 
-    def checks(self, _configuration: LedgerConfiguration) -> Iterable[tuple[type[e.Event], Check]]:
+    def checks(self, _indices: Indices) -> Iterable[tuple[type[e.Event], Check]]:
         """By class of event."""
         return [
             (e.LoadIssued, self._issued),

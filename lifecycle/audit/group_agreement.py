@@ -7,9 +7,9 @@ from typing import ClassVar
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.checker import Violation, violation
+from kvledger.lifecycle.audit.indices import Indices
 from kvledger.lifecycle.audit.settled_tokens import SettledTokens
 from kvledger.lifecycle.belief import Projections
-from kvledger.lifecycle.configuration import LedgerConfiguration
 from kvledger.lifecycle.projections.host_slots import NO_SLOT
 from kvledger.lifecycle.replay import Check, ReplayedEvent
 
@@ -34,8 +34,7 @@ class GroupAgreement:
         self._step_sequence = 0
 
     def begin(self, projections: Projections) -> None:
-        """A window may still see everything of which nothing was told since."""
-        self._settled.begin({record.request_id: 0 for record in projections.tracker})
+        """Take over which windows were being left."""
         for record in projections.tracker:
             leaving, left = (
                 projections.blocks.left_at_end(record.request_id),
@@ -46,12 +45,12 @@ class GroupAgreement:
             if left is not None:
                 self._left[record.request_id] = (left, 0)
 
-    def checks(self, configuration: LedgerConfiguration) -> Iterable[tuple[type[e.Event], Check]]:
+    def checks(self, indices: Indices) -> Iterable[tuple[type[e.Event], Check]]:
         """By class of event; none where no group has a window."""
-        if not any(configuration.windows):
+        if not any(indices.configuration.windows):
             return []
+        self._settled = indices.settled
         return [
-            *self._settled.folds(),
             (e.WindowLeft, self._window_left),
             (e.StepScheduled, self._step_scheduled),
             (e.LoadIssued, self._check_load),
@@ -101,7 +100,7 @@ class GroupAgreement:
         step: ReplayedEvent,
         projections: Projections,
     ) -> Iterator[Violation]:
-        num_settled_tokens, sequence = self._intact_since(event) or self._settled.of(event.request_id)
+        num_settled_tokens, sequence = self._intact_since(event) or self._settled.at_least(event.request_id)
         for page, slot in zip(pages, event.slots, strict=False):
             if slot != NO_SLOT and not _is_seen(page, num_settled_tokens, projections):
                 detail = (

@@ -10,8 +10,8 @@ import attrs
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.checker import Violation, violation
+from kvledger.lifecycle.audit.indices import Indices
 from kvledger.lifecycle.belief import Projections
-from kvledger.lifecycle.configuration import LedgerConfiguration
 from kvledger.lifecycle.replay import Check, ReplayedEvent
 
 MAX_KEYS = 1 << 16
@@ -23,13 +23,6 @@ class _Places:
     """Key -> (number of its chunk, key of the chunk before it, sequence), in the order of their first appearance."""
 
     of: OrderedDict[bytes, tuple[int, bytes, int]] = attrs.field(factory=OrderedDict)
-
-    def add(self, key: bytes, chunk: int, parent: bytes, sequence: int) -> tuple[int, bytes, int]:
-        """Where the key was first seen, which may be now."""
-        place = self.of.setdefault(key, (chunk, parent, sequence))
-        if len(self.of) > MAX_KEYS:
-            self.of.popitem(last=False)
-        return place
 
 
 class KeyIdentity:
@@ -45,7 +38,7 @@ class KeyIdentity:
     def __init__(self) -> None:
         self._places = _Places()
 
-    def checks(self, _configuration: LedgerConfiguration) -> Iterable[tuple[type[e.Event], Check]]:
+    def checks(self, _indices: Indices) -> Iterable[tuple[type[e.Event], Check]]:
         """By class of event."""
         return [
             (e.ChunkKeysObserved, self._observed),
@@ -59,11 +52,16 @@ class KeyIdentity:
         if event.first_chunk > len(known):
             return None  # behind a gap nobody knows what a key follows
         parent = known[event.first_chunk - 1] if event.first_chunk else b""
+        places = self._places.of
         for chunk, key in enumerate(event.keys, event.first_chunk):
-            first_chunk, first_parent, sequence = self._places.add(key, chunk, parent, step.sequence)
-            if (first_chunk, first_parent) != (chunk, parent):
-                prefix = "behind another prefix" if parent != first_parent else "behind the same chunk"
-                detail = f"key {key.hex()} names chunk {chunk}, {prefix}; it had named chunk {first_chunk}"
-                return [violation(self.rule, step, projections, detail, sequence)]
+            place = places.get(key)
+            if place is None:
+                places[key] = (chunk, parent, step.sequence)
+                if len(places) > MAX_KEYS:
+                    places.popitem(last=False)
+            elif place[0] != chunk or place[1] != parent:
+                prefix = "behind another prefix" if parent != place[1] else "behind the same chunk"
+                detail = f"key {key.hex()} names chunk {chunk}, {prefix}; it had named chunk {place[0]}"
+                return [violation(self.rule, step, projections, detail, place[2])]
             parent = key
         return None

@@ -7,8 +7,8 @@ from typing import ClassVar
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.checker import Violation, violation
+from kvledger.lifecycle.audit.indices import Indices
 from kvledger.lifecycle.belief import Projections
-from kvledger.lifecycle.configuration import LedgerConfiguration
 from kvledger.lifecycle.projections.host_slots import NO_SLOT
 from kvledger.lifecycle.projections.transfers import Job, JobKind
 from kvledger.lifecycle.replay import Check, ReplayedEvent
@@ -40,7 +40,7 @@ class LoadXorStores:
             if job.kind is JobKind.LOAD and is_held:
                 self._take_up(0, job)
 
-    def checks(self, _configuration: LedgerConfiguration) -> Iterable[tuple[type[e.Event], Check]]:
+    def checks(self, _indices: Indices) -> Iterable[tuple[type[e.Event], Check]]:
         """By class of event."""
         return [
             (e.LoadIssued, self._issued),

@@ -8,9 +8,9 @@ from typing import ClassVar
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.checker import Violation, violation
 from kvledger.lifecycle.audit.committed_chunks import CommittedChunks
+from kvledger.lifecycle.audit.indices import Indices
 from kvledger.lifecycle.audit.saved_tails import SavedTails
 from kvledger.lifecycle.belief import Projections
-from kvledger.lifecycle.configuration import LedgerConfiguration
 from kvledger.lifecycle.projections.host_slots import NO_SLOT
 from kvledger.lifecycle.replay import Check, ReplayedEvent
 
@@ -31,14 +31,10 @@ class LoadableAfterCommit:
         self._committed = CommittedChunks()
         self._tails = SavedTails()
 
-    def begin(self, projections: Projections) -> None:
-        """Take over what is committed."""
-        self._committed.begin(projections)
-        self._tails.begin(projections)
-
-    def checks(self, _configuration: LedgerConfiguration) -> Iterable[tuple[type[e.Event], Check]]:
+    def checks(self, indices: Indices) -> Iterable[tuple[type[e.Event], Check]]:
         """By class of event."""
-        return [*self._committed.folds(), *self._tails.folds(), (e.LoadIssued, self._check_load)]
+        self._committed, self._tails = indices.committed, indices.tails
+        return [(e.LoadIssued, self._check_load)]
 
     def _check_load(self, event: e.LoadIssued, step: ReplayedEvent, projections: Projections) -> Iterator[Violation]:
         chunk_size = projections.configuration.chunk_size

@@ -9,9 +9,9 @@ import msgspec
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.checker import Violation, violation
+from kvledger.lifecycle.audit.indices import Indices
 from kvledger.lifecycle.audit.saved_tails import SavedTails
 from kvledger.lifecycle.belief import Projections
-from kvledger.lifecycle.configuration import LedgerConfiguration
 from kvledger.lifecycle.replay import Check, ReplayedEvent
 
 
@@ -48,14 +48,10 @@ class LookupPure:
         self._tails = SavedTails()
         self._answered: dict[str, tuple[int, _Circumstances, tuple[int, int]]] = {}
 
-    def begin(self, projections: Projections) -> None:
-        """Take over the tails."""
-        self._tails.begin(projections)
-
-    def checks(self, _configuration: LedgerConfiguration) -> Iterable[tuple[type[e.Event], Check]]:
+    def checks(self, indices: Indices) -> Iterable[tuple[type[e.Event], Check]]:
         """By class of event."""
+        self._tails = indices.tails
         return [
-            *self._tails.folds(),
             (e.LookupRequested, self._requested),
             (e.LookupAnswered, self._check_question),
             (e.LookupAnswered, self._check_answer),

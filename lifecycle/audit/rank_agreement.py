@@ -9,8 +9,8 @@ import msgspec
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.checker import Violation, violation
+from kvledger.lifecycle.audit.indices import Indices
 from kvledger.lifecycle.belief import Projections
-from kvledger.lifecycle.configuration import LedgerConfiguration
 from kvledger.lifecycle.replay import Check, ReplayedEvent
 
 _NO_RANKS: frozenset[int] = frozenset()
@@ -43,9 +43,9 @@ class RankAgreement:
         for job in projections.transfers:
             self._in_flight[job.job_id] = _Told(0, job.ranks_done, job.ranks_failed)
 
-    def checks(self, configuration: LedgerConfiguration) -> Iterable[tuple[type[e.Event], Check]]:
+    def checks(self, indices: Indices) -> Iterable[tuple[type[e.Event], Check]]:
         """By class of event."""
-        self._every_rank = frozenset(range(configuration.num_ranks))
+        self._every_rank = frozenset(range(indices.configuration.num_ranks))
         return [
             (e.LoadIssued, self._issued),
             (e.SaveIssued, self._issued),

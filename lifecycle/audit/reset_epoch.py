@@ -8,10 +8,10 @@ from typing import ClassVar
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.checker import Violation, violation
 from kvledger.lifecycle.audit.committed_chunks import CommittedChunks
+from kvledger.lifecycle.audit.indices import Indices
 from kvledger.lifecycle.audit.saved_tails import SavedTails
 from kvledger.lifecycle.belief import Projections
-from kvledger.lifecycle.configuration import LedgerConfiguration
-from kvledger.lifecycle.projections.transfers import Job, JobKind
+from kvledger.lifecycle.projections.transfers import Job
 from kvledger.lifecycle.replay import Check, ReplayedEvent
 from kvledger.lifecycle.states import RequestState
 
@@ -31,23 +31,15 @@ class ResetEpoch:
         self._reset_at = 0
         self._committed = CommittedChunks()
         self._tails = SavedTails()
-        self._saves: dict[int, tuple[Job, int]] = {}
         self._stale: set[str] = set()
         """Requests that have held blocks since before the last reset, or lost them since."""
         self._seen: dict[str, tuple[int, int]] = {}
         """Request id -> (removals counted by the chunk index then, chunks found good): spares the polls."""
 
-    def begin(self, projections: Projections) -> None:
-        """Know the saves in flight; of resets before, nothing is known."""
-        for job in projections.transfers:
-            if job.kind is JobKind.SAVE and projections.transfers.is_current(job):
-                self._saves[job.job_id] = (job, self._committed.epoch)
-
-    def checks(self, _configuration: LedgerConfiguration) -> Iterable[tuple[type[e.Event], Check]]:
+    def checks(self, indices: Indices) -> Iterable[tuple[type[e.Event], Check]]:
         """By class of event."""
-        indices = [*self._committed.folds(), *self._tails.folds()]
+        self._committed, self._tails = indices.committed, indices.tails
         return [
-            *((event_class, self._since_reset(fold)) for event_class, fold in indices),
             (e.LookupAnswered, self._answered),
             (e.SaveIssued, self._issued),
             (e.TailSaveIssued, self._issued),
@@ -64,15 +56,6 @@ class ResetEpoch:
             (e.TokensRolledBack, self._rolled_back),
         ]
 
-    def _since_reset(self, fold: Check) -> Check:
-        """Until the first reset nothing can be stale, and nothing needs to be folded."""
-
-        def check(event: e.Event, step: ReplayedEvent, projections: Projections) -> None:
-            if self._reset_at or isinstance(event, e.CacheReset):
-                fold(event, step, projections)
-
-        return check
-
     def _answered(
         self, event: e.LookupAnswered, step: ReplayedEvent, projections: Projections
     ) -> Iterator[Violation] | None:
@@ -83,8 +66,6 @@ class ResetEpoch:
     def _issued(
         self, event: e.SaveIssued | e.TailSaveIssued, step: ReplayedEvent, projections: Projections
     ) -> list[Violation] | None:
-        if step.job is not None:
-            self._saves[event.job_id] = (step.job, self._committed.epoch)
         if event.request_id not in self._stale:
             return None
         detail = f"save {event.job_id} copies what was computed on top of KV from before the reset"
@@ -102,10 +83,10 @@ class ResetEpoch:
             self._stale.discard(event.request_id)
 
     def _settled(
-        self, event: e.SaveCompleted | e.SaveFailed, step: ReplayedEvent, projections: Projections
+        self, _event: e.SaveCompleted | e.SaveFailed, step: ReplayedEvent, projections: Projections
     ) -> Iterator[Violation] | None:
-        job, epoch = self._saves.pop(event.job_id, (None, 0))
-        if job is None or epoch == self._committed.epoch:
+        job = step.job
+        if job is None or job.epoch == self._committed.epoch:
             return None
         return self._check_late_save(job, step, projections)
 

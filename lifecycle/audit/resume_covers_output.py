@@ -7,8 +7,8 @@ from typing import ClassVar
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.checker import Violation, violation
+from kvledger.lifecycle.audit.indices import Indices
 from kvledger.lifecycle.belief import Projections
-from kvledger.lifecycle.configuration import LedgerConfiguration
 from kvledger.lifecycle.replay import Check, ReplayedEvent
 
 
@@ -25,7 +25,7 @@ class ResumeCoversOutput:
         self._known: dict[str, tuple[int, int]] = {}
         """Request id -> (tokens known at its last preemption, sequence)."""
 
-    def checks(self, _configuration: LedgerConfiguration) -> Iterable[tuple[type[e.Event], Check]]:
+    def checks(self, _indices: Indices) -> Iterable[tuple[type[e.Event], Check]]:
         """By class of event."""
         return [
             (e.LookupRequested, self._requested),

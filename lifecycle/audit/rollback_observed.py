@@ -9,8 +9,8 @@ import attrs
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.checker import Violation, violation
+from kvledger.lifecycle.audit.indices import Indices
 from kvledger.lifecycle.belief import Projections
-from kvledger.lifecycle.configuration import LedgerConfiguration
 from kvledger.lifecycle.replay import Check, ReplayedEvent
 
 
@@ -37,7 +37,7 @@ class RollbackObserved:
         self._failed_report = 0
         """Sequence of the last report of a failure."""
 
-    def checks(self, _configuration: LedgerConfiguration) -> Iterable[tuple[type[e.Event], Check]]:
+    def checks(self, _indices: Indices) -> Iterable[tuple[type[e.Event], Check]]:
         """By class of event."""
         return [
             (e.StepScheduled, self._step_scheduled),

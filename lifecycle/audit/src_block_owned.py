@@ -7,12 +7,12 @@ from typing import ClassVar
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.checker import Violation, violation
+from kvledger.lifecycle.audit.indices import Indices
 from kvledger.lifecycle.belief import Projections
-from kvledger.lifecycle.configuration import LedgerConfiguration
 from kvledger.lifecycle.projections.host_slots import NO_SLOT
 from kvledger.lifecycle.replay import Check, ReplayedEvent
 from kvledger.lifecycle.states import RequestState
-from kvledger.lifecycle.windows import NULL_BLOCK
+from kvledger.lifecycle.windows import NULL_BLOCK, blocks_at
 
 
 class SrcBlockOwned:
@@ -26,7 +26,7 @@ class SrcBlockOwned:
 
     rule: ClassVar[str] = "SRC_BLOCK_OWNED"
 
-    def checks(self, _configuration: LedgerConfiguration) -> Iterable[tuple[type[e.Event], Check]]:
+    def checks(self, _indices: Indices) -> Iterable[tuple[type[e.Event], Check]]:
         """By class of event."""
         return [
             (e.SaveIssued, self._save_issued),
@@ -39,7 +39,7 @@ class SrcBlockOwned:
         table = projections.blocks.held(event.request_id)
         if len(table) and len(event.slots) == len(event.block_ids) and NO_SLOT not in event.slots:
             pages = projections.geometry.pages_of(event.chunks)
-            if pages and pages[-1] < len(table) and event.block_ids == tuple([table[page] for page in pages]):
+            if pages and pages[-1] < len(table) and event.block_ids == blocks_at(pages, table):
                 return None
         return self._check(event, step, projections)
 

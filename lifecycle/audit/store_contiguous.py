@@ -9,8 +9,8 @@ import attrs
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.checker import Violation, violation
+from kvledger.lifecycle.audit.indices import Indices
 from kvledger.lifecycle.belief import Projections
-from kvledger.lifecycle.configuration import LedgerConfiguration
 from kvledger.lifecycle.replay import Check, ReplayedEvent
 
 
@@ -38,7 +38,8 @@ class StoreContiguous:
     """Before a chunk of a request is saved, each chunk before it was in the pool, being saved, or declined.
 
     Verifies: this for every save, over a request's life; a chunk counts as there if it was when its tokens were told to
-    be settled, lost or final, or is there when the later one is saved.
+    be settled, lost or final, or is there when the later one is saved, and as declined where a reset or a quarantine
+    kept it from being saved.
     Does not verify: that what has settled is saved at all, which is the state handlers' business; what became of a
     chunk since it was there.
     """
@@ -47,8 +48,8 @@ class StoreContiguous:
 
     def __init__(self) -> None:
         self._lives: dict[str, _Accounted] = {}
-        self._missing: list[tuple[str, int]] = []
-        """(request id, chunk) that were not there when they were told of; another request may save them just then."""
+        self._told: dict[str, tuple[int, int]] = {}
+        """Request id -> (first, end) of chunks that the last observation told of, until what they became is known."""
 
     def begin(self, projections: Projections) -> None:
         """Nothing tells what became of the chunks known by now: all count as told of."""
@@ -56,11 +57,12 @@ class StoreContiguous:
             num_chunks = len(projections.chunk_keys.of(record.request_id))
             self._lives[record.request_id] = _Accounted(num_chunks, end_chunk=num_chunks)
 
-    def checks(self, _configuration: LedgerConfiguration) -> Iterable[tuple[type[e.Event], Check]]:
+    def checks(self, _indices: Indices) -> Iterable[tuple[type[e.Event], Check]]:
         """By class of event."""
         return [
             (e.StepScheduled, self._step_scheduled),
             (e.SaveIssued, self._save_issued),
+            (e.ChunkEvicted, self._evicted),
             (e.SaveDeclined, self._declined),
             (e.RequestPreempted, self._stopped),
             (e.RequestFinished, self._stopped),
@@ -72,26 +74,35 @@ class StoreContiguous:
         ]
 
     def _step_scheduled(self, event: e.StepScheduled, _step: ReplayedEvent, projections: Projections) -> None:
-        if self._missing:
-            self._look_again(projections)
+        if self._told:
+            self._look(projections)
         for ordinal, first_chunk, num_settled_tokens in event.settled:
             record = projections.tracker.by_ordinal(ordinal)
             if record is not None:
-                self._settle(record.request_id, first_chunk, num_settled_tokens, projections)
+                is_doubtful = record.quarantined or record.stale_generation == record.generation
+                self._settle(record.request_id, first_chunk, num_settled_tokens, projections, is_doubtful=is_doubtful)
 
     def _stopped(
-        self, event: e.RequestPreempted | e.RequestFinished, _step: ReplayedEvent, projections: Projections
+        self, event: e.RequestPreempted | e.RequestFinished, step: ReplayedEvent, projections: Projections
     ) -> None:
-        if self._missing:
-            self._look_again(projections)
-        self._settle(event.request_id, 0, event.num_settled_tokens, projections)
+        if self._told:
+            self._look(projections)
+        record = step.record
+        if record is not None:
+            generation = record.generation - isinstance(event, e.RequestPreempted)
+            is_doubtful = record.quarantined or record.stale_generation == generation
+            self._settle(event.request_id, 0, event.num_settled_tokens, projections, is_doubtful=is_doubtful)
 
     def _reported(self, _event: e.TransferReported, _step: ReplayedEvent, projections: Projections) -> None:
-        if self._missing:
-            self._look_again(projections)
+        if self._told:
+            self._look(projections)
 
     def _reset(self, _event: e.CacheReset, _step: ReplayedEvent, projections: Projections) -> None:
-        self._look_again(projections, is_reset=True)
+        self._look(projections, is_reset=True)
+
+    def _evicted(self, event: e.ChunkEvicted, _step: ReplayedEvent, projections: Projections) -> None:
+        # Who was passed over because it was there still counts as that.
+        self._look(projections, keeps_told=True, evicted=event.key)
 
     def _declined(self, event: e.SaveDeclined, _step: ReplayedEvent, _projections: Projections) -> None:
         life = self._lives.setdefault(event.request_id, _Accounted())
@@ -112,22 +123,39 @@ class StoreContiguous:
                 return None
         return self._check_save(event, step, projections)
 
-    def _settle(self, request_id: str, first_chunk: int, num_settled_tokens: int, projections: Projections) -> None:
+    def _settle(
+        self,
+        request_id: str,
+        first_chunk: int,
+        num_settled_tokens: int,
+        projections: Projections,
+        *,
+        is_doubtful: bool,
+    ) -> None:
         life = self._lives.setdefault(request_id, _Accounted())
-        keys = projections.chunk_keys.of(request_id)
-        life.end_chunk = min(num_settled_tokens // projections.configuration.chunk_size, len(keys))
-        for chunk in range(max(first_chunk, life.num_chunks), life.end_chunk):
-            if _is_there(keys[chunk], projections):
+        num_keys = len(projections.chunk_keys.of(request_id))
+        life.end_chunk = min(num_settled_tokens // projections.configuration.chunk_size, num_keys)
+        if is_doubtful:  # from before a reset, or quarantined: the log says why nothing of it is saved
+            for chunk in range(max(first_chunk, life.num_chunks), life.end_chunk):
                 life.add(chunk)
-            else:
-                self._missing.append((request_id, chunk))
+        elif life.end_chunk > life.num_chunks:
+            self._told[request_id] = (first_chunk, life.end_chunk)
 
-    def _look_again(self, projections: Projections, *, is_reset: bool = False) -> None:
-        missing, self._missing = self._missing, []
-        for request_id, chunk in missing:
-            life, keys = self._lives.get(request_id), projections.chunk_keys.of(request_id)
-            if life is not None and (is_reset or (chunk < len(keys) and _is_there(keys[chunk], projections))):
-                life.add(chunk)
+    def _look(
+        self, projections: Projections, *, is_reset: bool = False, keeps_told: bool = False, evicted: bytes = b""
+    ) -> None:
+        """Account for the chunks that are there, and no more are told of."""
+        told = self._told
+        if not keeps_told:
+            self._told = {}
+        for request_id, (first_chunk, end_chunk) in told.items():
+            life = self._lives.get(request_id)
+            if life is None or life.num_chunks >= end_chunk:
+                continue
+            keys = projections.chunk_keys.of(request_id)
+            for chunk in range(max(first_chunk, life.num_chunks), min(end_chunk, len(keys))):
+                if is_reset or keys[chunk] == evicted or _is_there(keys[chunk], projections):
+                    life.add(chunk)
 
     def _cut(self, event: e.ChunkKeysObserved, _step: ReplayedEvent, _projections: Projections) -> None:
         life, first_chunk = self._lives.get(event.request_id), event.first_chunk

@@ -7,8 +7,8 @@ from typing import ClassVar
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.checker import Violation, violation
+from kvledger.lifecycle.audit.indices import Indices
 from kvledger.lifecycle.belief import Projections
-from kvledger.lifecycle.configuration import LedgerConfiguration
 from kvledger.lifecycle.replay import Check, ReplayedEvent
 from kvledger.lifecycle.windows import NULL_BLOCK
 
@@ -28,7 +28,7 @@ class TableEq:
         self._allocated: dict[int, int] = {}
         """Ordinal -> sequence of an allocation since the last step."""
 
-    def checks(self, _configuration: LedgerConfiguration) -> Iterable[tuple[type[e.Event], Check]]:
+    def checks(self, _indices: Indices) -> Iterable[tuple[type[e.Event], Check]]:
         """By class of event."""
         return [
             (e.StepScheduled, self._step_scheduled),

@@ -7,8 +7,8 @@ from typing import ClassVar
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.checker import Violation, violation
+from kvledger.lifecycle.audit.indices import Indices
 from kvledger.lifecycle.belief import Projections
-from kvledger.lifecycle.configuration import LedgerConfiguration
 from kvledger.lifecycle.replay import Check, ReplayedEvent
 
 
@@ -29,7 +29,7 @@ class TokenConservation:
         self._admissions: dict[str, tuple[int, int, int]] = {}
         """Request id -> (sequence of the allocation, local tokens, external tokens), until a step starts from it."""
 
-    def checks(self, _configuration: LedgerConfiguration) -> Iterable[tuple[type[e.Event], Check]]:
+    def checks(self, _indices: Indices) -> Iterable[tuple[type[e.Event], Check]]:
         """By class of event."""
         return [
             (e.StepScheduled, self._step_scheduled),

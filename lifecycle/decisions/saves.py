@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import msgspec
+
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.belief import Projections
 from kvledger.lifecycle.decisions import Decisions
@@ -16,26 +18,30 @@ from kvledger.lifecycle.decisions.reports import ask_after
 from kvledger.lifecycle.projections.host_slots import NO_SLOT
 from kvledger.lifecycle.projections.tracker import RequestRecord
 from kvledger.lifecycle.rules import Rule
-from kvledger.lifecycle.windows import NULL_BLOCK
+from kvledger.lifecycle.windows import NULL_BLOCK, blocks_at
+
+_NOTHING: Decisions = iter(())
 
 
 def save_settled(
     record: RequestRecord, first_chunk: int, num_settled_tokens: int, projections: Projections, cause: int
 ) -> Decisions:
     """Save the chunks from `first_chunk` on that are settled, from the blocks the request holds."""
-    if not projections.transfers.is_loading(record.ordinal):
-        block_ids = projections.blocks.held(record.request_id)
-        plan = _Plan(
-            record,
-            record.generation,
-            block_ids,
-            projections,
-            cause,
-            before_forward=False,
-            is_async=_is_async(projections),
-            left_since=projections.blocks.left_since(record.request_id),
-        )
-        yield from plan.save(first_chunk, num_settled_tokens)
+    if projections.transfers.is_loading(record.ordinal):
+        return _NOTHING
+    blocks, request_id = projections.blocks, record.request_id
+    forget = projections.geometry.windows.forget
+    plan = _Plan(
+        record,
+        record.generation,
+        blocks.held(request_id),
+        projections,
+        cause,
+        before_forward=False,
+        is_async=projections.configuration.async_saves and not forget,
+        left_since=blocks.left_since(request_id) if forget else None,
+    )
+    return plan.save(first_chunk, num_settled_tokens)
 
 
 def save_on_preemption(
@@ -114,75 +120,74 @@ def _plan_from_lost(
     )
 
 
-class _Plan:
+class _Plan(msgspec.Struct):
     """One save of one request."""
 
-    def __init__(
-        self,
-        record: RequestRecord,
-        generation: int,
-        block_ids: Sequence[int],
-        projections: Projections,
-        cause: int,
-        *,
-        before_forward: bool,
-        is_async: bool,
-        left_since: int | None = None,
-    ) -> None:
-        self._record = record
-        self._generation = generation
-        self._block_ids = block_ids
-        self._projections = projections
-        self._chunks = projections.chunks
-        self._geometry = projections.geometry
-        self._cause = cause
-        self._before_forward = before_forward
-        self._is_async = is_async
-        self._left_since = left_since
+    record: RequestRecord
+    generation: int
+    block_ids: Sequence[int]
+    projections: Projections
+    cause: int
+    before_forward: bool
+    is_async: bool
+    left_since: int | None = None
 
     @property
     def _is_doubtful(self) -> bool:
-        return self._record.quarantined or self._generation == self._record.stale_generation
+        return self.record.quarantined or self.generation == self.record.stale_generation
 
     def save(self, first_chunk: int, num_settled_tokens: int) -> Decisions:
         """Evict what is needed, issue one job, decline what does not fit."""
         if self._is_doubtful:
             return
-        keys = self._projections.chunk_keys.of(self._record.request_id)
-        end_chunk = min(num_settled_tokens // self._geometry.chunk_size, len(keys))
-        if self._geometry.windows.forget:
+        projections = self.projections
+        geometry, chunks = projections.geometry, projections.chunks
+        keys = projections.chunk_keys.of(self.record.request_id)
+        end_chunk = min(num_settled_tokens // geometry.chunk_size, len(keys))
+        if geometry.windows.forget:
             reach = self._reach(num_settled_tokens, end_chunk)
             wanted = self._missing(keys, first_chunk, end_chunk, reach)
             if wanted:
                 yield from self._save_as_fits(wanted, keys[:end_chunk], reach)
             return
-        unsaved = self._chunks.unsaved(keys, first_chunk, end_chunk)
+        unsaved = chunks.unsaved(keys, first_chunk, end_chunk)
         if not unsaved:
             return
-        pages_of_all = self._geometry.pages_of(unsaved)
-        if pages_of_all[-1] < len(self._block_ids) and self._chunks.slots.num_free >= len(pages_of_all):
-            yield self._whole(tuple(unsaved), pages_of_all)
+        pages = geometry.pages_of(unsaved)
+        if pages[-1] < len(self.block_ids) and chunks.slots.num_free >= len(pages):
+            yield e.SaveIssued(
+                self.record.request_id,
+                self.generation,
+                projections.transfers.next_job_id,
+                tuple(unsaved),
+                chunks.slots.candidates(len(pages)),
+                blocks_at(pages, self.block_ids),
+                self.before_forward,
+                self.is_async,
+                self.cause,
+            )
             return
-        wanted = [(chunk, self._geometry.pages_of((chunk,))) for chunk in unsaved]
-        yield from self._save_as_fits(wanted, keys[:end_chunk], None)
+        yield from self._save_as_fits(
+            [(chunk, geometry.pages_of((chunk,))) for chunk in unsaved], keys[:end_chunk], None
+        )
 
     def _save_as_fits(
-        self, wanted: Sequence[tuple[int, tuple[int, ...]]], own_keys: Sequence[bytes], reach: Reach | None
+        self, wanted: Sequence[tuple[int, Sequence[int]]], own_keys: Sequence[bytes], reach: Reach | None
     ) -> Decisions:
         last_chunk, last_pages = wanted[-1]
-        if last_pages[-1] >= len(self._block_ids):
-            detail = f"chunk {last_chunk} is settled, but the table has only {len(self._block_ids)} blocks"
-            request_id = self._record.request_id
-            yield e.InvariantViolated(Rule.TABLE_EQ.value, request_id, detail, self._cause)
-            yield e.RequestQuarantined(request_id=request_id, reason=Rule.TABLE_EQ.value, cause=self._cause)
+        if last_pages[-1] >= len(self.block_ids):
+            detail = f"chunk {last_chunk} is settled, but the table has only {len(self.block_ids)} blocks"
+            request_id = self.record.request_id
+            yield e.InvariantViolated(Rule.TABLE_EQ.value, request_id, detail, self.cause)
+            yield e.RequestQuarantined(request_id=request_id, reason=Rule.TABLE_EQ.value, cause=self.cause)
             return
         chunks: list[int] = []
         affordable: dict[int, None] = {}
         for chunk, pages in wanted:
             num_pages = len(affordable) + sum([page not in affordable for page in pages])
-            if self._chunks.slots.num_free < num_pages:
+            if self.projections.chunks.slots.num_free < num_pages:
                 yield from self._make_room(num_pages, own_keys)
-            if self._chunks.slots.num_free < num_pages:
+            if self.projections.chunks.slots.num_free < num_pages:
                 break
             chunks.append(chunk)
             affordable.update(dict.fromkeys(pages))
@@ -191,113 +196,102 @@ class _Plan:
         if len(chunks) < len(wanted):
             yield self._declined(wanted[len(chunks)][0], len(wanted) - len(chunks))
 
-    def _whole(self, chunks: tuple[int, ...], pages: Sequence[int]) -> e.SaveIssued:
-        """The job of chunks that are saved with all their pages, for which there is room."""
-        return e.SaveIssued(
-            self._record.request_id,
-            self._generation,
-            self._projections.transfers.next_job_id,
-            chunks,
-            self._chunks.slots.candidates(len(pages)),
-            tuple([self._block_ids[page] for page in pages]),
-            self._before_forward,
-            self._is_async,
-            self._cause,
-        )
-
     def _reach(self, num_settled_tokens: int, end_chunk: int = 0) -> Reach:
-        junction = self._projections.lookups.junction(self._record.request_id)
-        boundaries = (end_chunk * self._geometry.chunk_size, min(junction, num_settled_tokens))
-        return Reach(self._geometry.windows, num_settled_tokens, self._left_since, boundaries)
+        junction = self.projections.lookups.junction(self.record.request_id)
+        boundaries = (end_chunk * self.projections.geometry.chunk_size, min(junction, num_settled_tokens))
+        return Reach(self.projections.geometry.windows, num_settled_tokens, self.left_since, boundaries)
 
     def _missing(
         self, keys: Sequence[bytes], first_chunk: int, end_chunk: int, reach: Reach
-    ) -> list[tuple[int, tuple[int, ...]]]:
+    ) -> list[tuple[int, Sequence[int]]]:
         return [
             (chunk, pages)
             for chunk in range(first_chunk, end_chunk)
-            if not self._chunks.is_saving(keys[chunk]) and (pages := self._missing_pages(chunk, keys[chunk], reach))
+            if not self.projections.chunks.is_saving(keys[chunk])
+            and (pages := self._missing_pages(chunk, keys[chunk], reach))
         ]
 
-    def _missing_pages(self, chunk: int, key: bytes, reach: Reach) -> tuple[int, ...]:
+    def _missing_pages(self, chunk: int, key: bytes, reach: Reach) -> Sequence[int]:
         """The pages of a chunk that are not stored and can be, ascending.
 
         Of a chunk that is stored these are pages of groups with a window: whoever saved it did not see them any more.
         """
-        stored = self._chunks.get(key)
+        stored = self.projections.chunks.get(key)
         if stored is not None and NO_SLOT not in stored:
             return ()
-        pages = self._geometry.pages_of((chunk,))
+        pages = self.projections.geometry.pages_of((chunk,))
         slots = stored or (NO_SLOT,) * len(pages)
         return tuple(
             page
             for page, slot in zip(pages, slots, strict=True)
-            if slot == NO_SLOT and reach.keeps(page, self._block_ids)
+            if slot == NO_SLOT and reach.keeps(page, self.block_ids)
         )
 
     def save_tail(self, num_settled_tokens: int) -> Decisions:
         """Save the tokens behind the last whole chunk, where everything before them is saved or being saved."""
-        end_chunk = self._geometry.num_chunks_in(num_settled_tokens)
-        first_token = end_chunk * self._geometry.chunk_size
-        keys = self._projections.chunk_keys.of(self._record.request_id)[:end_chunk]
+        end_chunk = self.projections.geometry.num_chunks_in(num_settled_tokens)
+        first_token = end_chunk * self.projections.geometry.chunk_size
+        keys = self.projections.chunk_keys.of(self.record.request_id)[:end_chunk]
         if self._is_doubtful or first_token == num_settled_tokens or len(keys) < end_chunk:
             return
-        if not all(self._chunks.get(key) is not None or self._chunks.is_saving(key) for key in keys):
+        if not all(
+            self.projections.chunks.get(key) is not None or self.projections.chunks.is_saving(key) for key in keys
+        ):
             return
-        pages = self._geometry.pages_spanning(first_token, num_settled_tokens - first_token)
-        if pages.stop > len(self._block_ids):
+        pages = self.projections.geometry.pages_spanning(first_token, num_settled_tokens - first_token)
+        if pages.stop > len(self.block_ids):
             return
         reach = self._reach(num_settled_tokens)
-        kept = dict.fromkeys(page for page in pages if reach.keeps(page, self._block_ids))
+        kept = dict.fromkeys(page for page in pages if reach.keeps(page, self.block_ids))
         yield from self._make_room(len(kept), keys)
-        if self._chunks.slots.num_free < len(kept):
+        if self.projections.chunks.slots.num_free < len(kept):
             yield self._declined(end_chunk, 1)
             return
         slots, block_ids = self._pairs(pages, kept)
         yield e.TailSaveIssued(
-            request_id=self._record.request_id,
-            generation=self._generation,
-            job_id=self._projections.transfers.next_job_id,
+            request_id=self.record.request_id,
+            generation=self.generation,
+            job_id=self.projections.transfers.next_job_id,
             first_token=first_token,
             num_tokens=num_settled_tokens - first_token,
             slots=slots,
             block_ids=block_ids,
-            cause=self._cause,
+            cause=self.cause,
         )
 
     def _pairs(self, pages: Sequence[int], kept: Mapping[int, None]) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Slots and blocks for pages, with `NO_SLOT` and `NULL_BLOCK` for those that are not to be copied."""
-        free = iter(self._chunks.slots.candidates(len(kept)))
+        free = iter(self.projections.chunks.slots.candidates(len(kept)))
         slots = tuple(next(free) if page in kept else NO_SLOT for page in pages)
-        return slots, tuple(self._block_ids[page] if page in kept else NULL_BLOCK for page in pages)
+        return slots, tuple(self.block_ids[page] if page in kept else NULL_BLOCK for page in pages)
 
     def _make_room(self, num_pages: int, own_keys: Sequence[bytes]) -> Decisions:
-        num_missing = num_pages - self._chunks.slots.num_free
+        num_missing = num_pages - self.projections.chunks.slots.num_free
         if num_missing > 0:
             # Its own beginning is worth more than its own end.
-            for victim in self._chunks.room_for(num_missing, spare=frozenset(own_keys)) or ():
-                yield e.ChunkEvicted(victim, self._record.request_id, self._cause)
+            for victim in self.projections.chunks.room_for(num_missing, spare=frozenset(own_keys)) or ():
+                yield e.ChunkEvicted(victim, self.record.request_id, self.cause)
 
     def _job(self, chunks: tuple[int, ...], kept: Mapping[int, None], reach: Reach | None) -> e.SaveIssued:
-        slots, block_ids = self._pairs(self._geometry.pages_of(chunks), kept)
+        slots, block_ids = self._pairs(self.projections.geometry.pages_of(chunks), kept)
         return e.SaveIssued(
-            request_id=self._record.request_id,
-            generation=self._generation,
-            job_id=self._projections.transfers.next_job_id,
+            request_id=self.record.request_id,
+            generation=self.generation,
+            job_id=self.projections.transfers.next_job_id,
             chunks=chunks,
             slots=slots,
             block_ids=block_ids,
-            before_forward=self._before_forward or (reach is not None and any(map(reach.has_left, kept))),
-            is_async=self._is_async,
-            cause=self._cause,
+            before_forward=self.before_forward or (reach is not None and any(map(reach.has_left, kept))),
+            is_async=self.is_async,
+            cause=self.cause,
         )
 
     def _declined(self, first_chunk: int, num_chunks: int) -> e.SaveDeclined:
         return e.SaveDeclined(
-            request_id=self._record.request_id,
-            generation=self._generation,
+            request_id=self.record.request_id,
+            generation=self.generation,
             first_chunk=first_chunk,
             num_chunks=num_chunks,
             reason="pool_full",
-            cause=self._cause,
+            cause=self.cause,
         )

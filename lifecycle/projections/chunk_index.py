@@ -49,8 +49,6 @@ class ChunkIndex:
         keep_for_preempted: bool = True,
     ) -> None:
         self._geometry = geometry
-        self._pages_per_chunk = geometry.chunk_size // geometry.block_size * len(geometry.window_sizes)
-        """Pages that a chunk fills; 0 where it ends inside a block."""
         self._chunk_keys = chunk_keys
         self._transfers = transfers
         self.slots = HostSlots(num_slots)
@@ -200,9 +198,13 @@ class ChunkIndex:
     def _renew(self, keys: Sequence[bytes]) -> None:
         # Deeper chunks count as older: without its beginning a prefix is worth nothing.
         by_age, make_youngest = self._by_age, self._by_age.move_to_end
-        for key in reversed(keys):
-            if key in by_age:
-                make_youngest(key)
+        try:
+            for _ in map(make_youngest, reversed(keys)):
+                pass
+        except KeyError:  # once more with those that are there; those that were moved come to stand as they shall
+            for key in reversed(keys):
+                if key in by_age:
+                    make_youngest(key)
 
     def _preempted(self, event: e.RequestPreempted, sequence: int) -> None:
         self._unpin(event, sequence)
@@ -277,7 +279,7 @@ class ChunkIndex:
 
     def _place_whole(self, job: Job) -> bool:
         """Place chunks that are whole blocks, each of them complete; False, and nothing, where some are not."""
-        num_chunks, num_pages = len(job.chunks), self._pages_per_chunk
+        num_chunks, num_pages = len(job.chunks), self._geometry.pages_per_chunk
         committed, slots = self._committed, job.slots
         if not num_pages or num_chunks != len(job.keys) or num_chunks * num_pages != len(slots) or NO_SLOT in slots:
             return False

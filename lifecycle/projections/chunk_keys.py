@@ -41,9 +41,11 @@ class ChunkKeys:
         return {request_id: [key.hex() for key in keys] for request_id, keys in self._keys.items()}
 
     def _observed(self, event: e.ChunkKeysObserved, _sequence: int) -> None:
-        if self._tracker.get(event.request_id) is None:
-            return
-        keys = self._keys.setdefault(event.request_id, [])
+        keys = self._keys.get(event.request_id)
+        if keys is None:
+            if self._tracker.get(event.request_id) is None:
+                return
+            keys = self._keys[event.request_id] = []
         if event.first_chunk <= len(keys):  # behind a gap, keys would come to stand for other chunks
             keys[event.first_chunk :] = event.keys
 

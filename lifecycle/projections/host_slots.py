@@ -34,6 +34,8 @@ class HostSlots:
     def candidates(self, count: int) -> tuple[int, ...]:
         """The slots that the next save would use, fewer where fewer are free. Takes nothing."""
         slots = self._free[: -count - 1 : -1]
+        if len(slots) == count:
+            return tuple(slots)
         missing = count - len(slots)
         slots.extend(range(self._num_touched, min(self._num_touched + missing, self.num_slots)))
         return tuple(slots)

@@ -56,6 +56,11 @@ class RequestTracker:
         self._table = table
         self._records: dict[str, RequestRecord] = {}
         self._by_ordinal: dict[int, RequestRecord] = {}
+        # Asked several times for every event: the dicts' own methods. So the dicts are changed, never replaced.
+        self.get: Callable[[str], RequestRecord | None] = self._records.get
+        """The record of a request that is not released, or None."""
+        self.by_ordinal: Callable[[int], RequestRecord | None] = self._by_ordinal.get
+        """The record of that life of a request, or None once it is released."""
         self.num_arrived = 0
         self.num_steps = 0
         self.time_ns = 0
@@ -65,14 +70,6 @@ class RequestTracker:
 
     def __iter__(self) -> Iterator[RequestRecord]:
         return iter(self._records.values())
-
-    def get(self, request_id: str) -> RequestRecord | None:
-        """The record of a request that is not released, or None."""
-        return self._records.get(request_id)
-
-    def by_ordinal(self, ordinal: int) -> RequestRecord | None:
-        """The record of that life of a request, or None once it is released."""
-        return self._by_ordinal.get(ordinal)
 
     def num_computed_tokens(self, record: RequestRecord) -> int:
         """Tokens computed or in flight after the last step."""

@@ -64,12 +64,18 @@ class Transfers:
     """Job id -> job, as long as a rank owes a report."""
 
     def __init__(self, tracker: RequestTracker, chunk_keys: ChunkKeys, geometry: Geometry, num_ranks: int = 1) -> None:
-        self._every_rank = frozenset(range(num_ranks))
+        self.all_ranks = tuple(range(num_ranks))
+        self._every_rank = frozenset(self.all_ranks)
         self._tracker = tracker
         self._chunk_keys = chunk_keys
         self._geometry = geometry
         self._jobs: dict[int, Job] = {}
         self._given_up: dict[int, Job] = {}
+        # Asked several times for every event: the dicts' own methods. So the dicts are changed, never replaced.
+        self.get: Callable[[int], Job | None] = self._jobs.get
+        """The job, or None once it is settled."""
+        self.given_up: Callable[[int], Job | None] = self._given_up.get
+        """A save that was given up without a report: until every rank reports, it may still write its slots."""
         self._of_ordinal: dict[int, set[int]] = {}
         self._loading: dict[int, int] = {}
         """Slot -> loads in flight that read it."""
@@ -81,14 +87,6 @@ class Transfers:
 
     def __iter__(self) -> Iterator[Job]:
         return iter(self._jobs.values())
-
-    def get(self, job_id: int) -> Job | None:
-        """The job, or None once it is settled."""
-        return self._jobs.get(job_id)
-
-    def given_up(self, job_id: int) -> Job | None:
-        """A save that was given up without a report: until every rank reports, it may still write its slots."""
-        return self._given_up.get(job_id)
 
     def is_reported(self, job: Job, event: e.TransferReported | None = None) -> bool:
         """Whether every rank has reported, counting `event` on top."""
@@ -188,20 +186,16 @@ class Transfers:
         for slot in event.slots:
             if slot != NO_SLOT:
                 loading[slot] = loading.get(slot, 0) + 1
-        self._start(event, JobKind.LOAD, tuple(range(first, last)), event.is_async)
+        self._start(event, JobKind.LOAD, tuple(range(first, last)))
 
     def _save_issued(self, event: e.SaveIssued, _sequence: int) -> None:
-        self._start(event, JobKind.SAVE, event.chunks, event.is_async)
+        self._start(event, JobKind.SAVE, event.chunks)
 
     def _tail_save_issued(self, event: e.TailSaveIssued, _sequence: int) -> None:
-        self._start(event, JobKind.SAVE, (), is_async=False)
+        self._start(event, JobKind.SAVE, ())
 
     def _start(
-        self,
-        event: e.LoadIssued | e.SaveIssued | e.TailSaveIssued,
-        kind: JobKind,
-        chunks: tuple[int, ...],
-        is_async: bool,  # noqa: FBT001 -- made for every job, and keywords cost
+        self, event: e.LoadIssued | e.SaveIssued | e.TailSaveIssued, kind: JobKind, chunks: tuple[int, ...]
     ) -> None:
         tracker, job_id = self._tracker, event.job_id
         record = tracker.get(event.request_id)
@@ -224,7 +218,7 @@ class Transfers:
             event.slots,
             event.block_ids,
             self.epoch,
-            is_async,
+            not isinstance(event, e.TailSaveIssued) and event.is_async,
             tracker.num_steps,
             tracker.time_ns,
         )

@@ -12,7 +12,7 @@ from kvledger.lifecycle.reasons.explain import Explainer
 from kvledger.lifecycle.reasons.life import Answer, Life
 from kvledger.lifecycle.reasons.lives import Lives
 from kvledger.lifecycle.reasons.reason import Reason
-from kvledger.lifecycle.reasons.spans import Span, joined, replaced
+from kvledger.lifecycle.reasons.spans import Span, joined, replaced, within
 from kvledger.lifecycle.reasons.story import Admission, Lookup
 from kvledger.lifecycle.reasons.sums import LoadFate, OfferFate, Sums
 
@@ -98,7 +98,7 @@ class Admissions:
         else:
             self._settle_answer(life, OfferFate.ASKED_AGAIN)
             self.give_up_undelivered(life)
-            life.is_computing, life.allocated_without_answer = False, 0
+            life.is_computing, life.allocated_without_answer, life.hook_failed = False, 0, 0
             spans = self._explainer.explain(event, sequence, life)
             if before is not None and _is_same(before.event, event) and _is_told_alike(before.spans, spans):
                 spans = before.spans  # what happened in between makes no difference
@@ -199,6 +199,22 @@ class Admissions:
         if life.story is not None:
             life.story.keep(life.story.admissions, admission)
         return admission
+
+    @staticmethod
+    def start_late(life: Life, admission: Admission, first_token: int) -> None:
+        """The first step starts behind what was admitted: somebody else had brought these tokens."""
+        covered = admission.num_retained + admission.num_taken_up
+        first_token = min(first_token, admission.num_tokens)
+        if first_token <= covered:
+            return
+        for span in within(admission.missed, covered, first_token):
+            life.sums.missed[span.reason] -= span.num_tokens
+        admission.num_elsewhere = first_token - covered
+        life.sums.num_elsewhere += admission.num_elsewhere
+        admission.missed = joined(
+            Span(max(span.first_token, first_token), span.end_token, span.reason, span.evidence, span.fact)
+            for span in admission.missed
+        )
 
     # --- loads -----------------------------------------------------------------------------------
 

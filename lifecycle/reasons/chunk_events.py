@@ -104,7 +104,7 @@ class ChunkEvents:
         self._history.reset(sequence)
         for life in self._lives:
             life.version += 1
-            if life.is_computing:
+            if life.is_computing or life.admission is not None:
                 life.reset = sequence
             if life.tail is not None:
                 life.tail.fact = ChunkFact(ChunkStatus.RESET, sequence, cause=sequence, earlier=life.tail.fact)

@@ -19,7 +19,6 @@ class Computing:
     def __init__(self, lives: Lives, admissions: Admissions) -> None:
         self._lives = lives
         self._admissions = admissions
-        self._hook_failed_for_all = 0
 
     def folds(self) -> Mapping[type[e.Event], Callable[..., None]]:
         """Event class -> fold."""
@@ -42,12 +41,14 @@ class Computing:
         if not life.is_computing:
             self._admissions.give_up_undelivered(life)
             if admission is None:
-                life.hook_failed = life.hook_failed or self._hook_failed_for_all
                 admission = self._admissions.admit_without_answer(life, sequence, first_token, num_tokens)
         if admission is not None and not admission.is_started:
             admission.is_started = True
-            life.reset, life.load_failed = 0, ()
+            life.load_failed = ()
+            if life.reset < admission.sequence:
+                life.reset = 0  # what is computed from here on is not stale
             _explain_early_start(admission, sequence, first_token)
+            self._admissions.start_late(life, admission, first_token)
         life.is_computing, life.allocated_without_answer = True, 0
         if life.num_preemptions:
             self._recompute(life, sequence, first_token, min(end_token, life.mark))
@@ -99,11 +100,12 @@ class Computing:
             admission.spans = spans
 
     def _hook_failed(self, event: e.HookFailed, sequence: int) -> None:
-        if not event.request_id:
-            self._hook_failed_for_all = sequence
+        if event.request_id:
+            life = self._lives.changed(event.request_id)
+            if life is not None:
+                life.hook_failed = sequence
             return
-        life = self._lives.changed(event.request_id)
-        if life is not None:
+        for life in self._lives:
             life.hook_failed = sequence
 
 

@@ -70,7 +70,7 @@ class Life:
     """The last `invariant.violated`."""
     preempted: int = 0
     reset: int = 0
-    """The reset that made its computed tokens stale; 0 once it was preempted and has come back."""
+    """The reset that came while it held blocks, so that nothing in them may be saved; 0 once it got others."""
     load_failed: tuple[int, ...] = ()
     """The last `load.failed` and its cause."""
     computed_end: int = 0

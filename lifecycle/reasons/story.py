@@ -47,6 +47,8 @@ class Admission:
     """Of the tokens left to compute; a failed load adds its own."""
     missed: tuple[Span, ...] = ()
     """The same as it was when blocks were given."""
+    num_elsewhere: int = 0
+    """There already when the first step began, and not by this connector's doing."""
     is_started: bool = False
     job_id: int = 0
 

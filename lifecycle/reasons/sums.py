@@ -50,6 +50,8 @@ class Sums:
     """Found in vLLM's own prefix cache."""
     num_taken_up: int = 0
     """To be loaded, as admissions tell."""
+    num_elsewhere: int = 0
+    """There already when the first step began: by another connector, or of a local prefix that was told as blocks."""
     missed: Counter[Reason] = attrs.field(factory=Counter)
     """Left to compute at admissions; what failed to load comes on top, see `misses`."""
     num_offered: int = 0
@@ -101,8 +103,9 @@ class Sums:
         Args:
             figures: the totals of the same events; without them only the sums themselves are compared.
         """
+        there = self.num_retained + self.num_taken_up + self.num_elsewhere
         balances = [
-            ("tokens needed", self.num_needed, self.num_retained + self.num_taken_up + self.missed.total()),
+            ("tokens needed", self.num_needed, there + self.missed.total()),
             ("tokens offered", self.num_offered, self.offered.total()),
             ("tokens to load", self.num_to_load, self.to_load.total()),
             ("tokens recomputed", self.num_recomputed, self.recomputed.total()),

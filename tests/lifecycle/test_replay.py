@@ -146,6 +146,17 @@ def test_an_additional_decision_is_reported_where_it_stands() -> None:
     assert "this code decides nothing" in str(first)
 
 
+def test_a_decision_that_follows_what_causes_none_is_reported() -> None:
+    """Keys that become known cause nothing, in no state; whatever the log decided upon them is foreign."""
+    driver, log = story()
+    events = [event for _, event in log]
+    index = next(i for i, event in enumerate(events) if isinstance(event, e.ChunkKeysObserved))
+    additional = e.RequestQuarantined("a", "somebody else's idea", index + 1)
+    events.insert(index + 1, additional)
+    (first, *_) = replayed(renumbered(events), driver).divergences
+    assert first == Divergence(index + 2, additional, None)
+
+
 def test_after_a_divergence_folding_goes_on_with_what_was_recorded() -> None:
     """The log is the truth; the state is that of the log."""
     driver, log = story()

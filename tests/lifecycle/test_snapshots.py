@@ -14,7 +14,7 @@ from kvledger.lifecycle.snapshots import STATE, SnapshotError, capture, restore,
 
 GEOMETRIES = [(8, 16), (16, 16), (32, 16)]
 _CONSTANTS = {
-    "tracker": {"_table", "_records", "_by_ordinal"},
+    "tracker": {"_table", "_records", "_by_ordinal", "get", "by_ordinal"},
     "chunks": {"_geometry", "_pages_per_chunk", "_max_departed", "_keep_for_preempted", "slots"},
     "slots": {"num_slots"},
     "transfers": {"_geometry", "_every_rank"},

@@ -19,9 +19,10 @@ from nats.errors import NoRespondersError
 from nats.js.errors import APIError, ServerError, ServiceUnavailableError
 
 from kvledger.storage.events.jetstream.errors import StreamError, StreamRefused, StreamUnavailable
+from kvledger.storage.events.jetstream.messages import SUBJECT_PREFIX
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Coroutine, Mapping
+    from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 
     from nats.js import JetStreamContext
 
@@ -49,6 +50,8 @@ class Connection:
     answer_within_s: float = ANSWER_WITHIN_S
     ended: asyncio.Event = attrs.field(factory=asyncio.Event)
     reason: StreamError | None = None
+    on_publish_denied: Callable[[str], None] | None = None
+    """Told that the server denies publishing to a log's subject: that concerns one log, and no other."""
 
     @property
     def jetstream(self) -> JetStreamContext:
@@ -136,7 +139,10 @@ async def connect(
 
     async def on_error(error: Exception) -> None:
         seen.append(error)
-        if "permissions violation" in str(error).lower():
+        text = str(error).lower()
+        if f'permissions violation for publish to "{SUBJECT_PREFIX}.' in text and connection.on_publish_denied:
+            connection.on_publish_denied(_text(error))
+        elif "permissions violation" in text:
             connection.reason = StreamRefused(f"{address}: {_text(error)}; docs/fleet.md lists what must be allowed")
             connection.ended.set()
 

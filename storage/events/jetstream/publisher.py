@@ -83,25 +83,32 @@ class Publisher:
         self._answers: dict[int, _Acknowledgement] = {}
         self._num_expected = 0
         self._batch = 0
+        self._subject = ""
+        self._denial = ""
         self._complete = asyncio.Event()
 
     async def open(self) -> None:
         """Listen for acknowledgements."""
         await self._connection.client.subscribe(f"{self._inbox}.*.*", cb=self._on_answer)
+        self._connection.on_publish_denied = self._on_denied
 
     async def publish(self, subject: str, pieces: Sequence[Piece], last_subject_sequence: int) -> BatchResult:
         """Publish pieces that follow each other and the message `last_subject_sequence` (0: the subject is empty).
 
         Raises:
             StreamUnavailable: the connection ended or the server is silent; look where the stream is.
-            StreamRefused: the server denies it.
 
         """
         self._batch += 1
-        self._answers = {}
+        self._subject, self._answers, self._denial = subject, {}, ""
         self._num_expected = len(pieces)
         self._complete.clear()
         await self._connection.unless_ended(self._send_and_wait(subject, pieces, last_subject_sequence))
+        if self._denial:
+            denial = StreamRefused(
+                f"{self._connection.address}: {self._denial}; docs/fleet.md lists what must be allowed"
+            )
+            return BatchResult(0, last_subject_sequence, problem=denial)
         return self._result(len(pieces), last_subject_sequence)
 
     async def _send_and_wait(self, subject: str, pieces: Sequence[Piece], last_subject_sequence: int) -> None:
@@ -124,6 +131,12 @@ class Publisher:
                 await asyncio.wait_for(self._complete.wait(), self._connection.answer_within_s)
             except TimeoutError:
                 continue  # As long as answers come in, wait on.
+
+    def _on_denied(self, text: str) -> None:
+        # There is one for each message of a batch, so the last ones come when another batch is under way.
+        if f'"{self._subject.lower()}"' in text.lower():
+            self._denial = text
+            self._complete.set()
 
     async def _on_answer(self, message: Msg) -> None:
         batch, index = message.subject.rsplit(".", 2)[1:]

@@ -44,8 +44,8 @@ class LogProgress:
 
     `num_frames` and `num_bytes` were shipped by this process; `last` is the last piece known to be in the stream.
     `problem` says why nothing more is shipped for now; `is_damaged`: because the log, or what the stream has of it, is
-    not sound; `is_skipped`: because it need not be shipped. `lost` has the sequences (first -> last) that were retired
-    before they were shipped.
+    not sound; `is_skipped`: because it need not be shipped; `is_refused`: because the server does not take it. `lost`
+    has the sequences (first -> last) that were retired before they were shipped.
     """
 
     directory: Path
@@ -57,6 +57,7 @@ class LogProgress:
     problem: str = ""
     is_damaged: bool = False
     is_skipped: bool = False
+    is_refused: bool = False
     lost: dict[int, int] = attrs.field(factory=dict)
     remarks: list[str] = attrs.field(factory=list)
     """Said once, newest last; whoever shows them takes them out."""
@@ -104,7 +105,7 @@ class Shipment:
 
         """
         progress = self.progress
-        progress.problem, progress.is_damaged, progress.is_skipped = "", False, False
+        progress.problem, progress.is_damaged, progress.is_skipped, progress.is_refused = "", False, False, False
         self._retry_at = float("inf")
         with self._troubles():
             self._tail = LogTail(progress.directory)
@@ -200,6 +201,7 @@ class Shipment:
             raise result.problem
         if result.problem is not None:
             self._stop(str(result.problem), is_damaged=False)
+            self.progress.is_refused = isinstance(result.problem, StreamRefused)
             return
         self._window = max(1, result.num_stored)
         self._num_fruitless = 0 if result.num_stored else self._num_fruitless + 1

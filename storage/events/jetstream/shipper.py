@@ -49,6 +49,11 @@ class ShippingReport:
         return any(log.is_damaged or log.lost for log in self.logs)
 
     @property
+    def is_refused(self) -> bool:
+        """Whether the server does not take a log: permissions, or a limit of the stream."""
+        return any(log.is_refused for log in self.logs)
+
+    @property
     def is_complete(self) -> bool:
         """Whether every log is in the stream up to its end."""
         return self.num_bytes_behind == 0 and not any(log.problem and not log.is_skipped for log in self.logs)

@@ -224,7 +224,7 @@ def test_a_request_that_waits_long_is_told_with_its_last_answers(run: Any, tools
     assert len([cause for cause in run("why", "--json", log, "a").objects("cause") if cause["what"] == "lookup"]) == 8
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(4))
 def test_an_index_tells_the_same_story(
     run: Any, tools: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
@@ -235,7 +235,8 @@ def test_an_index_tells_the_same_story(
     driver = walk.driver
     log = tools.write_log(tmp_path / "log", driver.observed, driver.configuration, segment_bytes=4_000)
     preempted = sorted({event.request_id for event in driver.all_of(e.RequestPreempted)})
-    asked = [(*json, log, request_id) for request_id in preempted[:6] for json in ((), ("--json",))]
+    arrived = sorted({event.request_id for event in driver.all_of(e.RequestArrived)})
+    asked = [(*json, log, request_id) for request_id in [*preempted[:5], *arrived[:5]] for json in ((), ("--json",))]
     read = [attrs.astuple(run("why", *arguments)) for arguments in asked]
     monkeypatch.setattr(index_module, "INDEX_FROM_BYTES", 0)
     indexed = [attrs.astuple(run("why", *arguments)) for arguments in asked]

@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import attrs
+import msgspec
 import pytest
 from lifecycle_driver import Driver
 from trace_importer import read_trace
 
 from kvledger.adapters.cli.exit_codes import ExitCode
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.codec import EventEncoder
+from kvledger.lifecycle.codec import EventEncoder, vocabulary_header
 
 FORMATS = ["--perfetto", "--html", "--csv"]
 
@@ -150,6 +151,30 @@ def test_a_log_in_which_nothing_happened_is_exported_too(
     assert (result.exit_code, result.err.count("\n")) == (0, 1)
     if form == "--perfetto":
         assert not read_trace(path).slices
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_events_of_a_newer_version_are_left_out_and_counted(
+    run: Any, tools: Any, story: Driver, tmp_path: Path, form: str
+) -> None:
+    """With --lenient; without it the log is refused and nothing is written."""
+    vocabulary = vocabulary_header()["vocabulary"]
+    assert isinstance(vocabulary, list)
+    newer = [*vocabulary, {"id": "request.priority_changed", "version": 1, "fields": ["request_id", "priority"]}]
+    store = tools.open_log(tmp_path / "log", story.configuration, {"vocabulary": newer})
+    unknown = msgspec.msgpack.encode([len(vocabulary), "chat-17-b6", 3])
+    for number, event in enumerate(story.observed):
+        encoded = EventEncoder().encode([event])
+        payload, count = (b"\x92" + encoded[1:] + unknown, 2) if number == 10 else (encoded, 1)
+        store.append(payload, count)
+    store.close()
+    path = tmp_path / "out"
+    assert run("export", tmp_path / "log", form, "-o", path).exit_code == 2
+    assert not path.exists()
+    result = run("export", tmp_path / "log", form, "-o", path, "--lenient")
+    assert result.exit_code == 0
+    assert "1 event of the kind request.priority_changed" in result.err
+    assert "chat-17-b6" in path.read_text()
 
 
 def test_a_log_that_is_still_written_is_exported_as_far_as_it_is(

@@ -286,6 +286,21 @@ def test_a_broken_rule_stands_on_top_with_the_events_that_prove_it(run: Any, too
     assert "lookup.answered request_id=chat-17-b6" in text
 
 
+def test_every_token_that_was_computed_has_its_reason_on_the_page(run: Any, log: Path, tmp_path: Path) -> None:
+    """The table of reasons for the log, and the chain of causes for one request, as `kvledger why` tells them."""
+    path = tmp_path / "page.html"
+    assert run("export", log, "--html", "-o", path).exit_code == 0
+    text = " ".join(" ".join(parsed(path).text).split())
+    assert "Why tokens were computed" in text
+    assert "110 tokens at 2 admissions = 0 from vLLM's prefix cache + 64 loaded + 46 left to compute" in text
+    assert run("export", log, "--html", "-o", path, "--force", "--request", REQUEST).exit_code == 0
+    page = " ".join(" ".join(parsed(path).text).split())
+    causes = run("why", log, REQUEST, "--json").objects("cause")
+    assert causes
+    for cause in causes:
+        assert " ".join(str(cause["text"]).split()) in page
+
+
 def test_a_page_about_one_request_shows_that_one_alone(run: Any, log: Path, page: Page, tmp_path: Path) -> None:
     """--request opens its life and draws its time."""
     path = tmp_path / "page.html"

@@ -14,7 +14,7 @@ from kvledger.lifecycle import events as e
 from kvledger.lifecycle.projections.chunk_index import ChunkIndex
 from kvledger.lifecycle.replay import SequencedEvent
 
-RULE = "EVICT_IDLE_ONLY"
+RULE = "HIT_PINNED"
 
 
 @pytest.fixture

@@ -166,6 +166,25 @@ def test_saved_chunks_are_reset_and_computed_ones_that_were_not_saved_are_stale(
     assert isinstance(event_at(driver, span_with(story, Reason.STALE).evidence[0]), e.CacheReset)
 
 
+def test_what_is_computed_on_a_load_that_a_reset_overtook_is_stale_too() -> None:
+    """The blocks were given before the reset, so nothing in them may be saved."""
+    driver = Driver(async_load_tokens=0)
+    preempted(driver)
+    driver.settle_all()
+    assert driver.lookup("a", 0, 49).is_async
+    driver.allocate("a", (4, 5, 6, 7), 32)
+    driver.reset()
+    driver.settle_all()
+    driver.allocate("a", (4, 5, 6, 7))
+    driver.keys("a", 4, keys_of("a", 6)[4:])
+    driver.step(("a", 32, 17, 49))
+    driver.preempt("a", 48)
+    come_back(driver, 49)
+    story = story_of(driver)
+    assert missed(story) == [(0, 32, Reason.RESET), (32, 48, Reason.STALE)]
+    assert len(story.admissions) == 3
+
+
 def test_after_a_way_back_an_old_reset_is_no_excuse_any_more() -> None:
     """What was computed since can be saved."""
     driver = Driver()
@@ -275,6 +294,34 @@ def test_taken_up_without_an_offer_is_not_delivered() -> None:
     story = story_of(driver)
     assert story.sums.misses()[Reason.NOT_DELIVERED] == 16
     assert story.sums.to_load.total() == story.sums.num_to_load == 16
+
+
+def test_what_another_connector_brought_was_not_left_to_compute() -> None:
+    """The first step begins behind it; what it would have been missed for does not matter any more."""
+    driver = Driver()
+    driver.save_prefix("s", keys_of("a", 2))
+    driver.arrive("a", 41, keys_of("a", 5))
+    driver.lookup("a", 0, 41)
+    driver.allocate("a", (1, 2, 3))
+    driver.step(("a", 32, 9, 41))
+    story = story_of(driver)
+    assert missed(story) == [(32, 40, Reason.NEW)]
+    assert story.sums.num_elsewhere == story.admissions[-1].num_elsewhere == 32
+    assert +story.sums.missed == {Reason.NEW: 8, Reason.LAST_TOKEN: 1}
+
+
+def test_a_hook_that_failed_for_all_explains_only_those_who_were_there() -> None:
+    """Who came later was not concerned."""
+    driver = Driver()
+    driver.save_prefix("s", keys_of("a", 4))
+    driver.arrive("a", 33, keys_of("a", 4))
+    driver.observe(e.HookFailed("build_connector_meta", "", "KeyError", 9))
+    driver.arrive("b", 33, keys_of("a", 4))
+    for name in "ab":
+        driver.allocate(name, (1, 2, 3))
+        driver.step((name, 0, 33, 33))
+    assert missed(story_of(driver, "a")) == [(0, 32, Reason.HOOK_FAILED)]
+    assert missed(story_of(driver, "b")) == [(0, 32, Reason.NO_LOOKUP)]
 
 
 def test_a_prefix_that_another_request_has_not_saved_yet_is_unsaved() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 from nats_server import NatsServer, segments_in_stream, segments_of, write_log
 from nats_server.certificates import Authority
 
+from kvledger.storage.events import SegmentEventStore
 from kvledger.storage.events.jetstream import (
     Access,
     NewStream,
@@ -74,8 +76,27 @@ def test_a_shipper_needs_only_its_hosts_subjects(guarded: NatsServer, ship: Ship
 
 def test_a_shipper_may_not_write_another_hosts_logs(guarded: NatsServer, ship: Ship, log: Path) -> None:
     """The server denies it, and the message says which subject."""
-    with pytest.raises(StreamRefused, match=r"(?i)permissions violation.*kvledger\.log\.host-b"):
-        ship(log, guarded.url, access=SHIPPER, label="host-b", new_stream=None)
+    report = ship(log, guarded.url, access=SHIPPER, label="host-b", new_stream=None)
+    assert report.is_refused
+    assert not report.is_complete
+    assert re.search(r"(?i)permissions violation.*kvledger\.log\.host-b", report.logs[0].problem)
+
+
+def test_a_log_that_may_not_be_shipped_does_not_keep_the_others(
+    guarded: NatsServer, ship: Ship, tmp_path: Path, chance: random.Random
+) -> None:
+    """A log that was moved here from another host stays under that host's subject, which this one may not write."""
+    moved = write_log(tmp_path / "logs" / "a-moved", chance, 20)
+    ship(moved, guarded.url, access=ADMIN, label="host-b")
+    store = SegmentEventStore.open(moved)
+    for _ in range(100):
+        store.append(b"more", 1)
+    store.close()
+    own = write_log(tmp_path / "logs" / "b-own", chance, 600)
+    report = ship(tmp_path / "logs", guarded.url, access=SHIPPER, label="host-a", new_stream=None)
+    assert [log.is_refused for log in report.logs] == [True, False]
+    url = guarded.url.replace("nats://", "nats://admin:admin@")
+    assert segments_in_stream(url, report.logs[1].log_id) == segments_of(own)
 
 
 def test_a_reader_needs_no_right_to_write(guarded: NatsServer, ship: Ship, log: Path, tmp_path: Path) -> None:
@@ -86,8 +107,9 @@ def test_a_reader_needs_no_right_to_write(guarded: NatsServer, ship: Ship, log: 
     (copy,) = mirror(StreamAddress.parse(f"{guarded.url}/KVLEDGER/{found.log_id}"), tmp_path / "mirror", access=READER)
     assert segments_of(copy) == segments_of(log)
     other = write_log(tmp_path / "other", random.Random(1), 3)
-    with pytest.raises(StreamRefused, match=r"(?i)permissions violation"):
-        ship(other, guarded.url, access=READER, label="host-a", new_stream=None)
+    report = ship(other, guarded.url, access=READER, label="host-a", new_stream=None)
+    assert report.is_refused
+    assert "ermissions" in report.logs[0].problem
 
 
 @pytest.mark.parametrize("password", ["wrong", ""])
