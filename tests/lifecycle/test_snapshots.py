@@ -14,10 +14,10 @@ from kvledger.lifecycle.snapshots import STATE, SnapshotError, capture, restore,
 
 GEOMETRIES = [(8, 16), (16, 16), (32, 16)]
 _CONSTANTS = {
-    "tracker": {"_table", "_records", "_by_ordinal", "get", "by_ordinal"},
+    "tracker": {"_table", "_records", "_by_ordinal"},
     "chunks": {"_geometry", "_pages_per_chunk", "_max_departed", "_keep_for_preempted", "slots"},
     "slots": {"num_slots"},
-    "transfers": {"_geometry", "_every_rank"},
+    "transfers": {"_geometry", "_every_rank", "all_ranks"},
     "chunk_keys": {"_chunk_size"},
     "lookups": {"_chunk_size", "_chunk_index"},
     "save_cursor": {"_chunk_size"},
@@ -44,7 +44,9 @@ def test_every_attribute_of_a_projection_is_stored_or_is_known_to_be_no_state() 
     assert set(owners) == set(STATE)
     for name, owner in owners.items():
         known = set(STATE[name]) | _CONSTANTS.get(name, set()) | _OTHER_PROJECTIONS
-        assert set(vars(owner)) <= known, name
+        # Functions are `get` of a container of state, kept at hand; restoring fills containers where they are.
+        values = {key for key, value in vars(owner).items() if not callable(value)}
+        assert values <= known, name
         assert set(STATE[name]) <= set(vars(owner)), name
 
 
