@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import shlex
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -24,13 +25,28 @@ from kvledger.adapters.repro.reduction import Reduced, reduce
 from kvledger.adapters.repro.source import Story, test_source
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.replay import SequencedEvent
-from kvledger.lifecycle.rules import Rule
 
 HELP = "write an incident as a test that drives the recorded hook calls into the connector"
 
 _MANY_OBSERVATIONS = 20_000
+_MAX_EVENTS = 2_000_000
+"""They are held in memory, and tried again and again."""
+_NUM_EVENTS_BEHIND = 20_000
+"""What follows an incident says what a call was about that failed before it was recorded."""
 _MAX_NAMED = 10
-_BROKEN_BY_REPORTS = frozenset({Rule.COMPLETION_ONCE.value, Rule.LIVENESS.value})
+_PLAYED_BACK = frozenset(
+    {
+        "ALLOC_MATCHES_LOOKUP",
+        "BLOCK_REUSE_FENCED",
+        "COMPLETION_ONCE",
+        "LEGAL_TRANSITION",
+        "RESUME_COVERS_OUTPUT",
+        "ROLLBACK_OBSERVED",
+        "TABLE_EQ",
+        "TOKEN_CONSERVATION",
+    }
+)
+"""Rules that are broken by what is observed as well as by what is decided."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -58,8 +74,17 @@ def run(arguments: argparse.Namespace, output: Output) -> ExitCode:
     incidents = [] if arguments.pin else [i for i in findings.incidents if i.sequence >= window.first_sequence]
     if not incidents and not arguments.pin:
         raise CommandFailed(_nothing(log, window, findings), ExitCode.USAGE)
+    end = last or log.trusted_sequence
+    if incidents:
+        end = min(end, incidents[-1].sequence + _NUM_EVENTS_BEHIND)
+    if end > _MAX_EVENTS:
+        message = (
+            f"the incident is {end} events into {log.path}; a story of more than {_MAX_EVENTS} cannot be told by a "
+            "test. Give a log that begins nearer to it, or an earlier incident with --at"
+        )
+        raise CommandFailed(message, ExitCode.USAGE)
     with output.progress(log, "reading"):
-        kept = list(_until(log.trusted_events(), last))
+        kept = list(itertools.takewhile(lambda entry: entry[0] <= end, log.trusted_events()))
     story, reduced = _told(log, arguments, kept, incidents, request_id)
     source = test_source(reduced.recording, story)
     if output.is_json:
@@ -172,10 +197,13 @@ def _remarks(
     ours = handler_registry(arguments.handlers).fingerprint()
     if log.header.get("handler_fingerprint", ours) != ours:
         yield "The engine had other state handlers: where they are your own, name them with --handlers."
-    by_workers = [incident for incident in incidents if incident.rule in _BROKEN_BY_REPORTS]
-    if by_workers:
-        named = " and ".join(incident.rule for incident in by_workers)
-        yield f"{named} may have been broken by what the workers reported, or did not. That stays as it was recorded."
+    played_back = [incident.rule for incident in incidents if incident.rule in _PLAYED_BACK]
+    if played_back:
+        yield (
+            f"{' and '.join(played_back)} may be broken by what was observed alone: by vLLM, by a worker, or by an "
+            "adapter that took something for something else. What was observed is played back, and a test of it fails "
+            "as long as it stands here."
+        )
     if reduced.recording.speculates and not arguments.core:
         yield "The engine decoded speculatively: drafts that were taken back show in counts only."
     calls, left_over = hook_calls(reduced.recording.observations)

@@ -124,8 +124,8 @@ class ConnectorUnderTest:
 
     def on_new_request(self, request_id: str, token_ids: Sequence[int]) -> None:
         """A request with this prompt was accepted."""
-        self.requests[request_id] = request = self._engine.request(request_id, token_ids)
-        self.connector.on_new_request(request)
+        self.accept(request_id, token_ids)
+        self.connector.on_new_request(self.requests[request_id])
 
     def get_num_new_matched_tokens(self, request_id: str, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Ask what can be loaded."""
@@ -170,6 +170,10 @@ class ConnectorUnderTest:
         self._is_closed = True
 
     # --- what requests look like ---------------------------------------------------------------------
+
+    def accept(self, request_id: str, token_ids: Sequence[int]) -> None:
+        """Let there be a request with this prompt, without a word to the connector."""
+        self.requests[request_id] = self._engine.request(request_id, token_ids)
 
     def set_tokens(self, request_id: str, first: int, token_ids: Sequence[int]) -> None:
         """Let a request have these tokens from position `first` on, and no others behind them."""

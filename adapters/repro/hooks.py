@@ -15,7 +15,7 @@ from kvledger.adapters.repro.connector import ConnectorUnderTest, ScheduledReque
 from kvledger.adapters.repro.live_requests import LiveRequests
 from kvledger.adapters.repro.recording import JOB_ISSUED, Recording, changed, report
 from kvledger.adapters.repro.reenactment import Reenactment
-from kvledger.adapters.repro.scheduler_record import ScheduledTokens, SchedulerRecord, runs_async
+from kvledger.adapters.repro.scheduler_record import Life, ScheduledTokens, SchedulerRecord, runs_async
 from kvledger.lifecycle import events as e
 
 _UNRECORDED = "unrecorded request"
@@ -106,10 +106,7 @@ class _HookRun:
         self._connector.on_new_request(main.request_id, self._live.prompt(life))
 
     def _look_up(self, call: HookCall, main: e.LookupRequested) -> None:
-        life = self._live.life(main.request_id)
-        if life is None:
-            self._unknown(call)
-            return
+        life = self._known(call, main.num_tokens)
         self._live.notice(call, main.num_tokens)
         self._record.looked_up(main, call.sequence)
         self._live.write_tokens(life, main.num_tokens)
@@ -117,10 +114,7 @@ class _HookRun:
         self._adaptation.answered(main.request_id, call.sequence, answer or 0)
 
     def _allocate(self, call: HookCall, main: e.BlocksAllocated) -> None:
-        life = self._live.life(main.request_id)
-        if life is None:
-            self._unknown(call)
-            return
+        life = self._known(call, len(main.block_ids) * self._recording.configuration.block_size)
         self._live.notice(call)
         for event in call.noticed(e.SessionContinued):
             self._live.next_turn(life, event)
@@ -218,10 +212,7 @@ class _HookRun:
         self._overdue = self._adaptation.take_unrecorded_jobs()
 
     def _finish(self, call: HookCall, main: e.RequestFinished) -> None:
-        life = self._live.life(main.request_id)
-        if life is None:
-            self._unknown(call)
-            return
+        life = self._known(call, main.num_tokens)
         self._live.notice(call, main.num_tokens)
         self._live.end(life, main)
         configuration = self._recording.configuration
@@ -235,10 +226,13 @@ class _HookRun:
         self._live.notice(call)
         self._connector.reset_cache()
 
-    # --- calls of which nothing was recorded -------------------------------------------------------------
-
-    def _unknown(self, call: HookCall) -> None:
-        self._outcome.left_out.append(f"event {call.sequence}: {call.hook} of a request whose arrival is not recorded")
+    def _known(self, call: HookCall, num_tokens: int) -> Life:
+        """The request that a call is about; one of which the connector was never told is there all the same."""
+        life = self._live.life(call.request_id)
+        if life is None:
+            life = self._record.arrived(e.RequestArrived(call.request_id, -call.sequence, num_tokens, 0))
+            self._connector.accept(call.request_id, self._live.prompt(life))
+        return life
 
 
 def _recorded_sequence(event: e.Event, waiting: list[tuple[int, e.Event]], otherwise: int) -> int:

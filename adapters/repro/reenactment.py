@@ -16,6 +16,7 @@ from kvledger.lifecycle.audit import Audit, Violation
 from kvledger.lifecycle.audit.recorded import Recorded as RecordedRule
 from kvledger.lifecycle.machine import ReferenceMachine
 from kvledger.lifecycle.replay import SequencedEvent
+from kvledger.lifecycle.rules import Rule
 
 HOOK_FAILED = "HOOK_FAILED"
 """Stands for a rule: no hook raises."""
@@ -23,6 +24,8 @@ HOOK_FAILED = "HOOK_FAILED"
 
 UNFOLDABLE = "UNFOLDABLE"
 """Stands for a rule: every event that was written can be folded."""
+NEVER_EXCUSED = frozenset({HOOK_FAILED, UNFOLDABLE, Rule.HANDLER_RAISED.value})
+"""Whatever happens, this must not."""
 
 
 def rule_of(violation: Violation) -> str:
@@ -121,13 +124,17 @@ class Reenactment:
             )
 
     def trouble(self, rule: str, *, besides: Collection[str] = ()) -> str:
-        """What is wrong, empty where nothing is.
+        """What is wrong, empty where nothing is: a breach of this rule, or one that no story excuses.
+
+        Other rules are not asked for. Where the code decides otherwise than it did then, what vLLM did next was an
+        answer to something else, and may well break them.
 
         Args:
             rule: that the recorded incident broke.
-            besides: rules that were broken elsewhere in the recorded log, which are not what is asked for.
+            besides: of what no story excuses, what happened in the recorded log, too.
         """
-        found = [trouble for trouble in self.troubles if trouble.rule == rule or trouble.rule not in besides]
+        never = NEVER_EXCUSED.difference(besides)
+        found = [trouble for trouble in self.troubles if trouble.rule == rule or trouble.rule in never]
         if not found:
             return ""
         found.sort(key=lambda trouble: trouble.rule != rule)

@@ -16,12 +16,13 @@ from kvledger.adapters.repro.calls import end_of_call
 from kvledger.adapters.repro.incident import Incident
 from kvledger.adapters.repro.literals import Group, Source, call, flat, laid_out, literal
 from kvledger.adapters.repro.recording import Recorded, Recording, changed
-from kvledger.adapters.repro.reenactment import HOOK_FAILED
+from kvledger.adapters.repro.reenactment import HOOK_FAILED, NEVER_EXCUSED
 from kvledger.lifecycle import LedgerConfiguration
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.codec import field_names
 
 _TEXT_WIDTH = 116
+_KEY = re.compile(r"\b[0-9a-f]{32}\b")
 _MIN_QUIET_STEPS = 4
 """A run of fewer steps is written out."""
 
@@ -47,7 +48,10 @@ class Story:
 
 def test_source(recording: Recording, story: Story) -> str:
     """The whole file."""
-    recording = with_named_keys(recording)
+    names: dict[bytes, bytes] = {}
+    recording = with_named_keys(recording, names)
+    told = {key.hex(): name.decode() for key, name in names.items()}
+    story = attrs.evolve(story, incidents=[_with_names(incident, told) for incident in story.incidents])
     tests = list(_tests(story, recording))
     body = "\n\n\n".join([_recording(recording, story), *tests])
     return f"{_docstring(story)}\n\n{_imports(body, story)}\n\n{body}\n"
@@ -56,9 +60,9 @@ def test_source(recording: Recording, story: Story) -> str:
 test_source.__test__ = False  # type: ignore[attr-defined]  # pytest takes a function of this name for a test
 
 
-def with_named_keys(recording: Recording) -> Recording:
-    """The recording with short names for chunk keys, in the order in which they appear."""
-    names: dict[bytes, bytes] = {}
+def with_named_keys(recording: Recording, names: dict[bytes, bytes] | None = None) -> Recording:
+    """The recording with short names for chunk keys, in the order in which they appear; `names` takes them up."""
+    names = {} if names is None else names
     observations: list[Recorded] = []
     for sequence, event in recording.observations:
         if isinstance(event, e.ChunkKeysObserved):
@@ -67,6 +71,12 @@ def with_named_keys(recording: Recording) -> Recording:
         else:
             observations.append((sequence, event))
     return attrs.evolve(recording, observations=tuple(observations))
+
+
+def _with_names(incident: Incident, names: Mapping[str, str]) -> Incident:
+    """The incident without keys of the log in what it says."""
+    detail = _KEY.sub(lambda found: names.get(found[0], "(not here)"), incident.detail)
+    return attrs.evolve(incident, detail=detail)
 
 
 # --- words ----------------------------------------------------------------------------------------
@@ -83,8 +93,8 @@ def _docstring(story: Story) -> str:
         told = [f"Event {breach.sequence}: {breach.rule}: {breach.detail}" for breach in story.incidents]
         does = (
             f"The recorded {driven} once more, and what it writes is audited. The tests fail where it goes wrong as it "
-            "did, and where anything else does that did not. What vLLM and the workers did is part of the recording: a "
-            "fault of theirs stays, and the tests ask whether kvledger copes with it."
+            "did, and where a hook or a handler raises that did not. What vLLM and the workers did is part of the "
+            "recording: a fault of theirs stays, and the tests ask whether kvledger copes with it."
         )
     else:
         title = f"The recorded answers to the lookups of {story.request_id}, once more."
@@ -127,7 +137,8 @@ def _tests(story: Story, recording: Recording) -> Iterator[str]:
         end = end_of_call(recording.observations, incident.sequence)
         until = "" if end == recording.observations[-1][0] else f", until={end}"
         until += _handlers(story)
-        besides = "" if not incident.besides else f", besides={_set(incident.besides)}"
+        excused = NEVER_EXCUSED.intersection(incident.besides)
+        besides = f", besides={_set(excused)}" if excused else ""
         name = "no_hook_fails" if incident.rule == HOOK_FAILED else f"{incident.rule.lower()}_holds"
         yield (
             f"def test_{_identifier(name)}_at_event_{incident.sequence}() -> None:\n"

@@ -21,7 +21,7 @@ def story(detail: str = "it broke") -> Story:
     """An incident at the last event."""
     return Story(
         request_id="r",
-        incidents=(Incident("LAST_TOKEN", 19, "r", detail, ("LIVENESS",)),),
+        incidents=(Incident("LAST_TOKEN", 19, "r", detail, ("HOOK_FAILED", "LIVENESS")),),
         pinned_answers=(),
         on_core=True,
         handlers=(),
@@ -70,6 +70,12 @@ def test_equal_keys_have_equal_names() -> None:
     assert keys == [(b"k1", b"k2"), (b"k2", b"k3")]
 
 
+def test_an_incident_speaks_of_chunks_by_their_new_names() -> None:
+    """No key of the log is in the file."""
+    source = test_source(recording(), story(f"chunk {'01' * 16} was evicted, not {'ab' * 16}"))
+    assert "chunk k2 was evicted, not (not here)" in source
+
+
 def test_steps_that_say_nothing_are_one_line() -> None:
     """Nine of them, spread evenly over what they took."""
     source = test_source(recording(), story())
@@ -101,8 +107,8 @@ def test_whatever_an_incident_says_can_be_told(detail: str) -> None:
 
 
 def test_other_rules_that_were_broken_are_not_asked_for() -> None:
-    """They were broken before; only this incident's rule must hold, and those that held."""
-    assert '.trouble("LAST_TOKEN", besides={"LIVENESS"})' in test_source(recording(), story())
+    """Only this incident's rule must hold, and no hook may fail but where one failed then."""
+    assert '.trouble("LAST_TOKEN", besides={"HOOK_FAILED"})' in test_source(recording(), story())
 
 
 def test_no_line_is_too_long_where_it_can_be_broken() -> None:

@@ -151,7 +151,8 @@ def pinned_by_every_poll(touch: Touch) -> Sequence[Patch]:
         original(index, event, sequence)
         if before and before == index._pinned_by.get(event.request_id):
             touch()
-            index._pins.update(before)
+            for key in before:
+                index._pins[key] = index._pins.get(key, 0) + 1
 
     return [wrapped(ChunkIndex, "_answered", answered)]
 
@@ -160,8 +161,8 @@ def pinned_by_every_poll(touch: Touch) -> Sequence[Patch]:
 def evicted_while_read(touch: Touch) -> Sequence[Patch]:
     """A chunk is evicted while a load reads it."""
 
-    def is_read(original: Any, transfers: Transfers, slot: int) -> bool:
-        if original(transfers, slot):
+    def is_any_read(original: Any, transfers: Transfers, slots: Any) -> bool:
+        if original(transfers, slots):
             touch()
         return False
 
@@ -170,7 +171,7 @@ def evicted_while_read(touch: Touch) -> Sequence[Patch]:
         index._renew(index._chunk_keys.of(event.request_id)[:num_chunks])
 
     return [
-        wrapped(Transfers, "is_read", is_read),
+        wrapped(Transfers, "is_any_read", is_any_read),
         wrapped(ChunkIndex, "_load_issued", load_issued),
         wrapped(ChunkIndex, "_load_settled", lambda *_: None),
     ]

@@ -1,0 +1,107 @@
+"""The connector under test is the real one, configured as the header of a log says, called as vLLM calls it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+from lifecycle_driver import Driver, keys_of
+
+from kvledger.adapters.repro import ConnectorUnderTest, record, reenact
+from kvledger.lifecycle import LedgerConfiguration
+from kvledger.lifecycle import events as e
+
+pytestmark = pytest.mark.scheduler
+
+SMALL = LedgerConfiguration(block_size=16, chunk_size=16, num_slots=8)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"chunk_size": 8, "num_slots": 2048, "save_tails": False, "keep_for_preempted": False},
+        {"block_size": 128, "chunk_size": 256, "num_slots": 5000, "num_ranks": 4},
+        {"windows": (0, 48), "async_load_tokens": 0, "num_slots": 100},
+        {"windows": (17, 0, 64), "async_saves": True, "num_slots": 100},
+        {"async_load_tokens": 0, "async_saves": True, "max_silent_steps": 6, "max_silent_ms": 0},
+        {"async_load_tokens": 256, "max_hit_share": 0.5, "max_failed_loads": 1},  # 2 MiB a block
+        {"async_load_tokens": 1_048_576, "chunk_statistics": True, "max_deferred_lookups": 0},  # 512 bytes a block
+        {"block_size": 64, "chunk_size": 64, "async_load_tokens": 30 * 64},  # no whole number of bytes a token
+    ],
+)
+def test_the_configuration_of_a_log_is_the_connectors(changes: dict[str, Any]) -> None:
+    """Whatever engine wrote the log: sizes, modes, groups, ranks."""
+    configuration = attrs.evolve(SMALL, **changes)
+    connector = ConnectorUnderTest(configuration)
+    assert connector.connector.scheduler_side.ledger.projections.configuration == configuration
+
+
+def test_the_example_of_the_documents_runs() -> None:
+    """`docs/repro.md`, by hand."""
+    text = (Path(__file__).parents[3] / "docs" / "repro.md").read_text()
+    (example,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    namespace: dict[str, Any] = {}
+    exec(compile(example, "example", "exec"), namespace)  # noqa: S102 -- it is ours
+    kinds = [type(event) for _, event in namespace["events"] if not event.is_decision]
+    assert kinds == [
+        e.LogNote,
+        e.RequestArrived,
+        e.ChunkKeysObserved,
+        e.LookupRequested,
+        e.BlocksAllocated,
+        e.StepScheduled,
+    ]
+
+
+def test_equal_keys_are_equal_again() -> None:
+    """Two requests that shared a chunk share it through the hooks: the second one's tokens hash to the saved key."""
+    driver = Driver(chunk_size=16, block_size=16)
+    driver.save_prefix("writer", keys_of("shared", 2))
+    driver.arrive("reader", 40)
+    driver.keys("reader", 0, keys_of("shared", 2))
+    assert driver.lookup("reader", 0, 40).num_external_tokens == 32
+    driver.arrive("stranger", 40)
+    driver.keys("stranger", 0, keys_of("other", 2))
+    assert driver.lookup("stranger", 0, 40).num_external_tokens == 0
+    driver.step()
+    outcome = reenact(record(driver.configuration, list(enumerate(driver.observed, 1))))
+    assert outcome.answers("reader") == [32]
+    assert outcome.answers("stranger") == [0]
+    assert outcome.troubles == []
+
+
+def test_a_request_that_was_never_announced_is_asked_about_all_the_same() -> None:
+    """The rule that broke then breaks again: nobody told the connector of it."""
+    driver = Driver()
+    driver.observe(e.LookupRequested("stray", 0, 40, 0))
+    driver.step()
+    outcome = reenact(record(driver.configuration, list(enumerate(driver.observed, 1))))
+    assert "LEGAL_TRANSITION was broken of stray in get_num_new_matched_tokens" in outcome.trouble("LEGAL_TRANSITION")
+
+
+def test_handlers_of_ones_own_decide(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Named as in the connector's configuration; one that raises breaks HANDLER_RAISED, in the hook that met it."""
+    import sys
+    import types
+
+    from kvledger.lifecycle.handlers.new import New
+
+    def raising(*_arguments: object) -> object:
+        message = "broken on purpose"
+        raise RuntimeError(message)
+
+    module = types.ModuleType("handlers_of_ones_own")
+    module.__dict__["Broken"] = type("Broken", (New,), {"lookup_requested": raising})
+    monkeypatch.setitem(sys.modules, "handlers_of_ones_own", module)
+    driver = Driver()
+    driver.arrive("r", 40)
+    driver.lookup("r", 0, 40)
+    driver.step()
+    recording = record(driver.configuration, list(enumerate(driver.observed, 1)))
+    assert reenact(recording).troubles == []
+    trouble = reenact(recording, handlers=("handlers_of_ones_own:Broken",)).trouble("HANDLER_RAISED")
+    assert "HANDLER_RAISED was broken of r in get_num_new_matched_tokens" in trouble
