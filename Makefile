@@ -11,8 +11,9 @@ python := .venv/bin/python
 WORKERS ?= 2
 SEEDS ?= 200
 REQUESTS ?= 20000
+KILLS ?= 5000
 
-.PHONY: help demo setup test check format sim mutants soak stress bench docs lock clean distclean
+.PHONY: help demo setup test check format sim mutants soak stress torture bench docs lock clean distclean
 
 help: ## list the targets
 	@echo "kvledger: make TARGET"
@@ -50,6 +51,9 @@ soak: setup ## serve REQUESTS=20000 short requests through one engine, and look 
 
 stress: setup ## serve SEEDS=100 crowds of requests with real engines and tiny pools
 	$(python) tests/e2e/stress.py --seeds $(SEEDS)
+
+torture: setup ## kill KILLS=5000 writers of logs at random (SEED=17 repeats a run), and read what they left
+	$(python) tests/log_torture/run.py --kills $(KILLS) $(if $(SEED),--seed $(SEED))
 
 bench: setup ## measure kvledger against its budgets
 	$(python) tests/benchmarks/run.py

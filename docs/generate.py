@@ -179,6 +179,8 @@ TYPES = {
     "pydantic.PositiveInt": "integer, at least 1",
     "pydantic.PositiveInt | None": "integer, at least 1, or null",
     "pydantic.ByteSize": 'bytes: integer, or string such as `"4GiB"`',
+    "pydantic.ByteSize | None": 'bytes: integer, or string such as `"4GiB"`, or null',
+    "pydantic.PositiveFloat | None": "number above 0, or null",
     "pydantic.NonNegativeInt": "integer, at least 0",
     "Path | None": "path, or null",
     "TransferMode": "`sync`, `async` or `auto`",

@@ -33,17 +33,26 @@ class LedgerCorrupt(RuntimeError):
 
 
 class Ledger:
-    """Append-only: `observe` adds, nothing takes back."""
+    """Append-only: `observe` adds, nothing takes back.
+
+    With `projections` it goes on from what was believed before `next_sequence`.
+    """
 
     def __init__(
-        self, configuration: LedgerConfiguration, sink: EventSink, *, handlers: HandlerRegistry | None = None
+        self,
+        configuration: LedgerConfiguration,
+        sink: EventSink,
+        *,
+        handlers: HandlerRegistry | None = None,
+        projections: Projections | None = None,
+        next_sequence: int | None = None,
     ) -> None:
-        self.projections = Projections(configuration)
+        self.projections = Projections(configuration) if projections is None else projections
         self._decider = Decider(self.projections, handlers or HandlerRegistry())
         self._sink = sink
         self._encoder = EventEncoder()
         self._uncommitted: list[Event] = []
-        self._next_sequence = sink.next_sequence
+        self._next_sequence = sink.next_sequence if next_sequence is None else next_sequence
         self._corrupt_since = 0
 
     @property

@@ -50,9 +50,15 @@ class Divergence:
         return f"at sequence {self.sequence} the log has {recorded}, this code decides {decided}"
 
 
-def fold(events: Iterable[SequencedEvent], configuration: LedgerConfiguration, *, at: int | None = None) -> Projections:
-    """The state after the event with sequence number `at`, or after the last one."""
-    projections = Projections(configuration)
+def fold(
+    events: Iterable[SequencedEvent],
+    configuration: LedgerConfiguration,
+    *,
+    at: int | None = None,
+    start: Projections | None = None,
+) -> Projections:
+    """The state after the event with sequence number `at`, or after the last one; from `start`, which is changed."""
+    projections = Projections(configuration) if start is None else start
     for sequence, event in events:
         if at is not None and sequence > at:
             break
@@ -105,6 +111,7 @@ class Replay:
     Args:
         checks: (event class, check) pairs, done in this order after the fold of such an event.
         on_found: given what a check returned.
+        start: what is believed before the first event; it is folded on. Default: nothing.
     """
 
     def __init__(
@@ -115,8 +122,9 @@ class Replay:
         reference: ReferenceMachine | None = None,
         checks: Iterable[tuple[type[Event], Check]] = (),
         on_found: Callable[[Any], None] = lambda _found: None,
+        start: Projections | None = None,
     ) -> None:
-        self.projections = Projections(configuration)
+        self.projections = Projections(configuration) if start is None else start
         self.divergences: list[Divergence] = []
         self.reference_differences: list[Divergence] = []
         self.current = ReplayedEvent()

@@ -12,11 +12,13 @@ import attrs
 import msgspec
 
 from kvledger.adapters.cli.exit_codes import CommandFailed, ExitCode
-from kvledger.lifecycle import LedgerConfiguration
+from kvledger.lifecycle import HandlerRegistry, LedgerConfiguration
+from kvledger.lifecycle.belief import Projections
 from kvledger.lifecycle.codec import CodecError, DecodedFrame, EventDecoder, SchemaTooNew
 from kvledger.lifecycle.events import Event
 from kvledger.lifecycle.replay import SequencedEvent
-from kvledger.storage.events import Frame, FrameKind, LogError, LogReader, read_log
+from kvledger.lifecycle.snapshots import SnapshotError, restore, state_fingerprint
+from kvledger.storage.events import Frame, FrameKind, LogError, LogReader, Retirement, find_snapshot, read_log
 from kvledger.storage.events.frames import frame_bytes
 from kvledger.storage.events.jump import frames_from
 from kvledger.storage.events.segment_file import segment_paths
@@ -86,11 +88,37 @@ class StoredLog:
     first_sequence: int = attrs.field(default=0, init=False)
     last_sequence: int = attrs.field(default=0, init=False)
     trusted_sequence: int = attrs.field(default=0, init=False)
-    """The last event up to which none is missing, counted from the first of the log."""
+    """The last event up to which none is missing, counted from the first of the log or from `start_sequence`."""
+    start_sequence: int = attrs.field(default=0, init=False)
+    """The event behind which the log can be folded, see `start`; 0: from its first."""
+    start_remarks: list[str] = attrs.field(factory=list, init=False)
+    """Why snapshots were passed over."""
     on_bytes: BytesRead | None = attrs.field(default=None, init=False)
     """Told the number of bytes of each frame, for whoever shows progress."""
     _decoder: EventDecoder = attrs.field(alias="decoder")
     _reader: LogReader = attrs.field(alias="reader")
+
+    def start(self, handlers: HandlerRegistry) -> Projections | None:
+        """What was believed at the first place from which the log can be folded, if that is not its beginning.
+
+        Of a log whose oldest segments were retired: the earliest snapshot that fits log and code; None: there is none,
+        or the log has its beginning. From here on, what is trusted is what stands behind `start_sequence`. The
+        projections are the caller's, who folds them on.
+        """
+        self.start_sequence, self.start_remarks = 0, []
+        if not self.path.is_dir() or self._reader.first_sequence in {None, 1}:
+            return None
+        fingerprint = state_fingerprint(self.configuration, handlers)
+        found, self.start_remarks = find_snapshot(self.path, log_id=str(self.header["log_id"]), fingerprint=fingerprint)
+        if found is None:
+            return None
+        try:
+            projections = restore(found.state, self.configuration)
+        except SnapshotError as error:
+            self.start_remarks.append(str(error))
+            return None
+        self.start_sequence = found.sequence
+        return projections
 
     @property
     def skipped(self) -> Mapping[str, int]:
@@ -101,6 +129,11 @@ class StoredLog:
     def begins_late(self) -> bool:
         """Whether the first event is not in the log: a later segment alone, or a log whose oldest were retired."""
         return self.first_sequence > 1
+
+    @property
+    def retired(self) -> Sequence[Retirement]:
+        """Segments that are gone and recorded as retired, which is no damage; known after reading."""
+        return self._reader.retired
 
     @property
     def head_hash(self) -> str:
@@ -133,7 +166,7 @@ class StoredLog:
     def batches(self) -> Iterator[Batch]:
         """The same, with the place of each frame, so that it can be read again from there."""
         for frame, decoded in self._intact():
-            segment, offset = self._place()
+            segment, offset = self._reader.place
             yield Batch(frame.first_sequence, decoded, segment, offset, offset + frame_bytes(frame))
 
     def batches_from(self, segment: str, offset: int) -> Iterator[Batch]:
@@ -154,13 +187,14 @@ class StoredLog:
     def trusted_frames(self) -> Iterator[Iterable[SequencedEvent]]:
         """The same, one frame's events at a time."""
         for events in self.frames():
-            if self.last_sequence <= self.trusted_sequence:
+            if self.start_sequence < self.last_sequence <= self.trusted_sequence:
                 yield events
 
     def _intact(self) -> Iterator[tuple[Frame, DecodedFrame]]:
         self.damage.clear()
         self.num_bytes = self.num_frames = self.num_events = 0
-        self.first_sequence = self.last_sequence = self.trusted_sequence = 0
+        self.first_sequence = self.last_sequence = 0
+        self.trusted_sequence = self.start_sequence
         self._decoder.num_skipped.clear()
         num_taken = 0
         for frame in self._reader:
@@ -195,18 +229,12 @@ class StoredLog:
         if self.on_bytes is not None:
             self.on_bytes(num_bytes)
 
-    def _place(self) -> tuple[str, int]:
-        # The reader has not yet gone on behind the frame that it has just given.
-        return ("", 0) if self._reader.tail is None else (self._reader.tail[0].name, self._reader.tail[1])
-
     def _report(self, kind: str, frame: Frame, detail: str) -> None:
-        segment, offset = self._place()
+        segment, offset = self._reader.place
         self.damage.append(LogDamage(kind, segment, offset, frame.first_sequence, detail, frame_bytes(frame)))
 
     def _take_damage(self, num_taken: int) -> int:
         for damage in self._reader.damage[num_taken:]:
-            if damage.kind == "missing_segment" and damage.sequence == 1:
-                continue  # The oldest segments were retired: not damage, but `begins_late`.
             self.damage.append(LogDamage(**attrs.asdict(damage)))
         return len(self._reader.damage)
 

@@ -17,7 +17,7 @@ from typing import NoReturn
 
 import attrs
 
-from kvledger.adapters.cli import export, replay, repro, selection, ship, show, stats, verify, why
+from kvledger.adapters.cli import export, replay, repro, retire, selection, ship, show, stats, verify, why
 from kvledger.adapters.cli.exit_codes import CommandFailed, ExitCode
 from kvledger.adapters.cli.output import Output
 from kvledger.adapters.cli.sources import find_logs
@@ -49,6 +49,7 @@ COMMANDS: Mapping[str, Command] = MappingProxyType(
         "export": Command(export.HELP, export.configure, export.run),
         "ship": Command(ship.HELP, ship.configure, ship.run, is_reading=False),
         "repro": Command(repro.HELP, repro.configure, repro.run),
+        "retire": Command(retire.HELP, retire.configure, retire.run, is_reading=False),
     }
 )
 """By name, in the order of the help text."""

@@ -7,7 +7,7 @@ import argparse
 from kvledger.adapters.cli.difference import compare
 from kvledger.adapters.cli.exit_codes import CommandFailed, ExitCode
 from kvledger.adapters.cli.finding import selected_one
-from kvledger.adapters.cli.logs import open_log
+from kvledger.adapters.cli.logs import StoredLog, open_log
 from kvledger.adapters.cli.output import Output, event_fields
 from kvledger.adapters.cli.selection import add_handlers, chosen_handlers, event_number
 from kvledger.adapters.cli.sources import find_logs, one_of
@@ -41,7 +41,9 @@ def run(arguments: argparse.Namespace, output: Output) -> ExitCode:
         other = one_of(find_logs(arguments.diff, arguments.mirror), arguments.diff)
         return compare(log, open_log(other, lenient=arguments.lenient), window, output, exact=arguments.exact)
     at = arguments.at if arguments.at is not None else window.last_sequence
-    audit = Audit(log.configuration, ReferenceMachine(), checkers=(), handlers=chosen_handlers(arguments))
+    handlers = chosen_handlers(arguments)
+    start = log.start(handlers)
+    audit = Audit(log.configuration, ReferenceMachine(), checkers=(), handlers=handlers, start=start)
     last = 0
     reached = False
     with output.progress(log, "replaying"):
@@ -59,12 +61,18 @@ def run(arguments: argparse.Namespace, output: Output) -> ExitCode:
     show_state(output, audit.projections, last, window.request_id)
     for damage in log.damage:
         output.remark(f"{damage.kind} in {damage.segment} at byte {damage.offset}: {damage.detail}")
-    if log.begins_late:
-        output.remark(f"the log begins with event {log.first_sequence}; without those before nothing can be replayed")
+    _remark_beginning(log, output)
     _show_divergence(audit, output)
     if log.damage:
         return ExitCode.DAMAGED
     return ExitCode.SOUND if audit.is_sound else ExitCode.DIVERGED
+
+
+def _remark_beginning(log: StoredLog, output: Output) -> None:
+    if log.start_sequence:
+        output.remark(f"replayed from event {log.start_sequence + 1} on, from a snapshot")
+    elif log.begins_late:
+        output.remark(f"the log begins with event {log.first_sequence}; without those before nothing can be replayed")
 
 
 def _show_divergence(audit: Audit, output: Output) -> None:

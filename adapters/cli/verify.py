@@ -14,7 +14,7 @@ from kvledger.adapters.cli.finding import selected
 from kvledger.adapters.cli.logs import LogDamage, StoredLog, open_log
 from kvledger.adapters.cli.output import Output, event_fields, event_text, plain
 from kvledger.adapters.cli.selection import Window, add_handlers, chosen_handlers
-from kvledger.adapters.cli.words import plural, size
+from kvledger.adapters.cli.words import plural, retired_remarks, size
 from kvledger.lifecycle import HandlerRegistry
 from kvledger.lifecycle.audit import NOT_CHECKED, Audit, Violation
 from kvledger.lifecycle.events import Event
@@ -57,7 +57,8 @@ def _verify(log: StoredLog, window: Window, handlers: HandlerRegistry, output: O
         return window.holds(violation.sequence) and window.holds_request(violation.request_id)
 
     keeps = None if window.is_everything else is_selected
-    audit = Audit(log.configuration, ReferenceMachine(), handlers=handlers, keeps=keeps)
+    start = log.start(handlers)
+    audit = Audit(log.configuration, ReferenceMachine(), handlers=handlers, keeps=keeps, start=start)
     with output.progress(log, "verifying"), _rare_collections():
         if window.last_sequence is None:
             audit.run_frames(log.trusted_frames())
@@ -127,18 +128,23 @@ def _remarks(log: StoredLog, window: Window, handlers: HandlerRegistry) -> list[
         end = "the end" if window.last_sequence is None else f"event {window.last_sequence}"
         whose = "" if window.request_id is None else f" that concerns {window.request_id}"
         remarks.append(f"only what was found from event {window.first_sequence} to {end}{whose} is told")
+    remarks += retired_remarks(log.retired)
     if log.skipped:
         skipped = ", ".join(f"{count} {event_id}" for event_id, count in sorted(log.skipped.items()))
         remarks.append(
             f"events that this version does not know were skipped: {skipped}; what follows from them is missing, so "
             "rules may seem broken that are not"
         )
-    if log.begins_late:
+    remarks += log.start_remarks
+    if log.start_sequence:
+        remarks.append(f"rules and decisions were checked from event {log.start_sequence + 1} on, from a snapshot")
+    elif log.begins_late:
         remarks.append(
             f"the log begins with event {log.first_sequence}: what came before was retired or is in another file, "
             "so neither rules nor decisions could be checked"
         )
-    elif log.trusted_sequence < log.last_sequence and not window.is_over(log.last_sequence):
+    is_told = log.start_sequence > 0 or not log.begins_late
+    if is_told and log.trusted_sequence < log.last_sequence and not window.is_over(log.last_sequence):
         remarks.append(
             f"rules and decisions were checked up to event {log.trusted_sequence}; the next ones are missing"
         )

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import datetime as dt
+import itertools
+from collections.abc import Callable, Iterable, Sequence
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.projections.lookup_cache import MissReason
+from kvledger.storage.events import Retirement
 
 _NS_PER_US, _NS_PER_MS, _NS_PER_S = 1_000, 1_000_000, 1_000_000_000
 
@@ -26,6 +29,19 @@ MISS_REASONS: dict[str, str] = {
 def plural(count: int, noun: str) -> str:
     """`1 block`, `2 blocks`."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def retired_remarks(retired: Sequence[Retirement]) -> list[str]:
+    """Which events of a log were retired, when and why; one remark for each reason in a row."""
+    remarks = []
+    for reason, run in itertools.groupby(retired, key=lambda each: each.reason):
+        segments = list(run)
+        first, last = segments[0], segments[-1]
+        at = dt.datetime.fromtimestamp(last.retired_at_unix_ns / 1e9, tz=dt.UTC)
+        how_many = f"{plural(len(segments), 'segment')}, the last at {at:%Y-%m-%dT%H:%M:%SZ}"
+        events = f"events {first.first_sequence}–{last.last_sequence}"
+        remarks.append(f"{events} were retired by {reason} ({how_many}); what is left follows from the recorded hash")
+    return remarks
 
 
 def duration(nanoseconds: int) -> str:

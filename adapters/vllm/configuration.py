@@ -54,6 +54,12 @@ class ConnectorSettings(pydantic.BaseModel):
     segment_bytes: pydantic.ByteSize = pydantic.ByteSize(64 * 1024**2)
     """Size at which the log begins a new file."""
 
+    max_log_bytes: pydantic.ByteSize | None = None
+    """What all logs in `log_dir` together may take, plus one segment: the oldest are retired. null: no limit."""
+
+    max_log_age_hours: pydantic.PositiveFloat | None = None
+    """Segments in `log_dir` that were last written to longer ago are retired. null: no limit."""
+
     memory_log_bytes: pydantic.ByteSize = pydantic.ByteSize(64 * 1024**2)
     """With durability memory: the newest events that are kept."""
 
@@ -91,6 +97,17 @@ class ConnectorSettings(pydantic.BaseModel):
 
     max_silent_ms: pydantic.NonNegativeInt = 5_000
     """See `max_silent_steps`: an idle engine makes many steps in no time."""
+
+    @pydantic.field_validator("max_log_bytes")
+    @classmethod
+    def _check_log_bytes(
+        cls, max_log_bytes: pydantic.ByteSize | None, info: pydantic.ValidationInfo
+    ) -> pydantic.ByteSize | None:
+        segment_bytes = info.data.get("segment_bytes", 0)
+        if max_log_bytes is not None and max_log_bytes < segment_bytes:
+            message = f"holds not one segment of {int(segment_bytes)} bytes; raise it, or lower segment_bytes"
+            raise ValueError(message)
+        return max_log_bytes
 
     @classmethod
     def from_extra_config(cls, extra_config: dict[str, Any]) -> ConnectorSettings:

@@ -12,18 +12,29 @@ import attrs
 
 from kvledger.adapters.vllm import versions
 from kvledger.adapters.vllm.configuration import ConnectorSettings
+from kvledger.adapters.vllm.messages import messages
+from kvledger.adapters.vllm.snapshots import LogSnapshots
 from kvledger.lifecycle import ConfigurationError, HandlerRegistry, LedgerConfiguration
 from kvledger.lifecycle.codec import vocabulary_header
 from kvledger.lifecycle.machine import table_fingerprint
-from kvledger.storage.events import BacklogEventStore, Durability, EventStore, MemoryEventStore, SegmentEventStore
+from kvledger.storage.events import (
+    BacklogEventStore,
+    Durability,
+    EventStore,
+    LogError,
+    MemoryEventStore,
+    Retention,
+    SegmentEventStore,
+)
 
 
 @attrs.frozen
 class OpenedLog:
-    """A store, and its directory where it has one."""
+    """A store, its directory where it has one, and who writes snapshots there."""
 
     store: EventStore
     directory: Path | None
+    snapshots: LogSnapshots | None = None
 
 
 def open_event_log(
@@ -33,7 +44,7 @@ def open_event_log(
     *,
     on_trouble: Callable[[OSError, int], None],
 ) -> OpenedLog:
-    """Create the log of this engine start.
+    """Create the log of this engine start, and begin to keep `log_dir` to its limits.
 
     Raises:
         ConfigurationError: `log_dir` cannot be written, at start, when a person can still correct it.
@@ -53,15 +64,27 @@ def open_event_log(
     stamp = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
     directory = settings.log_dir.absolute() / f"{stamp}-{os.getpid()}-{time.monotonic_ns() % 10**6:06d}"
     try:
-        directory.mkdir(parents=True)
         segments = SegmentEventStore.create(
             directory,
             header,
             durability=settings.durability,
             segment_bytes=settings.segment_bytes,
             sync_interval_ms=settings.sync_interval_ms,
+            retention=_retention(settings),
         )
     except OSError as error:
         message = f"log_dir: cannot write to {directory} ({error}); name a writable directory, or null for no files"
         raise ConfigurationError(message) from error
-    return OpenedLog(BacklogEventStore(segments, on_trouble=on_trouble), directory)
+    backlog = BacklogEventStore(segments, on_trouble=on_trouble)
+    return OpenedLog(backlog, directory, LogSnapshots(segments, handlers))
+
+
+def _retention(settings: ConnectorSettings) -> Retention | None:
+    if settings.max_log_bytes is None and settings.max_log_age_hours is None:
+        return None
+    max_age_seconds = None if settings.max_log_age_hours is None else settings.max_log_age_hours * 3600
+    return Retention(settings.max_log_bytes, max_age_seconds, all_logs=True, on_trouble=_could_not_retire)
+
+
+def _could_not_retire(error: OSError | LogError) -> None:
+    messages.error("old logs could not be retired; serving goes on", error=str(error))

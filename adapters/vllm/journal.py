@@ -89,6 +89,8 @@ class Journal:
         """Write what was recorded since the last commit, as one frame."""
         try:
             self.ledger.commit()
+            if self.log.snapshots is not None and not self.is_disabled:
+                self.log.snapshots.after_commit(self.ledger)
         except Exception as error:  # noqa: BLE001 -- a log that cannot be written must not stop the engine
             self.messages.error("events could not be written", error=str(error))
 

@@ -38,6 +38,15 @@ class AllocMatchesLookup:
         self._taken_up: dict[str, tuple[int, int, int]] = {}
         """Request id -> (sequence, first token, number of tokens) of the last allocation."""
 
+    def begin(self, projections: Projections) -> None:
+        """Take over the answers that no allocation has taken up."""
+        for record in projections.tracker:
+            pending = projections.lookups.pending(record.request_id)
+            if pending is not None:
+                self._answers[record.request_id] = _Answer(
+                    pending.sequence, pending.generation, pending.num_computed_tokens, pending.num_external_tokens
+                )
+
     def checks(self, _indices: Indices) -> Iterable[tuple[type[e.Event], Check]]:
         """By class of event."""
         return [

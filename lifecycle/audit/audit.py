@@ -8,7 +8,7 @@ from itertools import islice
 
 import attrs
 
-from kvledger.lifecycle.audit.checker import AnyChecker, Violation, checks_of
+from kvledger.lifecycle.audit.checker import AnyChecker, Violation, begin_in_the_middle, checks_of
 from kvledger.lifecycle.audit.indices import Indices
 from kvledger.lifecycle.audit.registry import all_checkers
 from kvledger.lifecycle.belief import Projections
@@ -38,7 +38,8 @@ class Unfoldable:
 class Audit:
     """Takes the events of one log in order and collects what is wrong with them.
 
-    Without `checkers`, runs all; with `keeps`, counts and collects only the violations that it says True to.
+    Without `checkers`, runs all; with `keeps`, counts and collects only the violations that it says True to; with
+    `start`, what is believed before the first event, the log may begin in its middle.
     """
 
     def __init__(
@@ -49,14 +50,23 @@ class Audit:
         checkers: Sequence[AnyChecker] | None = None,
         handlers: HandlerRegistry | None = None,
         keeps: Callable[[Violation], bool] | None = None,
+        start: Projections | None = None,
     ) -> None:
         self._keeps = keeps
         self.checkers = all_checkers() if checkers is None else tuple(checkers)
         indices = Indices(configuration)
         checks = [*indices.folds(), *(pair for checker in self.checkers for pair in checks_of(checker, indices))]
         self._replay = Replay(
-            configuration, handlers=handlers, reference=reference, checks=checks, on_found=self._keep_all
+            configuration,
+            handlers=handlers,
+            reference=reference,
+            checks=checks,
+            on_found=self._keep_all,
+            start=start,
         )
+        if start is not None:
+            indices.begin(start)
+            begin_in_the_middle(self.checkers, start)
         self.violations: list[Violation] = []
         self.num_violations: Counter[str] = Counter()
         """Rule -> how often it was broken."""

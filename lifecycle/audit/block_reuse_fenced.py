@@ -9,6 +9,7 @@ from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.checker import Violation, violation
 from kvledger.lifecycle.audit.indices import Indices
 from kvledger.lifecycle.belief import Projections
+from kvledger.lifecycle.projections.transfers import JobKind
 from kvledger.lifecycle.replay import Check, ReplayedEvent
 from kvledger.lifecycle.states import RequestState
 from kvledger.lifecycle.windows import NULL_BLOCK
@@ -33,6 +34,16 @@ class BlockReuseFenced:
         self._num_own: dict[str, int] = {}
         """Request id -> blocks at the front of its table that the next allocation does not give anew."""
         self._held: set[str] = set()
+
+    def begin(self, projections: Projections) -> None:
+        """Take over the saves in flight, and who holds blocks; what a finished request is saved from is held."""
+        for job in projections.transfers:
+            if job.kind is JobKind.SAVE and job.is_async:
+                self._saves[job.job_id] = (0, job.block_ids)
+                self._read_by |= dict.fromkeys(job.block_ids, job.job_id)
+        for record in projections.tracker:
+            if record.state is RequestState.FINISHED and projections.transfers.reads_blocks_of(record.ordinal):
+                self._held.add(record.request_id)
 
     def checks(self, _indices: Indices) -> Iterable[tuple[type[e.Event], Check]]:
         """By class of event."""

@@ -6,7 +6,7 @@ is released. It sees the state after the fold of the event, and keeps for itself
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import ClassVar, Protocol
 
 import attrs
@@ -38,7 +38,9 @@ class Violation:
 class Checker(Protocol):
     """One rule. Made anew for every audit; `looks_at` names the events it wants to be given.
 
-    A checker of events that are frequent has `checks` instead, see `FrequentChecker`.
+    A checker of events that are frequent has `checks` instead, see `FrequentChecker`. Either kind may have
+    `begin(projections)`, called once before the first event of an audit that starts in the middle of a log: it takes
+    over what was in flight then, so that this raises no false alarm. Without it, what came before is unknown.
     """
 
     rule: ClassVar[str]
@@ -73,6 +75,14 @@ def checks_of(checker: AnyChecker, indices: Indices) -> Iterable[tuple[type[e.Ev
         return checker.check(step, projections)
 
     return [(event_class, check) for event_class in checker.looks_at]
+
+
+def begin_in_the_middle(checkers: Iterable[AnyChecker], projections: Projections) -> None:
+    """Have the checkers take over what is in flight where an audit starts."""
+    for checker in checkers:
+        begin: Callable[[Projections], None] | None = getattr(checker, "begin", None)
+        if begin is not None:
+            begin(projections)
 
 
 def violation(

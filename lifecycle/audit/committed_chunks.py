@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.belief import Projections
 from kvledger.lifecycle.projections.host_slots import NO_SLOT
-from kvledger.lifecycle.projections.transfers import Job
+from kvledger.lifecycle.projections.transfers import Job, JobKind
 from kvledger.lifecycle.replay import Check, ReplayedEvent
 
 
@@ -29,6 +29,14 @@ class CommittedChunks:
     def slots_of(self, key: bytes) -> tuple[int, ...] | None:
         """The slots that hold the chunk, or None where it is not committed."""
         return self._slots.get(key)
+
+    def begin(self, projections: Projections) -> None:
+        """Take over what is committed, and the saves in flight that no reset has made stale."""
+        self.epoch = projections.transfers.epoch
+        self._slots = dict(projections.chunks.committed)
+        for job in projections.transfers:
+            if job.kind is JobKind.SAVE and projections.transfers.is_current(job):
+                self._saves[job.job_id] = (job, self.epoch)
 
     def folds(self) -> Iterable[tuple[type[e.Event], Check]]:
         """(event class, fold), to be done as checks are; they never find anything."""

@@ -11,6 +11,7 @@ from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.checker import Violation, violation
 from kvledger.lifecycle.audit.indices import Indices
 from kvledger.lifecycle.belief import Projections
+from kvledger.lifecycle.projections.transfers import JobKind
 from kvledger.lifecycle.replay import Check, ReplayedEvent
 
 _NO_RANKS: frozenset[int] = frozenset()
@@ -40,6 +41,12 @@ class CompletionOnce:
         self._in_flight: dict[int, _Count] = {}
         self._last_job_id = 0
         self._every_rank: frozenset[int] = frozenset()
+
+    def begin(self, projections: Projections) -> None:
+        """Take over the jobs in flight and who has reported them."""
+        self._last_job_id = projections.transfers.next_job_id - 1
+        for job in projections.transfers:
+            self._in_flight[job.job_id] = _Count(0, job.kind is JobKind.LOAD, job.ranks_done, job.ranks_failed)
 
     def checks(self, indices: Indices) -> Iterable[tuple[type[e.Event], Check]]:
         """By class of event."""

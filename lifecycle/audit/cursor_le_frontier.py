@@ -27,6 +27,11 @@ class CursorLeFrontier:
         self._cursors: dict[str, tuple[int, int]] = {}
         """Request id -> (number of chunks dealt with, sequence of the step that told)."""
 
+    def begin(self, projections: Projections) -> None:
+        """Take over the cursors."""
+        for record in projections.tracker:
+            self._cursors[record.request_id] = (projections.save_cursor.num_chunks(record.request_id), 0)
+
     def checks(self, _indices: Indices) -> Iterable[tuple[type[e.Event], Check]]:
         """By class of event."""
         return [

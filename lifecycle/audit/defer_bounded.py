@@ -26,6 +26,13 @@ class DeferBounded:
     def __init__(self) -> None:
         self._in_a_row: dict[str, int] = {}
 
+    def begin(self, projections: Projections) -> None:
+        """Take over how often in a row each request was put off."""
+        for record in projections.tracker:
+            count = projections.lookups.num_deferred(record.request_id)
+            if count:
+                self._in_a_row[record.request_id] = count
+
     def checks(self, _indices: Indices) -> Iterable[tuple[type[e.Event], Check]]:
         """By class of event."""
         return [

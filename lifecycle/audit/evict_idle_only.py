@@ -28,6 +28,14 @@ class EvictIdleOnly:
         self._loads: dict[int, tuple[int, set[bytes]]] = {}
         """Job id -> (sequence of the load, keys of the chunks whose slots it reads)."""
 
+    def begin(self, projections: Projections) -> None:
+        """Take over what loads in flight read."""
+        for job in projections.transfers:
+            if job.kind is JobKind.LOAD:
+                slots_of, read = projections.chunks.get, frozenset(job.slots) - {NO_SLOT}
+                keys_read = {key for key in job.keys if not read.isdisjoint(slots_of(key) or ())}
+                self._loads[job.job_id] = (0, keys_read)
+
     def checks(self, _indices: Indices) -> Iterable[tuple[type[e.Event], Check]]:
         """By class of event."""
         return [

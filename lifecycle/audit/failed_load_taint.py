@@ -11,6 +11,7 @@ from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.checker import Violation, violation
 from kvledger.lifecycle.audit.indices import Indices
 from kvledger.lifecycle.belief import Projections
+from kvledger.lifecycle.projections.transfers import JobKind
 from kvledger.lifecycle.replay import Check, ReplayedEvent
 
 
@@ -34,6 +35,10 @@ class FailedLoadTaint:
     def __init__(self) -> None:
         self._keys: dict[int, tuple[bytes, ...]] = {}
         self._failures: list[_Failure] = []
+
+    def begin(self, projections: Projections) -> None:
+        """Take over the loads in flight."""
+        self._keys = {job.job_id: job.keys for job in projections.transfers if job.kind is JobKind.LOAD}
 
     def checks(self, _indices: Indices) -> Iterable[tuple[type[e.Event], Check]]:
         """By class of event."""

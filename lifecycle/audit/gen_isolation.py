@@ -27,6 +27,10 @@ class GenIsolation:
     def __init__(self) -> None:
         self._jobs: dict[int, tuple[int, Job]] = {}
 
+    def begin(self, projections: Projections) -> None:
+        """Take over the jobs in flight."""
+        self._jobs = {job.job_id: (0, job) for job in projections.transfers}
+
     def checks(self, _indices: Indices) -> Iterable[tuple[type[e.Event], Check]]:
         """By class of event."""
         return [

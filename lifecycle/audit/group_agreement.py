@@ -33,6 +33,18 @@ class GroupAgreement:
         """The same, told right before the last step."""
         self._step_sequence = 0
 
+    def begin(self, projections: Projections) -> None:
+        """Take over which windows were being left."""
+        for record in projections.tracker:
+            leaving, left = (
+                projections.blocks.left_at_end(record.request_id),
+                projections.blocks.left_since(record.request_id),
+            )
+            if leaving is not None:
+                self._leaving[record.request_id] = (leaving, 0)
+            if left is not None:
+                self._left[record.request_id] = (left, 0)
+
     def checks(self, indices: Indices) -> Iterable[tuple[type[e.Event], Check]]:
         """By class of event; none where no group has a window."""
         if not any(indices.configuration.windows):
@@ -88,7 +100,7 @@ class GroupAgreement:
         step: ReplayedEvent,
         projections: Projections,
     ) -> Iterator[Violation]:
-        num_settled_tokens, sequence = self._intact_since(event) or self._settled.of(event.request_id)
+        num_settled_tokens, sequence = self._intact_since(event) or self._settled.at_least(event.request_id)
         for page, slot in zip(pages, event.slots, strict=False):
             if slot != NO_SLOT and not _is_seen(page, num_settled_tokens, projections):
                 detail = (

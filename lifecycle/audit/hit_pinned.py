@@ -25,6 +25,11 @@ class HitPinned:
         self._promised: dict[str, tuple[int, int, bytes, frozenset[bytes]]] = {}
         """Request id -> (sequence of the answer, number of chunks, key of the last, keys)."""
 
+    def begin(self, projections: Projections) -> None:
+        """Take over what was promised."""
+        for request_id, keys in projections.chunks.promised.items():
+            self._promised[request_id] = (0, len(keys), keys[-1], frozenset(keys))
+
     def checks(self, _indices: Indices) -> Iterable[tuple[type[e.Event], Check]]:
         """By class of event."""
         return [

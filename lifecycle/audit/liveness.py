@@ -37,6 +37,13 @@ class Liveness:
         self._overdue: list[tuple[int, int]] = []
         """(job id, step since which it is silent) at the last step."""
 
+    def begin(self, projections: Projections) -> None:
+        """Take over the jobs in flight, since when they are silent, and which were overdue."""
+        for job in projections.transfers:
+            asked = _Job(0, job.request_id, job.asked_step, job.asked_ns, job.is_asked_after)
+            self._jobs[job.job_id] = asked
+        self._overdue = self._find_overdue(projections)
+
     def checks(self, _indices: Indices) -> Iterable[tuple[type[e.Event], Check]]:
         """By class of event."""
         return [
@@ -83,15 +90,18 @@ class Liveness:
             for job_id, since_step in self._overdue
             if (broken := self._check_overdue(job_id, since_step, step, projections)) is not None
         ]
+        self._overdue = self._find_overdue(projections)
+        return found or None
+
+    def _find_overdue(self, projections: Projections) -> list[tuple[int, int]]:
         configuration, tracker = projections.configuration, projections.tracker
         overdue_step = tracker.num_steps - configuration.max_silent_steps
         overdue_ns = tracker.time_ns - configuration.max_silent_ms * 1_000_000
-        self._overdue = [
+        return [
             (job_id, job.since_step)
             for job_id, job in self._jobs.items()
             if job.since_step < overdue_step and job.since_ns < overdue_ns
         ]
-        return found or None
 
     def _check_overdue(
         self, job_id: int, since_step: int, step: ReplayedEvent, projections: Projections

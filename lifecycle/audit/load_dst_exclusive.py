@@ -10,6 +10,7 @@ from kvledger.lifecycle.audit.checker import Violation, violation
 from kvledger.lifecycle.audit.indices import Indices
 from kvledger.lifecycle.belief import Projections
 from kvledger.lifecycle.projections.host_slots import NO_SLOT
+from kvledger.lifecycle.projections.transfers import JobKind
 from kvledger.lifecycle.replay import Check, ReplayedEvent
 
 
@@ -29,6 +30,16 @@ class LoadDstExclusive:
         self._filled_by: dict[int, tuple[int, int]] = {}
         """Block id -> (job id, sequence of the load)."""
         self._blocks_of: dict[int, tuple[int, ...]] = {}
+
+    def begin(self, projections: Projections) -> None:
+        """Take over the loads in flight of requests that still hold their blocks."""
+        for job in projections.transfers:
+            record = projections.tracker.by_ordinal(job.ordinal)
+            is_held = record is not None and record.holds_blocks and record.generation == job.generation
+            if job.kind is JobKind.LOAD and is_held:
+                pairs = zip(job.slots, job.block_ids, strict=False)
+                self._blocks_of[job.job_id] = filled = tuple(block_id for slot, block_id in pairs if slot != NO_SLOT)
+                self._filled_by |= dict.fromkeys(filled, (job.job_id, 0))
 
     def checks(self, _indices: Indices) -> Iterable[tuple[type[e.Event], Check]]:
         """By class of event."""

@@ -10,6 +10,7 @@ from kvledger.lifecycle.audit.checker import Violation, violation
 from kvledger.lifecycle.audit.indices import Indices
 from kvledger.lifecycle.belief import Projections
 from kvledger.lifecycle.projections.host_slots import NO_SLOT
+from kvledger.lifecycle.projections.transfers import Job, JobKind
 from kvledger.lifecycle.replay import Check, ReplayedEvent
 
 
@@ -27,9 +28,17 @@ class LoadXorStores:
     def __init__(self) -> None:
         self._filled_by: dict[int, int] = {}
         """Block id -> job id of a load in flight."""
-        self._loads: dict[int, tuple[int, e.LoadIssued]] = {}
+        self._loads: dict[int, tuple[int, e.LoadIssued | Job]] = {}
         self._leaving: list[int] = []
         """Loads into blocks that their request has lost since the last step; until then they can still be read."""
+
+    def begin(self, projections: Projections) -> None:
+        """Take over the loads in flight of requests that still hold their blocks."""
+        for job in projections.transfers:
+            record = projections.tracker.by_ordinal(job.ordinal)
+            is_held = record is not None and record.holds_blocks and record.generation == job.generation
+            if job.kind is JobKind.LOAD and is_held:
+                self._take_up(0, job)
 
     def checks(self, _indices: Indices) -> Iterable[tuple[type[e.Event], Check]]:
         """By class of event."""
@@ -45,10 +54,13 @@ class LoadXorStores:
         ]
 
     def _issued(self, event: e.LoadIssued, step: ReplayedEvent, _projections: Projections) -> None:
-        self._loads[event.job_id] = (step.sequence, event)
-        for slot, block_id in zip(event.slots, event.block_ids, strict=False):
+        self._take_up(step.sequence, event)
+
+    def _take_up(self, sequence: int, load: e.LoadIssued | Job) -> None:
+        self._loads[load.job_id] = (sequence, load)
+        for slot, block_id in zip(load.slots, load.block_ids, strict=False):
             if slot != NO_SLOT:
-                self._filled_by[block_id] = event.job_id
+                self._filled_by[block_id] = load.job_id
 
     def _settled(self, event: e.LoadCompleted | e.LoadFailed, _step: ReplayedEvent, _projections: Projections) -> None:
         self._let_go(event.job_id)

@@ -38,6 +38,11 @@ class RankAgreement:
         self._report_sequence = 0
         self._every_rank: frozenset[int] = frozenset()
 
+    def begin(self, projections: Projections) -> None:
+        """Take over the jobs in flight and who has reported them."""
+        for job in projections.transfers:
+            self._in_flight[job.job_id] = _Told(0, job.ranks_done, job.ranks_failed)
+
     def checks(self, indices: Indices) -> Iterable[tuple[type[e.Event], Check]]:
         """By class of event."""
         self._every_rank = frozenset(range(indices.configuration.num_ranks))

@@ -28,6 +28,12 @@ class ReleaseAll:
         self._finished: dict[int, tuple[int, str]] = {}
         """Ordinal -> (sequence of the end, request id), until released."""
 
+    def begin(self, projections: Projections) -> None:
+        """Take over who has finished and is not released."""
+        for record in projections.tracker:
+            if record.state is RequestState.FINISHED:
+                self._finished[record.ordinal] = (0, record.request_id)
+
     def checks(self, _indices: Indices) -> Iterable[tuple[type[e.Event], Check]]:
         """By class of event."""
         return [

@@ -60,6 +60,15 @@ class SavedTails:
             return f"its tail of tokens {tail.first_token} to {tail.end_token} was dropped by {event_id}", sequence
         return "it has no tail", 0
 
+    def begin(self, projections: Projections) -> None:
+        """Take over the tails of the requests that are known."""
+        for record in projections.tracker:
+            tail = projections.tails.of(record.ordinal)
+            if tail is not None:
+                self._tails[record.request_id] = IssuedTail(
+                    tail.job_id, 0, tail.first_token, tail.end_token, tail.slots, tail.is_saved
+                )
+
     def folds(self) -> Iterable[tuple[type[e.Event], Check]]:
         """(event class, fold), to be done as checks are; they never find anything."""
         return [

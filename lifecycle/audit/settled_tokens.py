@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.belief import Projections
@@ -19,6 +19,15 @@ class SettledTokens:
     def of(self, request_id: str) -> tuple[int, int]:
         """The count and who told it; zeros where nobody has."""
         return self._settled.get(request_id, (0, 0))
+
+    def at_least(self, request_id: str) -> tuple[int, int]:
+        """The same, but zeros also where only a bound is known."""
+        told = self._settled.get(request_id, (0, 0))
+        return told if told[1] else (0, 0)
+
+    def begin(self, num_computed_tokens: Mapping[str, int]) -> None:
+        """Start in the middle of a log, where nothing tells more than a bound: what was computed."""
+        self._settled = {request_id: (count, 0) for request_id, count in num_computed_tokens.items()}
 
     def folds(self) -> Iterable[tuple[type[e.Event], Check]]:
         """(event class, fold), to be done as checks are; they never find anything."""
@@ -50,8 +59,8 @@ class SettledTokens:
     def _cut(
         self, event: e.SessionContinued | e.TokensRolledBack, step: ReplayedEvent, _projections: Projections
     ) -> None:
-        before, _ = self._settled.get(event.request_id, (0, 0))
-        self._settled[event.request_id] = (min(before, event.num_computed_tokens), step.sequence)
+        before, told_at = self._settled.get(event.request_id, (0, step.sequence))
+        self._settled[event.request_id] = (min(before, event.num_computed_tokens), step.sequence if told_at else 0)
 
     def _blocks_allocated(self, event: e.BlocksAllocated, step: ReplayedEvent, _projections: Projections) -> None:
         if step.state_before is RequestState.PREEMPTED:  # they are others than those it had: nothing is written yet

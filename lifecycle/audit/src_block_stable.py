@@ -31,6 +31,12 @@ class SrcBlockStable:
         """Request id -> sequence of the event that held its blocks."""
         self._named: set[int] = set()
 
+    def begin(self, projections: Projections) -> None:
+        """What a finished request is still saved from is held: had it not been, it was found before."""
+        for record in projections.tracker:
+            if record.state is RequestState.FINISHED and projections.transfers.reads_blocks_of(record.ordinal):
+                self._held[record.request_id] = 0
+
     def checks(self, _indices: Indices) -> Iterable[tuple[type[e.Event], Check]]:
         """By class of event."""
         return [

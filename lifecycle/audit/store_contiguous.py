@@ -51,6 +51,12 @@ class StoreContiguous:
         self._told: dict[str, tuple[int, int]] = {}
         """Request id -> (first, end) of chunks that the last observation told of, until what they became is known."""
 
+    def begin(self, projections: Projections) -> None:
+        """Nothing tells what became of the chunks known by now: all count as told of."""
+        for record in projections.tracker:
+            num_chunks = len(projections.chunk_keys.of(record.request_id))
+            self._lives[record.request_id] = _Accounted(num_chunks, end_chunk=num_chunks)
+
     def checks(self, _indices: Indices) -> Iterable[tuple[type[e.Event], Check]]:
         """By class of event."""
         return [

@@ -73,6 +73,16 @@ class ChunkIndex:
         """The slots of a committed chunk, or None."""
         return self._committed.get(key)
 
+    @property
+    def committed(self) -> Mapping[bytes, tuple[int, ...]]:
+        """Every committed chunk and its slots."""
+        return self._committed
+
+    @property
+    def promised(self) -> Mapping[str, tuple[bytes, ...]]:
+        """Request id -> the chunks that its pending answer promised."""
+        return self._pinned_by
+
     def is_saving(self, key: bytes) -> bool:
         """Whether a save of the chunk is in flight."""
         return key in self._saving

@@ -15,7 +15,10 @@ from kvledger.storage.events.memory import MemoryEventStore
 from kvledger.storage.events.protocol import EventStore
 from kvledger.storage.events.reader import Damage, LogReader, read_log
 from kvledger.storage.events.recovery import RecoveryReport
+from kvledger.storage.events.retention import Retention, retire, retire_logs
+from kvledger.storage.events.retirement import Retirement
 from kvledger.storage.events.segments import SegmentEventStore
+from kvledger.storage.events.snapshots import Snapshot, find_snapshot, load_snapshot, write_snapshot
 
 __all__ = [
     "AppendConflict",
@@ -33,6 +36,14 @@ __all__ = [
     "LogTooNew",
     "MemoryEventStore",
     "RecoveryReport",
+    "Retention",
+    "Retirement",
     "SegmentEventStore",
+    "Snapshot",
+    "find_snapshot",
+    "load_snapshot",
     "read_log",
+    "retire",
+    "retire_logs",
+    "write_snapshot",
 ]

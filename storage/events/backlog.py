@@ -59,6 +59,7 @@ class BacklogEventStore:
         self._num_backlog_bytes = 0
         self._num_events_backlogged = 0
         self._num_events_lost = 0
+        self._last_error: OSError | None = None
         self._appends_until_attempt = 0
         self._back_off_appends = 1
         self._next_sequence = store.next_sequence
@@ -137,6 +138,7 @@ class BacklogEventStore:
 
     def _keep_after(self, error: OSError, frame: _Waiting) -> int:
         self._next_sequence += frame.num_events
+        self._last_error = error
         self._keep(frame)
         self._back_off(error)
         return frame.first_sequence
@@ -164,7 +166,8 @@ class BacklogEventStore:
             return
         self._num_events_lost += frame.num_events
         if self._dropping is None:
-            self._dropping = _Waiting(frame.first_sequence, 0, None, "the backlog was full while writing failed")
+            reason = f"the backlog was full while writing failed: {self._last_error}"
+            self._dropping = _Waiting(frame.first_sequence, 0, None, reason)
             self._waiting.append(self._dropping)
         self._dropping.num_events += frame.num_events
 
@@ -191,6 +194,7 @@ class BacklogEventStore:
             self._on_trouble(error, self._num_events_backlogged)
 
     def _back_off(self, error: OSError) -> None:
+        self._last_error = error
         self._appends_until_attempt = self._back_off_appends
         self._back_off_appends = min(2 * self._back_off_appends, _MAX_APPENDS_BETWEEN_ATTEMPTS)
         self._on_trouble(error, self._num_events_backlogged)

@@ -21,7 +21,6 @@ Every byte is either compared (marker), or is the CRC, or is covered by it.
 from __future__ import annotations
 
 import enum
-import mmap
 import struct
 from hashlib import blake2b
 
@@ -30,15 +29,17 @@ from google_crc32c import value as crc32c
 
 __all__ = [
     "CHAIN_HASH_BYTES",
+    "CRC_COVERS_FROM",
     "FRAME_HEADER_BYTES",
+    "FRAME_MARKER",
     "MAX_EVENTS",
     "MAX_PAYLOAD_BYTES",
     "MAX_SEQUENCE",
     "Frame",
     "FrameKind",
     "check_append",
+    "declared_frame",
     "encode_frame",
-    "find_frame",
     "frame_bytes",
     "next_chain_hash",
     "parse_frame",
@@ -49,11 +50,13 @@ MAX_PAYLOAD_BYTES = 1 << 30
 MAX_EVENTS = (1 << 32) - 1
 MAX_SEQUENCE = (1 << 64) - 1
 
-_MARKER = b"\xf5K"
+FRAME_MARKER = b"\xf5K"
 _FIELDS = struct.Struct("<IBQI")
 _PREFIX = struct.Struct("<2sI")
 _HEADER = struct.Struct("<2sIIBQI16s")
 FRAME_HEADER_BYTES = _HEADER.size
+CRC_COVERS_FROM = _PREFIX.size
+"""Offset in a frame behind marker and CRC."""
 
 _pack_fields = _FIELDS.pack
 _pack_prefix = _PREFIX.pack
@@ -109,7 +112,7 @@ def encode_frame(
     fields = _pack_fields(len(payload), kind, first_sequence, num_events)
     chain_hash = blake2b(previous_hash + fields + payload, digest_size=16).digest()
     covered = fields + chain_hash + payload
-    return _pack_prefix(_MARKER, crc32c(covered)) + covered, chain_hash
+    return _pack_prefix(FRAME_MARKER, crc32c(covered)) + covered, chain_hash
 
 
 def next_chain_hash(previous_hash: bytes, frame: Frame) -> bytes:
@@ -123,13 +126,21 @@ def frame_bytes(frame: Frame) -> int:
     return FRAME_HEADER_BYTES + len(frame.payload)
 
 
-def parse_frame(data: bytes | mmap.mmap, offset: int) -> Frame | str:
+def declared_frame(data: bytes, offset: int) -> tuple[int, int] | None:
+    """Return the bytes that the frame at `offset` says it takes, and its CRC; None without a whole header there."""
+    if len(data) - offset < FRAME_HEADER_BYTES:
+        return None
+    marker, crc, num_payload_bytes, *_ = _unpack_header(data, offset)
+    return (FRAME_HEADER_BYTES + num_payload_bytes, crc) if marker == FRAME_MARKER else None
+
+
+def parse_frame(data: bytes, offset: int) -> Frame | str:
     """Return the intact frame at `offset` of `data`, or the reason why there is none."""
     num_left = len(data) - offset
     if num_left < FRAME_HEADER_BYTES:
         return f"{num_left} bytes are too few for a frame header of {FRAME_HEADER_BYTES}"
     marker, crc, num_payload_bytes, kind, first_sequence, num_events, chain_hash = _unpack_header(data, offset)
-    if marker != _MARKER:
+    if marker != FRAME_MARKER:
         return f"no frame marker, found {marker.hex()}"
     end = offset + FRAME_HEADER_BYTES + num_payload_bytes
     if end > len(data):
@@ -140,19 +151,3 @@ def parse_frame(data: bytes | mmap.mmap, offset: int) -> Frame | str:
     if known_kind is None or num_events == 0:
         return f"a frame of kind {kind} with {num_events} events, which no writer of this format writes"
     return Frame(first_sequence, num_events, known_kind, data[offset + FRAME_HEADER_BYTES : end], chain_hash)
-
-
-def find_frame(data: bytes, start: int, minimum_sequence: int, maximum_sequence: int | None) -> int | None:
-    """Return the offset of the first intact frame at or behind `start`, or None.
-
-    A frame counts only if its first sequence number is plausible: at least `minimum_sequence`, below
-    `maximum_sequence`. The bounds are looked at before the CRC, so a false marker costs little.
-    """
-    upper_bound = MAX_SEQUENCE if maximum_sequence is None else maximum_sequence
-    offset = data.find(_MARKER, start)
-    while offset >= 0 and len(data) - offset >= FRAME_HEADER_BYTES:
-        first_sequence = _unpack_header(data, offset)[4]
-        if minimum_sequence <= first_sequence < upper_bound and isinstance(parse_frame(data, offset), Frame):
-            return offset
-        offset = data.find(_MARKER, offset + 1)
-    return None

@@ -6,12 +6,12 @@ not intact, or does not go on from the one before, reading ends; `read_log` says
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Iterator
 from pathlib import Path
 
 from kvledger.storage.events.errors import LogError
-from kvledger.storage.events.frames import Frame, frame_bytes, parse_frame
+from kvledger.storage.events.frames import Frame, frame_bytes
+from kvledger.storage.events.segment_bytes import SegmentBytes
 from kvledger.storage.events.segment_file import read_header, segment_paths
 
 __all__ = ["frames_from"]
@@ -34,15 +34,10 @@ def frames_from(path: Path, segment: str, offset: int) -> Iterator[tuple[Frame, 
 
 
 def _frames_of(file: Path, offset: int) -> Iterator[tuple[Frame, int]]:
-    with file.open("rb") as opened:
-        try:
-            data = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
-        except ValueError:  # an empty file
-            return
-        with data:
-            while offset < len(data):
-                frame = parse_frame(data, offset)
-                if not isinstance(frame, Frame):
-                    return
-                yield frame, offset
-                offset += frame_bytes(frame)
+    with SegmentBytes(file) as data:
+        while offset < data.num_bytes:
+            frame = data.frame_at(offset)
+            if not isinstance(frame, Frame):
+                return
+            yield frame, offset
+            offset += frame_bytes(frame)

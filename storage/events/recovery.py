@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING
 import attrs
 
 from kvledger.storage.events.errors import LogDamaged
+from kvledger.storage.events.files import sync_directory, write_file
 from kvledger.storage.events.reader import Damage, LogReader
+from kvledger.storage.events.segment_file import UNFINISHED_SUFFIX
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -58,16 +60,15 @@ def recover(directory: Path) -> tuple[LogReader, LogEnd, RecoveryReport]:
     """
     reader = LogReader(directory, settle_seconds=0)  # nobody else writes
     num_frames = sum(1 for _ in reader)
-    torn: Damage | None = None
+    torn = reader.unreadable_end
     for damage in reader.damage:
-        if damage.kind == "torn_tail" and torn is None:
-            torn = damage
-        elif damage is not reader.retired:
+        if damage != torn:
             _refuse(directory, damage)
     if reader.tail is None or reader.head_hash is None:
         msg = f"{directory}: no segment has an intact header; read it with read_log, and create a new log elsewhere"
         raise LogDamaged(msg)
     segment, offset = reader.tail
+    _remove_unfinished(directory)
     report = RecoveryReport(num_frames)
     if torn is not None:
         report = _lay_aside(directory, torn, report)
@@ -89,18 +90,7 @@ def _lay_aside(directory: Path, torn: Damage, report: RecoveryReport) -> Recover
     if torn.offset == 0:
         segment.rename(kept_as)
     else:
-        with segment.open("r+b") as file:
-            file.seek(torn.offset)
-            try:
-                with kept_as.open("xb") as copy:
-                    copy.write(file.read())
-                    copy.flush()
-                    os.fsync(copy.fileno())
-            except OSError:
-                kept_as.unlink(missing_ok=True)
-                raise
-            file.truncate(torn.offset)
-            os.fsync(file.fileno())
+        _keep_and_cut(segment, torn.offset, kept_as)
     return attrs.evolve(
         report,
         num_bytes_cut=torn.num_bytes,
@@ -109,6 +99,29 @@ def _lay_aside(directory: Path, torn: Damage, report: RecoveryReport) -> Recover
         kept_as=kept_as,
         detail=torn.detail,
     )
+
+
+def _keep_and_cut(segment: Path, offset: int, kept_as: Path) -> None:
+    """Copy what stands behind `offset` to a new file, and cut it off only when the copy is on disk."""
+    descriptor = os.open(segment, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        num_bytes = os.fstat(descriptor).st_size - offset
+        try:
+            write_file(kept_as, os.pread(descriptor, num_bytes, offset), durable=True, exclusive=True)
+        except OSError:
+            kept_as.unlink(missing_ok=True)
+            raise
+        sync_directory(segment.parent)
+        os.ftruncate(descriptor, offset)
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _remove_unfinished(directory: Path) -> None:
+    """A segment that never got its name holds no frame."""
+    for unfinished in directory.glob(f"*{UNFINISHED_SUFFIX}"):
+        unfinished.unlink()
 
 
 def _unused_name(wanted: Path) -> Path:

@@ -18,7 +18,6 @@ The chain starts with the BLAKE2b-128 of the whole block, which itself names the
 
 from __future__ import annotations
 
-import os
 import re
 import struct
 from hashlib import blake2b
@@ -30,6 +29,7 @@ from google_crc32c import extend as extend_crc32c
 from google_crc32c import value as crc32c
 
 from kvledger.storage.events.errors import LogDamaged, LogError, LogTooNew
+from kvledger.storage.events.files import sync_directory, write_file
 from kvledger.storage.events.frames import CHAIN_HASH_BYTES
 
 if TYPE_CHECKING:
@@ -40,6 +40,7 @@ __all__ = [
     "FORMAT_VERSION",
     "MAX_HEADER_BYTES",
     "NO_PREVIOUS_HASH",
+    "UNFINISHED_SUFFIX",
     "SegmentHeader",
     "decode_header",
     "encode_header",
@@ -53,6 +54,7 @@ __all__ = [
 FORMAT_VERSION = 1
 MAX_HEADER_BYTES = 1 << 20
 NO_PREVIOUS_HASH = bytes(CHAIN_HASH_BYTES)
+UNFINISHED_SUFFIX = ".unfinished"
 
 _MAGIC = b"KVLEDGER"
 _PREFIX = struct.Struct("<8sHII")
@@ -66,6 +68,7 @@ class _Body:
     first_sequence: int
     previous_head_hash: bytes
     header: dict[str, Any]
+    segment_number: int | None = None
 
 
 _encoder = msgspec.msgpack.Encoder(order="deterministic")
@@ -82,15 +85,26 @@ class SegmentHeader:
     header: dict[str, object]
     num_bytes: int
     chain_hash: bytes
+    segment_number: int | None = None
+    """1 for a log's first segment; None in logs whose writer did not count."""
 
 
-def encode_header(log_id: str, first_sequence: int, previous_head_hash: bytes, header: Mapping[str, object]) -> bytes:
+def encode_header(
+    log_id: str,
+    first_sequence: int,
+    previous_head_hash: bytes,
+    header: Mapping[str, object],
+    segment_number: int | None = None,
+) -> bytes:
     """Return a header block. Raises `LogError` for a mapping that msgpack cannot hold."""
     if "log_id" in header:
         msg = "the header mapping has a key 'log_id', which the log writes itself; use another key"
         raise LogError(msg)
     try:
-        body = _encoder.encode(_Body(log_id, first_sequence, previous_head_hash, dict(header)))
+        fields = attrs.asdict(
+            _Body(log_id, first_sequence, previous_head_hash, dict(header), segment_number), recurse=False
+        )
+        body = _encoder.encode({name: value for name, value in fields.items() if value is not None})
     except (TypeError, ValueError, OverflowError) as error:
         msg = f"the header mapping cannot be stored: {error}; give it JSON values only"
         raise LogError(msg) from error
@@ -134,7 +148,13 @@ def decode_header(data: bytes, name: str) -> SegmentHeader:
         raise LogDamaged(msg) from error
     chain_hash = blake2b(data[:end], digest_size=CHAIN_HASH_BYTES).digest()
     return SegmentHeader(
-        fields.log_id, fields.first_sequence, fields.previous_head_hash, fields.header, end, chain_hash
+        fields.log_id,
+        fields.first_sequence,
+        fields.previous_head_hash,
+        fields.header,
+        end,
+        chain_hash,
+        fields.segment_number,
     )
 
 
@@ -161,28 +181,18 @@ def segment_paths(directory: Path) -> list[Path]:
 
 
 def write_segment(directory: Path, first_sequence: int, block: bytes, *, durable: bool) -> Path:
-    """Make a segment that holds only its header; it appears under its name whole or not at all. Raises `OSError`."""
+    """Make a segment that holds only its header; it appears under its name whole or not at all.
+
+    Raises `OSError`; then it may be there all the same, where only the sync of the directory failed.
+    """
     segment = directory / segment_name(first_sequence)
-    unfinished = segment.with_suffix(".unfinished")
+    unfinished = segment.with_suffix(UNFINISHED_SUFFIX)
     try:
-        with unfinished.open("wb") as file:
-            file.write(block)
-            file.flush()
-            if durable:
-                os.fsync(file.fileno())
+        write_file(unfinished, block, durable=durable)
         unfinished.rename(segment)
-        if durable:
-            _sync_directory(directory)
     except BaseException:
         unfinished.unlink(missing_ok=True)
-        segment.unlink(missing_ok=True)
         raise
+    if durable:
+        sync_directory(directory)
     return segment
-
-
-def _sync_directory(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -12,8 +12,11 @@ import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+import attrs
+
 from kvledger.storage.events.durability import Durability
 from kvledger.storage.events.errors import LogClosed, LogDamaged, LogError
+from kvledger.storage.events.files import make_directory
 from kvledger.storage.events.frames import MAX_EVENTS, MAX_PAYLOAD_BYTES, FrameKind, check_append, encode_frame
 from kvledger.storage.events.group_sync import GroupSync
 from kvledger.storage.events.reader import LogReader
@@ -24,6 +27,7 @@ from kvledger.storage.events.segment_file import (
     decode_header,
     encode_header,
     read_header,
+    segment_name,
     segment_paths,
     write_segment,
 )
@@ -33,6 +37,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from kvledger.storage.events.frames import Frame
+    from kvledger.storage.events.retention import Retention
 
 __all__ = ["SegmentEventStore"]
 
@@ -40,6 +45,24 @@ _EVENTS: Final = int(FrameKind.EVENTS)
 _GAP: Final = int(FrameKind.GAP)
 _DEFAULT_SEGMENT_BYTES: Final = 64 << 20
 _DEFAULT_SYNC_INTERVAL_MS: Final = 50.0
+
+
+@attrs.frozen
+class _Settings:
+    durability: Durability
+    segment_bytes: int
+    sync_interval_ms: float
+    retention: Retention | None
+
+    def __attrs_post_init__(self) -> None:
+        if self.durability is Durability.MEMORY:
+            msg = "durability 'memory' writes no file; use MemoryEventStore for it, or 'os' or 'disk' here"
+            raise ValueError(msg)
+        if self.segment_bytes < 1 or self.sync_interval_ms <= 0:
+            msg = (
+                f"segment_bytes={self.segment_bytes} and sync_interval_ms={self.sync_interval_ms} must both be positive"
+            )
+            raise ValueError(msg)
 
 
 class SegmentEventStore:
@@ -55,24 +78,29 @@ class SegmentEventStore:
         header: Mapping[str, object],
         end: LogEnd,
         recovery: RecoveryReport,
-        durability: Durability,
-        segment_bytes: int,
-        sync_interval_ms: float,
+        settings: _Settings,
     ) -> None:
         """Take over a locked directory whose log ends at `end`."""
         self.directory: Final = directory
         self.header: Final = dict(header)
         self.recovery: Final = recovery
-        self.durability: Final = durability
-        self._segment_bytes = segment_bytes
+        self.durability: Final = settings.durability
+        self._segment_bytes = settings.segment_bytes
+        self._retention = settings.retention
         self._lock = lock
         self._closed = False
         self._rollback_pending = False
-        self._first_frame_offset = read_header(end.segment).num_bytes
+        self._unused_segment: Path | None = None
+        in_use = read_header(end.segment)
+        self._segment = end.segment
+        self._first_frame_offset, self._segment_number = in_use.num_bytes, in_use.segment_number
         self._descriptor = os.open(end.segment, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
         # One attribute, so that one assignment commits an append: offset, next sequence, hash to chain from, head hash.
         self._end = (end.offset, end.next_sequence, end.chain_hash, end.head_hash)
-        self._sync = GroupSync(self._descriptor, sync_interval_ms) if durability is Durability.DISK else None
+        is_synced = settings.durability is Durability.DISK
+        self._sync = GroupSync(self._descriptor, settings.sync_interval_ms) if is_synced else None
+        if self._retention is not None:
+            self._retention.start(directory, self._segment_bytes)
 
     @classmethod
     def create(
@@ -82,10 +110,12 @@ class SegmentEventStore:
         durability: Durability = Durability.OS,
         segment_bytes: int = _DEFAULT_SEGMENT_BYTES,
         sync_interval_ms: float = _DEFAULT_SYNC_INTERVAL_MS,
+        retention: Retention | None = None,
     ) -> SegmentEventStore:
         """Begin a log in `directory`, which is made if need be; `header` holds JSON values.
 
-        A segment is closed before it grows over `segment_bytes`, unless one frame alone is larger.
+        A segment is closed before it grows over `segment_bytes`, unless one frame alone is larger. `retention` keeps
+        the log to a size and an age.
 
         Raises:
             ValueError: a setting makes no sense.
@@ -94,21 +124,23 @@ class SegmentEventStore:
             OSError: it cannot be written there.
 
         """
-        durability = _check_settings(durability, segment_bytes, sync_interval_ms)
+        settings = _Settings(Durability(durability), segment_bytes, sync_interval_ms, retention)
         log_id = uuid.uuid4().hex
-        block = encode_header(log_id, 1, NO_PREVIOUS_HASH, header)
+        block = encode_header(log_id, 1, NO_PREVIOUS_HASH, header, 1)
         directory = Path(directory)
-        directory.mkdir(parents=True, exist_ok=True)
+        make_directory(directory, durable=settings.durability is Durability.DISK)
         lock = lock_directory(directory)
         try:
             _check_empty(directory)
-            segment = write_segment(directory, 1, block, durable=durability is Durability.DISK)
-            chain_hash = decode_header(block, segment.name).chain_hash
-            end = LogEnd(segment, len(block), 1, chain_hash, chain_hash)
-            whole_header = {**header, "log_id": log_id}
-            return cls(
-                directory, lock, whole_header, end, RecoveryReport(), durability, segment_bytes, sync_interval_ms
-            )
+            try:
+                segment = write_segment(directory, 1, block, durable=settings.durability is Durability.DISK)
+                chain_hash = decode_header(block, segment.name).chain_hash
+                end = LogEnd(segment, len(block), 1, chain_hash, chain_hash)
+                whole_header = {**header, "log_id": log_id}
+                return cls(directory, lock, whole_header, end, RecoveryReport(), settings)
+            except BaseException:
+                (directory / segment_name(1)).unlink(missing_ok=True)
+                raise
         except BaseException:
             os.close(lock)
             raise
@@ -120,6 +152,7 @@ class SegmentEventStore:
         durability: Durability = Durability.OS,
         segment_bytes: int = _DEFAULT_SEGMENT_BYTES,
         sync_interval_ms: float = _DEFAULT_SYNC_INTERVAL_MS,
+        retention: Retention | None = None,
     ) -> SegmentEventStore:
         """Go on with the log in `directory`. Every frame is verified first; a torn tail is laid aside, see `recovery`.
 
@@ -132,7 +165,7 @@ class SegmentEventStore:
             OSError: it cannot be written there.
 
         """
-        durability = _check_settings(durability, segment_bytes, sync_interval_ms)
+        settings = _Settings(Durability(durability), segment_bytes, sync_interval_ms, retention)
         directory = Path(directory)
         if not directory.is_dir():
             msg = f"{directory} is no directory; create the log first, or give its directory"
@@ -140,7 +173,7 @@ class SegmentEventStore:
         lock = lock_directory(directory)
         try:
             reader, end, recovery = recover(directory)
-            return cls(directory, lock, reader.header, end, recovery, durability, segment_bytes, sync_interval_ms)
+            return cls(directory, lock, reader.header, end, recovery, settings)
         except BaseException:
             os.close(lock)
             raise
@@ -149,6 +182,11 @@ class SegmentEventStore:
     def next_sequence(self) -> int:
         """The sequence number that the next appended event gets."""
         return self._end[1]
+
+    @property
+    def segment(self) -> Path:
+        """The segment in use; the same object as long as it is."""
+        return self._segment
 
     @property
     def head_hash(self) -> bytes:
@@ -188,10 +226,13 @@ class SegmentEventStore:
         try:
             if self._rollback_pending:
                 self._roll_back()
+            self._remove_unused_segment()
             if self._sync is not None:
                 self._sync.stop()
                 self._sync.sync()
         finally:
+            if self._retention is not None:
+                self._retention.wait()
             os.close(self._descriptor)
             os.close(self._lock)
 
@@ -199,7 +240,7 @@ class SegmentEventStore:
         offset, first_sequence, chain_hash, _ = self._end
         if not 0 < num_events <= MAX_EVENTS or len(payload) > MAX_PAYLOAD_BYTES:
             check_append(num_events, len(payload))
-        if self._closed or self._rollback_pending or self._sync is not None:
+        if self._closed or self._rollback_pending or self._sync is not None or self._unused_segment is not None:
             self._prepare()
         frame, frame_hash = encode_frame(kind, first_sequence, num_events, payload, chain_hash)
         if offset + len(frame) > self._segment_bytes and offset > self._first_frame_offset:
@@ -226,6 +267,7 @@ class SegmentEventStore:
         self._check_open()
         if self._rollback_pending:
             self._roll_back()
+        self._remove_unused_segment()
         if self._sync is not None:
             self._sync.check()
 
@@ -246,16 +288,30 @@ class SegmentEventStore:
             # A crash must never find a new segment behind a torn one.
             self._sync.sync()
         caller_header = {key: value for key, value in self.header.items() if key != "log_id"}
-        block = encode_header(str(self.header["log_id"]), next_sequence, head_hash, caller_header)
+        number = None if self._segment_number is None else self._segment_number + 1
+        block = encode_header(str(self.header["log_id"]), next_sequence, head_hash, caller_header, number)
         durable = self.durability is Durability.DISK
+        # Until the switch is made the new segment must not stay: the next frame may still fit into the old one.
+        self._unused_segment = self.directory / segment_name(next_sequence)
         segment = write_segment(self.directory, next_sequence, block, durable=durable)
         descriptor = os.open(segment, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
         if self._sync is not None:
             self._sync.switch(descriptor)
-        os.close(self._descriptor)
-        self._descriptor = descriptor
-        self._first_frame_offset = offset = len(block)
+        left, self._descriptor = self._descriptor, descriptor
+        self._segment = segment
+        self._first_frame_offset, self._segment_number = len(block), number
+        offset = len(block)
         self._end = (offset, next_sequence, decode_header(block, segment.name).chain_hash, head_hash)
+        self._unused_segment = None
+        os.close(left)
+        if self._retention is not None:
+            self._retention.start(self.directory, self._segment_bytes)
+
+    def _remove_unused_segment(self) -> None:
+        """Take back a segment that was made and not gone on to. Raises `OSError`."""
+        if self._unused_segment is not None:
+            self._unused_segment.unlink(missing_ok=True)
+            self._unused_segment = None
 
     def _check_open(self) -> None:
         if self._closed:
@@ -264,8 +320,6 @@ class SegmentEventStore:
 
     def _refuse_damage(self, reader: LogReader) -> None:
         for damage in reader.damage:
-            if damage is reader.retired:
-                continue
             msg = f"{self.directory / damage.segment}: {damage.kind} at offset {damage.offset}: {damage.detail}"
             raise LogDamaged(msg)
 
@@ -274,14 +328,3 @@ def _check_empty(directory: Path) -> None:
     if segment_paths(directory):
         msg = f"{directory} holds a log already; open it, or create the new one in another directory"
         raise LogError(msg)
-
-
-def _check_settings(durability: Durability, segment_bytes: int, sync_interval_ms: float) -> Durability:
-    durability = Durability(durability)
-    if durability is Durability.MEMORY:
-        msg = "durability 'memory' writes no file; use MemoryEventStore for it, or 'os' or 'disk' here"
-        raise ValueError(msg)
-    if segment_bytes < 1 or sync_interval_ms <= 0:
-        msg = f"segment_bytes={segment_bytes} and sync_interval_ms={sync_interval_ms} must both be positive"
-        raise ValueError(msg)
-    return durability

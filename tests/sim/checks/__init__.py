@@ -17,6 +17,7 @@ from sim.checks.pages import check_pages
 from sim.checks.reasons import check_why
 from sim.checks.replay import check_replay
 from sim.checks.rules import check_rules
+from sim.checks.snapshots import check_snapshots
 
 if TYPE_CHECKING:
     from sim.world import World
@@ -30,5 +31,6 @@ CHECKS: tuple[Callable[[World], None], ...] = (
     check_replay,
     check_audit,
     check_accounting,
+    check_snapshots,
     check_why,
 )

@@ -31,10 +31,10 @@ def _check(log: LogEnd, allowed: frozenset[str]) -> None:
     if not log.gaps:
         audit.finish()
     assert audit.unfoldable is None, f"the log cannot be folded: {audit.unfoldable}"
-    found = [violation for violation in audit.violations if _rule(violation) not in allowed]
+    found = [violation for violation in audit.violations if rule_of(violation) not in allowed]
     assert not found, f"the audit says: {found[0]}"
 
 
-def _rule(violation: Violation) -> str:
+def rule_of(violation: Violation) -> str:
     """The rule that was broken, also where the audit only repeats what the connector had noticed itself."""
     return violation.detail.partition(":")[0] if violation.rule == Recorded.rule else violation.rule

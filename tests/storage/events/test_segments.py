@@ -26,6 +26,7 @@ from kvledger.storage.events import (
     LogTooNew,
     SegmentEventStore,
     read_log,
+    retire,
 )
 from kvledger.storage.events.frames import next_chain_hash
 from kvledger.storage.events.group_sync import GroupSync
@@ -183,19 +184,21 @@ def test_a_later_format_says_which_version_it_needs(tmp_path: Path) -> None:
 
 
 def test_a_log_whose_oldest_segments_were_retired_opens_and_verifies(tmp_path: Path) -> None:
-    """Deleting whole segments from the front leaves a log that goes on from their hash; reading says what is gone."""
+    """Whole segments gone from the front leave a log that goes on from their hash; reading says what is gone."""
     store = SegmentEventStore.create(tmp_path, {}, segment_bytes=1)
     for payload in (b"one", b"two", b"three"):
         store.append(payload, 1)
     store.close()
-    (tmp_path / "00000000000000000001.kvlog").unlink()
+    num_bytes = sum(path.stat().st_size for path in tmp_path.glob("*.kvlog"))
+    assert len(retire(tmp_path, max_bytes=num_bytes - 1)) == 1
     store = SegmentEventStore.open(tmp_path)
     assert store.append(b"four", 1) == 4
     assert [frame.payload for frame in store.read()] == [b"two", b"three", b"four"]
     store.close()
     reader = read_log(tmp_path)
     assert [frame.first_sequence for frame in reader] == [2, 3, 4]
-    assert [(damage.kind, damage.sequence) for damage in reader.damage] == [("missing_segment", 1)]
+    assert reader.damage == []
+    assert [(retired.first_sequence, retired.last_sequence) for retired in reader.retired] == [(1, 1)]
 
 
 def test_memory_durability_points_to_the_memory_store(tmp_path: Path) -> None:
@@ -258,6 +261,28 @@ def test_a_write_that_stops_half_way_is_rolled_back(tmp_path: Path, file_size_li
     store.append(b"later", 1)
     store.close()
     assert _verified_payloads(tmp_path) == [*accepted, b"later"]
+
+
+def test_a_rollover_that_fails_half_way_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The new segment is there and cannot be opened: the old one stays in use, also for a frame that still fits."""
+    store = SegmentEventStore.create(tmp_path, {}, segment_bytes=300)
+    store.append(b"x" * 80, 1)
+    really_open = os.open
+
+    def refuse_segments(path: os.PathLike[str], flags: int, mode: int = 0o777) -> int:
+        if str(path).endswith(".kvlog"):
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return really_open(path, flags, mode)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", refuse_segments)
+        with pytest.raises(OSError, match="Too many open files"):
+            store.append(b"y" * 120, 1)
+    assert len(list(tmp_path.glob("*.kvlog"))) == 2
+    assert store.append(b"fits", 1) == 2
+    assert store.append(b"y" * 120, 1) == 3
+    store.close()
+    assert _verified_payloads(tmp_path) == [b"x" * 80, b"fits", b"y" * 120]
 
 
 def test_an_interrupt_between_write_and_commit_is_rolled_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,77 @@
+"""`kvledger retire`: keep logs at rest to a size and an age. The only command that changes a log.
+
+Whole segments go, the oldest first, each recorded before it is deleted; `verify` then says what was retired, when and
+why, and that the rest follows from it. A log that is being written is left to its writer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from pathlib import Path
+
+import attrs
+
+from kvledger.adapters.cli.exit_codes import CommandFailed, ExitCode
+from kvledger.adapters.cli.output import Output
+from kvledger.adapters.cli.words import plural, size
+from kvledger.storage.events import LogError, Retirement, retire, retire_logs
+from kvledger.storage.events.segment_file import segment_paths
+
+HELP = "delete the oldest segments of logs that are at rest"
+
+_UNITS = {"": 1, "b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
+_SECONDS = {"m": 60, "h": 3600, "d": 86400}
+
+
+def num_bytes(text: str) -> int:
+    """`500MiB`, `2GiB`, `1000000`."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text)
+    if match is None or match[2].lower() not in _UNITS:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size; write it as 2GiB, 500MiB or in bytes")
+    return int(float(match[1]) * _UNITS[match[2].lower()])
+
+
+def seconds(text: str) -> float:
+    """`30d`, `12h`, `90m`."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([mhd])", text)
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is no age; write it as 30d, 12h or 90m")
+    return float(match[1]) * _SECONDS[match[2]]
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Its arguments."""
+    parser.add_argument("log", metavar="LOG", type=Path, help="a log directory, or a directory of logs (all of them)")
+    parser.add_argument("--max-bytes", metavar="SIZE", type=num_bytes, help="what may stay, such as 2GiB")
+    parser.add_argument("--max-age", metavar="AGE", type=seconds, help="how long ago a segment may be written, as 30d")
+    parser.add_argument("--dry-run", action="store_true", help="say what would be retired, and delete nothing")
+
+
+def run(arguments: argparse.Namespace, output: Output) -> ExitCode:
+    """Retire, and say what."""
+    if arguments.max_bytes is None and arguments.max_age is None:
+        raise CommandFailed("give --max-bytes, --max-age or both; without a limit everything stays", ExitCode.USAGE)
+    try:
+        retired = _retire(arguments.log, arguments)
+    except (LogError, OSError) as error:
+        raise CommandFailed(f"{arguments.log}: {error}", ExitCode.DAMAGED) from error
+    if output.is_json:
+        for each in retired:
+            output.record("retirement", {**attrs.asdict(each), "dry_run": arguments.dry_run})
+        return ExitCode.SOUND
+    for each in retired:
+        events = f"events {each.first_sequence} to {each.last_sequence}"
+        output.line(f"{each.log}/{each.segment}: {events}, {size(each.num_bytes)}, by {each.reason}")
+    freed = size(sum(each.num_bytes for each in retired))
+    verb = "would be retired" if arguments.dry_run else "retired"
+    output.line(f"{plural(len(retired), 'segment')} {verb}, {freed}")
+    return ExitCode.SOUND
+
+
+def _retire(log: Path, arguments: argparse.Namespace) -> list[Retirement]:
+    is_log = log.is_dir() and bool(segment_paths(log))
+    if not is_log and not any(segment_paths(child) for child in log.glob("*/")):
+        raise CommandFailed(f"{log}: give a log directory, or a directory of logs", ExitCode.USAGE)
+    limits = {"max_bytes": arguments.max_bytes, "max_age_seconds": arguments.max_age}
+    return (retire if is_log else retire_logs)(log, **limits, dry_run=arguments.dry_run)

@@ -1,0 +1,66 @@
+"""What can be wrong with a stored log, by name. One `Damage` is one place."""
+
+from __future__ import annotations
+
+from typing import Final, Literal
+
+import attrs
+
+__all__ = ["DAMAGE_KINDS", "Damage", "DamageKind", "sequences"]
+
+DamageKind = Literal[
+    "torn_tail",
+    "corrupt_frame",
+    "sequence_gap",
+    "reordered_frames",
+    "duplicate_frame",
+    "foreign_frame",
+    "chain_broken",
+    "corrupt_header",
+    "cut_segment",
+    "missing_segment",
+    "renamed_segment",
+    "duplicate_segment",
+    "foreign_segment",
+]
+
+DAMAGE_KINDS: Final[dict[DamageKind, str]] = {
+    "torn_tail": "nothing intact from here to the end of the log",
+    "corrupt_frame": "bytes that are no frame; intact ones or another segment stand behind them, or all of its bytes "
+    "are there and differ",
+    "sequence_gap": "frames are missing within a segment, and no byte is damaged",
+    "reordered_frames": "frames stand before or behind their place; they are read in their place",
+    "duplicate_frame": "a copy of a frame that stands elsewhere; it is left out",
+    "foreign_frame": "an intact frame that the writer of this log did not put here: what stands around it follows "
+    "from something else; it is left out",
+    "chain_broken": "a frame or header is intact and does not follow from what stands before it: one of the two was "
+    "not written by the writer of this log",
+    "corrupt_header": "a segment's header is unreadable; the frames behind it are found again",
+    "cut_segment": "frames are missing at the end of a segment, which is not the last one, and no byte is damaged",
+    "missing_segment": "no segment holds these sequences, and no record says that they were retired",
+    "renamed_segment": "a segment's name and header name different sequences; it is read where the header says",
+    "duplicate_segment": "a second copy of a segment; what the first one holds is left out",
+    "foreign_segment": "a segment of another log; it is left out",
+}
+"""Each kind and its meaning."""
+
+
+@attrs.frozen
+class Damage:
+    """One place where the log is not what was written.
+
+    `sequence` is the first sequence number concerned, None where that cannot be known; `num_bytes` counts the bytes
+    from `offset` that could not be used (0 where all could be, as in ``chain_broken``).
+    """
+
+    kind: DamageKind
+    segment: str
+    offset: int
+    sequence: int | None
+    detail: str
+    num_bytes: int
+
+
+def sequences(first: int, end: int) -> str:
+    """Sequence numbers in words; `end` is the first behind them."""
+    return f"sequence {first}" if end == first + 1 else f"sequences {first} to {end - 1}"

@@ -1,0 +1,275 @@
+"""Keeping logs to a size and an age: the oldest whole segments go first, each recorded before it is deleted.
+
+Of a log that is being written the last segment stays; one that is closed may go altogether. The age of a segment is
+the time since it was last written to. Nothing that is no part of a log is touched.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import deque
+from typing import TYPE_CHECKING, Final, Literal
+
+import attrs
+
+from kvledger.storage.events.errors import LogDamaged, LogError, LogLocked
+from kvledger.storage.events.files import sync_directory
+from kvledger.storage.events.reader import LogReader
+from kvledger.storage.events.retirement import RETIREMENTS_NAME, Retirement, read_retirements, write_retirement
+from kvledger.storage.events.segment_file import SegmentHeader, read_header, segment_paths
+from kvledger.storage.events.writer_lock import LOCK_NAME, lock_directory
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+    from pathlib import Path
+
+__all__ = ["Retention", "retire", "retire_logs"]
+
+SNAPSHOT_SUFFIX: Final = ".snapshot"
+_PARTS_OF_A_LOG: Final = (
+    "*.kvlog",
+    "*.kvlog.torn-*",
+    f"*{SNAPSHOT_SUFFIX}",
+    "*.unfinished",
+    RETIREMENTS_NAME,
+    LOCK_NAME,
+)
+
+
+@attrs.define(eq=False)
+class _Log:
+    """A log whose oldest segments may go; `may_vanish`: all of them, and the directory."""
+
+    directory: Path
+    may_vanish: bool
+    segments: deque[Path]
+
+    @classmethod
+    def at(cls, directory: Path, *, may_vanish: bool) -> _Log:
+        return cls(directory, may_vanish, deque(segment_paths(directory)))
+
+    @property
+    def oldest(self) -> Path | None:
+        """The segment that goes next."""
+        return self.segments[0] if len(self.segments) > (0 if self.may_vanish else 1) else None
+
+    def describe_oldest(self, reason: Literal["age", "size"], now_unix_ns: int) -> Retirement:
+        """What the record will say. Raises `LogDamaged` where a header that it needs is not intact."""
+        segment, header = self.segments[0], read_header(self.segments[0])
+        last_sequence, head_hash = self._end_of_oldest(header)
+        return Retirement(
+            self.directory.name,
+            header.log_id,
+            segment.name,
+            header.first_sequence,
+            last_sequence,
+            header.previous_head_hash.hex(),
+            head_hash,
+            segment.stat().st_size,
+            reason,
+            now_unix_ns,
+        )
+
+    def _end_of_oldest(self, header: SegmentHeader) -> tuple[int, str]:
+        if len(self.segments) > 1:
+            following = read_header(self.segments[1])
+            if following.log_id != header.log_id or following.first_sequence <= header.first_sequence:
+                msg = f"{self.segments[1]}: does not follow {self.segments[0].name}; nothing of this log is retired"
+                raise LogDamaged(msg)
+            return following.first_sequence - 1, following.previous_head_hash.hex()
+        reader = LogReader(self.segments[0], settle_seconds=0)
+        for _ in reader:
+            pass
+        return reader.next_sequence - 1, (reader.head_hash or header.chain_hash).hex()
+
+
+def retire(
+    directory: Path, *, max_bytes: int | None = None, max_age_seconds: float | None = None, dry_run: bool = False
+) -> list[Retirement]:
+    """Retire the oldest segments of one log that nobody writes, until it keeps to both limits.
+
+    The last segment stays. Returns what was retired, or with `dry_run` what would be.
+
+    Raises:
+        LogLocked: it is being written; its writer keeps it to the limits that it was given.
+        LogDamaged: a segment header is not intact, so that nothing may be deleted.
+        OSError: a file could not be deleted; what had been retired before stands in the record.
+
+    """
+    lock = None if dry_run else lock_directory(directory)
+    try:
+        log = _Log.at(directory, may_vanish=False)
+        return list(_retire([log], _bytes_of(directory), max_bytes, max_age_seconds, dry_run=dry_run))
+    finally:
+        if lock is not None:
+            os.close(lock)
+
+
+def retire_logs(
+    log_dir: Path,
+    *,
+    max_bytes: int | None = None,
+    max_age_seconds: float | None = None,
+    in_use: Path | None = None,
+    dry_run: bool = False,
+) -> list[Retirement]:
+    """Retire the oldest segments of all logs in `log_dir`, until all together keep to both limits.
+
+    Closed logs vanish when their last segment goes; `log_dir` keeps the record of that. `in_use` is a log that the
+    caller writes: its last segment stays. Logs that others write are counted and left alone. Raises as `retire`, but
+    for `LogLocked`.
+    """
+    locks: list[int] = []
+    logs: list[_Log] = []
+    num_bytes = 0
+    try:
+        for directory in sorted(path for path in log_dir.iterdir() if path.is_dir()):
+            num_bytes += _bytes_of(directory)
+            if in_use is not None and directory.samefile(in_use):
+                logs.append(_Log.at(directory, may_vanish=False))
+            elif segment_paths(directory):
+                try:
+                    locks += [] if dry_run else [lock_directory(directory)]
+                except LogLocked:
+                    continue
+                logs.append(_Log.at(directory, may_vanish=True))
+            elif not dry_run:
+                _finish_vanishing(log_dir, directory)
+        return list(_retire(logs, num_bytes, max_bytes, max_age_seconds, dry_run=dry_run))
+    finally:
+        for lock in locks:
+            os.close(lock)
+
+
+def _retire(
+    logs: list[_Log], num_bytes: int, max_bytes: int | None, max_age_seconds: float | None, *, dry_run: bool
+) -> Iterator[Retirement]:
+    now_unix_ns = time.time_ns()
+    while True:
+        candidates = [(oldest.stat().st_mtime_ns, log) for log in logs if (oldest := log.oldest) is not None]
+        if not candidates:
+            return
+        written_ns, log = min(candidates, key=lambda candidate: (candidate[0], candidate[1].directory.name))
+        is_old = max_age_seconds is not None and now_unix_ns - written_ns > max_age_seconds * 1e9
+        if not is_old and (max_bytes is None or num_bytes <= max_bytes):
+            return
+        try:
+            retirement = log.describe_oldest("age" if is_old else "size", now_unix_ns)
+        except LogDamaged:
+            logs.remove(log)  # evidence stays
+            if not logs:
+                raise
+            continue
+        segment = log.segments.popleft()
+        freed = retirement.num_bytes + _size(_snapshot_of(segment))
+        if not dry_run:
+            _delete(log, segment, retirement)
+        num_bytes -= freed
+        yield retirement
+
+
+def _delete(log: _Log, segment: Path, retirement: Retirement) -> None:
+    vanishes = not log.segments
+    record_in = log.directory.parent if vanishes else log.directory
+    # A crash between record and deletion leaves the segment: it is found again, and recorded already.
+    if not any(_is_same(retirement, each) for each in read_retirements(record_in)):
+        write_retirement(record_in, retirement)
+    _snapshot_of(segment).unlink(missing_ok=True)
+    segment.unlink()
+    if vanishes:
+        _remove_parts(log.directory)
+
+
+def _is_same(one: Retirement, other: Retirement) -> bool:
+    return (one.log_id, one.segment, one.head_hash) == (other.log_id, other.segment, other.head_hash)
+
+
+def _finish_vanishing(log_dir: Path, directory: Path) -> None:
+    """Remove what a crash left of a log whose last segment was retired."""
+    if any(each.log == directory.name for each in read_retirements(log_dir)):
+        _remove_parts(directory)
+
+
+def _remove_parts(directory: Path) -> None:
+    for pattern in _PARTS_OF_A_LOG:
+        for part in directory.glob(pattern):
+            part.unlink()
+    if not any(directory.iterdir()):
+        directory.rmdir()
+        sync_directory(directory.parent)
+
+
+def _snapshot_of(segment: Path) -> Path:
+    return segment.with_suffix(SNAPSHOT_SUFFIX)
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return 0
+
+
+def _bytes_of(directory: Path) -> int:
+    """What a log takes; its record of what was retired is not counted, since it is never deleted for room."""
+    files: Iterable[Path] = (file for pattern in _PARTS_OF_A_LOG for file in directory.glob(pattern))
+    return sum(_size(file) for file in files if file.name != RETIREMENTS_NAME)
+
+
+class Retention:
+    """Keeps the log that a store writes, and with `all_logs` those beside it, to its limits, in a thread of its own.
+
+    A store calls `start` when it is opened and when it goes on in a new segment. What cannot be deleted is told to
+    `on_trouble`, from that thread, and tried again the next time.
+    """
+
+    def __init__(
+        self,
+        max_bytes: int | None = None,
+        max_age_seconds: float | None = None,
+        *,
+        all_logs: bool = False,
+        on_trouble: Callable[[OSError | LogError], None] = lambda _error: None,
+    ) -> None:
+        """Set the limits; None: none."""
+        self.max_bytes: Final = max_bytes
+        self.max_age_seconds: Final = max_age_seconds
+        self._all_logs = all_logs
+        self._on_trouble = on_trouble
+        self._thread: threading.Thread | None = None
+
+    def start(self, directory: Path, segment_bytes: int) -> None:
+        """Begin to keep the limits of the log in `directory`, whose last segment may grow to `segment_bytes`.
+
+        Room is made for that beforehand: while this runs, one segment more may be filled, and so the limit is exceeded
+        by no more than one. Waits for the time before, so that it does not become two.
+        """
+        self.wait()
+        if self.max_bytes is None and self.max_age_seconds is None:
+            return
+        self._thread = threading.Thread(
+            target=self._run, args=(directory, segment_bytes), name="kvledger-retention", daemon=True
+        )
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Return when nothing is under way."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def _run(self, directory: Path, segment_bytes: int) -> None:
+        max_bytes = None if self.max_bytes is None else max(0, self.max_bytes - segment_bytes)
+        try:
+            if self._all_logs:
+                retire_logs(
+                    directory.parent, max_bytes=max_bytes, max_age_seconds=self.max_age_seconds, in_use=directory
+                )
+            else:
+                log = _Log.at(directory, may_vanish=False)
+                for _ in _retire([log], _bytes_of(directory), max_bytes, self.max_age_seconds, dry_run=False):
+                    pass
+        except (OSError, LogError) as error:
+            self._on_trouble(error)

@@ -1,0 +1,145 @@
+"""The frames in one segment file, through a window of a mebibyte, so that a segment of any size is read in that much.
+
+The file is read with `pread` and not mapped: a writer that takes back half a frame shortens it, and a shortened mapping
+kills its reader.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Final, Self
+
+from google_crc32c import extend as extend_crc32c
+
+from kvledger.storage.events.frames import (
+    CRC_COVERS_FROM,
+    FRAME_HEADER_BYTES,
+    FRAME_MARKER,
+    MAX_SEQUENCE,
+    Frame,
+    declared_frame,
+    parse_frame,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+    from types import TracebackType
+
+__all__ = ["SegmentBytes"]
+
+_WINDOW_BYTES: Final = 1 << 20
+
+
+class SegmentBytes:
+    """One file, open for reading; `num_bytes` is its size when it was last looked at."""
+
+    def __init__(self, path: Path) -> None:
+        """Open the file. Raises `OSError`."""
+        self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self.num_bytes = os.fstat(self._descriptor).st_size
+        self._window = b""
+        self._window_start = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        os.close(self._descriptor)
+
+    def read(self, offset: int, num_bytes: int) -> bytes:
+        """Return up to `num_bytes` bytes from `offset`; none from behind the end."""
+        return os.pread(self._descriptor, max(0, min(num_bytes, self.num_bytes - offset)), offset)
+
+    def has_changed(self, offset: int) -> bool:
+        """Look at the file again; say whether it differs from `offset` on."""
+        before = (self.num_bytes, self.read(offset, _WINDOW_BYTES))
+        self.num_bytes = os.fstat(self._descriptor).st_size
+        self._window = b""
+        return before != (self.num_bytes, self.read(offset, _WINDOW_BYTES))
+
+    def frame_at(self, offset: int) -> Frame | str:
+        """Return the intact frame at `offset`, or the reason why there is none."""
+        at = offset - self._window_start
+        if not 0 <= at <= len(self._window) - FRAME_HEADER_BYTES:
+            self._load(offset, _WINDOW_BYTES)
+            at = 0
+        found = parse_frame(self._window, at)
+        if isinstance(found, Frame):
+            return found
+        declared = declared_frame(self._window, at)
+        if declared is None:
+            return found
+        num_bytes, crc = declared
+        if offset + num_bytes > self.num_bytes:
+            return f"the frame says it ends {offset + num_bytes - self.num_bytes} bytes behind the end of the file"
+        if at + num_bytes <= len(self._window):
+            return found
+        if num_bytes > _WINDOW_BYTES and self._crc_of(offset, num_bytes) != crc:
+            return "the CRC-32C does not match"
+        self._load(offset, num_bytes)
+        return parse_frame(self._window, 0)
+
+    def find_frame(self, start: int, minimum_sequence: int = 1, maximum_sequence: int | None = None) -> int | None:
+        """Return the offset of the first intact frame at or behind `start`, or None.
+
+        A frame counts only if its first sequence number is at least `minimum_sequence` and below `maximum_sequence`.
+        The bounds are looked at before the CRC, so a false marker costs little.
+        """
+        upper_bound = MAX_SEQUENCE if maximum_sequence is None else maximum_sequence
+        offset = start
+        while offset + FRAME_HEADER_BYTES <= self.num_bytes:
+            at = offset - self._window_start
+            if not 0 <= at <= len(self._window) - FRAME_HEADER_BYTES:
+                self._load(offset, _WINDOW_BYTES)
+                at = 0
+            if len(self._window) < FRAME_HEADER_BYTES:
+                return None  # the file was shortened meanwhile
+            found = self._window.find(FRAME_MARKER, at)
+            if found < 0:
+                # One byte less: a marker may begin with the window's last one.
+                offset = self._window_start + len(self._window) - 1
+                continue
+            offset = self._window_start + found
+            header = self.read(offset, FRAME_HEADER_BYTES)
+            first_sequence = int.from_bytes(header[11:19], "little")
+            plausible = minimum_sequence <= first_sequence < upper_bound
+            if plausible and isinstance(self.frame_at(offset), Frame):
+                return offset
+            offset += 1
+        return None
+
+    def frames(self, start: int) -> Iterator[tuple[int, Frame]]:
+        """Every intact frame at or behind `start`, with its offset; what is none is passed over."""
+        offset: int | None = start
+        while offset is not None:
+            frame = self.frame_at(offset) if offset < self.num_bytes else ""
+            if isinstance(frame, Frame):
+                yield offset, frame
+                offset += FRAME_HEADER_BYTES + len(frame.payload)
+            else:
+                offset = self.find_frame(offset + 1)
+
+    def ends_with_whole_frame(self, offset: int) -> bool:
+        """Whether what stands at `offset` says it is a frame that ends with the file, and its end is not zeros.
+
+        A write that stopped half-way leaves less, and a machine that lost power leaves zeros.
+        """
+        declared = declared_frame(self.read(offset, FRAME_HEADER_BYTES), 0)
+        if declared is None or offset + declared[0] != self.num_bytes:
+            return False
+        return any(self.read(max(offset + FRAME_HEADER_BYTES - 16, self.num_bytes - 16), 16))
+
+    def _load(self, offset: int, num_bytes: int) -> None:
+        self._window, self._window_start = self.read(offset, max(num_bytes, _WINDOW_BYTES)), offset
+
+    def _crc_of(self, offset: int, num_bytes: int) -> int:
+        crc, at, end = 0, offset + CRC_COVERS_FROM, offset + num_bytes
+        while at < end:
+            part = self.read(at, min(_WINDOW_BYTES, end - at))
+            if not part:
+                break
+            crc, at = extend_crc32c(crc, part), at + len(part)
+        return crc

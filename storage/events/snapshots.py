@@ -1,0 +1,116 @@
+"""Snapshots beside a log: what somebody believed at one place of it, so that reading can begin there.
+
+A snapshot lies beside the segment that its place is in, as ``{first_sequence of the segment:020d}.snapshot``, and goes
+when that segment is retired. It is never needed, and never trusted: it counts only if its CRC holds, if it was made of
+this log, if the log still has, at its place, the frame with the hash that it names, and if whoever reads it says that
+the state means today what it meant then (`fingerprint`). What the state is, this room does not know.
+
+The file: magic ``KVLEDGERSNAP``, CRC-32C (4 bytes, little-endian) of the rest, a msgpack map.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import TYPE_CHECKING, Final
+
+import attrs
+import msgspec
+from google_crc32c import value as crc32c
+
+from kvledger.storage.events.errors import LogError
+from kvledger.storage.events.files import write_file
+from kvledger.storage.events.reader import LogReader
+from kvledger.storage.events.retention import SNAPSHOT_SUFFIX
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+__all__ = ["SNAPSHOT_FORMAT_VERSION", "Snapshot", "find_snapshot", "load_snapshot", "write_snapshot"]
+
+SNAPSHOT_FORMAT_VERSION: Final = 1
+_MAGIC: Final = b"KVLEDGERSNAP"
+_CRC: Final = struct.Struct("<I")
+_encode = msgspec.msgpack.Encoder().encode
+
+
+@attrs.frozen
+class Snapshot:
+    """A state after the event `sequence`, which ends a frame whose chain hash is `chain_hash` (16 bytes)."""
+
+    log_id: str
+    sequence: int
+    chain_hash: bytes
+    fingerprint: str
+    """What must be equal for `state` to mean what it meant when it was written."""
+    state: bytes
+    format_version: int = SNAPSHOT_FORMAT_VERSION
+
+
+def write_snapshot(segment: Path, snapshot: Snapshot) -> Path:
+    """Write a snapshot beside `segment`; it appears whole or not at all. Raises `OSError`.
+
+    It is not synced: one that a machine failure spoils is known by its CRC, and nothing depends on it.
+    """
+    path = segment.with_suffix(SNAPSHOT_SUFFIX)
+    body = _encode(snapshot)
+    # Removed like an unfinished segment when the log is opened again.
+    unfinished = path.with_suffix(f"{SNAPSHOT_SUFFIX}.unfinished")
+    try:
+        write_file(unfinished, _MAGIC + _CRC.pack(crc32c(body)) + body, durable=False)
+        unfinished.rename(path)
+    except BaseException:
+        unfinished.unlink(missing_ok=True)
+        raise
+    return path
+
+
+def load_snapshot(path: Path, *, fingerprint: str) -> Snapshot | str:
+    """Read one file; return the reason where it cannot be used. Does not compare it with the log."""
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        return f"{path.name}: {error}"
+    start = len(_MAGIC) + _CRC.size
+    body = data[start:]
+    is_intact = len(data) >= start and data[: len(_MAGIC)] == _MAGIC
+    if not is_intact or _CRC.unpack_from(data, len(_MAGIC))[0] != crc32c(body):
+        return f"{path.name}: damaged, or no snapshot"
+    try:
+        snapshot = msgspec.msgpack.decode(body, type=Snapshot)
+    except msgspec.MsgspecError as error:
+        return f"{path.name}: holds something else than a snapshot: {error}"
+    if (snapshot.format_version, snapshot.fingerprint) != (SNAPSHOT_FORMAT_VERSION, fingerprint):
+        return f"{path.name}: stale, written by code with another table, other handlers or another state"
+    return snapshot
+
+
+def find_snapshot(
+    directory: Path, *, log_id: str, fingerprint: str, at_most: int | None = None, newest: bool = False
+) -> tuple[Snapshot | None, list[str]]:
+    """Return the earliest usable snapshot of a log (or the newest), and why others were passed over.
+
+    Usable: intact, of this log, of this `fingerprint`, at or before the event `at_most`, and the log has its frame.
+    """
+    reasons: list[str] = []
+    for path in sorted(directory.glob(f"*{SNAPSHOT_SUFFIX}"), reverse=newest):
+        snapshot = load_snapshot(path, fingerprint=fingerprint)
+        if isinstance(snapshot, Snapshot) and at_most is not None and snapshot.sequence > at_most:
+            continue
+        problem = snapshot if isinstance(snapshot, str) else _not_of_this_log(directory, path, snapshot, log_id)
+        if problem:
+            reasons.append(problem)
+        elif isinstance(snapshot, Snapshot):
+            return snapshot, reasons
+    return None, reasons
+
+
+def _not_of_this_log(directory: Path, path: Path, snapshot: Snapshot, log_id: str) -> str:
+    if snapshot.log_id != log_id:
+        return f"{path.name}: foreign, of log {snapshot.log_id}"
+    try:
+        frame = next(iter(LogReader(directory, max(1, snapshot.sequence), settle_seconds=0)), None)
+    except LogError as error:
+        return f"{path.name}: {error}"
+    if frame is None or frame.next_sequence != snapshot.sequence + 1 or frame.chain_hash != snapshot.chain_hash:
+        return f"{path.name}: foreign, the log has another frame at event {snapshot.sequence}"
+    return ""

@@ -1,0 +1,59 @@
+"""`kvledger retire`, and what `verify` says of a log whose oldest segments went."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+from lifecycle_driver import Driver
+
+from kvledger.storage.events import SegmentEventStore
+
+
+def test_retired_segments_are_told_and_deleted_ones_are_damage(
+    run: Any, tools: Any, story: Driver, tmp_path: Path
+) -> None:
+    """What was retired, when and why stands in the record; without one, somebody took it."""
+    log = tools.write_log(tmp_path / "long", story.observed, story.configuration, segment_bytes=4096)
+    copy = tmp_path / "copy"
+    shutil.copytree(log, copy)
+    result = run("retire", log, "--max-bytes", "1", "--dry-run")
+    assert "would be retired" in result.out
+    assert run("retire", log, "--max-bytes", "1").exit_code == 0
+    result = run("verify", log)
+    assert result.exit_code == 0
+    assert re.search(r"events 1–\d+ were retired by size \(\d+ segments?, the last at 20", result.out)
+    assert "neither rules nor decisions could be checked" in result.out
+    assert run("retire", log, "--json", "--max-bytes", "1").out == ""
+    min(copy.glob("*.kvlog")).unlink()
+    result = run("verify", copy)
+    assert result.exit_code == 2
+    assert "missing_segment" in result.out
+    assert "no record says that they were retired" in result.out
+
+
+def test_retire_refuses_what_makes_no_sense(run: Any, tools: Any, story: Driver, tmp_path: Path) -> None:
+    """No limit, a limit that is none, one file, a log that is being written."""
+    log = tools.write_log(tmp_path / "log", story.observed, story.configuration)
+    for arguments in (["--max-bytes", "2parsecs"], ["--max-age", "30"], []):
+        assert run("retire", log, *arguments).exit_code == 64
+    assert run("retire", next(log.glob("*.kvlog")), "--max-bytes", "1").exit_code == 64
+    store = SegmentEventStore.open(log)
+    result = run("retire", log, "--max-bytes", "1")
+    assert (result.exit_code, "being written by pid" in result.err) == (2, True)
+    store.close()
+
+
+def test_retire_keeps_a_directory_of_logs_to_a_size(run: Any, tools: Any, story: Driver, tmp_path: Path) -> None:
+    """Closed logs go, the oldest first, until what is left fits."""
+    for name in ("one", "two", "three"):
+        tools.write_log(tmp_path / name, story.observed, story.configuration, segment_bytes=4096)
+    size = sum(path.stat().st_size for path in (tmp_path / "three").glob("*.kvlog"))
+    retired = run("retire", tmp_path, "--json", "--max-bytes", f"{size + 100}", "--max-age", "365d").objects(
+        "retirement"
+    )
+    assert {each["log"] for each in retired} == {"one", "two"}
+    assert {each["reason"] for each in retired} == {"size"}
+    assert [path.name for path in sorted(tmp_path.iterdir())] == ["retired.jsonl", "three"]

@@ -1,0 +1,196 @@
+"""The connector's log on a disk that is really full, or closed to it: serving goes on, and `verify` tells the loss."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lifecycle_driver import Walk
+from log_torture.mounts import fill, run_on_small_disk
+
+from kvledger.adapters.cli.main import main
+from kvledger.adapters.vllm.configuration import ConnectorSettings
+from kvledger.adapters.vllm.event_log import OpenedLog, open_event_log
+from kvledger.lifecycle import ConfigurationError, HandlerRegistry, Ledger, LedgerConfiguration
+from kvledger.lifecycle import events as e
+
+_SEED = 11
+_NOBODY = 65534
+
+
+def _observations() -> tuple[LedgerConfiguration, list[e.Event]]:
+    """What hooks saw in a walk of a few hundred steps."""
+    walk = Walk(_SEED, chunk_size=8, block_size=16)
+    walk.run(200)
+    decided = tuple(e.DECISIONS)
+    return walk.driver.configuration, [event for event in walk.driver.observed if not isinstance(event, decided)]
+
+
+def _open(log_dir: Path, configuration: LedgerConfiguration, troubles: list[OSError]) -> OpenedLog:
+    settings = ConnectorSettings.from_extra_config({"log_dir": str(log_dir), "segment_bytes": 8192})
+    return open_event_log(
+        settings, configuration, HandlerRegistry(), on_trouble=lambda error, _num_events: troubles.append(error)
+    )
+
+
+def _observe(ledger: Ledger, observations: Iterable[e.Event]) -> None:
+    for event in observations:
+        ledger.observe(event)
+        ledger.commit()
+
+
+# A walk plays doubled reports, too, so that some rules are broken in each of these logs.
+
+
+def _verify(log: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, list[dict[str, Any]]]:
+    exit_code = main(["verify", str(log), "--json"])
+    return exit_code, [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+
+def test_a_disk_that_is_full_while_serving_costs_events_that_verify_names(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A real file system runs full for a third of the run, longer than the backlog lasts, and across a rollover.
+
+    Nothing is raised; all events are decided upon; afterwards the log goes on, and `verify` shows how many are lost,
+    where, and why.
+    """
+    configuration, observations = _observations()
+    third = len(observations) // 3
+    disk, kept, figures = tmp_path / "disk", tmp_path / "kept", tmp_path / "figures.json"
+
+    def serve() -> None:
+        troubles: list[OSError] = []
+        log = _open(disk / "logs", configuration, troubles)
+        store: Any = log.store
+        store._max_backlog_bytes = 3000
+        ledger = Ledger(configuration, store)
+        _observe(ledger, observations[:third])
+        ballast = fill(disk)
+        _observe(ledger, observations[third : 2 * third])
+        num_waiting = store.num_events_backlogged
+        ballast.unlink()
+        _observe(ledger, observations[2 * third :])
+        store.close()
+        shutil.copytree(disk / "logs", kept)
+        told = {"lost": store.num_events_lost, "waiting": num_waiting, "next": ledger.next_sequence}
+        figures.write_text(json.dumps({**told, "reasons": sorted({str(error) for error in troubles})}))
+
+    run_on_small_disk(disk, 256 << 10, serve)
+    told = json.loads(figures.read_text())
+    assert told["lost"] > 100
+    assert told["waiting"] > 0
+    assert told["reasons"] == ["[Errno 28] No space left on device"]
+    exit_code, records = _verify(kept, capsys)
+    assert exit_code == 2
+    damage = [record for record in records if record["type"] == "damage"]
+    assert {record["kind"] for record in damage} == {"lost_events"}
+    assert sum(int(record["detail"].split()[0]) for record in damage) == told["lost"]
+    assert all("while writing failed: [Errno 28] No space left on device" in record["detail"] for record in damage)
+    verdict = records[-1]
+    assert verdict["num_events"] + told["lost"] == told["next"] - 1
+    (directory,) = kept.iterdir()
+    assert len(list(directory.glob("*.kvlog"))) > 3
+    assert not list(directory.glob("*.unfinished"))
+
+
+def test_a_disk_that_is_full_for_less_than_the_backlog_lasts_costs_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The same outage with the usual backlog: the log is sound, every event is there."""
+    configuration, observations = _observations()
+    disk, kept = tmp_path / "disk", tmp_path / "kept"
+
+    def serve() -> None:
+        troubles: list[OSError] = []
+        log = _open(disk / "logs", configuration, troubles)
+        ledger = Ledger(configuration, log.store)
+        _observe(ledger, observations[:100])
+        ballast = fill(disk)
+        _observe(ledger, observations[100:-100])
+        ballast.unlink()
+        _observe(ledger, observations[-100:])
+        log.store.close()
+        assert troubles
+        assert getattr(log.store, "num_events_lost", None) == 0
+        shutil.copytree(disk / "logs", kept)
+
+    run_on_small_disk(disk, 256 << 10, serve)
+    verdict = _verify(kept, capsys)[1][-1]
+    assert (verdict["num_damage"], verdict["num_divergences"]) == (0, 0)
+
+
+def test_a_log_directory_that_becomes_read_only_while_serving_costs_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No new segment can be made for a while: events wait, and are written when the rights are back."""
+    configuration, observations = _observations()
+    troubles: list[OSError] = []
+    monkeypatch.chdir(tmp_path)  # the directories above may be closed to other users
+    log = _open(Path("logs"), configuration, troubles)
+    store: Any = log.store
+    (relative,) = Path("logs").iterdir()
+    store._store.directory = relative
+    ledger = Ledger(configuration, store)
+    _observe(ledger, observations[:100])
+    relative.chmod(0o555)
+    is_root = os.geteuid() == 0
+    if is_root:
+        os.seteuid(_NOBODY)
+    try:
+        _observe(ledger, observations[100:-100])
+        num_waiting = store.num_events_backlogged
+    finally:
+        if is_root:
+            os.seteuid(0)
+        relative.chmod(0o755)
+    _observe(ledger, observations[-100:])
+    store.close()
+    assert num_waiting > 0
+    assert {type(error) for error in troubles} == {PermissionError}
+    assert (store.num_events_backlogged, store.num_events_lost) == (0, 0)
+    verdict = _verify(relative, capsys)[1][-1]
+    assert (verdict["num_damage"], verdict["num_divergences"]) == (0, 0)
+    assert verdict["num_events"] == ledger.next_sequence - 1
+
+
+def test_all_logs_of_a_directory_keep_to_their_size_while_one_is_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Earlier starts go first, then the oldest segments of one's own; what is left is undamaged."""
+    configuration, observations = _observations()
+    extra_config = {"log_dir": str(tmp_path), "segment_bytes": 8192, "max_log_bytes": 3 * 8192}
+
+    def segment_bytes() -> int:
+        num_bytes = 0
+        for path in tmp_path.rglob("*.kvlog"):
+            with contextlib.suppress(FileNotFoundError):  # retired since it was listed
+                num_bytes += path.stat().st_size
+        return num_bytes
+
+    sizes = []
+    for _ in range(3):
+        settings = ConnectorSettings.from_extra_config(extra_config)
+        log = open_event_log(settings, configuration, HandlerRegistry(), on_trouble=lambda _error, _num: None)
+        ledger = Ledger(configuration, log.store)
+        for event in observations:
+            _observe(ledger, [event])
+            sizes.append(segment_bytes())
+        log.store.close()
+    assert 2 * 8192 < max(sizes) <= 4 * 8192
+    (left,) = [path for path in tmp_path.iterdir() if path.is_dir()]
+    exit_code, records = _verify(left, capsys)
+    assert (exit_code, records[-1]["num_damage"]) == (0, 0)
+    assert any("were retired by size" in remark for remark in records[-1]["remarks"])
+
+
+def test_a_size_that_holds_no_segment_is_refused_with_the_figures() -> None:
+    """The limit could never be kept."""
+    with pytest.raises(ConfigurationError, match=r"max_log_bytes: .*holds not one segment of 67108864 bytes"):
+        ConnectorSettings.from_extra_config({"max_log_bytes": "1MiB"})

@@ -1,0 +1,128 @@
+"""Snapshot + tail equals full replay: the same state, and the same decisions of everything that comes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from lifecycle_driver import MemorySink, Walk
+
+from kvledger.lifecycle import HandlerRegistry, Ledger, LedgerConfiguration
+from kvledger.lifecycle import events as e
+from kvledger.lifecycle.belief import Projections
+from kvledger.lifecycle.snapshots import STATE, SnapshotError, capture, restore, state_fingerprint, state_owners
+
+GEOMETRIES = [(8, 16), (16, 16), (32, 16)]
+_CONSTANTS = {
+    "tracker": {"_table", "_records", "_by_ordinal"},
+    "chunks": {"_geometry", "_pages_per_chunk", "_max_departed", "_keep_for_preempted", "slots"},
+    "slots": {"num_slots"},
+    "transfers": {"_geometry", "_every_rank", "all_ranks"},
+    "chunk_keys": {"_chunk_size"},
+    "lookups": {"_chunk_size", "_chunk_index"},
+    "save_cursor": {"_chunk_size"},
+    "tails": {"_slots"},
+    "policy": {"_inner", "_chunk_size"},
+}
+_OTHER_PROJECTIONS = {"_tracker", "_chunk_keys", "_transfers", "_lookups"}
+
+
+def _walk(seed: int, chunk_size: int, block_size: int, num_steps: int = 60) -> Walk:
+    walk = Walk(seed, chunk_size=chunk_size, block_size=block_size)
+    walk.run(num_steps)
+    return walk
+
+
+def _restored(projections: Projections) -> Projections:
+    return restore(capture(projections), projections.configuration)
+
+
+def test_every_attribute_of_a_projection_is_stored_or_is_known_to_be_no_state() -> None:
+    """Whoever adds one says which: a forgotten attribute would make a snapshot a lie."""
+    projections = Projections(LedgerConfiguration(block_size=16, chunk_size=16, num_slots=4, chunk_statistics=True))
+    owners = state_owners(projections)
+    assert set(owners) == set(STATE)
+    for name, owner in owners.items():
+        known = set(STATE[name]) | _CONSTANTS.get(name, set()) | _OTHER_PROJECTIONS
+        # Functions are `get` of a container of state, kept at hand; restoring fills containers where they are.
+        values = {key for key, value in vars(owner).items() if not callable(value)}
+        assert values <= known, name
+        assert set(STATE[name]) <= set(vars(owner)), name
+
+
+@pytest.mark.parametrize(("chunk_size", "block_size"), GEOMETRIES)
+@pytest.mark.parametrize("seed", range(4))
+def test_snapshot_and_tail_fold_to_the_same_state_as_the_whole_log(seed: int, chunk_size: int, block_size: int) -> None:
+    """Cut at every 40th event: what is restored is equal there, and still after every event that follows."""
+    print(f"seed {seed}, chunk_size {chunk_size}, block_size {block_size}")
+    driver = _walk(seed, chunk_size, block_size).driver
+    whole = Projections(driver.configuration)
+    continued: list[Projections] = []
+    for sequence, event in enumerate(driver.observed, start=1):
+        whole.fold(event, sequence)
+        for projections in continued:
+            projections.fold(event, sequence)
+        if sequence % 40 == 0:
+            expected = whole.snapshot()
+            assert [projections.snapshot() == expected for projections in continued] == [True] * len(continued)
+            continued = [*continued[-6:], _restored(whole)]
+            assert continued[-1].snapshot() == expected
+    assert all(capture(projections) == capture(whole) for projections in continued)
+
+
+@pytest.mark.parametrize(("chunk_size", "block_size"), GEOMETRIES)
+@pytest.mark.parametrize("seed", range(4))
+def test_a_restored_ledger_decides_as_the_one_that_lived(seed: int, chunk_size: int, block_size: int) -> None:
+    """From cuts all over the log: the observations that follow lead to exactly the recorded decisions."""
+    print(f"seed {seed}, chunk_size {chunk_size}, block_size {block_size}")
+    driver = _walk(seed, chunk_size, block_size).driver
+    live = Ledger(driver.configuration, MemorySink())
+    others: list[Any] = []
+    for number, event in enumerate(event for event in driver.observed if not event.is_decision):
+        decided = live.observe(event)
+        for other in others:
+            assert other.observe(event) == decided
+        if number % 30 == 0:
+            other = Ledger(
+                driver.configuration,
+                MemorySink(),
+                projections=_restored(live.projections),
+                next_sequence=live.next_sequence,
+            )
+            others = [*others[-5:], other]
+    assert others
+
+
+def test_statistics_of_chunks_are_state_too() -> None:
+    """A policy that counts goes on counting."""
+    configuration = LedgerConfiguration(
+        block_size=16, chunk_size=16, num_slots=4, chunk_statistics=True, max_hit_share=0.5
+    )
+    projections = Projections(configuration)
+    keys = tuple(bytes([number]) * 16 for number in range(3))
+    for sequence, request_id in enumerate(("a", "b"), start=1):
+        projections.fold(e.RequestArrived(request_id, sequence - 1, 48, sequence), 2 * sequence - 1)
+        projections.fold(e.ChunkKeysObserved(request_id, 0, keys), 2 * sequence)
+    restored = _restored(projections)
+    assert restored.snapshot() == projections.snapshot()
+    assert restored.policy.num_requests_with(keys[0]) == 2  # type: ignore[attr-defined]
+
+
+def test_bytes_that_are_no_state_are_refused() -> None:
+    """Cut anywhere, with a wrong type anywhere: an error that says so, never a state that is half of one."""
+    projections = _walk(1, 8, 16, 30).driver.projections
+    state, configuration = capture(projections), projections.configuration
+    for num_bytes in range(0, len(state), 7):
+        with pytest.raises(SnapshotError, match="cannot be taken up"):
+            restore(state[:num_bytes], configuration)
+    with pytest.raises(SnapshotError):
+        restore(state.replace(b"next_job_id", b"next_job_xx"), configuration)
+
+
+def test_the_fingerprint_tells_what_a_state_means() -> None:
+    """Another configuration, other handlers: another fingerprint; the same again: the same."""
+    configuration = LedgerConfiguration(block_size=16, chunk_size=16, num_slots=4)
+    again = LedgerConfiguration(block_size=16, chunk_size=16, num_slots=4)
+    other = LedgerConfiguration(block_size=16, chunk_size=16, num_slots=5)
+    assert state_fingerprint(configuration) == state_fingerprint(again, HandlerRegistry())
+    assert state_fingerprint(configuration) != state_fingerprint(other)

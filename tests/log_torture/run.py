@@ -1,0 +1,101 @@
+"""`make torture`: kill thousands of writers, at changes of files and at random moments, and read what they left.
+
+Exit code 0: nothing acknowledged was lost, nothing torn was read. 1: something was; the seed is printed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections import Counter
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from kvledger.storage.events import Durability
+from log_torture.kill_points import KillPoint, run_until_killed
+from log_torture.verdict import check_log
+from log_torture.writer import Plan, write
+
+_MOMENTS = ("before", "middle", "after")
+_MAX_KILLS_OF_ONE_LOG = 12
+
+
+def random_plan(chance: random.Random) -> Plan:
+    """Several durabilities, segments that hold one frame or many, sessions that reopen."""
+    return Plan(
+        durability=chance.choice([Durability.OS, Durability.DISK]),
+        segment_bytes=chance.choice([1, 300, 1_000, 20_000]),
+        num_sessions=chance.randint(1, 4),
+        num_appends=chance.choice([1, 5, 40, 200]),
+        flush_every=chance.choice([1, 3, 10]),
+        max_bytes=chance.choice([None, 3_000]),
+    )
+
+
+def kill_once(directory: Path, chance: random.Random) -> str:
+    """Let a writer work on the log until it is killed, and check what it left; returns how it was killed."""
+    plan = random_plan(chance)
+    point, outside = KillPoint(), None
+    if chance.random() < 0.5:
+        point = KillPoint(int(chance.expovariate(1 / 60)), chance.choice(_MOMENTS))
+    else:
+        seconds = chance.expovariate(1 / 0.01)
+
+        def outside(pid: int) -> None:
+            time.sleep(seconds)
+            os.kill(pid, signal.SIGKILL)
+
+    before = check_log(directory, 0)
+    killed = run_until_killed(point, lambda acknowledge: write(directory, plan, acknowledge), outside)
+    check_log(directory, max(before, killed.last_acknowledged))
+    if not killed.was_killed:
+        return "came to its end"
+    return f"killed {point.moment} a call" if outside is None else "killed at a moment"
+
+
+def torture(seed: int, num_kills: int) -> int:
+    """Returns how many kills went well; stops at the first that did not."""
+    outcomes: Counter[str] = Counter()
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="kvledger-torture-") as scratch:
+        directory, num_of_log = Path(scratch) / "log", 0
+        for number in range(num_kills):
+            # Each kill has a seed of its own, but what it finds was left by those before it: all are repeated together.
+            chance = random.Random(f"{seed}:{number}")
+            try:
+                outcomes[kill_once(directory, chance)] += 1
+            except Exception:  # noqa: BLE001 -- whatever it is, it is printed with the seed
+                print(f"kill {number} of seed {seed} went wrong:\n{traceback.format_exc()}", file=sys.stderr)
+                print(f"repeat it with: make torture SEED={seed} KILLS={number + 1}", file=sys.stderr)
+                return number
+            num_of_log += 1
+            if num_of_log == _MAX_KILLS_OF_ONE_LOG:
+                shutil.rmtree(directory)
+                num_of_log = 0
+            if (number + 1) % 250 == 0:
+                print(f"{number + 1} of {num_kills} kills, {time.monotonic() - started:.0f} s", flush=True)
+    print(", ".join(f"{count} {outcome}" for outcome, count in sorted(outcomes.items())))
+    return num_kills
+
+
+def main() -> int:
+    """Run the torture."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--kills", type=int, default=5000)
+    parser.add_argument("--seed", type=int, default=None, help="repeats a run; default: another one each time")
+    arguments = parser.parse_args()
+    seed = random.randrange(1 << 32) if arguments.seed is None else arguments.seed
+    print(f"seed {seed}", flush=True)
+    return 0 if torture(seed, arguments.kills) == arguments.kills else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,86 @@
+"""A log on disk taken apart into headers and frames, so that a test can damage it and put it together again."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import attrs
+
+from kvledger.storage.events import Frame, LogReader, SegmentEventStore
+from kvledger.storage.events.frames import frame_bytes
+from kvledger.storage.events.segment_file import read_header
+
+Place = tuple[int, int]
+"""Segment, and frame in it, both counted from 0."""
+
+
+@attrs.define
+class Segment:
+    """One file."""
+
+    name: str
+    header: bytes
+    frames: list[bytes]
+
+    def offset_of(self, frame: int) -> int:
+        """Where a frame begins in the file."""
+        return len(self.header) + sum(map(len, self.frames[:frame]))
+
+
+@attrs.define
+class Stored:
+    """The files of a log, and the frames that its writer wrote."""
+
+    segments: list[Segment]
+    written: list[Frame]
+
+    @classmethod
+    def write(cls, directory: Path, payloads: list[bytes], num_events: int, segment_bytes: int) -> Stored:
+        """Write a log and take it apart."""
+        store = SegmentEventStore.create(directory, {"block_size": 16}, segment_bytes=segment_bytes)
+        for payload in payloads:
+            store.append(payload, num_events)
+        store.close()
+        segments = []
+        for path in sorted(directory.glob("*.kvlog")):
+            data, offset = path.read_bytes(), read_header(path).num_bytes
+            segment = Segment(path.name, data[:offset], [])
+            for frame in LogReader(path):
+                segment.frames.append(data[offset : offset + frame_bytes(frame)])
+                offset += frame_bytes(frame)
+            assert offset == len(data)
+            segments.append(segment)
+        return cls(segments, list(LogReader(directory)))
+
+    def copy(self) -> Stored:
+        """One that can be damaged."""
+        return Stored([Segment(each.name, each.header, list(each.frames)) for each in self.segments], self.written)
+
+    def places(self) -> list[Place]:
+        """Where each frame stands, in order."""
+        return [(segment, frame) for segment, each in enumerate(self.segments) for frame in range(len(each.frames))]
+
+    def gaps(self) -> list[Place]:
+        """Where a frame can be put in: before each, and behind each segment's last."""
+        return [(segment, frame) for segment, each in enumerate(self.segments) for frame in range(len(each.frames) + 1)]
+
+    def frame(self, place: Place) -> Frame:
+        """The frame that was written there."""
+        return self.written[self.places().index(place)]
+
+    def sequence_at(self, gap: Place) -> int:
+        """The sequence number that comes there."""
+        number = sum(len(each.frames) for each in self.segments[: gap[0]]) + gap[1]
+        return self.written[number].first_sequence if number < len(self.written) else self.written[-1].next_sequence
+
+    def is_end(self, gap: Place) -> bool:
+        """Whether that is the end of the log."""
+        return gap == (len(self.segments) - 1, len(self.segments[-1].frames))
+
+    def write_to(self, directory: Path) -> None:
+        """Put the files into a new directory."""
+        shutil.rmtree(directory, ignore_errors=True)
+        directory.mkdir()
+        for segment in self.segments:
+            (directory / segment.name).write_bytes(segment.header + b"".join(segment.frames))

@@ -1,0 +1,58 @@
+"""What must hold of a log whose writer was killed, whenever that was."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from kvledger.storage.events import FrameKind, LogReader, SegmentEventStore
+from log_torture.writer import num_events_of, payload_of
+
+
+def check_log(directory: Path, last_acknowledged: int) -> int:
+    """Read the log as it was left, then open it and go on; returns the last sequence number found.
+
+    Verifies: everything acknowledged is there, or recorded as retired; every frame is one that was written; damage is a
+    torn tail at most; reading changes nothing; opening lays the torn tail aside and goes on with the chain; afterwards
+    nothing is damaged, and no file is left that has no meaning.
+    """
+    if not any(directory.glob("*.kvlog")):
+        assert last_acknowledged == 0, f"the log is gone, {last_acknowledged} events were acknowledged"
+        return 0
+    before = _bytes_of(directory)
+    reader = LogReader(directory, settle_seconds=0)
+    frames = list(reader)
+    assert _bytes_of(directory) == before, "reading changed a file"
+    expected = reader.retired[-1].last_sequence + 1 if reader.retired else 1
+    for frame in frames:
+        assert frame.first_sequence == expected, f"frame {frame.first_sequence} follows {expected - 1}"
+        assert frame.payload == payload_of(expected), f"frame {expected} holds {frame.payload!r}"
+        assert frame.num_events == num_events_of(expected)
+        assert frame.kind is (FrameKind.GAP if expected % 11 == 7 else FrameKind.EVENTS)
+        expected = frame.next_sequence
+    assert expected > last_acknowledged, f"acknowledged up to {last_acknowledged}, found up to {expected - 1}"
+    assert {damage.kind for damage in reader.damage} <= {"torn_tail"}, reader.damage
+    _check_opening(directory, expected, sum(damage.num_bytes for damage in reader.damage))
+    return expected - 1
+
+
+def _check_opening(directory: Path, next_sequence: int, num_torn_bytes: int) -> None:
+    copy = directory.with_name(f"{directory.name}-opened")
+    shutil.copytree(directory, copy)
+    store = SegmentEventStore.open(copy)
+    assert (store.next_sequence, store.recovery.num_bytes_cut) == (next_sequence, num_torn_bytes)
+    if num_torn_bytes:
+        assert store.recovery.kept_as is not None
+        assert store.recovery.kept_as.stat().st_size == num_torn_bytes
+    assert store.append(payload_of(next_sequence), 5) == next_sequence
+    store.close()
+    reader = LogReader(copy, settle_seconds=0)
+    sequences = [frame.first_sequence for frame in reader]
+    assert sequences[-1] == next_sequence
+    assert not reader.damage, reader.damage
+    assert not list(copy.glob("*.unfinished"))
+    shutil.rmtree(copy)
+
+
+def _bytes_of(directory: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in directory.iterdir()}

@@ -1,0 +1,70 @@
+"""A writer whose every byte can be foretold, and which tells what it was promised before it goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from kvledger.storage.events import Durability, Retention, SegmentEventStore
+
+Acknowledge = Callable[[int], None]
+"""Told the last sequence number that its durability level has: at each append with `os`, at each flush with `disk`."""
+
+
+@attrs.frozen
+class Plan:
+    """What a writer does: so many sessions of opening the log, appending, and closing it (or not)."""
+
+    durability: Durability = Durability.OS
+    segment_bytes: int = 400
+    num_sessions: int = 2
+    num_appends: int = 6
+    flush_every: int = 3
+    max_bytes: int | None = None
+    """Retention: what the log may take."""
+
+
+def payload_of(sequence: int) -> bytes:
+    """What stands at a sequence number, whoever writes it and however often."""
+    return b"%d:" % sequence * (sequence * 7919 % 37)
+
+
+def num_events_of(sequence: int) -> int:
+    """How many events the frame has that begins there."""
+    return 1 + sequence % 3
+
+
+def open_or_create(directory: Path, plan: Plan) -> SegmentEventStore:
+    """Go on with the log if there is one."""
+    settings: dict[str, Any] = {
+        "durability": plan.durability,
+        "segment_bytes": plan.segment_bytes,
+        "sync_interval_ms": 60_000,
+        "retention": Retention(plan.max_bytes),
+    }
+    if any(directory.glob("*.kvlog")):
+        return SegmentEventStore.open(directory, **settings)
+    return SegmentEventStore.create(directory, {"block_size": 16}, **settings)
+
+
+def write(directory: Path, plan: Plan, acknowledge: Acknowledge) -> None:
+    """Carry out the plan."""
+    for _ in range(plan.num_sessions):
+        store = open_or_create(directory, plan)
+        for number in range(plan.num_appends):
+            sequence = store.next_sequence
+            if sequence % 11 == 7:
+                store.append_gap(num_events_of(sequence), payload_of(sequence).decode())
+            else:
+                store.append(payload_of(sequence), num_events_of(sequence), expected_sequence=sequence)
+            if plan.durability is Durability.OS:
+                acknowledge(store.next_sequence - 1)
+            elif number % plan.flush_every == 0:
+                store.flush()
+                acknowledge(store.next_sequence - 1)
+        last = store.next_sequence - 1
+        store.close()
+        acknowledge(last)

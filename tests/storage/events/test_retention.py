@@ -1,0 +1,278 @@
+"""Old segments go by size and by age, whole ones, recorded first; what was taken out without a record is damage."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+from log_torture import KillPoint, run_until_killed
+from log_torture.power import Image, PowerLoss
+
+from kvledger.storage.events import (
+    LogDamaged,
+    LogLocked,
+    LogReader,
+    Retention,
+    SegmentEventStore,
+    read_log,
+    retire,
+    retire_logs,
+)
+from kvledger.storage.events.retirement import RETIREMENTS_NAME, read_retirements
+
+_SEGMENT_BYTES = 1000
+_BUDGET = 4000
+_HOUR = 3600.0
+
+
+def _write(directory: Path, num_appends: int = 60, retention: Retention | None = None) -> SegmentEventStore:
+    store = SegmentEventStore.create(directory, {}, segment_bytes=_SEGMENT_BYTES, retention=retention)
+    for number in range(num_appends):
+        store.append(b"%03d" % number * 30, 2)
+    return store
+
+
+def _closed(directory: Path, num_appends: int = 60) -> Path:
+    _write(directory, num_appends).close()
+    return directory
+
+
+def _size(directory: Path) -> int:
+    num_bytes = 0
+    for path in directory.glob("*.kvlog"):
+        with contextlib.suppress(FileNotFoundError):  # retired since it was listed
+            num_bytes += path.stat().st_size
+    return num_bytes
+
+
+def _segments(directory: Path) -> list[Path]:
+    return sorted(directory.glob("*.kvlog"))
+
+
+def _age(segment: Path, hours: float) -> None:
+    then = time.time() - hours * _HOUR
+    os.utime(segment, (then, then))
+
+
+def test_a_log_is_kept_to_a_size_while_it_is_written(tmp_path: Path) -> None:
+    """However long it is written: its segments never take more than the budget and one, and the log verifies."""
+    store = SegmentEventStore.create(tmp_path, {}, segment_bytes=_SEGMENT_BYTES, retention=Retention(_BUDGET))
+    sizes = []
+    for number in range(600):
+        store.append(b"%03d" % number * 30, 2)
+        sizes.append(_size(tmp_path))
+    store.close()
+    assert _BUDGET - 2 * _SEGMENT_BYTES < max(sizes) <= _BUDGET + _SEGMENT_BYTES
+    assert _size(tmp_path) > _BUDGET - 2 * _SEGMENT_BYTES, "no more is retired than has to be"
+    reader = read_log(tmp_path)
+    frames = list(reader)
+    assert reader.damage == []
+    assert frames[-1].next_sequence == 1201
+    assert reader.retired[0].first_sequence == 1
+    assert reader.retired[-1].last_sequence + 1 == frames[0].first_sequence > 1000
+    assert {retirement.reason for retirement in reader.retired} == {"size"}
+    SegmentEventStore.open(tmp_path).close()
+
+
+def test_segments_that_are_too_old_go_and_others_stay(tmp_path: Path) -> None:
+    """The age of a segment counts from its last write; the last one stays, however old."""
+    log = _closed(tmp_path / "log")
+    segments = _segments(log)
+    for number, segment in enumerate(segments):
+        _age(segment, hours=10 - number)
+    gone = retire(log, max_age_seconds=7.5 * _HOUR)
+    assert [(each.segment, each.reason) for each in gone] == [(each.name, "age") for each in segments[:3]]
+    assert _segments(log) == segments[3:]
+    assert len(retire(log, max_age_seconds=0)) == len(segments) - 4
+    assert _segments(log) == segments[-1:]
+
+
+def test_a_dry_run_tells_and_deletes_nothing(tmp_path: Path) -> None:
+    """What it names is what goes afterwards; not even the lock is taken."""
+    log = _closed(tmp_path / "log")
+    before = {path.name: path.read_bytes() for path in log.iterdir()}
+    told = retire(log, max_bytes=_BUDGET, dry_run=True)
+    assert {path.name: path.read_bytes() for path in log.iterdir()} == before
+    assert [each.segment for each in told] == [each.segment for each in retire(log, max_bytes=_BUDGET)]
+    assert retire(log, max_bytes=_BUDGET, dry_run=True) == []
+
+
+def test_a_log_that_is_being_written_is_left_to_its_writer(tmp_path: Path) -> None:
+    """Two may not delete at once, and the writer's own limits hold."""
+    store = _write(tmp_path / "log")
+    with pytest.raises(LogLocked, match="being written by pid"):
+        retire(tmp_path / "log", max_bytes=0)
+    store.close()
+
+
+def test_the_record_says_what_was_retired_when_and_from_which_hash_to_which(tmp_path: Path) -> None:
+    """Sequences, hashes, size: taken from the segments, and one segment leads to the next."""
+    log = _closed(tmp_path / "log")
+    whole = {frame.first_sequence: frame for frame in read_log(log)}
+    sizes = {path.name: path.stat().st_size for path in _segments(log)}
+    before_ns = time.time_ns()
+    gone = retire(log, max_bytes=_BUDGET)
+    assert gone == read_retirements(log)
+    assert [each.num_bytes for each in gone] == [sizes[each.segment] for each in gone]
+    for one, other in itertools.pairwise(gone):
+        assert (one.last_sequence + 1, one.head_hash) == (other.first_sequence, other.previous_head_hash)
+    assert gone[-1].head_hash == whole[gone[-1].last_sequence - 1].chain_hash.hex()
+    assert all(before_ns <= each.retired_at_unix_ns <= time.time_ns() for each in gone)
+
+
+def test_a_segment_deleted_by_hand_is_missing_and_not_retired(tmp_path: Path) -> None:
+    """Without a record, the first segment and any other are damage, also behind ones that were retired."""
+    whole = _closed(tmp_path / "whole")
+    for is_retired, number in itertools.product((False, True), (0, 1, 2)):
+        log = tmp_path / f"{is_retired}-{number}"
+        shutil.copytree(whole, log)
+        if is_retired:
+            assert retire(log, max_bytes=_size(log) - 2 * _SEGMENT_BYTES)
+        victim = _segments(log)[number]
+        victim.unlink()
+        reader = read_log(log)
+        assert list(reader)
+        assert [(damage.kind, damage.sequence) for damage in reader.damage] == [("missing_segment", 1)] or (
+            [(damage.kind, damage.sequence) for damage in reader.damage] == [("missing_segment", int(victim.stem))]
+        )
+        with pytest.raises(LogDamaged, match="missing_segment"):
+            SegmentEventStore.open(log)
+
+
+def test_a_log_that_does_not_follow_from_the_recorded_hash_is_found_out(tmp_path: Path) -> None:
+    """The segments that were kept are those of another history: their first header names another hash."""
+    log = _closed(tmp_path / "log")
+    retire(log, max_bytes=_BUDGET)
+    record = log / RETIREMENTS_NAME
+    last = read_retirements(log)[-1]
+    record.write_text(record.read_text().replace(last.head_hash, "0" * 32))
+    reader = read_log(log)
+    assert list(reader)
+    assert [damage.kind for damage in reader.damage] == ["chain_broken"]
+
+
+def test_a_reader_that_is_half_way_reads_on_and_knows_what_was_retired(tmp_path: Path) -> None:
+    """Segments go before it has come to them: it goes on with the first that is left, and calls nothing damaged."""
+    log = _closed(tmp_path / "log")
+    segments = _segments(log)
+    reader = iter_reader = read_log(log)
+    frames = iter(iter_reader)
+    first = [next(frames) for _ in range(2)]
+    gone = retire(log, max_bytes=_BUDGET)
+    rest = list(frames)
+    assert reader.damage == []
+    in_first = [frame for frame in rest if frame.first_sequence < int(segments[1].stem)]
+    assert [frame.first_sequence for frame in [*first, *in_first]] == list(range(1, int(segments[1].stem), 2))
+    assert [each.segment for each in reader.retired] == [each.segment for each in gone[1:]]
+    assert rest[-1].next_sequence == 121
+
+
+def test_the_logs_of_earlier_starts_go_before_the_newest_and_vanish_whole(tmp_path: Path) -> None:
+    """A closed log goes with its last segment; the directory above records it. Strangers' files stay."""
+    for number, name in enumerate(("first", "second", "third")):
+        for segment in _segments(_closed(tmp_path / name, 30)):
+            _age(segment, hours=9 - 3 * number)
+    (tmp_path / "notes.txt").write_text("not a log")
+    (tmp_path / "second" / "notes.txt").write_text("not a part of it")
+    budget = _size(tmp_path / "third") + 10
+    gone = retire_logs(tmp_path, max_bytes=budget)
+    assert [each.log for each in gone] == sorted(each.log for each in gone)
+    assert not (tmp_path / "first").exists()
+    assert [path.name for path in (tmp_path / "second").iterdir()] == ["notes.txt"]
+    assert (tmp_path / "notes.txt").exists()
+    assert read_log(tmp_path / "third").header
+    assert {each.log: each.last_sequence for each in read_retirements(tmp_path)} == {"first": 60, "second": 60}
+    assert retire_logs(tmp_path, max_bytes=budget) == []
+
+
+def test_a_log_in_use_keeps_its_last_segment_and_others_are_left_to_their_writers(tmp_path: Path) -> None:
+    """With no budget at all: closed logs vanish, one's own keeps the segment in use, another's is not touched."""
+    _closed(tmp_path / "closed")
+    own, other = _write(tmp_path / "own"), _write(tmp_path / "other")
+    others = _segments(tmp_path / "other")
+    retire_logs(tmp_path, max_bytes=0, in_use=tmp_path / "own")
+    assert not (tmp_path / "closed").exists()
+    assert len(_segments(tmp_path / "own")) == 1
+    assert _segments(tmp_path / "other") == others
+    own.append(b"goes on", 1)
+    assert read_log(tmp_path / "own").damage == []
+    own.close()
+    other.close()
+
+
+def test_a_damaged_log_is_evidence_and_stays(tmp_path: Path) -> None:
+    """Where a header cannot be read nothing is deleted of that log; others still are."""
+    log = _closed(tmp_path / "logs" / "damaged")
+    with _segments(log)[1].open("r+b") as segment:
+        segment.write(b"damaged!")
+    before = _segments(log)
+    with pytest.raises(LogDamaged):
+        retire(log, max_bytes=0)
+    _closed(tmp_path / "logs" / "sound")
+    retire_logs(tmp_path / "logs", max_bytes=0)
+    assert _segments(log) == before
+    assert not (tmp_path / "logs" / "sound").exists()
+
+
+@pytest.mark.parametrize("moment", ["before", "middle", "after"])
+def test_a_process_killed_while_it_retires_leaves_a_log_that_verifies(tmp_path: Path, moment: str) -> None:
+    """At each change of a file: what is gone is recorded, what is there is read, and the next time finishes it."""
+    whole, log = _closed(tmp_path / "whole", 40), tmp_path / "log"
+
+    def work(_acknowledge: object) -> None:
+        retire(log, max_bytes=1500)
+
+    shutil.copytree(whole, log)
+    num_calls = run_until_killed(KillPoint(), work).num_calls
+    assert num_calls > 10
+    for number in range(num_calls):
+        shutil.rmtree(log)
+        shutil.copytree(whole, log)
+        assert run_until_killed(KillPoint(number, moment), work).was_killed  # type: ignore[arg-type]
+        reader = read_log(log)
+        assert [frame.next_sequence for frame in reader][-1] == 81
+        assert reader.damage == []
+        retire(log, max_bytes=1500)
+        retired = read_retirements(log)
+        assert len({each.segment for each in retired}) == len(retired), "nothing is recorded twice"
+        assert list(read_log(log))
+
+
+def test_a_machine_that_loses_power_while_it_retires_has_a_record_of_what_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A deletion may reach the disk before or after others, never before the record of it."""
+    log, found = _closed(tmp_path / "log", 40), tmp_path / "found"
+    images: list[Image] = []
+    power = PowerLoss.of(log, images.append)
+    with monkeypatch.context() as patch:
+        power.install(patch)
+        retire(log, max_bytes=1500)
+    assert len(images) > 20
+    for image in images:
+        shutil.rmtree(found, ignore_errors=True)
+        image.write_to(found)
+        reader = LogReader(found, settle_seconds=0)
+        assert [frame.next_sequence for frame in reader][-1] == 81
+        assert reader.damage == [], f"moment {image.moment}, lost {image.lost}, {image.num_names_kept} names kept"
+
+
+def test_a_directory_that_cannot_be_listed_is_told_and_nothing_is_raised(tmp_path: Path) -> None:
+    """Retention has trouble of its own; the writer never hears of it."""
+    troubles: list[Exception] = []
+    retention = Retention(0, on_trouble=troubles.append)
+    store = _write(tmp_path / "log", 5, retention)
+    retention.wait()
+    hidden = tmp_path / "hidden"
+    (tmp_path / "log").rename(hidden)
+    retention.start(tmp_path / "log", 1)
+    retention.wait()
+    assert [type(trouble) for trouble in troubles] == [FileNotFoundError]
+    hidden.rename(tmp_path / "log")
+    store.append(b"goes on", 1)
+    store.close()
