@@ -9,11 +9,11 @@ from itertools import zip_longest
 
 import attrs
 
-from kvledger.adapters.cli.exit_codes import ExitCode
-from kvledger.adapters.cli.logs import StoredLog
 from kvledger.adapters.cli.output import Output, event_fields, event_text, plain
-from kvledger.adapters.cli.selection import Window
 from kvledger.adapters.cli.state import show_state
+from kvledger.adapters.exit_codes import ExitCode
+from kvledger.adapters.reading.logs import StoredLog
+from kvledger.adapters.reading.window import Window
 from kvledger.lifecycle.belief import Projections
 from kvledger.lifecycle.codec import field_names
 from kvledger.lifecycle.events import Event

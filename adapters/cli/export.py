@@ -10,17 +10,18 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO
 
-from kvledger.adapters.cli.exit_codes import CommandFailed, ExitCode
 from kvledger.adapters.cli.finding import selected, selected_one
-from kvledger.adapters.cli.logs import StoredLog
 from kvledger.adapters.cli.output import Output
-from kvledger.adapters.cli.selection import Window, add_handlers, chosen_handlers
+from kvledger.adapters.cli.selection import add_handlers, chosen_handlers
 from kvledger.adapters.cli.words import plural, size
+from kvledger.adapters.exit_codes import CommandFailed, ExitCode
 from kvledger.adapters.export.perfetto import EngineTrace, TraceFile
 from kvledger.adapters.export.tables import EVENTS, NAMES, Tables, WriteRow, column_names
 from kvledger.adapters.export.target import CannotWrite, open_target
 from kvledger.adapters.export.telling import tell
 from kvledger.adapters.export.ticket import write_page
+from kvledger.adapters.reading.logs import StoredLog
+from kvledger.adapters.reading.window import Window
 
 HELP = "write a log as a trace for Perfetto, a page for a ticket, or tables for a notebook"
 

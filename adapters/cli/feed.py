@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 import attrs
 
-from kvledger.adapters.cli.logs import Batch, StoredLog
 from kvledger.adapters.cli.output import Output
 from kvledger.adapters.cli.words import decision_words, words
+from kvledger.adapters.reading.logs import Batch, StoredLog
 from kvledger.lifecycle import LedgerConfiguration
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.belief import Projections

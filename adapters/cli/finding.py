@@ -7,12 +7,13 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from kvledger.adapters.cli.exit_codes import CommandFailed, ExitCode
-from kvledger.adapters.cli.logs import StoredLog, open_log
 from kvledger.adapters.cli.output import Output
-from kvledger.adapters.cli.selection import Window, window
-from kvledger.adapters.cli.sources import one_of
+from kvledger.adapters.cli.selection import window
+from kvledger.adapters.exit_codes import CommandFailed, ExitCode
 from kvledger.adapters.reading.index import index_for
+from kvledger.adapters.reading.logs import StoredLog, open_log
+from kvledger.adapters.reading.sources import one_of
+from kvledger.adapters.reading.window import Window
 from kvledger.lifecycle import events as e
 
 _MAX_CANDIDATES = 20

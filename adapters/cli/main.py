@@ -18,10 +18,10 @@ from typing import NoReturn
 import attrs
 
 from kvledger.adapters.cli import export, replay, repro, retire, selection, ship, show, stats, verify, why
-from kvledger.adapters.cli.exit_codes import CommandFailed, ExitCode
 from kvledger.adapters.cli.output import Output
-from kvledger.adapters.cli.sources import find_logs
-from kvledger.adapters.cli.streams import StreamUrl, keep_mirrored, log_argument
+from kvledger.adapters.exit_codes import CommandFailed, ExitCode
+from kvledger.adapters.reading.sources import find_logs
+from kvledger.adapters.reading.streams import StreamUrl, keep_mirrored, log_argument
 
 _EXIT_CODES = "exit codes: 0 sound, 1 rule broken, 2 damaged or unreadable, 3 diverged, 64 wrong usage"
 

@@ -14,7 +14,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rich.table import Table
 from rich.text import Text
 
-from kvledger.adapters.cli.logs import StoredLog
+from kvledger.adapters.reading.logs import StoredLog
 from kvledger.lifecycle.events import Event
 
 _PIPED_WIDTH = 100_000

@@ -5,14 +5,14 @@ from __future__ import annotations
 import argparse
 
 from kvledger.adapters.cli.difference import compare
-from kvledger.adapters.cli.exit_codes import CommandFailed, ExitCode
 from kvledger.adapters.cli.finding import selected_one
-from kvledger.adapters.cli.logs import StoredLog, open_log
 from kvledger.adapters.cli.output import Output, event_fields
 from kvledger.adapters.cli.selection import add_handlers, chosen_handlers, event_number
-from kvledger.adapters.cli.sources import find_logs, one_of
 from kvledger.adapters.cli.state import show_state
-from kvledger.adapters.cli.streams import log_argument
+from kvledger.adapters.exit_codes import CommandFailed, ExitCode
+from kvledger.adapters.reading.logs import StoredLog, open_log
+from kvledger.adapters.reading.sources import find_logs, one_of
+from kvledger.adapters.reading.streams import log_argument
 from kvledger.lifecycle.audit import Audit
 from kvledger.lifecycle.machine import ReferenceMachine
 

@@ -11,13 +11,14 @@ from importlib.metadata import PackageNotFoundError, version
 
 import attrs
 
-from kvledger.adapters.cli.exit_codes import CommandFailed, ExitCode
 from kvledger.adapters.cli.finding import selected_one
-from kvledger.adapters.cli.logs import StoredLog
 from kvledger.adapters.cli.output import Output
-from kvledger.adapters.cli.selection import Window, add_handlers, add_request, chosen_handlers, event_number
+from kvledger.adapters.cli.selection import add_handlers, add_request, chosen_handlers, event_number
 from kvledger.adapters.cli.words import plural
+from kvledger.adapters.exit_codes import CommandFailed, ExitCode
 from kvledger.adapters.handlers import handler_registry
+from kvledger.adapters.reading.logs import StoredLog
+from kvledger.adapters.reading.window import Window
 from kvledger.adapters.repro.calls import end_of_call, hook_calls
 from kvledger.adapters.repro.from_log import record
 from kvledger.adapters.repro.incident import Findings, Incident, find_incidents

@@ -15,11 +15,12 @@ from typing import Literal
 
 import attrs
 
-from kvledger.adapters.cli.exit_codes import CommandFailed, ExitCode
-from kvledger.adapters.cli.logs import StoredLog
 from kvledger.adapters.cli.output import Output
+from kvledger.adapters.exit_codes import CommandFailed, ExitCode
 from kvledger.adapters.handlers import handler_registry
 from kvledger.adapters.reading.index import index_for
+from kvledger.adapters.reading.logs import StoredLog
+from kvledger.adapters.reading.window import Window
 from kvledger.lifecycle import ConfigurationError, HandlerRegistry
 from kvledger.lifecycle.events import Event
 from kvledger.lifecycle.replay import SequencedEvent
@@ -106,34 +107,6 @@ def count(text: str) -> int:
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text!r} is no number of things; give 0 for no limit")
     return int(text)
-
-
-@attrs.frozen
-class Window:
-    """The selected part of one log, as event numbers."""
-
-    first_sequence: int = 1
-    last_sequence: int | None = None
-    """The last event that is selected; None: up to the end."""
-    request_id: str | None = None
-    """Speak of this request only."""
-
-    @property
-    def is_everything(self) -> bool:
-        """Whether nothing is left out."""
-        return self.first_sequence == 1 and self.last_sequence is None and self.request_id is None
-
-    def holds(self, sequence: int) -> bool:
-        """Whether the event with this number is selected, as far as time goes."""
-        return self.first_sequence <= sequence and not self.is_over(sequence)
-
-    def is_over(self, sequence: int) -> bool:
-        """Whether the event with this number is behind the selected part: nothing more needs to be read."""
-        return self.last_sequence is not None and sequence > self.last_sequence
-
-    def holds_request(self, request_id: str) -> bool:
-        """Whether a finding about `request_id` is selected; one about no request (empty) always is."""
-        return not request_id or self.request_id in {None, request_id}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -17,10 +17,10 @@ import attrs
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from kvledger.adapters.cli.exit_codes import CommandFailed, ExitCode
 from kvledger.adapters.cli.output import Output
-from kvledger.adapters.cli.streams import StreamUrl, parse_address, stream_errors
 from kvledger.adapters.cli.words import plural, size
+from kvledger.adapters.exit_codes import CommandFailed, ExitCode
+from kvledger.adapters.reading.streams import StreamUrl, parse_address, stream_errors
 
 if TYPE_CHECKING:
     from kvledger.storage.events.jetstream import Access, LogProgress, NewStream, Shipper, ShippingReport

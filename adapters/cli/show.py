@@ -10,18 +10,19 @@ from collections.abc import Callable, Iterator, Sequence
 
 import attrs
 
-from kvledger.adapters.cli.exit_codes import CommandFailed, ExitCode
 from kvledger.adapters.cli.feed import Feed, Line, follow
 from kvledger.adapters.cli.finding import selected, selected_one
-from kvledger.adapters.cli.logs import StoredLog
 from kvledger.adapters.cli.output import Output, plain
-from kvledger.adapters.cli.requests import Requests, RequestSummary
-from kvledger.adapters.cli.selection import Window, add_request, count, event_number
-from kvledger.adapters.cli.sources import one_of
+from kvledger.adapters.cli.selection import add_request, count, event_number
 from kvledger.adapters.cli.state import show_state
 from kvledger.adapters.cli.timeline import Group, Timeline
 from kvledger.adapters.cli.words import duration, milliseconds, plural, size
+from kvledger.adapters.exit_codes import CommandFailed, ExitCode
 from kvledger.adapters.reading.index import LogIndex, index_for
+from kvledger.adapters.reading.logs import StoredLog
+from kvledger.adapters.reading.requests import Requests, RequestSummary
+from kvledger.adapters.reading.sources import one_of
+from kvledger.adapters.reading.window import Window
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.belief import Projections
 from kvledger.lifecycle.projections.totals import Figures

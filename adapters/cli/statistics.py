@@ -8,9 +8,10 @@ from collections.abc import Callable
 
 import attrs
 
-from kvledger.adapters.cli.logs import Batch
 from kvledger.adapters.cli.percentiles import Percentiles
-from kvledger.adapters.cli.selection import Window, time_of
+from kvledger.adapters.cli.selection import time_of
+from kvledger.adapters.reading.logs import Batch
+from kvledger.adapters.reading.window import Window
 from kvledger.lifecycle import LedgerConfiguration
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.belief import Projections

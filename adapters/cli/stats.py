@@ -6,15 +6,15 @@ import argparse
 
 import attrs
 
-from kvledger.adapters.cli.exit_codes import ExitCode
 from kvledger.adapters.cli.finding import selected
-from kvledger.adapters.cli.logs import StoredLog
 from kvledger.adapters.cli.output import Output
 from kvledger.adapters.cli.percentiles import RELATIVE_ERROR, Percentiles
-from kvledger.adapters.cli.selection import Window
 from kvledger.adapters.cli.statistics import Counting, Statistics
 from kvledger.adapters.cli.why import show_total, total
 from kvledger.adapters.cli.words import duration, plural, size
+from kvledger.adapters.exit_codes import ExitCode
+from kvledger.adapters.reading.logs import StoredLog
+from kvledger.adapters.reading.window import Window
 
 HELP = "sum up what the cache did, with a reason for every missed and recomputed token"
 _NS_PER_S = 1_000_000_000

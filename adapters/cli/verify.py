@@ -9,12 +9,13 @@ from contextlib import contextmanager
 
 import attrs
 
-from kvledger.adapters.cli.exit_codes import ExitCode, gravest
 from kvledger.adapters.cli.finding import selected
-from kvledger.adapters.cli.logs import LogDamage, StoredLog, open_log
 from kvledger.adapters.cli.output import Output, event_fields, event_text, plain
-from kvledger.adapters.cli.selection import Window, add_handlers, chosen_handlers
+from kvledger.adapters.cli.selection import add_handlers, chosen_handlers
 from kvledger.adapters.cli.words import plural, retired_remarks, size
+from kvledger.adapters.exit_codes import ExitCode, gravest
+from kvledger.adapters.reading.logs import LogDamage, StoredLog, open_log
+from kvledger.adapters.reading.window import Window
 from kvledger.lifecycle import HandlerRegistry
 from kvledger.lifecycle.audit import NOT_CHECKED, Audit, Violation
 from kvledger.lifecycle.events import Event

@@ -8,13 +8,14 @@ from collections.abc import Sequence
 import attrs
 
 from kvledger.adapters.cli.causes import Cause, Chain
-from kvledger.adapters.cli.exit_codes import CommandFailed, ExitCode
 from kvledger.adapters.cli.finding import selected_one
 from kvledger.adapters.cli.output import Output
 from kvledger.adapters.cli.reason_words import MEANINGS, reason_text
-from kvledger.adapters.cli.selection import Window, add_request, event_number
+from kvledger.adapters.cli.selection import add_request, event_number
 from kvledger.adapters.cli.words import milliseconds, plural
+from kvledger.adapters.exit_codes import CommandFailed, ExitCode
 from kvledger.adapters.reading.stories import Told, tell
+from kvledger.adapters.reading.window import Window
 from kvledger.lifecycle.reasons import BY_DESIGN, LoadFate, Reason, Story, Sums
 
 HELP = "say why a request was preempted, missed the cache, computed again"

@@ -8,8 +8,8 @@ from typing import Any
 
 import attrs
 
-from kvledger.adapters.cli.logs import open_log
 from kvledger.adapters.demo.workload import Workload
+from kvledger.adapters.reading.logs import open_log
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.belief import Projections
 from kvledger.lifecycle.projections.totals import Figures

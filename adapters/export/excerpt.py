@@ -5,8 +5,8 @@ Stands between the chronicle, which needs the whole log to know the state, and a
 
 from __future__ import annotations
 
-from kvledger.adapters.cli.selection import Window
 from kvledger.adapters.export.records import Copy, Gauges, Life, Listener, Lookup, Moment, StateSpan, Step
+from kvledger.adapters.reading.window import Window
 
 
 class Excerpt(Listener):

@@ -6,9 +6,9 @@ from collections.abc import Collection, Mapping
 
 import attrs
 
-from kvledger.adapters.cli.logs import StoredLog
-from kvledger.adapters.cli.selection import Window
 from kvledger.adapters.cli.timeline import Group, Known, Timeline
+from kvledger.adapters.reading.logs import StoredLog
+from kvledger.adapters.reading.window import Window
 from kvledger.lifecycle import events as e
 
 _MAX_GROUPS = 500

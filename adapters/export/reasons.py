@@ -6,13 +6,13 @@ The reasons themselves are found in `kvledger.lifecycle.reasons` and told as `kv
 from __future__ import annotations
 
 from kvledger.adapters.cli.causes import Cause, Chain
-from kvledger.adapters.cli.logs import StoredLog
 from kvledger.adapters.cli.output import Output
 from kvledger.adapters.cli.reason_words import MEANINGS
-from kvledger.adapters.cli.selection import Window
 from kvledger.adapters.cli.words import milliseconds, plural
 from kvledger.adapters.export.markup import cell, element, escaped, table
 from kvledger.adapters.reading import stories
+from kvledger.adapters.reading.logs import StoredLog
+from kvledger.adapters.reading.window import Window
 from kvledger.lifecycle.events import Event
 from kvledger.lifecycle.reasons import BY_DESIGN, Accounts, LoadFate, Reason, Sums
 

@@ -14,8 +14,9 @@ import attrs
 import msgspec
 
 from kvledger.adapters.cli.output import fields_of, plain
-from kvledger.adapters.cli.selection import Window, time_of
+from kvledger.adapters.cli.selection import time_of
 from kvledger.adapters.export.records import Copy, Life, Listener, Lookup, Moment, StateSpan, Step
+from kvledger.adapters.reading.window import Window
 from kvledger.lifecycle import RequestState
 from kvledger.lifecycle.events import Event
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from kvledger.adapters.cli.logs import StoredLog
-from kvledger.adapters.cli.selection import Window
 from kvledger.adapters.cli.words import plural
 from kvledger.adapters.export.chronicle import Chronicle
 from kvledger.adapters.export.excerpt import Excerpt
 from kvledger.adapters.export.records import Listener
+from kvledger.adapters.reading.logs import StoredLog
+from kvledger.adapters.reading.window import Window
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit import Audit
 from kvledger.lifecycle.belief import Projections

@@ -8,9 +8,7 @@ from __future__ import annotations
 import datetime as dt
 from collections.abc import Iterator
 
-from kvledger.adapters.cli.logs import StoredLog
 from kvledger.adapters.cli.output import Output, event_text
-from kvledger.adapters.cli.selection import Window
 from kvledger.adapters.cli.verify import Findings
 from kvledger.adapters.cli.words import duration, plural, size
 from kvledger.adapters.export import reasons
@@ -19,6 +17,8 @@ from kvledger.adapters.export.gathering import Gathering
 from kvledger.adapters.export.life_stories import LifeStories, read_stories
 from kvledger.adapters.export.page import Finding, Page, render
 from kvledger.adapters.export.telling import tell
+from kvledger.adapters.reading.logs import StoredLog
+from kvledger.adapters.reading.window import Window
 from kvledger.lifecycle import HandlerRegistry
 from kvledger.lifecycle.audit import NOT_CHECKED, Audit, Violation
 from kvledger.lifecycle.machine import ReferenceMachine

@@ -17,9 +17,9 @@ from pathlib import Path
 import attrs
 import msgspec
 
-from kvledger.adapters.cli.logs import Batch, LogDamage, StoredLog
-from kvledger.adapters.cli.output import Output
-from kvledger.adapters.cli.requests import Requests, RequestSummary
+from kvledger.adapters.reading.listener import Listener
+from kvledger.adapters.reading.logs import Batch, LogDamage, StoredLog
+from kvledger.adapters.reading.requests import Requests, RequestSummary
 from kvledger.adapters.reading.story_codec import decode_story, encode_story
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.belief import Projections
@@ -279,7 +279,7 @@ class _Builder:
         self._connection.execute("INSERT OR REPLACE INTO lives VALUES (?, ?, ?, ?, ?)", row)
 
 
-def index_for(log: StoredLog, output: Output) -> LogIndex | None:
+def index_for(log: StoredLog, output: Listener) -> LogIndex | None:
     """The index of a log that is large enough to need one, built if need be; None where reading is quick.
 
     An index that cannot be written is no reason to tell nothing: then the log is read.

@@ -10,10 +10,10 @@ from collections.abc import Iterator, Mapping
 
 import attrs
 
-from kvledger.adapters.cli.logs import StoredLog
-from kvledger.adapters.cli.output import Output
-from kvledger.adapters.cli.selection import Window
 from kvledger.adapters.reading.index import LogIndex, index_for
+from kvledger.adapters.reading.listener import Listener
+from kvledger.adapters.reading.logs import StoredLog
+from kvledger.adapters.reading.window import Window
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.reasons import Accounts, Story
 
@@ -42,7 +42,7 @@ class Told:
         return None if witness is None else witness.time_ns
 
 
-def tell(log: StoredLog, window: Window, request_id: str, output: Output) -> Told:
+def tell(log: StoredLog, window: Window, request_id: str, output: Listener) -> Told:
     """The stories of a request, as far as the window reaches. What came before the window counts, too."""
     index = index_for(log, output) if window.last_sequence is None else None
     if index is not None:

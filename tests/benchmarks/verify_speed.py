@@ -32,7 +32,7 @@ from benchmarks.served_logs import MIXES, Mix, serve
 from rich.console import Console
 from rich.table import Table
 
-from kvledger.adapters.cli.logs import StoredLog, open_log
+from kvledger.adapters.reading.logs import StoredLog, open_log
 from kvledger.lifecycle.audit import ALL_CHECKERS, Audit
 from kvledger.lifecycle.audit.checker import AnyChecker, checks_of
 from kvledger.lifecycle.audit.indices import Indices

@@ -13,10 +13,10 @@ from typing import Any
 import attrs
 import pytest
 
-from kvledger.adapters.cli.logs import open_log
 from kvledger.adapters.demo.engine import start
 from kvledger.adapters.demo.meter import RecomputationMeter
 from kvledger.adapters.demo.workload import Workload, connector
+from kvledger.adapters.reading.logs import open_log
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit import Audit
 from kvledger.lifecycle.machine import ReferenceMachine

@@ -24,8 +24,8 @@ import attrs
 import pytest
 
 from e2e.engines import Reference, read_sound_log
-from kvledger.adapters.cli.logs import open_log
 from kvledger.adapters.demo.workload import Workload, connector
+from kvledger.adapters.reading.logs import open_log
 from kvledger.lifecycle import events as e
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(240)]

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from lifecycle_driver import Driver, Walk
 
-from kvledger.adapters.cli.logs import open_log
 from kvledger.adapters.reading import index as index_module
 from kvledger.adapters.reading.index import build_index, index_path, open_index
+from kvledger.adapters.reading.logs import open_log
 from kvledger.storage.events.segment_file import segment_paths
 
 

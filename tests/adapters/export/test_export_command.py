@@ -17,7 +17,7 @@ import pytest
 from lifecycle_driver import Driver
 from trace_importer import read_trace
 
-from kvledger.adapters.cli.exit_codes import ExitCode
+from kvledger.adapters.exit_codes import ExitCode
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.codec import EventEncoder, vocabulary_header
 

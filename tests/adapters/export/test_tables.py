@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from kvledger.adapters.cli.logs import open_log
-from kvledger.adapters.cli.sources import find_logs
 from kvledger.adapters.export.tables import NAMES, column_names
+from kvledger.adapters.reading.logs import open_log
+from kvledger.adapters.reading.sources import find_logs
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.belief import Projections
 

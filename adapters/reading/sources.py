@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvledger.adapters.cli.exit_codes import CommandFailed, ExitCode
-from kvledger.adapters.cli.streams import StreamUrl, mirrored_logs
+from kvledger.adapters.exit_codes import CommandFailed, ExitCode
+from kvledger.adapters.reading.streams import StreamUrl, mirrored_logs
 from kvledger.storage.events import LogError, read_log
 from kvledger.storage.events.segment_file import segment_paths
 

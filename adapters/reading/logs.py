@@ -11,7 +11,7 @@ from pathlib import Path
 import attrs
 import msgspec
 
-from kvledger.adapters.cli.exit_codes import CommandFailed, ExitCode
+from kvledger.adapters.exit_codes import CommandFailed, ExitCode
 from kvledger.lifecycle import HandlerRegistry, LedgerConfiguration
 from kvledger.lifecycle.belief import Projections
 from kvledger.lifecycle.codec import CodecError, DecodedFrame, EventDecoder, SchemaTooNew

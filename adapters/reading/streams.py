@@ -17,7 +17,7 @@ import attrs
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from kvledger.adapters.cli.exit_codes import CommandFailed, ExitCode
+from kvledger.adapters.exit_codes import CommandFailed, ExitCode
 from kvledger.storage.events import LogError
 
 if TYPE_CHECKING:

@@ -1,0 +1,36 @@
+"""The part of a log that was asked for.
+
+It limits what is told, never what is known: the state at a moment is made from everything before it.
+"""
+
+from __future__ import annotations
+
+import attrs
+
+
+@attrs.frozen
+class Window:
+    """The selected part of one log, as event numbers."""
+
+    first_sequence: int = 1
+    last_sequence: int | None = None
+    """The last event that is selected; None: up to the end."""
+    request_id: str | None = None
+    """Speak of this request only."""
+
+    @property
+    def is_everything(self) -> bool:
+        """Whether nothing is left out."""
+        return self.first_sequence == 1 and self.last_sequence is None and self.request_id is None
+
+    def holds(self, sequence: int) -> bool:
+        """Whether the event with this number is selected, as far as time goes."""
+        return self.first_sequence <= sequence and not self.is_over(sequence)
+
+    def is_over(self, sequence: int) -> bool:
+        """Whether the event with this number is behind the selected part: nothing more needs to be read."""
+        return self.last_sequence is not None and sequence > self.last_sequence
+
+    def holds_request(self, request_id: str) -> bool:
+        """Whether a finding about `request_id` is selected; one about no request (empty) always is."""
+        return not request_id or self.request_id in {None, request_id}
