@@ -23,6 +23,7 @@ from kvledger.adapters.reading.logs import StoredLog
 from kvledger.adapters.reading.requests import Requests, RequestSummary
 from kvledger.adapters.reading.sources import one_of
 from kvledger.adapters.reading.window import Window
+from kvledger.lifecycle import HandlerRegistry
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.belief import Projections
 from kvledger.lifecycle.projections.totals import Figures
@@ -84,13 +85,23 @@ def run(arguments: argparse.Namespace, output: Output) -> ExitCode:
 
 
 def _show_state_at(log: StoredLog, at: int, request_id: str | None, output: Output) -> None:
-    projections = Projections(log.configuration)
+    projections = _start(log, output)
     with output.progress(log, "reading"):
         events = _until(log.trusted_events(), Window(last_sequence=at))
         last = _take_each(events, lambda sequence, event: projections.fold(event, sequence), output)
     if last < at:
         output.remark(f"the log can be folded up to event {last}, not to {at}")
     show_state(output, projections, last, request_id)
+
+
+def _start(log: StoredLog, output: Output) -> Projections:
+    """What was believed where the log can be folded from: nothing, or what its first snapshot holds."""
+    start = log.start(HandlerRegistry())
+    for remark in log.start_remarks:
+        output.remark(remark)
+    if start is not None:
+        output.remark(f"what came before event {log.start_sequence + 1} is known from a snapshot only")
+    return start or Projections(log.configuration)
 
 
 def _take_each(events: Iterator[SequencedEvent], take: Callable[[int, e.Event], None], output: Output) -> int:
@@ -215,11 +226,11 @@ def _show_log(log: StoredLog, window: Window, limit: int, output: Output) -> Non
             summaries = list(index.summaries(window.first_sequence))
             _show_summary(output, log, summaries, contents.figures, contents.last_time_ns, limit)
         return
-    requests, projections = Requests(), Projections(log.configuration)
+    requests, projections = Requests(), _start(log, output)
 
     def take(at: int, event: e.Event) -> None:
         requests.take(event)
-        if at <= log.trusted_sequence:
+        if log.start_sequence < at <= log.trusted_sequence:
             projections.fold(event, at)
         if at < window.first_sequence:
             requests.forget_ended(event)

@@ -21,6 +21,7 @@ from kvledger.adapters.reading.listener import Listener
 from kvledger.adapters.reading.logs import Batch, LogDamage, StoredLog
 from kvledger.adapters.reading.requests import Requests, RequestSummary
 from kvledger.adapters.reading.story_codec import decode_story, encode_story
+from kvledger.lifecycle import HandlerRegistry
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.belief import Projections
 from kvledger.lifecycle.projections.totals import Figures
@@ -186,7 +187,7 @@ class _Builder:
     def __init__(self, log: StoredLog, connection: sqlite3.Connection) -> None:
         self._log = log
         self._connection = connection
-        self._projections = Projections(log.configuration)
+        self._projections = log.start(HandlerRegistry()) or Projections(log.configuration)
         self._requests = Requests()
         self._lives: dict[str, _Life] = {}
         """Those that are not released."""
@@ -243,7 +244,7 @@ class _Builder:
             self._accounts.lose()
         self._last_sequence = sequence
         self._accounts.take(sequence, event)
-        if self._is_foldable and sequence <= self._log.trusted_sequence:
+        if self._is_foldable and self._log.start_sequence < sequence <= self._log.trusted_sequence:
             try:
                 self._projections.fold(event, sequence)
             except Exception:  # noqa: BLE001 -- a forged log; whoever reads it is told by the reading, not by its index

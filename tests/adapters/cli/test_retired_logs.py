@@ -1,0 +1,112 @@
+"""A log whose oldest segments were retired: read from its first snapshot, by every command."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+from lifecycle_driver import Walk
+
+from kvledger.adapters.reading import index as index_module
+from kvledger.adapters.vllm.snapshots import LogSnapshots
+from kvledger.lifecycle import HandlerRegistry, Ledger
+from kvledger.lifecycle import events as e
+from kvledger.storage.events import SegmentEventStore
+from kvledger.storage.events.segment_file import segment_paths
+
+
+@attrs.frozen
+class Retired:
+    """Two logs of the same events, of which one has lost its oldest half, and a request that arrived behind that."""
+
+    whole: Path
+    log: Path
+    late_request: str
+    early_request: str
+
+
+@pytest.fixture
+def retired(tools: Any, run: Any, tmp_path: Path) -> Retired:
+    """Played twice, as an engine would have written it, with a snapshot at each new segment."""
+    walk = Walk(3, chunk_size=16, block_size=16)
+    walk.run(140)
+    observations = [event for event in walk.driver.observed if not event.is_decision]
+    for name in ("whole", "log"):
+        header = tools.header_of(walk.driver.configuration)
+        store = SegmentEventStore.create(tmp_path / name, header, segment_bytes=6_000)
+        ledger = Ledger(walk.driver.configuration, store)
+        snapshots = LogSnapshots(store, HandlerRegistry())
+        for event in observations:
+            ledger.observe(event)
+            ledger.commit()
+            snapshots.after_commit(ledger)
+        store.close()
+    log = tmp_path / "log"
+    segments = segment_paths(log)
+    kept = segments[len(segments) // 2]
+    num_bytes = sum(file.stat().st_size for file in segments if file >= kept) + kept.stat().st_size // 2
+    assert run("retire", log, "--max-bytes", num_bytes).exit_code == 0
+    first = int(segment_paths(log)[0].stem)
+    assert first > 1
+    numbered = enumerate(walk.driver.observed, 1)
+    arrivals = [(at, event.request_id) for at, event in numbered if isinstance(event, e.RequestArrived)]
+    late = next(name for at, name in arrivals if at > first + 40)
+    return Retired(tmp_path / "whole", log, late, arrivals[0][1])
+
+
+def test_verify_finds_in_what_is_left_what_it_finds_in_the_whole(run: Any, retired: Retired) -> None:
+    """From the snapshot on, and says so."""
+    result = run("verify", "--json", retired.log)
+    (verdict,) = result.objects("verdict")
+    (remark,) = (remark for remark in verdict["remarks"] if "from a snapshot" in remark)
+    start = verdict["num_events"] - verdict["num_events_checked"]
+    assert 0 < start < 100, remark
+    whole = run("verify", "--json", retired.whole)
+    first = whole.objects("verdict")[0]["num_events"] - verdict["num_events_checked"] + 1
+    expected = [violation for violation in whole.objects("violation") if violation["sequence"] >= first]
+    assert expected, "the walk plays doubled reports"
+    assert result.objects("violation") == expected
+    assert result.exit_code == whole.exit_code
+
+
+def test_show_counts_as_if_the_beginning_were_there(
+    run: Any, retired: Retired, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Totals are part of what a snapshot holds; with an index and without."""
+    (whole,) = run("show", "--json", retired.whole).objects("log")
+    result = run("show", "--json", retired.log)
+    assert result.objects("log")[0]["figures"] == whole["figures"]
+    assert "is known from a snapshot only" in result.err
+    monkeypatch.setenv("XDG_CACHE_HOME", str(retired.log.parent / "cache"))
+    monkeypatch.setattr(index_module, "INDEX_FROM_BYTES", 0)
+    assert run("show", "--json", retired.log).objects("log")[0]["figures"] == whole["figures"]
+
+
+def test_the_state_at_a_moment_is_that_of_the_whole_log(run: Any, retired: Retired) -> None:
+    """As long as the moment lies behind the snapshot."""
+    last = run("verify", "--json", retired.whole).objects("verdict")[0]["num_events"]
+    for moment in (last, last - 30):
+        whole = run("show", "--json", retired.whole, "--at", moment).objects("state")
+        assert run("show", "--json", retired.log, "--at", moment).objects("state") == whole
+        assert run("replay", "--json", retired.log, "--at", moment).objects("state") == whole
+
+
+def test_a_request_that_arrived_later_is_told_as_before(run: Any, retired: Retired) -> None:
+    """Its last life, to the same end; that something is missing before it is said once."""
+    groups = run("show", "--json", retired.log, retired.late_request).objects("group")
+    whole = run("show", "--json", retired.whole, retired.late_request).objects("group")
+    assert groups[-1] == whole[-1]
+    assert [group["what"] for group in groups].count("lost") == 1
+
+
+@pytest.mark.parametrize(
+    "command", [("stats",), ("why", "LATE"), ("export", "--csv", "requests"), ("export", "--perfetto")]
+)
+def test_the_other_commands_read_what_is_left(run: Any, retired: Retired, command: tuple[str, ...]) -> None:
+    """None of them needs the beginning."""
+    name, *rest = (retired.late_request if word == "LATE" else word for word in command)
+    result = run(name, retired.log, *rest)
+    assert result.exit_code == 0, result.err
+    assert result.out
