@@ -18,7 +18,8 @@ class LoadXorStores:
     """No save reads a block that a load in flight is to fill: what it copies may be what was there before.
 
     Verifies: this for the blocks of every save against the loads in flight of the same request, and against loads
-    beside the steps of any; also for blocks that were just lost.
+    beside the steps of any; also for blocks that were just lost. A save that precedes its step's forward also precedes
+    the loads that begin in that step.
     Does not verify: other requests that share a block loaded within a step; that a request has no save in flight when
     a load begins, which does no harm where their blocks differ.
     """
@@ -29,6 +30,7 @@ class LoadXorStores:
         self._filled_by: dict[int, int] = {}
         """Block id -> job id of a load in flight."""
         self._loads: dict[int, tuple[int, e.LoadIssued | Job]] = {}
+        self._last_step = self._step_before = 0
         self._leaving: list[int] = []
         """Loads into blocks that their request has lost since the last step; until then they can still be read."""
 
@@ -78,7 +80,8 @@ class LoadXorStores:
                 job_id for job_id, (_, load) in self._loads.items() if load.request_id == event.request_id
             ]
 
-    def _step_scheduled(self, _event: e.StepScheduled, _step: ReplayedEvent, _projections: Projections) -> None:
+    def _step_scheduled(self, _event: e.StepScheduled, step: ReplayedEvent, _projections: Projections) -> None:
+        self._step_before, self._last_step = self._last_step, step.sequence
         if self._leaving:
             leaving, self._leaving = self._leaving, []
             for job_id in leaving:
@@ -93,8 +96,13 @@ class LoadXorStores:
     def _check_save(
         self, event: e.SaveIssued | e.TailSaveIssued, step: ReplayedEvent, projections: Projections
     ) -> Iterator[Violation]:
+        is_first = isinstance(event, e.TailSaveIssued) or event.before_forward
+        # What is decided on a step goes out with it, and so does what was decided since the step before.
+        begin_of_step = self._step_before if event.cause == self._last_step else self._last_step
         for job_id in sorted({self._filled_by[block] for block in event.block_ids if block in self._filled_by}):
             sequence, load = self._loads[job_id]
+            if is_first and sequence > begin_of_step:
+                continue
             if load.is_async or load.request_id == event.request_id:
                 detail = f"save {event.job_id} reads blocks that load {job_id} is still filling"
                 yield violation(self.rule, step, projections, detail, sequence, event.cause)
