@@ -69,6 +69,8 @@ class StepReader:
         extended: list[tuple[int, tuple[int, ...]]] = []
         if (
             cached.req_ids == self._steady_ids
+            # Preempted by a reset and resumed at once, a request may look steady; its table has been replaced.
+            and not cached.resumed_req_ids
             and num_scheduled_tokens == len(self._steady_ids) == len(scheduler_output.num_scheduled_tokens)
             # Nobody can have gained more than the one token it was scheduled for, so the sum tells about each.
             and sum(cached.num_computed_tokens) == self._steady_sum

@@ -133,7 +133,7 @@ def test_a_damaged_log_gives_the_exit_code_of_damage(server: NatsServer, run: Ru
     segment.write_bytes(data)
     result = run("ship", log, "--to", server.url, "--create-stream")
     assert result.exit_code == 2
-    assert "torn_tail" in result.err
+    assert "nothing intact follows" in result.err
     assert "stopped" in result.out
 
 

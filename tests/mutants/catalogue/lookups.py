@@ -9,7 +9,7 @@ import attrs
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.handlers import new
-from kvledger.lifecycle.projections.chunk_index import ChunkIndex, _count_down
+from kvledger.lifecycle.projections.chunk_index import ChunkIndex
 from kvledger.lifecycle.projections.lookup_cache import LookupCache
 from kvledger.lifecycle.projections.save_cursor import SaveCursor
 from kvledger.lifecycle.projections.tracker import RequestTracker
@@ -192,14 +192,12 @@ def chunks_survive_a_reset(touch: Touch) -> Sequence[Patch]:
 def late_save_committed(touch: Touch) -> Sequence[Patch]:
     """A save that was under way during a reset is committed after it."""
 
-    def save_completed(_original: Any, index: ChunkIndex, event: e.SaveCompleted, _sequence: int) -> None:
+    def save_completed(original: Any, index: ChunkIndex, event: e.SaveCompleted, sequence: int) -> None:
         job = index._transfers.get(event.job_id)
-        if job is not None:
-            if not index._transfers.is_current(job):
-                touch()
-            _count_down(index._saving, job.keys)
-            index._commit(job)
-            index.slots.release(job.slots)
+        if job is not None and job.epoch != index._transfers.epoch:
+            touch()
+            job.epoch = index._transfers.epoch
+        original(index, event, sequence)
 
     return [wrapped(ChunkIndex, "_save_completed", save_completed)]
 
