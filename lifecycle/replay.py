@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from copy import copy
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import attrs
 import msgspec
@@ -48,6 +48,22 @@ class Divergence:
         recorded = "nothing" if self.recorded is None else str(self.recorded)
         decided = "nothing" if self.decided is None else str(self.decided)
         return f"at sequence {self.sequence} the log has {recorded}, this code decides {decided}"
+
+
+class Divergences(list[Divergence]):
+    """The first ones; `num_found` counts all, for a log of other code may diverge at every event."""
+
+    MAX_KEPT: ClassVar[int] = 1000
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_found = 0
+
+    def append(self, divergence: Divergence) -> None:
+        """Count it, and keep it if there is room."""
+        self.num_found += 1
+        if len(self) < self.MAX_KEPT:
+            super().append(divergence)
 
 
 def fold(
@@ -125,8 +141,8 @@ class Replay:
         start: Projections | None = None,
     ) -> None:
         self.projections = Projections(configuration) if start is None else start
-        self.divergences: list[Divergence] = []
-        self.reference_differences: list[Divergence] = []
+        self.divergences = Divergences()
+        self.reference_differences = Divergences()
         self.current = ReplayedEvent()
         """The event that is or was last taken up."""
         self._decider = Decider(self.projections, handlers or HandlerRegistry())

@@ -97,6 +97,8 @@ class Findings:
 
     damage: tuple[LogDamage, ...]
     divergences: tuple[Divergence, ...]
+    num_divergences: int
+    """Where everything is selected, also those that were not kept."""
     reference_differences: tuple[Divergence, ...]
     remarks: tuple[str, ...]
     exit_code: ExitCode
@@ -111,11 +113,23 @@ class Findings:
             exit_code = ExitCode.DAMAGED
         elif audit.num_violations:
             exit_code = ExitCode.RULE_BROKEN
-        elif divergences or differences or audit.unfoldable is not None:
+        elif divergences or differences or audit.unfoldable is not None or _has_more(audit, window):
             exit_code = ExitCode.DIVERGED
         else:
             exit_code = ExitCode.SOUND
-        return cls(damage, divergences, differences, tuple(_remarks(log, window, handlers)), exit_code)
+        remarks = _remarks(log, window, handlers)
+        if _has_more(audit, window):
+            kept, found = len(audit.divergences), audit.divergences.num_found
+            remarks.append(
+                f"{found} decisions diverge, of which the first {kept} are kept; the rest may be selected, too"
+            )
+        num_divergences = audit.divergences.num_found if window.is_everything else len(divergences)
+        return cls(damage, divergences, num_divergences, differences, tuple(remarks), exit_code)
+
+
+def _has_more(audit: Audit, window: Window) -> bool:
+    """Whether divergences that were not kept could be selected."""
+    return not window.is_everything and audit.divergences.num_found > len(audit.divergences)
 
 
 def _is_selected(divergence: Divergence, window: Window) -> bool:
@@ -193,7 +207,7 @@ def _show_json(output: Output, log: StoredLog, audit: Audit, findings: Findings)
             "num_skipped": dict(log.skipped),
             "num_damage": len(findings.damage),
             "num_violations": dict(audit.num_violations),
-            "num_divergences": len(findings.divergences),
+            "num_divergences": findings.num_divergences,
             "rules": [checker.rule for checker in audit.checkers],
             "remarks": findings.remarks,
         },
@@ -253,7 +267,7 @@ def _show_divergence(output: Output, audit: Audit, findings: Findings) -> None:
     if audit.unfoldable is not None:
         output.field("decisions", str(audit.unfoldable), "red")
     elif findings.divergences:
-        num_more = len(findings.divergences) - 1
+        num_more = findings.num_divergences - 1
         more = f" (and {num_more} more, perhaps only because of this one)" if num_more else ""
         output.field("decisions", f"diverged {findings.divergences[0]}{more}", "red")
     else:

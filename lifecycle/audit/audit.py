@@ -16,7 +16,7 @@ from kvledger.lifecycle.configuration import LedgerConfiguration
 from kvledger.lifecycle.events import Event
 from kvledger.lifecycle.handlers import HandlerRegistry
 from kvledger.lifecycle.machine import ReferenceMachine
-from kvledger.lifecycle.replay import Divergence, Replay, SequencedEvent
+from kvledger.lifecycle.replay import Divergences, Replay, SequencedEvent
 
 MAX_VIOLATIONS = 1000
 """Violations that are kept; `Audit.num_violations` counts all."""
@@ -84,12 +84,12 @@ class Audit:
         return self._replay.num_events
 
     @property
-    def divergences(self) -> Sequence[Divergence]:
+    def divergences(self) -> Divergences:
         """Where today's code decides otherwise than the log."""
         return self._replay.divergences
 
     @property
-    def reference_differences(self) -> Sequence[Divergence]:
+    def reference_differences(self) -> Divergences:
         """Where the reference machine goes another way than the compiled table."""
         return self._replay.reference_differences
 

@@ -15,6 +15,7 @@ from kvledger.lifecycle.decisions import Decisions
 from kvledger.lifecycle.handlers.new import New
 from kvledger.lifecycle.machine import ReferenceMachine
 from kvledger.lifecycle.projections.tracker import RequestRecord
+from kvledger.lifecycle.replay import Divergences
 from kvledger.lifecycle.table import ROWS
 
 Log = list[tuple[int, e.Event]]
@@ -236,3 +237,11 @@ def test_a_commit_is_one_frame_and_an_empty_one_is_none() -> None:
     assert driver.ledger.num_uncommitted == 0
     assert driver.ledger.next_sequence == 5
     assert [event for _, event in driver.sink.events()] == driver.observed
+
+
+def test_divergences_are_counted_beyond_those_that_are_kept() -> None:
+    """A log of other code may diverge at every event; memory stays bounded."""
+    divergences = Divergences()
+    for sequence in range(Divergences.MAX_KEPT + 5):
+        divergences.append(Divergence(sequence, None, None))
+    assert (len(divergences), divergences.num_found) == (Divergences.MAX_KEPT, Divergences.MAX_KEPT + 5)
