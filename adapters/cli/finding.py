@@ -69,9 +69,13 @@ def find_request(logs: Sequence[Path], wanted: str, output: Output, *, lenient: 
 
 def request_ids(log: StoredLog, beginning: str, output: Output) -> dict[str, None]:
     """The ids of the requests that begin so, or of all where none does, in the order of their arrival."""
-    index = index_for(log, output)
+    index = index_for(log, output, beginning)
     if index is not None:
         with contextlib.closing(index):
+            if not index.describes(log):
+                output.remark(
+                    f"the log has grown since its index was built: told up to event {index.contents.last_sequence}"
+                )
             return dict.fromkeys(index.request_ids(beginning) or index.request_ids(""))
     known: dict[str, None] = {}
     with output.progress(log, "looking for the request"):

@@ -27,7 +27,7 @@ from kvledger.lifecycle.belief import Projections
 from kvledger.lifecycle.projections.totals import Figures
 from kvledger.lifecycle.reasons import Accounts, Story
 
-INDEX_FORMAT = 2
+INDEX_FORMAT = 3
 """Grows with every change of what is in an index; another one is built anew."""
 
 INDEX_FROM_BYTES = 32 << 20
@@ -38,7 +38,7 @@ CREATE TABLE log (contents BLOB NOT NULL);
 CREATE TABLE places (first_sequence INTEGER PRIMARY KEY, time_ns INTEGER NOT NULL, segment TEXT NOT NULL,
                      offset INTEGER NOT NULL);
 CREATE TABLE lives (ordinal INTEGER PRIMARY KEY, request_id TEXT NOT NULL, first_sequence INTEGER NOT NULL,
-                    last_sequence INTEGER NOT NULL, summary BLOB NOT NULL);
+                    last_sequence INTEGER NOT NULL, has_ended INTEGER NOT NULL, summary BLOB NOT NULL);
 CREATE INDEX lives_by_id ON lives (request_id);
 CREATE TABLE stories (request_id TEXT NOT NULL, story BLOB NOT NULL);
 CREATE INDEX stories_by_id ON stories (request_id);
@@ -51,8 +51,8 @@ class Contents:
 
     index_format: int
     log_id: str
-    end: tuple[str, int]
-    """The last segment, and its size in bytes."""
+    extent: tuple[str, str, int]
+    """The first segment, the last one, and the size of that in bytes."""
     head_hash: str
     num_bytes: int
     num_frames: int
@@ -90,8 +90,25 @@ class LogIndex:
 
     def describes(self, log: StoredLog) -> bool:
         """Whether the index is of this log as it is now, and of this version."""
-        contents = self.contents
-        return (contents.index_format, contents.log_id, contents.end) == (INDEX_FORMAT, _log_id(log), end_of(log))
+        return self._is_of(log) and self.contents.extent == extent_of(log)
+
+    def describes_beginning(self, log: StoredLog) -> bool:
+        """Whether the index is of this log as it was earlier: appended to since, and nothing retired."""
+        first, last, num_bytes = self.contents.extent
+        files = {file.name: file for file in log.files()}
+        if not self._is_of(log) or extent_of(log)[0] != first or last not in files:
+            return False
+        return files[last].stat().st_size >= num_bytes
+
+    def has_ended(self, beginning: str) -> bool:
+        """Whether there are requests that begin so, and the end of each is in the index."""
+        ((num_lives, num_ended),) = self._connection.execute(
+            "SELECT count(*), sum(has_ended) FROM lives WHERE substr(request_id, 1, ?) = ?", (len(beginning), beginning)
+        )
+        return bool(num_lives) and bool(num_lives == num_ended)
+
+    def _is_of(self, log: StoredLog) -> bool:
+        return (self.contents.index_format, self.contents.log_id) == (INDEX_FORMAT, _log_id(log))
 
     @property
     def is_whole(self) -> bool:
@@ -201,7 +218,7 @@ class _Builder:
     def build(self) -> Contents:
         """Read everything."""
         log = self._log
-        end = end_of(log)
+        extent = extent_of(log)
         for batch in log.batches():
             if self._num_batches % _BATCHES_PER_PLACE == 0:
                 self._time_ns = max(self._time_ns, self._projections.tracker.time_ns)
@@ -218,7 +235,7 @@ class _Builder:
         return Contents(
             INDEX_FORMAT,
             _log_id(log),
-            end,
+            extent,
             log.head_hash,
             log.num_bytes,
             log.num_frames,
@@ -275,19 +292,22 @@ class _Builder:
             summary.request_id,
             life.first_sequence,
             life.last_sequence,
+            summary.finished_ns is not None,
             msgspec.msgpack.encode(summary),
         )
-        self._connection.execute("INSERT OR REPLACE INTO lives VALUES (?, ?, ?, ?, ?)", row)
+        self._connection.execute("INSERT OR REPLACE INTO lives VALUES (?, ?, ?, ?, ?, ?)", row)
 
 
-def index_for(log: StoredLog, output: Listener) -> LogIndex | None:
+def index_for(log: StoredLog, output: Listener, request: str | None = None) -> LogIndex | None:
     """The index of a log that is large enough to need one, built if need be; None where reading is quick.
 
+    For a question about one `request` (its id or a beginning of it) an index of the log as it was earlier will do, if
+    it has the end of each request that begins so: a log that is being written has no index of its own for long.
     An index that cannot be written is no reason to tell nothing: then the log is read.
     """
     if log.total_bytes() < INDEX_FROM_BYTES:
         return None
-    index = open_index(log)
+    index = open_index(log, request)
     if index is not None:
         return index
     try:
@@ -298,15 +318,17 @@ def index_for(log: StoredLog, output: Listener) -> LogIndex | None:
         return None
 
 
-def open_index(log: StoredLog) -> LogIndex | None:
-    """The index of the log as it is now, if there is one."""
+def open_index(log: StoredLog, request: str | None = None) -> LogIndex | None:
+    """The index of the log as it is now, if there is one, or one that knows all of a request; see `index_for`."""
     path = index_path(log)
     try:
         index = LogIndex(path, log)
+        if index.describes(log):
+            return index
+        if request is not None and index.describes_beginning(log) and index.has_ended(request):
+            return index
     except (sqlite3.Error, msgspec.MsgspecError, ValueError, OSError):
         return None
-    if index.describes(log):
-        return index
     index.close()
     return None
 
@@ -345,10 +367,10 @@ def index_path(log: StoredLog) -> Path:
     return Path(cache) / "kvledger" / "indexes" / f"{_log_id(log)}-{place}.sqlite"
 
 
-def end_of(log: StoredLog) -> tuple[str, int]:
-    """The last segment of a log and its size: what changes with every append."""
+def extent_of(log: StoredLog) -> tuple[str, str, int]:
+    """The first segment, the last one and its size: what changes when a log is appended to, or loses its oldest."""
     files: Sequence[Path] = log.files()
-    return files[-1].name, files[-1].stat().st_size
+    return files[0].name, files[-1].name, files[-1].stat().st_size
 
 
 def _log_id(log: StoredLog) -> str:

@@ -44,7 +44,7 @@ class Told:
 
 def tell(log: StoredLog, window: Window, request_id: str, output: Listener) -> Told:
     """The stories of a request, as far as the window reaches. What came before the window counts, too."""
-    index = index_for(log, output) if window.last_sequence is None else None
+    index = index_for(log, output, request_id) if window.last_sequence is None else None
     if index is not None:
         with contextlib.closing(index):
             if index.is_whole:

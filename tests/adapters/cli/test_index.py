@@ -14,6 +14,10 @@ from lifecycle_driver import Driver, Walk
 from kvledger.adapters.reading import index as index_module
 from kvledger.adapters.reading.index import build_index, index_path, open_index
 from kvledger.adapters.reading.logs import open_log
+from kvledger.lifecycle import events as e
+from kvledger.lifecycle.codec import EventEncoder
+from kvledger.storage.events import SegmentEventStore
+from kvledger.storage.events.retention import retire
 from kvledger.storage.events.segment_file import segment_paths
 
 
@@ -95,6 +99,37 @@ def test_an_index_of_a_log_that_has_grown_is_not_used(tools: Any, story: Driver,
     (segment,) = segment_paths(before)
     segment.write_bytes(segment.read_bytes() + b"\xf5K")
     assert open_index(open_log(before)) is None
+
+
+@pytest.mark.usefixtures("indexed")
+def test_a_request_that_has_ended_is_told_from_an_earlier_index(
+    run: Any, tools: Any, story: Driver, tmp_path: Path
+) -> None:
+    """A log that is being written outgrows its index at every step; one that lives on needs a new index."""
+    log = tools.write_log(tmp_path / "log", story.observed, story.configuration)
+    told = {name: run("show", log, name).out for name in ("chat-17", "chat-9")}
+    before = index_path(open_log(log)).stat().st_mtime_ns
+    store = SegmentEventStore.open(log)
+    later = e.RequestArrived("late", 99, 7, 10**9)
+    store.append(EventEncoder().encode([later]), 1)
+    store.close()
+    ended = run("show", log, "chat-17")
+    assert ended.out == told["chat-17"]
+    assert f"told up to event {len(story.observed)}" in ended.err
+    assert index_path(open_log(log)).stat().st_mtime_ns == before
+    assert run("show", log, "chat-9").out == told["chat-9"]
+    assert index_path(open_log(log)).stat().st_mtime_ns > before
+    assert "arrived with 7 prompt tokens" in run("show", log, "late").out
+
+
+@pytest.mark.usefixtures("indexed")
+def test_an_index_of_a_log_that_lost_its_oldest_segments_is_not_used(tools: Any, tmp_path: Path) -> None:
+    """It would point at what is gone."""
+    log, driver = walked(tools, tmp_path / "log", 4)
+    build_index(open_log(log)).close()
+    retire(log, max_bytes=10_000)
+    request_id = next(event.request_id for event in driver.observed if isinstance(event, e.RequestFinished))
+    assert open_index(open_log(log), request_id) is None
 
 
 @pytest.mark.usefixtures("indexed")
