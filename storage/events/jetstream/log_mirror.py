@@ -10,7 +10,7 @@ import os
 import shutil
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Literal
 
 import attrs
 import msgspec
@@ -20,8 +20,9 @@ from nats.js.errors import APIError
 
 from kvledger.storage.events.jetstream.errors import NothingToRead, StreamRefused, StreamUnavailable
 from kvledger.storage.events.jetstream.messages import RETIRED, piece_of_message
-from kvledger.storage.events.jetstream.retired import RECORD_NAME, dropped_by_stream, record_of_message
+from kvledger.storage.events.jetstream.retired import dropped_by_stream, record_of_message
 from kvledger.storage.events.jetstream.stream import stored_message
+from kvledger.storage.events.retirement import RETIREMENTS_NAME
 from kvledger.storage.events.segment_file import decode_header
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ class LogMirror:
     subject: str
     directory: Path
     on_progress: Callable[[int], None]
-    drop_reason: str | None
+    drop_reason: Literal["age", "size"] | None
     """Why the stream drops its oldest messages, None if it does not: then a missing beginning is damage."""
     _segments: dict[str, int] = attrs.field(factory=dict, init=False)
     _stream_sequence: int = attrs.field(default=0, init=False)
@@ -190,7 +191,7 @@ class LogMirror:
             at_unix_ns = int(message.metadata.timestamp.timestamp() * 1e9)
             line = dropped_by_stream(header, self.drop_reason, at_unix_ns)
         if line is not None:
-            with (self.directory / RECORD_NAME).open("ab") as file:
+            with (self.directory / RETIREMENTS_NAME).open("ab") as file:
                 file.write(line + b"\n")
 
     def _begin(self, name: str) -> None:

@@ -7,49 +7,35 @@ messages, as its limits say, the mirror writes the record: nobody else can.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Literal
 
+import attrs
 import msgspec
 
+from kvledger.storage.events.retirement import RETIREMENTS_NAME, Retirement
 from kvledger.storage.events.segment_file import NO_PREVIOUS_HASH, SegmentHeader
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-__all__ = ["RECORD_NAME", "dropped_by_stream", "reason_to_drop", "record_between", "record_of_message"]
+__all__ = ["dropped_by_stream", "reason_to_drop", "record_between", "record_of_message"]
 
-RECORD_NAME: Final = "retired.jsonl"
 _MAX_RECORD_BYTES: Final = 4096
 
 
-class _Record(msgspec.Struct):
-    """One line of the file; for several segments, from the first one's beginning to the last one's end."""
-
-    log: str
-    log_id: str
-    segment: str
-    first_sequence: int
-    last_sequence: int
-    previous_head_hash: str
-    head_hash: str
-    num_bytes: int
-    reason: str
-    retired_at_unix_ns: int
-
-
 _encoder = msgspec.json.Encoder()
-_decoder = msgspec.json.Decoder(_Record)
+_decoder = msgspec.json.Decoder(Retirement)
 
 
 def record_between(directory: Path, log_id: str, first_sequence: int, last_sequence: int) -> str | None:
     """Return one record for the sequences, made of those in `directory`; None if these leave a hole or do not fit."""
     try:
-        lines = (directory / RECORD_NAME).read_bytes().splitlines()
+        lines = (directory / RETIREMENTS_NAME).read_bytes().splitlines()
     except OSError:
         return None
     records = {record.first_sequence: record for record in map(_decoded, lines) if record is not None}
-    chain: list[_Record] = []
+    chain: list[Retirement] = []
     for _, record in sorted(records.items()):
         if record.log_id != log_id or record.last_sequence < first_sequence or record.first_sequence > last_sequence:
             continue
@@ -61,7 +47,7 @@ def record_between(directory: Path, log_id: str, first_sequence: int, last_seque
         chain.append(record)
     if not chain or chain[0].first_sequence > first_sequence or chain[-1].last_sequence != last_sequence:
         return None
-    whole = msgspec.structs.replace(
+    whole = attrs.evolve(
         chain[-1],
         segment=chain[0].segment,
         first_sequence=chain[0].first_sequence,
@@ -77,7 +63,7 @@ def record_of_message(text: str, log_id: str) -> bytes | None:
     return _encoder.encode(record) if record is not None and record.log_id == log_id else None
 
 
-def reason_to_drop(configuration: Mapping[str, Any]) -> str | None:
+def reason_to_drop(configuration: Mapping[str, Any]) -> Literal["age", "size"] | None:
     """Return why a stream with this configuration drops its oldest messages, None if it does not."""
     if configuration.get("max_age", 0) > 0:
         return "age"
@@ -85,9 +71,9 @@ def reason_to_drop(configuration: Mapping[str, Any]) -> str | None:
     return "size" if is_bounded and configuration.get("discard", "old") == "old" else None
 
 
-def dropped_by_stream(header: SegmentHeader, reason: str, at_unix_ns: int) -> bytes:
+def dropped_by_stream(header: SegmentHeader, reason: Literal["age", "size"], at_unix_ns: int) -> bytes:
     """Return the line for everything before the segment with this header, which its stream dropped."""
-    record = _Record(
+    record = Retirement(
         log="",
         log_id=header.log_id,
         segment="",
@@ -102,7 +88,7 @@ def dropped_by_stream(header: SegmentHeader, reason: str, at_unix_ns: int) -> by
     return _encoder.encode(record)
 
 
-def _decoded(line: bytes) -> _Record | None:
+def _decoded(line: bytes) -> Retirement | None:
     try:
         return _decoder.decode(line)
     except msgspec.MsgspecError:
