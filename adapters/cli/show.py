@@ -16,7 +16,7 @@ from kvledger.adapters.cli.output import Output, plain
 from kvledger.adapters.cli.selection import add_request, count, event_number
 from kvledger.adapters.cli.state import show_state
 from kvledger.adapters.cli.timeline import Group, Timeline
-from kvledger.adapters.cli.words import duration, milliseconds, plural, size
+from kvledger.adapters.cli.words import duration, event_range, milliseconds, plural, size, state_change
 from kvledger.adapters.exit_codes import CommandFailed, ExitCode
 from kvledger.adapters.reading.index import LogIndex, index_for
 from kvledger.adapters.reading.logs import StoredLog
@@ -168,9 +168,7 @@ def _show_line(output: Output, line: Line) -> None:
     if output.is_json:
         output.record("line", attrs.asdict(line))
         return
-    states = line.state_before or ""
-    if line.state_after != line.state_before:
-        states = f"{states} → {line.state_after or 'released'}" if line.state_before else line.state_after or ""
+    states = state_change(line.state_before, line.state_after)
     text = f"{milliseconds(line.time_ns):>12}  {line.first_sequence:>8}  {line.request_id}  {states}  {line.text}"
     output.line(text, "red" if line.num_broken else "")
 
@@ -196,21 +194,16 @@ def _show_timeline(output: Output, request_id: str, groups: list[Group]) -> None
         return
     output.line(request_id, style="bold")
     columns = {"ms": "right", "events": "right", "state": "left", "what happened": "left"}
-    output.table(columns, [[milliseconds(g.time_ns), _events(g), _states(g), g.text] for g in groups])
-
-
-def _events(group: Group) -> str:
-    if group.first_sequence == group.last_sequence:
-        return str(group.first_sequence)
-    return f"{group.first_sequence}–{group.last_sequence}"
-
-
-def _states(group: Group) -> str:
-    if group.state_before is None:
-        return group.state_after or ""
-    if group.state_before == group.state_after:
-        return group.state_before
-    return f"{group.state_before} → {group.state_after or 'released'}"
+    rows = [
+        [
+            milliseconds(group.time_ns),
+            event_range(group.first_sequence, group.last_sequence),
+            state_change(group.state_before, group.state_after),
+            group.text,
+        ]
+        for group in groups
+    ]
+    output.table(columns, rows)
 
 
 # --- the whole log ------------------------------------------------------------------------------

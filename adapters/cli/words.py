@@ -66,6 +66,18 @@ def milliseconds(time_ns: int) -> str:
     return f"{time_ns / _NS_PER_MS:.3f}"
 
 
+def event_range(first_sequence: int, last_sequence: int) -> str:
+    """`7` or `7–9`."""
+    return str(first_sequence) if first_sequence == last_sequence else f"{first_sequence}–{last_sequence}"
+
+
+def state_change(before: str | None, after: str | None) -> str:
+    """`running`, `running → preempted`, `finished → released`; a life that begins has no state before."""
+    if before is None:
+        return after or ""
+    return before if before == after else f"{before} → {after or 'released'}"
+
+
 def ranges(numbers: Iterable[int]) -> str:
     """`0–2, 5` for 0, 1, 2, 5."""
     runs: list[list[int]] = []

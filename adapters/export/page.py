@@ -14,7 +14,7 @@ from importlib import resources
 import attrs
 
 from kvledger.adapters.cli.timeline import Group
-from kvledger.adapters.cli.words import duration, milliseconds, plural
+from kvledger.adapters.cli.words import duration, event_range, milliseconds, plural, state_change
 from kvledger.adapters.export.drawing import Span, draw_rows, in_time
 from kvledger.adapters.export.gathering import Gathering, Told
 from kvledger.adapters.export.life_stories import LifeStories
@@ -262,8 +262,10 @@ def _groups(groups: Sequence[Group], num_left_out: int) -> str:
     for index, group in enumerate(groups):
         if num_left_out and index == len(groups) // 2:
             rows.append(f'<td colspan="4" class="warn">{num_left_out:,} rows are left out here</td>')
-        row = cell(milliseconds(group.time_ns), "number") + cell(_events(group), "number")
-        row += cell(_group_states(group), "state") + cell(group.text, "bad" if group.num_broken else None)
+        row = cell(milliseconds(group.time_ns), "number")
+        row += cell(event_range(group.first_sequence, group.last_sequence), "number")
+        row += cell(state_change(group.state_before, group.state_after), "state")
+        row += cell(group.text, "bad" if group.num_broken else None)
         rows.append(row)
     return table(_GROUP_HEAD, rows)
 
@@ -278,20 +280,6 @@ def _states(told: Told) -> str:
         for state in told.states
     ]
     return table(_STATE_HEAD, rows)
-
-
-def _events(group: Group) -> str:
-    if group.first_sequence == group.last_sequence:
-        return str(group.first_sequence)
-    return f"{group.first_sequence}–{group.last_sequence}"
-
-
-def _group_states(group: Group) -> str:
-    if group.state_before is None:
-        return group.state_after or ""
-    if group.state_before == group.state_after:
-        return group.state_before
-    return f"{group.state_before} → {group.state_after or 'released'}"
 
 
 # --- moments ------------------------------------------------------------------------------------
