@@ -1,13 +1,14 @@
 """The lifecycle of a request as an event-sourced state machine: the pure core of kvledger.
 
 Reads top to bottom: `states`, `events`, `table`, `machine`, `projections/`, `decisions/`, `handlers/`,
-`decider`, `ledger`, `replay`, `codec`. It knows no torch, no vLLM, no files and no clock.
+`decider`, `ledger`, `divergences`, `replay`, `codec`. It knows no torch, no vLLM, no files and no clock.
 """
 
 from kvledger.lifecycle.configuration import ConfigurationError, LedgerConfiguration
+from kvledger.lifecycle.divergences import Divergence
 from kvledger.lifecycle.handlers import HandlerRegistry, StateHandler
 from kvledger.lifecycle.ledger import EventSink, Ledger
-from kvledger.lifecycle.replay import Divergence, Replay, fold
+from kvledger.lifecycle.replay import Replay, fold
 from kvledger.lifecycle.states import RequestState
 
 __all__ = [

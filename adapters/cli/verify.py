@@ -18,9 +18,9 @@ from kvledger.adapters.reading.logs import LogDamage, StoredLog, open_log
 from kvledger.adapters.reading.window import Window
 from kvledger.lifecycle import HandlerRegistry
 from kvledger.lifecycle.audit import NOT_CHECKED, Audit, Violation
+from kvledger.lifecycle.divergences import Divergence
 from kvledger.lifecycle.events import Event
 from kvledger.lifecycle.machine import ReferenceMachine, table_fingerprint
-from kvledger.lifecycle.replay import Divergence
 
 _MAX_SHOWN = 20
 """Of each kind for people; programs get all that is kept."""

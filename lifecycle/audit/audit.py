@@ -13,10 +13,11 @@ from kvledger.lifecycle.audit.indices import Indices
 from kvledger.lifecycle.audit.registry import all_checkers
 from kvledger.lifecycle.belief import Projections
 from kvledger.lifecycle.configuration import LedgerConfiguration
+from kvledger.lifecycle.divergences import Divergences
 from kvledger.lifecycle.events import Event
 from kvledger.lifecycle.handlers import HandlerRegistry
 from kvledger.lifecycle.machine import ReferenceMachine
-from kvledger.lifecycle.replay import Divergences, Replay, SequencedEvent
+from kvledger.lifecycle.replay import Replay, SequencedEvent
 
 MAX_VIOLATIONS = 1000
 """Violations that are kept; `Audit.num_violations` counts all."""

@@ -12,10 +12,10 @@ from kvledger.lifecycle import Divergence, HandlerRegistry, Ledger, Replay, fold
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.belief import Projections
 from kvledger.lifecycle.decisions import Decisions
+from kvledger.lifecycle.divergences import Divergences
 from kvledger.lifecycle.handlers.new import New
 from kvledger.lifecycle.machine import ReferenceMachine
 from kvledger.lifecycle.projections.tracker import RequestRecord
-from kvledger.lifecycle.replay import Divergences
 from kvledger.lifecycle.table import ROWS
 
 Log = list[tuple[int, e.Event]]

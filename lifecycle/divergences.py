@@ -1,0 +1,39 @@
+"""What a replay found that today's code decides otherwise. It must not know how events are replayed."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import attrs
+
+from kvledger.lifecycle.events import Event
+
+
+@attrs.frozen
+class Divergence:
+    """Where today's code decides otherwise than the log. `sequence` is that of the recorded event."""
+
+    sequence: int
+    recorded: Event | None
+    decided: Event | None
+
+    def __str__(self) -> str:
+        recorded = "nothing" if self.recorded is None else str(self.recorded)
+        decided = "nothing" if self.decided is None else str(self.decided)
+        return f"at sequence {self.sequence} the log has {recorded}, this code decides {decided}"
+
+
+class Divergences(list[Divergence]):
+    """The first ones; `num_found` counts all, for a log of other code may diverge at every event."""
+
+    MAX_KEPT: ClassVar[int] = 1000
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_found = 0
+
+    def append(self, divergence: Divergence) -> None:
+        """Count it, and keep it if there is room."""
+        self.num_found += 1
+        if len(self) < self.MAX_KEPT:
+            super().append(divergence)
