@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import ClassVar
 
 import attrs
@@ -63,6 +63,8 @@ class StoreContiguous:
             (e.StepScheduled, self._step_scheduled),
             (e.SaveIssued, self._save_issued),
             (e.ChunkEvicted, self._evicted),
+            (e.ChunkTainted, self._evicted),
+            (e.SaveFailed, self._save_failed),
             (e.SaveDeclined, self._declined),
             (e.RequestPreempted, self._stopped),
             (e.RequestFinished, self._stopped),
@@ -100,9 +102,14 @@ class StoreContiguous:
     def _reset(self, _event: e.CacheReset, _step: ReplayedEvent, projections: Projections) -> None:
         self._look(projections, is_reset=True)
 
-    def _evicted(self, event: e.ChunkEvicted, _step: ReplayedEvent, projections: Projections) -> None:
+    def _evicted(self, event: e.ChunkEvicted | e.ChunkTainted, _step: ReplayedEvent, projections: Projections) -> None:
         # Who was passed over because it was there still counts as that.
-        self._look(projections, keeps_told=True, evicted=event.key)
+        self._look(projections, keeps_told=True, gone=(event.key,))
+
+    def _save_failed(self, _event: e.SaveFailed, step: ReplayedEvent, projections: Projections) -> None:
+        # The same for who was passed over because another one's save was under way.
+        if self._told and step.job is not None:
+            self._look(projections, keeps_told=True, gone=step.job.keys)
 
     def _declined(self, event: e.SaveDeclined, _step: ReplayedEvent, _projections: Projections) -> None:
         life = self._lives.setdefault(event.request_id, _Accounted())
@@ -142,7 +149,12 @@ class StoreContiguous:
             self._told[request_id] = (first_chunk, life.end_chunk)
 
     def _look(
-        self, projections: Projections, *, is_reset: bool = False, keeps_told: bool = False, evicted: bytes = b""
+        self,
+        projections: Projections,
+        *,
+        is_reset: bool = False,
+        keeps_told: bool = False,
+        gone: Collection[bytes] = (),
     ) -> None:
         """Account for the chunks that are there, and no more are told of."""
         told = self._told
@@ -154,7 +166,7 @@ class StoreContiguous:
                 continue
             keys = projections.chunk_keys.of(request_id)
             for chunk in range(max(first_chunk, life.num_chunks), min(end_chunk, len(keys))):
-                if is_reset or keys[chunk] == evicted or _is_there(keys[chunk], projections):
+                if is_reset or keys[chunk] in gone or _is_there(keys[chunk], projections):
                     life.add(chunk)
 
     def _cut(self, event: e.ChunkKeysObserved, _step: ReplayedEvent, _projections: Projections) -> None:
