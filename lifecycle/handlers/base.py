@@ -11,12 +11,10 @@ from typing import ClassVar
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.belief import Projections
-from kvledger.lifecycle.decisions import Decisions
+from kvledger.lifecycle.decisions import NOTHING, Decisions
 from kvledger.lifecycle.projections.tracker import RequestRecord
 from kvledger.lifecycle.projections.transfers import Job
 from kvledger.lifecycle.states import RequestState
-
-NOTHING: Decisions = iter(())
 
 
 class StateHandler:
