@@ -157,7 +157,7 @@ class Decider:
                 yield from give_up_silent(job, projections, cause)
                 yield from self._after_settled(job, cause)
             else:
-                yield from ask_after(job, cause, before_forward=False)
+                yield ask_after(job, cause, before_forward=False)
 
     def _unheard(self, event: e.StepScheduled) -> list[Job]:
         overdue_step = self._tracker.num_steps - self._max_silent_steps
@@ -166,19 +166,22 @@ class Decider:
     def _after_report(self, event: e.TransferReported, cause: int, _state: RequestState | None) -> Decisions | None:
         transfers = self._transfers
         job = transfers.get(event.job_id)
-        is_plain = job is not None and event.ranks_done == transfers.all_ranks and not event.ranks_failed
-        if job is None or job.told_twice or not is_plain or job.ranks_failed or job.is_doubtful:
-            return self._after_any_report(event, job, cause)
-        # Every rank has done its part. Nothing more follows where nobody in the state of the request, which the
-        # completion of a save leaves as it is, waits for its jobs.
-        record = self._tracker.by_ordinal(job.ordinal)
-        if job.kind is not JobKind.SAVE or (record is not None and self._transfer_settled[record.state]):
-            return self._after_any_report(event, job, cause)
-        return iter((e.SaveCompleted(job.request_id, job.generation, job.job_id, cause),))
+        if job is None or job.told_twice or event.ranks_failed or event.ranks_done != transfers.all_ranks:
+            return self._after_odd_report(event, job, cause)
+        if job.kind is JobKind.SAVE and not job.ranks_failed and not job.is_doubtful:
+            # The completion of a save moves no state. So nothing more follows where nobody waits for jobs now.
+            record = self._tracker.by_ordinal(job.ordinal)
+            if record is None or not self._transfer_settled[record.state]:
+                return iter((e.SaveCompleted(job.request_id, job.generation, job.job_id, cause),))
+        return self._settle(job, cause)
 
-    def _after_any_report(self, event: e.TransferReported, job: Job | None, cause: int) -> Decisions:
+    def _after_odd_report(self, event: e.TransferReported, job: Job | None, cause: int) -> Decisions:
         yield from check_report(event, self._projections, cause)
-        if job is not None and self._transfers.is_reported(job):
+        if job is not None:
+            yield from self._settle(job, cause)
+
+    def _settle(self, job: Job, cause: int) -> Decisions:
+        if self._transfers.is_reported(job):
             yield from settle(job, self._projections, cause)
             yield from self._after_settled(job, cause)
 
