@@ -152,12 +152,17 @@ class Decider:
                         yield from method(record, first_chunk, num_settled_tokens, projections, cause)
                 except Exception as error:  # noqa: BLE001 -- as in `_guarded`
                     yield from self._raised(error, record, cause)
-        for job in self._unheard(event):
+        unheard = self._unheard(event)
+        if unheard:
+            yield from self._after_silence(unheard, cause)
+
+    def _after_silence(self, unheard: list[Job], cause: int) -> Decisions:
+        for job in unheard:
             if job.is_asked_after:
-                yield from give_up_silent(job, projections, cause)
+                yield from give_up_silent(job, self._projections, cause)
                 yield from self._after_settled(job, cause)
             else:
-                yield ask_after(job, cause, before_forward=False)
+                yield from ask_after(job, cause, before_forward=False)
 
     def _unheard(self, event: e.StepScheduled) -> list[Job]:
         overdue_step = self._tracker.num_steps - self._max_silent_steps

@@ -95,9 +95,9 @@ def _slots_of_chunks(pages: range, end_token: int, request_id: str, projections:
         return None
     if geometry.pages_per_chunk:  # every page lies in one chunk, and all chunks are alike
         first_chunk = pages.start // geometry.pages_per_chunk
-        slots = [slot for of_chunk in slots_of_chunk[first_chunk:] for slot in of_chunk]
+        slots_of_pages = [slot for slots_in_order in slots_of_chunk[first_chunk:] for slot in slots_in_order]
         first = pages.start - first_chunk * geometry.pages_per_chunk
-        return tuple(slots[first : first + len(pages)])
+        return tuple(slots_of_pages[first : first + len(pages)])
     return tuple(
         slots_of_chunk[chunk][place] for chunk, place in (geometry.place_of(page, num_chunks) for page in pages)
     )

@@ -54,15 +54,9 @@ def check_report(event: e.TransferReported, projections: Projections, cause: int
     yield e.InvariantViolated(rule=Rule.COMPLETION_ONCE.value, request_id="", detail=detail, cause=cause)
 
 
-def ask_after(job: Job, cause: int, *, before_forward: bool) -> e.TransferAwaited:
-    """The decision that lets the workers finish the job and tell about it, once more if need be."""
-    return e.TransferAwaited(
-        request_id=job.request_id,
-        generation=job.generation,
-        job_id=job.job_id,
-        before_forward=before_forward,
-        cause=cause,
-    )
+def ask_after(job: Job, cause: int, *, before_forward: bool) -> Decisions:
+    """Let the workers finish the job and tell about it, once more if need be."""
+    return iter((e.TransferAwaited(job.request_id, job.generation, job.job_id, before_forward, cause),))
 
 
 def give_up_silent(job: Job, projections: Projections, cause: int) -> Decisions:

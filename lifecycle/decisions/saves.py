@@ -55,7 +55,9 @@ def save_on_preemption(
 def fence_saves(record: RequestRecord, projections: Projections, cause: int) -> Decisions:
     """Let the next step wait for copies out of blocks that it may overwrite."""
     jobs = projections.transfers.reads_blocks_of(record.ordinal)
-    return iter(tuple([ask_after(job, cause, before_forward=True) for job in jobs])) if jobs else NOTHING
+    if not jobs:
+        return NOTHING
+    return iter(tuple([asked for job in jobs for asked in ask_after(job, cause, before_forward=True)]))
 
 
 def save_on_finish(event: e.RequestFinished, record: RequestRecord, projections: Projections, cause: int) -> Decisions:
@@ -142,7 +144,7 @@ class _Plan(msgspec.Struct):
         geometry, chunks = projections.geometry, projections.chunks
         keys = projections.chunk_keys.of(record.request_id)
         end_chunk = num_settled_tokens // geometry.chunk_size
-        if end_chunk > len(keys):
+        if end_chunk > len(keys):  # noqa: PLR1730 -- a call to `min` costs more, for every save
             end_chunk = len(keys)
         if geometry.windows.forget:
             reach = self._reach(num_settled_tokens, end_chunk)
@@ -156,41 +158,36 @@ class _Plan(msgspec.Struct):
             unsaved = chunks.unsaved(keys, first_chunk, end_chunk)
         if not unsaved:
             return NOTHING
-        block_ids = self._blocks_in_a_row(unsaved)
-        if not block_ids:
-            pages = geometry.pages_of(unsaved)
-            if pages[-1] < len(self.block_ids):
-                block_ids = blocks_at(pages, self.block_ids)
-        num_pages = len(block_ids)
-        if num_pages and chunks.slots.num_free >= num_pages:
-            issued = e.SaveIssued(
-                record.request_id,
-                self.generation,
-                projections.transfers.next_job_id,
-                tuple(unsaved),
-                chunks.slots.candidates(num_pages),
-                block_ids,
-                self.before_forward,
-                self.is_async,
-                self.cause,
-            )
-            return iter((issued,))
-        return self._save_as_fits(
-            [(chunk, geometry.pages_of((chunk,))) for chunk in unsaved], keys[:end_chunk], None
+        block_ids = self._blocks_of(unsaved)
+        slots = chunks.slots.candidates(len(block_ids))
+        if not block_ids or len(slots) < len(block_ids):
+            wanted = [(chunk, geometry.pages_of((chunk,))) for chunk in unsaved]
+            return self._save_as_fits(wanted, keys[:end_chunk], None)
+        issued = e.SaveIssued(
+            record.request_id,
+            self.generation,
+            projections.transfers.next_job_id,
+            tuple(unsaved),
+            slots,
+            block_ids,
+            self.before_forward,
+            self.is_async,
+            self.cause,
         )
+        return iter((issued,))
 
-    def _blocks_in_a_row(self, chunks: Sequence[int]) -> tuple[int, ...]:
-        """The blocks of the pages of chunks that follow one another; () where they do not, or the table ends before.
-
-        Nearly every save is of one chunk, or of some in a row: one piece of the table, often one block.
-        """
-        num_pages = self.projections.geometry.pages_per_chunk
-        first, end = chunks[0], chunks[-1] + 1
-        if end - first != len(chunks) or end * num_pages > len(self.block_ids):
-            return ()
-        if num_pages == 1 and end - first == 1:
-            return (self.block_ids[first],)
-        return tuple(self.block_ids[first * num_pages : end * num_pages])
+    def _blocks_of(self, chunks: Sequence[int]) -> tuple[int, ...]:
+        """The blocks of the chunks' pages in all groups; () where the table ends before."""
+        table, geometry = self.block_ids, self.projections.geometry
+        num_pages = geometry.pages_per_chunk
+        first, num_chunks = chunks[0], len(chunks)
+        if num_pages and chunks[-1] - first < num_chunks:  # in a row, as nearly always: one piece of the table
+            end = (first + num_chunks) * num_pages
+            if end > len(table):
+                return ()
+            return (table[end - 1],) if num_pages == num_chunks == 1 else tuple(table[first * num_pages : end])
+        pages = geometry.pages_of(chunks)
+        return blocks_at(pages, table) if pages[-1] < len(table) else ()
 
     def _save_as_fits(
         self, wanted: Sequence[tuple[int, Sequence[int]]], own_keys: Sequence[bytes], reach: Reach | None

@@ -1,4 +1,4 @@
-"""What every state handler is: methods named after observations, each a generator of decisions.
+"""What every state handler is: methods named after observations; each returns decisions, or yields them.
 
 To extend: subclass the handler of a state (or this class), override the methods named after the observations
 you care about, and register it (`HandlerRegistry.replace`, or `handlers` in the connector's configuration).
