@@ -6,13 +6,13 @@ everything it looks at has been folded from the log.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.belief import Projections
-from kvledger.lifecycle.decisions import Decisions
+from kvledger.lifecycle.decisions import MADE, NOTHING, Decisions
 from kvledger.lifecycle.decisions.reports import ask_after, check_report, give_up_silent, settle
 from kvledger.lifecycle.handlers import HandlerRegistry, StateHandler
 from kvledger.lifecycle.handlers.finished import release_if_settled
@@ -25,7 +25,8 @@ from kvledger.lifecycle.states import RequestState
 Decide = Callable[[Any, int, RequestState | None], Decisions | None]
 """(observation, its sequence number, state before) -> decisions; None says at once that there are none."""
 
-_NOTHING: Decisions = iter(())
+_Methods = dict[RequestState, tuple[Callable[..., Decisions], ...]]
+"""The methods of one name that decide anything, by the state that they are asked in."""
 
 
 class Decider:
@@ -34,6 +35,9 @@ class Decider:
     def __init__(self, projections: Projections, handlers: HandlerRegistry, table: CompiledTable = TABLE) -> None:
         self._projections = projections
         self._tracker = projections.tracker
+        self._transfers = projections.transfers
+        self._max_silent_steps = projections.configuration.max_silent_steps
+        self._max_silent_ns = projections.configuration.max_silent_ms * 1_000_000
         self._table = table
         self._scheduled = _methods(handlers, "tokens_scheduled")
         self._settled = _methods(handlers, "tokens_settled")
@@ -60,7 +64,7 @@ class Decider:
         Each decision must be folded before the next one is asked for.
         """
         decide = self._deciders[type(event)]
-        return _NOTHING if decide is None else decide(event, cause, state_before) or _NOTHING
+        return NOTHING if decide is None else decide(event, cause, state_before) or NOTHING
 
     def decider_of(self, event_class: type[e.Event]) -> Decide | None:
         """What `decide` does with the observations of a class, for who decides many; None where nothing follows."""
@@ -77,7 +81,7 @@ class Decider:
 
     def _after_request_event(
         self,
-        plan: dict[RequestState, tuple[Callable[..., Decisions], ...]],
+        plan: _Methods,
         event: e.RequestEvent,
         cause: int,
         state_before: RequestState | None,
@@ -122,44 +126,69 @@ class Decider:
                 reason = "holds blocks that could not be filled"
                 yield e.RequestQuarantined(request_id=record.request_id, reason=reason, cause=cause)
 
-    def _after_step(self, event: e.StepScheduled, cause: int, _state: RequestState | None) -> Decisions:
-        for ordinal, *_ in event.advanced:
-            record = self._tracker.by_ordinal(ordinal)
-            if record is not None and (methods := self._scheduled[record.state]):
-                yield from self._guarded(methods, record, cause, record, self._projections)
+    def _after_step(self, event: e.StepScheduled, cause: int, _state: RequestState | None) -> Decisions | None:
+        if not event.advanced and not event.settled and not self._unheard(event):
+            return None
+        return self._step_decisions(event, cause)
+
+    def _step_decisions(self, event: e.StepScheduled, cause: int) -> Decisions:
+        projections, record_of = self._projections, self._tracker.by_ordinal
+        # Every progress and every save begins here: as in `_guarded`, without another generator for each.
+        methods_of = self._scheduled
+        for advanced in event.advanced:
+            record = record_of(advanced[0])
+            if record is not None:
+                try:
+                    for method in methods_of[record.state]:
+                        yield from method(record, projections, cause)
+                except Exception as error:  # noqa: BLE001 -- as in `_guarded`
+                    yield from self._raised(error, record, cause)
+        methods_of = self._settled
         for ordinal, first_chunk, num_settled_tokens in event.settled:
-            record = self._tracker.by_ordinal(ordinal)
-            if record is None:
-                continue
-            try:  # as `_guarded`, without a generator for each: every save begins here
-                for method in self._settled[record.state]:
-                    yield from method(record, first_chunk, num_settled_tokens, self._projections, cause)
-            except Exception as error:  # noqa: BLE001 -- as in `_guarded`
-                yield from self._raised(error, record, cause)
-        configuration = self._projections.configuration
-        overdue_step = self._tracker.num_steps - configuration.max_silent_steps
-        overdue_ns = event.time_ns - configuration.max_silent_ms * 1_000_000
-        for job in self._projections.transfers.unheard(overdue_step, overdue_ns):
+            record = record_of(ordinal)
+            if record is not None:
+                try:
+                    for method in methods_of[record.state]:
+                        yield from method(record, first_chunk, num_settled_tokens, projections, cause)
+                except Exception as error:  # noqa: BLE001 -- as in `_guarded`
+                    yield from self._raised(error, record, cause)
+        unheard = self._unheard(event)
+        if unheard:
+            yield from self._after_silence(unheard, cause)
+
+    def _after_silence(self, unheard: list[Job], cause: int) -> Decisions:
+        for job in unheard:
             if job.is_asked_after:
                 yield from give_up_silent(job, self._projections, cause)
                 yield from self._after_settled(job, cause)
             else:
                 yield from ask_after(job, cause, before_forward=False)
 
-    def _after_report(self, event: e.TransferReported, cause: int, _state: RequestState | None) -> Decisions:
-        transfers = self._projections.transfers
+    def _unheard(self, event: e.StepScheduled) -> list[Job]:
+        overdue_step = self._tracker.num_steps - self._max_silent_steps
+        return self._transfers.unheard(overdue_step, event.time_ns - self._max_silent_ns)
+
+    def _after_report(self, event: e.TransferReported, cause: int, _state: RequestState | None) -> Decisions | None:
+        transfers = self._transfers
         job = transfers.get(event.job_id)
-        is_plain = job is not None and event.ranks_done == transfers.all_ranks and not event.ranks_failed
-        if job is None or job.told_twice or not is_plain:
-            yield from check_report(event, self._projections, cause)
-        if job is not None and transfers.is_reported(job):
-            if job.kind is JobKind.SAVE and not job.ranks_failed and not job.is_doubtful:
-                yield e.SaveCompleted(job.request_id, job.generation, job.job_id, cause)
-            else:
-                yield from settle(job, self._projections, cause)
+        if job is None or job.told_twice or event.ranks_failed or event.ranks_done != transfers.all_ranks:
+            return self._after_odd_report(event, job, cause)
+        if job.kind is JobKind.SAVE and not job.ranks_failed and not job.is_doubtful:
+            # The completion of a save moves no state. So nothing more follows where nobody waits for jobs now.
             record = self._tracker.by_ordinal(job.ordinal)
-            if record is not None and self._transfer_settled[record.state]:
-                yield from self._after_settled(job, cause)
+            if record is None or not self._transfer_settled[record.state]:
+                return iter((e.SaveCompleted(job.request_id, job.generation, job.job_id, cause),))
+        return self._settle(job, cause)
+
+    def _after_odd_report(self, event: e.TransferReported, job: Job | None, cause: int) -> Decisions:
+        yield from check_report(event, self._projections, cause)
+        if job is not None:
+            yield from self._settle(job, cause)
+
+    def _settle(self, job: Job, cause: int) -> Decisions:
+        if self._transfers.is_reported(job):
+            yield from settle(job, self._projections, cause)
+            yield from self._after_settled(job, cause)
 
     def _after_settled(self, job: Job, cause: int) -> Decisions:
         record = self._tracker.by_ordinal(job.ordinal)
@@ -169,10 +198,32 @@ class Decider:
     def _guarded(
         self, methods: tuple[Callable[..., Decisions], ...], record: RequestRecord, cause: int, *arguments: object
     ) -> Decisions:
+        """The decisions of methods, and what follows where one of them raises."""
+        if len(methods) > 1:
+            return self._one_after_another(methods, record, cause, arguments)
+        try:
+            decisions = methods[0](*arguments, cause)
+        except Exception as error:  # noqa: BLE001 -- any handler's failure costs its request the cache, nothing else
+            return self._raised(error, record, cause)
+        return decisions if type(decisions) is MADE else self._watched(decisions, record, cause)
+
+    def _one_after_another(
+        self,
+        methods: tuple[Callable[..., Decisions], ...],
+        record: RequestRecord,
+        cause: int,
+        arguments: tuple[object, ...],
+    ) -> Decisions:
         try:
             for method in methods:
                 yield from method(*arguments, cause)
-        except Exception as error:  # noqa: BLE001 -- any handler's failure costs its request the cache, nothing else
+        except Exception as error:  # noqa: BLE001 -- as in `_guarded`
+            yield from self._raised(error, record, cause)
+
+    def _watched(self, decisions: Decisions, record: RequestRecord, cause: int) -> Decisions:
+        try:
+            yield from decisions
+        except Exception as error:  # noqa: BLE001 -- as in `_guarded`
             yield from self._raised(error, record, cause)
 
     def _raised(self, error: Exception, record: RequestRecord, cause: int) -> Decisions:
@@ -184,8 +235,8 @@ class Decider:
             yield from release_if_settled(record, self._projections, cause)
 
 
-def _methods(handlers: HandlerRegistry, name: str) -> dict[RequestState, tuple[Callable[..., Iterator[e.Event]], ...]]:
-    found: dict[RequestState, tuple[Callable[..., Iterator[e.Event]], ...]] = {}
+def _methods(handlers: HandlerRegistry, name: str) -> _Methods:
+    found: _Methods = {}
     decides_nothing = getattr(StateHandler, name, None)
     for state in RequestState:
         methods = (getattr(handler, name, None) for handler in handlers.of(state))

@@ -10,11 +10,12 @@ from collections.abc import Callable, Iterable, Iterator
 from copy import copy
 from typing import Any, NamedTuple
 
-import msgspec
+import attrs
 
 from kvledger.lifecycle.belief import Fold, Projections
 from kvledger.lifecycle.configuration import LedgerConfiguration
 from kvledger.lifecycle.decider import Decide, Decider
+from kvledger.lifecycle.decisions import NOTHING
 from kvledger.lifecycle.divergences import Divergence, Divergences
 from kvledger.lifecycle.events import (
     VOCABULARY,
@@ -52,10 +53,12 @@ def fold(
     return projections
 
 
-class ReplayedEvent(msgspec.Struct, gc=False):
+@attrs.define
+class ReplayedEvent:
     """One event while it is replayed, with what checkers want to know about its moment.
 
     One object serves a whole replay, so that nothing is made for an event; whoever wants to keep something copies it.
+    An attrs class, because setting a field of a struct costs more.
     """
 
     sequence: int = 0
@@ -72,9 +75,6 @@ Check = Callable[[Any, ReplayedEvent, Projections], object]
 """Looks at one event after its fold; what it returns, if not None, goes to whoever asked for the check."""
 
 
-_NOTHING: Iterator[Event] = iter(())
-
-
 class _Plan(NamedTuple):
     """All that is done with the events of one class, looked up once."""
 
@@ -83,6 +83,7 @@ class _Plan(NamedTuple):
     changes_lives: bool
     """Whether the fold may put another record in the place of the request's, or none."""
     names_job: bool
+    """Whether it is about a job that another event issued."""
     issues_job: bool
     folds: tuple[Fold, ...]
     next_state: dict[RequestState, RequestState] | None
@@ -151,7 +152,7 @@ class Replay:
                     plans[type(event)]
                 )
                 if expected is not None:
-                    decided = next(expected, None)
+                    decided = None if expected is NOTHING else next(expected, None)
                     if is_decision:
                         if decided != event:
                             self.divergences.append(Divergence(sequence, event, decided))
@@ -159,34 +160,37 @@ class Replay:
                             expected = None
                     elif decided is not None:
                         self.divergences.append(Divergence(sequence, None, decided))
-                if names_job and not issues_job:
+                if names_job:
                     step.job = job_of(event.job_id)
                 before: RequestState | None = None
                 if is_request:
                     record = record_of(event.request_id)
-                    before = None if record is None else record.state
+                    if record is not None:
+                        before = record.state
                     for fold in folds:
                         fold(event, sequence)
                     if changes_lives:
                         record = record_of(event.request_id)
-                    after = None if record is None else record.state
-                    if (
-                        before is not None
-                        and next_state is not None
-                        and after is not next_state[before]
-                        and after is not None
-                        and getattr(event, "generation", None) is None
-                    ):
-                        self.reference_differences.append(Divergence(sequence, event, None))
-                    step.record, step.state_before, step.state_after = record, before, after
+                    step.record, step.state_before = record, before
+                    if record is None:
+                        step.state_after = None
+                    else:
+                        step.state_after = after = record.state
+                        if (
+                            next_state is not None
+                            and before is not None
+                            and after is not next_state[before]
+                            and getattr(event, "generation", None) is None
+                        ):
+                            self.reference_differences.append(Divergence(sequence, event, None))
+                    if issues_job:
+                        step.job = job_of(event.job_id)
                 else:
                     for fold in folds:
                         fold(event, sequence)
                     step.record = step.state_before = step.state_after = None
-                if issues_job:
-                    step.job = job_of(event.job_id)
                 if not is_decision:
-                    expected = _NOTHING if decide is None else decide(event, sequence, before) or _NOTHING
+                    expected = NOTHING if decide is None else decide(event, sequence, before) or NOTHING
                 for check in checks:
                     found = check(event, step, projections)
                     if found is not None:
@@ -213,7 +217,7 @@ class Replay:
             is_decision=event_class.is_decision,
             is_request=issubclass(event_class, RequestEvent),
             changes_lives=event_class in {RequestArrived, RequestReleased},
-            names_job="job_id" in field_names(event_class),
+            names_job="job_id" in field_names(event_class) and not issues_job,
             issues_job=issues_job,
             folds=self.projections.folds_of(event_class),
             next_state=next_state,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.belief import Projections
-from kvledger.lifecycle.decisions import Decisions
+from kvledger.lifecycle.decisions import NOTHING, Decisions
 from kvledger.lifecycle.decisions.boundaries import slot_of_page
 from kvledger.lifecycle.projections.host_slots import NO_SLOT
 from kvledger.lifecycle.projections.tracker import RequestRecord
@@ -18,29 +18,25 @@ from kvledger.lifecycle.windows import NULL_BLOCK
 def take_up_answer(event: e.BlocksAllocated, record: RequestRecord, projections: Projections, cause: int) -> Decisions:
     """Issue the load that the allocation takes up, or record why it cannot be delivered."""
     if not event.num_external_tokens:
-        return
+        return NOTHING
     answer = projections.lookups.taken_up(event.request_id)
     if answer is None or answer.generation != record.generation:
-        yield from _refuse(event, Rule.ALLOC_MATCHES_LOOKUP, "tokens were taken up that no lookup answered", cause)
-        return
+        return _refuse(event, Rule.ALLOC_MATCHES_LOOKUP, "tokens were taken up that no lookup answered", cause)
     if event.num_external_tokens > answer.num_external_tokens:
         detail = f"{event.num_external_tokens} tokens were taken up, {answer.num_external_tokens} had been answered"
-        yield from _refuse(event, Rule.ALLOC_MATCHES_LOOKUP, detail, cause)
-        return
+        return _refuse(event, Rule.ALLOC_MATCHES_LOOKUP, detail, cause)
     first_token, num_tokens = answer.num_computed_tokens, event.num_external_tokens
     pages = projections.geometry.pages_spanning(first_token, num_tokens)
     if pages.stop > len(event.block_ids):
         detail = f"tokens to {first_token + num_tokens} need {pages.stop} blocks, {len(event.block_ids)} were given"
-        yield from _refuse(event, Rule.TABLE_EQ, detail, cause)
-        return
+        return _refuse(event, Rule.TABLE_EQ, detail, cause)
     block_ids = event.block_ids[pages.start : pages.stop]
     find_slots = _slots_seen if projections.geometry.windows.forget else _slots_for
     slots = find_slots(pages, block_ids, first_token + num_tokens, record, projections)
     if slots is None:
         detail = f"tokens to {first_token + num_tokens} were promised, not all of their chunks are there"
-        yield from _refuse(event, Rule.LOADABLE_AFTER_COMMIT, detail, cause)
-        return
-    yield e.LoadIssued(
+        return _refuse(event, Rule.LOADABLE_AFTER_COMMIT, detail, cause)
+    issued = e.LoadIssued(
         request_id=event.request_id,
         generation=record.generation,
         job_id=projections.transfers.next_job_id,
@@ -51,6 +47,7 @@ def take_up_answer(event: e.BlocksAllocated, record: RequestRecord, projections:
         is_async=answer.is_async,
         cause=cause,
     )
+    return iter((issued,))
 
 
 def _slots_seen(
@@ -96,11 +93,16 @@ def _slots_of_chunks(pages: range, end_token: int, request_id: str, projections:
     slots_of_chunk = [slots for key in keys if (slots := projections.chunks.get(key)) is not None]
     if len(slots_of_chunk) < num_chunks:
         return None
+    if geometry.pages_per_chunk:  # every page lies in one chunk, and all chunks are alike
+        first_chunk = pages.start // geometry.pages_per_chunk
+        slots_of_pages = [slot for slots_in_order in slots_of_chunk[first_chunk:] for slot in slots_in_order]
+        first = pages.start - first_chunk * geometry.pages_per_chunk
+        return tuple(slots_of_pages[first : first + len(pages)])
     return tuple(
         slots_of_chunk[chunk][place] for chunk, place in (geometry.place_of(page, num_chunks) for page in pages)
     )
 
 
 def _refuse(event: e.BlocksAllocated, rule: Rule, detail: str, cause: int) -> Decisions:
-    yield e.InvariantViolated(rule=rule.value, request_id=event.request_id, detail=detail, cause=cause)
-    yield e.RequestQuarantined(request_id=event.request_id, reason=rule.value, cause=cause)
+    violated = e.InvariantViolated(rule=rule.value, request_id=event.request_id, detail=detail, cause=cause)
+    return iter((violated, e.RequestQuarantined(request_id=event.request_id, reason=rule.value, cause=cause)))

@@ -52,47 +52,63 @@ def answer_lookup(event: e.LookupRequested, record: RequestRecord, projections: 
     if record.quarantined:
         usable, hit = 0, replace(hit, reason=MissReason.QUARANTINED, reason_sequence=0, awaited=None)
     end_token = min(usable, event.num_tokens - 1)
+    awaited = hit.awaited
+    rival: _Awaited | None = None
     if projections.geometry.windows.forget:
         end_token, hit = _within_windows(end_token, hit, record, projections)
-    end_token, rival = _one_after_another(end_token, event, record, projections)
-    num_deferred = projections.lookups.num_deferred(event.request_id)
-    awaited = rival or hit.awaited
+        end_token, rival = _one_after_another(end_token, event, record, projections)
+        awaited = rival or hit.awaited
     if (
         awaited is not None
         and (record.num_preemptions or rival is not None)
         and min(projections.policy.usable_tokens(awaited.num_tokens, record), event.num_tokens - 1)
         > max(event.num_computed_tokens, end_token)
-        and num_deferred < projections.configuration.max_deferred_lookups
     ):
-        yield e.LookupDeferred(
-            request_id=event.request_id,
-            generation=record.generation,
-            num_computed_tokens=event.num_computed_tokens,
-            num_tokens=event.num_tokens,
-            job_id=awaited.job_id,
-            num_deferred=num_deferred + 1,
-            cause=cause,
-        )
-        return
-    # Whole pages are loaded, so a load must start on a block boundary. vLLM presents a block-aligned local hit
-    # (v1/core/sched/scheduler.py, 0.32); anything else is answered with nothing.
-    aligned = event.num_computed_tokens % projections.configuration.block_size == 0
-    beyond = end_token - event.num_computed_tokens
-    num_external_tokens = max(0, beyond) if aligned else 0
-    # Where there are several groups, vLLM can be told of a request whose load failed, but not of blocks.
-    has_groups = projections.geometry.windows.num_groups > 1
-    async_from = 0 if has_groups else projections.configuration.async_load_tokens
-    yield e.LookupAnswered(
+        num_deferred = projections.lookups.num_deferred(event.request_id)
+        if num_deferred < projections.configuration.max_deferred_lookups:
+            return iter((_deferred(event, record.generation, awaited.job_id, num_deferred + 1, cause),))
+    return iter((_answered(event, record.generation, hit, end_token, projections, cause),))
+
+
+def _deferred(
+    event: e.LookupRequested, generation: int, job_id: int, num_deferred: int, cause: int
+) -> e.LookupDeferred:
+    return e.LookupDeferred(
         request_id=event.request_id,
-        generation=record.generation,
+        generation=generation,
         num_computed_tokens=event.num_computed_tokens,
         num_tokens=event.num_tokens,
-        num_hit_tokens=hit.num_tokens,
-        num_external_tokens=num_external_tokens,
-        is_async=async_from is not None and num_external_tokens >= max(1, async_from),
-        miss_reason=_VALUE_OF[hit.reason],
-        miss_cause=hit.reason_sequence,
+        job_id=job_id,
+        num_deferred=num_deferred,
         cause=cause,
+    )
+
+
+def _answered(
+    event: e.LookupRequested, generation: int, hit: _Hit, end_token: int, projections: Projections, cause: int
+) -> e.LookupAnswered:
+    configuration, num_computed_tokens = projections.configuration, event.num_computed_tokens
+    num_external_tokens, is_async = 0, False
+    # Whole pages are loaded, so a load must start on a block boundary. vLLM presents a block-aligned local hit
+    # (v1/core/sched/scheduler.py, 0.32); anything else is answered with nothing.
+    if end_token > num_computed_tokens and num_computed_tokens % configuration.block_size == 0:
+        num_external_tokens = end_token - num_computed_tokens
+        # Where there are several groups, vLLM can be told of a request whose load failed, but not of blocks.
+        has_groups = projections.geometry.windows.num_groups > 1
+        async_from = 0 if has_groups else configuration.async_load_tokens
+        is_async = async_from is not None and num_external_tokens >= async_from
+    # By place, for there is one for every poll.
+    return e.LookupAnswered(
+        event.request_id,
+        generation,
+        num_computed_tokens,
+        event.num_tokens,
+        hit.num_tokens,
+        num_external_tokens,
+        is_async,
+        _VALUE_OF[hit.reason],
+        hit.reason_sequence,
+        cause,
     )
 
 
@@ -105,7 +121,7 @@ def _one_after_another(
     blocks (`v1/core/single_type_kv_cache_manager.py`, get_num_blocks_to_allocate). Several of them could hold the whole
     pool and wait for one another for ever.
     """
-    if projections.geometry.windows.forget and end_token > event.num_computed_tokens:
+    if end_token > event.num_computed_tokens:
         for job in projections.transfers:
             if job.kind is JobKind.LOAD and job.ordinal != record.ordinal:
                 return event.num_computed_tokens, _Awaited(job.job_id, end_token)

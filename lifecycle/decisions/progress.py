@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.belief import Projections
-from kvledger.lifecycle.decisions import Decisions
+from kvledger.lifecycle.decisions import NOTHING, Decisions
 from kvledger.lifecycle.projections.tracker import RequestRecord
 
 
@@ -12,11 +12,6 @@ def tell_progress(record: RequestRecord, projections: Projections, cause: int) -
     """Say how far the request is, unless its load has not arrived or nothing was scheduled yet."""
     num_computed_tokens = projections.tracker.num_computed_tokens(record)
     if not num_computed_tokens or projections.transfers.is_loading(record.ordinal):
-        return
+        return NOTHING
     event_class = e.PrefillCompleted if num_computed_tokens >= record.num_tokens else e.PrefillAdvanced
-    yield event_class(
-        request_id=record.request_id,
-        num_computed_tokens=num_computed_tokens,
-        num_tokens=record.num_tokens,
-        cause=cause,
-    )
+    return iter((event_class(record.request_id, num_computed_tokens, record.num_tokens, cause),))

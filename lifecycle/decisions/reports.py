@@ -13,10 +13,9 @@ def settle(job: Job, projections: Projections, cause: int) -> Decisions:
     """Settle a job that every rank has reported. One failed rank fails it for all."""
     if job.ranks_failed or job.is_doubtful:
         error = job.error if job.ranks_failed else "its blocks turned out not to hold what they should"
-        yield from _fail(job, projections, error, cause, quiet=True)
-        return
+        return _fail(job, projections, error, cause, quiet=True)
     completed = e.LoadCompleted if job.kind is JobKind.LOAD else e.SaveCompleted
-    yield completed(request_id=job.request_id, generation=job.generation, job_id=job.job_id, cause=cause)
+    return iter((completed(job.request_id, job.generation, job.job_id, cause),))
 
 
 def _fail(job: Job, projections: Projections, error: str, cause: int, *, quiet: bool) -> Decisions:
@@ -57,13 +56,7 @@ def check_report(event: e.TransferReported, projections: Projections, cause: int
 
 def ask_after(job: Job, cause: int, *, before_forward: bool) -> Decisions:
     """Let the workers finish the job and tell about it, once more if need be."""
-    yield e.TransferAwaited(
-        request_id=job.request_id,
-        generation=job.generation,
-        job_id=job.job_id,
-        before_forward=before_forward,
-        cause=cause,
-    )
+    return iter((e.TransferAwaited(job.request_id, job.generation, job.job_id, before_forward, cause),))
 
 
 def give_up_silent(job: Job, projections: Projections, cause: int) -> Decisions:

@@ -12,7 +12,7 @@ import msgspec
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.belief import Projections
-from kvledger.lifecycle.decisions import Decisions
+from kvledger.lifecycle.decisions import NOTHING, Decisions
 from kvledger.lifecycle.decisions.reach import Reach
 from kvledger.lifecycle.decisions.reports import ask_after
 from kvledger.lifecycle.projections.host_slots import NO_SLOT
@@ -20,15 +20,13 @@ from kvledger.lifecycle.projections.tracker import RequestRecord
 from kvledger.lifecycle.rules import Rule
 from kvledger.lifecycle.windows import NULL_BLOCK, blocks_at
 
-_NOTHING: Decisions = iter(())
-
 
 def save_settled(
     record: RequestRecord, first_chunk: int, num_settled_tokens: int, projections: Projections, cause: int
 ) -> Decisions:
     """Save the chunks from `first_chunk` on that are settled, from the blocks the request holds."""
     if projections.transfers.is_loading(record.ordinal):
-        return _NOTHING
+        return NOTHING
     block_ids = projections.blocks.of_life(record.ordinal) or ()
     forget = projections.geometry.windows.forget
     is_async = projections.configuration.async_saves and not forget
@@ -56,8 +54,10 @@ def save_on_preemption(
 
 def fence_saves(record: RequestRecord, projections: Projections, cause: int) -> Decisions:
     """Let the next step wait for copies out of blocks that it may overwrite."""
-    for job in projections.transfers.reads_blocks_of(record.ordinal):
-        yield from ask_after(job, cause, before_forward=True)
+    jobs = projections.transfers.reads_blocks_of(record.ordinal)
+    if not jobs:
+        return NOTHING
+    return iter(tuple([asked for job in jobs for asked in ask_after(job, cause, before_forward=True)]))
 
 
 def save_on_finish(event: e.RequestFinished, record: RequestRecord, projections: Projections, cause: int) -> Decisions:
@@ -66,7 +66,7 @@ def save_on_finish(event: e.RequestFinished, record: RequestRecord, projections:
     Blocks that a copy still reads are kept from being freed.
     """
     if projections.transfers.is_loading(record.ordinal):
-        return
+        return NOTHING
     # The last sampled token was never computed: its place in the last block was never written (vllm#54193). What no
     # step has computed upon may be the promise of a load that failed.
     num_computed_tokens = projections.tracker.num_computed_tokens(record)
@@ -81,7 +81,14 @@ def save_on_finish(event: e.RequestFinished, record: RequestRecord, projections:
         is_async=is_async,
         left_since=projections.blocks.left_at_end(record.request_id),
     )
-    yield from plan.save(0, num_written)
+    saves = plan.save(0, num_written)
+    if saves is NOTHING and not projections.transfers.reads_blocks_of(record.ordinal):
+        return NOTHING
+    return _hold_what_is_read(saves, record, projections, cause)
+
+
+def _hold_what_is_read(saves: Decisions, record: RequestRecord, projections: Projections, cause: int) -> Decisions:
+    yield from saves
     if projections.transfers.reads_blocks_of(record.ordinal):
         yield e.BlocksHeld(request_id=record.request_id, generation=record.generation, cause=cause)
 
@@ -133,36 +140,54 @@ class _Plan(msgspec.Struct):
         """Evict what is needed, issue one job, decline what does not fit."""
         record, projections = self.record, self.projections
         if record.quarantined or self.generation == record.stale_generation:
-            return
+            return NOTHING
         geometry, chunks = projections.geometry, projections.chunks
         keys = projections.chunk_keys.of(record.request_id)
-        end_chunk = min(num_settled_tokens // geometry.chunk_size, len(keys))
+        end_chunk = num_settled_tokens // geometry.chunk_size
+        if end_chunk > len(keys):  # noqa: PLR1730 -- a call to `min` costs more, for every save
+            end_chunk = len(keys)
         if geometry.windows.forget:
             reach = self._reach(num_settled_tokens, end_chunk)
             wanted = self._missing(keys, first_chunk, end_chunk, reach)
-            if wanted:
-                yield from self._save_as_fits(wanted, keys[:end_chunk], reach)
-            return
-        unsaved = chunks.unsaved(keys, first_chunk, end_chunk)
+            return self._save_as_fits(wanted, keys[:end_chunk], reach) if wanted else NOTHING
+        unsaved: Sequence[int]
+        if end_chunk - first_chunk == 1:  # as in nearly every step
+            key = keys[first_chunk]
+            unsaved = () if chunks.get(key) is not None or chunks.is_saving(key) else (first_chunk,)
+        else:
+            unsaved = chunks.unsaved(keys, first_chunk, end_chunk)
         if not unsaved:
-            return
-        pages = geometry.pages_of(unsaved)
-        if pages[-1] < len(self.block_ids) and chunks.slots.num_free >= len(pages):
-            yield e.SaveIssued(
-                record.request_id,
-                self.generation,
-                projections.transfers.next_job_id,
-                tuple(unsaved),
-                chunks.slots.candidates(len(pages)),
-                blocks_at(pages, self.block_ids),
-                self.before_forward,
-                self.is_async,
-                self.cause,
-            )
-            return
-        yield from self._save_as_fits(
-            [(chunk, geometry.pages_of((chunk,))) for chunk in unsaved], keys[:end_chunk], None
+            return NOTHING
+        block_ids = self._blocks_of(unsaved)
+        slots = chunks.slots.candidates(len(block_ids))
+        if not block_ids or len(slots) < len(block_ids):
+            wanted = [(chunk, geometry.pages_of((chunk,))) for chunk in unsaved]
+            return self._save_as_fits(wanted, keys[:end_chunk], None)
+        issued = e.SaveIssued(
+            record.request_id,
+            self.generation,
+            projections.transfers.next_job_id,
+            tuple(unsaved),
+            slots,
+            block_ids,
+            self.before_forward,
+            self.is_async,
+            self.cause,
         )
+        return iter((issued,))
+
+    def _blocks_of(self, chunks: Sequence[int]) -> tuple[int, ...]:
+        """The blocks of the chunks' pages in all groups; () where the table ends before."""
+        table, geometry = self.block_ids, self.projections.geometry
+        num_pages = geometry.pages_per_chunk
+        first, num_chunks = chunks[0], len(chunks)
+        if num_pages and chunks[-1] - first < num_chunks:  # in a row, as nearly always: one piece of the table
+            end = (first + num_chunks) * num_pages
+            if end > len(table):
+                return ()
+            return (table[end - 1],) if num_pages == num_chunks == 1 else tuple(table[first * num_pages : end])
+        pages = geometry.pages_of(chunks)
+        return blocks_at(pages, table) if pages[-1] < len(table) else ()
 
     def _save_as_fits(
         self, wanted: Sequence[tuple[int, Sequence[int]]], own_keys: Sequence[bytes], reach: Reach | None

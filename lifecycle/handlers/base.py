@@ -1,4 +1,4 @@
-"""What every state handler is: methods named after observations, each a generator of decisions.
+"""What every state handler is: methods named after observations; each returns decisions, or yields them.
 
 To extend: subclass the handler of a state (or this class), override the methods named after the observations
 you care about, and register it (`HandlerRegistry.replace`, or `handlers` in the connector's configuration).
@@ -11,12 +11,10 @@ from typing import ClassVar
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.belief import Projections
-from kvledger.lifecycle.decisions import Decisions
+from kvledger.lifecycle.decisions import NOTHING, Decisions
 from kvledger.lifecycle.projections.tracker import RequestRecord
 from kvledger.lifecycle.projections.transfers import Job
 from kvledger.lifecycle.states import RequestState
-
-NOTHING: Decisions = iter(())
 
 
 class StateHandler:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.belief import Projections
-from kvledger.lifecycle.decisions import Decisions
+from kvledger.lifecycle.decisions import NOTHING, Decisions
 from kvledger.lifecycle.decisions.loads import take_up_answer
 from kvledger.lifecycle.decisions.progress import tell_progress
 from kvledger.lifecycle.decisions.saves import fence_saves, save_on_finish, save_on_preemption, save_settled
@@ -46,8 +46,15 @@ class Computing(StateHandler):
     def request_finished(
         self, event: e.RequestFinished, record: RequestRecord, projections: Projections, cause: int
     ) -> Decisions:
-        yield from save_on_finish(event, record, projections, cause)
-        yield from release_if_settled(record, projections, cause)
+        saves = save_on_finish(event, record, projections, cause)
+        if saves is NOTHING:  # mostly, for what is settled was saved as it settled
+            return release_if_settled(record, projections, cause)
+        return _then_release(saves, record, projections, cause)
+
+
+def _then_release(saves: Decisions, record: RequestRecord, projections: Projections, cause: int) -> Decisions:
+    yield from saves
+    yield from release_if_settled(record, projections, cause)
 
 
 class ChunkedPrefill(Computing):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.belief import Projections
-from kvledger.lifecycle.decisions import Decisions
+from kvledger.lifecycle.decisions import NOTHING, Decisions
 from kvledger.lifecycle.handlers.base import StateHandler
 from kvledger.lifecycle.projections.tracker import RequestRecord
 from kvledger.lifecycle.projections.transfers import Job
@@ -13,8 +13,9 @@ from kvledger.lifecycle.states import RequestState
 
 def release_if_settled(record: RequestRecord, projections: Projections, cause: int) -> Decisions:
     """Release a finished request that owes no transfer."""
-    if not projections.transfers.owes(record.ordinal):
-        yield e.RequestReleased(request_id=record.request_id, generation=record.generation, cause=cause)
+    if projections.transfers.owes(record.ordinal):
+        return NOTHING
+    return iter((e.RequestReleased(record.request_id, record.generation, cause),))
 
 
 class Finished(StateHandler):

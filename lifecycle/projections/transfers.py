@@ -99,7 +99,13 @@ class Transfers:
 
     def unheard(self, overdue_step: int, overdue_ns: int) -> list[Job]:
         """Jobs that were issued, or asked after, before both."""
-        return [job for job in self._jobs.values() if job.asked_step < overdue_step and job.asked_ns < overdue_ns]
+        unheard = []
+        for job in self._jobs.values():
+            if job.asked_step < overdue_step and job.asked_ns < overdue_ns:
+                unheard.append(job)
+            elif not job.is_asked_after and not job.is_fenced:
+                break  # those behind it were issued later
+        return unheard
 
     def of_life(self, ordinal: int) -> list[Job]:
         """The jobs in flight of that life of a request, in the order in which they were issued."""
