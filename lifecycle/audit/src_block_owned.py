@@ -14,6 +14,8 @@ from kvledger.lifecycle.replay import Check, ReplayedEvent
 from kvledger.lifecycle.states import RequestState
 from kvledger.lifecycle.windows import NULL_BLOCK, blocks_at
 
+_FINISHED = RequestState.FINISHED
+
 
 class SrcBlockOwned:
     """The source blocks of a save are exactly those of its chunks, or of its tail, in the request's table.
@@ -26,8 +28,12 @@ class SrcBlockOwned:
 
     rule: ClassVar[str] = "SRC_BLOCK_OWNED"
 
-    def checks(self, _indices: Indices) -> Iterable[tuple[type[e.Event], Check]]:
+    def __init__(self) -> None:
+        self._pages_per_chunk = 0
+
+    def checks(self, indices: Indices) -> Iterable[tuple[type[e.Event], Check]]:
         """By class of event."""
+        self._pages_per_chunk = indices.geometry.pages_per_chunk
         return [
             (e.SaveIssued, self._save_issued),
             (e.TailSaveIssued, self._check),
@@ -36,12 +42,35 @@ class SrcBlockOwned:
     def _save_issued(
         self, event: e.SaveIssued, step: ReplayedEvent, projections: Projections
     ) -> Iterator[Violation] | None:
-        table = None if step.record is None else projections.blocks.of_life(step.record.ordinal)
-        if table and len(event.slots) == len(event.block_ids) and NO_SLOT not in event.slots:
-            pages = projections.geometry.pages_of(event.chunks)
-            if pages and pages[-1] < len(table) and event.block_ids == blocks_at(pages, table):
+        record, block_ids, slots = step.record, event.block_ids, event.slots
+        table = None if record is None else projections.blocks.of_life(record.ordinal)
+        if not table and (event.before_forward or step.state_before is _FINISHED):
+            table = projections.blocks.lost(event.request_id)
+        if table and len(slots) == len(block_ids) and NO_SLOT not in slots:
+            pages = self._pages_in_a_row(event.chunks)
+            if pages is None:
+                pages_of_chunks = projections.geometry.pages_of(event.chunks)
+                if pages_of_chunks and pages_of_chunks[-1] < len(table):
+                    is_owned = block_ids == blocks_at(pages_of_chunks, table)
+                else:
+                    is_owned = False
+            elif len(block_ids) == 1:
+                first_page, end_page = pages
+                is_owned = end_page == first_page + 1 <= len(table) and table[first_page] == block_ids[0]
+            else:
+                is_owned = tuple(table[pages[0] : pages[1]]) == block_ids
+            if is_owned:
                 return None
         return self._check(event, step, projections)
+
+    def _pages_in_a_row(self, chunks: tuple[int, ...]) -> tuple[int, int] | None:
+        """First and end page of chunks of whole blocks, one chunk after the other; None for others."""
+        if not self._pages_per_chunk or not chunks or chunks[0] < 0:
+            return None
+        first_chunk, last_chunk = chunks[0], chunks[-1]
+        if len(chunks) > 1 and chunks != tuple(range(first_chunk, last_chunk + 1)):
+            return None
+        return first_chunk * self._pages_per_chunk, (last_chunk + 1) * self._pages_per_chunk
 
     def _check(
         self, event: e.SaveIssued | e.TailSaveIssued, step: ReplayedEvent, projections: Projections

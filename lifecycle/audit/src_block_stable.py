@@ -37,19 +37,16 @@ class SrcBlockStable:
             if record.state is RequestState.FINISHED and projections.transfers.reads_blocks_of(record.ordinal):
                 self._held[record.request_id] = 0
 
-    def checks(self, _indices: Indices) -> Iterable[tuple[type[e.Event], Check]]:
+    def checks(self, indices: Indices) -> Iterable[tuple[type[e.Event], Check]]:
         """By class of event."""
+        indices.forgotten.at((e.RequestReleased,), self._held)
         return [
             (e.StepScheduled, self._step_scheduled),
             (e.BlocksHeld, self._blocks_held),
-            (e.RequestReleased, self._released),
         ]
 
     def _blocks_held(self, event: e.BlocksHeld, step: ReplayedEvent, _projections: Projections) -> None:
         self._held[event.request_id] = step.sequence
-
-    def _released(self, event: e.RequestReleased, _step: ReplayedEvent, _projections: Projections) -> None:
-        self._held.pop(event.request_id, None)
 
     def _step_scheduled(
         self, _event: e.StepScheduled, step: ReplayedEvent, projections: Projections
