@@ -61,7 +61,7 @@ class CommittedChunks:
         job = in_flight.job
         slots, keys, num_pages = job.slots, job.keys, self._pages_per_chunk
         num_keys = len(keys)
-        if not num_pages or num_keys * num_pages != len(slots) or num_keys != len(job.chunks) or NO_SLOT in slots:
+        if not num_pages or num_keys * num_pages != len(slots) or num_keys != len(job.chunks) or in_flight.leaves_out:
             self._commit_pages(job)
         elif num_keys == 1:  # nearly always one chunk of whole blocks
             self._slots[keys[0]] = slots

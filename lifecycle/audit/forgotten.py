@@ -14,6 +14,7 @@ from kvledger.lifecycle.replay import Check, ReplayedEvent
 
 LIFE: tuple[type[e.RequestEvent], ...] = (e.RequestArrived, e.RequestReleased)
 """Where a life begins and where it ends."""
+_TURNS: tuple[type[e.RequestEvent], ...] = (*LIFE, e.RequestPreempted, e.RequestFinished, e.SessionContinued)
 
 
 class Forgotten:
@@ -21,7 +22,7 @@ class Forgotten:
 
     def __init__(self) -> None:
         self._pops: dict[type[e.Event], list[Callable[[str, None], object]]] = {
-            event_class: [] for event_class in (*LIFE, e.RequestPreempted, e.RequestFinished, e.SessionContinued)
+            event_class: [] for event_class in _TURNS
         }
 
     def at(self, event_classes: Iterable[type[e.Event]], *entries: dict[str, Any]) -> None:

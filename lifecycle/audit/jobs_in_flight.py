@@ -12,6 +12,7 @@ import msgspec
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.belief import Projections
+from kvledger.lifecycle.projections.host_slots import NO_SLOT
 from kvledger.lifecycle.projections.transfers import Job, JobKind
 from kvledger.lifecycle.replay import Check, ReplayedEvent
 
@@ -32,6 +33,8 @@ class InFlight(msgspec.Struct, gc=False):
     since_step: int
     """When it was issued, or asked after."""
     since_ns: int
+    leaves_out: bool = False
+    """Whether some pages of a save are not copied, because a window had left them."""
     is_asked_after: bool = False
     ranks_done: frozenset[int] = _NO_RANKS
     ranks_failed: frozenset[int] = _NO_RANKS
@@ -49,7 +52,7 @@ class JobsInFlight:
         self.loads: set[int] = set()
         """Ids of the loads among the jobs."""
         self.current: InFlight | None = None
-        """The job that the event at hand reports or settles."""
+        """The job that the event at hand issues, reports or settles."""
         self.told_before: frozenset[int] = _NO_RANKS
         """Ranks that had spoken of the current job before the report at hand."""
         self.is_plain_report = False
@@ -79,6 +82,7 @@ class JobsInFlight:
                 job.epoch,
                 job.asked_step,
                 job.asked_ns,
+                NO_SLOT in job.slots,
                 job.is_asked_after,
                 job.ranks_done,
                 job.ranks_failed,
@@ -106,8 +110,15 @@ class JobsInFlight:
         job_id, tracker, is_load = event.job_id, projections.tracker, type(event) is e.LoadIssued
         if is_load:
             self.loads.add(job_id)
-        self._jobs[job_id] = InFlight(
-            step.sequence, event.request_id, is_load, step.job, self.epoch, tracker.num_steps, tracker.time_ns
+        self.current = self._jobs[job_id] = InFlight(
+            step.sequence,
+            event.request_id,
+            is_load,
+            step.job,
+            self.epoch,
+            tracker.num_steps,
+            tracker.time_ns,
+            NO_SLOT in event.slots,
         )
 
     def _reported(self, event: e.TransferReported, step: ReplayedEvent, _projections: Projections) -> None:

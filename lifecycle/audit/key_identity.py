@@ -34,6 +34,15 @@ class _Told(msgspec.Struct, frozen=True, gc=False):
             return False
         return parent == (keys[number - 1] if number else self.parent)
 
+    def num_in_common(self, chunk: int, keys: tuple[bytes, ...]) -> int:
+        """How many of the keys, the first one being that of this chunk, were told of here one after the other."""
+        count = 0
+        for known, key in zip(self.keys[chunk - self.first_chunk :], keys, strict=False):
+            if known != key:
+                break
+            count += 1
+        return count
+
     def place_of(self, key: bytes) -> tuple[int, bytes]:
         """Number of the key's chunk, key of the chunk before it."""
         number = self.keys.index(key)
@@ -76,18 +85,22 @@ class KeyIdentity:
     def _check_places(
         self, chunk: int, parent: bytes, keys: tuple[bytes, ...], step: ReplayedEvent, projections: Projections
     ) -> list[Violation] | None:
-        """One by one: some were named before."""
-        for key in keys:
-            told = self._told.of(key)
-            if told is None:
-                self._told.add_new(_Told(chunk, parent, (key,), step.sequence))
-            elif not told.is_at(chunk, key, parent):
-                before = told.place_of(key)
+        """Piece by piece: some were named before, mostly the beginning of a prompt that others share."""
+        while keys and not self._told.add_new(_Told(chunk, parent, keys, step.sequence)):
+            told = self._told.of(keys[0])
+            if told is None:  # one behind it is known, or stands twice
+                self._told.add_new(_Told(chunk, parent, keys[:1], step.sequence))
+                num_done = 1
+            elif told.is_at(chunk, keys[0], parent):
+                num_done = told.num_in_common(chunk, keys)
+            else:
+                before = told.place_of(keys[0])
                 prefix = "behind another prefix" if parent != before[1] else "behind the same chunk"
-                detail = f"key {key.hex()} names chunk {chunk}, {prefix}; it had named chunk {before[0]}"
+                detail = f"key {keys[0].hex()} names chunk {chunk}, {prefix}; it had named chunk {before[0]}"
                 return [violation(self.rule, step, projections, detail, told.sequence)]
-            parent = key
-            chunk += 1
+            parent = keys[num_done - 1]
+            chunk += num_done
+            keys = keys[num_done:]
         return None
 
 
