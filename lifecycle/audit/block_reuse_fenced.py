@@ -64,8 +64,11 @@ class BlockReuseFenced:
     def _step_scheduled(
         self, event: e.StepScheduled, step: ReplayedEvent, projections: Projections
     ) -> list[Violation] | None:
-        if not event.extended or not self._read_by:
-            return None
+        return self._check_extended(event, step, projections) if self._read_by and event.extended else None
+
+    def _check_extended(
+        self, event: e.StepScheduled, step: ReplayedEvent, projections: Projections
+    ) -> list[Violation] | None:
         is_read = self._read_by.keys()
         given = [(ordinal, block_ids) for ordinal, block_ids in event.extended if not is_read.isdisjoint(block_ids)]
         if not given:

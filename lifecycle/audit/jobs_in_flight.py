@@ -51,6 +51,8 @@ class JobsInFlight:
         self.get: Callable[[int], InFlight | None] = self._jobs.get
         self.loads: set[int] = set()
         """Ids of the loads among the jobs."""
+        self.saves_beside: set[int] = set()
+        """Ids of the saves beside the steps among the jobs."""
         self.current: InFlight | None = None
         """The job that the event at hand issues, reports or settles."""
         self.told_before: frozenset[int] = _NO_RANKS
@@ -87,7 +89,10 @@ class JobsInFlight:
                 job.ranks_done,
                 job.ranks_failed,
             )
-        self.loads.update(job_id for job_id, job in self._jobs.items() if job.is_load)
+            if job.kind is JobKind.LOAD:
+                self.loads.add(job.job_id)
+            elif job.is_async:
+                self.saves_beside.add(job.job_id)
 
     def folds(self) -> Iterable[tuple[type[e.Event], Check]]:
         """(event class, fold), to be done as checks are; they never find anything."""
@@ -110,6 +115,8 @@ class JobsInFlight:
         job_id, tracker, is_load = event.job_id, projections.tracker, type(event) is e.LoadIssued
         if is_load:
             self.loads.add(job_id)
+        elif step.job is not None and step.job.is_async:
+            self.saves_beside.add(job_id)
         self.current = self._jobs[job_id] = InFlight(
             step.sequence,
             event.request_id,
@@ -151,6 +158,8 @@ class JobsInFlight:
 
     def _settled(self, event: e.SaveCompleted | e.SaveFailed, _step: ReplayedEvent, _projections: Projections) -> None:
         self.current = self._jobs.pop(event.job_id, None)
+        if self.saves_beside:
+            self.saves_beside.discard(event.job_id)
 
     def _load_settled(
         self, event: e.LoadCompleted | e.LoadFailed, _step: ReplayedEvent, _projections: Projections

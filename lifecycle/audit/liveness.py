@@ -29,6 +29,7 @@ class Liveness:
         """(job id, step since which it is silent) at the last step."""
         self._named: set[int] = set()
         """Jobs that were overdue twice and are in flight still: told once."""
+        self._max_silent_steps = 0
         self._silent_since = 0
         """No job is silent since an earlier step: who was issued or asked after since is not looked at before."""
 
@@ -38,14 +39,13 @@ class Liveness:
 
     def checks(self, indices: Indices) -> Iterable[tuple[type[e.Event], Check]]:
         """By class of event."""
-        self._jobs = indices.jobs
+        self._jobs, self._max_silent_steps = indices.jobs, indices.configuration.max_silent_steps
         return [(e.StepScheduled, self._step_scheduled)]
 
     def _step_scheduled(
         self, _event: e.StepScheduled, step: ReplayedEvent, projections: Projections
     ) -> list[Violation] | None:
-        overdue_step = projections.tracker.num_steps - projections.configuration.max_silent_steps
-        if overdue_step <= self._silent_since and not self._overdue:
+        if projections.tracker.num_steps <= self._silent_since + self._max_silent_steps and not self._overdue:
             return None
         return self._check_step(step, projections)
 

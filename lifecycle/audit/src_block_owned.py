@@ -56,9 +56,10 @@ class SrcBlockOwned:
                 if len(block_ids) == 1:  # nearly always one chunk, often of one page
                     if first_page < len(table) and table[first_page] == block_ids[0]:
                         return None
-                elif len(chunks) == 1 or chunks == tuple(range(chunks[0], chunks[-1] + 1)):
-                    if _is_same(table[first_page : first_page + len(block_ids)], block_ids):
-                        return None
+                elif (len(chunks) == 1 or chunks == tuple(range(chunks[0], chunks[-1] + 1))) and _is_same(
+                    table[first_page : first_page + len(block_ids)], block_ids
+                ):
+                    return None
             else:
                 pages = projections.geometry.pages_of(chunks)
                 if pages and pages[-1] < len(table) and block_ids == blocks_at(pages, table):
