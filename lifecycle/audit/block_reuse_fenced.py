@@ -89,7 +89,9 @@ class BlockReuseFenced:
     def _save_issued(self, event: e.SaveIssued, step: ReplayedEvent, _projections: Projections) -> None:
         if event.is_async:
             self._saves[event.job_id] = (step.sequence, event.block_ids)
-            self._read_by |= dict.fromkeys(event.block_ids, event.job_id)
+            read_by, job_id = self._read_by, event.job_id
+            for block_id in event.block_ids:  # merging a dict made for it costs twice as much
+                read_by[block_id] = job_id
 
     def _settled(self, event: e.SaveCompleted | e.SaveFailed, _step: ReplayedEvent, _projections: Projections) -> None:
         if self._saves:
