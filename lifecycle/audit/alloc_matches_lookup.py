@@ -9,6 +9,7 @@ import msgspec
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.checker import Violation, violation
+from kvledger.lifecycle.audit.forgotten import LIFE
 from kvledger.lifecycle.audit.indices import Indices
 from kvledger.lifecycle.belief import Projections
 from kvledger.lifecycle.projections.tracker import RequestRecord
@@ -47,28 +48,22 @@ class AllocMatchesLookup:
                     pending.sequence, pending.generation, pending.num_computed_tokens, pending.num_external_tokens
                 )
 
-    def checks(self, _indices: Indices) -> Iterable[tuple[type[e.Event], Check]]:
+    def checks(self, indices: Indices) -> Iterable[tuple[type[e.Event], Check]]:
         """By class of event."""
+        indices.forgotten.at(
+            (*LIFE, e.RequestPreempted, e.SessionContinued, e.RequestFinished), self._answers, self._taken_up
+        )
         return [
             (e.LookupAnswered, self._answered),
             (e.BlocksAllocated, self._allocated),
             (e.LoadIssued, self._check_load),
             (e.CacheReset, self._reset),
-            (e.RequestArrived, self._forget),
-            (e.RequestPreempted, self._forget),
-            (e.SessionContinued, self._forget),
-            (e.RequestFinished, self._forget),
-            (e.RequestReleased, self._forget),
         ]
 
     def _answered(self, event: e.LookupAnswered, step: ReplayedEvent, _projections: Projections) -> None:
         self._answers[event.request_id] = _Answer(
             step.sequence, event.generation, event.num_computed_tokens, event.num_external_tokens
         )
-
-    def _forget(self, event: e.RequestEvent, _step: ReplayedEvent, _projections: Projections) -> None:
-        self._answers.pop(event.request_id, None)
-        self._taken_up.pop(event.request_id, None)
 
     def _reset(self, _event: e.CacheReset, _step: ReplayedEvent, _projections: Projections) -> None:
         self._answers.clear()

@@ -25,19 +25,22 @@ class ChunkComplete:
 
     def __init__(self) -> None:
         self._settled = SettledTokens()
+        self._chunk_size = 0
 
     def checks(self, indices: Indices) -> Iterable[tuple[type[e.Event], Check]]:
         """By class of event."""
         self._settled = indices.settled
+        self._chunk_size = indices.configuration.chunk_size
         return [(e.SaveIssued, self._save_issued), (e.TailSaveIssued, self._tail_save_issued)]
 
     def _save_issued(
         self, event: e.SaveIssued, step: ReplayedEvent, projections: Projections
     ) -> Iterator[Violation] | None:
         chunks = event.chunks
-        deepest = chunks[0] if len(chunks) == 1 else max(chunks, default=-1)
-        num_tokens = (deepest + 1) * projections.configuration.chunk_size
-        if num_tokens <= self._settled.of(event.request_id)[0]:
+        deepest = max(chunks) if len(chunks) > 1 else chunks[0] if chunks else -1
+        num_tokens = (deepest + 1) * self._chunk_size
+        told = self._settled.told(event.request_id)
+        if told is not None and num_tokens <= told[0]:
             return None
         return self._unsettled(event, f"chunk {deepest}", num_tokens, step, projections)
 
@@ -58,5 +61,7 @@ class ChunkComplete:
         projections: Projections,
     ) -> Iterator[Violation]:
         num_settled_tokens, sequence = self._settled.of(event.request_id)
+        if num_tokens <= num_settled_tokens:
+            return
         detail = f"{what} ends at token {num_tokens}, but only {num_settled_tokens} tokens were settled"
         yield violation(self.rule, step, projections, detail, sequence, event.cause)

@@ -8,19 +8,24 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from kvledger.lifecycle import events as e
+from kvledger.lifecycle.audit.jobs_in_flight import JobsInFlight
 from kvledger.lifecycle.belief import Projections
+from kvledger.lifecycle.geometry import Geometry
 from kvledger.lifecycle.projections.host_slots import NO_SLOT
-from kvledger.lifecycle.projections.transfers import Job, JobKind
+from kvledger.lifecycle.projections.transfers import Job
 from kvledger.lifecycle.replay import Check, ReplayedEvent
 
 
 class CommittedChunks:
-    """Chunks whose latest of commit, evict, taint and reset is commit, and the slots of each."""
+    """Chunks whose latest of commit, evict, taint and reset is commit, and the slots of each.
 
-    def __init__(self) -> None:
-        self.epoch = 0
-        """Resets so far."""
-        self._saves: dict[int, tuple[Job, int]] = {}
+    To be folded after the jobs in flight, which say what was saved.
+    """
+
+    def __init__(self, jobs: JobsInFlight, geometry: Geometry) -> None:
+        self._jobs = jobs
+        self._geometry = geometry
+        self._pages_per_chunk = geometry.pages_per_chunk
         self._slots: dict[bytes, tuple[int, ...]] = {}
 
     def __contains__(self, key: bytes) -> bool:
@@ -31,19 +36,13 @@ class CommittedChunks:
         return self._slots.get(key)
 
     def begin(self, projections: Projections) -> None:
-        """Take over what is committed, and the saves in flight that no reset has made stale."""
-        self.epoch = projections.transfers.epoch
+        """Take over what is committed."""
         self._slots = dict(projections.chunks.committed)
-        for job in projections.transfers:
-            if job.kind is JobKind.SAVE and projections.transfers.is_current(job):
-                self._saves[job.job_id] = (job, self.epoch)
 
     def folds(self) -> Iterable[tuple[type[e.Event], Check]]:
         """(event class, fold), to be done as checks are; they never find anything."""
         return [
-            (e.SaveIssued, self._issued),
             (e.SaveCompleted, self._completed),
-            (e.SaveFailed, self._failed),
             (e.ChunkEvicted, self._removed),
             (e.ChunkTainted, self._removed),
             (e.CacheReset, self._reset),
@@ -52,26 +51,28 @@ class CommittedChunks:
     def _removed(self, event: e.ChunkEvicted | e.ChunkTainted, _step: ReplayedEvent, _projections: Projections) -> None:
         self._slots.pop(event.key, None)
 
-    def _issued(self, event: e.SaveIssued, step: ReplayedEvent, _projections: Projections) -> None:
-        if step.job is not None:
-            self._saves[event.job_id] = (step.job, self.epoch)
-
-    def _failed(self, event: e.SaveFailed, _step: ReplayedEvent, _projections: Projections) -> None:
-        self._saves.pop(event.job_id, None)
-
     def _reset(self, _event: e.CacheReset, _step: ReplayedEvent, _projections: Projections) -> None:
-        self.epoch += 1
         self._slots.clear()
 
-    def _completed(self, event: e.SaveCompleted, _step: ReplayedEvent, projections: Projections) -> None:
-        job, epoch = self._saves.pop(event.job_id, (None, 0))
-        if job is None or epoch != self.epoch:
+    def _completed(self, _event: e.SaveCompleted, _step: ReplayedEvent, _projections: Projections) -> None:
+        in_flight = self._jobs.current
+        if in_flight is None or in_flight.is_load or in_flight.epoch != self._jobs.epoch or in_flight.job is None:
             return
-        geometry = projections.geometry
-        slots = job.slots
-        if len(job.keys) == len(job.chunks) == 1 and len(slots) == geometry.pages_per_chunk and NO_SLOT not in slots:
-            self._slots[job.keys[0]] = slots  # one chunk of whole blocks, and nothing else
-            return
+        job = in_flight.job
+        slots, keys, num_pages = job.slots, job.keys, self._pages_per_chunk
+        num_keys = len(keys)
+        if not num_pages or num_keys * num_pages != len(slots) or num_keys != len(job.chunks) or in_flight.leaves_out:
+            self._commit_pages(job)
+        elif num_keys == 1:  # nearly always one chunk of whole blocks
+            self._slots[keys[0]] = slots
+        else:
+            first = 0
+            for key in keys:  # the pages of such chunks lie one after the other
+                self._slots[key] = slots[first : first + num_pages]
+                first += num_pages
+
+    def _commit_pages(self, job: Job) -> None:
+        geometry = self._geometry
         slot_of_page = dict(zip(geometry.pages_of(job.chunks), job.slots, strict=False))
         # The new image of a block contains the shorter ones that other chunks had of it.
         replaced = [(chunk, key) for chunk, key in job.earlier_keys if key in self._slots]

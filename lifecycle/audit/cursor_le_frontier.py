@@ -7,9 +7,13 @@ from typing import ClassVar
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.checker import Violation, violation
+from kvledger.lifecycle.audit.forgotten import LIFE
 from kvledger.lifecycle.audit.indices import Indices
+from kvledger.lifecycle.audit.jobs_in_flight import JobsInFlight
 from kvledger.lifecycle.belief import Projections
 from kvledger.lifecycle.replay import Check, ReplayedEvent
+
+_AT_THE_BEGINNING = (0, 0)
 
 
 class CursorLeFrontier:
@@ -24,6 +28,8 @@ class CursorLeFrontier:
     rule: ClassVar[str] = "CURSOR_LE_FRONTIER"
 
     def __init__(self) -> None:
+        self._chunk_size = 0
+        self._jobs = JobsInFlight(0)
         self._cursors: dict[str, tuple[int, int]] = {}
         """Request id -> (number of chunks dealt with, sequence of the step that told)."""
 
@@ -32,18 +38,16 @@ class CursorLeFrontier:
         for record in projections.tracker:
             self._cursors[record.request_id] = (projections.save_cursor.num_chunks(record.request_id), 0)
 
-    def checks(self, _indices: Indices) -> Iterable[tuple[type[e.Event], Check]]:
+    def checks(self, indices: Indices) -> Iterable[tuple[type[e.Event], Check]]:
         """By class of event."""
+        self._chunk_size, self._jobs = indices.configuration.chunk_size, indices.jobs
+        indices.forgotten.at((*LIFE, e.RequestPreempted, e.RequestFinished), self._cursors)
         return [
             (e.StepScheduled, self._step_scheduled),
             (e.CacheReset, self._reset),
             (e.SessionContinued, self._cut),
             (e.TokensRolledBack, self._cut),
             (e.LoadFailed, self._restart),
-            (e.RequestPreempted, self._restart),
-            (e.RequestFinished, self._restart),
-            (e.RequestArrived, self._restart),
-            (e.RequestReleased, self._restart),
         ]
 
     def _step_scheduled(
@@ -54,14 +58,14 @@ class CursorLeFrontier:
     def _reset(self, _event: e.CacheReset, _step: ReplayedEvent, _projections: Projections) -> None:
         self._cursors.clear()
 
-    def _restart(self, event: e.RequestEvent, _step: ReplayedEvent, _projections: Projections) -> None:
+    def _restart(self, event: e.LoadFailed, _step: ReplayedEvent, _projections: Projections) -> None:
         self._cursors.pop(event.request_id, None)
 
     def _cut(
-        self, event: e.SessionContinued | e.TokensRolledBack, _step: ReplayedEvent, projections: Projections
+        self, event: e.SessionContinued | e.TokensRolledBack, _step: ReplayedEvent, _projections: Projections
     ) -> None:
         num_chunks, sequence = self._cursors.get(event.request_id, (0, 0))
-        cut = event.num_computed_tokens // projections.configuration.chunk_size
+        cut = event.num_computed_tokens // self._chunk_size
         if num_chunks > cut:
             self._cursors[event.request_id] = (cut, sequence)
 
@@ -69,13 +73,14 @@ class CursorLeFrontier:
         self, event: e.StepScheduled, step: ReplayedEvent, projections: Projections
     ) -> list[Violation] | None:
         found = None
-        chunk_size = projections.configuration.chunk_size
+        cursors, by_ordinal, chunk_size = self._cursors, projections.tracker.by_ordinal, self._chunk_size
+        is_any_loading, told_at = bool(self._jobs.loads), step.sequence
         for ordinal, first_chunk, num_settled_tokens in event.settled:
-            record = projections.tracker.by_ordinal(ordinal)
+            record = by_ordinal(ordinal)
             if record is None:
                 continue
             request_id = record.request_id
-            num_chunks, sequence = self._cursors.get(request_id, (0, 0))
+            num_chunks, sequence = cursors.get(request_id, _AT_THE_BEGINNING)
             end_chunk = num_settled_tokens // chunk_size
             if first_chunk != num_chunks or first_chunk > end_chunk:
                 detail = (
@@ -85,6 +90,6 @@ class CursorLeFrontier:
                 broken = violation(self.rule, step, projections, detail, sequence, request_id=request_id)
                 found = [*(found or ()), broken]
             # Until a load has arrived, what was computed on top of it may be wrong too.
-            if not projections.transfers.is_loading(ordinal):
-                self._cursors[request_id] = (end_chunk, step.sequence)
+            if not is_any_loading or not projections.transfers.is_loading(ordinal):
+                cursors[request_id] = (end_chunk, told_at)
         return found

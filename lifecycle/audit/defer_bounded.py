@@ -33,14 +33,12 @@ class DeferBounded:
             if count:
                 self._in_a_row[record.request_id] = count
 
-    def checks(self, _indices: Indices) -> Iterable[tuple[type[e.Event], Check]]:
+    def checks(self, indices: Indices) -> Iterable[tuple[type[e.Event], Check]]:
         """By class of event."""
+        indices.forgotten.at((e.RequestArrived, e.RequestPreempted, e.RequestFinished), self._in_a_row)
         return [
             (e.LookupDeferred, self._deferred),
             (e.LookupAnswered, self._forget),
-            (e.RequestPreempted, self._forget),
-            (e.RequestFinished, self._forget),
-            (e.RequestArrived, self._forget),
             (e.CacheReset, self._reset),
         ]
 
@@ -56,7 +54,7 @@ class DeferBounded:
             detail = f"put off {count} times in a row (recorded: {event.num_deferred}), at most {maximum} may be"
             yield violation(self.rule, step, projections, detail, event.cause)
 
-    def _forget(self, event: e.RequestEvent, _step: ReplayedEvent, _projections: Projections) -> None:
+    def _forget(self, event: e.LookupAnswered, _step: ReplayedEvent, _projections: Projections) -> None:
         self._in_a_row.pop(event.request_id, None)
 
     def _reset(self, _event: e.CacheReset, _step: ReplayedEvent, _projections: Projections) -> None:

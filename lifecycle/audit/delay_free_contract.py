@@ -27,12 +27,12 @@ class DelayFreeContract:
         """Request id -> sequence of its end, where its blocks are not held."""
         self._held: dict[str, int] = {}
 
-    def checks(self, _indices: Indices) -> Iterable[tuple[type[e.Event], Check]]:
+    def checks(self, indices: Indices) -> Iterable[tuple[type[e.Event], Check]]:
         """By class of event."""
+        indices.forgotten.at((e.RequestReleased,), self._finished, self._held)
         return [
             (e.RequestFinished, self._request_finished),
             (e.BlocksHeld, self._blocks_held),
-            (e.RequestReleased, self._released),
             (e.RequestArrived, self._arrived),
         ]
 
@@ -42,10 +42,6 @@ class DelayFreeContract:
     def _blocks_held(self, event: e.BlocksHeld, step: ReplayedEvent, projections: Projections) -> Iterator[Violation]:
         yield from self._check_hold(event, step, projections)
         self._held[event.request_id] = step.sequence
-
-    def _released(self, event: e.RequestReleased, _step: ReplayedEvent, _projections: Projections) -> None:
-        self._finished.pop(event.request_id, None)
-        self._held.pop(event.request_id, None)
 
     def _arrived(
         self, event: e.RequestArrived, step: ReplayedEvent, projections: Projections

@@ -7,6 +7,7 @@ from typing import ClassVar
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.checker import Violation, violation
+from kvledger.lifecycle.audit.forgotten import LIFE
 from kvledger.lifecycle.audit.indices import Indices
 from kvledger.lifecycle.belief import Projections
 from kvledger.lifecycle.replay import Check, ReplayedEvent
@@ -26,14 +27,12 @@ class ExternalZeroNoLoad:
         self._allocations: dict[str, tuple[int, int]] = {}
         """Request id -> (sequence, external tokens that no load has used) of the last allocation."""
 
-    def checks(self, _indices: Indices) -> Iterable[tuple[type[e.Event], Check]]:
+    def checks(self, indices: Indices) -> Iterable[tuple[type[e.Event], Check]]:
         """By class of event."""
+        indices.forgotten.at((*LIFE, e.RequestPreempted), self._allocations)
         return [
             (e.BlocksAllocated, self._allocated),
             (e.LoadIssued, self._load_issued),
-            (e.RequestArrived, self._forget),
-            (e.RequestPreempted, self._forget),
-            (e.RequestReleased, self._forget),
         ]
 
     def _allocated(
@@ -55,6 +54,3 @@ class ExternalZeroNoLoad:
             return None
         detail = f"load {event.job_id} of {event.num_tokens} tokens, but no allocation took up external tokens"
         return [violation(self.rule, step, projections, detail, sequence)]
-
-    def _forget(self, event: e.RequestEvent, _step: ReplayedEvent, _projections: Projections) -> None:
-        self._allocations.pop(event.request_id, None)

@@ -7,10 +7,13 @@ from typing import ClassVar
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.checker import Violation, violation
+from kvledger.lifecycle.audit.forgotten import LIFE
 from kvledger.lifecycle.audit.indices import Indices
 from kvledger.lifecycle.belief import Projections
 from kvledger.lifecycle.replay import Check, ReplayedEvent
 from kvledger.lifecycle.states import RequestState
+
+_FINISHED = RequestState.FINISHED
 
 
 class FinishIsLast:
@@ -25,12 +28,11 @@ class FinishIsLast:
     def __init__(self) -> None:
         self._finished: dict[str, int] = {}
 
-    def checks(self, _indices: Indices) -> Iterable[tuple[type[e.Event], Check]]:
+    def checks(self, indices: Indices) -> Iterable[tuple[type[e.Event], Check]]:
         """By class of event."""
+        indices.forgotten.at(LIFE, self._finished)
         return [
             (e.RequestFinished, self._request_finished),
-            (e.RequestArrived, self._forget),
-            (e.RequestReleased, self._forget),
             (e.LoadIssued, self._issued),
             (e.SaveIssued, self._issued),
             (e.TailSaveIssued, self._issued),
@@ -39,14 +41,12 @@ class FinishIsLast:
     def _request_finished(self, event: e.RequestFinished, step: ReplayedEvent, _projections: Projections) -> None:
         self._finished[event.request_id] = step.sequence
 
-    def _forget(self, event: e.RequestEvent, _step: ReplayedEvent, _projections: Projections) -> None:
-        self._finished.pop(event.request_id, None)
-
     def _issued(
         self, event: e.LoadIssued | e.SaveIssued | e.TailSaveIssued, step: ReplayedEvent, projections: Projections
     ) -> list[Violation] | None:
         """Look at what starts after the end."""
-        if step.state_before is not None and step.state_before is not RequestState.FINISHED:
+        before = step.state_before
+        if before is not None and before is not _FINISHED:
             return None
         finished_at = self._finished.get(event.request_id, 0)
         if isinstance(event, e.SaveIssued) and event.cause == finished_at:

@@ -8,6 +8,7 @@ from typing import ClassVar
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.checker import Violation, violation
 from kvledger.lifecycle.audit.indices import Indices
+from kvledger.lifecycle.audit.jobs_in_flight import JobsInFlight
 from kvledger.lifecycle.belief import Projections
 from kvledger.lifecycle.projections.transfers import Job
 from kvledger.lifecycle.replay import Check, ReplayedEvent
@@ -25,18 +26,15 @@ class GenIsolation:
     rule: ClassVar[str] = "GEN_ISOLATION"
 
     def __init__(self) -> None:
-        self._jobs: dict[int, tuple[int, Job]] = {}
+        self._jobs = JobsInFlight(0)
 
-    def begin(self, projections: Projections) -> None:
-        """Take over the jobs in flight."""
-        self._jobs = {job.job_id: (0, job) for job in projections.transfers}
-
-    def checks(self, _indices: Indices) -> Iterable[tuple[type[e.Event], Check]]:
+    def checks(self, indices: Indices) -> Iterable[tuple[type[e.Event], Check]]:
         """By class of event."""
+        self._jobs = indices.jobs
         return [
             (e.LoadIssued, self._issued),
             (e.SaveIssued, self._issued),
-            (e.TailSaveIssued, self._issued),
+            (e.TailSaveIssued, self._tail_issued),
             (e.LookupAnswered, self._answered),
             (e.LoadCompleted, self._settled),
             (e.LoadFailed, self._settled),
@@ -52,13 +50,17 @@ class GenIsolation:
         return self._check_decided(event, step, projections)
 
     def _issued(
-        self, event: e.LoadIssued | e.SaveIssued | e.TailSaveIssued, step: ReplayedEvent, projections: Projections
+        self, event: e.LoadIssued | e.SaveIssued, step: ReplayedEvent, projections: Projections
     ) -> Iterator[Violation] | None:
-        if step.job is not None:
-            self._jobs[event.job_id] = (step.sequence, step.job)
-        if step.record is None or (event.generation == step.record.generation and type(event) is not e.TailSaveIssued):
+        record = step.record
+        if record is None or event.generation == record.generation:
             return None
         return self._check_decided(event, step, projections)
+
+    def _tail_issued(
+        self, event: e.TailSaveIssued, step: ReplayedEvent, projections: Projections
+    ) -> Iterator[Violation] | None:
+        return None if step.record is None else self._check_decided(event, step, projections)
 
     def _settled(
         self,
@@ -66,14 +68,17 @@ class GenIsolation:
         step: ReplayedEvent,
         projections: Projections,
     ) -> Iterator[Violation] | None:
-        sequence, job = self._jobs.pop(event.job_id, (0, None))
+        in_flight = self._jobs.current
+        if in_flight is None:
+            return None
+        job = in_flight.job
         if job is None or (
-            event.request_id == job.request_id
-            and event.generation == job.generation
+            event.generation == job.generation
+            and event.request_id == job.request_id
             and step.state_before is step.state_after
         ):
             return None
-        return self._check_settled(event, step, projections, job, sequence)
+        return self._check_settled(event, step, projections, job, in_flight.sequence)
 
     def _check_decided(
         self,

@@ -30,16 +30,14 @@ class HitPinned:
         for request_id, keys in projections.chunks.promised.items():
             self._promised[request_id] = (0, len(keys), keys[-1], frozenset(keys))
 
-    def checks(self, _indices: Indices) -> Iterable[tuple[type[e.Event], Check]]:
+    def checks(self, indices: Indices) -> Iterable[tuple[type[e.Event], Check]]:
         """By class of event."""
+        indices.forgotten.at((e.RequestArrived, e.RequestPreempted, e.RequestFinished), self._promised)
         return [
             (e.ChunkEvicted, self._evicted),
             (e.LookupAnswered, self._promise),
             (e.CacheReset, self._reset),
             (e.BlocksAllocated, self._promise_ends),
-            (e.RequestPreempted, self._promise_ends),
-            (e.RequestFinished, self._promise_ends),
-            (e.RequestArrived, self._promise_ends),
         ]
 
     def _evicted(self, event: e.ChunkEvicted, step: ReplayedEvent, projections: Projections) -> list[Violation] | None:
@@ -54,7 +52,7 @@ class HitPinned:
     def _reset(self, _event: e.CacheReset, _step: ReplayedEvent, _projections: Projections) -> None:
         self._promised.clear()
 
-    def _promise_ends(self, event: e.RequestEvent, _step: ReplayedEvent, _projections: Projections) -> None:
+    def _promise_ends(self, event: e.BlocksAllocated, _step: ReplayedEvent, _projections: Projections) -> None:
         self._promised.pop(event.request_id, None)
 
     def _promise(self, event: e.LookupAnswered, step: ReplayedEvent, projections: Projections) -> None:

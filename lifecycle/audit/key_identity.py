@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Callable, Iterable
 from typing import ClassVar
 
-import attrs
+import msgspec
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.checker import Violation, violation
@@ -18,11 +18,35 @@ MAX_KEYS = 1 << 16
 """Keys that are remembered; the oldest are forgotten first."""
 
 
-@attrs.define
-class _Places:
-    """Key -> (number of its chunk, key of the chunk before it, sequence), in the order of their first appearance."""
+class _Told(msgspec.Struct, frozen=True, gc=False):
+    """Keys of chunks in a row, none of them twice."""
 
-    of: OrderedDict[bytes, tuple[int, bytes, int]] = attrs.field(factory=OrderedDict)
+    first_chunk: int
+    parent: bytes
+    """The key of the chunk before the first one; empty where there is none."""
+    keys: tuple[bytes, ...]
+    sequence: int
+
+    def is_at(self, chunk: int, key: bytes, parent: bytes) -> bool:
+        """Whether the key was told of as this chunk's, behind this one."""
+        keys, number = self.keys, chunk - self.first_chunk
+        if not 0 <= number < len(keys) or keys[number] != key:
+            return False
+        return parent == (keys[number - 1] if number else self.parent)
+
+    def num_in_common(self, chunk: int, keys: tuple[bytes, ...]) -> int:
+        """How many of the keys, the first one being that of this chunk, were told of here one after the other."""
+        count = 0
+        for known, key in zip(self.keys[chunk - self.first_chunk :], keys, strict=False):
+            if known != key:
+                break
+            count += 1
+        return count
+
+    def place_of(self, key: bytes) -> tuple[int, bytes]:
+        """Number of the key's chunk, key of the chunk before it."""
+        number = self.keys.index(key)
+        return self.first_chunk + number, self.keys[number - 1] if number else self.parent
 
 
 class KeyIdentity:
@@ -36,7 +60,7 @@ class KeyIdentity:
     rule: ClassVar[str] = "KEY_IDENTITY"
 
     def __init__(self) -> None:
-        self._places = _Places()
+        self._told = _Remembered()
 
     def checks(self, _indices: Indices) -> Iterable[tuple[type[e.Event], Check]]:
         """By class of event."""
@@ -48,20 +72,69 @@ class KeyIdentity:
         self, event: e.ChunkKeysObserved, step: ReplayedEvent, projections: Projections
     ) -> list[Violation] | None:
         """Compare each key's place with where it was before."""
-        known = projections.chunk_keys.of(event.request_id)
-        if event.first_chunk > len(known):
-            return None  # behind a gap nobody knows what a key follows
-        parent = known[event.first_chunk - 1] if event.first_chunk else b""
-        places = self._places.of
-        for chunk, key in enumerate(event.keys, event.first_chunk):
-            place = places.get(key)
-            if place is None:
-                places[key] = (chunk, parent, step.sequence)
-                if len(places) > MAX_KEYS:
-                    places.popitem(last=False)
-            elif place[0] != chunk or place[1] != parent:
-                prefix = "behind another prefix" if parent != place[1] else "behind the same chunk"
-                detail = f"key {key.hex()} names chunk {chunk}, {prefix}; it had named chunk {place[0]}"
-                return [violation(self.rule, step, projections, detail, place[2])]
-            parent = key
+        first_chunk, keys, parent = event.first_chunk, event.keys, b""
+        if first_chunk:
+            known = projections.chunk_keys.of(event.request_id)
+            if first_chunk > len(known):
+                return None  # behind a gap nobody knows what a key follows
+            parent = known[first_chunk - 1]
+        if self._told.add_new(_Told(first_chunk, parent, keys, step.sequence)):
+            return None
+        return self._check_places(first_chunk, parent, keys, step, projections)
+
+    def _check_places(
+        self, chunk: int, parent: bytes, keys: tuple[bytes, ...], step: ReplayedEvent, projections: Projections
+    ) -> list[Violation] | None:
+        """Piece by piece: some were named before, mostly the beginning of a prompt that others share."""
+        while keys and not self._told.add_new(_Told(chunk, parent, keys, step.sequence)):
+            told = self._told.of(keys[0])
+            if told is None:  # one behind it is known, or stands twice
+                self._told.add_new(_Told(chunk, parent, keys[:1], step.sequence))
+                num_done = 1
+            elif told.is_at(chunk, keys[0], parent):
+                num_done = told.num_in_common(chunk, keys)
+            else:
+                before = told.place_of(keys[0])
+                prefix = "behind another prefix" if parent != before[1] else "behind the same chunk"
+                detail = f"key {keys[0].hex()} names chunk {chunk}, {prefix}; it had named chunk {before[0]}"
+                return [violation(self.rule, step, projections, detail, told.sequence)]
+            parent = keys[num_done - 1]
+            chunk += num_done
+            keys = keys[num_done:]
         return None
+
+
+class _Remembered:
+    """Key -> what told of it first, for the last keys."""
+
+    def __init__(self) -> None:
+        self._told: dict[bytes, _Told] = {}
+        # The dict knows the order too, but is slow at telling which key is its oldest.
+        self._keys: deque[bytes] = deque()
+        self.of: Callable[[bytes], _Told | None] = self._told.get
+
+    def add_new(self, told: _Told) -> bool:
+        """Remember these keys if all of them are new; whether that is so, or they were told in the very same way."""
+        keys = told.keys
+        if not keys:
+            return True
+        before = self._told.get(keys[0])
+        if before is not None:
+            return before.first_chunk == told.first_chunk and before.parent == told.parent and before.keys == keys
+        if len(keys) == 1:  # nearly always
+            self._told[keys[0]] = told
+            self._keys.append(keys[0])
+        else:
+            num_before = len(self._told)
+            if not self._told.keys().isdisjoint(keys):
+                return False
+            for key in keys:
+                self._told[key] = told
+            if len(self._told) < num_before + len(keys):  # one of them stands twice
+                for key in set(keys):
+                    del self._told[key]
+                return False
+            self._keys.extend(keys)
+        while len(self._told) > MAX_KEYS:
+            del self._told[self._keys.popleft()]
+        return True

@@ -33,7 +33,6 @@ class LastToken:
             (e.LookupAnswered, self._answered),
             (e.BlocksAllocated, self._allocated),
             (e.LoadIssued, self._load_issued),
-            (e.RequestArrived, self._forget),
             (e.RequestPreempted, self._forget),
             (e.RequestReleased, self._forget),
         ]

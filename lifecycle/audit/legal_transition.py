@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import ClassVar
 
 from kvledger.lifecycle import events as e
@@ -63,13 +63,16 @@ class LegalTransition:
 
 def _is_row_of(event_class: type[e.RequestEvent], no_row: Check) -> Check:
     """A check that is content where the request went as a row of the table says, and asks `no_row` elsewhere."""
-    rows = {source: dest for (source, moving), dest in TABLE.items() if moving is event_class}
+    rows: dict[RequestState | None, RequestState] = {
+        source: dest for (source, moving), dest in TABLE.items() if moving is event_class
+    }
+    dest_of: Callable[[RequestState | None], RequestState | None] = rows.get
 
     def check(event: e.RequestEvent, step: ReplayedEvent, projections: Projections) -> object:
         before, after = step.state_before, step.state_after
-        if before in rows and (rows[before] is after or after is None):
+        if after is not None and dest_of(before) is after:
             return None
-        return no_row(event, step, projections)
+        return None if after is None and before in rows else no_row(event, step, projections)
 
     return check
 

@@ -9,8 +9,10 @@ from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.checker import Violation, violation
 from kvledger.lifecycle.audit.committed_chunks import CommittedChunks
 from kvledger.lifecycle.audit.indices import Indices
+from kvledger.lifecycle.audit.jobs_in_flight import JobsInFlight
 from kvledger.lifecycle.audit.saved_tails import SavedTails
 from kvledger.lifecycle.belief import Projections
+from kvledger.lifecycle.geometry import Geometry
 from kvledger.lifecycle.projections.host_slots import NO_SLOT
 from kvledger.lifecycle.replay import Check, ReplayedEvent
 
@@ -28,7 +30,7 @@ class LoadableAfterCommit:
     rule: ClassVar[str] = "LOADABLE_AFTER_COMMIT"
 
     def __init__(self) -> None:
-        self._committed = CommittedChunks()
+        self._committed = CommittedChunks(JobsInFlight(0), Geometry(1, 1))
         self._tails = SavedTails()
 
     def checks(self, indices: Indices) -> Iterable[tuple[type[e.Event], Check]]:

@@ -9,9 +9,11 @@ import msgspec
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.checker import Violation, violation
+from kvledger.lifecycle.audit.forgotten import LIFE
 from kvledger.lifecycle.audit.indices import Indices
 from kvledger.lifecycle.audit.saved_tails import SavedTails
 from kvledger.lifecycle.belief import Projections
+from kvledger.lifecycle.projections.tracker import RequestRecord
 from kvledger.lifecycle.replay import Check, ReplayedEvent
 
 
@@ -22,6 +24,8 @@ class _Circumstances(msgspec.Struct, frozen=True, gc=False):
     num_computed_tokens: int
     num_tokens: int
     num_keys: int
+    last_key: bytes
+    """It hashes all before it, so an equal last key means equal keys."""
     num_added: int
     num_removed: int
     end_of_tail: int
@@ -44,82 +48,105 @@ class LookupPure:
     rule: ClassVar[str] = "LOOKUP_PURE"
 
     def __init__(self) -> None:
-        self._asked: tuple[int, e.LookupRequested] | None = None
+        self._asked: tuple[int, e.LookupRequested | None] = (0, None)
         self._tails = SavedTails()
+        self._forgets = False
         self._answered: dict[str, tuple[int, _Circumstances, tuple[int, int]]] = {}
 
     def checks(self, indices: Indices) -> Iterable[tuple[type[e.Event], Check]]:
         """By class of event."""
+        indices.forgotten.at(LIFE, self._answered)
         self._tails = indices.tails
+        self._forgets = indices.geometry.windows.forget
         return [
             (e.LookupRequested, self._requested),
-            (e.LookupAnswered, self._check_question),
-            (e.LookupAnswered, self._check_answer),
-            (e.ChunkKeysObserved, self._forget),
-            (e.RequestArrived, self._forget),
-            (e.RequestReleased, self._forget),
+            (e.LookupAnswered, self._check),
         ]
 
     def _requested(self, event: e.LookupRequested, step: ReplayedEvent, _projections: Projections) -> None:
         self._asked = (step.sequence, event)
 
-    def _forget(self, event: e.RequestEvent, _step: ReplayedEvent, _projections: Projections) -> None:
-        self._answered.pop(event.request_id, None)
-
-    def _check_question(
-        self, event: e.LookupAnswered, step: ReplayedEvent, projections: Projections
-    ) -> list[Violation] | None:
-        if self._asked is None or self._asked[0] != event.cause or self._asked[1].request_id != event.request_id:
-            return None
-        asked = self._asked[1].num_computed_tokens
-        if asked == event.num_computed_tokens:
-            return None
-        detail = f"asked with {asked} computed tokens, answered for {event.num_computed_tokens}"
-        return [violation(self.rule, step, projections, detail, event.cause)]
-
-    def _check_answer(
-        self, event: e.LookupAnswered, step: ReplayedEvent, projections: Projections
-    ) -> list[Violation] | None:
-        record = step.record
-        if record is None:
-            return None
+    def _check(self, event: e.LookupAnswered, step: ReplayedEvent, projections: Projections) -> list[Violation] | None:
         found: list[Violation] | None = None
-        gets_nothing = record.quarantined or record.computes_first
-        usable = 0 if gets_nothing else projections.policy.usable_tokens(event.num_hit_tokens, record)
-        expected = max(0, min(usable, event.num_tokens - 1) - event.num_computed_tokens)
-        if event.num_computed_tokens % projections.configuration.block_size:
-            expected = 0
-        # Where groups see only a window, a load may have to end earlier; GROUP_AGREEMENT looks at where.
-        is_less = projections.geometry.windows.forget and 0 <= event.num_external_tokens < expected
-        # A hit of every known token that is answered as it is leaves nothing to compute: LAST_TOKEN says so.
-        is_whole = usable >= event.num_tokens == event.num_computed_tokens + event.num_external_tokens
-        if event.num_external_tokens != expected and not is_less and not is_whole:
-            detail = (
-                f"answered {event.num_external_tokens}, but a usable hit of {usable} of {event.num_tokens} tokens "
-                f"with {event.num_computed_tokens} computed gives {expected}"
-            )
+        asked_at, asked = self._asked
+        if (
+            asked is not None
+            and asked_at == event.cause
+            and asked.num_computed_tokens != event.num_computed_tokens
+            and asked.request_id == event.request_id
+        ):
+            detail = f"asked with {asked.num_computed_tokens} computed tokens, answered for {event.num_computed_tokens}"
             found = [violation(self.rule, step, projections, detail, event.cause)]
-        tail = self._tails.saved(event.request_id)
-        forget = projections.geometry.windows.forget
+        record = step.record
+        if record is not None:
+            # What nothing is known of is answered with nothing: no sum to be made.
+            if event.num_hit_tokens or event.num_external_tokens or event.num_computed_tokens < 0:
+                found = self._check_sum(event, record, found, step, projections)
+            found = self._check_again(event, record, found, step, projections)
+        return found
+
+    def _check_again(
+        self,
+        event: e.LookupAnswered,
+        record: RequestRecord,
+        found: list[Violation] | None,
+        step: ReplayedEvent,
+        projections: Projections,
+    ) -> list[Violation] | None:
+        request_id, chunks = event.request_id, projections.chunks
+        keys = projections.chunk_keys.of(request_id)
+        tail = self._tails.saved(request_id)
+        num_jobs = next_job_id = 0
+        if self._forgets:  # what an answer counts may then depend on what is being loaded
+            num_jobs, next_job_id = len(projections.transfers), projections.transfers.next_job_id
         now = _Circumstances(
             record.generation,
             event.num_computed_tokens,
             event.num_tokens,
-            len(projections.chunk_keys.of(event.request_id)),
-            projections.chunks.num_added,
-            projections.chunks.num_removed,
+            len(keys),
+            keys[-1] if keys else b"",
+            chunks.num_added,
+            chunks.num_removed,
             0 if tail is None else tail.end_token,
             record.quarantined,
-            len(projections.transfers) if forget else 0,
-            projections.transfers.next_job_id if forget else 0,
+            num_jobs,
+            next_job_id,
         )
         answer = (event.num_hit_tokens, event.num_external_tokens)
-        before = self._answered.get(event.request_id)
-        if before is not None and before[1] == now and before[2] != answer:
+        before = self._answered.get(request_id)
+        if before is not None and before[2] != answer and before[1] == now:
             detail = (
                 f"a hit of {answer[0]} and an answer of {answer[1]}, though an equal lookup had given "
                 f"{before[2][0]} and {before[2][1]} and nothing changed since"
             )
             found = [*(found or ()), violation(self.rule, step, projections, detail, before[0], event.cause)]
-        self._answered[event.request_id] = (step.sequence, now, answer)
+        self._answered[request_id] = (step.sequence, now, answer)
         return found
+
+    def _check_sum(
+        self,
+        event: e.LookupAnswered,
+        record: RequestRecord,
+        found: list[Violation] | None,
+        step: ReplayedEvent,
+        projections: Projections,
+    ) -> list[Violation] | None:
+        num_tokens, num_computed_tokens = event.num_tokens, event.num_computed_tokens
+        gets_nothing = record.quarantined or record.computes_first
+        usable = 0 if gets_nothing else projections.policy.usable_tokens(event.num_hit_tokens, record)
+        expected = max(0, min(usable, num_tokens - 1) - num_computed_tokens)
+        if num_computed_tokens % projections.configuration.block_size:
+            expected = 0
+        if event.num_external_tokens == expected:
+            return found
+        # Where groups see only a window, a load may have to end earlier; GROUP_AGREEMENT looks at where.
+        is_less = projections.geometry.windows.forget and 0 <= event.num_external_tokens < expected
+        # A hit of every known token that is answered as it is leaves nothing to compute: LAST_TOKEN says so.
+        is_whole = usable >= num_tokens == num_computed_tokens + event.num_external_tokens
+        if is_less or is_whole:
+            return found
+        detail = (
+            f"answered {event.num_external_tokens}, but a usable hit of {usable} of {num_tokens} tokens "
+            f"with {num_computed_tokens} computed gives {expected}"
+        )
+        return [*(found or ()), violation(self.rule, step, projections, detail, event.cause)]

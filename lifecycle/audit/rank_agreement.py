@@ -5,22 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import ClassVar
 
-import msgspec
-
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.checker import Violation, violation
 from kvledger.lifecycle.audit.indices import Indices
+from kvledger.lifecycle.audit.jobs_in_flight import InFlight, JobsInFlight
 from kvledger.lifecycle.belief import Projections
 from kvledger.lifecycle.replay import Check, ReplayedEvent
 
-_NO_RANKS: frozenset[int] = frozenset()
 _Settled = e.LoadCompleted | e.LoadFailed | e.SaveCompleted | e.SaveFailed
-
-
-class _Told(msgspec.Struct, gc=False):
-    sequence: int
-    done: frozenset[int] = _NO_RANKS
-    failed: frozenset[int] = _NO_RANKS
 
 
 class RankAgreement:
@@ -34,59 +26,50 @@ class RankAgreement:
     rule: ClassVar[str] = "RANK_AGREEMENT"
 
     def __init__(self) -> None:
-        self._in_flight: dict[int, _Told] = {}
-        self._report_sequence = 0
-        self._every_rank: frozenset[int] = frozenset()
-
-    def begin(self, projections: Projections) -> None:
-        """Take over the jobs in flight and who has reported them."""
-        for job in projections.transfers:
-            self._in_flight[job.job_id] = _Told(0, job.ranks_done, job.ranks_failed)
+        self._jobs = JobsInFlight(0)
 
     def checks(self, indices: Indices) -> Iterable[tuple[type[e.Event], Check]]:
         """By class of event."""
-        self._every_rank = frozenset(range(indices.configuration.num_ranks))
+        self._jobs = indices.jobs
         return [
-            (e.LoadIssued, self._issued),
-            (e.SaveIssued, self._issued),
-            (e.TailSaveIssued, self._issued),
-            (e.TransferReported, self._reported),
-            (e.LoadCompleted, self._settled),
-            (e.LoadFailed, self._settled),
-            (e.SaveCompleted, self._settled),
-            (e.SaveFailed, self._settled),
+            (e.LoadCompleted, self._completed),
+            (e.SaveCompleted, self._completed),
+            (e.LoadFailed, self._load_failed),
+            (e.SaveFailed, self._save_failed),
         ]
 
-    def _issued(
-        self, event: e.LoadIssued | e.SaveIssued | e.TailSaveIssued, step: ReplayedEvent, _projections: Projections
-    ) -> None:
-        self._in_flight[event.job_id] = _Told(step.sequence)
-
-    def _reported(self, event: e.TransferReported, step: ReplayedEvent, _projections: Projections) -> None:
-        self._report_sequence = step.sequence
-        told = self._in_flight.get(event.job_id)
-        if told is not None:
-            owing = self._every_rank if told.done is _NO_RANKS is told.failed else self._owing(told)
-            told.done |= owing.intersection(event.ranks_done)
-            if event.ranks_failed:
-                told.failed |= owing.intersection(event.ranks_failed) - told.done
-
-    def _owing(self, told: _Told) -> frozenset[int]:
-        return self._every_rank - told.done - told.failed
-
-    def _settled(self, event: _Settled, step: ReplayedEvent, projections: Projections) -> list[Violation] | None:
-        told = self._in_flight.pop(event.job_id, None)
-        if told is None:
+    def _completed(
+        self, event: e.LoadCompleted | e.SaveCompleted, step: ReplayedEvent, projections: Projections
+    ) -> list[Violation] | None:
+        job = self._jobs.current
+        if job is None or len(job.ranks_done) == len(self._jobs.every_rank):
             return None
-        if isinstance(event, e.LoadCompleted | e.SaveCompleted):
-            agreed = len(told.done) == len(self._every_rank)
-        else:
-            by_report = event.quiet if isinstance(event, e.SaveFailed) else event.cause == self._report_sequence
-            agreed = not by_report or not self._owing(told)
-        if agreed:
+        return self._disagreed(event, job, step, projections)
+
+    def _load_failed(
+        self, event: e.LoadFailed, step: ReplayedEvent, projections: Projections
+    ) -> list[Violation] | None:
+        job = self._jobs.current
+        if job is None or event.cause != self._jobs.report_sequence or not self._is_owing(job):
             return None
+        return self._disagreed(event, job, step, projections)
+
+    def _save_failed(
+        self, event: e.SaveFailed, step: ReplayedEvent, projections: Projections
+    ) -> list[Violation] | None:
+        job = self._jobs.current
+        if job is None or not event.quiet or not self._is_owing(job):
+            return None
+        return self._disagreed(event, job, step, projections)
+
+    def _is_owing(self, job: InFlight) -> bool:
+        return bool(self._jobs.every_rank - job.ranks_done - job.ranks_failed)
+
+    def _disagreed(
+        self, event: _Settled, job: InFlight, step: ReplayedEvent, projections: Projections
+    ) -> list[Violation]:
         detail = (
-            f"{event.id} for job {event.job_id}, which {len(told.done)} of {len(self._every_rank)} ranks did "
-            f"and {len(told.failed)} failed to do"
+            f"{event.id} for job {event.job_id}, which {len(job.ranks_done)} of {len(self._jobs.every_rank)} ranks did "
+            f"and {len(job.ranks_failed)} failed to do"
         )
-        return [violation(self.rule, step, projections, detail, told.sequence, event.cause)]
+        return [violation(self.rule, step, projections, detail, job.sequence, event.cause)]

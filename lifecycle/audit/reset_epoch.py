@@ -8,12 +8,17 @@ from typing import ClassVar
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.checker import Violation, violation
 from kvledger.lifecycle.audit.committed_chunks import CommittedChunks
+from kvledger.lifecycle.audit.forgotten import LIFE
 from kvledger.lifecycle.audit.indices import Indices
+from kvledger.lifecycle.audit.jobs_in_flight import JobsInFlight
 from kvledger.lifecycle.audit.saved_tails import SavedTails
 from kvledger.lifecycle.belief import Projections
+from kvledger.lifecycle.geometry import Geometry
 from kvledger.lifecycle.projections.transfers import Job
 from kvledger.lifecycle.replay import Check, ReplayedEvent
 from kvledger.lifecycle.states import RequestState
+
+_PREEMPTED = RequestState.PREEMPTED
 
 
 class ResetEpoch:
@@ -29,16 +34,21 @@ class ResetEpoch:
 
     def __init__(self) -> None:
         self._reset_at = 0
-        self._committed = CommittedChunks()
+        self._jobs = JobsInFlight(0)
+        self._committed = CommittedChunks(self._jobs, Geometry(1, 1))
         self._tails = SavedTails()
-        self._stale: set[str] = set()
+        self._stale: dict[str, None] = {}
         """Requests that have held blocks since before the last reset, or lost them since."""
-        self._seen: dict[str, tuple[int, int]] = {}
-        """Request id -> (removals counted by the chunk index then, chunks found good): spares the polls."""
+        self._seen: dict[str, tuple[int, int, bytes]] = {}
+        """Request id -> (removals counted by the chunk index then, chunks found good, key of the last of them).
+
+        A key hashes all before it, so an equal last key means equal keys: this spares the polls.
+        """
 
     def checks(self, indices: Indices) -> Iterable[tuple[type[e.Event], Check]]:
         """By class of event."""
-        self._committed, self._tails = indices.committed, indices.tails
+        indices.forgotten.at(LIFE, self._seen, self._stale)
+        self._jobs, self._committed, self._tails = indices.jobs, indices.committed, indices.tails
         return [
             (e.LookupAnswered, self._answered),
             (e.SaveIssued, self._issued),
@@ -46,11 +56,6 @@ class ResetEpoch:
             (e.SaveCompleted, self._settled),
             (e.SaveFailed, self._settled),
             (e.CacheReset, self._check_reset),
-            (e.ChunkKeysObserved, self._forget),
-            (e.RequestArrived, self._forget),
-            (e.RequestReleased, self._forget),
-            (e.RequestArrived, self._begins_anew),
-            (e.RequestReleased, self._begins_anew),
             (e.LookupRequested, self._begins_anew),
             (e.BlocksAllocated, self._allocated),
             (e.TokensRolledBack, self._rolled_back),
@@ -59,44 +64,42 @@ class ResetEpoch:
     def _answered(
         self, event: e.LookupAnswered, step: ReplayedEvent, projections: Projections
     ) -> Iterator[Violation] | None:
-        if self._committed.epoch and event.num_hit_tokens:
+        if self._jobs.epoch and event.num_hit_tokens:
             return self._check_hit(event, step, projections)
         return None
 
     def _issued(
         self, event: e.SaveIssued | e.TailSaveIssued, step: ReplayedEvent, projections: Projections
     ) -> list[Violation] | None:
-        if event.request_id not in self._stale:
+        if not self._stale or event.request_id not in self._stale:
             return None
         detail = f"save {event.job_id} copies what was computed on top of KV from before the reset"
         return [violation(self.rule, step, projections, detail, self._reset_at, event.cause)]
 
-    def _begins_anew(self, event: e.RequestEvent, _step: ReplayedEvent, _projections: Projections) -> None:
-        self._stale.discard(event.request_id)
+    def _begins_anew(self, event: e.LookupRequested, _step: ReplayedEvent, _projections: Projections) -> None:
+        self._stale.pop(event.request_id, None)
 
     def _allocated(self, event: e.BlocksAllocated, step: ReplayedEvent, _projections: Projections) -> None:
-        if step.state_before is RequestState.PREEMPTED:
-            self._stale.discard(event.request_id)
+        if step.state_before is _PREEMPTED:
+            self._stale.pop(event.request_id, None)
 
     def _rolled_back(self, event: e.TokensRolledBack, _step: ReplayedEvent, _projections: Projections) -> None:
         if not event.num_computed_tokens:
-            self._stale.discard(event.request_id)
+            self._stale.pop(event.request_id, None)
 
     def _settled(
         self, _event: e.SaveCompleted | e.SaveFailed, step: ReplayedEvent, projections: Projections
     ) -> Iterator[Violation] | None:
         job = step.job
-        if job is None or job.epoch == self._committed.epoch:
+        if job is None or job.epoch == self._jobs.epoch:
             return None
         return self._check_late_save(job, step, projections)
-
-    def _forget(self, event: e.RequestEvent, _step: ReplayedEvent, _projections: Projections) -> None:
-        self._seen.pop(event.request_id, None)
 
     def _check_reset(self, _event: e.CacheReset, step: ReplayedEvent, projections: Projections) -> Iterator[Violation]:
         self._reset_at = step.sequence
         self._seen.clear()
-        self._stale = {record.request_id for record in projections.tracker if record.holds_blocks}
+        self._stale.clear()
+        self._stale.update((record.request_id, None) for record in projections.tracker if record.holds_blocks)
         if len(projections.chunks):
             yield violation(self.rule, step, projections, f"{len(projections.chunks)} chunks survived the reset")
         if len(projections.tails):
@@ -120,15 +123,17 @@ class ResetEpoch:
             yield violation(self.rule, step, projections, detail, self._reset_at, event.cause)
             return
         num_removed = projections.chunks.num_removed
-        removed_then, num_seen = self._seen.get(event.request_id, (num_removed, 0))
-        first = num_seen if removed_then == num_removed else 0
-        keys = projections.chunk_keys.of(event.request_id)[first:num_chunks]
-        for chunk, key in enumerate(keys, first):
+        keys = projections.chunk_keys.of(event.request_id)
+        removed_then, num_seen, last_key = self._seen.get(event.request_id, (num_removed, 0, b""))
+        is_as_seen = removed_then == num_removed and 0 < num_seen <= len(keys) and keys[num_seen - 1] == last_key
+        first = num_seen if is_as_seen else 0
+        for chunk, key in enumerate(keys[first:num_chunks], first):
             if key not in self._committed and not self._left_since(key, projections):
                 detail = f"the hit of {event.num_hit_tokens} tokens counts chunk {chunk}, not saved since the reset"
                 yield violation(self.rule, step, projections, detail, self._reset_at, event.cause)
                 return
-        self._seen[event.request_id] = (num_removed, num_chunks)
+        if 0 < num_chunks <= len(keys):
+            self._seen[event.request_id] = (num_removed, num_chunks, keys[num_chunks - 1])
 
     def _left_since(self, key: bytes, projections: Projections) -> bool:
         """Whether the chunk was evicted or tainted after the reset; a load of it is LOADABLE_AFTER_COMMIT's."""

@@ -7,6 +7,7 @@ from typing import ClassVar
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.checker import Violation, violation
+from kvledger.lifecycle.audit.forgotten import LIFE
 from kvledger.lifecycle.audit.indices import Indices
 from kvledger.lifecycle.belief import Projections
 from kvledger.lifecycle.replay import Check, ReplayedEvent
@@ -25,22 +26,21 @@ class ResumeCoversOutput:
         self._known: dict[str, tuple[int, int]] = {}
         """Request id -> (tokens known at its last preemption, sequence)."""
 
-    def checks(self, _indices: Indices) -> Iterable[tuple[type[e.Event], Check]]:
+    def checks(self, indices: Indices) -> Iterable[tuple[type[e.Event], Check]]:
         """By class of event."""
+        indices.forgotten.at((*LIFE, e.SessionContinued), self._known)
         return [
             (e.LookupRequested, self._requested),
             (e.RequestPreempted, self._preempted),
-            (e.SessionContinued, self._forget),
-            (e.RequestArrived, self._forget),
-            (e.RequestReleased, self._forget),
         ]
 
     def _requested(
         self, event: e.LookupRequested, step: ReplayedEvent, projections: Projections
     ) -> list[Violation] | None:
-        num_known, sequence = self._known.get(event.request_id, (0, 0))
-        if event.num_tokens >= num_known:
+        known = self._known.get(event.request_id)
+        if known is None or event.num_tokens >= known[0]:
             return None
+        num_known, sequence = known
         detail = f"looked up with {event.num_tokens} tokens, but {num_known} were known when it was preempted"
         return [violation(self.rule, step, projections, detail, sequence)]
 
@@ -49,6 +49,3 @@ class ResumeCoversOutput:
             num_before, _ = self._known.get(event.request_id, (0, 0))
             num_known = max(num_before, step.record.num_tokens, event.num_settled_tokens)
             self._known[event.request_id] = (num_known, step.sequence)
-
-    def _forget(self, event: e.RequestEvent, _step: ReplayedEvent, _projections: Projections) -> None:
-        self._known.pop(event.request_id, None)

@@ -10,6 +10,7 @@ import attrs
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.checker import Violation, violation
 from kvledger.lifecycle.audit.indices import Indices
+from kvledger.lifecycle.audit.jobs_in_flight import JobsInFlight
 from kvledger.lifecycle.belief import Projections
 from kvledger.lifecycle.replay import Check, ReplayedEvent
 
@@ -34,14 +35,13 @@ class RollbackObserved:
 
     def __init__(self) -> None:
         self._loads: dict[int, _Load] = {}
-        self._failed_report = 0
-        """Sequence of the last report of a failure."""
+        self._jobs = JobsInFlight(0)
 
-    def checks(self, _indices: Indices) -> Iterable[tuple[type[e.Event], Check]]:
+    def checks(self, indices: Indices) -> Iterable[tuple[type[e.Event], Check]]:
         """By class of event."""
+        self._jobs = indices.jobs
         return [
             (e.StepScheduled, self._step_scheduled),
-            (e.TransferReported, self._reported),
             (e.LoadIssued, self._issued),
             (e.LoadCompleted, self._completed),
             (e.LoadFailed, self._failed),
@@ -60,10 +60,6 @@ class RollbackObserved:
             return None
         return self._check_step(event, step, projections)
 
-    def _reported(self, event: e.TransferReported, step: ReplayedEvent, _projections: Projections) -> None:
-        if event.ranks_failed:
-            self._failed_report = step.sequence
-
     def _issued(self, event: e.LoadIssued, step: ReplayedEvent, _projections: Projections) -> None:
         if not event.is_async:
             end_token = event.first_token + event.num_tokens
@@ -73,7 +69,7 @@ class RollbackObserved:
         self._loads.pop(event.job_id, None)
 
     def _failed(self, event: e.LoadFailed, step: ReplayedEvent, _projections: Projections) -> None:
-        if event.cause != self._failed_report:
+        if event.cause != self._jobs.failure_sequence:
             self._loads.pop(event.job_id, None)
         elif event.job_id in self._loads:
             self._loads[event.job_id].failed_at = step.sequence

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 import attrs
 
 from kvledger.lifecycle import events as e
+from kvledger.lifecycle.audit.forgotten import LIFE, Forgotten
 from kvledger.lifecycle.belief import Projections
 from kvledger.lifecycle.replay import Check, ReplayedEvent
 
@@ -69,15 +70,14 @@ class SavedTails:
                     tail.job_id, 0, tail.first_token, tail.end_token, tail.slots, tail.is_saved
                 )
 
-    def folds(self) -> Iterable[tuple[type[e.Event], Check]]:
+    def folds(self, forgotten: Forgotten) -> Iterable[tuple[type[e.Event], Check]]:
         """(event class, fold), to be done as checks are; they never find anything."""
+        forgotten.at(LIFE, self._tails, self._dropped)
         return [
             (e.TailSaveIssued, self._issued),
             (e.SaveCompleted, self._completed),
             (e.SaveFailed, self._failed),
             (e.CacheReset, self._reset),
-            (e.RequestArrived, self._forget),
-            (e.RequestReleased, self._forget),
             *((event_class, self._dropping) for event_class in _DROPPING),
         ]
 
@@ -101,12 +101,6 @@ class SavedTails:
     def _reset(self, event: e.CacheReset, step: ReplayedEvent, _projections: Projections) -> None:
         for request_id in tuple(self._tails):
             self._drop(request_id, event, step.sequence)
-
-    def _forget(
-        self, event: e.RequestArrived | e.RequestReleased, _step: ReplayedEvent, _projections: Projections
-    ) -> None:
-        self._tails.pop(event.request_id, None)
-        self._dropped.pop(event.request_id, None)
 
     def _dropping(self, event: e.RequestEvent, step: ReplayedEvent, _projections: Projections) -> None:
         if self._tails:

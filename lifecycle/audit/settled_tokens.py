@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from kvledger.lifecycle import events as e
+from kvledger.lifecycle.audit.forgotten import LIFE, Forgotten
 from kvledger.lifecycle.belief import Projections
 from kvledger.lifecycle.replay import Check, ReplayedEvent
 from kvledger.lifecycle.states import RequestState
+
+_PREEMPTED = RequestState.PREEMPTED
 
 
 class SettledTokens:
@@ -15,6 +18,9 @@ class SettledTokens:
 
     def __init__(self) -> None:
         self._settled: dict[str, tuple[int, int]] = {}
+        # The dict's own method, because it is asked for every save. So the dict is changed, never replaced.
+        self.told: Callable[[str], tuple[int, int] | None] = self._settled.get
+        """The count and who told it, or None where nobody has."""
 
     def of(self, request_id: str) -> tuple[int, int]:
         """The count and who told it; zeros where nobody has."""
@@ -27,10 +33,11 @@ class SettledTokens:
 
     def begin(self, num_computed_tokens: Mapping[str, int]) -> None:
         """Start in the middle of a log, where nothing tells more than a bound: what was computed."""
-        self._settled = {request_id: (count, 0) for request_id, count in num_computed_tokens.items()}
+        self._settled.update((request_id, (count, 0)) for request_id, count in num_computed_tokens.items())
 
-    def folds(self) -> Iterable[tuple[type[e.Event], Check]]:
+    def folds(self, forgotten: Forgotten) -> Iterable[tuple[type[e.Event], Check]]:
         """(event class, fold), to be done as checks are; they never find anything."""
+        forgotten.at(LIFE, self._settled)
         return [
             (e.StepScheduled, self._step_scheduled),
             (e.RequestPreempted, self._preempted),
@@ -38,8 +45,6 @@ class SettledTokens:
             (e.SessionContinued, self._cut),
             (e.TokensRolledBack, self._cut),
             (e.BlocksAllocated, self._blocks_allocated),
-            (e.RequestArrived, self._forget),
-            (e.RequestReleased, self._forget),
         ]
 
     def _step_scheduled(self, event: e.StepScheduled, step: ReplayedEvent, projections: Projections) -> None:
@@ -63,10 +68,5 @@ class SettledTokens:
         self._settled[event.request_id] = (min(before, event.num_computed_tokens), step.sequence if told_at else 0)
 
     def _blocks_allocated(self, event: e.BlocksAllocated, step: ReplayedEvent, _projections: Projections) -> None:
-        if step.state_before is RequestState.PREEMPTED:  # they are others than those it had: nothing is written yet
+        if step.state_before is _PREEMPTED:  # they are others than those it had: nothing is written yet
             self._settled.pop(event.request_id, None)
-
-    def _forget(
-        self, event: e.RequestArrived | e.RequestReleased, _step: ReplayedEvent, _projections: Projections
-    ) -> None:
-        self._settled.pop(event.request_id, None)

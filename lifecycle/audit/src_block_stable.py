@@ -8,6 +8,7 @@ from typing import ClassVar
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.checker import Violation, violation
 from kvledger.lifecycle.audit.indices import Indices
+from kvledger.lifecycle.audit.jobs_in_flight import JobsInFlight
 from kvledger.lifecycle.belief import Projections
 from kvledger.lifecycle.projections.transfers import Job, JobKind
 from kvledger.lifecycle.replay import Check, ReplayedEvent
@@ -30,6 +31,7 @@ class SrcBlockStable:
         self._held: dict[str, int] = {}
         """Request id -> sequence of the event that held its blocks."""
         self._named: set[int] = set()
+        self._jobs = JobsInFlight(0)
 
     def begin(self, projections: Projections) -> None:
         """What a finished request is still saved from is held: had it not been, it was found before."""
@@ -37,24 +39,22 @@ class SrcBlockStable:
             if record.state is RequestState.FINISHED and projections.transfers.reads_blocks_of(record.ordinal):
                 self._held[record.request_id] = 0
 
-    def checks(self, _indices: Indices) -> Iterable[tuple[type[e.Event], Check]]:
+    def checks(self, indices: Indices) -> Iterable[tuple[type[e.Event], Check]]:
         """By class of event."""
+        self._jobs = indices.jobs
+        indices.forgotten.at((e.RequestReleased,), self._held)
         return [
             (e.StepScheduled, self._step_scheduled),
             (e.BlocksHeld, self._blocks_held),
-            (e.RequestReleased, self._released),
         ]
 
     def _blocks_held(self, event: e.BlocksHeld, step: ReplayedEvent, _projections: Projections) -> None:
         self._held[event.request_id] = step.sequence
 
-    def _released(self, event: e.RequestReleased, _step: ReplayedEvent, _projections: Projections) -> None:
-        self._held.pop(event.request_id, None)
-
     def _step_scheduled(
         self, _event: e.StepScheduled, step: ReplayedEvent, projections: Projections
     ) -> Iterator[Violation] | None:
-        if not len(projections.transfers) and not self._named:
+        if not self._jobs.saves_beside and not self._named:
             return None
         saves = [job for job in projections.transfers if job.is_async and job.kind is JobKind.SAVE]
         return self._check_saves(saves, step, projections) if saves or self._named else None

@@ -5,22 +5,22 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator
 from typing import ClassVar
 
-import attrs
+import msgspec
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.checker import Violation, violation
+from kvledger.lifecycle.audit.forgotten import LIFE
 from kvledger.lifecycle.audit.indices import Indices
 from kvledger.lifecycle.belief import Projections
 from kvledger.lifecycle.replay import Check, ReplayedEvent
 
 
-@attrs.define
-class _Accounted:
+class _Accounted(msgspec.Struct, gc=False):
     """Chunks of one request of which the log tells what became of them."""
 
     num_chunks: int = 0
     """All of these, from the first on."""
-    beyond: set[int] = attrs.field(factory=set)
+    beyond: set[int] = msgspec.field(default_factory=set)
     end_chunk: int = 0
     """Where the settled chunks ended when they were last told of."""
 
@@ -48,8 +48,9 @@ class StoreContiguous:
 
     def __init__(self) -> None:
         self._lives: dict[str, _Accounted] = {}
-        self._told: dict[str, tuple[int, int]] = {}
-        """Request id -> (first, end) of chunks that the last observation told of, until what they became is known."""
+        self._told: list[tuple[_Accounted, str, int, int]] = []
+        """(request, its id, first, end) of chunks that the last observation told of, until their fate is known."""
+        self._chunk_size = 0
 
     def begin(self, projections: Projections) -> None:
         """Nothing tells what became of the chunks known by now: all count as told of."""
@@ -57,8 +58,10 @@ class StoreContiguous:
             num_chunks = len(projections.chunk_keys.of(record.request_id))
             self._lives[record.request_id] = _Accounted(num_chunks, end_chunk=num_chunks)
 
-    def checks(self, _indices: Indices) -> Iterable[tuple[type[e.Event], Check]]:
+    def checks(self, indices: Indices) -> Iterable[tuple[type[e.Event], Check]]:
         """By class of event."""
+        self._chunk_size = indices.configuration.chunk_size
+        indices.forgotten.at(LIFE, self._lives)
         return [
             (e.StepScheduled, self._step_scheduled),
             (e.SaveIssued, self._save_issued),
@@ -71,18 +74,30 @@ class StoreContiguous:
             (e.TransferReported, self._reported),
             (e.CacheReset, self._reset),
             (e.ChunkKeysObserved, self._cut),
-            (e.RequestArrived, self._forget),
-            (e.RequestReleased, self._forget),
         ]
 
     def _step_scheduled(self, event: e.StepScheduled, _step: ReplayedEvent, projections: Projections) -> None:
         if self._told:
             self._look(projections)
-        for ordinal, first_chunk, num_settled_tokens in event.settled:
-            record = projections.tracker.by_ordinal(ordinal)
-            if record is not None:
-                is_doubtful = record.quarantined or record.stale_generation == record.generation
-                self._settle(record.request_id, first_chunk, num_settled_tokens, projections, is_doubtful=is_doubtful)
+        if event.settled:
+            by_ordinal, lives, keys_of = projections.tracker.by_ordinal, self._lives, projections.chunk_keys.of
+            told, chunk_size = self._told, self._chunk_size
+            for ordinal, first_chunk, num_settled_tokens in event.settled:
+                record = by_ordinal(ordinal)
+                if record is None:
+                    continue
+                request_id = record.request_id
+                life = lives.get(request_id)
+                if life is None:
+                    life = lives[request_id] = _Accounted()
+                end_chunk, num_keys = num_settled_tokens // chunk_size, len(keys_of(request_id))
+                if end_chunk > num_keys:  # noqa: PLR1730 -- for every chunk that fills; a call of min costs more
+                    end_chunk = num_keys
+                life.end_chunk = end_chunk
+                if record.quarantined or record.stale_generation == record.generation:
+                    self._pass_over(life, first_chunk)
+                elif end_chunk > life.num_chunks:
+                    told.append((life, request_id, first_chunk, end_chunk))
 
     def _stopped(
         self, event: e.RequestPreempted | e.RequestFinished, step: ReplayedEvent, projections: Projections
@@ -91,9 +106,14 @@ class StoreContiguous:
             self._look(projections)
         record = step.record
         if record is not None:
+            life = self._life(event.request_id)
+            num_keys = len(projections.chunk_keys.of(event.request_id))
+            life.end_chunk = min(event.num_settled_tokens // self._chunk_size, num_keys)
             generation = record.generation - isinstance(event, e.RequestPreempted)
-            is_doubtful = record.quarantined or record.stale_generation == generation
-            self._settle(event.request_id, 0, event.num_settled_tokens, projections, is_doubtful=is_doubtful)
+            if record.quarantined or record.stale_generation == generation:
+                self._pass_over(life, 0)
+            elif life.end_chunk > life.num_chunks:
+                self._told.append((life, event.request_id, 0, life.end_chunk))
 
     def _reported(self, _event: e.TransferReported, _step: ReplayedEvent, projections: Projections) -> None:
         if self._told:
@@ -112,41 +132,31 @@ class StoreContiguous:
             self._look(projections, keeps_told=True, gone=step.job.keys)
 
     def _declined(self, event: e.SaveDeclined, _step: ReplayedEvent, _projections: Projections) -> None:
-        life = self._lives.setdefault(event.request_id, _Accounted())
+        life = self._life(event.request_id)
         for chunk in range(event.first_chunk, max(life.end_chunk, event.first_chunk + event.num_chunks)):
             life.add(chunk)
-
-    def _forget(self, event: e.RequestEvent, _step: ReplayedEvent, _projections: Projections) -> None:
-        self._lives.pop(event.request_id, None)
 
     def _save_issued(
         self, event: e.SaveIssued, step: ReplayedEvent, projections: Projections
     ) -> Iterator[Violation] | None:
-        life = self._lives.get(event.request_id)
-        if life is not None and event.chunks and event.chunks[0] == life.num_chunks and not life.beyond:
-            num_chunks = len(event.chunks)
-            if event.chunks[-1] == life.num_chunks + num_chunks - 1:  # one after the other, right behind the last
-                life.num_chunks += num_chunks
+        life, chunks = self._lives.get(event.request_id), event.chunks
+        if life is not None and chunks and chunks[0] == life.num_chunks and not life.beyond:
+            end_chunk = life.num_chunks + len(chunks)
+            if chunks[-1] == end_chunk - 1:  # one after the other, right behind the last
+                life.num_chunks = end_chunk
                 return None
         return self._check_save(event, step, projections)
 
-    def _settle(
-        self,
-        request_id: str,
-        first_chunk: int,
-        num_settled_tokens: int,
-        projections: Projections,
-        *,
-        is_doubtful: bool,
-    ) -> None:
-        life = self._lives.setdefault(request_id, _Accounted())
-        num_keys = len(projections.chunk_keys.of(request_id))
-        life.end_chunk = min(num_settled_tokens // projections.configuration.chunk_size, num_keys)
-        if is_doubtful:  # from before a reset, or quarantined: the log says why nothing of it is saved
-            for chunk in range(max(first_chunk, life.num_chunks), life.end_chunk):
-                life.add(chunk)
-        elif life.end_chunk > life.num_chunks:
-            self._told[request_id] = (first_chunk, life.end_chunk)
+    def _life(self, request_id: str) -> _Accounted:
+        life = self._lives.get(request_id)
+        if life is None:
+            life = self._lives[request_id] = _Accounted()
+        return life
+
+    def _pass_over(self, life: _Accounted, first_chunk: int) -> None:
+        """From before a reset, or quarantined: the log says why nothing of it is saved."""
+        for chunk in range(max(first_chunk, life.num_chunks), life.end_chunk):
+            life.add(chunk)
 
     def _look(
         self,
@@ -159,24 +169,33 @@ class StoreContiguous:
         """Account for the chunks that are there, and no more are told of."""
         told = self._told
         if not keeps_told:
-            self._told = {}
-        for request_id, (first_chunk, end_chunk) in told.items():
-            life = self._lives.get(request_id)
-            if life is None or life.num_chunks >= end_chunk:
+            self._told = []
+        for life, request_id, first_chunk, end_chunk in told:
+            if life.num_chunks >= end_chunk:  # all of it was saved
                 continue
             keys = projections.chunk_keys.of(request_id)
-            for chunk in range(max(first_chunk, life.num_chunks), min(end_chunk, len(keys))):
-                if is_reset or keys[chunk] in gone or _is_there(keys[chunk], projections):
+            first, end = max(first_chunk, life.num_chunks), min(end_chunk, len(keys))
+            left_out = () if is_reset else projections.chunks.unsaved(keys, first, end)
+            if not left_out and first == life.num_chunks < end and not life.beyond:
+                life.num_chunks = end
+                continue
+            for chunk in range(first, end):
+                if chunk not in left_out or keys[chunk] in gone:
                     life.add(chunk)
 
     def _cut(self, event: e.ChunkKeysObserved, _step: ReplayedEvent, _projections: Projections) -> None:
         life, first_chunk = self._lives.get(event.request_id), event.first_chunk
-        if life is not None and first_chunk < max(life.num_chunks, life.end_chunk, *life.beyond, 0):
-            beyond = {chunk for chunk in life.beyond if chunk < first_chunk}
-            self._lives[event.request_id] = _Accounted(min(life.num_chunks, first_chunk), beyond, first_chunk)
+        if life is not None and (
+            first_chunk < life.num_chunks
+            or first_chunk < life.end_chunk
+            or (life.beyond and first_chunk < max(life.beyond))
+        ):
+            life.num_chunks = min(life.num_chunks, first_chunk)
+            life.beyond = {chunk for chunk in life.beyond if chunk < first_chunk}
+            life.end_chunk = first_chunk
 
     def _check_save(self, event: e.SaveIssued, step: ReplayedEvent, projections: Projections) -> Iterator[Violation]:
-        life = self._lives.setdefault(event.request_id, _Accounted())
+        life = self._life(event.request_id)
         keys = projections.chunk_keys.of(event.request_id)
         for chunk in event.chunks:
             life.add(chunk)

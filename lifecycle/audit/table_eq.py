@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import ClassVar
 
 from kvledger.lifecycle import events as e
@@ -11,6 +11,9 @@ from kvledger.lifecycle.audit.indices import Indices
 from kvledger.lifecycle.belief import Projections
 from kvledger.lifecycle.replay import Check, ReplayedEvent
 from kvledger.lifecycle.windows import NULL_BLOCK
+
+_ANY = -1
+"""No number of blocks: the table is to be looked at as a whole."""
 
 
 class TableEq:
@@ -25,11 +28,13 @@ class TableEq:
     rule: ClassVar[str] = "TABLE_EQ"
 
     def __init__(self) -> None:
-        self._allocated: dict[int, int] = {}
-        """Ordinal -> sequence of an allocation since the last step."""
+        self._allocated: dict[int, tuple[int, int]] = {}
+        """Ordinal -> (sequence, number of blocks that do not stand twice) of an allocation since the last step."""
+        self._block_size = self._num_groups = 1
 
-    def checks(self, _indices: Indices) -> Iterable[tuple[type[e.Event], Check]]:
+    def checks(self, indices: Indices) -> Iterable[tuple[type[e.Event], Check]]:
         """By class of event."""
+        self._block_size, self._num_groups = indices.configuration.block_size, len(indices.configuration.windows)
         return [
             (e.StepScheduled, self._step_scheduled),
             (e.BlocksAllocated, self._given),
@@ -41,43 +46,59 @@ class TableEq:
     ) -> Iterable[Violation] | None:
         found = None
         if self._allocated:
-            found = list(self._check_allocated(step, projections))
+            found = self._check_allocated(step, projections)
         if event.advanced:
-            found = [*(found or ()), *self._check_reach(event, step, projections)]
+            too_short = self._check_reach(event, step, projections)
+            if too_short is not None:
+                found = [*(found or ()), *too_short]
         return found
 
     def _observed(self, event: e.BlockTableObserved, step: ReplayedEvent, projections: Projections) -> list[Violation]:
+        if step.record is not None and step.record.ordinal in self._allocated:
+            self._allocated[step.record.ordinal] = (self._allocated[step.record.ordinal][0], _ANY)
         detail = f"the scheduler's table has {len(event.block_ids)} blocks and is not the one that the log folds to"
         return [violation(self.rule, step, projections, detail)]
 
     def _given(self, event: e.BlocksAllocated, step: ReplayedEvent, projections: Projections) -> list[Violation] | None:
-        if step.record is not None:
-            self._allocated[step.record.ordinal] = step.sequence
         twice = _twice(event.block_ids)
+        if step.record is not None:
+            self._allocated[step.record.ordinal] = (step.sequence, _ANY if twice else len(event.block_ids))
         if not twice:
             return None
         return [violation(self.rule, step, projections, f"blocks {twice} stand twice in the table that was given")]
 
-    def _check_allocated(self, step: ReplayedEvent, projections: Projections) -> Iterator[Violation]:
-        allocated, self._allocated = self._allocated, {}
-        for ordinal, sequence in allocated.items():
-            record = projections.tracker.by_ordinal(ordinal)
-            if record is not None and len(twice := _twice(projections.blocks.held(record.request_id))):
-                detail = f"blocks {twice} stand in the table already and were appended once more"
-                yield violation(self.rule, step, projections, detail, sequence, request_id=record.request_id)
-
-    def _check_reach(self, event: e.StepScheduled, step: ReplayedEvent, projections: Projections) -> list[Violation]:
-        found = []
-        block_size, num_groups = projections.configuration.block_size, len(projections.configuration.windows)
-        for ordinal, num_computed_tokens, num_scheduled_tokens, _ in event.advanced:
-            record = projections.tracker.by_ordinal(ordinal)
-            if record is None or record.quarantined:
+    def _check_allocated(self, step: ReplayedEvent, projections: Projections) -> list[Violation] | None:
+        found = None
+        of_life = projections.blocks.of_life
+        for ordinal, (sequence, num_blocks) in self._allocated.items():
+            table = of_life(ordinal)
+            if table is None or len(table) == num_blocks:  # as it was given: looked at already
                 continue
+            record, twice = projections.tracker.by_ordinal(ordinal), _twice(table)
+            if twice and record is not None:
+                detail = f"blocks {twice} stand in the table already and were appended once more"
+                broken = violation(self.rule, step, projections, detail, sequence, request_id=record.request_id)
+                found = [*(found or ()), broken]
+        self._allocated.clear()
+        return found
+
+    def _check_reach(
+        self, event: e.StepScheduled, step: ReplayedEvent, projections: Projections
+    ) -> list[Violation] | None:
+        found = None
+        by_ordinal, of_life = projections.tracker.by_ordinal, projections.blocks.of_life
+        block_size, num_groups = self._block_size, self._num_groups
+        for ordinal, num_computed_tokens, num_scheduled_tokens, _ in event.advanced:
             num_tokens = num_computed_tokens + num_scheduled_tokens
-            num_blocks = len(projections.blocks.held(record.request_id))
+            table = of_life(ordinal)
+            num_blocks = 0 if table is None else len(table)
             if num_blocks * block_size < num_tokens * num_groups:
+                record = by_ordinal(ordinal)
+                if record is None or record.quarantined:
+                    continue
                 detail = f"{num_tokens} tokens are scheduled on a table of {num_blocks} blocks of {block_size} tokens"
-                found.append(violation(self.rule, step, projections, detail, request_id=record.request_id))
+                broken = violation(self.rule, step, projections, detail, request_id=record.request_id)
+                found = [*(found or ()), broken]
         return found
 
 

@@ -7,6 +7,7 @@ from typing import ClassVar
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.checker import Violation, violation
+from kvledger.lifecycle.audit.forgotten import LIFE
 from kvledger.lifecycle.audit.indices import Indices
 from kvledger.lifecycle.belief import Projections
 from kvledger.lifecycle.replay import Check, ReplayedEvent
@@ -29,8 +30,11 @@ class TokenConservation:
         self._admissions: dict[str, tuple[int, int, int]] = {}
         """Request id -> (sequence of the allocation, local tokens, external tokens), until a step starts from it."""
 
-    def checks(self, _indices: Indices) -> Iterable[tuple[type[e.Event], Check]]:
+    def checks(self, indices: Indices) -> Iterable[tuple[type[e.Event], Check]]:
         """By class of event."""
+        indices.forgotten.at(
+            (*LIFE, e.RequestPreempted, e.SessionContinued, e.RequestFinished), self._answers, self._admissions
+        )
         return [
             (e.StepScheduled, self._step_scheduled),
             (e.LookupAnswered, self._answered),
@@ -38,11 +42,6 @@ class TokenConservation:
             (e.PrefillAdvanced, self._progress),
             (e.PrefillCompleted, self._progress),
             (e.LoadFailed, self._forget),
-            (e.RequestArrived, self._forget),
-            (e.RequestPreempted, self._forget),
-            (e.RequestFinished, self._forget),
-            (e.RequestReleased, self._forget),
-            (e.SessionContinued, self._forget),
             (e.TokensRolledBack, self._forget),
         ]
 

@@ -109,7 +109,8 @@ def test_what_breaks_behind_the_cut_is_found_there(seed: int, chunk_size: int, b
 _NOTHING_TO_TAKE_OVER = {
     "LEGAL_TRANSITION", "SRC_BLOCK_OWNED", "RECORDED",  # remember nothing
     "EXTERNAL_ZERO_NO_LOAD", "FINISH_IS_LAST", "PIN_BALANCE",  # remember an observation for its own decisions
-    "CHUNK_COMPLETE", "LOADABLE_AFTER_COMMIT", "LOOKUP_PURE", "RESET_EPOCH",  # the audit's indices take over for them
+    # The audit's indices take over for them.
+    "CHUNK_COMPLETE", "LOADABLE_AFTER_COMMIT", "LOOKUP_PURE", "RESET_EPOCH", "GEN_ISOLATION", "RANK_AGREEMENT",
     # What they do not know they do not judge.
     "LAST_TOKEN", "TOKEN_CONSERVATION", "DELAY_FREE_CONTRACT", "TABLE_EQ", "RESUME_COVERS_OUTPUT", "ROLLBACK_OBSERVED",
     "KEY_IDENTITY",
