@@ -15,11 +15,14 @@ import attrs
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.geometry import Geometry
+from kvledger.lifecycle.members import members_at_hand
 from kvledger.lifecycle.projections.chunk_keys import ChunkKeys
 from kvledger.lifecycle.projections.host_slots import NO_SLOT, HostSlots
+from kvledger.lifecycle.projections.recency import Recency
 from kvledger.lifecycle.projections.transfers import Job, JobKind, Transfers
 
 
+@members_at_hand
 class Departure(enum.StrEnum):
     """Why a chunk that once was saved cannot be looked up."""
 
@@ -53,8 +56,6 @@ class ChunkIndex:
         self._transfers = transfers
         self.slots = HostSlots(num_slots)
         self._committed: dict[bytes, tuple[int, ...]] = {}
-        self._by_age: OrderedDict[bytes, None] = OrderedDict()
-        """Committed chunks that nobody is sure to come back for, oldest first."""
         self._saving: dict[bytes, int] = {}
         self._departed: OrderedDict[bytes, Departed] = OrderedDict()
         self._max_departed = max(1024, 4 * num_slots)
@@ -63,6 +64,8 @@ class ChunkIndex:
         self._keep_for_preempted = keep_for_preempted
         self._wanted: dict[bytes, int] = {}
         self._wanted_by: dict[str, tuple[bytes, ...]] = {}
+        self._by_age = Recency(self._committed, self._wanted)
+        """Committed chunks that nobody is sure to come back for, oldest first."""
         self.num_added = 0
         self.num_removed = 0
 
@@ -167,7 +170,7 @@ class ChunkIndex:
         }
 
     def _in_order(self) -> list[bytes]:
-        return [*self._by_age, *(key for key in self._committed if key not in self._by_age)]
+        return [*self._by_age, *(key for key in self._committed if key in self._wanted)]
 
     # --- promises made by lookups ------------------------------------------------------------
 
@@ -193,30 +196,22 @@ class ChunkIndex:
     def _load_issued(self, event: e.LoadIssued, _sequence: int) -> None:
         self.slots.acquire(event.slots)
         num_chunks = -(-(event.first_token + event.num_tokens) // self._geometry.chunk_size)
-        self._renew(self._chunk_keys.of(event.request_id)[:num_chunks])
+        self._renew(event.request_id, num_chunks)
 
-    def _renew(self, keys: Sequence[bytes]) -> None:
-        # Deeper chunks count as older: without its beginning a prefix is worth nothing.
-        by_age, make_youngest = self._by_age, self._by_age.move_to_end
-        try:
-            for _ in map(make_youngest, reversed(keys)):
-                pass
-        except KeyError:  # once more with those that are there; those that were moved come to stand as they shall
-            for key in reversed(keys):
-                if key in by_age:
-                    make_youngest(key)
+    def _renew(self, request_id: str, num_chunks: int) -> None:
+        self._by_age.touch_prefix(request_id, self._chunk_keys.of(request_id)[:num_chunks])
 
     def _preempted(self, event: e.RequestPreempted, sequence: int) -> None:
         self._unpin(event, sequence)
         keys = self._chunk_keys.of(event.request_id)
-        self._renew(keys)
+        self._renew(event.request_id, len(keys))
         if self._keep_for_preempted:
             self._no_longer_want(event.request_id)
             wanted = tuple(keys[: self._geometry.num_chunks_in(event.num_settled_tokens)])
             _count_up(self._wanted, wanted)
             self._wanted_by[event.request_id] = wanted
             for key in wanted:
-                self._by_age.pop(key, None)
+                self._by_age.discard(key)
 
     def _allocated(self, event: e.BlocksAllocated | e.RequestArrived | e.RequestFinished, sequence: int) -> None:
         self._unpin(event, sequence)
@@ -224,15 +219,15 @@ class ChunkIndex:
 
     def _finished(self, event: e.RequestFinished, sequence: int) -> None:
         self._allocated(event, sequence)
-        self._renew(self._chunk_keys.of(event.request_id))
+        keys = self._chunk_keys.of(event.request_id)
+        if keys:
+            self._renew(event.request_id, len(keys))
 
     def _no_longer_want(self, request_id: str) -> None:
         keys = self._wanted_by.pop(request_id, None)
         if keys is not None:
             _count_down(self._wanted, keys)
-            for key in reversed(keys):
-                if key in self._committed and key not in self._wanted:
-                    self._by_age[key] = None
+            self._by_age.touch([key for key in keys if key not in self._wanted])
 
     def _reported(self, event: e.TransferReported, _sequence: int) -> None:
         job = self._transfers.given_up(event.job_id)
@@ -248,9 +243,7 @@ class ChunkIndex:
 
     def _save_issued(self, event: e.SaveIssued, _sequence: int) -> None:
         self.slots.acquire(event.slots)
-        keys = self._chunk_keys.of(event.request_id)
-        num_keys = len(keys)
-        _count_up(self._saving, [keys[chunk] for chunk in event.chunks if chunk < num_keys])
+        _count_up(self._saving, self._chunk_keys.of_chunks(event.request_id, event.chunks))
 
     def _tail_save_issued(self, event: e.TailSaveIssued, _sequence: int) -> None:
         self.slots.acquire(event.slots)
@@ -270,7 +263,7 @@ class ChunkIndex:
         # eighth keeps the cost per chunk constant.
         first = job.chunks[0] if job.chunks else 0
         if first and first % max(1, first // 8) == 0:
-            self._renew(self._chunk_keys.of(job.request_id)[:first])
+            self._renew(job.request_id, first)
         self.num_added += 1
 
     def _place_whole(self, job: Job) -> bool:
@@ -278,23 +271,27 @@ class ChunkIndex:
 
         The save's references on its slots go over to the chunks.
         """
-        num_chunks, num_pages = len(job.chunks), self._geometry.pages_per_chunk
-        committed, slots = self._committed, job.slots
-        if not num_pages or num_chunks != len(job.keys) or num_chunks * num_pages != len(slots) or NO_SLOT in slots:
+        keys, slots, num_pages = job.keys, job.slots, self._geometry.pages_per_chunk
+        num_chunks = len(keys)
+        if not num_pages or num_chunks != len(job.chunks) or num_chunks * num_pages != len(slots) or NO_SLOT in slots:
             return False
-        # Deepest first, so that a prefix loses its end before its beginning.
-        for place in range(num_chunks - 1, -1, -1):
-            key = job.keys[place]
-            replaced = committed.get(key)
-            committed[key] = slots if num_chunks == 1 else slots[place * num_pages : (place + 1) * num_pages]
-            self._departed.pop(key, None)
-            if key not in self._wanted:
-                self._by_age[key] = None
-                if replaced is not None:
-                    self._by_age.move_to_end(key)
-            if replaced is not None:
-                self.slots.release(replaced)
+        if num_chunks == 1:  # as with most saves
+            self._commit(keys[0], slots)
+        else:
+            # Deepest first, as they are touched.
+            for place in range(num_chunks - 1, -1, -1):
+                self._commit(keys[place], slots[place * num_pages : (place + 1) * num_pages])
+        self._by_age.touch(keys)
         return True
+
+    def _commit(self, key: bytes, slots: tuple[int, ...]) -> None:
+        """Let a chunk be found in slots that are referenced for it; whoever calls touches it."""
+        replaced = self._committed.get(key)
+        self._committed[key] = slots
+        if key in self._departed:
+            del self._departed[key]
+        if replaced is not None:
+            self.slots.release(replaced)
 
     def _place_pages(self, job: Job) -> None:
         slot_of_page = dict(zip(self._geometry.pages_of(job.chunks), job.slots, strict=False))
@@ -312,13 +309,8 @@ class ChunkIndex:
         if slots is None:
             return  # a save that names too few slots; folding it must not fail, and it must not be found
         self.slots.acquire(slots)
-        self._committed[key] = slots
-        self._departed.pop(key, None)
-        if key not in self._wanted:
-            self._by_age[key] = None
-            self._by_age.move_to_end(key)
-        if replaced is not None:
-            self.slots.release(replaced)
+        self._commit(key, slots)
+        self._by_age.touch((key,))
 
     def _completed(self, slots: tuple[int, ...], stored: tuple[int, ...] | None) -> tuple[int, ...] | None:
         """Slots with what is stored already where the save brought nothing; None where a page that all see is missing.
@@ -359,7 +351,7 @@ class ChunkIndex:
 
     def _remove(self, key: bytes, why: Departed) -> None:
         slots = self._committed.pop(key, None)
-        self._by_age.pop(key, None)
+        self._by_age.discard(key)
         if slots is None:
             return
         self.slots.release(slots)
