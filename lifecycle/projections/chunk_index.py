@@ -21,6 +21,9 @@ from kvledger.lifecycle.projections.host_slots import NO_SLOT, HostSlots
 from kvledger.lifecycle.projections.recency import Recency
 from kvledger.lifecycle.projections.transfers import Job, JobKind, Transfers
 
+_SHORT = 16
+"""Chunks up to which a prefix is renewed with every one of them, for an eighth of it is no more than one."""
+
 
 @members_at_hand
 class Departure(enum.StrEnum):
@@ -64,7 +67,7 @@ class ChunkIndex:
         self._keep_for_preempted = keep_for_preempted
         self._wanted: dict[bytes, int] = {}
         self._wanted_by: dict[str, tuple[bytes, ...]] = {}
-        self._by_age = Recency(self._committed, self._wanted)
+        self._by_age = Recency()
         """Committed chunks that nobody is sure to come back for, oldest first."""
         self.num_added = 0
         self.num_removed = 0
@@ -170,7 +173,7 @@ class ChunkIndex:
         }
 
     def _in_order(self) -> list[bytes]:
-        return [*self._by_age, *(key for key in self._committed if key in self._wanted)]
+        return [*self._by_age, *(key for key in self._committed if key not in self._by_age)]
 
     # --- promises made by lookups ------------------------------------------------------------
 
@@ -199,7 +202,9 @@ class ChunkIndex:
         self._renew(event.request_id, num_chunks)
 
     def _renew(self, request_id: str, num_chunks: int) -> None:
-        self._by_age.touch_prefix(request_id, self._chunk_keys.of(request_id)[:num_chunks])
+        keys = self._chunk_keys.first(request_id, num_chunks)
+        if keys:
+            self._by_age.touch_prefix(request_id, keys)
 
     def _preempted(self, event: e.RequestPreempted, sequence: int) -> None:
         self._unpin(event, sequence)
@@ -219,15 +224,13 @@ class ChunkIndex:
 
     def _finished(self, event: e.RequestFinished, sequence: int) -> None:
         self._allocated(event, sequence)
-        keys = self._chunk_keys.of(event.request_id)
-        if keys:
-            self._renew(event.request_id, len(keys))
+        self._renew(event.request_id, len(self._chunk_keys.of(event.request_id)))
 
     def _no_longer_want(self, request_id: str) -> None:
         keys = self._wanted_by.pop(request_id, None)
         if keys is not None:
             _count_down(self._wanted, keys)
-            self._by_age.touch([key for key in keys if key not in self._wanted])
+            self._by_age.add(self._unwanted(keys))
 
     def _reported(self, event: e.TransferReported, _sequence: int) -> None:
         job = self._transfers.given_up(event.job_id)
@@ -262,7 +265,7 @@ class ChunkIndex:
         # A growing request's beginning must not look older than its end. Renewing it whenever it has grown by an
         # eighth keeps the cost per chunk constant.
         first = job.chunks[0] if job.chunks else 0
-        if first and first % max(1, first // 8) == 0:
+        if first and (first < _SHORT or first % (first // 8) == 0):
             self._renew(job.request_id, first)
         self.num_added += 1
 
@@ -275,23 +278,32 @@ class ChunkIndex:
         num_chunks = len(keys)
         if not num_pages or num_chunks != len(job.chunks) or num_chunks * num_pages != len(slots) or NO_SLOT in slots:
             return False
+        pairs: Iterable[tuple[bytes, tuple[int, ...]]]
         if num_chunks == 1:  # as with most saves
-            self._commit(keys[0], slots)
+            pairs = ((keys[0], slots),)
         else:
-            # Deepest first, as they are touched.
-            for place in range(num_chunks - 1, -1, -1):
-                self._commit(keys[place], slots[place * num_pages : (place + 1) * num_pages])
-        self._by_age.touch(keys)
+            slots_of_chunks = tuple(zip(*[iter(slots)] * num_pages, strict=True))
+            pairs = zip(reversed(keys), reversed(slots_of_chunks), strict=True)  # deepest first, as they are touched
+        committed, departed = self._committed, self._departed
+        for key, slots_of_chunk in pairs:
+            if key in committed or key in departed:
+                self._commit(key, slots_of_chunk)
+            else:
+                committed[key] = slots_of_chunk
+        self._by_age.add(self._unwanted(keys) if self._wanted else keys)
         return True
 
     def _commit(self, key: bytes, slots: tuple[int, ...]) -> None:
         """Let a chunk be found in slots that are referenced for it; whoever calls touches it."""
-        replaced = self._committed.get(key)
-        self._committed[key] = slots
-        if key in self._departed:
+        committed = self._committed
+        if key in committed:
+            self.slots.release(committed[key])
+        elif key in self._departed:
             del self._departed[key]
-        if replaced is not None:
-            self.slots.release(replaced)
+        committed[key] = slots
+
+    def _unwanted(self, keys: Iterable[bytes]) -> tuple[bytes, ...]:
+        return tuple([key for key in keys if key in self._committed and key not in self._wanted])
 
     def _place_pages(self, job: Job) -> None:
         slot_of_page = dict(zip(self._geometry.pages_of(job.chunks), job.slots, strict=False))
@@ -310,7 +322,7 @@ class ChunkIndex:
             return  # a save that names too few slots; folding it must not fail, and it must not be found
         self.slots.acquire(slots)
         self._commit(key, slots)
-        self._by_age.touch((key,))
+        self._by_age.add(self._unwanted((key,)))
 
     def _completed(self, slots: tuple[int, ...], stored: tuple[int, ...] | None) -> tuple[int, ...] | None:
         """Slots with what is stored already where the save brought nothing; None where a page that all see is missing.
@@ -364,13 +376,14 @@ class ChunkIndex:
 
 def _count_up(counts: dict[bytes, int], keys: Iterable[bytes]) -> None:
     for key in keys:
-        counts[key] = counts.get(key, 0) + 1
+        if key in counts:
+            counts[key] += 1
+        else:
+            counts[key] = 1
 
 
 def _count_down(counts: dict[bytes, int], keys: Iterable[bytes]) -> None:
     for key in keys:
-        left = counts.get(key, 0) - 1
-        if left > 0:
-            counts[key] = left
-        else:
-            counts.pop(key, None)
+        count = counts.pop(key, 1)  # mostly it was the only one
+        if count > 1:
+            counts[key] = count - 1

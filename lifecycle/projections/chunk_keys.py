@@ -27,6 +27,11 @@ class ChunkKeys:
         """The keys known so far."""
         return self._keys.get(request_id, ())
 
+    def first(self, request_id: str, num_chunks: int) -> list[bytes]:
+        """A list of the first keys, the caller's own."""
+        keys = self._keys.get(request_id)
+        return [] if keys is None else keys[:num_chunks]
+
     def of_chunks(self, request_id: str, chunks: tuple[int, ...]) -> tuple[bytes, ...]:
         """The keys of these chunks, without those that are not known."""
         keys = self._keys.get(request_id)

@@ -45,6 +45,13 @@ class HostSlots:
     def acquire(self, slots: Sequence[int]) -> None:
         """Add a reference to each slot, but for those that are `NO_SLOT`."""
         references, free = self._references, self._free
+        num_slots = len(slots)
+        if num_slots > 1 and self.candidates(num_slots) == slots:  # those that come next, whom nobody references yet
+            self._num_touched += max(0, num_slots - len(free))
+            del free[-num_slots:]
+            for slot in slots:
+                references[slot] = 1
+            return
         for slot in slots:
             if slot in references:
                 references[slot] += 1

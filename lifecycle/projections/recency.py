@@ -7,75 +7,80 @@ why chunks are touched.
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Iterator, Sequence
 
-_MAX_WAITING = 8192
-"""Keys that may wait, so that taking them up stays short and their memory small."""
+_MAX_WAITING = 16_384
+"""Keys of prefixes that may wait."""
+_NUM_LEFT = _MAX_WAITING * 7 // 8
+"""How many are left when there were too many; the oldest are taken up."""
 
 
 class Recency:
-    """Chunk keys, oldest first: those that are in `kept` and not in `exempt`, which others change.
+    """Chunk keys, oldest first. Deeper chunks count as older: without its beginning a prefix is worth nothing."""
 
-    Whoever adds a key to `kept`, or takes one from `exempt`, touches it; what leaves `kept`, or joins `exempt`, is to be
-    discarded.
-    """
-
-    def __init__(self, kept: Container[bytes], exempt: Container[bytes]) -> None:
-        self._kept = kept
-        self._exempt = exempt
+    def __init__(self) -> None:
         self._order: OrderedDict[bytes, None] = OrderedDict()
-        self._waiting: list[Sequence[bytes]] = []
-        """Touches since the order was last asked for."""
+        """Every key, in the order of those touches that do not wait."""
+        self._waiting: deque[Sequence[bytes]] = deque()
+        """Touches in their order: prefixes are lists of their own, which are emptied when they wait no more."""
         self._num_waiting = 0
-        self._place_of_prefix: dict[str, int] = {}
-        """Request id -> where among these its last prefix is."""
+        """Keys of the prefixes among them."""
+        self._prefix_of: dict[str, list[bytes]] = {}
+        """Request id -> its last prefix."""
 
     def __iter__(self) -> Iterator[bytes]:
-        self._take_up()
+        self._take_up(0)
         return iter(self._order)
 
-    def touch(self, keys: Sequence[bytes]) -> None:
-        """Make them the youngest, in chunk order: deeper chunks count as older, for they are worth nothing alone."""
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._order
+
+    def add(self, keys: tuple[bytes, ...]) -> None:
+        """Make chunks the youngest, whether they were there or not."""
+        order = self._order
+        for key in reversed(keys):
+            order[key] = None
+        self._waiting.append(keys)
+
+    def touch_prefix(self, request_id: str, keys: list[bytes]) -> None:
+        """Make what a request begins with the youngest, as far as it is there. The list is the caller's no more."""
+        earlier = self._prefix_of.get(request_id)
+        # A key stands for everything before it, so one that is equal says that all of them are touched anew.
+        if earlier and len(earlier) <= len(keys) and earlier[-1] == keys[len(earlier) - 1]:
+            self._num_waiting -= len(earlier)
+            earlier.clear()
+        self._prefix_of[request_id] = keys
         self._waiting.append(keys)
         self._num_waiting += len(keys)
         if self._num_waiting > _MAX_WAITING:
-            self._take_up()
-
-    def touch_prefix(self, request_id: str, keys: Sequence[bytes]) -> None:
-        """Touch what a request begins with. `keys` is the caller's no more."""
-        place = self._place_of_prefix.get(request_id)
-        if place is not None:
-            earlier = self._waiting[place]
-            # A key stands for everything before it, so one that is equal says that all of them are touched anew.
-            if len(earlier) <= len(keys) and earlier[-1] == keys[len(earlier) - 1]:
-                self._waiting[place] = ()
-                self._num_waiting -= len(earlier)
-        if keys:
-            self._place_of_prefix[request_id] = len(self._waiting)
-            self.touch(keys)
+            self._take_up(_NUM_LEFT)
 
     def discard(self, key: bytes) -> None:
-        """Forget a key until it is touched again."""
+        """Forget a key until it is added again."""
         self._order.pop(key, None)
 
     def restore(self, keys: Iterable[bytes]) -> None:
         """Let this be the order."""
-        self._forget_waiting()
+        self._take_up(0)
         self._order.clear()
         self._order.update(dict.fromkeys(keys))
 
-    def _take_up(self) -> None:
-        order, kept, exempt = self._order, self._kept, self._exempt
-        for keys in self._waiting:
-            for key in reversed(keys):
-                if key in order:
-                    order.move_to_end(key)
-                elif key in kept and key not in exempt:
-                    order[key] = None
-        self._forget_waiting()
+    def _take_up(self, num_left: int) -> None:
+        waiting = self._waiting
+        while waiting and (not num_left or self._num_waiting > num_left):
+            keys = waiting.popleft()
+            self._make_youngest(keys)
+            if isinstance(keys, list):
+                self._num_waiting -= len(keys)
+                keys.clear()
+        self._prefix_of = {request_id: keys for request_id, keys in self._prefix_of.items() if keys}
 
-    def _forget_waiting(self) -> None:
-        self._waiting.clear()
-        self._num_waiting = 0
-        self._place_of_prefix.clear()
+    def _make_youngest(self, keys: Sequence[bytes]) -> None:
+        move = self._order.move_to_end
+        try:
+            deque(map(move, reversed(keys)), 0)
+        except KeyError:  # once more with those that are there; those that were moved come to stand as they shall
+            for key in reversed(keys):
+                if key in self._order:
+                    move(key)
