@@ -9,6 +9,8 @@ from collections.abc import Iterable, Sequence
 
 NO_SLOT = -1
 """Stands among slots for a page that is not stored, because its group does not see it any more."""
+_MANY = 4
+"""Slots from which on it pays to ask whether they are those that come next."""
 
 
 class HostSlots:
@@ -46,7 +48,7 @@ class HostSlots:
         """Add a reference to each slot, but for those that are `NO_SLOT`."""
         references, free = self._references, self._free
         num_slots = len(slots)
-        if num_slots > 1 and self.candidates(num_slots) == slots:  # those that come next, whom nobody references yet
+        if num_slots >= _MANY and self.candidates(num_slots) == slots:  # those that come next, whom nobody references yet
             self._num_touched += max(0, num_slots - len(free))
             del free[-num_slots:]
             for slot in slots:

@@ -67,20 +67,12 @@ class Recency:
         self._order.update(dict.fromkeys(keys))
 
     def _take_up(self, num_left: int) -> None:
-        waiting = self._waiting
+        order, waiting = self._order, self._waiting
         while waiting and (not num_left or self._num_waiting > num_left):
             keys = waiting.popleft()
-            self._make_youngest(keys)
+            # Without a line of Python for each key; some may be gone, or not be there yet.
+            deque(map(order.move_to_end, filter(order.__contains__, reversed(keys))), 0)
             if isinstance(keys, list):
                 self._num_waiting -= len(keys)
                 keys.clear()
         self._prefix_of = {request_id: keys for request_id, keys in self._prefix_of.items() if keys}
-
-    def _make_youngest(self, keys: Sequence[bytes]) -> None:
-        move = self._order.move_to_end
-        try:
-            deque(map(move, reversed(keys)), 0)
-        except KeyError:  # once more with those that are there; those that were moved come to stand as they shall
-            for key in reversed(keys):
-                if key in self._order:
-                    move(key)
