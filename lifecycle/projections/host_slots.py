@@ -48,7 +48,7 @@ class HostSlots:
         """Add a reference to each slot, but for those that are `NO_SLOT`."""
         references, free = self._references, self._free
         num_slots = len(slots)
-        if num_slots >= _MANY and self.candidates(num_slots) == slots:  # those that come next, whom nobody references yet
+        if num_slots >= _MANY and self.candidates(num_slots) == slots:  # the next ones, which nobody references
             self._num_touched += max(0, num_slots - len(free))
             del free[-num_slots:]
             for slot in slots:
