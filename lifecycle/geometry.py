@@ -41,8 +41,14 @@ class Geometry:
 
     def pages_of(self, chunks: Sequence[int]) -> Sequence[int]:
         """Indices into the flat block table of the pages that the chunks need in all groups, ascending, each once."""
-        if len(chunks) == 1 and self.pages_per_chunk:
-            return range(chunks[0] * self.pages_per_chunk, (chunks[0] + 1) * self.pages_per_chunk)
+        pages_per_chunk = self.pages_per_chunk
+        if pages_per_chunk == 1:  # one group, and a chunk is a block
+            return chunks
+        if pages_per_chunk and len(chunks) == 1:
+            first_page = chunks[0] * pages_per_chunk
+            return range(first_page, first_page + pages_per_chunk)
+        if pages_per_chunk:
+            return [page for chunk in chunks for page in range(chunk * pages_per_chunk, (chunk + 1) * pages_per_chunk)]
         blocks = self.blocks_of(chunks)
         num_groups = len(self.window_sizes)
         if num_groups == 1:

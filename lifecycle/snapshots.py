@@ -24,6 +24,7 @@ from kvledger.lifecycle.machine import table_fingerprint
 from kvledger.lifecycle.policies import ChunkStatistics
 from kvledger.lifecycle.projections.chunk_index import Departed
 from kvledger.lifecycle.projections.lookup_cache import CachedHit, PendingAnswer
+from kvledger.lifecycle.projections.recency import Recency
 from kvledger.lifecycle.projections.tails import Tail
 from kvledger.lifecycle.projections.totals import Figures
 from kvledger.lifecycle.projections.tracker import RequestRecord
@@ -77,7 +78,7 @@ STATE: Final[Mapping[str, Mapping[str, Attribute]]] = MappingProxyType(
         },
         "chunks": {
             "_committed": Attribute(dict[bytes, tuple[int, ...]]),
-            "_by_age": Attribute(list[bytes], list, OrderedDict.fromkeys),
+            "_by_age": Attribute(list[bytes], list),
             "_saving": _INT_OF_KEY,
             "_departed": Attribute(dict[bytes, Departed], dict, OrderedDict),
             "_pins": _INT_OF_KEY,
@@ -211,5 +212,7 @@ def _put(owner: object, key: str, value: Any) -> None:  # noqa: ANN401 -- of the
         there.update(value)
     elif isinstance(there, list):
         there[:] = value
+    elif isinstance(there, Recency):
+        there.restore(value)
     else:
         setattr(owner, key, value)

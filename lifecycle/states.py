@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import enum
 
+from kvledger.lifecycle.members import members_at_hand
 
+
+@members_at_hand
 class RequestState(enum.StrEnum):
     """Where a request stands, as far as its events tell."""
 

@@ -8,6 +8,7 @@ page is a block. This room does arithmetic; it must not know requests, chunks or
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 
 import attrs
@@ -85,8 +86,11 @@ class Windows:
 
 def blocks_at(pages: Sequence[int], table: Sequence[int]) -> tuple[int, ...]:
     """The blocks of these pages, none of them behind the end of the flat table."""
+    if len(pages) == 1:
+        return (table[pages[0]],)
     if type(pages) is range and pages.start >= 0:
-        return tuple(table[pages.start : pages.stop])
+        blocks = table[pages.start : pages.stop]
+        return tuple(blocks.tolist() if type(blocks) is array else blocks)  # an array's own way is the shorter one
     return tuple([table[page] for page in pages])
 
 

@@ -101,7 +101,10 @@ class BlockTable:
         for ordinal, block_ids in event.extended:
             held = self._held.get(ordinal)
             if held is not None:
-                held.extend(block_ids)
+                if len(block_ids) == 1:  # what a decoding request needs; an array takes anything longer by an iterator
+                    held.append(block_ids[0])
+                else:
+                    held.extend(block_ids)
 
     def _forget(self, event: e.RequestArrived | e.RequestReleased, _sequence: int) -> None:
         ordinal = self._ordinal(event.request_id)

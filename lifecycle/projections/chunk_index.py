@@ -15,11 +15,17 @@ import attrs
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.geometry import Geometry
+from kvledger.lifecycle.members import members_at_hand
 from kvledger.lifecycle.projections.chunk_keys import ChunkKeys
 from kvledger.lifecycle.projections.host_slots import NO_SLOT, HostSlots
+from kvledger.lifecycle.projections.recency import Recency
 from kvledger.lifecycle.projections.transfers import Job, JobKind, Transfers
 
+_SHORT = 16
+"""Chunks up to which a prefix is renewed with every one of them, for an eighth of it is no more than one."""
 
+
+@members_at_hand
 class Departure(enum.StrEnum):
     """Why a chunk that once was saved cannot be looked up."""
 
@@ -53,8 +59,6 @@ class ChunkIndex:
         self._transfers = transfers
         self.slots = HostSlots(num_slots)
         self._committed: dict[bytes, tuple[int, ...]] = {}
-        self._by_age: OrderedDict[bytes, None] = OrderedDict()
-        """Committed chunks that nobody is sure to come back for, oldest first."""
         self._saving: dict[bytes, int] = {}
         self._departed: OrderedDict[bytes, Departed] = OrderedDict()
         self._max_departed = max(1024, 4 * num_slots)
@@ -63,6 +67,8 @@ class ChunkIndex:
         self._keep_for_preempted = keep_for_preempted
         self._wanted: dict[bytes, int] = {}
         self._wanted_by: dict[str, tuple[bytes, ...]] = {}
+        self._by_age = Recency()
+        """Committed chunks that nobody is sure to come back for, oldest first."""
         self.num_added = 0
         self.num_removed = 0
 
@@ -193,30 +199,24 @@ class ChunkIndex:
     def _load_issued(self, event: e.LoadIssued, _sequence: int) -> None:
         self.slots.acquire(event.slots)
         num_chunks = -(-(event.first_token + event.num_tokens) // self._geometry.chunk_size)
-        self._renew(self._chunk_keys.of(event.request_id)[:num_chunks])
+        self._renew(event.request_id, num_chunks)
 
-    def _renew(self, keys: Sequence[bytes]) -> None:
-        # Deeper chunks count as older: without its beginning a prefix is worth nothing.
-        by_age, make_youngest = self._by_age, self._by_age.move_to_end
-        try:
-            for _ in map(make_youngest, reversed(keys)):
-                pass
-        except KeyError:  # once more with those that are there; those that were moved come to stand as they shall
-            for key in reversed(keys):
-                if key in by_age:
-                    make_youngest(key)
+    def _renew(self, request_id: str, num_chunks: int) -> None:
+        keys = self._chunk_keys.first(request_id, num_chunks)
+        if keys:
+            self._by_age.touch_prefix(request_id, keys)
 
     def _preempted(self, event: e.RequestPreempted, sequence: int) -> None:
         self._unpin(event, sequence)
         keys = self._chunk_keys.of(event.request_id)
-        self._renew(keys)
+        self._renew(event.request_id, len(keys))
         if self._keep_for_preempted:
             self._no_longer_want(event.request_id)
             wanted = tuple(keys[: self._geometry.num_chunks_in(event.num_settled_tokens)])
             _count_up(self._wanted, wanted)
             self._wanted_by[event.request_id] = wanted
             for key in wanted:
-                self._by_age.pop(key, None)
+                self._by_age.discard(key)
 
     def _allocated(self, event: e.BlocksAllocated | e.RequestArrived | e.RequestFinished, sequence: int) -> None:
         self._unpin(event, sequence)
@@ -224,15 +224,13 @@ class ChunkIndex:
 
     def _finished(self, event: e.RequestFinished, sequence: int) -> None:
         self._allocated(event, sequence)
-        self._renew(self._chunk_keys.of(event.request_id))
+        self._renew(event.request_id, len(self._chunk_keys.of(event.request_id)))
 
     def _no_longer_want(self, request_id: str) -> None:
         keys = self._wanted_by.pop(request_id, None)
         if keys is not None:
             _count_down(self._wanted, keys)
-            for key in reversed(keys):
-                if key in self._committed and key not in self._wanted:
-                    self._by_age[key] = None
+            self._by_age.add(self._unwanted(keys))
 
     def _reported(self, event: e.TransferReported, _sequence: int) -> None:
         job = self._transfers.given_up(event.job_id)
@@ -248,9 +246,7 @@ class ChunkIndex:
 
     def _save_issued(self, event: e.SaveIssued, _sequence: int) -> None:
         self.slots.acquire(event.slots)
-        keys = self._chunk_keys.of(event.request_id)
-        num_keys = len(keys)
-        _count_up(self._saving, [keys[chunk] for chunk in event.chunks if chunk < num_keys])
+        _count_up(self._saving, self._chunk_keys.of_chunks(event.request_id, event.chunks))
 
     def _tail_save_issued(self, event: e.TailSaveIssued, _sequence: int) -> None:
         self.slots.acquire(event.slots)
@@ -269,8 +265,8 @@ class ChunkIndex:
         # A growing request's beginning must not look older than its end. Renewing it whenever it has grown by an
         # eighth keeps the cost per chunk constant.
         first = job.chunks[0] if job.chunks else 0
-        if first and first % max(1, first // 8) == 0:
-            self._renew(self._chunk_keys.of(job.request_id)[:first])
+        if first and (first < _SHORT or first % (first // 8) == 0):
+            self._renew(job.request_id, first)
         self.num_added += 1
 
     def _place_whole(self, job: Job) -> bool:
@@ -278,23 +274,36 @@ class ChunkIndex:
 
         The save's references on its slots go over to the chunks.
         """
-        num_chunks, num_pages = len(job.chunks), self._geometry.pages_per_chunk
-        committed, slots = self._committed, job.slots
-        if not num_pages or num_chunks != len(job.keys) or num_chunks * num_pages != len(slots) or NO_SLOT in slots:
+        keys, slots, num_pages = job.keys, job.slots, self._geometry.pages_per_chunk
+        num_chunks = len(keys)
+        if not num_pages or num_chunks != len(job.chunks) or num_chunks * num_pages != len(slots) or NO_SLOT in slots:
             return False
-        # Deepest first, so that a prefix loses its end before its beginning.
-        for place in range(num_chunks - 1, -1, -1):
-            key = job.keys[place]
-            replaced = committed.get(key)
-            committed[key] = slots if num_chunks == 1 else slots[place * num_pages : (place + 1) * num_pages]
-            self._departed.pop(key, None)
-            if key not in self._wanted:
-                self._by_age[key] = None
-                if replaced is not None:
-                    self._by_age.move_to_end(key)
-            if replaced is not None:
-                self.slots.release(replaced)
+        pairs: Iterable[tuple[bytes, tuple[int, ...]]]
+        if num_chunks == 1:  # as with most saves
+            pairs = ((keys[0], slots),)
+        else:
+            slots_of_chunks = tuple(zip(*[iter(slots)] * num_pages, strict=True))
+            pairs = zip(reversed(keys), reversed(slots_of_chunks), strict=True)  # deepest first, as they are touched
+        committed, departed = self._committed, self._departed
+        for key, slots_of_chunk in pairs:
+            if key in committed or key in departed:
+                self._commit(key, slots_of_chunk)
+            else:
+                committed[key] = slots_of_chunk
+        self._by_age.add(self._unwanted(keys) if self._wanted else keys)
         return True
+
+    def _commit(self, key: bytes, slots: tuple[int, ...]) -> None:
+        """Let a chunk be found in slots that are referenced for it; whoever calls touches it."""
+        committed = self._committed
+        if key in committed:
+            self.slots.release(committed[key])
+        elif key in self._departed:
+            del self._departed[key]
+        committed[key] = slots
+
+    def _unwanted(self, keys: Iterable[bytes]) -> tuple[bytes, ...]:
+        return tuple([key for key in keys if key in self._committed and key not in self._wanted])
 
     def _place_pages(self, job: Job) -> None:
         slot_of_page = dict(zip(self._geometry.pages_of(job.chunks), job.slots, strict=False))
@@ -312,13 +321,8 @@ class ChunkIndex:
         if slots is None:
             return  # a save that names too few slots; folding it must not fail, and it must not be found
         self.slots.acquire(slots)
-        self._committed[key] = slots
-        self._departed.pop(key, None)
-        if key not in self._wanted:
-            self._by_age[key] = None
-            self._by_age.move_to_end(key)
-        if replaced is not None:
-            self.slots.release(replaced)
+        self._commit(key, slots)
+        self._by_age.add(self._unwanted((key,)))
 
     def _completed(self, slots: tuple[int, ...], stored: tuple[int, ...] | None) -> tuple[int, ...] | None:
         """Slots with what is stored already where the save brought nothing; None where a page that all see is missing.
@@ -359,7 +363,7 @@ class ChunkIndex:
 
     def _remove(self, key: bytes, why: Departed) -> None:
         slots = self._committed.pop(key, None)
-        self._by_age.pop(key, None)
+        self._by_age.discard(key)
         if slots is None:
             return
         self.slots.release(slots)
@@ -372,13 +376,14 @@ class ChunkIndex:
 
 def _count_up(counts: dict[bytes, int], keys: Iterable[bytes]) -> None:
     for key in keys:
-        counts[key] = counts.get(key, 0) + 1
+        if key in counts:
+            counts[key] += 1
+        else:
+            counts[key] = 1
 
 
 def _count_down(counts: dict[bytes, int], keys: Iterable[bytes]) -> None:
     for key in keys:
-        left = counts.get(key, 0) - 1
-        if left > 0:
-            counts[key] = left
-        else:
-            counts.pop(key, None)
+        count = counts.pop(key, 1)  # mostly it was the only one
+        if count > 1:
+            counts[key] = count - 1

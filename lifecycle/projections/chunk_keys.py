@@ -27,6 +27,21 @@ class ChunkKeys:
         """The keys known so far."""
         return self._keys.get(request_id, ())
 
+    def first(self, request_id: str, num_chunks: int) -> list[bytes]:
+        """A list of the first keys, the caller's own."""
+        keys = self._keys.get(request_id)
+        return [] if keys is None else keys[:num_chunks]
+
+    def of_chunks(self, request_id: str, chunks: tuple[int, ...]) -> tuple[bytes, ...]:
+        """The keys of these chunks, without those that are not known."""
+        keys = self._keys.get(request_id)
+        if keys is None:
+            return ()
+        num_keys = len(keys)
+        if len(chunks) == 1:  # as with most saves
+            return (keys[chunks[0]],) if chunks[0] < num_keys else ()
+        return tuple([keys[chunk] for chunk in chunks if chunk < num_keys])
+
     def folds(self) -> Mapping[type[e.Event], Callable[..., None]]:
         """Event class -> fold."""
         return {
@@ -46,7 +61,10 @@ class ChunkKeys:
             if self._tracker.get(event.request_id) is None:
                 return
             keys = self._keys[event.request_id] = []
-        if event.first_chunk <= len(keys):  # behind a gap, keys would come to stand for other chunks
+        num_keys = len(keys)
+        if event.first_chunk == num_keys:
+            keys.extend(event.keys)
+        elif event.first_chunk < num_keys:  # behind a gap, keys would come to stand for other chunks
             keys[event.first_chunk :] = event.keys
 
     def _session_continued(self, event: e.SessionContinued, _sequence: int) -> None:

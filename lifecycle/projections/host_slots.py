@@ -9,8 +9,8 @@ from collections.abc import Iterable, Sequence
 
 NO_SLOT = -1
 """Stands among slots for a page that is not stored, because its group does not see it any more."""
-_MANY = 3
-"""Slots from which on it pays to take them at once."""
+_MANY = 4
+"""Slots from which on it pays to ask whether they are those that come next."""
 
 
 class HostSlots:
@@ -33,46 +33,52 @@ class HostSlots:
 
     def candidates(self, count: int) -> tuple[int, ...]:
         """The slots that the next save would use, fewer where fewer are free. Takes nothing."""
-        slots = self._free[: -count - 1 : -1]
-        if len(slots) == count:
-            return tuple(slots)
+        free = self._free
+        if not free:
+            return tuple(range(self._num_touched, min(self._num_touched + count, self.num_slots)))
+        if count == 1:  # most saves are of one page
+            return (free[-1],)
+        slots = free[: -count - 1 : -1]
         missing = count - len(slots)
-        slots.extend(range(self._num_touched, min(self._num_touched + missing, self.num_slots)))
+        if missing:
+            slots.extend(range(self._num_touched, min(self._num_touched + missing, self.num_slots)))
         return tuple(slots)
 
     def acquire(self, slots: Sequence[int]) -> None:
         """Add a reference to each slot, but for those that are `NO_SLOT`."""
-        references = self._references
-        if len(slots) >= _MANY and self.candidates(len(slots)) == slots:  # at once, if they are those that come next
-            self._num_touched += max(0, len(slots) - len(self._free))
-            del self._free[-len(slots) :]
-            references.update(dict.fromkeys(slots, 1))
+        references, free = self._references, self._free
+        num_slots = len(slots)
+        if num_slots >= _MANY and self.candidates(num_slots) == slots:  # the next ones, which nobody references
+            self._num_touched += max(0, num_slots - len(free))
+            del free[-num_slots:]
+            for slot in slots:
+                references[slot] = 1
             return
         for slot in slots:
             if slot in references:
                 references[slot] += 1
-                continue
-            if slot == NO_SLOT:
-                continue
-            references[slot] = 1
-            if slot >= self._num_touched:
-                self._free.extend(range(slot - 1, self._num_touched - 1, -1))
-                self._num_touched = slot + 1
-            elif self._free and self._free[-1] == slot:
-                self._free.pop()
-            else:
-                self._free.remove(slot)
+            elif slot != NO_SLOT:
+                references[slot] = 1
+                if free and free[-1] == slot:
+                    free.pop()
+                elif slot == self._num_touched:
+                    self._num_touched = slot + 1
+                elif slot < self._num_touched:
+                    free.remove(slot)
+                else:
+                    free.extend(range(slot - 1, self._num_touched - 1, -1))
+                    self._num_touched = slot + 1
 
     def release(self, slots: Iterable[int]) -> None:
         """Drop a reference from each slot; the last one frees it."""
         references = self._references
         for slot in slots:
-            left = references.get(slot, 0) - 1
-            if left > 0:
-                references[slot] = left
-            elif left == 0:
+            count = references.get(slot, 0)
+            if count == 1:
                 del references[slot]
                 self._free.append(slot)
+            elif count:
+                references[slot] = count - 1
 
     def snapshot(self) -> object:
         """Plain values, equal for equal states."""

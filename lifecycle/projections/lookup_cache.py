@@ -13,11 +13,13 @@ from collections.abc import Callable, Mapping
 import msgspec
 
 from kvledger.lifecycle import events as e
+from kvledger.lifecycle.members import members_at_hand
 from kvledger.lifecycle.projections.chunk_index import ChunkIndex
 from kvledger.lifecycle.projections.chunk_keys import ChunkKeys
 from kvledger.lifecycle.structs import known_to_attrs
 
 
+@members_at_hand
 class MissReason(enum.StrEnum):
     """Why a hit ends where it ends."""
 

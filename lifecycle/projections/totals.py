@@ -130,12 +130,13 @@ class Totals:
         job = self._transfers.get(event.job_id)
         if job is None:
             return
+        figures = self.figures
         if job.kind is JobKind.LOAD:
-            self.figures.num_bytes_loaded += event.num_bytes
-            self.figures.load_duration_ns += event.duration_ns
+            figures.num_bytes_loaded += event.num_bytes
+            figures.load_duration_ns += event.duration_ns
         else:
-            self.figures.num_bytes_saved += event.num_bytes
-            self.figures.save_duration_ns += event.duration_ns
+            figures.num_bytes_saved += event.num_bytes
+            figures.save_duration_ns += event.duration_ns
 
     def _save_completed(self, event: e.SaveCompleted, _sequence: int) -> None:
         job = self._transfers.get(event.job_id)

@@ -14,6 +14,8 @@ from kvledger.lifecycle.machine import TABLE, CompiledTable
 from kvledger.lifecycle.states import RequestState
 
 NOT_STEADY = -1
+_OF_GENERATIONS = frozenset(kind for kind in e.REQUEST_EVENTS if "generation" in e.field_names(kind))
+"""Classes of events that name the generation they are about: decisions."""
 
 
 @attrs.define
@@ -163,12 +165,11 @@ class RequestTracker:
         record = self._records.get(event.request_id)
         if record is None:
             return
-        if getattr(event, "generation", record.generation) != record.generation:
+        event_class = type(event)
+        if event_class in _OF_GENERATIONS and getattr(event, "generation", None) != record.generation:
             return  # a decision about an earlier life; it must not move this one
-        self._enter(record, self._table.get((record.state, type(event)), record.state))
-
-    def _enter(self, record: RequestRecord, state: RequestState) -> None:
-        if state is not record.state:
+        state = self._table.get((record.state, event_class))
+        if state is not None and state is not record.state:
             record.state = state
             record.state_since_ns = self.time_ns
 

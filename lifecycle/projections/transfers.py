@@ -13,6 +13,7 @@ import msgspec
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.geometry import Geometry
+from kvledger.lifecycle.members import members_at_hand
 from kvledger.lifecycle.projections.chunk_keys import ChunkKeys
 from kvledger.lifecycle.projections.host_slots import NO_SLOT
 from kvledger.lifecycle.projections.tracker import RequestTracker
@@ -21,6 +22,7 @@ from kvledger.lifecycle.structs import known_to_attrs
 _NO_RANKS: frozenset[int] = frozenset()
 
 
+@members_at_hand
 class JobKind(enum.StrEnum):
     """The direction of the bytes."""
 
@@ -132,8 +134,12 @@ class Transfers:
 
     def is_loading(self, ordinal: int) -> bool:
         """Whether KV is still coming into that request's blocks."""
-        jobs = self._of_ordinal.get(ordinal)
-        return jobs is not None and any(self._jobs[job_id].kind is JobKind.LOAD for job_id in jobs)
+        job_ids = self._of_ordinal.get(ordinal)
+        if job_ids is not None:
+            for job_id in job_ids:  # asked for every chunk that settles, so without a generator
+                if self._jobs[job_id].kind is JobKind.LOAD:
+                    return True
+        return False
 
     def is_read(self, slot: int) -> bool:
         """Whether a load in flight reads the slot."""
@@ -192,39 +198,38 @@ class Transfers:
         for slot in event.slots:
             if slot != NO_SLOT:
                 loading[slot] = loading.get(slot, 0) + 1
-        self._start(event, JobKind.LOAD, tuple(range(first, last)))
+        self._start(event, JobKind.LOAD, tuple(range(first, last)), event.is_async)
 
     def _save_issued(self, event: e.SaveIssued, _sequence: int) -> None:
-        self._start(event, JobKind.SAVE, event.chunks)
+        self._start(event, JobKind.SAVE, event.chunks, event.is_async)
 
     def _tail_save_issued(self, event: e.TailSaveIssued, _sequence: int) -> None:
-        self._start(event, JobKind.SAVE, ())
+        self._start(event, JobKind.SAVE, (), False)  # noqa: FBT003 -- keywords cost, and every save comes by here
 
     def _start(
-        self, event: e.LoadIssued | e.SaveIssued | e.TailSaveIssued, kind: JobKind, chunks: tuple[int, ...]
+        self,
+        event: e.LoadIssued | e.SaveIssued | e.TailSaveIssued,
+        kind: JobKind,
+        chunks: tuple[int, ...],
+        is_async: bool,  # noqa: FBT001
     ) -> None:
-        tracker, job_id = self._tracker, event.job_id
-        record = tracker.get(event.request_id)
+        tracker, job_id, request_id = self._tracker, event.job_id, event.request_id
+        record = tracker.get(request_id)
         ordinal = -1 if record is None else record.ordinal
-        keys = self._chunk_keys.of(event.request_id)
-        num_keys = len(keys)
-        earlier_keys: tuple[tuple[int, bytes], ...] = ()
-        if self._geometry.chunk_size < self._geometry.block_size:
-            earlier = {c for chunk in chunks for c in self._geometry.chunks_before_in_block(chunk)} - set(chunks)
-            earlier_keys = tuple((chunk, keys[chunk]) for chunk in sorted(earlier) if chunk < num_keys)
+        keys = self._chunk_keys.of_chunks(request_id, chunks)
         self._jobs[job_id] = Job(
             job_id,
             kind,
-            event.request_id,
+            request_id,
             ordinal,
             event.generation,
             chunks,
-            tuple([keys[chunk] for chunk in chunks if chunk < num_keys]),
-            earlier_keys,
+            keys,
+            () if self._geometry.pages_per_chunk else self._earlier_keys(request_id, chunks),
             event.slots,
             event.block_ids,
             self.epoch,
-            not isinstance(event, e.TailSaveIssued) and event.is_async,
+            is_async,
             tracker.num_steps,
             tracker.time_ns,
         )
@@ -235,6 +240,11 @@ class Transfers:
             siblings.add(job_id)
         if job_id >= self.next_job_id:
             self.next_job_id = job_id + 1
+
+    def _earlier_keys(self, request_id: str, chunks: tuple[int, ...]) -> tuple[tuple[int, bytes], ...]:
+        keys = self._chunk_keys.of(request_id)
+        earlier = {c for chunk in chunks for c in self._geometry.chunks_before_in_block(chunk)} - set(chunks)
+        return tuple((chunk, keys[chunk]) for chunk in sorted(earlier) if chunk < len(keys))
 
     def _awaited(self, event: e.TransferAwaited, _sequence: int) -> None:
         job = self._jobs.get(event.job_id)
@@ -251,13 +261,13 @@ class Transfers:
                 del self._given_up[event.job_id]
         if job is not None:
             # The first word of a rank counts; what it says later about the same job changes nothing.
-            if job.ranks_done is _NO_RANKS and job.ranks_failed is _NO_RANKS and not event.ranks_failed:
-                done = self._every_rank.intersection(event.ranks_done)
-                job.ranks_done = self._every_rank if done == self._every_rank else done
+            if job.ranks_done is _NO_RANKS and job.ranks_failed is _NO_RANKS and event.ranks_done == self.all_ranks:
+                job.ranks_done = self._every_rank
                 job.told_twice = _NO_RANKS
             else:
                 self._told_more(job, event)
-            job.error = job.error or event.error
+            if event.error and not job.error:
+                job.error = event.error
 
     def _told_more(self, job: Job, event: e.TransferReported) -> None:
         known = job.ranks_done | job.ranks_failed

@@ -168,7 +168,7 @@ def evicted_while_read(touch: Touch) -> Sequence[Patch]:
 
     def load_issued(_original: Any, index: ChunkIndex, event: e.LoadIssued, _sequence: int) -> None:
         num_chunks = -(-(event.first_token + event.num_tokens) // index._geometry.chunk_size)
-        index._renew(index._chunk_keys.of(event.request_id)[:num_chunks])
+        index._renew(event.request_id, num_chunks)
 
     return [
         wrapped(Transfers, "is_any_read", is_any_read),
