@@ -72,7 +72,7 @@ def request_ids(log: StoredLog, beginning: str, output: Output) -> dict[str, Non
     index = index_for(log, output, beginning)
     if index is not None:
         with contextlib.closing(index):
-            if not index.describes(log):
+            if not index.contents.describes(log):
                 output.remark(
                     f"the log has grown since its index was built: told up to event {index.contents.last_sequence}"
                 )

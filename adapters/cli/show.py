@@ -132,7 +132,7 @@ def _until(events: Iterator[SequencedEvent], window: Window) -> Iterator[Sequenc
 def _show_request(log: StoredLog, window: Window, request_id: str, output: Output) -> None:
     timeline = Timeline(log.configuration, request_id)
     index = index_for(log, output, request_id)
-    if index is not None and index.is_whole:
+    if index is not None and index.contents.is_whole:
         with contextlib.closing(index):
             for event in _until(_events_of_lives(index, request_id), window):
                 timeline.take(*event)

@@ -6,6 +6,7 @@ The only room of the command line that knows frames and segments.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 
 import attrs
@@ -19,7 +20,7 @@ from kvledger.lifecycle.events import Event
 from kvledger.lifecycle.replay import SequencedEvent
 from kvledger.lifecycle.snapshots import SnapshotError, restore, state_fingerprint
 from kvledger.storage.events import Frame, FrameKind, LogError, LogReader, Retirement, find_snapshot, read_log
-from kvledger.storage.events.frames import frame_bytes
+from kvledger.storage.events.frames import frame_bytes, next_chain_hash
 from kvledger.storage.events.jump import frames_from
 from kvledger.storage.events.segment_file import segment_paths
 
@@ -165,7 +166,27 @@ class StoredLog:
 
     def batches(self) -> Iterator[Batch]:
         """The same, with the place of each frame, so that it can be read again from there."""
-        for frame, decoded in self._intact():
+        yield from self._batches(self._intact())
+
+    def batches_behind(self, sequence: int, head_hash: str) -> Iterator[Batch]:
+        """The batches behind an event up to which an earlier reading found nothing missing. Counts these alone.
+
+        Args:
+            sequence: the number of that event, the last of its frame.
+            head_hash: the chain hash (hex) of that frame.
+
+        Raises:
+            LogError: what stands behind it in the log does not follow from it.
+        """
+        frames = self._intact(behind=sequence)
+        for first in frames:
+            frame, _ = first
+            if next_chain_hash(bytes.fromhex(head_hash), frame) != frame.chain_hash:
+                raise LogError(f"{self.path}: event {frame.first_sequence} does not follow from chain hash {head_hash}")
+            yield from self._batches(chain([first], frames))
+
+    def _batches(self, frames: Iterable[tuple[Frame, DecodedFrame]]) -> Iterator[Batch]:
+        for frame, decoded in frames:
             segment, offset = self._reader.place
             yield Batch(frame.first_sequence, decoded, segment, offset, offset + frame_bytes(frame))
 
@@ -190,11 +211,12 @@ class StoredLog:
             if self.start_sequence < self.last_sequence <= self.trusted_sequence:
                 yield events
 
-    def _intact(self) -> Iterator[tuple[Frame, DecodedFrame]]:
+    def _intact(self, *, behind: int = 0) -> Iterator[tuple[Frame, DecodedFrame]]:
+        self._reader.from_sequence = behind + 1
         self.damage.clear()
         self.num_bytes = self.num_frames = self.num_events = 0
         self.first_sequence = self.last_sequence = 0
-        self.trusted_sequence = self.start_sequence
+        self.trusted_sequence = behind or self.start_sequence
         self._decoder.num_skipped.clear()
         num_taken = 0
         for frame in self._reader:

@@ -47,7 +47,7 @@ def tell(log: StoredLog, window: Window, request_id: str, output: Listener) -> T
     index = index_for(log, output, request_id) if window.last_sequence is None else None
     if index is not None:
         with contextlib.closing(index):
-            if index.is_whole:
+            if index.contents.is_whole:
                 log.damage[:] = index.contents.damage
                 return _from_index(index, request_id)
     with output.progress(log, "finding the reasons"):

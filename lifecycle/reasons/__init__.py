@@ -7,6 +7,7 @@ what is counted.
 
 from kvledger.lifecycle.reasons.accounts import Accounts
 from kvledger.lifecycle.reasons.chunk_history import ChunkFact, ChunkStatus
+from kvledger.lifecycle.reasons.memory import Memory
 from kvledger.lifecycle.reasons.reason import BY_DESIGN, Reason
 from kvledger.lifecycle.reasons.spans import Span
 from kvledger.lifecycle.reasons.story import Admission, Lookup, Recomputation, Story
@@ -20,6 +21,7 @@ __all__ = [
     "ChunkStatus",
     "LoadFate",
     "Lookup",
+    "Memory",
     "OfferFate",
     "Reason",
     "Recomputation",

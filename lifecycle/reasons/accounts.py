@@ -14,11 +14,11 @@ from kvledger.lifecycle import events as e
 from kvledger.lifecycle.configuration import LedgerConfiguration
 from kvledger.lifecycle.reasons.admissions import Admissions
 from kvledger.lifecycle.reasons.chunk_events import ChunkEvents
-from kvledger.lifecycle.reasons.chunk_history import ChunkHistory
 from kvledger.lifecycle.reasons.computing import Computing
 from kvledger.lifecycle.reasons.explain import Explainer
 from kvledger.lifecycle.reasons.life import UNBORN, Life
 from kvledger.lifecycle.reasons.lives import Lives
+from kvledger.lifecycle.reasons.memory import Memory
 from kvledger.lifecycle.reasons.moments import Moments
 from kvledger.lifecycle.reasons.story import Story
 from kvledger.lifecycle.reasons.sums import OfferFate, Sums
@@ -34,24 +34,25 @@ class Accounts:
         request_id: str | None = None,
         on_end: Callable[[Story], None] | None = None,
         keeps_stories: bool = False,
+        memory: Memory | None = None,
     ) -> None:
-        """Start with nothing.
+        """Start with nothing, or where others stopped.
 
         Args:
             configuration: as in the log's header.
             request_id: the one request whose accounts are kept; None for all of them.
             on_end: told of each life of a request when it is over; `stories` has the others.
             keeps_stories: whether stories hold more than sums.
+            memory: what other accounts of the same requests of this log remembered; these change it.
         """
         self._chunk_size = configuration.chunk_size
         self._on_end = on_end
-        self._ended = Sums()
-        self._lives = Lives(request_id, keeps_stories=keeps_stories)
-        self._history = ChunkHistory()
-        self._explainer = Explainer(configuration, self._history)
+        self.memory = memory or Memory(Lives(request_id, keeps_stories=keeps_stories))
+        """Everything that these accounts know, as of the last event."""
+        self._ended, self._lives, self._history = self.memory.ended, self.memory.lives, self.memory.history
         self._chunk_events = ChunkEvents(configuration.chunk_size, self._lives, self._history)
-        self._admissions = Admissions(self._lives, self._explainer)
-        self._moments = Moments(self._lives) if keeps_stories else None
+        self._admissions = Admissions(self.memory, Explainer(configuration, self.memory))
+        self._moments = Moments(self.memory) if keeps_stories else None
         self._folds: Mapping[type[e.Event], Callable[..., None]] = {
             **self._chunk_events.folds(),
             **self._admissions.folds(),
@@ -76,7 +77,7 @@ class Accounts:
     def lose(self) -> None:
         """Events are missing here, or the log begins late: what was remembered cannot be relied upon."""
         self._history.forget()
-        self._explainer.is_blind = True
+        self.memory.is_blind = True
         for life in self._lives:
             life.version += 1
             was_computing = life.is_computing

@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from operator import attrgetter
 
-import attrs
-
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.reasons.explain import Explainer
 from kvledger.lifecycle.reasons.life import Answer, Life
-from kvledger.lifecycle.reasons.lives import Lives
+from kvledger.lifecycle.reasons.memory import Load, Memory
 from kvledger.lifecycle.reasons.reason import Reason
 from kvledger.lifecycle.reasons.spans import Span, joined, replaced, within
 from kvledger.lifecycle.reasons.story import Admission, Lookup
@@ -19,23 +17,13 @@ from kvledger.lifecycle.reasons.sums import LoadFate, OfferFate, Sums
 _Spans = tuple[Span, ...]
 
 
-@attrs.frozen
-class _Load:
-    """A load in flight."""
-
-    life: Life
-    admission: Admission | None
-    first_token: int
-    num_tokens: int
-
-
 class Admissions:
     """Folds lookups, allocations and loads."""
 
-    def __init__(self, lives: Lives, explainer: Explainer) -> None:
-        self._lives = lives
+    def __init__(self, memory: Memory, explainer: Explainer) -> None:
+        self._memory, self._lives = memory, memory.lives
         self._explainer = explainer
-        self._loads: dict[int, _Load] = {}
+        self._loads = memory.loads
 
     def folds(self) -> Mapping[type[e.Event], Callable[..., None]]:
         """Event class -> fold."""
@@ -103,7 +91,7 @@ class Admissions:
             if before is not None and _is_same(before.event, event) and _is_told_alike(before.spans, spans):
                 spans = before.spans  # what happened in between makes no difference
             first_chunk = event.num_hit_tokens // self._explainer.configuration.chunk_size
-            watch = self._explainer.history.watch(key for chunk, key in life.keys.items() if chunk >= first_chunk)
+            watch = self._memory.history.watch(key for chunk, key in life.keys.items() if chunk >= first_chunk)
             life.answer = Answer(sequence, event, spans, life.version, watch)
         self._tell_lookup(life, life.last_lookup, event, sequence, spans)
         life.last_lookup = event
@@ -119,7 +107,7 @@ class Admissions:
     def _settle_answer(self, life: Life, fate: OfferFate) -> None:
         if life.answer is not None:
             life.sums.offered[fate] += life.answer.event.num_external_tokens
-            self._explainer.history.unwatch(life.answer.watch)
+            self._memory.history.unwatch(life.answer.watch)
             life.answer = None
 
     @staticmethod
@@ -150,7 +138,7 @@ class Admissions:
             if not life.is_computing and life.admission is None:
                 life.allocated_without_answer = sequence
             return
-        self._explainer.history.unwatch(answer.watch)
+        self._memory.history.unwatch(answer.watch)
         life.is_computing, life.load_failed, life.last_lookup = False, (), None
         offered = answer.event.num_external_tokens
         num_taken_up = max(0, min(event.num_external_tokens, offered))
@@ -164,7 +152,7 @@ class Admissions:
     def admit_without_answer(self, life: Life, sequence: int, first_token: int, num_tokens: int) -> Admission:
         """A step starts a request about which no lookup is in the log."""
         reason = Reason.NO_LOOKUP
-        if self._explainer.is_blind:
+        if self._memory.is_blind:
             reason = Reason.UNKNOWN
         elif life.hook_failed:
             reason = Reason.HOOK_FAILED
@@ -227,7 +215,7 @@ class Admissions:
             return
         if life.admission is not None:
             life.admission.job_id = event.job_id
-        self._loads[event.job_id] = _Load(life, life.admission, event.first_token, event.num_tokens)
+        self._loads[event.job_id] = Load(life, life.admission, event.first_token, event.num_tokens)
         life.sums.num_to_load += event.num_tokens
 
     def _load_completed(self, event: e.LoadCompleted, _sequence: int) -> None:
@@ -251,7 +239,7 @@ class Admissions:
             self._prove(load, evidence)
 
     @staticmethod
-    def _prove(load: _Load, evidence: tuple[int, ...]) -> None:
+    def _prove(load: Load, evidence: tuple[int, ...]) -> None:
         """The scheduler took tokens back before the failure was reported; that is the better proof."""
         supposed, load.life.taken_back = load.life.taken_back, evidence
         if load.admission is not None:

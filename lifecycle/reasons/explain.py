@@ -14,6 +14,7 @@ from kvledger.lifecycle.configuration import LedgerConfiguration
 from kvledger.lifecycle.projections.lookup_cache import MissReason
 from kvledger.lifecycle.reasons.chunk_history import ChunkFact, ChunkHistory, ChunkStatus
 from kvledger.lifecycle.reasons.life import Life
+from kvledger.lifecycle.reasons.memory import Memory
 from kvledger.lifecycle.reasons.reason import Reason
 from kvledger.lifecycle.reasons.spans import Span, joined
 
@@ -41,11 +42,15 @@ _OF_ALL: dict[str, Reason] = {
 
 @attrs.define
 class Explainer:
-    """Gives reasons. `is_blind`: events before this point are missing, so that silence about a chunk says nothing."""
+    """Gives reasons."""
 
     configuration: LedgerConfiguration
-    history: ChunkHistory
-    is_blind: bool = False
+    memory: Memory
+
+    @property
+    def history(self) -> ChunkHistory:
+        """What became of each chunk."""
+        return self.memory.history
 
     def explain(self, answer: e.LookupAnswered, sequence: int, life: Life) -> tuple[Span, ...]:
         """The reasons of all tokens from the end of the offer to the last known one."""
@@ -155,11 +160,11 @@ class _Behind:
         key = life.keys.get(chunk)
         if key is None:
             return self._without_key(first_token, end_token)
-        fact = self.explainer.history.get(key)
+        fact = self.explainer.memory.history.get(key)
         if self._is_first_missing(first_token):
             return self._first_missing(first_token, end_token, fact)
         is_told = fact is not None and fact.status is not ChunkStatus.KNOWN
-        if self.explainer.is_blind and not is_told and first_token >= life.mark and not self._nobody_saved():
+        if self.explainer.memory.is_blind and not is_told and first_token >= life.mark and not self._nobody_saved():
             return Span(first_token, end_token, Reason.UNKNOWN, (self.sequence,))
         return self._from_fact(first_token, end_token, fact)
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.reasons.lives import Lives
-from kvledger.lifecycle.reasons.story import Story
+from kvledger.lifecycle.reasons.memory import Memory
 
 _OF_A_REQUEST = (
     e.RequestArrived,
@@ -25,9 +24,9 @@ _OF_A_REQUEST = (
 class Moments:
     """Adds to the stories of the lives that are kept."""
 
-    def __init__(self, lives: Lives) -> None:
-        self._lives = lives
-        self._preempted: list[Story] = []
+    def __init__(self, memory: Memory) -> None:
+        self._lives = memory.lives
+        self._preempted = memory.preempted
         self._notes: dict[type[e.Event], Callable[..., None]] = {
             **dict.fromkeys(_OF_A_REQUEST, self._of_a_request),
             e.StepScheduled: self._step,

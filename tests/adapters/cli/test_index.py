@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import pickle
+import random
 import shutil
 import sqlite3
+import zlib
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import attrs
 import pytest
 from lifecycle_driver import Driver, Walk
 
 from kvledger.adapters.reading import index as index_module
+from kvledger.adapters.reading import index_builder, index_file
 from kvledger.adapters.reading.index import build_index, index_path, open_index
 from kvledger.adapters.reading.logs import open_log
 from kvledger.lifecycle import events as e
@@ -33,7 +40,8 @@ def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPa
 def indexed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every log, however small, gets an index."""
     monkeypatch.setattr(index_module, "INDEX_FROM_BYTES", 0)
-    monkeypatch.setattr(index_module, "_BATCHES_PER_PLACE", 3)
+    monkeypatch.setattr(index_module, "BATCHES_PER_PLACE", 3)
+    monkeypatch.setattr(index_builder, "BATCHES_PER_PLACE", 3)
 
 
 def walked(tools: Any, directory: Path, seed: int) -> tuple[Path, Driver]:
@@ -136,7 +144,7 @@ def test_an_index_of_a_log_that_lost_its_oldest_segments_is_not_used(tools: Any,
 def test_an_index_of_another_format_is_not_used(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A later version builds its own."""
     build_index(open_log(log)).close()
-    monkeypatch.setattr(index_module, "INDEX_FORMAT", index_module.INDEX_FORMAT + 1)
+    monkeypatch.setattr(index_file, "INDEX_FORMAT", index_file.INDEX_FORMAT + 1)
     assert open_index(open_log(log)) is None
 
 
@@ -187,3 +195,112 @@ def test_an_index_is_private_and_leaves_no_scraps(log: Path, cache: Path) -> Non
     with pytest.raises(sqlite3.OperationalError), sqlite3.connect(f"file:{path}?mode=ro", uri=True) as connection:
         connection.execute("DELETE FROM lives")
     assert os.fspath(path).startswith(os.fspath(cache))
+
+
+def append(log: Path, events: list[e.Event]) -> None:
+    """Write more events into a log that was closed."""
+    store = SegmentEventStore.open(log)
+    encoder = EventEncoder()
+    for event in events:
+        store.append(encoder.encode([event]), 1)
+    store.close()
+
+
+def rows_of(log: Path) -> dict[str, list[Any]]:
+    """Everything in a log's index by which it answers."""
+    with contextlib.closing(sqlite3.connect(index_path(open_log(log)))) as connection:
+        tables = {
+            "lives": "SELECT * FROM lives ORDER BY ordinal",
+            "stories": "SELECT request_id, story, is_over FROM stories ORDER BY rowid",
+            "places": "SELECT * FROM places ORDER BY first_sequence",
+            "log": "SELECT * FROM log",
+        }
+        return {name: connection.execute(query).fetchall() for name, query in tables.items()}
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.usefixtures("indexed")
+def test_an_index_that_was_continued_is_the_one_that_is_built_at_once(tools: Any, tmp_path: Path, seed: int) -> None:
+    """Whatever was under way at the cuts: requests, lookups, loads, saves, preemptions."""
+    rng = random.Random(seed)
+    _, driver = walked(tools, tmp_path / "whole", seed)
+    cuts = sorted(rng.sample(range(1, len(driver.observed)), 4))
+    print("cuts", cuts)
+    log = tools.write_log(tmp_path / "log", driver.observed[: cuts[0]], driver.configuration, segment_bytes=4_000)
+    build_index(open_log(log)).close()
+    for start, end in pairwise([*cuts, len(driver.observed)]):
+        append(log, list(driver.observed[start:end]))
+        grown = open_log(log)
+        build_index(grown).close()
+        assert grown.num_events == end - start, "the log was read from its beginning"
+    continued = rows_of(log)
+    index_path(open_log(log)).unlink()
+    build_index(open_log(log)).close()
+    assert continued == rows_of(log)
+
+
+@pytest.mark.usefixtures("indexed")
+def test_a_torn_tail_is_read_again_when_it_is_whole(tools: Any, story: Driver, tmp_path: Path) -> None:
+    """A frame that is being written while the index is built is not left out of the next one."""
+    log = tools.write_log(tmp_path / "log", story.observed[:20], story.configuration)
+    append(log, list(story.observed[20:40]))
+    (segment,) = segment_paths(log)
+    whole = segment.read_bytes()
+    segment.write_bytes(whole[:-5])
+    index = build_index(open_log(log))
+    assert [damage.kind for damage in index.contents.damage] == ["torn_tail"]
+    index.close()
+    segment.write_bytes(whole)
+    grown = open_log(log)
+    index = build_index(grown)
+    assert (index.contents.last_sequence, index.contents.damage, grown.num_events) == (40, (), 1)
+    index.close()
+
+
+@pytest.mark.usefixtures("indexed")
+def test_an_index_is_not_continued_into_another_history(tools: Any, story: Driver, tmp_path: Path) -> None:
+    """A log that was set back and written on has the same name and more bytes; its chain tells."""
+    log = tools.write_log(tmp_path / "log", story.observed[:20], story.configuration)
+    (segment,) = segment_paths(log)
+    before = segment.read_bytes()
+    append(log, [e.LogNote("what was indexed", 1)])
+    build_index(open_log(log)).close()
+    segment.write_bytes(before)
+    append(log, [e.LogNote("what is there now", 1), *story.observed[20:40]])
+    rewritten = open_log(log)
+    build_index(rewritten).close()
+    assert rewritten.num_events == 41
+
+
+@attrs.frozen
+class Harmful:
+    """What a forged index would like to have run."""
+
+    directory: Path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (os.fspath(self.directory / "harm"),)
+
+
+FORGERIES = {
+    "nothing": lambda _: b"",
+    "no pickle": lambda _: zlib.compress(b"no pickle"),
+    "harmful": lambda cache: zlib.compress(pickle.dumps(Harmful(cache))),
+}
+
+
+@pytest.mark.parametrize("forgery", FORGERIES)
+@pytest.mark.usefixtures("indexed")
+def test_a_forged_memory_runs_nothing_and_costs_a_pass(
+    tools: Any, story: Driver, tmp_path: Path, cache: Path, forgery: str
+) -> None:
+    """Only kvledger's own classes are made from what an index remembers."""
+    log = tools.write_log(tmp_path / "log", story.observed[:40], story.configuration)
+    build_index(open_log(log)).close()
+    with contextlib.closing(sqlite3.connect(index_path(open_log(log)))) as connection, connection:
+        connection.execute("UPDATE memory SET stored = ?", (FORGERIES[forgery](cache),))
+    append(log, list(story.observed[40:]))
+    grown = open_log(log)
+    build_index(grown).close()
+    assert grown.num_events == len(story.observed)
+    assert not (cache / "harm").exists()

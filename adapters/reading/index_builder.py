@@ -1,0 +1,249 @@
+"""Writes the index of a log: all of it in one pass, or what was appended since an earlier one.
+
+An earlier index is continued where nothing is missing in the log and what follows is what its chain promised; else
+the log is read from its beginning. It must not answer anything.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import sqlite3
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from kvledger.adapters.reading.index_file import INDEX_FORMAT, SCHEMA, Contents, extent_of, index_path, log_id_of
+from kvledger.adapters.reading.index_memory import (
+    IndexMemory,
+    LifeSpan,
+    MemoryUnusable,
+    decode_memory,
+    encode_memory,
+)
+from kvledger.adapters.reading.logs import Batch, StoredLog
+from kvledger.adapters.reading.story_codec import encode_story
+from kvledger.lifecycle import HandlerRegistry
+from kvledger.lifecycle import events as e
+from kvledger.lifecycle.belief import Projections
+from kvledger.lifecycle.reasons import Accounts, Story
+from kvledger.lifecycle.snapshots import SnapshotError, capture, restore
+from kvledger.storage.events import LogError
+
+BATCHES_PER_PLACE = 64
+"""Frames between two places at which reading can begin."""
+
+
+def write_index(log: StoredLog) -> None:
+    """Write the index of the log as it is now, in place of an older one.
+
+    Raises:
+        OSError: the index cannot be written.
+    """
+    path = index_path(log)
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    descriptor, unfinished = tempfile.mkstemp(dir=path.parent, prefix=path.stem, suffix=".unfinished")
+    os.close(descriptor)
+    try:
+        if not _continue(log, path, unfinished):
+            Path(unfinished).write_bytes(b"")
+            with _opened(unfinished) as connection:
+                connection.executescript(SCHEMA)
+                connection.execute("BEGIN")
+                _Builder(log, connection).build()
+        Path(unfinished).replace(path)
+    except BaseException:
+        Path(unfinished).unlink(missing_ok=True)
+        raise
+
+
+def _continue(log: StoredLog, earlier: Path, unfinished: str) -> bool:
+    """Copy an earlier index and add what came since; False where that cannot be."""
+    try:
+        shutil.copyfile(earlier, unfinished)
+        with _opened(unfinished) as connection:
+            ((stored_contents, stored_memory),) = connection.execute("SELECT contents, stored FROM log, memory")
+            contents = msgspec.msgpack.decode(stored_contents, type=Contents)
+            if not _can_go_on(log, contents):
+                return False
+            connection.execute("BEGIN")
+            return _Builder(log, connection, contents, decode_memory(stored_memory)).go_on()
+    except (OSError, sqlite3.Error, msgspec.MsgspecError, ValueError, LogError, MemoryUnusable, SnapshotError):
+        return False  # whatever is wrong with an index, a new one is right
+
+
+def has_earlier_index(log: StoredLog) -> bool:
+    """Whether there is an index of the log as it was earlier, which may be continued."""
+    try:
+        with _opened(f"{index_path(log).absolute().as_uri()}?mode=ro") as connection:
+            ((stored,),) = connection.execute("SELECT contents FROM log")
+            return _can_go_on(log, msgspec.msgpack.decode(stored, type=Contents))
+    except (OSError, sqlite3.Error, msgspec.MsgspecError, ValueError):
+        return False
+
+
+def _can_go_on(log: StoredLog, contents: Contents) -> bool:
+    is_foldable = contents.first_sequence == 1 and contents.trusted_sequence == contents.last_sequence
+    return is_foldable and contents.is_whole and contents.describes_beginning(log)
+
+
+@contextlib.contextmanager
+def _opened(path: str) -> Iterator[sqlite3.Connection]:
+    with contextlib.closing(sqlite3.connect(path, isolation_level=None, uri=True)) as connection:
+        connection.execute("PRAGMA journal_mode=OFF")
+        connection.execute("PRAGMA synchronous=OFF")
+        yield connection
+        if connection.in_transaction:
+            connection.execute("COMMIT")
+
+
+class _Builder:
+    """Reads a log and writes as it goes; holds only the requests that are not released."""
+
+    def __init__(
+        self,
+        log: StoredLog,
+        connection: sqlite3.Connection,
+        earlier: Contents | None = None,
+        memory: IndexMemory | None = None,
+    ) -> None:
+        self._log = log
+        self._connection = connection
+        self._earlier = earlier
+        self._memory = IndexMemory() if memory is None else memory
+        if memory is None:
+            self._projections = log.start(HandlerRegistry()) or Projections(log.configuration)
+        else:
+            self._projections = restore(memory.projections, log.configuration)
+        self._requests, self._lives = self._memory.requests, self._memory.lives
+        self._accounts = Accounts(
+            log.configuration, on_end=self._write_story, keeps_stories=True, memory=self._memory.accounts
+        )
+        self._is_foldable = True
+        self._last_sequence = 0 if earlier is None else earlier.last_sequence
+
+    def build(self) -> None:
+        """Read everything."""
+        extent = extent_of(self._log)
+        self._read(self._log.batches())
+        self._finish(extent)
+
+    def go_on(self) -> bool:
+        """Read what came since the earlier index; False where that is not whole, so that all must be read."""
+        earlier, log = self._earlier, self._log
+        if earlier is None:
+            return False
+        extent = extent_of(log)
+        self._connection.execute("DELETE FROM log")
+        self._connection.execute("DELETE FROM memory")
+        self._connection.execute("DELETE FROM stories WHERE NOT is_over")
+        if log.on_bytes is not None:
+            log.on_bytes(earlier.num_bytes)
+        self._read(log.batches_behind(earlier.last_sequence, earlier.head_hash))
+        if any(damage.kind != "torn_tail" for damage in log.damage):
+            return False
+        self._finish(extent)
+        return True
+
+    def _read(self, batches: Iterator[Batch]) -> None:
+        memory = self._memory
+        for batch in batches:
+            if memory.num_batches % BATCHES_PER_PLACE == 0:
+                memory.time_ns = max(memory.time_ns, self._projections.tracker.time_ns)
+                row = (batch.first_sequence, memory.time_ns, batch.segment, batch.offset)
+                self._connection.execute("INSERT INTO places VALUES (?, ?, ?, ?)", row)
+            memory.num_batches += 1
+            for sequence, event in batch.numbered():
+                self._take(sequence, event)
+
+    def _finish(self, extent: tuple[str, str, int]) -> None:
+        self._remember()
+        self._requests.finish(self._projections)
+        for life in self._lives.values():
+            self._write(life)
+        for story in self._accounts.stories:
+            self._write_story(story, is_over=False)
+        self._connection.execute("INSERT INTO log VALUES (?)", (msgspec.msgpack.encode(self._contents(extent)),))
+
+    def _remember(self) -> None:
+        """Before what is open is written as if it were over."""
+        self._memory.accounts = self._accounts.memory
+        self._memory.projections = capture(self._projections) if self._is_foldable else b""
+        self._connection.execute("INSERT INTO memory VALUES (?)", (encode_memory(self._memory),))
+
+    def _contents(self, extent: tuple[str, str, int]) -> Contents:
+        log, earlier = self._log, self._earlier
+        num_bytes, num_frames, num_events = log.num_bytes, log.num_frames, log.num_events
+        first_sequence, last_sequence = log.first_sequence, log.last_sequence
+        if earlier is not None:
+            num_bytes, num_frames = num_bytes + earlier.num_bytes, num_frames + earlier.num_frames
+            num_events += earlier.num_events
+            first_sequence, last_sequence = earlier.first_sequence, max(last_sequence, earlier.last_sequence)
+        return Contents(
+            INDEX_FORMAT,
+            log_id_of(log),
+            extent,
+            log.head_hash,
+            num_bytes,
+            num_frames,
+            num_events,
+            first_sequence,
+            last_sequence,
+            log.trusted_sequence,
+            self._projections.tracker.time_ns,
+            self._projections.totals.figures,
+            tuple(log.damage),
+        )
+
+    def _take(self, sequence: int, event: e.Event) -> None:
+        self._requests.take(event)
+        if isinstance(event, e.RequestArrived):
+            earlier = self._lives.pop(event.request_id, None)
+            if earlier is not None:
+                self._write(earlier)
+            self._lives[event.request_id] = LifeSpan(self._requests.summaries.pop(), sequence, sequence)
+        else:
+            self._note(sequence, event)
+        if sequence != self._last_sequence + 1:
+            self._accounts.lose()
+        self._last_sequence = sequence
+        self._accounts.take(sequence, event)
+        if self._is_foldable and self._log.start_sequence < sequence <= self._log.trusted_sequence:
+            try:
+                self._projections.fold(event, sequence)
+            except Exception:  # noqa: BLE001 -- a forged log; whoever reads it is told by the reading, not by its index
+                self._is_foldable = False
+
+    def _note(self, sequence: int, event: e.Event) -> None:
+        if isinstance(event, e.TransferReported):
+            life = self._lives.get(self._memory.job_owners.get(event.job_id, ""))
+        else:
+            life = self._lives.get(getattr(event, "request_id", ""))
+        if life is None:
+            return
+        life.last_sequence = sequence
+        if isinstance(event, e.LoadIssued | e.SaveIssued | e.TailSaveIssued):
+            self._memory.job_owners[event.job_id] = event.request_id
+        elif isinstance(event, e.LoadCompleted | e.LoadFailed | e.SaveCompleted | e.SaveFailed):
+            self._memory.job_owners.pop(event.job_id, None)
+        elif isinstance(event, e.RequestReleased):
+            self._write(self._lives.pop(event.request_id))
+
+    def _write_story(self, story: Story, *, is_over: bool = True) -> None:
+        row = (story.request_id, encode_story(story), is_over)
+        self._connection.execute("INSERT INTO stories VALUES (?, ?, ?)", row)
+
+    def _write(self, life: LifeSpan) -> None:
+        summary = life.summary
+        row = (
+            summary.ordinal,
+            summary.request_id,
+            life.first_sequence,
+            life.last_sequence,
+            summary.finished_ns is not None,
+            msgspec.msgpack.encode(summary),
+        )
+        self._connection.execute("INSERT OR REPLACE INTO lives VALUES (?, ?, ?, ?, ?, ?)", row)

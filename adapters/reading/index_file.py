@@ -1,0 +1,88 @@
+"""Where the index of a log is kept, and what it says about the log as a whole. It must not know requests or events."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+
+import attrs
+
+from kvledger.adapters.reading.logs import LogDamage, StoredLog
+from kvledger.lifecycle.projections.totals import Figures
+
+INDEX_FORMAT = 4
+"""Grows with every change of what is in an index; another one is built anew."""
+
+SCHEMA = """
+CREATE TABLE log (contents BLOB NOT NULL);
+CREATE TABLE memory (stored BLOB NOT NULL);
+CREATE TABLE places (first_sequence INTEGER PRIMARY KEY, time_ns INTEGER NOT NULL, segment TEXT NOT NULL,
+                     offset INTEGER NOT NULL);
+CREATE TABLE lives (ordinal INTEGER PRIMARY KEY, request_id TEXT NOT NULL, first_sequence INTEGER NOT NULL,
+                    last_sequence INTEGER NOT NULL, has_ended INTEGER NOT NULL, summary BLOB NOT NULL);
+CREATE INDEX lives_by_id ON lives (request_id);
+CREATE TABLE stories (request_id TEXT NOT NULL, story BLOB NOT NULL, is_over INTEGER NOT NULL);
+CREATE INDEX stories_by_id ON stories (request_id);
+"""
+
+
+@attrs.frozen
+class Contents:
+    """What an index says about the log as a whole, as it was when the index was built."""
+
+    index_format: int
+    log_id: str
+    extent: tuple[str, str, int]
+    """The first segment, the last one, and the size of that in bytes."""
+    head_hash: str
+    num_bytes: int
+    num_frames: int
+    num_events: int
+    first_sequence: int
+    last_sequence: int
+    trusted_sequence: int
+    last_time_ns: int
+    figures: Figures
+    damage: tuple[LogDamage, ...]
+
+    def is_of(self, log: StoredLog) -> bool:
+        """Whether it is of this log, and of this version."""
+        return (self.index_format, self.log_id) == (INDEX_FORMAT, log_id_of(log))
+
+    def describes(self, log: StoredLog) -> bool:
+        """Whether it is of this log as it is now."""
+        return self.is_of(log) and self.extent == extent_of(log)
+
+    def describes_beginning(self, log: StoredLog) -> bool:
+        """Whether it is of this log as it was earlier: appended to since, and nothing retired."""
+        first, last, num_bytes = self.extent
+        files = {file.name: file for file in log.files()}
+        if not self.is_of(log) or extent_of(log)[0] != first or last not in files:
+            return False
+        return files[last].stat().st_size >= num_bytes
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether no event is missing between the first and the last."""
+        return all(damage.kind == "torn_tail" for damage in self.damage)
+
+
+def index_path(log: StoredLog) -> Path:
+    """Where the log's index is kept: below `XDG_CACHE_HOME`, or ~/.cache."""
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    # Two copies of a log have one id, and may end at different places.
+    place = hashlib.blake2b(os.fsencode(log.path.absolute()), digest_size=4).hexdigest()
+    return Path(cache) / "kvledger" / "indexes" / f"{log_id_of(log)}-{place}.sqlite"
+
+
+def extent_of(log: StoredLog) -> tuple[str, str, int]:
+    """The first segment, the last one and its size: what changes when a log is appended to, or loses its oldest."""
+    files = log.files()
+    return files[0].name, files[-1].name, files[-1].stat().st_size
+
+
+def log_id_of(log: StoredLog) -> str:
+    """The log's identity, as far as it may stand in a file name."""
+    log_id = log.header.get("log_id")
+    return log_id if isinstance(log_id, str) and log_id.isalnum() else "unknown"
