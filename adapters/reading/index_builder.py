@@ -20,9 +20,9 @@ from kvledger.adapters.reading.index_file import INDEX_FORMAT, SCHEMA, Contents,
 from kvledger.adapters.reading.index_memory import (
     IndexMemory,
     LifeSpan,
-    MemoryUnusable,
     decode_memory,
     encode_memory,
+    memory_fingerprint,
 )
 from kvledger.adapters.reading.logs import Batch, StoredLog
 from kvledger.adapters.reading.story_codec import encode_story
@@ -30,8 +30,7 @@ from kvledger.lifecycle import HandlerRegistry
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.belief import Projections
 from kvledger.lifecycle.reasons import Accounts, Story
-from kvledger.lifecycle.snapshots import SnapshotError, capture, restore
-from kvledger.storage.events import LogError
+from kvledger.lifecycle.snapshots import capture, restore
 
 BATCHES_PER_PLACE = 64
 """Frames between two places at which reading can begin."""
@@ -65,14 +64,14 @@ def _continue(log: StoredLog, earlier: Path, unfinished: str) -> bool:
     try:
         shutil.copyfile(earlier, unfinished)
         with _opened(unfinished) as connection:
-            ((stored_contents, stored_memory),) = connection.execute("SELECT contents, stored FROM log, memory")
+            ((stored_contents, fingerprint, stored_memory),) = connection.execute("SELECT * FROM log, memory")
             contents = msgspec.msgpack.decode(stored_contents, type=Contents)
-            if not _can_go_on(log, contents):
+            if not _can_go_on(log, contents) or fingerprint != memory_fingerprint(log.configuration):
                 return False
             connection.execute("BEGIN")
             return _Builder(log, connection, contents, decode_memory(stored_memory)).go_on()
-    except (OSError, sqlite3.Error, msgspec.MsgspecError, ValueError, LogError, MemoryUnusable, SnapshotError):
-        return False  # whatever is wrong with an index, a new one is right
+    except Exception:  # noqa: BLE001 -- whatever is wrong with an index, a new one is right
+        return False
 
 
 def has_earlier_index(log: StoredLog) -> bool:
@@ -172,7 +171,8 @@ class _Builder:
         """Before what is open is written as if it were over."""
         self._memory.accounts = self._accounts.memory
         self._memory.projections = capture(self._projections) if self._is_foldable else b""
-        self._connection.execute("INSERT INTO memory VALUES (?)", (encode_memory(self._memory),))
+        row = (memory_fingerprint(self._log.configuration), encode_memory(self._memory))
+        self._connection.execute("INSERT INTO memory VALUES (?, ?)", row)
 
     def _contents(self, extent: tuple[str, str, int]) -> Contents:
         log, earlier = self._log, self._earlier

@@ -16,7 +16,7 @@ INDEX_FORMAT = 4
 
 SCHEMA = """
 CREATE TABLE log (contents BLOB NOT NULL);
-CREATE TABLE memory (stored BLOB NOT NULL);
+CREATE TABLE memory (fingerprint TEXT NOT NULL, stored BLOB NOT NULL);
 CREATE TABLE places (first_sequence INTEGER PRIMARY KEY, time_ns INTEGER NOT NULL, segment TEXT NOT NULL,
                      offset INTEGER NOT NULL);
 CREATE TABLE lives (ordinal INTEGER PRIMARY KEY, request_id TEXT NOT NULL, first_sequence INTEGER NOT NULL,

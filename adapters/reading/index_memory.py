@@ -6,6 +6,7 @@ and only kvledger's classes are made from it: it can be false, like every index,
 
 from __future__ import annotations
 
+import hashlib
 import io
 import pickle
 import zlib
@@ -13,7 +14,13 @@ import zlib
 import attrs
 
 from kvledger.adapters.reading.requests import Requests, RequestSummary
-from kvledger.lifecycle.reasons import Memory
+from kvledger.lifecycle import LedgerConfiguration
+from kvledger.lifecycle.reasons import Admission, ChunkFact, Lookup, Memory, Recomputation, Span, Story, Sums
+from kvledger.lifecycle.reasons.chunk_history import ChunkHistory, SaveUnderWay, Watch
+from kvledger.lifecycle.reasons.life import Answer, Life, Tail
+from kvledger.lifecycle.reasons.lives import Lives
+from kvledger.lifecycle.reasons.memory import Load
+from kvledger.lifecycle.snapshots import state_fingerprint
 
 _CONTAINERS = frozenset(
     {("collections", "Counter"), ("collections", "OrderedDict"), ("builtins", "set"), ("builtins", "frozenset")}
@@ -43,6 +50,20 @@ class IndexMemory:
     accounts: Memory | None = None
     projections: bytes = b""
     """As `lifecycle.snapshots` captures them; empty where they cannot be folded on."""
+
+
+REMEMBERED: tuple[type, ...] = (
+    *(IndexMemory, LifeSpan, RequestSummary, Memory, Load, Life, Tail, Answer, Watch, SaveUnderWay, ChunkFact),
+    *(Sums, Span, Story, Lookup, Admission, Recomputation),
+)
+"""The attrs classes of which a memory consists."""
+
+
+def memory_fingerprint(configuration: LedgerConfiguration) -> str:
+    """What must be equal for a memory to mean the same: the layout of its classes, and what the projections hold."""
+    layout = [(kind.__name__, [field.name for field in attrs.fields(kind)]) for kind in REMEMBERED]
+    layout += [(type(made).__name__, sorted(vars(made))) for made in (ChunkHistory(), Lives(), Requests())]
+    return hashlib.blake2b(f"{layout} {state_fingerprint(configuration)}".encode(), digest_size=16).hexdigest()
 
 
 class MemoryUnusable(Exception):

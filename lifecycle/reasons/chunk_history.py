@@ -74,7 +74,9 @@ _STORY = frozenset({ChunkStatus.SAVED, ChunkStatus.EVICTED, ChunkStatus.TAINTED,
 
 
 @attrs.frozen
-class _Save:
+class SaveUnderWay:
+    """A save in flight, and after how many resets it was issued."""
+
     keys: tuple[bytes, ...]
     epoch: int
 
@@ -94,7 +96,7 @@ class ChunkHistory:
         self._max_gone = max_gone
         self._in_pool: dict[bytes, ChunkFact] = {}
         self._gone: OrderedDict[bytes, ChunkFact] = OrderedDict()
-        self._saves: dict[int, _Save] = {}
+        self._saves: dict[int, SaveUnderWay] = {}
         self._watches: dict[bytes, list[Watch]] = {}
         self._epoch = 0
 
@@ -134,7 +136,7 @@ class ChunkHistory:
     def save_issued(self, keys: Iterable[bytes], fact: ChunkFact) -> None:
         """A save of these chunks starts; `fact` is told of each."""
         kept = tuple(keys)
-        self._saves[fact.job_id] = _Save(kept, self._epoch)
+        self._saves[fact.job_id] = SaveUnderWay(kept, self._epoch)
         for key in kept:
             before = self.get(key)
             if before is None or before.status is not ChunkStatus.SAVED:  # pages of windows may be added to a chunk

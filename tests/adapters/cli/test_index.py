@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import enum
+import io
 import os
 import pickle
 import random
 import shutil
 import sqlite3
 import zlib
+from collections import Counter, OrderedDict
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -20,9 +23,13 @@ from lifecycle_driver import Driver, Walk
 from kvledger.adapters.reading import index as index_module
 from kvledger.adapters.reading import index_builder, index_file
 from kvledger.adapters.reading.index import build_index, index_path, open_index
+from kvledger.adapters.reading.index_memory import REMEMBERED
 from kvledger.adapters.reading.logs import open_log
+from kvledger.adapters.reading.requests import Requests
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.codec import EventEncoder
+from kvledger.lifecycle.reasons.chunk_history import ChunkHistory
+from kvledger.lifecycle.reasons.lives import Lives
 from kvledger.storage.events import SegmentEventStore
 from kvledger.storage.events.retention import retire
 from kvledger.storage.events.segment_file import segment_paths
@@ -304,3 +311,31 @@ def test_a_forged_memory_runs_nothing_and_costs_a_pass(
     build_index(grown).close()
     assert grown.num_events == len(story.observed)
     assert not (cache / "harm").exists()
+
+
+class Named(pickle.Unpickler):
+    """Notes the classes of which a pickle consists."""
+
+    def __init__(self, pickled: bytes) -> None:
+        super().__init__(io.BytesIO(pickled))
+        self.classes: set[type] = set()
+
+    def find_class(self, module_name: str, global_name: str) -> Any:
+        """As a pickle asks for it."""
+        found = super().find_class(module_name, global_name)
+        self.classes.add(found)
+        return found
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.usefixtures("indexed")
+def test_the_fingerprint_of_a_memory_names_every_class_in_it(tools: Any, tmp_path: Path, seed: int) -> None:
+    """A class that changes unnoticed would be taken up with what it meant before."""
+    log, _ = walked(tools, tmp_path / "log", seed)
+    build_index(open_log(log)).close()
+    with contextlib.closing(sqlite3.connect(index_path(open_log(log)))) as connection:
+        ((stored,),) = connection.execute("SELECT stored FROM memory")
+    named = Named(zlib.decompress(stored))
+    named.load()
+    values = {kind for kind in named.classes if issubclass(kind, enum.Enum | e.Event | Counter | OrderedDict)}
+    assert named.classes - values - {ChunkHistory, Lives, Requests} <= set(REMEMBERED)
