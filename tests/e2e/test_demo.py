@@ -6,6 +6,7 @@ import json
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +84,16 @@ def test_an_engine_that_cannot_start_fails_the_demo_with_its_last_words(tmp_path
     assert "Error" in result.stderr
 
 
+@pytest.fixture
+def hears_interrupts() -> Iterator[None]:
+    """What a shell starts in the background ignores SIGINT, and so does all that it starts; here nobody does."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.vllm
+@pytest.mark.usefixtures("hears_interrupts")
 def test_an_interrupted_demo_leaves_no_process_behind(tmp_path: Path) -> None:
     """Ctrl-C while an engine starts ends the engine, too."""
     demo = subprocess.Popen(
