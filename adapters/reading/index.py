@@ -14,7 +14,7 @@ from pathlib import Path
 import attrs
 import msgspec
 
-from kvledger.adapters.reading.index_builder import BATCHES_PER_PLACE, has_earlier_index, write_index
+from kvledger.adapters.reading.index_builder import BATCHES_PER_PLACE, earlier_contents, write_index
 from kvledger.adapters.reading.index_file import Contents, index_path
 from kvledger.adapters.reading.listener import Listener
 from kvledger.adapters.reading.logs import Batch, StoredLog
@@ -146,7 +146,7 @@ def index_for(log: StoredLog, output: Listener, request: str | None = None) -> L
     if index is not None:
         return index
     try:
-        what = "bringing the index up to date" if has_earlier_index(log) else "building an index, once"
+        what = "bringing the index up to date" if earlier_contents(log) is not None else "building an index, once"
         with output.progress(log, what):
             return build_index(log)
     except (OSError, sqlite3.Error) as error:

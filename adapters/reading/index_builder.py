@@ -47,7 +47,8 @@ def write_index(log: StoredLog) -> None:
     descriptor, unfinished = tempfile.mkstemp(dir=path.parent, prefix=path.stem, suffix=".unfinished")
     os.close(descriptor)
     try:
-        if not _continue(log, path, unfinished):
+        earlier = earlier_contents(log)
+        if earlier is None or not _continue(log, earlier, path, unfinished):
             Path(unfinished).write_bytes(b"")
             with _opened(unfinished) as connection:
                 connection.executescript(SCHEMA)
@@ -59,34 +60,29 @@ def write_index(log: StoredLog) -> None:
         raise
 
 
-def _continue(log: StoredLog, earlier: Path, unfinished: str) -> bool:
+def earlier_contents(log: StoredLog) -> Contents | None:
+    """What the index of the log as it was earlier says, if there is one that may be continued."""
+    try:
+        with _opened(f"{index_path(log).absolute().as_uri()}?mode=ro") as connection:
+            ((stored, fingerprint),) = connection.execute("SELECT contents, fingerprint FROM log, memory")
+            contents = msgspec.msgpack.decode(stored, type=Contents)
+        is_foldable = contents.first_sequence == 1 and contents.trusted_sequence == contents.last_sequence
+        may_go_on = is_foldable and contents.is_whole and contents.describes_beginning(log)
+        return contents if may_go_on and fingerprint == memory_fingerprint(log.configuration) else None
+    except (OSError, sqlite3.Error, msgspec.MsgspecError, ValueError):
+        return None
+
+
+def _continue(log: StoredLog, contents: Contents, earlier: Path, unfinished: str) -> bool:
     """Copy an earlier index and add what came since; False where that cannot be."""
     try:
         shutil.copyfile(earlier, unfinished)
         with _opened(unfinished) as connection:
-            ((stored_contents, fingerprint, stored_memory),) = connection.execute("SELECT * FROM log, memory")
-            contents = msgspec.msgpack.decode(stored_contents, type=Contents)
-            if not _can_go_on(log, contents) or fingerprint != memory_fingerprint(log.configuration):
-                return False
+            ((stored,),) = connection.execute("SELECT stored FROM memory")
             connection.execute("BEGIN")
-            return _Builder(log, connection, contents, decode_memory(stored_memory)).go_on()
+            return _Builder(log, connection, contents, decode_memory(stored)).go_on()
     except Exception:  # noqa: BLE001 -- whatever is wrong with an index, a new one is right
         return False
-
-
-def has_earlier_index(log: StoredLog) -> bool:
-    """Whether there is an index of the log as it was earlier, which may be continued."""
-    try:
-        with _opened(f"{index_path(log).absolute().as_uri()}?mode=ro") as connection:
-            ((stored,),) = connection.execute("SELECT contents FROM log")
-            return _can_go_on(log, msgspec.msgpack.decode(stored, type=Contents))
-    except (OSError, sqlite3.Error, msgspec.MsgspecError, ValueError):
-        return False
-
-
-def _can_go_on(log: StoredLog, contents: Contents) -> bool:
-    is_foldable = contents.first_sequence == 1 and contents.trusted_sequence == contents.last_sequence
-    return is_foldable and contents.is_whole and contents.describes_beginning(log)
 
 
 @contextlib.contextmanager
