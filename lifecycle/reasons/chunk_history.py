@@ -50,31 +50,16 @@ class ChunkFact:
 
     def __reduce__(self) -> tuple[type[ChunkFact], tuple[object, ...]]:
         # An index remembers hundreds of thousands; as attrs would have it, each takes three times as long.
-        return ChunkFact, (
-            self.status,
-            self.sequence,
-            self.request_id,
-            self.ordinal,
-            self.job_id,
-            self.detail,
-            self.cause,
-            self.earlier,
-        )
+        return ChunkFact, (*self._alone(), self.earlier)
 
     def after(self, earlier: ChunkFact | None) -> ChunkFact:
         """The same with what came before it; `attrs.evolve` would be several times as slow."""
         if earlier is self.earlier:
             return self
-        return ChunkFact(
-            self.status,
-            self.sequence,
-            self.request_id,
-            self.ordinal,
-            self.job_id,
-            self.detail,
-            self.cause,
-            earlier,
-        )
+        return ChunkFact(*self._alone(), earlier)
+
+    def _alone(self) -> tuple[ChunkStatus, int, str, int, int, str, int]:
+        return self.status, self.sequence, self.request_id, self.ordinal, self.job_id, self.detail, self.cause
 
     def settled(self, status: ChunkStatus, sequence: int, cause: int, detail: str = "") -> ChunkFact:
         """What became of this save."""

@@ -12,7 +12,7 @@ import attrs
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.configuration import LedgerConfiguration
 from kvledger.lifecycle.projections.lookup_cache import MissReason
-from kvledger.lifecycle.reasons.chunk_history import ChunkFact, ChunkHistory, ChunkStatus
+from kvledger.lifecycle.reasons.chunk_history import ChunkFact, ChunkStatus
 from kvledger.lifecycle.reasons.life import Life
 from kvledger.lifecycle.reasons.memory import Memory
 from kvledger.lifecycle.reasons.reason import Reason
@@ -46,11 +46,6 @@ class Explainer:
 
     configuration: LedgerConfiguration
     memory: Memory
-
-    @property
-    def history(self) -> ChunkHistory:
-        """What became of each chunk."""
-        return self.memory.history
 
     def explain(self, answer: e.LookupAnswered, sequence: int, life: Life) -> tuple[Span, ...]:
         """The reasons of all tokens from the end of the offer to the last known one."""
