@@ -95,8 +95,9 @@ class KVLedgerConnector(KVConnectorBase_V1, SupportsHMA):
         )
         if configuration.async_load_tokens != 0 and versions.needs_loads_beside_steps(vllm_config):
             messages.warning(
-                "with async scheduling, vLLM delivers a token computed on top of a failed synchronous load before it "
-                "recomputes; set load_mode to 'async' or 'auto', or kv_load_failure_policy to 'fail'"
+                "with async scheduling and the policy 'recompute', vLLM delivers a token computed on top of a failed "
+                "synchronous load before it recomputes; set load_mode to 'async' or 'auto', or kv_load_failure_policy "
+                "to 'fail' (beside MultiConnector its own counts, not ours)"
             )
         speculates = versions.uses_speculation(vllm_config)
         self._scheduler_side = SchedulerSide(
@@ -117,7 +118,6 @@ class KVLedgerConnector(KVConnectorBase_V1, SupportsHMA):
             block_size=configuration.block_size,
             windows=configuration.windows,
             num_slots=configuration.num_slots,
-            on_load_failure=self._kv_transfer_config.kv_load_failure_policy,
         )
 
     @staticmethod
@@ -252,6 +252,10 @@ class KVLedgerConnector(KVConnectorBase_V1, SupportsHMA):
     def has_pending_push_work(self) -> bool:
         """Whether the engine must keep stepping for a copy."""
         return self._scheduler_side is not None and self._scheduler_side.has_pending_push_work()
+
+    def has_pending_block_frees(self) -> bool:
+        """Whether blocks of ended requests are coming back, so that nobody need be preempted (base.py, 0.32)."""
+        return self.scheduler_side.has_pending_block_frees()
 
     def reset_cache(self) -> bool | None:
         """Everything saved is stale."""

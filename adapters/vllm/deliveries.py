@@ -39,6 +39,8 @@ class Deliveries:
         self._receiving: set[str] = set()
         """Requests that wait for the end of their load, or for vLLM to hear of it."""
         self._held: set[str] = set()
+        self._coming_back: set[str] = set()
+        """Requests that have ended, whose blocks vLLM keeps until it hears of the end of a copy."""
         self._received: list[str] = []
         self._failed: list[str] = []
         self._sent: list[str] = []
@@ -76,13 +78,22 @@ class Deliveries:
         self._failed.append(request_id)
         return True
 
-    def holds(self, request_id: str) -> bool:
-        """Whether vLLM is to keep the blocks of a request that ends now."""
-        return request_id in self._held
+    @property
+    def is_freeing(self) -> bool:
+        """Whether blocks of a request that has ended will be free when vLLM hears of the end of a copy."""
+        return bool(self._coming_back)
 
-    def heard(self, request_ids: Iterable[str]) -> None:
-        """VLLM knows of the end of these loads."""
-        self._receiving.difference_update(request_ids)
+    def hold(self, request_id: str) -> bool:
+        """A request ends now; whether vLLM is to keep its blocks. It does so by itself where a load has not ended."""
+        is_held = request_id in self._held
+        if is_held or request_id in self._receiving:
+            self._coming_back.add(request_id)
+        return is_held
+
+    def heard(self, received: Iterable[str], sent: Iterable[str]) -> None:
+        """VLLM knows of the end of these loads, and that the blocks of these requests are free."""
+        self._receiving.difference_update(received)
+        self._coming_back.difference_update(received, sent)
 
     def count(self, reports: Iterable[JobReport]) -> None:
         """Remember who has reported; nothing follows from it while the ledger decides."""

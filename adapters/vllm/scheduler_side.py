@@ -190,7 +190,7 @@ class SchedulerSide:
         received = self.journal.deliveries.take_received()
         if received:
             connector_output.finished_recving = {*(connector_output.finished_recving or ()), *received}
-        self.journal.deliveries.heard(connector_output.finished_recving or ())
+        self.journal.deliveries.heard(connector_output.finished_recving or (), connector_output.finished_sending or ())
 
     @guarded(default=False, hook_name="update_connector_output")
     def _take_up_output(self, connector_output: KVConnectorOutput) -> bool:
@@ -250,7 +250,7 @@ class SchedulerSide:
                 self.journal.now(),
             )
         )
-        return self.journal.deliveries.holds(request.request_id)
+        return self.journal.deliveries.hold(request.request_id)
 
     @guarded(default=False)
     def reset_cache(self) -> bool:
@@ -266,6 +266,11 @@ class SchedulerSide:
     def has_pending_push_work(self) -> bool:
         """Whether steps are needed although no request is left: a copy waits for one, or for its report."""
         return self.journal.has_jobs
+
+    @guarded(default=False)
+    def has_pending_block_frees(self) -> bool:
+        """Whether vLLM had better wait a step for blocks that are coming back than preempt a request for them."""
+        return self.journal.deliveries.is_freeing
 
     @guarded(default=None)
     def shutdown(self) -> None:

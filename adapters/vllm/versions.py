@@ -61,8 +61,9 @@ def refuse_unsupported(vllm_config: VllmConfig) -> None:
 
 
 def block_size(kv_cache_config: KVCacheConfig) -> int:
-    """Tokens of one block (`v1/kv_cache_interface.py`, KVCacheSpec.block_size)."""
-    return int(kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size)
+    """Tokens of one block (`v1/kv_cache_interface.py`, KVCacheSpec.block_size); 1 where there is no KV cache at all."""
+    groups = kv_cache_config.kv_cache_groups
+    return int(groups[0].kv_cache_spec.block_size) if groups else 1
 
 
 def block_bytes(kv_cache_config: KVCacheConfig) -> int:
@@ -157,12 +158,12 @@ def needs_loads_beside_steps(vllm_config: VllmConfig) -> bool:
     """Whether a failed synchronous load may reach a client as wrong tokens.
 
     0.32 skips the output of the step whose load failed, but not that of the step scheduled on top of it
-    (`v1/core/sched/scheduler.py`, update_from_output). The policy "fail" ends the request before that, and a request
-    that waits for its load beside the steps is in no step that could compute on top of it.
+    (`v1/core/sched/scheduler.py`, update_from_output). A request that waits for an asynchronous load is in no step that
+    could compute on top of it. The policy "fail" would end the request before that, but the policy that counts is that
+    of the outermost configuration, which a child of `MultiConnector` is not shown
+    (`kv_connector/v1/multi_connector.py`, _get_connector_classes_and_configs); nor can it tell that it is one.
     """
-    transfer = vllm_config.kv_transfer_config
-    recomputes = transfer is not None and transfer.kv_load_failure_policy == "recompute"
-    return recomputes and bool(vllm_config.scheduler_config.async_scheduling)
+    return bool(vllm_config.scheduler_config.async_scheduling)
 
 
 def block_dimension(shape: Sequence[int], num_blocks: int) -> int | None:

@@ -17,8 +17,9 @@ class TokenConservation:
     """local + external + to compute == known tokens, and none of them is negative.
 
     Verifies: the first step after an allocation that took up external tokens starts exactly behind local and
-    external tokens, unless a failed load or a rollback came between; counts of steps and lookups are not
-    negative; progress that is told is the count that the steps fold to, and tells rightly whether tokens remain.
+    external tokens, unless a failed load, also of another request into blocks that it shares, or a rollback came
+    between; counts of steps and lookups are not negative; progress that is told is the count that the steps fold to,
+    and tells rightly whether tokens remain.
     Does not verify: later steps, where drafts are rejected and counts shrink without an event, and admissions
     that took up nothing, whose local part the connector is told rounded to blocks.
     """
@@ -43,6 +44,7 @@ class TokenConservation:
             (e.PrefillCompleted, self._progress),
             (e.LoadFailed, self._forget),
             (e.TokensRolledBack, self._forget),
+            (e.LoadErrorsObserved, self._load_errors_observed),
         ]
 
     def _step_scheduled(
@@ -79,6 +81,15 @@ class TokenConservation:
     def _forget(self, event: e.RequestEvent, _step: ReplayedEvent, _projections: Projections) -> None:
         self._answers.pop(event.request_id, None)
         self._admissions.pop(event.request_id, None)
+
+    def _load_errors_observed(
+        self, event: e.LoadErrorsObserved, _step: ReplayedEvent, projections: Projections
+    ) -> None:
+        """VLLM takes back what a request counts on that waits for its own load, too (scheduler.py, 0.32)."""
+        unfilled = frozenset(event.block_ids)
+        for request_id in tuple(self._admissions):
+            if not unfilled.isdisjoint(projections.blocks.held(request_id)):
+                del self._admissions[request_id]
 
     def _check_step(self, event: e.StepScheduled, step: ReplayedEvent, projections: Projections) -> Iterator[Violation]:
         for ordinal, num_computed_tokens, num_scheduled_tokens, num_tokens in event.advanced:

@@ -356,7 +356,7 @@ def test_a_worker_has_an_overlapping_engine_only_where_something_runs_beside_the
     [
         ("sync", "recompute", True, True),
         ("sync", "recompute", False, False),
-        ("sync", "fail", True, False),
+        ("sync", "fail", True, True),  # as a child of MultiConnector we are shown a policy that does not count
         ("auto", "recompute", True, False),
         ("async", "recompute", True, False),
     ],

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sim.broken_copies import BROKEN, break_copies
 from sim.modes import transfers_within_and_beside
 
 from kvledger.adapters.vllm import scheduler_side
@@ -32,7 +33,6 @@ from kvledger.storage.events import segments as segments_module
 pytestmark = pytest.mark.scheduler
 
 NUM_OUTPUT_TOKENS = 50
-BROKEN = "broken on purpose"
 
 
 def crowd(engine: Any, num_requests: int = 3) -> None:
@@ -437,69 +437,6 @@ def test_a_handler_that_raises(
 
 
 # --- copies ----------------------------------------------------------------------------------------
-
-
-class BrokenCopies:
-    """Wraps a copy engine; fails saves or loads, all of them or the first."""
-
-    def __init__(self, inner: Any, what: str, failures: list[str]) -> None:
-        self._inner = inner
-        self._what = what
-        self._failures = failures
-
-    def _copy(self, what: str, sources: Any, destinations: Any) -> Any:
-        if what == self._what and self._failures:
-            raise RuntimeError(self._failures.pop())
-        return getattr(self._inner, what)(sources, destinations)
-
-    def save(self, block_ids: Any, slots: Any) -> Any:
-        """Device to host."""
-        return self._copy("save", block_ids, slots)
-
-    def load(self, slots: Any, block_ids: Any) -> Any:
-        """Host to device."""
-        return self._copy("load", slots, block_ids)
-
-    def start_save(self, block_ids: Any, slots: Any) -> Any:
-        """Device to host, beside the steps; it fails when it is waited for."""
-        return self._start("save", block_ids, slots)
-
-    def start_load(self, slots: Any, block_ids: Any) -> Any:
-        """Host to device, beside the steps; it fails when it is waited for."""
-        return self._start("load", slots, block_ids)
-
-    def _start(self, what: str, sources: Any, destinations: Any) -> Any:
-        if what == self._what and self._failures:
-            return BrokenCopy(self._failures.pop())
-        return getattr(self._inner, f"start_{what}")(sources, destinations)
-
-    def close(self) -> None:
-        """Close the wrapped engine."""
-        self._inner.close()
-
-
-class BrokenCopy:
-    """A copy that came to nothing."""
-
-    def __init__(self, error: str) -> None:
-        self._error = error
-
-    def is_done(self) -> bool:
-        """It is over."""
-        return True
-
-    def wait(self) -> Any:
-        """Tell why."""
-        raise RuntimeError(self._error)
-
-
-def break_copies(engine: Any, what: str, num_failures: int) -> None:
-    """From now on: those within steps and those beside them."""
-    side = engine.worker._worker_side
-    failures = [BROKEN] * num_failures
-    side._engine = BrokenCopies(side._engine, what, failures)
-    if side._overlapping is not None:
-        side._overlapping = BrokenCopies(side._overlapping, what, failures)
 
 
 @transfers_within_and_beside

@@ -248,3 +248,13 @@ def test_a_step_tells_how_many_tokens_are_really_settled(make_engine: Any) -> No
     save = engine.logged(e.SaveIssued)[0]
     assert save.before_forward
     assert [slot == NO_SLOT for slot in save.slots[1::2]] == [True] * 5 + [False] * 3
+
+
+def test_a_model_without_any_kv_cache_group_is_declined(make_engine: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """As an instance that only encodes images has none: it starts, serves, and says why nothing is cached."""
+    engine = make_engine(num_blocks=20, windows=(), enable_prefix_caching=False)
+    assert "the model has no KV cache" in caplog.text
+    assert engine.connector.get_num_new_matched_tokens(engine.add("image", range(20), 1), 0) == (0, False)
+    engine.run()
+    assert engine.finish_reasons == {"image": "length"}
+    assert [note.text for note in engine.logged(e.LogNote)][1] == "declined: the model has no KV cache"

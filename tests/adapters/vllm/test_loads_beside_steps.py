@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from sim.broken_copies import break_copies
 from sim.slow_copies import SlowCopies, SlowCopy, slow_down
 from sim.told import Told, listen
 from vllm.v1.request import RequestStatus
@@ -432,7 +433,7 @@ def test_a_load_whose_slots_a_reset_freed_is_not_written_over(make_engine: Any) 
     [
         (False, "recompute", [False, True]),
         (False, "fail", [False, True]),
-        (True, "fail", [False, True]),
+        (True, "fail", [True, True]),
         (True, "recompute", [True, True]),
     ],
 )
@@ -440,7 +441,7 @@ def test_auto_lets_large_loads_run_beside_the_steps_and_all_where_only_that_is_s
     make_engine: Any, monkeypatch: pytest.MonkeyPatch, async_scheduling: bool, policy: str, are_async: list[bool]
 ) -> None:
     """Three blocks count as large here. With two steps in flight, vLLM delivers a token that was computed on top of a
-    failed synchronous load before it recomputes.
+    failed synchronous load before it recomputes; a child of MultiConnector is shown a policy that does not count.
     """
     monkeypatch.setattr(configuration, "LARGE_LOAD_BYTES", 3 * 2 * 8 * 16 * 2)
     engine = overlapping(
@@ -454,4 +455,33 @@ def test_auto_lets_large_loads_run_beside_the_steps_and_all_where_only_that_is_s
         engine.run()
     assert [load.is_async for load in engine.logged(e.LoadIssued)] == are_async
     assert engine.logged(*TROUBLE) == []
+    check_at_rest(engine)
+
+
+@pytest.mark.parametrize("model_runner_v2", [False, True])
+@pytest.mark.parametrize("num_local_tokens", [0, 16])
+def test_a_request_that_waits_for_its_load_shares_blocks_whose_load_failed(
+    make_engine: Any, monkeypatch: pytest.MonkeyPatch, num_local_tokens: int, model_runner_v2: bool
+) -> None:
+    """VLLM takes back what it counted on, without a word; the log is sound all the same, and so is the output."""
+    monkeypatch.setattr(configuration, "LARGE_LOAD_BYTES", 3 * 2 * 8 * 16 * 2)
+    engine = make_engine(num_blocks=60, chunk_size=16, load_mode="auto", model_runner_v2=model_runner_v2)
+    engine.add("writer", range(96), 4)
+    engine.run()
+    assert engine.scheduler.reset_prefix_cache()
+    if num_local_tokens:
+        engine.add("local", range(num_local_tokens + 1), 1)
+        engine.run()
+    break_copies(engine, "load", 1)
+    engine.add("small", [*range(num_local_tokens + 32), *range(700, 740)], 20)
+    engine.add("large", [*range(96), *range(800, 810)], 20)
+    engine.run()
+    loads = [
+        (load.request_id, load.first_token, load.is_async)
+        for load in engine.logged(e.LoadIssued)
+        if load.num_tokens > 16
+    ]
+    assert loads[:2] == [("small", num_local_tokens, False), ("large", num_local_tokens + 32, True)]
+    assert [failed.request_id for failed in engine.logged(e.LoadFailed)] == ["small"]
+    assert {len(output) for request_id, output in engine.outputs.items() if request_id != "local"} == {4, 20}
     check_at_rest(engine)

@@ -12,6 +12,7 @@ from typing import Any
 import attrs
 import pytest
 import torch
+from sim.broken_copies import break_copies
 from sim.contenders import LEDGER
 from sim.hashed_model import chained_hash
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata, KVConnectorRole
@@ -339,6 +340,26 @@ def test_what_the_other_cache_could_not_load_is_not_saved(
     assert len(engine.outputs["theirs"]) == 20
     assert engine.logged(e.LoadErrorsObserved)
     ask_again(engine)
+    engine.check_released()
+
+
+@pytest.mark.parametrize("model_runner_v2", [False, True])
+def test_the_policy_that_counts_is_that_of_the_parent(make_multi: MakeMulti, model_runner_v2: bool) -> None:
+    """A child is shown its own policy, "fail"; the scheduler recomputes. No token on top of a failed load comes out."""
+    ours = {key: value for key, value in LEDGER.items() if key != "kv_load_failure_policy"}
+    ours["kv_connector_extra_config"] = {"log_dir": None, "chunk_size": 16, "host_bytes": 1 << 20}
+    engine = make_multi(
+        ours_first=True, theirs={}, children=[ours], async_scheduling=True, model_runner_v2=model_runner_v2
+    )
+    assert engine.vllm_config.kv_transfer_config.kv_load_failure_policy == "recompute"
+    engine.add("writer", range(64), 2)
+    engine.run()
+    break_copies(engine, "load", 1, engine.worker.sub_connectors[0])
+    engine.add("reader", range(64), 6)
+    engine.run(max_steps=200)
+    assert engine.logged(e.LoadFailed, request_id="reader")
+    assert len(engine.outputs["reader"]) == 6
+    engine.check_outputs()
     engine.check_released()
 
 

@@ -129,6 +129,32 @@ def test_somebody_who_needs_all_blocks_waits_for_the_copies(
 
 
 @runners
+def test_nobody_is_preempted_for_blocks_that_are_coming_back(
+    make_engine: Any, async_scheduling: bool, model_runner_v2: bool
+) -> None:
+    """A running request that needs a block waits for those of an ended one, and goes on where it was."""
+    engine = overlapping(make_engine, num_blocks=9, async_scheduling=async_scheduling, model_runner_v2=model_runner_v2)
+    copies = slow_down(engine, "save")
+    engine.add("running", range(600, 620), 70)
+    engine.add("ended", range(64), 2)
+    step_until_unscheduled(engine, "ended")
+    num_kept = 8 - num_free_blocks(engine)
+    for _ in range(60):
+        engine.step()
+    assert engine.num_preemptions == 0
+    assert engine.connector.has_pending_block_frees()
+    assert len(engine.outputs["running"]) < 70
+    assert 8 - num_free_blocks(engine) > num_kept
+    finish_all(copies)
+    step_until_unscheduled(engine, "running")
+    finish_all(copies)
+    engine.run()
+    assert engine.num_preemptions == 0
+    assert not engine.connector.has_pending_block_frees()
+    check_at_rest(engine)
+
+
+@runners
 def test_an_aborted_request_keeps_its_blocks_as_well(
     make_engine: Any, async_scheduling: bool, model_runner_v2: bool
 ) -> None:
