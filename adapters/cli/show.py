@@ -23,7 +23,7 @@ from kvledger.adapters.reading.logs import StoredLog
 from kvledger.adapters.reading.requests import Requests, RequestSummary
 from kvledger.adapters.reading.sources import one_of
 from kvledger.adapters.reading.window import Window
-from kvledger.lifecycle import HandlerRegistry
+from kvledger.lifecycle import HandlerRegistry, LedgerConfiguration
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.belief import Projections
 from kvledger.lifecycle.projections.totals import Figures
@@ -219,24 +219,34 @@ def _show_log(log: StoredLog, window: Window, limit: int, output: Output) -> Non
             summaries = list(index.summaries(window.first_sequence))
             _show_summary(output, log, summaries, contents.figures, contents.last_time_ns, limit)
         return
-    requests, projections = Requests(), _start(log, output)
+    requests = Requests()
+    projections = _start(log, output) if log.header else None
 
     def take(at: int, event: e.Event) -> None:
         requests.take(event)
-        if log.start_sequence < at <= log.trusted_sequence:
+        if projections is not None and log.start_sequence < at <= log.trusted_sequence:
             projections.fold(event, at)
         if at < window.first_sequence:
             requests.forget_ended(event)
 
     with output.progress(log, "reading"):
         _take_each(_until(log.events(), window), take, output)
+    if projections is None:
+        _show_summary(output, log, requests.summaries, None, 0, limit)
+        return
     requests.finish(projections)
     _show_summary(output, log, requests.summaries, projections.totals.figures, projections.tracker.time_ns, limit)
 
 
 def _show_summary(
-    output: Output, log: StoredLog, summaries: Sequence[RequestSummary], figures: Figures, duration_ns: int, limit: int
+    output: Output,
+    log: StoredLog,
+    summaries: Sequence[RequestSummary],
+    figures: Figures | None,
+    duration_ns: int,
+    limit: int,
 ) -> None:
+    """Without figures: of a log whose configuration is lost."""
     outcomes = Counter(summary.outcome or "unknown" for summary in summaries)
     if output.is_json:
         output.record(
@@ -249,7 +259,7 @@ def _show_summary(
                 "num_bytes": log.num_bytes,
                 "duration_ns": duration_ns,
                 "outcomes": dict(outcomes),
-                "figures": attrs.asdict(figures),
+                "figures": None if figures is None else attrs.asdict(figures),
             },
         )
         for summary in summaries:
@@ -258,7 +268,8 @@ def _show_summary(
     _show_header(output, log, duration_ns)
     outcome_words = ", ".join(f"{count} {outcome}" for outcome, count in outcomes.most_common())
     output.field("requests", f"{len(summaries)}: {outcome_words}" if outcomes else "none")
-    _show_figures(output, figures)
+    if figures is not None:
+        _show_figures(output, figures)
     if summaries:
         output.line()
         listed = summaries[-limit:] if limit else summaries
@@ -268,7 +279,7 @@ def _show_summary(
 
 
 def _show_header(output: Output, log: StoredLog, duration_ns: int) -> None:
-    header, configuration = log.header, log.configuration
+    header = log.header
     versions = f"kvledger {header.get('kvledger_version', 'unknown')}, vLLM {header.get('vllm_version', 'unknown')}"
     output.field("log", str(log.path))
     output.field("written by", versions)
@@ -276,6 +287,14 @@ def _show_header(output: Output, log: StoredLog, duration_ns: int) -> None:
     if isinstance(opened_at, int):
         opened = dt.datetime.fromtimestamp(opened_at / 1e9, tz=dt.UTC)
         output.field("opened", f"{opened:%Y-%m-%d %H:%M:%S} UTC, covers {duration(duration_ns)}")
+    if header:
+        _show_configuration(output, log.configuration)
+    else:
+        output.field("sizes", "not known: no copy of the log's header is intact", "red")
+    output.field("events", f"{log.num_events} in {plural(log.num_frames, 'frame')}, {size(log.num_bytes)}")
+
+
+def _show_configuration(output: Output, configuration: LedgerConfiguration) -> None:
     output.field(
         "sizes",
         f"block {configuration.block_size} tokens, chunk {configuration.chunk_size} tokens, "
@@ -290,7 +309,6 @@ def _show_header(output: Output, log: StoredLog, duration_ns: int) -> None:
     if configuration.chunk_statistics:
         policies.append("chunk statistics")
     output.field("policies", ", ".join(policies))
-    output.field("events", f"{log.num_events} in {plural(log.num_frames, 'frame')}, {size(log.num_bytes)}")
 
 
 def _show_figures(output: Output, figures: Figures) -> None:

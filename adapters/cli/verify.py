@@ -16,7 +16,7 @@ from kvledger.adapters.cli.words import plural, retired_remarks, size
 from kvledger.adapters.exit_codes import ExitCode, gravest
 from kvledger.adapters.reading.logs import LogDamage, StoredLog, open_log
 from kvledger.adapters.reading.window import Window
-from kvledger.lifecycle import HandlerRegistry
+from kvledger.lifecycle import HandlerRegistry, LedgerConfiguration
 from kvledger.lifecycle.audit import NOT_CHECKED, Audit, Violation
 from kvledger.lifecycle.divergences import Divergence
 from kvledger.lifecycle.events import Event
@@ -24,6 +24,12 @@ from kvledger.lifecycle.machine import ReferenceMachine, table_fingerprint
 
 _MAX_SHOWN = 20
 """Of each kind for people; programs get all that is kept."""
+_NO_CONFIGURATION = LedgerConfiguration(block_size=1, chunk_size=1, num_slots=1)
+"""For the audit of a log whose configuration is lost: it is given no event."""
+_HEADER_LOST = (
+    "no copy of the log's header is intact, and the configuration stood there: events were decoded as this version "
+    "writes them, and neither rules nor decisions can be judged"
+)
 _OBJECTS_PER_COLLECTION = 200_000
 
 
@@ -59,9 +65,13 @@ def _verify(log: StoredLog, window: Window, handlers: HandlerRegistry, output: O
 
     keeps = None if window.is_everything else is_selected
     start = log.start(handlers)
-    audit = Audit(log.configuration, ReferenceMachine(), handlers=handlers, keeps=keeps, start=start)
+    configuration = log.configuration if log.header else _NO_CONFIGURATION
+    audit = Audit(configuration, ReferenceMachine(), handlers=handlers, keeps=keeps, start=start)
     with output.progress(log, "verifying"), _rare_collections():
-        if window.last_sequence is None:
+        if not log.header:
+            for _ in log.frames():
+                pass
+        elif window.last_sequence is None:
             audit.run_frames(log.trusted_frames())
         else:
             for sequence, event in log.trusted_events():
@@ -153,12 +163,14 @@ def _remarks(log: StoredLog, window: Window, handlers: HandlerRegistry) -> list[
     remarks += log.start_remarks
     if log.start_sequence:
         remarks.append(f"rules and decisions were checked from event {log.start_sequence + 1} on, from a snapshot")
-    elif log.begins_late:
+    elif log.header and log.begins_late:
         remarks.append(
             f"the log begins with event {log.first_sequence}: what came before was retired or is in another file, "
             "so neither rules nor decisions could be checked"
         )
-    is_told = log.start_sequence > 0 or not log.begins_late
+    if not log.header:
+        remarks.append(_HEADER_LOST)
+    is_told = log.header and (log.start_sequence > 0 or not log.begins_late)
     if is_told and log.trusted_sequence < log.last_sequence and not window.is_over(log.last_sequence):
         remarks.append(
             f"rules and decisions were checked up to event {log.trusted_sequence}; the next ones are missing"
@@ -208,7 +220,7 @@ def _show_json(output: Output, log: StoredLog, audit: Audit, findings: Findings)
             "num_damage": len(findings.damage),
             "num_violations": dict(audit.num_violations),
             "num_divergences": findings.num_divergences,
-            "rules": [checker.rule for checker in audit.checkers],
+            "rules": [checker.rule for checker in audit.checkers if log.header],
             "remarks": findings.remarks,
         },
     )
@@ -228,12 +240,14 @@ def _show_text(output: Output, log: StoredLog, audit: Audit, findings: Findings,
     _show_more(output, num_damaged)
     num_broken = len(audit.num_violations)
     rules = f"{len(audit.checkers)} checked over {plural(audit.num_events, 'event')}, {num_broken or 'none'} broken"
+    rules = rules if log.header else "not checked"
     output.field("rules", rules, "red" if num_broken else "green")
     evidence = _evidence(log, audit.violations[:_MAX_SHOWN])
     for violation in audit.violations[:_MAX_SHOWN]:
         _show_violation(output, violation, evidence)
     _show_more(output, audit.num_violations.total())
-    _show_divergence(output, audit, findings)
+    if log.header:
+        _show_divergence(output, audit, findings)
     if verbose:
         output.field("not checked", plural(len(NOT_CHECKED), "rule"))
         for rule, reason in NOT_CHECKED.items():

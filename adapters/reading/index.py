@@ -140,7 +140,7 @@ def index_for(log: StoredLog, output: Listener, request: str | None = None) -> L
     it has the end of each request that begins so: a log that is being written has no index of its own for long.
     An index that cannot be written is no reason to tell nothing: then the log is read.
     """
-    if log.total_bytes() < INDEX_FROM_BYTES:
+    if log.total_bytes() < INDEX_FROM_BYTES or not log.header:
         return None
     index = open_index(log, request)
     if index is not None:

@@ -15,7 +15,7 @@ import msgspec
 from kvledger.adapters.exit_codes import CommandFailed, ExitCode
 from kvledger.lifecycle import HandlerRegistry, LedgerConfiguration
 from kvledger.lifecycle.belief import Projections
-from kvledger.lifecycle.codec import CodecError, DecodedFrame, EventDecoder, SchemaTooNew
+from kvledger.lifecycle.codec import CodecError, DecodedFrame, EventDecoder, SchemaTooNew, vocabulary_header
 from kvledger.lifecycle.events import Event
 from kvledger.lifecycle.replay import SequencedEvent
 from kvledger.lifecycle.snapshots import SnapshotError, restore, state_fingerprint
@@ -81,7 +81,8 @@ class StoredLog:
 
     path: Path
     header: Mapping[str, object]
-    configuration: LedgerConfiguration
+    """Empty where no copy of it is intact: then events are decoded as this version writes them."""
+    _configuration: LedgerConfiguration | None
     damage: list[LogDamage] = attrs.field(factory=list, init=False)
     num_bytes: int = attrs.field(default=0, init=False)
     num_frames: int = attrs.field(default=0, init=False)
@@ -107,7 +108,7 @@ class StoredLog:
         projections are the caller's, who folds them on.
         """
         self.start_sequence, self.start_remarks = 0, []
-        if not self.path.is_dir() or self._reader.first_sequence in {None, 1}:
+        if not self.header or not self.path.is_dir() or self._reader.first_sequence in {None, 1}:
             return None
         fingerprint = state_fingerprint(self.configuration, handlers)
         found, self.start_remarks = find_snapshot(self.path, log_id=str(self.header["log_id"]), fingerprint=fingerprint)
@@ -120,6 +121,22 @@ class StoredLog:
             return None
         self.start_sequence = found.sequence
         return projections
+
+    @property
+    def configuration(self) -> LedgerConfiguration:
+        """The sizes and choices of the engine that wrote the log, without which nothing in it can be folded.
+
+        Raises:
+            CommandFailed: they stood in a header of which no copy is intact.
+        """
+        if self._configuration is None:
+            raise CommandFailed(
+                f"{self.path}: no copy of the log's header is intact, and the configuration stood there: without it "
+                "states, reasons and decisions cannot be told; `kvledger verify` and `kvledger show` (without a "
+                "request) tell what is left",
+                ExitCode.DAMAGED,
+            )
+        return self._configuration
 
     @property
     def skipped(self) -> Mapping[str, int]:
@@ -273,18 +290,28 @@ def open_log(path: Path, *, lenient: bool = False) -> StoredLog:
         reader = read_log(path)
         header: dict[str, object] = reader.header
         if not header:
-            raise CommandFailed(f"{path}: {_unreadable(reader)}", ExitCode.DAMAGED)
+            return _without_header(path, reader, lenient=lenient)
         return StoredLog(path, header, _configuration(header), EventDecoder(header, lenient=lenient), reader)
     except (LogError, CodecError, OSError) as error:
         hint = "; or skip what is not known with --lenient" if isinstance(error, SchemaTooNew) else ""
         raise CommandFailed(f"{path}: {error}{hint}", ExitCode.DAMAGED) from error
 
 
-def _unreadable(reader: LogReader) -> str:
-    for _ in reader:
-        pass
+def _without_header(path: Path, reader: LogReader, *, lenient: bool) -> StoredLog:
+    """A log of which no copy of a header is intact: its events, where they are encoded as today's are."""
+    decoder = EventDecoder(vocabulary_header(), lenient=lenient)
+    why = "it holds no intact event"
+    for frame in reader:
+        if frame.kind is FrameKind.EVENTS:
+            try:
+                decoder.decode_frame(frame.payload)
+            except CodecError as error:
+                why = str(error)
+                break
+            return StoredLog(path, {}, None, decoder, reader)
     found = "; ".join(damage.detail for damage in reader.damage) or "it is empty"
-    return f"no segment has a readable header, so its events cannot be decoded: {found}"
+    message = f"{path}: no segment has a readable header, so its events cannot be decoded: {found}; {why}"
+    raise CommandFailed(message, ExitCode.DAMAGED)
 
 
 def _configuration(header: Mapping[str, object]) -> LedgerConfiguration:

@@ -35,7 +35,8 @@ DAMAGE_KINDS: Final[dict[DamageKind, str]] = {
     "from something else; it is left out",
     "chain_broken": "a frame or header is intact and does not follow from what stands before it: one of the two was "
     "not written by the writer of this log",
-    "corrupt_header": "a segment's header is unreadable; the frames behind it are found again",
+    "corrupt_header": "a segment's header is damaged: one copy, and the other one is read; or both, and the frames "
+    "behind them are found again",
     "cut_segment": "frames are missing at the end of a segment, which is not the last one, and no byte is damaged",
     "missing_segment": "no segment holds these sequences, and no record says that they were retired",
     "renamed_segment": "a segment's name and header name different sequences; it is read where the header says",

@@ -23,7 +23,7 @@ def frames_from(path: Path, segment: str, offset: int) -> Iterator[tuple[Frame, 
     expected: int | None = None
     for file in (file for file in segments if file.name >= segment):
         try:
-            start = offset if file.name == segment else read_header(file).num_bytes
+            start = offset if file.name == segment else read_header(file, any_copy=True).num_bytes
         except (LogError, FileNotFoundError):
             return
         for frame, at in _frames_of(file, start):

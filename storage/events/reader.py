@@ -22,7 +22,12 @@ from kvledger.storage.events.frames import Frame, frame_bytes
 from kvledger.storage.events.out_of_place import Misplaced, Stray, follows
 from kvledger.storage.events.retirement import Retirement, read_retirements, retired_between
 from kvledger.storage.events.segment_bytes import SegmentBytes
-from kvledger.storage.events.segment_file import MAX_HEADER_BYTES, SegmentHeader, decode_header
+from kvledger.storage.events.segment_file import (
+    MAX_HEADER_BYTES,
+    ONE_COPY_DAMAGED,
+    SegmentHeader,
+    decode_header,
+)
 from kvledger.storage.events.segment_order import OrderedSegment, SegmentOrder
 
 if TYPE_CHECKING:
@@ -174,28 +179,43 @@ class LogReader:
         header: SegmentHeader | None = None
         problem = ""
         try:
-            header = decode_header(data.read(0, MAX_HEADER_BYTES), segment.path.name)
+            header = decode_header(data.read(0, MAX_HEADER_BYTES), segment.path.name, any_copy=True)
         except LogDamaged as error:
             problem = str(error)
         self._check_order(segment, header)
         self._is_copy = header is not None and header.first_sequence < self.next_sequence
         if header is None:
             return self._enter_without_header(segment.path, data, problem)
+        start = self._first_frame_behind(segment.path, data, header)
         if segment.is_renamed:
             detail = f"the header says that it begins with sequence {header.first_sequence}; read there"
             self._report("renamed_segment", segment.path, 0, detail, 0, header.first_sequence)
         if self._is_copy:
             detail = f"begins with sequence {header.first_sequence} like one before; what was read is left out"
             self._report("duplicate_segment", segment.path, 0, detail, data.num_bytes, header.first_sequence)
-            return header.num_bytes
+            return start
         if self.next_sequence == header.first_sequence and self.chain_hash not in {None, header.previous_head_hash}:
             self._report("chain_broken", segment.path, 0, "the header does not follow from the segment before", 0)
         if self.tail is None:
             is_origin = header.first_sequence == 1
             self.head_hash = header.chain_hash if is_origin else header.previous_head_hash
         self.chain_hash, self._number = header.chain_hash, header.segment_number
-        self.tail = (segment.path, header.num_bytes)
-        return header.num_bytes
+        self.tail = (segment.path, start)
+        return start
+
+    def _first_frame_behind(self, segment: Path, data: SegmentBytes, header: SegmentHeader) -> int:
+        """Where the frames begin; reports a damaged copy of the header."""
+        if header.damaged_at is None:
+            return header.num_bytes
+        start = header.num_bytes
+        if header.damaged_at > 0:
+            # Bytes may be missing there, so a frame may stand where the copy should.
+            found = data.find_frame(header.damaged_at, header.first_sequence, self._limit)
+            start = start if found is None else min(found, start)
+        self._report(
+            "corrupt_header", segment, header.damaged_at, ONE_COPY_DAMAGED, header.copy_bytes, header.first_sequence
+        )
+        return start
 
     def _enter_without_header(self, segment: Path, data: SegmentBytes, problem: str) -> int | None:
         found = data.find_frame(0, self.next_sequence, self._limit)

@@ -1,6 +1,7 @@
 """One segment file's name and header block. Knows bytes and names; must not know frames.
 
-File name: ``{first_sequence:020d}.kvlog``. The header block, little-endian:
+File name: ``{first_sequence:020d}.kvlog``. The header block is two equal copies, one behind the other: a damaged one
+costs nothing but a report. A copy, little-endian:
 
 ====== ===== ======================================================================================
 offset bytes field
@@ -13,7 +14,7 @@ offset bytes field
 ====== ===== ======================================================================================
 
 The first 18 bytes keep this layout in every format version, so an old reader can say which version it would need.
-The chain starts with the BLAKE2b-128 of the whole block, which itself names the last hash of the segment before.
+The chain starts with the BLAKE2b-128 of one copy, which itself names the last hash of the segment before.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ __all__ = [
     "FORMAT_VERSION",
     "MAX_HEADER_BYTES",
     "NO_PREVIOUS_HASH",
+    "ONE_COPY_DAMAGED",
     "UNFINISHED_SUFFIX",
     "SegmentHeader",
     "decode_header",
@@ -54,6 +56,7 @@ __all__ = [
 FORMAT_VERSION = 1
 MAX_HEADER_BYTES = 1 << 20
 NO_PREVIOUS_HASH = bytes(CHAIN_HASH_BYTES)
+ONE_COPY_DAMAGED = "one of the segment header's two copies is damaged; the other one is intact"
 UNFINISHED_SUFFIX = ".unfinished"
 
 _MAGIC = b"KVLEDGER"
@@ -84,9 +87,17 @@ class SegmentHeader:
     previous_head_hash: bytes
     header: dict[str, object]
     num_bytes: int
+    """Of the block with both copies: the offset of the first frame."""
     chain_hash: bytes
     segment_number: int | None = None
     """1 for a log's first segment; None in logs whose writer did not count."""
+    damaged_at: int | None = None
+    """The offset of a copy that is damaged, where the other one was read."""
+
+    @property
+    def copy_bytes(self) -> int:
+        """Of one copy: the offset of the second one."""
+        return self.num_bytes // 2
 
 
 def encode_header(
@@ -108,33 +119,55 @@ def encode_header(
     except (TypeError, ValueError, OverflowError) as error:
         msg = f"the header mapping cannot be stored: {error}; give it JSON values only"
         raise LogError(msg) from error
-    if _PREFIX.size + len(body) > MAX_HEADER_BYTES:
-        msg = f"the header mapping takes {len(body)} bytes, over the {MAX_HEADER_BYTES} of a header block; shorten it"
+    if 2 * (_PREFIX.size + len(body)) > MAX_HEADER_BYTES:
+        limit = MAX_HEADER_BYTES // 2
+        msg = f"the header mapping takes {len(body)} bytes, over the {limit} of one copy in a header block; shorten it"
         raise LogError(msg)
     prefix = _PREFIX_WITHOUT_CRC.pack(_MAGIC, FORMAT_VERSION, len(body))
-    return prefix + struct.pack("<I", crc32c(prefix + body)) + body
+    return 2 * (prefix + struct.pack("<I", crc32c(prefix + body)) + body)
 
 
-def decode_header(data: bytes, name: str) -> SegmentHeader:
-    """Read the header block that `data` starts with; `name` is for messages.
+def decode_header(data: bytes, name: str, *, any_copy: bool = False) -> SegmentHeader:
+    """Read the header block that `data` starts with; `name` is for messages. With `any_copy`, one intact copy will do.
 
     Raises:
-        LogDamaged: the block is not intact.
-        LogTooNew: the block is intact and of a later format.
+        LogDamaged: the block is not intact; with `any_copy`, neither copy is, or the file ends within the block.
+        LogTooNew: a copy is intact and of a later format.
 
     """
-    if len(data) < _PREFIX.size:
-        msg = f"{name}: {len(data)} bytes are too few for a segment header"
+    problem, at = "", 0
+    while at >= 0:
+        found = _decode_copy(data, at, name)
+        if isinstance(found, SegmentHeader):
+            size = found.copy_bytes
+            break
+        problem = problem or found
+        at = data.find(_MAGIC, at + 1)
+    else:
+        raise LogDamaged(problem)
+    if len(data) < found.num_bytes:
+        msg = f"{name}: ends {found.num_bytes - len(data)} bytes before its header block does"
         raise LogDamaged(msg)
-    magic, version, num_body_bytes, crc = _PREFIX.unpack_from(data)
-    end = _PREFIX.size + num_body_bytes
+    if data[:size] == data[size : found.num_bytes]:
+        return found
+    if not any_copy:
+        msg = f"{name}: {ONE_COPY_DAMAGED}"
+        raise LogDamaged(msg)
+    return attrs.evolve(found, damaged_at=0 if at else size)
+
+
+def _decode_copy(data: bytes, at: int, name: str) -> SegmentHeader | str:
+    """Read the copy at offset `at`, or say why there is none. The second one stands at an offset equal to its size."""
+    if len(data) - at < _PREFIX.size:
+        return f"{name}: {len(data) - at} bytes are too few for a segment header"
+    magic, version, num_body_bytes, crc = _PREFIX.unpack_from(data, at)
     if magic != _MAGIC:
-        msg = f"{name}: does not begin with {_MAGIC!r}, so it is no log segment or its first bytes are damaged"
-        raise LogDamaged(msg)
-    body = data[_PREFIX.size : end]
-    if end > len(data) or extend_crc32c(crc32c(data[: _PREFIX_WITHOUT_CRC.size]), body) != crc:
-        msg = f"{name}: the segment header is cut or its CRC-32C does not match"
-        raise LogDamaged(msg)
+        return f"{name}: does not begin with {_MAGIC!r}, so it is no log segment or its first bytes are damaged"
+    size = _PREFIX.size + num_body_bytes
+    body = data[at + _PREFIX.size : at + size]
+    covered = crc32c(data[at : at + _PREFIX_WITHOUT_CRC.size])
+    if at not in {0, size} or len(body) < num_body_bytes or extend_crc32c(covered, body) != crc:
+        return f"{name}: the segment header is cut or its CRC-32C does not match"
     if version > FORMAT_VERSION:
         msg = (
             f"{name}: written in log format {version}, this version of kvledger reads up to {FORMAT_VERSION}; "
@@ -144,24 +177,23 @@ def decode_header(data: bytes, name: str) -> SegmentHeader:
     try:
         fields = _decoder.decode(body)
     except msgspec.MsgspecError as error:
-        msg = f"{name}: the segment header holds something else than a log writes: {error}"
-        raise LogDamaged(msg) from error
-    chain_hash = blake2b(data[:end], digest_size=CHAIN_HASH_BYTES).digest()
+        return f"{name}: the segment header holds something else than a log writes: {error}"
+    chain_hash = blake2b(data[at : at + size], digest_size=CHAIN_HASH_BYTES).digest()
     return SegmentHeader(
         fields.log_id,
         fields.first_sequence,
         fields.previous_head_hash,
         fields.header,
-        end,
+        2 * size,
         chain_hash,
         fields.segment_number,
     )
 
 
-def read_header(segment: Path) -> SegmentHeader:
+def read_header(segment: Path, *, any_copy: bool = False) -> SegmentHeader:
     """Read the header block of a file. Raises like `decode_header`, and `OSError`."""
     with segment.open("rb") as file:
-        return decode_header(file.read(MAX_HEADER_BYTES), segment.name)
+        return decode_header(file.read(MAX_HEADER_BYTES), segment.name, any_copy=any_copy)
 
 
 def segment_name(first_sequence: int) -> str:

@@ -39,7 +39,7 @@ class SegmentOrder:
 
     path: Path
     _headers: dict[str, SegmentHeader | None] = attrs.field(factory=dict)
-    """By file name; None while a header is not intact, which it may become on a log that is being written."""
+    """By file name; None while no copy of a header is intact, which it may become on a log that is being written."""
     _log_id: str | None = None
     _listed: list[OrderedSegment] = attrs.field(factory=list)
 
@@ -110,7 +110,7 @@ class SegmentOrder:
         """Read a header that is not known yet; return whether the file is there."""
         if self._headers.get(segment.name) is None:
             try:
-                self._headers[segment.name] = read_header(segment)
+                self._headers[segment.name] = read_header(segment, any_copy=True)
             except LogDamaged:
                 self._headers[segment.name] = None
             except FileNotFoundError:

@@ -32,7 +32,7 @@ def random_plan(chance: random.Random) -> Plan:
     """Several durabilities, segments that hold one frame or many, sessions that reopen."""
     return Plan(
         durability=chance.choice([Durability.OS, Durability.DISK]),
-        segment_bytes=chance.choice([1, 300, 1_000, 20_000]),
+        segment_bytes=chance.choice([1, 440, 1_000, 20_000]),
         num_sessions=chance.randint(1, 4),
         num_appends=chance.choice([1, 5, 40, 200]),
         flush_every=chance.choice([1, 3, 10]),

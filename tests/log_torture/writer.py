@@ -19,7 +19,7 @@ class Plan:
     """What a writer does: so many sessions of opening the log, appending, and closing it (or not)."""
 
     durability: Durability = Durability.OS
-    segment_bytes: int = 400
+    segment_bytes: int = 540
     num_sessions: int = 2
     num_appends: int = 6
     flush_every: int = 3

@@ -14,6 +14,7 @@ from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit import NOT_CHECKED
 from kvledger.lifecycle.codec import EventEncoder, vocabulary_header
 from kvledger.storage.events import SegmentEventStore
+from kvledger.storage.events.segment_file import read_header
 
 
 def only_segment(log: Path) -> Path:
@@ -27,6 +28,12 @@ def flip(path: Path, offset: int) -> None:
     data = bytearray(path.read_bytes())
     data[offset] ^= 1
     path.write_bytes(data)
+
+
+def lose_header(segment: Path) -> None:
+    """Overwrite both copies of a segment's header."""
+    num_bytes = read_header(segment).num_bytes
+    segment.write_bytes(bytes(num_bytes) + segment.read_bytes()[num_bytes:])
 
 
 def test_a_sound_log_gives_0(run: Any, log: Path) -> None:
@@ -73,12 +80,63 @@ def test_a_flipped_bit_gives_2_and_is_located(run: Any, log: Path) -> None:
     assert "missing" in verdict["remarks"][0]
 
 
-def test_a_damaged_header_gives_2(run: Any, log: Path) -> None:
-    """The header names the vocabulary; without it nothing can be decoded, and that is said."""
+def test_a_damaged_copy_of_the_header_is_named_and_everything_is_checked(run: Any, log: Path) -> None:
+    """The header names vocabulary and configuration; it is there twice."""
+    sound = run("verify", "--json", log).objects("verdict")[0]
     flip(only_segment(log), 100)
-    result = run("verify", log)
+    result = run("verify", "--json", log)
     assert result.exit_code == 2
-    assert "CRC-32C does not match" in result.err
+    assert [damage["kind"] for damage in result.objects("damage")] == ["corrupt_header"]
+    (verdict,) = result.objects("verdict")
+    same = ("num_events", "num_events_checked", "num_violations", "num_divergences", "head_hash", "rules")
+    assert [verdict[name] for name in same] == [sound[name] for name in same]
+
+
+def test_without_any_header_events_are_still_read_and_it_is_said_what_cannot_be_judged(
+    run: Any, tools: Any, story: Driver, tmp_path: Path
+) -> None:
+    """A log of one segment, both copies damaged: today's vocabulary fits, the configuration is gone."""
+    log = tools.write_log(tmp_path / "log", story.observed, story.configuration)
+    lose_header(only_segment(log))
+    result = run("verify", "--json", log)
+    assert (result.exit_code, result.err) == (2, "")
+    assert [damage["kind"] for damage in result.objects("damage")] == ["corrupt_header"]
+    (verdict,) = result.objects("verdict")
+    assert (verdict["num_events"], verdict["num_events_checked"], verdict["rules"]) == (len(story.observed), 0, [])
+    assert "neither rules nor decisions can be judged" in verdict["remarks"][0]
+    text = run("verify", log)
+    assert "rules       not checked" in text.out
+    assert "decisions" not in text.out.replace("nor decisions can", "")
+    listed = run("show", log)
+    assert listed.exit_code == 0
+    assert "chat-17-b6" in listed.out
+    assert "corrupt_header" in listed.err
+    assert run("show", "--json", log).objects("log")[0]["figures"] is None
+    for arguments in (
+        ("show", log, "chat-17"),
+        ("show", log, "--at", 5),
+        ("why", log, "chat-17"),
+        ("stats", log),
+        ("replay", log),
+        ("export", log, "--csv", "events"),
+        ("export", log, "--perfetto"),
+        ("export", log, "--html"),
+        ("repro", log),
+    ):
+        refused = run(*arguments)
+        assert refused.exit_code == 2, arguments
+        assert "the configuration stood there" in refused.err, arguments
+
+
+def test_events_that_todays_vocabulary_does_not_fit_are_not_guessed_without_a_header(run: Any, tmp_path: Path) -> None:
+    """They were written by another version, and the header that told how is gone."""
+    store = SegmentEventStore.create(tmp_path / "log", {})
+    store.append(b"\x91\x92\x00\x01", 1)
+    store.close()
+    lose_header(only_segment(tmp_path / "log"))
+    result = run("verify", tmp_path / "log")
+    assert result.exit_code == 2
+    assert "no segment has a readable header" in result.err
 
 
 def test_a_torn_tail_gives_2(run: Any, log: Path) -> None:

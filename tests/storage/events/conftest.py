@@ -66,7 +66,7 @@ def read_only_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Call
 def two_segment_log(tmp_path: Path) -> tuple[Path, list[Frame]]:
     """Write three frames, two in the first segment and one in the second; return the directory and the frames."""
     directory = tmp_path / "log"
-    store = SegmentEventStore.create(directory, {"block_size": 16}, segment_bytes=256)
+    store = SegmentEventStore.create(directory, {"block_size": 16}, segment_bytes=405)
     for payload, num_events in ((b"first", 1), (b"second frame", 3), (b"third", 2)):
         store.append(payload, num_events)
     store.close()

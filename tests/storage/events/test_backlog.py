@@ -119,7 +119,7 @@ def test_a_directory_that_became_read_only_is_survived(
     tmp_path: Path, read_only_directory: Callable[[], AbstractContextManager[None]]
 ) -> None:
     """No new segment can be made: frames wait, and are written when the rights are back."""
-    store = BacklogEventStore(SegmentEventStore.create(Path(), {}, segment_bytes=300))
+    store = BacklogEventStore(SegmentEventStore.create(Path(), {}, segment_bytes=440))
     with read_only_directory():
         for number in range(10):
             store.append(b"%d" % number * 100, 1)

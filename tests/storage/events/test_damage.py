@@ -28,7 +28,7 @@ Report = tuple[str, str, int, int | None]
 def stored(tmp_path_factory: pytest.TempPathFactory) -> Stored:
     """Write three segments of three frames, all of different sizes."""
     payloads = [b"%d" % number * (10 + number) for number in range(9)]
-    stored = Stored.write(tmp_path_factory.mktemp("logs") / "log", payloads, _NUM_EVENTS, segment_bytes=340)
+    stored = Stored.write(tmp_path_factory.mktemp("logs") / "log", payloads, _NUM_EVENTS, segment_bytes=489)
     assert [len(segment.frames) for segment in stored.segments] == [3, 3, 3]
     return stored
 
@@ -37,7 +37,7 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> Stored:
 def other(tmp_path_factory: pytest.TempPathFactory) -> Stored:
     """Write another log with the same sequence numbers."""
     payloads = [b"%c" % (65 + number) * (10 + number) for number in range(9)]
-    return Stored.write(tmp_path_factory.mktemp("logs") / "other", payloads, _NUM_EVENTS, segment_bytes=340)
+    return Stored.write(tmp_path_factory.mktemp("logs") / "other", payloads, _NUM_EVENTS, segment_bytes=489)
 
 
 def _read(directory: Path) -> tuple[list[Frame], list[Report]]:
@@ -123,8 +123,11 @@ def test_a_flipped_bit_is_a_corrupt_header_or_a_corrupt_frame_at_its_place(
             (tmp_path / "log" / segment.name).write_bytes(flipped)
             frames, reports = _read(tmp_path / "log")
             if offset < len(segment.header):
-                sequence = stored.frame((number, 0)).first_sequence
-                assert (frames, reports) == (stored.written, [("corrupt_header", segment.name, 0, sequence)]), offset
+                sequence, copy_bytes = stored.frame((number, 0)).first_sequence, len(segment.header) // 2
+                report = ("corrupt_header", segment.name, 0 if offset < copy_bytes else copy_bytes, sequence)
+                assert (frames, reports) == (stored.written, [report]), offset
+                if offset % _OPENED_EVERY == 0:
+                    assert not _opens(tmp_path / "log")
                 continue
             hit = max(frame for frame in range(len(segment.frames)) if segment.offset_of(frame) <= offset)
             lost, start = stored.frame((number, hit)), segment.offset_of(hit)
@@ -135,6 +138,55 @@ def test_a_flipped_bit_is_a_corrupt_header_or_a_corrupt_frame_at_its_place(
             if offset % _OPENED_EVERY == 0:
                 assert _opens(tmp_path / "log") == is_end
                 stored.write_to(tmp_path / "log")
+
+
+def test_one_damaged_copy_of_the_only_header_costs_nothing_but_a_report(tmp_path: Path) -> None:
+    """Every byte of the header of a log of one segment in turn: events, header and chain are read from the other."""
+    stored = Stored.write(tmp_path / "log", [b"one", b"second", b"3"], _NUM_EVENTS, segment_bytes=1 << 20)
+    segment = stored.segments[0]
+    path, frames = tmp_path / "log" / segment.name, b"".join(segment.frames)
+    copy_bytes = len(segment.header) // 2
+    sound = LogReader(tmp_path / "log")
+    assert (list(sound), sound.damage) == (stored.written, [])
+    for offset in range(len(segment.header)):
+        header = bytearray(segment.header)
+        header[offset] ^= 0xFF
+        path.write_bytes(bytes(header) + frames)
+        for log in (path.parent, path):
+            reader = LogReader(log, settle_seconds=0)
+            assert (list(reader), reader.header, reader.head_hash) == (stored.written, sound.header, sound.head_hash)
+            (damage,) = reader.damage
+            at = 0 if offset < copy_bytes else copy_bytes
+            assert (damage.kind, damage.offset, damage.num_bytes) == ("corrupt_header", at, copy_bytes), offset
+        with pytest.raises(LogDamaged, match="corrupt_header"):
+            SegmentEventStore.open(path.parent)
+
+
+def test_a_header_whose_copies_are_both_damaged_costs_no_frame(stored: Stored, tmp_path: Path) -> None:
+    """The other segments' headers say what it said; of a log of one segment nothing does, and its frames are read."""
+    for number, segment in enumerate(stored.segments):
+        log = stored.copy()
+        log.segments[number].header = bytes(len(segment.header))
+        frames, reports = _damaged(log, tmp_path)
+        sequence = stored.frame((number, 0)).first_sequence
+        assert (frames, reports) == (stored.written, [("corrupt_header", segment.name, 0, sequence)])
+        assert LogReader(tmp_path / "log").header["block_size"] == 16
+        alone = LogReader(tmp_path / "log" / segment.name)
+        assert [frame.first_sequence for frame in alone] == [
+            stored.frame((number, frame)).first_sequence for frame in range(3)
+        ]
+        assert alone.header == {}
+
+
+def test_a_missing_second_copy_of_a_header_costs_no_frame(stored: Stored, tmp_path: Path) -> None:
+    """Frames that stand where it should are found."""
+    for number, segment in enumerate(stored.segments):
+        log = stored.copy()
+        log.segments[number].header = segment.header[: len(segment.header) // 2]
+        frames, reports = _damaged(log, tmp_path)
+        sequence = stored.frame((number, 0)).first_sequence
+        report = ("corrupt_header", segment.name, len(segment.header) // 2, sequence)
+        assert (frames, reports) == (stored.written, [report])
 
 
 def test_bytes_put_in_between_frames_cost_nothing(stored: Stored, tmp_path: Path) -> None:

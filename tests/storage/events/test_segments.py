@@ -66,7 +66,7 @@ def test_a_log_goes_on_in_new_segments_and_verifies_as_one(tmp_path: Path) -> No
 
 def test_a_frame_larger_than_a_segment_gets_its_own(tmp_path: Path) -> None:
     """The bound closes segments; it refuses no frame."""
-    store = SegmentEventStore.create(tmp_path, {}, segment_bytes=300)
+    store = SegmentEventStore.create(tmp_path, {}, segment_bytes=440)
     for payload in (b"small", b"x" * 5000, b"small"):
         store.append(payload, 1)
     store.close()
@@ -86,13 +86,13 @@ def test_a_large_first_frame_follows_from_the_noted_head(tmp_path: Path) -> None
 
 def test_a_reopened_log_continues_its_chain_across_segments(tmp_path: Path) -> None:
     """Open, append, close, many times with small segments: one unbroken chain, one header, one log id."""
-    store = SegmentEventStore.create(tmp_path, {"block_size": 16}, segment_bytes=400)
+    store = SegmentEventStore.create(tmp_path, {"block_size": 16}, segment_bytes=550)
     header = store.header
     for number in range(12):
         store.append(b"payload %d" % number, 1)
         head = store.head_hash
         store.close()
-        store = SegmentEventStore.open(tmp_path, segment_bytes=400)
+        store = SegmentEventStore.open(tmp_path, segment_bytes=550)
         assert (store.head_hash, store.next_sequence, store.header) == (head, number + 2, header)
         assert (store.recovery.num_bytes_cut, store.recovery.num_frames) == (0, number + 1)
     store.close()
@@ -171,16 +171,19 @@ def test_a_corrupt_frame_in_the_middle_is_refused_by_its_place(tmp_path: Path) -
 
 
 def test_a_later_format_says_which_version_it_needs(tmp_path: Path) -> None:
-    """An intact header of format 7 is `LogTooNew`, for the writer and for the reader."""
+    """An intact header of format 7, or one copy, is `LogTooNew`, for the writer and for the reader."""
     SegmentEventStore.create(tmp_path, {}).close()
     segment = next(tmp_path.glob("*.kvlog"))
     data = segment.read_bytes()
+    body = data[18 : len(data) // 2]
     prefix = data[:8] + struct.pack("<H", 7) + data[10:14]
-    segment.write_bytes(prefix + struct.pack("<I", google_crc32c.value(prefix + data[18:])) + data[18:])
-    with pytest.raises(LogTooNew, match="knows format 7"):
-        SegmentEventStore.open(tmp_path)
-    with pytest.raises(LogTooNew, match="knows format 7"):
-        read_log(tmp_path)
+    later = prefix + struct.pack("<I", google_crc32c.value(prefix + body)) + body
+    for block in (2 * later, later, bytes(len(later)) + later):
+        segment.write_bytes(block)
+        with pytest.raises(LogTooNew, match="knows format 7"):
+            SegmentEventStore.open(tmp_path)
+        with pytest.raises(LogTooNew, match="knows format 7"):
+            read_log(tmp_path)
 
 
 def test_a_log_whose_oldest_segments_were_retired_opens_and_verifies(tmp_path: Path) -> None:
@@ -265,7 +268,7 @@ def test_a_write_that_stops_half_way_is_rolled_back(tmp_path: Path, file_size_li
 
 def test_a_rollover_that_fails_half_way_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The new segment is there and cannot be opened: the old one stays in use, also for a frame that still fits."""
-    store = SegmentEventStore.create(tmp_path, {}, segment_bytes=300)
+    store = SegmentEventStore.create(tmp_path, {}, segment_bytes=440)
     store.append(b"x" * 80, 1)
     really_open = os.open
 
@@ -308,7 +311,7 @@ def test_a_read_only_directory_refuses_new_segments_and_loses_nothing(
     tmp_path: Path, read_only_directory: Callable[[], AbstractContextManager[None]]
 ) -> None:
     """The segment in use stays in use; opening there says that it is not permitted."""
-    store = SegmentEventStore.create(Path(), {}, segment_bytes=340)
+    store = SegmentEventStore.create(Path(), {}, segment_bytes=480)
     store.append(b"x" * 100, 1)
     with read_only_directory():
         with pytest.raises(PermissionError):
@@ -325,7 +328,7 @@ def test_a_read_only_directory_refuses_new_segments_and_loses_nothing(
 def test_disk_durability_ends_its_thread(tmp_path: Path) -> None:
     """Closing syncs and leaves no thread behind, however many segments there were."""
     before = threading.active_count()
-    store = SegmentEventStore.create(tmp_path, {}, Durability.DISK, segment_bytes=500, sync_interval_ms=1)
+    store = SegmentEventStore.create(tmp_path, {}, Durability.DISK, segment_bytes=640, sync_interval_ms=1)
     for number in range(20):
         store.append(b"%d" % number * 50, 1)
     store.flush()

@@ -13,7 +13,7 @@ _FINGERPRINT = "code of today"
 
 def _log_with_snapshots(directory: Path) -> tuple[str, list[Snapshot]]:
     """Write some segments, with a snapshot at the first frame of each but the first."""
-    store = SegmentEventStore.create(directory, {}, segment_bytes=400)
+    store = SegmentEventStore.create(directory, {}, segment_bytes=540)
     snapshots, seen = [], store.segment
     for number in range(20):
         store.append(b"%03d" % number * 20, 2)
