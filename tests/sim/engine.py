@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import tempfile
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import torch
 from vllm.config import CacheConfig, DeviceConfig, KVTransferConfig, ModelConfig, SchedulerConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
@@ -71,6 +72,7 @@ def vllm_config(
     async_scheduling: bool,
     kv_transfer: dict[str, Any] | None,
     policy: str = "fcfs",
+    long_prefill_token_threshold: int = 0,
 ) -> VllmConfig:
     """The configuration of a vLLM that schedules for a tiny model on CPU."""
     model = write_configuration(Path(tempfile.gettempdir()) / "kvledger-tiny-configuration")
@@ -89,6 +91,7 @@ def vllm_config(
             is_encoder_decoder=False,
             async_scheduling=async_scheduling,
             policy=policy,  # type: ignore[arg-type]
+            long_prefill_token_threshold=long_prefill_token_threshold,
         ),
         device_config=DeviceConfig("cpu"),
         kv_transfer_config=None if kv_transfer is None else KVTransferConfig(**kv_transfer),
@@ -113,6 +116,8 @@ class SimulatedEngine:
         async_scheduling: bool = False,
         model_runner_v2: bool = False,
         policy: str = "fcfs",
+        long_prefill_token_threshold: int = 0,
+        reports_before_saves: bool = False,
         contender: Contender = LEDGER_CONTENDER,
         num_ranks: int = 1,
         windows: Sequence[int] = (0,),
@@ -130,6 +135,7 @@ class SimulatedEngine:
             async_scheduling=async_scheduling,
             kv_transfer=transfer,
             policy=policy,
+            long_prefill_token_threshold=long_prefill_token_threshold,
         )
         # VllmConfig turns it off where the platform has no asynchronous worker; here there is one.
         self.vllm_config.scheduler_config.async_scheduling = async_scheduling
@@ -153,20 +159,30 @@ class SimulatedEngine:
         if self.scheduler.connector is not None:
             self.workers = [self._make_worker(rank, cache_config, contender) for rank in range(num_ranks)]
             self._aggregator = KVOutputAggregator.from_connector(self.scheduler.connector, num_ranks)
-        self.model, self.worker = self.models[0], self.workers[0]
+        self.model, self.worker = self.models[0], our_child(self.workers[0])
         self.on_output: Callable[[KVConnectorOutput], None] = lambda _output: None
         """Sees what the workers send before the scheduler does, and may change it, as a lossy wire would."""
+        self.before_update: Callable[[KVConnectorOutput | None], None] = lambda _output: None
+        """Called when a step has been computed and the scheduler is about to hear of it; there the engine core takes up
+        aborts (`v1/engine/core.py`, `_process_aborts_queue`)."""
         self.outputs: dict[str, list[int]] = {}
         self.finish_reasons: dict[str, str] = {}
+        self.may_fail: set[str] = set()
+        """Requests that hold, or wait for, what a load did not fill: those that the policy "fail" may end."""
+        self.num_steps_with_failed_loads = 0
         self.num_preemptions = 0
         self.num_steps = 0
+        self._reports_before_saves = reports_before_saves
         self._in_flight: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
+        self._num_executed = self._num_taken_up = 0
+        self._excused: list[dict[int, int]] = [{} for _ in range(num_ranks)]
+        """For each rank what `HashedModel.forward` says of excused blocks."""
         self._max_in_flight = 2 if async_scheduling else 1
 
     @property
     def connector(self) -> KVLedgerConnector:
-        """The scheduler-side connector."""
-        connector = self.scheduler.connector
+        """The scheduler-side connector; of several in a `MultiConnector`, ours."""
+        connector = our_child(self.scheduler.connector)
         assert isinstance(connector, KVLedgerConnector)
         return connector
 
@@ -224,12 +240,35 @@ class SimulatedEngine:
         """Take up the output of the oldest step in flight."""
         if not self._in_flight:
             return
+        transferred = self._in_flight[0][1].kv_connector_output
+        self.before_update(transferred)
+        if transferred is not None and (transferred.failed_recving or transferred.invalid_block_ids):
+            self.num_steps_with_failed_loads += 1
+            if not self.scheduler.recompute_kv_load_failures:
+                self.may_fail.update(transferred.failed_recving or (), self.holders(transferred.invalid_block_ids))
+        self._num_taken_up += 1
         outputs = self.scheduler.update_from_output(*self._in_flight.popleft())
         for engine_outputs in outputs.values():
             for output in engine_outputs.outputs:
                 self.outputs[output.request_id].extend(output.new_token_ids)
                 if output.finish_reason is not None:
                     self.finish_reasons[output.request_id] = str(output.finish_reason)
+
+    def holders(self, block_ids: Collection[int]) -> list[str]:
+        """The requests in whose tables one of these blocks stands."""
+        if not block_ids:
+            return []
+        tables = self.scheduler.kv_cache_manager.get_block_ids
+        return [
+            request_id
+            for request_id in self.scheduler.requests
+            if not set(block_ids).isdisjoint(block_id for table in tables(request_id) for block_id in table)
+        ]
+
+    @property
+    def excused_blocks(self) -> Collection[int]:
+        """Blocks of the first rank that are wrong without the scheduler's being able to know."""
+        return [block_id for block_id, step in self._excused[0].items() if step >= self._num_taken_up]
 
     def drain(self) -> None:
         """Take up the outputs of all steps in flight."""
@@ -261,10 +300,12 @@ class SimulatedEngine:
                 worker.shutdown()
 
     def _execute(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
-        outputs: list[ModelRunnerOutput | None] = [
-            self._execute_on(worker, model, scheduler_output)
-            for worker, model in zip(self.workers, self.models, strict=True)
-        ]
+        outputs: list[ModelRunnerOutput | None] = []
+        for worker, model, excused in zip(self.workers, self.models, self._excused, strict=True):
+            for block_id in [block_id for block_id, step in excused.items() if step < self._num_taken_up]:
+                del excused[block_id]
+            outputs.append(self._execute_on(worker, model, scheduler_output, excused))
+        self._num_executed += 1
         output = self._aggregator.aggregate(outputs) if len(outputs) > 1 else outputs[0]
         assert output is not None
         if output.kv_connector_output is not None:
@@ -272,7 +313,11 @@ class SimulatedEngine:
         return output
 
     def _execute_on(
-        self, worker: KVConnectorBase_V1 | None, model: HashedModel, scheduler_output: SchedulerOutput
+        self,
+        worker: KVConnectorBase_V1 | None,
+        model: HashedModel,
+        scheduler_output: SchedulerOutput,
+        excused: dict[int, int],
     ) -> ModelRunnerOutput:
         if worker is None:
             model.update_states(scheduler_output)
@@ -286,10 +331,15 @@ class SimulatedEngine:
             worker.start_load_kv(None)  # type: ignore[arg-type]
         output = KVConnectorOutput()
         failed = worker.get_block_ids_with_load_errors()
-        request_ids, sampled = model.forward(scheduler_output, failed)
+        excused.update(dict.fromkeys(failed, self._num_executed))
+        request_ids, sampled = model.forward(scheduler_output, excused)
         if not scheduler_output.has_sync_kv_loads:
             worker.start_load_kv(None)  # type: ignore[arg-type]
-        worker.wait_for_save()
+        # With a drafter the forward is followed by the drafter's, and saves by that: what they did is told a step later
+        # (`v1/worker/kv_connector_model_runner_mixin.py`, finalize_kv_connector). A step without a forward has none.
+        saves_last = self._reports_before_saves and bool(scheduler_output.total_num_scheduled_tokens)
+        if not saves_last:
+            worker.wait_for_save()
         results = worker.get_transfer_results(scheduler_output.finished_req_ids)
         output.finished_sending = results.finished_sending
         output.finished_recving = results.finished_recving
@@ -297,8 +347,17 @@ class SimulatedEngine:
         output.invalid_block_ids = failed | worker.get_block_ids_with_load_errors()
         output.kv_connector_stats = worker.get_kv_connector_stats()
         output.kv_connector_worker_meta = worker.build_connector_worker_meta()
+        if saves_last:
+            worker.wait_for_save()
         worker.clear_connector_metadata()
         return _model_runner_output(request_ids, sampled, output)
+
+
+def our_child(connector: Any) -> Any:
+    """What kvledger is in a `MultiConnector`; any other connector is itself."""
+    if not isinstance(connector, MultiConnector):
+        return connector
+    return next(child for child in connector.sub_connectors if isinstance(child, KVLedgerConnector))
 
 
 def _model_runner_output(

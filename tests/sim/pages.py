@@ -1,8 +1,9 @@
 """Looks at the pages of every copy at the moment it is made, with the tokens in hand that they must belong to.
 
 Wrong KV in the host pool is seen here even if nobody ever loads it. What is wrong is kept and told after the step,
-because a worker takes an exception in a copy for a failed copy. Durations are replaced, so that no clock but the
-world's reaches the log.
+because a worker takes an exception in a copy for a failed copy. One thing nobody can know when a copy is made: that in
+this very step, or in one still in flight, the load of its blocks has failed. Such a save may be made, but it must not
+be taken up as done. Durations are replaced, so that no clock but the world's reaches the log.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 
 Pages = dict[tuple[int, int], torch.Tensor]
 """(block, slot) -> the KV that its first positions must hold."""
+_Expected = tuple[int, Pages]
+"""The job, and its pages."""
 
 
 class WrongPages(AssertionError):
@@ -35,13 +38,16 @@ class PageWatch:
     """Knows for every job that was handed out what its pages must hold, and compares when they are copied."""
 
     def __init__(self, engine: SimulatedEngine, truth_of: Callable[[int], Truth]) -> None:
+        self._engine = engine
         self._side = engine.connector.scheduler_side
         self._worker: Any = engine.worker
         self._kv_caches = engine.model.kv_caches
         self._block_size = engine.model.block_size
         self._truth_of = truth_of
-        self._expected: dict[tuple[tuple[int, ...], tuple[int, ...]], deque[Pages]] = {}
+        self._expected: dict[tuple[tuple[int, ...], tuple[int, ...]], deque[_Expected]] = {}
         self.wrong: list[str] = []
+        self._unusable: dict[int, str] = {}
+        """Saves that nobody could know to be wrong when they were made -> what is wrong."""
         self.num_pages_checked = 0
         journal = self._side.journal
         take_jobs = journal.take_jobs
@@ -54,6 +60,16 @@ class PageWatch:
             return jobs
 
         journal.take_jobs = take_and_expect  # type: ignore[method-assign]
+        observe = journal.observe
+
+        def observe_and_judge(event: e.Event) -> list[e.Event]:
+            decisions = observe(event)
+            for decision in decisions:
+                if isinstance(decision, e.SaveCompleted) and decision.job_id in self._unusable:
+                    self.wrong.append(f"job {decision.job_id} is taken up as saved: {self._unusable[decision.job_id]}")
+            return decisions
+
+        journal.observe = observe_and_judge  # type: ignore[method-assign]
 
     def attach(self, copies: Copies) -> None:
         """See the copies of both engines."""
@@ -73,7 +89,8 @@ class PageWatch:
             return
         key = (job.block_ids, job.slots)
         if in_flight.epoch != projections.transfers.epoch:
-            self._expected.setdefault(key, deque()).append({})  # KV from before a reset, which is never committed
+            # KV from before a reset, which is never committed.
+            self._expected.setdefault(key, deque()).append((job.job_id, {}))
             return
         truth = self._truth_of(in_flight.ordinal)
         if isinstance(job, e.SaveIssued):
@@ -90,7 +107,7 @@ class PageWatch:
             (block_id, slot): torch.tensor(truth.hashes(block * self._block_size, ends[block]), dtype=torch.int64)
             for block, block_id, slot in zip(blocks, job.block_ids, job.slots, strict=True)
         }
-        self._expected.setdefault(key, deque()).append(pages)
+        self._expected.setdefault(key, deque()).append((job.job_id, pages))
 
     def _watched(self, name: str, copy: Callable[..., Any]) -> Callable[..., Any]:
         is_save = name.endswith("save")
@@ -101,10 +118,11 @@ class PageWatch:
             if not expected:
                 self.wrong.append(f"{name} of blocks {block_ids} and slots {slots}, which is no job")
                 return copy(*arguments)
-            pages = expected.popleft()
+            job_id, pages = expected.popleft()
             if not expected:
                 del self._expected[block_ids, slots]
             if is_save:
+                pages = self._without_unusable(job_id, pages)
                 self._compare_blocks("saves wrong KV from", pages)
             result = copy(*arguments)
             if hasattr(result, "is_done"):
@@ -113,6 +131,17 @@ class PageWatch:
             return _without_clock(result)
 
         return watched
+
+    def _without_unusable(self, job_id: int, pages: Pages) -> Pages:
+        excused = set(self._engine.excused_blocks)
+        right = {}
+        for (block_id, slot), expected in pages.items():
+            page = next(iter(self._kv_caches.values()))[block_id, 0, : len(expected), 0]
+            if block_id in excused and not torch.equal(page, expected):
+                self._unusable[job_id] = f"block {block_id} (slot {slot}) held what a failed load left there"
+            else:
+                right[block_id, slot] = expected
+        return right
 
     def _compare_destination(self, pages: Pages, *, is_save: bool) -> None:
         if is_save:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Collection
 
 import attrs
 
+from sim.contenders import BesideNeighbour
 from sim.engine import BLOCK_SIZE, block_bytes
 
 MAX_MODEL_LEN = 160
@@ -29,6 +31,66 @@ class Settings:
     salts: tuple[str | None, ...]
     connector: dict[str, object]
     """Keys of `kv_connector_extra_config`."""
+    load_failure_policy: str = "recompute"
+    loads_fail_anywhere: bool = False
+    """Whether failing copies include every load that vLLM 0.32 survives; see `faults/copies.py`."""
+    large_load_bytes: int | None = None
+    """From where on loads run beside the steps with `load_mode` "auto"; None: as in production."""
+    long_prefill_token_threshold: int = 0
+    reports_before_saves: bool = False
+    """Whether workers report before they save, as with a drafter: what they saved is known a step later."""
+    one_output_share: float = 0.0
+    """Of the requests, those of one output token, beyond what is drawn anyway."""
+    neighbour: BesideNeighbour | None = None
+    """Another connector in a `MultiConnector` with ours."""
+    fragile_steps: bool = False
+    """Whether clients go away while a step is computed, and resets come while a load is under way and fail."""
+
+
+DIMENSIONS = (
+    "failing loads",
+    "mixed loads",
+    "long prefill",
+    "one output",
+    "report order",
+    "neighbour",
+    "fragile steps",
+)
+"""What a world may be widened by, each drawn apart; see `widen`."""
+
+DEFAULT_DIMENSIONS: frozenset[str] = frozenset()
+"""Those whose findings are mended."""
+
+
+def widen(settings: Settings, rng: random.Random, dimensions: Collection[str]) -> Settings:
+    """Draw what lies beyond `draw`. A dimension that is left out changes nothing about the others."""
+    chosen = {name for name in DIMENSIONS if (rng.random() < 0.5) & (name in dimensions)}
+    policy, child_policy = rng.choice(["recompute", "fail"]), rng.choice(["recompute", "fail", None])
+    large_load_bytes = block_bytes(BLOCK_SIZE) * rng.choice([2, 3, 5])
+    threshold, share = rng.choice([5, 16, 24]), rng.choice([0.3, 0.9])
+    theirs = {"num_tokens": rng.choice([20, 48, 90, 1000]), "num_steps": rng.choice([0, 0, 1, 4]), "seed": rng.random()}
+    failure_share, is_first = rng.choice([0.0, 0.3, 0.3, 1.0]), rng.random() < 0.5
+    changes: dict[str, object] = {}
+    if "failing loads" in chosen:
+        changes |= {"loads_fail_anywhere": True, "load_failure_policy": policy}
+    if "mixed loads" in chosen:
+        changes |= {"large_load_bytes": large_load_bytes, "connector": {**settings.connector, "load_mode": "auto"}}
+    if "long prefill" in chosen:
+        changes["long_prefill_token_threshold"] = threshold
+    if "one output" in chosen:
+        changes["one_output_share"] = share
+    if "report order" in chosen:
+        changes["reports_before_saves"] = True
+    if "fragile steps" in chosen:
+        changes["fragile_steps"] = True
+    if "neighbour" in chosen:
+        if "failing loads" in chosen:
+            theirs["failure_share"] = failure_share
+            if settings.async_scheduling and policy == "recompute":
+                theirs["num_steps"] = theirs["num_steps"] or 1  # see `faults/copies.py`: no hole of kvledger's
+        own_policy = {} if child_policy is None else {"kv_load_failure_policy": child_policy}
+        changes["neighbour"] = BesideNeighbour(options=theirs, is_first=is_first, own_policy=own_policy)
+    return attrs.evolve(settings, **changes)
 
 
 def draw(rng: random.Random) -> Settings:

@@ -7,10 +7,12 @@ from typing import Any
 
 import attrs
 import pytest
+from vllm.v1.request import RequestStatus
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.projections.tails import Tails
 from kvledger.storage.events import segment_file
+from sim.cached_blocks import PoisonedCache
 from sim.checks import (
     CHECKS,
     check_accounting,
@@ -300,3 +302,46 @@ def test_tokens_computed_again_without_need_are_seen(monkeypatch: pytest.MonkeyP
         check_outputs(world)
         with pytest.raises(AssertionError, match="computed again without need"):
             check_accounting(world)
+
+
+def test_a_cached_block_that_holds_something_else_is_seen() -> None:
+    """VLLM's prefix cache offers garbage, which nobody has hit yet."""
+    with calm_world(enable_prefix_caching=True) as world:
+        pool = world.engine.scheduler.kv_cache_manager.block_pool
+        while not (cached := [block.block_id for block in pool.blocks if block.block_hash is not None]):
+            world.step()
+        world.engine.model.kv_caches["model.layers.0.self_attn.attn"][cached[0], 0, 0, 0] += 1
+        with pytest.raises(PoisonedCache, match="holds other KV than it is hashed as"):
+            world.cached_blocks.look(world.alive)
+
+
+def test_a_wrong_token_is_seen_when_it_is_delivered() -> None:
+    """A client that got another token than its prompt leads to, in the very step."""
+    with calm_world() as world:
+        while not any(life.outputs for life in world.alive):
+            world.step()
+        life = next(life for life in world.alive if life.outputs)
+        life.outputs.append(-1)
+        with pytest.raises(AssertionError, match="got a wrong token"):
+            world.step()
+
+
+def test_a_save_from_a_failed_load_that_is_taken_up_is_seen() -> None:
+    """The copy may be made in the step of the failure, when nobody can know; it must not count."""
+    with calm_world() as world:
+        world.pages._unusable = dict.fromkeys(range(1, 1000), "as if its load had failed")
+        with pytest.raises(WrongPages, match=r"job \d+ is taken up as saved"):
+            world.run()
+
+
+def test_a_request_that_vllm_may_not_end_is_missed() -> None:
+    """With the policy "fail" a request ends early only if it held what a load did not fill."""
+    with calm_world() as world:
+        world.step()
+        while not world.alive:
+            world.step()
+        life = world.alive[0]
+        world.engine.scheduler.finish_requests(life.request_id, RequestStatus.FINISHED_ERROR)
+        world.run()
+        with pytest.raises(AssertionError, match=r"got \d+ of \d+ tokens"):
+            check_outputs(world)

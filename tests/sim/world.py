@@ -8,24 +8,27 @@ from __future__ import annotations
 import contextlib
 import random
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Self
 
 import attrs
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiKVConnectorWorkerMetadata
 from vllm.v1.outputs import KVConnectorOutput
 
+from kvledger.adapters.vllm import configuration
 from kvledger.adapters.vllm.metadata import WorkerReports
 from sim.beside import VirtualOverlap
+from sim.cached_blocks import CachedBlocks
 from sim.clock import VirtualClock
 from sim.contenders import LEDGER_CONTENDER, Contender
 from sim.copies import Copies
 from sim.engine import BLOCK_SIZE, SimulatedEngine
-from sim.faults import FAULTS, Fault, draw_faults
+from sim.faults import FAULTS, FailingCopies, Fault, draw_faults
 from sim.logs import LogEnd, abandon, read_end
 from sim.meter import Meter
 from sim.pages import PageWatch
-from sim.settings import MAX_MODEL_LEN, draw
+from sim.settings import DEFAULT_DIMENSIONS, MAX_MODEL_LEN, draw, widen
 from sim.tiny_model import VOCABULARY_SIZE
 from sim.truth import Truth
 
@@ -45,6 +48,13 @@ class Life:
     truth: Truth
     outputs: list[int] = attrs.field(factory=list)
     is_aborted: bool = False
+    is_failed: bool = False
+    """Whether vLLM ended it because of a load that failed, as `kv_load_failure_policy` "fail" says."""
+    request: Any = None
+    """VLLM's own."""
+    num_known_blocks: int = 0
+    """Block hashes that `cached_blocks.py` has taken up."""
+    num_right_outputs: int = 0
 
 
 class World:
@@ -57,6 +67,7 @@ class World:
         contender: Contender = LEDGER_CONTENDER,
         faults: frozenset[str] | None = None,
         in_files: bool = False,
+        dimensions: Collection[str] = DEFAULT_DIMENSIONS,
         **changes: Any,
     ) -> None:
         """Draw everything.
@@ -66,11 +77,15 @@ class World:
             contender: who is the connector.
             faults: names of those that may be on; None for all that the seed switches on.
             in_files: whether the log is in files, also where no fault needs it there.
+            dimensions: of `settings.DIMENSIONS`, those that the seed may widen this world by.
             changes: settings to use instead of the drawn ones.
         """
         self.seed = seed
         self.contender = contender
-        self.settings = attrs.evolve(draw(random.Random(f"settings {seed}")), **changes)
+        drawn_settings = draw(random.Random(f"settings {seed}"))
+        if contender is LEDGER_CONTENDER:
+            drawn_settings = widen(drawn_settings, random.Random(f"wider settings {seed}"), dimensions)
+        self.settings = attrs.evolve(drawn_settings, **changes)
         self.clock = VirtualClock(random.Random(f"clock {seed}"))
         self.meter = Meter()
         self.notes: list[tuple[int, str]] = []
@@ -83,12 +98,14 @@ class World:
         self.dead_logs: list[LogEnd] = []
         self.needs_files = in_files
         self._rng = random.Random(f"clients {seed}")
+        self._wider_rng = random.Random(f"wider clients {seed}")
         self._shared_prefix = self.tokens(self._rng, 80)
         self._by_ordinal: dict[int, Life] = {}
         self._exits = contextlib.ExitStack()
-        drawn = draw_faults(seed)
-        names = drawn if faults is None else drawn & faults
-        self.faults: list[Fault] = [fault(self) for fault in FAULTS if fault.name in names]
+        names = draw_faults(seed) | ({FailingCopies.name} if self.settings.loads_fail_anywhere else set())
+        names = names if faults is None else names & faults
+        chosen = [fault for fault in FAULTS if fault.name in names and fault.suits(self.settings)]
+        self.faults: list[Fault] = [fault(self) for fault in chosen]
         for fault in self.faults:
             self._exits.callback(fault.detach)
         self.log_dir = Path(self._exits.enter_context(tempfile.TemporaryDirectory())) if self.needs_files else None
@@ -144,7 +161,12 @@ class World:
         priority: int = 0,
     ) -> None:
         """A request comes in."""
-        request_id = request_id or f"r{len(self.lives)}"
+        if not request_id:
+            is_theirs = (
+                self.settings.neighbour is not None
+                and random.Random(f"theirs {self.seed} {len(self.lives)}").random() < 0.5
+            )
+            request_id = f"{'theirs' if is_theirs else 'r'}{len(self.lives)}"
         life = Life(request_id, list(prompt), max_tokens, cache_salt, priority, Truth(prompt, self.weights))
         self.lives.append(life)
         self._add(life)
@@ -163,14 +185,17 @@ class World:
         self._start_engine()
         for life in left:
             life.outputs.clear()
+            life.num_right_outputs = life.num_known_blocks = 0
             life.truth = Truth(life.prompt, self.weights)
             self._add(life)
 
     def load_new_weights(self) -> None:
         """Whatever was computed before is wrong from now on; nobody may be running, no step be in flight."""
         self.weights += 1
-        self.engine.model.weights = self.weights
+        self._set_weights()
+        self.cached_blocks.forget()
         for life in self.alive:
+            life.num_known_blocks = 0
             life.truth.load_new_weights(self.weights, len(life.outputs))
 
     # --- its life -----------------------------------------------------------------------------
@@ -206,17 +231,31 @@ class World:
             self.engine.step()
         else:
             self.engine.update()
+        self._look_at_answers()
         requests = self.engine.scheduler.requests
         self.ended_in_last_step = [life for life in self.alive if life.request_id not in requests]
         self.alive = [life for life in self.alive if life.request_id in requests]
         if self.contender is LEDGER_CONTENDER:
             self.pages.raise_if_wrong()
 
+    def _look_at_answers(self) -> None:
+        for life in self.alive:
+            num_outputs = len(life.outputs)
+            if num_outputs > life.num_right_outputs:
+                right = life.truth.output(num_outputs)[life.num_right_outputs :]
+                assert life.outputs[life.num_right_outputs :] == right, f"{life.request_id} got a wrong token"
+                life.num_right_outputs = num_outputs
+            reason = self.engine.finish_reasons.pop(life.request_id, "")
+            life.is_failed = reason == "error" and life.request_id in self.engine.may_fail
+        self.cached_blocks.look(self.alive)
+
     def _arrivals(self) -> None:
         rng = self._rng
         comes = rng.random() < self.settings.arrival_share
         num_prompt_tokens, max_tokens = _draw_lengths(rng, self.settings.connector)
         prompt = self.prompt(rng, num_prompt_tokens)
+        if self._wider_rng.random() < self.settings.one_output_share:
+            max_tokens = 1
         salt, priority = rng.choice(self.settings.salts), rng.choice([0, 0, 1])
         if comes and len(self.alive) < MAX_ALIVE:
             self.arrive(prompt, max_tokens, cache_salt=salt, priority=priority)
@@ -226,7 +265,7 @@ class World:
             self._by_ordinal[self.side.ledger.projections.tracker.num_arrived] = life
         self.alive.append(life)
         self.engine.outputs[life.request_id] = life.outputs
-        self.engine.add(
+        life.request = self.engine.add(
             life.request_id,
             life.prompt,
             life.max_tokens,
@@ -241,7 +280,8 @@ class World:
         if self.log_dir is not None:
             # Small segments, so that some are seen to be full.
             extra |= {"log_dir": str(self.log_dir), "segment_bytes": 20_000}
-        with self.clock.rules():
+        contender = settings.neighbour or self.contender
+        with self.clock.rules(), _large_loads(settings.large_load_bytes):
             self.engine = engine = SimulatedEngine(
                 num_blocks=settings.num_blocks,
                 block_size=BLOCK_SIZE,
@@ -252,10 +292,14 @@ class World:
                 async_scheduling=settings.async_scheduling,
                 model_runner_v2=settings.model_runner_v2,
                 policy=settings.policy,
-                contender=self.contender,
+                contender=contender,
+                long_prefill_token_threshold=settings.long_prefill_token_threshold,
+                reports_before_saves=settings.reports_before_saves,
+                kv_transfer={"kv_load_failure_policy": settings.load_failure_policy},
                 **extra,
             )
-        engine.model.weights = self.weights
+        self.cached_blocks = CachedBlocks(engine)
+        self._set_weights()
         self.meter.attach(engine.scheduler)
         self.alive = []
         self._by_ordinal = {}
@@ -267,16 +311,45 @@ class World:
             self.copies = Copies(self.worker_side)
             self.pages = PageWatch(engine, lambda ordinal: self._by_ordinal[ordinal].truth)
             engine.on_output = self._pass_through_faults
+            engine.before_update = self._let_faults_act
             for fault in self.faults:
                 fault.attach()
             self.pages.attach(self.copies)  # outermost: it must see copies that a fault lets fail, too
 
+    def _set_weights(self) -> None:
+        self.engine.model.weights = self.weights
+        for child in getattr(self.engine.workers[0], "sub_connectors", ()):
+            child.weights = self.weights
+
+    def _let_faults_act(self, output: KVConnectorOutput | None) -> None:
+        for fault in self.faults:
+            fault.before_update(output)
+
     def _pass_through_faults(self, output: KVConnectorOutput) -> None:
-        meta = output.kv_connector_worker_meta
-        reports = list(meta.reports) if isinstance(meta, WorkerReports) else []
+        meta: Any = output.kv_connector_worker_meta
+        children = list(meta.metadata) if isinstance(meta, MultiKVConnectorWorkerMetadata) else [meta]
+        ours = [child for child in children if isinstance(child, WorkerReports)]
+        reports = [report for child in ours for report in child.reports]
         for fault in self.faults:
             reports = fault.reports(reports)
-        output.kv_connector_worker_meta = WorkerReports(tuple(reports)) if reports else None
+        passed = WorkerReports(tuple(reports)) if reports else None
+        if self.settings.neighbour is None:
+            output.kv_connector_worker_meta = passed
+        else:
+            neighbour_first = self.settings.neighbour.is_first
+            both = (None, passed) if neighbour_first else (passed, None)
+            output.kv_connector_worker_meta = MultiKVConnectorWorkerMetadata(both) if passed else None
+
+
+@contextlib.contextmanager
+def _large_loads(num_bytes: int | None) -> Iterator[None]:
+    """With `load_mode` "auto", loads of that size run beside the steps; production's would need a real model."""
+    real = configuration.LARGE_LOAD_BYTES
+    configuration.LARGE_LOAD_BYTES = num_bytes or real
+    try:
+        yield
+    finally:
+        configuration.LARGE_LOAD_BYTES = real
 
 
 def _draw_lengths(rng: random.Random, connector: dict[str, Any]) -> tuple[int, int]:

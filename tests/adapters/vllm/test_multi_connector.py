@@ -9,123 +9,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import attrs
 import pytest
-import torch
 from sim.broken_copies import break_copies
 from sim.contenders import LEDGER
-from sim.hashed_model import chained_hash
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata, KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 
-from kvledger.adapters.vllm import KVLedgerConnector
 from kvledger.lifecycle import events as e
 
 pytestmark = pytest.mark.scheduler
 
 TROUBLE = (e.InvariantViolated, e.RequestQuarantined, e.HookFailed)
-
-
-@attrs.frozen(slots=False)
-class Fill(KVConnectorMetadata):
-    """(request id, its tokens, its blocks, first token, end) of every load that the other cache begins in a step."""
-
-    loads: tuple[tuple[str, tuple[int, ...], tuple[int, ...], int, int], ...] = ()
-
-
-class OtherCache(KVConnectorBase_V1):
-    """Has the first `num_tokens` of every request whose id begins with "theirs"."""
-
-    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
-        super().__init__(vllm_config, role, kv_cache_config)
-        options = self._kv_transfer_config.kv_connector_extra_config
-        self._num_tokens: int = options["num_tokens"]
-        self._num_steps: int = options.get("num_steps", 0)
-        self._num_failures: int = options.get("num_failures", 0)
-        self._block_size: int = vllm_config.cache_config.block_size
-        self._pending: list[Any] = []
-        self._coming: list[list[Any]] = []
-        self._failed_block_ids: set[int] = set()
-        self._kv_caches: dict[str, torch.Tensor] = {}
-
-    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
-        """The hit beyond what is computed."""
-        if not request.request_id.startswith("theirs"):
-            return 0, False
-        num_tokens = min(self._num_tokens, request.num_tokens - 1) - num_computed_tokens
-        return max(0, num_tokens), num_tokens > 0 and self._num_steps > 0
-
-    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """Load what was taken up."""
-        if num_external_tokens:
-            end = min(self._num_tokens, request.num_tokens - 1)
-            tokens = tuple(request.all_token_ids[:end])
-            table = tuple(blocks.get_block_ids()[0])
-            self._pending.append((request.request_id, tokens, table, end - num_external_tokens, end))
-
-    def build_connector_meta(self, scheduler_output: Any) -> Fill:  # noqa: ARG002 -- vLLM's signature
-        """Hand the loads over."""
-        loads, self._pending = tuple(self._pending), []
-        return Fill(loads)
-
-    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """Learn the tensors of the hashed model."""
-        self._kv_caches = kv_caches
-
-    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:  # noqa: ARG002
-        """Fill the blocks, now or in a later step."""
-        metadata = self._get_connector_metadata()
-        assert isinstance(metadata, Fill)
-        for load in metadata.loads:
-            if self._num_steps:
-                self._coming.append([self._num_steps, load])
-            else:
-                self._fill(load)
-
-    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:  # noqa: ARG002
-        """Tell what has come."""
-        for entry in self._coming:
-            entry[0] -= 1
-        done = [load for steps, load in self._coming if steps < 0]
-        self._coming = [entry for entry in self._coming if entry[0] >= 0]
-        for load in done:
-            self._fill(load)
-        return None, {load[0] for load in done} or None
-
-    def get_block_ids_with_load_errors(self) -> set[int]:
-        """Blocks that hold nonsense."""
-        failed, self._failed_block_ids = self._failed_block_ids, set()
-        return failed
-
-    def has_pending_push_work(self) -> bool:
-        """Nothing is ever pushed."""
-        return False
-
-    def wait_for_layer_load(self, layer_name: str) -> None:
-        """Loads are done when they begin."""
-
-    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
-        """It has everything already."""
-
-    def wait_for_save(self) -> None:
-        """It has everything already."""
-
-    def _fill(self, load: tuple[str, tuple[int, ...], tuple[int, ...], int, int]) -> None:
-        _, tokens, table, first, end = load
-        if self._num_failures:
-            self._num_failures -= 1
-            self._failed_block_ids.update(table[first // self._block_size : -(-end // self._block_size)])
-            for tensor in self._kv_caches.values():
-                tensor[list(self._failed_block_ids)] = -1
-            return
-        state = 0
-        for position in range(end):
-            state = chained_hash(state, tokens[position])
-            if position >= first:
-                block, offset = table[position // self._block_size], position % self._block_size
-                for number, tensor in enumerate(self._kv_caches.values()):
-                    tensor[block, 0, offset, 0] = state
-                    tensor[block, 0, offset, 1] = position + number
 
 
 MakeMulti = Callable[..., Any]
@@ -136,17 +29,6 @@ def make_multi(make_engine: Any) -> MakeMulti:
     """Build engines whose connector is a `MultiConnector`; `engine.connector` is our child of it."""
     recorded: type[Any] = type(make_engine(num_blocks=4))
     built = []
-
-    class MultiEngine(recorded):  # type: ignore[misc]
-        """Shows the test the ledger's child, and vLLM the connector that has children."""
-
-        @property
-        def connector(self) -> Any:
-            connector = self.scheduler.connector
-            assert isinstance(connector, MultiConnector)
-            if "worker" not in vars(self):
-                return connector  # the worker's side is to be one of these, too
-            return next(child for child in connector.sub_connectors if isinstance(child, KVLedgerConnector))
 
     def make(
         *, ours_first: bool, theirs: dict[str, Any], children: list[dict[str, Any]] | None = None, **options: Any
@@ -161,12 +43,12 @@ def make_multi(make_engine: Any) -> MakeMulti:
             },
         }
         other = {
-            "kv_connector": "OtherCache",
-            "kv_connector_module_path": __name__,
+            "kv_connector": "Neighbour",
+            "kv_connector_module_path": "sim.neighbour",
             "kv_role": "kv_both",
             "kv_connector_extra_config": theirs,
         }
-        engine = MultiEngine(
+        engine = recorded(
             kv_transfer={"kv_connector": "MultiConnector", "kv_connector_module_path": None},
             connectors=children or ([ledger, other] if ours_first else [other, ledger]),
             **{"num_blocks": 40, "enable_prefix_caching": False, **options},

@@ -39,10 +39,10 @@ class DraftingModel(HashedModel):
         """Right tokens that have KV, which the scheduler learns a step later."""
 
     def forward(
-        self, scheduler_output: Any, unreadable_blocks: Any = (), num_outputs: dict[str, int] | None = None
+        self, scheduler_output: Any, excused_blocks: Any = None, num_outputs: dict[str, int] | None = None
     ) -> tuple[list[str], list[list[int]]]:
         """Compute known tokens and drafts; return what is accepted and one token more."""
-        del unreadable_blocks, num_outputs
+        del excused_blocks, num_outputs
         new = {data.req_id: data.num_computed_tokens for data in scheduler_output.scheduled_new_reqs}
         cached = scheduler_output.scheduled_cached_reqs
         told = new | dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 
-from sim.faults.clients import Aborts, ReusedIds, Storms
+from sim.faults.clients import Aborts, AbortsInStep, ReusedIds, Storms
 from sim.faults.copies import FailingCopies
 from sim.faults.disk import FullDisk, StallingDisk
 from sim.faults.fault import Fault
@@ -28,6 +28,7 @@ FAULTS: tuple[type[Fault], ...] = (
     StallingDisk,
     FullDisk,
     Restart,
+    AbortsInStep,
 )
 """In the order in which they act on a step; the order of the reports' faults is also that of the wire."""
 

@@ -8,6 +8,9 @@ from sim.faults.fault import Fault
 from sim.settings import MAX_MODEL_LEN
 
 if TYPE_CHECKING:
+    from vllm.v1.outputs import KVConnectorOutput
+
+    from sim.settings import Settings
     from sim.world import World
 
 
@@ -28,6 +31,38 @@ class Aborts(Fault):
             life = self.world.alive[int(place * len(self.world.alive))]
             self.note(f"{life.request_id} goes away")
             self.world.abort(life)
+
+
+class AbortsInStep(Fault):
+    """Some client goes away while a step is computed: mostly one whose load has failed in that very step."""
+
+    name = "aborts in the step"
+    chance = 1.0
+
+    def __init__(self, world: World) -> None:
+        super().__init__(world)
+        self._share = self.rng.choice([0.0, 0.02])
+        self._share_failed = self.rng.choice([0.2, 0.8])
+
+    @classmethod
+    def suits(cls, settings: Settings) -> bool:
+        """Only where steps are fragile."""
+        return settings.fragile_steps
+
+    def before_update(self, output: KVConnectorOutput | None) -> None:
+        """Abort the owner of a failed load, or anybody."""
+        engine, place = self.world.engine, self.rng.random()
+        failed = (
+            set() if output is None else {*(output.failed_recving or ()), *engine.holders(output.invalid_block_ids)}
+        )
+        share = self._share_failed if failed else self._share
+        if self.rng.random() < share and not self.world.is_draining:
+            lives = [life for life in self.world.alive if not failed or life.request_id in failed]
+            lives = [life for life in lives if life.request_id in engine.scheduler.requests]
+            if lives:
+                life = lives[int(place * len(lives))]
+                self.note(f"{life.request_id} goes away{' as its load fails' if failed else ''}")
+                self.world.abort(life)
 
 
 class Storms(Fault):

@@ -1,4 +1,4 @@
-"""Copies fail on the worker, as with a full or broken host. Nothing has moved then."""
+"""Copies fail on the worker, as with a full or broken host."""
 
 from __future__ import annotations
 
@@ -7,16 +7,18 @@ from typing import TYPE_CHECKING, Any
 from sim.faults.fault import Fault
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from sim.world import World
 
 
 class FailingCopies(Fault):
-    """Some saves raise, and some loads where vLLM survives that: always beside the steps, not always within one.
+    """Some saves and some loads raise; what a failed load should have filled holds garbage.
 
-    Two holes of vLLM 0.32 itself that no connector can close: with prefix caching a sharer goes on with blocks whose
-    load failed (vllm#49250), and with two steps in flight the second one has read them already.
+    Loads within a step fail only where nothing is shared and one step is in flight, unless `loads_fail_anywhere` says
+    more. Even then they do not with async scheduling, `recompute` and a `load_mode` that insists on "sync": vLLM 0.32
+    delivers a token that the second step in flight computed on top of what failed (`v1/core/sched/scheduler.py`,
+    update_from_output, skips the first one's only), and the connector warns of that at its start.
     """
 
     name = "failing copies"
@@ -26,7 +28,12 @@ class FailingCopies(Fault):
         super().__init__(world)
         self._share = self.rng.choice([0.02, 0.2])
         settings = world.settings
-        self.loads_fail = not settings.enable_prefix_caching and not settings.async_scheduling
+        if settings.loads_fail_anywhere:
+            self._share = self.rng.choice([0.1, 0.5])
+            recomputes_late = settings.async_scheduling and settings.load_failure_policy == "recompute"
+            self.loads_fail = not (recomputes_late and settings.connector["load_mode"] == "sync")
+        else:
+            self.loads_fail = not settings.enable_prefix_caching and not settings.async_scheduling
 
     def attach(self) -> None:
         """Stand between the worker and its engines."""
@@ -38,7 +45,13 @@ class FailingCopies(Fault):
             if self.rng.random() < self._share:
                 self.note(f"a {name} fails")
                 message = "a copy that this seed breaks"
+                if name.endswith("load"):
+                    self._fill_with_garbage(arguments[1])
                 raise RuntimeError(message)
             return copy(*arguments)
 
         return failing
+
+    def _fill_with_garbage(self, block_ids: Sequence[int]) -> None:
+        for tensor in self.world.engine.model.kv_caches.values():
+            tensor[list(block_ids)] = -1

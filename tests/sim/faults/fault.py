@@ -6,7 +6,10 @@ import random
 from typing import TYPE_CHECKING, ClassVar
 
 if TYPE_CHECKING:
+    from vllm.v1.outputs import KVConnectorOutput
+
     from kvledger.adapters.vllm.metadata import JobReport
+    from sim.settings import Settings
     from sim.world import World
 
 
@@ -23,11 +26,19 @@ class Fault:
         self.world = world
         self.rng = random.Random(f"{self.name} {world.seed}")
 
+    @classmethod
+    def suits(cls, settings: Settings) -> bool:  # noqa: ARG003 -- most suit all worlds
+        """Whether a world with these settings may have it."""
+        return True
+
     def attach(self) -> None:
         """A new engine stands in the world."""
 
     def before_step(self) -> None:
         """The next step is about to be scheduled."""
+
+    def before_update(self, output: KVConnectorOutput | None) -> None:
+        """A step has been computed, and the scheduler is about to hear of it."""
 
     def reports(self, reports: list[JobReport]) -> list[JobReport]:
         """What arrives of what the worker sends in this step."""

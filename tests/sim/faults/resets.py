@@ -32,7 +32,7 @@ class Resets(Fault):
         if self.rng.random() >= self._share or self.world.is_draining:
             return
         for reset_running_requests, reset_connector in kinds:
-            if reset_running_requests and self._is_loading():
+            if reset_running_requests and self._is_loading() and not self.world.settings.fragile_steps:
                 continue
             self.note(f"running requests {reset_running_requests}, connector {reset_connector}")
             try:
@@ -48,6 +48,7 @@ class Resets(Fault):
                 self.world.load_new_weights()
 
     def _is_loading(self) -> bool:
-        # vLLM 0.32 raises from a reset that comes while a request waits for an asynchronous load (scheduler.py).
+        # vLLM 0.32 raises from a reset that comes while a request waits for an asynchronous load (scheduler.py), after
+        # it has preempted all that run.
         requests = self.world.engine.scheduler.requests.values()
         return any(request.status is RequestStatus.WAITING_FOR_REMOTE_KVS for request in requests)
