@@ -61,9 +61,9 @@ class BrokenCopy:
         raise RuntimeError(self._error)
 
 
-def break_copies(engine: Any, what: str, num_failures: int, worker: Any = None) -> None:
-    """From now on: those within steps and those beside them, of an engine's worker or of the one that is named."""
-    side = (worker or engine.worker)._worker_side
+def break_copies(engine: Any, what: str, num_failures: int) -> None:
+    """From now on: those within steps and those beside them."""
+    side = engine.worker._worker_side
     failures = [BROKEN] * num_failures
     side._engine = BrokenCopies(side._engine, what, failures)
     if side._overlapping is not None:

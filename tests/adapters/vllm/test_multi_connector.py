@@ -236,7 +236,7 @@ def test_the_policy_that_counts_is_that_of_the_parent(make_multi: MakeMulti, mod
     assert engine.vllm_config.kv_transfer_config.kv_load_failure_policy == "recompute"
     engine.add("writer", range(64), 2)
     engine.run()
-    break_copies(engine, "load", 1, engine.worker.sub_connectors[0])
+    break_copies(engine, "load", 1)
     engine.add("reader", range(64), 6)
     engine.run(max_steps=200)
     assert engine.logged(e.LoadFailed, request_id="reader")
