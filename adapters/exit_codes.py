@@ -1,4 +1,4 @@
-"""Exit codes of `kvledger`; where several apply, damage goes over a broken rule, and that over a divergence."""
+"""Exit codes of `kvledger`; of several the gravest goes: damage, a broken rule, a divergence, a missing end."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ class ExitCode(enum.IntEnum):
     """Also: unreadable, or written by a newer version."""
     DIVERGED = 3
     """Today's code decides otherwise than the log, or cannot fold it."""
+    END_MISSING = 4
+    """What is there is sound, and events are known to be missing at the end."""
     USAGE = 64
     TRY_AGAIN = 75
     """A stream's server cannot be reached or has no room, or not everything is shipped: the same command later."""
@@ -24,7 +26,7 @@ class ExitCode(enum.IntEnum):
     BROKEN_PIPE = 141
 
 
-_BY_GRAVITY = (ExitCode.DAMAGED, ExitCode.RULE_BROKEN, ExitCode.DIVERGED, ExitCode.SOUND)
+_BY_GRAVITY = (ExitCode.DAMAGED, ExitCode.RULE_BROKEN, ExitCode.DIVERGED, ExitCode.END_MISSING, ExitCode.SOUND)
 
 
 def gravest(codes: Iterable[ExitCode]) -> ExitCode:

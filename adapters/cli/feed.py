@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import attrs
 
+from kvledger.adapters.cli.ends import num_open_requests
 from kvledger.adapters.cli.output import Output
 from kvledger.adapters.cli.words import decision_words, words
 from kvledger.adapters.reading.logs import Batch, StoredLog
@@ -60,6 +61,11 @@ class Feed:
         for sequence, event in batch.numbered():
             yield from self.take(sequence, event)
 
+    @property
+    def num_open_requests(self) -> int:
+        """The requests that had not finished so far."""
+        return num_open_requests(self._projections)
+
     def flush(self) -> Iterator[Line]:
         """Tell what has been taken up and not told: its decisions are all there, for a frame holds them together."""
         observation, self._observation = self._observation, None
@@ -101,14 +107,17 @@ class Feed:
 
 
 def follow(log: StoredLog, output: Output) -> Iterator[Batch | None]:
-    """Every batch of a log, and then those that are appended, for ever; None whenever there is nothing new."""
+    """Every batch of a log, and then those that are appended; None whenever there is nothing new.
+
+    Ends where nobody writes the log any more; a copy or a mirror, of which that is not known, is followed for ever.
+    """
     place = (log.files()[0].name, 0)
     for batch in log.batches():
         place = (batch.segment, batch.end_offset)
         yield batch
     num_polls = 0
     while True:
-        num_new = 0
+        num_new, has_ended = 0, log.has_ended()  # asked first: what was written before is read below
         for batch in log.batches_from(*place):
             place = (batch.segment, batch.end_offset)
             num_new += 1
@@ -117,4 +126,6 @@ def follow(log: StoredLog, output: Output) -> Iterator[Batch | None]:
         if num_polls == _STUCK_AFTER_POLLS and log.has_more_than(*place):
             output.remark(f"what stands at byte {place[1]} of {place[0]} cannot be read; `kvledger verify` says why")
         yield None
+        if has_ended and not num_new:
+            return
         time.sleep(_POLL_SECONDS)

@@ -23,7 +23,7 @@ from kvledger.adapters.exit_codes import CommandFailed, ExitCode
 from kvledger.adapters.reading.sources import find_logs
 from kvledger.adapters.reading.streams import StreamUrl, keep_mirrored, log_argument
 
-_EXIT_CODES = "exit codes: 0 sound, 1 rule broken, 2 damaged or unreadable, 3 diverged, 64 wrong usage"
+_EXIT_CODES = "exit codes: 0 sound, 1 rule broken, 2 damaged or unreadable, 3 diverged, 4 end missing, 64 wrong usage"
 
 
 @attrs.frozen

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import attrs
 
+from kvledger.adapters.cli.ends import show_ending
 from kvledger.adapters.cli.feed import Feed, Line, follow
 from kvledger.adapters.cli.finding import selected, selected_one
 from kvledger.adapters.cli.output import Output, plain
@@ -161,6 +162,8 @@ def _follow(log: StoredLog, window: Window, output: Output) -> ExitCode:
                 _show_line(output, line)
         if batch is None:
             output.flush()
+    log.look_at_end()
+    show_ending(output, log, feed.num_open_requests)
     return ExitCode.SOUND
 
 
@@ -216,6 +219,7 @@ def _show_log(log: StoredLog, window: Window, limit: int, output: Output) -> Non
             contents = index.contents
             log.num_events, log.num_frames, log.num_bytes = contents.num_events, contents.num_frames, contents.num_bytes
             log.damage[:] = contents.damage
+            log.judge_ending(contents.last_sequence, contents.head_hash)
             summaries = list(index.summaries(window.first_sequence))
             _show_summary(output, log, summaries, contents.figures, contents.last_time_ns, limit)
         return
@@ -248,6 +252,7 @@ def _show_summary(
 ) -> None:
     """Without figures: of a log whose configuration is lost."""
     outcomes = Counter(summary.outcome or "unknown" for summary in summaries)
+    num_open = sum(summary.finished_ns is None for summary in summaries)
     if output.is_json:
         output.record(
             "log",
@@ -262,10 +267,12 @@ def _show_summary(
                 "figures": None if figures is None else attrs.asdict(figures),
             },
         )
+        show_ending(output, log, num_open)
         for summary in summaries:
             output.record("request", attrs.asdict(summary))
         return
     _show_header(output, log, duration_ns)
+    show_ending(output, log, num_open)
     outcome_words = ", ".join(f"{count} {outcome}" for outcome, count in outcomes.most_common())
     output.field("requests", f"{len(summaries)}: {outcome_words}" if outcomes else "none")
     if figures is not None:

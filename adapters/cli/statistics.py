@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import attrs
 
+from kvledger.adapters.cli.ends import num_open_requests
 from kvledger.adapters.cli.percentiles import Percentiles
 from kvledger.adapters.cli.selection import time_of
 from kvledger.adapters.reading.logs import Batch
@@ -33,6 +34,8 @@ class Statistics:
     num_steps: int = 0
     num_tokens_scheduled: int = 0
     num_deferrals: int = 0
+    num_open_requests: int = 0
+    """At the end of what was read."""
     duration_ns: int = 0
     """From the first to the last moment that is counted."""
     figures: Figures = attrs.field(factory=Figures)
@@ -124,6 +127,7 @@ class Counting:
         result.sums = sums.since(before_sums)
         for field in attrs.fields(Figures):
             setattr(result.figures, field.name, getattr(figures, field.name) - getattr(before_figures, field.name))
+        result.num_open_requests = num_open_requests(self._projections)
         result.duration_ns = self._time_ns - (self._first_ns or 0)
         result.top = heapq.nlargest(MAX_TOP, result.top)
         return result

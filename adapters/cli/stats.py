@@ -6,6 +6,7 @@ import argparse
 
 import attrs
 
+from kvledger.adapters.cli.ends import show_ending
 from kvledger.adapters.cli.finding import selected
 from kvledger.adapters.cli.output import Output
 from kvledger.adapters.cli.percentiles import RELATIVE_ERROR, Percentiles
@@ -31,7 +32,7 @@ def run(arguments: argparse.Namespace, output: Output) -> ExitCode:
         if whole.num_logs and not output.is_json:
             output.line()
         statistics = _count(log, window, output)
-        _show(output, str(log.path), statistics)
+        _show(output, log, statistics)
         whole.add(statistics)
         for damage in log.damage:
             output.remark(f"{damage.kind} in {damage.segment} at byte {damage.offset}: {damage.detail}")
@@ -55,17 +56,19 @@ def _count(log: StoredLog, window: Window, output: Output) -> Statistics:
     return statistics
 
 
-def _show(output: Output, path: str | None, statistics: Statistics) -> None:
+def _show(output: Output, log: StoredLog | None, statistics: Statistics) -> None:
+    """Of one log, or of all together."""
     if output.is_json:
-        _show_json(output, path, statistics)
+        _show_json(output, log, statistics)
     else:
-        _show_text(output, path, statistics)
+        _show_text(output, log, statistics)
 
 
 # --- for programs -------------------------------------------------------------------------------
 
 
-def _show_json(output: Output, path: str | None, statistics: Statistics) -> None:
+def _show_json(output: Output, log: StoredLog | None, statistics: Statistics) -> None:
+    path = None if log is None else str(log.path)
     output.record(
         "statistics",
         {
@@ -76,11 +79,14 @@ def _show_json(output: Output, path: str | None, statistics: Statistics) -> None
             "num_steps": statistics.num_steps,
             "num_tokens_scheduled": statistics.num_tokens_scheduled,
             "num_deferrals": statistics.num_deferrals,
+            "num_open_requests": statistics.num_open_requests,
             "duration_ns": statistics.duration_ns,
             "rates": _rates(statistics),
             "figures": attrs.asdict(statistics.figures),
         },
     )
+    if log is not None:
+        show_ending(output, log, statistics.num_open_requests)
     output.record("total", {"path": path, **total(statistics.sums), "differences": statistics.differences})
     for name, percentiles in statistics.percentiles.items():
         output.record("percentiles", {"path": path, "of": name, **percentiles.summary()})
@@ -113,12 +119,14 @@ def _rates(statistics: Statistics) -> dict[str, float]:
 # --- for people ---------------------------------------------------------------------------------
 
 
-def _show_text(output: Output, path: str | None, statistics: Statistics) -> None:
+def _show_text(output: Output, log: StoredLog | None, statistics: Statistics) -> None:
     figures = statistics.figures
     rates = _rates(statistics)
-    output.field("log", path or f"all {statistics.num_logs} logs", "bold")
+    output.field("log", f"all {statistics.num_logs} logs" if log is None else str(log.path), "bold")
     steps = plural(statistics.num_steps, "step")
     output.field("covers", f"{duration(statistics.duration_ns)}, {plural(figures.num_requests, 'request')}, {steps}")
+    if log is not None:
+        show_ending(output, log, statistics.num_open_requests)
     output.field(
         "per second",
         f"{rates['requests']:.2f} requests, {rates['steps']:.1f} steps, {rates['tokens_scheduled']:.0f} tokens, "

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 
 import attrs
 
+from kvledger.adapters.cli.ends import num_open_requests, show_ending, sound_text
 from kvledger.adapters.cli.finding import selected
 from kvledger.adapters.cli.output import Output, event_fields, event_text, plain
 from kvledger.adapters.cli.selection import add_handlers, chosen_handlers
@@ -125,6 +126,8 @@ class Findings:
             exit_code = ExitCode.RULE_BROKEN
         elif divergences or differences or audit.unfoldable is not None or _has_more(audit, window):
             exit_code = ExitCode.DIVERGED
+        elif log.ending.missing is not None:
+            exit_code = ExitCode.END_MISSING
         else:
             exit_code = ExitCode.SOUND
         remarks = _remarks(log, window, handlers)
@@ -206,11 +209,13 @@ def _show_json(output: Output, log: StoredLog, audit: Audit, findings: Findings)
         output.record("unfoldable", {"sequence": audit.unfoldable.sequence, "event": event, "error": error})
     for rule, reason in NOT_CHECKED.items():
         output.record("not_checked", {"rule": rule, "reason": reason})
+    show_ending(output, log, num_open_requests(audit.projections))
     output.record(
         "verdict",
         {
             "verdict": findings.exit_code.name.lower(),
             "exit_code": findings.exit_code.value,
+            "end": log.ending.how.value,
             "num_events": log.num_events,
             "num_events_checked": audit.num_events,
             "num_frames": log.num_frames,
@@ -238,6 +243,7 @@ def _show_text(output: Output, log: StoredLog, audit: Audit, findings: Findings,
         at = "" if damage.sequence is None else f", event {damage.sequence}"
         output.line(f"  {damage.kind} in {damage.segment} at byte {damage.offset}{at}: {damage.detail}")
     _show_more(output, num_damaged)
+    show_ending(output, log, num_open_requests(audit.projections))
     num_broken = len(audit.num_violations)
     rules = f"{len(audit.checkers)} checked over {plural(audit.num_events, 'event')}, {num_broken or 'none'} broken"
     rules = rules if log.header else "not checked"
@@ -258,7 +264,8 @@ def _show_text(output: Output, log: StoredLog, audit: Audit, findings: Findings,
         )
     for remark in findings.remarks:
         output.field("note", remark, "yellow")
-    verdict = findings.exit_code.name.lower().replace("_", " ")
+    is_sound = findings.exit_code in {ExitCode.SOUND, ExitCode.END_MISSING}
+    verdict = sound_text(log.ending) if is_sound else findings.exit_code.name.lower().replace("_", " ")
     output.field("verdict", verdict, "bold red" if findings.exit_code else "bold green")
 
 

@@ -8,9 +8,11 @@ from __future__ import annotations
 import datetime as dt
 from collections.abc import Iterator
 
+from kvledger.adapters.cli.ends import ending_text, num_open_requests, sound_text
 from kvledger.adapters.cli.output import Output, event_text
 from kvledger.adapters.cli.verify import Findings
 from kvledger.adapters.cli.words import duration, plural, size
+from kvledger.adapters.exit_codes import ExitCode
 from kvledger.adapters.export import reasons
 from kvledger.adapters.export.drawing import Span
 from kvledger.adapters.export.gathering import Gathering
@@ -31,10 +33,11 @@ _WORK_OF_STORIES = 20_000_000
 """Events times stories: beyond that a page would take minutes, so fewer are told."""
 
 _VERDICTS = {
-    "SOUND": ("sound: every rule that a log can decide is kept", "good"),
+    "SOUND": (": every rule that a log can decide is kept", "good"),
     "RULE_BROKEN": ("a rule is broken", "bad"),
     "DAMAGED": ("the log is damaged", "bad"),
     "DIVERGED": ("today's code decides otherwise", "warn"),
+    "END_MISSING": ("", "warn"),
 }
 
 
@@ -58,11 +61,14 @@ def write_page(log: StoredLog, window: Window, handlers: HandlerRegistry, output
         stories = read_stories(log, window, request_ids, evidence)
     findings = [*_damage(found), *_breaches(violations, stories), *_divergences(audit, found)]
     verdict, style = _VERDICTS[found.exit_code.name]
+    if found.exit_code in {ExitCode.SOUND, ExitCode.END_MISSING}:
+        verdict = sound_text(log.ending) + verdict
     page = Page(
         title=f"kvledger · {window.request_id or log.path.name}",
         verdict=verdict,
         verdict_style=style,
-        facts=_facts(log, window, chronicle.now_ns),
+        facts=_facts(log, window, chronicle.now_ns)
+        | {"end": ending_text(log.ending, num_open_requests(audit.projections))},
         figures_of=_figures_of(window),
         figures=_figures(audit.projections.totals.figures, gathering),
         remarks=found.remarks,

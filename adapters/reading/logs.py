@@ -19,12 +19,27 @@ from kvledger.lifecycle.codec import CodecError, DecodedFrame, EventDecoder, Sch
 from kvledger.lifecycle.events import Event
 from kvledger.lifecycle.replay import SequencedEvent
 from kvledger.lifecycle.snapshots import SnapshotError, restore, state_fingerprint
-from kvledger.storage.events import Frame, FrameKind, LogError, LogReader, Retirement, find_snapshot, read_log
+from kvledger.storage.events import (
+    Frame,
+    FrameKind,
+    HowEnded,
+    LogEnding,
+    LogError,
+    LogReader,
+    Retirement,
+    find_snapshot,
+    is_being_written,
+    judge_ending,
+    read_log,
+)
 from kvledger.storage.events.frames import frame_bytes, next_chain_hash
 from kvledger.storage.events.jump import frames_from
 from kvledger.storage.events.segment_file import segment_paths
 
 BytesRead = Callable[[int], None]
+_NOT_READ = LogEnding(HowEnded.UNKNOWN, "the log was not read to its end")
+_BEHIND_EVERYTHING = 1 << 62
+_NOT_ALL = LogEnding(HowEnded.UNKNOWN, "one segment alone was read")
 
 
 @attrs.frozen
@@ -95,10 +110,14 @@ class StoredLog:
     """The event behind which the log can be folded, see `start`; 0: from its first."""
     start_remarks: list[str] = attrs.field(factory=list, init=False)
     """Why snapshots were passed over."""
+    ending: LogEnding = attrs.field(default=_NOT_READ, init=False)
+    """How the log ended; known after a reading that came to its end."""
     on_bytes: BytesRead | None = attrs.field(default=None, init=False)
     """Told the number of bytes of each frame, for whoever shows progress."""
     _decoder: EventDecoder = attrs.field(alias="decoder")
     _reader: LogReader = attrs.field(alias="reader")
+    _was_open: bool = attrs.field(init=False)
+    """Whether somebody was writing the log when reading began: what came to its end since, came too late to be read."""
 
     def start(self, handlers: HandlerRegistry) -> Projections | None:
         """What was believed at the first place from which the log can be folded, if that is not its beginning.
@@ -157,6 +176,35 @@ class StoredLog:
     def head_hash(self) -> str:
         """The chain hash (hex) of the last frame read; noted elsewhere, it makes a rewritten log detectable."""
         return "" if self._reader.head_hash is None else self._reader.head_hash.hex()
+
+    @_was_open.default
+    def _look_for_writer(self) -> bool:
+        return is_being_written(self.path)
+
+    def judge_ending(self, last_sequence: int, head_hash: str) -> LogEnding:
+        """Judge how the log ended, whose last event and chain hash (hex; empty: not known) an earlier reading found."""
+        if not self.path.is_dir():
+            self.ending = _NOT_ALL
+        else:
+            log_id, head = self.header.get("log_id"), bytes.fromhex(head_hash) or None
+            self.ending = judge_ending(self.path, log_id, last_sequence + 1, head, was_open=self._was_open)
+        return self.ending
+
+    def has_ended(self) -> bool:
+        """Whether nobody writes the log any more, as far as its record tells; a copy or a mirror may still grow."""
+        self._was_open = is_being_written(self.path)
+        if self._was_open or not self.path.is_dir():
+            return False
+        return self.judge_ending(0, "").how is not HowEnded.UNKNOWN
+
+    def look_at_end(self) -> LogEnding:
+        """Judge how the log ended, and read no more than its last segment for it."""
+        self._was_open = is_being_written(self.path)
+        reader = LogReader(self.path, _BEHIND_EVERYTHING)
+        for _ in reader:
+            pass
+        head_hash = "" if reader.head_hash is None else reader.head_hash.hex()
+        return self.judge_ending(reader.next_sequence - 1, head_hash)
 
     def files(self) -> list[Path]:
         """The log's segments now, in order."""
@@ -230,6 +278,7 @@ class StoredLog:
 
     def _intact(self, *, behind: int = 0) -> Iterator[tuple[Frame, DecodedFrame]]:
         self._reader.from_sequence = behind + 1
+        self.ending, self._was_open = _NOT_READ, is_being_written(self.path)
         self.damage.clear()
         self.num_bytes = self.num_frames = self.num_events = 0
         self.first_sequence = self.last_sequence = 0
@@ -258,6 +307,10 @@ class StoredLog:
                 self.trusted_sequence += frame.num_events
             yield frame, decoded
         self._take_damage(num_taken)
+        if self.judge_ending(self._reader.next_sequence - 1, self.head_hash).contradiction:
+            place, offset = self._reader.tail or (self.path, 0)
+            last, detail = self._reader.next_sequence - 1, self.ending.contradiction
+            self.damage.append(LogDamage("chain_broken", place.name, offset, last, detail, 0))
 
     def _count(self, frame: Frame) -> None:
         num_bytes = frame_bytes(frame)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from kvledger.storage.events.backlog import BacklogEventStore
 from kvledger.storage.events.durability import Durability
+from kvledger.storage.events.ending import HowEnded, LogEnding, MissingEnd, is_being_written, judge_ending
 from kvledger.storage.events.errors import AppendConflict, LogClosed, LogDamaged, LogError, LogLocked, LogTooNew
 from kvledger.storage.events.frames import Frame, FrameKind
 from kvledger.storage.events.memory import MemoryEventStore
@@ -28,19 +29,24 @@ __all__ = [
     "EventStore",
     "Frame",
     "FrameKind",
+    "HowEnded",
     "LogClosed",
     "LogDamaged",
+    "LogEnding",
     "LogError",
     "LogLocked",
     "LogReader",
     "LogTooNew",
     "MemoryEventStore",
+    "MissingEnd",
     "RecoveryReport",
     "Retention",
     "Retirement",
     "SegmentEventStore",
     "Snapshot",
     "find_snapshot",
+    "is_being_written",
+    "judge_ending",
     "load_snapshot",
     "read_log",
     "retire",

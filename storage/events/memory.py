@@ -64,6 +64,9 @@ class MemoryEventStore:
         self._check_open()
         return self._append(FrameKind.GAP, reason.encode(errors="replace"), num_events)
 
+    def note_unwritten(self, num_events: int, reason: str) -> None:
+        """Do nothing: memory can always be written."""
+
     def read(self, from_sequence: int = 1) -> Iterator[Frame]:
         """Yield the frames in order; see `EventStore.read`."""
         for frame in tuple(self._frames):

@@ -46,6 +46,12 @@ class EventStore(Protocol):
     def append_gap(self, num_events: int, reason: str) -> int:
         """Append a frame that accounts for `num_events` events that could not be written. Raises like `append`."""
 
+    def note_unwritten(self, num_events: int, reason: str) -> None:
+        """Note how many events from `next_sequence` on were taken and cannot be written, and why; 0: none any more.
+
+        For whoever reads a log whose writer was killed meanwhile. Never raises; a store may have no place for it.
+        """
+
     def read(self, from_sequence: int = 1) -> Iterator[Frame]:
         """Yield the frames in order, beginning with the one that holds `from_sequence`. Works after `close`, too.
 

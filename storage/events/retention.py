@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Final, Literal
 
 import attrs
 
+from kvledger.storage.events.end_record import END_RECORD_NAME
 from kvledger.storage.events.errors import LogDamaged, LogError, LogLocked
 from kvledger.storage.events.files import sync_directory
 from kvledger.storage.events.reader import LogReader
 from kvledger.storage.events.retirement import RETIREMENTS_NAME, Retirement, read_retirements, write_retirement
-from kvledger.storage.events.segment_file import SegmentHeader, read_header, segment_paths
+from kvledger.storage.events.segment_file import SNAPSHOT_SUFFIX, SegmentHeader, read_header, segment_paths
 from kvledger.storage.events.writer_lock import LOCK_NAME, lock_directory
 
 if TYPE_CHECKING:
@@ -27,15 +28,16 @@ if TYPE_CHECKING:
 
 __all__ = ["Retention", "retire", "retire_logs"]
 
-SNAPSHOT_SUFFIX: Final = ".snapshot"
 _PARTS_OF_A_LOG: Final = (
     "*.kvlog",
     "*.kvlog.torn-*",
     f"*{SNAPSHOT_SUFFIX}",
     "*.unfinished",
     RETIREMENTS_NAME,
+    END_RECORD_NAME,
     LOCK_NAME,
 )
+_RECORDS: Final = (RETIREMENTS_NAME, END_RECORD_NAME)
 
 
 @attrs.define(eq=False)
@@ -213,9 +215,9 @@ def _size(path: Path) -> int:
 
 
 def _bytes_of(directory: Path) -> int:
-    """What a log takes; its record of what was retired is not counted, since it is never deleted for room."""
+    """What a log takes; its records are not counted, since they are never deleted for room."""
     files: Iterable[Path] = (file for pattern in _PARTS_OF_A_LOG for file in directory.glob(pattern))
-    return sum(_size(file) for file in files if file.name != RETIREMENTS_NAME)
+    return sum(_size(file) for file in files if file.name not in _RECORDS)
 
 
 class Retention:

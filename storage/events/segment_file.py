@@ -42,6 +42,7 @@ __all__ = [
     "MAX_HEADER_BYTES",
     "NO_PREVIOUS_HASH",
     "ONE_COPY_DAMAGED",
+    "SNAPSHOT_SUFFIX",
     "UNFINISHED_SUFFIX",
     "SegmentHeader",
     "decode_header",
@@ -58,6 +59,8 @@ MAX_HEADER_BYTES = 1 << 20
 NO_PREVIOUS_HASH = bytes(CHAIN_HASH_BYTES)
 ONE_COPY_DAMAGED = "one of the segment header's two copies is damaged; the other one is intact"
 UNFINISHED_SUFFIX = ".unfinished"
+SNAPSHOT_SUFFIX = ".snapshot"
+"""Of what lies beside a segment, under its name."""
 
 _MAGIC = b"KVLEDGER"
 _PREFIX = struct.Struct("<8sHII")

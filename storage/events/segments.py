@@ -7,6 +7,7 @@ rolled back to the last good offset. The hot path is `append`; everything else m
 
 from __future__ import annotations
 
+import contextlib
 import os
 import uuid
 from pathlib import Path
@@ -15,6 +16,8 @@ from typing import TYPE_CHECKING, Final
 import attrs
 
 from kvledger.storage.events.durability import Durability
+from kvledger.storage.events.end_record import END_RECORD_NAME, EndRecord, RecordedEnd, read_end_record
+from kvledger.storage.events.ending import MissingEnd, judge_ending
 from kvledger.storage.events.errors import LogClosed, LogDamaged, LogError
 from kvledger.storage.events.files import make_directory
 from kvledger.storage.events.frames import MAX_EVENTS, MAX_PAYLOAD_BYTES, FrameKind, check_append, encode_frame
@@ -79,6 +82,7 @@ class SegmentEventStore:
         end: LogEnd,
         recovery: RecoveryReport,
         settings: _Settings,
+        recorded: RecordedEnd,
     ) -> None:
         """Take over a locked directory whose log ends at `end`."""
         self.directory: Final = directory
@@ -92,6 +96,7 @@ class SegmentEventStore:
         self._rollback_pending = False
         self._unused_segment: Path | None = None
         in_use = read_header(end.segment)
+        self._record = EndRecord(directory, recorded, durable=settings.durability is Durability.DISK)
         self._segment = end.segment
         self._first_frame_offset, self._segment_number = in_use.num_bytes, in_use.segment_number
         self._descriptor = os.open(end.segment, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
@@ -137,9 +142,11 @@ class SegmentEventStore:
                 chain_hash = decode_header(block, segment.name).chain_hash
                 end = LogEnd(segment, len(block), 1, chain_hash, chain_hash)
                 whole_header = {**header, "log_id": log_id}
-                return cls(directory, lock, whole_header, end, RecoveryReport(), settings)
+                recorded = RecordedEnd(log_id, segment.name, 1, chain_hash.hex())
+                return cls(directory, lock, whole_header, end, RecoveryReport(), settings, recorded)
             except BaseException:
-                (directory / segment_name(1)).unlink(missing_ok=True)
+                for name in (segment_name(1), END_RECORD_NAME):
+                    (directory / name).unlink(missing_ok=True)
                 raise
         except BaseException:
             os.close(lock)
@@ -155,6 +162,8 @@ class SegmentEventStore:
         retention: Retention | None = None,
     ) -> SegmentEventStore:
         """Go on with the log in `directory`. Every frame is verified first; a torn tail is laid aside, see `recovery`.
+
+        Where events are missing at its end, and something knows of them, a gap takes their sequence numbers first.
 
         Raises:
             ValueError: a setting makes no sense.
@@ -173,10 +182,20 @@ class SegmentEventStore:
         lock = lock_directory(directory)
         try:
             reader, end, recovery = recover(directory)
-            return cls(directory, lock, reader.header, end, recovery, settings)
+            recorded, missing = _recorded_so_far(directory, str(reader.header["log_id"]), end)
+            store = cls(directory, lock, reader.header, end, recovery, settings, recorded)
         except BaseException:
             os.close(lock)
             raise
+        try:
+            if missing is not None:
+                reason = f"the end was missing when the log was opened again: {missing.detail}"
+                store.append_gap(min(max(1, missing.num_events), MAX_EVENTS), reason)
+                store._note_end(num_unwritten=0, reason="")
+        except BaseException:
+            store.close()
+            raise
+        return store
 
     @property
     def next_sequence(self) -> int:
@@ -212,6 +231,11 @@ class SegmentEventStore:
             yield frame
         self._refuse_damage(reader)
 
+    def note_unwritten(self, num_events: int, reason: str) -> None:
+        """Note that events wait to be written, in room that is there also on a full disk; see `EventStore`."""
+        if not self._closed:
+            self._note_end(num_events, reason)
+
     def flush(self) -> None:
         """Return when everything appended has the store's durability."""
         self._check_open()
@@ -230,9 +254,11 @@ class SegmentEventStore:
             if self._sync is not None:
                 self._sync.stop()
                 self._sync.sync()
+            self._note_end(is_closed=True)
         finally:
             if self._retention is not None:
                 self._retention.wait()
+            self._record.close()
             os.close(self._descriptor)
             os.close(self._lock)
 
@@ -304,8 +330,28 @@ class SegmentEventStore:
         self._end = (offset, next_sequence, decode_header(block, segment.name).chain_hash, head_hash)
         self._unused_segment = None
         os.close(left)
+        self._note_end()
         if self._retention is not None:
             self._retention.start(self.directory, self._segment_bytes)
+
+    def _note_end(self, num_unwritten: int | None = None, reason: str = "", *, is_closed: bool = False) -> None:
+        """Note how far the log has come. It is evidence, which the log does without where it cannot be written."""
+        _, next_sequence, _, head_hash = self._end
+        recorded = self._record.recorded
+        if num_unwritten is None:  # as before, less what was written since
+            num_unwritten, reason = max(0, recorded.end_sequence - next_sequence), recorded.reason
+        with contextlib.suppress(OSError):
+            self._record.note(
+                attrs.evolve(
+                    recorded,
+                    segment=self._segment.name,
+                    next_sequence=next_sequence,
+                    head_hash=head_hash.hex(),
+                    is_closed=is_closed,
+                    num_unwritten=num_unwritten,
+                    reason=reason,
+                )
+            )
 
     def _remove_unused_segment(self) -> None:
         """Take back a segment that was made and not gone on to. Raises `OSError`."""
@@ -328,3 +374,18 @@ def _check_empty(directory: Path) -> None:
     if segment_paths(directory):
         msg = f"{directory} holds a log already; open it, or create the new one in another directory"
         raise LogError(msg)
+
+
+def _recorded_so_far(directory: Path, log_id: str, end: LogEnd) -> tuple[RecordedEnd, MissingEnd | None]:
+    """What the record of a log says that is opened again, and what is missing. Raises `LogDamaged` at a contradiction.
+
+    What is known to be missing stays in the record until it stands in the log.
+    """
+    ending = judge_ending(directory, log_id, end.next_sequence, end.head_hash, was_open=False)
+    if ending.contradiction:
+        msg = f"{directory}: {ending.contradiction}, the log has {end.head_hash.hex()}; nothing is appended to it"
+        raise LogDamaged(msg)
+    recorded = None if ending.missing is None else read_end_record(directory)
+    if recorded is None:
+        recorded = RecordedEnd(log_id, end.segment.name, end.next_sequence, end.head_hash.hex())
+    return attrs.evolve(recorded, is_closed=False), ending.missing

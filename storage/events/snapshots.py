@@ -20,7 +20,7 @@ from google_crc32c import value as crc32c
 from kvledger.storage.events.errors import LogError
 from kvledger.storage.events.files import write_file
 from kvledger.storage.events.reader import LogReader
-from kvledger.storage.events.retention import SNAPSHOT_SUFFIX
+from kvledger.storage.events.segment_file import SNAPSHOT_SUFFIX
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
+import time
 from typing import TYPE_CHECKING
 
 from kvledger.storage.events.errors import LogLocked
@@ -14,6 +16,8 @@ if TYPE_CHECKING:
 __all__ = ["LOCK_NAME", "lock_directory"]
 
 LOCK_NAME = "writer.lock"
+_ATTEMPTS = 5
+_PAUSE_SECONDS = 0.002
 
 
 def lock_directory(directory: Path) -> int:
@@ -26,7 +30,7 @@ def lock_directory(directory: Path) -> int:
     """
     descriptor = os.open(directory / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _lock(descriptor)
         os.ftruncate(descriptor, 0)
         os.write(descriptor, f"{os.getpid()}\n".encode())
     except BlockingIOError:
@@ -38,3 +42,13 @@ def lock_directory(directory: Path) -> int:
         os.close(descriptor)
         raise
     return descriptor
+
+
+def _lock(descriptor: int) -> None:
+    """Take the lock; again, if somebody who asks whether the log is being written has it for a moment."""
+    for _ in range(_ATTEMPTS - 1):
+        with contextlib.suppress(BlockingIOError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        time.sleep(_PAUSE_SECONDS)
+    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

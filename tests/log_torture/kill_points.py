@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 import attrs
 
-COUNTED = ("open", "write", "fsync", "fdatasync", "rename", "ftruncate", "unlink", "mkdir")
+COUNTED = ("open", "write", "pwrite", "fsync", "fdatasync", "rename", "ftruncate", "unlink", "mkdir")
 _NUMBER = struct.Struct("<q")
 
 
@@ -99,9 +99,9 @@ class _Counter:
             is_here, self.num_calls = self.num_calls == self._point.number, self.num_calls + 1
             if not is_here:
                 return function(*arguments, **options)
-            if self._point.moment == "middle" and name == "write":
-                descriptor, data = arguments
-                function(descriptor, bytes(data)[: len(data) // 2])
+            if self._point.moment == "middle" and name in {"write", "pwrite"}:
+                descriptor, data, *position = arguments
+                function(descriptor, bytes(data)[: len(data) // 2], *position)
             elif self._point.moment == "after":
                 with contextlib.suppress(OSError):
                     function(*arguments, **options)

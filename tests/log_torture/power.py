@@ -105,7 +105,18 @@ class PowerLoss:
 
     def install(self, patch: pytest.MonkeyPatch) -> None:
         """Stand in for the functions of `os` that change files."""
-        for name in ("open", "close", "write", "ftruncate", "fsync", "fdatasync", "rename", "unlink", "mkdir"):
+        for name in (
+            "open",
+            "close",
+            "write",
+            "pwrite",
+            "ftruncate",
+            "fsync",
+            "fdatasync",
+            "rename",
+            "unlink",
+            "mkdir",
+        ):
             self._real[name] = getattr(os, name)
             patch.setattr(os, name, getattr(self, f"_{name}"))
 
@@ -144,6 +155,14 @@ class PowerLoss:
             position = len(file.content(file.changes)) if flags & os.O_APPEND else self._positions[descriptor]
             file.changes.append((position, bytes(data)[:num_written]))
             self._positions[descriptor] = position + num_written
+            self._moment()
+        return num_written
+
+    def _pwrite(self, descriptor: int, data: Any, position: int) -> int:
+        num_written: int = self._real["pwrite"](descriptor, data, position)
+        file, _ = self._descriptors.get(descriptor, (None, 0))
+        if file is not None:
+            file.changes.append((position, bytes(data)[:num_written]))
             self._moment()
         return num_written
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -54,7 +55,7 @@ def test_a_full_disk_delays_frames_and_loses_none(tmp_path: Path, file_size_limi
 def test_attempts_get_rarer_with_appends(tmp_path: Path, file_size_limit: Limit) -> None:
     """After n failures the next attempt waits for 2**n appends: a full disk does not cost a system call a step."""
     troubles = _Troubles()
-    store = BacklogEventStore(SegmentEventStore.create(tmp_path, {}), on_trouble=troubles)
+    store = BacklogEventStore(SegmentEventStore.create(tmp_path, {}), on_trouble=troubles, clock=lambda: 0.0)
     with file_size_limit(1):
         for _ in range(1000):
             store.append(b"", 1)
@@ -156,3 +157,48 @@ def test_a_repeated_append_is_known_while_it_waits(tmp_path: Path, file_size_lim
             store.append(b"", 0)
     store.close()
     assert [frame[3] for frame in _stored(tmp_path)] == [b"written", b"waiting"]
+
+
+def test_what_waits_is_tried_again_when_time_has_passed_however_few_appends_came(
+    tmp_path: Path, file_size_limit: Limit
+) -> None:
+    """Attempts get rarer with time, too: after 0.1 s, 0.2 s, … and then every 5 s at the next append."""
+    troubles, now = _Troubles(), [0.0]
+    store = BacklogEventStore(SegmentEventStore.create(tmp_path, {}), on_trouble=troubles, clock=lambda: now[0])
+    with file_size_limit(1):
+        for _ in range(600):
+            store.append(b"", 1)
+        before = len(troubles.calls)
+        store.append(b"", 1)
+        assert len(troubles.calls) == before
+        for number in range(1, 4):
+            now[0] += 5.0
+            store.append(b"", 1)
+            assert len(troubles.calls) == before + number
+    now[0] += 5.0
+    store.append(b"", 1)
+    assert store.num_events_backlogged == 0
+    assert len(_stored(tmp_path)) == 605
+    store.close()
+
+
+def test_what_waits_is_written_also_where_nothing_is_appended_any_more(tmp_path: Path, file_size_limit: Limit) -> None:
+    """An idle engine appends nothing: a thread tries again, says so, and goes when nothing waits."""
+    written_again: list[int] = []
+    is_written = threading.Event()
+
+    def note(num_events: int) -> None:
+        written_again.append(num_events)
+        is_written.set()
+
+    segments = SegmentEventStore.create(tmp_path, {})
+    store = BacklogEventStore(segments, on_written_again=note, retries_alone=True)
+    with file_size_limit(1):
+        store.append(b"waits", 3)
+        assert store.num_events_backlogged == 3
+    assert is_written.wait(60)
+    assert (written_again, store.num_events_backlogged) == ([3], 0)
+    assert store.append(b"after", 1) == 4
+    store.close()
+    assert not [thread for thread in threading.enumerate() if thread.name == "kvledger-backlog"]
+    assert [frame[:2] for frame in _stored(tmp_path)] == [(1, 3), (4, 1)]

@@ -1,0 +1,68 @@
+"""How a log ended, in words and for programs."""
+
+from __future__ import annotations
+
+import attrs
+
+from kvledger.adapters.cli.output import Output
+from kvledger.adapters.cli.words import plural
+from kvledger.adapters.reading.logs import StoredLog
+from kvledger.lifecycle import RequestState
+from kvledger.lifecycle.belief import Projections
+from kvledger.storage.events import HowEnded, LogEnding
+
+_WORDS = {
+    HowEnded.CLOSED: "closed",
+    HowEnded.CUT_OFF: "cut off: the process ended without closing the log",
+    HowEnded.OPEN: "open: a process is writing the log",
+    HowEnded.UNKNOWN: "not known",
+}
+_SOUND = {
+    HowEnded.CLOSED: "sound",
+    HowEnded.CUT_OFF: "sound up to where it was cut off",
+    HowEnded.OPEN: "sound so far",
+    HowEnded.UNKNOWN: "sound as far as it was read",
+}
+
+
+def num_open_requests(projections: Projections) -> int:
+    """The requests that had arrived and not finished."""
+    return sum(record.state is not RequestState.FINISHED for record in projections.tracker)
+
+
+def ending_text(ending: LogEnding, num_open: int) -> str:
+    """How a log ended, in a line."""
+    details = "" if not ending.detail else f" ({ending.detail})"
+    requests = (
+        "no request was open"
+        if not num_open
+        else f"{plural(num_open, 'request')} {'was' if num_open == 1 else 'were'} open"
+    )
+    text = f"{_WORDS[ending.how]}{details}; {requests}"
+    missing = ending.missing
+    return text if missing is None else f"missing: {missing.kind} {missing.segment}: {missing.detail}. {text}"
+
+
+def sound_text(ending: LogEnding) -> str:
+    """What may be said of a log in which nothing is wrong."""
+    return "sound, but its end is missing" if ending.missing is not None else _SOUND[ending.how]
+
+
+def show_ending(output: Output, log: StoredLog, num_open: int) -> None:
+    """Tell it, as a field of its own or as an object."""
+    ending = log.ending
+    if output.is_json:
+        missing = None if ending.missing is None else attrs.asdict(ending.missing)
+        output.record(
+            "end",
+            {
+                "path": str(log.path),
+                "end": ending.how.value,
+                "detail": ending.detail,
+                "missing": missing,
+                "num_open_requests": num_open,
+            },
+        )
+        return
+    style = {HowEnded.CLOSED: "", HowEnded.OPEN: ""}.get(ending.how, "yellow")
+    output.field("end", ending_text(ending, num_open), style if ending.missing is None else "red")
