@@ -30,6 +30,7 @@ from kvledger.storage.events import (
     find_snapshot,
     is_being_written,
     judge_ending,
+    read_ending,
     read_log,
 )
 from kvledger.storage.events.frames import frame_bytes, next_chain_hash
@@ -38,7 +39,6 @@ from kvledger.storage.events.segment_file import segment_paths
 
 BytesRead = Callable[[int], None]
 _NOT_READ = LogEnding(HowEnded.UNKNOWN, "the log was not read to its end")
-_BEHIND_EVERYTHING = 1 << 62
 _NOT_ALL = LogEnding(HowEnded.UNKNOWN, "one segment alone was read")
 
 
@@ -199,12 +199,8 @@ class StoredLog:
 
     def look_at_end(self) -> LogEnding:
         """Judge how the log ended, and read no more than its last segment for it."""
-        self._was_open = is_being_written(self.path)
-        reader = LogReader(self.path, _BEHIND_EVERYTHING)
-        for _ in reader:
-            pass
-        head_hash = "" if reader.head_hash is None else reader.head_hash.hex()
-        return self.judge_ending(reader.next_sequence - 1, head_hash)
+        self.ending = read_ending(self.path) if self.path.is_dir() else _NOT_ALL
+        return self.ending
 
     def files(self) -> list[Path]:
         """The log's segments now, in order."""

@@ -87,7 +87,7 @@ class KVLedgerConnector(KVConnectorBase_V1, SupportsHMA):
             )
             return
         handlers = settings.handler_registry()
-        log = open_event_log(settings, configuration, handlers, on_trouble=self._log_troubled)
+        log = open_event_log(settings, configuration, handlers)
         keys = ChunkKeySource(
             chunk_size=configuration.chunk_size,
             hash_block_size=versions.hash_block_size(kv_cache_config),
@@ -119,10 +119,6 @@ class KVLedgerConnector(KVConnectorBase_V1, SupportsHMA):
             windows=configuration.windows,
             num_slots=configuration.num_slots,
         )
-
-    @staticmethod
-    def _log_troubled(error: OSError, num_events: int) -> None:
-        messages.error("the event log cannot be written; serving goes on", error=str(error), num_events=num_events)
 
     @property
     def scheduler_side(self) -> SchedulerSide:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
-from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
+from typing import Final
 
 import attrs
 
@@ -21,11 +22,16 @@ from kvledger.storage.events import (
     BacklogEventStore,
     Durability,
     EventStore,
+    HowEnded,
     LogError,
     MemoryEventStore,
     Retention,
     SegmentEventStore,
+    read_ending,
 )
+from kvledger.storage.events.segment_file import segment_paths
+
+_SECONDS_BETWEEN_MESSAGES: Final = 60.0
 
 
 @attrs.frozen
@@ -35,14 +41,24 @@ class OpenedLog:
     store: EventStore
     directory: Path | None
     snapshots: LogSnapshots | None = None
+    remarks: tuple[str, ...] = ()
+    """What this log should say of the one before it."""
+
+    def close(self) -> None:
+        """Close the store, and tell people what it could not write."""
+        self.store.close()
+        if isinstance(self.store, BacklogEventStore) and self.store.num_events_lost:
+            messages.error(
+                "the event log of kvledger lacks events that could not be written; `kvledger verify` names them",
+                log=str(self.directory),
+                num_events_lost=self.store.num_events_lost,
+            )
 
 
 def open_event_log(
     settings: ConnectorSettings,
     configuration: LedgerConfiguration,
     handlers: HandlerRegistry,
-    *,
-    on_trouble: Callable[[OSError, int], None],
 ) -> OpenedLog:
     """Create the log of this engine start, and begin to keep `log_dir` to its limits.
 
@@ -62,6 +78,7 @@ def open_event_log(
     if settings.log_dir is None or settings.durability is Durability.MEMORY:
         return OpenedLog(MemoryEventStore(header, max_bytes=settings.memory_log_bytes), None)
     stamp = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
+    remarks = _remarks_on_last(settings.log_dir.absolute())
     directory = settings.log_dir.absolute() / f"{stamp}-{os.getpid()}-{time.monotonic_ns() % 10**6:06d}"
     try:
         segments = SegmentEventStore.create(
@@ -75,8 +92,59 @@ def open_event_log(
     except OSError as error:
         message = f"log_dir: cannot write to {directory} ({error}); name a writable directory, or null for no files"
         raise ConfigurationError(message) from error
-    backlog = BacklogEventStore(segments, on_trouble=on_trouble)
-    return OpenedLog(backlog, directory, LogSnapshots(segments, handlers))
+    trouble = _Trouble(directory)
+    backlog = BacklogEventStore(
+        segments, on_trouble=trouble.tell, on_written_again=trouble.tell_its_end, retries_alone=True
+    )
+    return OpenedLog(backlog, directory, LogSnapshots(segments, handlers), remarks)
+
+
+@attrs.define
+class _Trouble:
+    """Tells people that the log cannot be written: at first, then once a minute, and when it can be again."""
+
+    directory: Path
+    _tell_at: float = 0.0
+
+    def tell(self, error: OSError, num_events: int) -> None:
+        """An attempt failed."""
+        now = time.monotonic()
+        if now >= self._tell_at:
+            self._tell_at = now + _SECONDS_BETWEEN_MESSAGES
+            messages.error(
+                "the event log of kvledger cannot be written; serving goes on, events wait in memory and are tried "
+                "again: free the disk, or give back the right to write",
+                log=str(self.directory),
+                error=str(error),
+                num_events_waiting=num_events,
+            )
+
+    def tell_its_end(self, num_events: int) -> None:
+        """Everything that waited is written."""
+        self._tell_at = 0.0
+        messages.warning(
+            "the event log of kvledger is written again", log=str(self.directory), num_events_written=num_events
+        )
+
+
+def _remarks_on_last(log_dir: Path) -> tuple[str, ...]:
+    """What to say of the newest log in `log_dir` that nobody writes: nothing where it was closed and is whole."""
+    with contextlib.suppress(OSError, LogError):
+        logs = [path for path in log_dir.iterdir() if path.is_dir() and segment_paths(path)]
+        for directory in sorted(logs, reverse=True):
+            ending = read_ending(directory)
+            if ending.missing is not None:
+                messages.warning(
+                    "the end of the log that kvledger wrote before is missing",
+                    log=str(directory),
+                    detail=ending.missing.detail,
+                )
+                return (f"the end of the log before, {directory.name}, is missing: {ending.missing.detail}",)
+            if ending.how is HowEnded.CUT_OFF:
+                return (f"the log before, {directory.name}, was cut off: its process ended without closing it",)
+            if ending.how is not HowEnded.OPEN:
+                break
+    return ()
 
 
 def _retention(settings: ConnectorSettings) -> Retention | None:

@@ -61,6 +61,8 @@ class SchedulerSide:
             self._projections, self._requests, self._notice.keys, self.journal.observe, speculates=speculates
         )
         self.journal.observe(e.LogNote("connector started", self.journal.now()))
+        for remark in log.remarks:
+            self.journal.observe(e.LogNote(remark, self.journal.now()))
         for reason in declined:
             self.journal.decline(reason)
         self.journal.commit()
@@ -275,6 +277,8 @@ class SchedulerSide:
     @guarded(default=None)
     def shutdown(self) -> None:
         """Write the last events and close the log. May be called twice."""
-        self.journal.observe(e.LogNote("connector shut down", self.journal.now()))
-        self.journal.commit()
-        self.log.store.close()
+        try:
+            self.journal.observe(e.LogNote("connector shut down", self.journal.now()))
+            self.journal.commit()
+        finally:
+            self.log.close()

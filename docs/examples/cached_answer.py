@@ -75,14 +75,12 @@ def write_log(log_dir: Path) -> Path:
     configuration = LedgerConfiguration(block_size=16, chunk_size=256, num_slots=16)
     handlers = HandlerRegistry()
     handlers.replace(CachedAnswer())
-    log = open_event_log(
-        ConnectorSettings.model_validate({"log_dir": log_dir}), configuration, handlers, on_trouble=lambda *_: None
-    )
+    log = open_event_log(ConnectorSettings.model_validate({"log_dir": log_dir}), configuration, handlers)
     ledger = Ledger(configuration, log.store, handlers=handlers)
     for observation in OBSERVATIONS:
         ledger.observe(observation)
         ledger.commit()
-    log.store.close()
+    log.close()
     return Path(str(log.directory))
 
 

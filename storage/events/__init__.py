@@ -9,7 +9,14 @@ from __future__ import annotations
 
 from kvledger.storage.events.backlog import BacklogEventStore
 from kvledger.storage.events.durability import Durability
-from kvledger.storage.events.ending import HowEnded, LogEnding, MissingEnd, is_being_written, judge_ending
+from kvledger.storage.events.ending import (
+    HowEnded,
+    LogEnding,
+    MissingEnd,
+    is_being_written,
+    judge_ending,
+    read_ending,
+)
 from kvledger.storage.events.errors import AppendConflict, LogClosed, LogDamaged, LogError, LogLocked, LogTooNew
 from kvledger.storage.events.frames import Frame, FrameKind
 from kvledger.storage.events.memory import MemoryEventStore
@@ -48,6 +55,7 @@ __all__ = [
     "is_being_written",
     "judge_ending",
     "load_snapshot",
+    "read_ending",
     "read_log",
     "retire",
     "retire_logs",

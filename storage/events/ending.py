@@ -1,7 +1,8 @@
 """How a log ended: closed, cut off, still open, or not known; and what is known to be missing at its end.
 
 Judged from what lies beside the segments: the record of the end (`log.end`), the writer's lock, and snapshots, each of
-which lies beside a segment. It must not know what events mean, and reads no frame: whoever read the log says how far.
+which lies beside a segment. It must not know what events mean. Whoever has read the log says how far it goes
+(`judge_ending`); for others its last segment is read (`read_ending`).
 """
 
 from __future__ import annotations
@@ -15,13 +16,16 @@ import attrs
 
 from kvledger.storage.events.damage import sequences
 from kvledger.storage.events.end_record import END_RECORD_NAME, RecordedEnd, read_end_record
+from kvledger.storage.events.reader import LogReader
 from kvledger.storage.events.segment_file import SNAPSHOT_SUFFIX, first_sequence_of, segment_name, segment_paths
 from kvledger.storage.events.writer_lock import LOCK_NAME
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = ["HowEnded", "LogEnding", "MissingEnd", "is_being_written", "judge_ending"]
+__all__ = ["HowEnded", "LogEnding", "MissingEnd", "is_being_written", "judge_ending", "read_ending"]
+
+_BEHIND_EVERYTHING = 1 << 62
 
 
 class HowEnded(enum.StrEnum):
@@ -82,6 +86,17 @@ def is_being_written(directory: Path) -> bool:
     finally:
         os.close(descriptor)
     return False
+
+
+def read_ending(directory: Path) -> LogEnding:
+    """Judge the log in `directory`; reads no more than its last segment. Raises `LogError` and `OSError`."""
+    was_open = is_being_written(directory)
+    reader = LogReader(directory, _BEHIND_EVERYTHING)
+    for _ in reader:
+        pass
+    return judge_ending(
+        directory, reader.header.get("log_id"), reader.next_sequence, reader.head_hash, was_open=was_open
+    )
 
 
 def judge_ending(

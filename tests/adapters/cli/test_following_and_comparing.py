@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -23,8 +22,17 @@ REQUEST = "chat-17-b6"
 
 
 @pytest.fixture
-def follower(log: Path) -> Iterator[subprocess.Popen[str]]:
-    """A process that follows the story's log."""
+def writer(log: Path) -> Iterator[SegmentEventStore]:
+    """Somebody who goes on with the story's log."""
+    store = SegmentEventStore.open(log, segment_bytes=1)
+    yield store
+    store.close()
+
+
+@pytest.fixture
+def follower(log: Path, writer: SegmentEventStore) -> Iterator[subprocess.Popen[str]]:
+    """A process that follows the story's log, which is being written."""
+    assert writer.directory == log
     arguments = [*COMMAND, "show", "--follow", "--json", log]
     with subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         yield process
@@ -37,27 +45,29 @@ def next_line(follower: subprocess.Popen[str]) -> dict[str, Any]:
     return json.loads(follower.stdout.readline())  # type: ignore[no-any-return]
 
 
-def test_a_followed_log_is_told_to_its_end_and_on(follower: subprocess.Popen[str], log: Path) -> None:
-    """Also across a new segment; an interrupt ends it as it ends any command."""
+def test_a_followed_log_is_told_as_it_grows_and_how_it_ends(
+    follower: subprocess.Popen[str], writer: SegmentEventStore
+) -> None:
+    """Also across a new segment; when nobody writes the log any more, that is the last thing told."""
     told = [next_line(follower)]
     while told[-1]["request_id"] != "chat-9":
         told.append(next_line(follower))
     assert told[0]["text"] == "arrived with 45 prompt tokens"
     assert any(line["state_after"] == "preempted" for line in told)
-    store = SegmentEventStore.open(log, segment_bytes=1)
     encoder = EventEncoder()
     for number in range(3):
         event = e.RequestArrived(f"late-{number}", 100 + number, 7, 10**9)
-        store.append(encoder.encode([event]), 1)
+        writer.append(encoder.encode([event]), 1)
         line = next_line(follower)
         assert (line["request_id"], line["text"], line["time_ns"]) == (
             f"late-{number}",
             "arrived with 7 prompt tokens",
             10**9,
         )
-    store.close()
-    follower.send_signal(signal.SIGINT)
-    assert follower.wait(20) == 130
+    writer.close()
+    end = next_line(follower)
+    assert (end["type"], end["end"], end["missing"], end["num_open_requests"]) == ("end", "closed", None, 4)
+    assert follower.wait() == 0
 
 
 def test_a_request_alone_can_be_followed_up_to_a_moment(run: Any, log: Path) -> None:

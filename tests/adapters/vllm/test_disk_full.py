@@ -34,9 +34,16 @@ def _observations() -> tuple[LedgerConfiguration, list[e.Event]]:
 
 def _open(log_dir: Path, configuration: LedgerConfiguration, troubles: list[OSError]) -> OpenedLog:
     settings = ConnectorSettings.from_extra_config({"log_dir": str(log_dir), "segment_bytes": 8192})
-    return open_event_log(
-        settings, configuration, HandlerRegistry(), on_trouble=lambda error, _num_events: troubles.append(error)
-    )
+    log = open_event_log(settings, configuration, HandlerRegistry())
+    store: Any = log.store
+    tell = store._on_trouble
+
+    def note(error: OSError, num_events: int) -> None:
+        troubles.append(error)
+        tell(error, num_events)
+
+    store._on_trouble = note
+    return log
 
 
 def _observe(ledger: Ledger, observations: Iterable[e.Event]) -> None:
@@ -178,7 +185,7 @@ def test_all_logs_of_a_directory_keep_to_their_size_while_one_is_written(
     sizes = []
     for _ in range(3):
         settings = ConnectorSettings.from_extra_config(extra_config)
-        log = open_event_log(settings, configuration, HandlerRegistry(), on_trouble=lambda _error, _num: None)
+        log = open_event_log(settings, configuration, HandlerRegistry())
         ledger = Ledger(configuration, log.store)
         for event in observations:
             _observe(ledger, [event])

@@ -25,7 +25,7 @@ def log(tmp_path: Path) -> Path:
     walk.run(150)
     settings = ConnectorSettings.from_extra_config({"log_dir": str(tmp_path / "logs"), "segment_bytes": 4096})
     handlers = HandlerRegistry()
-    opened = open_event_log(settings, walk.driver.configuration, handlers, on_trouble=lambda _error, _num: None)
+    opened = open_event_log(settings, walk.driver.configuration, handlers)
     journal = Journal(walk.driver.configuration, opened, handlers=handlers)
     for event in walk.driver.observed:
         if not event.is_decision:

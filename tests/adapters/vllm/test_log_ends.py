@@ -1,0 +1,161 @@
+"""What the connector tells people of a log that cannot be written, and of the log before that was not closed."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from log_torture.mounts import fill, run_on_small_disk
+
+from kvledger.adapters.cli.main import main
+from kvledger.adapters.vllm import event_log
+from kvledger.adapters.vllm.configuration import ConnectorSettings
+from kvledger.adapters.vllm.event_log import OpenedLog, open_event_log
+from kvledger.lifecycle import HandlerRegistry, Ledger, LedgerConfiguration
+from kvledger.lifecycle import events as e
+
+CONFIGURATION = LedgerConfiguration(block_size=16, chunk_size=16, num_slots=8)
+
+
+def _open(log_dir: Path, **settings: object) -> OpenedLog:
+    extra_config = {"log_dir": str(log_dir), **settings}
+    return open_event_log(ConnectorSettings.from_extra_config(extra_config), CONFIGURATION, HandlerRegistry())
+
+
+def _write(log: OpenedLog, num_notes: int) -> None:
+    ledger = Ledger(CONFIGURATION, log.store)
+    for number in range(num_notes):
+        ledger.observe(e.LogNote(f"note {number}", number))
+        ledger.commit()
+
+
+def _killed(work: Callable[[], None], signal_number: int = signal.SIGKILL) -> None:
+    child = os.fork()
+    if child == 0:
+        try:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            work()
+            os.kill(os.getpid(), signal_number)
+            threading.Event().wait()
+        finally:
+            os._exit(1)
+    _, status = os.waitpid(child, 0)
+    assert os.WIFSIGNALED(status), "the process failed before it was killed; its traceback stands in stderr"
+
+
+@pytest.fixture
+def told(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> pytest.LogCaptureFixture:
+    """What people are told."""
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    caplog.set_level(logging.INFO, "vllm.kvledger")
+    return caplog
+
+
+@pytest.mark.parametrize("signal_number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_disk_that_stays_full_until_the_engine_is_killed_is_known_afterwards(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], signal_number: int
+) -> None:
+    """`verify` says how many events are missing at the end and why, with exit code 4; the next start says so, too."""
+    disk, found = tmp_path / "disk", tmp_path / "found.json"
+
+    def work() -> None:
+        def serve() -> None:
+            log = _open(disk / "logs", segment_bytes=8192)
+            _write(log, 20)
+            fill(disk)
+            _write(log, 759)
+            log.store.flush()
+
+        _killed(serve, signal_number)
+        (directory,) = (disk / "logs").iterdir()
+        exit_code = main(["verify", str(directory), "--json"])
+        objects = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+        (disk / "ballast").unlink()
+        remarks = _open(disk / "logs").remarks
+        found.write_text(json.dumps([exit_code, objects, directory.name, remarks]))
+
+    run_on_small_disk(disk, 128 << 10, work)
+    exit_code, objects, name, remarks = json.loads(found.read_text())
+    assert exit_code == 4
+    (end,) = [item for item in objects if item["type"] == "end"]
+    (verdict,) = [item for item in objects if item["type"] == "verdict"]
+    missing = end["missing"]
+    assert (end["end"], missing["kind"], verdict["verdict"]) == ("cut_off", "unwritten_events", "end_missing")
+    assert missing["first_sequence"] + missing["num_events"] == 20 + 759 + 1
+    assert missing["num_events"] > 500
+    assert missing["detail"].endswith("could not be written: [Errno 28] No space left on device")
+    assert remarks == [f"the end of the log before, {name}, is missing: {missing['detail']}"]
+
+
+def test_people_are_told_where_what_waits_and_when_it_is_written_again(
+    tmp_path: Path, told: pytest.LogCaptureFixture
+) -> None:
+    """Once, not at each attempt; the message names kvledger, the log, the number of events and the remedy."""
+    log = _open(tmp_path)
+    store: Any = log.store
+    append = store._store.append
+
+    def refuse(*_arguments: object, **_options: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    store._store.append = refuse
+    _write(log, 40)
+    store._store.append = append
+    store.flush()
+    log.close()
+    first, last = told.messages
+    for part in (
+        "event log of kvledger cannot be written",
+        str(log.directory),
+        "num_events_waiting=1",
+        "free the disk",
+    ):
+        assert part in first
+    for part in ("event log of kvledger is written again", str(log.directory), "num_events_written=40"):
+        assert part in last
+
+
+def test_people_are_told_at_shutdown_what_was_never_written(tmp_path: Path, told: pytest.LogCaptureFixture) -> None:
+    """Closing tries once more, in vain."""
+    log = _open(tmp_path)
+    store: Any = log.store
+
+    def refuse(*_arguments: object, **_options: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    store._store.append = refuse
+    _write(log, 40)
+    log.close()
+    assert "lacks events that could not be written" in told.messages[-1]
+    assert "num_events_lost=40" in told.messages[-1]
+    assert str(log.directory) in told.messages[-1]
+
+
+def test_a_start_notes_how_the_log_before_ended(tmp_path: Path) -> None:
+    """Nothing of one that was closed or is being written; a log in another one's words is read, never written."""
+    first = _open(tmp_path)
+    assert first.remarks == ()
+    assert _open_in_order(tmp_path).remarks == ()  # somebody writes the first
+    first.close()
+    _killed(lambda: _write(_open_in_order(tmp_path), 3))
+    (*_, cut_off) = sorted(tmp_path.iterdir())
+    before = {path: path.read_bytes() for path in cut_off.iterdir()}
+    third = _open_in_order(tmp_path)
+    assert third.remarks == (f"the log before, {cut_off.name}, was cut off: its process ended without closing it",)
+    assert {path: path.read_bytes() for path in cut_off.iterdir()} == before
+    third.close()
+    assert _open_in_order(tmp_path).remarks == ()
+
+
+def _open_in_order(log_dir: Path) -> OpenedLog:
+    """One whose name is the last in order, however fast one comes after the other."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(event_log.time, "strftime", lambda *_: f"29990101T0000{len(list(log_dir.iterdir())):02}Z")
+        return _open(log_dir)
