@@ -88,7 +88,12 @@ STATE: Final[Mapping[str, Mapping[str, Attribute]]] = MappingProxyType(
             "num_added": _INT,
             "num_removed": _INT,
         },
-        "slots": {"_num_touched": _INT, "_free": Attribute(list[int]), "_references": _INTS},
+        "slots": {
+            "_num_touched": _INT,
+            "_free": Attribute(list[int]),
+            "_failed": Attribute(list[int]),
+            "_references": _INTS,
+        },
         "tails": {"_tails": Attribute(dict[int, Tail])},
         "lookups": {
             "_hits": Attribute(dict[str, CachedHit]),

@@ -153,7 +153,7 @@ def _cache_config(
         names.append(f"layer {number}")
         groups.append(KVCacheGroupSpec([names[-1]], spec))
     tensors = [
-        KVCacheTensor(size=block_bytes * num_blocks, layers=[name], layer_stride=0, block_stride=block_bytes)
+        KVCacheTensor(size=block_bytes * num_blocks, layers=[name], layer_stride=block_bytes, block_stride=block_bytes)
         for name in names
     ]
     return config_class(num_blocks=num_blocks, kv_cache_tensors=tensors, kv_cache_groups=groups)

@@ -21,7 +21,7 @@ from kvledger.adapters.vllm.configuration import ConnectorSettings
 from kvledger.adapters.vllm.event_log import open_event_log
 from kvledger.adapters.vllm.groups import describe_groups
 from kvledger.adapters.vllm.messages import messages
-from kvledger.adapters.vllm.metadata import StepJobs, WorkerReports
+from kvledger.adapters.vllm.metadata import StepJobs, WorkerReports, WorkerStart
 from kvledger.adapters.vllm.metrics import ConnectorPrometheus, ConnectorStats, StatsSource
 from kvledger.adapters.vllm.scheduler_side import SchedulerSide
 from kvledger.adapters.vllm.worker_side import WorkerSide
@@ -30,6 +30,7 @@ from kvledger.lifecycle import ConfigurationError
 if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata
@@ -56,6 +57,7 @@ class KVLedgerConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         versions.refuse_unsupported(vllm_config)
         groups = describe_groups(vllm_config, kv_cache_config)
+        kv_cache_config = versions.as_scheduled(kv_cache_config)
         settings = ConnectorSettings.from_extra_config(self._kv_transfer_config.kv_connector_extra_config)
         if groups.declined:
             configuration = settings.idle_configuration()
@@ -77,13 +79,12 @@ class KVLedgerConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler_side: SchedulerSide | None = None
         self._worker_side: WorkerSide | None = None
         if role is KVConnectorRole.WORKER:
-            if groups.declined:
-                return
             self._worker_side = WorkerSide(
                 num_slots=configuration.num_slots,
                 num_blocks=kv_cache_config.num_blocks,
                 rank=vllm_config.parallel_config.rank,
                 overlaps=configuration.copies_beside,
+                declined=groups.declined,
             )
             return
         handlers = settings.handler_registry()
@@ -143,6 +144,12 @@ class KVLedgerConnector(KVConnectorBase_V1, SupportsHMA):
         """Learn where the pages lie and allocate the host pool."""
         if self._worker_side is not None:
             self._worker_side.register_kv_caches(kv_caches)
+
+    def get_handshake_metadata(self) -> WorkerStart | None:
+        """What this rank has; vLLM hands it to the scheduler side before the first request."""
+        if self._worker_side is None or not versions.answers_handshakes(self):
+            return None
+        return self._worker_side.take_start()
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: Any = None) -> bool:  # noqa: ARG003 -- vLLM's signature
@@ -214,6 +221,18 @@ class KVLedgerConnector(KVConnectorBase_V1, SupportsHMA):
         return None if self._worker_side is None else self._worker_side.take_reports()
 
     # --- scheduler ----------------------------------------------------------------------------
+
+    def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
+        """What the workers have, by rank.
+
+        Raises:
+            ConfigurationError: a worker does not have what is counted on here; vLLM's start ends with it.
+        """
+        starts = [start for start in metadata.values() if isinstance(start, WorkerStart)]
+        disagreement = self.scheduler_side.compare(starts)
+        if disagreement:
+            self.shutdown()
+            raise ConfigurationError(disagreement)
 
     def on_new_request(self, request: Request) -> None:
         """A request was accepted."""

@@ -97,28 +97,9 @@ def _special(group: Any) -> str:
 
 def _pages_coincide(kv_cache_config: KVCacheConfig) -> bool:
     """Whether pages of layers of different groups are the same bytes or have none in common."""
-    spec_of = {
-        name: spec
-        for group in kv_cache_config.kv_cache_groups
-        for name, spec in zip(group.layer_names, _per_layer(group), strict=True)
-    }
-    ranges = {
-        (start, start + int(spec_of[name].page_size_bytes))
-        for tensor in kv_cache_config.kv_cache_tensors
-        for number, name in enumerate(tensor.layers)
-        for start in (tensor.offset + number * tensor.layer_stride,)
-        if name in spec_of
-    }
     end = 0
-    for start, stop in sorted(ranges):
+    for start, stop in sorted(versions.page_ranges(kv_cache_config)):
         if start < end:
             return False
         end = stop
     return True
-
-
-def _per_layer(group: Any) -> list[Any]:
-    per_layer = getattr(group.kv_cache_spec, "kv_cache_specs", None)
-    if per_layer:
-        return [per_layer[name] for name in group.layer_names]
-    return [group.kv_cache_spec] * len(group.layer_names)

@@ -98,7 +98,7 @@ class Journal:
         """Serve nobody, and say why: to the log, and to people."""
         self.ledger.record_unfolded(e.LogNote(f"declined: {reason}", self.now()))
         self.messages.warning("the model is not served, requests run as without a connector", reason=reason)
-        self.is_disabled = True
+        self._stand_aside()
 
     def hook_failed(self, hook: str, request_id: str, error: Exception) -> None:
         """Tell the people, tell the log, and let the request recompute."""
@@ -115,11 +115,14 @@ class Journal:
 
     def _disable(self, event: e.HookFailed) -> None:
         if not self.is_disabled:
-            self.is_disabled = True
             self.messages.error("the ledger is corrupt; caching is off until the engine restarts")
+        self._stand_aside()
+        self.ledger.record_unfolded(event)
+
+    def _stand_aside(self) -> None:
+        self.is_disabled = True
         # What the scheduler was promised is still delivered, also the end of a save for which it keeps blocks.
         self._outbox = [job for job in self._outbox if isinstance(job, e.LoadIssued) or _is_async_save(job)]
-        self.ledger.record_unfolded(event)
 
 
 def _without_secrets(error: Exception) -> str:

@@ -6,7 +6,11 @@ Plain values only; vLLM pickles them to worker processes.
 from __future__ import annotations
 
 import attrs
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorWorkerMetadata,
+)
 
 
 @attrs.frozen(slots=False)
@@ -61,13 +65,29 @@ class JobReport:
 
 
 @attrs.frozen(slots=False)
+class WorkerStart(KVConnectorHandshakeMetadata):
+    """What one rank has when it has started, for the scheduler side to compare with what it counts on."""
+
+    rank: int
+    num_slots: int
+    slot_bytes: int
+    """What a copy of one block moves on this rank."""
+    copies_beside: bool
+    """Whether it can copy while steps run."""
+    declined: tuple[str, ...] = ()
+    """Why this rank copies nothing at all; empty where it does."""
+
+
+@attrs.frozen(slots=False)
 class WorkerReports(KVConnectorWorkerMetadata):
     """The reports of one step, of one rank or, aggregated, of all."""
 
     reports: tuple[JobReport, ...]
+    starts: tuple[WorkerStart, ...] = ()
+    """In the first step, where nobody asked for it at start."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReports:
         """Put the reports of several ranks together; the scheduler side tells them apart by rank."""
         if not isinstance(other, WorkerReports):
             return self
-        return WorkerReports(self.reports + other.reports)
+        return WorkerReports(self.reports + other.reports, self.starts + other.starts)

@@ -15,7 +15,7 @@ from kvledger.adapters.vllm.chunk_keys import ChunkKeySource
 from kvledger.adapters.vllm.event_log import OpenedLog
 from kvledger.adapters.vllm.guard import guarded
 from kvledger.adapters.vllm.journal import Journal
-from kvledger.adapters.vllm.metadata import JobReport, StepJobs, WorkerReports
+from kvledger.adapters.vllm.metadata import JobReport, StepJobs, WorkerReports, WorkerStart
 from kvledger.adapters.vllm.noticing import Noticing
 from kvledger.adapters.vllm.step_jobs import NO_JOBS, step_jobs
 from kvledger.adapters.vllm.step_reader import StepReader
@@ -31,6 +31,11 @@ if TYPE_CHECKING:
 NO_HIT: tuple[int | None, bool] = (0, False)
 ASK_AGAIN = (None, False)
 _UNKNOWN: bool | None = None
+_REMEDY = (
+    "start all processes of the engine with the same versions of kvledger and vLLM and the same "
+    "kv_connector_extra_config (host_bytes counts all ranks together); where they are the same, this is a defect of "
+    "kvledger that its log and this line describe"
+)
 _UNKNOWN_RANGE: range | None = None
 
 
@@ -80,6 +85,32 @@ class SchedulerSide:
     def hook_failed(self, hook: str, request_id: str, error: Exception) -> None:
         """Called by the guard."""
         self.journal.hook_failed(hook, request_id, error)
+
+    def compare(self, starts: Sequence[WorkerStart]) -> str:
+        """Compare what the workers have with what is counted on here; return what does not agree, or nothing.
+
+        Where a worker declines the model, nobody is served.
+        """
+        if self.journal.is_disabled:
+            return ""
+        for start in starts:
+            if start.declined:
+                for reason in start.declined:
+                    self.journal.decline(reason)
+                return ""
+        disagreement = "; ".join(filter(None, (self._disagreement(start) for start in starts)))
+        return f"{disagreement}; {_REMEDY}" if disagreement else ""
+
+    def _disagreement(self, start: WorkerStart) -> str:
+        configuration = self.journal.configuration
+        if start.num_slots != configuration.num_slots:
+            return (
+                f"rank {start.rank} has a host pool of {start.num_slots} slots ({start.slot_bytes} bytes each), the "
+                f"scheduler counts on {configuration.num_slots}"
+            )
+        if configuration.copies_beside and not start.copies_beside:
+            return f"rank {start.rank} cannot copy while steps run, the scheduler counts on it"
+        return ""
 
     # --- hooks, in the order of a request's life ---------------------------------------------
 
@@ -201,6 +232,9 @@ class SchedulerSide:
         worker_meta = connector_output.kv_connector_worker_meta
         if isinstance(worker_meta, WorkerReports):
             self._take_reports(worker_meta)
+            disagreement = self.compare(worker_meta.starts)
+            if disagreement:  # too late to refuse the start
+                self.journal.decline(disagreement)
         self.journal.commit()
         return True
 

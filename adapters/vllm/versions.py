@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
     from vllm.v1.core.sched.output import SchedulerOutput
-    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
+    from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
 
 
@@ -66,20 +66,49 @@ def block_size(kv_cache_config: KVCacheConfig) -> int:
     return int(groups[0].kv_cache_spec.block_size) if groups else 1
 
 
-def block_bytes(kv_cache_config: KVCacheConfig) -> int:
-    """Bytes of one block over all layers on one rank (KVCacheSpec.page_size_bytes is one layer's).
+def as_scheduled(kv_cache_config: KVCacheConfig) -> KVCacheConfig:
+    """What the scheduler is given of a worker's configuration; what it was given already stays as it is.
 
-    The groups' layers lie on the same bytes, each group from the first byte on (`v1/core/kv_cache_utils.py`,
-    get_kv_cache_config_from_groups), so the largest group counts.
+    Of layers with specs of their own (UniformTypeKVCacheSpecs) the scheduler sees the first one's
+    (`v1/core/kv_cache_utils.py`, 0.32). What both sides must count alike is derived from this on both.
     """
-    return max(_group_bytes(group) for group in kv_cache_config.kv_cache_groups)
+    from vllm.v1.core.kv_cache_utils import generate_scheduler_kv_cache_config
+
+    return generate_scheduler_kv_cache_config([kv_cache_config])
 
 
-def _group_bytes(group: KVCacheGroupSpec) -> int:
-    specs = getattr(group.kv_cache_spec, "kv_cache_specs", None)  # UniformTypeKVCacheSpecs: one spec per layer
-    if specs:
-        return sum(int(spec.page_size_bytes) for spec in specs.values())
-    return len(group.layer_names) * int(group.kv_cache_spec.page_size_bytes)
+def block_bytes(kv_cache_config: KVCacheConfig) -> int:
+    """Bytes that vLLM has allocated for one block on one rank, over all layers and with what pads their pages.
+
+    Every tensor lies in the same allocation, whose size each of them names, and no two blocks have a byte in common
+    (`v1/core/kv_cache_utils.py`, get_kv_cache_config_from_groups, 0.32): a copy of one block moves at most this.
+    """
+    return int(kv_cache_config.kv_cache_tensors[0].size) // int(kv_cache_config.num_blocks)
+
+
+def page_ranges(kv_cache_config: KVCacheConfig) -> set[tuple[int, int]]:
+    """Where the pages of block 0 lie in the allocation, one of each layer: first byte and the byte behind the last.
+
+    From the placement (`v1/kv_cache_interface.py`, KVCacheTensor) and not from the specs, of which the scheduler does
+    not have every layer's. The next page begins a layer or a block further on, whichever lies closer.
+    """
+    return {
+        (start, start + min(tensor.layer_stride, tensor.block_stride))
+        for tensor in kv_cache_config.kv_cache_tensors
+        for start in (tensor.offset + number * tensor.layer_stride for number in range(len(tensor.layers)))
+    }
+
+
+def answers_handshakes(connector: object) -> bool:
+    """Whether vLLM hands what this worker says at start to its own scheduler side.
+
+    `MultiConnector` hands the first child's answer to all of them and drops the others
+    (`kv_connector/v1/multi_connector.py`, get_handshake_metadata, 0.32), so a child has to leave the word to those
+    that cannot work without it.
+    """
+    from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+
+    return not has_kv_transfer_group() or get_kv_transfer_group() is connector
 
 
 def hash_block_size(kv_cache_config: KVCacheConfig) -> int:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TypeVar
 from kvledger.adapters.vllm import versions
 from kvledger.adapters.vllm.beside import CopiesBeside
 from kvledger.adapters.vllm.messages import messages
-from kvledger.adapters.vllm.metadata import JobReport, PageJob, StepJobs, WorkerReports
+from kvledger.adapters.vllm.metadata import JobReport, PageJob, StepJobs, WorkerReports, WorkerStart
 from kvledger.storage.kv import (
     CopyEngine,
     CopyResult,
@@ -34,10 +34,21 @@ _Engine = TypeVar("_Engine")
 class WorkerSide:
     """Owns the host pool and the copy engines of one rank."""
 
-    def __init__(self, *, num_slots: int, num_blocks: int, rank: int = 0, overlaps: bool = False) -> None:
+    def __init__(
+        self,
+        *,
+        num_slots: int,
+        num_blocks: int,
+        rank: int = 0,
+        overlaps: bool = False,
+        declined: tuple[str, ...] = (),
+    ) -> None:
         self._num_slots = num_slots
         self._num_blocks = num_blocks
+        self._rank = rank
         self._overlaps = overlaps
+        self._declined = declined
+        self._start_to_report: WorkerStart | None = None
         self._pool: HostPool | None = None
         self._engine: CopyEngine | None = None
         self._overlapping: OverlappingCopyEngine | None = None
@@ -51,6 +62,9 @@ class WorkerSide:
 
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """Describe where every block's pages lie and allocate the pool. Called once, at start; may raise."""
+        if self._declined:
+            self._start_to_report = WorkerStart(self._rank, 0, 0, copies_beside=False, declined=self._declined)
+            return
         tensors = versions.registered_tensors(dict(kv_caches))
         dimensions = {name: versions.block_dimension(t.shape, self._num_blocks) for name, t in tensors.items()}
         layout = describe_blocks(
@@ -63,6 +77,9 @@ class WorkerSide:
         self._engine = make_copy_engine(layout, self._pool)
         if self._overlaps:
             self._overlapping = make_overlapping_engine(layout, self._pool)
+        self._start_to_report = WorkerStart(
+            self._rank, self._pool.num_slots, self._pool.slot_bytes, copies_beside=self._overlapping is not None
+        )
         self._messages.info(
             "host pool ready",
             num_slots=self._num_slots,
@@ -101,10 +118,17 @@ class WorkerSide:
         failed, self._failed_block_ids = self._failed_block_ids, set()
         return failed
 
+    def take_start(self) -> WorkerStart | None:
+        """What this rank has since it was started; None where that was taken before."""
+        start, self._start_to_report = self._start_to_report, None
+        return start
+
     def take_reports(self) -> WorkerReports | None:
         """The reports since the last call; None where there are none."""
         reports, self._reports = [*self._reports, *self._copies.take_done()], []
-        return WorkerReports(tuple(reports)) if reports else None
+        start = self.take_start()
+        starts = () if start is None else (start,)
+        return WorkerReports(tuple(reports), starts) if reports or starts else None
 
     def sleep(self) -> None:
         """The KV memory is about to go: finish what is under way; until `wake` every copy is reported as failed."""

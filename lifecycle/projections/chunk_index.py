@@ -235,7 +235,8 @@ class ChunkIndex:
     def _reported(self, event: e.TransferReported, _sequence: int) -> None:
         job = self._transfers.given_up(event.job_id)
         if job is not None and self._transfers.is_reported(job, event):
-            self.slots.release(job.slots)  # the last rank that could still have written them is done
+            # The last rank that could still have written them is done.
+            self.slots.release(job.slots, failed=job.kind is JobKind.SAVE)
 
     def _load_settled(self, event: e.LoadCompleted | e.LoadFailed, _sequence: int) -> None:
         job = self._transfers.get(event.job_id)
@@ -342,7 +343,7 @@ class ChunkIndex:
         if self._transfers.is_current(job):
             _count_down(self._saving, job.keys)
         if event.quiet:
-            self.slots.release(job.slots)
+            self.slots.release(job.slots, failed=True)
 
     # --- leaving -----------------------------------------------------------------------------
 

@@ -14,12 +14,17 @@ _MANY = 4
 
 
 class HostSlots:
-    """Deterministic allocation of slot numbers: freed ones first, newest first, then untouched ones."""
+    """Deterministic allocation of slot numbers: freed ones first, newest first, then untouched ones.
+
+    Last come those whose save failed, the one that failed longest ago first: where the slot is to blame, the next save
+    would fail as well.
+    """
 
     def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots
         self._num_touched = 0
         self._free: list[int] = []
+        self._failed: list[int] = []
         self._references: dict[int, int] = {}
 
     @property
@@ -34,14 +39,11 @@ class HostSlots:
     def candidates(self, count: int) -> tuple[int, ...]:
         """The slots that the next save would use, fewer where fewer are free. Takes nothing."""
         free = self._free
-        if not free:
-            return tuple(range(self._num_touched, min(self._num_touched + count, self.num_slots)))
-        if count == 1:  # most saves are of one page
+        if count == 1 and free:  # most saves are of one page
             return (free[-1],)
         slots = free[: -count - 1 : -1]
-        missing = count - len(slots)
-        if missing:
-            slots.extend(range(self._num_touched, min(self._num_touched + missing, self.num_slots)))
+        slots.extend(range(self._num_touched, min(self._num_touched + count - len(slots), self.num_slots)))
+        slots.extend(self._failed[: count - len(slots)])
         return tuple(slots)
 
     def acquire(self, slots: Sequence[int]) -> None:
@@ -49,8 +51,11 @@ class HostSlots:
         references, free = self._references, self._free
         num_slots = len(slots)
         if num_slots >= _MANY and self.candidates(num_slots) == slots:  # the next ones, which nobody references
-            self._num_touched += max(0, num_slots - len(free))
+            num_more = max(0, num_slots - len(free))
+            num_untouched = min(num_more, self.num_slots - self._num_touched)
             del free[-num_slots:]
+            self._num_touched += num_untouched
+            del self._failed[: num_more - num_untouched]
             for slot in slots:
                 references[slot] = 1
             return
@@ -64,19 +69,19 @@ class HostSlots:
                 elif slot == self._num_touched:
                     self._num_touched = slot + 1
                 elif slot < self._num_touched:
-                    free.remove(slot)
+                    (self._failed if slot in self._failed else free).remove(slot)
                 else:
                     free.extend(range(slot - 1, self._num_touched - 1, -1))
                     self._num_touched = slot + 1
 
-    def release(self, slots: Iterable[int]) -> None:
-        """Drop a reference from each slot; the last one frees it."""
+    def release(self, slots: Iterable[int], *, failed: bool = False) -> None:
+        """Drop a reference from each slot; the last one frees it. `failed`: it was held for a save that failed."""
         references = self._references
         for slot in slots:
             count = references.get(slot, 0)
             if count == 1:
                 del references[slot]
-                self._free.append(slot)
+                (self._failed if failed else self._free).append(slot)
             elif count:
                 references[slot] = count - 1
 

@@ -37,11 +37,11 @@ class SlotsAgainstASet(RuleBasedStateMachine):
         self.model[slot] += 1
 
     @precondition(lambda self: self.model)
-    @rule(data=st.data())
-    def give_back(self, data: st.DataObject) -> None:
+    @rule(data=st.data(), failed=st.booleans())
+    def give_back(self, data: st.DataObject, failed: bool) -> None:
         """The last reference frees the slot."""
         slot = data.draw(st.sampled_from(sorted(self.model)))
-        self.slots.release((slot,))
+        self.slots.release((slot,), failed=failed)
         self.model -= Counter((slot,))
 
     @rule(slot=st.integers(0, NUM_SLOTS - 1))
@@ -79,3 +79,17 @@ def test_a_shared_slot_is_free_when_its_last_reference_is_gone() -> None:
     assert (slots.num_free, slots.candidates(1)) == (0, ())
     slots.release((0,))
     assert (slots.num_free, slots.candidates(1)) == (1, (0,))
+
+
+def test_slots_of_failed_saves_are_used_again_last_of_all_longest_ago_first() -> None:
+    """One that nobody can write would otherwise fail every save that comes."""
+    slots = HostSlots(6)
+    slots.acquire((0, 1, 2, 3))
+    slots.release((3,), failed=True)
+    slots.release((1,), failed=True)
+    slots.release((0,))
+    assert slots.candidates(6) == (0, 4, 5, 3, 1)
+    slots.acquire(slots.candidates(4))
+    assert slots.candidates(6) == (1,)
+    slots.release((3,))
+    assert slots.candidates(6) == (3, 1), "it was written in the meantime"

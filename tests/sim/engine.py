@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import tempfile
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import get_hash_fn_by_name
-from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.kv_cache_utils import (
+    generate_scheduler_kv_cache_config,
+    get_kv_cache_configs,
+    get_request_block_hasher,
+    init_none_hash,
+)
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -28,12 +33,15 @@ from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
+    KVCacheSpec,
     KVCacheTensor,
     SlidingWindowSpec,
 )
+from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
+from vllm.v1.worker.utils import allocate_kv_cache
 
 from kvledger.adapters.vllm import KVLedgerConnector
 from sim.contenders import LEDGER_CONTENDER, Contender
@@ -54,6 +62,23 @@ def kv_cache_config(num_blocks: int, block_size: int, windows: Sequence[int] = (
         tensors.append(KVCacheTensor(size=size, layers=layers, layer_stride=page * num_blocks, block_stride=page))
         groups.append(KVCacheGroupSpec(layers, spec))
     return KVCacheConfig(num_blocks=num_blocks, kv_cache_tensors=tensors, kv_cache_groups=groups)
+
+
+def allocate(
+    settings: VllmConfig, specs: Mapping[str, KVCacheSpec], layout: str, num_blocks: int, num_ranks: int
+) -> tuple[KVCacheConfig, list[KVCacheConfig], list[dict[str, torch.Tensor]]]:
+    """What vLLM makes of a model's layers, as `v1/engine/core.py` and `v1/worker/gpu_model_runner.py` do.
+
+    Returns what the scheduler is given, what each worker is given, and the tensors that each worker registers.
+    """
+    settings.cache_config.kv_cache_layout = layout
+    settings.cache_config.num_gpu_blocks_override = num_blocks
+    of_workers = get_kv_cache_configs(settings, [dict(specs) for _ in range(num_ranks)], [1 << 40] * num_ranks)
+    for config in of_workers:
+        config.kv_cache_layout = layout
+    of_scheduler = generate_scheduler_kv_cache_config(of_workers)
+    device = torch.device("cpu")
+    return of_scheduler, of_workers, [allocate_kv_cache(config, device, KVCacheLayout[layout]) for config in of_workers]
 
 
 def block_bytes(block_size: int) -> int:
@@ -121,6 +146,8 @@ class SimulatedEngine:
         contender: Contender = LEDGER_CONTENDER,
         num_ranks: int = 1,
         windows: Sequence[int] = (0,),
+        specs: Mapping[str, KVCacheSpec] | None = None,
+        layout: str = "LBNHC",
         kv_transfer: dict[str, Any] | None = None,
         **extra_config: Any,
     ) -> None:
@@ -140,7 +167,14 @@ class SimulatedEngine:
         # VllmConfig turns it off where the platform has no asynchronous worker; here there is one.
         self.vllm_config.scheduler_config.async_scheduling = async_scheduling
         self.vllm_config.parallel_config.world_size = num_ranks
-        cache_config = kv_cache_config(num_blocks, block_size, windows)
+        registered: list[dict[str, torch.Tensor] | None] = [None] * num_ranks
+        if specs is None:
+            cache_config = kv_cache_config(num_blocks, block_size, windows)
+            worker_configs = [cache_config] * num_ranks
+        else:
+            cache_config, worker_configs, registered[:] = allocate(
+                self.vllm_config, specs, layout, num_blocks, num_ranks
+            )
         hash_function = get_hash_fn_by_name(self.vllm_config.cache_config.prefix_caching_hash_algo)
         init_none_hash(hash_function)
         self._block_hasher = get_request_block_hasher(block_size, hash_function)
@@ -153,12 +187,13 @@ class SimulatedEngine:
             log_stats=True,
         )
         self.scheduler.use_v2_model_runner = model_runner_v2
-        self.models = [HashedModel(num_blocks, block_size, windows) for _ in range(num_ranks)]
+        self.models = [HashedModel(num_blocks, block_size, windows, kv_caches) for kv_caches in registered]
         self.workers: list[Any] = [None] * num_ranks
         """One worker-side connector for each rank; None where nobody connects anything."""
         if self.scheduler.connector is not None:
-            self.workers = [self._make_worker(rank, cache_config, contender) for rank in range(num_ranks)]
+            self.workers = [self._make_worker(rank, worker_configs[rank], contender) for rank in range(num_ranks)]
             self._aggregator = KVOutputAggregator.from_connector(self.scheduler.connector, num_ranks)
+            self._shake_hands(self.scheduler.connector)
         self.model, self.worker = self.models[0], our_child(self.workers[0])
         self.on_output: Callable[[KVConnectorOutput], None] = lambda _output: None
         """Sees what the workers send before the scheduler does, and may change it, as a lossy wire would."""
@@ -194,6 +229,13 @@ class SimulatedEngine:
         worker: KVConnectorBase_V1 = contender.prepared(connector_class(config, KVConnectorRole.WORKER, cache_config))
         worker.register_kv_caches(self.models[rank].kv_caches)
         return worker
+
+    def _shake_hands(self, connector: KVConnectorBase_V1) -> None:
+        """What the workers have to say at start (`v1/engine/core.py`, EngineCore)."""
+        told = {(0, rank): worker.get_handshake_metadata() for rank, worker in enumerate(self.workers)}
+        metadata = {ranks: said for ranks, said in told.items() if said is not None}
+        if metadata:
+            connector.set_xfer_handshake_metadata_pp_aware(metadata)
 
     def add(
         self,

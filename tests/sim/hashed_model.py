@@ -19,7 +19,7 @@ Does not verify: timing, streams, and anything a device would reorder.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import attrs
@@ -58,6 +58,12 @@ def layer_names(num_groups: int = 1) -> tuple[tuple[str, ...], ...]:
     )
 
 
+def marks(number: int, layer: torch.Tensor) -> torch.Tensor:
+    """What is added to a position's hash in each place that the position has in the layer of this number in a group."""
+    _, num_heads, _, content = layer.shape
+    return torch.arange(num_heads * content).view(num_heads, content) * (number + 1)
+
+
 def next_token(last_hash: int) -> int:
     """What the model samples after a position."""
     return last_hash % VOCABULARY_SIZE
@@ -88,16 +94,36 @@ class _Sequence:
 
 
 class HashedModel:
-    """KV tensors and the forward pass over them. `windows` has one entry a group: tokens it sees, 0 for all."""
+    """KV tensors and the forward pass over them. `windows` has one entry a group: tokens it sees, 0 for all.
 
-    def __init__(self, num_blocks: int, block_size: int, windows: Sequence[int] = (0,)) -> None:
+    `kv_caches` are the layers of a single group, as vLLM allocates them: [blocks, heads, tokens, content] each, in
+    numbers of eight bytes. Every head and every number of the content holds something of its own.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        windows: Sequence[int] = (0,),
+        kv_caches: Mapping[str, torch.Tensor] | None = None,
+    ) -> None:
         self.block_size = block_size
         self._windows = windows
-        self._tensors = [torch.zeros(num_blocks, 1, block_size, 2, dtype=torch.int64) for _ in range(NUM_LAYERS)]
-        self._kv = [tensor.numpy() for tensor in self._tensors]  # the same bytes, at a tenth of the cost of indexing
-        self._layer_names = layer_names(len(windows))
-        self.kv_caches = {
-            name: tensor for names in self._layer_names for name, tensor in zip(names, self._tensors, strict=True)
+        if kv_caches is None:
+            tensors = [torch.zeros(num_blocks, 1, block_size, 2, dtype=torch.int64) for _ in range(NUM_LAYERS)]
+            self._layer_names = layer_names(len(windows))
+            kv_caches = {
+                name: tensor for names in self._layer_names for name, tensor in zip(names, tensors, strict=True)
+            }
+        else:
+            self._layer_names = (tuple(kv_caches),)
+        self.kv_caches = dict(kv_caches)
+        # The same bytes, at a tenth of the cost of indexing.
+        self._kv = {name: tensor.view(torch.int64).numpy() for name, tensor in kv_caches.items()}
+        self._marks = {
+            name: marks(number, kv_caches[name]).numpy()
+            for names in self._layer_names
+            for number, name in enumerate(names)
         }
         self._sequences: dict[str, _Sequence] = {}
         self.weights = 0
@@ -211,8 +237,9 @@ class HashedModel:
     ) -> None:
         blocks, offsets = self._slots(sequence.block_ids[group], first, num_computed_tokens)
         expected = np.array(sequence.hashes[first:num_computed_tokens], dtype=np.int64) + group
-        for layer, kv in zip(self._layer_names[group], self._kv, strict=True):
-            is_wrong = (kv[blocks, 0, offsets, 0] != expected) | (blocks == NULL_BLOCK)
+        for layer in self._layer_names[group]:
+            read = self._kv[layer][blocks, :, offsets] != expected[:, None, None] + self._marks[layer]
+            is_wrong = read.any((1, 2)) | (blocks == NULL_BLOCK)
             if is_wrong.any():
                 wrong = is_wrong.nonzero()[0]
                 position = first + int(wrong[0])
@@ -230,6 +257,5 @@ class HashedModel:
             if bool((blocks == NULL_BLOCK).any()):
                 message = f"positions {first} to {last} of group {group} would be written into the null block"
                 raise CorruptKV(message)
-            for number, kv in enumerate(self._kv):
-                kv[blocks, 0, offsets, 0] = values + group
-                kv[blocks, 0, offsets, 1] = np.arange(first, last) + number
+            for layer in self._layer_names[group]:
+                self._kv[layer][blocks, :, offsets] = (values + group)[:, None, None] + self._marks[layer]

@@ -19,7 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from sim.hashed_model import chained_hash
+from sim.hashed_model import chained_hash, marks
 
 
 @attrs.frozen(slots=False)
@@ -128,8 +128,7 @@ class Neighbour(KVConnectorBase_V1, SupportsHMA):
             if position >= first:
                 block, offset = table[position // self._block_size], position % self._block_size
                 for number, tensor in enumerate(self._kv_caches.values()):
-                    tensor[block, 0, offset, 0] = state
-                    tensor[block, 0, offset, 1] = position + number
+                    tensor[block, :, offset] = state + marks(number, tensor)
         self._perhaps_fail(request_id, list(table[first // self._block_size : -(-end // self._block_size)]))
 
     def _perhaps_fail(self, request_id: str, block_ids: list[int]) -> None:

@@ -75,7 +75,6 @@ def test_full_attention_and_windows_are_served(windows: tuple[int, ...]) -> None
 
 def test_groups_of_layers_with_specs_of_their_own_are_served() -> None:
     """One spec a layer, all of them full attention, or all with one window."""
-    wider = attrs_replace(FULL, num_kv_heads=2)
     config = kv_cache_config(20, 16, (0, 48))
     names = config.kv_cache_groups[0].layer_names
     per_layer = dict(zip(names, (FULL, FULL), strict=True))
@@ -83,16 +82,14 @@ def test_groups_of_layers_with_specs_of_their_own_are_served() -> None:
         names, UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs=per_layer)
     )
     assert describe_groups(configuration(), config).declined == ()
-    per_layer[names[1]] = wider
+
+
+def test_pages_of_different_groups_that_overlap_decline_the_model() -> None:
+    """What one group saves would be part of what another one saves, and loading one would spoil the other."""
+    config = kv_cache_config(20, 16, (0, 48))
+    config.kv_cache_tensors[0].block_stride *= 2
     (reason,) = describe_groups(configuration(), config).declined
     assert "overlap" in reason
-
-
-def attrs_replace(spec: Any, **changes: Any) -> Any:
-    """A spec with other values; vLLM's are dataclasses."""
-    import dataclasses
-
-    return dataclasses.replace(spec, **changes)
 
 
 @pytest.mark.parametrize(

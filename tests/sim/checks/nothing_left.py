@@ -18,6 +18,7 @@ MAY_STAY = frozenset(
         "ChunkIndex._by_age",
         "ChunkIndex._departed",
         "HostSlots._free",
+        "HostSlots._failed",
         "HostSlots._references",
         # Counts of chunk keys over the whole log (bounded).
         "ChunkStatistics._num_requests_with",
