@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 
 import pytest
 from hypothesis import settings
@@ -21,6 +22,9 @@ for name, value in {
     "DO_NOT_TRACK": "1",
 }.items():
     os.environ.setdefault(name, value)
+
+# CI runners, xdist and `timeout` end a run with SIGTERM; as after Ctrl-C, tests then kill what they have started.
+signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 # Timing never decides a test. A failure prints the line that repeats it.
 settings.register_profile("kvledger", deadline=None, print_blob=True)

@@ -12,6 +12,9 @@ from pathlib import Path
 from kvledger.adapters.demo.engine import generate, start
 from kvledger.adapters.demo.workload import Workload, connector
 
+PATIENCE_S = 600.0
+"""vLLM kills an engine core that has not ended after 5 s, before its last words where the machine is slow."""
+
 
 def main() -> None:
     """Read model, folder of logs (or "-"), workload, number of ranks and extra configuration from the command line."""
@@ -26,7 +29,7 @@ def main() -> None:
     more = {"tensor_parallel_size": num_ranks, "gpu_memory_utilization": 0.3} if num_ranks > 1 else {}
     llm = start(model, workload, ours, **more)
     outputs = generate(llm, workload.prompts(), workload.max_tokens)
-    llm.llm_engine.engine_core.shutdown()
+    llm.llm_engine.engine_core.shutdown(timeout=PATIENCE_S)
     print(json.dumps(outputs))
 
 

@@ -6,12 +6,12 @@ import json
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import attrs
 import pytest
+from processes import finished, started
 
 from e2e.engines import read_sound_log
 from kvledger.adapters.demo.report import EngineFigures, Report
@@ -37,9 +37,7 @@ GOOD = Report(
 def test_the_demo_shows_a_preempted_request_that_recovers(model: Path, tmp_path: Path) -> None:
     """The report is on stdout and in a file, the story of the request on stderr, and the log is sound."""
     (tmp_path / "model").symlink_to(model)
-    result = subprocess.run(
-        [*DEMO, "--json", "--directory", tmp_path], capture_output=True, text=True, check=False, timeout=200
-    )
+    result = finished([*DEMO, "--json", "--directory", tmp_path])
     assert result.returncode == 0, result.stderr
     report = json.loads(result.stdout)
     assert report == json.loads((tmp_path / "report.json").read_text())
@@ -77,36 +75,26 @@ def test_an_engine_that_cannot_start_fails_the_demo_with_its_last_words(tmp_path
     """A model folder that holds no model: vLLM's own words are shown, and where the rest of them stand."""
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
-    result = subprocess.run([*DEMO, "--directory", tmp_path], capture_output=True, text=True, check=False, timeout=200)
+    result = finished([*DEMO, "--directory", tmp_path])
     assert result.returncode == 1
     assert "demo failed: the engine ended with status 1" in result.stderr
     assert "vllm-without-connector.log" in result.stderr
     assert "Error" in result.stderr
 
 
-@pytest.fixture
-def hears_interrupts() -> Iterator[None]:
-    """What a shell starts in the background ignores SIGINT, and so does all that it starts; here nobody does."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
 @pytest.mark.vllm
-@pytest.mark.usefixtures("hears_interrupts")
 def test_an_interrupted_demo_leaves_no_process_behind(tmp_path: Path) -> None:
     """Ctrl-C while an engine starts ends the engine, too."""
-    demo = subprocess.Popen(
-        [*DEMO, "--directory", tmp_path], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
-    )
-    assert demo.stderr is not None
-    for line in demo.stderr:
-        if "model made" in line:
-            break
-    children = Path(f"/proc/{demo.pid}/task/{demo.pid}/children").read_text().split()
-    assert children
-    demo.send_signal(signal.SIGINT)
-    _, said = demo.communicate(timeout=60)
-    assert demo.returncode == 130
-    assert "interrupted" in said
-    assert not [child for child in children if Path(f"/proc/{child}").exists()]
+    command = [*DEMO, "--directory", tmp_path]
+    with started(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as demo:
+        assert demo.stderr is not None
+        for line in demo.stderr:
+            if "model made" in line:
+                break
+        children = Path(f"/proc/{demo.pid}/task/{demo.pid}/children").read_text().split()
+        assert children
+        demo.send_signal(signal.SIGINT)
+        _, said = demo.communicate()
+        assert demo.returncode == 130
+        assert "interrupted" in said
+        assert not [child for child in children if Path(f"/proc/{child}").exists()]

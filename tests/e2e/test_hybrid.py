@@ -14,7 +14,7 @@ from kvledger.adapters.demo.workload import Workload
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.projections.host_slots import NO_SLOT
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.vllm
 
 WINDOW = 64
 PATTERNS = {"sfsf": 52, "ssf": 80}

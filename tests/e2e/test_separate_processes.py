@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import attrs
 import pytest
+from processes import finished
 
 from e2e.engines import Reference, read_sound_log
 from kvledger.adapters.demo.workload import Workload
@@ -29,7 +29,7 @@ def generate(
         environment["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(
             str(core % (os.cpu_count() or 1)) for core in range(num_ranks)
         )
-    result = subprocess.run(
+    result = finished(
         [
             sys.executable,
             script,
@@ -40,10 +40,6 @@ def generate(
             json.dumps(extra_config),
         ],
         env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=200,
     )
     assert result.returncode == 0, result.stderr[-3000:]
     outputs: list[list[int]] = json.loads(result.stdout.splitlines()[-1])

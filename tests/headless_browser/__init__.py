@@ -21,9 +21,10 @@ from pathlib import Path
 from typing import Any
 
 import attrs
+from processes import started
 
 NAMES = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
-_SECONDS = 60
+_PATIENCE_S = 600  # only a browser that hangs takes as long
 _FLAGS = (
     "--headless",
     "--no-sandbox",
@@ -126,10 +127,10 @@ class Page:
 
     def wait_until(self, expression: str) -> None:
         """Wait until a script gives true."""
-        deadline = time.monotonic() + _SECONDS
+        deadline = time.monotonic() + _PATIENCE_S
         while not self.evaluate(expression):
             if time.monotonic() > deadline:
-                raise BrowserFailed(f"not true within {_SECONDS} s: {expression}")
+                raise BrowserFailed(f"not true within {_PATIENCE_S} s: {expression}")
             time.sleep(0.02)
 
     def click(self, selector: str) -> None:
@@ -165,10 +166,10 @@ class Page:
         path.write_bytes(base64.b64decode(answer["data"]))
 
     def _receive(self) -> dict[str, Any]:
-        deadline = time.monotonic() + _SECONDS
+        deadline = time.monotonic() + _PATIENCE_S
         while b"\0" not in self._buffer:
             if not select.select([self._from_browser], [], [], max(0, deadline - time.monotonic()))[0]:
-                raise BrowserFailed(f"the browser said nothing for {_SECONDS} s")
+                raise BrowserFailed(f"the browser said nothing for {_PATIENCE_S} s")
             data = os.read(self._from_browser, 1 << 20)
             if not data:
                 raise BrowserFailed(f"the browser ended with exit code {self._process.wait()}")
@@ -213,20 +214,17 @@ def open_browser(browser: str, *flags: str) -> Iterator[Page]:
             os.dup2(their_input, 3)
             os.dup2(their_output, 4)
 
-        process = subprocess.Popen(
+        browser_process = started(
             [browser, *_FLAGS, *flags, f"--user-data-dir={profile}", "about:blank"],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             pass_fds=(3, 4),
-            preexec_fn=take_pipes,  # noqa: PLW1509 -- it only moves descriptors
+            preexec_fn=take_pipes,
         )
-        try:
+        with browser_process as process:
             os.close(their_input)
             os.close(their_output)
             page = Page(process, to_browser, from_browser)
             page.attach()
             yield page
-        finally:
-            process.kill()
-            process.wait()

@@ -8,11 +8,12 @@ from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
+from processes import finished
 
 
 def run(code: str, folder: Path) -> subprocess.CompletedProcess[str]:
     """Run `code` as a user would: own process, other folder."""
-    return subprocess.run([sys.executable, "-c", code], cwd=folder, check=False, capture_output=True, text=True)
+    return finished([sys.executable, "-c", code], cwd=folder)
 
 
 def loaded_by(module: str, folder: Path) -> set[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
 import sys
 import tomllib
 import zipfile
@@ -11,6 +10,7 @@ from pathlib import Path, PurePosixPath
 
 import pytest
 from packaging.requirements import Requirement
+from processes import finished
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 FOLDERS = ("lifecycle", "storage", "adapters")
@@ -24,13 +24,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> set[PurePosixPath]:
         shutil.copytree(REPOSITORY / folder, sources / folder, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "setup.py", "LICENSE", "README.md"):
         shutil.copy(REPOSITORY / name, sources / name)
-    built = subprocess.run(
-        [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", "out", "."],
-        cwd=sources,
-        check=False,
-        capture_output=True,
-        text=True,
-    )
+    built = finished([sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", "out", "."], cwd=sources)
     assert built.returncode == 0, built.stdout + built.stderr
     (archive,) = (sources / "out").glob("*.whl")
     with zipfile.ZipFile(archive) as opened:

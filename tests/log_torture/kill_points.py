@@ -17,6 +17,7 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 import attrs
+from processes import killed_on_failure
 
 COUNTED = ("open", "write", "pwrite", "fsync", "fdatasync", "rename", "ftruncate", "unlink", "mkdir")
 _NUMBER = struct.Struct("<q")
@@ -55,11 +56,12 @@ def run_until_killed(
         os.close(reading)
         _be_the_child(point, work, writing)
     os.close(writing)
-    if kill_when is not None:
-        kill_when(child)
-    with os.fdopen(reading, "rb") as pipe:
-        told = pipe.read()
-    _, status = os.waitpid(child, 0)
+    with killed_on_failure(child):
+        if kill_when is not None:
+            kill_when(child)
+        with os.fdopen(reading, "rb") as pipe:
+            told = pipe.read()
+        _, status = os.waitpid(child, 0)
     was_killed = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
     if not was_killed and os.waitstatus_to_exitcode(status) != 0:
         raise AssertionError(f"the writer failed at {point}; its traceback stands in stderr")

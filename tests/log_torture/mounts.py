@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from processes import killed_on_failure
 
 _CLONE_NEWNS = 0x00020000
 _CLONE_NEWUSER = 0x10000000
@@ -26,7 +27,8 @@ def run_on_small_disk(mount_point: Path, num_bytes: int, work: Callable[[], None
     child = os.fork()
     if child == 0:
         os._exit(_be_the_child(mount_point, num_bytes, work))
-    _, status = os.waitpid(child, 0)
+    with killed_on_failure(child):
+        _, status = os.waitpid(child, 0)
     exit_code = os.waitstatus_to_exitcode(status)
     if exit_code == _NOT_PERMITTED:
         pytest.skip("this machine permits no mount namespace, so no disk here can be really full")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 from pathlib import Path
 
@@ -10,6 +11,8 @@ import nats
 from nats.js.api import AckPolicy, ConsumerConfig
 
 from kvledger.storage.events import SegmentEventStore
+
+_PATIENCE_S = 300.0  # for an answer; only what hangs takes as long
 
 
 def fill(store: SegmentEventStore, chance: random.Random, num_frames: int, max_bytes: int = 300) -> None:
@@ -38,7 +41,7 @@ def segments_in_stream(url: str, log_id: str | None = None) -> dict[str, bytes]:
 
     async def fetch() -> dict[str, bytes]:
         client = await nats.connect(url)
-        jetstream = client.jetstream()
+        jetstream = client.jetstream(timeout=_PATIENCE_S)
         found: dict[str, bytes] = {}
         subject = f"kvledger.log.*.{log_id or '*'}"
         configuration = ConsumerConfig(ack_policy=AckPolicy.NONE, mem_storage=True)
@@ -46,11 +49,12 @@ def segments_in_stream(url: str, log_id: str | None = None) -> dict[str, bytes]:
         num_left = (await subscription.consumer_info()).num_pending or 0
         subjects = set()
         while num_left:
-            for message in await subscription.fetch(min(num_left, 200), timeout=5):
-                name = (message.headers or {})["Kvledger-Segment"]
-                found[name] = found.get(name, b"") + message.data
-                subjects.add(message.subject)
-                num_left -= 1
+            with contextlib.suppress(TimeoutError):  # what is not there within a second is asked for again
+                for message in await subscription.fetch(min(num_left, 200), timeout=1):
+                    name = (message.headers or {})["Kvledger-Segment"]
+                    found[name] = found.get(name, b"") + message.data
+                    subjects.add(message.subject)
+                    num_left -= 1
         await client.close()
         assert log_id is not None or len(subjects) <= 1, subjects
         return found

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from lifecycle_driver import Driver
+from processes import finished, started
 
 COMMAND = [sys.executable, "-m", "kvledger.adapters.cli.main"]
 
@@ -116,12 +117,12 @@ def test_every_json_object_names_its_type_and_is_documented(run: Any, log: Path)
 
 def test_piped_text_is_neither_coloured_nor_cut(log: Path) -> None:
     """Whoever greps it finds whole lines."""
-    finished = subprocess.run([*COMMAND, "show", log, "chat-17"], capture_output=True, text=True, check=False)
-    assert finished.returncode == 0, finished.stderr
-    assert "\x1b" not in finished.stdout
-    assert "…" not in finished.stdout
-    assert finished.stderr == ""
-    assert max(map(len, finished.stdout.splitlines())) > 120
+    shown = finished([*COMMAND, "show", log, "chat-17"])
+    assert shown.returncode == 0, shown.stderr
+    assert "\x1b" not in shown.stdout
+    assert "…" not in shown.stdout
+    assert shown.stderr == ""
+    assert max(map(len, shown.stdout.splitlines())) > 120
 
 
 def test_a_reader_that_goes_away_is_no_error(tools: Any, tmp_path: Path) -> None:
@@ -130,13 +131,13 @@ def test_a_reader_that_goes_away_is_no_error(tools: Any, tmp_path: Path) -> None
     for number in range(3000):
         driver.arrive(f"request-{number}", 5)
     log = tools.write_log(tmp_path / "log", driver.observed, driver.configuration)
-    with subprocess.Popen([*COMMAND, "show", "--json", log], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+    with started([*COMMAND, "show", "--json", log], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None
         assert process.stderr is not None
         assert process.stdout.readline().startswith(b'{"type":"log"')
         process.stdout.close()
         assert process.stderr.read() == b""
-    assert process.returncode == 141
+        assert process.wait() == 141
 
 
 def test_an_interrupt_gives_130_without_a_traceback(tmp_path: Path) -> None:
@@ -144,7 +145,7 @@ def test_an_interrupt_gives_130_without_a_traceback(tmp_path: Path) -> None:
     pipe = tmp_path / "00000000000000000001.kvlog"
     os.mkfifo(pipe)
     with (
-        subprocess.Popen([*COMMAND, "verify", pipe], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process,
+        started([*COMMAND, "verify", pipe], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process,
         # Opening it waits for the reader, so the command is inside its work when the signal comes.
         pipe.open("wb"),
     ):
@@ -175,8 +176,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 def test_the_log_of_a_killed_process_is_sound_up_to_its_last_commit(run: Any, tmp_path: Path) -> None:
     """A kill loses nothing that was committed and leaves no torn tail behind."""
-    finished = subprocess.run([sys.executable, "-c", KILLED_WRITER, tmp_path / "log"], check=False)
-    assert finished.returncode == -signal.SIGKILL
+    assert finished([sys.executable, "-c", KILLED_WRITER, tmp_path / "log"]).returncode == -signal.SIGKILL
     result = run("verify", "--json", tmp_path / "log")
     assert result.exit_code == 0
     (verdict,) = result.objects("verdict")

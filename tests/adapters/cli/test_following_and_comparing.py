@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from lifecycle_driver import Driver, Walk
+from processes import started
 
 from kvledger.adapters.cli.feed import Feed
 from kvledger.lifecycle import events as e
@@ -34,9 +35,8 @@ def follower(log: Path, writer: SegmentEventStore) -> Iterator[subprocess.Popen[
     """A process that follows the story's log, which is being written."""
     assert writer.directory == log
     arguments = [*COMMAND, "show", "--follow", "--json", log]
-    with subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with started(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         yield process
-        process.kill()
 
 
 def next_line(follower: subprocess.Popen[str]) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,6 +12,7 @@ from typing import Any
 import pytest
 from lifecycle_driver import Driver
 from nats_server import NatsServer, find_nats_server, segments_in_stream, segments_of
+from processes import started
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.codec import EventEncoder
@@ -175,13 +175,8 @@ def test_what_cannot_be_done_has_its_exit_code_and_a_reason(
 def test_a_stream_can_be_followed(server: NatsServer, run: Run, log: Path) -> None:
     """`show --follow` tells what is shipped while it runs."""
     assert run("ship", log, "--to", server.url, "--create-stream").exit_code == 0
-    process = subprocess.Popen(
-        [sys.executable, "-m", "kvledger.adapters.cli.main", "show", "--follow", "--json", server.url],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    try:
+    command = [sys.executable, "-m", "kvledger.adapters.cli.main", "show", "--follow", "--json", server.url]
+    with started(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         while json.loads(process.stdout.readline())["request_id"] != "chat-9":
             pass
@@ -190,6 +185,3 @@ def test_a_stream_can_be_followed(server: NatsServer, run: Run, log: Path) -> No
         store.close()
         assert run("ship", log, "--to", server.url).exit_code == 0
         assert json.loads(process.stdout.readline())["request_id"] == "late"
-    finally:
-        process.send_signal(signal.SIGINT)
-        process.communicate(timeout=20)

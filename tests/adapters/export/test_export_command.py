@@ -6,7 +6,6 @@ import json
 import os
 import resource
 import stat
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import attrs
 import msgspec
 import pytest
 from lifecycle_driver import Driver
+from processes import finished
 from trace_importer import read_trace
 
 from kvledger.adapters.exit_codes import ExitCode
@@ -28,10 +28,10 @@ FORMATS = ["--perfetto", "--html", "--csv"]
 def test_without_a_file_it_writes_to_stdout(log: Path, form: str) -> None:
     """For pipes; a word about the log goes to stderr."""
     command = [sys.executable, "-m", "kvledger.adapters.cli.main", "export", str(log), form]
-    result = subprocess.run(command, capture_output=True, check=False)
+    result = finished(command)
     assert result.returncode == 0, result.stderr
-    assert result.stdout[:1] in {b"{", b"<", b"l"}
-    assert result.stderr == b""
+    assert result.stdout[:1] in {"{", "<", "l"}
+    assert result.stderr == ""
 
 
 @pytest.mark.parametrize("form", ["--perfetto", "--html"])
@@ -224,7 +224,8 @@ def test_a_trace_of_a_long_log_is_written_in_little_memory(tools: Any, tmp_path:
             # The peak of this process alone: what getrusage tells is inherited from the one that started it.
             r"print(re.search(r'VmHWM:\s+(\d+)', pathlib.Path('/proc/self/status').read_text())[1]); sys.exit(code)"
         )
-        result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+        result = finished([sys.executable, "-c", script])
+        assert result.returncode == 0, result.stderr
         peaks.append(int(result.stdout.splitlines()[-1]))
     assert json.loads((tmp_path / "t3000.json").read_bytes())["traceEvents"]
     assert peaks[1] - peaks[0] < 3_000, f"KiB at the peak: {peaks}"

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+from processes import finished
 from sim.checks.rules import allowed_rules
 from sim.engine import SimulatedEngine
 from sim.logs import read_end
@@ -106,16 +106,14 @@ def write_test(path: Path, arguments: list[str]) -> None:
         "import sys; from kvledger.adapters.cli.main import main; code = main(sys.argv[1:]); "
         "assert 'vllm' not in sys.modules; sys.exit(code)"
     )
-    run = subprocess.run(
-        [sys.executable, "-c", script, "repro", *arguments], capture_output=True, text=True, check=False, timeout=250
-    )
+    run = finished([sys.executable, "-c", script, "repro", *arguments])
     assert run.returncode == 0, run.stderr
     path.write_text(run.stdout)
 
 
 def outcomes(folder: Path, environment: Mapping[str, str]) -> dict[str, list[str]]:
     """File name -> how each of its tests ended, in the order of the file."""
-    run = subprocess.run(
+    run = finished(
         [sys.executable, "-m", "pytest", "-p", "mistakes", "-v", "--no-header", "-p", "no:cacheprovider", str(folder)],
         cwd=folder,
         env={
@@ -123,10 +121,6 @@ def outcomes(folder: Path, environment: Mapping[str, str]) -> dict[str, list[str
             "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), str(TESTS), os.environ.get("PYTHONPATH", "")]),
             **environment,
         },
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=280,
     )
     found: dict[str, list[str]] = {}
     for name, ended in re.findall(r"test_(\w+)\.py::test_\S+ (\w+)", run.stdout.split("= FAILURES =")[0]):
@@ -152,11 +146,8 @@ def test_generated_files_can_go_into_a_test_suite(generated: Path) -> None:
     project = TESTS.parent / "pyproject.toml"
     # Outside of a test folder nobody has told the linter that tests assert.
     for command in (["format", "--check"], ["check", "--ignore", "S101,INP001"]):
-        run = subprocess.run(
-            [sys.executable, "-m", "ruff", *command, "--config", str(project), "--no-cache", *_python_files(generated)],
-            capture_output=True,
-            text=True,
-            check=False,
+        run = finished(
+            [sys.executable, "-m", "ruff", *command, "--config", str(project), "--no-cache", *_python_files(generated)]
         )
         assert run.returncode == 0 or "No module named ruff" in run.stderr, run.stdout + run.stderr
 

@@ -56,7 +56,7 @@ class Gate:
 
     def wait(self) -> CopyResult:
         """Wait for whoever opens it."""
-        assert self._open.wait(10), "nobody opened the gate"
+        self._open.wait()
         return CopyResult(num_pages=1, num_bytes=7, duration_ns=1)
 
 

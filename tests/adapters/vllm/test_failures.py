@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import errno
 import os
-import subprocess
 import sys
 import textwrap
 import types
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from processes import finished
 from sim.broken_copies import BROKEN, break_copies
 from sim.modes import transfers_within_and_beside
 
@@ -150,9 +150,7 @@ def test_a_disk_that_is_really_full(tmp_path: Path) -> None:
     script.write_text(textwrap.dedent(FULL_DISK))
     logs = tmp_path / "logs"
     tests = Path(__file__).parents[2]
-    run = subprocess.run(
-        [sys.executable, str(script), str(tests), str(logs)], capture_output=True, text=True, check=False, timeout=200
-    )
+    run = finished([sys.executable, script, tests, logs])
     assert "served" in run.stdout, run.stderr[-2000:]
     (directory,) = logs.iterdir()
     reader = read_log(directory)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import random
-import subprocess
 import sys
 import tracemalloc
 from pathlib import Path
 
 import pytest
+from processes import started
 
 from kvledger.storage.events import Frame, FrameKind, LogDamaged, LogError, LogReader, SegmentEventStore, read_log
 from kvledger.storage.events.frames import encode_frame
@@ -141,7 +141,7 @@ def test_a_log_is_read_while_another_process_writes_it(tmp_path: Path) -> None:
         "for number in range(3000): store.append(b'%d,' % number * (number % 300), 1)\n"
     )
     num_read = 0
-    with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)]) as child:
+    with started([sys.executable, "-c", code, tmp_path]) as child:
         while child.poll() is None:
             reader = read_log(tmp_path, from_sequence=max(1, num_read))
             for frame in reader:
@@ -150,7 +150,7 @@ def test_a_log_is_read_while_another_process_writes_it(tmp_path: Path) -> None:
             assert reader.damage == []
             assert reader.next_sequence > num_read
             num_read = reader.next_sequence - 1
-    assert child.returncode == 0
+        assert child.returncode == 0
     assert [frame.first_sequence for frame in read_log(tmp_path)] == list(range(1, 3001))
 
 

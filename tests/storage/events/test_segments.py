@@ -6,7 +6,6 @@ import errno
 import itertools
 import os
 import struct
-import subprocess
 import sys
 import threading
 import time
@@ -16,6 +15,7 @@ from pathlib import Path
 
 import google_crc32c
 import pytest
+from processes import finished
 
 from kvledger.storage.events import (
     Durability,
@@ -240,7 +240,7 @@ def test_a_second_writer_is_refused_and_told_the_pid(tmp_path: Path) -> None:
     with pytest.raises(LogLocked, match=f"pid {os.getpid()};"):
         SegmentEventStore.open(tmp_path)
     code = "import sys; from kvledger.storage.events import *; SegmentEventStore.open(sys.argv[1])"
-    child = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=False)
+    child = finished([sys.executable, "-c", code, tmp_path])
     assert f"LogLocked: {tmp_path}: the log is being written by pid {os.getpid()};" in child.stderr
     store.close()
     SegmentEventStore.open(tmp_path).close()
@@ -340,7 +340,7 @@ def test_disk_durability_ends_its_thread(tmp_path: Path) -> None:
 
 
 def _check_repeatedly(sync: GroupSync) -> None:
-    for _ in range(1000):  # ten seconds at most; the thread needs a millisecond
+    while True:  # the thread needs a millisecond
         sync.check()
         time.sleep(0.01)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import subprocess
 import sys
 import threading
 import time
@@ -13,6 +12,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from processes import finished
 
 from kvledger.storage.kv import HostPool, LayerPages, describe_blocks, make_overlapping_engine
 from kvledger.storage.kv.cpu_overlapping import THREAD_NAME, OverlappingCpuEngine
@@ -131,8 +131,7 @@ def test_a_forgotten_engine_finishes_its_copies_and_gives_thread_and_tensors_bac
     del engine
     gc.collect()
     gate.set()
-    thread.join(timeout=60)
-    assert not thread.is_alive()
+    thread.join()
     assert pool.buffer[1].tolist() == [3] * 8
     assert storage() is None
     assert layer[3].tolist() == [3] * 8
@@ -160,8 +159,6 @@ if "raise" in sys.argv:
 @pytest.mark.parametrize("how", ["return", "raise"])
 def test_a_process_that_never_closes_the_engine_ends_and_loses_no_copy(how: str) -> None:
     """What was started is finished, then the interpreter exits, whether the main thread returned or raised."""
-    done = subprocess.run(
-        [sys.executable, "-c", NEVER_CLOSED, how], capture_output=True, text=True, timeout=120, check=False
-    )
+    done = finished([sys.executable, "-c", NEVER_CLOSED, how])
     assert done.stdout.split("\n")[:2] == ["leaving True", "saved"], done.stderr
     assert done.returncode == (1 if how == "raise" else 0)
