@@ -9,15 +9,16 @@ python := .venv/bin/python
 
 # Two workers: each test that starts a real vLLM engine takes about 2 GiB, and those run one after the other anyway.
 WORKERS ?= 2
+pytest = $(python) -m pytest -n $(WORKERS) --dist loadgroup
 SEEDS ?= 200
 REQUESTS ?= 20000
 KILLS ?= 5000
 
-.PHONY: help demo setup test check format sim mutants soak stress torture bench docs lock clean distclean
+.PHONY: help demo setup test test-long check format sim mutants soak stress torture bench docs lock clean distclean
 
 help: ## list the targets
 	@echo "kvledger: make TARGET"
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: setup ## watch a preempted request recover, and read its log
 	$(python) -m kvledger.adapters.demo
@@ -25,10 +26,13 @@ demo: setup ## watch a preempted request recover, and read its log
 setup: ## create .venv from the lock and install kvledger in it
 	@requirements/install.sh
 
-test: setup ## run the whole test suite (ARGS="-k name" passes options to pytest)
+test: setup ## run the tests that a change needs, 8 minutes at most (ARGS="-k name" passes options to pytest)
 	@requirements/browser.sh
 	@requirements/nats-server.sh
-	$(python) -m pytest -n $(WORKERS) --dist loadgroup $(ARGS)
+	$(pytest) -m "not long" $(ARGS)
+
+test-long: setup ## run all other tests: more worlds, more configurations of real engines
+	$(pytest) -m long $(ARGS)
 
 check: setup ## lint, formatting, types, import contracts
 	$(python) -m ruff check .

@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
+from pathlib import Path
+from typing import Any
 
 import pytest
+from headless_browser import find_browser
 from hypothesis import settings
+from nats_server import find_nats_server
+from needed import FIND, skip_once
+from perfetto_ui import find_ui
 
 # Set before anything imports vLLM, which reads most of these once. A value given by the caller wins.
 for name, value in {
@@ -31,8 +37,37 @@ settings.register_profile("kvledger", deadline=None, print_blob=True)
 settings.load_profile("kvledger")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_itemcollected(item: pytest.Item) -> None:
     """Keep every test that starts an engine on one worker, so that two engines never share the machine's memory."""
-    for item in items:
-        if item.get_closest_marker("vllm"):
-            item.add_marker(pytest.mark.xdist_group("vllm"))
+    if item.get_closest_marker("vllm"):
+        item.add_marker(pytest.mark.xdist_group("vllm"))
+
+
+@pytest.hookimpl(trylast=True)  # after -m and -k, which might leave out the one test that says why others are skipped
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Skip what this machine has not got."""
+    skip_once(config, items)
+
+
+@pytest.fixture(scope="session")
+def cuda() -> Any:
+    """A device."""
+    return FIND["cuda"][0]()
+
+
+@pytest.fixture(scope="session")
+def nats_server_path() -> str:
+    """Where nats-server is."""
+    return str(find_nats_server())
+
+
+@pytest.fixture(scope="session")
+def browser_path() -> str:
+    """Where a Chromium is."""
+    return str(find_browser())
+
+
+@pytest.fixture(scope="session")
+def perfetto_wheel() -> Path:
+    """Where the wheel with Perfetto's UI is."""
+    return Path(str(find_ui()))

@@ -41,7 +41,14 @@ def while_its_prompt_is_computed(engine: RunningEngine) -> str | None:
     return next((request.request_id for request in partly), None)
 
 
-@pytest.mark.parametrize("choose", [while_it_decodes, while_it_waits_preempted, while_its_prompt_is_computed])
+@pytest.mark.parametrize(
+    "choose",
+    [
+        while_it_waits_preempted,
+        pytest.param(while_it_decodes, marks=pytest.mark.long),
+        pytest.param(while_its_prompt_is_computed, marks=pytest.mark.long),
+    ],
+)
 def test_an_abort_leaves_nothing_behind(
     choose: ChooseVictim, model: Path, reference: Reference, tmp_path: Path
 ) -> None:

@@ -71,6 +71,7 @@ def test_a_demo_that_shows_nothing_or_something_wrong_fails_with_the_reason(
 
 
 @pytest.mark.vllm
+@pytest.mark.long
 def test_an_engine_that_cannot_start_fails_the_demo_with_its_last_words(tmp_path: Path) -> None:
     """A model folder that holds no model: vLLM's own words are shown, and where the rest of them stand."""
     (tmp_path / "model").mkdir()

@@ -46,6 +46,7 @@ def test_a_pool_that_cannot_hold_one_request_is_refused_at_start(model: Path, tm
         pass
 
 
+@pytest.mark.long
 def test_two_ledgers_in_a_real_engine(model: Path, reference: Reference, tmp_path: Path) -> None:
     """A MultiConnector with two of ours: the first one with a hit loads, both save, both logs are sound."""
     from vllm.distributed import cleanup_dist_env_and_memory

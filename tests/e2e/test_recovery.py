@@ -19,9 +19,11 @@ pytestmark = pytest.mark.vllm
 CASES = [
     Workload(seed=1, chunk_size=32),
     Workload(seed=2, chunk_size=8, num_blocks=26),  # chunks end inside blocks: page images
+    Workload(seed=2, chunk_size=16, enable_prefix_caching=True),
+]
+MORE = [
     Workload(seed=3, chunk_size=64, num_blocks=28),  # a chunk is two pages
     Workload(seed=1, chunk_size=32, num_blocks=26, enable_prefix_caching=True),
-    Workload(seed=2, chunk_size=16, enable_prefix_caching=True),
     Workload(seed=3, chunk_size=128, num_blocks=28, enable_prefix_caching=True),
 ]
 
@@ -31,7 +33,9 @@ def _name(workload: Workload) -> str:
     return f"seed-{workload.seed}-chunk-{workload.chunk_size}-blocks-{workload.num_blocks}-{caching}"
 
 
-@pytest.mark.parametrize("workload", CASES, ids=_name)
+@pytest.mark.parametrize(
+    "workload", [*CASES, *(pytest.param(case, marks=pytest.mark.long) for case in MORE)], ids=_name
+)
 def test_preempted_requests_recover_and_outputs_are_those_of_an_engine_that_never_preempts(
     workload: Workload, model: Path, reference: Reference, tmp_path: Path
 ) -> None:
@@ -52,6 +56,7 @@ def test_preempted_requests_recover_and_outputs_are_those_of_an_engine_that_neve
         assert parts == engine.meter.num_tokens_lost
 
 
+@pytest.mark.long
 def test_without_a_connector_everything_lost_is_computed_again(model: Path, reference: Reference) -> None:
     """The same requests in the same pool, measured with the same meter, are what recovery is compared with."""
     workload = CASES[0]
@@ -102,7 +107,7 @@ def test_a_load_that_fails_costs_its_request_the_cache_and_nothing_else(
     assert log.num_requests_left == 0
 
 
-@pytest.mark.parametrize("chunk_size", [8, 32])
+@pytest.mark.parametrize("chunk_size", [8, pytest.param(32, marks=pytest.mark.long)])
 def test_of_two_requests_that_fill_the_pool_one_preempts_the_other_and_it_loads_prompt_and_output(
     chunk_size: int, model: Path, reference: Reference, tmp_path: Path
 ) -> None:

@@ -17,16 +17,19 @@ pytestmark = pytest.mark.vllm
 
 BESIDE = {"load_mode": "async", "save_mode": "async"}
 WORKLOAD = Workload(seed=1, chunk_size=32)
-schedulers = pytest.mark.parametrize("async_scheduling", [False, True])
+schedulers = pytest.mark.parametrize("async_scheduling", [False, pytest.param(True, marks=pytest.mark.long)])
 
 
 @pytest.mark.parametrize(
     ("workload", "async_scheduling"),
     [
-        (WORKLOAD, False),
         (WORKLOAD, True),
-        (Workload(seed=1, chunk_size=8, num_blocks=26), False),  # chunks end inside blocks: page images
-        (Workload(seed=1, chunk_size=64, num_blocks=26, enable_prefix_caching=True), True),
+        pytest.param(WORKLOAD, False, marks=pytest.mark.long),
+        # Chunks end inside blocks: page images.
+        pytest.param(Workload(seed=1, chunk_size=8, num_blocks=26), False, marks=pytest.mark.long),
+        pytest.param(
+            Workload(seed=1, chunk_size=64, num_blocks=26, enable_prefix_caching=True), True, marks=pytest.mark.long
+        ),
     ],
 )
 def test_preempted_requests_recover_everything_while_others_run_on(
@@ -58,6 +61,7 @@ def test_preempted_requests_recover_everything_while_others_run_on(
     assert log.of_type(e.SaveFailed) == log.of_type(e.LoadFailed) == []
 
 
+@pytest.mark.long
 def test_a_load_beside_the_steps_that_copies_nothing_is_seen_in_the_outputs(
     model: Path, reference: Reference, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

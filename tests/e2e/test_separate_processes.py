@@ -68,6 +68,7 @@ def outputs_of_two_ranks(model: Path) -> list[list[int]]:
     return generate(model, "-", TWO_RANKS, num_ranks=2)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_two_ranks_each_keep_their_part_of_a_page(
     mode: str, model: Path, outputs_of_two_ranks: list[list[int]], tmp_path: Path

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.vllm
 WORKLOAD = Workload(seed=21, num_requests=3, shortest_prompt=96, longest_prompt=96, max_tokens=24, num_blocks=128)
 
 
-@pytest.mark.parametrize("chunk_size", [8, 32])
+@pytest.mark.parametrize("chunk_size", [8, pytest.param(32, marks=pytest.mark.long)])
 def test_a_second_wave_is_answered_from_the_host_pool(
     chunk_size: int, model: Path, reference: Reference, tmp_path: Path
 ) -> None:
@@ -35,6 +35,7 @@ def test_a_second_wave_is_answered_from_the_host_pool(
     assert log.num_requests_left == 0
 
 
+@pytest.mark.long
 def test_a_continued_conversation_finds_what_was_said(model: Path, reference: Reference, tmp_path: Path) -> None:
     """A prompt made of an earlier prompt and its output hits the chunks of both."""
     (prompt, *_) = WORKLOAD.prompts()
@@ -49,7 +50,10 @@ def test_a_continued_conversation_finds_what_was_said(model: Path, reference: Re
     read_sound_log(engine.log_path)
 
 
-@pytest.mark.parametrize(("chunk_size", "enable_prefix_caching"), [(8, False), (32, False), (32, True)])
+@pytest.mark.parametrize(
+    ("chunk_size", "enable_prefix_caching"),
+    [(8, False), pytest.param(32, False, marks=pytest.mark.long), pytest.param(32, True, marks=pytest.mark.long)],
+)
 def test_tenants_with_different_salts_never_share_a_chunk(
     chunk_size: int, enable_prefix_caching: bool, model: Path, reference: Reference, tmp_path: Path
 ) -> None:
@@ -75,6 +79,7 @@ def test_tenants_with_different_salts_never_share_a_chunk(
     assert saved[2] == 0  # nothing new to save
 
 
+@pytest.mark.long
 def test_a_restarted_engine_writes_a_log_of_its_own_and_starts_with_an_empty_pool(
     model: Path, reference: Reference, tmp_path: Path
 ) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from e2e.stress import CONFIGURATIONS, Configuration, expected_outputs, run
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.long]
 
 SEEDS = range(2 * len(CONFIGURATIONS))
 

@@ -12,6 +12,7 @@ from sim.hybrid_world import HybridWorld
 pytestmark = pytest.mark.scheduler
 
 NUM_WORLDS = 60
+NUM_SHORT = 12
 
 
 def live(seed: int) -> HybridWorld:
@@ -24,7 +25,8 @@ def live(seed: int) -> HybridWorld:
     return world
 
 
-@pytest.mark.parametrize("seed", range(NUM_WORLDS))
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(NUM_SHORT, NUM_WORLDS))
 def test_a_hybrid_world_ends_well(seed: int) -> None:
     """Preemptions, aborts, resets and failed copies: right KV in every group, all tokens, a log that replays."""
     live(seed)
@@ -32,7 +34,7 @@ def test_a_hybrid_world_ends_well(seed: int) -> None:
 
 def test_the_hybrid_worlds_meet_what_they_are_for() -> None:
     """Loads that leave out what a window does not see, requests that recover, loads that fail."""
-    worlds = [live(seed) for seed in range(12)]
+    worlds = [live(seed) for seed in range(NUM_SHORT)]
     figures = [world.side.ledger.projections.totals.figures for world in worlds]
     assert sum(figure.num_preemptions for figure in figures) > 20
     assert sum(figure.num_tokens_recovered for figure in figures) > 100

@@ -6,7 +6,7 @@ import pytest
 
 from sim.shares import measure
 
-pytestmark = pytest.mark.scheduler
+pytestmark = [pytest.mark.scheduler, pytest.mark.long]
 
 
 def test_kvledger_computes_least_again_and_nothing_where_there_is_room() -> None:

@@ -9,6 +9,7 @@ from sim.soak import Sample, Soak
 pytestmark = pytest.mark.scheduler
 
 
+@pytest.mark.long
 def test_a_thousand_requests_leave_nothing_behind() -> None:
     """Preemptions and aborts on the way: right tokens, and no projection, adapter or worker remembers anybody."""
     soak = Soak(1000)

@@ -15,10 +15,13 @@ from sim.world import World
 pytestmark = pytest.mark.scheduler
 
 NUM_WORLDS = 300
+NUM_SHORT = 80
 NUM_WATCHED = 30
 
 
-@pytest.mark.parametrize("seed", range(NUM_WORLDS))
+@pytest.mark.parametrize(
+    "seed", [*range(NUM_SHORT), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(NUM_SHORT, NUM_WORLDS))]
+)
 def test_a_world_ends_well(seed: int) -> None:
     """Whatever goes wrong: right KV in every copy and every read, all tokens, a log that replays and audits."""
     print(f"reproduce with: make sim SEED={seed}")

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from lifecycle_driver import Driver
-from nats_server import NatsServer, find_nats_server, segments_in_stream, segments_of
+from nats_server import NatsServer, segments_in_stream, segments_of
 from processes import started
 
 from kvledger.lifecycle import events as e
@@ -23,10 +23,9 @@ Tools = Any
 
 
 @pytest.fixture
-def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[NatsServer]:
+def server(nats_server_path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[NatsServer]:
     """A real server; mirrors of its streams go into the test's own cache."""
-    if find_nats_server() is None:
-        pytest.skip("there is no nats-server; install it (Debian, Ubuntu: apt-get install nats-server)")
+    del nats_server_path
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     server = NatsServer(tmp_path / "server").start()
     yield server

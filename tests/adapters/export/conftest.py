@@ -9,7 +9,7 @@ from pathlib import Path
 
 import attrs
 import pytest
-from headless_browser import Page, find_browser, open_browser
+from headless_browser import Page, open_browser
 from lifecycle_driver import Driver, keys_of
 
 from kvledger.adapters.cli.main import main
@@ -189,10 +189,7 @@ def worlds(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
 
 
 @pytest.fixture(scope="session")
-def page() -> Iterator[Page]:
+def page(browser_path: str) -> Iterator[Page]:
     """A real browser."""
-    browser = find_browser()
-    if browser is None:
-        pytest.skip("no Chromium is installed; requirements/browser.sh installs one")
-    with open_browser(browser) as opened:
+    with open_browser(browser_path) as opened:
         yield opened

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from headless_browser import Page
-from perfetto_ui import find_ui, open_in_perfetto
+from perfetto_ui import open_in_perfetto
 from trace_importer import read_trace
 
 from kvledger.adapters.reading.sources import find_logs
@@ -17,17 +17,14 @@ pytestmark = pytest.mark.xdist_group("browser")
 
 @pytest.mark.scheduler
 def test_perfetto_opens_a_trace_without_a_complaint(
-    run: Any, worlds: dict[int, Path], page: Page, tmp_path: Path
+    run: Any, worlds: dict[int, Path], page: Page, perfetto_wheel: Path, tmp_path: Path
 ) -> None:
     """No import error, and as many slices, arrows and counter values as the importer of the other tests finds."""
-    wheel = find_ui()
-    if wheel is None:
-        pytest.skip("Perfetto's UI is not there; requirements/browser.sh fetches it")
     log = find_logs(worlds[3])[0]
     path = tmp_path / "trace.json"
     assert run("export", log, "--perfetto", "-o", path).exit_code == 0
     expected = read_trace(path)
-    with open_in_perfetto(wheel, path, page) as perfetto:
+    with open_in_perfetto(perfetto_wheel, path, page) as perfetto:
         complaints = "select name, value from stats where severity != 'info' and value > 0"
         assert perfetto.query(complaints) == []
         num_slices = len(expected.slices) + len(expected.instants) + len(expected.copies)

@@ -21,6 +21,7 @@ from kvledger.lifecycle.codec import EventDecoder
 pytestmark = pytest.mark.scheduler
 
 NUM_WORLDS = 14
+NUM_SHORT = 6
 NUM_HYBRID_WORLDS = 6
 
 
@@ -47,7 +48,9 @@ def assert_same(tools: Any, recorded: list[tuple[int, e.Event]], outcome: Reenac
     assert outcome.left_out == [], told_by
 
 
-@pytest.mark.parametrize("seed", range(NUM_WORLDS))
+@pytest.mark.parametrize(
+    "seed", [*range(NUM_SHORT), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(NUM_SHORT, NUM_WORLDS))]
+)
 def test_a_world_is_the_same_when_its_hook_calls_are_made_again(tools: Any, seed: int) -> None:
     """Observations and decisions of each of the world's engines, also of those that were killed."""
     with World(seed) as world:

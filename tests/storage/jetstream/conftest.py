@@ -9,13 +9,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from nats_server import NatsServer, Proxy, find_nats_server, start_cluster
+from nats_server import NatsServer, Proxy, start_cluster
 
 from kvledger.storage.events.jetstream import Access, NewStream, Shipper, ShippingReport, StreamAddress
-
-MISSING = (
-    "there is no nats-server; install it (Debian, Ubuntu: apt-get install nats-server), or run `make test` as root"
-)
 
 
 @pytest.fixture
@@ -27,10 +23,9 @@ def chance() -> random.Random:
 
 
 @pytest.fixture
-def new_server(tmp_path: Path) -> Iterator[Callable[[str], NatsServer]]:
+def new_server(nats_server_path: str, tmp_path: Path) -> Iterator[Callable[[str], NatsServer]]:
     """Return what starts a server with a configuration; it is killed at the end."""
-    if find_nats_server() is None:
-        pytest.skip(MISSING)
+    del nats_server_path
     servers: list[NatsServer] = []
 
     def start(configuration: str = "") -> NatsServer:
@@ -49,10 +44,9 @@ def server(new_server: Callable[[str], NatsServer]) -> NatsServer:
 
 
 @pytest.fixture
-def cluster(tmp_path: Path) -> Iterator[list[NatsServer]]:
+def cluster(nats_server_path: str, tmp_path: Path) -> Iterator[list[NatsServer]]:
     """Three servers that replicate streams among them."""
-    if find_nats_server() is None:
-        pytest.skip(MISSING)
+    del nats_server_path
     servers = start_cluster(tmp_path / "cluster")
     yield servers
     for server in servers:

@@ -14,7 +14,7 @@ from kvledger.storage.kv.layout import BlockLayout
 from kvledger.storage.kv.pending import OverlappingCopyEngine
 from kvledger.storage.kv.testing import CopyEngineContract, OverlappingCopyEngineContract
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+pytestmark = pytest.mark.usefixtures("cuda")
 
 SOME_CYCLES = 50_000_000  # some 30 ms; a shorter wait would make the tests weaker, never wrong
 

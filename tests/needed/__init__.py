@@ -1,0 +1,44 @@
+"""What a machine may lack. Tests that need it are skipped as one, with one reason and their number.
+
+A test needs what it has among its fixtures; `tests/conftest.py` has a fixture for each name here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+from headless_browser import find_browser
+from nats_server import find_nats_server
+from perfetto_ui import find_ui
+
+
+def find_cuda() -> object | None:
+    """A CUDA device, or None."""
+    import torch
+
+    return torch.device("cuda") if torch.cuda.is_available() else None
+
+
+FIND: Mapping[str, tuple[Callable[[], Any], str]] = {
+    "cuda": (find_cuda, "there is no CUDA device"),
+    "nats_server_path": (
+        find_nats_server,
+        "there is no nats-server; on Debian and Ubuntu: apt-get install nats-server",
+    ),
+    "browser_path": (find_browser, "there is no Chromium; requirements/browser.sh installs one"),
+    "perfetto_wheel": (find_ui, "Perfetto's UI is not there; requirements/browser.sh fetches it"),
+}
+
+
+def skip_once(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Of the tests that need what is not there keep one, to say so."""
+    for name, (find, reason) in FIND.items():
+        concerned = [item for item in items if name in getattr(item, "fixturenames", ())]
+        if concerned and find() is None:
+            first, *others = concerned
+            first.add_marker(pytest.mark.skip(reason=f"{reason} (for {len(concerned)} tests)"))
+            config.hook.pytest_deselected(items=others)
+            gone = set(others)
+            items[:] = [item for item in items if item not in gone]
