@@ -30,15 +30,15 @@ def num_open_requests(projections: Projections) -> int:
     return sum(record.state is not RequestState.FINISHED for record in projections.tracker)
 
 
-def ending_text(ending: LogEnding, num_open: int) -> str:
-    """How a log ended, in a line."""
+def ending_text(ending: LogEnding, num_open: int | None) -> str:
+    """How a log ended, in a line; `num_open` None: nobody knows."""
     details = "" if not ending.detail else f" ({ending.detail})"
     requests = (
         "no request was open"
         if not num_open
         else f"{plural(num_open, 'request')} {'was' if num_open == 1 else 'were'} open"
     )
-    text = f"{_WORDS[ending.how]}{details}; {requests}"
+    text = f"{_WORDS[ending.how]}{details}" + ("" if num_open is None else f"; {requests}")
     missing = ending.missing
     return text if missing is None else f"missing: {missing.kind} {missing.segment}: {missing.detail}. {text}"
 
@@ -48,7 +48,7 @@ def sound_text(ending: LogEnding) -> str:
     return "sound, but its end is missing" if ending.missing is not None else _SOUND[ending.how]
 
 
-def show_ending(output: Output, log: StoredLog, num_open: int) -> None:
+def show_ending(output: Output, log: StoredLog, num_open: int | None) -> None:
     """Tell it, as a field of its own or as an object."""
     ending = log.ending
     if output.is_json:

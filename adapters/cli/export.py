@@ -13,6 +13,7 @@ from typing import IO
 from kvledger.adapters.cli.finding import selected, selected_one
 from kvledger.adapters.cli.output import Output
 from kvledger.adapters.cli.selection import add_handlers, chosen_handlers
+from kvledger.adapters.cli.streams import OutputFailed
 from kvledger.adapters.cli.words import plural, size
 from kvledger.adapters.exit_codes import CommandFailed, ExitCode
 from kvledger.adapters.export.perfetto import EngineTrace, TraceFile
@@ -163,8 +164,11 @@ def _csv_writer(file: IO[bytes], table: str) -> Iterator[WriteRow]:
         writer.writerow(column_names(table))
         yield writer.writerow
     finally:
-        text.flush()
-        text.detach()
+        try:
+            text.flush()
+        finally:
+            with contextlib.suppress(OSError, OutputFailed):  # it flushes once more, in vain as before
+                text.detach()
 
 
 def _opened_at(log: StoredLog) -> int | None:

@@ -26,8 +26,9 @@ def selected(arguments: argparse.Namespace, output: Output) -> Iterator[tuple[St
         yield log, window(arguments, log, output, request_id)
         return
     for path in arguments.logs:
-        log = open_log(path, lenient=arguments.lenient)
-        yield log, window(arguments, log, output)
+        with output.apart_from_others(path):
+            log = open_log(path, lenient=arguments.lenient)
+            yield log, window(arguments, log, output)
 
 
 def selected_one(arguments: argparse.Namespace, output: Output) -> tuple[StoredLog, Window]:
@@ -47,10 +48,13 @@ def find_request(logs: Sequence[Path], wanted: str, output: Output, *, lenient: 
     Raises:
         CommandFailed: none has it, or several ids or logs could be meant.
     """
-    opened = [open_log(path, lenient=lenient) for path in logs]
+    opened: list[StoredLog] = []
     known: dict[Path, dict[str, None]] = {}
-    for log in opened:
-        known[log.path] = request_ids(log, wanted, output)
+    for path in logs:
+        with output.apart_from_others(path):
+            log = open_log(path, lenient=lenient)
+            known[log.path] = request_ids(log, wanted, output)
+            opened.append(log)
     found = [(log, wanted) for log in opened if wanted in known[log.path]]
     found = found or [(log, name) for log in opened for name in known[log.path] if name.startswith(wanted)]
     if len(found) == 1:

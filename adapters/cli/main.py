@@ -7,19 +7,23 @@ returns the exit code.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import MappingProxyType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import attrs
+from typing_extensions import override
 
 from kvledger.adapters.cli import export, replay, repro, retire, selection, ship, show, stats, verify, why
 from kvledger.adapters.cli.output import Output
-from kvledger.adapters.exit_codes import CommandFailed, ExitCode
+from kvledger.adapters.cli.streams import OutputFailed, guard_standard_streams, silence_standard_streams
+from kvledger.adapters.exit_codes import CommandFailed, ExitCode, gravest, unreadable_text
 from kvledger.adapters.reading.sources import find_logs
 from kvledger.adapters.reading.streams import StreamUrl, keep_mirrored, log_argument
 
@@ -63,26 +67,42 @@ class _Parser(argparse.ArgumentParser):
         self.exit(ExitCode.USAGE, f"{self.prog}: {message}\n")
 
 
+class _CommandParser(_Parser):
+    """The parser of one command: its positional arguments may stand before, between and behind its options."""
+
+    _is_intermixing = False
+
+    @override
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        if self._is_intermixing:  # called by what is called below
+            return super().parse_known_args(args, namespace)
+        self._is_intermixing = True
+        try:
+            return self.parse_known_intermixed_args(args, namespace)
+        finally:
+            self._is_intermixing = False
+
+
 def build_parser() -> argparse.ArgumentParser:
     """All commands and options."""
     parser = _Parser(prog="kvledger", description="Reads the event logs of kvledger.", epilog=_EXIT_CODES)
     parser.add_argument("--version", action="version", version=f"kvledger {_version()}")
     parser.add_argument("--json", action="store_true", help="print one JSON object a line")
-    common = _Parser(add_help=False)
+    common = _CommandParser(add_help=False)
     common.add_argument(
         "log",
         metavar="LOG",
         type=log_argument,
         help="a log directory, one *.kvlog file, a directory of logs (all of them), or nats://host/STREAM[/LOG_ID]",
     )
-    json = _Parser(add_help=False)
+    json = _CommandParser(add_help=False)
     # Without a default here: it would overwrite a --json given before the command.
     json.add_argument("--json", action="store_true", default=argparse.SUPPRESS, help="print one JSON object a line")
-    options = _Parser(add_help=False, parents=[json])
+    options = _CommandParser(add_help=False, parents=[json])
     options.add_argument("--newest", action="store_true", help="of a directory of logs, read only the newest")
     options.add_argument("--mirror", metavar="DIR", type=Path, help="where the files of a stream's logs are kept")
     selection.add_options(options)
-    commands = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=_Parser)
+    commands = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=_CommandParser)
     for name, command in COMMANDS.items():
         parents = [common, options] if command.is_reading else [json]
         of_command = commands.add_parser(name, parents=parents, epilog=_EXIT_CODES, help=command.help)
@@ -92,24 +112,53 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code."""
+    """Run one command and return its exit code. Nothing is raised; a traceback is printed only if it is asked for."""
+    guard_standard_streams()
+    try:
+        exit_code = _run(argv)
+        sys.stdout.flush()
+        sys.stderr.flush()
+    except OutputFailed as failure:
+        if not failure.is_reader_gone:
+            with contextlib.suppress(OutputFailed):
+                sys.stderr.write(f"kvledger: the output cannot be written: {failure}; make room, or write elsewhere\n")
+        silence_standard_streams()
+        return (ExitCode.BROKEN_PIPE if failure.is_reader_gone else ExitCode.CANNOT_WRITE).value
+    return exit_code
+
+
+def _run(argv: Sequence[str] | None) -> int:
     try:
         arguments = build_parser().parse_args(argv)
         arguments.logs = _logs(arguments) if arguments.is_reading else []
-        exit_code = int(arguments.run(arguments, Output(is_json=arguments.json)))
-        sys.stdout.flush()
+        output = Output(is_json=arguments.json)
+        output.tells_many = len(arguments.logs) > 1
+        return int(gravest([arguments.run(arguments, output), *output.failures]))
     except SystemExit as exit_:  # argparse, after --help, --version or wrong usage
         return exit_.code if isinstance(exit_.code, int) else ExitCode.SOUND.value
     except CommandFailed as failure:
         sys.stderr.write(f"kvledger: {failure}\n")
         return failure.exit_code.value
-    except BrokenPipeError:
-        # The reader has gone. Python would complain once more when it flushes at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return ExitCode.BROKEN_PIPE.value
     except KeyboardInterrupt:
         return ExitCode.INTERRUPTED.value
-    return exit_code
+    except OSError as error:
+        sys.stderr.write(f"kvledger: {unreadable_text(error)}\n")
+        return ExitCode.DAMAGED.value
+    except Exception as error:  # noqa: BLE001 -- the last place that can say it in words
+        _report_mistake(error)
+        return ExitCode.INTERNAL_ERROR.value
+
+
+def _report_mistake(error: Exception) -> None:
+    """Say what a person can do about a mistake of ours; KVLEDGER_TRACEBACK has it in full."""
+    if os.environ.get("KVLEDGER_TRACEBACK"):
+        traceback.print_exception(error)
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    sys.stderr.write(
+        f"kvledger: a mistake in kvledger itself, and no judgement of the log: {type(error).__name__}: "
+        f"{error} ({Path(place.filename).name}:{place.lineno}). Please report it with this line, the command and, if "
+        "you may share it, the log; KVLEDGER_TRACEBACK=1 prints the traceback\n"
+    )
 
 
 def _logs(arguments: argparse.Namespace) -> list[Path]:

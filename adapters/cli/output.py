@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import cast
 
 import attrs
@@ -14,6 +15,8 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rich.table import Table
 from rich.text import Text
 
+from kvledger.adapters.cli.streams import notice_reader
+from kvledger.adapters.exit_codes import CommandFailed, ExitCode, unreadable_text
 from kvledger.adapters.reading.logs import StoredLog
 from kvledger.lifecycle.events import Event
 
@@ -27,6 +30,10 @@ class Output:
 
     def __init__(self, *, is_json: bool) -> None:
         self.is_json = is_json
+        self.tells_many = False
+        """Whether the command is about several logs."""
+        self.failures: list[ExitCode] = []
+        """What went wrong with some of several logs; part of the command's exit code."""
         is_terminal = sys.stdout.isatty()
         self._console = Console(
             file=sys.stdout,
@@ -67,8 +74,24 @@ class Output:
         sys.stdout.writelines(line.rstrip() + "\n" for line in capture.get().splitlines())
 
     def flush(self) -> None:
-        """Let a program that reads have what was written so far."""
+        """Let a program that reads have what was written so far, and notice when it has gone."""
         sys.stdout.flush()
+        notice_reader()
+
+    @contextlib.contextmanager
+    def apart_from_others(self, path: Path) -> Iterator[None]:
+        """A log of many that cannot be read is named, and costs the exit code; the others are told all the same."""
+        try:
+            yield
+        except (CommandFailed, OSError) as error:
+            is_unreadable = isinstance(error, OSError) or error.exit_code is ExitCode.DAMAGED
+            if not self.tells_many or not is_unreadable:
+                raise
+            reason = unreadable_text(error) if isinstance(error, OSError) else str(error)
+            if self.is_json:
+                self.record("unreadable", {"path": str(path), "reason": reason})
+            self.remark(reason)
+            self.failures.append(ExitCode.DAMAGED)
 
     def remark(self, text: str) -> None:
         """Something the reader should know that is no result; goes to stderr."""

@@ -74,14 +74,15 @@ def run(arguments: argparse.Namespace, output: Output) -> ExitCode:
     for number, (log, window) in enumerate(selected(arguments, output)):
         if number and not output.is_json:
             output.line()
-        if arguments.at is not None:
-            _show_state_at(log, arguments.at, window.request_id, output)
-        elif window.request_id is not None:
-            _show_request(log, window, window.request_id, output)
-        else:
-            _show_log(log, window, arguments.limit, output)
-        for damage in log.damage:
-            output.remark(f"{damage.kind} in {damage.segment} at byte {damage.offset}: {damage.detail}")
+        with output.apart_from_others(log.path):
+            if arguments.at is not None:
+                _show_state_at(log, arguments.at, window.request_id, output)
+            elif window.request_id is not None:
+                _show_request(log, window, window.request_id, output)
+            else:
+                _show_log(log, window, arguments.limit, output)
+            for damage in log.damage:
+                output.remark(f"{damage.kind} in {damage.segment} at byte {damage.offset}: {damage.detail}")
     return ExitCode.SOUND
 
 
@@ -329,12 +330,12 @@ def _show_figures(output: Output, figures: Figures) -> None:
     loaded = f"{plural(figures.num_tokens_loaded, 'token')}, {size(figures.num_bytes_loaded)}"
     output.field("loaded", f"{loaded} in {duration(figures.load_duration_ns)}")
     failures = {
-        "loads": figures.num_loads_failed,
-        "saves": figures.num_saves_failed,
-        "rules broken": figures.num_violations,
-        "hooks": figures.num_hook_failures,
+        "load": (figures.num_loads_failed, ""),
+        "save": (figures.num_saves_failed, ""),
+        "rule": (figures.num_violations, " broken"),
+        "hook": (figures.num_hook_failures, ""),
     }
-    failed = ", ".join(f"{count} {name}" for name, count in failures.items() if count)
+    failed = ", ".join(f"{plural(count, noun)}{how}" for noun, (count, how) in failures.items() if count)
     output.field("failures", failed or "none", "red" if failed else "")
 
 

@@ -31,11 +31,12 @@ def run(arguments: argparse.Namespace, output: Output) -> ExitCode:
     for log, window in selected(arguments, output):
         if whole.num_logs and not output.is_json:
             output.line()
-        statistics = _count(log, window, output)
-        _show(output, log, statistics)
-        whole.add(statistics)
-        for damage in log.damage:
-            output.remark(f"{damage.kind} in {damage.segment} at byte {damage.offset}: {damage.detail}")
+        with output.apart_from_others(log.path):
+            statistics = _count(log, window, output)
+            _show(output, log, statistics)
+            whole.add(statistics)
+            for damage in log.damage:
+                output.remark(f"{damage.kind} in {damage.segment} at byte {damage.offset}: {damage.detail}")
     if whole.num_logs > 1:
         if not output.is_json:
             output.line()
@@ -155,7 +156,7 @@ def _show_text(output: Output, log: StoredLog | None, statistics: Statistics) ->
         f"{plural(figures.num_chunks_evicted, 'chunk')} evicted, {figures.num_chunks_tainted} tainted, "
         f"{plural(figures.num_loads_failed, 'load')} failed",
     )
-    broken = f"{figures.num_violations} rules broken, {plural(figures.num_hook_failures, 'hook')} failed"
+    broken = f"{plural(figures.num_violations, 'rule')} broken, {plural(figures.num_hook_failures, 'hook')} failed"
     output.field("faults", broken, "red" if figures.num_violations + figures.num_hook_failures else "")
     output.line()
     _show_percentiles(output, statistics)

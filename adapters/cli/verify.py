@@ -50,12 +50,16 @@ def run(arguments: argparse.Namespace, output: Output) -> ExitCode:
     for log, window in selected(arguments, output):
         if codes and not output.is_json:
             output.line()
-        codes.append(_verify(log, window, handlers, output, verbose=arguments.verbose))
-    if len(codes) > 1 and not output.is_json:
-        num_sound = codes.count(ExitCode.SOUND)
+        with output.apart_from_others(log.path):
+            codes.append(_verify(log, window, handlers, output, verbose=arguments.verbose))
+    if output.tells_many and not output.is_json:
+        num_sound, num_logs, num_unreadable = codes.count(ExitCode.SOUND), len(arguments.logs), len(output.failures)
+        unreadable = f", {num_unreadable} unreadable" if num_unreadable else ""
         output.line()
         output.field(
-            "logs", f"{len(codes)}, {num_sound} sound", "bold green" if num_sound == len(codes) else "bold red"
+            "logs",
+            f"{num_logs}, {num_sound} sound{unreadable}",
+            "bold green" if num_sound == num_logs else "bold red",
         )
     return gravest(codes)
 
@@ -209,7 +213,7 @@ def _show_json(output: Output, log: StoredLog, audit: Audit, findings: Findings)
         output.record("unfoldable", {"sequence": audit.unfoldable.sequence, "event": event, "error": error})
     for rule, reason in NOT_CHECKED.items():
         output.record("not_checked", {"rule": rule, "reason": reason})
-    show_ending(output, log, num_open_requests(audit.projections))
+    show_ending(output, log, num_open_requests(audit.projections) if log.header else None)
     output.record(
         "verdict",
         {
@@ -243,7 +247,7 @@ def _show_text(output: Output, log: StoredLog, audit: Audit, findings: Findings,
         at = "" if damage.sequence is None else f", event {damage.sequence}"
         output.line(f"  {damage.kind} in {damage.segment} at byte {damage.offset}{at}: {damage.detail}")
     _show_more(output, num_damaged)
-    show_ending(output, log, num_open_requests(audit.projections))
+    show_ending(output, log, num_open_requests(audit.projections) if log.header else None)
     num_broken = len(audit.num_violations)
     rules = f"{len(audit.checkers)} checked over {plural(audit.num_events, 'event')}, {num_broken or 'none'} broken"
     rules = rules if log.header else "not checked"

@@ -64,6 +64,8 @@ def tell(
             if also is not None:
                 also(sequence, event)
             chronicle.take(sequence, event)
+        except OSError:  # of whoever is told: its file cannot be written
+            raise
         except Exception as error:  # noqa: BLE001 -- what was told before it is still worth having
             remark(f"event {sequence} ({event.id}) cannot be folded: {error!r}; what follows is left out")
             is_whole = False

@@ -12,7 +12,7 @@ from pathlib import Path
 import attrs
 import msgspec
 
-from kvledger.adapters.exit_codes import CommandFailed, ExitCode
+from kvledger.adapters.exit_codes import CommandFailed, ExitCode, unreadable_text
 from kvledger.lifecycle import HandlerRegistry, LedgerConfiguration
 from kvledger.lifecycle.belief import Projections
 from kvledger.lifecycle.codec import CodecError, DecodedFrame, EventDecoder, SchemaTooNew, vocabulary_header
@@ -341,7 +341,9 @@ def open_log(path: Path, *, lenient: bool = False) -> StoredLog:
         if not header:
             return _without_header(path, reader, lenient=lenient)
         return StoredLog(path, header, _configuration(header), EventDecoder(header, lenient=lenient), reader)
-    except (LogError, CodecError, OSError) as error:
+    except OSError as error:
+        raise CommandFailed(f"{path}: {unreadable_text(error)}", ExitCode.DAMAGED) from error
+    except (LogError, CodecError) as error:
         hint = "; or skip what is not known with --lenient" if isinstance(error, SchemaTooNew) else ""
         raise CommandFailed(f"{path}: {error}{hint}", ExitCode.DAMAGED) from error
 

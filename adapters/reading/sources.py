@@ -5,10 +5,12 @@ Every engine start writes a log directory of its own below `log_dir`, so a direc
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvledger.adapters.exit_codes import CommandFailed, ExitCode
+from kvledger.adapters.exit_codes import CommandFailed, ExitCode, unreadable_text
 from kvledger.adapters.reading.streams import StreamUrl, mirrored_logs
 from kvledger.storage.events import LogError, read_log
 from kvledger.storage.events.segment_file import segment_paths
@@ -27,11 +29,14 @@ def find_logs(path: Path | StreamUrl, mirror: Path | None = None, *, newest: boo
     """
     if isinstance(path, StreamUrl):
         return sorted(mirrored_logs(path, mirror, newest=newest), key=lambda log: (_opened_at(log), log.name))
+    if path.is_symlink() and not path.exists():
+        error = FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+        raise CommandFailed(unreadable_text(error), ExitCode.DAMAGED)
     if not path.exists():
         raise CommandFailed(f"{path}: there is nothing; give a log directory or a *.kvlog file", ExitCode.USAGE)
     if not path.is_dir() or segment_paths(path):
         return [path]
-    logs = [child for child in path.iterdir() if child.is_dir() and segment_paths(child)]
+    logs = [child for child in path.iterdir() if _may_be_log(child)]
     if not logs:
         message = f"{path}: holds no log, neither segments (*.kvlog) nor a folder with some; is it the log_dir?"
         raise CommandFailed(message, ExitCode.USAGE)
@@ -52,9 +57,26 @@ def one_of(logs: Sequence[Path], asked: Path | StreamUrl) -> Path:
     raise CommandFailed(message, ExitCode.USAGE)
 
 
+def _may_be_log(path: Path) -> bool:
+    """Whether it is a log, or cannot be looked at, which is for whoever opens it to tell."""
+    try:
+        return bool(segment_paths(path)) if path.is_dir() else path.is_symlink() and not path.exists()
+    except FileNotFoundError:
+        return False  # it vanished since its name was read: the last segment was retired
+    except OSError:
+        return True
+
+
 def _opened_at(log: Path) -> int:
     try:
         opened_at = read_log(log).header.get("opened_at_unix_ns")
-    except (LogError, OSError):
-        opened_at = None
-    return opened_at if isinstance(opened_at, int) else segment_paths(log)[-1].stat().st_mtime_ns
+        return opened_at if isinstance(opened_at, int) else segment_paths(log)[-1].stat().st_mtime_ns
+    except (LogError, OSError, IndexError):
+        return _modified_at(log)
+
+
+def _modified_at(log: Path) -> int:
+    try:
+        return log.lstat().st_mtime_ns
+    except OSError:
+        return 0

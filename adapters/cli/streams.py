@@ -1,0 +1,80 @@
+"""Standard output and error as a command needs them: whoever reads them may go away at any moment.
+
+A write that fails raises `OutputFailed`, which is no `Exception`: what survives a fault in a log must not survive this
+and tell it as a fault of the log. It must not know what is written.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import select
+import sys
+from typing import TYPE_CHECKING, TextIO
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+__all__ = ["OutputFailed", "guard_standard_streams", "notice_reader", "silence_standard_streams"]
+
+
+class OutputFailed(BaseException):
+    """Nothing can be written to stdout or stderr any more; its cause is the `OSError`."""
+
+    def __init__(self, error: OSError) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+    @property
+    def is_reader_gone(self) -> bool:
+        """Whether it is a pipe whose reader went away, as `head` does."""
+        return isinstance(self.error, BrokenPipeError)
+
+
+class _Guarded(io.FileIO):
+    def write(self, data: Buffer, /) -> int:
+        try:
+            return super().write(data)
+        except OSError as error:
+            raise OutputFailed(error) from error
+
+
+def guard_standard_streams() -> None:
+    """Make writes to this process' stdout and stderr raise `OutputFailed`; a stream that was closed is written nowhere.
+
+    Streams that somebody has put in their place are left alone.
+    """
+    if sys.stdout is None or sys.stdout is sys.__stdout__:
+        sys.stdout = _guarded(sys.stdout, 1)
+    if sys.stderr is None or sys.stderr is sys.__stderr__:
+        sys.stderr = _guarded(sys.stderr, 2)
+
+
+def _guarded(stream: TextIO | None, number: int) -> TextIO:
+    if stream is None:
+        return open(os.devnull, "w", encoding="utf-8")  # noqa: PTH123 -- for the rest of the process
+    stream.flush()
+    return io.TextIOWrapper(
+        io.BufferedWriter(_Guarded(number, "wb", closefd=False)),
+        encoding=stream.encoding,
+        errors=stream.errors,
+        line_buffering=number != 1 or stream.isatty(),
+    )
+
+
+def notice_reader() -> None:
+    """Raise `OutputFailed` if stdout is a pipe that nobody reads any more, also when there is nothing to write."""
+    if isinstance(getattr(getattr(sys.stdout, "buffer", None), "raw", None), _Guarded):
+        poll = select.poll()
+        poll.register(sys.stdout.fileno(), 0)
+        if any(happened & select.POLLERR for _, happened in poll.poll(0)):
+            raise OutputFailed(BrokenPipeError())
+
+
+def silence_standard_streams() -> None:
+    """Let what is still buffered go nowhere, so that Python does not complain when it flushes at its exit."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(getattr(getattr(stream, "buffer", None), "raw", None), _Guarded):
+            os.dup2(nowhere, stream.fileno())
+    os.close(nowhere)

@@ -1,0 +1,129 @@
+"""`| head` ends every command quietly with 141: no traceback, no false alarm, also when nothing was read at all."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lifecycle_driver import Driver
+
+COMMAND = [sys.executable, "-m", "kvledger.adapters.cli.main"]
+
+COMMANDS = [
+    "--help",
+    "--version",
+    "show --help",
+    "verify LOG",
+    "verify LOG --json",
+    "show LOG",
+    "show LOG --json",
+    "show LOG chat-17",
+    "show LOG --at 5 --json",
+    "show LOG --follow",
+    "show LOG --follow --json",
+    "why LOG chat-17",
+    "why LOG chat-17 --json",
+    "stats LOG",
+    "stats LOG --json",
+    "replay LOG",
+    "replay LOG --json",
+    "replay LOG --diff LOG",
+    "export LOG --csv events",
+    "export LOG --perfetto",
+    "export LOG --html",
+    "repro LOG chat-17 --pin",
+    "repro LOG chat-17 --pin --json",
+    "retire LOG --max-bytes 1KiB --dry-run",
+    "ship --help",
+]
+
+
+def in_words(command: str, log: Path) -> list[str]:
+    """The command line."""
+    return [*COMMAND, *(str(log) if word == "LOG" else word for word in command.split())]
+
+
+def pipe_without_reader() -> int:
+    """The writing end of a pipe whose reader has gone."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    return writing
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_reader_that_goes_before_the_first_byte_gives_141(command: str, log: Path) -> None:
+    """However little is printed: also what only the last flush would have written."""
+    writing = pipe_without_reader()
+    try:
+        finished = subprocess.run(
+            in_words(command, log), stdout=writing, stderr=subprocess.PIPE, timeout=120, check=False
+        )
+    finally:
+        os.close(writing)
+    assert (finished.returncode, finished.stderr) == (141, b"")
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["show LOG --limit 0", "show LOG --json", "show LOG --follow", "export LOG --csv events", "export LOG --perfetto"],
+)
+def test_a_reader_that_goes_after_the_first_line_of_many_gives_141(tools: Any, tmp_path: Path, command: str) -> None:
+    """In the middle of the work; nothing is told as damage or as an event that cannot be folded."""
+    driver = Driver()
+    for number in range(3000):
+        driver.arrive(f"request-{number}", 5)
+    log = tools.write_log(tmp_path / "log", driver.observed, driver.configuration)
+    words = in_words(command, log)
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert process.stdout.readline() != b""
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == 141
+
+
+@pytest.mark.parametrize("command", ["verify nowhere", "verify", "show LOG chat-17 --at 9999", "stats DAMAGED"])
+def test_a_reader_of_stderr_that_goes_gives_141(command: str, log: Path) -> None:
+    """`2>&1 | head`: messages, usage and remarks."""
+    if "DAMAGED" in command:
+        (segment,) = log.glob("*.kvlog")
+        segment.write_bytes(segment.read_bytes()[:-1])
+    writing = pipe_without_reader()
+    try:
+        words = in_words(command.replace("DAMAGED", "LOG"), log)
+        finished = subprocess.run(words, stdout=subprocess.PIPE, stderr=writing, timeout=120, check=False)
+    finally:
+        os.close(writing)
+    assert finished.returncode == 141
+
+
+def test_an_export_to_a_file_is_whole_though_nobody_reads_what_is_said_of_it(log: Path, tmp_path: Path) -> None:
+    """The file is there before it is told, and no part of one is left behind."""
+    writing = pipe_without_reader()
+    try:
+        words = [*in_words("export LOG --csv events", log), "-o", str(tmp_path / "events.csv")]
+        finished = subprocess.run(words, stdout=writing, stderr=writing, timeout=120, check=False)
+    finally:
+        os.close(writing)
+    assert finished.returncode == 141
+    assert (tmp_path / "events.csv").read_bytes().endswith(b"\r\n")
+    assert list(tmp_path.glob(".*")) == []
+
+
+def test_a_full_disk_behind_stdout_gives_74_and_closed_streams_are_no_error(log: Path) -> None:
+    """Neither is a judgement of the log."""
+    with Path("/dev/full").open("wb") as full:
+        finished = subprocess.run(
+            in_words("verify LOG", log), stdout=full, stderr=subprocess.PIPE, timeout=120, check=False
+        )
+    assert finished.returncode == 74
+    assert finished.stderr == (
+        b"kvledger: the output cannot be written: [Errno 28] No space left on device; make room, or write elsewhere\n"
+    )
+    words = ["sh", "-c", 'exec "$@" >&- 2>&-', "sh", *in_words("verify LOG", log)]
+    assert subprocess.run(words, timeout=120, check=False).returncode == 0
