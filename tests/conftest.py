@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from headless_browser import find_browser
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 from nats_server import find_nats_server
 from needed import FIND, skip_once
 from perfetto_ui import find_ui
@@ -33,7 +33,7 @@ for name, value in {
 signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 # Timing never decides a test. A failure prints the line that repeats it.
-settings.register_profile("kvledger", deadline=None, print_blob=True)
+settings.register_profile("kvledger", deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("kvledger")
 
 

@@ -23,17 +23,20 @@ _HEARD = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 @contextlib.contextmanager
 def started(command: Sequence[str | Path], **options: Any) -> Iterator[subprocess.Popen[Any]]:
-    """A process at the head of a group of its own; when the context is left, however it is left, the group is killed.
+    """A process at the head of a group of its own; when the context is left, however it is left, all of it is killed.
 
-    `options` are those of `subprocess.Popen`.
+    All is the group, and what the process has started in other groups if it still runs. `options` are those of
+    `subprocess.Popen`.
     """
     with _signals_heard():
         process = subprocess.Popen([str(word) for word in command], start_new_session=True, **options)
     try:
         yield process
     finally:
-        with contextlib.suppress(ProcessLookupError):  # nobody is left
-            os.killpg(process.pid, signal.SIGKILL)
+        below = _descendants(process.pid)
+        for kill, number in ((os.killpg, process.pid), *((os.kill, child) for child in below)):
+            with contextlib.suppress(ProcessLookupError):  # nobody is left
+                kill(number, signal.SIGKILL)
         process.wait()
         for stream in (process.stdin, process.stdout, process.stderr):
             if stream is not None:
@@ -65,6 +68,15 @@ def wait_until(condition: Callable[[], bool]) -> None:
     """Return as soon as the condition holds."""
     while not condition():
         time.sleep(0.01)
+
+
+def _descendants(pid: int) -> list[int]:
+    found = []
+    for children in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):  # it ended meanwhile
+            for child in map(int, children.read_text().split()):
+                found += [child, *_descendants(child)]
+    return found
 
 
 @contextlib.contextmanager
