@@ -129,9 +129,13 @@ class _Trouble:
 
 def _remarks_on_last(log_dir: Path) -> tuple[str, ...]:
     """What to say of the newest log in `log_dir` that nobody writes: nothing where it was closed and is whole."""
-    with contextlib.suppress(OSError, LogError):
-        logs = [path for path in log_dir.iterdir() if path.is_dir() and segment_paths(path)]
-        for directory in sorted(logs, reverse=True):
+    logs: list[Path] = []
+    with contextlib.suppress(OSError):
+        logs = sorted(log_dir.iterdir(), reverse=True)
+    for directory in logs:
+        with contextlib.suppress(OSError, LogError):  # of one that cannot be read nothing is known
+            if not directory.is_dir() or not segment_paths(directory):
+                continue
             ending = read_ending(directory)
             if ending.missing is not None:
                 messages.warning(

@@ -184,7 +184,8 @@ class BacklogEventStore:
     def _retry_until_written(self) -> None:
         while not self._closing.wait(self._pause_seconds):
             with self._lock:
-                self._write_waiting()
+                if not self._closed:  # while this thread waited for the lock
+                    self._write_waiting()
                 if self._closed or not self._waiting:
                     self._retrying = None
                     return

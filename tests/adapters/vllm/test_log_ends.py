@@ -159,3 +159,18 @@ def _open_in_order(log_dir: Path) -> OpenedLog:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(event_log.time, "strftime", lambda *_: f"29990101T0000{len(list(log_dir.iterdir())):02}Z")
         return _open(log_dir)
+
+
+def test_a_directory_that_cannot_be_read_does_not_hide_the_log_before(tmp_path: Path) -> None:
+    """What lies beside the logs may be somebody else's."""
+    first = _open(tmp_path)
+    first.store.note_unwritten(5, "the disk was full")
+    first.close()
+    newer, older = tmp_path / "99991231T000000Z-1-000000", tmp_path / "10000101T000000Z-1-000000"
+    for other in (newer, older):
+        other.mkdir()
+        (other / "00000000000000000001.kvlog").symlink_to("/proc/self/mem")  # reading it is an I/O error
+    second = _open(tmp_path)
+    second.close()
+    assert len(second.remarks) == 1
+    assert "is missing" in second.remarks[0]

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -202,3 +203,26 @@ def test_what_waits_is_written_also_where_nothing_is_appended_any_more(tmp_path:
     store.close()
     assert not [thread for thread in threading.enumerate() if thread.name == "kvledger-backlog"]
     assert [frame[:2] for frame in _stored(tmp_path)] == [(1, 3), (4, 1)]
+
+
+def test_closing_while_a_retry_waits_for_its_turn_raises_nothing_in_its_thread(
+    tmp_path: Path, file_size_limit: Limit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The store is closed by the time that it comes."""
+    raised: list[BaseException | None] = []
+    monkeypatch.setattr(threading, "excepthook", lambda failure: raised.append(failure.exc_value))
+    inner = SegmentEventStore.create(tmp_path, {})
+    close = inner.close
+
+    def close_late() -> None:
+        store._retrying.join(0.3)  # its pause of 0.1 s is over: it waits for the lock that is held here
+        close()
+
+    monkeypatch.setattr(inner, "close", close_late)
+    store: Any = BacklogEventStore(inner, retries_alone=True)
+    with file_size_limit(1):
+        store.append(b"waits", 1)
+        retrying = store._retrying
+        store.close()
+    retrying.join()
+    assert raised == []
