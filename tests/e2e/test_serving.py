@@ -28,6 +28,7 @@ from e2e.engines import Reference, read_sound_log
 from kvledger.adapters.demo.workload import Workload, connector
 from kvledger.adapters.reading.logs import open_log
 from kvledger.lifecycle import events as e
+from kvledger.storage.events import HowEnded, read_ending
 
 pytestmark = pytest.mark.vllm
 
@@ -120,6 +121,9 @@ def test_a_server_recovers_preempted_requests_tells_its_figures_and_leaves_a_sou
         assert server.process.wait() == 0, server.said.read_text()[-3000:]
     log = read_sound_log(log_path, was_killed=True)
     assert log.num_requests_left == 0
+    ending = read_ending(log_path)
+    assert ending.how in {HowEnded.CUT_OFF, HowEnded.CLOSED}, "whether it is killed before is vLLM's to say"
+    assert ending.missing is None
     assert metrics["vllm:kvledger_preemptions_total"] == log.figures.num_preemptions > 0
     assert metrics["vllm:kvledger_tokens_recovered_total"] == log.figures.num_tokens_recovered > 0
     assert metrics["vllm:kvledger_requests_total"] == len(prompts)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from kvledger.storage.events import FrameKind, LogReader, SegmentEventStore
+from kvledger.storage.events import FrameKind, HowEnded, LogEnding, LogReader, SegmentEventStore, read_ending
 from log_torture.writer import num_events_of, payload_of
 
 
@@ -13,8 +13,9 @@ def check_log(directory: Path, last_acknowledged: int) -> int:
     """Read the log as it was left, then open it and go on; returns the last sequence number found.
 
     Verifies: everything acknowledged is there, or recorded as retired; every frame is one that was written; damage is a
-    torn tail at most; reading changes nothing; opening lays the torn tail aside and goes on with the chain; afterwards
-    nothing is damaged, and no file is left that has no meaning.
+    torn tail at most; how it ended is known, and nothing is said to be missing there; reading changes nothing; opening
+    lays the torn tail aside and goes on with the chain; afterwards nothing is damaged, and no file is left that has no
+    meaning.
     """
     if not any(directory.glob("*.kvlog")):
         assert last_acknowledged == 0, f"the log is gone, {last_acknowledged} events were acknowledged"
@@ -32,6 +33,10 @@ def check_log(directory: Path, last_acknowledged: int) -> int:
         expected = frame.next_sequence
     assert expected > last_acknowledged, f"acknowledged up to {last_acknowledged}, found up to {expected - 1}"
     assert {damage.kind for damage in reader.damage} <= {"torn_tail"}, reader.damage
+    ending = read_ending(directory)
+    assert (ending.missing, ending.contradiction) == (None, ""), ending
+    # A process that dies between two writes of a new log leaves a segment without a record, or half of one.
+    assert ending.how in {HowEnded.CLOSED, HowEnded.CUT_OFF} or last_acknowledged == 0, ending
     _check_opening(directory, expected, sum(damage.num_bytes for damage in reader.damage))
     return expected - 1
 
@@ -51,6 +56,7 @@ def _check_opening(directory: Path, next_sequence: int, num_torn_bytes: int) -> 
     assert sequences[-1] == next_sequence
     assert not reader.damage, reader.damage
     assert not list(copy.glob("*.unfinished"))
+    assert read_ending(copy) == LogEnding(HowEnded.CLOSED)
     shutil.rmtree(copy)
 
 

@@ -11,7 +11,7 @@ import pytest
 from log_torture import Plan, payload_of, write
 from log_torture.power import Image, PowerLoss
 
-from kvledger.storage.events import Durability, LogDamaged, LogReader, SegmentEventStore
+from kvledger.storage.events import Durability, HowEnded, LogDamaged, LogReader, SegmentEventStore, read_ending
 from kvledger.storage.events.group_sync import GroupSync
 
 _PLAN = Plan(Durability.DISK, num_sessions=2, num_appends=8)
@@ -60,6 +60,10 @@ def test_a_machine_that_loses_power_keeps_everything_that_was_flushed(tmp_path: 
         assert sequences[: len(acknowledged)] == acknowledged, where
         first_damaged = [damage.sequence for damage in reader.damage if damage.sequence is not None]
         assert all(sequence > image.last_acknowledged for sequence in first_damaged), where
+        ending = read_ending(directory)
+        assert reader.damage or not ending.contradiction, where
+        assert ending.missing is None or ending.missing.first_sequence > image.last_acknowledged, where
+        outcomes[ending.how] += 1
         try:
             store = SegmentEventStore.open(directory)
         except LogDamaged:
@@ -73,6 +77,8 @@ def test_a_machine_that_loses_power_keeps_everything_that_was_flushed(tmp_path: 
         assert LogReader(directory).damage == []
         outcomes["goes on"] += 1
     assert outcomes["goes on"] > 50
+    assert outcomes[HowEnded.CLOSED] > 0
+    assert outcomes[HowEnded.CUT_OFF] > 50
     assert outcomes["opens for reading only"] > 0
 
 
