@@ -13,6 +13,7 @@ from pathlib import Path
 from kvledger.adapters.exit_codes import CommandFailed, ExitCode, unreadable_text
 from kvledger.adapters.reading.streams import StreamUrl, mirrored_logs
 from kvledger.storage.events import LogError, read_log
+from kvledger.storage.events.end_record import traces_of_log
 from kvledger.storage.events.segment_file import segment_paths
 
 _MAX_NAMED = 10
@@ -34,7 +35,7 @@ def find_logs(path: Path | StreamUrl, mirror: Path | None = None, *, newest: boo
         raise CommandFailed(unreadable_text(error), ExitCode.DAMAGED)
     if not path.exists():
         raise CommandFailed(f"{path}: there is nothing; give a log directory or a *.kvlog file", ExitCode.USAGE)
-    if not path.is_dir() or segment_paths(path):
+    if not path.is_dir() or segment_paths(path) or traces_of_log(path):
         return [path]
     logs = [child for child in path.iterdir() if _may_be_log(child)]
     if not logs:
@@ -58,9 +59,11 @@ def one_of(logs: Sequence[Path], asked: Path | StreamUrl) -> Path:
 
 
 def _may_be_log(path: Path) -> bool:
-    """Whether it is a log, or cannot be looked at, which is for whoever opens it to tell."""
+    """Whether it is a log, was one whose segments are gone, or cannot be looked at: whoever opens it tells."""
     try:
-        return bool(segment_paths(path)) if path.is_dir() else path.is_symlink() and not path.exists()
+        if path.is_dir():
+            return bool(segment_paths(path) or traces_of_log(path))
+        return path.is_symlink() and not path.exists()
     except FileNotFoundError:
         return False  # it vanished since its name was read: the last segment was retired
     except OSError:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import attrs
 
 from kvledger.storage.events.damage import Damage, DamageKind, sequences
+from kvledger.storage.events.end_record import traces_of_log
 from kvledger.storage.events.errors import LogDamaged, LogError
 from kvledger.storage.events.frames import Frame, frame_bytes
 from kvledger.storage.events.out_of_place import Misplaced, Stray, follows
@@ -82,7 +83,9 @@ class LogReader:
         """Look for the log and read its header. Raises like `read_log`."""
         self._order = SegmentOrder(self.path)
         if not self._order.refresh():
-            msg = f"{self.path} holds no log segment (*.kvlog); is it the log's directory?"
+            traces = traces_of_log(self.path)
+            question = f"they are missing: {traces}" if traces else "is it the log's directory?"
+            msg = f"{self.path} holds no log segment (*.kvlog); {question}"
             raise LogError(msg)
         header = self._order.header()
         if header is not None:

@@ -181,3 +181,29 @@ def test_every_object_of_an_end_is_json(run: Any, beheaded: Path) -> None:
     """Also where something is missing."""
     for line in run("verify", beheaded, "--json").out.splitlines():
         assert json.loads(line)["type"]
+
+
+@pytest.mark.parametrize("traces", [["log.end"], ["retired.jsonl"]])
+def test_a_log_without_any_segment_is_missed_where_something_speaks_of_it(
+    run: Any, tools: Any, story: Driver, tmp_path: Path, traces: list[str]
+) -> None:
+    """Its own directory and the one above say so, with exit code 2: nothing of it can be read."""
+    log: Path = tools.write_log(tmp_path / "logs" / "a", story.observed, story.configuration, segment_bytes=2_000)
+    assert run("retire", log, "--max-bytes", 1).exit_code == 0
+    for path in log.iterdir():
+        if path.name not in traces:
+            path.unlink()
+    for path in (log, log.parent):
+        result = run("verify", path)
+        assert result.exit_code == 2
+        assert f"holds no log segment (*.kvlog); they are missing: {traces[0]} speaks of " in result.err
+
+
+def test_a_log_that_was_retired_altogether_is_not_missed(run: Any, log: Path) -> None:
+    """Also where a crash left its record behind."""
+    record = (log / "log.end").read_bytes()
+    assert run("retire", log.parent, "--max-bytes", 0).exit_code == 0
+    assert not log.exists()
+    log.mkdir()
+    (log / "log.end").write_bytes(record)
+    assert run("verify", log.parent).exit_code == 64
