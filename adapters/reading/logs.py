@@ -192,10 +192,10 @@ class StoredLog:
 
     def has_ended(self) -> bool:
         """Whether nobody writes the log any more, as far as its record tells; a copy or a mirror may still grow."""
-        self._was_open = is_being_written(self.path)
-        if self._was_open or not self.path.is_dir():
+        if is_being_written(self.path):
             return False
-        return self.judge_ending(0, "").how is not HowEnded.UNKNOWN
+        ending = judge_ending(self.path, self.header.get("log_id"), 0, None, was_open=False)
+        return ending.how is not HowEnded.UNKNOWN
 
     def look_at_end(self) -> LogEnding:
         """Judge how the log ended, and read no more than its last segment for it."""
