@@ -14,6 +14,7 @@ import os
 import signal
 import subprocess
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,24 @@ def finished(command: Sequence[str | Path], **options: Any) -> subprocess.Comple
     with started(command, **{**pipes, **options}) as process:
         out, err = process.communicate()
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
+def run_and_kill(work: Callable[[], None], number: signal.Signals = signal.SIGKILL) -> None:
+    """Do `work` in a forked process that then sends itself a deadly signal: no `finally` and no exit handler runs."""
+    child = os.fork()
+    if child == 0:
+        try:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            work()
+            os.kill(os.getpid(), number)
+            signal.pause()
+        except BaseException:  # noqa: BLE001 -- nothing may return into the parent's stack
+            traceback.print_exc()
+        finally:
+            os._exit(1)
+    with killed_on_failure(child):
+        _, status = os.waitpid(child, 0)
+    assert os.WIFSIGNALED(status), "the process failed before it was killed; its traceback stands in stderr"
 
 
 @contextlib.contextmanager

@@ -3,34 +3,19 @@
 from __future__ import annotations
 
 import json
-import os
 import resource
-import signal
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from lifecycle_driver import Driver
+from processes import run_and_kill
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.codec import EventEncoder
 from kvledger.storage.events import BacklogEventStore, SegmentEventStore
 
 LATE = e.RequestArrived("late", 100, 7, 10**9)
-
-
-def killed(work: Callable[[], None]) -> None:
-    """Do `work` in a process that is then killed."""
-    child = os.fork()
-    if child == 0:
-        try:
-            work()
-            os.kill(os.getpid(), signal.SIGKILL)
-        finally:
-            os._exit(1)
-    _, status = os.waitpid(child, 0)
-    assert os.WIFSIGNALED(status), "the process failed before it was killed; its traceback stands in stderr"
 
 
 @pytest.fixture
@@ -40,7 +25,7 @@ def cut_off(log: Path) -> Path:
     def go_on() -> None:
         SegmentEventStore.open(log).append(EventEncoder().encode([LATE]), 1)
 
-    killed(go_on)
+    run_and_kill(go_on)
     return log
 
 
@@ -154,7 +139,7 @@ def test_events_that_could_not_be_written_give_4_also_after_sigkill(run: Any, lo
             store.append(EventEncoder().encode([e.LogNote(f"note {number}", 10**9)]), 1)
         store.flush()
 
-    killed(fill_up)
+    run_and_kill(fill_up)
     first = int((log / "first").read_text())
     result = run("verify", log, "--json")
     assert result.exit_code == 4

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from lifecycle_driver import Driver
+from processes import finished, started
 
 COMMAND = [sys.executable, "-m", "kvledger.adapters.cli.main"]
 
@@ -59,12 +60,10 @@ def test_a_reader_that_goes_before_the_first_byte_gives_141(command: str, log: P
     """However little is printed: also what only the last flush would have written."""
     writing = pipe_without_reader()
     try:
-        finished = subprocess.run(
-            in_words(command, log), stdout=writing, stderr=subprocess.PIPE, timeout=120, check=False
-        )
+        result = finished(in_words(command, log), stdout=writing)
     finally:
         os.close(writing)
-    assert (finished.returncode, finished.stderr) == (141, b"")
+    assert (result.returncode, result.stderr) == (141, "")
 
 
 @pytest.mark.parametrize(
@@ -78,13 +77,13 @@ def test_a_reader_that_goes_after_the_first_line_of_many_gives_141(tools: Any, t
         driver.arrive(f"request-{number}", 5)
     log = tools.write_log(tmp_path / "log", driver.observed, driver.configuration)
     words = in_words(command, log)
-    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+    with started(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None
         assert process.stderr is not None
         assert process.stdout.readline() != b""
         process.stdout.close()
         assert process.stderr.read() == b""
-    assert process.returncode == 141
+        assert process.wait() == 141
 
 
 @pytest.mark.parametrize("command", ["verify nowhere", "verify", "show LOG chat-17 --at 9999", "stats DAMAGED"])
@@ -96,10 +95,10 @@ def test_a_reader_of_stderr_that_goes_gives_141(command: str, log: Path) -> None
     writing = pipe_without_reader()
     try:
         words = in_words(command.replace("DAMAGED", "LOG"), log)
-        finished = subprocess.run(words, stdout=subprocess.PIPE, stderr=writing, timeout=120, check=False)
+        result = finished(words, stderr=writing)
     finally:
         os.close(writing)
-    assert finished.returncode == 141
+    assert result.returncode == 141
 
 
 def test_an_export_to_a_file_is_whole_though_nobody_reads_what_is_said_of_it(log: Path, tmp_path: Path) -> None:
@@ -107,10 +106,10 @@ def test_an_export_to_a_file_is_whole_though_nobody_reads_what_is_said_of_it(log
     writing = pipe_without_reader()
     try:
         words = [*in_words("export LOG --csv events", log), "-o", str(tmp_path / "events.csv")]
-        finished = subprocess.run(words, stdout=writing, stderr=writing, timeout=120, check=False)
+        result = finished(words, stdout=writing, stderr=writing)
     finally:
         os.close(writing)
-    assert finished.returncode == 141
+    assert result.returncode == 141
     assert (tmp_path / "events.csv").read_bytes().endswith(b"\r\n")
     assert list(tmp_path.glob(".*")) == []
 
@@ -118,12 +117,10 @@ def test_an_export_to_a_file_is_whole_though_nobody_reads_what_is_said_of_it(log
 def test_a_full_disk_behind_stdout_gives_74_and_closed_streams_are_no_error(log: Path) -> None:
     """Neither is a judgement of the log."""
     with Path("/dev/full").open("wb") as full:
-        finished = subprocess.run(
-            in_words("verify LOG", log), stdout=full, stderr=subprocess.PIPE, timeout=120, check=False
-        )
-    assert finished.returncode == 74
-    assert finished.stderr == (
-        b"kvledger: the output cannot be written: [Errno 28] No space left on device; make room, or write elsewhere\n"
+        result = finished(in_words("verify LOG", log), stdout=full)
+    assert result.returncode == 74
+    assert result.stderr == (
+        "kvledger: the output cannot be written: [Errno 28] No space left on device; make room, or write elsewhere\n"
     )
     words = ["sh", "-c", 'exec "$@" >&- 2>&-', "sh", *in_words("verify LOG", log)]
-    assert subprocess.run(words, timeout=120, check=False).returncode == 0
+    assert finished(words).returncode == 0

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import signal
-import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from log_torture.mounts import fill, run_on_small_disk
+from processes import run_and_kill
 
 from kvledger.adapters.cli.main import main
 from kvledger.adapters.vllm import event_log
@@ -34,20 +32,6 @@ def _write(log: OpenedLog, num_notes: int) -> None:
     for number in range(num_notes):
         ledger.observe(e.LogNote(f"note {number}", number))
         ledger.commit()
-
-
-def _killed(work: Callable[[], None], signal_number: int = signal.SIGKILL) -> None:
-    child = os.fork()
-    if child == 0:
-        try:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            work()
-            os.kill(os.getpid(), signal_number)
-            threading.Event().wait()
-        finally:
-            os._exit(1)
-    _, status = os.waitpid(child, 0)
-    assert os.WIFSIGNALED(status), "the process failed before it was killed; its traceback stands in stderr"
 
 
 @pytest.fixture
@@ -73,7 +57,7 @@ def test_a_disk_that_stays_full_until_the_engine_is_killed_is_known_afterwards(
             _write(log, 759)
             log.store.flush()
 
-        _killed(serve, signal_number)
+        run_and_kill(serve, signal_number)
         (directory,) = (disk / "logs").iterdir()
         exit_code = main(["verify", str(directory), "--json"])
         objects = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
@@ -144,7 +128,7 @@ def test_a_start_notes_how_the_log_before_ended(tmp_path: Path) -> None:
     assert first.remarks == ()
     assert _open_in_order(tmp_path).remarks == ()  # somebody writes the first
     first.close()
-    _killed(lambda: _write(_open_in_order(tmp_path), 3))
+    run_and_kill(lambda: _write(_open_in_order(tmp_path), 3))
     (*_, cut_off) = sorted(tmp_path.iterdir())
     before = {path: path.read_bytes() for path in cut_off.iterdir()}
     third = _open_in_order(tmp_path)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from log_torture.mounts import fill, run_on_small_disk
+from processes import run_and_kill
 
 from kvledger.storage.events import (
     BacklogEventStore,
@@ -60,19 +61,6 @@ def _newest(directory: Path) -> Path:
     return max(directory.glob("*.kvlog"))
 
 
-def _killed(work: Callable[[], None]) -> None:
-    """Do `work` in a process that is then killed: nothing of it runs any more."""
-    child = os.fork()
-    if child == 0:
-        try:
-            work()
-            os.kill(os.getpid(), signal.SIGKILL)
-        finally:
-            os._exit(1)
-    _, status = os.waitpid(child, 0)
-    assert os.WIFSIGNALED(status), "the process failed before it was killed; its traceback stands in stderr"
-
-
 def test_a_log_is_open_while_it_is_written_and_closed_afterwards(tmp_path: Path) -> None:
     """The writer's lock tells the one, its record the other; opening again takes the record back."""
     store = _write(tmp_path, 5)
@@ -88,7 +76,7 @@ def test_a_log_is_open_while_it_is_written_and_closed_afterwards(tmp_path: Path)
 
 def test_a_log_whose_process_was_killed_is_cut_off_and_lacks_nothing(tmp_path: Path) -> None:
     """Every frame is on disk when its append returns: nothing is missing, but the log was not closed."""
-    _killed(lambda: _write(tmp_path, 5) and None)
+    run_and_kill(lambda: _write(tmp_path, 5) and None)
     assert _ending(tmp_path) == LogEnding(HowEnded.CUT_OFF)
 
 
@@ -128,7 +116,7 @@ def test_a_newest_segment_that_is_gone_is_missed(tmp_path: Path, *, is_closed: b
     if is_closed:
         _write(tmp_path, 5).close()
     else:
-        _killed(lambda: _write(tmp_path, 5) and None)
+        run_and_kill(lambda: _write(tmp_path, 5) and None)
     newest = _newest(tmp_path)
     first = int(newest.stem)
     newest.unlink()
@@ -201,7 +189,7 @@ def test_events_that_wait_for_a_disk_are_known_after_the_writer_was_killed(
             assert "could not be written: [Errno 27] File too large and may be later" in ending.detail
             os.kill(os.getpid(), signal.SIGKILL)
 
-    _killed(fill_up)
+    run_and_kill(fill_up)
     kind, _, first, num_events = _missing(tmp_path)
     assert kind == "unwritten_events"
     assert first + num_events - 1 > 64 * 7
@@ -254,7 +242,7 @@ def test_a_disk_that_is_really_full_takes_the_record_of_what_it_did_not_take(tmp
             store.flush()  # one more attempt, so that all are counted
             os.kill(os.getpid(), signal.SIGKILL)
 
-        _killed(serve)
+        run_and_kill(serve)
         kind, _, first, num_events = _missing(disk / "log")
         assert (kind, first + num_events) == ("unwritten_events", 301)
         ending = _ending(disk / "log")
