@@ -5,6 +5,10 @@ This room knows block ids, slots and tensors. It must not know requests, chunks,
 
 from __future__ import annotations
 
+from kvledger.storage.extras import require
+
+require(__name__, "torch")
+
 from kvledger.storage.kv.engine import CopyEngine, CopyResult, make_copy_engine
 from kvledger.storage.kv.errors import StorageError
 from kvledger.storage.kv.host_memory import HostMemory, available_memory
