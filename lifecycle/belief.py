@@ -23,6 +23,7 @@ from kvledger.lifecycle.projections.tails import Tails
 from kvledger.lifecycle.projections.totals import Totals
 from kvledger.lifecycle.projections.tracker import RequestTracker
 from kvledger.lifecycle.projections.transfers import Transfers
+from kvledger.lifecycle.projections.unfilled import UnfilledBlocks
 
 Fold = Callable[..., None]
 
@@ -43,7 +44,8 @@ class Projections:
         self.tracker = RequestTracker(table)
         self.blocks = BlockTable(self.tracker)
         self.chunk_keys = ChunkKeys(self.tracker, configuration.chunk_size)
-        self.transfers = Transfers(self.tracker, self.chunk_keys, self.geometry, configuration.num_ranks)
+        self.unfilled = UnfilledBlocks(self.tracker, self.blocks, self.geometry)
+        self.transfers = Transfers(self.tracker, self.chunk_keys, self.geometry, self.unfilled, configuration.num_ranks)
         self.chunks = ChunkIndex(
             self.geometry,
             configuration.num_slots,
@@ -56,11 +58,13 @@ class Projections:
         self.save_cursor = SaveCursor(self.tracker, self.transfers, configuration.chunk_size)
         self.totals = Totals(self.tracker, self.lookups, self.transfers)
         self.policy = build_policy(configuration, self.chunk_keys)
-        # Totals, blocks and tails first, to see states and lives as they were; the chunk index before the transfers,
+        # Totals, blocks and tails first, to see states and lives as they were; the unfilled behind the blocks, in whose
+        # tables they lie, and before the transfers, which ask for them; the chunk index before the transfers,
         # which forget settled jobs; everything that asks whether a request is still known after the tracker.
         order = (
             self.totals,
             self.blocks,
+            self.unfilled,
             self.tails,
             self.tracker,
             self.chunk_keys,
@@ -90,6 +94,7 @@ class Projections:
         parts: dict[str, Snapshots] = {
             "tracker": self.tracker,
             "blocks": self.blocks,
+            "unfilled": self.unfilled,
             "chunk_keys": self.chunk_keys,
             "save_cursor": self.save_cursor,
             "lookups": self.lookups,

@@ -61,12 +61,20 @@ _BLOCKS: Final = Attribute(
     lambda held: {ordinal: list(block_ids) for ordinal, block_ids in held.items()},
     lambda held: {ordinal: array("I", block_ids) for ordinal, block_ids in held.items()},
 )
+_TABLES: Final = Attribute(list[list[int]])
 
 STATE: Final[Mapping[str, Mapping[str, Attribute]]] = MappingProxyType(
     {
         # The two maps of the tracker share their records, see `_Records`.
         "tracker": {"num_arrived": _INT, "num_steps": _INT, "time_ns": _INT},
         "blocks": {"_held": _BLOCKS, "_lost": _BLOCKS, "_leaving": _INTS, "_left": _INTS},
+        "unfilled": {
+            "_blocks": Attribute(set[int]),
+            "_loads": Attribute(dict[int, tuple[int, ...]]),
+            "_lost": _TABLES,
+            "_lost_before": _TABLES,
+            "num_failures": _INT,
+        },
         "chunk_keys": {"_keys": Attribute(dict[str, list[bytes]])},
         "transfers": {
             "_jobs": Attribute(dict[int, Job]),

@@ -18,6 +18,7 @@ from types import MappingProxyType
 from typing import Any, NoReturn
 
 import attrs
+from typing_extensions import override
 
 from kvledger.adapters.cli import export, replay, repro, retire, selection, ship, show, stats, verify, why
 from kvledger.adapters.cli.output import Output
@@ -71,7 +72,8 @@ class _CommandParser(_Parser):
 
     _is_intermixing = False
 
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:  # noqa: ANN401 -- as in argparse
+    @override
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         if self._is_intermixing:  # called by what is called below
             return super().parse_known_args(args, namespace)
         self._is_intermixing = True

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata
-    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
@@ -79,11 +79,6 @@ class KVLedgerConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler_side: SchedulerSide | None = None
         self._worker_side: WorkerSide | None = None
         if role is KVConnectorRole.WORKER:
-            if not groups.declined:
-                settings.refuse_beyond_memory(
-                    num_ranks=vllm_config.parallel_config.world_size,
-                    num_local_ranks=versions.num_local_ranks(vllm_config),
-                )
             self._worker_side = WorkerSide(
                 num_slots=configuration.num_slots,
                 num_blocks=kv_cache_config.num_blocks,
@@ -238,6 +233,11 @@ class KVLedgerConnector(KVConnectorBase_V1, SupportsHMA):
         if disagreement:
             self.shutdown()
             raise ConfigurationError(disagreement)
+
+    def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
+        """The scheduler has made its block manager: where blocks are taken back whose load failed."""
+        super().bind_kv_cache_manager(kv_cache_manager)
+        self.scheduler_side.prefix_cache.bind(kv_cache_manager)
 
     def on_new_request(self, request: Request) -> None:
         """A request was accepted."""

@@ -17,6 +17,7 @@ from kvledger.adapters.vllm.guard import guarded
 from kvledger.adapters.vllm.journal import Journal
 from kvledger.adapters.vllm.metadata import JobReport, StepJobs, WorkerReports, WorkerStart
 from kvledger.adapters.vllm.noticing import Noticing
+from kvledger.adapters.vllm.prefix_cache import PrefixCache
 from kvledger.adapters.vllm.step_jobs import NO_JOBS, step_jobs
 from kvledger.adapters.vllm.step_reader import StepReader
 from kvledger.lifecycle import HandlerRegistry, Ledger, LedgerConfiguration, RequestState
@@ -60,6 +61,8 @@ class SchedulerSide:
         self._block_size = configuration.block_size
         self._requests: dict[str, Request] = {}
         self._undeliverable: list[int] = []
+        self.prefix_cache = PrefixCache(configuration.block_size)
+        self._num_failures_seen = 0
         self._admits = False
         self._notice = Noticing(self.journal, keys, speculates=speculates, zeroes_new_blocks=zeroes_new_blocks)
         self._reader = StepReader(
@@ -217,13 +220,31 @@ class SchedulerSide:
         self.journal.observe(step)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        """Take up what the workers report, and add the requests whose load has arrived."""
+        """Take up what the workers report, and add the requests whose load has arrived.
+
+        Nobody has looked a block up since the step whose output this is was processed.
+        """
+        invalid_block_ids = frozenset(connector_output.invalid_block_ids or ())
+        if invalid_block_ids:
+            self._take_back(invalid_block_ids)
         if not self._take_up_output(connector_output) or self.journal.is_disabled:
             self.journal.deliveries.settle_counted()
+        self._evict(invalid_block_ids)
         received = self.journal.deliveries.take_received()
         if received:
             connector_output.finished_recving = {*(connector_output.finished_recving or ()), *received}
         self.journal.deliveries.heard(connector_output.finished_recving or (), connector_output.finished_sending or ())
+
+    @guarded(default=None, hook_name="update_connector_output")
+    def _take_back(self, invalid_block_ids: frozenset[int]) -> None:
+        self.prefix_cache.take_back(self._requests.values(), invalid_block_ids)
+
+    @guarded(default=None, hook_name="update_connector_output")
+    def _evict(self, invalid_block_ids: frozenset[int]) -> None:
+        unfilled = self._projections.unfilled
+        if invalid_block_ids or unfilled.num_failures != self._num_failures_seen:
+            self._num_failures_seen = unfilled.num_failures
+            self.prefix_cache.evict(invalid_block_ids | unfilled.blocks)
 
     @guarded(default=False, hook_name="update_connector_output")
     def _take_up_output(self, connector_output: KVConnectorOutput) -> bool:

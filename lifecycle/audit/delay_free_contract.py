@@ -16,7 +16,7 @@ class DelayFreeContract:
     """vLLM is told to keep a request's blocks only at its end, at most once, and only while a copy reads them.
 
     Verifies: what holds blocks is the end of that very request; a save beside the steps reads them then, and no load
-    fills them; a held request is released when its last job is settled, which is when vLLM is told.
+    beside the steps fills them; a held request is released when its last job is settled, which is when vLLM is told.
     Does not verify: that vLLM was told, and how often.
     """
 
@@ -62,7 +62,7 @@ class DelayFreeContract:
             detail = "its blocks are held, but not because it ended"
         elif record is None or not projections.transfers.reads_blocks_of(record.ordinal):
             detail = "its blocks are held, but no copy reads them"
-        elif projections.transfers.is_loading(record.ordinal):
+        elif projections.transfers.is_loading_beside(record.ordinal):
             detail = "its blocks are held for a save, but vLLM keeps them for a load: it would hear of two ends"
         else:
             return

@@ -1,8 +1,8 @@
-"""FAILED_LOAD_TAINT: what failed to load is not offered again as it is, and not for ever."""
+"""FAILED_LOAD_TAINT: what failed to load is not offered again as it is, and not for ever; its blocks hold no KV."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import ClassVar
 
 import attrs
@@ -10,6 +10,7 @@ import attrs
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.checker import Violation, violation
 from kvledger.lifecycle.audit.indices import Indices
+from kvledger.lifecycle.audit.jobs_in_flight import JobsInFlight
 from kvledger.lifecycle.belief import Projections
 from kvledger.lifecycle.projections.transfers import JobKind
 from kvledger.lifecycle.replay import Check, ReplayedEvent
@@ -26,8 +27,11 @@ class FailedLoadTaint:
     """A failed load taints its chunks at once; a request whose loads keep failing gets no more of them.
 
     Verifies: when the next observation comes, no chunk of a failed load is committed any more; no load is issued for a
-    request that has `max_failed_loads` failed ones behind it.
-    Does not verify: loads from tainted chunks (LOADABLE_AFTER_COMMIT), and tails, which are dropped with the load.
+    request that has `max_failed_loads` failed ones behind it; a block that could not be filled is neither given to
+    anybody as computed nor saved from until it is written or loaded again; what a request saved on top of its own load
+    is not committed when that fails.
+    Does not verify: loads from tainted chunks (LOADABLE_AFTER_COMMIT), and tails, which are dropped with the load;
+    blocks that others computed on top of one that could not be filled.
     """
 
     rule: ClassVar[str] = "FAILED_LOAD_TAINT"
@@ -35,15 +39,34 @@ class FailedLoadTaint:
     def __init__(self) -> None:
         self._keys: dict[int, tuple[bytes, ...]] = {}
         self._failures: list[_Failure] = []
+        self._unfilled: dict[int, int] = {}
+        """Block id -> sequence of the failure."""
+        self._num_local_tokens: dict[str, int] = {}
+        """While a block is unfilled: what each request has of vLLM's prefix cache, by its last lookup."""
+        self._hits: list[tuple[str, int, Sequence[int]]] = []
+        """(request id, sequence of the allocation, blocks given as computed), until the step that they are for."""
+        self._spoilt: dict[int, int] = {}
+        """Job id of a save in flight -> sequence of the failure that its source blocks were concerned by."""
+        self._jobs = JobsInFlight(0)
 
     def begin(self, projections: Projections) -> None:
-        """Take over the loads in flight."""
+        """Take over the loads in flight, and the blocks that could not be filled."""
+        self._unfilled = dict.fromkeys(projections.unfilled.blocks, 0)
         self._keys = {job.job_id: job.keys for job in projections.transfers if job.kind is JobKind.LOAD}
 
-    def checks(self, _indices: Indices) -> Iterable[tuple[type[e.Event], Check]]:
+    def checks(self, indices: Indices) -> Iterable[tuple[type[e.Event], Check]]:
         """By class of event."""
+        self._jobs = indices.jobs
         return [
             (e.StepScheduled, self._observed),
+            (e.StepScheduled, self._step_scheduled),
+            (e.LoadErrorsObserved, self._load_errors_observed),
+            (e.LookupRequested, self._lookup_requested),
+            (e.BlocksAllocated, self._blocks_allocated),
+            (e.SaveIssued, self._save_issued),
+            (e.TailSaveIssued, self._save_issued),
+            (e.SaveCompleted, self._save_completed),
+            (e.SaveFailed, self._save_failed),
             (e.LookupRequested, self._observed),
             (e.TransferReported, self._observed),
             (e.LoadIssued, self._issued),
@@ -63,6 +86,8 @@ class FailedLoadTaint:
 
     def _issued(self, event: e.LoadIssued, step: ReplayedEvent, projections: Projections) -> list[Violation] | None:
         self._keys[event.job_id] = () if step.job is None else step.job.keys
+        for block_id in event.block_ids if self._unfilled else ():
+            self._unfilled.pop(block_id, None)
         maximum = projections.configuration.max_failed_loads
         if step.record is None or step.record.num_failed_loads < maximum:
             return None
@@ -75,3 +100,76 @@ class FailedLoadTaint:
     def _failed(self, event: e.LoadFailed, step: ReplayedEvent, _projections: Projections) -> None:
         keys = self._keys.pop(event.job_id, ())
         self._failures.append(_Failure(step.sequence, event.request_id, keys))
+        for job_id, save in self._jobs:
+            if not save.is_load and save.request_id == event.request_id and job_id > event.job_id:
+                self._spoilt[job_id] = step.sequence
+
+    # --- blocks ------------------------------------------------------------------------------
+
+    def _load_errors_observed(
+        self, event: e.LoadErrorsObserved, step: ReplayedEvent, _projections: Projections
+    ) -> None:
+        self._unfilled.update(dict.fromkeys(event.block_ids, step.sequence))
+        for job_id, save in self._jobs:
+            if not save.is_load and save.job is not None and not self._unfilled.keys().isdisjoint(save.job.block_ids):
+                self._spoilt[job_id] = step.sequence
+
+    def _step_scheduled(
+        self, event: e.StepScheduled, step: ReplayedEvent, projections: Projections
+    ) -> Iterator[Violation] | None:
+        if not self._unfilled:
+            return None
+        for ordinal, num_computed_tokens, num_scheduled_tokens, _ in event.advanced:
+            table = projections.blocks.of_life(ordinal) or ()
+            first = projections.geometry.pages_spanning(0, num_computed_tokens).stop
+            end = projections.geometry.pages_spanning(num_computed_tokens, num_scheduled_tokens).stop
+            self._fill(table[first:end])
+        for _, block_ids in event.extended:
+            self._fill(block_ids)
+        hits, self._hits = self._hits, []
+        return self._check_hits(hits, step, projections)
+
+    def _check_hits(
+        self, hits: list[tuple[str, int, Sequence[int]]], step: ReplayedEvent, projections: Projections
+    ) -> Iterator[Violation]:
+        for request_id, sequence, block_ids in hits:
+            unfilled = [block_id for block_id in block_ids if block_id in self._unfilled]
+            if unfilled:
+                detail = f"it was given blocks {unfilled} as computed, to which nobody has written since a load failed"
+                evidence = (sequence, self._unfilled[unfilled[0]])
+                yield violation(self.rule, step, projections, detail, *evidence, request_id=request_id)
+
+    def _fill(self, block_ids: Iterable[int]) -> None:
+        for block_id in block_ids:
+            self._unfilled.pop(block_id, None)
+
+    def _lookup_requested(self, event: e.LookupRequested, _step: ReplayedEvent, _projections: Projections) -> None:
+        if self._unfilled:
+            self._num_local_tokens[event.request_id] = event.num_computed_tokens
+
+    def _blocks_allocated(self, event: e.BlocksAllocated, step: ReplayedEvent, projections: Projections) -> None:
+        num_tokens = self._num_local_tokens.pop(event.request_id, None) if self._num_local_tokens else None
+        if num_tokens is not None:  # who hits what another one writes in this very step is right: see the step first
+            hit = event.block_ids[: projections.geometry.pages_spanning(0, num_tokens).stop]
+            self._hits.append((event.request_id, step.sequence, hit))
+
+    def _save_issued(
+        self, event: e.SaveIssued | e.TailSaveIssued, step: ReplayedEvent, projections: Projections
+    ) -> list[Violation] | None:
+        if not self._unfilled or self._unfilled.keys().isdisjoint(event.block_ids):
+            return None
+        unfilled = [block_id for block_id in event.block_ids if block_id in self._unfilled]
+        detail = f"save {event.job_id} reads blocks {unfilled}, to which nobody has written since a load failed"
+        return [violation(self.rule, step, projections, detail, self._unfilled[unfilled[0]], event.cause)]
+
+    def _save_completed(
+        self, event: e.SaveCompleted, step: ReplayedEvent, projections: Projections
+    ) -> list[Violation] | None:
+        failed_at = self._spoilt.pop(event.job_id, None) if self._spoilt else None
+        if failed_at is None:
+            return None
+        detail = f"save {event.job_id} is committed, but a load failed that its blocks rely on"
+        return [violation(self.rule, step, projections, detail, failed_at)]
+
+    def _save_failed(self, event: e.SaveFailed, _step: ReplayedEvent, _projections: Projections) -> None:
+        self._spoilt.pop(event.job_id, None)

@@ -19,7 +19,7 @@ class LoadXorStores:
 
     Verifies: this for the blocks of every save against the loads in flight of the same request, and against loads
     beside the steps of any; also for blocks that were just lost. A save that precedes its step's forward also precedes
-    the loads that begin in that step.
+    the loads that begin in that step, and what is decided between two steps follows the loads within the first.
     Does not verify: other requests that share a block loaded within a step; that a request has no save in flight when
     a load begins, which does no harm where their blocks differ.
     """
@@ -103,6 +103,8 @@ class LoadXorStores:
             sequence, load = self._loads[job_id]
             if is_first and sequence > begin_of_step:
                 continue
+            if not load.is_async and sequence < self._last_step < event.cause:
+                continue  # between two steps, of which the first one had the load in it
             if load.is_async or load.request_id == event.request_id:
                 detail = f"save {event.job_id} reads blocks that load {job_id} is still filling"
                 yield violation(self.rule, step, projections, detail, sequence, event.cause)

@@ -11,7 +11,7 @@ from kvledger.lifecycle.rules import Rule
 
 def settle(job: Job, projections: Projections, cause: int) -> Decisions:
     """Settle a job that every rank has reported. One failed rank fails it for all."""
-    if job.ranks_failed or job.is_doubtful:
+    if job.ranks_failed or job.is_doubtful or (job.kind is JobKind.SAVE and projections.transfers.relies_on_load(job)):
         error = job.error if job.ranks_failed else "its blocks turned out not to hold what they should"
         return _fail(job, projections, error, cause, quiet=True)
     completed = e.LoadCompleted if job.kind is JobKind.LOAD else e.SaveCompleted

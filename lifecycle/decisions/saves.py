@@ -65,10 +65,11 @@ def save_on_finish(event: e.RequestFinished, record: RequestRecord, projections:
 
     Blocks that a copy still reads are kept from being freed.
     """
-    if projections.transfers.is_loading(record.ordinal):
+    if projections.transfers.is_loading_beside(record.ordinal):
         return NOTHING
-    # The last sampled token was never computed: its place in the last block was never written (vllm#54193). What no
-    # step has computed upon may be the promise of a load that failed.
+    # A load within its last step has come in before anything was computed; where it turns out to have failed, so does
+    # the save. The last sampled token was never computed: its place in the last block was never written (vllm#54193).
+    # What no step has computed upon may be the promise of a load that failed.
     num_computed_tokens = projections.tracker.num_computed_tokens(record)
     num_written = min(event.num_settled_tokens, event.num_tokens - 1, num_computed_tokens)
     is_async = _is_async(projections)
@@ -134,12 +135,15 @@ class _Plan(msgspec.Struct):
 
     @property
     def _is_doubtful(self) -> bool:
-        return self.record.quarantined or self.generation == self.record.stale_generation
+        record = self.record
+        if record.quarantined or self.generation == record.stale_generation:
+            return True
+        return self.projections.unfilled.spoil(self.block_ids)
 
     def save(self, first_chunk: int, num_settled_tokens: int) -> Decisions:
         """Evict what is needed, issue one job, decline what does not fit."""
         record, projections = self.record, self.projections
-        if record.quarantined or self.generation == record.stale_generation:
+        if self._is_doubtful:
             return NOTHING
         geometry, chunks = projections.geometry, projections.chunks
         keys = projections.chunk_keys.of(record.request_id)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.belief import Projections
-from kvledger.lifecycle.decisions import NOTHING, Decisions
+from kvledger.lifecycle.decisions import Decisions
 from kvledger.lifecycle.decisions.loads import take_up_answer
 from kvledger.lifecycle.decisions.progress import tell_progress
-from kvledger.lifecycle.decisions.saves import fence_saves, save_on_finish, save_on_preemption, save_settled
+from kvledger.lifecycle.decisions.saves import fence_saves, save_on_preemption, save_settled
 from kvledger.lifecycle.handlers.base import StateHandler
-from kvledger.lifecycle.handlers.finished import release_if_settled
+from kvledger.lifecycle.handlers.finished import save_and_release
 from kvledger.lifecycle.projections.tracker import RequestRecord
 from kvledger.lifecycle.states import RequestState
 
@@ -46,15 +46,7 @@ class Computing(StateHandler):
     def request_finished(
         self, event: e.RequestFinished, record: RequestRecord, projections: Projections, cause: int
     ) -> Decisions:
-        saves = save_on_finish(event, record, projections, cause)
-        if saves is NOTHING:  # mostly, for what is settled was saved as it settled
-            return release_if_settled(record, projections, cause)
-        return _then_release(saves, record, projections, cause)
-
-
-def _then_release(saves: Decisions, record: RequestRecord, projections: Projections, cause: int) -> Decisions:
-    yield from saves
-    yield from release_if_settled(record, projections, cause)
+        return save_and_release(event, record, projections, cause)
 
 
 class ChunkedPrefill(Computing):

@@ -9,7 +9,7 @@ from kvledger.lifecycle.decisions.loads import take_up_answer
 from kvledger.lifecycle.decisions.lookups import answer_lookup
 from kvledger.lifecycle.decisions.progress import tell_progress
 from kvledger.lifecycle.handlers.base import StateHandler
-from kvledger.lifecycle.handlers.finished import release_if_settled
+from kvledger.lifecycle.handlers.finished import save_and_release
 from kvledger.lifecycle.projections.tracker import RequestRecord
 from kvledger.lifecycle.projections.transfers import Job
 from kvledger.lifecycle.states import RequestState
@@ -37,10 +37,11 @@ class Waiting(StateHandler):
     def request_finished(
         self, event: e.RequestFinished, record: RequestRecord, projections: Projections, cause: int
     ) -> Decisions:
-        return release_if_settled(record, projections, cause)
+        # It may have been in one step, whose load is not reported yet: then it has computed something.
+        return save_and_release(event, record, projections, cause)
 
 
 class New(Waiting):
-    """Nothing is computed; there is nothing to save."""
+    """Nothing is computed, as far as the steps have told."""
 
     state = RequestState.NEW

@@ -17,6 +17,7 @@ from kvledger.lifecycle.members import members_at_hand
 from kvledger.lifecycle.projections.chunk_keys import ChunkKeys
 from kvledger.lifecycle.projections.host_slots import NO_SLOT
 from kvledger.lifecycle.projections.tracker import RequestTracker
+from kvledger.lifecycle.projections.unfilled import UnfilledBlocks
 from kvledger.lifecycle.structs import known_to_attrs
 
 _NO_RANKS: frozenset[int] = frozenset()
@@ -65,12 +66,20 @@ class Job(msgspec.Struct, gc=False):
 class Transfers:
     """Job id -> job, as long as a rank owes a report."""
 
-    def __init__(self, tracker: RequestTracker, chunk_keys: ChunkKeys, geometry: Geometry, num_ranks: int = 1) -> None:
+    def __init__(
+        self,
+        tracker: RequestTracker,
+        chunk_keys: ChunkKeys,
+        geometry: Geometry,
+        unfilled: UnfilledBlocks,
+        num_ranks: int = 1,
+    ) -> None:
         self.all_ranks = tuple(range(num_ranks))
         self._every_rank = frozenset(self.all_ranks)
         self._tracker = tracker
         self._chunk_keys = chunk_keys
         self._geometry = geometry
+        self._unfilled = unfilled
         self._jobs: dict[int, Job] = {}
         self._given_up: dict[int, Job] = {}
         # Asked several times for every event: the dicts' own methods. So the dicts are changed, never replaced.
@@ -141,6 +150,14 @@ class Transfers:
                     return True
         return False
 
+    def is_loading_beside(self, ordinal: int) -> bool:
+        """Whether KV is still coming into that request's blocks beside the steps, so that it is in none."""
+        return any(job.kind is JobKind.LOAD and job.is_async for job in self.of_life(ordinal))
+
+    def relies_on_load(self, save: Job) -> bool:
+        """Whether what was saved was computed on top of a load that has not been settled."""
+        return any(job.kind is JobKind.LOAD and job.job_id < save.job_id for job in self.of_life(save.ordinal))
+
     def is_read(self, slot: int) -> bool:
         """Whether a load in flight reads the slot."""
         return slot in self._loading
@@ -158,7 +175,7 @@ class Transfers:
             e.TransferAwaited: self._awaited,
             e.TransferReported: self._reported,
             e.LoadCompleted: self._settled,
-            e.LoadFailed: self._settled,
+            e.LoadFailed: self._load_failed,
             e.SaveCompleted: self._settled,
             e.SaveFailed: self._save_failed,
             e.LoadErrorsObserved: self._load_errors_observed,
@@ -304,11 +321,14 @@ class Transfers:
             else:
                 loading.pop(slot, None)
 
-    def _load_errors_observed(self, event: e.LoadErrorsObserved, _sequence: int) -> None:
-        # Another connector's load may fail in the very step that saves what it should have brought. Whoever saved one
-        # of these blocks may have ended since; what it computed on top is as doubtful.
-        unfilled = frozenset(event.block_ids)
-        for ordinal in {job.ordinal for job in self._jobs.values() if not unfilled.isdisjoint(job.block_ids)}:
+    def _load_failed(self, event: e.LoadFailed, sequence: int) -> None:
+        self._settled(event, sequence)
+        self._load_errors_observed(event, sequence)
+
+    def _load_errors_observed(self, _event: e.LoadErrorsObserved | e.LoadFailed, _sequence: int) -> None:
+        # A load may fail in the very step that saves what it should have brought, or what was computed on top of it.
+        # Whoever did so may have ended since; whatever else it saved is as doubtful.
+        for ordinal in {job.ordinal for job in self._jobs.values() if self._unfilled.spoil(job.block_ids)}:
             self._doubt_saves(ordinal)
 
     def _quarantined(self, event: e.RequestQuarantined, _sequence: int) -> None:

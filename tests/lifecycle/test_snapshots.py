@@ -17,6 +17,7 @@ _CONSTANTS = {
     "tracker": {"_table", "_records", "_by_ordinal"},
     "chunks": {"_geometry", "_pages_per_chunk", "_max_departed", "_keep_for_preempted", "slots"},
     "slots": {"num_slots"},
+    "unfilled": {"_geometry"},
     "transfers": {"_geometry", "_every_rank", "all_ranks"},
     "chunk_keys": {"_chunk_size"},
     "lookups": {"_chunk_size", "_chunk_index"},
@@ -24,7 +25,7 @@ _CONSTANTS = {
     "tails": {"_slots"},
     "policy": {"_inner", "_chunk_size"},
 }
-_OTHER_PROJECTIONS = {"_tracker", "_chunk_keys", "_transfers", "_lookups"}
+_OTHER_PROJECTIONS = {"_tracker", "_chunk_keys", "_transfers", "_lookups", "_tables", "_unfilled"}
 
 
 def _walk(seed: int, chunk_size: int, block_size: int, num_steps: int = 60) -> Walk:

@@ -104,6 +104,52 @@ class Worlds:
 
 
 @attrs.frozen
+class FailedLoads:
+    """The same engine in a story that is told: a load fails, its owner goes in that step, others have its beginning."""
+
+    title: str = "vLLM's scheduler"
+
+    def play(self, seed: int, told: Callable[[SequenceOf], None]) -> Story:
+        """Tell the story, with lengths that the seed draws."""
+        from sim.broken_copies import break_copies
+        from sim.engine import SimulatedEngine
+        from sim.logs import read_end
+
+        rng = random.Random(f"failed loads {seed}")
+        policy = rng.choice(["fail", "recompute"])
+        with _unwatched_world():
+            engine = SimulatedEngine(
+                num_blocks=60,
+                chunk_size=16,
+                load_mode="sync",
+                save_mode="sync",
+                host_bytes=1 << 20,
+                max_silent_ms=0,
+                kv_transfer={"kv_load_failure_policy": policy},
+            )
+            side = engine.connector.scheduler_side
+            told(lambda: side.ledger.next_sequence)
+            beginning = [rng.randrange(512) for _ in range(rng.randrange(40, 100))]
+            prompts = [[*beginning, *(rng.randrange(512) for _ in range(rng.randrange(1, 60)))] for _ in range(4)]
+            engine.add("writer", beginning, 2)
+            engine.run()
+            engine.scheduler.reset_prefix_cache()
+            break_copies(engine, "load", 1)
+            engine.add("owner", prompts[0], 20)
+            scheduled = engine.scheduler.schedule()
+            output = engine._execute(scheduled)
+            engine.abort("owner")
+            engine.scheduler.update_from_output(scheduled, output)
+            for number, prompt in enumerate(prompts):
+                engine.add(f"late {number}", prompt, 3)
+                ended_by = _to_the_end(engine.run)
+            side.ledger.commit()
+            log = read_end(side)
+            engine.shutdown()
+            return Story(log.configuration, log.events, ended_by)
+
+
+@attrs.frozen
 class HybridWorlds:
     """The same around a model with sliding windows."""
 
@@ -183,10 +229,12 @@ def _reliable_walk() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _unwatched_world() -> Iterator[None]:
+    from sim.cached_blocks import CachedBlocks
     from sim.hashed_model import HashedModel
     from sim.pages import PageWatch
 
     with (
+        _replaced(CachedBlocks, "look", lambda *_: None),
         _replaced(HashedModel, "_check", lambda *_: None),
         _replaced(PageWatch, "raise_if_wrong", lambda _: None),
     ):

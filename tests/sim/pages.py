@@ -92,6 +92,10 @@ class PageWatch:
             # KV from before a reset, which is never committed.
             self._expected.setdefault(key, deque()).append((job.job_id, {}))
             return
+        if in_flight.is_doubtful:
+            self._unusable[job.job_id] = "it was doubtful before it was made"
+            self._expected.setdefault(key, deque()).append((job.job_id, {}))
+            return
         truth = self._truth_of(in_flight.ordinal)
         if isinstance(job, e.SaveIssued):
             size = projections.configuration.chunk_size

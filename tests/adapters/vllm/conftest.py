@@ -164,12 +164,17 @@ class RecordedEngine(SimulatedEngine):
         assert replay.reference_differences == []
         assert replay.projections.snapshot() == self.projections.snapshot()
 
+    def audit(self) -> Audit:
+        """What every checker says about the log."""
+        audit = Audit(self.replay_configuration, ReferenceMachine())
+        audit.run(self.events())
+        return audit
+
     def check_audit(self) -> None:
         """Every checker finds the log sound, unless the connector itself has said that something went wrong."""
         if self.logged(InvariantViolated, HookFailed):
             return
-        audit = Audit(self.replay_configuration, ReferenceMachine())
-        audit.run(self.events())
+        audit = self.audit()
         assert audit.violations == []
         assert audit.is_sound
 

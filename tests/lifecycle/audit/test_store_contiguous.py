@@ -53,7 +53,7 @@ def test_a_chunk_counts_as_saved_where_it_is_tainted_in_the_same_step() -> None:
     driver.save_prefix("a", keys[:1])
     driver.arrive("c", 17, keys[:1])
     driver.lookup("c", 0, 17)
-    driver.allocate("c", (1, 2), 16)
+    driver.allocate("c", (8, 9), 16)
     driver.step()
     (load,) = driver.projections.transfers
     while not load.is_asked_after:

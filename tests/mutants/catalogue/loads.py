@@ -7,17 +7,31 @@ from typing import Any
 
 import attrs
 
+from kvledger.adapters.vllm.prefix_cache import PrefixCache
 from kvledger.adapters.vllm.worker_side import WorkerSide
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.decisions import loads, lookups, reports
 from kvledger.lifecycle.handlers import chunked_prefill, new
 from kvledger.lifecycle.projections.chunk_index import ChunkIndex
 from kvledger.lifecycle.projections.host_slots import NO_SLOT
+from kvledger.lifecycle.projections.transfers import JobKind, Transfers
 from kvledger.lifecycle.windows import NULL_BLOCK
 from mutants.catalogue.parts import decided_otherwise, wrapped, written_as
 from mutants.mutant import Patch, Touch, mutant
-from mutants.scenes import HybridWorlds, Walks, Worlds
+from mutants.scenes import FailedLoads, HybridWorlds, Walks, Worlds
 
+SHARING = Worlds(
+    faults=frozenset({"aborts", "fragile steps", "storms", "failing copies"}),
+    connector=(("load_mode", "sync"),),
+    settings=(
+        ("num_steps", 120),
+        ("enable_prefix_caching", True),
+        ("async_scheduling", False),
+        ("loads_fail_anywhere", True),
+        ("long_prefill_token_threshold", 16),
+        ("fragile_steps", True),
+    ),
+)
 FAILING = Worlds(
     faults=frozenset({"aborts", "storms", "failing copies"}),
     connector=(("load_mode", "sync"),),
@@ -131,6 +145,33 @@ def failed_load_offered_again(touch: Touch) -> Sequence[Patch]:
         return None
 
     return [decided_otherwise(reports, "_fail", failed)]
+
+
+@mutant("FAILED_LOAD_TAINT", "vllm#49250", scene=FailedLoads())
+def unfilled_blocks_stay_hashed(touch: Touch) -> Sequence[Patch]:
+    """What a failed load should have filled can still be hit in vLLM's prefix cache."""
+
+    def evict(_original: Any, cache: PrefixCache, block_ids: Any) -> None:
+        assert cache._manager is not None
+        blocks = cache._manager.block_pool.blocks
+        if any(blocks[block_id].block_hash is not None for block_id in block_ids):
+            touch()
+
+    return [wrapped(PrefixCache, "evict", evict)]
+
+
+@mutant("FAILED_LOAD_TAINT", "vllm#49250", scene=SHARING)
+def saved_on_top_of_a_failed_load(touch: Touch) -> Sequence[Patch]:
+    """What was saved before a load failed is offered all the same, although it was computed on top."""
+
+    def failed(_original: Any, transfers: Transfers, _event: e.Event, _sequence: int) -> None:
+        if any(job.kind is JobKind.SAVE and transfers._unfilled.spoil(job.block_ids) for job in transfers):
+            touch()
+
+    return [
+        wrapped(Transfers, "_load_errors_observed", failed),
+        wrapped(Transfers, "_quarantined", lambda *_: None),
+    ]
 
 
 @mutant("ROLLBACK_OBSERVED", "LMCache#3388", "vllm-ascend#13099", scene=FAILING)

@@ -22,6 +22,10 @@ MAY_STAY = frozenset(
         "HostSlots._references",
         # Counts of chunk keys over the whole log (bounded).
         "ChunkStatistics._num_requests_with",
+        # Blocks that nobody has written since a load failed, and the tables lost in the last two steps.
+        "UnfilledBlocks._blocks",
+        "UnfilledBlocks._lost",
+        "UnfilledBlocks._lost_before",
         # Saves that no worker reported, whose slots are never used again.
         "Transfers._given_up",
         # What the last step looked like, and steps to come at which a request was to be looked at (bounded).

@@ -1,0 +1,113 @@
+"""Blocks that hold nothing that can be relied on: a load into them failed, or they were computed on top of such.
+
+A block is filled again when it is written from its first position on, on top of blocks that are filled, or when it is
+to be loaded anew. It must not know who may hit a block, nor what is decided about it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+
+from kvledger.lifecycle import events as e
+from kvledger.lifecycle.geometry import Geometry
+from kvledger.lifecycle.projections.block_table import BlockTable
+from kvledger.lifecycle.projections.tracker import RequestTracker
+from kvledger.lifecycle.windows import NULL_BLOCK
+
+
+class UnfilledBlocks:
+    """A set of block ids. To be folded behind the block table, and before the transfers are told of failures."""
+
+    def __init__(self, tracker: RequestTracker, tables: BlockTable, geometry: Geometry) -> None:
+        self._tracker = tracker
+        self._tables = tables
+        self._geometry = geometry
+        self._blocks: set[int] = set()
+        self._loads: dict[int, tuple[int, ...]] = {}
+        """Job id -> blocks of a load in flight."""
+        self._lost: list[list[int]] = []
+        """Tables that were lost since the last step; a failure of that step concerns them, too."""
+        self._lost_before: list[list[int]] = []
+        """And in the step before: with two steps in flight, the next one is scheduled before the failure is known."""
+        self.num_failures = 0
+        """How often blocks were added."""
+
+    @property
+    def blocks(self) -> AbstractSet[int]:
+        """Their ids."""
+        return self._blocks
+
+    def spoil(self, block_ids: Iterable[int]) -> bool:
+        """Whether one of these blocks is unfilled."""
+        return bool(self._blocks) and not self._blocks.isdisjoint(block_ids)
+
+    def folds(self) -> Mapping[type[e.Event], Callable[..., None]]:
+        """Event class -> fold."""
+        return {
+            e.LoadIssued: self._load_issued,
+            e.LoadCompleted: self._load_completed,
+            e.LoadFailed: self._load_failed,
+            e.LoadErrorsObserved: self._load_errors_observed,
+            e.RequestPreempted: self._taken,
+            e.RequestFinished: self._taken,
+            e.StepScheduled: self._step_scheduled,
+        }
+
+    def snapshot(self) -> object:
+        """Plain values, equal for equal states."""
+        return sorted(self._blocks)
+
+    def _load_issued(self, event: e.LoadIssued, _sequence: int) -> None:
+        self._loads[event.job_id] = event.block_ids
+        self._blocks.difference_update(event.block_ids)
+
+    def _load_completed(self, event: e.LoadCompleted, _sequence: int) -> None:
+        self._loads.pop(event.job_id, None)
+
+    def _load_failed(self, event: e.LoadFailed, _sequence: int) -> None:
+        self._add(self._loads.pop(event.job_id, ()))
+
+    def _load_errors_observed(self, event: e.LoadErrorsObserved, _sequence: int) -> None:
+        self._add(event.block_ids)
+
+    def _add(self, block_ids: Iterable[int]) -> None:
+        """These, and whatever lies behind one of them in a table: it was computed on top."""
+        failed = frozenset(block_ids)
+        held = (self._tables.of_life(record.ordinal) or () for record in self._tracker)
+        for table in (*held, *self._lost, *self._lost_before):
+            self._blocks.update(table[_first_of(failed, table) :])
+        self._blocks |= failed
+        self._blocks.discard(NULL_BLOCK)
+        self.num_failures += 1
+
+    def _taken(self, event: e.RequestPreempted | e.RequestFinished, _sequence: int) -> None:
+        lost = self._tables.lost(event.request_id)
+        if lost:
+            self._lost.append(list(lost))
+
+    def _step_scheduled(self, event: e.StepScheduled, _sequence: int) -> None:
+        self._lost_before, self._lost = self._lost, []
+        if not self._blocks:
+            return
+        for ordinal, num_computed_tokens, num_scheduled_tokens, _ in event.advanced:
+            table = self._tables.of_life(ordinal) or ()
+            first = self._geometry.pages_spanning(0, num_computed_tokens).stop
+            end = self._geometry.pages_spanning(num_computed_tokens, num_scheduled_tokens).stop
+            self._written(table, first, end)
+        for ordinal, block_ids in event.extended:  # to who decodes a token a step, of which nothing else is told
+            table = self._tables.of_life(ordinal) or ()
+            self._written(table, len(table) - len(block_ids), len(table))
+
+    def _written(self, table: Sequence[int], first: int, end: int) -> None:
+        unfilled = _first_of(self._blocks, table[:first])
+        if unfilled < first:
+            self._blocks.update(table[unfilled:end])
+            self._blocks.discard(NULL_BLOCK)
+        else:
+            self._blocks.difference_update(table[first:end])
+
+
+def _first_of(block_ids: AbstractSet[int], table: Sequence[int]) -> int:
+    """Where the first of these blocks stands; the length of the table where none does."""
+    return next((place for place, block_id in enumerate(table) if block_id in block_ids), len(table))

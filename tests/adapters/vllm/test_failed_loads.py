@@ -1,0 +1,200 @@
+"""A load within a step fails: nothing is left that anybody can hit, in vLLM's prefix cache or in our pool.
+
+The KV of the hashed model tells whose it is: who would read a block that nobody filled raises `CorruptKV`, also when it
+was saved and loaded again. vLLM 0.32 hashes the blocks of such a load before it has run.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from sim.broken_copies import break_copies
+from sim.slow_copies import slow_down
+
+from kvledger.adapters.vllm.prefix_cache import PrefixCache
+from kvledger.lifecycle import events as e
+
+pytestmark = pytest.mark.scheduler
+
+PREFIX = list(range(64))
+policies = pytest.mark.parametrize("policy", ["fail", "recompute"])
+runners = pytest.mark.parametrize("model_runner_v2", [False, True])
+modes = pytest.mark.parametrize("load_mode", ["sync", "async"])
+
+
+def prompt(number: int, num_tokens: int = 40) -> list[int]:
+    """The common beginning, and an end of its own."""
+    return [*PREFIX, *range(1000 * number, 1000 * number + num_tokens)]
+
+
+def saved_prefix(make_engine: Any, policy: str, **options: Any) -> Any:
+    """An engine whose host pool has the common beginning, and whose next load fails."""
+    engine = make_engine(
+        **{"num_blocks": 60, "chunk_size": 16, **options}, kv_transfer={"kv_load_failure_policy": policy}
+    )
+    engine.add("writer", PREFIX, 2)
+    engine.run()
+    assert engine.scheduler.reset_prefix_cache()
+    break_copies(engine, "load", 1)
+    return engine
+
+
+def step_with(engine: Any, *aborted: str) -> None:
+    """One step, and aborts while it is computed, which vLLM processes before its output (`v1/engine/core.py`)."""
+    scheduler_output = engine.scheduler.schedule()
+    engine._in_flight.append((scheduler_output, engine._execute(scheduler_output)))
+    for request_id in aborted:
+        engine.abort(request_id)
+    engine.update()
+
+
+def check_everybody(engine: Any, prompts: dict[str, list[int]]) -> None:
+    """Whoever asks for these prompts gets right answers: from vLLM's cache, and then from ours alone."""
+    for round_number in range(2):
+        for name, tokens in prompts.items():
+            engine.add(f"{name} again {round_number}", tokens, 3)
+            engine.run(max_steps=300)
+            assert engine.finish_reasons[f"{name} again {round_number}"] == "length"
+        assert engine.scheduler.reset_prefix_cache()
+    for request_id in [name for name, reason in engine.finish_reasons.items() if reason != "length"]:
+        engine.outputs.pop(request_id)
+    engine.check_outputs()
+    engine.check_released()
+
+
+@policies
+@runners
+@modes
+@pytest.mark.parametrize("sharer_is_aborted", [False, True])
+def test_the_owner_is_aborted_in_the_failing_step(
+    make_engine: Any, policy: str, model_runner_v2: bool, load_mode: str, sharer_is_aborted: bool
+) -> None:
+    """It does not run any more when vLLM looks for whom the failure concerns; what a sharer computed is as wrong."""
+    engine = saved_prefix(make_engine, policy, model_runner_v2=model_runner_v2, load_mode=load_mode)
+    engine.add("owner", prompt(1), 20)
+    engine.add("sharer", prompt(2), 20)
+    step_with(engine, "owner", *(["sharer"] if sharer_is_aborted else []))
+    engine.outputs["owner"].clear()
+    engine.add("late", prompt(1), 20)
+    engine.add("late sharer", prompt(2), 20)
+    engine.run(max_steps=300)
+    assert engine.logged(e.LoadFailed)
+    check_everybody(engine, {"first": prompt(1), "second": prompt(2)})
+
+
+@policies
+@runners
+@modes
+@pytest.mark.parametrize("num_tokens_a_step", [16, 24, 512])
+def test_it_is_computed_again_in_pieces_while_others_come(
+    make_engine: Any, policy: str, model_runner_v2: bool, load_mode: str, num_tokens_a_step: int
+) -> None:
+    """vllm#49250: a sharer that came with the owner, or while it computes, went on with what was not there yet."""
+    engine = saved_prefix(make_engine, policy, model_runner_v2=model_runner_v2, load_mode=load_mode)
+    engine.add("owner", prompt(1), 20)
+    engine.add("sharer", prompt(2), 20)
+    step_with(engine)
+    engine.scheduler.scheduler_config.long_prefill_token_threshold = num_tokens_a_step
+    for number in range(3, 6):
+        engine.add(f"late {number}", prompt(number), 20)
+        engine.add(f"late as {number}", prompt(1), 20)
+        step_with(engine)
+    engine.run(max_steps=300)
+    ended = {"owner", "sharer"} if load_mode == "sync" else {"owner"}
+    reason = "error" if policy == "fail" else "length"
+    assert {engine.finish_reasons[request_id] for request_id in ended} == {reason}
+    assert {engine.finish_reasons[f"late {number}"] for number in range(3, 6)} == {"length"}
+    check_everybody(engine, {str(number): prompt(number) for number in range(1, 6)})
+
+
+@runners
+@pytest.mark.parametrize("resets_connector", [False, True])
+def test_the_owner_is_preempted_by_a_reset_that_fails(
+    make_engine: Any, model_runner_v2: bool, resets_connector: bool
+) -> None:
+    """VLLM takes the blocks of all that run, finds others that are kept, and leaves its prefix cache as it is."""
+    engine = saved_prefix(
+        make_engine, "recompute", model_runner_v2=model_runner_v2, load_mode="sync", save_mode="async"
+    )
+    copies = slow_down(engine, "save")
+    engine.add("kept", range(5000, 5040), 1)
+    while "kept" not in engine.finish_reasons:
+        engine.step()
+    engine.add("owner", prompt(1), 20)
+    step_with(engine)
+    assert engine.logged(e.LoadFailed)
+    with pytest.raises(RuntimeError, match="Failed to reset KV cache"):
+        engine.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=resets_connector)
+    engine.add("late", prompt(2), 20)
+    for _ in range(3):
+        engine.step()
+    for copy in copies[0].pending():
+        copy.finish()
+    copies[0].slow.clear()
+    engine.run(max_steps=300)
+    check_everybody(engine, {"first": prompt(1), "second": prompt(2)})
+
+
+@pytest.mark.parametrize("num_outputs", [1, 20])
+def test_where_vllm_keeps_its_hashes_nothing_wrong_is_saved(
+    make_engine: Any, monkeypatch: pytest.MonkeyPatch, num_outputs: int
+) -> None:
+    """The pool stays clean by itself, whoever hits what was not filled, and whoever hits what was computed on it."""
+    monkeypatch.setattr(PrefixCache, "evict", lambda *_: None)
+    monkeypatch.setattr(PrefixCache, "take_back", lambda *_: None)
+    engine = saved_prefix(make_engine, "recompute", load_mode="sync", replays=False)
+    engine.model._check = lambda *_: None
+    engine.add("owner", prompt(1), 20)
+    engine.add("sharer", prompt(2), 20)
+    step_with(engine, "owner", "sharer")
+    for name in ("late", "later", "latest"):  # each one hits what the one before it computed
+        engine.add(name, prompt(2, 40 + len(name)), num_outputs)
+        engine.run(max_steps=300)
+    engine.add("longest", [*prompt(2), *engine.outputs["later"], *range(7000, 7100)], num_outputs)
+    engine.run(max_steps=300)
+    del engine.model._check
+    assert engine.scheduler.reset_prefix_cache()
+    engine.outputs.clear()
+    check_everybody(engine, {name: engine.prompts[name] for name in ("owner", "late", "latest", "longest")})
+    broken = [violation for violation in engine.audit().violations if violation.rule == "FAILED_LOAD_TAINT"]
+    assert {violation.request_id for violation in broken} >= {"late"}
+
+
+@pytest.mark.parametrize("save_mode", ["sync", "async"])
+@pytest.mark.parametrize("async_scheduling", [False, True])
+@pytest.mark.parametrize("chunk_size", [8, 16, 64])
+def test_a_request_that_ends_in_the_step_of_its_load_keeps_what_it_computed(
+    make_engine: Any, save_mode: str, async_scheduling: bool, chunk_size: int
+) -> None:
+    """One token of output, as for scoring: the same prompt hits everything the next time, not the first 64 tokens."""
+    engine = make_engine(
+        num_blocks=60, chunk_size=chunk_size, load_mode="sync", save_mode=save_mode, async_scheduling=async_scheduling
+    )
+    engine.add("writer", PREFIX, 2)
+    engine.run()
+    for name in ("first", "second"):
+        assert engine.scheduler.reset_prefix_cache()
+        engine.add(name, prompt(1, 200), 1)
+        engine.run()
+    hits = [answer.num_external_tokens for name in ("first", "second") for answer in engine.check_answers(name)]
+    assert hits == [64, 263 if chunk_size == 8 else 256]
+    engine.check_outputs()
+    engine.check_released()
+
+
+@policies
+@pytest.mark.parametrize("chunk_size", [8, 16])
+@pytest.mark.parametrize("save_mode", ["sync", "async"])
+def test_what_a_request_saves_at_its_end_goes_with_its_load(
+    make_engine: Any, policy: str, chunk_size: int, save_mode: str
+) -> None:
+    """Aborted in the step of a load that fails: it was saved before the failure was known, and is not offered."""
+    engine = saved_prefix(make_engine, policy, load_mode="sync", chunk_size=chunk_size, save_mode=save_mode)
+    engine.add("owner", prompt(1, 200), 20)
+    step_with(engine, "owner")
+    engine.run()
+    (failed,) = engine.logged(e.SaveFailed)
+    assert failed.request_id == "owner"
+    engine.outputs["owner"].clear()
+    check_everybody(engine, {"first": prompt(1, 200)})
