@@ -18,7 +18,6 @@ from types import MappingProxyType
 from typing import Any, NoReturn
 
 import attrs
-from typing_extensions import override
 
 from kvledger.adapters.cli import export, replay, repro, retire, selection, ship, show, stats, verify, why
 from kvledger.adapters.cli.output import Output
@@ -72,8 +71,7 @@ class _CommandParser(_Parser):
 
     _is_intermixing = False
 
-    @override
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:  # noqa: ANN401 -- as in argparse
         if self._is_intermixing:  # called by what is called below
             return super().parse_known_args(args, namespace)
         self._is_intermixing = True

@@ -22,6 +22,7 @@ from kvledger.adapters.demo.narrator import Narrator
 from kvledger.adapters.demo.report import EngineFigures, LoggedRun, Report
 from kvledger.adapters.demo.workload import Workload, connector
 from kvledger.lifecycle.projections.totals import Figures
+from kvledger.storage.extras import CONNECTOR, require
 
 DIRECTORY = Path("build/demo")
 INTERRUPTED = 130
@@ -31,6 +32,11 @@ def main() -> int:
     """Run the demo; returns the exit code."""
     arguments = _arguments()
     progress = Console(stderr=True, highlight=False)
+    try:
+        require("the demo", *CONNECTOR)
+    except ModuleNotFoundError as error:
+        _fail(progress, str(error))
+        return 1
     results = sys.stderr if arguments.json else sys.stdout
     signal.signal(signal.SIGTERM, _interrupt)
     directory: Path = arguments.directory

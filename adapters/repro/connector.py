@@ -15,6 +15,7 @@ from kvledger.lifecycle import LedgerConfiguration
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.codec import EventDecoder
 from kvledger.lifecycle.replay import SequencedEvent
+from kvledger.storage.extras import CONNECTOR, require
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -75,6 +76,7 @@ class ConnectorUnderTest:
         zeroes_new_blocks: bool = False,
         handlers: Sequence[str] = (),
     ) -> None:
+        require("driving the real connector", *CONNECTOR)
         from kvledger.adapters.repro import vllm_objects  # noqa: PLC0415 -- only here vLLM is needed
 
         self._vllm = vllm_objects

@@ -4,6 +4,10 @@ Name it in `--kv-transfer-config` with `"kv_connector": "KVLedgerConnector"` and
 `"kv_connector_module_path": "kvledger.adapters.vllm"`. What differs between vLLM versions stands in `versions.py`.
 """
 
+from kvledger.storage.extras import CONNECTOR, require
+
+require(__name__, *CONNECTOR)
+
 from kvledger.adapters.vllm.connector import KVLedgerConnector
 
 __all__ = ["KVLedgerConnector"]

@@ -13,9 +13,10 @@ from typing import Any
 import pydantic
 
 from kvledger.adapters.handlers import handler_registry
+from kvledger.adapters.vllm.messages import messages
 from kvledger.lifecycle import ConfigurationError, HandlerRegistry, LedgerConfiguration
 from kvledger.storage.events import Durability
-from kvledger.storage.kv import num_slots_for
+from kvledger.storage.kv import available_memory, num_slots_for
 
 DEFAULT_CHUNK_SIZE = 256
 LARGE_LOAD_BYTES = 32 * 1024**2
@@ -40,7 +41,8 @@ class ConnectorSettings(pydantic.BaseModel):
     Default: 256, or one block where 256 and the block size do not divide."""
 
     host_bytes: pydantic.ByteSize = pydantic.ByteSize(4 * 1024**3)
-    """Host memory for saved pages, of all ranks together: an int or a string such as "4GiB"."""
+    """Host memory for saved pages, of all ranks together: an int or a string such as "4GiB". More than the machine and
+    its control groups have left is refused at start."""
 
     log_dir: Path | None = Path("kvledger-logs")
     """Where event logs go; every engine start writes a directory of its own inside. null: no files."""
@@ -182,6 +184,31 @@ class ConnectorSettings(pydantic.BaseModel):
                 f"{block_bytes} bytes a block of {block_size} tokens)"
             )
             raise ConfigurationError(message) from error
+
+    def refuse_beyond_memory(self, *, num_ranks: int, num_local_ranks: int) -> None:
+        """Refuse a `host_bytes` of which this machine's part is more than the memory that can be had here.
+
+        For a worker, before any rank has taken its share: what is asked for here is the share of all ranks of this
+        machine, since they start at once and each would find enough for itself.
+
+        Raises:
+            ConfigurationError: what is asked for, what can be had, what limits it, and what to write instead.
+        """
+        memory = available_memory()
+        if memory is None:
+            messages.info("the memory that can be had is not known here, host_bytes is not compared with it")
+            return
+        num_bytes = self.host_bytes // num_ranks * num_local_ranks
+        if num_bytes <= memory.num_usable_bytes:
+            return
+        most = memory.num_usable_bytes // num_local_ranks * num_ranks
+        message = (
+            f"host_bytes {int(self.host_bytes)} asks for {num_bytes} bytes of this machine's memory "
+            f"({num_local_ranks} of {num_ranks} ranks are here), of which {memory.num_bytes} can be had "
+            f"({memory.limit}) and a twentieth, at most 1 GiB, is left to the engine; write host_bytes "
+            f'"{most // 1024**2}MiB" or less, or give the process more memory'
+        )
+        raise ConfigurationError(message)
 
     def idle_configuration(self) -> LedgerConfiguration:
         """For a model that is not served: nothing is saved, so no size matters."""

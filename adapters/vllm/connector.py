@@ -79,6 +79,11 @@ class KVLedgerConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler_side: SchedulerSide | None = None
         self._worker_side: WorkerSide | None = None
         if role is KVConnectorRole.WORKER:
+            if not groups.declined:
+                settings.refuse_beyond_memory(
+                    num_ranks=vllm_config.parallel_config.world_size,
+                    num_local_ranks=versions.num_local_ranks(vllm_config),
+                )
             self._worker_side = WorkerSide(
                 num_slots=configuration.num_slots,
                 num_blocks=kv_cache_config.num_blocks,

@@ -111,6 +111,14 @@ def answers_handshakes(connector: object) -> bool:
     return not has_kv_transfer_group() or get_kv_transfer_group() is connector
 
 
+def num_local_ranks(vllm_config: VllmConfig) -> int:
+    """How many of the engine's ranks share this machine's memory; 1 where Ray has placed them, which nobody tells."""
+    parallel = vllm_config.parallel_config
+    if parallel.distributed_executor_backend == "ray":
+        return 1
+    return int(parallel.world_size) // int(parallel.nnodes_within_dp)
+
+
 def hash_block_size(kv_cache_config: KVCacheConfig) -> int:
     """Tokens per block hash (KVCacheConfig.hash_block_size; the block size where it is not resolved)."""
     return int(getattr(kv_cache_config, "hash_block_size", None) or block_size(kv_cache_config))

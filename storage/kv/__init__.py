@@ -5,8 +5,13 @@ This room knows block ids, slots and tensors. It must not know requests, chunks,
 
 from __future__ import annotations
 
+from kvledger.storage.extras import require
+
+require(__name__, "torch")
+
 from kvledger.storage.kv.engine import CopyEngine, CopyResult, make_copy_engine
 from kvledger.storage.kv.errors import StorageError
+from kvledger.storage.kv.host_memory import HostMemory, available_memory
 from kvledger.storage.kv.layout import BlockLayout, LayerPages, PageSegment, describe_blocks, describe_layer
 from kvledger.storage.kv.pending import OverlappingCopyEngine, PendingCopy, make_overlapping_engine
 from kvledger.storage.kv.pool import HostPool, num_slots_for
@@ -15,12 +20,14 @@ __all__ = [
     "BlockLayout",
     "CopyEngine",
     "CopyResult",
+    "HostMemory",
     "HostPool",
     "LayerPages",
     "OverlappingCopyEngine",
     "PageSegment",
     "PendingCopy",
     "StorageError",
+    "available_memory",
     "describe_blocks",
     "describe_layer",
     "make_copy_engine",

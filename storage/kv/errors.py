@@ -41,6 +41,14 @@ class PoolTooSmall(StorageError):
             f"layers), so at least {max(slot_bytes, 1)} bytes are needed; raise host_bytes, or offload smaller blocks"
         )
 
+    @classmethod
+    def for_memory(cls, num_bytes: int, num_usable_bytes: int, limit: str) -> PoolTooSmall:
+        """Fewer bytes can be had than asked for."""
+        return cls(
+            f"a host pool of {num_bytes} bytes cannot be had, {num_usable_bytes} bytes can ({limit}; a twentieth, at "
+            "most 1 GiB, is left to the engine); lower host_bytes, or give the process more memory"
+        )
+
 
 class PinningFailed(StorageError):
     """CUDA would not page-lock the pool."""

@@ -11,6 +11,7 @@ import weakref
 import torch
 
 from kvledger.storage.kv.errors import PinningFailed, PoolClosed, PoolTooSmall
+from kvledger.storage.kv.host_memory import available_memory
 
 __all__ = ["HostPool", "num_slots_for"]
 
@@ -27,8 +28,8 @@ def num_slots_for(host_bytes: int, slot_bytes: int) -> int:
 class HostPool:
     """`num_slots` slots of `slot_bytes` bytes each, in one allocation that `close()` gives back.
 
-    Every page of the memory is touched here, so that the start pays for it and not the first requests, and so that a
-    machine with too little memory says so at the start.
+    Every page of the memory is touched here, so that the start pays for it and not the first requests. Before the first
+    one is, the memory that can be had is asked for: the kernel would kill the process without a word.
 
     Args:
         num_slots: At least 1.
@@ -43,6 +44,9 @@ class HostPool:
     def __init__(self, num_slots: int, slot_bytes: int, *, pin: bool) -> None:
         if num_slots < 1 or slot_bytes < 1:
             raise PoolTooSmall.for_budget(max(num_slots, 0) * max(slot_bytes, 0), slot_bytes)
+        memory = available_memory()
+        if memory is not None and num_slots * slot_bytes > memory.num_usable_bytes:
+            raise PoolTooSmall.for_memory(num_slots * slot_bytes, memory.num_usable_bytes, memory.limit)
         self.num_slots = num_slots
         self.slot_bytes = slot_bytes
         self.is_pinned = False

@@ -25,7 +25,9 @@ def main() -> None:
         int(sys.argv[4]),
         {"host_bytes": "64MiB", **json.loads(sys.argv[5])},
     )
+    replaced = extra_config.pop("replaced_connector", {})
     ours = connector(Path(log_dir), chunk_size=workload.chunk_size, **extra_config) if log_dir != "-" else None
+    ours = None if ours is None else {**ours, **replaced}
     more = {"tensor_parallel_size": num_ranks, "gpu_memory_utilization": 0.3} if num_ranks > 1 else {}
     llm = start(model, workload, ours, **more)
     outputs = generate(llm, workload.prompts(), workload.max_tokens)

@@ -6,6 +6,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from subprocess import CompletedProcess
 from typing import Any
 
 import attrs
@@ -23,13 +24,27 @@ def generate(
     model: Path, log_dir: Path | str, workload: Workload, num_ranks: int = 1, **extra_config: Any
 ) -> list[list[int]]:
     """The outputs of an engine whose scheduler and workers are processes of their own."""
+    result = run(model, log_dir, workload, num_ranks, extra_config)
+    assert result.returncode == 0, result.stderr[-3000:]
+    outputs: list[list[int]] = json.loads(result.stdout.splitlines()[-1])
+    return outputs
+
+
+def run(
+    model: Path, log_dir: Path | str, workload: Workload, num_ranks: int, extra_config: dict[str, Any]
+) -> CompletedProcess[str]:
+    """Start such an engine and let it generate, if it starts."""
     script = Path(__file__).with_name("separate_processes.py")
-    environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    environment = {
+        **os.environ,
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+        "PYTHONPATH": str(script.parent.parent),  # for connectors of the tests
+    }
     if num_ranks > 1:
         environment["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(
             str(core % (os.cpu_count() or 1)) for core in range(num_ranks)
         )
-    result = finished(
+    return finished(
         [
             sys.executable,
             script,
@@ -41,9 +56,6 @@ def generate(
         ],
         env=environment,
     )
-    assert result.returncode == 0, result.stderr[-3000:]
-    outputs: list[list[int]] = json.loads(result.stdout.splitlines()[-1])
-    return outputs
 
 
 def test_an_engine_in_processes_of_its_own_recovers_and_closes_its_log(
@@ -89,3 +101,22 @@ def test_two_ranks_each_keep_their_part_of_a_page(
     settled = {event.job_id for kind in (e.LoadCompleted, e.SaveCompleted) for event in log.of_type(kind)}
     assert settled
     assert all(sorted(reported[job_id]) == [0, 1] for job_id in settled)
+
+
+def test_a_start_in_which_a_worker_has_fewer_slots_is_refused(model: Path, tmp_path: Path) -> None:
+    """No request is served; the output names the rank and both figures, and the log is closed."""
+    disagreeing = {"kv_connector": "DisagreeingConnector", "kv_connector_module_path": "e2e.disagreeing"}
+    result = run(model, tmp_path, TWO_RANKS, 1, {"replaced_connector": disagreeing})
+    assert result.returncode != 0
+    assert "ConfigurationError: rank 0 has a host pool of" in result.stdout + result.stderr
+    assert "start all processes of the engine with the same versions" in result.stdout + result.stderr
+    (log_path,) = tmp_path.iterdir()
+    assert read_sound_log(log_path).of_type(e.LogNote)[-1].text == "connector shut down"
+
+
+def test_more_memory_than_there_is_is_refused(model: Path, tmp_path: Path) -> None:
+    """By the worker, before it takes any; the output says what to write instead."""
+    result = run(model, tmp_path, TWO_RANKS, 1, {"host_bytes": "64TiB"})
+    assert result.returncode != 0
+    assert f"ConfigurationError: host_bytes {64 * 1024**4} asks for" in result.stdout + result.stderr
+    assert "MiB" in result.stdout + result.stderr

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from processes import finished
 
+from kvledger.storage.extras import EXTRAS
+
 
 def run(code: str, folder: Path) -> subprocess.CompletedProcess[str]:
     """Run `code` as a user would: own process, other folder."""
@@ -47,9 +49,9 @@ def test_the_core_loads_neither_torch_nor_vllm(tmp_path: Path) -> None:
     assert not loaded_by("kvledger.lifecycle", tmp_path) & {"torch", "vllm", "numpy"}
 
 
-def test_the_command_line_opens_without_torch_and_vllm(tmp_path: Path) -> None:
+def test_the_command_line_opens_without_any_extra(tmp_path: Path) -> None:
     """An on-call engineer gets help at once, not after seconds of imports."""
-    assert not loaded_by("kvledger.adapters.cli.main", tmp_path) & {"torch", "vllm", "nats"}
+    assert not loaded_by("kvledger.adapters.cli.main", tmp_path) & EXTRAS.keys()
 
 
 # Every module of the connector, because vLLM imports whichever the configuration names.

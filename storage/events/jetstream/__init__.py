@@ -1,12 +1,16 @@
 """Logs beyond one machine: shipped into a NATS JetStream stream, and read from there as files.
 
-Needs the NATS client: ``pip install kvledger[nats]``. Nothing of this runs in a serving process.
+Needs the NATS client, which the extra `nats` brings. Nothing of this runs in a serving process.
 
 - `Shipper` ships the logs of a directory; `ship` (in `kvledger.adapters.cli`) is its command.
 - `mirror` makes files of a stream's logs, `logs_in_stream` lists them.
 """
 
 from __future__ import annotations
+
+from kvledger.storage.extras import require
+
+require(__name__, "nats")
 
 from kvledger.storage.events.jetstream.address import DEFAULT_STREAM, Access, StreamAddress, is_stream_url
 from kvledger.storage.events.jetstream.errors import LogForked, StreamError, StreamRefused, StreamUnavailable

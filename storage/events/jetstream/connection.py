@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib.util
 import ssl
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
@@ -20,6 +19,7 @@ from nats.js.errors import APIError, ServerError, ServiceUnavailableError
 
 from kvledger.storage.events.jetstream.errors import StreamError, StreamRefused, StreamUnavailable
 from kvledger.storage.events.jetstream.messages import SUBJECT_PREFIX
+from kvledger.storage.extras import require
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
@@ -216,8 +216,10 @@ def _check_key_files(access: Access) -> None:
             raise StreamRefused(f"the credentials cannot be read: {error}") from error
         if not all(marker in content for marker in markers):
             raise StreamRefused(f"{file}: holds no {'credentials' if len(markers) > 1 else 'nkey seed of a user'}")
-        if importlib.util.find_spec("nkeys") is None:
-            raise StreamRefused("credentials with keys need the package nkeys: pip install 'kvledger[nats]'")
+        try:
+            require("the file with keys", "nkeys")
+        except ModuleNotFoundError as error:
+            raise StreamRefused(str(error)) from error
 
 
 def _tls_context(address: StreamAddress, access: Access) -> ssl.SSLContext | None:

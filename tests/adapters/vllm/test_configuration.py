@@ -395,3 +395,67 @@ def test_where_new_blocks_are_zeroed_no_save_runs_beside_the_steps(monkeypatch: 
     assert not copies_beside_steps(on_cuda, kv_cache_config(20, 16))
     assert "write 'sync' or 'auto'" in refusal({"log_dir": None, "save_mode": "async"})
     start({"log_dir": None, "chunk_size": 16, "save_mode": "auto", "load_mode": "async"}).shutdown()
+
+
+# --- host_bytes and the memory there is --------------------------------------------------------------
+
+
+@pytest.fixture
+def small_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A machine that has 1000 MiB left; whoever allocates a pool on it fails the test."""
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc/meminfo").write_text(f"MemAvailable: {1000 * 1024} kB\n")
+    monkeypatch.setattr("kvledger.storage.kv.host_memory.ROOT", tmp_path)
+    monkeypatch.setattr("torch.zeros", lambda *_arguments, **_options: pytest.fail("memory was allocated"))
+
+
+@pytest.mark.usefixtures("small_machine")
+def test_more_than_the_machine_has_is_refused_before_a_page_is_touched() -> None:
+    """What is asked for, what there is, what limits it, and what to write instead; what is written then serves."""
+    with pytest.raises(ConfigurationError) as caught:
+        start({"log_dir": None, "host_bytes": "951MiB"}, role=KVConnectorRole.WORKER)
+    message = str(caught.value)
+    for told in (
+        f"host_bytes {951 * 1024**2} asks for {951 * 1024**2} bytes",
+        "1 of 1 ranks are here",
+        f"{1000 * 1024**2} can be had (MemAvailable in /proc/meminfo is 1024000 kB)",
+        'write host_bytes "950MiB" or less',
+    ):
+        assert told in message
+    start({"log_dir": None, "host_bytes": "950MiB"}, role=KVConnectorRole.WORKER)
+
+
+@pytest.mark.usefixtures("small_machine")
+@pytest.mark.parametrize(
+    ("backend", "num_nodes", "most"), [("mp", 1, "950MiB"), ("mp", 2, "1900MiB"), ("ray", 1, "3800MiB")]
+)
+def test_all_ranks_of_a_machine_are_counted_together(backend: str, num_nodes: int, most: str) -> None:
+    """They start at once, and each would find enough for itself. Of ranks that Ray places each speaks for itself."""
+    settings = configuration({"log_dir": None, "host_bytes": "5000MiB"})
+    settings.parallel_config.world_size = 4
+    settings.parallel_config.distributed_executor_backend = backend
+    settings.parallel_config.nnodes = num_nodes
+    with pytest.raises(ConfigurationError, match=f'write host_bytes "{most}" or less'):
+        KVLedgerConnector(settings, KVConnectorRole.WORKER, kv_cache_config(20, 16))
+
+
+@pytest.mark.usefixtures("small_machine")
+def test_the_scheduler_side_does_not_ask_for_memory() -> None:
+    """It is made after the workers have taken theirs."""
+    start({"log_dir": None, "chunk_size": 16}, role=KVConnectorRole.SCHEDULER).shutdown()
+
+
+def test_where_the_memory_is_not_known_nothing_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And that is said."""
+    monkeypatch.setattr("kvledger.storage.kv.host_memory.ROOT", tmp_path)
+    with caplog.at_level("INFO", "vllm.kvledger"):
+        start({"log_dir": None, "host_bytes": "64TiB"}, role=KVConnectorRole.WORKER)
+    assert "the memory that can be had is not known here" in caplog.text
+
+
+def test_this_machine_has_no_64_tib() -> None:
+    """The real files of a real machine."""
+    with pytest.raises(ConfigurationError, match=f"host_bytes {64 * 1024**4} asks for"):
+        start({"log_dir": None, "host_bytes": "64TiB"}, role=KVConnectorRole.WORKER)

@@ -1,0 +1,109 @@
+"""How much host memory this process can still have, and what limits it.
+
+The kernel kills who takes more than there is, without a word, so whoever is about to take much asks here first. Read
+are the machine's estimate (`MemAvailable` in /proc/meminfo) and the limits of the control groups that the process is
+in, each less what is used there; what the kernel can take back by itself, cached files, counts as available in both.
+What cannot be read limits nothing. Other limits (`ulimit -v`, strict overcommit) let an allocation fail, with an error
+that says so, and need no asking. This module knows bytes. It must not know what they are for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+
+import attrs
+
+__all__ = ["HostMemory", "available_memory"]
+
+ROOT = Path("/")
+_SHARE_LEFT = 20
+_MAX_LEFT_BYTES = 1024**3
+
+
+@attrs.frozen
+class HostMemory:
+    """What can still be had."""
+
+    num_bytes: int
+    limit: str
+    """What limits it, with the figures that it was computed from."""
+
+    @property
+    def num_usable_bytes(self) -> int:
+        """What may be taken at once: a twentieth, at most 1 GiB, is left to everything else in the process."""
+        return self.num_bytes - min(self.num_bytes // _SHARE_LEFT, _MAX_LEFT_BYTES)
+
+
+@attrs.frozen
+class _Controller:
+    """Where a version of control groups keeps its figures (kernel documentation, cgroup-v1/memory and cgroup-v2)."""
+
+    mount: str
+    limit: str
+    usage: str
+    cached: tuple[str, ...]
+
+
+_V1 = _Controller(
+    "sys/fs/cgroup/memory",
+    "memory.limit_in_bytes",
+    "memory.usage_in_bytes",
+    ("total_inactive_file", "total_active_file"),
+)
+_V2 = _Controller("sys/fs/cgroup", "memory.max", "memory.current", ("inactive_file", "active_file"))
+
+
+def available_memory(root: Path | None = None) -> HostMemory | None:
+    """The tightest of all limits; None where none can be read. `root` is where /proc and /sys are looked for."""
+    root = ROOT if root is None else root
+    return min((*_of_machine(root), *_of_groups(root)), key=lambda memory: memory.num_bytes, default=None)
+
+
+def _of_machine(root: Path) -> Iterator[HostMemory]:
+    num_kib = _fields(root / "proc/meminfo").get("MemAvailable:")
+    if num_kib is not None:
+        yield HostMemory(num_kib * 1024, f"MemAvailable in /proc/meminfo is {num_kib} kB")
+
+
+def _of_groups(root: Path) -> Iterator[HostMemory]:
+    for line in _text(root / "proc/self/cgroup").splitlines():
+        number, controllers, path = [*line.split(":", 2), "", ""][:3]
+        if number == "0" and not controllers:
+            yield from _of_hierarchy(root, _V2, PurePosixPath(path))
+        elif "memory" in controllers.split(","):
+            yield from _of_hierarchy(root, _V1, PurePosixPath(path))
+
+
+def _of_hierarchy(root: Path, controller: _Controller, path: PurePosixPath) -> Iterator[HostMemory]:
+    """The group and all that it lies in. In a container its path may be one of the host, of which only "/" is seen."""
+    for group in (path, *path.parents):
+        directory = root / controller.mount / str(group).lstrip("/")
+        limit, usage = _number(directory / controller.limit), _number(directory / controller.usage)
+        if ".." in group.parts or limit is None or usage is None:
+            continue
+        cached = sum(_fields(directory / "memory.stat").get(name, 0) for name in controller.cached)
+        yield HostMemory(
+            max(0, limit - max(0, usage - cached)),
+            f"{controller.limit} of the control group {group} is {limit}, {usage} are used, {cached} of it by files "
+            "that can be dropped",
+        )
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text()
+    except (OSError, UnicodeDecodeError):
+        return ""
+
+
+def _number(path: Path) -> int | None:
+    """The number in a file; None for "max", and where there is none."""
+    text = _text(path).strip()
+    return int(text) if text.isdecimal() else None
+
+
+def _fields(path: Path) -> dict[str, int]:
+    """`name number …` of each line."""
+    pairs = (line.split()[:2] for line in _text(path).splitlines())
+    return {pair[0]: int(pair[1]) for pair in pairs if len(pair) == 2 and pair[1].isdecimal()}  # noqa: PLR2004 -- a pair

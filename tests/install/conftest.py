@@ -1,0 +1,75 @@
+"""The wheel, built once, and an environment that holds nothing but the wheel and what `pip install kvledger` brings."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from importlib.metadata import Distribution, PathDistribution, distribution
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from processes import finished
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+def succeed(*command: str | Path, cwd: Path) -> str:
+    """Run it to its end, which must be a good one; returns stdout."""
+    ended = finished(command, cwd=cwd)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return ended.stdout
+
+
+@pytest.fixture(scope="session")
+def wheel_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A wheel built from a copy of the sources, so that no earlier build can leak into it."""
+    sources = tmp_path_factory.mktemp("sources")
+    for folder in ("lifecycle", "storage", "adapters"):
+        shutil.copytree(REPOSITORY / folder, sources / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "setup.py", "LICENSE", "README.md"):
+        shutil.copy(REPOSITORY / name, sources / name)
+    succeed(sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", "out", ".", cwd=sources)
+    (wheel,) = (sources / "out").glob("*.whl")
+    return wheel
+
+
+@pytest.fixture(scope="session")
+def light_python(wheel_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The interpreter of an environment made by `pip install kvledger`, without a network.
+
+    pip installs the wheel. What its metadata asks for without any extra, and what that asks for, is linked from the
+    environment of the tests; nothing else can be imported.
+    """
+    environment = tmp_path_factory.mktemp("light")
+    succeed(sys.executable, "-m", "venv", "--without-pip", ".", cwd=environment)
+    python = environment / "bin" / "python"
+    pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", python)
+    succeed(*pip, "install", "--quiet", "--no-index", "--no-deps", "--no-compile", wheel_file, cwd=environment)
+    (packages,) = environment.glob("lib/python*/site-packages")
+    (metadata,) = packages.glob("kvledger-*.dist-info")
+    for package in brought_along(PathDistribution(metadata)):
+        for name in {file.parts[0] for file in package.files or ()} - {"..", "__pycache__"}:
+            (packages / name).symlink_to(str(package.locate_file(name)))
+    return python
+
+
+def brought_along(package: Distribution) -> list[Distribution]:
+    """What is installed with `package` when no extra is asked for."""
+    found: dict[str, Distribution] = {}
+    pending = [package]
+    while pending:
+        for requirement in map(Requirement, pending.pop().requires or ()):
+            wanted = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
+            if wanted and requirement.name not in found:
+                found[requirement.name] = distribution(requirement.name)
+                pending.append(found[requirement.name])
+    return list(found.values())
+
+
+@pytest.fixture(scope="session")
+def example_log(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The log of docs/examples/cached_answer.py, in which a rule is broken."""
+    folder = tmp_path_factory.mktemp("example")
+    printed = succeed(sys.executable, REPOSITORY / "docs/examples/cached_answer.py", folder, cwd=folder)
+    return Path(printed.splitlines()[-1])

@@ -1,0 +1,158 @@
+"""What `pip install kvledger` brings is enough for the core, stored logs and the command; the rest names its extra."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from importlib.metadata import packages_distributions
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from processes import finished
+
+from kvledger.adapters.cli.main import COMMANDS as KVLEDGER_COMMANDS
+from kvledger.storage.extras import CONNECTOR, EXTRAS
+
+pytestmark = pytest.mark.xdist_group("light")
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+INSTALL_CONNECTOR = (
+    f'{", ".join(CONNECTOR)}, not installed here: pip install "kvledger[connector]" in the environment that vLLM runs '
+    "in; no extra brings vLLM itself"
+)
+INSTALL_NATS = 'needs nats, not installed here: pip install "kvledger[nats]"'
+
+SOUND, RULE_BROKEN, DIVERGED, REFUSED = 0, 1, 3, 77
+
+COMMANDS = """
+import sys
+from kvledger.adapters.cli.main import main
+
+log = sys.argv[1]
+handlers = ["--handlers", "save_when_preempted:SaveWhenPreempted"]
+for command in (
+    ["verify", log], ["verify", log, *handlers], ["show", log], ["show", log, "cmpl-bench"], ["why", log, "cmpl-bench"],
+    ["stats", log], ["replay", log], ["replay", log, *handlers], ["replay", log, "--diff", log],
+    ["export", log, "--html", "-o", "page.html"], ["export", log, "--perfetto", "-o", "trace.json"],
+    ["export", log, "--csv", "-o", "tables"], ["retire", log, "--max-bytes", "2GiB", "--dry-run"], ["repro", log],
+):
+    exit_code = main(command)
+    print("ended", exit_code, *command, file=sys.stderr)
+print("loaded", *sorted({name.partition(".")[0] for name in sys.modules}), file=sys.stderr)
+"""
+"""Every command that reads a log, in one process."""
+
+DRIVE_CONNECTOR = """
+from kvledger.adapters.repro import ConnectorUnderTest
+from kvledger.lifecycle import LedgerConfiguration
+
+ConnectorUnderTest(LedgerConfiguration(block_size=16, chunk_size=16, num_slots=4))
+"""
+
+
+def run(*command: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """Run it with the examples' handlers at hand."""
+    return finished(command, cwd=cwd, env={**os.environ, "PYTHONPATH": str(REPOSITORY / "docs/examples")})
+
+
+def kvledger_of(python: Path) -> Path:
+    """The command beside an interpreter."""
+    return python.with_name("kvledger")
+
+
+def test_the_command_verifies_a_log(light_python: Path, example_log: Path, tmp_path: Path) -> None:
+    """An engineer's machine needs no torch for that."""
+    ended = run(kvledger_of(light_python), "verify", example_log, cwd=tmp_path)
+    assert ended.returncode == RULE_BROKEN, ended.stdout + ended.stderr
+    assert "verdict     rule broken" in ended.stdout
+
+
+@pytest.mark.parametrize("environment", ["light", "whole"])
+def test_no_command_that_reads_logs_loads_what_an_extra_brings(
+    environment: str, light_python: Path, example_log: Path, tmp_path: Path
+) -> None:
+    """They work where nothing of it is installed, and load nothing of it where all of it is."""
+    python = light_python if environment == "light" else Path(sys.executable)
+    ended = run(python, "-c", COMMANDS, example_log, cwd=tmp_path)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    codes = re.findall(r"^ended (\d+) (\w+)", ended.stderr, re.MULTILINE)
+    assert {name for _, name in codes} == KVLEDGER_COMMANDS.keys() - {"ship"}
+    assert {int(code) for code, _ in codes} <= {SOUND, RULE_BROKEN, DIVERGED}, ended.stderr
+    (loaded,) = re.findall(r"^loaded (.*)$", ended.stderr, re.MULTILINE)
+    assert not set(loaded.split()) & EXTRAS.keys()
+
+
+def test_the_core_and_stored_logs_are_imported(light_python: Path, tmp_path: Path) -> None:
+    """An embedder of the core needs no engine."""
+    code = "import kvledger.lifecycle.audit, kvledger.storage.events, kvledger.adapters.repro, kvledger.adapters.export"
+    ended = run(light_python, "-c", code, cwd=tmp_path)
+    assert ended.returncode == 0, ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        ("import kvledger.adapters.vllm", f"kvledger.adapters.vllm needs {INSTALL_CONNECTOR}"),
+        ("import kvledger.adapters.vllm.metrics", f"kvledger.adapters.vllm needs {INSTALL_CONNECTOR}"),
+        (
+            "import kvledger.storage.kv",
+            'kvledger.storage.kv needs torch, not installed here: pip install "kvledger[connector]"',
+        ),
+        ("import kvledger.storage.events.jetstream", f"kvledger.storage.events.jetstream {INSTALL_NATS}"),
+        (DRIVE_CONNECTOR, f"driving the real connector needs {INSTALL_CONNECTOR}"),
+    ],
+)
+def test_what_lacks_an_extra_says_which(light_python: Path, tmp_path: Path, code: str, message: str) -> None:
+    """The error's last line is the remedy, wherever it is raised from."""
+    ended = run(light_python, "-c", code, cwd=tmp_path)
+    assert ended.returncode != 0
+    assert ended.stderr.splitlines()[-1] == f"ModuleNotFoundError: {message}"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [("verify", "nats://host/STREAM"), ("ship", ".", "--to", "nats://host"), ("ship", "--list", "nats://host")],
+)
+def test_a_stream_names_the_extra_for_streams(light_python: Path, tmp_path: Path, arguments: tuple[str, ...]) -> None:
+    """Before any server is asked."""
+    ended = run(kvledger_of(light_python), *arguments, cwd=tmp_path)
+    assert ended.returncode == REFUSED
+    assert ended.stderr == f"kvledger: kvledger.storage.events.jetstream {INSTALL_NATS}\n"
+
+
+def test_handlers_that_need_the_connector_say_so(light_python: Path, example_log: Path, tmp_path: Path) -> None:
+    """A handler is any module's."""
+    (tmp_path / "borrowed.py").write_text("from kvledger.adapters.vllm import KVLedgerConnector as Handler\n")
+    code = "import sys; from kvledger.adapters.cli.main import main; sys.exit(main())"
+    ended = run(light_python, "-c", code, "verify", example_log, "--handlers", "borrowed:Handler", cwd=tmp_path)
+    assert ended.returncode not in (0, RULE_BROKEN)
+    assert f"kvledger.adapters.vllm needs {INSTALL_CONNECTOR}" in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+def test_the_demo_names_the_extra(light_python: Path, tmp_path: Path) -> None:
+    """Before it starts an engine."""
+    ended = run(light_python, "-m", "kvledger.adapters.demo", cwd=tmp_path)
+    assert ended.returncode == 1
+    assert ended.stderr.replace("\n", " ").strip() == f"demo failed: the demo needs {INSTALL_CONNECTOR}"
+    assert not list(tmp_path.iterdir())
+
+
+def test_every_extra_brings_what_it_is_named_for() -> None:
+    """Names of modules here, names of distributions in pyproject.toml: installing the extra must end the message."""
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    extras = {
+        extra: {canonicalize_name(Requirement(text).name) for text in texts}
+        for extra, texts in project["optional-dependencies"].items()
+    }
+    assert extras.keys() == set(EXTRAS.values())
+    distributions = packages_distributions()
+    for module, extra in EXTRAS.items():
+        brought = {canonicalize_name(name) for name in distributions[module]} & extras[extra]
+        # vLLM is there already; nkeys is an extra of nats-py itself.
+        assert bool(brought) == (module not in {"vllm", "nkeys"}), module
