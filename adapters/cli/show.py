@@ -53,7 +53,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """What only this command has."""
     add_request(parser)
     parser.add_argument("--at", metavar="EVENT", type=event_number, help="show the state after this event instead")
-    parser.add_argument("-f", "--follow", action="store_true", help="go on with what is appended, until interrupted")
+    parser.add_argument(
+        "-f", "--follow", action="store_true", help="go on with what is appended, as long as somebody writes it"
+    )
     parser.add_argument(
         "--limit",
         metavar="N",

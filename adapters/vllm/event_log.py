@@ -27,7 +27,7 @@ from kvledger.storage.events import (
     MemoryEventStore,
     Retention,
     SegmentEventStore,
-    read_ending,
+    glance_at_ending,
 )
 from kvledger.storage.events.segment_file import segment_paths
 
@@ -136,7 +136,7 @@ def _remarks_on_last(log_dir: Path) -> tuple[str, ...]:
         with contextlib.suppress(OSError, LogError):  # of one that cannot be read nothing is known
             if not directory.is_dir() or not segment_paths(directory):
                 continue
-            ending = read_ending(directory)
+            ending = glance_at_ending(directory)
             if ending.missing is not None:
                 messages.warning(
                     "the end of the log that kvledger wrote before is missing",

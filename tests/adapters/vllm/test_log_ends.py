@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -79,9 +80,10 @@ def test_a_disk_that_stays_full_until_the_engine_is_killed_is_known_afterwards(
 
 
 def test_people_are_told_where_what_waits_and_when_it_is_written_again(
-    tmp_path: Path, told: pytest.LogCaptureFixture
+    tmp_path: Path, told: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Once, not at each attempt; the message names kvledger, the log, the number of events and the remedy."""
+    monkeypatch.setattr(event_log, "_SECONDS_BETWEEN_MESSAGES", float("inf"))
     log = _open(tmp_path)
     store: Any = log.store
     append = store._store.append
@@ -158,3 +160,29 @@ def test_a_directory_that_cannot_be_read_does_not_hide_the_log_before(tmp_path: 
     second.close()
     assert len(second.remarks) == 1
     assert "is missing" in second.remarks[0]
+
+
+def test_a_start_notes_a_newest_segment_that_is_gone_and_reads_none_where_nothing_is_doubtful(tmp_path: Path) -> None:
+    """A full segment takes a second to read."""
+    log = _open(tmp_path, segment_bytes=8192)
+    _write(log, 300)
+    log.close()
+    assert log.directory is not None
+    newest = max(log.directory.glob("*.kvlog"))
+    whole = newest.read_bytes()
+    newest.write_bytes(b"nothing that can be read")
+    assert _remarks(tmp_path) == ()
+    newest.unlink()
+    (remark,) = _remarks(tmp_path)
+    assert remark.startswith(f"the end of the log before, {log.directory.name}, is missing: log.end speaks of it; ")
+    newest.write_bytes(whole)
+    assert _remarks(tmp_path) == ()
+
+
+def _remarks(log_dir: Path) -> tuple[str, ...]:
+    """What a start says of the newest log there; its own log is gone afterwards."""
+    log = _open_in_order(log_dir)
+    log.close()
+    assert log.directory is not None
+    shutil.rmtree(log.directory)
+    return log.remarks
