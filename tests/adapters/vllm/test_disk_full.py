@@ -89,7 +89,7 @@ def test_a_disk_that_is_full_while_serving_costs_events_that_verify_names(
         told = {"lost": store.num_events_lost, "waiting": num_waiting, "next": ledger.next_sequence}
         figures.write_text(json.dumps({**told, "reasons": sorted({str(error) for error in troubles})}))
 
-    run_on_small_disk(disk, 256 << 10, serve)
+    run_on_small_disk(disk, 1 << 20, serve)
     told = json.loads(figures.read_text())
     assert told["lost"] > 100
     assert told["waiting"] > 0
@@ -128,7 +128,7 @@ def test_a_disk_that_is_full_for_less_than_the_backlog_lasts_costs_nothing(
         assert getattr(log.store, "num_events_lost", None) == 0
         shutil.copytree(disk / "logs", kept)
 
-    run_on_small_disk(disk, 256 << 10, serve)
+    run_on_small_disk(disk, 1 << 20, serve)
     verdict = _verify(kept, capsys)[1][-1]
     assert (verdict["num_damage"], verdict["num_divergences"]) == (0, 0)
 
