@@ -235,6 +235,8 @@ def configuration_page() -> list[str]:
 
 LIVE_ONLY = {
     "HANDLER_RAISED": "a state handler does not raise.",
+    "HANDLER_CONTRACT": "a state handler decides what it may decide: about its own request, well typed, legal.",
+    "VLLM_CONTRACT": "what leaves towards vLLM is what vLLM can take, whatever was decided.",
 }
 """What the rules demand that no checker states."""
 

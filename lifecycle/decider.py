@@ -14,6 +14,7 @@ from kvledger.lifecycle import events as e
 from kvledger.lifecycle.belief import Projections
 from kvledger.lifecycle.decisions import MADE, NOTHING, Decisions
 from kvledger.lifecycle.decisions.reports import ask_after, check_report, give_up_silent, settle
+from kvledger.lifecycle.handler_contract import Checked, DecisionRefused
 from kvledger.lifecycle.handlers import HandlerRegistry, StateHandler
 from kvledger.lifecycle.handlers.finished import release_if_settled
 from kvledger.lifecycle.machine import TABLE, CompiledTable
@@ -39,15 +40,16 @@ class Decider:
         self._max_silent_steps = projections.configuration.max_silent_steps
         self._max_silent_ns = projections.configuration.max_silent_ms * 1_000_000
         self._table = table
-        self._scheduled = _methods(handlers, "tokens_scheduled")
-        self._settled = _methods(handlers, "tokens_settled")
-        self._transfer_settled = _methods(handlers, "transfer_settled")
+        self._scheduled = self._methods(handlers, "tokens_scheduled")
+        self._settled = self._methods(handlers, "tokens_settled")
+        self._transfer_settled = self._methods(handlers, "transfer_settled")
         self._after: dict[type[e.Event], Decide] = {
             e.RequestArrived: self._after_arrival,
             e.StepScheduled: self._after_step,
             e.TransferReported: self._after_report,
             e.HookFailed: self._after_hook_failure,
             e.LoadErrorsObserved: self._after_load_errors,
+            e.DecisionWithheld: self._after_withheld,
         }
         self._deciders = {event_class: self._decider_of(event_class, handlers) for event_class in e.VOCABULARY.values()}
 
@@ -75,7 +77,7 @@ class Decider:
         if after is not None or event_class.is_decision or not issubclass(event_class, e.RequestEvent):
             return after
         # Legal states only; nothing follows where no handler has a method of that name, or one that does nothing.
-        methods = _methods(handlers, event_class.handler_method)
+        methods = self._methods(handlers, event_class.handler_method)
         plan = {state: methods[state] for state in RequestState if (state, event_class) in self._table}
         return partial(self._after_request_event, plan)
 
@@ -117,6 +119,14 @@ class Decider:
             concerned = record.request_id == event.request_id or (not event.request_id and record.holds_blocks)
             if concerned and not record.quarantined:
                 yield e.RequestQuarantined(request_id=record.request_id, reason=f"{event.hook} failed", cause=cause)
+
+    def _after_withheld(self, event: e.DecisionWithheld, cause: int, _state: RequestState | None) -> Decisions:
+        if not event.rule:
+            return
+        yield e.InvariantViolated(rule=event.rule, request_id=event.request_id, detail=event.detail, cause=cause)
+        record = self._tracker.get(event.request_id)
+        if record is not None and not record.quarantined:
+            yield e.RequestQuarantined(request_id=event.request_id, reason=event.rule, cause=cause)
 
     def _after_load_errors(self, event: e.LoadErrorsObserved, cause: int, _state: RequestState | None) -> Decisions:
         # The scheduler recomputes the owner, but a sharer may go on with what is not there (vllm#49250, #55297).
@@ -227,22 +237,23 @@ class Decider:
             yield from self._raised(error, record, cause)
 
     def _raised(self, error: Exception, record: RequestRecord, cause: int) -> Decisions:
-        rule = Rule.HANDLER_RAISED.value
-        detail = f"{type(error).__name__}: {error}"
+        if isinstance(error, DecisionRefused):
+            rule, detail = Rule.HANDLER_CONTRACT.value, str(error)
+        else:
+            rule, detail = Rule.HANDLER_RAISED.value, f"{type(error).__name__}: {error}"
         yield e.InvariantViolated(rule=rule, request_id=record.request_id, detail=detail, cause=cause)
         yield e.RequestQuarantined(request_id=record.request_id, reason=rule, cause=cause)
         if record.state is RequestState.FINISHED and self._tracker.get(record.request_id) is record:
             yield from release_if_settled(record, self._projections, cause)
 
-
-def _methods(handlers: HandlerRegistry, name: str) -> _Methods:
-    found: _Methods = {}
-    decides_nothing = getattr(StateHandler, name, None)
-    for state in RequestState:
-        methods = (getattr(handler, name, None) for handler in handlers.of(state))
-        found[state] = tuple(
-            method
-            for method in methods
-            if method is not None and getattr(method, "__func__", method) is not decides_nothing
-        )
-    return found
+    def _methods(self, handlers: HandlerRegistry, name: str) -> _Methods:
+        found: _Methods = {}
+        decides_nothing = getattr(StateHandler, name, None)
+        for state in RequestState:
+            methods = (getattr(handler, name, None) for handler in handlers.of(state))
+            found[state] = tuple(
+                Checked.unless_own(method, self._projections, self._table)
+                for method in methods
+                if method is not None and getattr(method, "__func__", method) is not decides_nothing
+            )
+        return found

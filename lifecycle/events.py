@@ -218,6 +218,12 @@ class TransferReported(Event, frozen=True):
     time_ns: int
 
 
+NOT_HANDED_OUT = "not handed out: "
+"""Begins the error in the report of a job that was withheld: no worker was given it, the connector reports for them."""
+NOT_WRITTEN = "the event log could not be written"
+"""Why an answer or a job was withheld with which nothing was wrong."""
+
+
 @observation("load.errors_observed")
 class LoadErrorsObserved(Event, frozen=True):
     """Blocks that a worker could not fill. Whoever holds one of them may have read garbage."""
@@ -491,6 +497,19 @@ class WindowLeft(RequestEvent, frozen=True):
     """
 
     num_settled_tokens: int
+    time_ns: int
+
+
+@observation("decision.withheld")
+class DecisionWithheld(Event, frozen=True):
+    """What was decided for a request did not leave: vLLM was given the safe answer, or a job was not handed out.
+
+    `rule` is the one it would have broken; empty where nothing was wrong with it and the log could not be written.
+    """
+
+    request_id: str
+    rule: str
+    detail: str
     time_ns: int
 
 

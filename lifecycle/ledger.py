@@ -7,13 +7,14 @@ go to the sink it was given.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from kvledger.lifecycle.belief import Projections
 from kvledger.lifecycle.codec import EventEncoder
 from kvledger.lifecycle.configuration import LedgerConfiguration
 from kvledger.lifecycle.decider import Decider
-from kvledger.lifecycle.events import Event
+from kvledger.lifecycle.events import Event, LogNote
 from kvledger.lifecycle.handlers import HandlerRegistry
 
 
@@ -29,7 +30,16 @@ class EventSink(Protocol):
 
 
 class LedgerCorrupt(RuntimeError):
-    """A projection failed to fold: what the ledger believes can no longer be trusted, nothing may be decided."""
+    """A projection failed to fold: what the ledger believes can no longer be trusted, nothing may be decided.
+
+    Args:
+        message: what failed, and where.
+        decisions: what the observation had led to until then; recorded, so they are to be carried out.
+    """
+
+    def __init__(self, message: str, decisions: Sequence[Event] = ()) -> None:
+        super().__init__(message)
+        self.decisions = tuple(decisions)
 
 
 class Ledger:
@@ -69,17 +79,22 @@ class Ledger:
         """Record an observation, fold it, decide, record and fold the decisions; returns the decisions.
 
         Raises:
-            LedgerCorrupt: a projection failed, now or before. The events stay and will be committed.
+            LedgerCorrupt: a projection failed, now or before. The events stay and will be committed; the error holds
+                the decisions among them.
         """
         if self._corrupt_since:
             message = f"a projection failed at sequence {self._corrupt_since}; nothing can be decided any more"
             raise LedgerCorrupt(message)
         state_before = self._decider.state_of(event)
         cause = self._record(event)
-        decisions = []
-        for decision in self._decider.decide(event, cause, state_before):
-            self._record(decision)
-            decisions.append(decision)
+        decisions: list[Event] = []
+        try:
+            for decision in self._decider.decide(event, cause, state_before):
+                decisions.append(decision)
+                self._record(decision)
+        except LedgerCorrupt as error:
+            error.decisions = tuple(decisions)
+            raise
         return decisions
 
     def record_unfolded(self, event: Event) -> None:
@@ -88,12 +103,36 @@ class Ledger:
         self._uncommitted.append(event)
 
     def commit(self) -> None:
-        """Hand the events since the last commit to the sink, as one frame."""
-        if not self._uncommitted:
+        """Hand the events since the last commit to the sink, as one frame.
+
+        Raises:
+            OSError: it could not be written; the events stay for the next commit.
+        """
+        events = self._uncommitted
+        if not events:
             return
-        events, self._uncommitted = self._uncommitted, []
         first_sequence = self._next_sequence - len(events)
-        self._sink.append(self._encoder.encode(events), len(events), expected_sequence=first_sequence)
+        try:
+            self._sink.append(self._encoded(events), len(events), expected_sequence=first_sequence)
+        except OSError:
+            raise
+        except Exception:
+            self._uncommitted = []  # the sink will never take them
+            raise
+        self._uncommitted = []
+
+    def _encoded(self, events: list[Event]) -> bytes:
+        try:
+            return self._encoder.encode(events)
+        except Exception:  # noqa: BLE001 -- one event that cannot be written must not cost the others their place
+            return self._encoder.encode([self._writable(event) for event in events])
+
+    def _writable(self, event: Event) -> Event:
+        try:
+            self._encoder.encode([event])
+        except Exception as error:  # noqa: BLE001 -- see above
+            return LogNote(f"{event.id} cannot be encoded: {type(error).__name__}", 0)
+        return event
 
     def _record(self, event: Event) -> int:
         sequence = self._next_sequence

@@ -152,6 +152,7 @@ _WORDS: dict[type[e.Event], Callable[..., str]] = {
     e.TokensRolledBack: lambda event: f"rolled back to {plural(event.num_computed_tokens, 'computed token')}",
     e.RequestFinished: lambda event: f"finished ({event.status}) with {plural(event.num_tokens, 'token')}",
     e.HookFailed: lambda event: f"hook {event.hook} FAILED: {event.error}",
+    e.DecisionWithheld: lambda event: f"withheld from vLLM: {event.detail}",
     e.CacheReset: lambda _: "cache reset: everything saved before is stale",
     e.LogNote: lambda event: f"note: {event.text}",
     # Decisions. Progress is left out, because the state tells it.

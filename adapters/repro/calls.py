@@ -67,6 +67,20 @@ class HookCall:
         return [event for _, event in self.observed if isinstance(event, event_class)]
 
 
+def is_withheld(event: e.Event) -> bool:
+    """Whether the connector noted that what it decided did not leave; it will do so again by itself."""
+    if isinstance(event, e.TransferReported):
+        return event.error.startswith(e.NOT_HANDED_OUT)
+    return isinstance(event, e.DecisionWithheld)
+
+
+def could_not_be_written(event: e.Event) -> bool:
+    """Whether the connector withheld something because its log could not be written."""
+    if isinstance(event, e.TransferReported):
+        return event.error == f"{e.NOT_HANDED_OUT}{e.NOT_WRITTEN}"
+    return isinstance(event, e.DecisionWithheld) and not event.rule
+
+
 def hook_calls(observations: Sequence[Recorded]) -> tuple[list[HookCall], list[Recorded]]:
     """The calls in order, and the observations that belong to none of them."""
     grouping = _Grouping(observations)
@@ -89,7 +103,11 @@ class _Grouping:
 
     def _take(self, sequence: int, event: e.Event) -> None:
         hook = _MAIN.get(type(event))
-        if hook is not None:
+        if is_withheld(event) and self.calls and not self._noticed:
+            last = self.calls[-1]
+            self.calls[-1] = attrs.evolve(last, observed=(*last.observed, (sequence, event)))
+            self._at += 1
+        elif hook is not None:
             self._call(hook, sequence, getattr(event, "request_id", ""), event, 1)
         elif isinstance(event, e.CacheReset):
             self._call("reset_cache", sequence, "", event, 1 + self._num_preempted_by_reset())
@@ -145,6 +163,8 @@ class _Grouping:
         while end < len(self._entries):
             event = self._entries[end][1]
             if not isinstance(event, e.TransferReported) or (event.job_id, event.is_repeated) in seen:
+                break
+            if is_withheld(event):
                 break
             seen.add((event.job_id, event.is_repeated))
             end += 1

@@ -81,6 +81,8 @@ class ConnectorUnderTest:
 
         self._vllm = vllm_objects
         self.configuration = configuration
+        self.is_log_written = True
+        """What the connector is to think of its log; it is in memory, and has everything."""
         self.now_ns = 0
         """The time that the connector reads from its clock."""
         self.requests: dict[str, Request] = {}
@@ -99,6 +101,7 @@ class ConnectorUnderTest:
                 if getattr(made, name) != given
             ]
             raise NotReenactable(f"the connector cannot be started as it was: {', '.join(different)}")
+        self._side.journal.is_behind = lambda: not self.is_log_written
         store: Any = self._side.log.store
         self._decoder = EventDecoder(store.header)
         self._next_sequence = 1

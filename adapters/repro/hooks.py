@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from kvledger.adapters.repro.adaptation import Adaptation
-from kvledger.adapters.repro.calls import HookCall, hook_calls
+from kvledger.adapters.repro.calls import HookCall, could_not_be_written, hook_calls, is_withheld
 from kvledger.adapters.repro.connector import ConnectorUnderTest, ScheduledRequest, Step
 from kvledger.adapters.repro.live_requests import LiveRequests
 from kvledger.adapters.repro.recording import JOB_ISSUED, Recording, changed, report
@@ -82,7 +82,9 @@ class _HookRun:
             if isinstance(call.main, e.HookFailed) and hook not in _WITHOUT_OBSERVATIONS:
                 self._outcome.left_out.append(f"event {sequence}: {hook}, of which nothing was recorded")
                 continue
+            self._connector.is_log_written = not any(could_not_be_written(event) for _, event in call.observed)
             reenact_call(call, call.main)
+            self._connector.is_log_written = True
             self._take(call)
         self._outcome.finish(hook, sequence)
         return self._outcome
@@ -186,7 +188,7 @@ class _HookRun:
                 load_errors += event.block_ids
             elif isinstance(event, e.TokensRolledBack):
                 rolled_back[event.request_id] = event.num_computed_tokens
-            elif isinstance(event, e.TransferReported):
+            elif isinstance(event, e.TransferReported) and not is_withheld(event):
                 reports += self._reports(event)
         if load_errors:
             for life in self._record:

@@ -39,6 +39,7 @@ class Deliveries:
         self._receiving: set[str] = set()
         """Requests that wait for the end of their load, or for vLLM to hear of it."""
         self._held: set[str] = set()
+        """Finished requests out of whose blocks a copy was reading when they ended."""
         self._coming_back: set[str] = set()
         """Requests that have ended, whose blocks vLLM keeps until it hears of the end of a copy."""
         self._received: list[str] = []
@@ -63,25 +64,39 @@ class Deliveries:
         elif isinstance(decision, e.LoadCompleted | e.LoadFailed | e.SaveCompleted | e.SaveFailed):
             self._settled(decision.job_id, failed=isinstance(decision, e.LoadFailed))
         elif isinstance(decision, e.BlocksHeld):
-            if decision.request_id not in self._receiving:  # else vLLM keeps them anyway, and hears of one end only
+            # While a load has not ended vLLM keeps them anyway, and hears of one end only; one end is answered once.
+            if decision.request_id not in self._receiving | self._coming_back:
                 self._held.add(decision.request_id)
         elif isinstance(decision, e.RequestReleased):
             self._promised.discard(decision.request_id)
             self._free(decision.request_id)
+
+    def withdraw(self, request_id: str) -> None:
+        """The answer that was decided last was not given."""
+        self._promised.discard(request_id)
 
     def refuse(self, request_id: str) -> bool:
         """A promised load will not be: tell of it as failed. False where the promise was of a synchronous one."""
         if request_id not in self._promised:
             return False
         self._promised.discard(request_id)
-        self._receiving.add(request_id)
-        self._failed.append(request_id)
+        if request_id not in self._receiving:  # else its job is recorded, and will come to an end
+            self._receiving.add(request_id)
+            self._failed.append(request_id)
         return True
 
     @property
     def is_freeing(self) -> bool:
         """Whether blocks of a request that has ended will be free when vLLM hears of the end of a copy."""
         return bool(self._coming_back)
+
+    def is_held(self, request_id: str) -> bool:
+        """Whether its blocks are to be kept, or are kept anyway until its load ends."""
+        return request_id in self._held or request_id in self._receiving
+
+    def keep(self, request_id: str) -> None:
+        """Let `hold` say that its blocks are kept until no copy reads them."""
+        self._held.add(request_id)
 
     def hold(self, request_id: str) -> bool:
         """A request ends now; whether vLLM is to keep its blocks. It does so by itself where a load has not ended."""
@@ -107,9 +122,8 @@ class Deliveries:
         """Settle what every rank has reported, where the ledger did not."""
         for job_id, job in [(job_id, job) for job_id, job in self._jobs.items() if not job.ranks]:
             self._settled(job_id, failed=job.failed)
-        reading = {job.request_id for job in self._jobs.values()}
-        for request_id in self._held - reading:
-            self._free(request_id)
+        for request_id in tuple(self._held):
+            self._free_unless_read(request_id)
 
     def take_received(self) -> list[str]:
         """Requests whose load is in place."""
@@ -128,10 +142,20 @@ class Deliveries:
 
     def _settled(self, job_id: int, *, failed: bool) -> None:
         job = self._jobs.pop(job_id, None)
-        if job is not None and job.is_load:
+        if job is None:
+            return
+        if job.is_load:
             (self._failed if failed else self._received).append(job.request_id)
+        else:
+            self._free_unless_read(job.request_id)
+
+    def _free_unless_read(self, request_id: str) -> None:
+        if request_id in self._held and all(job.request_id != request_id for job in self._jobs.values()):
+            self._free(request_id)
 
     def _free(self, request_id: str) -> None:
-        if request_id in self._held:
-            self._held.discard(request_id)
+        if request_id not in self._held:
+            return
+        self._held.discard(request_id)
+        if request_id in self._coming_back:
             self._sent.append(request_id)

@@ -1,21 +1,30 @@
-"""The ledger as the hooks use it: a clock, an outbox of jobs, and what happens when recording itself fails."""
+"""The ledger as the hooks use it: a clock, an outbox of jobs, and what happens when recording itself fails.
+
+A job goes to the workers when the frame that it stands in is written, and when it keeps to vLLM's contract. One that
+does not go is reported as failed, so that what the ledger knows stays true.
+"""
 
 from __future__ import annotations
 
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from kvledger.adapters.vllm import contract
 from kvledger.adapters.vllm.deliveries import Deliveries
 from kvledger.adapters.vllm.event_log import OpenedLog
 from kvledger.adapters.vllm.messages import messages
+from kvledger.adapters.vllm.metadata import JobReport
 from kvledger.lifecycle import HandlerRegistry, Ledger, LedgerConfiguration
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.ledger import LedgerCorrupt
+from kvledger.lifecycle.rules import Rule
 
 Job = e.LoadIssued | e.SaveIssued | e.TailSaveIssued | e.TransferAwaited
 """A decision that a worker carries out."""
+_PageJob = e.LoadIssued | e.SaveIssued | e.TailSaveIssued
+_Judged = _PageJob | e.RequestFinished
 
 
 class Journal:
@@ -43,33 +52,65 @@ class Journal:
         self._clock = clock
         self._opened_ns = clock()
         self._outbox: list[Job] = []
+        self._unwritten: list[Job] = []
+        """Jobs that no frame of the log has yet."""
+        self.is_behind: Callable[[], bool] = lambda: log.is_behind
+        """Whether events that were handed over are not in the log yet."""
+        self.is_written = True
+        """Whether everything was in the log after the last commit."""
         self.deliveries = Deliveries(configuration.num_ranks)
 
     @property
     def has_jobs(self) -> bool:
         """Whether a job waits for a step, a step's job for its report, or vLLM for a word."""
         in_flight = not self.is_disabled and len(self.projections.transfers) > 0
-        return in_flight or bool(self._outbox) or self.deliveries.is_owing
+        return in_flight or bool(self._outbox or self._unwritten) or self.deliveries.is_owing
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the log lacks nothing but what no commit has tried to write."""
+        return self.is_written and not self.is_behind()
 
     def now(self) -> int:
         """Nanoseconds since the log was opened."""
         return self._clock() - self._opened_ns
 
     def observe(self, event: e.Event) -> list[e.Event]:
-        """Record an observation and return the decisions.
+        """Record an observation and return the decisions, without jobs that break vLLM's contract.
 
         Raises:
             LedgerCorrupt: a projection failed; to be told to `hook_failed`.
         """
         if self.is_disabled:
             return []
-        decisions = self.ledger.observe(event)
+        try:
+            decisions = self.ledger.observe(event)
+        except LedgerCorrupt as error:
+            self._take_up(event, error.decisions)
+            raise
         if decisions or not isinstance(event, e.StepScheduled):
             self.figures_changed = True
+        refused = self._take_up(event, decisions)
+        if not refused:
+            return decisions
+        for decision, breach in refused:
+            self.withhold(decision.request_id, Rule.VLLM_CONTRACT.value, breach)
+            if not isinstance(decision, e.RequestFinished):
+                self._fail(decision, breach)
+        return [decision for decision in decisions if not any(decision is other for other, _ in refused)]
+
+    def _take_up(self, event: e.Event, decisions: Sequence[e.Event]) -> list[tuple[_Judged, str]]:
+        """Keep what is to be handed out; returns what may not be, and why."""
+        refused: list[tuple[_Judged, str]] = []
+        has_load = False
         for decision in decisions:
-            self.deliveries.take_up(decision)
             if isinstance(decision, Job):
-                self._outbox.append(decision)
+                breach = self._breach_of(decision, event, decisions, has_load=has_load)
+                if breach and not isinstance(decision, e.TransferAwaited):
+                    refused.append((decision, breach))
+                    continue
+                has_load |= isinstance(decision, e.LoadIssued)
+                self._unwritten.append(decision)
             elif isinstance(decision, e.InvariantViolated):
                 self.messages.error(
                     "rule broken, the request recomputes",
@@ -78,21 +119,79 @@ class Journal:
                     detail=decision.detail,
                     sequence=decision.cause,
                 )
-        return decisions
+            self.deliveries.take_up(decision)
+        if isinstance(event, e.RequestFinished) and self._is_read(event.request_id):
+            refused.append((event, "a copy reads the blocks of a request that ended, and they were not held"))
+            self.deliveries.keep(event.request_id)
+        return refused
+
+    def _breach_of(self, job: Job, event: e.Event, decisions: Sequence[e.Event], *, has_load: bool) -> str:
+        if isinstance(job, e.TransferAwaited):
+            return ""
+        if not isinstance(job, e.LoadIssued):
+            return contract.breach_of_save(job, decisions, self.projections)
+        return "a second load for one allocation" if has_load else contract.breach_of_load(job, event, self.projections)
+
+    def _is_read(self, request_id: str) -> bool:
+        """Whether a copy beside the steps goes on reading blocks of a request that ended, and nobody held them."""
+        record = self.tracker.get(request_id)
+        if record is None or self.deliveries.is_held(request_id):
+            return False
+        return bool(self.projections.transfers.reads_blocks_of(record.ordinal))
+
+    def withhold(self, request_id: str, rule: str, detail: str) -> None:
+        """Record that what was decided does not leave; with a rule, it is what that would have broken."""
+        self.observe(e.DecisionWithheld(request_id, rule, detail, self.now()))
+
+    def _fail(self, job: _PageJob, error: str) -> None:
+        """Report a job that no worker is given, in the place of all of them."""
+        ranks = tuple(range(self.configuration.num_ranks))
+        self.deliveries.count([JobReport(job.job_id, rank, False, 0, 0, error) for rank in ranks])  # noqa: FBT003
+        try:
+            self.observe(
+                e.TransferReported(
+                    job_id=job.job_id,
+                    ranks_done=(),
+                    ranks_failed=ranks,
+                    is_repeated=False,
+                    num_bytes=0,
+                    duration_ns=0,
+                    error=f"{e.NOT_HANDED_OUT}{error}",
+                    time_ns=self.now(),
+                )
+            )
+        except Exception as failure:  # noqa: BLE001 -- as in any hook
+            self.hook_failed("withhold", job.request_id, failure)
+        if self.is_disabled:
+            self.deliveries.settle_counted()
 
     def take_jobs(self) -> list[Job]:
         """The jobs issued since the last call."""
         jobs, self._outbox = self._outbox, []
         return jobs
 
-    def commit(self) -> None:
-        """Write what was recorded since the last commit, as one frame."""
+    def commit(self) -> bool:
+        """Write what was recorded since the last commit, as one frame, before vLLM is told of it.
+
+        Returns whether all of it is in the log. If not, no new copy begins: jobs that only this frame tells of are
+        withheld, but for those that wait for a copy.
+        """
         try:
             self.ledger.commit()
+        except Exception as error:  # noqa: BLE001 -- a log that cannot be written must not stop the engine
+            self.is_written = False
+            self.messages.error("events could not be written", error=str(error))
+        else:
+            self.is_written = not self.is_behind()
             if self.log.snapshots is not None and not self.is_disabled:
                 self.log.snapshots.after_commit(self.ledger)
-        except Exception as error:  # noqa: BLE001 -- a log that cannot be written must not stop the engine
-            self.messages.error("events could not be written", error=str(error))
+        unwritten, self._unwritten = self._unwritten, []
+        for job in unwritten:
+            if self.is_written or isinstance(job, e.TransferAwaited):
+                self._outbox.append(job)
+            else:
+                self._fail(job, e.NOT_WRITTEN)
+        return self.is_written
 
     def decline(self, reason: str) -> None:
         """Serve nobody, and say why: to the log, and to people."""
@@ -122,7 +221,8 @@ class Journal:
     def _stand_aside(self) -> None:
         self.is_disabled = True
         # What the scheduler was promised is still delivered, also the end of a save for which it keeps blocks.
-        self._outbox = [job for job in self._outbox if isinstance(job, e.LoadIssued) or _is_async_save(job)]
+        for jobs in (self._outbox, self._unwritten):
+            jobs[:] = [job for job in jobs if isinstance(job, e.LoadIssued) or _is_async_save(job)]
 
 
 def _without_secrets(error: Exception) -> str:

@@ -10,8 +10,11 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from msgspec.structs import astuple
+
 from kvledger.adapters.vllm import versions
 from kvledger.adapters.vllm.chunk_keys import ChunkKeySource
+from kvledger.adapters.vllm.contract import breach_of_answer
 from kvledger.adapters.vllm.event_log import OpenedLog
 from kvledger.adapters.vllm.guard import guarded
 from kvledger.adapters.vllm.journal import Journal
@@ -22,6 +25,7 @@ from kvledger.adapters.vllm.step_jobs import NO_JOBS, step_jobs
 from kvledger.adapters.vllm.step_reader import StepReader
 from kvledger.lifecycle import HandlerRegistry, Ledger, LedgerConfiguration, RequestState
 from kvledger.lifecycle import events as e
+from kvledger.lifecycle.rules import Rule
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -31,12 +35,13 @@ if TYPE_CHECKING:
 
 NO_HIT: tuple[int | None, bool] = (0, False)
 ASK_AGAIN = (None, False)
-_UNKNOWN: bool | None = None
 _REMEDY = (
     "start all processes of the engine with the same versions of kvledger and vLLM and the same "
     "kv_connector_extra_config (host_bytes counts all ranks together); where they are the same, this is a defect of "
     "kvledger that its log and this line describe"
 )
+_NOTHING_FOUND = (NO_HIT, False)
+_NO_LOAD: e.LoadIssued | None = None
 _UNKNOWN_RANGE: range | None = None
 
 
@@ -115,11 +120,15 @@ class SchedulerSide:
             return f"rank {start.rank} cannot copy while steps run, the scheduler counts on it"
         return ""
 
-    # --- hooks, in the order of a request's life ---------------------------------------------
+    # --- hooks, in the order of a request's life; each commits before it returns --------------
 
-    @guarded(default=None)
     def on_new_request(self, request: Request) -> None:
         """A request was accepted."""
+        self._arrive(request)
+        self.journal.commit()
+
+    @guarded(default=None, hook_name="on_new_request")
+    def _arrive(self, request: Request) -> None:
         if self.journal.is_disabled:
             return
         self._requests[request.request_id] = request
@@ -128,22 +137,56 @@ class SchedulerSide:
             e.RequestArrived(request.request_id, ordinal, request.num_prompt_tokens, self.journal.now())
         )
 
-    @guarded(default=NO_HIT)
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Answer a lookup: how many tokens, and whether they come beside the steps. None asks to be asked again."""
+        """Answer a lookup: how many tokens, and whether they come beside the steps. None asks to be asked again.
+
+        A lookup that repeats the last one, answer and all, is written with the next frame.
+        """
+        answer, is_repeated = self._look_up(request, num_computed_tokens)
+        if is_repeated or self.journal.commit():
+            return answer
+        if answer != NO_HIT:
+            self._withhold_answer(request)
+        return NO_HIT
+
+    @guarded(default=_NOTHING_FOUND, hook_name="get_num_new_matched_tokens")
+    def _look_up(self, request: Request, num_computed_tokens: int) -> tuple[tuple[int | None, bool], bool]:
+        """The answer, and whether nothing but a repetition was recorded."""
         if self.journal.is_disabled:
-            return NO_HIT
+            return _NOTHING_FOUND
+        before, first_sequence = self._last_answer(request), self.ledger.next_sequence
         self._notice.preemption(request)
         self._notice.keys(request)
-        decisions = self.journal.observe(
-            e.LookupRequested(request.request_id, num_computed_tokens, request.num_tokens, self.journal.now())
-        )
-        for decision in decisions:
-            if isinstance(decision, e.LookupAnswered):
-                return decision.num_external_tokens, decision.is_async
-            if isinstance(decision, e.LookupDeferred):
-                return ASK_AGAIN
-        return NO_HIT
+        asked = e.LookupRequested(request.request_id, num_computed_tokens, request.num_tokens, self.journal.now())
+        decisions = self.journal.observe(asked)
+        if decisions and isinstance(decisions[-1], e.LookupDeferred):
+            return ASK_AGAIN, False
+        if not decisions or not isinstance(decisions[-1], e.LookupAnswered):
+            return _NOTHING_FOUND
+        decided = decisions[-1]
+        breach = breach_of_answer(decided, asked, self._projections)
+        if breach:
+            self._refuse_answer(request, breach)
+            return _NOTHING_FOUND
+        has_only_asked = self.ledger.next_sequence == first_sequence + 2
+        is_repeated = self.journal.is_whole and has_only_asked and before == self._last_answer(request)
+        return (decided.num_external_tokens, decided.is_async), is_repeated
+
+    def _last_answer(self, request: Request) -> tuple[object, ...] | None:
+        """What a lookup of this life of the request asked and was answered last; None where something came between."""
+        answer = self._projections.lookups.pending(request.request_id)
+        return None if answer is None else astuple(answer)[:-1]
+
+    def _refuse_answer(self, request: Request, breach: str) -> None:
+        self.journal.deliveries.withdraw(request.request_id)
+        record = self._tracker.get(request.request_id)
+        if record is None or not record.quarantined:  # of a quarantined request it is known that it is helped no more
+            self.journal.withhold(request.request_id, Rule.VLLM_CONTRACT.value, breach)
+
+    @guarded(default=None, hook_name="get_num_new_matched_tokens")
+    def _withhold_answer(self, request: Request) -> None:
+        self.journal.deliveries.withdraw(request.request_id)
+        self.journal.withhold(request.request_id, "", e.NOT_WRITTEN)
 
     def _notice_preemptions(self) -> None:
         """A reset preempts all that run, without a hook; their blocks may be given away before they are looked up."""
@@ -154,9 +197,11 @@ class SchedulerSide:
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """Blocks were given; take up the answer, or tell the worker to report what cannot be delivered."""
-        delivered = self._take_up(request, blocks, num_external_tokens)
+        load = self._take_up(request, blocks, num_external_tokens)
         # With several groups every load is asynchronous, and vLLM can be told of requests only.
-        if num_external_tokens and not delivered and not self.journal.deliveries.refuse(request.request_id):
+        if num_external_tokens and load is None and not self.journal.deliveries.refuse(request.request_id):
+            self._tell_undeliverable(request, blocks, num_external_tokens)
+        if not self.journal.commit() and load is not None and not load.is_async:
             self._tell_undeliverable(request, blocks, num_external_tokens)
 
     @guarded(default=None, hook_name="update_state_after_alloc")
@@ -167,10 +212,10 @@ class SchedulerSide:
         block_ids = versions.flat_table(blocks.get_block_ids())
         self._undeliverable.extend(block_ids if promised is None else block_ids[promised.start : promised.stop])
 
-    @guarded(default=False)
-    def _take_up(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> bool:
+    @guarded(default=_NO_LOAD)
+    def _take_up(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> e.LoadIssued | None:
         if self.journal.is_disabled:
-            return False
+            return None
         if not self._admits:  # vLLM admits nobody in a step in which it preempts, so once a step is enough
             self._admits = True
             self._notice_preemptions()
@@ -183,7 +228,7 @@ class SchedulerSide:
         decisions = self.journal.observe(
             e.BlocksAllocated(request.request_id, block_ids, num_external_tokens, self.journal.now())
         )
-        return any(isinstance(decision, e.LoadIssued) for decision in decisions)
+        return next((decision for decision in decisions if isinstance(decision, e.LoadIssued)), None)
 
     @guarded(default=_UNKNOWN_RANGE)
     def _promised_blocks(self, request: Request, num_external_tokens: int) -> range | None:
@@ -199,7 +244,9 @@ class SchedulerSide:
         self._record_step(scheduler_output)
         self._admits = False
         self.journal.commit()
-        return self._hand_out()
+        jobs = self._hand_out()
+        self.journal.commit()  # nothing, unless handing out failed
+        return jobs
 
     @guarded(default=NO_JOBS, hook_name="build_connector_meta")
     def _hand_out(self) -> StepJobs:
@@ -230,6 +277,7 @@ class SchedulerSide:
         if not self._take_up_output(connector_output) or self.journal.is_disabled:
             self.journal.deliveries.settle_counted()
         self._evict(invalid_block_ids)
+        self.journal.commit()
         received = self.journal.deliveries.take_received()
         if received:
             connector_output.finished_recving = {*(connector_output.finished_recving or ()), *received}
@@ -256,7 +304,6 @@ class SchedulerSide:
             disagreement = self.compare(worker_meta.starts)
             if disagreement:  # too late to refuse the start
                 self.journal.decline(disagreement)
-        self.journal.commit()
         return True
 
     def _take_reports(self, worker_reports: WorkerReports) -> None:
@@ -281,17 +328,17 @@ class SchedulerSide:
 
     def request_finished(self, request: Request, num_blocks: int) -> tuple[bool, None]:
         """The request ends. Its blocks may be freed now, unless a copy out of them runs beside the steps."""
-        held = self._finish(request, num_blocks)
-        if held is None:
-            held = self._finish(request, 0)  # with nothing to save, so that at least nobody remembers it for ever
+        if not self._finish(request, num_blocks):
+            self._finish(request, 0)  # with nothing to save, so that at least nobody remembers it for ever
         self._requests.pop(request.request_id, None)
-        return bool(held), None
+        self.journal.commit()
+        return self.journal.deliveries.hold(request.request_id), None
 
-    @guarded(default=_UNKNOWN, hook_name="request_finished")
-    def _finish(self, request: Request, num_blocks: int) -> bool | None:
+    @guarded(default=False, hook_name="request_finished")
+    def _finish(self, request: Request, num_blocks: int) -> bool:
         record = self._tracker.get(request.request_id)
         if self.journal.is_disabled or record is None:
-            return False
+            return True
         self._notice.preemption(request)
         self._notice.keys(request)
         self._reader.tell_left_at_end(record, self.journal.now())
@@ -307,16 +354,20 @@ class SchedulerSide:
                 self.journal.now(),
             )
         )
-        return self.journal.deliveries.hold(request.request_id)
+        return True
 
-    @guarded(default=False)
     def reset_cache(self) -> bool:
         """Forget every saved chunk; copies in flight are let go when they are reported."""
+        is_reset = self._reset()
+        self.journal.commit()
+        return is_reset
+
+    @guarded(default=False, hook_name="reset_cache")
+    def _reset(self) -> bool:
         self.journal.observe(e.CacheReset(self.journal.now()))
         # Of requests that the reset preempted nothing is saved: it would be stale, and a copy that waits for a step
         # makes vLLM step an engine that sleeps, whose KV memory is gone (v1/engine/core.py).
         self._notice_preemptions()
-        self.journal.commit()
         return True
 
     @guarded(default=False)

@@ -118,6 +118,7 @@ class LookupCache:
         return {
             e.LookupAnswered: self._answered,
             e.LookupDeferred: self._deferred,
+            e.DecisionWithheld: self._withheld,
             e.ChunkKeysObserved: self._keys_observed,
             e.BlocksAllocated: self._allocated,
             e.RequestPreempted: self._forget,
@@ -159,6 +160,9 @@ class LookupCache:
 
     def _deferred(self, event: e.LookupDeferred, _sequence: int) -> None:
         self._num_deferred[event.request_id] = event.num_deferred
+        self._pending.pop(event.request_id, None)
+
+    def _withheld(self, event: e.DecisionWithheld, _sequence: int) -> None:
         self._pending.pop(event.request_id, None)
 
     def _keys_observed(self, event: e.ChunkKeysObserved, _sequence: int) -> None:

@@ -91,6 +91,11 @@ class BacklogEventStore:
         return self._num_events_backlogged
 
     @property
+    def is_behind(self) -> bool:
+        """Whether anything that was appended is not written yet."""
+        return bool(self._waiting)
+
+    @property
     def num_events_lost(self) -> int:
         """Events dropped so far because the backlog was full, and those that `close` could not write."""
         return self._num_events_lost

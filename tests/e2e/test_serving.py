@@ -7,6 +7,8 @@ name than the one the command asks its version of.
 from __future__ import annotations
 
 import json
+import os
+import re
 import signal
 import socket
 import subprocess
@@ -22,9 +24,10 @@ from typing import Any
 
 import attrs
 import pytest
-from processes import started
+from processes import finished, started
 
 from e2e.engines import Reference, read_sound_log
+from kvledger.adapters.cli.main import main
 from kvledger.adapters.demo.workload import Workload, connector
 from kvledger.adapters.reading.logs import open_log
 from kvledger.lifecycle import events as e
@@ -33,6 +36,7 @@ from kvledger.storage.events import HowEnded, read_ending
 pytestmark = pytest.mark.vllm
 
 WORKLOAD = Workload(seed=1)
+EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
 PATIENCE_S = 600.0  # for an answer; only what hangs takes as long
 
 
@@ -63,11 +67,11 @@ class Server:
 
 
 @contextmanager
-def serving(model: Path, workload: Workload, log_dir: Path) -> Iterator[Server]:
+def serving(model: Path, workload: Workload, log_dir: Path, **extra_config: Any) -> Iterator[Server]:
     """A server on a free port of the loopback interface, ready for requests."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
-    transfer = connector(log_dir, chunk_size=workload.chunk_size, host_bytes="64MiB")
+    transfer = connector(log_dir, chunk_size=workload.chunk_size, host_bytes="64MiB", **extra_config)
     options = {
         "--host": "127.0.0.1",
         "--port": port,
@@ -79,11 +83,16 @@ def serving(model: Path, workload: Workload, log_dir: Path) -> Iterator[Server]:
         "--max-num-batched-tokens": workload.max_num_batched_tokens,
         "--max-model-len": workload.max_model_len,
     }
-    flags = ["--skip-tokenizer-init", "--enforce-eager", "--no-enable-prefix-caching"]
+    caching = "--enable-prefix-caching" if workload.enable_prefix_caching else "--no-enable-prefix-caching"
+    flags = ["--skip-tokenizer-init", "--enforce-eager", caching]
     said = log_dir.with_name("server.txt")
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model, *flags]
     words = [*command, *(str(word) for option in options.items() for word in option)]
-    with said.open("wb") as output, started(words, stdout=output, stderr=subprocess.STDOUT) as process:
+    paths = os.pathsep.join(filter(None, (str(EXAMPLES), os.environ.get("PYTHONPATH"))))
+    with (
+        said.open("wb") as output,
+        started(words, stdout=output, stderr=subprocess.STDOUT, env={**os.environ, "PYTHONPATH": paths}) as process,
+    ):
         server = Server(process, f"http://127.0.0.1:{port}", said)
         _wait_until_ready(server)
         yield server
@@ -127,6 +136,50 @@ def test_a_server_recovers_preempted_requests_tells_its_figures_and_leaves_a_sou
     assert metrics["vllm:kvledger_preemptions_total"] == log.figures.num_preemptions > 0
     assert metrics["vllm:kvledger_tokens_recovered_total"] == log.figures.num_tokens_recovered > 0
     assert metrics["vllm:kvledger_requests_total"] == len(prompts)
+
+
+INCIDENT = Workload(
+    seed=2, num_requests=20, shortest_prompt=150, num_blocks=40, max_num_seqs=20, enable_prefix_caching=True
+)
+"""Few blocks for twenty requests, and prefix caching, so that vLLM finds some of what a preempted one computed."""
+CACHED_ANSWER = "cached_answer:CachedAnswer"
+
+
+def test_the_incident_of_the_readme_costs_no_engine_its_life(
+    model: Path,
+    reference: Reference,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """LMCache#2158 made again in a handler: everybody is answered rightly, `verify` names it, `repro` repeats it.
+
+    Without the check of what leaves towards vLLM its scheduler asserts, and the engine is dead.
+    """
+    prompts = INCIDENT.prompts()
+    expected = reference(prompts, INCIDENT.max_tokens)
+    log_dir = tmp_path / "logs"
+    with serving(model, INCIDENT, log_dir, handlers=[CACHED_ANSWER]) as server:
+        with ThreadPoolExecutor(len(prompts)) as clients:
+            outputs = list(clients.map(server.complete, prompts, [INCIDENT.max_tokens] * len(prompts)))
+        assert outputs == expected
+        server.get("/health")
+        (log_path,) = log_dir.iterdir()
+        _wait_until_released(log_path, len(prompts))
+        assert server.process.poll() is None
+    events = [event for _, event in open_log(log_path).events()]
+    assert any(isinstance(event, e.RequestPreempted) for event in events)
+    withheld = [event for event in events if isinstance(event, e.DecisionWithheld)]
+    assert withheld
+    assert main(["verify", str(log_path)]) == 1
+    assert "LOOKUP_PURE at event" in capsys.readouterr().out
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    request_id = withheld[0].request_id
+    assert main(["repro", str(log_path), request_id, "--handlers", CACHED_ANSWER]) == 0
+    (tmp_path / "test_incident.py").write_text(capsys.readouterr().out)
+    run = finished([sys.executable, "-m", "pytest", "-q", "-p", "no:randomly", tmp_path / "test_incident.py"])
+    assert run.returncode == 1, run.stdout
+    assert re.search("(lookup_pure|vllm_contract)_holds", run.stdout), run.stdout
 
 
 def _wait_until_released(log_path: Path, num_requests: int) -> None:

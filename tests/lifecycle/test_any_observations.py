@@ -46,6 +46,7 @@ observations = st.one_of(
     st.builds(reported, st.integers(0, 6), ranks, ranks, st.booleans()),
     st.builds(e.CacheReset, st.just(1)),
     st.builds(e.HookFailed, st.just("hook"), names, st.just("boom"), st.just(1)),
+    st.builds(e.DecisionWithheld, names, st.sampled_from(["", "VLLM_CONTRACT"]), st.just("no"), st.just(1)),
     st.builds(e.LogNote, st.just("note"), st.just(1)),
     st.builds(lambda name: name, names),  # an arrival, numbered when it happens
 )  # fmt: skip

@@ -59,7 +59,7 @@ def test_the_random_walks_reach_what_they_are_for() -> None:
             seen |= {type(event) for event in walk.driver.observed}
             num_loads_checked += walk.num_loads_checked
     assert num_loads_checked > 20
-    never = {e.BlockTableObserved, e.HookFailed, e.LogNote, e.RequestQuarantined, e.WindowLeft}
+    never = {e.BlockTableObserved, e.DecisionWithheld, e.HookFailed, e.LogNote, e.RequestQuarantined, e.WindowLeft}
     played = {event for event in e.VOCABULARY.values() if event.id != "load.errors_observed"}
     assert played - seen == never
 

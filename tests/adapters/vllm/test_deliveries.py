@@ -88,15 +88,22 @@ def test_an_end_of_an_unknown_job_is_nothing_to_tell() -> None:
     assert told(deliveries) == NOTHING
 
 
-def test_blocks_are_held_until_their_request_is_released() -> None:
-    """The ledger releases it when its last job is settled; that is told once."""
+def test_blocks_are_held_until_nobody_copies_out_of_them() -> None:
+    """Told once; that the request is released a moment later tells nothing more."""
     deliveries = deliveries_after(save(1), HELD)
-    assert deliveries.holds("a")
-    deliveries.take_up(e.SaveCompleted("a", 0, 1, 1))
+    assert deliveries.hold("a")
     assert told(deliveries) == NOTHING
-    deliveries.take_up(RELEASED)
+    deliveries.take_up(e.SaveCompleted("a", 0, 1, 1))
     assert told(deliveries) == ([], (), ("a",))
-    assert not deliveries.holds("a")
+    deliveries.take_up(RELEASED)
+    assert told(deliveries) == NOTHING
+
+
+def test_nobody_is_told_of_blocks_that_vllm_was_not_asked_to_keep() -> None:
+    """Whatever was decided after the request's end was answered."""
+    deliveries = deliveries_after(save(1))
+    assert not deliveries.hold("a")
+    deliveries.take_up(HELD)
     deliveries.take_up(RELEASED)
     assert told(deliveries) == NOTHING
 
@@ -110,7 +117,7 @@ def test_a_request_that_holds_nothing_is_released_in_silence() -> None:
 def test_blocks_that_vllm_keeps_for_a_load_are_not_held_as_well(end: e.Event) -> None:
     """It frees them at the end of the load; another word for the same blocks would kill the engine."""
     deliveries = deliveries_after(load(), save(2), HELD)
-    assert not deliveries.holds("a")
+    assert not deliveries.hold("a")
     deliveries.take_up(end)
     deliveries.take_up(RELEASED)
     received, failed, sent = told(deliveries)
@@ -120,10 +127,10 @@ def test_blocks_that_vllm_keeps_for_a_load_are_not_held_as_well(end: e.Event) ->
 def test_after_vllm_has_heard_of_the_load_blocks_can_be_held() -> None:
     """It would free them at once now."""
     deliveries = deliveries_after(load(), LOADED)
-    deliveries.heard(deliveries.take_received())
+    deliveries.heard(deliveries.take_received(), ())
     deliveries.take_up(save(2))
     deliveries.take_up(HELD)
-    assert deliveries.holds("a")
+    assert deliveries.hold("a")
 
 
 def test_a_promise_beside_the_steps_that_cannot_be_kept_is_told_as_failed() -> None:
@@ -183,6 +190,7 @@ def test_without_the_ledger_one_failed_rank_fails_a_load() -> None:
 def test_without_the_ledger_blocks_are_freed_after_the_last_copy_out_of_them() -> None:
     """Both saves must have ended; then it is told once, also if the ledger says so again."""
     deliveries = deliveries_after(save(1), save(2), HELD, num_ranks=2)
+    assert deliveries.hold("a")
     deliveries.count([report(1, 0), report(1, 1), report(2, 0)])
     deliveries.settle_counted()
     assert told(deliveries) == NOTHING
@@ -204,7 +212,7 @@ def test_a_report_of_a_foreign_job_or_rank_settles_nothing() -> None:
 def test_an_id_used_again_is_owed_its_own_ends() -> None:
     """The first life is through; the second load is told of as well."""
     deliveries = deliveries_after(load(1), LOADED)
-    deliveries.heard(deliveries.take_received())
+    deliveries.heard(deliveries.take_received(), ())
     deliveries.take_up(RELEASED)
     deliveries.take_up(load(2))
     deliveries.take_up(e.LoadCompleted("a", 0, 2, 1))

@@ -135,12 +135,12 @@ def preemption_not_fenced(touch: Touch) -> Sequence[Patch]:
 def blocks_not_held(touch: Touch) -> Sequence[Patch]:
     """Nobody tells vLLM to keep the blocks of an ended request that a copy still reads."""
 
-    def holds(original: Any, deliveries: Deliveries, request_id: str) -> bool:
+    def hold(original: Any, deliveries: Deliveries, request_id: str) -> bool:
         if original(deliveries, request_id):
             touch()
         return False
 
-    return [wrapped(Deliveries, "holds", holds), wrapped(Deliveries, "_free", lambda *_: None)]
+    return [wrapped(Deliveries, "hold", hold), wrapped(Deliveries, "_free", lambda *_: None)]
 
 
 @mutant("GROUP_AGREEMENT", "vllm#47728", scene=HybridWorlds())

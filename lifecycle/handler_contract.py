@@ -1,0 +1,144 @@
+"""HANDLER_CONTRACT: what a state handler may decide, checked before it is recorded.
+
+A handler may be anybody's code. Whatever it yields, the log stays readable, nothing but decisions of its own request
+gets in, and no other request's blocks, slots or jobs are touched. The handlers of this package are checked by their
+types and tests, and pay nothing here. Whether a decision is a good one is another matter, and so is what vLLM demands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Union
+
+import attrs
+import msgspec
+
+from kvledger.lifecycle import events as e
+from kvledger.lifecycle.belief import Projections
+from kvledger.lifecycle.decisions import Decisions
+from kvledger.lifecycle.machine import CompiledTable
+from kvledger.lifecycle.projections.host_slots import NO_SLOT
+from kvledger.lifecycle.projections.tracker import RequestRecord
+from kvledger.lifecycle.states import RequestState
+
+_OF_REPORTS = (e.LoadCompleted, e.LoadFailed, e.SaveCompleted, e.SaveFailed, e.ChunkTainted)
+_MAY_DECIDE = tuple(event_class for event_class in e.DECISIONS if event_class not in _OF_REPORTS)
+_OWN = "kvledger.lifecycle."
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(Union[_MAY_DECIDE]).decode  # noqa: UP007 -- made from a tuple
+_SAVES = (e.SaveIssued, e.TailSaveIssued)
+_JOBS = (e.LoadIssued, *_SAVES)
+
+
+class DecisionRefused(ValueError):
+    """A handler decided what it may not decide. The message says what, and quotes nothing of it."""
+
+
+@attrs.frozen
+class Checked:
+    """A method of somebody's handler; its decisions are checked one by one, each before the next one is made."""
+
+    method: Callable[..., Decisions]
+    projections: Projections
+    table: CompiledTable
+
+    @classmethod
+    def unless_own(
+        cls, method: Callable[..., Decisions], projections: Projections, table: CompiledTable
+    ) -> Callable[..., Decisions]:
+        """The method itself where it is of this package."""
+        module = str(getattr(getattr(method, "__func__", method), "__module__", ""))
+        return method if module.startswith(_OWN) else cls(method, projections, table)
+
+    def __call__(self, *arguments: Any) -> Decisions:  # noqa: ANN401 -- those of any handler method
+        """The decisions.
+
+        Raises:
+            DecisionRefused: while they are asked for.
+        """
+        cause = arguments[-1]
+        (record,) = (argument for argument in arguments if isinstance(argument, RequestRecord))
+        for decision in self.method(*arguments):
+            yield self._copied(decision, record, cause)
+        tracker, transfers = self.projections.tracker, self.projections.transfers
+        is_known = tracker.get(record.request_id) is record
+        if is_known and record.state is RequestState.FINISHED and not transfers.owes(record.ordinal):
+            message = "a finished request that owes nothing was not released"
+            raise DecisionRefused(message)
+
+    def _copied(self, decision: object, record: RequestRecord, cause: int) -> e.Event:
+        """The decision as a reader of the log will see it."""
+        name = type(decision).__name__
+        if not isinstance(decision, _MAY_DECIDE):
+            message = f"{name} is no decision that a handler may make"
+            raise DecisionRefused(message)
+        try:
+            copied: Any = _decode(_encode(decision))
+        except Exception as error:
+            message = f"{name} has fields that cannot be read back ({type(error).__name__})"
+            raise DecisionRefused(message) from error
+        reason = self._reason_against(copied, record, cause)
+        if reason:
+            message = f"{name}: {reason}"
+            raise DecisionRefused(message)
+        event: e.Event = copied
+        return event
+
+    def _reason_against(self, decision: Any, record: RequestRecord, cause: int) -> str:  # noqa: ANN401 -- any decision
+        whose = decision.for_request_id if isinstance(decision, e.ChunkEvicted) else decision.request_id
+        if whose != record.request_id:
+            return "it is about another request"
+        if decision.cause != cause:
+            return f"its cause is {decision.cause}, it was asked at {cause}"
+        if isinstance(decision, e.ChunkEvicted):
+            slots = self.projections.chunks.get(decision.key)
+            is_idle = slots is not None and not self.projections.transfers.is_any_read(slots)
+            return "" if is_idle else "the chunk is not in the pool, or is being read"
+        return self._reason_against_event(decision, record) if isinstance(decision, e.RequestEvent) else ""
+
+    def _reason_against_event(self, decision: Any, record: RequestRecord) -> str:  # noqa: ANN401 -- see above
+        if (record.state, type(decision)) not in self.table:
+            return f"it is not legal in state {record.state}"
+        generations = (record.generation, record.generation - isinstance(decision, _SAVES))
+        if getattr(decision, "generation", record.generation) not in generations:
+            return f"generation {decision.generation} is not the request's"
+        if isinstance(decision, _JOBS):
+            return self._reason_against_job(decision, record)
+        return self._reason_against_other(decision, record)
+
+    def _reason_against_other(self, decision: Any, record: RequestRecord) -> str:  # noqa: ANN401 -- see above
+        if isinstance(decision, e.LookupDeferred):
+            in_a_row = self.projections.lookups.num_deferred(record.request_id) + 1
+            if not decision.num_deferred == in_a_row <= self.projections.configuration.max_deferred_lookups:
+                return f"lookup {in_a_row} in a row may not be deferred, as number {decision.num_deferred}"
+        elif isinstance(decision, e.TransferAwaited):
+            job = self.projections.transfers.get(decision.job_id)
+            if job is None or job.ordinal != record.ordinal:
+                return f"job {decision.job_id} is not in flight for this request"
+        elif isinstance(decision, e.RequestReleased) and self.projections.transfers.owes(record.ordinal):
+            return "a copy of this request is in flight"
+        return ""
+
+    def _reason_against_job(self, job: e.LoadIssued | e.SaveIssued | e.TailSaveIssued, record: RequestRecord) -> str:
+        slots, next_job_id = self.projections.chunks.slots, self.projections.transfers.next_job_id
+        stored = [slot for slot in job.slots if slot != NO_SLOT]
+        if job.job_id != next_job_id:
+            return f"the next job has number {next_job_id}, not {job.job_id}"
+        if len(job.slots) != len(job.block_ids) or min(job.block_ids, default=-1) < 0:
+            return f"{len(job.slots)} slots for {len(job.block_ids)} blocks, or a block that cannot be"
+        if not all(0 <= slot < slots.num_slots for slot in stored):
+            return f"a slot is outside of the pool of {slots.num_slots}"
+        return "" if isinstance(job, e.LoadIssued) else self._reason_against_save(job, stored, record)
+
+    def _reason_against_save(
+        self, job: e.SaveIssued | e.TailSaveIssued, stored: list[int], record: RequestRecord
+    ) -> str:
+        num_keys = len(self.projections.chunk_keys.of(record.request_id))
+        chunks = job.chunks if isinstance(job, e.SaveIssued) else ()
+        if record.quarantined:
+            return "nothing is saved of a quarantined request"
+        if len(set(stored)) < len(stored) or any(map(self.projections.chunks.slots.num_references, stored)):
+            return "a slot is in use"
+        if list(chunks) != sorted(set(chunks)) or not all(0 <= chunk < num_keys for chunk in chunks):
+            return f"these are not chunks, ascending, of the {num_keys} that have a key"
+        return ""

@@ -1,0 +1,319 @@
+"""Each demand of vLLM's and of ours is broken in a handler: the engine lives, others are untouched, the log tells.
+
+The handlers stand in the places of the standard ones and do one thing wrong, for requests named "bad" alone.
+"""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+from sim.modes import transfers_within_and_beside
+from sim.slow_copies import delay
+from sim.told import listen
+
+from kvledger.adapters.cli.main import main
+from kvledger.adapters.handlers import handler_registry
+from kvledger.lifecycle import StateHandler
+from kvledger.lifecycle import events as e
+from kvledger.lifecycle.handlers.finished import Finished
+from kvledger.lifecycle.handlers.new import New
+from kvledger.lifecycle.handlers.preempted import Preempted
+from kvledger.lifecycle.handlers.running import Running
+from kvledger.lifecycle.projections.tracker import RequestRecord
+
+pytestmark = pytest.mark.scheduler
+
+NUM_OUTPUT_TOKENS = 41
+"""The last step fills a chunk, so that something is saved when a request ends."""
+_Changes = Callable[[Any], Iterator[Any]]
+
+
+def handler(base: type[StateHandler], method: str, change: Callable[..., Iterator[Any]]) -> type[StateHandler]:
+    """A handler that decides as `base` does, and `change` makes something else of each decision for "bad"."""
+
+    def decide(self: Any, *arguments: Any) -> Iterator[Any]:
+        decisions = getattr(base, method)(self, *arguments)
+        subject = next(argument for argument in arguments if hasattr(argument, "request_id"))
+        return change(decisions, *arguments) if subject.request_id.startswith("bad") else decisions
+
+    return type(f"Bad{base.__name__}", (base,), {method: decide})
+
+
+def each(event_class: type[e.Event], change: _Changes) -> Callable[..., Iterator[Any]]:
+    """Change the decisions of a class, leave the others."""
+
+    def changed(decisions: Iterator[Any], *_arguments: Any) -> Iterator[Any]:
+        for decision in decisions:
+            if isinstance(decision, event_class):
+                yield from change(decision)
+            else:
+                yield decision
+
+    return changed
+
+
+def evolved(event_class: type[e.Event], **fields: Any) -> Callable[..., Iterator[Any]]:
+    """Other fields in the decisions of a class; a function is given the field."""
+
+    def change(decision: Any) -> Iterator[Any]:
+        new = {name: value(getattr(decision, name)) if callable(value) else value for name, value in fields.items()}
+        yield attrs.evolve(decision, **new)
+
+    return each(event_class, change)
+
+
+def behind(*decisions: Any) -> Callable[..., Iterator[Any]]:
+    """Something more behind what is decided; a function is given (record, projections, cause)."""
+
+    def change(decided: Iterator[Any], *arguments: Any) -> Iterator[Any]:
+        yield from decided
+        record = next(argument for argument in arguments if isinstance(argument, RequestRecord))
+        for decision in decisions:
+            yield decision(record, *arguments[-2:]) if callable(decision) else decision
+
+    return change
+
+
+def nothing(*_arguments: Any) -> Iterator[Any]:
+    """No decisions at all."""
+    return iter(())
+
+
+def raises(_decision: Any) -> Iterator[Any]:
+    """A failure half way."""
+    message = "broken on purpose"
+    raise RuntimeError(message)
+    yield
+
+
+def twice(decision: Any) -> Iterator[Any]:
+    """The same job, and once more under a number of its own."""
+    yield decision
+    yield attrs.evolve(decision, job_id=decision.job_id + 1)
+
+
+def shifted(blocks: tuple[int, ...]) -> tuple[int, ...]:
+    """Blocks of somebody else."""
+    return tuple(block % 12 + 1 for block in blocks)
+
+
+OTHER = "VLLM_CONTRACT"
+OURS = "HANDLER_CONTRACT"
+ANSWER, LOAD, SAVE = e.LookupAnswered, e.LoadIssued, e.SaveIssued
+
+
+def issue_load(record: Any, projections: Any, cause: int) -> e.LoadIssued:
+    """A load that nobody has accepted."""
+    blocks = tuple(projections.blocks.held(record.request_id))[:1] or (1,)
+    return e.LoadIssued(
+        record.request_id, record.generation, projections.transfers.next_job_id, 0, 16, (0,), blocks, True, cause
+    )
+
+
+MISTAKES: dict[str, tuple[type[StateHandler], str, Callable[..., Iterator[Any]], str]] = {
+    # lookups
+    "more tokens than are known": (Preempted, "lookup_requested", evolved(ANSWER, num_external_tokens=10_000), OTHER),
+    "every known token": (
+        Preempted,
+        "lookup_requested",
+        each(ANSWER, lambda a: iter((attrs.evolve(a, num_external_tokens=a.num_tokens - a.num_computed_tokens),))),
+        OTHER,
+    ),
+    "less than nothing": (Preempted, "lookup_requested", evolved(ANSWER, num_external_tokens=-1), OTHER),
+    "what is not saved": (New, "lookup_requested", evolved(ANSWER, num_external_tokens=16), OTHER),
+    "asynchronous nothing": (New, "lookup_requested", evolved(ANSWER, num_external_tokens=0, is_async=True), OTHER),
+    "an answer to another question": (
+        Preempted,
+        "lookup_requested",
+        evolved(ANSWER, num_computed_tokens=lambda n: n + 16),
+        OTHER,
+    ),
+    "a number that is none": (Preempted, "lookup_requested", evolved(ANSWER, num_external_tokens="16"), OURS),
+    "no answer": (Preempted, "lookup_requested", nothing, ""),
+    "deferred for ever": (
+        Preempted,
+        "lookup_requested",
+        each(
+            ANSWER,
+            lambda a: iter(
+                (e.LookupDeferred(a.request_id, a.generation, a.num_computed_tokens, a.num_tokens, 1, 1, a.cause),)
+            ),
+        ),
+        OURS,
+    ),
+    # loads
+    "no load": (Preempted, "blocks_allocated", nothing, ""),
+    "less than was accepted": (Preempted, "blocks_allocated", evolved(LOAD, num_tokens=lambda n: n - 1), OTHER),
+    "from elsewhere on": (Preempted, "blocks_allocated", evolved(LOAD, first_token=lambda n: n + 16), OTHER),
+    "into blocks of others": (Preempted, "blocks_allocated", evolved(LOAD, block_ids=shifted), OTHER),
+    "fewer slots than blocks": (Preempted, "blocks_allocated", evolved(LOAD, slots=lambda s: s[:-1]), OURS),
+    "from beyond the pool": (Preempted, "blocks_allocated", evolved(LOAD, slots=lambda s: (10**9, *s[1:])), OURS),
+    "a page left out": (Preempted, "blocks_allocated", evolved(LOAD, slots=lambda s: (-1, *s[1:])), OTHER),
+    "in the other mode": (Preempted, "blocks_allocated", evolved(LOAD, is_async=lambda a: not a), OTHER),
+    "loaded twice": (Preempted, "blocks_allocated", each(LOAD, twice), OTHER),
+    "one number for two jobs": (
+        Preempted,
+        "blocks_allocated",
+        each(LOAD, lambda load: iter((load, load))),
+        OURS,
+    ),
+    "a load that nobody accepted": (Preempted, "lookup_requested", behind(issue_load), OURS),
+    "a load for one who computes": (Running, "tokens_settled", behind(issue_load), OURS),
+    "a load for a new one": (New, "tokens_scheduled", lambda _decided, *a: iter((issue_load(*a),)), OTHER),
+    # saves
+    "saved from blocks of others": (Running, "tokens_settled", evolved(SAVE, block_ids=shifted), OTHER),
+    "saved from lost blocks too late": (
+        Running,
+        "request_preempted",
+        evolved(SAVE, before_forward=False),
+        OTHER,
+    ),
+    "saved beside the steps from lost blocks": (
+        Running,
+        "request_preempted",
+        evolved(SAVE, before_forward=False, is_async=True),
+        OTHER,
+    ),
+    "saved beyond the pool": (Running, "tokens_settled", evolved(SAVE, slots=lambda s: (10**9, *s[1:])), OURS),
+    "saved over another chunk": (Running, "tokens_settled", evolved(SAVE, slots=lambda s: (0, *s[1:])), OURS),
+    "chunks that there are not": (Running, "tokens_settled", evolved(SAVE, chunks=(99,)), OURS),
+    # ends
+    "nothing at the end": (Running, "request_finished", nothing, ""),
+    "held without a copy": (
+        Running,
+        "request_finished",
+        lambda decided, *a: iter((e.BlocksHeld(a[-3].request_id, a[-3].generation, a[-1]), *decided)),
+        "",
+    ),
+    "held too late": (
+        Finished,
+        "transfer_settled",
+        lambda decided, *a: iter((e.BlocksHeld(a[-3].request_id, a[-3].generation, a[-1]), *decided)),
+        "",
+    ),
+    "released while it runs": (
+        Running,
+        "tokens_settled",
+        behind(lambda record, _p, cause: e.RequestReleased(record.request_id, record.generation, cause)),
+        OURS,
+    ),
+    "never released": (Finished, "transfer_settled", nothing, OURS),
+    "said to be loaded": (
+        Preempted,
+        "blocks_allocated",
+        behind(lambda record, _p, cause: e.LoadCompleted(record.request_id, record.generation, 1, cause)),
+        OURS,
+    ),
+    # what a handler may decide at all
+    "a word": (Running, "tokens_settled", behind("yes"), OURS),
+    "an observation": (Running, "tokens_settled", behind(e.CacheReset(1)), OURS),
+    "a reason that is none": (
+        Running,
+        "tokens_settled",
+        behind(lambda record, _p, cause: e.RequestQuarantined(record.request_id, None, cause)),  # type: ignore[arg-type]
+        OURS,
+    ),
+    "a decision for another request": (
+        Running,
+        "tokens_settled",
+        behind(lambda _record, _p, cause: e.RequestQuarantined("good 0", "envy", cause)),
+        OURS,
+    ),
+    "another cause": (
+        Running,
+        "tokens_settled",
+        behind(lambda record, _p, _cause: e.RequestQuarantined(record.request_id, "x", 1)),
+        OURS,
+    ),
+    "no iterator": (Running, "tokens_settled", lambda *_: 7, "HANDLER_RAISED"),  # type: ignore[dict-item,return-value]
+    "a failure half way": (Running, "tokens_settled", behind(lambda *a: next(raises(a))), "HANDLER_RAISED"),
+}
+"""Name -> (state's handler, its method, the mistake, the rule that the log names; none where nothing is broken)."""
+
+
+def crowd(engine: Any) -> None:
+    """Two requests that are served badly among two that are not; the blocks are too few for all."""
+    for number in range(2):
+        engine.add(f"good {number}", range(100 * number, 100 * number + 40), NUM_OUTPUT_TOKENS)
+        engine.add(f"bad {number}", range(500 + 100 * number, 540 + 100 * number), NUM_OUTPUT_TOKENS)
+
+
+@transfers_within_and_beside
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_handler_that_breaks_a_demand_costs_its_request_the_cache_and_nobody_anything_else(
+    make_engine: Any,
+    mistake: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The real scheduler asserts by itself; a wrong page would raise in the model; `verify` reads the log."""
+    base, method, change, rule = MISTAKES[mistake]
+    module = types.ModuleType("broken_handlers")
+    module.__dict__["Broken"] = handler(base, method, change)
+    monkeypatch.setitem(sys.modules, "broken_handlers", module)
+    engine = make_engine(
+        replays=False,
+        num_blocks=14,
+        chunk_size=16,
+        enable_prefix_caching=False,
+        handlers=["broken_handlers:Broken"],
+        log_dir=str(tmp_path),
+    )
+    told = listen(engine)
+    crowd(engine)
+    engine.run(max_steps=2000)
+    said = {request_id: engine.prompts[request_id] + output for request_id, output in engine.outputs.items()}
+    for request_id, tokens in said.items():
+        engine.add(f"{request_id} continued", tokens[:76], 4)
+        engine.run(max_steps=500)
+    assert engine.num_preemptions
+    assert {len(output) for output in engine.outputs.values()} == {NUM_OUTPUT_TOKENS, 4}
+    engine.check_outputs()
+    engine.check_released()
+    assert not engine.connector.scheduler_side.journal.is_disabled
+    assert not engine.scheduler.requests
+    assert len(told.received) == len(set(told.received)) or engine.logged(e.LoadIssued)
+    pool = engine.scheduler.kv_cache_manager.block_pool
+    assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
+
+    quarantined = {event.request_id for event in engine.logged(e.RequestQuarantined)}
+    assert all(request_id.startswith("bad") for request_id in quarantined), "nobody else pays"
+    assert {event.rule for event in engine.logged(e.InvariantViolated)} >= ({rule} if rule else set())
+    engine.check_replay(handler_registry(["broken_handlers:Broken"]))
+    engine.connector.scheduler_side.log.store.close()
+    exit_code = main(["verify", str(engine.connector.scheduler_side.log.directory)])
+    out = capsys.readouterr().out
+    assert "corrupt" not in out
+    if rule:
+        assert exit_code == 1
+        assert f"{rule}: " in out
+
+
+def test_jobs_that_were_recorded_before_the_ledger_failed_are_handed_out(make_engine: Any) -> None:
+    """A fold that fails behind a decision: the decision stands in the log, so it is carried out."""
+    engine = make_engine(replays=False, num_blocks=40, chunk_size=16, save_mode="async")
+    delay(engine)
+    delay(engine)
+    folds = engine.projections._folds
+
+    def raising(_event: e.Event, _sequence: int) -> None:
+        message = "broken on purpose"
+        raise RuntimeError(message)
+
+    folds[e.BlocksHeld] = (*folds[e.BlocksHeld], raising)
+    engine.add("only", range(56), 9)
+    engine.run()
+    assert engine.connector.scheduler_side.journal.is_disabled
+    issued = {event.job_id for event in engine.logged(e.SaveIssued)}
+    worker = engine.worker._worker_side
+    assert issued
+    assert issued <= set(worker._copies._told)
+    assert not engine.scheduler.requests
+    engine.check_outputs()
