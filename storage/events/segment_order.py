@@ -5,6 +5,7 @@ Headers are read once. A segment whose header cannot be read stands where its na
 
 from __future__ import annotations
 
+import bisect
 from collections import Counter
 from typing import TYPE_CHECKING
 
@@ -95,9 +96,10 @@ class SegmentOrder:
     def successor(self, segment: OrderedSegment) -> OrderedSegment | None:
         """The next one; where none is known, the directory is listed anew."""
         for listed in (self._listed, None):
-            for later in self.refresh() if listed is None else listed:
-                if later.place > segment.place:
-                    return later
+            known = self.refresh() if listed is None else listed
+            following = bisect.bisect_right(known, segment.place, key=lambda each: each.place)
+            if following < len(known):
+                return known[following]
         return None
 
     def foreign(self) -> list[tuple[Path, SegmentHeader, int]]:
