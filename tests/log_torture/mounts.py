@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import os
-import sys
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from processes import killed_on_failure
+from processes import forked
 
 _CLONE_NEWNS = 0x00020000
 _CLONE_NEWUSER = 0x10000000
@@ -24,15 +22,18 @@ def run_on_small_disk(mount_point: Path, num_bytes: int, work: Callable[[], None
     Skips the test, with the reason, where this machine permits no mounts; fails where `work` raises.
     """
     mount_point.mkdir()
-    child = os.fork()
-    if child == 0:
-        os._exit(_be_the_child(mount_point, num_bytes, work))
-    with killed_on_failure(child):
-        _, status = os.waitpid(child, 0)
-    exit_code = os.waitstatus_to_exitcode(status)
+
+    def mount_and_work() -> int | None:
+        try:
+            _mount(mount_point, num_bytes)
+        except OSError:
+            return _NOT_PERMITTED
+        return work()
+
+    exit_code = forked(mount_and_work)
     if exit_code == _NOT_PERMITTED:
         pytest.skip("this machine permits no mount namespace, so no disk here can be really full")
-    assert exit_code == 0, "the process on the small disk failed; its traceback stands in stderr"
+    assert exit_code == 0, f"the process on the small disk ended with {exit_code}; its traceback stands in stderr"
 
 
 def fill(directory: Path) -> Path:
@@ -47,20 +48,6 @@ def fill(directory: Path) -> Path:
     finally:
         os.close(descriptor)
     return ballast
-
-
-def _be_the_child(mount_point: Path, num_bytes: int, work: Callable[[], None]) -> int:
-    try:
-        _mount(mount_point, num_bytes)
-    except OSError:
-        return _NOT_PERMITTED
-    try:
-        work()
-    except BaseException:  # noqa: BLE001 -- nothing may return into the parent's stack
-        sys.stderr.write(traceback.format_exc())
-        sys.stderr.flush()
-        return 1
-    return 0
 
 
 def _mount(mount_point: Path, num_bytes: int) -> None:

@@ -13,6 +13,7 @@ import contextlib
 import os
 import signal
 import subprocess
+import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -53,22 +54,33 @@ def finished(command: Sequence[str | Path], **options: Any) -> subprocess.Comple
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
 
-def run_and_kill(work: Callable[[], None], number: signal.Signals = signal.SIGKILL) -> None:
-    """Do `work` in a forked process that then sends itself a deadly signal: no `finally` and no exit handler runs."""
+def forked(work: Callable[[], int | None]) -> int:
+    """Do `work` in a forked process; returns what it returned, 1 where it raised, minus the signal that killed it."""
     child = os.fork()
     if child == 0:
+        exit_code = 1
         try:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            work()
-            os.kill(os.getpid(), number)
-            signal.pause()
+            exit_code = work() or 0
         except BaseException:  # noqa: BLE001 -- nothing may return into the parent's stack
-            traceback.print_exc()
+            traceback.print_exc(file=sys.__stderr__)  # a fixture may have put something else in its place, in memory
         finally:
-            os._exit(1)
+            sys.__stderr__.flush()
+            os._exit(exit_code)
     with killed_on_failure(child):
         _, status = os.waitpid(child, 0)
-    assert os.WIFSIGNALED(status), "the process failed before it was killed; its traceback stands in stderr"
+    return os.waitstatus_to_exitcode(status)
+
+
+def run_and_kill(work: Callable[[], None], number: signal.Signals = signal.SIGKILL) -> None:
+    """Do `work` in a forked process that then sends itself a deadly signal: no `finally` and no exit handler runs."""
+
+    def be_killed() -> None:
+        work()
+        os.kill(os.getpid(), number)
+        signal.pause()
+
+    assert forked(be_killed) == -number, "the process failed before it was killed; its traceback stands in stderr"
 
 
 @contextlib.contextmanager

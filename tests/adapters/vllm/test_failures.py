@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 import sys
-import textwrap
 import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from processes import finished
+from processes import forked
 from sim.broken_copies import BROKEN, break_copies
 from sim.modes import transfers_within_and_beside
 
@@ -133,45 +133,27 @@ def test_while_the_disk_is_full_requests_are_served_without_the_cache(
     engine.check_outputs()
 
 
-FULL_DISK = """
-    import resource, sys
-    sys.path.insert(0, sys.argv[1])
-    import conftest
-    from sim.engine import SimulatedEngine
+def test_a_disk_that_is_really_full(make_engine: Any, tmp_path: Path) -> None:
+    """The kernel refuses every write beyond 12 KiB of the file; the process serves on, what was written is readable."""
+    logs = tmp_path / "logs"
 
-    def outputs(**options):
-        engine = SimulatedEngine(num_blocks=14, chunk_size=8, enable_prefix_caching=False, **options)
+    def serve_with_little_room() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (12 << 10, resource.RLIM_INFINITY))
+        engine = make_engine(num_blocks=14, chunk_size=8, enable_prefix_caching=False, log_dir=str(logs))
         for number in range(3):
             engine.add(str(number), range(100 * number, 100 * number + 40), 50)
         engine.run()
-        store = engine.connector.scheduler_side.log.store
-        lost = getattr(store, "num_events_backlogged", 0)
+        assert engine.connector.scheduler_side.log.store.num_events_backlogged > 0
+        engine.check_outputs()
         engine.shutdown()
-        return engine.outputs, lost
 
-    expected, _ = outputs(host_bytes=1 << 20)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (10240, resource.RLIM_INFINITY))
-    found, num_waiting = outputs(host_bytes=1 << 20, log_dir=sys.argv[2])
-    assert found == expected
-    assert num_waiting > 0
-    print("served")
-"""
-
-
-def test_a_disk_that_is_really_full(tmp_path: Path) -> None:
-    """The kernel refuses every write beyond 10 KiB of the file; the process serves on, what was written is readable."""
-    script = tmp_path / "full_disk.py"
-    script.write_text(textwrap.dedent(FULL_DISK))
-    logs = tmp_path / "logs"
-    tests = Path(__file__).parents[2]
-    run = finished([sys.executable, script, tests, logs])
-    assert "served" in run.stdout, run.stderr[-2000:]
+    assert forked(serve_with_little_room) == 0
     (directory,) = logs.iterdir()
     reader = read_log(directory)
     frames = list(reader)
     assert len(frames) > 10
     assert [frame.first_sequence for frame in frames[1:]] == [frame.next_sequence for frame in frames[:-1]]
-    assert sum(path.stat().st_size for path in directory.glob("*.kvlog")) <= 10240
+    assert sum(path.stat().st_size for path in directory.glob("*.kvlog")) <= 12 << 10
 
 
 # --- hooks that raise ------------------------------------------------------------------------------
