@@ -8,7 +8,7 @@ from typing import Any
 from kvledger.adapters.vllm.scheduler_side import SchedulerSide
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.decisions import saves
-from kvledger.lifecycle.handlers import chunked_prefill, new
+from kvledger.lifecycle.handlers import finished
 from kvledger.lifecycle.handlers.finished import Finished
 from mutants.catalogue.parts import wrapped
 from mutants.mutant import Patch, Touch, mutant
@@ -53,7 +53,7 @@ def saved_after_the_end(touch: Touch) -> Sequence[Patch]:
         yield from original(handler, job, record, projections, cause)
 
     return [
-        (chunked_prefill, "save_on_finish", save_on_finish),
+        (finished, "save_on_finish", save_on_finish),
         wrapped(Finished, "transfer_settled", settled),
     ]
 
@@ -61,12 +61,15 @@ def saved_after_the_end(touch: Touch) -> Sequence[Patch]:
 @mutant("RELEASE_ALL", "vllm#30745", "vllm#44100", "aibrix#2231", scene=Worlds())
 def never_released(touch: Touch) -> Sequence[Patch]:
     """A request that ends before it was ever scheduled is not forgotten."""
+    original = finished.release_if_settled
 
-    def release(record: Any, projections: Any, cause: int) -> Iterator[e.Event]:  # noqa: ARG001
-        touch()
-        yield from ()
+    def release(record: Any, projections: Any, cause: int) -> Iterator[e.Event]:
+        if projections.tracker.num_computed_tokens(record):
+            yield from original(record, projections, cause)
+        else:
+            touch()
 
-    return [(new, "release_if_settled", release)]
+    return [(finished, "release_if_settled", release)]
 
 
 @mutant("DELAY_FREE_CONTRACT", "vllm#46240", "vllm#50297", scene=Worlds())
@@ -82,4 +85,4 @@ def held_for_nobody(touch: Touch) -> Sequence[Patch]:
             touch()
             yield e.BlocksHeld(record.request_id, record.generation, cause)
 
-    return [(chunked_prefill, "save_on_finish", save_on_finish)]
+    return [(finished, "save_on_finish", save_on_finish)]

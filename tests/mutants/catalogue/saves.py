@@ -11,7 +11,7 @@ from kvledger.adapters.vllm.deliveries import Deliveries
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.decisions import saves
 from kvledger.lifecycle.decisions.reach import Reach
-from kvledger.lifecycle.handlers import chunked_prefill
+from kvledger.lifecycle.handlers import chunked_prefill, finished
 from kvledger.lifecycle.projections.transfers import JobKind
 from kvledger.lifecycle.states import RequestState
 from mutants.catalogue.parts import decided_otherwise, wrapped
@@ -39,7 +39,7 @@ def last_sampled_token_saved(touch: Touch) -> Sequence[Patch]:
             yield from original(event, record, projections, cause)
 
     original = saves.save_on_finish
-    return [(chunked_prefill, "save_on_finish", save_on_finish)]
+    return [(finished, "save_on_finish", save_on_finish)]
 
 
 @mutant("CHUNK_COMPLETE", "LMCache#653", scene=Worlds())
