@@ -87,11 +87,15 @@ class Output:
             is_unreadable = isinstance(error, OSError) or error.exit_code is ExitCode.DAMAGED
             if not self.tells_many or not is_unreadable:
                 raise
-            reason = unreadable_text(error) if isinstance(error, OSError) else str(error)
-            if self.is_json:
-                self.record("unreadable", {"path": str(path), "reason": reason})
-            self.remark(reason)
-            self.failures.append(ExitCode.DAMAGED)
+            self.unreadable(path, error)
+
+    def unreadable(self, path: Path, error: Exception) -> None:
+        """Name a log that cannot be read; it costs the exit code."""
+        reason = unreadable_text(error) if isinstance(error, OSError) else str(error)
+        if self.is_json:
+            self.record("unreadable", {"path": str(path), "reason": reason})
+        self.remark(reason)
+        self.failures.append(ExitCode.DAMAGED)
 
     def remark(self, text: str) -> None:
         """Something the reader should know that is no result; goes to stderr."""

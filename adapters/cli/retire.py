@@ -53,7 +53,7 @@ def run(arguments: argparse.Namespace, output: Output) -> ExitCode:
     if arguments.max_bytes is None and arguments.max_age is None:
         raise CommandFailed("give --max-bytes, --max-age or both; without a limit everything stays", ExitCode.USAGE)
     try:
-        retired = _retire(arguments.log, arguments)
+        retired = _retire(arguments.log, arguments, output)
     except (LogError, OSError) as error:
         raise CommandFailed(f"{arguments.log}: {error}", ExitCode.DAMAGED) from error
     if output.is_json:
@@ -69,9 +69,15 @@ def run(arguments: argparse.Namespace, output: Output) -> ExitCode:
     return ExitCode.SOUND
 
 
-def _retire(log: Path, arguments: argparse.Namespace) -> list[Retirement]:
+def _retire(log: Path, arguments: argparse.Namespace, output: Output) -> list[Retirement]:
     is_log = log.is_dir() and bool(segment_paths(log))
     if not is_log and not any(segment_paths(child) for child in log.glob("*/")):
         raise CommandFailed(f"{log}: give a log directory, or a directory of logs", ExitCode.USAGE)
     limits = {"max_bytes": arguments.max_bytes, "max_age_seconds": arguments.max_age}
-    return (retire if is_log else retire_logs)(log, **limits, dry_run=arguments.dry_run)
+    if is_log:
+        return retire(log, **limits, dry_run=arguments.dry_run)
+
+    def name(error: OSError | LogError) -> None:
+        output.unreadable(Path(str(getattr(error, "filename", None) or log)), error)
+
+    return retire_logs(log, **limits, dry_run=arguments.dry_run, on_trouble=name)

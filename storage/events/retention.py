@@ -6,10 +6,10 @@ the time since it was last written to. Nothing that is no part of a log is touch
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Final, Literal
 
 import attrs
@@ -20,10 +20,10 @@ from kvledger.storage.events.files import sync_directory
 from kvledger.storage.events.reader import LogReader
 from kvledger.storage.events.retirement import RETIREMENTS_NAME, Retirement, read_retirements, write_retirement
 from kvledger.storage.events.segment_file import SNAPSHOT_SUFFIX, SegmentHeader, read_header, segment_paths
-from kvledger.storage.events.writer_lock import LOCK_NAME, lock_directory
+from kvledger.storage.events.writer_lock import LOCK_NAME, lock_directory, unlock
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Iterable, Iterator
     from pathlib import Path
 
 __all__ = ["Retention", "retire", "retire_logs"]
@@ -38,6 +38,11 @@ _PARTS_OF_A_LOG: Final = (
     LOCK_NAME,
 )
 _RECORDS: Final = (RETIREMENTS_NAME, END_RECORD_NAME)
+Trouble = Callable[[OSError | LogError], None]
+
+
+def _ignore(_error: OSError | LogError) -> None:
+    """Tell nobody."""
 
 
 @attrs.define(eq=False)
@@ -106,7 +111,7 @@ def retire(
         return list(_retire([log], _bytes_of(directory), max_bytes, max_age_seconds, dry_run=dry_run))
     finally:
         if lock is not None:
-            os.close(lock)
+            unlock(lock)
 
 
 def retire_logs(
@@ -116,37 +121,51 @@ def retire_logs(
     max_age_seconds: float | None = None,
     in_use: Path | None = None,
     dry_run: bool = False,
+    on_trouble: Trouble = _ignore,
 ) -> list[Retirement]:
     """Retire the oldest segments of all logs in `log_dir`, until all together keep to both limits.
 
     Closed logs vanish when their last segment goes; `log_dir` keeps the record of that. `in_use` is a log that the
-    caller writes: its last segment stays. Logs that others write are counted and left alone. Raises as `retire`, but
-    for `LogLocked`.
+    caller writes: its last segment stays. Logs that others write are counted and left alone. One that cannot be read or
+    deleted is passed over, after `on_trouble` was given the error.
+
+    Raises:
+        LogDamaged: of all logs that could be retired a segment header is not intact.
+        OSError: `log_dir` itself cannot be read.
+
     """
     locks: list[int] = []
     logs: list[_Log] = []
     num_bytes = 0
     try:
         for directory in sorted(path for path in log_dir.iterdir() if path.is_dir()):
-            num_bytes += _bytes_of(directory)
-            if in_use is not None and directory.samefile(in_use):
-                logs.append(_Log.at(directory, may_vanish=False))
-            elif segment_paths(directory):
-                try:
+            try:
+                num_bytes += _bytes_of(directory)
+                if in_use is not None and directory.samefile(in_use):
+                    logs.append(_Log.at(directory, may_vanish=False))
+                elif segment_paths(directory):
                     locks += [] if dry_run else [lock_directory(directory)]
-                except LogLocked:
-                    continue
-                logs.append(_Log.at(directory, may_vanish=True))
-            elif not dry_run:
-                _finish_vanishing(log_dir, directory)
-        return list(_retire(logs, num_bytes, max_bytes, max_age_seconds, dry_run=dry_run))
+                    logs.append(_Log.at(directory, may_vanish=True))
+                elif not dry_run:
+                    _finish_vanishing(log_dir, directory)
+            except LogLocked:
+                continue
+            except OSError as error:
+                on_trouble(error)
+        return list(_retire(logs, num_bytes, max_bytes, max_age_seconds, dry_run=dry_run, on_trouble=on_trouble))
     finally:
         for lock in locks:
-            os.close(lock)
+            unlock(lock)
 
 
 def _retire(
-    logs: list[_Log], num_bytes: int, max_bytes: int | None, max_age_seconds: float | None, *, dry_run: bool
+    logs: list[_Log],
+    num_bytes: int,
+    max_bytes: int | None,
+    max_age_seconds: float | None,
+    *,
+    dry_run: bool,
+    on_trouble: Trouble | None = None,
 ) -> Iterator[Retirement]:
     now_unix_ns = time.time_ns()
     while True:
@@ -159,15 +178,21 @@ def _retire(
             return
         try:
             retirement = log.describe_oldest("age" if is_old else "size", now_unix_ns)
+            segment = log.segments.popleft()
+            freed = retirement.num_bytes + _size(_snapshot_of(segment))
+            if not dry_run:
+                _delete(log, segment, retirement)
         except LogDamaged:
             logs.remove(log)  # evidence stays
             if not logs:
                 raise
             continue
-        segment = log.segments.popleft()
-        freed = retirement.num_bytes + _size(_snapshot_of(segment))
-        if not dry_run:
-            _delete(log, segment, retirement)
+        except OSError as error:
+            if on_trouble is None:
+                raise
+            logs.remove(log)
+            on_trouble(error)
+            continue
         num_bytes -= freed
         yield retirement
 
@@ -233,7 +258,7 @@ class Retention:
         max_age_seconds: float | None = None,
         *,
         all_logs: bool = False,
-        on_trouble: Callable[[OSError | LogError], None] = lambda _error: None,
+        on_trouble: Trouble = _ignore,
     ) -> None:
         """Set the limits; None: none."""
         self.max_bytes: Final = max_bytes
@@ -267,7 +292,11 @@ class Retention:
         try:
             if self._all_logs:
                 retire_logs(
-                    directory.parent, max_bytes=max_bytes, max_age_seconds=self.max_age_seconds, in_use=directory
+                    directory.parent,
+                    max_bytes=max_bytes,
+                    max_age_seconds=self.max_age_seconds,
+                    in_use=directory,
+                    on_trouble=self._on_trouble,
                 )
             else:
                 log = _Log.at(directory, may_vanish=False)

@@ -34,7 +34,7 @@ from kvledger.storage.events.segment_file import (
     segment_paths,
     write_segment,
 )
-from kvledger.storage.events.writer_lock import lock_directory
+from kvledger.storage.events.writer_lock import lock_directory, unlock
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -149,7 +149,7 @@ class SegmentEventStore:
                     (directory / name).unlink(missing_ok=True)
                 raise
         except BaseException:
-            os.close(lock)
+            unlock(lock)
             raise
 
     @classmethod
@@ -185,7 +185,7 @@ class SegmentEventStore:
             recorded, missing = _recorded_so_far(directory, str(reader.header["log_id"]), end)
             store = cls(directory, lock, reader.header, end, recovery, settings, recorded)
         except BaseException:
-            os.close(lock)
+            unlock(lock)
             raise
         try:
             if missing is not None:
@@ -260,7 +260,7 @@ class SegmentEventStore:
                 self._retention.wait()
             self._record.close()
             os.close(self._descriptor)
-            os.close(self._lock)
+            unlock(self._lock)
 
     def _append(self, kind: int, payload: bytes, num_events: int) -> int:
         offset, first_sequence, chain_hash, _ = self._end

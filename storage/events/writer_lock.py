@@ -13,15 +13,27 @@ from kvledger.storage.events.errors import LogLocked
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = ["LOCK_NAME", "lock_directory"]
+__all__ = ["LOCK_NAME", "lock_directory", "unlock"]
 
 LOCK_NAME = "writer.lock"
 _ATTEMPTS = 5
 _PAUSE_SECONDS = 0.002
+_held: set[int] = set()
+"""Descriptors of this process. A forked child must not keep them: it may outlive the writer, and the log would seem to
+be written for ever. Closing them there does not release the writer's lock."""
+
+
+def _close_inherited() -> None:
+    while _held:
+        with contextlib.suppress(OSError):
+            os.close(_held.pop())
+
+
+os.register_at_fork(after_in_child=_close_inherited)
 
 
 def lock_directory(directory: Path) -> int:
-    """Lock `directory` for writing; return the file descriptor that holds the lock until it is closed.
+    """Lock `directory` for writing, in this process alone; return the descriptor that holds the lock until `unlock`.
 
     Raises:
         LogLocked: another writer holds it, named by its pid.
@@ -41,7 +53,15 @@ def lock_directory(directory: Path) -> int:
     except BaseException:
         os.close(descriptor)
         raise
+    _held.add(descriptor)
     return descriptor
+
+
+def unlock(descriptor: int) -> None:
+    """Let go of a lock; one that was let go of before is left as it is."""
+    if descriptor in _held:
+        _held.discard(descriptor)
+        os.close(descriptor)
 
 
 def _lock(descriptor: int) -> None:

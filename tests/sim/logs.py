@@ -11,6 +11,7 @@ from kvledger.lifecycle import LedgerConfiguration
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.codec import EventDecoder
 from kvledger.storage.events import FrameKind, read_log
+from kvledger.storage.events.writer_lock import unlock
 
 if TYPE_CHECKING:
     from kvledger.adapters.vllm.scheduler_side import SchedulerSide
@@ -70,5 +71,5 @@ def abandon(side: SchedulerSide) -> None:
     store: Any = side.log.store
     segments = store._store
     os.close(segments._descriptor)
-    os.close(segments._lock)
+    unlock(segments._lock)
     segments._closed = store._closed = True

@@ -251,3 +251,23 @@ def test_a_disk_that_is_really_full_takes_the_record_of_what_it_did_not_take(tmp
         assert num_events > 150
 
     run_on_small_disk(disk, 128 << 10, work)
+
+
+def test_a_forked_child_that_outlives_its_writer_does_not_keep_the_log_open(tmp_path: Path) -> None:
+    """As of an engine's process that is killed while a helper process it had forked goes on."""
+    read, write = os.pipe()
+
+    def fork_and_wait() -> None:
+        store = _write(tmp_path / "log", 3)
+        if os.fork() == 0:
+            os.read(read, 1)
+            os._exit(0)
+        assert store.next_sequence == 7
+
+    run_and_kill(fork_and_wait, signal.SIGKILL)
+    try:
+        assert _ending(tmp_path / "log").how is HowEnded.CUT_OFF
+    finally:
+        os.write(write, b".")
+        os.close(read)
+        os.close(write)

@@ -219,6 +219,18 @@ def test_a_damaged_log_is_evidence_and_stays(tmp_path: Path) -> None:
     assert not (tmp_path / "logs" / "sound").exists()
 
 
+def test_a_log_that_cannot_be_read_spoils_the_retention_of_no_other(tmp_path: Path) -> None:
+    """It is passed over and named; the limit is kept with the others."""
+    unreadable = tmp_path / "logs" / "broken"
+    unreadable.mkdir(parents=True)
+    (unreadable / f"{1:020d}.kvlog").symlink_to(unreadable / f"{1:020d}.kvlog")  # too many levels, also for root
+    _closed(tmp_path / "logs" / "sound")
+    errors: list[Exception] = []
+    assert retire_logs(tmp_path / "logs", max_bytes=0, on_trouble=errors.append)
+    assert [type(error) for error in errors] == [OSError]
+    assert not (tmp_path / "logs" / "sound").exists()
+
+
 @pytest.mark.parametrize("moment", ["before", "middle", "after"])
 def test_a_process_killed_while_it_retires_leaves_a_log_that_verifies(tmp_path: Path, moment: str) -> None:
     """At each change of a file: what is gone is recorded, what is there is read, and the next time finishes it."""
