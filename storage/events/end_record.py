@@ -100,7 +100,7 @@ def traces_of_log(directory: Path) -> str:
     Raises `OSError`.
     """
     name = directory.absolute().name
-    if any(each.log == name for each in read_retirements(directory.absolute().parent)):
+    if any(each.log == name for each in read_retirements(directory / os.pardir)):
         return ""
     recorded = read_end_record(directory)
     if recorded is not None:
