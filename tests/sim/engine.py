@@ -209,9 +209,11 @@ class SimulatedEngine:
         self.num_steps = 0
         self._reports_before_saves = reports_before_saves
         self._in_flight: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
-        self._num_executed = self._num_taken_up = 0
-        self._excused: list[dict[int, int]] = [{} for _ in range(num_ranks)]
-        """For each rank what `HashedModel.forward` says of excused blocks."""
+        self._num_executed = 0
+        self.num_steps_taken_up = 0
+        """Steps whose output the scheduler knows."""
+        self._unfilled_in: list[dict[int, int]] = [{} for _ in range(num_ranks)]
+        """For each rank: block -> the last step in which its load failed, or that of what it was computed on."""
         self._max_in_flight = 2 if async_scheduling else 1
 
     @property
@@ -288,8 +290,8 @@ class SimulatedEngine:
             self.num_steps_with_failed_loads += 1
             if not self.scheduler.recompute_kv_load_failures:
                 self.may_fail.update(transferred.failed_recving or (), self.holders(transferred.invalid_block_ids))
-        self._num_taken_up += 1
         outputs = self.scheduler.update_from_output(*self._in_flight.popleft())
+        self.num_steps_taken_up += 1
         for engine_outputs in outputs.values():
             for output in engine_outputs.outputs:
                 self.outputs[output.request_id].extend(output.new_token_ids)
@@ -310,7 +312,14 @@ class SimulatedEngine:
     @property
     def excused_blocks(self) -> Collection[int]:
         """Blocks of the first rank that are wrong without the scheduler's being able to know."""
-        return [block_id for block_id, step in self._excused[0].items() if step >= self._num_taken_up]
+        return self._excused(self._unfilled_in[0])
+
+    def unfilled_in(self, block_id: int) -> int:
+        """The step in which the first rank last failed to fill a block; -1 for one that never failed."""
+        return self._unfilled_in[0].get(block_id, -1)
+
+    def _excused(self, unfilled_in: dict[int, int]) -> dict[int, int]:
+        return {block_id: step for block_id, step in unfilled_in.items() if step >= self.num_steps_taken_up}
 
     def drain(self) -> None:
         """Take up the outputs of all steps in flight."""
@@ -343,10 +352,10 @@ class SimulatedEngine:
 
     def _execute(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
         outputs: list[ModelRunnerOutput | None] = []
-        for worker, model, excused in zip(self.workers, self.models, self._excused, strict=True):
-            for block_id in [block_id for block_id, step in excused.items() if step < self._num_taken_up]:
-                del excused[block_id]
+        for worker, model, unfilled_in in zip(self.workers, self.models, self._unfilled_in, strict=True):
+            excused = self._excused(unfilled_in)
             outputs.append(self._execute_on(worker, model, scheduler_output, excused))
+            unfilled_in.update(excused)
         self._num_executed += 1
         output = self._aggregator.aggregate(outputs) if len(outputs) > 1 else outputs[0]
         assert output is not None

@@ -45,6 +45,7 @@ class Neighbour(KVConnectorBase_V1, SupportsHMA):
         self._failure_share: float = options.get("failure_share", 0.0)
         self._rng = random.Random(options.get("seed"))
         self._block_size: int = vllm_config.cache_config.block_size
+        self._served: set[tuple[str, int]] = set()
         self._pending: list[Any] = []
         self._coming: list[list[Any]] = []
         self._failed_block_ids: set[int] = set()
@@ -55,7 +56,11 @@ class Neighbour(KVConnectorBase_V1, SupportsHMA):
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
         """The hit beyond what is computed."""
-        if not request.request_id.startswith("theirs"):
+        # Once a life is enough. Offered again after it failed, an asynchronous load may have to wait for blocks that
+        # requests behind it in the queue hold, which wait for it: 0.32 never schedules anybody then
+        # (`v1/core/sched/scheduler.py`, kv_holding_waiting and _inflight_prefill_reserved_blocks).
+        was_served = (request.request_id, request.num_preemptions) in self._served
+        if was_served or not request.request_id.startswith("theirs"):
             return 0, False
         num_tokens = min(self._num_tokens, request.num_tokens - 1) - num_computed_tokens
         return max(0, num_tokens), num_tokens > 0 and self._num_steps > 0
@@ -66,6 +71,7 @@ class Neighbour(KVConnectorBase_V1, SupportsHMA):
             end = min(self._num_tokens, request.num_tokens - 1)
             tokens = tuple(request.all_token_ids[:end])
             table = tuple(blocks.get_block_ids()[0])
+            self._served.add((request.request_id, request.num_preemptions))
             self._pending.append((request.request_id, tokens, table, end - num_external_tokens, end))
 
     def build_connector_meta(self, scheduler_output: Any) -> Fill:  # noqa: ARG002 -- vLLM's signature
@@ -73,8 +79,13 @@ class Neighbour(KVConnectorBase_V1, SupportsHMA):
         loads, self._pending = tuple(self._pending), []
         return Fill(loads)
 
-    def request_finished_all_groups(self, request: Any, block_ids: Any) -> tuple[bool, None]:  # noqa: ARG002
+    def request_finished_all_groups(
+        self,
+        request: Any,
+        block_ids: Any,  # noqa: ARG002 -- vLLM's signature
+    ) -> tuple[bool, None]:
         """It saves nothing, so no blocks are kept for it."""
+        self._served -= {entry for entry in self._served if entry[0] == request.request_id}
         return False, None
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:

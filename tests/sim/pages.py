@@ -1,9 +1,9 @@
 """Looks at the pages of every copy at the moment it is made, with the tokens in hand that they must belong to.
 
 Wrong KV in the host pool is seen here even if nobody ever loads it. What is wrong is kept and told after the step,
-because a worker takes an exception in a copy for a failed copy. One thing nobody can know when a copy is made: that in
-this very step, or in one still in flight, the load of its blocks has failed. Such a save may be made, but it must not
-be taken up as done. Durations are replaced, so that no clock but the world's reaches the log.
+because a worker takes an exception in a copy for a failed copy. One thing nobody can know when a save is decided:
+that in a step still in flight the load of its blocks has failed. Such a save may be made, but it must not be taken up
+as done. Durations are replaced, so that no clock but the world's reaches the log.
 """
 
 from __future__ import annotations
@@ -46,6 +46,8 @@ class PageWatch:
         self._truth_of = truth_of
         self._expected: dict[tuple[tuple[int, ...], tuple[int, ...]], deque[_Expected]] = {}
         self.wrong: list[str] = []
+        self._issued_in: dict[int, int] = {}
+        """Saves that have not been made -> steps that the scheduler knew of when they were decided."""
         self._unusable: dict[int, str] = {}
         """Saves that nobody could know to be wrong when they were made -> what is wrong."""
         self.num_pages_checked = 0
@@ -65,7 +67,9 @@ class PageWatch:
         def observe_and_judge(event: e.Event) -> list[e.Event]:
             decisions = observe(event)
             for decision in decisions:
-                if isinstance(decision, e.SaveCompleted) and decision.job_id in self._unusable:
+                if isinstance(decision, e.SaveIssued | e.TailSaveIssued):
+                    self._issued_in[decision.job_id] = engine.num_steps_taken_up
+                elif isinstance(decision, e.SaveCompleted) and decision.job_id in self._unusable:
                     self.wrong.append(f"job {decision.job_id} is taken up as saved: {self._unusable[decision.job_id]}")
             return decisions
 
@@ -137,11 +141,11 @@ class PageWatch:
         return watched
 
     def _without_unusable(self, job_id: int, pages: Pages) -> Pages:
-        excused = set(self._engine.excused_blocks)
+        issued_in = self._issued_in.pop(job_id, 0)
         right = {}
         for (block_id, slot), expected in pages.items():
             page = next(iter(self._kv_caches.values()))[block_id, 0, : len(expected), 0]
-            if block_id in excused and not torch.equal(page, expected):
+            if self._engine.unfilled_in(block_id) >= issued_in and not torch.equal(page, expected):
                 self._unusable[job_id] = f"block {block_id} (slot {slot}) held what a failed load left there"
             else:
                 right[block_id, slot] = expected
