@@ -33,10 +33,6 @@ class Liveness:
         self._silent_since = 0
         """No job is silent since an earlier step: who was issued or asked after since is not looked at before."""
 
-    def begin(self, projections: Projections) -> None:
-        """Take over which jobs were overdue."""
-        self._overdue = self._find_overdue(projections)
-
     def checks(self, indices: Indices) -> Iterable[tuple[type[e.Event], Check]]:
         """By class of event."""
         self._jobs, self._max_silent_steps = indices.jobs, indices.configuration.max_silent_steps

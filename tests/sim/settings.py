@@ -58,7 +58,7 @@ DIMENSIONS = (
 )
 """What a world may be widened by, each drawn apart; see `widen`."""
 
-DEFAULT_DIMENSIONS: frozenset[str] = frozenset()
+DEFAULT_DIMENSIONS = frozenset(DIMENSIONS) - {"failing loads"}
 """Those whose findings are mended."""
 
 

@@ -31,6 +31,7 @@ from sim.pages import PageWatch
 from sim.settings import DEFAULT_DIMENSIONS, MAX_MODEL_LEN, draw, widen
 from sim.tiny_model import VOCABULARY_SIZE
 from sim.truth import Truth
+from sim.vllm_mended import withdraw_what_is_not_computed
 
 MAX_ALIVE = 14
 MAX_STEPS = 4000
@@ -298,6 +299,8 @@ class World:
                 kv_transfer={"kv_load_failure_policy": settings.load_failure_policy},
                 **extra,
             )
+        if settings.policy == "priority":
+            withdraw_what_is_not_computed(engine.scheduler)
         self.cached_blocks = CachedBlocks(engine)
         self._set_weights()
         self.meter.attach(engine.scheduler)

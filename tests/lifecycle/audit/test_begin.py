@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 import msgspec
 import pytest
-from lifecycle_driver import Walk
+from lifecycle_driver import MemorySink, Walk
 
-from kvledger.lifecycle import LedgerConfiguration
+from kvledger.lifecycle import Ledger, LedgerConfiguration
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit import Audit
 from kvledger.lifecycle.audit.registry import all_checkers
@@ -106,6 +106,32 @@ def test_what_breaks_behind_the_cut_is_found_there(seed: int, chunk_size: int, b
     assert num_found > 10 * num_missed
 
 
+def test_a_job_that_is_asked_after_in_the_first_step_behind_the_cut_is_asked_in_time() -> None:
+    """Between two steps enough time may pass for a job to be overdue; nobody could ask after it before the next one."""
+    configuration = LedgerConfiguration(block_size=16, chunk_size=16, num_slots=8, max_silent_steps=1, max_silent_ms=5)
+    sink = MemorySink()
+    ledger = Ledger(configuration, sink)
+    first = [
+        e.RequestArrived("a", 0, 32, 1),
+        e.ChunkKeysObserved("a", 0, (b"one", b"two")),
+        e.LookupRequested("a", 0, 32, 2),
+        e.BlocksAllocated("a", (1, 2), 0, 3),
+        e.StepScheduled(0, 32, ((0, 0, 32, 32),), (), (), ((0, 0, 32),), 4),
+        *(e.StepScheduled(step, 0, (), (), (), (), 4 + step) for step in (1, 2, 3)),
+        e.RequestArrived("b", 1, 32, 10_000_000),
+    ]
+    for event in first:
+        ledger.observe(event)
+    cut = ledger.next_sequence - 1
+    start = restore(capture(ledger.projections), configuration)
+    asked = ledger.observe(e.StepScheduled(4, 0, (), (), (), (), 10_000_001))
+    assert [type(decision) for decision in asked] == [e.TransferAwaited]
+    ledger.commit()
+    events = [event for _, event in sink.events()]
+    assert _audit(events, configuration).violations == []
+    assert _audit(events, configuration, cut, start).violations == []
+
+
 _NOTHING_TO_TAKE_OVER = {
     "LEGAL_TRANSITION", "SRC_BLOCK_OWNED", "RECORDED",  # remember nothing
     "EXTERNAL_ZERO_NO_LOAD", "FINISH_IS_LAST", "PIN_BALANCE",  # remember an observation for its own decisions
@@ -114,6 +140,7 @@ _NOTHING_TO_TAKE_OVER = {
     # What they do not know they do not judge.
     "LAST_TOKEN", "TOKEN_CONSERVATION", "DELAY_FREE_CONTRACT", "TABLE_EQ", "RESUME_COVERS_OUTPUT", "ROLLBACK_OBSERVED",
     "KEY_IDENTITY",
+    "LIVENESS",  # the first step tells who is overdue; the time of what came before it could be later than its own
 }  # fmt: skip
 
 
