@@ -313,6 +313,9 @@ class World:
                 self.worker_side._overlapping = VirtualOverlap(self.worker_side._engine, self.clock, rng)
             self.copies = Copies(self.worker_side)
             self.pages = PageWatch(engine, lambda ordinal: self._by_ordinal[ordinal].truth)
+            if self.log_dir is not None:
+                store: Any = self.side.log.store
+                store._clock = lambda: self.clock.now_ns / 1e9  # a disk is tried again by time, too
             engine.on_output = self._pass_through_faults
             engine.before_update = self._let_faults_act
             for fault in self.faults:
