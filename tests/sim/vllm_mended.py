@@ -40,3 +40,19 @@ def withdraw_what_is_not_computed(scheduler: Any) -> None:
             )
 
     scheduler.schedule, scheduler._preempt_request = schedule_and_remember, preempt_and_withdraw
+
+
+def is_stranded(scheduler: Any) -> bool:
+    """Whether nobody will ever be scheduled again, because of the order of vLLM's queue (vllm#57841, #45388).
+
+    The first of those that hold blocks has given its own back and cannot get as many again; those behind it, whose
+    loads have come, are not looked at (`v1/core/sched/scheduler.py`, schedule, breaks at the first that does not fit).
+    """
+    tables = scheduler.kv_cache_manager.get_block_ids
+    first, *behind = [request.request_id for request in scheduler.kv_holding_waiting] or [""]
+    return (
+        not scheduler.running
+        and bool(first)
+        and not any(tables(first))
+        and any(request_id in scheduler.finished_recving_kv_req_ids for request_id in behind)
+    )
