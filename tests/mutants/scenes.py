@@ -94,7 +94,7 @@ class Worlds:
         if self.num_slots is not None:
             connector["host_bytes"] = block_bytes(BLOCK_SIZE) * self.num_slots
         with _unwatched_world(), _replaced(worlds, "draw_faults", lambda _seed: self.faults):
-            world = worlds.World(seed, connector=connector, **dict(self.settings))
+            world = worlds.World(seed, dimensions=(), connector=connector, **dict(self.settings))
             with world:
                 told(lambda: world.side.ledger.next_sequence)
                 ended_by = _to_the_end(lambda: _live(world))

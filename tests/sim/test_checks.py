@@ -52,7 +52,7 @@ def calm_world(faults: frozenset[str] = frozenset(), **changes: Any) -> World:
         "enable_prefix_caching": False,
         "connector": ROOMY,
     }
-    return World(3, faults=faults, **{**settings, **changes})
+    return World(3, faults=faults, dimensions=(), **{**settings, **changes})
 
 
 @pytest.fixture
@@ -242,7 +242,7 @@ def test_a_loss_that_is_not_told_is_seen() -> None:
 def _world_with_files() -> World:
     """A calm world whose only fault is a disk that could be full, with a seed that never lets it be."""
     for seed in range(200):
-        world = World(seed, faults=frozenset({"stalling disk"}), num_steps=60)
+        world = World(seed, faults=frozenset({"stalling disk"}), dimensions=(), num_steps=60)
         if world.faults:
             world.faults[0]._share = 0
             return world
