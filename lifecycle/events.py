@@ -488,6 +488,10 @@ class LogNote(Event, frozen=True):
     time_ns: int
 
 
+LOG_BEFORE = "the log before, "
+"""Begins the note of a start which did not find the log before closed and whole."""
+
+
 @observation("window.left")
 class WindowLeft(RequestEvent, frozen=True):
     """Told before a step or the request's end: what its windows see no more is freed now, intact until the forward.

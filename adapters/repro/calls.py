@@ -121,7 +121,7 @@ class _Grouping:
             if event.text == "connector shut down":
                 self._call("shutdown", sequence, "", event, 1)
             else:
-                if event.text != "connector started":
+                if event.text != "connector started" and not event.text.startswith(e.LOG_BEFORE):
                     self.left_over.append((sequence, event))
                 self._at += 1
         else:

@@ -17,6 +17,7 @@ from kvledger.adapters.vllm.messages import messages
 from kvledger.adapters.vllm.snapshots import LogSnapshots
 from kvledger.lifecycle import ConfigurationError, HandlerRegistry, LedgerConfiguration
 from kvledger.lifecycle.codec import vocabulary_header
+from kvledger.lifecycle.events import LOG_BEFORE
 from kvledger.lifecycle.machine import table_fingerprint
 from kvledger.storage.events import (
     BacklogEventStore,
@@ -148,9 +149,9 @@ def _remarks_on_last(log_dir: Path) -> tuple[str, ...]:
                     log=str(directory),
                     detail=ending.missing.detail,
                 )
-                return (f"the end of the log before, {directory.name}, is missing: {ending.missing.detail}",)
+                return (f"{LOG_BEFORE}{directory.name}, lacks its end: {ending.missing.detail}",)
             if ending.how is HowEnded.CUT_OFF:
-                return (f"the log before, {directory.name}, was cut off: its process ended without closing it",)
+                return (f"{LOG_BEFORE}{directory.name}, was cut off: its process ended without closing it",)
             if ending.how is not HowEnded.OPEN:
                 break
     return ()

@@ -18,7 +18,7 @@ from kvledger.adapters.vllm.worker_side import WorkerSide
 from kvledger.lifecycle import decider
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.decisions import saves
-from kvledger.lifecycle.handlers import chunked_prefill
+from kvledger.lifecycle.handlers import finished
 from kvledger.lifecycle.projections.chunk_index import ChunkIndex
 from kvledger.lifecycle.projections.tails import Tails
 from kvledger.lifecycle.projections.transfers import JobKind
@@ -43,7 +43,7 @@ def _call_failed_copies_done(job: Any, projections: Any, cause: int) -> Iterator
 
 MUTANTS: dict[str, tuple[Any, str, Callable[..., Any], str]] = {
     "the token sampled last is saved though nobody computed it (vllm#54193)": (
-        chunked_prefill,
+        finished,
         "save_on_finish",
         _save_one_token_too_many,
         "wrong",

@@ -92,6 +92,14 @@ def test_a_call_goes_on_without_keys() -> None:
     assert calls_of(failed("chunk_keys", "r"), LOOKUP) == [("get_num_new_matched_tokens", 2)]
 
 
+def test_what_a_start_says_of_the_log_before_belongs_to_no_call() -> None:
+    """It depends on what lies in `log_dir`; any other note is named as not re-enacted."""
+    before, other = e.LogNote(f"{e.LOG_BEFORE}logs/1, was cut off", 0), e.LogNote("declined: why", 0)
+    calls, left_over = hook_calls([(1, e.LogNote("connector started", 0)), (2, before), (3, other), (4, LOOKUP)])
+    assert [call.hook for call in calls] == ["get_num_new_matched_tokens"]
+    assert left_over == [(3, other)]
+
+
 def test_an_incident_ends_with_the_call_in_which_it_happened() -> None:
     """A decision about a preemption is made in the middle of a step's call, which is made whole."""
     observations = [(1, LOOKUP), (3, preempted("a")), (9, STEP), (12, LOOKUP)]

@@ -76,7 +76,7 @@ def test_a_disk_that_stays_full_until_the_engine_is_killed_is_known_afterwards(
     assert missing["first_sequence"] + missing["num_events"] == 20 + 759 + 1
     assert missing["num_events"] > 500
     assert missing["detail"].endswith("could not be written: [Errno 28] No space left on device")
-    assert remarks == [f"the end of the log before, {name}, is missing: {missing['detail']}"]
+    assert remarks == [f"the log before, {name}, lacks its end: {missing['detail']}"]
 
 
 def test_people_are_told_where_what_waits_and_when_it_is_written_again(
@@ -159,7 +159,7 @@ def test_a_directory_that_cannot_be_read_does_not_hide_the_log_before(tmp_path: 
     second = _open(tmp_path)
     second.close()
     assert len(second.remarks) == 1
-    assert "is missing" in second.remarks[0]
+    assert "lacks its end" in second.remarks[0]
 
 
 def test_a_start_notes_a_newest_segment_that_is_gone_and_reads_none_where_nothing_is_doubtful(tmp_path: Path) -> None:
@@ -174,7 +174,7 @@ def test_a_start_notes_a_newest_segment_that_is_gone_and_reads_none_where_nothin
     assert _remarks(tmp_path) == ()
     newest.unlink()
     (remark,) = _remarks(tmp_path)
-    assert remark.startswith(f"the end of the log before, {log.directory.name}, is missing: log.end speaks of it; ")
+    assert remark.startswith(f"the log before, {log.directory.name}, lacks its end: log.end speaks of it; ")
     newest.write_bytes(whole)
     assert _remarks(tmp_path) == ()
 
