@@ -143,6 +143,12 @@ class Journal:
         """Record that what was decided does not leave; with a rule, it is what that would have broken."""
         self.observe(e.DecisionWithheld(request_id, rule, detail, self.now()))
 
+    def give_up(self, jobs: Sequence[Job], error: str) -> None:
+        """Report jobs that could not be handed out; one that waits for another is none of them."""
+        for job in jobs:
+            if not isinstance(job, e.TransferAwaited):
+                self._fail(job, error)
+
     def _fail(self, job: _PageJob, error: str) -> None:
         """Report a job that no worker is given, in the place of all of them."""
         ranks = tuple(range(self.configuration.num_ranks))

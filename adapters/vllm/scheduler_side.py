@@ -21,7 +21,7 @@ from kvledger.adapters.vllm.journal import Journal
 from kvledger.adapters.vllm.metadata import JobReport, StepJobs, WorkerReports, WorkerStart
 from kvledger.adapters.vllm.noticing import Noticing
 from kvledger.adapters.vllm.prefix_cache import PrefixCache
-from kvledger.adapters.vllm.step_jobs import NO_JOBS, step_jobs
+from kvledger.adapters.vllm.step_jobs import NO_JOBS, no_copies, step_jobs
 from kvledger.adapters.vllm.step_reader import StepReader
 from kvledger.lifecycle import HandlerRegistry, Ledger, LedgerConfiguration, RequestState
 from kvledger.lifecycle import events as e
@@ -251,7 +251,13 @@ class SchedulerSide:
     @guarded(default=NO_JOBS, hook_name="build_connector_meta")
     def _hand_out(self) -> StepJobs:
         undeliverable, self._undeliverable = self._undeliverable, []
-        return step_jobs(self.journal.take_jobs(), undeliverable, self.journal.deliveries)
+        jobs = self.journal.take_jobs()
+        try:
+            return step_jobs(jobs, undeliverable, self.journal.deliveries)
+        except Exception as error:  # noqa: BLE001 -- the scheduler counts on these jobs: each is reported as failed
+            self.hook_failed("build_connector_meta", "", error)
+            self.journal.give_up(jobs, "build_connector_meta failed")
+        return no_copies(jobs, undeliverable, self.journal.deliveries)
 
     @guarded(default=None)
     def _record_step(self, scheduler_output: SchedulerOutput) -> None:

@@ -42,6 +42,21 @@ def step_jobs(jobs: Sequence[Job], undeliverable: Sequence[int], deliveries: Del
     )
 
 
+def no_copies(jobs: Sequence[Job], undeliverable: Sequence[int], deliveries: Deliveries) -> StepJobs:
+    """What goes out with a step for which `step_jobs` failed: copies under way are waited for, none begins.
+
+    Blocks that a load within the step was to fill are reported with those in `undeliverable`.
+    """
+    awaited = [job for job in jobs if isinstance(job, e.TransferAwaited)]
+    loads = [job for job in jobs if isinstance(job, e.LoadIssued) and not job.is_async]
+    return StepJobs(
+        awaited=tuple(job.job_id for job in awaited),
+        undeliverable_block_ids=(*undeliverable, *(block_id for job in loads for block_id in job.block_ids)),
+        failed_loads=deliveries.take_failed(),
+        finished_saves=deliveries.take_sent(),
+    )
+
+
 def _page_jobs(jobs: Iterable[e.LoadIssued | e.SaveIssued | e.TailSaveIssued]) -> tuple[PageJob, ...]:
     return tuple(_page_job(job) for job in jobs)
 

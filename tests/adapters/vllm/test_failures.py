@@ -19,6 +19,7 @@ import pytest
 from processes import forked
 from sim.broken_copies import BROKEN, break_copies
 from sim.modes import transfers_within_and_beside
+from sim.slow_copies import delay
 
 from kvledger.adapters.vllm import scheduler_side
 from kvledger.lifecycle import HandlerRegistry, StateHandler
@@ -568,13 +569,68 @@ def test_a_report_that_comes_twice(make_engine: Any) -> None:
     engine.check_released()
 
 
-def test_jobs_that_cannot_be_handed_out(make_engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is raised into vLLM: a job that never reached a worker is asked after, and then given up."""
-    engine = small(make_engine, replays=False, max_silent_steps=8)
+@pytest.mark.parametrize("num_failures", [1, 10_000])
+@pytest.mark.parametrize(("load_mode", "async_scheduling"), [("sync", False), ("async", False), ("async", True)])
+@pytest.mark.parametrize("save_mode", ["sync", "async"])
+def test_jobs_that_cannot_be_handed_out(
+    make_engine: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    num_failures: int,
+    async_scheduling: bool,
+    load_mode: str,
+    save_mode: str,
+) -> None:
+    """They are reported as failed in the same step: blocks that a load was to fill, its request, and every save."""
+    engine = small(
+        make_engine,
+        replays=False,
+        async_scheduling=async_scheduling,
+        load_mode=load_mode,
+        save_mode=save_mode,
+        max_silent_steps=1000,
+    )
+    if save_mode == "async":
+        delay(engine)
+    original, lost = scheduler_side.step_jobs, []
+
+    def fail_with_a_load(jobs: Any, *arguments: Any) -> Any:
+        if any(isinstance(job, e.LoadIssued) for job in jobs) and len(lost) < num_failures:
+            lost.append([job.job_id for job in jobs if not isinstance(job, e.TransferAwaited)])
+            raise RuntimeError(BROKEN)
+        return original(jobs, *arguments)
+
+    monkeypatch.setattr(scheduler_side, "step_jobs", fail_with_a_load)
     crowd(engine)
-    for _ in range(5):
-        engine.step()
-    monkeypatch.setattr(scheduler_side, "step_jobs", raise_once(scheduler_side.step_jobs, lambda jobs, *_: bool(jobs)))
     serve(engine)
-    assert [failed.hook for failed in engine.logged(e.HookFailed)] == ["build_connector_meta"]
+    assert lost
+    assert [failed.hook for failed in engine.logged(e.HookFailed)] == ["build_connector_meta"] * len(lost)
+    settled = engine.logged(e.LoadFailed, e.SaveFailed)
+    assert {failed.job_id for failed in settled} >= {job_id for job_ids in lost for job_id in job_ids}
+    assert {failed.error for failed in engine.logged(e.LoadFailed)} == {
+        f"{e.NOT_HANDED_OUT}build_connector_meta failed"
+    }
+    assert not engine.logged(e.InvariantViolated)
     engine.check_released()
+
+
+@pytest.mark.parametrize("enable_prefix_caching", [False, True])
+@pytest.mark.parametrize("disabled", [False, True])
+def test_no_step_can_be_handed_out_any_more(
+    make_engine: Any, monkeypatch: pytest.MonkeyPatch, enable_prefix_caching: bool, disabled: bool
+) -> None:
+    """However long that lasts, copies under way are waited for and requests are served, also without a ledger."""
+    engine = small(
+        make_engine, replays=False, enable_prefix_caching=enable_prefix_caching, load_mode="async", save_mode="async"
+    )
+    delay(engine)
+    crowd(engine)
+    preempt(engine)
+    if disabled:
+        engine.connector.scheduler_side.journal._stand_aside()
+
+    def fail(*_: Any) -> Any:
+        raise RuntimeError(BROKEN)
+
+    monkeypatch.setattr(scheduler_side, "step_jobs", fail)
+    serve(engine)
+    assert not engine.connector.has_pending_push_work()
