@@ -353,9 +353,7 @@ class SimulatedEngine:
     def _execute(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
         outputs: list[ModelRunnerOutput | None] = []
         for worker, model, unfilled_in in zip(self.workers, self.models, self._unfilled_in, strict=True):
-            excused = self._excused(unfilled_in)
-            outputs.append(self._execute_on(worker, model, scheduler_output, excused))
-            unfilled_in.update(excused)
+            outputs.append(self._execute_on(worker, model, scheduler_output, unfilled_in))
         self._num_executed += 1
         output = self._aggregator.aggregate(outputs) if len(outputs) > 1 else outputs[0]
         assert output is not None
@@ -368,7 +366,7 @@ class SimulatedEngine:
         worker: KVConnectorBase_V1 | None,
         model: HashedModel,
         scheduler_output: SchedulerOutput,
-        excused: dict[int, int],
+        unfilled_in: dict[int, int],
     ) -> ModelRunnerOutput:
         if worker is None:
             model.update_states(scheduler_output)
@@ -382,8 +380,10 @@ class SimulatedEngine:
             worker.start_load_kv(None)  # type: ignore[arg-type]
         output = KVConnectorOutput()
         failed = worker.get_block_ids_with_load_errors()
-        excused.update(dict.fromkeys(failed, self._num_executed))
+        unfilled_in.update(dict.fromkeys(failed, self._num_executed))
+        excused = self._excused(unfilled_in)
         request_ids, sampled = model.forward(scheduler_output, excused)
+        unfilled_in.update(excused)
         if not scheduler_output.has_sync_kv_loads:
             worker.start_load_kv(None)  # type: ignore[arg-type]
         # With a drafter the forward is followed by the drafter's, and saves by that: what they did is told a step later

@@ -251,7 +251,7 @@ class World:
                 assert life.outputs[life.num_right_outputs :] == right, f"{life.request_id} got a wrong token"
                 life.num_right_outputs = num_outputs
             reason = self.engine.finish_reasons.pop(life.request_id, "")
-            life.is_failed = reason == "error" and life.request_id in self.engine.may_fail
+            life.is_failed |= reason == "error" and life.request_id in self.engine.may_fail
         self.cached_blocks.look(self.alive)
 
     def _arrivals(self) -> None:
