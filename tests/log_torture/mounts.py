@@ -52,10 +52,13 @@ def fill(directory: Path) -> Path:
 
 def _mount(mount_point: Path, num_bytes: int) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
-    user, flags = os.getuid(), _CLONE_NEWNS if os.geteuid() == 0 else _CLONE_NEWNS | _CLONE_NEWUSER
+    user, group = os.getuid(), os.getgid()
+    flags = _CLONE_NEWNS if os.geteuid() == 0 else _CLONE_NEWNS | _CLONE_NEWUSER
     _check(libc.unshare(flags))
     if flags & _CLONE_NEWUSER:
         Path("/proc/self/uid_map").write_text(f"0 {user} 1")
+        Path("/proc/self/setgroups").write_text("deny")  # without that nobody but root may map a group
+        Path("/proc/self/gid_map").write_text(f"0 {group} 1")  # no file is made for one that is not mapped
     _check(libc.mount(b"none", b"/", None, _MS_REC | _MS_PRIVATE, None))
     _check(libc.mount(b"none", os.fsencode(mount_point), b"tmpfs", 0, b"size=%d" % num_bytes))
 

@@ -144,7 +144,7 @@ def make_speculating(make_engine: Any, monkeypatch: pytest.MonkeyPatch) -> MakeS
             patch.setattr(
                 sim_engine,
                 "HashedModel",
-                lambda num_blocks, block_size, _windows: DraftingModel(
+                lambda num_blocks, block_size, *_more: DraftingModel(
                     num_blocks, block_size, random.Random(seed), share_right
                 ),
             )

@@ -49,6 +49,9 @@ def read_only_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Call
     @contextlib.contextmanager
     def read_only() -> Iterator[None]:
         is_root = os.geteuid() == 0
+        files = [path for path in tmp_path.iterdir() if path.is_file()]
+        for file in files:
+            file.chmod(0o444)  # to be no more the owner's than the directory is
         tmp_path.chmod(0o555)
         if is_root:
             os.seteuid(_NOBODY)
@@ -58,6 +61,8 @@ def read_only_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Call
             if is_root:
                 os.seteuid(0)
             tmp_path.chmod(0o755)
+            for file in files:
+                file.chmod(0o644)
 
     return read_only
 
