@@ -70,6 +70,7 @@ def _scheduler_overhead(arguments: argparse.Namespace) -> bool:
             "schedule_added": round(timing.schedule_us / base.schedule_us - 1, 4),
             "update_us": round(timing.update_us, 1),
             "update_added": round(timing.update_us / base.update_us - 1, 4),
+            "log_bytes": round(timing.log_bytes),
         }
         for timing in timings
     ]
@@ -79,7 +80,7 @@ def _scheduler_overhead(arguments: argparse.Namespace) -> bool:
         print(json.dumps({"requests": arguments.requests, "steps": arguments.steps, "rows": rows, "within": within}))
         return within
     table = Table(title=f"{arguments.requests} decoding requests, block 16, medians of {arguments.steps} steps")
-    for column in ("connector", "schedule() µs", "added", "update_from_output() µs", "added"):
+    for column in ("connector", "schedule() µs", "added", "update_from_output() µs", "added", "log B a step"):
         table.add_column(column, justify="left" if column == "connector" else "right")
     for row in rows:
         table.add_row(
@@ -88,6 +89,7 @@ def _scheduler_overhead(arguments: argparse.Namespace) -> bool:
             f"{float(row['schedule_added']):+.1%}",
             f"{row['update_us']}",
             f"{float(row['update_added']):+.1%}",
+            str(row["log_bytes"]),
         )
     console = Console()
     console.print(table)

@@ -47,11 +47,12 @@ STEPS_PER_TURN = 20
 
 @attrs.frozen
 class Timing:
-    """Medians in microseconds."""
+    """Medians in microseconds, and what a step added to the event log on the average; 0 where there is none."""
 
     name: str
     schedule_us: float
     update_us: float
+    log_bytes: float
 
 
 def report_all_done(metadata: KVConnectorMetadata | None) -> KVConnectorWorkerMetadata | None:
@@ -110,6 +111,7 @@ class Contender:
             self.step()
         self.schedule_ns.clear()
         self.update_ns.clear()
+        self._log_bytes_before = self._log_bytes()
 
     def step(self) -> None:
         """One engine step; only the two scheduler calls are timed."""
@@ -140,7 +142,16 @@ class Contender:
 
     def timing(self) -> Timing:
         """The medians so far."""
-        return Timing(self.name, statistics.median(self.schedule_ns) / 1000, statistics.median(self.update_ns) / 1000)
+        return Timing(
+            self.name,
+            statistics.median(self.schedule_ns) / 1000,
+            statistics.median(self.update_ns) / 1000,
+            (self._log_bytes() - self._log_bytes_before) / len(self.schedule_ns),
+        )
+
+    def _log_bytes(self) -> int:
+        side = getattr(self.scheduler.connector, "scheduler_side", None)
+        return sum(path.stat().st_size for path in side.log.directory.iterdir()) if hasattr(side, "log") else 0
 
 
 def contenders(log_dir: Path) -> dict[str, dict[str, Any] | None]:

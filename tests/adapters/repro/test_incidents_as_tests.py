@@ -141,6 +141,26 @@ def test_without_the_mistake_no_incident_comes_back(generated: Path, mistakes: A
     assert {name: set(found) for name, found in ended.items()} == {name: {"PASSED"} for name in mistakes.ALL}
 
 
+def test_the_cause_comes_before_what_was_withheld_because_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """LMCache#2158 in a handler: the answer that is not pure first, then that vLLM could not have taken it."""
+    monkeypatch.syspath_prepend(str(TESTS.parent / "docs" / "examples"))
+    handlers = ["cached_answer:CachedAnswer"]
+    caching = {"enable_prefix_caching": True, "chunk_size": 32, "block_size": 32, "handlers": handlers}
+    engine = SimulatedEngine(num_blocks=40, host_bytes=1 << 24, **caching)
+    for number in range(20):
+        engine.add(f"request {number}", range(100 * number, 107 * number + 150), 60)
+    engine.run()
+    side = engine.connector.scheduler_side
+    side.ledger.commit()
+    log = read_end(side)
+    engine.shutdown()
+    withheld = {event.request_id for _, event in log.events if isinstance(event, e.DecisionWithheld)}
+    assert withheld
+    for request_id in withheld:
+        incidents = find_incidents(log.configuration, log.events, request_id, handlers).incidents
+        assert [incident.rule for incident in incidents][:2] == ["LOOKUP_PURE", "VLLM_CONTRACT"]
+
+
 def test_generated_files_can_go_into_a_test_suite(generated: Path) -> None:
     """Formatted as the project is, and without complaints of its linter."""
     project = TESTS.parent / "pyproject.toml"
