@@ -71,15 +71,18 @@ def sampling(max_tokens: int) -> Any:
 
 @contextmanager
 def running_engine(
-    model: Path, workload: Workload, log_dir: Path | None = None, **extra_config: Any
+    model: Path, workload: Workload, log_dir: Path | None = None, *, policy: str = "recompute", **extra_config: Any
 ) -> Iterator[RunningEngine]:
-    """An engine with our connector that logs under `log_dir`, or without a connector where that is None."""
+    """An engine with our connector that logs under `log_dir`, or without a connector where that is None.
+
+    `policy` is vLLM's `kv_load_failure_policy`.
+    """
     from vllm.distributed import cleanup_dist_env_and_memory
 
     transfer = None
     if log_dir is not None:
         extra_config = {"chunk_size": workload.chunk_size, "host_bytes": "64MiB", **extra_config}
-        transfer = connector(log_dir, **extra_config)
+        transfer = {**connector(log_dir, **extra_config), "kv_load_failure_policy": policy}
     llm = start(str(model), workload, transfer)
     try:
         scheduler = llm.llm_engine.engine_core.engine_core.scheduler
