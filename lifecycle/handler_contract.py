@@ -1,6 +1,6 @@
 """HANDLER_CONTRACT: what a state handler may decide, checked before it is recorded.
 
-A handler may be anybody's code. Whatever it yields, the log stays readable, nothing but decisions of its own request
+A handler may be anybody's code. Whatever it decides, the log stays readable, nothing but decisions of its own request
 gets in, and no other request's blocks, slots or jobs are touched. The handlers of this package are checked by their
 types and tests, and pay nothing here. Whether a decision is a good one is another matter, and so is what vLLM demands.
 """
@@ -15,11 +15,11 @@ import msgspec
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.belief import Projections
-from kvledger.lifecycle.decisions import Decisions
 from kvledger.lifecycle.machine import CompiledTable
 from kvledger.lifecycle.projections.host_slots import NO_SLOT
 from kvledger.lifecycle.projections.tracker import RequestRecord
 from kvledger.lifecycle.states import RequestState
+from kvledger.lifecycle.turn import Turn
 
 _OF_REPORTS = (e.LoadCompleted, e.LoadFailed, e.SaveCompleted, e.SaveFailed, e.ChunkTainted)
 _MAY_DECIDE = tuple(event_class for event_class in e.DECISIONS if event_class not in _OF_REPORTS)
@@ -36,33 +36,52 @@ class DecisionRefused(ValueError):
 
 @attrs.frozen
 class Checked:
-    """A method of somebody's handler; its decisions are checked one by one, each before the next one is made."""
+    """A method of somebody's handler; its decisions are checked one by one, each before it is recorded."""
 
-    method: Callable[..., Decisions]
+    method: Callable[..., object]
     projections: Projections
     table: CompiledTable
 
     @classmethod
     def unless_own(
-        cls, method: Callable[..., Decisions], projections: Projections, table: CompiledTable
-    ) -> Callable[..., Decisions]:
+        cls, method: Callable[..., None], projections: Projections, table: CompiledTable
+    ) -> Callable[..., None]:
         """The method itself where it is of this package."""
         module = str(getattr(getattr(method, "__func__", method), "__module__", ""))
         return method if module.startswith(_OWN) else cls(method, projections, table)
 
-    def __call__(self, *arguments: Any) -> Decisions:  # noqa: ANN401 -- those of any handler method
-        """The decisions.
+    def __call__(self, turn: Turn, *arguments: object) -> None:
+        """Let the method decide in a turn of its own, which ends with the first decision that is refused.
 
         Raises:
-            DecisionRefused: while they are asked for.
+            DecisionRefused: by its `decide` and, whatever the method makes of that, at the end.
         """
-        cause = arguments[-1]
-        (record,) = (argument for argument in arguments if isinstance(argument, RequestRecord))
-        for decision in self.method(*arguments):
-            yield self._copied(decision, record, cause)
-        tracker, transfers = self.projections.tracker, self.projections.transfers
-        is_known = tracker.get(record.request_id) is record
-        if is_known and record.state is RequestState.FINISHED and not transfers.owes(record.ordinal):
+        refused: list[Exception] = []
+
+        def check(decision: e.Event) -> e.Event:
+            if not refused:
+                try:
+                    return self._copied(decision, turn.record, turn.cause)
+                except Exception as error:  # noqa: BLE001 -- what cannot be judged is not recorded either
+                    refused.append(error)
+            raise refused[0]
+
+        try:
+            returned = self.method(turn.altered(check), *arguments)
+        except Exception as error:
+            if refused and error is not refused[0]:
+                raise refused[0] from error
+            raise
+        finally:
+            refused.append(DecisionRefused("the turn is over"))  # for who keeps it
+        if len(refused) > 1:  # and the method went on
+            raise refused[0]
+        if returned is not None:
+            message = f"a {type(returned).__name__} was returned; `turn.decide` takes each decision"
+            raise DecisionRefused(message)
+        record = turn.record
+        is_known = self.projections.tracker.get(record.request_id) is record
+        if is_known and record.state is RequestState.FINISHED and not self.projections.transfers.owes(record.ordinal):
             message = "a finished request that owes nothing was not released"
             raise DecisionRefused(message)
 

@@ -16,6 +16,7 @@ from kvledger.lifecycle.configuration import LedgerConfiguration
 from kvledger.lifecycle.decider import Decider
 from kvledger.lifecycle.events import Event, LogNote
 from kvledger.lifecycle.handlers import HandlerRegistry
+from kvledger.lifecycle.turn import TurnEnded
 
 
 class EventSink(Protocol):
@@ -58,12 +59,14 @@ class Ledger:
         next_sequence: int | None = None,
     ) -> None:
         self.projections = Projections(configuration) if projections is None else projections
-        self._decider = Decider(self.projections, handlers or HandlerRegistry())
+        self._decider = Decider(self.projections, handlers or HandlerRegistry(), self._decide)
         self._sink = sink
         self._encoder = EventEncoder()
         self._uncommitted: list[Event] = []
         self._next_sequence = sink.next_sequence if next_sequence is None else next_sequence
-        self._corrupt_since = 0
+        self._decisions: list[Event] = []
+        """Upon the last observation."""
+        self._corrupt: LedgerCorrupt | None = None
 
     @property
     def next_sequence(self) -> int:
@@ -82,19 +85,20 @@ class Ledger:
             LedgerCorrupt: a projection failed, now or before. The events stay and will be committed; the error holds
                 the decisions among them.
         """
-        if self._corrupt_since:
-            message = f"a projection failed at sequence {self._corrupt_since}; nothing can be decided any more"
-            raise LedgerCorrupt(message)
-        state_before = self._decider.state_of(event)
-        cause = self._record(event)
+        if self._corrupt is not None:
+            raise LedgerCorrupt(f"{self._corrupt}; nothing can be decided any more")
         decisions: list[Event] = []
+        self._decisions = decisions
+        deciding = self._decider.deciding[type(event)]
+        state_before = self._decider.state_of(event)
         try:
-            for decision in self._decider.decide(event, cause, state_before):
-                decisions.append(decision)
-                self._record(decision)
-        except LedgerCorrupt as error:
-            error.decisions = tuple(decisions)
-            raise
+            cause = self._record(event)
+            if deciding is not None:
+                deciding(event, cause, state_before)
+        except TurnEnded:
+            pass  # the ledger has become corrupt
+        if self._corrupt is not None:
+            raise self._corrupt
         return decisions
 
     def record_unfolded(self, event: Event) -> None:
@@ -134,14 +138,22 @@ class Ledger:
             return LogNote(f"{event.id} cannot be encoded: {type(error).__name__}", 0)
         return event
 
+    def _decide(self, decision: Event) -> None:
+        if self._corrupt is None:  # what cannot be folded is recorded all the same
+            self._decisions.append(decision)
+        self._record(decision)
+
     def _record(self, event: Event) -> int:
+        if self._corrupt is not None:
+            raise TurnEnded
         sequence = self._next_sequence
         self._next_sequence = sequence + 1
         self._uncommitted.append(event)
         try:
             self.projections.fold(event, sequence)
         except Exception as error:
-            self._corrupt_since = sequence
             message = f"folding {event.id} at sequence {sequence} failed: {type(error).__name__}: {error}"
-            raise LedgerCorrupt(message) from error
+            self._corrupt = LedgerCorrupt(message, self._decisions)
+            self._corrupt.__cause__ = error
+            raise TurnEnded from error
         return sequence

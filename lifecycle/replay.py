@@ -7,15 +7,14 @@ against what was recorded; the first divergence is reported, and folding goes on
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from copy import copy
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import attrs
 
 from kvledger.lifecycle.belief import Fold, Projections
 from kvledger.lifecycle.configuration import LedgerConfiguration
-from kvledger.lifecycle.decider import Decide, Decider
-from kvledger.lifecycle.decisions import NOTHING
+from kvledger.lifecycle.decider import Decider, Deciding
 from kvledger.lifecycle.divergences import Divergence, Divergences
 from kvledger.lifecycle.events import (
     VOCABULARY,
@@ -33,8 +32,21 @@ from kvledger.lifecycle.machine import ReferenceMachine
 from kvledger.lifecycle.projections.tracker import RequestRecord
 from kvledger.lifecycle.projections.transfers import Job
 from kvledger.lifecycle.states import RequestState
+from kvledger.lifecycle.turn import TurnEnded
 
 SequencedEvent = tuple[int, Event]
+
+
+def batches(events: Iterable[SequencedEvent], min_events: int = 1) -> Iterator[list[SequencedEvent]]:
+    """The events in pieces of at least that many, none of which parts an observation from its decisions."""
+    batch: list[SequencedEvent] = []
+    for sequence, event in events:
+        if len(batch) >= min_events and not event.is_decision:
+            yield batch
+            batch = []
+        batch.append((sequence, event))
+    if batch:
+        yield batch
 
 
 def fold(
@@ -75,10 +87,13 @@ Check = Callable[[Any, ReplayedEvent, Projections], object]
 """Looks at one event after its fold; what it returns, if not None, goes to whoever asked for the check."""
 
 
+Around = Callable[[int, Event], None]
+"""Given (sequence number, event) where an event is to be folded."""
+
+
 class _Plan(NamedTuple):
     """All that is done with the events of one class, looked up once."""
 
-    is_decision: bool
     is_request: bool
     changes_lives: bool
     """Whether the fold may put another record in the place of the request's, or none."""
@@ -88,12 +103,15 @@ class _Plan(NamedTuple):
     folds: tuple[Fold, ...]
     next_state: dict[RequestState, RequestState] | None
     """Where the reference machine goes, for events that are rows of the table."""
-    decide: Decide | None
+    deciding: Deciding | None
     checks: tuple[Check, ...]
 
 
 class Replay:
     """Folds events one by one while deciding them again and walking the reference machine along.
+
+    A decision that is made again is held against the next event of the log, which is folded in its stead. At the first
+    difference the turn ends; what else was recorded upon this observation is folded and proves nothing.
 
     Args:
         checks: (event class, check) pairs, done in this order after the fold of such an event.
@@ -116,10 +134,17 @@ class Replay:
         self.reference_differences = Divergences()
         self.current = ReplayedEvent()
         """The event that is or was last taken up."""
-        self._decider = Decider(self.projections, handlers or HandlerRegistry())
+        self._decider = Decider(self.projections, handlers or HandlerRegistry(), self._decided)
         self._on_found = on_found
         self.num_events = 0
-        self._expected: Iterator[Event] | None = None
+        self._around: Around | None = None
+        self._events: Iterator[SequencedEvent] = iter(())
+        self._read_ahead: SequencedEvent | None = None
+        self._is_compared = False
+        """Whether all decisions upon the last observation have been equal so far."""
+        self._missing: Divergence | None = None
+        """A decision behind the last event: whether the log lacks it, the next event tells."""
+        self._error: Exception | None = None
         checks_of: dict[type[Event], list[Check]] = {}
         for event_class, check in checks:
             checks_of.setdefault(event_class, []).append(check)
@@ -128,84 +153,115 @@ class Replay:
             for event_class in VOCABULARY.values()
         }
 
-    def step(self, sequence: int, event: Event) -> ReplayedEvent:
-        """Take up the next event of the log, and tell about its moment."""
-        self.take(((sequence, event),))
-        return copy(self.current)
+    def run(self, events: Iterable[SequencedEvent]) -> None:
+        """Take up all events, then finish."""
+        self.take(events)
+        self.finish()
 
-    def take(self, events: Iterable[SequencedEvent]) -> None:  # noqa: C901, PLR0912 -- a call per event would cost more
-        """Take up events in the order of the log.
+    def take(self, events: Iterable[SequencedEvent], around: Around | None = None) -> None:
+        """Take up events in the order of the log; no observation may be parted from its decisions.
 
-        This loop is what an audit costs, so it is one function that makes nothing: an event is folded, compared with
-        what was decided again, followed on the reference machine and checked where it stands.
+        Args:
+            events: the next ones.
+            around: is given each event in place of the fold, and folds it into `projections`.
+
+        Raises:
+            Exception: whatever a fold or a check raises; `current` says at which event. Nothing more can be taken up.
         """
-        plans, projections, step = self._plans, self.projections, self.current
-        record_of, job_of = projections.tracker.get, projections.transfers.get
-        expected = self._expected
-        num_events = 0
-        try:
-            event: Any
-            for sequence, event in events:
-                num_events += 1
-                step.sequence, step.event = sequence, event
-                is_decision, is_request, changes_lives, names_job, issues_job, folds, next_state, decide, checks = (
-                    plans[type(event)]
-                )
-                if expected is not None:
-                    decided = None if expected is NOTHING else next(expected, None)
-                    if is_decision:
-                        if decided != event:
-                            self.divergences.append(Divergence(sequence, event, decided))
-                            # Further decisions of this observation were made from another state; they prove nothing.
-                            expected = None
-                    elif decided is not None:
-                        self.divergences.append(Divergence(sequence, None, decided))
-                if names_job:
-                    step.job = job_of(event.job_id)
-                before: RequestState | None = None
-                if is_request:
-                    record = record_of(event.request_id)
-                    if record is not None:
-                        before = record.state
-                    for fold in folds:
-                        fold(event, sequence)
-                    if changes_lives:
-                        record = record_of(event.request_id)
-                    step.record, step.state_before = record, before
-                    if record is None:
-                        step.state_after = None
-                    else:
-                        step.state_after = after = record.state
-                        if (
-                            next_state is not None
-                            and before is not None
-                            and after is not next_state[before]
-                            and getattr(event, "generation", None) is None
-                        ):
-                            self.reference_differences.append(Divergence(sequence, event, None))
-                    if issues_job:
-                        step.job = job_of(event.job_id)
-                else:
-                    for fold in folds:
-                        fold(event, sequence)
-                    step.record = step.state_before = step.state_after = None
-                if not is_decision:
-                    expected = NOTHING if decide is None else decide(event, sequence, before) or NOTHING
-                for check in checks:
-                    found = check(event, step, projections)
-                    if found is not None:
-                        self._on_found(found)
-        finally:
-            self.num_events += num_events
-            self._expected = expected
+        self._events, self._around = iter(events), around
+        while (following := self._next()) is not None:
+            self._take_up(*following)
 
     def finish(self) -> None:
         """Notice decisions that are missing at the end of the log."""
-        if self._expected is not None:
-            decided = next(self._expected, None)
-            if decided is not None:
-                self.divergences.append(Divergence(self.current.sequence + 1, None, decided))
-            self._expected = None
+        if self._missing is not None:
+            self.divergences.append(self._missing)
+            self._missing = None
+
+    def _next(self) -> SequencedEvent | None:
+        following, self._read_ahead = self._read_ahead, None
+        return following or next(self._events, None)
+
+    def _take_up(self, sequence: int, event: Event) -> None:
+        if event.is_decision:
+            self._missing = None
+            if self._is_compared:  # and nobody decides it any more
+                self._diverged(sequence, event, None)
+            self._fold(sequence, event)
+            return
+        self.finish()
+        plan = self._fold(sequence, event)
+        self._is_compared = True
+        if plan.deciding is not None:
+            with suppress(TurnEnded):
+                plan.deciding(event, sequence, self.current.state_before)
+            if self._error is not None:
+                raise self._error
+
+    def _decided(self, decision: Event) -> None:
+        if not self._is_compared:  # the turn has ended, and a handler took no notice
+            raise TurnEnded
+        following = self._next()
+        if following is None:
+            self._missing = Divergence(self.current.sequence + 1, None, decision)
+            self._is_compared = False
+            raise TurnEnded
+        sequence, event = following
+        if decision != event:
+            self._read_ahead = following
+            self._diverged(sequence, event if event.is_decision else None, decision)
+            raise TurnEnded
+        try:
+            self._fold(sequence, event)
+        except Exception as error:
+            self._error, self._is_compared = error, False
+            raise TurnEnded from error
+
+    def _diverged(self, sequence: int, recorded: Event | None, decided: Event | None) -> None:
+        # Further decisions upon this observation were made from another state; they prove nothing.
+        self._is_compared = False
+        self.divergences.append(Divergence(sequence, recorded, decided))
+
+    # What an audit costs, so it is one function that makes nothing.
+    def _fold(self, sequence: int, event: Any) -> _Plan:  # noqa: ANN401, C901, PLR0912
+        """Fold an event, walk the reference machine along, and look at it."""
+        plan, step, projections = self._plans[type(event)], self.current, self.projections
+        is_request, changes_lives, names_job, issues_job, folds, next_state, _, checks = plan
+        self.num_events += 1
+        step.sequence, step.event = sequence, event
+        record_of, job_of = projections.tracker.get, projections.transfers.get
+        if names_job:
+            step.job = job_of(event.job_id)
+        before = after = record = None
+        if is_request:
+            record = record_of(event.request_id)
+            if record is not None:
+                before = record.state
+        if self._around is None:
+            for fold in folds:
+                fold(event, sequence)
+        else:
+            self._around(sequence, event)
+        if is_request:
+            if changes_lives:
+                record = record_of(event.request_id)
+            if record is not None:
+                after = record.state
+                if (
+                    next_state is not None
+                    and before is not None
+                    and after is not next_state[before]
+                    and getattr(event, "generation", None) is None
+                ):
+                    self.reference_differences.append(Divergence(sequence, event, None))
+            if issues_job:
+                step.job = job_of(event.job_id)
+        step.record, step.state_before, step.state_after = record, before, after
+        for check in checks:
+            found = check(event, step, projections)
+            if found is not None:
+                self._on_found(found)
+        return plan
 
     def _plan(self, event_class: type[Event], checks: tuple[Check, ...], reference: ReferenceMachine | None) -> _Plan:
         next_state: dict[RequestState, RequestState] | None = None
@@ -214,13 +270,12 @@ class Replay:
             next_state = {state: reference.next_state(state, event_class) or state for state in RequestState}
         issues_job = event_class in {LoadIssued, SaveIssued, TailSaveIssued}
         return _Plan(
-            is_decision=event_class.is_decision,
             is_request=issubclass(event_class, RequestEvent),
             changes_lives=event_class in {RequestArrived, RequestReleased},
             names_job="job_id" in field_names(event_class) and not issues_job,
             issues_job=issues_job,
             folds=self.projections.folds_of(event_class),
             next_state=next_state,
-            decide=self._decider.decider_of(event_class),
+            deciding=self._decider.deciding[event_class],
             checks=checks,
         )

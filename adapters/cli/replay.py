@@ -44,18 +44,9 @@ def run(arguments: argparse.Namespace, output: Output) -> ExitCode:
     handlers = chosen_handlers(arguments)
     start = log.start(handlers)
     audit = Audit(log.configuration, ReferenceMachine(), checkers=(), handlers=handlers, start=start)
-    last = 0
-    reached = False
     with output.progress(log, "replaying"):
-        for number, event in log.trusted_events():
-            # A decision that the next event would show to be missing is still part of the moment asked for.
-            if at is not None and number > at:
-                reached = True
-                break
-            audit.take(number, event)
-            last = number
-    if not reached:
-        audit.finish()
+        audit.run_frames(log.trusted_frames(), at=at)
+    last = audit.last_sequence
     if arguments.at is not None and last < arguments.at:
         output.remark(f"the log can be replayed up to event {last}, not to {arguments.at}")
     show_state(output, audit.projections, last, window.request_id)

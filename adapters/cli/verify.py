@@ -73,18 +73,11 @@ def _verify(log: StoredLog, window: Window, handlers: HandlerRegistry, output: O
     configuration = log.configuration if log.header else _NO_CONFIGURATION
     audit = Audit(configuration, ReferenceMachine(), handlers=handlers, keeps=keeps, start=start)
     with output.progress(log, "verifying"), _rare_collections():
-        if not log.header:
+        if log.header:
+            audit.run_frames(log.trusted_frames(), at=window.last_sequence)
+        else:
             for _ in log.frames():
                 pass
-        elif window.last_sequence is None:
-            audit.run_frames(log.trusted_frames())
-        else:
-            for sequence, event in log.trusted_events():
-                if window.is_over(sequence):
-                    break
-                audit.take(sequence, event)
-            else:
-                audit.finish()
     findings = Findings.of(log, audit, window, handlers)
     if output.is_json:
         _show_json(output, log, audit, findings)

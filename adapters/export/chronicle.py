@@ -37,17 +37,14 @@ _MOMENTS = (
 _ISSUED = (e.LoadIssued, e.SaveIssued, e.TailSaveIssued)
 _SETTLED = (e.LoadCompleted, e.LoadFailed, e.SaveCompleted, e.SaveFailed)
 
-Fold = Callable[[e.Event, int], None]
-
 
 class Chronicle:
-    """Takes the events of one log in order. Who folds elsewhere, as an audit does, gives its projections and fold."""
+    """Takes the events of one log in order and folds them."""
 
-    def __init__(self, projections: Projections, listener: Listener, fold: Fold | None = None) -> None:
+    def __init__(self, projections: Projections, listener: Listener) -> None:
         self.projections = projections
         self.now_ns = 0
         """The latest time told. Times that run backwards, as in a damaged log, are taken as this."""
-        self._fold = fold or projections.fold
         self._listener = listener
         self._tracker = projections.tracker
         self._lives: dict[str, Life] = {}
@@ -87,7 +84,7 @@ class Chronicle:
             num_computed = 0 if record is None else self._tracker.num_computed_tokens(record)
             if isinstance(event, e.RequestArrived):
                 self._end_life(event.request_id, event, num_computed)
-        self._fold(event, sequence)
+        self.projections.fold(event, sequence)
         if isinstance(event, e.RequestEvent):
             # Blocks of a released life are given back under its ordinal, which the tracker has forgotten by then.
             now = self._tracker.get(event.request_id) or record

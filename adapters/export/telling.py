@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 
 from kvledger.adapters.cli.words import plural
 from kvledger.adapters.export.chronicle import Chronicle
@@ -17,10 +17,6 @@ from kvledger.lifecycle.replay import SequencedEvent
 
 Remark = Callable[[str], None]
 Take = Callable[[int, e.Event], None]
-
-
-class _Unfoldable(Exception):
-    """The audit met an event that today's code cannot fold."""
 
 
 def tell(
@@ -43,32 +39,31 @@ def tell(
         also: given each event before it is told.
     """
     excerpt = Excerpt(listener, window)
-    projections = Projections(log.configuration) if audit is None else audit.projections
+    chronicle = Chronicle(Projections(log.configuration) if audit is None else audit.projections, excerpt)
+    expected, is_first = 1, True
+    current: SequencedEvent | None = None
 
-    def fold(event: e.Event, sequence: int) -> None:
-        if audit is None or sequence > log.trusted_sequence:
-            projections.fold(event, sequence)
-            return
-        audit.take(sequence, event)
-        if audit.unfoldable is not None:
-            raise _Unfoldable(audit.unfoldable.error)
-
-    chronicle = Chronicle(projections, excerpt, fold)
-    is_whole = True
-    for sequence, event in _with_gaps(log, chronicle):
-        is_whole = not window.is_over(sequence)
-        if not is_whole:
-            break
+    def take(sequence: int, event: e.Event) -> None:
+        nonlocal expected, is_first, current
+        current = sequence, event
+        if sequence != expected:
+            chronicle.lose(expected, sequence - 1, is_retired=is_first)
+        expected, is_first = sequence + 1, False
         excerpt.reach(sequence)
-        try:
-            if also is not None:
-                also(sequence, event)
-            chronicle.take(sequence, event)
-        except OSError:  # of whoever is told: its file cannot be written
-            raise
-        except Exception as error:  # noqa: BLE001 -- what was told before it is still worth having
-            remark(f"event {sequence} ({event.id}) cannot be folded: {error!r}; what follows is left out")
+        if also is not None:
+            also(sequence, event)
+        chronicle.take(sequence, event)
+
+    is_whole = True
+    for frame in log.frames():
+        events = [(sequence, event) for sequence, event in frame if not window.is_over(sequence)]
+        is_whole = not window.is_over(log.last_sequence)
+        error = _take_frame(events, take, audit if log.last_sequence <= log.trusted_sequence else None)
+        if error and current is not None:  # what was told before it is still worth having
+            sequence, event = current
+            remark(f"event {sequence} ({event.id}) cannot be folded: {error}; what follows is left out")
             is_whole = False
+        if not is_whole:
             break
     if audit is not None and is_whole:
         audit.finish()
@@ -77,17 +72,23 @@ def tell(
     return chronicle
 
 
+def _take_frame(events: Sequence[SequencedEvent], take: Take, audit: Audit | None) -> str:
+    """Tell these events, by way of an audit if there is one; what cannot be folded ends it with a reason."""
+    if audit is not None:
+        audit.take_frame(events, around=take)
+        return "" if audit.unfoldable is None else audit.unfoldable.error
+    try:
+        for sequence, event in events:
+            take(sequence, event)
+    except OSError:  # of whoever is told: its file cannot be written
+        raise
+    except Exception as error:  # noqa: BLE001 -- whatever it is, a log must not end the command
+        return repr(error)
+    return ""
+
+
 def _remark_on(log: StoredLog, remark: Remark) -> None:
     for event_id, count in sorted(log.skipped.items()):
         remark(f"{plural(count, 'event')} of the kind {event_id}, which this version does not know, were left out")
     for damage in log.damage:
         remark(f"{damage.kind} in {damage.segment} at byte {damage.offset}: {damage.detail}")
-
-
-def _with_gaps(log: StoredLog, chronicle: Chronicle) -> Iterator[SequencedEvent]:
-    expected, is_first = 1, True
-    for sequence, event in log.events():
-        if sequence != expected:
-            chronicle.lose(expected, sequence - 1, is_retired=is_first)
-        expected, is_first = sequence + 1, False
-        yield sequence, event

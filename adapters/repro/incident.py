@@ -14,7 +14,7 @@ from kvledger.adapters.repro.reenactment import Watch, rule_of
 from kvledger.lifecycle import LedgerConfiguration
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit import Violation
-from kvledger.lifecycle.replay import SequencedEvent
+from kvledger.lifecycle.replay import SequencedEvent, batches
 
 
 @attrs.frozen
@@ -64,13 +64,15 @@ def find_incidents(
     concerned: list[Violation] = []
     everything: list[Violation] = []
     holders = _Holders()
-    for sequence, event in events:
-        violations = watch.take(sequence, event)
-        holders.take(event)
-        findings.is_known |= getattr(event, "request_id", None) == request_id
+    for batch in batches(events):
+        violations = watch.take(batch)
+        for _, event in batch:
+            holders.take(event)
+            findings.is_known |= getattr(event, "request_id", None) == request_id
         everything += violations
+        event_of = dict(batch)
         for violation in violations:
-            if request_id is None or holders.concerns(violation, event, request_id):
+            if request_id is None or holders.concerns(violation, event_of.get(violation.sequence), request_id):
                 concerned.append(violation)
             else:
                 findings.others[violation.request_id] += 1
@@ -99,7 +101,7 @@ class _Holders:
         elif isinstance(event, e.RequestPreempted | e.RequestFinished):
             self._holding.discard(event.request_id)
 
-    def concerns(self, violation: Violation, event: e.Event, request_id: str) -> bool:
+    def concerns(self, violation: Violation, event: e.Event | None, request_id: str) -> bool:
         """A failure of a step concerns whoever has blocks, an eviction the request it was for."""
         if violation.request_id:
             return violation.request_id == request_id

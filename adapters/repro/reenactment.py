@@ -45,22 +45,26 @@ class Watch:
         self._found: list[Violation] = []
         self.audit = Audit(configuration, ReferenceMachine(), handlers=handler_registry(handlers), keeps=self._look_at)
 
-    def take(self, sequence: int, event: e.Event) -> list[Violation]:
-        """What is wrong with this event."""
-        goes_on = self.audit.unfoldable is None
-        self.audit.take(sequence, event)
+    def take(self, events: Sequence[SequencedEvent]) -> list[Violation]:
+        """What is wrong with the events of one call."""
+        was_foldable = self.audit.unfoldable is None
+        self.audit.take_frame(events)
         new = self.new()
-        if self.audit.unfoldable is None:
+        unfoldable = self.audit.unfoldable
+        if unfoldable is None:
             return new
-        if isinstance(event, e.HookFailed):
-            detail = f"hook {event.hook} raised: {event.error}"
-            new.append(Violation(RecordedRule.rule, sequence, event.request_id, None, detail, ()))
-        elif isinstance(event, e.InvariantViolated):
-            detail = f"{event.rule}: {event.detail}"
-            new.append(Violation(RecordedRule.rule, sequence, event.request_id, None, detail, ()))
-        elif goes_on:
-            detail = str(self.audit.unfoldable)
-            new.append(Violation(UNFOLDABLE, sequence, getattr(event, "request_id", ""), None, detail, ()))
+        for sequence, event in events:
+            if was_foldable and sequence < unfoldable.sequence:
+                continue
+            if isinstance(event, e.HookFailed):
+                detail = f"hook {event.hook} raised: {event.error}"
+                new.append(Violation(RecordedRule.rule, sequence, event.request_id, None, detail, ()))
+            elif isinstance(event, e.InvariantViolated):
+                detail = f"{event.rule}: {event.detail}"
+                new.append(Violation(RecordedRule.rule, sequence, event.request_id, None, detail, ()))
+            elif was_foldable and sequence == unfoldable.sequence:
+                request_id = getattr(event, "request_id", "")
+                new.append(Violation(UNFOLDABLE, sequence, request_id, None, str(unfoldable), ()))
         return new
 
     def new(self) -> list[Violation]:
@@ -108,9 +112,9 @@ class Reenactment:
 
     def take(self, events: Iterable[SequencedEvent], hook: str, recorded_sequence: int) -> None:
         """Take up what one call made."""
-        for sequence, event in events:
-            self.events.append((sequence, event))
-            self._tell(self._watch.take(sequence, event), hook, recorded_sequence)
+        made = list(events)
+        self.events += made
+        self._tell(self._watch.take(made), hook, recorded_sequence)
 
     def finish(self, hook: str, recorded_sequence: int) -> None:
         """No more calls: decisions that are missing are noticed now."""

@@ -12,16 +12,14 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-import attrs
+import msgspec
 
 from kvledger.adapters.vllm.configuration import ConnectorSettings
 from kvledger.adapters.vllm.event_log import open_event_log
 from kvledger.lifecycle import HandlerRegistry, Ledger, LedgerConfiguration
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.belief import Projections
-from kvledger.lifecycle.decisions import Decisions
 from kvledger.lifecycle.handlers.preempted import Preempted
-from kvledger.lifecycle.projections.tracker import RequestRecord
+from kvledger.lifecycle.turn import Turn
 
 REQUEST = "cmpl-bench-16-0"
 MS = 1_000_000
@@ -36,15 +34,16 @@ class CachedAnswer(Preempted):
     def __init__(self) -> None:
         self._hits: dict[str, int] = {}
 
-    def lookup_requested(
-        self, event: e.LookupRequested, record: RequestRecord, projections: Projections, cause: int
-    ) -> Decisions:
+    def lookup_requested(self, turn: Turn, event: e.LookupRequested) -> None:
         """Forget `num_computed_tokens` from the second lookup on."""
-        for answer in super().lookup_requested(event, record, projections, cause):
-            hit = self._hits.get(event.request_id)
-            if isinstance(answer, e.LookupAnswered):
-                self._hits[event.request_id] = answer.num_hit_tokens
-                yield answer if hit is None else attrs.evolve(answer, num_external_tokens=hit)  # type: ignore[misc]
+        super().lookup_requested(turn.altered(self._forget_what_is_computed), event)
+
+    def _forget_what_is_computed(self, answer: e.Event) -> e.Event:
+        if not isinstance(answer, e.LookupAnswered):
+            return answer
+        hit = self._hits.get(answer.request_id)
+        self._hits[answer.request_id] = answer.num_hit_tokens
+        return answer if hit is None else msgspec.structs.replace(answer, num_external_tokens=hit)
 
 
 OBSERVATIONS: tuple[e.Event, ...] = (

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import islice
+from collections.abc import Callable, Iterable, Sequence
 
 import attrs
 
@@ -17,7 +16,7 @@ from kvledger.lifecycle.divergences import Divergences
 from kvledger.lifecycle.events import Event
 from kvledger.lifecycle.handlers import HandlerRegistry
 from kvledger.lifecycle.machine import ReferenceMachine
-from kvledger.lifecycle.replay import Replay, SequencedEvent
+from kvledger.lifecycle.replay import Around, Replay, SequencedEvent, batches
 
 MAX_VIOLATIONS = 1000
 """Violations that are kept; `Audit.num_violations` counts all."""
@@ -85,6 +84,11 @@ class Audit:
         return self._replay.num_events
 
     @property
+    def last_sequence(self) -> int:
+        """The sequence number of the last event that was taken up, 0 before the first."""
+        return self._replay.current.sequence
+
+    @property
     def divergences(self) -> Divergences:
         """Where today's code decides otherwise than the log."""
         return self._replay.divergences
@@ -99,10 +103,6 @@ class Audit:
         """No rule is broken and nothing diverges."""
         return not (self.num_violations or self.divergences or self.reference_differences or self.unfoldable)
 
-    def take(self, sequence: int, event: Event) -> None:
-        """Take up the next event."""
-        self.take_frame(((sequence, event),))
-
     def finish(self) -> None:
         """Notice decisions that are missing at the end."""
         if self.unfoldable is None:
@@ -110,22 +110,33 @@ class Audit:
 
     def run(self, events: Iterable[SequencedEvent]) -> None:
         """Take up all events, then finish."""
-        self.run_frames(_batches(events))
+        # In batches, so that what fails while events are read is not taken for an event that cannot be folded.
+        self.run_frames(batches(events, _EVENTS_PER_BATCH))
 
-    def run_frames(self, frames: Iterable[Iterable[SequencedEvent]]) -> None:
-        """Take up all events of all frames, then finish. Cheaper than event by event; frames may come from a generator.
+    def run_frames(self, frames: Iterable[Iterable[SequencedEvent]], *, at: int | None = None) -> None:
+        """Take up all events of all frames, or those up to sequence number `at`, then finish.
 
-        All of `frames` is read, also behind an event that cannot be folded.
+        Without `at`, all of `frames` is read, also behind an event that cannot be folded.
         """
-        for events in frames:
+        for frame in frames:
+            events = list(frame)
+            if at is not None and events and events[-1][0] > at:
+                # A decision that the next event would show to be missing is still part of the moment asked for.
+                self.take_frame([(sequence, event) for sequence, event in events if sequence <= at])
+                return
             self.take_frame(events)
         self.finish()
 
-    def take_frame(self, events: Iterable[SequencedEvent]) -> None:
-        """Take up the next events; reading them must not fail."""
+    def take_frame(self, events: Iterable[SequencedEvent], around: Around | None = None) -> None:
+        """Take up the next events, observations with all of their decisions; reading them must not fail.
+
+        See `Replay.take` for `around`.
+        """
         if self.unfoldable is None:
             try:
-                self._replay.take(events)
+                self._replay.take(events, around)
+            except OSError:  # of whoever is called back: its file cannot be written
+                raise
             except Exception as error:
                 current = self._replay.current
                 if current.event is None:  # nothing was taken up: the events are not such
@@ -143,10 +154,3 @@ class Audit:
         self.num_violations[violation.rule] += 1
         if len(self.violations) < MAX_VIOLATIONS:
             self.violations.append(violation)
-
-
-def _batches(events: Iterable[SequencedEvent]) -> Iterator[list[SequencedEvent]]:
-    """So that what fails while events are read is not taken for an event that cannot be folded."""
-    remaining = iter(events)
-    while batch := list(islice(remaining, _EVENTS_PER_BATCH)):
-        yield batch

@@ -7,47 +7,53 @@ from __future__ import annotations
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.belief import Projections
-from kvledger.lifecycle.decisions import NOTHING, Decisions
 from kvledger.lifecycle.decisions.boundaries import slot_of_page
 from kvledger.lifecycle.projections.host_slots import NO_SLOT
 from kvledger.lifecycle.projections.tracker import RequestRecord
 from kvledger.lifecycle.rules import Rule
+from kvledger.lifecycle.turn import Turn
 from kvledger.lifecycle.windows import NULL_BLOCK
 
 
-def take_up_answer(event: e.BlocksAllocated, record: RequestRecord, projections: Projections, cause: int) -> Decisions:
-    """Issue the load that the allocation takes up, or record why it cannot be delivered."""
+def load_what_was_answered(turn: Turn, event: e.BlocksAllocated) -> None:
+    """Issue the load that the allocation accepts, or record why it cannot be delivered."""
     if not event.num_external_tokens:
-        return NOTHING
+        return
+    record, projections = turn.record, turn.projections
     answer = projections.lookups.taken_up(event.request_id)
     if answer is None or answer.generation != record.generation:
-        return _refuse(event, Rule.ALLOC_MATCHES_LOOKUP, "tokens were taken up that no lookup answered", cause)
+        _refuse(turn, Rule.ALLOC_MATCHES_LOOKUP, "tokens were taken up that no lookup answered")
+        return
     if event.num_external_tokens > answer.num_external_tokens:
         detail = f"{event.num_external_tokens} tokens were taken up, {answer.num_external_tokens} had been answered"
-        return _refuse(event, Rule.ALLOC_MATCHES_LOOKUP, detail, cause)
+        _refuse(turn, Rule.ALLOC_MATCHES_LOOKUP, detail)
+        return
     first_token, num_tokens = answer.num_computed_tokens, event.num_external_tokens
     pages = projections.geometry.pages_spanning(first_token, num_tokens)
     if pages.stop > len(event.block_ids):
         detail = f"tokens to {first_token + num_tokens} need {pages.stop} blocks, {len(event.block_ids)} were given"
-        return _refuse(event, Rule.TABLE_EQ, detail, cause)
+        _refuse(turn, Rule.TABLE_EQ, detail)
+        return
     block_ids = event.block_ids[pages.start : pages.stop]
     find_slots = _slots_seen if projections.geometry.windows.forget else _slots_for
     slots = find_slots(pages, block_ids, first_token + num_tokens, record, projections)
     if slots is None:
         detail = f"tokens to {first_token + num_tokens} were promised, not all of their chunks are there"
-        return _refuse(event, Rule.LOADABLE_AFTER_COMMIT, detail, cause)
-    issued = e.LoadIssued(
-        request_id=event.request_id,
-        generation=record.generation,
-        job_id=projections.transfers.next_job_id,
-        first_token=first_token,
-        num_tokens=num_tokens,
-        slots=slots,
-        block_ids=block_ids,
-        is_async=answer.is_async,
-        cause=cause,
+        _refuse(turn, Rule.LOADABLE_AFTER_COMMIT, detail)
+        return
+    turn.decide(
+        e.LoadIssued(
+            request_id=event.request_id,
+            generation=record.generation,
+            job_id=projections.transfers.next_job_id,
+            first_token=first_token,
+            num_tokens=num_tokens,
+            slots=slots,
+            block_ids=block_ids,
+            is_async=answer.is_async,
+            cause=turn.cause,
+        )
     )
-    return iter((issued,))
 
 
 def _slots_seen(
@@ -103,6 +109,7 @@ def _slots_of_chunks(pages: range, end_token: int, request_id: str, projections:
     )
 
 
-def _refuse(event: e.BlocksAllocated, rule: Rule, detail: str, cause: int) -> Decisions:
-    violated = e.InvariantViolated(rule=rule.value, request_id=event.request_id, detail=detail, cause=cause)
-    return iter((violated, e.RequestQuarantined(request_id=event.request_id, reason=rule.value, cause=cause)))
+def _refuse(turn: Turn, rule: Rule, detail: str) -> None:
+    request_id = turn.record.request_id
+    turn.decide(e.InvariantViolated(rule=rule.value, request_id=request_id, detail=detail, cause=turn.cause))
+    turn.decide(e.RequestQuarantined(request_id=request_id, reason=rule.value, cause=turn.cause))

@@ -12,11 +12,11 @@ from msgspec.structs import replace
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.belief import Projections
-from kvledger.lifecycle.decisions import Decisions
 from kvledger.lifecycle.decisions.boundaries import last_boundary
 from kvledger.lifecycle.projections.lookup_cache import MissReason
 from kvledger.lifecycle.projections.tracker import RequestRecord
 from kvledger.lifecycle.projections.transfers import JobKind
+from kvledger.lifecycle.turn import Turn
 
 
 class _Awaited(msgspec.Struct, frozen=True, gc=False):
@@ -39,8 +39,15 @@ _VALUE_OF = {reason: reason.value for reason in MissReason}
 """A member's value is looked up in Python."""
 
 
-def answer_lookup(event: e.LookupRequested, record: RequestRecord, projections: Projections, cause: int) -> Decisions:
-    """Answer with the usable hit beyond what is computed, leaving the last token to compute; or ask to ask again."""
+def answer_lookup(turn: Turn, event: e.LookupRequested, *, awaits_saves: bool) -> e.LookupAnswered | e.LookupDeferred:
+    """Answer with the usable hit beyond what is computed, leaving the last token to compute; or ask to ask again.
+
+    Args:
+        turn: of the request that is asked about.
+        event: the question.
+        awaits_saves: whether a save under way is worth being asked again for.
+    """
+    record, projections = turn.record, turn.projections
     hit = _find(event, record, projections)
     usable = projections.policy.usable_tokens(hit.num_tokens, record)
     if usable < hit.num_tokens:
@@ -52,22 +59,18 @@ def answer_lookup(event: e.LookupRequested, record: RequestRecord, projections: 
     if record.quarantined:
         usable, hit = 0, replace(hit, reason=MissReason.QUARANTINED, reason_sequence=0, awaited=None)
     end_token = min(usable, event.num_tokens - 1)
-    awaited = hit.awaited
-    rival: _Awaited | None = None
+    awaited = hit.awaited if awaits_saves else None
     if projections.geometry.windows.forget:
         end_token, hit = _within_windows(end_token, hit, record, projections)
         end_token, rival = _one_after_another(end_token, event, record, projections)
-        awaited = rival or hit.awaited
-    if (
-        awaited is not None
-        and (record.num_preemptions or rival is not None)
-        and min(projections.policy.usable_tokens(awaited.num_tokens, record), event.num_tokens - 1)
-        > max(event.num_computed_tokens, end_token)
-    ):
+        awaited = rival or (hit.awaited if awaits_saves else None)
+    if awaited is not None and min(
+        projections.policy.usable_tokens(awaited.num_tokens, record), event.num_tokens - 1
+    ) > max(event.num_computed_tokens, end_token):
         num_deferred = projections.lookups.num_deferred(event.request_id)
         if num_deferred < projections.configuration.max_deferred_lookups:
-            return iter((_deferred(event, record.generation, awaited.job_id, num_deferred + 1, cause),))
-    return iter((_answered(event, record.generation, hit, end_token, projections, cause),))
+            return _deferred(event, record.generation, awaited.job_id, num_deferred + 1, turn.cause)
+    return _answered(event, record.generation, hit, end_token, projections, turn.cause)
 
 
 def _deferred(

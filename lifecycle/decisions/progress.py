@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.belief import Projections
-from kvledger.lifecycle.decisions import NOTHING, Decisions
-from kvledger.lifecycle.projections.tracker import RequestRecord
+from kvledger.lifecycle.turn import Turn
 
 
-def tell_progress(record: RequestRecord, projections: Projections, cause: int) -> Decisions:
+def report_progress(turn: Turn) -> None:
     """Say how far the request is, unless its load has not arrived or nothing was scheduled yet."""
+    record, projections = turn.record, turn.projections
     num_computed_tokens = projections.tracker.num_computed_tokens(record)
-    if not num_computed_tokens or projections.transfers.is_loading(record.ordinal):
-        return NOTHING
-    event_class = e.PrefillCompleted if num_computed_tokens >= record.num_tokens else e.PrefillAdvanced
-    return iter((event_class(record.request_id, num_computed_tokens, record.num_tokens, cause),))
+    if num_computed_tokens and not projections.transfers.is_loading(record.ordinal):
+        event_class = e.PrefillCompleted if num_computed_tokens >= record.num_tokens else e.PrefillAdvanced
+        turn.decide(event_class(record.request_id, num_computed_tokens, record.num_tokens, turn.cause))

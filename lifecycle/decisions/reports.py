@@ -3,42 +3,50 @@
 from __future__ import annotations
 
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.belief import Projections
-from kvledger.lifecycle.decisions import Decisions
 from kvledger.lifecycle.projections.transfers import Job, JobKind
 from kvledger.lifecycle.rules import Rule
+from kvledger.lifecycle.turn import EngineTurn
 
 
-def settle(job: Job, projections: Projections, cause: int) -> Decisions:
+def settle(turn: EngineTurn, job: Job) -> None:
     """Settle a job that every rank has reported. One failed rank fails it for all."""
-    if job.ranks_failed or job.is_doubtful or (job.kind is JobKind.SAVE and projections.transfers.relies_on_load(job)):
+    if (
+        job.ranks_failed
+        or job.is_doubtful
+        or (job.kind is JobKind.SAVE and turn.projections.transfers.relies_on_load(job))
+    ):
         error = job.error if job.ranks_failed else "its blocks turned out not to hold what they should"
-        return _fail(job, projections, error, cause, quiet=True)
-    completed = e.LoadCompleted if job.kind is JobKind.LOAD else e.SaveCompleted
-    return iter((completed(job.request_id, job.generation, job.job_id, cause),))
+        _fail(turn, job, error, quiet=True)
+    else:
+        completed = e.LoadCompleted if job.kind is JobKind.LOAD else e.SaveCompleted
+        turn.decide(completed(job.request_id, job.generation, job.job_id, turn.cause))
 
 
-def _fail(job: Job, projections: Projections, error: str, cause: int, *, quiet: bool) -> Decisions:
-    request_id, generation, job_id = job.request_id, job.generation, job.job_id
+def _fail(turn: EngineTurn, job: Job, error: str, *, quiet: bool) -> None:
+    request_id, generation, job_id, cause = job.request_id, job.generation, job.job_id, turn.cause
+    projections = turn.projections
     if job.kind is JobKind.SAVE:
-        yield e.SaveFailed(
-            request_id=request_id, generation=generation, job_id=job_id, error=error, quiet=quiet, cause=cause
+        turn.decide(
+            e.SaveFailed(
+                request_id=request_id, generation=generation, job_id=job_id, error=error, quiet=quiet, cause=cause
+            )
         )
         return
-    yield e.LoadFailed(request_id=request_id, generation=generation, job_id=job_id, error=error, cause=cause)
+    turn.decide(e.LoadFailed(request_id=request_id, generation=generation, job_id=job_id, error=error, cause=cause))
     for key in job.keys:
         if projections.chunks.get(key) is not None:
-            yield e.ChunkTainted(key=key, cause=cause)
+            turn.decide(e.ChunkTainted(key=key, cause=cause))
     record = projections.tracker.by_ordinal(job.ordinal)
     if record is None or record.quarantined:
         return
     if record.num_failed_loads >= projections.configuration.max_failed_loads:
         reason = f"{record.num_failed_loads} loads failed"
-        yield e.RequestQuarantined(request_id=request_id, reason=reason, cause=cause)
+        turn.decide(e.RequestQuarantined(request_id=request_id, reason=reason, cause=cause))
 
 
-def check_report(event: e.TransferReported, projections: Projections, cause: int) -> Decisions:
+def check_report(turn: EngineTurn, event: e.TransferReported) -> None:
     """A report for a job that is settled or never was, or by a rank that there is not: recorded, harmless."""
+    projections = turn.projections
     job = projections.transfers.get(event.job_id)
     foreign = [rank for rank in (*event.ranks_done, *event.ranks_failed) if rank >= projections.configuration.num_ranks]
     if foreign:
@@ -51,16 +59,18 @@ def check_report(event: e.TransferReported, projections: Projections, cause: int
         detail = f"job {event.job_id} was reported, but it has been settled before"
     else:
         detail = f"job {event.job_id} was reported, but no such job was ever issued"
-    yield e.InvariantViolated(rule=Rule.COMPLETION_ONCE.value, request_id="", detail=detail, cause=cause)
+    turn.decide(e.InvariantViolated(rule=Rule.COMPLETION_ONCE.value, request_id="", detail=detail, cause=turn.cause))
 
 
-def ask_after(job: Job, cause: int, *, before_forward: bool) -> Decisions:
-    """Let the workers finish the job and tell about it, once more if need be."""
-    return iter((e.TransferAwaited(job.request_id, job.generation, job.job_id, before_forward, cause),))
+def ask_after(turn: EngineTurn, job: Job, *, before_forward: bool) -> None:
+    """Let the workers finish the job and report it, once more if need be."""
+    turn.decide(e.TransferAwaited(job.request_id, job.generation, job.job_id, before_forward, turn.cause))
 
 
-def give_up_silent(job: Job, projections: Projections, cause: int) -> Decisions:
+def give_up_silent(turn: EngineTurn, job: Job) -> None:
     """Fail a job that a rank has not reported although asked, so that nothing waits for ever."""
     detail = f"job {job.job_id} was not reported, although it was asked after"
-    yield e.InvariantViolated(rule=Rule.LIVENESS.value, request_id=job.request_id, detail=detail, cause=cause)
-    yield from _fail(job, projections, detail, cause, quiet=False)
+    turn.decide(
+        e.InvariantViolated(rule=Rule.LIVENESS.value, request_id=job.request_id, detail=detail, cause=turn.cause)
+    )
+    _fail(turn, job, detail, quiet=False)

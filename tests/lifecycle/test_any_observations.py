@@ -87,8 +87,6 @@ def test_no_order_of_observations_makes_the_ledger_raise_or_leak(
     log = sink.events()
     assert fold(log, configuration).snapshot() == ledger.projections.snapshot()
     replay = Replay(configuration, reference=ReferenceMachine())
-    for sequence, stored in log:
-        replay.step(sequence, stored)
-    replay.finish()
+    replay.run(log)
     assert (replay.divergences, replay.reference_differences) == ([], [])
     check_reasons(log, configuration)

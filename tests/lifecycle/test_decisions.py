@@ -12,12 +12,10 @@ from lifecycle_driver import Driver, keys_of
 
 from kvledger.lifecycle import HandlerRegistry, RequestState, StateHandler
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.belief import Projections
-from kvledger.lifecycle.decisions import Decisions
 from kvledger.lifecycle.handlers.finished import Finished
 from kvledger.lifecycle.handlers.new import New
 from kvledger.lifecycle.handlers.running import Running
-from kvledger.lifecycle.projections.tracker import RequestRecord
+from kvledger.lifecycle.turn import Turn
 
 
 def kinds(decisions: Sequence[e.Event]) -> list[str]:
@@ -759,12 +757,10 @@ def test_a_shorter_image_of_a_block_is_replaced_under_the_right_key_only() -> No
 class Raising(Running):
     """Breaks whenever tokens settle."""
 
-    def tokens_settled(
-        self, record: RequestRecord, first_chunk: int, num_settled_tokens: int, projections: Projections, cause: int
-    ) -> Decisions:
-        if record.request_id == "unlucky":
+    def tokens_settled(self, turn: Turn, first_chunk: int, num_settled_tokens: int) -> None:
+        if turn.record.request_id == "unlucky":
             raise RuntimeError("no luck today")
-        return super().tokens_settled(record, first_chunk, num_settled_tokens, projections, cause)
+        super().tokens_settled(turn, first_chunk, num_settled_tokens)
 
 
 def registry(handler: StateHandler, *, added: bool = False) -> HandlerRegistry:
@@ -790,9 +786,7 @@ def test_a_handler_that_raises_at_the_finish_does_not_keep_its_request_for_ever(
     """Nothing is owed, so nothing may stay."""
 
     class RaisingAtTheEnd(Running):
-        def request_finished(
-            self, event: e.RequestFinished, record: RequestRecord, projections: Projections, cause: int
-        ) -> Decisions:
+        def request_finished(self, turn: Turn, event: e.RequestFinished) -> None:
             raise RuntimeError("no luck at all")
 
     driver = Driver(handlers=registry(RaisingAtTheEnd()))
@@ -807,20 +801,20 @@ def test_a_replaced_handler_decides_instead_of_the_built_in_one() -> None:
     """Here: a request never gets anything from the cache."""
 
     class NeverHits(New):
-        def lookup_requested(
-            self, event: e.LookupRequested, record: RequestRecord, projections: Projections, cause: int
-        ) -> Decisions:
-            yield e.LookupAnswered(
-                event.request_id,
-                record.generation,
-                event.num_computed_tokens,
-                event.num_tokens,
-                0,
-                0,
-                False,
-                "limited",
-                0,
-                cause=cause,
+        def lookup_requested(self, turn: Turn, event: e.LookupRequested) -> None:
+            turn.decide(
+                e.LookupAnswered(
+                    event.request_id,
+                    turn.record.generation,
+                    event.num_computed_tokens,
+                    event.num_tokens,
+                    0,
+                    0,
+                    False,
+                    "limited",
+                    0,
+                    cause=turn.cause,
+                )
             )
 
     driver = Driver(handlers=registry(NeverHits()))
@@ -835,11 +829,9 @@ def test_an_added_handler_decides_after_the_built_in_one() -> None:
     class Suspicious(StateHandler):
         state = RequestState.NEW
 
-        def lookup_requested(
-            self, event: e.LookupRequested, record: RequestRecord, projections: Projections, cause: int
-        ) -> Decisions:
-            assert projections.lookups.pending(event.request_id) is not None
-            yield e.RequestQuarantined(event.request_id, "looks odd", cause)
+        def lookup_requested(self, turn: Turn, event: e.LookupRequested) -> None:
+            assert turn.projections.lookups.pending(event.request_id) is not None
+            turn.decide(e.RequestQuarantined(event.request_id, "looks odd", turn.cause))
 
     driver = Driver(handlers=registry(Suspicious(), added=True))
     driver.arrive("a", 40, keys_of("d", 4))
@@ -956,9 +948,9 @@ def test_a_finished_handler_can_be_extended() -> None:
     seen: list[int] = []
 
     class Watching(Finished):
-        def transfer_settled(self, job: Any, record: RequestRecord, projections: Projections, cause: int) -> Decisions:
+        def transfer_settled(self, turn: Turn, job: Any) -> None:
             seen.append(job.job_id)
-            return super().transfer_settled(job, record, projections, cause)
+            super().transfer_settled(turn, job)
 
     driver = Driver(handlers=registry(Watching()))
     driver.save_prefix("a", keys_of("a", 2))

@@ -40,9 +40,7 @@ def test_a_random_walk_keeps_every_invariant(seed: int, chunk_size: int, block_s
     assert [event for _, event in events] == driver.observed
     assert fold(events, driver.configuration).snapshot() == driver.projections.snapshot()
     replay = Replay(driver.configuration, reference=ReferenceMachine())
-    for sequence, event in events:
-        replay.step(sequence, event)
-    replay.finish()
+    replay.run(events)
     assert replay.divergences == []
     assert replay.reference_differences == []
     assert replay.projections.snapshot() == driver.projections.snapshot()

@@ -1,8 +1,8 @@
 """A stored log folds to the state it was written from, and today's code is compared with what it recorded."""
 
-# ruff: noqa: ARG002 -- a handler's method has the signature and the meaning of its base
-
 from __future__ import annotations
+
+from copy import copy
 
 import attrs
 import pytest
@@ -11,12 +11,13 @@ from lifecycle_driver import Driver, MemorySink, Walk, keys_of
 from kvledger.lifecycle import Divergence, HandlerRegistry, Ledger, Replay, fold
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.belief import Projections
-from kvledger.lifecycle.decisions import Decisions
 from kvledger.lifecycle.divergences import Divergences
+from kvledger.lifecycle.events import VOCABULARY
 from kvledger.lifecycle.handlers.new import New
 from kvledger.lifecycle.machine import ReferenceMachine
-from kvledger.lifecycle.projections.tracker import RequestRecord
+from kvledger.lifecycle.replay import ReplayedEvent
 from kvledger.lifecycle.table import ROWS
+from kvledger.lifecycle.turn import Turn
 
 Log = list[tuple[int, e.Event]]
 
@@ -41,9 +42,7 @@ def story() -> tuple[Driver, Log]:
 def replayed(log: Log, driver: Driver, *, handlers: HandlerRegistry | None = None) -> Replay:
     """The whole log, decided again."""
     replay = Replay(driver.configuration, handlers=handlers, reference=ReferenceMachine())
-    for sequence, event in log:
-        replay.step(sequence, event)
-    replay.finish()
+    replay.run(log)
     return replay
 
 
@@ -128,8 +127,7 @@ def test_a_missing_decision_at_the_end_is_reported_by_finish() -> None:
         log.pop()
     sequence, released = log.pop()
     replay = Replay(driver.configuration)
-    for number, event in log:
-        replay.step(number, event)
+    replay.take(log)
     assert replay.divergences == []
     replay.finish()
     assert replay.divergences == [Divergence(sequence, None, released)]
@@ -172,10 +170,8 @@ def test_other_handlers_show_where_they_would_have_decided_otherwise() -> None:
     """The use of deciding again: an extension is tried on a stored log before it serves."""
 
     class Silent(New):
-        def lookup_requested(
-            self, event: e.LookupRequested, record: RequestRecord, projections: Projections, cause: int
-        ) -> Decisions:
-            return iter(())
+        def lookup_requested(self, turn: Turn, event: e.LookupRequested) -> None:
+            pass
 
     driver, log = story()
     handlers = HandlerRegistry()
@@ -195,8 +191,7 @@ def test_the_reference_machine_reports_a_table_that_leads_elsewhere() -> None:
         for row in ROWS
     ]
     replay = Replay(driver.configuration, reference=ReferenceMachine(wrong))
-    for sequence, event in log:
-        replay.step(sequence, event)
+    replay.take(log)
     assert {type(difference.recorded) for difference in replay.reference_differences} == {e.PrefillCompleted}
 
 
@@ -214,8 +209,9 @@ def test_an_id_used_again_before_its_last_job_is_settled_is_no_difference() -> N
 def test_each_replayed_event_tells_the_states_around_it() -> None:
     """Checkers see the moment as it was."""
     driver, log = story()
-    replay = Replay(driver.configuration)
-    moments = [replay.step(sequence, event) for sequence, event in log]
+    moments: list[ReplayedEvent] = []
+    checks = [(kind, lambda _event, moment, _projections: moments.append(copy(moment))) for kind in VOCABULARY.values()]
+    Replay(driver.configuration, checks=checks).take(log)
     arrived, *_ = [moment for moment in moments if isinstance(moment.event, e.RequestArrived)]
     assert (arrived.state_before, arrived.state_after) == (None, "new")
     (preempted,) = [moment for moment in moments if isinstance(moment.event, e.RequestPreempted)]

@@ -41,9 +41,7 @@ def check_replay(world: HybridWorld) -> None:
     """The log alone leads to the state that the connector believed, by the decisions that it took."""
     projections = world.side.ledger.projections
     replay = Replay(projections.configuration, reference=ReferenceMachine())
-    for sequence, event in world.events():
-        replay.step(sequence, event)
-    replay.finish()
+    replay.run(world.events())
     assert not replay.divergences, replay.divergences[0]
     assert not replay.reference_differences, replay.reference_differences[0]
     assert replay.projections.snapshot() == projections.snapshot()

@@ -8,7 +8,7 @@ changes how worlds are drawn must still find every one within `NUM_SEEDS`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -30,15 +30,15 @@ pytestmark = pytest.mark.scheduler
 NUM_SEEDS = 60
 
 
-def _save_one_token_too_many(event: Any, record: Any, projections: Any, cause: int) -> Iterator[e.Event]:
-    num_tokens = event.num_settled_tokens + 1
-    plan = saves._plan_from_lost(record, record.generation, projections, cause, before_forward=True, is_async=False)
-    yield from plan.save(0, num_tokens)
+def _save_one_token_too_many(turn: Any, event: Any) -> None:
+    lost = turn.projections.blocks.lost(event.request_id)
+    plan = saves._Plan(turn, turn.record.generation, lost, before_forward=True, is_async=False)
+    plan.save(0, event.num_settled_tokens + 1)
 
 
-def _call_failed_copies_done(job: Any, projections: Any, cause: int) -> Iterator[e.Event]:  # noqa: ARG001
+def _call_failed_copies_done(turn: Any, job: Any) -> None:
     completed = e.LoadCompleted if job.kind is JobKind.LOAD else e.SaveCompleted
-    yield completed(request_id=job.request_id, generation=job.generation, job_id=job.job_id, cause=cause)
+    turn.decide(completed(request_id=job.request_id, generation=job.generation, job_id=job.job_id, cause=turn.cause))
 
 
 MUTANTS: dict[str, tuple[Any, str, Callable[..., Any], str]] = {

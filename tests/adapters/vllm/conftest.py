@@ -152,9 +152,7 @@ class RecordedEngine(SimulatedEngine):
     def replay(self, handlers: HandlerRegistry | None = None) -> Replay:
         """Decide the whole log again, the reference machine walking along."""
         replay = Replay(self.replay_configuration, handlers=handlers, reference=ReferenceMachine())
-        for sequence, event in self.events():
-            replay.step(sequence, event)
-        replay.finish()
+        replay.run(self.events())
         return replay
 
     def check_replay(self, handlers: HandlerRegistry | None = None) -> None:

@@ -18,8 +18,8 @@ from kvledger.adapters.vllm import KVLedgerConnector
 from kvledger.adapters.vllm.configuration import ConnectorSettings
 from kvledger.lifecycle import ConfigurationError
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.decisions import Decisions
 from kvledger.lifecycle.handlers.new import New
+from kvledger.lifecycle.turn import Turn
 from kvledger.storage.events import BacklogEventStore, Durability, MemoryEventStore, read_log
 
 pytestmark = pytest.mark.scheduler
@@ -164,19 +164,21 @@ def test_the_header_says_what_the_log_was_made_with(make_engine: Any) -> None:
 class Shy(New):
     """A handler of a user: it never loads anything for new requests."""
 
-    def lookup_requested(self, event: Any, record: Any, projections: Any, cause: int) -> Decisions:  # noqa: ARG002 -- a handler's signature
+    def lookup_requested(self, turn: Turn, event: Any) -> None:
         """Answer with nothing."""
-        yield e.LookupAnswered(
-            request_id=event.request_id,
-            generation=record.generation,
-            num_computed_tokens=event.num_computed_tokens,
-            num_tokens=event.num_tokens,
-            num_hit_tokens=0,
-            num_external_tokens=0,
-            is_async=False,
-            miss_reason="limited",
-            miss_cause=0,
-            cause=cause,
+        turn.decide(
+            e.LookupAnswered(
+                request_id=event.request_id,
+                generation=turn.record.generation,
+                num_computed_tokens=event.num_computed_tokens,
+                num_tokens=event.num_tokens,
+                num_hit_tokens=0,
+                num_external_tokens=0,
+                is_async=False,
+                miss_reason="limited",
+                miss_cause=0,
+                cause=turn.cause,
+            )
         )
 
 

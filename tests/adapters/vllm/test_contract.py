@@ -5,9 +5,10 @@ The handlers stand in the places of the standard ones and do one thing wrong, fo
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -25,77 +26,91 @@ from kvledger.lifecycle.handlers.finished import Finished
 from kvledger.lifecycle.handlers.new import New
 from kvledger.lifecycle.handlers.preempted import Preempted
 from kvledger.lifecycle.handlers.running import Running
-from kvledger.lifecycle.projections.tracker import RequestRecord
+from kvledger.lifecycle.turn import Turn
 
 pytestmark = pytest.mark.scheduler
 
 NUM_OUTPUT_TOKENS = 41
 """The last step fills a chunk, so that something is saved when a request ends."""
-_Changes = Callable[[Any], Iterator[Any]]
+_Decide = Callable[[Turn], None]
+_Mistake = Callable[[_Decide, Turn], object]
+"""Given what the standard handler does in a turn, and the turn."""
 
 
-def handler(base: type[StateHandler], method: str, change: Callable[..., Iterator[Any]]) -> type[StateHandler]:
-    """A handler that decides as `base` does, and `change` makes something else of each decision for "bad"."""
+def handler(base: type[StateHandler], method: str, mistake: _Mistake) -> type[StateHandler]:
+    """A handler that decides as `base` does, but for "bad" requests."""
+    standard = getattr(base, method)
 
-    def decide(self: Any, *arguments: Any) -> Iterator[Any]:
-        decisions = getattr(base, method)(self, *arguments)
-        subject = next(argument for argument in arguments if hasattr(argument, "request_id"))
-        return change(decisions, *arguments) if subject.request_id.startswith("bad") else decisions
+    def decide(self: Any, turn: Turn, *arguments: Any) -> object:
+        if turn.record.request_id.startswith("bad"):
+            return mistake(lambda turn: standard(self, turn, *arguments), turn)
+        return standard(self, turn, *arguments)
 
     return type(f"Bad{base.__name__}", (base,), {method: decide})
 
 
-def each(event_class: type[e.Event], change: _Changes) -> Callable[..., Iterator[Any]]:
+def each(event_class: type[e.Event], change: Callable[[Any], Iterable[Any]]) -> _Mistake:
     """Change the decisions of a class, leave the others."""
 
-    def changed(decisions: Iterator[Any], *_arguments: Any) -> Iterator[Any]:
-        for decision in decisions:
-            if isinstance(decision, event_class):
-                yield from change(decision)
-            else:
-                yield decision
+    def mistake(decide: _Decide, turn: Turn) -> None:
+        def changed(decision: e.Event) -> e.Event | None:
+            if not isinstance(decision, event_class):
+                return decision
+            for other in change(decision):
+                turn.decide(other)
+            return None
 
-    return changed
+        decide(turn.altered(changed))
+
+    return mistake
 
 
-def evolved(event_class: type[e.Event], **fields: Any) -> Callable[..., Iterator[Any]]:
+def evolved(event_class: type[e.Event], **fields: Any) -> _Mistake:
     """Other fields in the decisions of a class; a function is given the field."""
 
-    def change(decision: Any) -> Iterator[Any]:
+    def change(decision: Any) -> list[Any]:
         new = {name: value(getattr(decision, name)) if callable(value) else value for name, value in fields.items()}
-        yield attrs.evolve(decision, **new)
+        return [attrs.evolve(decision, **new)]
 
     return each(event_class, change)
 
 
-def behind(*decisions: Any) -> Callable[..., Iterator[Any]]:
-    """Something more behind what is decided; a function is given (record, projections, cause)."""
+def behind(decision: Any) -> _Mistake:
+    """Something more behind what is decided; a function is given the turn."""
 
-    def change(decided: Iterator[Any], *arguments: Any) -> Iterator[Any]:
-        yield from decided
-        record = next(argument for argument in arguments if isinstance(argument, RequestRecord))
-        for decision in decisions:
-            yield decision(record, *arguments[-2:]) if callable(decision) else decision
+    def mistake(decide: _Decide, turn: Turn) -> None:
+        decide(turn)
+        turn.decide(decision(turn) if callable(decision) else decision)
 
-    return change
+    return mistake
 
 
-def nothing(*_arguments: Any) -> Iterator[Any]:
+def nothing(_decide: _Decide, _turn: Turn) -> None:
     """No decisions at all."""
-    return iter(())
 
 
-def raises(_decision: Any) -> Iterator[Any]:
+def hold_first(decide: _Decide, turn: Turn) -> None:
+    """Hold the blocks before anything else."""
+    turn.decide(e.BlocksHeld(turn.record.request_id, turn.record.generation, turn.cause))
+    decide(turn)
+
+
+def caught(decide: _Decide, turn: Turn) -> None:
+    """Decide what is refused, take no notice, and go on."""
+    with contextlib.suppress(Exception):
+        turn.decide(e.CacheReset(1))
+    decide(turn)
+
+
+def raises(_turn: Turn) -> Any:
     """A failure half way."""
     message = "broken on purpose"
     raise RuntimeError(message)
-    yield
 
 
-def twice(decision: Any) -> Iterator[Any]:
+def twice(decision: Any) -> list[Any]:
     """The same job, and once more under a number of its own."""
-    yield decision
-    yield attrs.evolve(decision, job_id=decision.job_id + 1)
+    return [decision, attrs.evolve(decision, job_id=decision.job_id + 1)]
 
 
 def shifted(blocks: tuple[int, ...]) -> tuple[int, ...]:
@@ -108,21 +123,22 @@ OURS = "HANDLER_CONTRACT"
 ANSWER, LOAD, SAVE = e.LookupAnswered, e.LoadIssued, e.SaveIssued
 
 
-def issue_load(record: Any, projections: Any, cause: int) -> e.LoadIssued:
+def issue_load(turn: Turn) -> e.LoadIssued:
     """A load that nobody has accepted."""
+    record, projections = turn.record, turn.projections
     blocks = tuple(projections.blocks.held(record.request_id))[:1] or (1,)
     return e.LoadIssued(
-        record.request_id, record.generation, projections.transfers.next_job_id, 0, 16, (0,), blocks, True, cause
+        record.request_id, record.generation, projections.transfers.next_job_id, 0, 16, (0,), blocks, True, turn.cause
     )
 
 
-MISTAKES: dict[str, tuple[type[StateHandler], str, Callable[..., Iterator[Any]], str]] = {
+MISTAKES: dict[str, tuple[type[StateHandler], str, _Mistake, str]] = {
     # lookups
     "more tokens than are known": (Preempted, "lookup_requested", evolved(ANSWER, num_external_tokens=10_000), OTHER),
     "every known token": (
         Preempted,
         "lookup_requested",
-        each(ANSWER, lambda a: iter((attrs.evolve(a, num_external_tokens=a.num_tokens - a.num_computed_tokens),))),
+        each(ANSWER, lambda a: [attrs.evolve(a, num_external_tokens=a.num_tokens - a.num_computed_tokens)]),
         OTHER,
     ),
     "less than nothing": (Preempted, "lookup_requested", evolved(ANSWER, num_external_tokens=-1), OTHER),
@@ -141,9 +157,9 @@ MISTAKES: dict[str, tuple[type[StateHandler], str, Callable[..., Iterator[Any]],
         "lookup_requested",
         each(
             ANSWER,
-            lambda a: iter(
-                (e.LookupDeferred(a.request_id, a.generation, a.num_computed_tokens, a.num_tokens, 1, 1, a.cause),)
-            ),
+            lambda a: [
+                e.LookupDeferred(a.request_id, a.generation, a.num_computed_tokens, a.num_tokens, 1, 1, a.cause)
+            ],
         ),
         OURS,
     ),
@@ -160,12 +176,12 @@ MISTAKES: dict[str, tuple[type[StateHandler], str, Callable[..., Iterator[Any]],
     "one number for two jobs": (
         Preempted,
         "blocks_allocated",
-        each(LOAD, lambda load: iter((load, load))),
+        each(LOAD, lambda load: [load, load]),
         OURS,
     ),
     "a load that nobody accepted": (Preempted, "lookup_requested", behind(issue_load), OURS),
     "a load for one who computes": (Running, "tokens_settled", behind(issue_load), OURS),
-    "a load for a new one": (New, "tokens_scheduled", lambda _decided, *a: iter((issue_load(*a),)), OTHER),
+    "a load for a new one": (New, "tokens_scheduled", lambda _decide, turn: turn.decide(issue_load(turn)), OTHER),
     # saves
     "saved from blocks of others": (Running, "tokens_settled", evolved(SAVE, block_ids=shifted), OTHER),
     "saved from lost blocks too late": (
@@ -188,26 +204,26 @@ MISTAKES: dict[str, tuple[type[StateHandler], str, Callable[..., Iterator[Any]],
     "held without a copy": (
         Running,
         "request_finished",
-        lambda decided, *a: iter((e.BlocksHeld(a[-3].request_id, a[-3].generation, a[-1]), *decided)),
+        hold_first,
         "",
     ),
     "held too late": (
         Finished,
         "transfer_settled",
-        lambda decided, *a: iter((e.BlocksHeld(a[-3].request_id, a[-3].generation, a[-1]), *decided)),
+        hold_first,
         "",
     ),
     "released while it runs": (
         Running,
         "tokens_settled",
-        behind(lambda record, _p, cause: e.RequestReleased(record.request_id, record.generation, cause)),
+        behind(lambda turn: e.RequestReleased(turn.record.request_id, turn.record.generation, turn.cause)),
         OURS,
     ),
     "never released": (Finished, "transfer_settled", nothing, OURS),
     "said to be loaded": (
         Preempted,
         "blocks_allocated",
-        behind(lambda record, _p, cause: e.LoadCompleted(record.request_id, record.generation, 1, cause)),
+        behind(lambda turn: e.LoadCompleted(turn.record.request_id, turn.record.generation, 1, turn.cause)),
         OURS,
     ),
     # what a handler may decide at all
@@ -216,23 +232,24 @@ MISTAKES: dict[str, tuple[type[StateHandler], str, Callable[..., Iterator[Any]],
     "a reason that is none": (
         Running,
         "tokens_settled",
-        behind(lambda record, _p, cause: e.RequestQuarantined(record.request_id, None, cause)),  # type: ignore[arg-type]
+        behind(lambda turn: e.RequestQuarantined(turn.record.request_id, None, turn.cause)),  # type: ignore[arg-type]
         OURS,
     ),
     "a decision for another request": (
         Running,
         "tokens_settled",
-        behind(lambda _record, _p, cause: e.RequestQuarantined("good 0", "envy", cause)),
+        behind(lambda turn: e.RequestQuarantined("good 0", "envy", turn.cause)),
         OURS,
     ),
     "another cause": (
         Running,
         "tokens_settled",
-        behind(lambda record, _p, _cause: e.RequestQuarantined(record.request_id, "x", 1)),
+        behind(lambda turn: e.RequestQuarantined(turn.record.request_id, "x", 1)),
         OURS,
     ),
-    "no iterator": (Running, "tokens_settled", lambda *_: 7, "HANDLER_RAISED"),  # type: ignore[dict-item,return-value]
-    "a failure half way": (Running, "tokens_settled", behind(lambda *a: next(raises(a))), "HANDLER_RAISED"),
+    "decisions that are returned": (Running, "tokens_settled", lambda *_: iter(()), OURS),
+    "a refusal that is caught": (Running, "tokens_settled", caught, OURS),
+    "a failure half way": (Running, "tokens_settled", behind(raises), "HANDLER_RAISED"),
 }
 """Name -> (state's handler, its method, the mistake, the rule that the log names; none where nothing is broken)."""
 
@@ -254,9 +271,9 @@ def test_a_handler_that_breaks_a_demand_costs_its_request_the_cache_and_nobody_a
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """The real scheduler asserts by itself; a wrong page would raise in the model; `verify` reads the log."""
-    base, method, change, rule = MISTAKES[mistake]
+    base, method, made, rule = MISTAKES[mistake]
     module = types.ModuleType("broken_handlers")
-    module.__dict__["Broken"] = handler(base, method, change)
+    module.__dict__["Broken"] = handler(base, method, made)
     monkeypatch.setitem(sys.modules, "broken_handlers", module)
     engine = make_engine(
         replays=False,

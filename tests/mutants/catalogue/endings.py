@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from kvledger.adapters.vllm.scheduler_side import SchedulerSide
@@ -34,11 +34,13 @@ def saved_after_the_end(touch: Touch) -> Sequence[Patch]:
     """The last save of a request is put off until its copies are done, when it has ended."""
     last_tables: dict[tuple[int, int], tuple[int, ...]] = {}
 
-    def save_on_finish(event: e.RequestFinished, record: Any, projections: Any, cause: int) -> Iterator[e.Event]:
-        last_tables[id(projections), record.ordinal] = tuple(projections.blocks.lost(event.request_id))
-        yield from saves.save_on_finish(event, record, projections, cause)
+    def save_on_finish(turn: Any, event: e.RequestFinished) -> None:
+        lost = turn.projections.blocks.lost(event.request_id)
+        last_tables[id(turn.projections), turn.record.ordinal] = tuple(lost)
+        saves.save_on_finish(turn, event)
 
-    def settled(original: Any, handler: Any, job: Any, record: Any, projections: Any, cause: int) -> Iterator[e.Event]:
+    def settled(original: Any, handler: Any, turn: Any, job: Any) -> None:
+        record, projections = turn.record, turn.projections
         table = last_tables.pop((id(projections), record.ordinal), ())
         num_tokens = projections.configuration.chunk_size
         slots = projections.chunks.slots.candidates(projections.configuration.pages_per_chunk)
@@ -46,11 +48,11 @@ def saved_after_the_end(touch: Touch) -> Sequence[Patch]:
         if len(table) > pages[-1] and len(slots) == len(pages) and num_tokens <= record.num_tokens - 1:
             touch()
             blocks = tuple(table[page] for page in pages)
-            yield e.SaveIssued(
+            turn.decide(e.SaveIssued(
                 record.request_id, record.generation, projections.transfers.next_job_id, (0,), slots, blocks,
-                before_forward=True, is_async=False, cause=cause,
-            )  # fmt: skip
-        yield from original(handler, job, record, projections, cause)
+                before_forward=True, is_async=False, cause=turn.cause,
+            ))  # fmt: skip
+        original(handler, turn, job)
 
     return [
         (finished, "save_on_finish", save_on_finish),
@@ -63,9 +65,9 @@ def never_released(touch: Touch) -> Sequence[Patch]:
     """A request that ends before it was ever scheduled is not forgotten."""
     original = finished.release_if_settled
 
-    def release(record: Any, projections: Any, cause: int) -> Iterator[e.Event]:
-        if projections.tracker.num_computed_tokens(record):
-            yield from original(record, projections, cause)
+    def release(turn: Any) -> None:
+        if turn.projections.tracker.num_computed_tokens(turn.record):
+            original(turn)
         else:
             touch()
 
@@ -76,13 +78,16 @@ def never_released(touch: Touch) -> Sequence[Patch]:
 def held_for_nobody(touch: Touch) -> Sequence[Patch]:
     """The blocks of every ended request are held, also where no copy reads them."""
 
-    def save_on_finish(event: e.RequestFinished, record: Any, projections: Any, cause: int) -> Iterator[e.Event]:
-        holds = False
-        for decision in saves.save_on_finish(event, record, projections, cause):
-            holds |= isinstance(decision, e.BlocksHeld)
-            yield decision
-        if not holds:
+    def save_on_finish(turn: Any, event: e.RequestFinished) -> None:
+        decided: list[e.Event] = []
+
+        def note(decision: e.Event) -> e.Event:
+            decided.append(decision)
+            return decision
+
+        saves.save_on_finish(turn.altered(note), event)
+        if not any(isinstance(decision, e.BlocksHeld) for decision in decided):
             touch()
-            yield e.BlocksHeld(record.request_id, record.generation, cause)
+            turn.decide(e.BlocksHeld(turn.record.request_id, turn.record.generation, turn.cause))
 
     return [(finished, "save_on_finish", save_on_finish)]

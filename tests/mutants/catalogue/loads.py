@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import attrs
@@ -11,12 +11,11 @@ from kvledger.adapters.vllm.prefix_cache import PrefixCache
 from kvledger.adapters.vllm.worker_side import WorkerSide
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.decisions import loads, lookups, reports
-from kvledger.lifecycle.handlers import chunked_prefill, new
 from kvledger.lifecycle.projections.chunk_index import ChunkIndex
 from kvledger.lifecycle.projections.host_slots import NO_SLOT
 from kvledger.lifecycle.projections.transfers import JobKind, Transfers
 from kvledger.lifecycle.windows import NULL_BLOCK
-from mutants.catalogue.parts import decided_otherwise, wrapped, written_as
+from mutants.catalogue.parts import LOADING, decided_otherwise, wrapped, written_as
 from mutants.mutant import Patch, Touch, mutant
 from mutants.scenes import FailedLoads, HybridWorlds, Walks, Worlds
 
@@ -58,18 +57,19 @@ def counted_from_blocks(touch: Touch) -> Sequence[Patch]:
 @mutant("EXTERNAL_ZERO_NO_LOAD", "LMCache#4355", "LMCache#4762", "vllm#55209", scene=Walks())
 def loads_what_was_not_taken_up(touch: Touch) -> Sequence[Patch]:
     """A load is decided from the last answer, not from what was taken up."""
-    original = loads.take_up_answer
+    original = loads.load_what_was_answered
 
-    def take_up(event: e.BlocksAllocated, record: Any, projections: Any, cause: int) -> Iterator[e.Event]:
+    def load(turn: Any, event: e.BlocksAllocated) -> None:
+        projections = turn.projections
         answer = projections.lookups.taken_up(event.request_id)
         if not event.num_external_tokens and answer is not None and answer.num_external_tokens:
             end_token = answer.num_computed_tokens + answer.num_external_tokens
             if end_token <= len(event.block_ids) * projections.configuration.block_size:
                 touch()
                 event = attrs.evolve(event, num_external_tokens=answer.num_external_tokens)
-        yield from original(event, record, projections, cause)
+        original(turn, event)
 
-    return [(owner, "take_up_answer", take_up) for owner in (new, chunked_prefill)]
+    return [(owner, "load_what_was_answered", load) for owner in LOADING]
 
 
 def _of_pages(pages: range, end_token: int, slots: Sequence[Any], projections: Any) -> tuple[int, ...] | None:
@@ -125,13 +125,13 @@ def evicted_chunk_found(touch: Touch) -> Sequence[Patch]:
 def loads_into_shared_blocks(touch: Touch) -> Sequence[Patch]:
     """A load begins at the first block of the table, though others share that one."""
 
-    def take_up(decision: e.Event, event: Any, *_: Any) -> e.Event:
+    def load(decision: e.Event, _turn: Any, event: Any) -> e.Event:
         if not isinstance(decision, e.LoadIssued) or decision.block_ids == event.block_ids[: len(decision.block_ids)]:
             return decision
         touch()
         return attrs.evolve(decision, block_ids=event.block_ids[: len(decision.block_ids)])
 
-    return [decided_otherwise(owner, "take_up_answer", take_up) for owner in (new, chunked_prefill)]
+    return [decided_otherwise(owner, "load_what_was_answered", load) for owner in LOADING]
 
 
 @mutant("FAILED_LOAD_TAINT", "vllm#55297", scene=Walks())

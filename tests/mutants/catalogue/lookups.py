@@ -8,13 +8,12 @@ from typing import Any
 import attrs
 
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.handlers import new
 from kvledger.lifecycle.projections.chunk_index import ChunkIndex
 from kvledger.lifecycle.projections.lookup_cache import LookupCache
 from kvledger.lifecycle.projections.save_cursor import SaveCursor
 from kvledger.lifecycle.projections.tracker import RequestTracker
 from kvledger.lifecycle.projections.transfers import Transfers
-from mutants.catalogue.parts import decided_otherwise, wrapped, written_as
+from mutants.catalogue.parts import LOOKING_UP, decided_otherwise, wrapped, written_as
 from mutants.mutant import Patch, Touch, mutant
 from mutants.scenes import Walks, Worlds
 
@@ -34,15 +33,15 @@ SLOW = Worlds(
 def raw_cached_hit(touch: Touch) -> Sequence[Patch]:
     """A repeated lookup answers the cached hit as it is, not what lies behind the local one."""
 
-    def answered(decision: e.Event, event: Any, _record: Any, projections: Any, _cause: int) -> e.Event:
-        cached = projections.lookups.pending(event.request_id)
+    def answered(decision: e.Event, turn: Any, event: Any) -> e.Event:
+        cached = turn.projections.lookups.pending(event.request_id)
         if cached is None or not isinstance(decision, e.LookupAnswered) or not decision.num_external_tokens:
             return decision
         if decision.num_external_tokens != decision.num_hit_tokens:
             touch()
         return attrs.evolve(decision, num_external_tokens=decision.num_hit_tokens)
 
-    return [decided_otherwise(new, "answer_lookup", answered)]
+    return [decided_otherwise(owner, "answer_lookup", answered) for owner in LOOKING_UP]
 
 
 @mutant("LOOKUP_PURE", "LMCache#2158", scene=CACHED)
@@ -50,10 +49,10 @@ def local_hit_frozen(touch: Touch) -> Sequence[Patch]:
     """What is computed locally is remembered from the first lookup, though it shrinks while it waits."""
     first: dict[tuple[int, str, int], int] = {}
 
-    def answered(decision: e.Event, event: Any, record: Any, projections: Any, _cause: int) -> e.Event:
+    def answered(decision: e.Event, turn: Any, event: Any) -> e.Event:
         if not isinstance(decision, e.LookupAnswered):
             return decision
-        life = id(projections), event.request_id, record.generation
+        life = id(turn.projections), event.request_id, turn.record.generation
         num_local = first.setdefault(life, event.num_computed_tokens)
         answer = max(0, decision.num_external_tokens + event.num_computed_tokens - num_local)
         if decision.num_external_tokens and answer != decision.num_external_tokens:
@@ -61,7 +60,7 @@ def local_hit_frozen(touch: Touch) -> Sequence[Patch]:
             return attrs.evolve(decision, num_external_tokens=answer)
         return decision
 
-    return [decided_otherwise(new, "answer_lookup", answered)]
+    return [decided_otherwise(owner, "answer_lookup", answered) for owner in LOOKING_UP]
 
 
 @mutant("LAST_TOKEN", "LMCache#3322", "vllm#50864", "vllm#55113", scene=Worlds(connector=(("max_hit_share", 1.0),)))
@@ -84,7 +83,8 @@ def whole_prompt_loaded(touch: Touch) -> Sequence[Patch]:
 
     from sim.world import World
 
-    return [decided_otherwise(new, "answer_lookup", answered), wrapped(World, "prompt", prompt)]
+    lookups = [decided_otherwise(owner, "answer_lookup", answered) for owner in LOOKING_UP]
+    return [*lookups, wrapped(World, "prompt", prompt)]
 
 
 @mutant("RESUME_COVERS_OUTPUT", "LMCache#1969", "LMCache#1361", scene=Worlds())

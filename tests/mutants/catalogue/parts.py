@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from kvledger.adapters.vllm.journal import Journal
 from kvledger.lifecycle import events as e
+from kvledger.lifecycle.handlers import chunked_prefill, new, preempted, recovering, running
 from mutants.mutant import Patch
+
+LOOKING_UP = (new, preempted, recovering)
+LOADING = (*LOOKING_UP, chunked_prefill)
+SAVING = (chunked_prefill, running, recovering)
+"""The states' modules that decide such things."""
 
 Change = Callable[[Any, Any], e.Event | None]
 """(event, journal) -> what is written instead, or None where nothing is."""
@@ -25,14 +31,13 @@ def written_as(change: Change) -> Patch:
 
 
 def decided_otherwise(owner: Any, name: str, change: Callable[..., e.Event | None]) -> Patch:
-    """A room of decisions whose every decision goes through `change(decision, *arguments)`; None drops it."""
+    """A function of `lifecycle/decisions/` whose every decision is `change(decision, *arguments)`; None drops it."""
     decide = getattr(owner, name)
 
-    def deciding(*arguments: Any, **named: Any) -> Iterator[e.Event]:
-        for decision in decide(*arguments, **named):
-            changed = change(decision, *arguments)
-            if changed is not None:
-                yield changed
+    def deciding(turn: Any, *arguments: Any, **named: Any) -> e.Event | None:
+        changed = turn.altered(lambda decision: change(decision, turn, *arguments))
+        found: e.Event | None = decide(changed, *arguments, **named)
+        return None if found is None else change(found, turn, *arguments)
 
     return owner, name, deciding
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import attrs
@@ -11,9 +11,9 @@ from kvledger.adapters.vllm.metadata import WorkerReports
 from kvledger.adapters.vllm.worker_side import WorkerSide
 from kvledger.lifecycle import decider
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.handlers import chunked_prefill
+from kvledger.lifecycle.decisions import saves
 from kvledger.lifecycle.projections.transfers import Transfers
-from mutants.catalogue.parts import decided_otherwise, wrapped
+from mutants.catalogue.parts import SAVING, decided_otherwise, wrapped
 from mutants.mutant import Patch, Touch, mutant
 from mutants.scenes import Walks, Worlds
 
@@ -75,8 +75,8 @@ def failure_taken_for_quiet(touch: Touch) -> Sequence[Patch]:
 def completed_for_the_present_life(touch: Touch) -> Sequence[Patch]:
     """A copy's end is given to whoever has the request's id by then."""
 
-    def settled(decision: e.Event, job: Any, projections: Any, _cause: int) -> e.Event:
-        record = projections.tracker.get(job.request_id)
+    def settled(decision: e.Event, turn: Any, job: Any) -> e.Event:
+        record = turn.projections.tracker.get(job.request_id)
         if record is None or not hasattr(decision, "generation") or decision.generation == record.generation:
             return decision
         touch()
@@ -100,12 +100,12 @@ def silence_not_noticed(touch: Touch) -> Sequence[Patch]:
 @mutant("RECORDED", "LMCache#2336", "vllm#46595", scene=Worlds())
 def handler_raises(touch: Touch) -> Sequence[Patch]:
     """Whoever saves a resumed request reads behind the end of a list."""
-    original = chunked_prefill.save_settled
+    original = saves.save_settled
 
-    def save_settled(record: Any, *arguments: Any) -> Iterator[e.Event]:
-        if record.num_preemptions:
+    def save_settled(turn: Any, *arguments: Any) -> None:
+        if turn.record.num_preemptions:
             touch()
             raise IndexError("list index out of range")
-        yield from original(record, *arguments)
+        original(turn, *arguments)
 
-    return [(chunked_prefill, "save_settled", save_settled)]
+    return [(owner, "save_settled", save_settled) for owner in SAVING]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import attrs
@@ -11,10 +11,10 @@ from kvledger.adapters.vllm.deliveries import Deliveries
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.decisions import saves
 from kvledger.lifecycle.decisions.reach import Reach
-from kvledger.lifecycle.handlers import chunked_prefill, finished
+from kvledger.lifecycle.handlers import finished
 from kvledger.lifecycle.projections.transfers import JobKind
 from kvledger.lifecycle.states import RequestState
-from mutants.catalogue.parts import decided_otherwise, wrapped
+from mutants.catalogue.parts import SAVING, decided_otherwise, wrapped
 from mutants.mutant import Patch, Touch, mutant
 from mutants.scenes import HybridWorlds, Walks, Worlds
 
@@ -25,18 +25,17 @@ BESIDE = Worlds(connector=(("save_mode", "async"),))
 def last_sampled_token_saved(touch: Touch) -> Sequence[Patch]:
     """The token that was sampled last is saved, though nobody computed it."""
 
-    def save_on_finish(event: e.RequestFinished, record: Any, projections: Any, cause: int) -> Iterator[e.Event]:
+    def save_on_finish(turn: Any, event: e.RequestFinished) -> None:
+        record, projections = turn.record, turn.projections
         size = projections.configuration.chunk_size
         blocks = projections.blocks.lost(record.request_id)
         has_place = event.num_tokens <= len(blocks) * projections.configuration.block_size
         if has_place and event.num_tokens % size == 0 and event.num_settled_tokens == event.num_tokens - 1:
             touch()
-            plan = saves._plan_from_lost(
-                record, record.generation, projections, cause, before_forward=True, is_async=False
-            )
-            yield from plan.save(0, event.num_tokens)
+            plan = saves._Plan(turn, record.generation, blocks, before_forward=True, is_async=False)
+            plan.save(0, event.num_tokens)
         else:
-            yield from original(event, record, projections, cause)
+            original(turn, event)
 
     original = saves.save_on_finish
     return [(finished, "save_on_finish", save_on_finish)]
@@ -47,7 +46,8 @@ def saved_one_token_early(touch: Touch) -> Sequence[Patch]:
     """A chunk is saved one token before it is full."""
     original = saves.save_settled
 
-    def save_settled(record: Any, first: int, num_settled: int, projections: Any, cause: int) -> Iterator[e.Event]:
+    def save_settled(turn: Any, first: int, num_settled: int) -> None:
+        record, projections = turn.record, turn.projections
         blocks = projections.blocks.held(record.request_id)
         early = num_settled + 1
         is_whole = not early % projections.configuration.chunk_size
@@ -55,9 +55,9 @@ def saved_one_token_early(touch: Touch) -> Sequence[Patch]:
         if is_whole and early <= min(num_keyed, len(blocks) * projections.configuration.block_size):
             touch()
             num_settled = early
-        yield from original(record, first, num_settled, projections, cause)
+        original(turn, first, num_settled)
 
-    return [(chunked_prefill, "save_settled", save_settled)]
+    return [(owner, "save_settled", save_settled) for owner in SAVING]
 
 
 @mutant("SRC_BLOCK_OWNED", "vllm#52360", "vllm#46595", scene=Worlds())
@@ -65,9 +65,10 @@ def saved_from_old_blocks(touch: Touch) -> Sequence[Patch]:
     """A resumed request is saved from the blocks that it had before its preemption."""
     tables: dict[tuple[int, int], tuple[int, ...]] = {}
 
-    def save(decision: e.Event, record: Any, _first: int, _settled: int, projections: Any, _cause: int) -> e.Event:
+    def save(decision: e.Event, turn: Any, *_: Any) -> e.Event:
         if not isinstance(decision, e.SaveIssued):
             return decision
+        record, projections = turn.record, turn.projections
         life = id(projections), record.ordinal
         table = tables.setdefault(life, tuple(projections.blocks.held(record.request_id)))
         pages = projections.geometry.pages_of(decision.chunks)
@@ -79,7 +80,7 @@ def saved_from_old_blocks(touch: Touch) -> Sequence[Patch]:
             touch()
         return attrs.evolve(decision, block_ids=block_ids)
 
-    return [decided_otherwise(chunked_prefill, "save_settled", save)]
+    return [decided_otherwise(owner, "save_settled", save) for owner in SAVING]
 
 
 @mutant("STORE_CONTIGUOUS", "vllm#46972", scene=Worlds())
@@ -87,37 +88,39 @@ def trailing_chunk_left_out(touch: Touch) -> Sequence[Patch]:
     """The last chunk of every part of a prefill is left out, and nobody comes back for it."""
     original = saves.save_settled
 
-    def save_settled(record: Any, first: int, num_settled: int, projections: Any, cause: int) -> Iterator[e.Event]:
-        if record.state is RequestState.CHUNKED_PREFILL:
+    def save_settled(turn: Any, first: int, num_settled: int) -> None:
+        if turn.record.state is RequestState.CHUNKED_PREFILL:
             touch()
-            num_settled -= projections.configuration.chunk_size
-        yield from original(record, first, num_settled, projections, cause)
+            num_settled -= turn.projections.configuration.chunk_size
+        original(turn, first, num_settled)
 
-    return [(chunked_prefill, "save_settled", save_settled)]
+    return [(owner, "save_settled", save_settled) for owner in SAVING]
 
 
 @mutant("LOAD_XOR_STORES", "vllm#46014", scene=Walks())
 def saved_while_loading(touch: Touch) -> Sequence[Patch]:
     """A request is saved while its load is under way."""
 
-    def save_settled(record: Any, first: int, num_settled: int, projections: Any, cause: int) -> Iterator[e.Event]:
+    def save_settled(turn: Any, first: int, num_settled: int) -> None:
+        record, projections = turn.record, turn.projections
         jobs = projections.transfers.of_life(record.ordinal)
         filled = {block for job in jobs if job.kind is JobKind.LOAD for block in job.block_ids}
+
+        def watch(decision: e.Event) -> e.Event:
+            if isinstance(decision, e.SaveIssued) and not filled.isdisjoint(decision.block_ids):
+                touch()
+            return decision
+
         plan = saves._Plan(
-            record,
+            turn.altered(watch),
             record.generation,
             projections.blocks.held(record.request_id),
-            projections,
-            cause,
             before_forward=False,
             is_async=projections.configuration.async_saves,
         )
-        for decision in plan.save(first, num_settled):
-            if isinstance(decision, e.SaveIssued) and not filled.isdisjoint(decision.block_ids):
-                touch()
-            yield decision
+        plan.save(first, num_settled)
 
-    return [(chunked_prefill, "save_settled", save_settled)]
+    return [(owner, "save_settled", save_settled) for owner in SAVING]
 
 
 @mutant("SRC_BLOCK_STABLE", "vllm#29870", "vllm#52360", scene=BESIDE)
@@ -128,7 +131,7 @@ def preemption_not_fenced(touch: Touch) -> Sequence[Patch]:
         if isinstance(decision, e.TransferAwaited):
             touch()
 
-    return [decided_otherwise(owner, "fence_saves", fence) for owner in (saves, chunked_prefill)]
+    return [decided_otherwise(owner, "fence_saves", fence) for owner in (saves, *SAVING)]
 
 
 @mutant("BLOCK_REUSE_FENCED", "vllm#46951", "sglang#32564", scene=BESIDE)

@@ -27,8 +27,7 @@ def check_audit(world: World) -> None:
 
 def _check(log: LogEnd, allowed: frozenset[str]) -> None:
     audit = Audit(log.configuration, ReferenceMachine())
-    for sequence, event in log.events:
-        audit.take(sequence, event)
+    audit.take_frame(log.events)
     if not log.gaps:
         audit.finish()
     assert audit.unfoldable is None, f"the log cannot be folded: {audit.unfoldable}"

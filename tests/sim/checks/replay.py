@@ -26,8 +26,7 @@ def check_replay(world: World) -> None:
 
 def _check(log: LogEnd) -> None:
     replay = Replay(log.configuration, reference=ReferenceMachine())
-    for sequence, event in log.events:
-        replay.step(sequence, event)
+    replay.take(log.events)
     if not log.gaps:
         replay.finish()
     assert not replay.divergences, f"replay diverges: {replay.divergences[0]}"

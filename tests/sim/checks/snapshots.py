@@ -39,10 +39,10 @@ def _check(log: LogEnd, allowed: frozenset[str], chance: Random) -> None:
     for number, (sequence, event) in enumerate(log.events):
         if number in cuts:
             start = restore(capture(whole), log.configuration)
-            begun.append((sequence, Audit(log.configuration, ReferenceMachine(), start=start)))
+            audit = Audit(log.configuration, ReferenceMachine(), start=start)
+            audit.take_frame(log.events[number:])
+            begun.append((sequence, audit))
         whole.fold(event, sequence)
-        for _, audit in begun:
-            audit.take(sequence, event)
     expected = whole.snapshot()
     for cut, audit in begun:
         if not log.gaps:

@@ -1,0 +1,62 @@
+"""A turn to decide in: what a handler is given when an observation concerns a request in its state.
+
+What is decided is recorded and folded at once, so the next line sees its effect. A turn knows neither who keeps the
+record nor whether something is decided for the first time or again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import copy
+from typing import Self
+
+from kvledger.lifecycle.belief import Projections
+from kvledger.lifecycle.events import Event
+from kvledger.lifecycle.projections.tracker import RequestRecord
+
+Decide = Callable[[Event], None]
+
+
+class TurnEnded(BaseException):
+    """Unwinds a handler whose further decisions do not count. No `Exception`, so that no handler takes it for one."""
+
+
+class EngineTurn:
+    """An observation that concerns no single request, folded already.
+
+    Raises:
+        TurnEnded: by `decide`, where nothing more can be decided; not to be caught.
+    """
+
+    __slots__ = ("cause", "decide", "projections")
+
+    def __init__(self, projections: Projections, decide: Decide, cause: int) -> None:
+        self.projections = projections
+        """Everything that is known, to be read only."""
+        self.decide = decide
+        """Record a decision and fold it."""
+        self.cause = cause
+        """Sequence number of the observation, which every decision names."""
+
+    def altered(self, change: Callable[[Event], Event | None]) -> Self:
+        """The same turn, in which `change` is given each decision before it is made; None drops it."""
+
+        def decide(decision: Event) -> None:
+            changed = change(decision)
+            if changed is not None:
+                self.decide(changed)
+
+        turn = copy(self)
+        turn.decide = decide
+        return turn
+
+
+class Turn(EngineTurn):
+    """What an observation means for one request."""
+
+    __slots__ = ("record",)
+
+    def __init__(self, projections: Projections, decide: Decide, cause: int, record: RequestRecord) -> None:
+        super().__init__(projections, decide, cause)
+        self.record = record
+        """The request, in the state that the observation led to."""
