@@ -73,6 +73,7 @@ STATE: Final[Mapping[str, Mapping[str, Attribute]]] = MappingProxyType(
             "_loads": Attribute(dict[int, tuple[int, ...]]),
             "_lost": _TABLES,
             "_lost_before": _TABLES,
+            "_num_local_tokens": _INT_OF_REQUEST,
             "num_failures": _INT,
         },
         "chunk_keys": {"_keys": Attribute(dict[str, list[bytes]])},

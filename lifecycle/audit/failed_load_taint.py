@@ -100,8 +100,10 @@ class FailedLoadTaint:
     def _failed(self, event: e.LoadFailed, step: ReplayedEvent, _projections: Projections) -> None:
         keys = self._keys.pop(event.job_id, ())
         self._failures.append(_Failure(step.sequence, event.request_id, keys))
-        for job_id, save in self._jobs:
-            if not save.is_load and save.request_id == event.request_id and job_id > event.job_id:
+        load = None if self._jobs.current is None else self._jobs.current.job
+        for job_id, save in self._jobs:  # by life: the id may have been used again before the load was reported
+            is_of_its_life = load is not None and save.job is not None and save.job.ordinal == load.ordinal
+            if is_of_its_life and not save.is_load and job_id > event.job_id:
                 self._spoilt[job_id] = step.sequence
 
     # --- blocks ------------------------------------------------------------------------------
@@ -150,8 +152,9 @@ class FailedLoadTaint:
     def _blocks_allocated(self, event: e.BlocksAllocated, step: ReplayedEvent, projections: Projections) -> None:
         num_tokens = self._num_local_tokens.pop(event.request_id, None) if self._num_local_tokens else None
         if num_tokens is not None:  # who hits what another one writes in this very step is right: see the step first
-            hit = event.block_ids[: projections.geometry.pages_spanning(0, num_tokens).stop]
-            self._hits.append((event.request_id, step.sequence, hit))
+            num_hit = projections.geometry.pages_spanning(0, num_tokens).stop
+            self._hits.append((event.request_id, step.sequence, event.block_ids[:num_hit]))
+            self._fill(event.block_ids[num_hit:])  # new ones; another connector may fill them, of which nothing is told
 
     def _save_issued(
         self, event: e.SaveIssued | e.TailSaveIssued, step: ReplayedEvent, projections: Projections

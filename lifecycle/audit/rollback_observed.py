@@ -20,15 +20,20 @@ class _Load:
     sequence: int
     request_id: str
     end_token: int
+    block_ids: tuple[int, ...]
     failed_at: int = 0
+    reported_late_at: int = 0
+    """Sequence of a failure that vLLM hears of only with the blocks; until then it may have scheduled more steps."""
 
 
 class RollbackObserved:
     """No request goes on counting tokens as computed that a rank has reported it could not load.
 
-    Verifies: at the first step after a load within a step failed, that the request was rolled back behind the load's
-    end, preempted, looked up again or ended since the load was issued, or counts less by itself.
-    Does not verify: loads beside the steps, whose requests have not begun; loads given up because nobody spoke of them.
+    Verifies: at the first step after a load within a step failed (one that was not handed out: after vLLM heard of it),
+    that the request was rolled back behind the load's end, preempted, looked up again or ended since the load was
+    issued, or counts less by itself.
+    Does not verify: loads beside the steps, whose requests have not begun; loads given up because nobody spoke of them;
+    that vLLM hears of one that was not handed out.
     """
 
     rule: ClassVar[str] = "ROLLBACK_OBSERVED"
@@ -45,6 +50,7 @@ class RollbackObserved:
             (e.LoadIssued, self._issued),
             (e.LoadCompleted, self._completed),
             (e.LoadFailed, self._failed),
+            (e.LoadErrorsObserved, self._load_errors_observed),
             (e.TokensRolledBack, self._rolled_back),
             (e.RequestPreempted, self._given_up),
             (e.RequestFinished, self._given_up),
@@ -63,7 +69,7 @@ class RollbackObserved:
     def _issued(self, event: e.LoadIssued, step: ReplayedEvent, _projections: Projections) -> None:
         if not event.is_async:
             end_token = event.first_token + event.num_tokens
-            self._loads[event.job_id] = _Load(step.sequence, event.request_id, end_token)
+            self._loads[event.job_id] = _Load(step.sequence, event.request_id, end_token, event.block_ids)
 
     def _completed(self, event: e.LoadCompleted, _step: ReplayedEvent, _projections: Projections) -> None:
         self._loads.pop(event.job_id, None)
@@ -71,8 +77,17 @@ class RollbackObserved:
     def _failed(self, event: e.LoadFailed, step: ReplayedEvent, _projections: Projections) -> None:
         if event.cause != self._jobs.failure_sequence:
             self._loads.pop(event.job_id, None)
+        elif event.job_id in self._loads and event.error.startswith(e.NOT_HANDED_OUT):
+            self._loads[event.job_id].reported_late_at = step.sequence
         elif event.job_id in self._loads:
             self._loads[event.job_id].failed_at = step.sequence
+
+    def _load_errors_observed(
+        self, event: e.LoadErrorsObserved, _step: ReplayedEvent, _projections: Projections
+    ) -> None:
+        for load in self._loads.values():
+            if load.reported_late_at and not set(event.block_ids).isdisjoint(load.block_ids):
+                load.failed_at = load.reported_late_at
 
     def _rolled_back(self, event: e.TokensRolledBack, _step: ReplayedEvent, _projections: Projections) -> None:
         self._forget(event.request_id, event.num_computed_tokens)

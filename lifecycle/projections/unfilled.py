@@ -1,7 +1,7 @@
 """Blocks that hold nothing that can be relied on: a load into them failed, or they were computed on top of such.
 
 A block is filled again when it is written from its first position on, on top of blocks that are filled, or when it is
-to be loaded anew. It must not know who may hit a block, nor what is decided about it.
+given anew, to be computed or loaded by whomever. It must not know who may hit a block, nor what is decided about it.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ class UnfilledBlocks:
         """Tables that were lost since the last step; a failure of that step concerns them, too."""
         self._lost_before: list[list[int]] = []
         """And in the step before: with two steps in flight, the next one is scheduled before the failure is known."""
+        self._num_local_tokens: dict[str, int] = {}
+        """While a block is unfilled: what each request has of vLLM's prefix cache, by its last lookup."""
         self.num_failures = 0
         """How often blocks were added."""
 
@@ -45,6 +47,8 @@ class UnfilledBlocks:
     def folds(self) -> Mapping[type[e.Event], Callable[..., None]]:
         """Event class -> fold."""
         return {
+            e.LookupRequested: self._lookup_requested,
+            e.BlocksAllocated: self._blocks_allocated,
             e.LoadIssued: self._load_issued,
             e.LoadCompleted: self._load_completed,
             e.LoadFailed: self._load_failed,
@@ -57,6 +61,15 @@ class UnfilledBlocks:
     def snapshot(self) -> object:
         """Plain values, equal for equal states."""
         return sorted(self._blocks)
+
+    def _lookup_requested(self, event: e.LookupRequested, _sequence: int) -> None:
+        if self._blocks:
+            self._num_local_tokens[event.request_id] = event.num_computed_tokens
+
+    def _blocks_allocated(self, event: e.BlocksAllocated, _sequence: int) -> None:
+        num_tokens = self._num_local_tokens.pop(event.request_id, None) if self._num_local_tokens else None
+        if num_tokens is not None:  # another connector may load into the new ones, of which nothing is reported
+            self._blocks.difference_update(event.block_ids[self._geometry.pages_spanning(0, num_tokens).stop :])
 
     def _load_issued(self, event: e.LoadIssued, _sequence: int) -> None:
         self._loads[event.job_id] = event.block_ids
@@ -82,6 +95,7 @@ class UnfilledBlocks:
         self.num_failures += 1
 
     def _taken(self, event: e.RequestPreempted | e.RequestFinished, _sequence: int) -> None:
+        self._num_local_tokens.pop(event.request_id, None)
         lost = self._tables.lost(event.request_id)
         if lost:
             self._lost.append(list(lost))

@@ -1,0 +1,117 @@
+"""What the audit makes of failed loads whose blocks or requests have changed hands since."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lifecycle_driver import Driver, keys_of
+
+from kvledger.lifecycle import events as e
+from kvledger.lifecycle.audit import Audit
+from kvledger.lifecycle.snapshots import capture, restore
+
+
+def broken_rules(driver: Driver) -> list[str]:
+    """What is wrong with the whole log."""
+    audit = Audit(driver.configuration)
+    audit.run(enumerate(driver.observed, start=1))
+    assert not audit.divergences
+    return [violation.rule for violation in audit.violations]
+
+
+def fail_blocks(driver: Driver, block_ids: Sequence[int]) -> None:
+    """A worker could not fill blocks, its own or those of another connector's load."""
+    driver.observe(e.LoadErrorsObserved(tuple(block_ids), driver._now()))
+
+
+def start_load(driver: Driver, request_id: str, block_ids: Sequence[int]) -> int:
+    """16 of 17 tokens are loaded within the step to come; returns the job."""
+    keys = keys_of("shared", 2)
+    driver.save_prefix("writer", keys)
+    driver.arrive(request_id, 17, keys)
+    driver.lookup(request_id, 0, 17)
+    driver.allocate(request_id, block_ids, 16)
+    return driver.all_of(e.LoadIssued)[-1].job_id
+
+
+def test_a_load_reported_when_its_id_is_used_again_concerns_no_save_of_the_next_life() -> None:
+    """The earlier request computed again what had not come, and ended; the late report is about it alone."""
+    driver = Driver(async_saves=True)
+    load = start_load(driver, "a", (1, 2))
+    driver.step(("a", 16, 1, 17))
+    fail_blocks(driver, (1,))
+    driver.roll_back("a", 0)
+    driver.step(("a", 0, 17, 17))
+    driver.finish("a", 17, 18)
+    driver.start("a", keys_of("other", 2), 17, (5, 6))
+    driver.step(("a", 17, 1, 18), settled=[("a", 0, 17)])
+    save = driver.all_of(e.SaveIssued)[-1].job_id
+    assert save > load
+    driver.report(load, ok=False)
+    driver.report(save)
+    assert driver.all_of(e.SaveCompleted)[-1].job_id == save
+    assert broken_rules(driver) == []
+
+
+def test_blocks_that_are_given_anew_are_filled_whoever_fills_them() -> None:
+    """Another connector loads into new blocks, of which nothing is reported; they and what follows can be saved."""
+    driver = Driver()
+    driver.arrive("a", 33, keys_of("a", 4))
+    driver.lookup("a", 0, 33)
+    driver.allocate("a", (1, 2, 3))
+    driver.step(("a", 32, 1, 33))
+    fail_blocks(driver, (1, 2))
+    driver.finish("a", 0, 33)
+    keys = keys_of("b", 4)
+    driver.arrive("b", 33, keys)
+    driver.lookup("b", 0, 33)
+    driver.allocate("b", (1, 2, 4))
+    driver.step(("b", 32, 1, 33))
+    assert not driver.projections.unfilled.blocks & {1, 2, 4}
+    state = capture(driver.projections)
+    cut = len(driver.observed)
+    driver.step(settled=[("b", 0, 33)])
+    driver.arrive("c", 34, keys)
+    driver.lookup("c", 32, 34)
+    driver.allocate("c", (1, 2, 5))
+    driver.step(("c", 32, 2, 34))
+    assert broken_rules(driver) == []
+    begun = Audit(driver.configuration, start=restore(state, driver.configuration))
+    begun.run(enumerate(driver.observed[cut:], start=cut + 1))
+    assert begun.violations == []
+
+
+def test_a_block_that_is_hit_stays_unfilled() -> None:
+    """It is not given anew: nobody is going to write it."""
+    driver = Driver()
+    driver.arrive("a", 33, keys_of("a", 4))
+    driver.lookup("a", 0, 33)
+    driver.allocate("a", (1, 2, 3))
+    driver.step(("a", 32, 1, 33))
+    fail_blocks(driver, (1, 2))
+    driver.arrive("b", 33, keys_of("a", 4))
+    driver.lookup("b", 32, 33)
+    driver.allocate("b", (1, 2, 4))
+    driver.step(("b", 32, 1, 33))
+    assert driver.projections.unfilled.blocks >= {1, 2, 4}
+    assert "FAILED_LOAD_TAINT" in broken_rules(driver)
+
+
+def not_handed_out(*, rolls_back: bool) -> Driver:
+    """A load is withheld before its step; vLLM hears of it when the next step is scheduled already."""
+    driver = Driver()
+    load = start_load(driver, "a", (1, 2))
+    driver.report(load, ok=False, error=f"{e.NOT_HANDED_OUT}{e.NOT_WRITTEN}")
+    driver.step(("a", 16, 1, 17))
+    driver.step(("a", 17, 1, 18))
+    fail_blocks(driver, (1,))
+    if rolls_back:
+        driver.roll_back("a", 0)
+    driver.step(("a", 0, 17, 17) if rolls_back else ("a", 18, 1, 19))
+    return driver
+
+
+def test_a_load_that_was_not_handed_out_is_rolled_back_once_vllm_hears_of_it() -> None:
+    """Two steps may be scheduled until then; the one after it must have gone back."""
+    assert broken_rules(not_handed_out(rolls_back=True)) == []
+    assert "ROLLBACK_OBSERVED" in broken_rules(not_handed_out(rolls_back=False))
