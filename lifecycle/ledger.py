@@ -65,7 +65,7 @@ class Ledger:
         self._uncommitted: list[Event] = []
         self._next_sequence = sink.next_sequence if next_sequence is None else next_sequence
         self._decisions: list[Event] = []
-        """Upon the last observation."""
+        """Recorded, and not returned yet."""
         self._corrupt: LedgerCorrupt | None = None
 
     @property
@@ -87,8 +87,6 @@ class Ledger:
         """
         if self._corrupt is not None:
             raise LedgerCorrupt(f"{self._corrupt}; nothing can be decided any more")
-        decisions: list[Event] = []
-        self._decisions = decisions
         deciding = self._decider.deciding[type(event)]
         state_before = self._decider.state_of(event)
         try:
@@ -97,6 +95,7 @@ class Ledger:
                 deciding(event, cause, state_before)
         except TurnEnded:
             pass  # the ledger has become corrupt
+        decisions, self._decisions = self._decisions, []
         if self._corrupt is not None:
             raise self._corrupt
         return decisions
