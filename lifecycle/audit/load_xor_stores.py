@@ -40,7 +40,8 @@ class LoadXorStores:
             record = projections.tracker.by_ordinal(job.ordinal)
             is_held = record is not None and record.holds_blocks and record.generation == job.generation
             if job.kind is JobKind.LOAD and is_held:
-                self._take_up(0, job)
+                # Issued before the last step, or since; that step stands before the first event of the audit, as 0.
+                self._take_up(-1 if job.asked_step < projections.tracker.num_steps else 0, job)
 
     def checks(self, _indices: Indices) -> Iterable[tuple[type[e.Event], Check]]:
         """By class of event."""
@@ -107,4 +108,4 @@ class LoadXorStores:
                 continue  # between two steps, of which the first one had the load in it
             if load.is_async or load.request_id == event.request_id:
                 detail = f"save {event.job_id} reads blocks that load {job_id} is still filling"
-                yield violation(self.rule, step, projections, detail, sequence, event.cause)
+                yield violation(self.rule, step, projections, detail, max(0, sequence), event.cause)
