@@ -102,6 +102,12 @@ def places(pattern: str, wanted: Callable[[ast.AST], Iterable[str]]) -> dict[str
 # --- states ----------------------------------------------------------------------------------------------------------
 
 
+REGIONS_INTRODUCTION = """
+A request is in one state of each of these regions as well, a job in one of `work` and one of `source`. Only the phase
+and `blocks` refuse an event; the diagrams show what moves.
+"""
+
+
 def states_page() -> list[str]:
     """States, diagram, the table as a matrix, its rules."""
     said = attribute_docs(states.RequestState)
@@ -119,7 +125,14 @@ def states_page() -> list[str]:
     legal = [event for event in events.REQUEST_EVENTS if any((state, event) in TABLE for state in RequestState)]
     body = [[f"`{event.id}`", *(cell(state, event) for state in RequestState)] for event in legal]
     lines += rows(["event", *(state.value for state in RequestState)], body)
-    lines += ["## Its rules", "", "```text", *inspect.getdoc(table).splitlines(), "```"]  # type: ignore[union-attr]
+    lines += ["## Beside the phase", "", *prose(REGIONS_INTRODUCTION)]
+    about = attribute_docs(table)
+    for region in (*table.REGIONS[1:], *table.JOB_REGIONS):
+        lines += [f"### {region.name}", "", about[region.name.upper()], ""]
+        said = attribute_docs(region.states)
+        lines += [f"- **{state.value}**: {said[state.name]}" for state in region.states]
+        lines += ["", "```mermaid", mermaid_diagram(region), "```", ""]
+    lines += ["## The rules of the tables", "", "```text", *inspect.getdoc(table).splitlines(), "```"]  # type: ignore[union-attr]
     return lines
 
 

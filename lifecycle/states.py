@@ -1,7 +1,8 @@
-"""The six states of a request, and what is known about a request in each.
+"""The states of a request and of a transfer job, and what is known in each.
 
-This room holds names and their meaning, nothing else. Which event leads from where to where
-stands in `table.py`; what a state does with an event stands in `handlers/`.
+A request is in one state of each of its regions: the phase, and what stands beside the phase. A job has regions of its
+own. This module holds names and their meaning, nothing else. Which event leads from where to where stands in
+`table.py`; what a state does with an event stands in `handlers/`.
 """
 
 from __future__ import annotations
@@ -32,6 +33,81 @@ class RequestState(enum.StrEnum):
 
     FINISHED = "finished"
     """It will not be scheduled again. It may still owe transfers, and leaves when the last is settled."""
+
+
+@members_at_hand
+class BlocksRegion(enum.StrEnum):
+    """What a request's life has to be computed or loaded into."""
+
+    NONE = "none"
+    """It holds no blocks."""
+
+    GRANTED = "granted"
+    """It holds blocks, and no load of this life fills them."""
+
+    LOADING = "loading"
+    """It holds blocks, and a load of this life fills them."""
+
+
+@members_at_hand
+class FirstRegion(enum.StrEnum):
+    """Whether the request has to compute something before it is offered another load."""
+
+    COMPUTED = "computed"
+    """No load of this life has failed since a step computed something for it."""
+
+    COMPUTES_FIRST = "computes_first"
+    """Its load failed, and no step has computed anything for it since."""
+
+
+@members_at_hand
+class CurrentRegion(enum.StrEnum):
+    """Whether what the request has computed is worth saving."""
+
+    CURRENT = "current"
+    """Nothing of what it holds was computed before the last reset."""
+
+    STALE = "stale"
+    """A reset came while it held blocks: nothing that this life computes may be saved."""
+
+
+@members_at_hand
+class TrustRegion(enum.StrEnum):
+    """Whether the cache helps the request."""
+
+    TRUSTED = "trusted"
+    """What is known about it agrees with itself."""
+
+    QUARANTINED = "quarantined"
+    """It gets no hits and no saves any more; it recomputes."""
+
+
+@members_at_hand
+class WorkRegion(enum.StrEnum):
+    """How far a transfer job is."""
+
+    ISSUED = "issued"
+    """A rank at least has not reported."""
+
+    OVERDUE = "overdue"
+    """The same, although the workers were asked for a report."""
+
+    GIVEN_UP = "given_up"
+    """A save that counts as failed; a rank that has not reported may still write its slots."""
+
+    SETTLED = "settled"
+    """Nothing is read or written any more."""
+
+
+@members_at_hand
+class SourceRegion(enum.StrEnum):
+    """Whose blocks a transfer job reads or writes."""
+
+    OWNED = "owned"
+    """The request has them, or the copy was issued for the step itself."""
+
+    FENCED = "fenced"
+    """They were taken, and the next step waits for the copy."""
 
 
 INITIAL_STATE = RequestState.NEW

@@ -8,7 +8,7 @@ import attrs
 import pytest
 from lifecycle_driver import Driver, MemorySink, Walk, keys_of
 
-from kvledger.lifecycle import Divergence, HandlerRegistry, Ledger, Replay, fold
+from kvledger.lifecycle import Divergence, HandlerRegistry, Ledger, Replay, RequestState, fold
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.belief import Projections
 from kvledger.lifecycle.divergences import Divergences
@@ -16,7 +16,7 @@ from kvledger.lifecycle.events import VOCABULARY
 from kvledger.lifecycle.handlers.new import New
 from kvledger.lifecycle.machine import ReferenceMachine
 from kvledger.lifecycle.replay import ReplayedEvent
-from kvledger.lifecycle.table import ROWS
+from kvledger.lifecycle.table import PHASE
 from kvledger.lifecycle.turn import Turn
 
 Log = list[tuple[int, e.Event]]
@@ -186,11 +186,9 @@ def test_other_handlers_show_where_they_would_have_decided_otherwise() -> None:
 def test_the_reference_machine_reports_a_table_that_leads_elsewhere() -> None:
     """Every replayed log is a test of one table against the other."""
     driver, log = story()
-    wrong = [
-        attrs.evolve(row, dest=row.source) if row.event is e.PrefillCompleted and row.source == "new" else row
-        for row in ROWS
-    ]
-    replay = Replay(driver.configuration, reference=ReferenceMachine(wrong))
+    rows = tuple((source, trigger, dest) for source, trigger, dest in PHASE.flat() if trigger != "prefill.completed")
+    wrong = attrs.evolve(PHASE, rows=(*rows, (RequestState.NEW, "prefill.completed", None)))
+    replay = Replay(driver.configuration, reference=ReferenceMachine([wrong]))
     replay.take(log)
     assert {type(difference.recorded) for difference in replay.reference_differences} == {e.PrefillCompleted}
 

@@ -13,7 +13,6 @@ from kvledger.lifecycle.machine import (
     ReferenceMachine,
     TableError,
     compile_table,
-    mermaid_diagram,
     table_fingerprint,
 )
 from kvledger.lifecycle.table import ROWS, Row
@@ -127,14 +126,3 @@ def test_the_fingerprint_knows_rows_and_not_their_order() -> None:
 def test_the_reference_machine_does_not_know_events_outside_its_rows() -> None:
     """An event without any row is illegal, not an error."""
     assert ReferenceMachine().next_state(RequestState.NEW, e.RequestArrived) is None
-
-
-def test_the_diagram_shows_every_move_once() -> None:
-    """One arrow per pair of different states, with every event that leads along it."""
-    arrows = [line for line in mermaid_diagram().splitlines() if "-->" in line and "[*]" not in line]
-    moves = {(row.source, row.dest) for row in ROWS if row.source is not row.dest}
-    assert len(arrows) == len(moves)
-    for source, dest in moves:
-        (arrow,) = [line for line in arrows if line.strip().startswith(f"{source} --> {dest}:")]
-        events = {row.event.id for row in ROWS if (row.source, row.dest) == (source, dest)}
-        assert set(arrow.split(": ")[1].split(", ")) == events

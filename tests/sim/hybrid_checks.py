@@ -8,6 +8,7 @@ Does not verify: pages at the moment they are copied, and what the faults of `wo
 from __future__ import annotations
 
 from lifecycle_driver.concerned import check_reasons, check_stories
+from lifecycle_driver.regions import check_regions as check_log
 
 from kvledger.lifecycle import Replay
 from kvledger.lifecycle.audit import Audit
@@ -47,6 +48,11 @@ def check_replay(world: HybridWorld) -> None:
     assert replay.projections.snapshot() == projections.snapshot()
 
 
+def check_regions(world: HybridWorld) -> None:
+    """No region refuses anything, and none says another thing than the projections."""
+    check_log(world.events(), world.side.ledger.projections.configuration)
+
+
 def check_audit(world: HybridWorld) -> None:
     """Every checker finds the log sound."""
     audit = Audit(world.side.ledger.projections.configuration, ReferenceMachine())
@@ -61,4 +67,4 @@ def check_why(world: HybridWorld) -> None:
     check(list(world.events()), world.side.ledger.projections.configuration)
 
 
-HYBRID_CHECKS = (check_outputs, check_nothing_left, check_rules, check_replay, check_audit, check_why)
+HYBRID_CHECKS = (check_outputs, check_nothing_left, check_rules, check_replay, check_regions, check_audit, check_why)

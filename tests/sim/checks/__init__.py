@@ -15,6 +15,7 @@ from sim.checks.nothing_left import check_nothing_left
 from sim.checks.outputs import check_outputs
 from sim.checks.pages import check_pages
 from sim.checks.reasons import check_why
+from sim.checks.regions import check_regions
 from sim.checks.replay import check_replay
 from sim.checks.rules import check_rules
 from sim.checks.snapshots import check_snapshots
@@ -29,6 +30,7 @@ CHECKS: tuple[Callable[[World], None], ...] = (
     check_nothing_left,
     check_logs,
     check_replay,
+    check_regions,
     check_audit,
     check_accounting,
     check_snapshots,
