@@ -20,11 +20,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.kv_cache_utils import (
+    DEFAULT_NONE_HASH_SEED,
+    BlockHash,
     generate_scheduler_kv_cache_config,
     get_kv_cache_configs,
     get_request_block_hasher,
-    init_none_hash,
 )
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -46,6 +48,7 @@ from vllm.v1.worker.utils import allocate_kv_cache
 from kvledger.adapters.vllm import KVLedgerConnector
 from sim.contenders import LEDGER_CONTENDER, Contender
 from sim.hashed_model import NUM_LAYERS, HashedModel, layer_names
+from sim.order import put_in_order
 from sim.tiny_model import write_configuration
 
 BLOCK_SIZE = 16
@@ -176,7 +179,8 @@ class SimulatedEngine:
                 self.vllm_config, specs, layout, num_blocks, num_ranks
             )
         hash_function = get_hash_fn_by_name(self.vllm_config.cache_config.prefix_caching_hash_algo)
-        init_none_hash(hash_function)
+        # Not `init_none_hash`, which takes PYTHONHASHSEED where it is set: a seed decides a world's keys, too.
+        kv_cache_utils.NONE_HASH = BlockHash(hash_function(DEFAULT_NONE_HASH_SEED))
         self._block_hasher = get_request_block_hasher(block_size, hash_function)
         scheduler_class = AsyncScheduler if async_scheduling else Scheduler
         self.scheduler = scheduler_class(
@@ -187,6 +191,7 @@ class SimulatedEngine:
             log_stats=True,
         )
         self.scheduler.use_v2_model_runner = model_runner_v2
+        put_in_order(self.scheduler)
         self.models = [HashedModel(num_blocks, block_size, windows, kv_caches) for kv_caches in registered]
         self.workers: list[Any] = [None] * num_ranks
         """One worker-side connector for each rank; None where nobody connects anything."""

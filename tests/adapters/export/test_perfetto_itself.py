@@ -14,16 +14,24 @@ from kvledger.adapters.reading.sources import find_logs
 
 pytestmark = pytest.mark.xdist_group("browser")
 
+RECOVERY = ["preempted", "load", "running"]
+"""The states that the arrows of a request join that comes back by an asynchronous load."""
+
 
 @pytest.mark.scheduler
 def test_perfetto_opens_a_trace_without_a_complaint(
     run: Any, worlds: dict[int, Path], page: Page, perfetto_wheel: Path, tmp_path: Path
 ) -> None:
     """No import error, and as many slices, arrows and counter values as the importer of the other tests finds."""
-    log = find_logs(worlds[3])[0]
     path = tmp_path / "trace.json"
-    assert run("export", log, "--perfetto", "-o", path).exit_code == 0
-    expected = read_trace(path)
+    for log in [log for directory in worlds.values() for log in find_logs(directory)]:
+        assert run("export", log, "--perfetto", "-o", path).exit_code == 0
+        expected = read_trace(path)
+        if any([found.name for found in flow.slices][:3] == RECOVERY for flow in expected.flows):
+            break
+        path.unlink()
+    else:
+        pytest.fail("in no world a preempted request recovers by a load that runs beside the steps")
     with open_in_perfetto(perfetto_wheel, path, page) as perfetto:
         complaints = "select name, value from stats where severity != 'info' and value > 0"
         assert perfetto.query(complaints) == []
