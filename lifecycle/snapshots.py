@@ -61,7 +61,7 @@ _BLOCKS: Final = Attribute(
     lambda held: {ordinal: list(block_ids) for ordinal, block_ids in held.items()},
     lambda held: {ordinal: array("I", block_ids) for ordinal, block_ids in held.items()},
 )
-_TABLES: Final = Attribute(list[list[int]])
+_TABLES: Final = Attribute(list[list[int]], lambda tables: [list(table) for table in tables])
 
 STATE: Final[Mapping[str, Mapping[str, Attribute]]] = MappingProxyType(
     {

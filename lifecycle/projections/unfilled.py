@@ -26,9 +26,9 @@ class UnfilledBlocks:
         self._blocks: set[int] = set()
         self._loads: dict[int, tuple[int, ...]] = {}
         """Job id -> blocks of a load in flight."""
-        self._lost: list[list[int]] = []
-        """Tables that were lost since the last step; a failure of that step concerns them, too."""
-        self._lost_before: list[list[int]] = []
+        self._lost: list[Sequence[int]] = []
+        """Tables that were lost since the last step; a failure of that step concerns them, too. Nobody changes them."""
+        self._lost_before: list[Sequence[int]] = []
         """And in the step before: with two steps in flight, the next one is scheduled before the failure is known."""
         self._num_local_tokens: dict[str, int] = {}
         """While a block is unfilled: what each request has of vLLM's prefix cache, by its last lookup."""
@@ -98,7 +98,7 @@ class UnfilledBlocks:
         self._num_local_tokens.pop(event.request_id, None)
         lost = self._tables.lost(event.request_id)
         if lost:
-            self._lost.append(list(lost))
+            self._lost.append(lost)
 
     def _step_scheduled(self, event: e.StepScheduled, _sequence: int) -> None:
         self._lost_before, self._lost = self._lost, []
