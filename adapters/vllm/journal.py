@@ -21,9 +21,10 @@ from kvledger.lifecycle import events as e
 from kvledger.lifecycle.ledger import LedgerCorrupt
 from kvledger.lifecycle.rules import Rule
 
-Job = e.LoadIssued | e.SaveIssued | e.TailSaveIssued | e.TransferAwaited
-"""A decision that a worker carries out."""
 _PageJob = e.LoadIssued | e.SaveIssued | e.TailSaveIssued
+"""A copy of pages: it may break vLLM's contract, and it can fail."""
+Job = _PageJob | e.TransferAwaited
+"""A decision that a worker carries out: a copy, or waiting for one."""
 _Judged = _PageJob | e.RequestFinished
 
 
@@ -104,12 +105,13 @@ class Journal:
         refused: list[tuple[_Judged, str]] = []
         has_load = False
         for decision in decisions:
-            if isinstance(decision, Job):
+            if isinstance(decision, _PageJob):
                 breach = self._breach_of(decision, event, decisions, has_load=has_load)
-                if breach and not isinstance(decision, e.TransferAwaited):
+                if breach:
                     refused.append((decision, breach))
                     continue
                 has_load |= isinstance(decision, e.LoadIssued)
+            if isinstance(decision, Job):
                 self._unwritten.append(decision)
             elif isinstance(decision, e.InvariantViolated):
                 self.messages.error(
@@ -125,9 +127,7 @@ class Journal:
             self.deliveries.keep(event.request_id)
         return refused
 
-    def _breach_of(self, job: Job, event: e.Event, decisions: Sequence[e.Event], *, has_load: bool) -> str:
-        if isinstance(job, e.TransferAwaited):
-            return ""
+    def _breach_of(self, job: _PageJob, event: e.Event, decisions: Sequence[e.Event], *, has_load: bool) -> str:
         if not isinstance(job, e.LoadIssued):
             return contract.breach_of_save(job, decisions, self.projections)
         return "a second load for one allocation" if has_load else contract.breach_of_load(job, event, self.projections)
@@ -146,7 +146,7 @@ class Journal:
     def give_up(self, jobs: Sequence[Job], error: str) -> None:
         """Report jobs that could not be handed out; one that waits for another is none of them."""
         for job in jobs:
-            if not isinstance(job, e.TransferAwaited):
+            if isinstance(job, _PageJob):
                 self._fail(job, error)
 
     def _fail(self, job: _PageJob, error: str) -> None:
@@ -193,10 +193,10 @@ class Journal:
                 self.log.snapshots.after_commit(self.ledger)
         unwritten, self._unwritten = self._unwritten, []
         for job in unwritten:
-            if self.is_written or isinstance(job, e.TransferAwaited):
-                self._outbox.append(job)
-            else:
+            if isinstance(job, _PageJob) and not self.is_written:
                 self._fail(job, e.NOT_WRITTEN)
+            else:
+                self._outbox.append(job)
         return self.is_written
 
     def decline(self, reason: str) -> None:
