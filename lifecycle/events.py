@@ -16,6 +16,7 @@ Rules for this file
 
 from __future__ import annotations
 
+import enum
 import re
 from collections.abc import Callable
 from typing import ClassVar, TypeVar, cast
@@ -203,6 +204,17 @@ class StepScheduled(Event, frozen=True):
     time_ns: int
 
 
+class Withheld(enum.StrEnum):
+    """Why a job was not handed out to the workers."""
+
+    UNWRITTEN = "unwritten"
+    """The event log could not be written, so a crash would have left no trace of the job."""
+    CONTRACT = "contract"
+    """It would have broken vLLM's contract."""
+    HOOK_FAILED = "hook_failed"
+    """The hook that was to hand it out failed."""
+
+
 @observation("transfer.reported")
 class TransferReported(Event, frozen=True):
     """Workers told how a job went. Ranks are named, so that one that reports twice is not taken for two."""
@@ -215,13 +227,9 @@ class TransferReported(Event, frozen=True):
     num_bytes: int
     duration_ns: int
     error: str
+    withheld: str
+    """Why no worker was given the job, one of `Withheld`: then the connector reports in their place. Mostly empty."""
     time_ns: int
-
-
-NOT_HANDED_OUT = "not handed out: "
-"""Begins the error in the report of a job that was withheld: no worker was given it, the connector reports for them."""
-NOT_WRITTEN = "the event log could not be written"
-"""Why an answer or a job was withheld with which nothing was wrong."""
 
 
 @observation("load.errors_observed")

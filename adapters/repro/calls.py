@@ -70,14 +70,14 @@ class HookCall:
 def is_withheld(event: e.Event) -> bool:
     """Whether the connector noted that what it decided did not leave; it will do so again by itself."""
     if isinstance(event, e.TransferReported):
-        return event.error.startswith(e.NOT_HANDED_OUT)
+        return bool(event.withheld)
     return isinstance(event, e.DecisionWithheld)
 
 
 def could_not_be_written(event: e.Event) -> bool:
     """Whether the connector withheld something because its log could not be written."""
     if isinstance(event, e.TransferReported):
-        return event.error == f"{e.NOT_HANDED_OUT}{e.NOT_WRITTEN}"
+        return event.withheld == e.Withheld.UNWRITTEN
     return isinstance(event, e.DecisionWithheld) and not event.rule
 
 

@@ -76,19 +76,14 @@ def step(
     return e.StepScheduled(number, num_scheduled_tokens, advanced, paused, extended, settled, time_ns)
 
 
-def report(
-    job_id: int,
-    time_ns: int,
-    *,
-    ranks_done: tuple[int, ...] = (0,),
-    ranks_failed: tuple[int, ...] = (),
-    is_repeated: bool = False,
-    num_bytes: int = 0,
-    duration_ns: int = 0,
-    error: str = "",
-) -> e.TransferReported:
-    """`transfer.reported` with defaults for one rank that is done."""
-    return e.TransferReported(job_id, ranks_done, ranks_failed, is_repeated, num_bytes, duration_ns, error, time_ns)
+_REPORT = e.TransferReported(
+    0, (0,), (), is_repeated=False, num_bytes=0, duration_ns=0, error="", withheld="", time_ns=0
+)
+
+
+def report(job_id: int, time_ns: int, **fields: object) -> e.TransferReported:
+    """`transfer.reported` by one rank that is done, with other values in `fields`."""
+    return changed(_REPORT, job_id=job_id, time_ns=time_ns, **fields)
 
 
 def quiet_steps(

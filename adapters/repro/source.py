@@ -268,6 +268,7 @@ _SHORT: Mapping[type[e.Event], tuple[str, tuple[str, ...], Mapping[str, object]]
             "num_bytes": 0,
             "duration_ns": 0,
             "error": "",
+            "withheld": "",
         },
     ),
 }

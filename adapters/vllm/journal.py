@@ -26,6 +26,8 @@ _PageJob = e.LoadIssued | e.SaveIssued | e.TailSaveIssued
 Job = _PageJob | e.TransferAwaited
 """A decision that a worker carries out: a copy, or waiting for one."""
 _Judged = _PageJob | e.RequestFinished
+NOT_WRITTEN = "the event log could not be written"
+"""Why an answer or a job is withheld with which nothing is wrong, for people to read."""
 
 
 class Journal:
@@ -97,7 +99,7 @@ class Journal:
         for decision, breach in refused:
             self.withhold(decision.request_id, Rule.VLLM_CONTRACT.value, breach)
             if not isinstance(decision, e.RequestFinished):
-                self._fail(decision, breach)
+                self._fail(decision, e.Withheld.CONTRACT, breach)
         return [decision for decision in decisions if not any(decision is other for other, _ in refused)]
 
     def _take_up(self, event: e.Event, decisions: Sequence[e.Event]) -> list[tuple[_Judged, str]]:
@@ -144,14 +146,14 @@ class Journal:
         self.observe(e.DecisionWithheld(request_id, rule, detail, self.now()))
 
     def give_up(self, jobs: Sequence[Job], error: str) -> None:
-        """Report jobs that could not be handed out; one that waits for another is none of them."""
+        """Report jobs that a failing hook could not hand out; one that waits for another is none of them."""
         for job in jobs:
             if isinstance(job, _PageJob):
-                self._fail(job, error)
+                self._fail(job, e.Withheld.HOOK_FAILED, error)
 
-    def _fail(self, job: _PageJob, error: str) -> None:
+    def _fail(self, job: _PageJob, withheld: e.Withheld, detail: str) -> None:
         """Report a job that no worker is given, in the place of all of them."""
-        ranks = tuple(range(self.configuration.num_ranks))
+        ranks, error = tuple(range(self.configuration.num_ranks)), f"not handed out: {detail}"
         self.deliveries.count([JobReport(job.job_id, rank, False, 0, 0, error) for rank in ranks])  # noqa: FBT003
         try:
             self.observe(
@@ -162,7 +164,8 @@ class Journal:
                     is_repeated=False,
                     num_bytes=0,
                     duration_ns=0,
-                    error=f"{e.NOT_HANDED_OUT}{error}",
+                    error=error,
+                    withheld=withheld.value,
                     time_ns=self.now(),
                 )
             )
@@ -194,7 +197,7 @@ class Journal:
         unwritten, self._unwritten = self._unwritten, []
         for job in unwritten:
             if isinstance(job, _PageJob) and not self.is_written:
-                self._fail(job, e.NOT_WRITTEN)
+                self._fail(job, e.Withheld.UNWRITTEN, NOT_WRITTEN)
             else:
                 self._outbox.append(job)
         return self.is_written

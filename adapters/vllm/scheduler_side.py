@@ -17,7 +17,7 @@ from kvledger.adapters.vllm.chunk_keys import ChunkKeySource
 from kvledger.adapters.vllm.contract import breach_of_answer
 from kvledger.adapters.vllm.event_log import OpenedLog
 from kvledger.adapters.vllm.guard import guarded
-from kvledger.adapters.vllm.journal import Journal
+from kvledger.adapters.vllm.journal import NOT_WRITTEN, Journal
 from kvledger.adapters.vllm.metadata import JobReport, StepJobs, WorkerReports, WorkerStart
 from kvledger.adapters.vllm.noticing import Noticing
 from kvledger.adapters.vllm.prefix_cache import PrefixCache
@@ -186,7 +186,7 @@ class SchedulerSide:
     @guarded(default=None, hook_name="get_num_new_matched_tokens")
     def _withhold_answer(self, request: Request) -> None:
         self.journal.deliveries.withdraw(request.request_id)
-        self.journal.withhold(request.request_id, "", e.NOT_WRITTEN)
+        self.journal.withhold(request.request_id, "", NOT_WRITTEN)
 
     def _notice_preemptions(self) -> None:
         """A reset preempts all that run, without a hook; their blocks may be given away before they are looked up."""
@@ -328,6 +328,7 @@ class SchedulerSide:
                     num_bytes=sum(report.num_bytes for report in reports),
                     duration_ns=max(report.duration_ns for report in reports),
                     error=next((report.error for report in reports if report.error), ""),
+                    withheld="",
                     time_ns=self.journal.now(),
                 )
             )

@@ -55,7 +55,15 @@ OBSERVATIONS: tuple[e.Event, ...] = (
     e.RequestPreempted(REQUEST, 336, 20 * MS),
     e.StepScheduled(1, 0, (), (), (), (), 20 * MS),
     e.TransferReported(
-        1, (0,), (), is_repeated=False, num_bytes=16 * 65536, duration_ns=900_000, error="", time_ns=31 * MS
+        1,
+        (0,),
+        (),
+        is_repeated=False,
+        num_bytes=16 * 65536,
+        duration_ns=900_000,
+        error="",
+        withheld="",
+        time_ns=31 * MS,
     ),
     e.LookupRequested(REQUEST, 336, 700, 40 * MS),
     e.LookupRequested(REQUEST, 336, 700, 52 * MS),

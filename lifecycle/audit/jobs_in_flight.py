@@ -63,6 +63,8 @@ class JobsInFlight:
         """Of the last report."""
         self.failure_sequence = 0
         """Of the last report of a failure."""
+        self.is_withheld = False
+        """Whether that was the failure of a job that no worker was given."""
         self.epoch = 0
         """Resets so far."""
 
@@ -133,6 +135,7 @@ class JobsInFlight:
         self.current = job = self.get(event.job_id)
         if event.ranks_failed:
             self.failure_sequence = step.sequence
+            self.is_withheld = bool(event.withheld)
         elif (
             job is not None and event.ranks_done == self._all_ranks and job.ranks_done is _NO_RANKS is job.ranks_failed
         ):

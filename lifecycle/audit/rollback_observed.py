@@ -77,7 +77,7 @@ class RollbackObserved:
     def _failed(self, event: e.LoadFailed, step: ReplayedEvent, _projections: Projections) -> None:
         if event.cause != self._jobs.failure_sequence:
             self._loads.pop(event.job_id, None)
-        elif event.job_id in self._loads and event.error.startswith(e.NOT_HANDED_OUT):
+        elif event.job_id in self._loads and self._jobs.is_withheld:
             self._loads[event.job_id].reported_late_at = step.sequence
         elif event.job_id in self._loads:
             self._loads[event.job_id].failed_at = step.sequence

@@ -77,7 +77,9 @@ class Load:
             if isinstance(job, e.LoadIssued | e.SaveIssued | e.TailSaveIssued):
                 num_bytes = len(job.slots) << 16
                 duration_ns = num_bytes // 10
-                report = e.TransferReported(job.job_id, (0,), (), False, num_bytes, duration_ns, "", self.now + STEP_NS)
+                report = e.TransferReported(
+                    job.job_id, (0,), (), False, num_bytes, duration_ns, "", "", self.now + STEP_NS
+                )
                 self.reports.append(report)
         return decisions
 

@@ -21,7 +21,7 @@ KEYS = keys_of("d", 3) + keys_of("other", 3)
 
 def reported(job_id: int, ranks_done: list[int], ranks_failed: list[int], is_repeated: bool) -> e.TransferReported:
     """A report of some job by some ranks."""
-    return e.TransferReported(job_id, tuple(ranks_done), tuple(ranks_failed), is_repeated, 100, 10, "", 1)
+    return e.TransferReported(job_id, tuple(ranks_done), tuple(ranks_failed), is_repeated, 100, 10, "", "", 1)
 
 
 observations = st.one_of(

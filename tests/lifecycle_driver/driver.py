@@ -148,12 +148,15 @@ class Driver:
         ranks: Sequence[int] | None = None,
         is_repeated: bool = False,
         error: str = "",
+        withheld: str = "",
     ) -> list[e.Event]:
-        """Workers report a job: the first `num_ranks` of them, or `ranks`."""
+        """Workers report a job: the first `num_ranks` of them, or `ranks`. Of one `withheld` it is the connector."""
         ranks = tuple(range(num_ranks)) if ranks is None else tuple(ranks)
         done, failed = (ranks, ()) if ok else ((), ranks)
         error = error or ("" if ok else "it broke")
-        return self.observe(e.TransferReported(job_id, done, failed, is_repeated, 100, 10, error, self._now()))
+        return self.observe(
+            e.TransferReported(job_id, done, failed, is_repeated, 100, 10, error, withheld, self._now())
+        )
 
     def preempt(self, request_id: str, num_settled_tokens: int) -> list[e.Event]:
         """Take a request's blocks."""

@@ -154,7 +154,9 @@ def test_a_broken_rule_is_seen() -> None:
     """A report of a job that never was, in a world where no report is doubled."""
     with calm_world() as world:
         world.side.ledger.observe(
-            e.TransferReported(99, (0,), (), is_repeated=False, num_bytes=1, duration_ns=1, error="", time_ns=1)
+            e.TransferReported(
+                99, (0,), (), is_repeated=False, num_bytes=1, duration_ns=1, error="", withheld="", time_ns=1
+            )
         )
         world.run()
         with pytest.raises(AssertionError, match="COMPLETION_ONCE"):

@@ -606,9 +606,9 @@ def test_jobs_that_cannot_be_handed_out(
     assert [failed.hook for failed in engine.logged(e.HookFailed)] == ["build_connector_meta"] * len(lost)
     settled = engine.logged(e.LoadFailed, e.SaveFailed)
     assert {failed.job_id for failed in settled} >= {job_id for job_ids in lost for job_id in job_ids}
-    assert {failed.error for failed in engine.logged(e.LoadFailed)} == {
-        f"{e.NOT_HANDED_OUT}build_connector_meta failed"
-    }
+    assert {failed.error for failed in engine.logged(e.LoadFailed)} == {"not handed out: build_connector_meta failed"}
+    withheld = {report.job_id for report in engine.logged(e.TransferReported) if report.withheld}
+    assert withheld == {job_id for job_ids in lost for job_id in job_ids}
     assert not engine.logged(e.InvariantViolated)
     engine.check_released()
 

@@ -101,7 +101,7 @@ def not_handed_out(*, rolls_back: bool) -> Driver:
     """A load is withheld before its step; vLLM hears of it when the next step is scheduled already."""
     driver = Driver()
     load = start_load(driver, "a", (1, 2))
-    driver.report(load, ok=False, error=f"{e.NOT_HANDED_OUT}{e.NOT_WRITTEN}")
+    driver.report(load, ok=False, withheld=e.Withheld.UNWRITTEN)
     driver.step(("a", 16, 1, 17))
     driver.step(("a", 17, 1, 18))
     fail_blocks(driver, (1,))
