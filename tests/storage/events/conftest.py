@@ -18,11 +18,17 @@ _NOBODY = 65534
 
 
 @pytest.fixture
-def chance() -> random.Random:
-    """Return a source of randomness; a failing test shows the KVLEDGER_TEST_SEED that repeats it."""
+def random_seed() -> int:
+    """Return a random seed; a failing test shows the KVLEDGER_TEST_SEED that repeats it."""
     seed = int(os.environ.get("KVLEDGER_TEST_SEED", random.randrange(1 << 32)))
     print(f"KVLEDGER_TEST_SEED={seed}")
-    return random.Random(seed)
+    return seed
+
+
+@pytest.fixture
+def chance(random_seed: int) -> random.Random:
+    """Return a source of randomness that `random_seed` repeats."""
+    return random.Random(random_seed)
 
 
 @pytest.fixture
