@@ -57,7 +57,7 @@ def walked(tools: Any, directory: Path, seed: int) -> tuple[Path, Driver]:
     walk = Walk(seed, chunk_size=16, block_size=16)
     walk.run(70)
     driver = walk.driver
-    return tools.write_log(directory, driver.observed, driver.configuration, segment_bytes=4_000), driver
+    return tools.write_log(directory, driver.observed, driver.configuration, segment_bytes=16_000), driver
 
 
 def answers(run: Any, log: Path, request_ids: list[str]) -> list[Any]:
@@ -233,7 +233,7 @@ def test_an_index_that_was_continued_is_the_one_that_is_built_at_once(tools: Any
     _, driver = walked(tools, tmp_path / "whole", seed)
     cuts = sorted(rng.sample(range(1, len(driver.observed)), 4))
     print("cuts", cuts)
-    log = tools.write_log(tmp_path / "log", driver.observed[: cuts[0]], driver.configuration, segment_bytes=4_000)
+    log = tools.write_log(tmp_path / "log", driver.observed[: cuts[0]], driver.configuration, segment_bytes=16_000)
     build_index(open_log(log)).close()
     for start, end in pairwise([*cuts, len(driver.observed)]):
         append(log, list(driver.observed[start:end]))

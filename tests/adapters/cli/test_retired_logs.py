@@ -35,7 +35,7 @@ def retired(tools: Any, run: Any, tmp_path: Path) -> Retired:
     observations = [event for event in walk.driver.observed if not event.is_decision]
     for name in ("whole", "log"):
         header = tools.header_of(walk.driver.configuration)
-        store = SegmentEventStore.create(tmp_path / name, header, segment_bytes=6_000)
+        store = SegmentEventStore.create(tmp_path / name, header, segment_bytes=16_000)
         ledger = Ledger(walk.driver.configuration, store)
         snapshots = LogSnapshots(store, HandlerRegistry())
         for event in observations:

@@ -233,7 +233,7 @@ def test_an_index_tells_the_same_story(
     walk = Walk(seed, chunk_size=8, block_size=16)
     walk.run(60)
     driver = walk.driver
-    log = tools.write_log(tmp_path / "log", driver.observed, driver.configuration, segment_bytes=4_000)
+    log = tools.write_log(tmp_path / "log", driver.observed, driver.configuration, segment_bytes=16_000)
     preempted = sorted({event.request_id for event in driver.all_of(e.RequestPreempted)})
     arrived = sorted({event.request_id for event in driver.all_of(e.RequestArrived)})
     asked = [(*json, log, request_id) for request_id in [*preempted[:5], *arrived[:5]] for json in ((), ("--json",))]
