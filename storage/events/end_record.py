@@ -15,7 +15,7 @@ import attrs
 import msgspec
 from google_crc32c import value as crc32c
 
-from kvledger.storage.events.files import sync_directory
+from kvledger.storage.events.files import read_file, sync_directory
 from kvledger.storage.events.retirement import RETIREMENTS_NAME, read_retirements
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ class EndRecord:
 def read_end_record(directory: Path) -> RecordedEnd | None:
     """The record in `directory`; None where there is none that is intact and can be read."""
     try:
-        name, crc, body = (directory / END_RECORD_NAME).read_bytes().split(b" ", 2)
+        name, crc, body = read_file(directory / END_RECORD_NAME).split(b" ", 2)
         if name != _NAME or crc != _checksum(body):
             return None
         return msgspec.json.decode(body, type=RecordedEnd)

@@ -1,17 +1,42 @@
-"""How this store changes a disk, away from the hot path: whole files, and directories.
+"""How this store opens files to read, and changes a disk away from the hot path: whole files, and directories.
 
 Every change is one call of `os`, never a buffered file, so that a test can stop the process between any two of them.
 """
 
 from __future__ import annotations
 
+import errno
 import os
+import stat
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = ["append_line", "make_directory", "sync_directory", "write_all", "write_file"]
+__all__ = [
+    "append_line",
+    "make_directory",
+    "open_for_reading",
+    "read_file",
+    "sync_directory",
+    "write_all",
+    "write_file",
+]
+
+
+def open_for_reading(path: Path) -> int:
+    """Return a descriptor of a regular file. Never waits, as opening a pipe would for its writer. Raises `OSError`."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "no regular file", str(path))
+    return descriptor
+
+
+def read_file(path: Path) -> bytes:
+    """Return all that is in a regular file. Raises `OSError`."""
+    with os.fdopen(open_for_reading(path), "rb") as file:
+        return file.read()
 
 
 def write_all(descriptor: int, data: bytes | memoryview) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final, Literal
 import attrs
 import msgspec
 
-from kvledger.storage.events.files import append_line
+from kvledger.storage.events.files import append_line, read_file
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -49,7 +49,7 @@ def write_retirement(directory: Path, retirement: Retirement) -> None:
 def read_retirements(directory: Path) -> list[Retirement]:
     """The record in `directory`, in the order in which it was written; empty where there is none."""
     try:
-        lines = (directory / RETIREMENTS_NAME).read_bytes().splitlines()
+        lines = read_file(directory / RETIREMENTS_NAME).splitlines()
     except (FileNotFoundError, NotADirectoryError):
         return []
     found = []

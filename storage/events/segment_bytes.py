@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Final, Self
 
 from google_crc32c import extend as extend_crc32c
 
+from kvledger.storage.events.files import open_for_reading
 from kvledger.storage.events.frames import (
     CRC_COVERS_FROM,
     FRAME_HEADER_BYTES,
@@ -36,7 +37,7 @@ class SegmentBytes:
 
     def __init__(self, path: Path) -> None:
         """Open the file. Raises `OSError`."""
-        self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self._descriptor = open_for_reading(path)
         self.num_bytes = os.fstat(self._descriptor).st_size
         self._window = b""
         self._window_start = 0

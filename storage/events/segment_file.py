@@ -19,6 +19,7 @@ The chain starts with the BLAKE2b-128 of one copy, which itself names the last h
 
 from __future__ import annotations
 
+import os
 import re
 import struct
 from hashlib import blake2b
@@ -30,7 +31,7 @@ from google_crc32c import extend as extend_crc32c
 from google_crc32c import value as crc32c
 
 from kvledger.storage.events.errors import LogDamaged, LogError, LogTooNew
-from kvledger.storage.events.files import sync_directory, write_file
+from kvledger.storage.events.files import open_for_reading, sync_directory, write_file
 from kvledger.storage.events.frames import CHAIN_HASH_BYTES
 
 if TYPE_CHECKING:
@@ -195,7 +196,7 @@ def _decode_copy(data: bytes, at: int, name: str) -> SegmentHeader | str:
 
 def read_header(segment: Path, *, any_copy: bool = False) -> SegmentHeader:
     """Read the header block of a file. Raises like `decode_header`, and `OSError`."""
-    with segment.open("rb") as file:
+    with os.fdopen(open_for_reading(segment), "rb") as file:
         return decode_header(file.read(MAX_HEADER_BYTES), segment.name, any_copy=any_copy)
 
 

@@ -18,7 +18,7 @@ import msgspec
 from google_crc32c import value as crc32c
 
 from kvledger.storage.events.errors import LogError
-from kvledger.storage.events.files import write_file
+from kvledger.storage.events.files import read_file, write_file
 from kvledger.storage.events.reader import LogReader
 from kvledger.storage.events.segment_file import SNAPSHOT_SUFFIX
 
@@ -67,7 +67,7 @@ def write_snapshot(segment: Path, snapshot: Snapshot) -> Path:
 def load_snapshot(path: Path, *, fingerprint: str) -> Snapshot | str:
     """Read one file; return the reason where it cannot be used. Does not compare it with the log."""
     try:
-        data = path.read_bytes()
+        data = read_file(path)
     except OSError as error:
         return f"{path.name}: {error}"
     start = len(_MAGIC) + _CRC.size

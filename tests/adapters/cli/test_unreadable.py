@@ -82,12 +82,14 @@ def test_a_log_without_permission_gives_2(run: Any, logs: Path, line: str) -> No
 
 @pytest.mark.parametrize("line", ["verify LOG", "show LOG", "stats LOG", "export LOG --csv"])
 def test_a_log_that_cannot_be_read_does_not_spoil_its_neighbours(run: Any, logs: Path, line: str) -> None:
-    """Closed, vanished behind a link, a disk that fails: named one by one, and the others are told in full."""
+    """Closed, vanished behind a link, a disk that fails, no file: named one by one, and the others are told in full."""
     sound = run(*words(line, logs))
     (logs / "closed").mkdir(mode=0)
     (logs / "gone").symlink_to("nowhere")
     (logs / "failing").mkdir()
     (logs / "failing" / "00000000000000000001.kvlog").symlink_to("/proc/self/mem")  # reading it is an I/O error
+    (logs / "pipe").mkdir()
+    os.mkfifo(logs / "pipe" / "00000000000000000001.kvlog")  # whoever opens it waits for a writer
     (logs / "no-log").mkdir()
     (logs / "note.txt").write_text("no log either")
     with an_ordinary_user():
@@ -95,14 +97,15 @@ def test_a_log_that_cannot_be_read_does_not_spoil_its_neighbours(run: Any, logs:
     assert result.exit_code == 2
     shown = [text for text in sound.out.splitlines() if not text.startswith("logs ")]
     assert [text for text in shown if text not in result.out] == []
-    for reason in ("closed: cannot be read (Permission denied)", "symbolic link to what is not there", "failing"):
+    reasons = ("closed: cannot be read (Permission denied)", "symbolic link to what is not there", "failing", "pipe")
+    for reason in reasons:
         assert reason in result.err
-    assert len(result.err.splitlines()) == 3
+    assert len(result.err.splitlines()) == len(reasons)
     if line == "verify LOG":
-        assert "logs        5, 2 sound, 3 unreadable" in result.out
+        assert "logs        6, 2 sound, 4 unreadable" in result.out
         with an_ordinary_user():
             told = run("verify", "--json", logs).objects("unreadable")
-        assert sorted(str(each["path"]) for each in told) == ["logs/closed", "logs/failing", "logs/gone"]
+        assert sorted(str(each["path"]) for each in told) == ["logs/closed", "logs/failing", "logs/gone", "logs/pipe"]
 
 
 def test_a_request_is_found_beside_a_log_that_cannot_be_read(run: Any, logs: Path) -> None:
