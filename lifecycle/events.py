@@ -391,9 +391,13 @@ class SaveFailed(RequestEvent, frozen=True):
     cause: int
 
 
+POOL_FULL = "pool_full"
+UNFILLED = "unfilled"
+
+
 @decision("save.declined")
 class SaveDeclined(RequestEvent, frozen=True):
-    """Settled chunks were not saved, and why."""
+    """Settled chunks were not saved, and why: no room, or a load failed into blocks that the request relies on."""
 
     generation: int
     first_chunk: int

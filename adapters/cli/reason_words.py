@@ -16,7 +16,7 @@ MEANINGS: dict[Reason, str] = {
     Reason.UNSAVED: "no save had been issued: they had not settled by then",
     Reason.SAVING: "their save was still under way",
     Reason.DEFERRAL_EXHAUSTED: "their save was still under way, after the scheduler had waited as often as is allowed",
-    Reason.DECLINED: "not saved, because the host pool had no room",
+    Reason.DECLINED: "not saved, because the host pool had no room or a load had failed into their blocks",
     Reason.SAVE_FAILED: "their save failed",
     Reason.EVICTED: "saved and evicted",
     Reason.TAINTED: "tainted: a load of them had failed",
@@ -98,6 +98,12 @@ def _where(first_token: int, end_token: int, chunk_size: int | None) -> str:
     return f"{tokens} (chunk{'' if len(chunks) == 1 else 's'} {ranges(chunks)})"
 
 
+_WHY_DECLINED = {
+    e.POOL_FULL: "the host pool had no room",
+    e.UNFILLED: "a load had failed into blocks that it relies on",
+}
+
+
 def _fact_text(reason: Reason, facts: Sequence[ChunkFact], told: Told, before_ns: int | None) -> str:
     fact = facts[0]
     when = _when([one.sequence for one in facts], told, before_ns)
@@ -106,9 +112,7 @@ def _fact_text(reason: Reason, facts: Sequence[ChunkFact], told: Told, before_ns
     if reason is Reason.EVICTED:
         text = f"evicted for a save of {who}{when}"
     elif reason is Reason.DECLINED:
-        text = (
-            f"not saved{by}{when}, because {'the host pool had no room' if fact.detail == 'pool_full' else fact.detail}"
-        )
+        text = f"not saved{by}{when}, because {_WHY_DECLINED.get(fact.detail, fact.detail)}"
     elif reason is Reason.SAVE_FAILED:
         text = f"save {fact.job_id}{by} failed{when}: {fact.detail}"
     elif reason in {Reason.SAVING, Reason.DEFERRAL_EXHAUSTED}:

@@ -120,6 +120,7 @@ class FailedLoadTaint:
         self, event: e.StepScheduled, step: ReplayedEvent, projections: Projections
     ) -> Iterator[Violation] | None:
         if not self._unfilled:
+            self._hits.clear()  # given as computed while blocks were unfilled that have been given anew since
             return None
         for ordinal, num_computed_tokens, num_scheduled_tokens, _ in event.advanced:
             table = projections.blocks.of_life(ordinal) or ()

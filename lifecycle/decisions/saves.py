@@ -90,27 +90,37 @@ class _Plan(msgspec.Struct):
     @property
     def _is_doubtful(self) -> bool:
         record = self.turn.record
-        if record.quarantined or self.generation == record.stale_generation:
-            return True
-        return self.turn.projections.unfilled.spoil(self.block_ids)
+        return record.quarantined or self.generation == record.stale_generation
+
+    def _is_spoilt(self, reach: Reach | None) -> bool:
+        """Whether the request relies on a block that a load did not fill. What its windows have left it does not."""
+        unfilled, table = self.turn.projections.unfilled, self.block_ids
+        if reach is None or not unfilled.blocks:
+            return unfilled.spoil(table)
+        return unfilled.spoil(block_id for page, block_id in enumerate(table) if reach.keeps(page, table))
 
     def save(self, first_chunk: int, num_settled_tokens: int) -> None:
         """Evict what is needed, issue one job, decline what does not fit."""
         record, projections = self.turn.record, self.turn.projections
         if self._is_doubtful:
             return
+        unsaved: Sequence[int]
         geometry, chunks = projections.geometry, projections.chunks
         keys = projections.chunk_keys.of(record.request_id)
         end_chunk = num_settled_tokens // geometry.chunk_size
         if end_chunk > len(keys):  # noqa: PLR1730 -- a call to `min` costs more, for every save
             end_chunk = len(keys)
-        if geometry.windows.forget:
-            reach = self._reach(num_settled_tokens, end_chunk)
+        reach = self._reach(num_settled_tokens, end_chunk) if geometry.windows.forget else None
+        if self._is_spoilt(reach):
+            unsaved = chunks.unsaved(keys, first_chunk, end_chunk)
+            if unsaved:
+                self.turn.decide(self._declined(unsaved[0], len(unsaved), e.UNFILLED))
+            return
+        if reach is not None:
             wanted = self._missing(keys, first_chunk, end_chunk, reach)
             if wanted:
                 self._save_as_fits(wanted, keys[:end_chunk], reach)
             return
-        unsaved: Sequence[int]
         if end_chunk - first_chunk == 1:  # as in nearly every step
             key = keys[first_chunk]
             unsaved = () if chunks.get(key) is not None or chunks.is_saving(key) else (first_chunk,)
@@ -224,6 +234,8 @@ class _Plan(msgspec.Struct):
         if pages.stop > len(self.block_ids):
             return
         reach = self._reach(num_settled_tokens)
+        if self._is_spoilt(reach):
+            return
         kept = dict.fromkeys(page for page in pages if reach.keeps(page, self.block_ids))
         self._make_room(len(kept), keys)
         if self.turn.projections.chunks.slots.num_free < len(kept):
@@ -277,12 +289,12 @@ class _Plan(msgspec.Struct):
             cause=self.turn.cause,
         )
 
-    def _declined(self, first_chunk: int, num_chunks: int) -> e.SaveDeclined:
+    def _declined(self, first_chunk: int, num_chunks: int, reason: str = e.POOL_FULL) -> e.SaveDeclined:
         return e.SaveDeclined(
             request_id=self.turn.record.request_id,
             generation=self.generation,
             first_chunk=first_chunk,
             num_chunks=num_chunks,
-            reason="pool_full",
+            reason=reason,
             cause=self.turn.cause,
         )

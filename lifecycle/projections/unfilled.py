@@ -79,7 +79,13 @@ class UnfilledBlocks:
         self._loads.pop(event.job_id, None)
 
     def _load_failed(self, event: e.LoadFailed, _sequence: int) -> None:
-        self._add(self._loads.pop(event.job_id, ()))
+        block_ids = self._loads.pop(event.job_id, ())
+        if self._geometry.windows.num_groups > 1:
+            # With several groups all loads run beside the steps, and nobody computes on such a block before it is
+            # there. Who names one all the same held it before, and has left it with its window.
+            self._mark(block_ids)
+        else:
+            self._add(block_ids)
 
     def _load_errors_observed(self, event: e.LoadErrorsObserved, _sequence: int) -> None:
         self._add(event.block_ids)
@@ -90,7 +96,10 @@ class UnfilledBlocks:
         held = (self._tables.of_life(record.ordinal) or () for record in self._tracker)
         for table in (*held, *self._lost, *self._lost_before):
             self._blocks.update(table[_first_of(failed, table) :])
-        self._blocks |= failed
+        self._mark(failed)
+
+    def _mark(self, block_ids: Iterable[int]) -> None:
+        self._blocks.update(block_ids)
         self._blocks.discard(NULL_BLOCK)
         self.num_failures += 1
 
@@ -104,18 +113,27 @@ class UnfilledBlocks:
         self._lost_before, self._lost = self._lost, []
         if not self._blocks:
             return
+        block_size, num_groups = self._geometry.windows.block_size, self._geometry.windows.num_groups
         for ordinal, num_computed_tokens, num_scheduled_tokens, _ in event.advanced:
             table = self._tables.of_life(ordinal) or ()
             first = self._geometry.pages_spanning(0, num_computed_tokens).stop
             end = self._geometry.pages_spanning(num_computed_tokens, num_scheduled_tokens).stop
-            self._written(table, first, end)
+            self._written(table, num_computed_tokens, first, end)
         for ordinal, block_ids in event.extended:  # to who decodes a token a step, of which nothing else is told
             table = self._tables.of_life(ordinal) or ()
-            self._written(table, len(table) - len(block_ids), len(table))
+            first = len(table) - len(block_ids)
+            self._written(table, first // num_groups * block_size, first, len(table))
 
-    def _written(self, table: Sequence[int], first: int, end: int) -> None:
-        unfilled = _first_of(self._blocks, table[:first])
-        if unfilled < first:
+    def _written(self, table: Sequence[int], num_computed_tokens: int, first: int, end: int) -> None:
+        """What is written is filled, unless something unfilled is seen by its tokens, which lie behind so many."""
+        windows = self._geometry.windows
+        if windows.forget:
+            seen = windows.pages_seen(num_computed_tokens, range(first // windows.num_groups))
+            unfilled = first if self.spoil(table[page] for page in seen if page < len(table)) else end
+        else:
+            unfilled = _first_of(self._blocks, table[:first])
+            unfilled = unfilled if unfilled < first else end
+        if unfilled < end:
             self._blocks.update(table[unfilled:end])
             self._blocks.discard(NULL_BLOCK)
         else:

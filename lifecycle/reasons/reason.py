@@ -22,7 +22,7 @@ class Reason(enum.StrEnum):
     DEFERRAL_EXHAUSTED = "deferral_exhausted"
     """Likewise, and the scheduler had been asked to wait as often as is allowed."""
     DECLINED = "declined"
-    """Its chunk was not saved, because the host pool had no room."""
+    """Its chunk was not saved, because the host pool had no room or a load had failed into its blocks."""
     SAVE_FAILED = "save_failed"
     EVICTED = "evicted"
     TAINTED = "tainted"

@@ -115,3 +115,43 @@ def test_a_load_that_was_not_handed_out_is_rolled_back_once_vllm_hears_of_it() -
     """Two steps may be scheduled until then; the one after it must have gone back."""
     assert broken_rules(not_handed_out(rolls_back=True)) == []
     assert "ROLLBACK_OBSERVED" in broken_rules(not_handed_out(rolls_back=False))
+
+
+def test_blocks_given_as_computed_are_judged_by_the_step_that_they_were_given_for() -> None:
+    """A load that fails into one of them long afterwards says nothing about those who had it before."""
+    driver = Driver()
+    driver.arrive("a", 33, keys_of("a", 4))
+    driver.lookup("a", 0, 33)
+    driver.allocate("a", (1, 2, 3))
+    driver.step(("a", 0, 33, 33))
+    fail_blocks(driver, (9,))
+    driver.arrive("b", 33, keys_of("a", 4))
+    driver.lookup("b", 32, 33)
+    driver.allocate("b", (1, 2, 9))
+    driver.step(("b", 32, 1, 33))
+    for request_id in ("a", "b"):
+        driver.finish(request_id, 0, 33)
+    driver.arrive("c", 33, keys_of("c", 4))
+    driver.lookup("c", 0, 33)
+    driver.allocate("c", (2, 5, 6))
+    fail_blocks(driver, (2,))
+    driver.step()
+    assert "FAILED_LOAD_TAINT" not in broken_rules(driver)
+
+
+def test_what_relies_on_unfilled_blocks_is_not_saved_and_the_log_says_why() -> None:
+    """They were given to it as computed, after the load had failed."""
+    driver = Driver()
+    driver.arrive("a", 33, keys_of("a", 4))
+    driver.lookup("a", 0, 33)
+    driver.allocate("a", (1, 2, 3))
+    driver.step(("a", 32, 1, 33))
+    fail_blocks(driver, (1, 2))
+    driver.arrive("b", 33, keys_of("a", 4))
+    driver.lookup("b", 32, 33)
+    driver.allocate("b", (1, 2, 4))
+    driver.step(("b", 32, 1, 33))
+    driver.step(settled=[("b", 0, 33)])
+    assert not driver.all_of(e.SaveIssued)
+    declined = driver.all_of(e.SaveDeclined)[-1]
+    assert (declined.first_chunk, declined.num_chunks, declined.reason) == (0, 4, e.UNFILLED)
