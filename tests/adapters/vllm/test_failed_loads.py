@@ -109,6 +109,31 @@ def test_it_is_computed_again_in_pieces_while_others_come(
 
 
 @runners
+def test_a_sharer_that_is_scheduled_before_the_failure_is_known_ends_with_the_owner(
+    make_engine: Any, model_runner_v2: bool
+) -> None:
+    """Two steps in flight, a load within the first, policy "fail": the second one's sharer hits what was not filled."""
+    engine = saved_prefix(make_engine, "fail", model_runner_v2=model_runner_v2, load_mode="sync", async_scheduling=True)
+    engine.add("owner", prompt(1), 20)
+    engine.step()
+    assert engine.is_computing
+    engine.add("late sharer", prompt(2), 20)
+    engine.add("somebody else", prompt(3)[64:], 20)
+    engine.step()
+    assert engine.logged(e.LoadFailed)
+    hits = {asked.request_id: asked.num_computed_tokens for asked in engine.logged(e.LookupRequested)}
+    assert hits["late sharer"] == len(PREFIX)
+    engine.run(max_steps=300)
+    assert [event.is_async for event in engine.logged(e.LoadIssued)] == [False]
+    assert {name: engine.finish_reasons[name] for name in ("owner", "late sharer", "somebody else")} == {
+        "owner": "error",
+        "late sharer": "error",
+        "somebody else": "length",
+    }
+    check_everybody(engine, {"first": prompt(1), "second": prompt(2)})
+
+
+@runners
 @pytest.mark.parametrize("resets_connector", [False, True])
 def test_the_owner_is_preempted_by_a_reset_that_fails(
     make_engine: Any, model_runner_v2: bool, resets_connector: bool
