@@ -17,11 +17,12 @@ pytestmark = pytest.mark.vllm
 
 # Workloads of one seed share their prompts, and so the reference outputs, which cost an engine to find out.
 CASES = [
-    Workload(seed=1, chunk_size=32),
     Workload(seed=2, chunk_size=8, num_blocks=26),  # chunks end inside blocks: page images
     Workload(seed=2, chunk_size=16, enable_prefix_caching=True),
 ]
+WORKLOAD = Workload(seed=1, chunk_size=32)
 MORE = [
+    WORKLOAD,
     Workload(seed=3, chunk_size=64, num_blocks=28),  # a chunk is two pages
     Workload(seed=1, chunk_size=32, num_blocks=26, enable_prefix_caching=True),
     Workload(seed=3, chunk_size=128, num_blocks=28, enable_prefix_caching=True),
@@ -59,7 +60,7 @@ def test_preempted_requests_recover_and_outputs_are_those_of_an_engine_that_neve
 @pytest.mark.long
 def test_without_a_connector_everything_lost_is_computed_again(model: Path, reference: Reference) -> None:
     """The same requests in the same pool, measured with the same meter, are what recovery is compared with."""
-    workload = CASES[0]
+    workload = WORKLOAD
     with running_engine(model, workload) as engine:
         outputs = engine.generate(workload.prompts(), workload.max_tokens)
     assert outputs == reference(workload.prompts(), workload.max_tokens)
@@ -76,7 +77,7 @@ def test_a_load_that_copies_nothing_is_seen_in_the_outputs(
         return CopyResult(num_pages=len(slots), num_bytes=len(slots), duration_ns=1)
 
     monkeypatch.setattr(CpuCopyEngine, "load", copy_nothing)
-    workload = CASES[0]
+    workload = WORKLOAD
     with running_engine(model, workload, tmp_path) as engine:
         outputs = engine.generate(workload.prompts(), workload.max_tokens)
     assert read_sound_log(engine.log_path).figures.num_tokens_recovered > 0
@@ -95,7 +96,7 @@ def test_a_load_that_fails_costs_its_request_the_cache_and_nothing_else(
         return load(engine, slots, block_ids)
 
     monkeypatch.setattr(CpuCopyEngine, "load", fail_once)
-    workload = CASES[0]
+    workload = WORKLOAD
     with running_engine(model, workload, tmp_path) as engine:
         outputs = engine.generate(workload.prompts(), workload.max_tokens)
     assert outputs == reference(workload.prompts(), workload.max_tokens)
@@ -149,7 +150,7 @@ def test_with_two_steps_in_flight_preempted_requests_recover_as_well(
     model: Path, reference: Reference, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The next step is scheduled before the output of the one before is known."""
-    workload = CASES[1]
+    workload = CASES[0]
     expected = reference(workload.prompts(), workload.max_tokens)
     keep_two_steps_in_flight(monkeypatch)
     with running_engine(model, workload, tmp_path) as engine:

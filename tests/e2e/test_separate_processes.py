@@ -103,6 +103,7 @@ def test_two_ranks_each_keep_their_part_of_a_page(
     assert all(sorted(reported[job_id]) == [0, 1] for job_id in settled)
 
 
+@pytest.mark.long
 def test_a_start_in_which_a_worker_has_fewer_slots_is_refused(model: Path, tmp_path: Path) -> None:
     """No request is served; the output names the rank and both figures, and the log is closed."""
     disagreeing = {"kv_connector": "DisagreeingConnector", "kv_connector_module_path": "e2e.disagreeing"}
@@ -114,6 +115,7 @@ def test_a_start_in_which_a_worker_has_fewer_slots_is_refused(model: Path, tmp_p
     assert read_sound_log(log_path).of_type(e.LogNote)[-1].text == "connector shut down"
 
 
+@pytest.mark.long
 def test_more_memory_than_there_is_is_refused(model: Path, tmp_path: Path) -> None:
     """By the worker, before it takes any; the output says what to write instead."""
     result = run(model, tmp_path, TWO_RANKS, 1, {"host_bytes": "64TiB"})

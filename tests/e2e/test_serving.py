@@ -145,6 +145,7 @@ INCIDENT = Workload(
 CACHED_ANSWER = "cached_answer:CachedAnswer"
 
 
+@pytest.mark.long
 def test_the_incident_of_the_readme_costs_no_engine_its_life(
     model: Path,
     reference: Reference,

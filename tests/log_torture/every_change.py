@@ -11,6 +11,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Literal
 
+from kvledger.storage.events import read_log, retire
+from kvledger.storage.events.retirement import read_retirements
 from log_torture.kill_points import KillPoint, run_until_killed
 from log_torture.run import kill_once
 from log_torture.verdict import check_log
@@ -53,6 +55,32 @@ def kill_at_each_change_of_a_torn_log(directory: Path, moment: Moment) -> int:
         killed = run_until_killed(KillPoint(number, moment), lambda acknowledge: write(directory, plan, acknowledge))
         check_log(directory, max(last, killed.last_acknowledged))
         assert any(TORN in path.read_bytes() for path in directory.iterdir()), "the torn bytes are gone"
+    return num_calls
+
+
+def kill_at_each_change_in_retiring(whole: Path, directory: Path, max_bytes: int, moment: Moment) -> int:
+    """Die in retiring from copies of a log; what is gone is recorded, once, and the next time finishes it.
+
+    Returns how many changes there were.
+    """
+
+    def work(_acknowledge: object) -> None:
+        retire(directory, max_bytes=max_bytes)
+
+    last = list(read_log(whole))[-1].next_sequence
+    shutil.copytree(whole, directory)
+    num_calls = run_until_killed(KillPoint(), work).num_calls
+    for number in range(num_calls):
+        shutil.rmtree(directory)
+        shutil.copytree(whole, directory)
+        assert run_until_killed(KillPoint(number, moment), work).was_killed
+        reader = read_log(directory)
+        assert [frame.next_sequence for frame in reader][-1] == last
+        assert reader.damage == [], reader.damage
+        retire(directory, max_bytes=max_bytes)
+        retired = read_retirements(directory)
+        assert len({each.segment for each in retired}) == len(retired), "a segment is recorded twice"
+        assert list(read_log(directory))
     return num_calls
 
 

@@ -23,7 +23,7 @@ from sim.world import World
 from kvledger.adapters.repro.incident import find_incidents
 from kvledger.lifecycle import events as e
 
-pytestmark = pytest.mark.scheduler
+pytestmark = [pytest.mark.scheduler, pytest.mark.xdist_group("incidents")]
 
 TESTS = Path(__file__).parents[2]
 NUM_SEEDS = 40

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
 import random
 import resource
 from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, ProcessPoolExecutor
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -85,3 +87,10 @@ def two_segment_log(tmp_path: Path) -> tuple[Path, list[Frame]]:
     segments = sorted(path.name for path in directory.glob("*.kvlog"))
     assert segments == ["00000000000000000001.kvlog", "00000000000000000005.kvlog"]
     return directory, frames
+
+
+@pytest.fixture(scope="session")
+def small_process() -> Iterator[Executor]:
+    """A process in which nothing is loaded but stored logs, so that its forks cost little."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as executor:
+        yield executor

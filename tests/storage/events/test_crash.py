@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import multiprocessing
-from collections.abc import Iterator
-from concurrent.futures import Executor, ProcessPoolExecutor
+from concurrent.futures import Executor
 from pathlib import Path
 
 import pytest
@@ -16,13 +14,6 @@ from kvledger.storage.events import Durability
 pytestmark = pytest.mark.xdist_group("log_torture")
 
 _NUM_KILLS = 40
-
-
-@pytest.fixture(scope="module")
-def small_process() -> Iterator[Executor]:
-    """A process in which nothing is loaded but stored logs, so that its forks cost little."""
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as executor:
-        yield executor
 
 
 @pytest.mark.parametrize("max_bytes", [None, 900])

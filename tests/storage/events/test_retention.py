@@ -7,10 +7,11 @@ import itertools
 import os
 import shutil
 import time
+from concurrent.futures import Executor
 from pathlib import Path
 
 import pytest
-from log_torture import KillPoint, run_until_killed
+from log_torture.every_change import Moment, kill_at_each_change_in_retiring
 from log_torture.power import Image, PowerLoss
 
 from kvledger.storage.events import (
@@ -231,28 +232,15 @@ def test_a_log_that_cannot_be_read_spoils_the_retention_of_no_other(tmp_path: Pa
     assert not (tmp_path / "logs" / "sound").exists()
 
 
+@pytest.mark.xdist_group("log_torture")
 @pytest.mark.parametrize("moment", ["before", "middle", "after"])
-def test_a_process_killed_while_it_retires_leaves_a_log_that_verifies(tmp_path: Path, moment: str) -> None:
+def test_a_process_killed_while_it_retires_leaves_a_log_that_verifies(
+    tmp_path: Path, small_process: Executor, moment: Moment
+) -> None:
     """At each change of a file: what is gone is recorded, what is there is read, and the next time finishes it."""
-    whole, log = _closed(tmp_path / "whole", 40), tmp_path / "log"
-
-    def work(_acknowledge: object) -> None:
-        retire(log, max_bytes=1500)
-
-    shutil.copytree(whole, log)
-    num_calls = run_until_killed(KillPoint(), work).num_calls
-    assert num_calls > 10
-    for number in range(num_calls):
-        shutil.rmtree(log)
-        shutil.copytree(whole, log)
-        assert run_until_killed(KillPoint(number, moment), work).was_killed  # type: ignore[arg-type]
-        reader = read_log(log)
-        assert [frame.next_sequence for frame in reader][-1] == 81
-        assert reader.damage == []
-        retire(log, max_bytes=1500)
-        retired = read_retirements(log)
-        assert len({each.segment for each in retired}) == len(retired), "nothing is recorded twice"
-        assert list(read_log(log))
+    whole = _closed(tmp_path / "whole", 40)
+    killing = small_process.submit(kill_at_each_change_in_retiring, whole, tmp_path / "log", 1500, moment)
+    assert killing.result() > 10
 
 
 def test_a_machine_that_loses_power_while_it_retires_has_a_record_of_what_is_gone(
