@@ -96,6 +96,7 @@ def test_a_restarted_engine_writes_a_log_of_its_own_and_starts_with_an_empty_poo
     assert [log.figures.num_tokens_loaded for log in logs] == [0, 0]
 
 
+@pytest.mark.long
 def test_a_pool_too_small_for_all_evicts_and_stays_correct(model: Path, reference: Reference, tmp_path: Path) -> None:
     """With eight slots and five chunks a request, chunks go and come; every output stays what it was."""
     page_bytes = 2 * 2 * 2 * 32 * 32 * 4  # layers, K and V, heads, head size, block size, float32

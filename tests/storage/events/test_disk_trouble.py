@@ -53,7 +53,7 @@ def _num_calls(directory: Path, durability: Durability, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("durability", [Durability.OS, Durability.DISK])
-@pytest.mark.parametrize("num_refused", [1, 2, 9])
+@pytest.mark.parametrize("num_refused", [1, pytest.param(2, marks=pytest.mark.long), 9])
 def test_a_disk_that_refuses_for_a_while_delays_frames_and_loses_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, durability: Durability, num_refused: int
 ) -> None:
