@@ -23,16 +23,17 @@ from typing import Any
 import pydantic
 
 from kvledger.adapters.vllm.configuration import ConnectorSettings
-from kvledger.lifecycle import LedgerConfiguration, events, rules, states, table
-from kvledger.lifecycle.audit import ALL_CHECKERS, NOT_CHECKED
-from kvledger.lifecycle.belief import Projections
+from kvledger.lifecycle import Core, LedgerConfiguration, events, rules, states, table
+from kvledger.lifecycle.audit import NOT_CHECKED
 from kvledger.lifecycle.codec import field_names
-from kvledger.lifecycle.machine import TABLE, mermaid_diagram
+from kvledger.lifecycle.machine import mermaid_diagram
+from kvledger.lifecycle.projections import Projections
 from kvledger.lifecycle.projections.lookup_cache import MissReason
 from kvledger.lifecycle.states import RequestState
 
 DOCS = Path(__file__).resolve().parent
 REPOSITORY = DOCS.parent
+CORE = Core.standard()
 NOTICE = "<!-- Generated from {source} by `make docs`. Change the source and run that; changes made here are lost. -->"
 
 
@@ -114,15 +115,15 @@ def states_page() -> list[str]:
     lines = heading("States", "lifecycle/states.py and lifecycle/table.py")
     for state in RequestState:
         lines += [f"**{state.value}**: {said[state.name]}", ""]
-    lines += ["```mermaid", mermaid_diagram(), "```", ""]
+    lines += ["```mermaid", mermaid_diagram(CORE.regions[0]), "```", ""]
     lines += ["## The table", "", "Where each event leads from each state: `·` the state stays, empty: illegal there."]
     lines += ["`request.arrived` makes a request, and is therefore in no row.", ""]
 
     def cell(state: RequestState, event: type[events.RequestEvent]) -> str:
-        dest = TABLE.get((state, event))
+        dest = CORE.table.get((state, event))
         return "" if dest is None else "·" if dest is state else f"→ {dest.value}"
 
-    legal = [event for event in events.REQUEST_EVENTS if any((state, event) in TABLE for state in RequestState)]
+    legal = [event for event in CORE.request_events if any((state, event) in CORE.table for state in RequestState)]
     body = [[f"`{event.id}`", *(cell(state, event) for state in RequestState)] for event in legal]
     lines += rows(["event", *(state.value for state in RequestState)], body)
     lines += ["## Beside the phase", "", *prose(REGIONS_INTRODUCTION)]
@@ -158,12 +159,12 @@ def events_page() -> list[str]:
     for pattern in ("lifecycle/handlers/*.py", "lifecycle/decider.py", "adapters/vllm/*.py"):
         for name, links in places(pattern, made_events).items():
             written_by.setdefault(name, []).extend(links)
-    projections = Projections(LedgerConfiguration(block_size=16, chunk_size=16, num_slots=1))
-    folded_by = {name: part.folds() for name, part in vars(projections).items() if hasattr(part, "folds")}
+    projections = Projections(CORE, LedgerConfiguration(block_size=16, chunk_size=16, num_slots=1))
+    folded_by = {name: part.folds() for name, part in projections.named().items()}
     lines = heading("Events", "lifecycle/events.py and the code that writes events")
     lines += inspect.getdoc(events).split("Rules for this file")[0].strip().splitlines()  # type: ignore[union-attr]
     lines += ["", "Fields stand in the order in which they are stored; [the log's format](log-format.md) says how.", ""]
-    for title, chosen in (("Observations", events.OBSERVATIONS), ("Decisions", events.DECISIONS)):
+    for title, chosen in (("Observations", CORE.observations), ("Decisions", CORE.decisions)):
         lines += [f"## {title}", ""]
         for event in chosen:
             lines += event_section(event, written_by, folded_by)
@@ -266,7 +267,7 @@ def invariants_page() -> list[str]:
     for pattern in ("lifecycle/decisions/*.py", "lifecycle/decider.py", "adapters/vllm/*.py"):
         for name, links in places(pattern, named_rules).items():
             guarded_in.setdefault(name, []).extend(links)
-    checkers = {rule: sys.modules[make.__module__] for rule, make in ALL_CHECKERS.items()}
+    checkers = {rule: sys.modules[make.__module__] for rule, make in CORE.rules.items()}
     demands = {rule: one_line(module.__doc__).split(": ", 1)[1] for rule, module in checkers.items()} | LIVE_ONLY
     lines = heading("Invariants", "lifecycle/rules.py, lifecycle/audit/ and the code that guards the rules")
     lines += prose(
@@ -283,7 +284,7 @@ def invariants_page() -> list[str]:
     body = [[f"`{rule.value}`", demands[rule.value], ", ".join(guarded_in[rule.name])] for rule in rules.Rule]
     lines += rows(["rule", "demands", "guarded in"], body)
     lines += ["## Audited", "", "Held by `kvledger verify` against every event of a stored log, one checker each.", ""]
-    for rule, make in ALL_CHECKERS.items():
+    for rule, make in CORE.rules.items():
         path = f"lifecycle/audit/{checkers[rule].__name__.rpartition('.')[2]}.py"
         paragraphs = inspect.getdoc(make).split("\n\n")  # type: ignore[union-attr]
         detail = re.sub(r"(?m)^(Verifies|Does not verify):", r"\n**\1**:", "\n\n".join(paragraphs[1:])).strip()
@@ -327,7 +328,7 @@ def mutants_page() -> list[str]:
         ## Mistakes
         """
     )
-    order = list(ALL_CHECKERS)
+    order = list(CORE.rules)
     lines += rows(
         ["rule", "mistake", "incidents", "driven by", "events, median", "most", "named", "seeds"],
         [

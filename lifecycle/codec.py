@@ -17,8 +17,8 @@ from typing import Any, Union, get_type_hints
 import attrs
 import msgspec
 
-from kvledger.lifecycle.events import VOCABULARY, Event, field_names, wire_code
-from kvledger.lifecycle.upcasters import UPCASTERS, Upcasters
+from kvledger.lifecycle.core import Core
+from kvledger.lifecycle.events import Event, field_names, wire_code
 
 __all__ = [
     "SCHEMA_VERSION",
@@ -43,14 +43,16 @@ class SchemaTooNew(CodecError):
     """The log was written by a newer kvledger; the message names the version it needs."""
 
 
-def vocabulary_header() -> dict[str, object]:
-    """What a writer puts into the log's header so that a reader can decode it."""
+def vocabulary_header(core: Core) -> dict[str, object]:
+    """What a writer puts into the log's header so that a reader can decode it, and knows what decided."""
     return {
         "schema_version": SCHEMA_VERSION,
         "vocabulary": [
             {"id": event.id, "version": event.version, "fields": list(field_names(event))}
-            for event in VOCABULARY.values()
+            for event in sorted(core.events.values(), key=wire_code)
         ],
+        "table_fingerprint": core.table_fingerprint(),
+        "handler_fingerprint": core.handler_fingerprint(),
     }
 
 
@@ -111,18 +113,11 @@ class EventDecoder:
         CodecError: the header has no vocabulary that can be read, or lists other fields for an event than it has.
     """
 
-    def __init__(
-        self,
-        header: Mapping[str, Any],
-        *,
-        lenient: bool = False,
-        vocabulary: Mapping[str, type[Event]] = VOCABULARY,
-        upcasters: Upcasters = UPCASTERS,
-    ) -> None:
+    def __init__(self, core: Core, header: Mapping[str, Any], *, lenient: bool = False) -> None:
         self.num_skipped: Counter[str] = Counter()
         """Event id -> how many of them were skipped so far."""
-        self._vocabulary = vocabulary
-        self._upcasters = upcasters
+        self._vocabulary = core.events
+        self._upcasters = core.upcasters
         self._written_by = (
             f"it was written by kvledger {header.get('kvledger_version', 'unknown')}: use that or a later one"
         )

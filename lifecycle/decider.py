@@ -10,12 +10,12 @@ from collections.abc import Callable
 from typing import Any
 
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.belief import Projections
+from kvledger.lifecycle.core import Core
 from kvledger.lifecycle.decisions.release import release_if_settled
 from kvledger.lifecycle.decisions.reports import ask_after, check_report, give_up_silent, settle
 from kvledger.lifecycle.handler_contract import Checked, DecisionRefused
-from kvledger.lifecycle.handlers import HandlerRegistry, StateHandler
-from kvledger.lifecycle.machine import TABLE, CompiledTable
+from kvledger.lifecycle.handlers.base import StateHandler
+from kvledger.lifecycle.projections import Projections
 from kvledger.lifecycle.projections.tracker import RequestRecord
 from kvledger.lifecycle.projections.transfers import Job
 from kvledger.lifecycle.rules import Rule
@@ -32,19 +32,17 @@ _Methods = dict[RequestState, tuple[Callable[..., None], ...]]
 class Decider:
     """Routes each observation to the handlers of the state that its request was in; `decide` takes each decision."""
 
-    def __init__(
-        self, projections: Projections, handlers: HandlerRegistry, decide: Decide, table: CompiledTable = TABLE
-    ) -> None:
+    def __init__(self, core: Core, projections: Projections, decide: Decide) -> None:
+        self._core = core
         self._projections = projections
         self._tracker = projections.tracker
         self._transfers = projections.transfers
         self._max_silent_steps = projections.configuration.max_silent_steps
         self._max_silent_ns = projections.configuration.max_silent_ms * 1_000_000
         self._decide = decide
-        self._table = table
-        self._scheduled = self._methods(handlers, "tokens_scheduled")
-        self._settled = self._methods(handlers, "tokens_settled")
-        self._transfer_settled = self._methods(handlers, "transfer_settled")
+        self._scheduled = self._methods("tokens_scheduled")
+        self._settled = self._methods("tokens_settled")
+        self._transfer_settled = self._methods("transfer_settled")
         engine: dict[type[e.Event], Deciding] = {
             e.RequestArrived: self._after_arrival,
             e.StepScheduled: self._after_step,
@@ -56,13 +54,13 @@ class Decider:
         self._of_requests: dict[type[e.Event], _Methods] = {}
         self.deciding: dict[type[e.Event], Deciding | None] = {}
         """Class of observations -> what is decided upon them; None where nothing ever follows."""
-        for event_class in e.VOCABULARY.values():
+        for event_class in core.events.values():
             deciding = engine.get(event_class)
             if deciding is None and not event_class.is_decision and issubclass(event_class, e.RequestEvent):
                 # Legal states only: elsewhere nobody is asked.
-                methods = self._methods(handlers, event_class.handler_method)
+                methods = self._methods(event_class.handler_method)
                 self._of_requests[event_class] = {
-                    state: methods[state] for state in RequestState if (state, event_class) in table
+                    state: methods[state] for state in RequestState if (state, event_class) in core.table
                 }
                 deciding = self._after_request_event
             self.deciding[event_class] = deciding
@@ -190,13 +188,13 @@ class Decider:
         if record is not None and (methods := self._transfer_settled[record.state]):
             self._ask(methods, record, cause, job)
 
-    def _methods(self, handlers: HandlerRegistry, name: str) -> _Methods:
+    def _methods(self, name: str) -> _Methods:
         found: _Methods = {}
         decides_nothing = getattr(StateHandler, name, None)
         for state in RequestState:
-            methods = (getattr(handler, name, None) for handler in handlers.of(state))
+            methods = (getattr(handler, name, None) for handler in self._core.handlers[state])
             found[state] = tuple(
-                Checked.unless_own(method, self._projections, self._table)
+                Checked.unless_own(method, self._core, self._projections)
                 for method in methods
                 if method is not None and getattr(method, "__func__", method) is not decides_nothing
             )

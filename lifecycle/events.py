@@ -9,8 +9,8 @@ Rules for this file
   1. An event is a fact with plain values: ints, strings, bytes, booleans and tuples of them. It never
      refers to a live object of vLLM.
   2. No token ids, no prompts, no salts. Chunk keys are hashes that already contain the salt.
-  3. The order of the fields is the wire format (`codec.py`). A released event is never edited:
-     a new version gets a new class and an upcaster.
+  3. The wire code (`tag`) and the order of the fields are the wire format (`codec.py`); the order of the
+     classes means nothing. A released event is never edited: a new version gets a new class and an upcaster.
   4. `time_ns` is monotonic time since the log was opened. It enters here and nowhere else.
 """
 
@@ -25,16 +25,9 @@ import msgspec
 
 from kvledger.lifecycle.structs import known_to_attrs
 
-VOCABULARY: dict[str, type[Event]] = {}
-"""Event id -> class, in the order of declaration, which is the order of the wire codes."""
 
-
-def _next_wire_code(_class_name: str) -> int:
-    return len(VOCABULARY)
-
-
-class Event(msgspec.Struct, frozen=True, array_like=True, tag=_next_wire_code, forbid_unknown_fields=True, gc=False):
-    """What every event has: a stable string id, a version, and which of the two kinds it is.
+class Event(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
+    """What every event has: a stable string id, a version, which of the two kinds it is, and its wire code (`tag`).
 
     A `msgspec.Struct`, so that reading a log makes events without a line of Python. What attrs offers for its own
     classes (`attrs.evolve`, `asdict`, `fields`) works on events as well.
@@ -68,18 +61,14 @@ def wire_code(event_class: type[Event]) -> int:
 
 def _declare(event_id: str, *, version: int, is_decision: bool) -> Callable[[_EventClass], _EventClass]:
     def declare(event_class: _EventClass) -> _EventClass:
-        if event_id in VOCABULARY:
-            message = f"event id {event_id!r} is declared twice; ids are for ever, choose another"
-            raise ValueError(message)
-        if wire_code(event_class) != len(VOCABULARY):
-            message = f"{event_class.__name__} was made before another event was declared; declare it where it is made"
-            raise ValueError(message)
+        if not isinstance(event_class.__struct_config__.tag, int):
+            message = f"{event_class.__name__} has no wire code; give its class the next free one: tag=…"
+            raise TypeError(message)
         event_class.id = event_id
         event_class.version = version
         event_class.is_decision = is_decision
         event_class.handler_method = re.sub(r"(?<!^)(?=[A-Z])", "_", event_class.__name__).lower()
-        VOCABULARY[event_id] = known_to_attrs(event_class)
-        return event_class
+        return known_to_attrs(event_class)
 
     return declare
 
@@ -98,7 +87,7 @@ def decision(event_id: str, *, version: int = 1) -> Callable[[_EventClass], _Eve
 
 
 @observation("request.arrived")
-class RequestArrived(RequestEvent, frozen=True):
+class RequestArrived(RequestEvent, frozen=True, tag=0):
     """vLLM accepted a request (`on_new_request`). `ordinal` names this life of the id inside the log."""
 
     ordinal: int
@@ -107,7 +96,7 @@ class RequestArrived(RequestEvent, frozen=True):
 
 
 @observation("chunk.keys_observed")
-class ChunkKeysObserved(RequestEvent, frozen=True):
+class ChunkKeysObserved(RequestEvent, frozen=True, tag=1):
     """The keys of the chunks from `first_chunk` on; they replace what was known from there."""
 
     first_chunk: int
@@ -115,7 +104,7 @@ class ChunkKeysObserved(RequestEvent, frozen=True):
 
 
 @observation("lookup.requested")
-class LookupRequested(RequestEvent, frozen=True):
+class LookupRequested(RequestEvent, frozen=True, tag=2):
     """The scheduler asks what can be loaded (`get_num_new_matched_tokens`).
 
     `num_computed_tokens` is the local prefix hit of *this* call, `num_tokens` prompt and output.
@@ -127,7 +116,7 @@ class LookupRequested(RequestEvent, frozen=True):
 
 
 @observation("blocks.allocated")
-class BlocksAllocated(RequestEvent, frozen=True):
+class BlocksAllocated(RequestEvent, frozen=True, tag=3):
     """Blocks were given (`update_state_after_alloc`): the whole table, which replaces the old one."""
 
     block_ids: tuple[int, ...]
@@ -136,7 +125,7 @@ class BlocksAllocated(RequestEvent, frozen=True):
 
 
 @observation("blocks.observed")
-class BlockTableObserved(RequestEvent, frozen=True):
+class BlockTableObserved(RequestEvent, frozen=True, tag=4):
     """The scheduler's own table, recorded because it differs from what the log had folded to."""
 
     block_ids: tuple[int, ...]
@@ -144,7 +133,7 @@ class BlockTableObserved(RequestEvent, frozen=True):
 
 
 @observation("request.preempted")
-class RequestPreempted(RequestEvent, frozen=True):
+class RequestPreempted(RequestEvent, frozen=True, tag=5):
     """Its blocks were taken. `num_settled_tokens` is what had certainly been written by then."""
 
     num_settled_tokens: int
@@ -152,7 +141,7 @@ class RequestPreempted(RequestEvent, frozen=True):
 
 
 @observation("session.continued")
-class SessionContinued(RequestEvent, frozen=True):
+class SessionContinued(RequestEvent, frozen=True, tag=6):
     """A streaming session's next turn: its blocks are kept, its tokens are cut and extended."""
 
     num_computed_tokens: int
@@ -162,7 +151,7 @@ class SessionContinued(RequestEvent, frozen=True):
 
 
 @observation("tokens.rolled_back")
-class TokensRolledBack(RequestEvent, frozen=True):
+class TokensRolledBack(RequestEvent, frozen=True, tag=7):
     """The scheduler counts fewer computed tokens than before, as after a failed load."""
 
     num_computed_tokens: int
@@ -170,7 +159,7 @@ class TokensRolledBack(RequestEvent, frozen=True):
 
 
 @observation("request.finished")
-class RequestFinished(RequestEvent, frozen=True):
+class RequestFinished(RequestEvent, frozen=True, tag=8):
     """No further scheduling (`request_finished`); `status` is vLLM's name for how it ended."""
 
     status: str
@@ -183,7 +172,7 @@ class RequestFinished(RequestEvent, frozen=True):
 
 
 @observation("step.scheduled")
-class StepScheduled(Event, frozen=True):
+class StepScheduled(Event, frozen=True, tag=9):
     """One engine step (`build_connector_meta`), written as what differs from the expected.
 
     Expected is that every *steady* request, one that decoded one token last time, decodes one more. So a step in
@@ -216,7 +205,7 @@ class Withheld(enum.StrEnum):
 
 
 @observation("transfer.reported")
-class TransferReported(Event, frozen=True):
+class TransferReported(Event, frozen=True, tag=10):
     """Workers told how a job went. Ranks are named, so that one that reports twice is not taken for two."""
 
     job_id: int
@@ -233,7 +222,7 @@ class TransferReported(Event, frozen=True):
 
 
 @observation("load.errors_observed")
-class LoadErrorsObserved(Event, frozen=True):
+class LoadErrorsObserved(Event, frozen=True, tag=11):
     """Blocks that a worker could not fill. Whoever holds one of them may have read garbage."""
 
     block_ids: tuple[int, ...]
@@ -241,14 +230,14 @@ class LoadErrorsObserved(Event, frozen=True):
 
 
 @observation("cache.reset")
-class CacheReset(Event, frozen=True):
+class CacheReset(Event, frozen=True, tag=12):
     """Everything cached so far is stale (`reset_cache`), as after new weights."""
 
     time_ns: int
 
 
 @observation("hook.failed")
-class HookFailed(Event, frozen=True):
+class HookFailed(Event, frozen=True, tag=13):
     """A hook of ours raised. The engine was given a harmless answer instead.
 
     An empty `request_id` concerns the step, and with it every request that holds blocks.
@@ -264,7 +253,7 @@ class HookFailed(Event, frozen=True):
 
 
 @decision("lookup.answered")
-class LookupAnswered(RequestEvent, frozen=True):
+class LookupAnswered(RequestEvent, frozen=True, tag=14):
     """What the scheduler was told, and everything the answer was made from."""
 
     generation: int
@@ -282,7 +271,7 @@ class LookupAnswered(RequestEvent, frozen=True):
 
 
 @decision("lookup.deferred")
-class LookupDeferred(RequestEvent, frozen=True):
+class LookupDeferred(RequestEvent, frozen=True, tag=15):
     """The scheduler was told to ask again: what the request lost is still on its way to the host, by `job_id`."""
 
     generation: int
@@ -295,7 +284,7 @@ class LookupDeferred(RequestEvent, frozen=True):
 
 
 @decision("load.issued")
-class LoadIssued(RequestEvent, frozen=True):
+class LoadIssued(RequestEvent, frozen=True, tag=16):
     """Host slots are copied into the request's blocks, page by page.
 
     Before the step's forward, or with `is_async` beside it: then the request is in no step until the load is settled.
@@ -312,7 +301,7 @@ class LoadIssued(RequestEvent, frozen=True):
 
 
 @decision("load.completed")
-class LoadCompleted(RequestEvent, frozen=True):
+class LoadCompleted(RequestEvent, frozen=True, tag=17):
     """Every rank has the loaded pages in place."""
 
     generation: int
@@ -321,7 +310,7 @@ class LoadCompleted(RequestEvent, frozen=True):
 
 
 @decision("load.failed")
-class LoadFailed(RequestEvent, frozen=True):
+class LoadFailed(RequestEvent, frozen=True, tag=18):
     """A rank could not load. The chunks are tainted; the scheduler recomputes or fails the request."""
 
     generation: int
@@ -334,7 +323,7 @@ class LoadFailed(RequestEvent, frozen=True):
 
 
 @decision("save.issued")
-class SaveIssued(RequestEvent, frozen=True):
+class SaveIssued(RequestEvent, frozen=True, tag=19):
     """Block pages are copied to host slots. One page per entry of `block_ids` and `slots`.
 
     With `before_forward` the blocks are already free: the copy must precede the step's forward. With `is_async` it runs
@@ -352,7 +341,7 @@ class SaveIssued(RequestEvent, frozen=True):
 
 
 @decision("tail.save_issued")
-class TailSaveIssued(RequestEvent, frozen=True):
+class TailSaveIssued(RequestEvent, frozen=True, tag=20):
     """The part-filled last chunk of a preempted request is copied out before the step's forward.
 
     `num_tokens` tokens from `first_token` on, which is where its whole chunks end; only this life of the request may
@@ -369,7 +358,7 @@ class TailSaveIssued(RequestEvent, frozen=True):
 
 
 @decision("save.completed")
-class SaveCompleted(RequestEvent, frozen=True):
+class SaveCompleted(RequestEvent, frozen=True, tag=21):
     """Every rank has saved; the chunks of the job can be looked up from now on."""
 
     generation: int
@@ -378,7 +367,7 @@ class SaveCompleted(RequestEvent, frozen=True):
 
 
 @decision("save.failed")
-class SaveFailed(RequestEvent, frozen=True):
+class SaveFailed(RequestEvent, frozen=True, tag=22):
     """A rank could not save. The slots of the job are free again if every rank is known to be `quiet`.
 
     A job that was given up without a report may still write: its slots are never used again.
@@ -396,7 +385,7 @@ UNFILLED = "unfilled"
 
 
 @decision("save.declined")
-class SaveDeclined(RequestEvent, frozen=True):
+class SaveDeclined(RequestEvent, frozen=True, tag=23):
     """Settled chunks were not saved, and why: no room, or a load failed into blocks that the request relies on."""
 
     generation: int
@@ -407,7 +396,7 @@ class SaveDeclined(RequestEvent, frozen=True):
 
 
 @decision("transfer.awaited")
-class TransferAwaited(RequestEvent, frozen=True):
+class TransferAwaited(RequestEvent, frozen=True, tag=24):
     """Workers are reminded of a job in flight.
 
     The next step waits for it, because its blocks were taken (`before_forward`), or because a rank has not said a word
@@ -421,7 +410,7 @@ class TransferAwaited(RequestEvent, frozen=True):
 
 
 @decision("blocks.held")
-class BlocksHeld(RequestEvent, frozen=True):
+class BlocksHeld(RequestEvent, frozen=True, tag=25):
     """`request_finished` answered True: vLLM keeps the blocks until `RequestReleased`, for the copies out of them."""
 
     generation: int
@@ -429,7 +418,7 @@ class BlocksHeld(RequestEvent, frozen=True):
 
 
 @decision("chunk.evicted")
-class ChunkEvicted(Event, frozen=True):
+class ChunkEvicted(Event, frozen=True, tag=26):
     """A committed chunk gave up its slots for another request's save."""
 
     key: bytes
@@ -438,7 +427,7 @@ class ChunkEvicted(Event, frozen=True):
 
 
 @decision("chunk.tainted")
-class ChunkTainted(Event, frozen=True):
+class ChunkTainted(Event, frozen=True, tag=27):
     """A chunk that could not be loaded is not offered again until it is saved anew."""
 
     key: bytes
@@ -449,7 +438,7 @@ class ChunkTainted(Event, frozen=True):
 
 
 @decision("prefill.advanced")
-class PrefillAdvanced(RequestEvent, frozen=True):
+class PrefillAdvanced(RequestEvent, frozen=True, tag=28):
     """Some known tokens are computed or in flight, more are to come."""
 
     num_computed_tokens: int
@@ -458,7 +447,7 @@ class PrefillAdvanced(RequestEvent, frozen=True):
 
 
 @decision("prefill.completed")
-class PrefillCompleted(RequestEvent, frozen=True):
+class PrefillCompleted(RequestEvent, frozen=True, tag=29):
     """Every known token is computed or in flight."""
 
     num_computed_tokens: int
@@ -467,7 +456,7 @@ class PrefillCompleted(RequestEvent, frozen=True):
 
 
 @decision("request.released")
-class RequestReleased(RequestEvent, frozen=True):
+class RequestReleased(RequestEvent, frozen=True, tag=30):
     """Nothing is owed to or by the request any more; every projection forgets it, and held blocks are freed."""
 
     generation: int
@@ -475,7 +464,7 @@ class RequestReleased(RequestEvent, frozen=True):
 
 
 @decision("request.quarantined")
-class RequestQuarantined(RequestEvent, frozen=True):
+class RequestQuarantined(RequestEvent, frozen=True, tag=31):
     """The request gets no more help from the cache: no hits, no saves. It recomputes."""
 
     reason: str
@@ -483,7 +472,7 @@ class RequestQuarantined(RequestEvent, frozen=True):
 
 
 @decision("invariant.violated")
-class InvariantViolated(Event, frozen=True):
+class InvariantViolated(Event, frozen=True, tag=32):
     """A rule of `docs/invariants.md` was broken; `rule` is its name there."""
 
     rule: str
@@ -493,7 +482,7 @@ class InvariantViolated(Event, frozen=True):
 
 
 @observation("log.note")
-class LogNote(Event, frozen=True):
+class LogNote(Event, frozen=True, tag=33):
     """A word of the connector to the reader of the log, such as a start, a shutdown or lost events."""
 
     text: str
@@ -505,7 +494,7 @@ LOG_BEFORE = "the log before, "
 
 
 @observation("window.left")
-class WindowLeft(RequestEvent, frozen=True):
+class WindowLeft(RequestEvent, frozen=True, tag=34):
     """Told before a step or the request's end: what its windows see no more is freed now, intact until the forward.
 
     Freed before that was only what they did not see when `num_settled_tokens` were settled. Only for models with
@@ -517,7 +506,7 @@ class WindowLeft(RequestEvent, frozen=True):
 
 
 @observation("decision.withheld")
-class DecisionWithheld(Event, frozen=True):
+class DecisionWithheld(Event, frozen=True, tag=35):
     """What was decided for a request did not leave: vLLM was given the safe answer, or a job was not handed out.
 
     `rule` is the one it would have broken; empty where nothing was wrong with it and the log could not be written.
@@ -529,6 +518,42 @@ class DecisionWithheld(Event, frozen=True):
     time_ns: int
 
 
-OBSERVATIONS: tuple[type[Event], ...] = tuple(e for e in VOCABULARY.values() if not e.is_decision)
-DECISIONS: tuple[type[Event], ...] = tuple(e for e in VOCABULARY.values() if e.is_decision)
-REQUEST_EVENTS: tuple[type[RequestEvent], ...] = tuple(e for e in VOCABULARY.values() if issubclass(e, RequestEvent))
+STANDARD_EVENTS: tuple[type[Event], ...] = (
+    RequestArrived,
+    ChunkKeysObserved,
+    LookupRequested,
+    BlocksAllocated,
+    BlockTableObserved,
+    RequestPreempted,
+    SessionContinued,
+    TokensRolledBack,
+    RequestFinished,
+    StepScheduled,
+    TransferReported,
+    LoadErrorsObserved,
+    CacheReset,
+    HookFailed,
+    LookupAnswered,
+    LookupDeferred,
+    LoadIssued,
+    LoadCompleted,
+    LoadFailed,
+    SaveIssued,
+    TailSaveIssued,
+    SaveCompleted,
+    SaveFailed,
+    SaveDeclined,
+    TransferAwaited,
+    BlocksHeld,
+    ChunkEvicted,
+    ChunkTainted,
+    PrefillAdvanced,
+    PrefillCompleted,
+    RequestReleased,
+    RequestQuarantined,
+    InvariantViolated,
+    LogNote,
+    WindowLeft,
+    DecisionWithheld,
+)
+"""Every event of the standard core."""

@@ -14,18 +14,16 @@ import attrs
 import msgspec
 
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.belief import Projections
-from kvledger.lifecycle.machine import CompiledTable
+from kvledger.lifecycle.core import Core
+from kvledger.lifecycle.projections import Projections
 from kvledger.lifecycle.projections.host_slots import NO_SLOT
 from kvledger.lifecycle.projections.tracker import RequestRecord
 from kvledger.lifecycle.states import RequestState
 from kvledger.lifecycle.turn import Turn
 
 _OF_REPORTS = (e.LoadCompleted, e.LoadFailed, e.SaveCompleted, e.SaveFailed, e.ChunkTainted)
-_MAY_DECIDE = tuple(event_class for event_class in e.DECISIONS if event_class not in _OF_REPORTS)
 _OWN = "kvledger.lifecycle."
 _encode = msgspec.msgpack.Encoder().encode
-_decode = msgspec.msgpack.Decoder(Union[_MAY_DECIDE]).decode  # noqa: UP007 -- made from a tuple
 _SAVES = (e.SaveIssued, e.TailSaveIssued)
 _JOBS = (e.LoadIssued, *_SAVES)
 
@@ -39,16 +37,24 @@ class Checked:
     """A method of somebody's handler; its decisions are checked one by one, each before it is recorded."""
 
     method: Callable[..., object]
+    core: Core
     projections: Projections
-    table: CompiledTable
+    _may_decide: tuple[type[e.Event], ...] = attrs.field(init=False)
+    _decode: Callable[[bytes], Any] = attrs.field(init=False)
+
+    @_may_decide.default
+    def _decisions(self) -> tuple[type[e.Event], ...]:
+        return tuple(event_class for event_class in self.core.decisions if event_class not in _OF_REPORTS)
+
+    @_decode.default
+    def _decoder(self) -> Callable[[bytes], Any]:
+        return msgspec.msgpack.Decoder(Union[self._may_decide]).decode  # noqa: UP007 -- made from a tuple
 
     @classmethod
-    def unless_own(
-        cls, method: Callable[..., None], projections: Projections, table: CompiledTable
-    ) -> Callable[..., None]:
+    def unless_own(cls, method: Callable[..., None], core: Core, projections: Projections) -> Callable[..., None]:
         """The method itself where it is of this package."""
         module = str(getattr(getattr(method, "__func__", method), "__module__", ""))
-        return method if module.startswith(_OWN) else cls(method, projections, table)
+        return method if module.startswith(_OWN) else cls(method, core, projections)
 
     def __call__(self, turn: Turn, *arguments: object) -> None:
         """Let the method decide in a turn of its own, which ends with the first decision that is refused.
@@ -88,11 +94,11 @@ class Checked:
     def _copied(self, decision: object, record: RequestRecord, cause: int) -> e.Event:
         """The decision as a reader of the log will see it."""
         name = type(decision).__name__
-        if not isinstance(decision, _MAY_DECIDE):
+        if not isinstance(decision, self._may_decide):
             message = f"{name} is no decision that a handler may make"
             raise DecisionRefused(message)
         try:
-            copied: Any = _decode(_encode(decision))
+            copied: Any = self._decode(_encode(decision))
         except Exception as error:
             message = f"{name} has fields that cannot be read back ({type(error).__name__})"
             raise DecisionRefused(message) from error
@@ -116,7 +122,7 @@ class Checked:
         return self._reason_against_event(decision, record) if isinstance(decision, e.RequestEvent) else ""
 
     def _reason_against_event(self, decision: Any, record: RequestRecord) -> str:  # noqa: ANN401 -- see above
-        if (record.state, type(decision)) not in self.table:
+        if (record.state, type(decision)) not in self.core.table:
             return f"it is not legal in state {record.state}"
         generations = (record.generation, record.generation - isinstance(decision, _SAVES))
         if getattr(decision, "generation", record.generation) not in generations:

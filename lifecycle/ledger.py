@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from kvledger.lifecycle.belief import Projections
 from kvledger.lifecycle.codec import EventEncoder
 from kvledger.lifecycle.configuration import LedgerConfiguration
+from kvledger.lifecycle.core import Core
 from kvledger.lifecycle.decider import Decider
 from kvledger.lifecycle.events import Event, LogNote
-from kvledger.lifecycle.handlers import HandlerRegistry
+from kvledger.lifecycle.projections import Projections
 from kvledger.lifecycle.turn import TurnEnded
 
 
@@ -51,15 +51,15 @@ class Ledger:
 
     def __init__(
         self,
+        core: Core,
         configuration: LedgerConfiguration,
         sink: EventSink,
         *,
-        handlers: HandlerRegistry | None = None,
         projections: Projections | None = None,
         next_sequence: int | None = None,
     ) -> None:
-        self.projections = Projections(configuration) if projections is None else projections
-        self._decider = Decider(self.projections, handlers or HandlerRegistry(), self._decide)
+        self.projections = Projections(core, configuration) if projections is None else projections
+        self._decider = Decider(core, self.projections, self._decide)
         self._sink = sink
         self._encoder = EventEncoder()
         self._uncommitted: list[Event] = []

@@ -8,14 +8,14 @@ log is thereby a test of one against the other.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 import attrs
 from transitions import Machine, MachineError
 
-from kvledger.lifecycle.events import VOCABULARY, Event, RequestEvent
+from kvledger.lifecycle.events import Event, RequestEvent
 from kvledger.lifecycle.states import INITIAL_STATE, TERMINAL_STATE, BlocksRegion, RequestState
-from kvledger.lifecycle.table import JOB_REGIONS, NO_EVENTS, PHASE, REGIONS, ROWS, VARIANTS, Region, Row, State
+from kvledger.lifecycle.table import NO_EVENTS, VARIANTS, Region, Row, State
 
 CompiledTable = Mapping[tuple[RequestState, type[RequestEvent]], RequestState]
 Moves = Mapping[str, Mapping[State, State]]
@@ -41,14 +41,14 @@ def triggers_of(event_id: str) -> Iterable[str]:
     return [f"{event_id}/{variant}" for variant in VARIANTS[event_id][0]] if event_id in VARIANTS else [event_id]
 
 
-def compile_region(region: Region) -> Moves:
-    """Turn the rows of a region into `{trigger: {source: dest}}`, or refuse them.
+def compile_region(region: Region, event_ids: Iterable[str]) -> Moves:
+    """Turn the rows of a region about these events into `{trigger: {source: dest}}`, or refuse them.
 
     Raises:
         TableError: a pair stands twice, something is no state or no trigger, a row leaves the terminal state, a state
             cannot be reached, or a region that refuses nothing lacks a row.
     """
-    known = {*NO_EVENTS, *(trigger for event_id in VOCABULARY for trigger in triggers_of(event_id))}
+    known = {*NO_EVENTS, *(trigger for event_id in event_ids for trigger in triggers_of(event_id))}
     moves: dict[str, dict[State, State]] = {}
     for source, trigger, dest in region.flat():
         row = f"{region.name}: ({source}, {trigger})"
@@ -94,13 +94,13 @@ class CompiledRegions:
     """Trigger -> what it moves besides, by the names of the regions."""
 
 
-def compile_regions(regions: Iterable[Region] = REGIONS) -> CompiledRegions:
+def compile_regions(regions: Collection[Region], event_ids: Collection[str]) -> CompiledRegions:
     """Join the regions: a trigger is legal where every region that names it has a row.
 
     Raises:
         TableError: as `compile_region`; or another region than `phase` and `blocks` may refuse.
     """
-    compiled = {region.name: compile_region(region) for region in regions}
+    compiled = {region.name: compile_region(region, event_ids) for region in regions}
     wrong = [region.name for region in regions if region.may_refuse and region.name not in {"phase", "blocks"}]
     if wrong:
         message = f"{', '.join(wrong)} may refuse; only phase and blocks are looked at before an event is folded"
@@ -127,7 +127,7 @@ def _joined(
                 yield (state, held), (dest, dest_held)
 
 
-def compile_table(rows: Iterable[Row] = ROWS) -> CompiledTable:
+def compile_table(rows: Iterable[Row]) -> CompiledTable:
     """Turn rows into `{(state, event): next state}`, or refuse them.
 
     Raises:
@@ -164,12 +164,11 @@ def _refuse_unreachable(compiled: CompiledTable) -> None:
         raise TableError(message)
 
 
-TABLE: CompiledTable = compile_table()
-
-
-def table_fingerprint(rows: Iterable[Row] = ROWS) -> str:
+def table_fingerprint(regions: Iterable[Region]) -> str:
     """Hash of the sorted rows, written into every log's header."""
-    lines = sorted(f"{row.source} {row.event.id}/{row.event.version} {row.dest}" for row in rows)
+    lines = sorted(
+        f"{region.name} {source} {trigger} {dest}" for region in regions for source, trigger, dest in region.flat()
+    )
     return hashlib.blake2b("\n".join(lines).encode(), digest_size=8).hexdigest()
 
 
@@ -183,7 +182,7 @@ class _Model:
 class ReferenceMachine:
     """The same tables run by `transitions`, a flat machine each: slow, independent, a test of the compiled form."""
 
-    def __init__(self, regions: Iterable[Region] = (*REGIONS, *JOB_REGIONS)) -> None:
+    def __init__(self, regions: Iterable[Region]) -> None:
         self._machines = {
             region.name: Machine(
                 model=None,
@@ -228,7 +227,7 @@ class ReferenceMachine:
         return type(state)(model.state)
 
 
-def mermaid_diagram(region: Region = PHASE) -> str:
+def mermaid_diagram(region: Region) -> str:
     """The diagram of a region for the docs: rows that move, labelled by triggers, or by the id of all its variants."""
     triggers: dict[tuple[State, State], list[str]] = {}
     for source, trigger, dest in region.flat():

@@ -12,12 +12,11 @@ from typing import Any, NamedTuple
 
 import attrs
 
-from kvledger.lifecycle.belief import Fold, Projections
 from kvledger.lifecycle.configuration import LedgerConfiguration
+from kvledger.lifecycle.core import Core
 from kvledger.lifecycle.decider import Decider, Deciding
 from kvledger.lifecycle.divergences import Divergence, Divergences
 from kvledger.lifecycle.events import (
-    VOCABULARY,
     Event,
     LoadIssued,
     RequestArrived,
@@ -27,8 +26,8 @@ from kvledger.lifecycle.events import (
     TailSaveIssued,
     field_names,
 )
-from kvledger.lifecycle.handlers import HandlerRegistry
 from kvledger.lifecycle.machine import ReferenceMachine
+from kvledger.lifecycle.projections import Fold, Projections
 from kvledger.lifecycle.projections.tracker import RequestRecord
 from kvledger.lifecycle.projections.transfers import Job
 from kvledger.lifecycle.states import RequestState
@@ -50,6 +49,7 @@ def batches(events: Iterable[SequencedEvent], min_events: int = 1) -> Iterator[l
 
 
 def fold(
+    core: Core,
     events: Iterable[SequencedEvent],
     configuration: LedgerConfiguration,
     *,
@@ -57,7 +57,7 @@ def fold(
     start: Projections | None = None,
 ) -> Projections:
     """The state after the event with sequence number `at`, or after the last one; from `start`, which is changed."""
-    projections = Projections(configuration) if start is None else start
+    projections = Projections(core, configuration) if start is None else start
     for sequence, event in events:
         if at is not None and sequence > at:
             break
@@ -121,20 +121,20 @@ class Replay:
 
     def __init__(
         self,
+        core: Core,
         configuration: LedgerConfiguration,
         *,
-        handlers: HandlerRegistry | None = None,
         reference: ReferenceMachine | None = None,
         checks: Iterable[tuple[type[Event], Check]] = (),
         on_found: Callable[[Any], None] = lambda _found: None,
         start: Projections | None = None,
     ) -> None:
-        self.projections = Projections(configuration) if start is None else start
+        self.projections = Projections(core, configuration) if start is None else start
         self.divergences = Divergences()
         self.reference_differences = Divergences()
         self.current = ReplayedEvent()
         """The event that is or was last taken up."""
-        self._decider = Decider(self.projections, handlers or HandlerRegistry(), self._decided)
+        self._decider = Decider(core, self.projections, self._decided)
         self._on_found = on_found
         self.num_events = 0
         self._around: Around | None = None
@@ -150,7 +150,7 @@ class Replay:
             checks_of.setdefault(event_class, []).append(check)
         self._plans = {
             event_class: self._plan(event_class, tuple(checks_of.get(event_class, ())), reference)
-            for event_class in VOCABULARY.values()
+            for event_class in core.events.values()
         }
 
     def run(self, events: Iterable[SequencedEvent]) -> None:

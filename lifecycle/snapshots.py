@@ -17,11 +17,10 @@ from typing import Any, Final
 import attrs
 import msgspec
 
-from kvledger.lifecycle.belief import Projections
 from kvledger.lifecycle.configuration import LedgerConfiguration
-from kvledger.lifecycle.handlers import HandlerRegistry
-from kvledger.lifecycle.machine import table_fingerprint
+from kvledger.lifecycle.core import Core
 from kvledger.lifecycle.policies import ChunkStatistics
+from kvledger.lifecycle.projections import Projections
 from kvledger.lifecycle.projections.chunk_index import Departed
 from kvledger.lifecycle.projections.lookup_cache import CachedHit, PendingAnswer
 from kvledger.lifecycle.projections.recency import Recency
@@ -170,13 +169,13 @@ def capture(projections: Projections) -> bytes:
     return _encode(parts)
 
 
-def restore(state: bytes, configuration: LedgerConfiguration) -> Projections:
+def restore(core: Core, state: bytes, configuration: LedgerConfiguration) -> Projections:
     """Return projections that believe what was captured, under the same configuration.
 
     Raises:
         SnapshotError: the bytes are something else; what `state_fingerprint` says was not compared.
     """
-    projections = Projections(configuration)
+    projections = Projections(core, configuration)
     owners = state_owners(projections)
     try:
         parts = msgspec.msgpack.decode(state, type=_Parts)
@@ -193,8 +192,8 @@ def restore(state: bytes, configuration: LedgerConfiguration) -> Projections:
     return projections
 
 
-def state_fingerprint(configuration: LedgerConfiguration, handlers: HandlerRegistry | None = None) -> str:
-    """What must be equal for a state to mean the same: table, handlers, configuration, and the layout of the state."""
+def state_fingerprint(core: Core, configuration: LedgerConfiguration) -> str:
+    """What must be equal for a state to mean the same: the core, the configuration, and the layout of the state."""
     layout = [
         (name, key, str(attribute.stored_as))
         for name, attributes in STATE.items()
@@ -202,8 +201,7 @@ def state_fingerprint(configuration: LedgerConfiguration, handlers: HandlerRegis
     ]
     classes = [(struct.__name__, _field_names(struct)) for struct in _STORED_CLASSES]
     parts = (
-        table_fingerprint(),
-        (handlers or HandlerRegistry()).fingerprint(),
+        core.fingerprint(),
         attrs.asdict(configuration),
         layout,
         classes,

@@ -251,12 +251,11 @@ class Row:
     dest: S
 
 
-def _rows_of_classes() -> Iterable[Row]:
-    for source, trigger, dest in PHASE.flat():
-        event_class = e.VOCABULARY.get(trigger.partition("/")[0])
+def rows_of_classes(phase: Region, events: Mapping[str, type[e.Event]]) -> tuple[Row, ...]:
+    """The rows of the phase, by classes of events."""
+    rows: dict[Row, None] = {}
+    for source, trigger, dest in phase.flat():
+        event_class = events.get(trigger.partition("/")[0])
         if event_class and issubclass(event_class, e.RequestEvent) and isinstance(source, S) and isinstance(dest, S):
-            yield Row(source, event_class, dest)
-
-
-ROWS: tuple[Row, ...] = tuple(dict.fromkeys(_rows_of_classes()))
-"""`PHASE`, by classes of events."""
+            rows[Row(source, event_class, dest)] = None
+    return tuple(rows)

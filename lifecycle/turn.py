@@ -10,8 +10,8 @@ from collections.abc import Callable
 from copy import copy
 from typing import Self
 
-from kvledger.lifecycle.belief import Projections
 from kvledger.lifecycle.events import Event
+from kvledger.lifecycle.projections import Projections
 from kvledger.lifecycle.projections.tracker import RequestRecord
 
 Decide = Callable[[Event], None]

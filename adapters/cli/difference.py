@@ -14,9 +14,9 @@ from kvledger.adapters.cli.state import show_state
 from kvledger.adapters.exit_codes import ExitCode
 from kvledger.adapters.reading.logs import StoredLog
 from kvledger.adapters.reading.window import Window
-from kvledger.lifecycle.belief import Projections
 from kvledger.lifecycle.codec import field_names
 from kvledger.lifecycle.events import Event
+from kvledger.lifecycle.projections import Projections
 
 _TIMES = frozenset({"time_ns", "duration_ns"})
 
@@ -24,7 +24,7 @@ _TIMES = frozenset({"time_ns", "duration_ns"})
 def compare(log: StoredLog, other: StoredLog, window: Window, output: Output, *, exact: bool) -> ExitCode:
     """Compare two logs event by event; equal logs are sound, others diverged."""
     _compare_configurations(log, other, output)
-    projections = Projections(log.configuration)
+    projections = Projections(log.core, log.configuration)
     last = 0
     with output.progress(log, "comparing"):
         for ours, theirs in zip_longest(log.trusted_events(), other.trusted_events()):

@@ -8,7 +8,7 @@ from kvledger.adapters.cli.output import Output
 from kvledger.adapters.cli.words import plural
 from kvledger.adapters.reading.logs import StoredLog
 from kvledger.lifecycle import RequestState
-from kvledger.lifecycle.belief import Projections
+from kvledger.lifecycle.projections import Projections
 from kvledger.storage.events import HowEnded, LogEnding
 
 _WORDS = {

@@ -12,7 +12,7 @@ from typing import IO
 
 from kvledger.adapters.cli.finding import selected, selected_one
 from kvledger.adapters.cli.output import Output
-from kvledger.adapters.cli.selection import add_handlers, chosen_handlers
+from kvledger.adapters.cli.selection import add_handlers
 from kvledger.adapters.cli.streams import OutputFailed
 from kvledger.adapters.cli.words import plural, size
 from kvledger.adapters.exit_codes import CommandFailed, ExitCode
@@ -80,7 +80,7 @@ def _export(arguments: argparse.Namespace, logs: _Selected, file: IO[bytes], out
         _export_trace(logs, file, output)
     elif arguments.html:
         for log, window in logs:
-            for piece in write_page(log, window, chosen_handlers(arguments), output):
+            for piece in write_page(log, window, output):
                 file.write(piece.encode())
     elif arguments.csv:
         with _csv_writer(file, arguments.csv) as write:

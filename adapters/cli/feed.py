@@ -11,9 +11,9 @@ from kvledger.adapters.cli.ends import num_open_requests
 from kvledger.adapters.cli.output import Output
 from kvledger.adapters.cli.words import decision_words, words
 from kvledger.adapters.reading.logs import Batch, StoredLog
-from kvledger.lifecycle import LedgerConfiguration
+from kvledger.lifecycle import Core, LedgerConfiguration
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.belief import Projections
+from kvledger.lifecycle.projections import Projections
 
 _QUIET = (e.SaveIssued, e.SaveCompleted, e.PrefillAdvanced, e.PrefillCompleted, e.ChunkTainted)
 """Decisions that alone do not deserve a line."""
@@ -37,8 +37,8 @@ class Line:
 class Feed:
     """Folds a log and tells each observation once the next one has come, or `flush` is called."""
 
-    def __init__(self, configuration: LedgerConfiguration) -> None:
-        self._projections = Projections(configuration)
+    def __init__(self, core: Core, configuration: LedgerConfiguration) -> None:
+        self._projections = Projections(core, configuration)
         self._sequence = 0
         self._observation: e.Event | None = None
         self._decisions: dict[str, list[e.Event]] = {}

@@ -8,12 +8,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from kvledger.adapters.cli.output import Output
-from kvledger.adapters.cli.selection import window
+from kvledger.adapters.cli.selection import chosen_core, window
 from kvledger.adapters.exit_codes import CommandFailed, ExitCode
 from kvledger.adapters.reading.index import index_for
 from kvledger.adapters.reading.logs import StoredLog, open_log
 from kvledger.adapters.reading.sources import one_of
 from kvledger.adapters.reading.window import Window
+from kvledger.lifecycle import Core
 from kvledger.lifecycle import events as e
 
 _MAX_CANDIDATES = 20
@@ -21,13 +22,14 @@ _MAX_CANDIDATES = 20
 
 def selected(arguments: argparse.Namespace, output: Output) -> Iterator[tuple[StoredLog, Window]]:
     """Each log that the arguments mean, opened, with what they select of it. A request is in one of the logs."""
+    core = chosen_core(arguments)
     if arguments.request is not None:
-        log, request_id = find_request(arguments.logs, arguments.request, output, lenient=arguments.lenient)
+        log, request_id = find_request(arguments.logs, arguments.request, output, core, lenient=arguments.lenient)
         yield log, window(arguments, log, output, request_id)
         return
     for path in arguments.logs:
         with output.apart_from_others(path):
-            log = open_log(path, lenient=arguments.lenient)
+            log = open_log(path, core, lenient=arguments.lenient)
             yield log, window(arguments, log, output)
 
 
@@ -42,7 +44,9 @@ def selected_one(arguments: argparse.Namespace, output: Output) -> tuple[StoredL
     return next(selected(arguments, output))
 
 
-def find_request(logs: Sequence[Path], wanted: str, output: Output, *, lenient: bool = False) -> tuple[StoredLog, str]:
+def find_request(
+    logs: Sequence[Path], wanted: str, output: Output, core: Core, *, lenient: bool = False
+) -> tuple[StoredLog, str]:
     """The log that has the one request whose id is `wanted` or begins with it, opened, and the whole id.
 
     Raises:
@@ -52,7 +56,7 @@ def find_request(logs: Sequence[Path], wanted: str, output: Output, *, lenient: 
     known: dict[Path, dict[str, None]] = {}
     for path in logs:
         with output.apart_from_others(path):
-            log = open_log(path, lenient=lenient)
+            log = open_log(path, core, lenient=lenient)
             known[log.path] = request_ids(log, wanted, output)
             opened.append(log)
     found = [(log, wanted) for log in opened if wanted in known[log.path]]

@@ -7,14 +7,13 @@ import argparse
 from kvledger.adapters.cli.difference import compare
 from kvledger.adapters.cli.finding import selected_one
 from kvledger.adapters.cli.output import Output, event_fields
-from kvledger.adapters.cli.selection import add_handlers, chosen_handlers, event_number
+from kvledger.adapters.cli.selection import add_handlers, event_number
 from kvledger.adapters.cli.state import show_state
 from kvledger.adapters.exit_codes import CommandFailed, ExitCode
 from kvledger.adapters.reading.logs import StoredLog, open_log
 from kvledger.adapters.reading.sources import find_logs, one_of
 from kvledger.adapters.reading.streams import log_argument
 from kvledger.lifecycle.audit import Audit
-from kvledger.lifecycle.machine import ReferenceMachine
 
 HELP = "fold a log and decide again"
 
@@ -39,11 +38,9 @@ def run(arguments: argparse.Namespace, output: Output) -> ExitCode:
     log, window = selected_one(arguments, output)
     if arguments.diff is not None:
         other = one_of(find_logs(arguments.diff, arguments.mirror), arguments.diff)
-        return compare(log, open_log(other, lenient=arguments.lenient), window, output, exact=arguments.exact)
+        return compare(log, open_log(other, log.core, lenient=arguments.lenient), window, output, exact=arguments.exact)
     at = arguments.at if arguments.at is not None else window.last_sequence
-    handlers = chosen_handlers(arguments)
-    start = log.start(handlers)
-    audit = Audit(log.configuration, ReferenceMachine(), checkers=(), handlers=handlers, start=start)
+    audit = Audit(log.core, log.configuration, checkers=(), start=log.start())
     with output.progress(log, "replaying"):
         audit.run_frames(log.trusted_frames(), at=at)
     last = audit.last_sequence

@@ -13,10 +13,9 @@ import attrs
 
 from kvledger.adapters.cli.finding import selected_one
 from kvledger.adapters.cli.output import Output
-from kvledger.adapters.cli.selection import add_handlers, add_request, chosen_handlers, event_number
+from kvledger.adapters.cli.selection import add_handlers, add_request, event_number
 from kvledger.adapters.cli.words import plural
 from kvledger.adapters.exit_codes import CommandFailed, ExitCode
-from kvledger.adapters.handlers import handler_registry
 from kvledger.adapters.reading.logs import StoredLog
 from kvledger.adapters.reading.window import Window
 from kvledger.adapters.repro.calls import end_of_call, hook_calls
@@ -67,7 +66,6 @@ def run(arguments: argparse.Namespace, output: Output) -> ExitCode:
     last = min(filter(None, (arguments.at, window.last_sequence)), default=None)
     if arguments.pin and request_id is None:
         raise CommandFailed("--pin needs a REQUEST: whose answers are to be pinned?", ExitCode.USAGE)
-    chosen_handlers(arguments)  # refuses those that are none
     with output.progress(log, "looking for the incident"):
         events = _until(log.trusted_events(), last)
         findings = find_incidents(log.configuration, events, request_id, arguments.handlers)
@@ -195,7 +193,7 @@ def _remarks(
             f"With kvledger {_version()} the core alone does not break the rules: it was mended, or the fault is in "
             "what the adapter makes of hook calls. So nothing was left out."
         )
-    ours = handler_registry(arguments.handlers).fingerprint()
+    ours = log.core.handler_fingerprint()
     if log.header.get("handler_fingerprint", ours) != ours:
         yield "The engine had other state handlers: where they are your own, name them with --handlers."
     played_back = [incident.rule for incident in incidents if incident.rule in _PLAYED_BACK]

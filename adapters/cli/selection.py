@@ -16,12 +16,12 @@ from typing import Literal
 import attrs
 
 from kvledger.adapters.cli.output import Output
+from kvledger.adapters.core import composed_core
 from kvledger.adapters.exit_codes import CommandFailed, ExitCode
-from kvledger.adapters.handlers import handler_registry
 from kvledger.adapters.reading.index import index_for
 from kvledger.adapters.reading.logs import StoredLog
 from kvledger.adapters.reading.window import Window
-from kvledger.lifecycle import ConfigurationError, HandlerRegistry
+from kvledger.lifecycle import ConfigurationError, Core
 from kvledger.lifecycle.events import Event
 from kvledger.lifecycle.replay import SequencedEvent
 
@@ -75,14 +75,14 @@ def add_handlers(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def chosen_handlers(arguments: argparse.Namespace) -> HandlerRegistry:
-    """The handlers to decide with.
+def chosen_core(arguments: argparse.Namespace) -> Core:
+    """The core to read a log with, and to decide with.
 
     Raises:
         CommandFailed: one cannot be imported, or is no state handler.
     """
     try:
-        return handler_registry(arguments.handlers)
+        return composed_core(getattr(arguments, "handlers", ()))
     except ConfigurationError as error:
         raise CommandFailed(f"--{error}", ExitCode.USAGE) from error
 

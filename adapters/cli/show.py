@@ -16,7 +16,7 @@ from kvledger.adapters.cli.finding import selected, selected_one
 from kvledger.adapters.cli.output import Output, plain
 from kvledger.adapters.cli.selection import add_request, count, event_number
 from kvledger.adapters.cli.state import show_state
-from kvledger.adapters.cli.timeline import Group, Timeline
+from kvledger.adapters.cli.timeline import Group, Known, Timeline
 from kvledger.adapters.cli.words import duration, event_range, milliseconds, plural, size, state_change
 from kvledger.adapters.exit_codes import CommandFailed, ExitCode
 from kvledger.adapters.reading.index import LogIndex, index_for
@@ -24,9 +24,9 @@ from kvledger.adapters.reading.logs import StoredLog
 from kvledger.adapters.reading.requests import Requests, RequestSummary
 from kvledger.adapters.reading.sources import one_of
 from kvledger.adapters.reading.window import Window
-from kvledger.lifecycle import HandlerRegistry, LedgerConfiguration
+from kvledger.lifecycle import LedgerConfiguration
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.belief import Projections
+from kvledger.lifecycle.projections import Projections
 from kvledger.lifecycle.projections.totals import Figures
 from kvledger.lifecycle.replay import SequencedEvent
 
@@ -100,12 +100,12 @@ def _show_state_at(log: StoredLog, at: int, request_id: str | None, output: Outp
 
 def _start(log: StoredLog, output: Output) -> Projections:
     """What was believed where the log can be folded from: nothing, or what its first snapshot holds."""
-    start = log.start(HandlerRegistry())
+    start = log.start()
     for remark in log.start_remarks:
         output.remark(remark)
     if start is not None:
         output.remark(f"what came before event {log.start_sequence + 1} is known from a snapshot only")
-    return start or Projections(log.configuration)
+    return start or Projections(log.core, log.configuration)
 
 
 def _take_each(events: Iterator[SequencedEvent], take: Callable[[int, e.Event], None], output: Output) -> int:
@@ -134,7 +134,7 @@ def _until(events: Iterator[SequencedEvent], window: Window) -> Iterator[Sequenc
 
 
 def _show_request(log: StoredLog, window: Window, request_id: str, output: Output) -> None:
-    timeline = Timeline(log.configuration, request_id)
+    timeline = Timeline(log.configuration, request_id, Known(log.core, log.configuration))
     index = index_for(log, output, request_id)
     if index is not None and index.contents.is_whole:
         with contextlib.closing(index):
@@ -156,7 +156,7 @@ def _events_of_lives(index: LogIndex, request_id: str) -> Iterator[SequencedEven
 
 
 def _follow(log: StoredLog, window: Window, output: Output) -> ExitCode:
-    feed = Feed(log.configuration)
+    feed = Feed(log.core, log.configuration)
     for batch in follow(log, output):
         for line in feed.flush() if batch is None else feed.take_all(batch):
             if window.is_over(line.first_sequence):

@@ -6,7 +6,7 @@ import attrs
 
 from kvledger.adapters.cli.output import Output, plain
 from kvledger.adapters.cli.words import plural
-from kvledger.lifecycle.belief import Projections
+from kvledger.lifecycle.projections import Projections
 from kvledger.lifecycle.projections.tracker import RequestRecord
 
 _COLUMNS = {

@@ -13,10 +13,10 @@ from kvledger.adapters.cli.percentiles import Percentiles
 from kvledger.adapters.cli.selection import time_of
 from kvledger.adapters.reading.logs import Batch
 from kvledger.adapters.reading.window import Window
-from kvledger.lifecycle import LedgerConfiguration
+from kvledger.lifecycle import Core, LedgerConfiguration
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.belief import Projections
 from kvledger.lifecycle.codec import EventEncoder
+from kvledger.lifecycle.projections import Projections
 from kvledger.lifecycle.projections.totals import Figures
 from kvledger.lifecycle.projections.transfers import JobKind
 from kvledger.lifecycle.reasons import Accounts, Story, Sums
@@ -66,9 +66,9 @@ class Statistics:
 class Counting:
     """Folds one log. Feed it batches in order; `result` at the end."""
 
-    def __init__(self, configuration: LedgerConfiguration, window: Window) -> None:
+    def __init__(self, core: Core, configuration: LedgerConfiguration, window: Window) -> None:
         self._window = window
-        self._projections = Projections(configuration)
+        self._projections = Projections(core, configuration)
         self._accounts = Accounts(configuration, request_id=window.request_id, on_end=self._ended)
         self._encoder = EventEncoder()
         self._is_foldable = True

@@ -45,7 +45,7 @@ def run(arguments: argparse.Namespace, output: Output) -> ExitCode:
 
 
 def _count(log: StoredLog, window: Window, output: Output) -> Statistics:
-    counting = Counting(log.configuration, window)
+    counting = Counting(log.core, log.configuration, window)
     with output.progress(log, "counting"):
         for batch in log.batches():
             if window.is_over(batch.first_sequence):

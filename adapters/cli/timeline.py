@@ -8,7 +8,7 @@ from __future__ import annotations
 import attrs
 
 from kvledger.adapters.cli.words import decision_words, duration, plural, size, words
-from kvledger.lifecycle import LedgerConfiguration, RequestState
+from kvledger.lifecycle import Core, LedgerConfiguration, RequestState
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.projections.block_table import BlockTable
 from kvledger.lifecycle.projections.host_slots import NO_SLOT, HostSlots
@@ -85,14 +85,14 @@ class Known:
     So what happened before the request arrived may be left out; the host pool, which everybody shares, is not here.
     """
 
-    def __init__(self, configuration: LedgerConfiguration) -> None:
-        self.tracker = RequestTracker()
+    def __init__(self, core: Core, configuration: LedgerConfiguration) -> None:
+        self.tracker = RequestTracker(core.table)
         self.blocks = BlockTable(self.tracker)
         self.tails = Tails(self.tracker, HostSlots(configuration.num_slots))
-        maps = [part.folds() for part in (self.blocks, self.tails, self.tracker)]  # the tracker last, as in belief.py
+        maps = [part.folds() for part in (self.blocks, self.tails, self.tracker)]  # the tracker last, as in standard.py
         self._folds = {
             event_class: tuple(folds[event_class] for folds in maps if event_class in folds)
-            for event_class in e.VOCABULARY.values()
+            for event_class in core.events.values()
         }
 
     def fold(self, event: e.Event, sequence: int) -> None:
@@ -104,12 +104,12 @@ class Known:
 class Timeline:
     """Folds a log and keeps the groups of one request id, through all its lives."""
 
-    def __init__(self, configuration: LedgerConfiguration, request_id: str, known: Known | None = None) -> None:
-        """`known` is what several timelines share; then each looks at an event before it is folded there."""
+    def __init__(self, configuration: LedgerConfiguration, request_id: str, known: Known) -> None:
+        """`known` may be shared by several timelines; then each looks at an event before it is folded there."""
         self.request_id = request_id
         self.groups: list[Group] = []
         self._num_ranks = configuration.num_ranks
-        self._known = known or Known(configuration)
+        self._known = known
         self._tracker = self._known.tracker
         self._moment: _Moment | None = None
         self._jobs: dict[int, e.LoadIssued | e.SaveIssued | e.TailSaveIssued] = {}

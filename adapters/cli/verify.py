@@ -12,16 +12,15 @@ import attrs
 from kvledger.adapters.cli.ends import num_open_requests, show_ending, sound_text
 from kvledger.adapters.cli.finding import selected
 from kvledger.adapters.cli.output import Output, event_fields, event_text, plain
-from kvledger.adapters.cli.selection import add_handlers, chosen_handlers
+from kvledger.adapters.cli.selection import add_handlers
 from kvledger.adapters.cli.words import plural, retired_remarks, size
 from kvledger.adapters.exit_codes import ExitCode, gravest
 from kvledger.adapters.reading.logs import LogDamage, StoredLog, open_log
 from kvledger.adapters.reading.window import Window
-from kvledger.lifecycle import HandlerRegistry, LedgerConfiguration
+from kvledger.lifecycle import LedgerConfiguration
 from kvledger.lifecycle.audit import NOT_CHECKED, Audit, Violation
 from kvledger.lifecycle.divergences import Divergence
 from kvledger.lifecycle.events import Event
-from kvledger.lifecycle.machine import ReferenceMachine, table_fingerprint
 
 _MAX_SHOWN = 20
 """Of each kind for people; programs get all that is kept."""
@@ -45,13 +44,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace, output: Output) -> ExitCode:
     """Verify each log; the exit code is that of the worst."""
-    handlers = chosen_handlers(arguments)
     codes: list[ExitCode] = []
     for log, window in selected(arguments, output):
         if codes and not output.is_json:
             output.line()
         with output.apart_from_others(log.path):
-            codes.append(_verify(log, window, handlers, output, verbose=arguments.verbose))
+            codes.append(_verify(log, window, output, verbose=arguments.verbose))
     if output.tells_many and not output.is_json:
         num_sound, num_logs, num_unreadable = codes.count(ExitCode.SOUND), len(arguments.logs), len(output.failures)
         unreadable = f", {num_unreadable} unreadable" if num_unreadable else ""
@@ -64,21 +62,21 @@ def run(arguments: argparse.Namespace, output: Output) -> ExitCode:
     return gravest(codes)
 
 
-def _verify(log: StoredLog, window: Window, handlers: HandlerRegistry, output: Output, *, verbose: bool) -> ExitCode:
+def _verify(log: StoredLog, window: Window, output: Output, *, verbose: bool) -> ExitCode:
     def is_selected(violation: Violation) -> bool:
         return window.holds(violation.sequence) and window.holds_request(violation.request_id)
 
     keeps = None if window.is_everything else is_selected
-    start = log.start(handlers)
+    start = log.start()
     configuration = log.configuration if log.header else _NO_CONFIGURATION
-    audit = Audit(configuration, ReferenceMachine(), handlers=handlers, keeps=keeps, start=start)
+    audit = Audit(log.core, configuration, keeps=keeps, start=start)
     with output.progress(log, "verifying"), _rare_collections():
         if log.header:
             audit.run_frames(log.trusted_frames(), at=window.last_sequence)
         else:
             for _ in log.frames():
                 pass
-    findings = Findings.of(log, audit, window, handlers)
+    findings = Findings.of(log, audit, window)
     if output.is_json:
         _show_json(output, log, audit, findings)
     else:
@@ -112,7 +110,7 @@ class Findings:
     exit_code: ExitCode
 
     @classmethod
-    def of(cls, log: StoredLog, audit: Audit, window: Window, handlers: HandlerRegistry) -> Findings:
+    def of(cls, log: StoredLog, audit: Audit, window: Window) -> Findings:
         """Those of an audit that has come to its end."""
         damage = tuple(d for d in log.damage if d.sequence is None or window.holds(d.sequence))
         divergences = tuple(d for d in audit.divergences if _is_selected(d, window))
@@ -127,7 +125,7 @@ class Findings:
             exit_code = ExitCode.END_MISSING
         else:
             exit_code = ExitCode.SOUND
-        remarks = _remarks(log, window, handlers)
+        remarks = _remarks(log, window)
         if _has_more(audit, window):
             kept, found = len(audit.divergences), audit.divergences.num_found
             remarks.append(
@@ -147,7 +145,7 @@ def _is_selected(divergence: Divergence, window: Window) -> bool:
     return window.holds(divergence.sequence) and window.holds_request(getattr(event, "request_id", ""))
 
 
-def _remarks(log: StoredLog, window: Window, handlers: HandlerRegistry) -> list[str]:
+def _remarks(log: StoredLog, window: Window) -> list[str]:
     remarks = []
     if not window.is_everything:
         end = "the end" if window.last_sequence is None else f"event {window.last_sequence}"
@@ -175,9 +173,10 @@ def _remarks(log: StoredLog, window: Window, handlers: HandlerRegistry) -> list[
         remarks.append(
             f"rules and decisions were checked up to event {log.trusted_sequence}; the next ones are missing"
         )
-    if log.header.get("table_fingerprint", table_fingerprint()) != table_fingerprint():
+    table = log.core.table_fingerprint()
+    if log.header.get("table_fingerprint", table) != table:
         remarks.append("the log was written with another transition table; divergences may come from that")
-    used = handlers.fingerprint()
+    used = log.core.handler_fingerprint()
     written_with = log.header.get("handler_fingerprint", used)
     if written_with != used:
         remarks.append(
@@ -299,7 +298,7 @@ def _evidence(log: StoredLog, violations: Collection[Violation]) -> dict[int, Ev
     wanted = {sequence for violation in violations for sequence in (*violation.evidence, violation.sequence)}
     if not wanted:
         return {}
-    copy = open_log(log.path, lenient=True)  # what was refused has been refused before
+    copy = open_log(log.path, log.core, lenient=True)  # what was refused has been refused before
     found: dict[int, Event] = {}
     for sequence, event in copy.events():
         if sequence in wanted:

@@ -11,7 +11,7 @@ import attrs
 from kvledger.adapters.demo.workload import Workload
 from kvledger.adapters.reading.logs import open_log
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.belief import Projections
+from kvledger.lifecycle.projections import Projections
 from kvledger.lifecycle.projections.totals import Figures
 
 
@@ -27,7 +27,7 @@ class LoggedRun:
     def read(cls, log_path: Path) -> LoggedRun:
         """Fold the log."""
         log = open_log(log_path)
-        projections = Projections(log.configuration)
+        projections = Projections(log.core, log.configuration)
         most_settled, request_id = -1, ""
         for sequence, event in log.trusted_events():
             projections.fold(event, sequence)

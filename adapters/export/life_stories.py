@@ -38,7 +38,7 @@ def read_stories(
     log: StoredLog, window: Window, request_ids: Collection[str], evidence: Collection[int]
 ) -> LifeStories:
     """Read the log again; all timelines share one fold, and only those of known requests are asked."""
-    known = Known(log.configuration)
+    known = Known(log.core, log.configuration)
     timelines = {name: Timeline(log.configuration, name, known) for name in request_ids}
     active: dict[str, Timeline] = {}
     stories = LifeStories()

@@ -12,7 +12,7 @@ from kvledger.adapters.reading.logs import StoredLog
 from kvledger.adapters.reading.window import Window
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit import Audit
-from kvledger.lifecycle.belief import Projections
+from kvledger.lifecycle.projections import Projections
 from kvledger.lifecycle.replay import SequencedEvent
 
 Remark = Callable[[str], None]
@@ -39,7 +39,7 @@ def tell(
         also: given each event before it is told.
     """
     excerpt = Excerpt(listener, window)
-    chronicle = Chronicle(Projections(log.configuration) if audit is None else audit.projections, excerpt)
+    chronicle = Chronicle(Projections(log.core, log.configuration) if audit is None else audit.projections, excerpt)
     expected, is_first = 1, True
     current: SequencedEvent | None = None
 

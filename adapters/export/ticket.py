@@ -21,9 +21,7 @@ from kvledger.adapters.export.page import Finding, Page, render
 from kvledger.adapters.export.telling import tell
 from kvledger.adapters.reading.logs import StoredLog
 from kvledger.adapters.reading.window import Window
-from kvledger.lifecycle import HandlerRegistry
 from kvledger.lifecycle.audit import NOT_CHECKED, Audit, Violation
-from kvledger.lifecycle.machine import ReferenceMachine
 from kvledger.lifecycle.projections.totals import Figures
 
 MAX_FINDINGS = 50
@@ -41,7 +39,7 @@ _VERDICTS = {
 }
 
 
-def write_page(log: StoredLog, window: Window, handlers: HandlerRegistry, output: Output) -> Iterator[str]:
+def write_page(log: StoredLog, window: Window, output: Output) -> Iterator[str]:
     """The page about the selected part of a log, piece by piece."""
 
     def is_selected(violation: Violation) -> bool:
@@ -50,10 +48,10 @@ def write_page(log: StoredLog, window: Window, handlers: HandlerRegistry, output
     gathering = Gathering()
     accounts = reasons.Reasons(log, window)
     keeps = None if window.is_everything else is_selected
-    audit = Audit(log.configuration, ReferenceMachine(), handlers=handlers, keeps=keeps)
+    audit = Audit(log.core, log.configuration, keeps=keeps)
     with output.progress(log, "reading"):
         chronicle = tell(log, window, gathering, output.remark, audit=audit, also=accounts.take)
-    found = Findings.of(log, audit, window, handlers)
+    found = Findings.of(log, audit, window)
     violations = audit.violations[:MAX_FINDINGS]
     request_ids = _most_interesting(gathering, log)
     evidence = {sequence for item in violations for sequence in (*item.evidence, item.sequence)}

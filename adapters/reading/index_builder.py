@@ -26,9 +26,8 @@ from kvledger.adapters.reading.index_memory import (
 )
 from kvledger.adapters.reading.logs import Batch, StoredLog
 from kvledger.adapters.reading.story_codec import encode_story
-from kvledger.lifecycle import HandlerRegistry
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.belief import Projections
+from kvledger.lifecycle.projections import Projections
 from kvledger.lifecycle.reasons import Accounts, Story
 from kvledger.lifecycle.snapshots import capture, restore
 
@@ -68,7 +67,7 @@ def earlier_contents(log: StoredLog) -> Contents | None:
             contents = msgspec.msgpack.decode(stored, type=Contents)
         is_foldable = contents.first_sequence == 1 and contents.trusted_sequence == contents.last_sequence
         may_go_on = is_foldable and contents.is_whole and contents.describes_beginning(log)
-        return contents if may_go_on and fingerprint == memory_fingerprint(log.configuration) else None
+        return contents if may_go_on and fingerprint == memory_fingerprint(log.core, log.configuration) else None
     except (OSError, sqlite3.Error, msgspec.MsgspecError, ValueError):
         return None
 
@@ -110,9 +109,9 @@ class _Builder:
         self._earlier = earlier
         self._memory = IndexMemory() if memory is None else memory
         if memory is None:
-            self._projections = log.start(HandlerRegistry()) or Projections(log.configuration)
+            self._projections = log.start() or Projections(log.core, log.configuration)
         else:
-            self._projections = restore(memory.projections, log.configuration)
+            self._projections = restore(log.core, memory.projections, log.configuration)
         self._requests, self._lives = self._memory.requests, self._memory.lives
         self._accounts = Accounts(
             log.configuration, on_end=self._write_story, keeps_stories=True, memory=self._memory.accounts
@@ -167,7 +166,7 @@ class _Builder:
         """Before what is open is written as if it were over."""
         self._memory.accounts = self._accounts.memory
         self._memory.projections = capture(self._projections) if self._is_foldable else b""
-        row = (memory_fingerprint(self._log.configuration), encode_memory(self._memory))
+        row = (memory_fingerprint(self._log.core, self._log.configuration), encode_memory(self._memory))
         self._connection.execute("INSERT INTO memory VALUES (?, ?)", row)
 
     def _contents(self, extent: tuple[str, str, int]) -> Contents:

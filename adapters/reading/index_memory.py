@@ -17,7 +17,7 @@ from collections.abc import Iterator
 import attrs
 
 from kvledger.adapters.reading.requests import Requests, RequestSummary
-from kvledger.lifecycle import LedgerConfiguration
+from kvledger.lifecycle import Core, LedgerConfiguration
 from kvledger.lifecycle.reasons import Admission, ChunkFact, Lookup, Memory, Recomputation, Span, Story, Sums
 from kvledger.lifecycle.reasons.chunk_history import ChunkHistory, SaveUnderWay, Watch
 from kvledger.lifecycle.reasons.life import Answer, Life, Tail
@@ -62,11 +62,11 @@ REMEMBERED: tuple[type, ...] = (
 """The attrs classes of which a memory consists."""
 
 
-def memory_fingerprint(configuration: LedgerConfiguration) -> str:
+def memory_fingerprint(core: Core, configuration: LedgerConfiguration) -> str:
     """What must be equal for a memory to mean the same: the layout of its classes, and what the projections hold."""
     layout = [(kind.__name__, [field.name for field in attrs.fields(kind)]) for kind in REMEMBERED]
     layout += [(type(made).__name__, sorted(vars(made))) for made in (ChunkHistory(), Lives(), Requests())]
-    return hashlib.blake2b(f"{layout} {state_fingerprint(configuration)}".encode(), digest_size=16).hexdigest()
+    return hashlib.blake2b(f"{layout} {state_fingerprint(core, configuration)}".encode(), digest_size=16).hexdigest()
 
 
 class MemoryUnusable(Exception):

@@ -13,10 +13,10 @@ import attrs
 import msgspec
 
 from kvledger.adapters.exit_codes import CommandFailed, ExitCode, unreadable_text
-from kvledger.lifecycle import HandlerRegistry, LedgerConfiguration
-from kvledger.lifecycle.belief import Projections
+from kvledger.lifecycle import Core, LedgerConfiguration
 from kvledger.lifecycle.codec import CodecError, DecodedFrame, EventDecoder, SchemaTooNew, vocabulary_header
 from kvledger.lifecycle.events import Event
+from kvledger.lifecycle.projections import Projections
 from kvledger.lifecycle.replay import SequencedEvent
 from kvledger.lifecycle.snapshots import SnapshotError, restore, state_fingerprint
 from kvledger.storage.events import (
@@ -95,6 +95,8 @@ class StoredLog:
     """An opened log. `damage` and the counters are filled while events are read; each reading starts anew."""
 
     path: Path
+    core: Core
+    """What it is read with."""
     header: Mapping[str, object]
     """Empty where no copy of it is intact: then events are decoded as this version writes them."""
     _configuration: LedgerConfiguration | None
@@ -119,7 +121,7 @@ class StoredLog:
     _was_open: bool = attrs.field(init=False)
     """Whether somebody was writing the log when reading began: what came to its end since, came too late to be read."""
 
-    def start(self, handlers: HandlerRegistry) -> Projections | None:
+    def start(self) -> Projections | None:
         """What was believed at the first place from which the log can be folded, if that is not its beginning.
 
         Of a log whose oldest segments were retired: the earliest snapshot that fits log and code; None: there is none,
@@ -129,12 +131,12 @@ class StoredLog:
         self.start_sequence, self.start_remarks = 0, []
         if not self.header or not self.path.is_dir() or self._reader.first_sequence in {None, 1}:
             return None
-        fingerprint = state_fingerprint(self.configuration, handlers)
+        fingerprint = state_fingerprint(self.core, self.configuration)
         found, self.start_remarks = find_snapshot(self.path, log_id=str(self.header["log_id"]), fingerprint=fingerprint)
         if found is None:
             return None
         try:
-            projections = restore(found.state, self.configuration)
+            projections = restore(self.core, found.state, self.configuration)
         except SnapshotError as error:
             self.start_remarks.append(str(error))
             return None
@@ -327,20 +329,23 @@ class StoredLog:
         return len(self._reader.damage)
 
 
-def open_log(path: Path, *, lenient: bool = False) -> StoredLog:
-    """Open the log at `path`, which `sources.find_logs` has found.
+def open_log(path: Path, core: Core | None = None, *, lenient: bool = False) -> StoredLog:
+    """Open the log at `path`, which `sources.find_logs` has found, to be read with `core`; default: the standard one.
 
     With `lenient`, events that this version does not know are skipped and counted.
 
     Raises:
         CommandFailed: it cannot be read, is no kvledger log, or was written by a newer version.
     """
+    core = core or Core.standard()
     try:
         reader = read_log(path)
         header: dict[str, object] = reader.header
         if not header:
-            return _without_header(path, reader, lenient=lenient)
-        return StoredLog(path, header, _configuration(header), EventDecoder(header, lenient=lenient), reader)
+            return _without_header(path, core, reader, lenient=lenient)
+        return StoredLog(
+            path, core, header, _configuration(header), EventDecoder(core, header, lenient=lenient), reader
+        )
     except OSError as error:
         raise CommandFailed(f"{path}: {unreadable_text(error)}", ExitCode.DAMAGED) from error
     except (LogError, CodecError) as error:
@@ -348,9 +353,9 @@ def open_log(path: Path, *, lenient: bool = False) -> StoredLog:
         raise CommandFailed(f"{path}: {error}{hint}", ExitCode.DAMAGED) from error
 
 
-def _without_header(path: Path, reader: LogReader, *, lenient: bool) -> StoredLog:
+def _without_header(path: Path, core: Core, reader: LogReader, *, lenient: bool) -> StoredLog:
     """A log of which no copy of a header is intact: its events, where they are encoded as today's are."""
-    decoder = EventDecoder(vocabulary_header(), lenient=lenient)
+    decoder = EventDecoder(core, vocabulary_header(core), lenient=lenient)
     why = "it holds no intact event"
     for frame in reader:
         if frame.kind is FrameKind.EVENTS:
@@ -359,7 +364,7 @@ def _without_header(path: Path, reader: LogReader, *, lenient: bool) -> StoredLo
             except CodecError as error:
                 why = str(error)
                 break
-            return StoredLog(path, {}, None, decoder, reader)
+            return StoredLog(path, core, {}, None, decoder, reader)
     found = "; ".join(damage.detail for damage in reader.damage) or "it is empty"
     message = f"{path}: no segment has a readable header, so its events cannot be decoded: {found}; {why}"
     raise CommandFailed(message, ExitCode.DAMAGED)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import attrs
 
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.belief import Projections
+from kvledger.lifecycle.projections import Projections
 
 
 @attrs.define

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
+from kvledger.adapters.core import composed_core
 from kvledger.adapters.repro.recording import NotReenactable
 from kvledger.lifecycle import LedgerConfiguration
 from kvledger.lifecycle import events as e
@@ -103,7 +104,7 @@ class ConnectorUnderTest:
             raise NotReenactable(f"the connector cannot be started as it was: {', '.join(different)}")
         self._side.journal.is_behind = lambda: not self.is_log_written
         store: Any = self._side.log.store
-        self._decoder = EventDecoder(store.header)
+        self._decoder = EventDecoder(composed_core(handlers), store.header)
         self._next_sequence = 1
         self._is_closed = False
 

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvledger.adapters.handlers import handler_registry
+from kvledger.adapters.core import composed_core
 from kvledger.adapters.repro.adaptation import Adaptation
 from kvledger.adapters.repro.calls import HookCall, hook_calls
 from kvledger.adapters.repro.recording import JOB_ISSUED, Recording, changed, report
 from kvledger.adapters.repro.reenactment import Reenactment
-from kvledger.lifecycle import Ledger
+from kvledger.lifecycle import Core, Ledger
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.codec import EventDecoder, vocabulary_header
 from kvledger.lifecycle.ledger import LedgerCorrupt
@@ -22,9 +22,9 @@ from kvledger.lifecycle.replay import SequencedEvent
 class _Sink:
     """Hands out what was committed, as a reader of the log would see it."""
 
-    def __init__(self) -> None:
+    def __init__(self, core: Core) -> None:
         self.next_sequence = 1
-        self._decoder = EventDecoder(vocabulary_header())
+        self._decoder = EventDecoder(core, vocabulary_header(core))
         self._events: list[SequencedEvent] = []
 
     def append(self, payload: bytes, num_events: int, *, expected_sequence: int | None = None) -> int:  # noqa: ARG002
@@ -55,8 +55,9 @@ class _CoreRun:
     def __init__(self, recording: Recording, handlers: Sequence[str]) -> None:
         self._recording = recording
         self._configuration = recording.configuration
-        self._sink = _Sink()
-        self._ledger = Ledger(self._configuration, self._sink, handlers=handler_registry(handlers))
+        core = composed_core(handlers)
+        self._sink = _Sink(core)
+        self._ledger = Ledger(core, self._configuration, self._sink)
         self._adaptation = Adaptation(recording)
         self._outcome = Reenactment(self._configuration, handlers)
         self._ordinals: dict[str, int] = {}

@@ -9,12 +9,11 @@ from collections.abc import Collection, Iterable, Sequence
 
 import attrs
 
-from kvledger.adapters.handlers import handler_registry
+from kvledger.adapters.core import composed_core
 from kvledger.lifecycle import LedgerConfiguration
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit import Audit, Violation
 from kvledger.lifecycle.audit.recorded import Recorded as RecordedRule
-from kvledger.lifecycle.machine import ReferenceMachine
 from kvledger.lifecycle.replay import SequencedEvent
 from kvledger.lifecycle.rules import Rule
 
@@ -43,7 +42,7 @@ class Watch:
 
     def __init__(self, configuration: LedgerConfiguration, handlers: Sequence[str] = ()) -> None:
         self._found: list[Violation] = []
-        self.audit = Audit(configuration, ReferenceMachine(), handlers=handler_registry(handlers), keeps=self._look_at)
+        self.audit = Audit(composed_core(handlers), configuration, keeps=self._look_at)
 
     def take(self, events: Sequence[SequencedEvent]) -> list[Violation]:
         """What is wrong with the events of one call."""

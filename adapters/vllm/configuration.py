@@ -12,9 +12,9 @@ from typing import Any
 
 import pydantic
 
-from kvledger.adapters.handlers import handler_registry
+from kvledger.adapters.core import composed_core
 from kvledger.adapters.vllm.messages import messages
-from kvledger.lifecycle import ConfigurationError, HandlerRegistry, LedgerConfiguration
+from kvledger.lifecycle import ConfigurationError, Core, LedgerConfiguration
 from kvledger.storage.events import Durability
 from kvledger.storage.kv import available_memory, num_slots_for
 
@@ -221,10 +221,10 @@ class ConnectorSettings(pydantic.BaseModel):
             return 0
         return -(-LARGE_LOAD_BYTES // block_bytes) * block_size
 
-    def handler_registry(self) -> HandlerRegistry:
-        """The default handlers with those of `handlers` in their places.
+    def core(self) -> Core:
+        """The standard core with the handlers of `handlers` in their places.
 
         Raises:
-            ConfigurationError: a name that cannot be imported or is no state handler.
+            ConfigurationError: a name that cannot be imported or is no state handler, or two for one state.
         """
-        return handler_registry(self.handlers)
+        return composed_core(self.handlers)

@@ -92,8 +92,8 @@ class KVLedgerConnector(KVConnectorBase_V1, SupportsHMA):
                 declined=groups.declined,
             )
             return
-        handlers = settings.handler_registry()
-        log = open_event_log(settings, configuration, handlers)
+        core = settings.core()
+        log = open_event_log(core, settings, configuration)
         keys = ChunkKeySource(
             chunk_size=configuration.chunk_size,
             hash_block_size=versions.hash_block_size(kv_cache_config),
@@ -107,10 +107,10 @@ class KVLedgerConnector(KVConnectorBase_V1, SupportsHMA):
             )
         speculates = versions.uses_speculation(vllm_config)
         self._scheduler_side = SchedulerSide(
+            core,
             configuration,
             log,
             keys,
-            handlers=handlers,
             speculates=speculates,
             zeroes_new_blocks=versions.zeroes_new_blocks(kv_cache_config),
             declined=groups.declined,

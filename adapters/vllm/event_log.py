@@ -15,10 +15,9 @@ from kvledger.adapters.vllm import versions
 from kvledger.adapters.vllm.configuration import ConnectorSettings
 from kvledger.adapters.vllm.messages import messages
 from kvledger.adapters.vllm.snapshots import LogSnapshots
-from kvledger.lifecycle import ConfigurationError, HandlerRegistry, LedgerConfiguration
+from kvledger.lifecycle import ConfigurationError, Core, LedgerConfiguration
 from kvledger.lifecycle.codec import vocabulary_header
 from kvledger.lifecycle.events import LOG_BEFORE
-from kvledger.lifecycle.machine import table_fingerprint
 from kvledger.storage.events import (
     BacklogEventStore,
     Durability,
@@ -62,9 +61,9 @@ class OpenedLog:
 
 
 def open_event_log(
+    core: Core,
     settings: ConnectorSettings,
     configuration: LedgerConfiguration,
-    handlers: HandlerRegistry,
 ) -> OpenedLog:
     """Create the log of this engine start, and begin to keep `log_dir` to its limits.
 
@@ -72,11 +71,9 @@ def open_event_log(
         ConfigurationError: `log_dir` cannot be written, at start, when a person can still correct it.
     """
     header = {
-        **vocabulary_header(),
+        **vocabulary_header(core),
         "kvledger_version": metadata.version("kvledger"),
         "vllm_version": versions.vllm_version(),
-        "table_fingerprint": table_fingerprint(),
-        "handler_fingerprint": handlers.fingerprint(),
         "configuration": attrs.asdict(configuration),
         "opened_at_unix_ns": time.time_ns(),
         "process_id": os.getpid(),
@@ -102,7 +99,7 @@ def open_event_log(
     backlog = BacklogEventStore(
         segments, on_trouble=trouble.tell, on_written_again=trouble.tell_its_end, retries_alone=True
     )
-    return OpenedLog(backlog, directory, LogSnapshots(segments, handlers), remarks)
+    return OpenedLog(backlog, directory, LogSnapshots(segments), remarks)
 
 
 @attrs.define

@@ -16,7 +16,7 @@ from kvledger.adapters.vllm.deliveries import Deliveries
 from kvledger.adapters.vllm.event_log import OpenedLog
 from kvledger.adapters.vllm.messages import messages
 from kvledger.adapters.vllm.metadata import JobReport
-from kvledger.lifecycle import HandlerRegistry, Ledger, LedgerConfiguration
+from kvledger.lifecycle import Core, Ledger, LedgerConfiguration
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.ledger import LedgerCorrupt
 from kvledger.lifecycle.rules import Rule
@@ -38,13 +38,13 @@ class Journal:
 
     def __init__(
         self,
+        core: Core,
         configuration: LedgerConfiguration,
         log: OpenedLog,
         *,
-        handlers: HandlerRegistry | None = None,
         clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
-        self.ledger = Ledger(configuration, log.store, handlers=handlers)
+        self.ledger = Ledger(core, configuration, log.store)
         self.log = log
         self.configuration = configuration
         self.projections = self.ledger.projections

@@ -23,7 +23,7 @@ from kvledger.adapters.vllm.noticing import Noticing
 from kvledger.adapters.vllm.prefix_cache import PrefixCache
 from kvledger.adapters.vllm.step_jobs import NO_JOBS, no_copies, step_jobs
 from kvledger.adapters.vllm.step_reader import StepReader
-from kvledger.lifecycle import HandlerRegistry, Ledger, LedgerConfiguration, RequestState
+from kvledger.lifecycle import Core, Ledger, LedgerConfiguration, RequestState
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.rules import Rule
 
@@ -50,17 +50,17 @@ class SchedulerSide:
 
     def __init__(
         self,
+        core: Core,
         configuration: LedgerConfiguration,
         log: OpenedLog,
         keys: ChunkKeySource,
         *,
-        handlers: HandlerRegistry | None = None,
         speculates: bool = False,
         zeroes_new_blocks: bool = False,
         declined: Sequence[str] = (),
         clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
-        self.journal = Journal(configuration, log, handlers=handlers, clock=clock)
+        self.journal = Journal(core, configuration, log, clock=clock)
         self._projections = self.journal.projections
         self._tracker = self.journal.tracker
         self._block_size = configuration.block_size

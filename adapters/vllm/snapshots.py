@@ -7,7 +7,7 @@ snapshot that cannot be written costs a message, and nothing else.
 from __future__ import annotations
 
 from kvledger.adapters.vllm.messages import messages
-from kvledger.lifecycle import HandlerRegistry, Ledger
+from kvledger.lifecycle import Ledger
 from kvledger.lifecycle.snapshots import capture, state_fingerprint
 from kvledger.storage.events import SegmentEventStore, Snapshot, write_snapshot
 
@@ -15,9 +15,8 @@ from kvledger.storage.events import SegmentEventStore, Snapshot, write_snapshot
 class LogSnapshots:
     """Of the log that `segments` writes."""
 
-    def __init__(self, segments: SegmentEventStore, handlers: HandlerRegistry) -> None:
+    def __init__(self, segments: SegmentEventStore) -> None:
         self._segments = segments
-        self._handlers = handlers
         self._seen = segments.segment
 
     def after_commit(self, ledger: Ledger) -> None:
@@ -31,7 +30,7 @@ class LogSnapshots:
                 log_id=str(self._segments.header["log_id"]),
                 sequence=ledger.next_sequence - 1,
                 chain_hash=self._segments.head_hash,
-                fingerprint=state_fingerprint(ledger.projections.configuration, self._handlers),
+                fingerprint=state_fingerprint(ledger.projections.core, ledger.projections.configuration),
                 state=capture(ledger.projections),
             )
             write_snapshot(segment, snapshot)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
-    from kvledger.lifecycle.belief import Projections
+    from kvledger.lifecycle.projections import Projections
 
 
 _INCOMPARABLE = [""]

@@ -16,7 +16,7 @@ import msgspec
 
 from kvledger.adapters.vllm.configuration import ConnectorSettings
 from kvledger.adapters.vllm.event_log import open_event_log
-from kvledger.lifecycle import HandlerRegistry, Ledger, LedgerConfiguration
+from kvledger.lifecycle import Core, Ledger, LedgerConfiguration
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.handlers.preempted import Preempted
 from kvledger.lifecycle.turn import Turn
@@ -80,10 +80,9 @@ OBSERVATIONS: tuple[e.Event, ...] = (
 def write_log(log_dir: Path) -> Path:
     """Play the observations into a new log under `log_dir`; returns its directory."""
     configuration = LedgerConfiguration(block_size=16, chunk_size=256, num_slots=16)
-    handlers = HandlerRegistry()
-    handlers.replace(CachedAnswer())
-    log = open_event_log(ConnectorSettings.model_validate({"log_dir": log_dir}), configuration, handlers)
-    ledger = Ledger(configuration, log.store, handlers=handlers)
+    core = Core.standard().replacing(CachedAnswer())
+    log = open_event_log(core, ConnectorSettings.model_validate({"log_dir": log_dir}), configuration)
+    ledger = Ledger(core, configuration, log.store)
     for observation in OBSERVATIONS:
         ledger.observe(observation)
         ledger.commit()

@@ -7,6 +7,5 @@ not; rules that no checker can decide stand in `NOT_CHECKED` with the reason.
 from kvledger.lifecycle.audit.audit import Audit, Unfoldable
 from kvledger.lifecycle.audit.checker import Checker, Violation
 from kvledger.lifecycle.audit.not_checked import NOT_CHECKED
-from kvledger.lifecycle.audit.registry import ALL_CHECKERS, all_checkers
 
-__all__ = ["ALL_CHECKERS", "NOT_CHECKED", "Audit", "Checker", "Unfoldable", "Violation", "all_checkers"]
+__all__ = ["NOT_CHECKED", "Audit", "Checker", "Unfoldable", "Violation"]

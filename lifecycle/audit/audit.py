@@ -9,13 +9,11 @@ import attrs
 
 from kvledger.lifecycle.audit.checker import AnyChecker, Violation, begin_in_the_middle, checks_of
 from kvledger.lifecycle.audit.indices import Indices
-from kvledger.lifecycle.audit.registry import all_checkers
-from kvledger.lifecycle.belief import Projections
 from kvledger.lifecycle.configuration import LedgerConfiguration
+from kvledger.lifecycle.core import Core
 from kvledger.lifecycle.divergences import Divergences
 from kvledger.lifecycle.events import Event
-from kvledger.lifecycle.handlers import HandlerRegistry
-from kvledger.lifecycle.machine import ReferenceMachine
+from kvledger.lifecycle.projections import Projections
 from kvledger.lifecycle.replay import Around, Replay, SequencedEvent, batches
 
 MAX_VIOLATIONS = 1000
@@ -38,28 +36,27 @@ class Unfoldable:
 class Audit:
     """Takes the events of one log in order and collects what is wrong with them.
 
-    Without `checkers`, runs all; with `keeps`, counts and collects only the violations that it says True to; with
-    `start`, what is believed before the first event, the log may begin in its middle.
+    Without `checkers`, runs those of all rules of the core; with `keeps`, counts and collects only the violations that
+    it says True to; with `start`, what is believed before the first event, the log may begin in its middle.
     """
 
     def __init__(
         self,
+        core: Core,
         configuration: LedgerConfiguration,
-        reference: ReferenceMachine | None = None,
         *,
         checkers: Sequence[AnyChecker] | None = None,
-        handlers: HandlerRegistry | None = None,
         keeps: Callable[[Violation], bool] | None = None,
         start: Projections | None = None,
     ) -> None:
         self._keeps = keeps
-        self.checkers = all_checkers() if checkers is None else tuple(checkers)
-        indices = Indices(configuration)
+        self.checkers = tuple(make() for make in core.rules.values()) if checkers is None else tuple(checkers)
+        indices = Indices(core, configuration)
         checks = [*indices.folds(), *(pair for checker in self.checkers for pair in checks_of(checker, indices))]
         self._replay = Replay(
+            core,
             configuration,
-            handlers=handlers,
-            reference=reference,
+            reference=core.reference,
             checks=checks,
             on_found=self._keep_all,
             start=start,

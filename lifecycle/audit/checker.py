@@ -13,7 +13,7 @@ import attrs
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.indices import Indices
-from kvledger.lifecycle.belief import Projections
+from kvledger.lifecycle.projections import Projections
 from kvledger.lifecycle.replay import Check, ReplayedEvent
 
 JOB_ISSUED: tuple[type[e.Event], ...] = (e.LoadIssued, e.SaveIssued, e.TailSaveIssued)

@@ -9,8 +9,8 @@ from collections.abc import Iterable
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.jobs_in_flight import JobsInFlight
-from kvledger.lifecycle.belief import Projections
 from kvledger.lifecycle.geometry import Geometry
+from kvledger.lifecycle.projections import Projections
 from kvledger.lifecycle.projections.host_slots import NO_SLOT
 from kvledger.lifecycle.projections.transfers import Job
 from kvledger.lifecycle.replay import Check, ReplayedEvent

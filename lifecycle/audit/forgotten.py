@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.belief import Projections
+from kvledger.lifecycle.projections import Projections
 from kvledger.lifecycle.replay import Check, ReplayedEvent
 
 LIFE: tuple[type[e.RequestEvent], ...] = (e.RequestArrived, e.RequestReleased)

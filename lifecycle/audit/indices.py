@@ -12,9 +12,10 @@ from kvledger.lifecycle.audit.forgotten import Forgotten
 from kvledger.lifecycle.audit.jobs_in_flight import JobsInFlight
 from kvledger.lifecycle.audit.saved_tails import SavedTails
 from kvledger.lifecycle.audit.settled_tokens import SettledTokens
-from kvledger.lifecycle.belief import Projections
 from kvledger.lifecycle.configuration import LedgerConfiguration
+from kvledger.lifecycle.core import Core
 from kvledger.lifecycle.geometry import Geometry
+from kvledger.lifecycle.projections import Projections
 from kvledger.lifecycle.replay import Check
 
 
@@ -22,6 +23,7 @@ from kvledger.lifecycle.replay import Check
 class Indices:
     """The audit's own indices. They contain an event before any checker is asked about it."""
 
+    core: Core
     configuration: LedgerConfiguration
     geometry: Geometry = attrs.field(init=False)
     forgotten: Forgotten = attrs.field(factory=Forgotten, init=False)

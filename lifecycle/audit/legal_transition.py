@@ -8,8 +8,8 @@ from typing import ClassVar
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.checker import JOB_SETTLED, Violation, violation
 from kvledger.lifecycle.audit.indices import Indices
-from kvledger.lifecycle.belief import Projections
-from kvledger.lifecycle.machine import TABLE
+from kvledger.lifecycle.machine import CompiledTable
+from kvledger.lifecycle.projections import Projections
 from kvledger.lifecycle.replay import Check, ReplayedEvent
 from kvledger.lifecycle.states import RequestState
 
@@ -25,11 +25,19 @@ class LegalTransition:
 
     rule: ClassVar[str] = "LEGAL_TRANSITION"
 
-    def checks(self, _indices: Indices) -> Iterable[tuple[type[e.Event], Check]]:
+    def __init__(self) -> None:
+        self._table: CompiledTable = {}
+
+    def checks(self, indices: Indices) -> Iterable[tuple[type[e.Event], Check]]:
         """By class of event."""
+        self._table = indices.core.table
         return [
             (e.RequestArrived, self._arrived),
-            *((event, _is_row_of(event, self._no_row)) for event in e.REQUEST_EVENTS if event is not e.RequestArrived),
+            *(
+                (event, _is_row_of(event, self._table, self._no_row))
+                for event in indices.core.request_events
+                if event is not e.RequestArrived
+            ),
         ]
 
     def _arrived(
@@ -50,7 +58,7 @@ class LegalTransition:
         if state is None:
             yield violation(self.rule, step, projections, f"{event.id} happened to an unknown request")
             return
-        dest = TABLE.get((state, type(event)))
+        dest = self._table.get((state, type(event)))
         if dest is None:
             yield violation(self.rule, step, projections, f"{event.id} happened to a request in state {state}")
         elif step.state_after is not dest and step.state_after is not None:
@@ -61,10 +69,10 @@ class LegalTransition:
                 yield violation(self.rule, step, projections, detail)
 
 
-def _is_row_of(event_class: type[e.RequestEvent], no_row: Check) -> Check:
+def _is_row_of(event_class: type[e.RequestEvent], table: CompiledTable, no_row: Check) -> Check:
     """A check that is content where the request went as a row of the table says, and asks `no_row` elsewhere."""
     rows: dict[RequestState | None, RequestState] = {
-        source: dest for (source, moving), dest in TABLE.items() if moving is event_class
+        source: dest for (source, moving), dest in table.items() if moving is event_class
     }
     dest_of: Callable[[RequestState | None], RequestState | None] = rows.get
 

@@ -11,8 +11,8 @@ from kvledger.lifecycle.audit.committed_chunks import CommittedChunks
 from kvledger.lifecycle.audit.indices import Indices
 from kvledger.lifecycle.audit.jobs_in_flight import JobsInFlight
 from kvledger.lifecycle.audit.saved_tails import SavedTails
-from kvledger.lifecycle.belief import Projections
 from kvledger.lifecycle.geometry import Geometry
+from kvledger.lifecycle.projections import Projections
 from kvledger.lifecycle.projections.host_slots import NO_SLOT
 from kvledger.lifecycle.replay import Check, ReplayedEvent
 

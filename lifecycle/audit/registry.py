@@ -1,4 +1,4 @@
-"""Every checker there is, by its rule."""
+"""The checkers of the standard core, by their rules."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from kvledger.lifecycle.audit.store_contiguous import StoreContiguous
 from kvledger.lifecycle.audit.table_eq import TableEq
 from kvledger.lifecycle.audit.token_conservation import TokenConservation
 
-ALL_CHECKERS: MappingProxyType[str, Callable[[], AnyChecker]] = MappingProxyType(
+RULES: MappingProxyType[str, Callable[[], AnyChecker]] = MappingProxyType(
     {
         LegalTransition.rule: LegalTransition,
         AllocMatchesLookup.rule: AllocMatchesLookup,
@@ -80,8 +80,3 @@ ALL_CHECKERS: MappingProxyType[str, Callable[[], AnyChecker]] = MappingProxyType
     }
 )
 """Rule -> how to make its checker."""
-
-
-def all_checkers() -> tuple[AnyChecker, ...]:
-    """A fresh checker of every rule."""
-    return tuple(make() for make in ALL_CHECKERS.values())

@@ -12,8 +12,8 @@ from kvledger.lifecycle.audit.forgotten import LIFE
 from kvledger.lifecycle.audit.indices import Indices
 from kvledger.lifecycle.audit.jobs_in_flight import JobsInFlight
 from kvledger.lifecycle.audit.saved_tails import SavedTails
-from kvledger.lifecycle.belief import Projections
 from kvledger.lifecycle.geometry import Geometry
+from kvledger.lifecycle.projections import Projections
 from kvledger.lifecycle.projections.transfers import Job
 from kvledger.lifecycle.replay import Check, ReplayedEvent
 from kvledger.lifecycle.states import RequestState

@@ -11,7 +11,7 @@ import attrs
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.forgotten import LIFE, Forgotten
-from kvledger.lifecycle.belief import Projections
+from kvledger.lifecycle.projections import Projections
 from kvledger.lifecycle.replay import Check, ReplayedEvent
 
 _DROPPING: tuple[type[e.RequestEvent], ...] = (

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.forgotten import LIFE, Forgotten
-from kvledger.lifecycle.belief import Projections
+from kvledger.lifecycle.projections import Projections
 from kvledger.lifecycle.replay import Check, ReplayedEvent
 from kvledger.lifecycle.states import RequestState
 

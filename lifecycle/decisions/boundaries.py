@@ -6,7 +6,7 @@ saved it did not see them any more.
 
 from __future__ import annotations
 
-from kvledger.lifecycle.belief import Projections
+from kvledger.lifecycle.projections import Projections
 from kvledger.lifecycle.projections.host_slots import NO_SLOT
 from kvledger.lifecycle.projections.tracker import RequestRecord
 

@@ -6,8 +6,8 @@
 from __future__ import annotations
 
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.belief import Projections
 from kvledger.lifecycle.decisions.boundaries import slot_of_page
+from kvledger.lifecycle.projections import Projections
 from kvledger.lifecycle.projections.host_slots import NO_SLOT
 from kvledger.lifecycle.projections.tracker import RequestRecord
 from kvledger.lifecycle.rules import Rule

@@ -11,8 +11,8 @@ import msgspec
 from msgspec.structs import replace
 
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.belief import Projections
 from kvledger.lifecycle.decisions.boundaries import last_boundary
+from kvledger.lifecycle.projections import Projections
 from kvledger.lifecycle.projections.lookup_cache import MissReason
 from kvledger.lifecycle.projections.tracker import RequestRecord
 from kvledger.lifecycle.projections.transfers import JobKind

@@ -1,7 +1,7 @@
 """What every state handler is: methods named after observations, each with a turn to decide in.
 
 To extend: subclass the handler of a state (or this class), override the methods named after the observations
-you care about, and register it (`HandlerRegistry.replace`, or `handlers` in the connector's configuration).
+you care about, and put it into a core (`Core.replacing`, or `handlers` in the connector's configuration).
 A handler must be a pure function of its arguments: no clock, no randomness, no memory of its own.
 """
 

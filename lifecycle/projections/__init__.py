@@ -1,1 +1,118 @@
-"""Projections: each a small fold of the log, one file per question it answers. `belief.py` wires them."""
+"""Projections: each a small fold of the log, one file per question it answers; here those of one log, wired together.
+
+Which there are, and the order in which they fold, is said by a core. Nothing here refuses an event, reads a clock or
+does I/O: folding a recorded event never fails.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Protocol
+
+import attrs
+
+from kvledger.lifecycle.configuration import LedgerConfiguration
+from kvledger.lifecycle.events import Event
+from kvledger.lifecycle.geometry import Geometry
+
+if TYPE_CHECKING:
+    from kvledger.lifecycle.core import Core
+    from kvledger.lifecycle.policies import LookupPolicy
+    from kvledger.lifecycle.projections.block_table import BlockTable
+    from kvledger.lifecycle.projections.chunk_index import ChunkIndex
+    from kvledger.lifecycle.projections.chunk_keys import ChunkKeys
+    from kvledger.lifecycle.projections.lookup_cache import LookupCache
+    from kvledger.lifecycle.projections.save_cursor import SaveCursor
+    from kvledger.lifecycle.projections.tails import Tails
+    from kvledger.lifecycle.projections.totals import Totals
+    from kvledger.lifecycle.projections.tracker import RequestTracker
+    from kvledger.lifecycle.projections.transfers import Transfers
+    from kvledger.lifecycle.projections.unfilled import UnfilledBlocks
+
+Fold = Callable[..., None]
+
+
+class Projection(Protocol):
+    """One fold of the log."""
+
+    def folds(self) -> Mapping[type[Event], Fold]:
+        """Event class -> fold, called as `fold(event, sequence)`."""
+
+    def snapshot(self) -> object:
+        """Plain values, equal for equal states."""
+
+
+@attrs.frozen
+class ProjectionSpec:
+    """How one projection is made."""
+
+    name: str
+    """The attribute of `Projections` that it is."""
+    make: Callable[[Projections], Projection]
+    """Given those of which it asks some; what it asks is made before it."""
+    of_requests: bool = False
+    """Whether its length counts what belongs to requests, and is therefore 0 when every request is released."""
+
+
+class Projections:
+    """All projections of one log."""
+
+    tracker: RequestTracker
+    blocks: BlockTable
+    chunk_keys: ChunkKeys
+    unfilled: UnfilledBlocks
+    transfers: Transfers
+    chunks: ChunkIndex
+    tails: Tails
+    lookups: LookupCache
+    save_cursor: SaveCursor
+    totals: Totals
+    policy: LookupPolicy
+
+    def __init__(self, core: Core, configuration: LedgerConfiguration) -> None:
+        self.core = core
+        self.configuration = configuration
+        self.geometry = Geometry(configuration.block_size, configuration.chunk_size, configuration.windows)
+        self._specs = {spec.name: spec for spec in core.projections}
+        self._being_made: list[str] = []
+        self._order: dict[str, Any] = {name: getattr(self, name) for name in self._specs}
+        maps = [projection.folds() for projection in self._order.values()]
+        self._folds: dict[type[Event], tuple[Fold, ...]] = {
+            event_class: tuple(folds[event_class] for folds in maps if event_class in folds)
+            for event_class in core.events.values()
+        }
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Projection:
+            """Make a projection where it is asked for first, which is where another one is made."""
+            spec = self.__dict__.get("_specs", {}).get(name)
+            if spec is None or name in self._being_made:
+                needed = "" if spec is None else f"; it needs itself: {' -> '.join((*self._being_made, name))}"
+                raise AttributeError(f"there is no projection {name!r}{needed}", name=name, obj=self)
+            self._being_made.append(name)
+            made = spec.make(self)
+            self._being_made.remove(name)
+            setattr(self, name, made)
+            return made
+
+    def fold(self, event: Event, sequence: int) -> None:
+        """Take up one event. Total: it never fails for an event that was recorded."""
+        for fold in self._folds[type(event)]:
+            fold(event, sequence)
+
+    def folds_of(self, event_class: type[Event]) -> tuple[Fold, ...]:
+        """What `fold` does with the events of a class, for who folds many."""
+        return self._folds[event_class]
+
+    def named(self) -> Mapping[str, Projection]:
+        """Every projection by its name, in the order in which they fold."""
+        return self._order
+
+    def snapshot(self) -> dict[str, object]:
+        """Everything that is believed, as plain values; equal states give equal snapshots."""
+        return {name: projection.snapshot() for name, projection in self._order.items()}
+
+    def num_entries(self) -> dict[str, int]:
+        """Entries per projection that belong to requests; all are 0 when every request is released."""
+        return {name: len(self._order[name]) for name, spec in self._specs.items() if spec.of_requests}

@@ -10,12 +10,10 @@ from collections.abc import Callable, Iterator, Mapping
 import attrs
 
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.machine import TABLE, CompiledTable
+from kvledger.lifecycle.machine import CompiledTable
 from kvledger.lifecycle.states import RequestState
 
 NOT_STEADY = -1
-_OF_GENERATIONS = frozenset(kind for kind in e.REQUEST_EVENTS if "generation" in e.field_names(kind))
-"""Classes of events that name the generation they are about: decisions."""
 
 
 @attrs.define
@@ -54,8 +52,10 @@ class RequestTracker:
     the step count since it became steady. So a step of 256 decoding requests costs the fold nothing.
     """
 
-    def __init__(self, table: CompiledTable = TABLE) -> None:
+    def __init__(self, table: CompiledTable) -> None:
         self._table = table
+        self._of_generations = frozenset(kind for _, kind in table if "generation" in e.field_names(kind))
+        """Classes of events that name the generation they are about: decisions."""
         self._records: dict[str, RequestRecord] = {}
         self._by_ordinal: dict[int, RequestRecord] = {}
         # Asked several times for every event: the dicts' own methods. So the dicts are changed, never replaced.
@@ -82,7 +82,7 @@ class RequestTracker:
     def folds(self) -> Mapping[type[e.Event], Callable[..., None]]:
         """Event class -> fold. Request events that do nothing but move the state are taken from the table."""
         folds: dict[type[e.Event], Callable[..., None]] = {}
-        for event_class in e.REQUEST_EVENTS:
+        for event_class in {moving for _, moving in self._table}:
             move = self._move_of(event_class)
             if move is not None:
                 folds[event_class] = move
@@ -166,7 +166,7 @@ class RequestTracker:
         if record is None:
             return
         event_class = type(event)
-        if event_class in _OF_GENERATIONS and getattr(event, "generation", None) != record.generation:
+        if event_class in self._of_generations and getattr(event, "generation", None) != record.generation:
             return  # a decision about an earlier life; it must not move this one
         state = self._table.get((record.state, event_class))
         if state is not None and state is not record.state:

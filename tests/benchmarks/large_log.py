@@ -21,10 +21,9 @@ from pathlib import Path
 
 import attrs
 
-from kvledger.lifecycle import HandlerRegistry, Ledger, LedgerConfiguration
+from kvledger.lifecycle import Core, Ledger, LedgerConfiguration
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.codec import vocabulary_header
-from kvledger.lifecycle.machine import table_fingerprint
 from kvledger.storage.events import SegmentEventStore
 
 BLOCK_SIZE = 16
@@ -204,16 +203,14 @@ def make_log(directory: Path, num_bytes: int) -> str:
     """Write a log of at least that size; returns the id of a request that was preempted in its middle."""
     configuration = LedgerConfiguration(block_size=BLOCK_SIZE, chunk_size=CHUNK_SIZE, num_slots=NUM_SLOTS)
     header = {
-        **vocabulary_header(),
+        **vocabulary_header(Core.standard()),
         "configuration": attrs.asdict(configuration),
         "kvledger_version": "0.1.0",
         "vllm_version": "none",
-        "table_fingerprint": table_fingerprint(),
-        "handler_fingerprint": HandlerRegistry().fingerprint(),
         "opened_at_unix_ns": time.time_ns(),
     }
     store = SegmentEventStore.create(directory, header)
-    load = Load(Ledger(configuration, store))
+    load = Load(Ledger(Core.standard(), configuration, store))
     written = 0
     while written < num_bytes:
         for _ in range(20_000):

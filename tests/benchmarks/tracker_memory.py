@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from lifecycle_driver.sink import MemorySink
 
-from kvledger.lifecycle import Ledger, LedgerConfiguration
+from kvledger.lifecycle import Core, Ledger, LedgerConfiguration
 from kvledger.lifecycle import events as e
 
 NUM_REQUESTS = 1000
@@ -22,7 +22,7 @@ NUM_REQUESTS = 1000
 
 def bytes_per_request(num_blocks: int) -> float:
     """Bytes held by the projections per looked-up request with so many blocks; the log itself is not counted."""
-    ledger = Ledger(LedgerConfiguration(block_size=16, chunk_size=256, num_slots=1000), MemorySink())
+    ledger = Ledger(Core.standard(), LedgerConfiguration(block_size=16, chunk_size=256, num_slots=1000), MemorySink())
     gc.collect()
     tracemalloc.start()
     for ordinal in range(NUM_REQUESTS):

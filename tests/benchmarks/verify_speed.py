@@ -33,13 +33,13 @@ from rich.console import Console
 from rich.table import Table
 
 from kvledger.adapters.reading.logs import StoredLog, open_log
-from kvledger.lifecycle.audit import ALL_CHECKERS, Audit
+from kvledger.lifecycle import Core
+from kvledger.lifecycle.audit import Audit
 from kvledger.lifecycle.audit.checker import AnyChecker, checks_of
 from kvledger.lifecycle.audit.indices import Indices
-from kvledger.lifecycle.belief import Projections
 from kvledger.lifecycle.codec import EventDecoder
 from kvledger.lifecycle.events import Event
-from kvledger.lifecycle.machine import ReferenceMachine
+from kvledger.lifecycle.projections import Projections
 from kvledger.lifecycle.replay import Check, Replay, ReplayedEvent, SequencedEvent
 from kvledger.storage.events import Frame, read_log
 
@@ -106,7 +106,7 @@ def measure(path: Path, mix: str, *, rounds: int = 5, each_checker: bool = True)
     """
     segments = sorted(path.rglob("*.kvlog"))
     log = open_log(segments[0].parent if path.is_dir() and segments else path)
-    decoder = EventDecoder(log.header)
+    decoder = EventDecoder(Core.standard(), log.header)
     frames = list(read_log(log.path))
     events = [
         numbered for frame in frames for numbered in decoder.decode_frame(frame.payload).numbered(frame.first_sequence)
@@ -130,7 +130,9 @@ def measure(path: Path, mix: str, *, rounds: int = 5, each_checker: bool = True)
     speed.all_checkers_us = audit_us - indices_us
     if each_checker:
         passes = [_nanoseconds_of_checkers(log, events) for _ in range(min(rounds, 3))]
-        speed.checkers_us = {rule: min(each[rule] for each in passes) * per_event / 1e9 for rule in ALL_CHECKERS}
+        speed.checkers_us = {
+            rule: min(each[rule] for each in passes) * per_event / 1e9 for rule in Core.standard().rules
+        }
     speed.total_us = speed.read_us + speed.decode_us + audit_us
     return speed
 
@@ -148,14 +150,14 @@ def _take_round(
     watch.time("read", ((lambda piece=piece: [next(reader) for _ in piece]) for piece in of_frames))
     watch.time("decode", ((lambda piece=piece: [decoder.decode(f.payload) for f in piece]) for piece in of_frames))
     of_events = list(_pieces(events, _EVENTS_PER_PIECE))
-    projections = Projections(log.configuration)
+    projections = Projections(Core.standard(), log.configuration)
 
     def fold(piece: Sequence[SequencedEvent]) -> None:
         for sequence, event in piece:
             projections.fold(event, sequence)
 
     watch.time("fold", ((lambda piece=piece: fold(piece)) for piece in of_events))
-    replay = Replay(log.configuration, reference=ReferenceMachine())
+    replay = Replay(Core.standard(), log.configuration, reference=Core.standard().reference)
     watch.time("replay", ((lambda piece=piece: replay.take(piece)) for piece in of_events))
     _time_audit(watch, "indices", _audit(log, ()), of_events)
     audit = _audit(log, None)
@@ -196,8 +198,8 @@ class _Timed:
 
 
 def _nanoseconds_of_checkers(log: StoredLog, events: Sequence[SequencedEvent]) -> dict[str, int]:
-    timed = [_Timed(make()) for make in ALL_CHECKERS.values()]
-    Audit(log.configuration, ReferenceMachine(), checkers=timed).run(events)
+    timed = [_Timed(make()) for make in Core.standard().rules.values()]
+    Audit(Core.standard(), log.configuration, checkers=timed).run(events)
     return {checker.rule: checker.num_ns for checker in timed}
 
 
@@ -206,8 +208,8 @@ def _time_audit(watch: _Stopwatch, name: str, audit: Audit, of_events: Sequence[
 
 
 def _audit(log: StoredLog, rules: Sequence[str] | None) -> Audit:
-    checkers = None if rules is None else [ALL_CHECKERS[rule]() for rule in rules]
-    return Audit(log.configuration, ReferenceMachine(), checkers=checkers)
+    checkers = None if rules is None else [Core.standard().rules[rule]() for rule in rules]
+    return Audit(Core.standard(), log.configuration, checkers=checkers)
 
 
 def _pieces(items: Sequence[_Item], size: int) -> Iterator[Sequence[_Item]]:

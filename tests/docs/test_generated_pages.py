@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 from kvledger.adapters.cli.main import build_parser
-from kvledger.lifecycle import RequestState
-from kvledger.lifecycle.events import VOCABULARY
+from kvledger.lifecycle import Core, RequestState
 
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 COMMAND_SPAN = re.compile(r"`(kvledger [^`…]+)`")
@@ -64,7 +63,7 @@ def test_generated_pages_say_so_and_how_to_make_them_again(
 def test_every_state_and_every_event_has_its_place(documents: dict[str, str]) -> None:
     """And every event is written by something."""
     assert all(f"**{state.value}**" in documents["docs/states.md"] for state in RequestState)
-    assert all(f"### `{event_id}`" in documents["docs/events.md"] for event_id in VOCABULARY)
+    assert all(f"### `{event_id}`" in documents["docs/events.md"] for event_id in Core.standard().events)
     assert "nothing yet" not in documents["docs/events.md"]
 
 

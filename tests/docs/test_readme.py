@@ -17,7 +17,7 @@ from lifecycle_driver import Driver, keys_of
 
 from kvledger.adapters.cli.main import main
 from kvledger.adapters.vllm.configuration import ConnectorSettings
-from kvledger.lifecycle import HandlerRegistry
+from kvledger.lifecycle import Core
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit import Audit
 
@@ -72,17 +72,15 @@ def test_the_handler_of_the_documents_is_the_one_in_the_examples(documents: dict
 
 
 @pytest.fixture
-def own_handlers(repository: Path, monkeypatch: pytest.MonkeyPatch) -> HandlerRegistry:
-    """The handlers as the configuration of the README makes them."""
+def own_core(repository: Path, monkeypatch: pytest.MonkeyPatch) -> Core:
+    """The core as the configuration of the README makes them."""
     monkeypatch.syspath_prepend(repository / "docs/examples")
-    return ConnectorSettings.from_extra_config(
-        {"handlers": ["save_when_preempted:SaveWhenPreempted"]}
-    ).handler_registry()
+    return ConnectorSettings.from_extra_config({"handlers": ["save_when_preempted:SaveWhenPreempted"]}).core()
 
 
-def decoding_until_preempted(handlers: HandlerRegistry | None) -> Driver:
+def decoding_until_preempted(core: Core) -> Driver:
     """A request with two chunks of prompt decodes a third one, is preempted, and loads all three."""
-    driver = Driver(chunk_size=16, block_size=16, handlers=handlers)
+    driver = Driver(chunk_size=16, block_size=16, core=core)
     keys = keys_of("a", 3)
     driver.start("a", keys[:2], 32, (1, 2, 3))
     driver.step(("a", 32, 1, 33), settled=[("a", 0, 32)])
@@ -103,24 +101,24 @@ def decoding_until_preempted(handlers: HandlerRegistry | None) -> Driver:
     return driver
 
 
-def test_the_handler_of_the_documents_does_what_it_says(own_handlers: HandlerRegistry) -> None:
+def test_the_handler_of_the_documents_does_what_it_says(own_core: Core) -> None:
     """Nothing is saved while the request decodes; when it is preempted, all of it is; and it recovers as well."""
-    built_in = decoding_until_preempted(None).all_of(e.SaveIssued)
+    built_in = decoding_until_preempted(Core.standard()).all_of(e.SaveIssued)
     assert [(save.chunks, save.before_forward) for save in built_in] == [((0, 1), False), ((2,), False)]
-    driver = decoding_until_preempted(own_handlers)
+    driver = decoding_until_preempted(own_core)
     (save,) = driver.all_of(e.SaveIssued)
     assert (save.chunks, save.before_forward) == ((0, 1, 2), True)
     (load,) = driver.all_of(e.LoadIssued)
     assert load.num_tokens == 48
 
 
-def test_a_log_of_own_handlers_is_audited_with_them(own_handlers: HandlerRegistry) -> None:
+def test_a_log_of_own_core_is_audited_with_them(own_core: Core) -> None:
     """As docs/extending.md shows: sound with its own handlers; the built-in ones decide otherwise and break no rule."""
-    driver = decoding_until_preempted(own_handlers)
-    audit = Audit(driver.configuration, handlers=own_handlers)
+    driver = decoding_until_preempted(own_core)
+    audit = Audit(own_core, driver.configuration)
     audit.run(driver.sink.events())
     assert audit.is_sound, (audit.violations, audit.divergences)
-    audit = Audit(driver.configuration)
+    audit = Audit(Core.standard(), driver.configuration)
     audit.run(driver.sink.events())
     assert audit.divergences
     assert not audit.violations

@@ -17,9 +17,9 @@ from kvledger.adapters.demo.engine import start
 from kvledger.adapters.demo.meter import RecomputationMeter
 from kvledger.adapters.demo.workload import Workload, connector
 from kvledger.adapters.reading.logs import open_log
+from kvledger.lifecycle import Core
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit import Audit
-from kvledger.lifecycle.machine import ReferenceMachine
 from kvledger.lifecycle.projections.totals import Figures
 from kvledger.lifecycle.replay import SequencedEvent
 
@@ -126,7 +126,7 @@ class ReadLog:
 
     def life_of(self, request_id: str, *event_classes: type[e.RequestEvent]) -> list[Any]:
         """The events of one request that are of these classes, in order."""
-        wanted = event_classes or e.REQUEST_EVENTS
+        wanted = event_classes or Core.standard().request_events
         return [v for _, v in self.events if type(v) in wanted and getattr(v, "request_id", "") == request_id]
 
     def keys_of(self, request_id: str) -> set[bytes]:
@@ -154,7 +154,7 @@ def read_sound_log(path: Path | None, *, was_killed: bool = False) -> ReadLog:
     events = list(log.trusted_events())
     assert {damage.kind for damage in log.damage} <= ({"torn_tail"} if was_killed else set())
     assert events
-    audit = Audit(log.configuration, ReferenceMachine())
+    audit = Audit(Core.standard(), log.configuration)
     audit.run(events)
     assert audit.unfoldable is None
     assert audit.violations == []

@@ -7,9 +7,8 @@ from hypothesis import strategies as st
 from lifecycle_driver import MemorySink, check_invariants, check_slots, keys_of
 from lifecycle_driver.concerned import check_reasons
 
-from kvledger.lifecycle import HandlerRegistry, Ledger, LedgerConfiguration, Replay, fold
+from kvledger.lifecycle import Core, Ledger, LedgerConfiguration, Replay, fold
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.machine import ReferenceMachine
 
 names = st.sampled_from(["a", "b"])
 tokens = st.integers(0, 70)
@@ -65,7 +64,7 @@ def test_no_order_of_observations_makes_the_ledger_raise_or_leak(
     chunk_size, block_size = sizes
     configuration = LedgerConfiguration(block_size, chunk_size, num_slots=3, num_ranks=num_ranks, max_silent_steps=3)
     sink = MemorySink()
-    ledger = Ledger(configuration, sink, handlers=HandlerRegistry())
+    ledger = Ledger(Core.standard(), configuration, sink)
     given_up: list[int] = []
     slots: dict[int, tuple[int, ...]] = {}
     num_arrived = 0
@@ -85,8 +84,8 @@ def test_no_order_of_observations_makes_the_ledger_raise_or_leak(
             check_invariants(ledger.projections, given_up)  # illegal events may leave a quarantined request odd
     ledger.commit()
     log = sink.events()
-    assert fold(log, configuration).snapshot() == ledger.projections.snapshot()
-    replay = Replay(configuration, reference=ReferenceMachine())
+    assert fold(Core.standard(), log, configuration).snapshot() == ledger.projections.snapshot()
+    replay = Replay(Core.standard(), configuration, reference=Core.standard().reference)
     replay.run(log)
     assert (replay.divergences, replay.reference_differences) == ([], [])
     check_reasons(log, configuration)

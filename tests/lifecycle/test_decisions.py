@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from lifecycle_driver import Driver, keys_of
 
-from kvledger.lifecycle import HandlerRegistry, RequestState, StateHandler
+from kvledger.lifecycle import Core, CoreError, RequestState, StateHandler
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.handlers.finished import Finished
 from kvledger.lifecycle.handlers.new import New
@@ -763,16 +763,15 @@ class Raising(Running):
         super().tokens_settled(turn, first_chunk, num_settled_tokens)
 
 
-def registry(handler: StateHandler, *, added: bool = False) -> HandlerRegistry:
-    """The default handlers with one replaced or added."""
-    handlers = HandlerRegistry()
-    (handlers.add if added else handlers.replace)(handler)
-    return handlers
+def core_with(handler: StateHandler, *, added: bool = False) -> Core:
+    """The standard core with one replaced or added."""
+    core = Core.standard()
+    return core.adding(handler) if added else core.replacing(handler)
 
 
 def test_a_raising_handler_costs_only_its_request() -> None:
     """The violation carries the error; the other requests of the same step are served."""
-    driver = Driver(chunk_size=16, handlers=registry(Raising()))
+    driver = Driver(chunk_size=16, core=core_with(Raising()))
     driver.start("unlucky", keys_of("u", 1), 17, (1, 2))
     driver.start("lucky", keys_of("l", 1), 17, (3, 4))
     decisions = driver.step(settled=[("unlucky", 0, 16), ("lucky", 0, 16)])
@@ -789,7 +788,7 @@ def test_a_handler_that_raises_at_the_finish_does_not_keep_its_request_for_ever(
         def request_finished(self, turn: Turn, event: e.RequestFinished) -> None:
             raise RuntimeError("no luck at all")
 
-    driver = Driver(handlers=registry(RaisingAtTheEnd()))
+    driver = Driver(core=core_with(RaisingAtTheEnd()))
     driver.start("a", keys_of("a", 1), 17, (1, 2))
     driver.finish("a", 16, 18)
     for _ in range(100):
@@ -817,7 +816,7 @@ def test_a_replaced_handler_decides_instead_of_the_built_in_one() -> None:
                 )
             )
 
-    driver = Driver(handlers=registry(NeverHits()))
+    driver = Driver(core=core_with(NeverHits()))
     driver.save_prefix("earlier", keys_of("d", 4))
     driver.arrive("a", 40, keys_of("d", 4))
     assert driver.lookup("a", 0, 40).miss_reason == "limited"
@@ -833,7 +832,7 @@ def test_an_added_handler_decides_after_the_built_in_one() -> None:
             assert turn.projections.lookups.pending(event.request_id) is not None
             turn.decide(e.RequestQuarantined(event.request_id, "looks odd", turn.cause))
 
-    driver = Driver(handlers=registry(Suspicious(), added=True))
+    driver = Driver(core=core_with(Suspicious(), added=True))
     driver.arrive("a", 40, keys_of("d", 4))
     decisions = driver.observe(e.LookupRequested("a", 0, 40, 1))
     assert kinds(decisions) == ["lookup.answered", "request.quarantined"]
@@ -845,16 +844,16 @@ def test_a_handler_without_a_state_is_refused() -> None:
     class Stateless(StateHandler):
         pass
 
-    with pytest.raises(TypeError, match=r"Stateless has state None; set its class attribute `state` to one of new,"):
-        HandlerRegistry().add(Stateless())
+    with pytest.raises(CoreError, match=r"Stateless has state None; set its class attribute `state` to one of new,"):
+        Core.standard().adding(Stateless())
 
 
 def test_the_fingerprint_names_every_handler_of_every_state() -> None:
     """A log says who decided in it."""
-    handlers = registry(Raising(), added=True)
-    assert "running=Running+Raising" in handlers.fingerprint()
-    assert handlers.fingerprint() != HandlerRegistry().fingerprint()
-    assert len(handlers.fingerprint().split()) == len(RequestState)
+    fingerprint = core_with(Raising(), added=True).handler_fingerprint()
+    assert f"running=kvledger.lifecycle.handlers.running:Running+{__name__}:Raising" in fingerprint
+    assert fingerprint != Core.standard().handler_fingerprint()
+    assert len(fingerprint.split()) == len(RequestState)
 
 
 # --- quarantine ----------------------------------------------------------------------------------
@@ -952,7 +951,7 @@ def test_a_finished_handler_can_be_extended() -> None:
             seen.append(job.job_id)
             super().transfer_settled(turn, job)
 
-    driver = Driver(handlers=registry(Watching()))
+    driver = Driver(core=core_with(Watching()))
     driver.save_prefix("a", keys_of("a", 2))
     assert seen == [1]
     assert driver.state("a") is None

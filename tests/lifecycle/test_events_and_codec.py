@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvledger.lifecycle import Core
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.codec import (
     SCHEMA_VERSION,
@@ -24,7 +25,7 @@ from kvledger.lifecycle.codec import (
     vocabulary_header,
 )
 
-EVENTS = list(e.VOCABULARY.values())
+EVENTS = list(Core.standard().events.values())
 PRIVATE = {"token_ids", "prompt", "prompt_token_ids", "text_prompt", "salt", "cache_salt", "prompt_embeds"}
 each_event = pytest.mark.parametrize("event_class", EVENTS, ids=lambda event_class: event_class.id)
 
@@ -98,16 +99,16 @@ def test_no_two_events_share_an_id_a_class_or_a_handler_method() -> None:
     assert len({event.handler_method for event in EVENTS}) == len(EVENTS)
 
 
-def test_an_id_that_is_declared_twice_is_refused() -> None:
-    """Ids are for ever; the message says so."""
-    with pytest.raises(ValueError, match=r"'request\.arrived' is declared twice; ids are for ever"):
-        e.observation("request.arrived")(types.new_class("Again", (e.Event,)))
+def test_an_event_without_a_wire_code_is_refused() -> None:
+    """Codes are given explicitly; the order of the classes means nothing."""
+    with pytest.raises(TypeError, match=r"Untagged has no wire code; give its class the next free one"):
+        e.observation("test.untagged")(types.new_class("Untagged", (e.Event,)))
 
 
 def test_every_event_is_an_observation_or_a_decision() -> None:
     """The two kinds are all there is."""
-    assert set(e.OBSERVATIONS) | set(e.DECISIONS) == set(EVENTS)
-    assert not set(e.OBSERVATIONS) & set(e.DECISIONS)
+    assert set(Core.standard().observations) | set(Core.standard().decisions) == set(EVENTS)
+    assert not set(Core.standard().observations) & set(Core.standard().decisions)
 
 
 @each_event
@@ -151,7 +152,9 @@ def test_an_event_holds_plain_values_and_cannot_be_changed(event_class: type[e.E
 def test_an_event_is_read_as_it_was_written(event_class: type[e.Event], data: st.DataObject) -> None:
     """For every class and any values of its fields' types."""
     event = data.draw(any_event([event_class]))
-    (decoded,) = EventDecoder(vocabulary_header()).decode(EventEncoder().encode([event]))
+    (decoded,) = EventDecoder(Core.standard(), vocabulary_header(Core.standard())).decode(
+        EventEncoder().encode([event])
+    )
     assert decoded == event
     assert {name: type(value) for name, value in attrs.asdict(decoded, recurse=False).items()} == {
         name: type(value) for name, value in attrs.asdict(event, recurse=False).items()
@@ -161,7 +164,10 @@ def test_an_event_is_read_as_it_was_written(event_class: type[e.Event], data: st
 @given(events=st.lists(any_event(), max_size=6))
 def test_a_payload_keeps_its_events_in_order(events: list[e.Event]) -> None:
     """Also when it is empty."""
-    assert EventDecoder(vocabulary_header()).decode(EventEncoder().encode(events)) == events
+    assert (
+        EventDecoder(Core.standard(), vocabulary_header(Core.standard())).decode(EventEncoder().encode(events))
+        == events
+    )
 
 
 def golden_vocabulary(golden: Any) -> list[dict[str, Any]]:
@@ -176,8 +182,8 @@ def test_every_event_version_has_a_golden_payload(golden: Any) -> None:
     golden.add("events-v1/header.json", json.dumps({"schema_version": SCHEMA_VERSION, "vocabulary": []}))
     vocabulary = golden_vocabulary(golden)
     known = {(entry["id"], entry["version"]) for entry in vocabulary}
-    for entry in vocabulary_header()["vocabulary"]:  # type: ignore[attr-defined]
-        event_class = e.VOCABULARY[entry["id"]]
+    for entry in vocabulary_header(Core.standard())["vocabulary"]:  # type: ignore[attr-defined]
+        event_class = Core.standard().events[entry["id"]]
         if golden.rewrite and (entry["id"], entry["version"]) not in known:
             vocabulary.append(entry)
             header = {"schema_version": SCHEMA_VERSION, "vocabulary": vocabulary}
@@ -199,7 +205,7 @@ def test_a_golden_payload_is_read_and_written_to_the_byte(golden: Any, event_cla
     """
     vocabulary = golden_vocabulary(golden)
     payload = bytes.fromhex(golden.read(f"events-v1/{event_class.id}-{event_class.version}.hex"))
-    (event,) = EventDecoder({"schema_version": 1, "vocabulary": vocabulary}).decode(payload)
+    (event,) = EventDecoder(Core.standard(), {"schema_version": 1, "vocabulary": vocabulary}).decode(payload)
     annotations = types_of(event_class)
     assert event == event_class(*(example_of(type_, index) for index, type_ in enumerate(annotations.values())))
     ((_, *fields),) = msgspec.msgpack.decode(EventEncoder().encode([event]))
@@ -209,7 +215,7 @@ def test_a_golden_payload_is_read_and_written_to_the_byte(golden: Any, event_cla
 
 def test_every_golden_payload_of_any_version_is_still_readable(golden: Any) -> None:
     """Also those of versions that this code no longer writes."""
-    decoder = EventDecoder({"schema_version": 1, "vocabulary": golden_vocabulary(golden)})
+    decoder = EventDecoder(Core.standard(), {"schema_version": 1, "vocabulary": golden_vocabulary(golden)})
     names = golden.names("events-v1", ".hex")
     assert len(names) >= len(EVENTS)
     for name in names:
@@ -219,20 +225,20 @@ def test_every_golden_payload_of_any_version_is_still_readable(golden: Any) -> N
 
 def test_a_log_with_other_wire_codes_is_read_by_its_own_header() -> None:
     """The header's order decides, not the order in which today's classes are declared."""
-    header = vocabulary_header()
+    header = vocabulary_header(Core.standard())
     header["vocabulary"] = list(reversed(header["vocabulary"]))  # type: ignore[call-overload]
     note = e.LogNote("start", 5)
     code = [entry["id"] for entry in header["vocabulary"]].index(note.id)
-    assert EventDecoder(header).decode(msgspec.msgpack.encode([(code, "start", 5)])) == [note]
+    assert EventDecoder(Core.standard(), header).decode(msgspec.msgpack.encode([(code, "start", 5)])) == [note]
 
 
 def test_a_newer_schema_is_refused_and_the_needed_version_named() -> None:
     """Reading it anyway could misunderstand it."""
-    header = {**vocabulary_header(), "schema_version": SCHEMA_VERSION + 1, "kvledger_version": "9.8.7"}
+    header = {**vocabulary_header(Core.standard()), "schema_version": SCHEMA_VERSION + 1, "kvledger_version": "9.8.7"}
     with pytest.raises(
         SchemaTooNew, match=rf"schema version {SCHEMA_VERSION + 1}.*reads (up to )?{SCHEMA_VERSION}.*9\.8\.7"
     ):
-        EventDecoder(header)
+        EventDecoder(Core.standard(), header)
 
 
 def test_a_newer_version_of_an_event_is_refused_and_the_needed_version_named() -> None:
@@ -240,7 +246,7 @@ def test_a_newer_version_of_an_event_is_refused_and_the_needed_version_named() -
     vocabulary = [{"id": "request.arrived", "version": 2, "fields": []}]
     header = {"schema_version": 1, "vocabulary": vocabulary, "kvledger_version": "9.8.7"}
     with pytest.raises(SchemaTooNew, match=r"request\.arrived version 2.*knows version 1.*9\.8\.7"):
-        EventDecoder(header)
+        EventDecoder(Core.standard(), header)
 
 
 def test_an_unknown_event_is_refused_and_the_needed_version_named() -> None:
@@ -248,24 +254,24 @@ def test_an_unknown_event_is_refused_and_the_needed_version_named() -> None:
     vocabulary = [{"id": "request.teleported", "version": 1, "fields": []}]
     header = {"schema_version": 1, "vocabulary": vocabulary, "kvledger_version": "9.8.7"}
     with pytest.raises(SchemaTooNew, match=r"request\.teleported version 1.*knows no version.*9\.8\.7"):
-        EventDecoder(header)
+        EventDecoder(Core.standard(), header)
 
 
 @pytest.mark.parametrize("header", [{}, {"schema_version": 1}, {"vocabulary": []}, {"schema_version": "1", "vocabulary": []}])  # fmt: skip  # noqa: E501
 def test_a_header_without_a_vocabulary_is_refused(header: dict[str, Any]) -> None:
     """It was not written by a kvledger connector, and the message says so."""
     with pytest.raises(CodecError, match="names no vocabulary"):
-        EventDecoder(header)
+        EventDecoder(Core.standard(), header)
 
 
 @pytest.mark.parametrize("entry", [1, "request.arrived", [], {}, {"id": "request.arrived"}, {"id": [], "version": 1}, {"id": "request.arrived", "version": "1"}], ids=repr)  # fmt: skip  # noqa: E501
 def test_a_header_with_a_broken_vocabulary_is_refused(entry: Any) -> None:
     """A damaged entry is a `CodecError`, never another exception."""
     with pytest.raises(CodecError):
-        EventDecoder({"schema_version": 1, "vocabulary": [entry]})
+        EventDecoder(Core.standard(), {"schema_version": 1, "vocabulary": [entry]})
 
 
-DECODER = EventDecoder(vocabulary_header())
+DECODER = EventDecoder(Core.standard(), vocabulary_header(Core.standard()))
 
 
 @given(payload=st.binary(max_size=200))

@@ -10,10 +10,9 @@ from collections.abc import Sequence
 import pytest
 from lifecycle_driver import Driver, keys_of
 
-from kvledger.lifecycle import ConfigurationError, LedgerConfiguration
+from kvledger.lifecycle import ConfigurationError, Core, LedgerConfiguration
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit import Audit
-from kvledger.lifecycle.machine import ReferenceMachine
 from kvledger.lifecycle.projections.host_slots import NO_SLOT
 from kvledger.lifecycle.projections.lookup_cache import MissReason
 
@@ -55,7 +54,7 @@ def copied(event: e.SaveIssued | e.TailSaveIssued | e.LoadIssued, group: int) ->
 def assert_sound(driver: Driver) -> None:
     """Replay and every checker agree with what was decided."""
     driver.ledger.commit()
-    audit = Audit(driver.configuration, ReferenceMachine())
+    audit = Audit(Core.standard(), driver.configuration)
     audit.run(driver.sink.events())
     assert audit.violations == []
     assert list(audit.divergences) == []

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from lifecycle_driver import Driver, keys_of
 
-from kvledger.lifecycle import LedgerConfiguration
+from kvledger.lifecycle import Core, LedgerConfiguration
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.policies import ChunkStatistics, HitLimit, LongestPrefix, LookupPolicy, build_policy
 from kvledger.lifecycle.projections.chunk_keys import ChunkKeys
@@ -67,7 +67,7 @@ def test_keys_that_a_request_brings_again_are_not_counted_again() -> None:
 @pytest.fixture
 def chunk_keys() -> ChunkKeys:
     """No request's keys."""
-    return ChunkKeys(RequestTracker(), 8)
+    return ChunkKeys(RequestTracker(Core.standard().table), 8)
 
 
 RECORD = RequestRecord("a", 0, num_prompt_tokens=40, num_tokens=40)

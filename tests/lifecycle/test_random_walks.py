@@ -12,9 +12,8 @@ import pytest
 from lifecycle_driver import Walk
 from lifecycle_driver.search import Search
 
-from kvledger.lifecycle import Replay, fold
+from kvledger.lifecycle import Core, Replay, fold
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.machine import ReferenceMachine
 
 SEEDS = [int(os.environ["WALK_SEED"])] if "WALK_SEED" in os.environ else list(range(20))
 GEOMETRIES = [(8, 16), (16, 16), (32, 16)]
@@ -38,8 +37,8 @@ def test_a_random_walk_keeps_every_invariant(seed: int, chunk_size: int, block_s
     assert driver.projections.chunks.slots.num_free == driver.configuration.num_slots - len(held)
     events = driver.sink.events()
     assert [event for _, event in events] == driver.observed
-    assert fold(events, driver.configuration).snapshot() == driver.projections.snapshot()
-    replay = Replay(driver.configuration, reference=ReferenceMachine())
+    assert fold(Core.standard(), events, driver.configuration).snapshot() == driver.projections.snapshot()
+    replay = Replay(Core.standard(), driver.configuration, reference=Core.standard().reference)
     replay.run(events)
     assert replay.divergences == []
     assert replay.reference_differences == []
@@ -58,7 +57,7 @@ def test_the_random_walks_reach_what_they_are_for() -> None:
             num_loads_checked += walk.num_loads_checked
     assert num_loads_checked > 20
     never = {e.BlockTableObserved, e.DecisionWithheld, e.HookFailed, e.LogNote, e.RequestQuarantined, e.WindowLeft}
-    played = {event for event in e.VOCABULARY.values() if event.id != "load.errors_observed"}
+    played = {event for event in Core.standard().events.values() if event.id != "load.errors_observed"}
     assert played - seen == never
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from lifecycle_driver import Driver, keys_of
 
-from kvledger.lifecycle import HandlerRegistry
+from kvledger.lifecycle import Core
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit import Audit
 from kvledger.lifecycle.handler_contract import DecisionRefused
@@ -55,7 +55,7 @@ def returned(turn: Turn, settle: Callable[[], None]) -> object:
     return iter((REFUSED,))
 
 
-def handlers_with(mistake: Callable[..., object]) -> HandlerRegistry:
+def core_with(mistake: Callable[..., object]) -> Core:
     """A running request makes this mistake when it settles tokens, if its id is "bad"."""
 
     class Mistaken(Running):
@@ -65,9 +65,7 @@ def handlers_with(mistake: Callable[..., object]) -> HandlerRegistry:
                 return mistake(turn, lambda: standard(turn, first_chunk, num_settled_tokens))  # type: ignore[return-value]
             return standard(turn, first_chunk, num_settled_tokens)
 
-    handlers = HandlerRegistry()
-    handlers.replace(Mistaken())
-    return handlers
+    return Core.standard().replacing(Mistaken())
 
 
 @pytest.mark.parametrize(
@@ -84,7 +82,7 @@ def test_a_refused_decision_ends_the_turn_and_costs_its_request_the_cache(
     mistake: Callable[..., object], saves: list[str]
 ) -> None:
     """Others of the same step are served; deciding again comes to the same."""
-    driver = Driver(chunk_size=16, handlers=handlers_with(mistake))
+    driver = Driver(chunk_size=16, core=core_with(mistake))
     driver.start("bad", keys_of("b", 1), 17, (1, 2))
     driver.start("good", keys_of("g", 1), 17, (3, 4))
     decisions = driver.step(settled=[("bad", 0, 16), ("good", 0, 16)])
@@ -98,7 +96,7 @@ def test_a_refused_decision_ends_the_turn_and_costs_its_request_the_cache(
     assert (violation.rule, violation.request_id) == ("HANDLER_CONTRACT", "bad")
     assert "no decision that a handler may make" in violation.detail or "was returned" in violation.detail
     driver.ledger.commit()
-    audit = Audit(driver.configuration, handlers=handlers_with(mistake))
+    audit = Audit(core_with(mistake), driver.configuration)
     audit.run(driver.sink.events())
     assert not audit.divergences
     assert audit.unfoldable is None
@@ -107,8 +105,8 @@ def test_a_refused_decision_ends_the_turn_and_costs_its_request_the_cache(
 def test_nothing_can_be_decided_in_a_turn_that_was_kept() -> None:
     """Its handler had its chance; what it decides later is refused, wherever it does so."""
     kept: list[Turn] = []
-    handlers = handlers_with(lambda turn, _settle: kept.append(turn))
-    driver = Driver(chunk_size=16, handlers=handlers)
+    core = core_with(lambda turn, _settle: kept.append(turn))
+    driver = Driver(chunk_size=16, core=core)
     driver.start("bad", keys_of("b", 1), 17, (1, 2))
     assert driver.step(settled=[("bad", 0, 16)]) == []
     (turn,) = kept

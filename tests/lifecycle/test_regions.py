@@ -10,10 +10,8 @@ import pytest
 from lifecycle_driver import Walk
 from lifecycle_driver.regions import check_regions
 
-from kvledger.lifecycle import RequestState
-from kvledger.lifecycle.events import VOCABULARY
+from kvledger.lifecycle import Core, RequestState
 from kvledger.lifecycle.machine import (
-    ReferenceMachine,
     TableError,
     compile_region,
     compile_regions,
@@ -23,7 +21,8 @@ from kvledger.lifecycle.machine import (
 from kvledger.lifecycle.states import BlocksRegion
 from kvledger.lifecycle.table import BLOCKS, FIRST, JOB_REGIONS, NO_EVENTS, PHASE, REGIONS, TRUST, WORK, Region, State
 
-TRIGGERS = [*(trigger for event_id in VOCABULARY for trigger in triggers_of(event_id)), *NO_EVENTS]
+CORE = Core.standard()
+TRIGGERS = [*(trigger for event_id in CORE.events for trigger in triggers_of(event_id)), *NO_EVENTS]
 ALL_REGIONS = [*REGIONS, *JOB_REGIONS]
 
 
@@ -39,7 +38,7 @@ def test_every_region_is_a_golden_matrix(golden: Any) -> None:
     leads = {
         (region.name, str(state), trigger): moves[trigger].get(state, "illegal")
         for region in ALL_REGIONS
-        for moves in [compile_region(region)]
+        for moves in [compile_region(region, CORE.events)]
         for state in region.states
         for trigger in TRIGGERS
         if trigger in moves
@@ -49,7 +48,7 @@ def test_every_region_is_a_golden_matrix(golden: Any) -> None:
 
 def test_what_is_legal_where_is_a_golden_matrix(golden: Any) -> None:
     """Phase and blocks together: what the gate lets through, and where it leads."""
-    legal = compile_regions().legal
+    legal = CORE.compiled.legal
     leads = {
         (str(state), str(blocks), trigger): " ".join(legal[trigger].get((state, blocks), ["illegal"]))
         for state, blocks in product(RequestState, BlocksRegion)
@@ -62,7 +61,7 @@ def test_what_is_legal_where_is_a_golden_matrix(golden: Any) -> None:
 @pytest.mark.parametrize("region", ALL_REGIONS, ids=lambda region: region.name)
 def test_a_compiled_region_leads_where_its_reference_machine_leads(region: Region) -> None:
     """Two independent readings of the same rows agree on every state and trigger."""
-    moves, reference = compile_region(region), ReferenceMachine()
+    moves, reference = compile_region(region, CORE.events), CORE.reference
     for state, trigger in product(region.states, TRIGGERS):
         assert reference.names(region.name, trigger) == (trigger in moves)
         assert reference.walk(region.name, state, trigger) == moves.get(trigger, {}).get(state)
@@ -70,7 +69,7 @@ def test_a_compiled_region_leads_where_its_reference_machine_leads(region: Regio
 
 def test_the_joined_regions_are_legal_where_each_reference_machine_has_a_row() -> None:
     """An event is legal where all regions that name it accept it, and nobody's row hangs on another region."""
-    compiled, reference = compile_regions(), ReferenceMachine()
+    compiled, reference = CORE.compiled, CORE.reference
     for trigger, state, blocks in product(TRIGGERS, RequestState, BlocksRegion):
         named = [name for name in ("phase", "blocks") if reference.names(name, trigger)]
         dests = [
@@ -83,7 +82,7 @@ def test_the_joined_regions_are_legal_where_each_reference_machine_has_a_row() -
 
 def test_only_two_pairs_of_blocks_are_refused_beside_the_phase() -> None:
     """A load unless blocks are granted, a lookup while a load fills them."""
-    moves = compile_region(BLOCKS)
+    moves = compile_region(BLOCKS, CORE.events)
     refused = {(str(state), trigger) for trigger in moves for state in BlocksRegion if state not in moves[trigger]}
     assert refused == {("none", "load.issued"), ("loading", "load.issued"), ("loading", "lookup.requested")}
 
@@ -95,7 +94,7 @@ def test_a_region_that_refuses_nothing_has_a_row_for_everything_it_names(region:
     assert isinstance(sources, tuple)
     shorter = attrs.evolve(region, rows=((sources[:1], triggers, dest), *rows))
     with pytest.raises(TableError, match=rf"{region.name} refuses nothing, and has no row for \({sources[1]}, "):
-        compile_region(shorter)
+        compile_region(shorter, CORE.events)
 
 
 def added(region: Region, *row: Any) -> Region:
@@ -117,13 +116,13 @@ def added(region: Region, *row: Any) -> Region:
 def test_a_region_that_breaks_a_rule_is_refused(region: Region, message: str) -> None:
     """The message names the row, and what is wrong with it."""
     with pytest.raises(TableError, match=message):
-        compile_region(region)
+        compile_region(region, CORE.events)
 
 
 def test_only_phase_and_blocks_may_refuse() -> None:
     """What is legal is asked for every event, and is one look into one table."""
     with pytest.raises(TableError, match="first may refuse; only phase and blocks are looked at"):
-        compile_regions([PHASE, BLOCKS, attrs.evolve(FIRST, may_refuse=True)])
+        compile_regions([PHASE, BLOCKS, attrs.evolve(FIRST, may_refuse=True)], CORE.events)
 
 
 @pytest.mark.parametrize("region", ALL_REGIONS, ids=lambda region: region.name)
@@ -139,7 +138,7 @@ def test_the_diagram_of_a_region_shows_every_move_once(region: Region) -> None:
         (arrow,) = [line for line in arrows if line.startswith(f"{source} --> {dest}: ")]
         shown = arrow.split(": ")[1].split(", ")
         assert {
-            each for label in shown for each in (triggers_of(label) if label in VOCABULARY else [label])
+            each for label in shown for each in (triggers_of(label) if label in CORE.events else [label])
         } == triggers
 
 

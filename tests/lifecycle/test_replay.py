@@ -8,13 +8,12 @@ import attrs
 import pytest
 from lifecycle_driver import Driver, MemorySink, Walk, keys_of
 
-from kvledger.lifecycle import Divergence, HandlerRegistry, Ledger, Replay, RequestState, fold
+from kvledger.lifecycle import Core, Divergence, Ledger, Replay, RequestState, fold
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.belief import Projections
 from kvledger.lifecycle.divergences import Divergences
-from kvledger.lifecycle.events import VOCABULARY
 from kvledger.lifecycle.handlers.new import New
 from kvledger.lifecycle.machine import ReferenceMachine
+from kvledger.lifecycle.projections import Projections
 from kvledger.lifecycle.replay import ReplayedEvent
 from kvledger.lifecycle.table import PHASE
 from kvledger.lifecycle.turn import Turn
@@ -39,9 +38,9 @@ def story() -> tuple[Driver, Log]:
     return driver, driver.sink.events()
 
 
-def replayed(log: Log, driver: Driver, *, handlers: HandlerRegistry | None = None) -> Replay:
+def replayed(log: Log, driver: Driver, *, core: Core = Core.standard()) -> Replay:
     """The whole log, decided again."""
-    replay = Replay(driver.configuration, handlers=handlers, reference=ReferenceMachine())
+    replay = Replay(core, driver.configuration, reference=core.reference)
     replay.run(log)
     return replay
 
@@ -77,13 +76,13 @@ def test_every_prefix_of_a_log_folds_to_the_state_of_that_moment(seed: int, chun
     walk.run(25)
     configuration = walk.driver.configuration
     log = walk.driver.sink.events()
-    live = Ledger(configuration, MemorySink())
+    live = Ledger(Core.standard(), configuration, MemorySink())
     moments: dict[int, object] = {}
     for event in [event for _, event in log if not event.is_decision]:
         live.observe(event)
         moments[live.next_sequence - 1] = live.projections.snapshot()
     assert max(moments) == log[-1][0]
-    folded = Projections(configuration)
+    folded = Projections(Core.standard(), configuration)
     for sequence, event in log:
         folded.fold(event, sequence)
         if sequence in moments:
@@ -94,10 +93,16 @@ def test_folding_stops_after_the_asked_event() -> None:
     """`at` is the sequence number of the last event that counts; beyond the end it is the whole log."""
     driver, log = story()
     (arrived,) = [sequence for sequence, event in log if isinstance(event, e.RequestArrived) and event.ordinal == 1]
-    assert fold(log, driver.configuration, at=arrived - 1).tracker.get("a") is None
-    assert fold(log, driver.configuration, at=arrived).tracker.get("a") is not None
-    assert fold(log, driver.configuration, at=10**9).snapshot() == fold(log, driver.configuration).snapshot()
-    assert fold(log, driver.configuration, at=0).snapshot() == Projections(driver.configuration).snapshot()
+    assert fold(Core.standard(), log, driver.configuration, at=arrived - 1).tracker.get("a") is None
+    assert fold(Core.standard(), log, driver.configuration, at=arrived).tracker.get("a") is not None
+    assert (
+        fold(Core.standard(), log, driver.configuration, at=10**9).snapshot()
+        == fold(Core.standard(), log, driver.configuration).snapshot()
+    )
+    assert (
+        fold(Core.standard(), log, driver.configuration, at=0).snapshot()
+        == Projections(Core.standard(), driver.configuration).snapshot()
+    )
 
 
 def test_an_altered_decision_is_reported_where_it_stands() -> None:
@@ -126,7 +131,7 @@ def test_a_missing_decision_at_the_end_is_reported_by_finish() -> None:
     while not isinstance(log[-1][1], e.RequestReleased):
         log.pop()
     sequence, released = log.pop()
-    replay = Replay(driver.configuration)
+    replay = Replay(Core.standard(), driver.configuration)
     replay.take(log)
     assert replay.divergences == []
     replay.finish()
@@ -162,7 +167,7 @@ def test_after_a_divergence_folding_goes_on_with_what_was_recorded() -> None:
     index, (sequence, answer) = first_answer(log)
     log[index] = (sequence, attrs.evolve(answer, miss_reason="limited"))
     replay = replayed(log, driver)
-    assert replay.projections.snapshot() == fold(log, driver.configuration).snapshot()
+    assert replay.projections.snapshot() == fold(Core.standard(), log, driver.configuration).snapshot()
     assert len(replay.divergences) == 1, "one altered word is one divergence"
 
 
@@ -174,9 +179,8 @@ def test_other_handlers_show_where_they_would_have_decided_otherwise() -> None:
             pass
 
     driver, log = story()
-    handlers = HandlerRegistry()
-    handlers.replace(Silent())
-    divergences = replayed(log, driver, handlers=handlers).divergences
+    core = Core.standard().replacing(Silent())
+    divergences = replayed(log, driver, core=core).divergences
     assert [divergence.recorded for divergence in divergences] == [
         event for _, event in log if isinstance(event, e.LookupAnswered)
     ]
@@ -188,7 +192,7 @@ def test_the_reference_machine_reports_a_table_that_leads_elsewhere() -> None:
     driver, log = story()
     rows = tuple((source, trigger, dest) for source, trigger, dest in PHASE.flat() if trigger != "prefill.completed")
     wrong = attrs.evolve(PHASE, rows=(*rows, (RequestState.NEW, "prefill.completed", None)))
-    replay = Replay(driver.configuration, reference=ReferenceMachine([wrong]))
+    replay = Replay(Core.standard(), driver.configuration, reference=ReferenceMachine([wrong]))
     replay.take(log)
     assert {type(difference.recorded) for difference in replay.reference_differences} == {e.PrefillCompleted}
 
@@ -208,8 +212,11 @@ def test_each_replayed_event_tells_the_states_around_it() -> None:
     """Checkers see the moment as it was."""
     driver, log = story()
     moments: list[ReplayedEvent] = []
-    checks = [(kind, lambda _event, moment, _projections: moments.append(copy(moment))) for kind in VOCABULARY.values()]
-    Replay(driver.configuration, checks=checks).take(log)
+    core = Core.standard()
+    checks = [
+        (kind, lambda _event, moment, _projections: moments.append(copy(moment))) for kind in core.events.values()
+    ]
+    Replay(core, driver.configuration, checks=checks).take(log)
     arrived, *_ = [moment for moment in moments if isinstance(moment.event, e.RequestArrived)]
     assert (arrived.state_before, arrived.state_after) == (None, "new")
     (preempted,) = [moment for moment in moments if isinstance(moment.event, e.RequestPreempted)]

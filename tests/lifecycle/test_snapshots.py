@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 from lifecycle_driver import MemorySink, Walk
 
-from kvledger.lifecycle import HandlerRegistry, Ledger, LedgerConfiguration
+from kvledger.lifecycle import Core, Ledger, LedgerConfiguration
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.belief import Projections
+from kvledger.lifecycle.projections import Projections
 from kvledger.lifecycle.snapshots import STATE, SnapshotError, capture, restore, state_fingerprint, state_owners
 
 GEOMETRIES = [(8, 16), (16, 16), (32, 16)]
 _CONSTANTS = {
-    "tracker": {"_table", "_records", "_by_ordinal"},
+    "tracker": {"_table", "_of_generations", "_records", "_by_ordinal"},
     "chunks": {"_geometry", "_pages_per_chunk", "_max_departed", "_keep_for_preempted", "slots"},
     "slots": {"num_slots"},
     "unfilled": {"_geometry"},
@@ -35,12 +35,14 @@ def _walk(seed: int, chunk_size: int, block_size: int, num_steps: int = 60) -> W
 
 
 def _restored(projections: Projections) -> Projections:
-    return restore(capture(projections), projections.configuration)
+    return restore(Core.standard(), capture(projections), projections.configuration)
 
 
 def test_every_attribute_of_a_projection_is_stored_or_is_known_to_be_no_state() -> None:
     """Whoever adds one says which: a forgotten attribute would make a snapshot a lie."""
-    projections = Projections(LedgerConfiguration(block_size=16, chunk_size=16, num_slots=4, chunk_statistics=True))
+    projections = Projections(
+        Core.standard(), LedgerConfiguration(block_size=16, chunk_size=16, num_slots=4, chunk_statistics=True)
+    )
     owners = state_owners(projections)
     assert set(owners) == set(STATE)
     for name, owner in owners.items():
@@ -57,7 +59,7 @@ def test_snapshot_and_tail_fold_to_the_same_state_as_the_whole_log(seed: int, ch
     """Cut at every 40th event: what is restored is equal there, and still after every event that follows."""
     print(f"seed {seed}, chunk_size {chunk_size}, block_size {block_size}")
     driver = _walk(seed, chunk_size, block_size).driver
-    whole = Projections(driver.configuration)
+    whole = Projections(Core.standard(), driver.configuration)
     continued: list[Projections] = []
     for sequence, event in enumerate(driver.observed, start=1):
         whole.fold(event, sequence)
@@ -77,7 +79,7 @@ def test_a_restored_ledger_decides_as_the_one_that_lived(seed: int, chunk_size: 
     """From cuts all over the log: the observations that follow lead to exactly the recorded decisions."""
     print(f"seed {seed}, chunk_size {chunk_size}, block_size {block_size}")
     driver = _walk(seed, chunk_size, block_size).driver
-    live = Ledger(driver.configuration, MemorySink())
+    live = Ledger(Core.standard(), driver.configuration, MemorySink())
     others: list[Any] = []
     for number, event in enumerate(event for event in driver.observed if not event.is_decision):
         decided = live.observe(event)
@@ -85,6 +87,7 @@ def test_a_restored_ledger_decides_as_the_one_that_lived(seed: int, chunk_size: 
             assert other.observe(event) == decided
         if number % 30 == 0:
             other = Ledger(
+                Core.standard(),
                 driver.configuration,
                 MemorySink(),
                 projections=_restored(live.projections),
@@ -99,7 +102,7 @@ def test_statistics_of_chunks_are_state_too() -> None:
     configuration = LedgerConfiguration(
         block_size=16, chunk_size=16, num_slots=4, chunk_statistics=True, max_hit_share=0.5
     )
-    projections = Projections(configuration)
+    projections = Projections(Core.standard(), configuration)
     keys = tuple(bytes([number]) * 16 for number in range(3))
     for sequence, request_id in enumerate(("a", "b"), start=1):
         projections.fold(e.RequestArrived(request_id, sequence - 1, 48, sequence), 2 * sequence - 1)
@@ -115,9 +118,9 @@ def test_bytes_that_are_no_state_are_refused() -> None:
     state, configuration = capture(projections), projections.configuration
     for num_bytes in range(0, len(state), 7):
         with pytest.raises(SnapshotError, match="cannot be taken up"):
-            restore(state[:num_bytes], configuration)
+            restore(Core.standard(), state[:num_bytes], configuration)
     with pytest.raises(SnapshotError):
-        restore(state.replace(b"next_job_id", b"next_job_xx"), configuration)
+        restore(Core.standard(), state.replace(b"next_job_id", b"next_job_xx"), configuration)
 
 
 def test_the_fingerprint_tells_what_a_state_means() -> None:
@@ -125,5 +128,5 @@ def test_the_fingerprint_tells_what_a_state_means() -> None:
     configuration = LedgerConfiguration(block_size=16, chunk_size=16, num_slots=4)
     again = LedgerConfiguration(block_size=16, chunk_size=16, num_slots=4)
     other = LedgerConfiguration(block_size=16, chunk_size=16, num_slots=5)
-    assert state_fingerprint(configuration) == state_fingerprint(again, HandlerRegistry())
-    assert state_fingerprint(configuration) != state_fingerprint(other)
+    assert state_fingerprint(Core.standard(), configuration) == state_fingerprint(Core.standard(), again)
+    assert state_fingerprint(Core.standard(), configuration) != state_fingerprint(Core.standard(), other)

@@ -4,27 +4,30 @@ from __future__ import annotations
 
 from typing import Any
 
+import attrs
 import pytest
 
-from kvledger.lifecycle import RequestState
+from kvledger.lifecycle import Core, RequestState
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.machine import (
-    TABLE,
     ReferenceMachine,
     TableError,
     compile_table,
     table_fingerprint,
 )
-from kvledger.lifecycle.table import ROWS, Row
+from kvledger.lifecycle.table import PHASE, Row
 
-EVERY_PAIR = [(state, event) for state in RequestState for event in e.REQUEST_EVENTS]
+CORE = Core.standard()
+ROWS = CORE.rows
+EVERY_PAIR = [(state, event) for state in RequestState for event in CORE.request_events]
 
 
 def test_the_compiled_table_is_the_golden_matrix(golden: Any) -> None:
     """Every state and request event stands in the file; a change of the table is a change somebody reads."""
-    width = max(len(event.id) for event in e.REQUEST_EVENTS)
+    width = max(len(event.id) for event in CORE.request_events)
     lines = [
-        f"{state.value:16} {event.id:{width}} {TABLE.get((state, event), 'illegal')}" for state, event in EVERY_PAIR
+        f"{state.value:16} {event.id:{width}} {CORE.table.get((state, event), 'illegal')}"
+        for state, event in EVERY_PAIR
     ]
     golden.check("transitions.txt", "\n".join(lines) + "\n")
 
@@ -32,7 +35,7 @@ def test_the_compiled_table_is_the_golden_matrix(golden: Any) -> None:
 @pytest.fixture(scope="module")
 def reference() -> ReferenceMachine:
     """The table run by `transitions`."""
-    return ReferenceMachine()
+    return CORE.reference
 
 
 @pytest.mark.parametrize(("state", "event"), EVERY_PAIR, ids=lambda value: getattr(value, "id", str(value)))
@@ -40,13 +43,13 @@ def test_the_compiled_table_leads_where_the_reference_machine_leads(
     reference: ReferenceMachine, state: RequestState, event: type[e.RequestEvent]
 ) -> None:
     """Two independent readings of the same rows agree on every state and event, illegal ones included."""
-    assert TABLE.get((state, event)) == reference.next_state(state, event)
+    assert CORE.table.get((state, event)) == reference.next_state(state, event)
 
 
 def test_every_row_is_compiled_once() -> None:
     """No row is lost on the way."""
-    assert len(TABLE) == len(ROWS)
-    assert {(row.source, row.event, row.dest) for row in ROWS} == {(*pair, dest) for pair, dest in TABLE.items()}
+    assert len(CORE.table) == len(ROWS)
+    assert {(row.source, row.event, row.dest) for row in ROWS} == {(*pair, dest) for pair, dest in CORE.table.items()}
 
 
 def test_two_rows_for_one_state_and_event_are_refused() -> None:
@@ -119,10 +122,12 @@ def test_every_state_can_reach_the_end() -> None:
 
 def test_the_fingerprint_knows_rows_and_not_their_order() -> None:
     """A reordered table is the same table; one with a row less is another."""
-    assert table_fingerprint(tuple(reversed(ROWS))) == table_fingerprint(ROWS)
-    assert table_fingerprint(ROWS[1:]) != table_fingerprint(ROWS)
+    turned_round = attrs.evolve(PHASE, rows=tuple(reversed(PHASE.rows)))
+    shorter = attrs.evolve(PHASE, rows=PHASE.rows[1:])
+    assert table_fingerprint([turned_round]) == table_fingerprint([PHASE])
+    assert table_fingerprint([shorter]) != table_fingerprint([PHASE])
 
 
 def test_the_reference_machine_does_not_know_events_outside_its_rows() -> None:
     """An event without any row is illegal, not an error."""
-    assert ReferenceMachine().next_state(RequestState.NEW, e.RequestArrived) is None
+    assert CORE.reference.next_state(RequestState.NEW, e.RequestArrived) is None

@@ -6,7 +6,7 @@ import attrs
 import pytest
 from lifecycle_driver import Driver, keys_of
 
-from kvledger.lifecycle import RequestState
+from kvledger.lifecycle import Core, RequestState
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.projections.tracker import RequestTracker
 
@@ -147,10 +147,10 @@ def test_an_ordinal_names_one_life_of_an_id() -> None:
 
 def test_events_of_unknown_requests_leave_no_trace() -> None:
     """Folding is total: whatever was recorded can be folded."""
-    tracker = RequestTracker()
+    tracker = RequestTracker(Core.standard().table)
     before = tracker.snapshot()
     for event_class, fold in tracker.folds().items():
-        if event_class in e.REQUEST_EVENTS and event_class is not e.RequestArrived:
+        if event_class in Core.standard().request_events and event_class is not e.RequestArrived:
             fold(event_class(**example_values(event_class)), 1)
     tracker.folds()[e.StepScheduled](e.StepScheduled(0, 1, ((9, 0, 1, 1),), (9,), ((9, (1,)),), ((9, 0, 1),), 5), 1)
     tracker.num_steps = 0

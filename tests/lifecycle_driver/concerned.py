@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvledger.lifecycle import LedgerConfiguration, fold
+from kvledger.lifecycle import Core, LedgerConfiguration, fold
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.reasons import Accounts, LoadFate, Reason, Story, Sums
 
@@ -114,7 +114,7 @@ def check_reasons(events: Sequence[tuple[int, e.Event]], configuration: LedgerCo
     for sequence, event in events:
         accounts.take(sequence, event)
     sums = accounts.sums()
-    differences = sums.differences(fold(events, configuration).totals.figures)
+    differences = sums.differences(fold(Core.standard(), events, configuration).totals.figures)
     assert not differences, f"the reasons do not add up: {differences}"
     return sums
 

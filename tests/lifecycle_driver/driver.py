@@ -9,7 +9,7 @@ import hashlib
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
 
-from kvledger.lifecycle import HandlerRegistry, Ledger, LedgerConfiguration, RequestState
+from kvledger.lifecycle import Core, Ledger, LedgerConfiguration, RequestState
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.projections.tracker import RequestRecord
 from lifecycle_driver.sink import MemorySink
@@ -37,7 +37,7 @@ class Driver:
         chunk_size: int = 8,
         block_size: int = 16,
         num_slots: int = 32,
-        handlers: HandlerRegistry | None = None,
+        core: Core = Core.standard(),
         **configuration: Any,
     ) -> None:
         self.configuration = LedgerConfiguration(
@@ -47,7 +47,7 @@ class Driver:
             **{"max_deferred_lookups": 0, "max_silent_ms": 0, **configuration},
         )
         self.sink = MemorySink()
-        self.ledger = Ledger(self.configuration, self.sink, handlers=handlers)
+        self.ledger = Ledger(core, self.configuration, self.sink)
         self.observed: list[e.Event] = []
         """Everything in the order of the log: observations and decisions."""
         self._ordinals: dict[str, int] = {}

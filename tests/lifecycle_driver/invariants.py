@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable
 
 from kvledger.lifecycle import RequestState
-from kvledger.lifecycle.belief import Projections
+from kvledger.lifecycle.projections import Projections
 
 
 def check_slots(projections: Projections, given_up: Iterable[int] = ()) -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from kvledger.lifecycle import LedgerConfiguration
+from kvledger.lifecycle import Core, LedgerConfiguration
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.belief import Projections
-from kvledger.lifecycle.machine import ReferenceMachine, trigger_of
+from kvledger.lifecycle.machine import trigger_of
+from kvledger.lifecycle.projections import Projections
 from kvledger.lifecycle.projections.tracker import RequestRecord
 from kvledger.lifecycle.projections.transfers import JobKind
 from kvledger.lifecycle.states import BlocksRegion, CurrentRegion, FirstRegion, SourceRegion, TrustRegion, WorkRegion
@@ -22,8 +22,8 @@ class WalkedRegions:
     """Takes up a log; `refused` and `different` say where a region had no row, and where a flag says something else."""
 
     def __init__(self, configuration: LedgerConfiguration) -> None:
-        self.projections = Projections(configuration)
-        self.reference = ReferenceMachine()
+        self.projections = Projections(Core.standard(), configuration)
+        self.reference = Core.standard().reference
         self.requests: dict[int, dict[str, State]] = {}
         self.jobs: dict[int, dict[str, State]] = {}
         self.refused: list[str] = []

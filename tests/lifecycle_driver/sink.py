@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from kvledger.lifecycle import Core
 from kvledger.lifecycle.codec import EventDecoder, vocabulary_header
 from kvledger.lifecycle.events import Event
 
@@ -30,7 +31,7 @@ class MemorySink:
 
     def events(self) -> list[tuple[int, Event]]:
         """Every committed event with its sequence number, decoded from the stored bytes."""
-        decoder = EventDecoder(vocabulary_header())
+        decoder = EventDecoder(Core.standard(), vocabulary_header(Core.standard()))
         return [
             (first + index, event)
             for first, _, payload in self.frames

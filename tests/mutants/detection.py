@@ -8,10 +8,10 @@ from collections.abc import Iterable
 
 import attrs
 
+from kvledger.lifecycle import Core
 from kvledger.lifecycle.audit import Audit, Violation
 from kvledger.lifecycle.audit.completion_once import CompletionOnce
 from kvledger.lifecycle.audit.recorded import Recorded
-from kvledger.lifecycle.machine import ReferenceMachine
 from mutants.mutant import Mutant, Touch
 from mutants.scenes import Story
 
@@ -44,13 +44,9 @@ class Detection:
         return 0 if self.found is None or self.touched is None else self.found - self.touched + 1
 
 
-_REFERENCE = ReferenceMachine()
-"""One for all logs: it has no memory but of rows that it has walked already."""
-
-
 def audit_of(story: Story) -> Audit:
     """The finished audit of a story's log, by the code that everybody runs."""
-    audit = Audit(story.configuration, _REFERENCE)
+    audit = Audit(Core.standard(), story.configuration)
     audit.run(story.events)
     return audit
 

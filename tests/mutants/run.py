@@ -10,6 +10,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from kvledger.lifecycle import Core
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -20,7 +22,6 @@ from rich.console import Console
 from rich.progress import Progress
 
 import mutants.catalogue  # noqa: F401 -- declares them
-from kvledger.lifecycle.audit import ALL_CHECKERS
 from mutants import healthy
 from mutants.detection import Detection, Figures, detect, figures_of, judge, play
 from mutants.mutant import MUTANTS, Mutant
@@ -80,11 +81,11 @@ def stay_silent(kind: str, seeds: range, console: Console, *, writes: bool) -> b
                 num_alarms += 1
                 console.print(f"seed {health.seed}: {health.alarm}", style="red")
             progress.update(task, advance=1, description=f"healthy {kind}, {num_alarms} alarms")
-    rules = f"{len(ALL_CHECKERS)} rules, {num_events:,d} events in {num_logs:,d} logs"
+    rules = f"{len(Core.standard().rules)} rules, {num_events:,d} events in {num_logs:,d} logs"
     console.print(f"{len(seeds):,d} healthy {kind} from seed {seeds.start} on: {rules}, {num_alarms} alarms")
     if writes:
         figures = {"num_seeds": len(seeds), "num_logs": num_logs, "num_events": num_events, "num_alarms": num_alarms}
-        _write({"healthy": kind, "first_seed": seeds.start, "num_rules": len(ALL_CHECKERS), **figures})
+        _write({"healthy": kind, "first_seed": seeds.start, "num_rules": len(Core.standard().rules), **figures})
     return not num_alarms
 
 

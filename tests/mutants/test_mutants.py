@@ -12,10 +12,8 @@ import attrs
 import pytest
 
 from kvledger.adapters.cli.main import main
-from kvledger.lifecycle import HandlerRegistry
-from kvledger.lifecycle.audit import ALL_CHECKERS
+from kvledger.lifecycle import Core
 from kvledger.lifecycle.codec import EventEncoder, vocabulary_header
-from kvledger.lifecycle.machine import table_fingerprint
 from kvledger.lifecycle.replay import SequencedEvent
 from kvledger.storage.events import SegmentEventStore
 from mutants import catalogue, healthy
@@ -52,7 +50,7 @@ def test_the_audit_names(sentence: str) -> None:
 
 def test_every_rule_that_a_log_can_decide_has_a_mutant() -> None:
     """A checker that no mistake sets off might as well not be there."""
-    assert {mutant.rule for mutant in MUTANTS.values()} == set(ALL_CHECKERS)
+    assert {mutant.rule for mutant in MUTANTS.values()} == set(Core.standard().rules)
     assert catalogue.__all__
 
 
@@ -109,10 +107,8 @@ def test_the_measured_table_is_about_these_mutants() -> None:
 def write_log(directory: Path, story: Story) -> Path:
     """The story as the connector would have left it, one frame per observation with its decisions."""
     header = {
-        **vocabulary_header(),
+        **vocabulary_header(Core.standard()),
         "configuration": attrs.asdict(story.configuration),
-        "table_fingerprint": table_fingerprint(),
-        "handler_fingerprint": HandlerRegistry().fingerprint(),
     }
     store = SegmentEventStore.create(directory, header, segment_bytes=1 << 20)
     encoder = EventEncoder()

@@ -10,9 +10,8 @@ from __future__ import annotations
 from lifecycle_driver.concerned import check_reasons, check_stories
 from lifecycle_driver.regions import check_regions as check_log
 
-from kvledger.lifecycle import Replay
+from kvledger.lifecycle import Core, Replay
 from kvledger.lifecycle.audit import Audit
-from kvledger.lifecycle.machine import ReferenceMachine
 from sim.hybrid_world import HybridWorld
 
 
@@ -41,7 +40,7 @@ def check_rules(world: HybridWorld) -> None:
 def check_replay(world: HybridWorld) -> None:
     """The log alone leads to the state that the connector believed, by the decisions that it took."""
     projections = world.side.ledger.projections
-    replay = Replay(projections.configuration, reference=ReferenceMachine())
+    replay = Replay(Core.standard(), projections.configuration, reference=Core.standard().reference)
     replay.run(world.events())
     assert not replay.divergences, replay.divergences[0]
     assert not replay.reference_differences, replay.reference_differences[0]
@@ -55,7 +54,7 @@ def check_regions(world: HybridWorld) -> None:
 
 def check_audit(world: HybridWorld) -> None:
     """Every checker finds the log sound."""
-    audit = Audit(world.side.ledger.projections.configuration, ReferenceMachine())
+    audit = Audit(Core.standard(), world.side.ledger.projections.configuration)
     audit.run(world.events())
     assert audit.violations == []
     assert audit.unfoldable is None

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 import attrs
 
+from kvledger.lifecycle import Core
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.codec import EventDecoder
 from sim.beside import VirtualOverlap
@@ -130,7 +131,7 @@ class HybridWorld:
     def events(self) -> Iterator[tuple[int, e.Event]]:
         """The log, decoded."""
         store = self.side.log.store
-        decoder = EventDecoder(store.header)
+        decoder = EventDecoder(Core.standard(), store.header)
         for frame in store.read():
             yield from enumerate(decoder.decode(frame.payload), frame.first_sequence)
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from kvledger.lifecycle import LedgerConfiguration
+from kvledger.lifecycle import Core, LedgerConfiguration
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.codec import EventDecoder
 from kvledger.storage.events import FrameKind, read_log
@@ -41,7 +41,7 @@ def read_end(side: SchedulerSide) -> LogEnd:
     store: Any = side.log.store
     is_in_files = side.log.directory is not None
     reader: Any = read_log(side.log.directory) if is_in_files else None
-    decoder = EventDecoder(reader.header if is_in_files else store.header)
+    decoder = EventDecoder(Core.standard(), reader.header if is_in_files else store.header)
     events: list[tuple[int, e.Event]] = []
     gaps: list[tuple[int, int]] = []
     next_sequence = 1

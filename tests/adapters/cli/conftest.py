@@ -11,10 +11,9 @@ import pytest
 from lifecycle_driver import Driver, keys_of
 
 from kvledger.adapters.cli.main import main
-from kvledger.lifecycle import HandlerRegistry, LedgerConfiguration
+from kvledger.lifecycle import Core, LedgerConfiguration
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.codec import EventEncoder, vocabulary_header
-from kvledger.lifecycle.machine import table_fingerprint
 from kvledger.storage.events import SegmentEventStore
 
 OPENED_AT = 1_750_000_000_000_000_000
@@ -23,13 +22,11 @@ OPENED_AT = 1_750_000_000_000_000_000
 def header_of(configuration: LedgerConfiguration, changes: Mapping[str, object] | None = None) -> dict[str, object]:
     """The header that a connector writes."""
     return {
-        **vocabulary_header(),
+        **vocabulary_header(Core.standard()),
         "configuration": attrs.asdict(configuration),
         "kvledger_version": "0.1.0",
         "vllm_version": "0.32.0",
         "block_size": configuration.block_size,
-        "table_fingerprint": table_fingerprint(),
-        "handler_fingerprint": HandlerRegistry().fingerprint(),
         "opened_at_unix_ns": OPENED_AT,
         **(changes or {}),
     }

@@ -159,14 +159,14 @@ KILLED_WRITER = """
 import os, signal, sys
 from pathlib import Path
 import attrs
-from kvledger.lifecycle import Ledger, LedgerConfiguration
+from kvledger.lifecycle import Core, Ledger, LedgerConfiguration
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.codec import vocabulary_header
 from kvledger.storage.events import SegmentEventStore
 
 configuration = LedgerConfiguration(block_size=16, chunk_size=8, num_slots=8)
-header = {**vocabulary_header(), "configuration": attrs.asdict(configuration)}
-ledger = Ledger(configuration, SegmentEventStore.create(Path(sys.argv[1]), header))
+header = {**vocabulary_header(Core.standard()), "configuration": attrs.asdict(configuration)}
+ledger = Ledger(Core.standard(), configuration, SegmentEventStore.create(Path(sys.argv[1]), header))
 for number in range(20):
     ledger.observe(e.RequestArrived(f"r{number}", number, 17, number))
     ledger.commit()

@@ -14,6 +14,7 @@ from lifecycle_driver import Driver, Walk
 from processes import started
 
 from kvledger.adapters.cli.feed import Feed
+from kvledger.lifecycle import Core
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.codec import EventEncoder
 from kvledger.storage.events import SegmentEventStore
@@ -81,7 +82,7 @@ def test_a_request_alone_can_be_followed_up_to_a_moment(run: Any, log: Path) -> 
 
 def test_polls_with_the_same_answer_are_told_once(story: Driver) -> None:
     """A waiting request is asked about at every step."""
-    feed = Feed(story.configuration)
+    feed = Feed(Core.standard(), story.configuration)
     told = [line for number, event in enumerate(story.observed, 1) for line in feed.take(number, event)]
     lookups = [line for line in told if line.text.startswith("asked what can be loaded of 65 tokens")]
     assert len(lookups) == 1
@@ -94,7 +95,7 @@ def test_every_breach_and_every_change_of_state_is_told(seed: int) -> None:
     print(f"seed {seed}")
     walk = Walk(seed, chunk_size=16, block_size=16)
     walk.run(60)
-    feed = Feed(walk.driver.configuration)
+    feed = Feed(Core.standard(), walk.driver.configuration)
     lines = [line for number, event in enumerate(walk.driver.observed, 1) for line in feed.take(number, event)]
     lines += feed.flush()
     broken = sum(isinstance(event, e.InvariantViolated) for event in walk.driver.observed)

@@ -11,7 +11,7 @@ from lifecycle_driver import Walk
 
 from kvledger.adapters.reading import index as index_module
 from kvledger.adapters.vllm.snapshots import LogSnapshots
-from kvledger.lifecycle import HandlerRegistry, Ledger
+from kvledger.lifecycle import Core, Ledger
 from kvledger.lifecycle import events as e
 from kvledger.storage.events import SegmentEventStore
 from kvledger.storage.events.segment_file import segment_paths
@@ -36,8 +36,8 @@ def retired(tools: Any, run: Any, tmp_path: Path) -> Retired:
     for name in ("whole", "log"):
         header = tools.header_of(walk.driver.configuration)
         store = SegmentEventStore.create(tmp_path / name, header, segment_bytes=16_000)
-        ledger = Ledger(walk.driver.configuration, store)
-        snapshots = LogSnapshots(store, HandlerRegistry())
+        ledger = Ledger(Core.standard(), walk.driver.configuration, store)
+        snapshots = LogSnapshots(store)
         for event in observations:
             ledger.observe(event)
             ledger.commit()

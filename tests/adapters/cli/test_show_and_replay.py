@@ -8,8 +8,8 @@ from typing import Any
 from lifecycle_driver import Driver, keys_of
 
 from kvledger.adapters.cli.output import plain
+from kvledger.lifecycle import Core, fold
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle import fold
 from kvledger.lifecycle.codec import EventEncoder
 from kvledger.storage.events import SegmentEventStore
 
@@ -190,7 +190,7 @@ def test_replay_prints_the_fold_of_the_log(run: Any, log: Path, story: Driver) -
 def test_replay_stops_where_it_is_told(run: Any, log: Path, story: Driver) -> None:
     """The state after event 20 is the fold of the first 20 events."""
     (state,) = run("replay", "--json", log, "--at", 20).objects("state")
-    expected = fold(story.sink.events(), story.configuration, at=20)
+    expected = fold(Core.standard(), story.sink.events(), story.configuration, at=20)
     assert state["sequence"] == 20
     assert state["projections"] == plain(expected.snapshot())
     assert "state after event 20" in run("replay", log, "--at", 20).out

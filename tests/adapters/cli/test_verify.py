@@ -9,7 +9,8 @@ import msgspec
 import pytest
 from lifecycle_driver import Driver
 
-from kvledger.adapters.handlers import handler_registry
+from kvledger.adapters.core import composed_core
+from kvledger.lifecycle import Core
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit import NOT_CHECKED
 from kvledger.lifecycle.codec import EventEncoder, vocabulary_header
@@ -335,7 +336,7 @@ def test_the_verdict_names_the_head_of_the_chain(run: Any, log: Path) -> None:
 
 
 SHY = """
-from kvledger.lifecycle import StateHandler
+from kvledger.lifecycle import Core, StateHandler
 from kvledger.lifecycle.handlers.running import Running
 
 class Shy(Running):
@@ -349,15 +350,15 @@ def test_a_log_of_other_handlers_is_checked_with_them(
     """Their decisions are made again by themselves; without them the log diverges, and the remedy is named."""
     (tmp_path / "shy_handlers.py").write_text(SHY)
     monkeypatch.syspath_prepend(str(tmp_path))
-    registry = handler_registry(["shy_handlers:Shy"])
-    driver = Driver(num_slots=32, handlers=registry)
+    core = composed_core(["shy_handlers:Shy"])
+    driver = Driver(num_slots=32, core=core)
     tools.play_story(driver)
-    header = {"handler_fingerprint": registry.fingerprint()}
+    header = {"handler_fingerprint": core.handler_fingerprint()}
     log = tools.write_log(tmp_path / "log", driver.observed, driver.configuration, header=header)
     without = run("verify", log)
     assert without.exit_code == 3
     assert "name them with --handlers: it was written with" in without.out
-    assert "running=Shy" in without.out
+    assert "running=shy_handlers:Shy" in without.out
     assert run("verify", log, "--handlers", "shy_handlers:Shy").exit_code == 0
     assert run("replay", log, "--handlers", "shy_handlers:Shy").exit_code == 0
 
@@ -374,7 +375,7 @@ def test_events_of_a_newer_version_are_refused_or_skipped_and_counted(
     run: Any, tools: Any, story: Driver, tmp_path: Path
 ) -> None:
     """Refused with a clear word and a remedy; with --lenient the rest is read, and what is missing is told."""
-    vocabulary = vocabulary_header()["vocabulary"]
+    vocabulary = vocabulary_header(Core.standard())["vocabulary"]
     assert isinstance(vocabulary, list)
     newer = [*vocabulary, {"id": "request.priority_changed", "version": 1, "fields": ["request_id", "priority"]}]
     store = SegmentEventStore.create(

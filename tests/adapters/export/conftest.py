@@ -13,10 +13,9 @@ from headless_browser import Page, open_browser
 from lifecycle_driver import Driver, keys_of
 
 from kvledger.adapters.cli.main import main
-from kvledger.lifecycle import HandlerRegistry, LedgerConfiguration
+from kvledger.lifecycle import Core, LedgerConfiguration
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.codec import EventEncoder, vocabulary_header
-from kvledger.lifecycle.machine import table_fingerprint
 from kvledger.storage.events import SegmentEventStore
 
 OPENED_AT = 1_750_000_000_000_000_000
@@ -56,12 +55,10 @@ def open_log(
 ) -> SegmentEventStore:
     """Begin a log."""
     whole_header = {
-        **vocabulary_header(),
+        **vocabulary_header(Core.standard()),
         "configuration": attrs.asdict(configuration),
         "kvledger_version": "0.1.0",
         "vllm_version": "0.32.0",
-        "table_fingerprint": table_fingerprint(),
-        "handler_fingerprint": HandlerRegistry().fingerprint(),
         "opened_at_unix_ns": OPENED_AT,
         **(header or {}),
     }

@@ -18,6 +18,7 @@ from processes import finished
 from trace_importer import read_trace
 
 from kvledger.adapters.exit_codes import ExitCode
+from kvledger.lifecycle import Core
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.codec import EventEncoder, vocabulary_header
 
@@ -158,7 +159,7 @@ def test_events_of_a_newer_version_are_left_out_and_counted(
     run: Any, tools: Any, story: Driver, tmp_path: Path, form: str
 ) -> None:
     """With --lenient; without it the log is refused and nothing is written."""
-    vocabulary = vocabulary_header()["vocabulary"]
+    vocabulary = vocabulary_header(Core.standard())["vocabulary"]
     assert isinstance(vocabulary, list)
     newer = [*vocabulary, {"id": "request.priority_changed", "version": 1, "fields": ["request_id", "priority"]}]
     store = tools.open_log(tmp_path / "log", story.configuration, {"vocabulary": newer})

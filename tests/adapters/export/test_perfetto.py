@@ -14,8 +14,9 @@ from trace_importer import NotImportable, Trace, read_trace
 
 from kvledger.adapters.reading.logs import open_log
 from kvledger.adapters.reading.sources import find_logs
+from kvledger.lifecycle import Core
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.belief import Projections
+from kvledger.lifecycle.projections import Projections
 
 REQUEST = "chat-17-b6"
 
@@ -135,7 +136,7 @@ def test_worlds_become_traces_that_agree_with_their_logs(run: Any, worlds: dict[
             print(f"seed {seed}, log {number}")
             trace = export(run, path, tmp_path / f"{seed}-{number}.json")
             stored, projections, issued = open_log(path), None, 0
-            projections = Projections(stored.configuration)
+            projections = Projections(Core.standard(), stored.configuration)
             for sequence, event in stored.events():
                 projections.fold(event, sequence)
                 issued += isinstance(event, e.LoadIssued | e.SaveIssued | e.TailSaveIssued)

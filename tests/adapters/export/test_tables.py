@@ -14,8 +14,9 @@ import pytest
 from kvledger.adapters.export.tables import NAMES, column_names
 from kvledger.adapters.reading.logs import open_log
 from kvledger.adapters.reading.sources import find_logs
+from kvledger.lifecycle import Core
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.belief import Projections
+from kvledger.lifecycle.projections import Projections
 
 REQUEST = "chat-17-b6"
 UNITS = ("_ms", "num_", "is_", "_tokens")
@@ -156,7 +157,7 @@ def test_the_tables_of_worlds_add_up_to_the_figures_of_their_logs(
             assert run("export", path, "--csv", "all", "-o", folder).exit_code == 0
             tables = {name: rows_of((folder / f"{name}.csv").read_bytes().decode()) for name in NAMES}
             stored = open_log(path)
-            projections = Projections(stored.configuration)
+            projections = Projections(Core.standard(), stored.configuration)
             for sequence, event in stored.events():
                 projections.fold(event, sequence)
             figures = projections.totals.figures

@@ -8,7 +8,7 @@ from pathlib import Path
 import attrs
 import pytest
 
-from kvledger.lifecycle import HandlerRegistry, LedgerConfiguration
+from kvledger.lifecycle import Core, LedgerConfiguration
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.codec import EventEncoder, vocabulary_header
 from kvledger.lifecycle.replay import SequencedEvent
@@ -18,11 +18,10 @@ from kvledger.storage.events import SegmentEventStore
 def write_log(directory: Path, events: Iterable[e.Event], configuration: LedgerConfiguration) -> Path:
     """Write a log, one frame per observation with its decisions."""
     header = {
-        **vocabulary_header(),
+        **vocabulary_header(Core.standard()),
         "configuration": attrs.asdict(configuration),
         "kvledger_version": "0.1.0",
         "vllm_version": "0.32.0",
-        "handler_fingerprint": HandlerRegistry().fingerprint(),
         "opened_at_unix_ns": 1_750_000_000_000_000_000,
     }
     store = SegmentEventStore.create(directory, header)

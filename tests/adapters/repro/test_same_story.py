@@ -14,7 +14,7 @@ from sim.hybrid_world import HybridWorld
 from sim.world import World
 
 from kvledger.adapters.repro import Reenactment, record, reenact, reenact_core
-from kvledger.lifecycle import LedgerConfiguration
+from kvledger.lifecycle import Core, LedgerConfiguration
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.codec import EventDecoder
 
@@ -30,7 +30,7 @@ def events_of(engine: Any) -> tuple[LedgerConfiguration, list[tuple[int, e.Event
     side = engine.connector.scheduler_side
     side.ledger.commit()
     header = getattr(side.log.store, "header", None) or side.log.store._store.header
-    decoder = EventDecoder(header)
+    decoder = EventDecoder(Core.standard(), header)
     events = [
         (frame.first_sequence + offset, event)
         for frame in side.log.store.read()

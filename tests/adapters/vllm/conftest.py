@@ -12,9 +12,8 @@ from sim.slow_copies import delay
 from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request
 
-from kvledger.lifecycle import HandlerRegistry, LedgerConfiguration, Replay
+from kvledger.lifecycle import Core, LedgerConfiguration, Replay
 from kvledger.lifecycle.audit import Audit
-from kvledger.lifecycle.belief import Projections
 from kvledger.lifecycle.codec import EventDecoder
 from kvledger.lifecycle.events import (
     Event,
@@ -24,7 +23,7 @@ from kvledger.lifecycle.events import (
     RequestArrived,
     StepScheduled,
 )
-from kvledger.lifecycle.machine import ReferenceMachine
+from kvledger.lifecycle.projections import Projections
 
 
 def expected_output(prompt: Sequence[int], num_tokens: int) -> list[int]:
@@ -105,7 +104,7 @@ class RecordedEngine(SimulatedEngine):
         side = self.connector.scheduler_side
         if not side.log.store._closed:
             side.ledger.commit()
-        decoder = EventDecoder(self.header)
+        decoder = EventDecoder(Core.standard(), self.header)
         return [
             (frame.first_sequence + offset, event)
             for frame in side.log.store.read()
@@ -149,22 +148,22 @@ class RecordedEngine(SimulatedEngine):
             if other == ordinal
         )
 
-    def replay(self, handlers: HandlerRegistry | None = None) -> Replay:
+    def replay(self, core: Core = Core.standard()) -> Replay:
         """Decide the whole log again, the reference machine walking along."""
-        replay = Replay(self.replay_configuration, handlers=handlers, reference=ReferenceMachine())
+        replay = Replay(core, self.replay_configuration, reference=core.reference)
         replay.run(self.events())
         return replay
 
-    def check_replay(self, handlers: HandlerRegistry | None = None) -> None:
+    def check_replay(self, core: Core = Core.standard()) -> None:
         """The log replays without divergence, to exactly what the live ledger believes."""
-        replay = self.replay(handlers)
+        replay = self.replay(core)
         assert replay.divergences == []
         assert replay.reference_differences == []
         assert replay.projections.snapshot() == self.projections.snapshot()
 
     def audit(self) -> Audit:
         """What every checker says about the log."""
-        audit = Audit(self.replay_configuration, ReferenceMachine())
+        audit = Audit(Core.standard(), self.replay_configuration)
         audit.run(self.events())
         return audit
 

@@ -202,9 +202,9 @@ def test_a_handler_of_one_s_own(make_engine: Any, user_module: str) -> None:
     assert len(engine.projections.chunks) == 4
     assert engine.logged(e.LoadIssued) == []
     assert {answer.miss_reason for answer in engine.logged(e.LookupAnswered)} == {"limited"}
-    assert "new=Shy" in engine.connector.scheduler_side.log.store.header["handler_fingerprint"]
+    assert f"new={Shy.__module__}:Shy" in engine.connector.scheduler_side.log.store.header["handler_fingerprint"]
     engine.check_outputs()
-    engine.check_replay(ConnectorSettings(handlers=(f"{user_module}:Shy",)).handler_registry())
+    engine.check_replay(ConnectorSettings(handlers=(f"{user_module}:Shy",)).core())
     assert engine.replay().divergences, "without the handler today's code decides otherwise, and says so"
 
 

@@ -19,7 +19,7 @@ from sim.slow_copies import delay
 from sim.told import listen
 
 from kvledger.adapters.cli.main import main
-from kvledger.adapters.handlers import handler_registry
+from kvledger.adapters.core import composed_core
 from kvledger.lifecycle import StateHandler
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.handlers.finished import Finished
@@ -303,7 +303,7 @@ def test_a_handler_that_breaks_a_demand_costs_its_request_the_cache_and_nobody_a
     quarantined = {event.request_id for event in engine.logged(e.RequestQuarantined)}
     assert all(request_id.startswith("bad") for request_id in quarantined), "nobody else pays"
     assert {event.rule for event in engine.logged(e.InvariantViolated)} >= ({rule} if rule else set())
-    engine.check_replay(handler_registry(["broken_handlers:Broken"]))
+    engine.check_replay(composed_core(["broken_handlers:Broken"]))
     engine.connector.scheduler_side.log.store.close()
     exit_code = main(["verify", str(engine.connector.scheduler_side.log.directory)])
     out = capsys.readouterr().out

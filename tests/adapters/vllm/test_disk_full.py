@@ -17,7 +17,7 @@ from log_torture.mounts import fill, run_on_small_disk
 from kvledger.adapters.cli.main import main
 from kvledger.adapters.vllm.configuration import ConnectorSettings
 from kvledger.adapters.vllm.event_log import OpenedLog, open_event_log
-from kvledger.lifecycle import ConfigurationError, HandlerRegistry, Ledger, LedgerConfiguration
+from kvledger.lifecycle import ConfigurationError, Core, Ledger, LedgerConfiguration
 from kvledger.lifecycle import events as e
 
 _SEED = 11
@@ -28,13 +28,13 @@ def _observations() -> tuple[LedgerConfiguration, list[e.Event]]:
     """What hooks saw in a walk of a few hundred steps."""
     walk = Walk(_SEED, chunk_size=8, block_size=16)
     walk.run(200)
-    decided = tuple(e.DECISIONS)
+    decided = tuple(Core.standard().decisions)
     return walk.driver.configuration, [event for event in walk.driver.observed if not isinstance(event, decided)]
 
 
 def _open(log_dir: Path, configuration: LedgerConfiguration, troubles: list[OSError]) -> OpenedLog:
     settings = ConnectorSettings.from_extra_config({"log_dir": str(log_dir), "segment_bytes": 8192})
-    log = open_event_log(settings, configuration, HandlerRegistry())
+    log = open_event_log(Core.standard(), settings, configuration)
     store: Any = log.store
     tell = store._on_trouble
 
@@ -77,7 +77,7 @@ def test_a_disk_that_is_full_while_serving_costs_events_that_verify_names(
         log = _open(disk / "logs", configuration, troubles)
         store: Any = log.store
         store._max_backlog_bytes = 3000
-        ledger = Ledger(configuration, store)
+        ledger = Ledger(Core.standard(), configuration, store)
         _observe(ledger, observations[:third])
         ballast = fill(disk)
         _observe(ledger, observations[third : 2 * third])
@@ -117,7 +117,7 @@ def test_a_disk_that_is_full_for_less_than_the_backlog_lasts_costs_nothing(
     def serve() -> None:
         troubles: list[OSError] = []
         log = _open(disk / "logs", configuration, troubles)
-        ledger = Ledger(configuration, log.store)
+        ledger = Ledger(Core.standard(), configuration, log.store)
         _observe(ledger, observations[:100])
         ballast = fill(disk)
         _observe(ledger, observations[100:-100])
@@ -144,7 +144,7 @@ def test_a_log_directory_that_becomes_read_only_while_serving_costs_nothing(
     store: Any = log.store
     (relative,) = Path("logs").iterdir()
     store._store.directory = relative
-    ledger = Ledger(configuration, store)
+    ledger = Ledger(Core.standard(), configuration, store)
     _observe(ledger, observations[:100])
     relative.chmod(0o555)
     is_root = os.geteuid() == 0
@@ -185,8 +185,8 @@ def test_all_logs_of_a_directory_keep_to_their_size_while_one_is_written(
     sizes = []
     for _ in range(3):
         settings = ConnectorSettings.from_extra_config(extra_config)
-        log = open_event_log(settings, configuration, HandlerRegistry())
-        ledger = Ledger(configuration, log.store)
+        log = open_event_log(Core.standard(), settings, configuration)
+        ledger = Ledger(Core.standard(), configuration, log.store)
         for event in observations:
             _observe(ledger, [event])
             sizes.append(segment_bytes())

@@ -22,7 +22,7 @@ from sim.modes import transfers_within_and_beside
 from sim.slow_copies import delay
 
 from kvledger.adapters.vllm import scheduler_side
-from kvledger.lifecycle import HandlerRegistry, StateHandler
+from kvledger.lifecycle import Core, StateHandler
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.handlers.chunked_prefill import ChunkedPrefill
 from kvledger.lifecycle.handlers.new import New
@@ -429,9 +429,7 @@ def test_a_handler_that_raises(
     assert {violation.rule for violation in violations} - {"VLLM_CONTRACT"} == {"HANDLER_RAISED"}
     assert all(BROKEN in violation.detail or "were not held" in violation.detail for violation in violations)
     assert "HANDLER_RAISED" in {quarantined.reason for quarantined in engine.logged(e.RequestQuarantined)}
-    registry = HandlerRegistry()
-    registry.replace(handler)
-    engine.check_replay(registry)
+    engine.check_replay(Core.standard().replacing(handler))
 
 
 # --- copies ----------------------------------------------------------------------------------------

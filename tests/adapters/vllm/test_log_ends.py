@@ -17,7 +17,7 @@ from kvledger.adapters.cli.main import main
 from kvledger.adapters.vllm import event_log
 from kvledger.adapters.vllm.configuration import ConnectorSettings
 from kvledger.adapters.vllm.event_log import OpenedLog, open_event_log
-from kvledger.lifecycle import HandlerRegistry, Ledger, LedgerConfiguration
+from kvledger.lifecycle import Core, Ledger, LedgerConfiguration
 from kvledger.lifecycle import events as e
 
 CONFIGURATION = LedgerConfiguration(block_size=16, chunk_size=16, num_slots=8)
@@ -25,11 +25,11 @@ CONFIGURATION = LedgerConfiguration(block_size=16, chunk_size=16, num_slots=8)
 
 def _open(log_dir: Path, **settings: object) -> OpenedLog:
     extra_config = {"log_dir": str(log_dir), **settings}
-    return open_event_log(ConnectorSettings.from_extra_config(extra_config), CONFIGURATION, HandlerRegistry())
+    return open_event_log(Core.standard(), ConnectorSettings.from_extra_config(extra_config), CONFIGURATION)
 
 
 def _write(log: OpenedLog, num_notes: int) -> None:
-    ledger = Ledger(CONFIGURATION, log.store)
+    ledger = Ledger(Core.standard(), CONFIGURATION, log.store)
     for number in range(num_notes):
         ledger.observe(e.LogNote(f"note {number}", number))
         ledger.commit()

@@ -14,7 +14,7 @@ from kvledger.adapters.reading.logs import open_log
 from kvledger.adapters.vllm.configuration import ConnectorSettings
 from kvledger.adapters.vllm.event_log import open_event_log
 from kvledger.adapters.vllm.journal import Journal
-from kvledger.lifecycle import HandlerRegistry, fold
+from kvledger.lifecycle import Core, fold
 from kvledger.storage.events import retire
 
 
@@ -24,9 +24,8 @@ def log(tmp_path: Path) -> Path:
     walk = Walk(5, chunk_size=8, block_size=16)
     walk.run(150)
     settings = ConnectorSettings.from_extra_config({"log_dir": str(tmp_path / "logs"), "segment_bytes": 4096})
-    handlers = HandlerRegistry()
-    opened = open_event_log(settings, walk.driver.configuration, handlers)
-    journal = Journal(walk.driver.configuration, opened, handlers=handlers)
+    opened = open_event_log(Core.standard(), settings, walk.driver.configuration)
+    journal = Journal(Core.standard(), walk.driver.configuration, opened)
     for event in walk.driver.observed:
         if not event.is_decision:
             journal.observe(event)
@@ -60,14 +59,14 @@ def test_what_is_left_of_a_retired_log_is_verified_from_a_snapshot(
     """The findings behind the snapshot are those of the whole log; the state at the end is the same."""
     expected, whole = _verify(log, capsys)
     stored = open_log(log)
-    state = fold(stored.trusted_events(), stored.configuration).snapshot()
+    state = fold(Core.standard(), stored.trusted_events(), stored.configuration).snapshot()
     assert retire(log, max_bytes=int(_size(log) * share))
     stored = open_log(log)
-    start = stored.start(HandlerRegistry())
+    start = stored.start()
     assert start is not None
     first = stored.start_sequence + 1
     assert first > 1
-    assert fold(stored.trusted_events(), stored.configuration, start=start).snapshot() == state
+    assert fold(Core.standard(), stored.trusted_events(), stored.configuration, start=start).snapshot() == state
     found, verdict = _verify(log, capsys)
     assert found == [violation for violation in expected if violation["sequence"] >= first]
     assert (verdict["num_damage"], verdict["num_divergences"]) == (0, 0)

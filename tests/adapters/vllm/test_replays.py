@@ -12,11 +12,10 @@ from typing import Any
 import attrs
 import pytest
 
-from kvledger.lifecycle import LedgerConfiguration, fold
+from kvledger.lifecycle import Core, LedgerConfiguration, fold
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit import Audit
 from kvledger.lifecycle.codec import EventDecoder
-from kvledger.lifecycle.machine import ReferenceMachine
 from kvledger.storage.events import read_log
 
 pytestmark = pytest.mark.scheduler
@@ -52,7 +51,7 @@ def test_the_state_at_every_step_can_be_folded_again(
     assert engine.num_preemptions > 1
     assert engine.logged(e.ChunkEvicted)
     for sequence in sorted(believed)[:: max(1, len(believed) // 40)]:
-        assert fold(events, configuration, at=sequence).snapshot() == believed[sequence], sequence
+        assert fold(Core.standard(), events, configuration, at=sequence).snapshot() == believed[sequence], sequence
 
 
 @runners
@@ -72,7 +71,7 @@ def test_every_checker_finds_the_log_sound(
     engine.abort("request 1")
     engine.run()
     configuration = LedgerConfiguration(**engine.connector.scheduler_side.log.store.header["configuration"])
-    audit = Audit(configuration, ReferenceMachine())
+    audit = Audit(Core.standard(), configuration)
     audit.run(engine.events())
     assert audit.violations == []
     assert audit.is_sound
@@ -86,7 +85,7 @@ def test_a_log_on_disk_replays_like_the_one_in_memory(make_engine: Any, tmp_path
     (directory,) = tmp_path.iterdir()
     assert len(list(directory.glob("*.kvlog"))) > 1
     reader = read_log(directory)
-    decoder = EventDecoder(reader.header)
+    decoder = EventDecoder(Core.standard(), reader.header)
     events = [
         (frame.first_sequence + offset, event)
         for frame in reader
@@ -96,7 +95,9 @@ def test_a_log_on_disk_replays_like_the_one_in_memory(make_engine: Any, tmp_path
     assert [sequence for sequence, _ in events] == list(range(1, len(events) + 1))
     assert isinstance(events[-1][1], e.LogNote)
     configuration: Any = reader.header["configuration"]
-    assert fold(events, LedgerConfiguration(**configuration)).snapshot() == engine.projections.snapshot()
+    assert (
+        fold(Core.standard(), events, LedgerConfiguration(**configuration)).snapshot() == engine.projections.snapshot()
+    )
 
 
 def test_a_log_tells_nothing_about_what_was_said(make_engine: Any, tmp_path: Path) -> None:
@@ -126,7 +127,7 @@ def test_deciding_again_notices_a_changed_decision(make_engine: Any) -> None:
     sequence, answer = events[index]
     events[index] = (sequence, attrs.evolve(answer, num_external_tokens=8))
     configuration = LedgerConfiguration(**engine.connector.scheduler_side.log.store.header["configuration"])
-    audit = Audit(configuration, ReferenceMachine())
+    audit = Audit(Core.standard(), configuration)
     audit.run(events)
     assert audit.divergences[0].sequence == sequence
     assert not audit.is_sound

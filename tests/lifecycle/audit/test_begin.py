@@ -9,12 +9,10 @@ import msgspec
 import pytest
 from lifecycle_driver import MemorySink, Walk
 
-from kvledger.lifecycle import Ledger, LedgerConfiguration
+from kvledger.lifecycle import Core, Ledger, LedgerConfiguration
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit import Audit
-from kvledger.lifecycle.audit.registry import all_checkers
-from kvledger.lifecycle.belief import Projections
-from kvledger.lifecycle.machine import ReferenceMachine
+from kvledger.lifecycle.projections import Projections
 from kvledger.lifecycle.snapshots import capture, restore
 
 GEOMETRIES = [(8, 16), (16, 16), (32, 16)]
@@ -25,7 +23,7 @@ Found = set[tuple[str, int, str]]
 def _audit(
     events: Sequence[e.Event], configuration: LedgerConfiguration, cut: int = 0, start: Projections | None = None
 ) -> Audit:
-    audit = Audit(configuration, ReferenceMachine(), start=start)
+    audit = Audit(Core.standard(), configuration, start=start)
     audit.run(enumerate(events[cut:], start=cut + 1))
     return audit
 
@@ -36,7 +34,7 @@ def _found(audit: Audit, behind: int) -> Found:
 
 def _starts(events: Sequence[e.Event], configuration: LedgerConfiguration, every: int) -> list[tuple[int, bytes]]:
     """States at places where an observation comes next, as frames end."""
-    projections, starts = Projections(configuration), []
+    projections, starts = Projections(Core.standard(), configuration), []
     for sequence, event in enumerate(events, start=1):
         projections.fold(event, sequence)
         if sequence % every == 0:
@@ -56,7 +54,7 @@ def test_a_log_cut_anywhere_verifies_as_the_whole_one_does(seed: int, chunk_size
     events, configuration = walk.driver.observed, walk.driver.configuration
     whole = _audit(events, configuration)
     for cut, state in _starts(events, configuration, every=25):
-        audit = _audit(events, configuration, cut, restore(state, configuration))
+        audit = _audit(events, configuration, cut, restore(Core.standard(), state, configuration))
         assert (audit.divergences, audit.reference_differences, audit.unfoldable) == ([], [], None), cut
         assert _found(audit, cut) == _found(whole, cut), cut
         assert audit.projections.snapshot() == whole.projections.snapshot()
@@ -94,7 +92,7 @@ def test_what_breaks_behind_the_cut_is_found_there(seed: int, chunk_size: int, b
             wrong = _mutate(events[number], chance)
             assert wrong is not None
             mutant = [*events[:number], wrong, *events[number + 1 :]]
-            start = restore(state, configuration)
+            start = restore(Core.standard(), state, configuration)
             known = {record.request_id for record in start.tracker}
             expected = _found(_audit(mutant, configuration), cut)
             audit = _audit(mutant, configuration, cut, start)
@@ -110,7 +108,7 @@ def test_a_job_that_is_asked_after_in_the_first_step_behind_the_cut_is_asked_in_
     """Between two steps enough time may pass for a job to be overdue; nobody could ask after it before the next one."""
     configuration = LedgerConfiguration(block_size=16, chunk_size=16, num_slots=8, max_silent_steps=1, max_silent_ms=5)
     sink = MemorySink()
-    ledger = Ledger(configuration, sink)
+    ledger = Ledger(Core.standard(), configuration, sink)
     first = [
         e.RequestArrived("a", 0, 32, 1),
         e.ChunkKeysObserved("a", 0, (b"one", b"two")),
@@ -123,7 +121,7 @@ def test_a_job_that_is_asked_after_in_the_first_step_behind_the_cut_is_asked_in_
     for event in first:
         ledger.observe(event)
     cut = ledger.next_sequence - 1
-    start = restore(capture(ledger.projections), configuration)
+    start = restore(Core.standard(), capture(ledger.projections), configuration)
     asked = ledger.observe(e.StepScheduled(4, 0, (), (), (), (), 10_000_001))
     assert [type(decision) for decision in asked] == [e.TransferAwaited]
     ledger.commit()
@@ -146,5 +144,5 @@ _NOTHING_TO_TAKE_OVER = {
 
 def test_every_checker_takes_over_what_is_in_flight_or_has_a_reason_not_to() -> None:
     """A new checker that remembers something and is not told where it begins would raise false alarms."""
-    without = {checker.rule for checker in all_checkers() if not hasattr(checker, "begin")}
+    without = {rule for rule, make in Core.standard().rules.items() if not hasattr(make(), "begin")}
     assert without == _NOTHING_TO_TAKE_OVER

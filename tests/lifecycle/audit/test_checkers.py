@@ -9,9 +9,9 @@ import pytest
 from lifecycle_driver import Driver, keys_of
 from lifecycle_driver.walk import Walk
 
+from kvledger.lifecycle import Core
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.audit import ALL_CHECKERS, NOT_CHECKED, Audit
-from kvledger.lifecycle.machine import ReferenceMachine
+from kvledger.lifecycle.audit import NOT_CHECKED, Audit
 from kvledger.lifecycle.replay import SequencedEvent
 
 Change = Callable[[e.Event], e.Event]
@@ -19,7 +19,7 @@ Change = Callable[[e.Event], e.Event]
 
 def audit_of(driver: Driver, events: list[SequencedEvent] | None = None) -> Audit:
     """The finished audit of a driver's log, or of other events under its configuration."""
-    audit = Audit(driver.configuration, ReferenceMachine())
+    audit = Audit(Core.standard(), driver.configuration)
     audit.run(driver.sink.events() if events is None else events)
     return audit
 
@@ -190,7 +190,7 @@ def test_a_load_beside_an_eviction_and_a_silent_save_break_no_rule(reading: Driv
     assert audit.is_sound
 
 
-@pytest.mark.parametrize("rule", ALL_CHECKERS)
+@pytest.mark.parametrize("rule", Core.standard().rules)
 def test_one_altered_event_is_named_by_exactly_its_checker(rule: str, told: Driver) -> None:
     """Whoever reads the audit is led to the rule that was broken, not to five others."""
     audit = audit_of(told, altered_for(rule, told))
@@ -198,7 +198,7 @@ def test_one_altered_event_is_named_by_exactly_its_checker(rule: str, told: Driv
     assert {violation.rule for violation in audit.violations} == {rule}
 
 
-@pytest.mark.parametrize("rule", ALL_CHECKERS)
+@pytest.mark.parametrize("rule", Core.standard().rules)
 def test_a_violation_points_at_events_that_exist(rule: str, told: Driver) -> None:
     """Sequence and evidence are places in the log, evidence never later than the breach."""
     events = altered_for(rule, told)
@@ -208,10 +208,10 @@ def test_a_violation_points_at_events_that_exist(rule: str, told: Driver) -> Non
         assert violation.detail
 
 
-@pytest.mark.parametrize("rule", ALL_CHECKERS)
+@pytest.mark.parametrize("rule", Core.standard().rules)
 def test_a_checker_says_what_it_verifies_and_what_not(rule: str) -> None:
     """Silence must not be taken for soundness."""
-    checker = ALL_CHECKERS[rule]()
+    checker = Core.standard().rules[rule]()
     text = type(checker).__doc__ or ""
     assert checker.rule == rule
     assert "Verifies: " in text
@@ -220,7 +220,7 @@ def test_a_checker_says_what_it_verifies_and_what_not(rule: str) -> None:
 
 def test_no_rule_is_both_checked_and_not_checked() -> None:
     """The two lists together are what a reader may rely on."""
-    assert not ALL_CHECKERS.keys() & NOT_CHECKED.keys()
+    assert not Core.standard().rules.keys() & NOT_CHECKED.keys()
     assert all(NOT_CHECKED.values())
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from lifecycle_driver import Driver, keys_of
 
+from kvledger.lifecycle import Core
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit import Audit
 from kvledger.lifecycle.snapshots import capture, restore
@@ -13,7 +14,7 @@ from kvledger.lifecycle.snapshots import capture, restore
 
 def broken_rules(driver: Driver) -> list[str]:
     """What is wrong with the whole log."""
-    audit = Audit(driver.configuration)
+    audit = Audit(Core.standard(), driver.configuration)
     audit.run(enumerate(driver.observed, start=1))
     assert not audit.divergences
     return [violation.rule for violation in audit.violations]
@@ -76,7 +77,7 @@ def test_blocks_that_are_given_anew_are_filled_whoever_fills_them() -> None:
     driver.allocate("c", (1, 2, 5))
     driver.step(("c", 32, 2, 34))
     assert broken_rules(driver) == []
-    begun = Audit(driver.configuration, start=restore(state, driver.configuration))
+    begun = Audit(Core.standard(), driver.configuration, start=restore(Core.standard(), state, driver.configuration))
     begun.run(enumerate(driver.observed[cut:], start=cut + 1))
     assert begun.violations == []
 

@@ -8,9 +8,9 @@ import attrs
 import pytest
 from lifecycle_driver import Driver, keys_of
 
+from kvledger.lifecycle import Core
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit import Audit
-from kvledger.lifecycle.machine import ReferenceMachine
 from kvledger.lifecycle.replay import SequencedEvent
 
 NUM_SETTLED = 61
@@ -67,7 +67,7 @@ def tails() -> Driver:
 
 def audit_of(driver: Driver, events: list[SequencedEvent]) -> Audit:
     """The finished audit of events under the driver's configuration."""
-    audit = Audit(driver.configuration, ReferenceMachine())
+    audit = Audit(Core.standard(), driver.configuration)
     audit.run(events)
     assert audit.unfoldable is None
     return audit

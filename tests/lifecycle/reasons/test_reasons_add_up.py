@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from lifecycle_driver import Walk
 from lifecycle_driver.concerned import check_reasons, check_stories
 
-from kvledger.lifecycle import LedgerConfiguration, fold
+from kvledger.lifecycle import Core, LedgerConfiguration, fold
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.reasons import Accounts, LoadFate, OfferFate, Reason, Sums
 
@@ -85,7 +85,7 @@ def test_they_add_up_at_every_moment_and_behind_every_gap(seed: int) -> None:
         if index not in lost:
             accounts.take(sequence, event)
     kept = [event for index, event in enumerate(events) if index not in lost]
-    assert accounts.sums().differences(fold(kept, walk.driver.configuration).totals.figures) == []
+    assert accounts.sums().differences(fold(Core.standard(), kept, walk.driver.configuration).totals.figures) == []
     check_reasons(kept, walk.driver.configuration)
     check_reasons(kept[len(kept) // 2 :], walk.driver.configuration)
 
@@ -117,7 +117,7 @@ def any_event(event_class: type[e.Event]) -> st.SearchStrategy[e.Event]:
 
 
 @settings(max_examples=400)
-@given(events=st.lists(st.one_of(*map(any_event, e.VOCABULARY.values())), max_size=60))
+@given(events=st.lists(st.one_of(*map(any_event, Core.standard().events.values())), max_size=60))
 def test_no_event_makes_the_accounts_fail(events: list[e.Event]) -> None:
     """A forged or damaged log gives odd reasons, never none, and the sums still add up."""
     ended = []

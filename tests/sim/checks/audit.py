@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from kvledger.lifecycle import Core
 from kvledger.lifecycle.audit import Audit, Violation
 from kvledger.lifecycle.audit.completion_once import CompletionOnce
 from kvledger.lifecycle.audit.recorded import Recorded
-from kvledger.lifecycle.machine import ReferenceMachine
 from sim.checks.rules import allowed_rules
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ def check_audit(world: World) -> None:
 
 
 def _check(log: LogEnd, allowed: frozenset[str]) -> None:
-    audit = Audit(log.configuration, ReferenceMachine())
+    audit = Audit(Core.standard(), log.configuration)
     audit.take_frame(log.events)
     if not log.gaps:
         audit.finish()

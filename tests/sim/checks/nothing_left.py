@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kvledger.adapters.vllm.scheduler_side import SchedulerSide
-    from kvledger.lifecycle.belief import Projections
+    from kvledger.lifecycle.projections import Projections
     from sim.world import World
 
 MAY_STAY = frozenset(

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvledger.lifecycle import Replay
-from kvledger.lifecycle.machine import ReferenceMachine
+from kvledger.lifecycle import Core, Replay
 
 if TYPE_CHECKING:
     from sim.logs import LogEnd
@@ -25,7 +24,7 @@ def check_replay(world: World) -> None:
 
 
 def _check(log: LogEnd) -> None:
-    replay = Replay(log.configuration, reference=ReferenceMachine())
+    replay = Replay(Core.standard(), log.configuration, reference=Core.standard().reference)
     replay.take(log.events)
     if not log.gaps:
         replay.finish()

@@ -5,9 +5,9 @@ from __future__ import annotations
 from random import Random
 from typing import TYPE_CHECKING
 
+from kvledger.lifecycle import Core
 from kvledger.lifecycle.audit import Audit
-from kvledger.lifecycle.belief import Projections
-from kvledger.lifecycle.machine import ReferenceMachine
+from kvledger.lifecycle.projections import Projections
 from kvledger.lifecycle.snapshots import capture, restore
 from sim.checks.audit import rule_of
 from sim.checks.rules import allowed_rules
@@ -34,12 +34,12 @@ def check_snapshots(world: World) -> None:
 def _check(log: LogEnd, allowed: frozenset[str], chance: Random) -> None:
     places = [n for n in range(1, len(log.events)) if not log.events[n][1].is_decision]
     cuts = sorted(chance.sample(places, min(_NUM_CUTS, len(places))))
-    whole = Projections(log.configuration)
+    whole = Projections(Core.standard(), log.configuration)
     begun: list[tuple[int, Audit]] = []
     for number, (sequence, event) in enumerate(log.events):
         if number in cuts:
-            start = restore(capture(whole), log.configuration)
-            audit = Audit(log.configuration, ReferenceMachine(), start=start)
+            start = restore(Core.standard(), capture(whole), log.configuration)
+            audit = Audit(Core.standard(), log.configuration, start=start)
             audit.take_frame(log.events[number:])
             begun.append((sequence, audit))
         whole.fold(event, sequence)

@@ -1,0 +1,238 @@
+"""The core: everything that a log means, as one immutable object made of plain data.
+
+Ledger, replay, audit, codec and snapshots are given a core and consult nothing else: which events there are, where they
+lead, who decides upon them, what they fold to, and which rules are held against a log. This file checks that the parts
+fit together. It must not know what the standard parts are; those stand in `standard.py`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+from collections.abc import Callable, Iterable, Mapping
+from functools import cached_property
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+import attrs
+
+from kvledger.lifecycle.events import Event, RequestEvent, wire_code
+from kvledger.lifecycle.handlers.base import StateHandler
+from kvledger.lifecycle.machine import (
+    CompiledRegions,
+    CompiledTable,
+    ReferenceMachine,
+    compile_region,
+    compile_regions,
+    compile_table,
+    table_fingerprint,
+)
+from kvledger.lifecycle.projections import ProjectionSpec
+from kvledger.lifecycle.states import RequestState
+from kvledger.lifecycle.table import Region, Row, rows_of_classes
+from kvledger.lifecycle.upcasters import Upcasters
+
+if TYPE_CHECKING:
+    from kvledger.lifecycle.audit.checker import AnyChecker
+
+_HOOKS = tuple(name for name in vars(StateHandler) if not name.startswith("_") and name != "state")
+
+
+class CoreError(ValueError):
+    """Parts that do not make a core. The message names the part, the reason and the remedy."""
+
+
+Handlers = Mapping[RequestState, tuple[StateHandler, ...]]
+
+
+@attrs.frozen(eq=False)
+class Core:
+    """What a log means.
+
+    Raises:
+        CoreError: the parts do not fit together.
+        TableError: the rows break a rule of `table.py`.
+        UpcasterError: an old version of an event could not be read.
+    """
+
+    events: Mapping[str, type[Event]]
+    """Event id -> class."""
+    regions: tuple[Region, ...]
+    """The flat machines that a request is in, the phase first; run by `transitions` as `reference`."""
+    job_regions: tuple[Region, ...]
+    """The same of a transfer job."""
+    handlers: Handlers
+    """State -> its handlers, in the order in which they are asked."""
+    projections: tuple[ProjectionSpec, ...]
+    """In the order in which they fold."""
+    rules: Mapping[str, Callable[[], AnyChecker]]
+    """Rule -> how to make its checker, in the order in which they look at an event."""
+    upcasters: Upcasters = attrs.field(factory=Upcasters)
+    """How events of older versions are read."""
+    compiled: CompiledRegions = attrs.field(init=False)
+    """What is legal for a request in its phase and its blocks, and what it moves besides."""
+    rows: tuple[Row, ...] = attrs.field(init=False)
+    """The rows of the phase, by classes of events."""
+    table: CompiledTable = attrs.field(init=False)
+    """(State, class of event) -> next state; what is not there is illegal."""
+
+    @compiled.default
+    def _compiled(self) -> CompiledRegions:
+        for region in self.job_regions:
+            compile_region(region, self.events)
+        return compile_regions(self.regions, self.events)
+
+    @rows.default
+    def _rows(self) -> tuple[Row, ...]:
+        return rows_of_classes(self.regions[0], self.events)
+
+    @table.default
+    def _table(self) -> CompiledTable:
+        return MappingProxyType(dict(compile_table(self.rows)))
+
+    def __attrs_post_init__(self) -> None:
+        _check_events(self.events)
+        for handlers in self.handlers.values():
+            for handler in handlers:
+                check_handler(handler)
+        names = [spec.name for spec in self.projections]
+        if len(set(names)) < len(names):
+            message = f"of the projections {', '.join(names)} two have one name; rename one"
+            raise CoreError(message)
+        self.upcasters.check(self.events)
+
+    @staticmethod
+    def standard() -> Core:
+        """The core that kvledger's connector runs with; always the same object."""
+        from kvledger.lifecycle.standard import standard_core  # noqa: PLC0415 -- it is made of what imports this file
+
+        return standard_core()
+
+    def replacing(self, *handlers: StateHandler) -> Core:
+        """The same core in which each of these is the only handler of its state.
+
+        Raises:
+            CoreError: two are for one state, or one is no handler.
+        """
+        replaced: dict[RequestState, tuple[StateHandler, ...]] = {}
+        for handler in handlers:
+            state = check_handler(handler)
+            if state in replaced:
+                message = (
+                    f"{_name_of(replaced[state][0])} and {_name_of(handler)} would both replace the handler of state "
+                    f"{state}; name one of them"
+                )
+                raise CoreError(message)
+            replaced[state] = (handler,)
+        return attrs.evolve(self, handlers=MappingProxyType({**self.handlers, **replaced}))
+
+    def adding(self, *handlers: StateHandler) -> Core:
+        """The same core in which each of these is asked after those that its state has already.
+
+        Raises:
+            CoreError: one is no handler.
+        """
+        asked = dict(self.handlers)
+        for handler in handlers:
+            state = check_handler(handler)
+            asked[state] = (*asked[state], handler)
+        return attrs.evolve(self, handlers=MappingProxyType(asked))
+
+    @cached_property
+    def observations(self) -> tuple[type[Event], ...]:
+        """The events that record what the connector saw."""
+        return tuple(event for event in self.events.values() if not event.is_decision)
+
+    @cached_property
+    def decisions(self) -> tuple[type[Event], ...]:
+        """The events that record what was decided."""
+        return tuple(event for event in self.events.values() if event.is_decision)
+
+    @cached_property
+    def request_events(self) -> tuple[type[RequestEvent], ...]:
+        """The events in the life of one request."""
+        return tuple(event for event in self.events.values() if issubclass(event, RequestEvent))
+
+    @cached_property
+    def reference(self) -> ReferenceMachine:
+        """The rows, run by `transitions`."""
+        return ReferenceMachine((*self.regions, *self.job_regions))
+
+    def table_fingerprint(self) -> str:
+        """Hash of the rows, written into every log's header."""
+        return table_fingerprint((*self.regions, *self.job_regions))
+
+    def handler_fingerprint(self) -> str:
+        """The handlers' classes by state, written into every log's header."""
+        return " ".join(
+            f"{state}={'+'.join(map(_name_of, handlers))}" for state, handlers in sorted(self.handlers.items())
+        )
+
+    def fingerprint(self) -> str:
+        """Hash of all that decides what a log folds to and what is decided upon it; the audit's rules are not in it."""
+        events = sorted(f"{event.id}/{event.version} {event.__struct_fields__}" for event in self.events.values())
+        projections = [spec.name for spec in self.projections]
+        parts = (*events, self.table_fingerprint(), self.handler_fingerprint(), *projections)
+        return hashlib.blake2b("\n".join(parts).encode(), digest_size=16).hexdigest()
+
+
+def check_handler(handler: StateHandler) -> RequestState:
+    """The state of a handler that is one.
+
+    Raises:
+        CoreError: it names no state, or has a public method that nobody would ever call.
+    """
+    name, state = _name_of(handler), getattr(handler, "state", None)
+    if not isinstance(state, RequestState):
+        message = (
+            f"handler {name} has state {state!r}; set its class attribute `state` to one of {', '.join(RequestState)}"
+        )
+        raise CoreError(message)
+    public = (method for method in dir(type(handler)) if not method.startswith("_") and method not in _HOOKS)
+    for method in public:
+        if callable(getattr(handler, method)):
+            close = difflib.get_close_matches(method, _HOOKS, n=1)
+            meant = f"{close[0]} was meant" if close else f"the hooks are {', '.join(_HOOKS)}"
+            message = (
+                f"handler {name} has a method {method}, which is no hook of StateHandler, so it would never be called; "
+                f"{meant}, or let the names of its own methods begin with an underscore"
+            )
+            raise CoreError(message)
+    return state
+
+
+def _check_events(events: Mapping[str, type[Event]]) -> None:
+    misplaced = {event_id for event_id, event in events.items() if event.id != event_id}
+    if misplaced:
+        message = f"events stand under another id than their own: {', '.join(sorted(misplaced))}"
+        raise CoreError(message)
+    codes: dict[int, str] = {}
+    for event in events.values():
+        code = wire_code(event)
+        if code in codes:
+            message = f"{event.id} and {codes[code]} have the wire code {code}; give one of them the next free one"
+            raise CoreError(message)
+        codes[code] = event.id
+    free = next((code for code in range(len(codes)) if code not in codes), None)
+    if free is not None:  # a header names the codes by the place in its list
+        message = f"no event has the wire code {free}, but others have higher ones; give it to one of them"
+        raise CoreError(message)
+
+
+def events_by_id(events: Iterable[type[Event]]) -> Mapping[str, type[Event]]:
+    """Event id -> class, in the order of the wire codes.
+
+    Raises:
+        CoreError: an id stands twice.
+    """
+    found: dict[str, type[Event]] = {}
+    for event in sorted(events, key=wire_code):
+        if event.id in found:
+            message = f"event id {event.id!r} is declared twice; ids are for ever, choose another"
+            raise CoreError(message)
+        found[event.id] = event
+    return MappingProxyType(found)
+
+
+def _name_of(part: object) -> str:
+    return f"{type(part).__module__}:{type(part).__qualname__}"

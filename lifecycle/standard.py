@@ -1,0 +1,80 @@
+"""The standard core: the one place where its events, rows, handlers, projections and rules are put together.
+
+The order in which projections fold stands here, and nowhere else.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from types import MappingProxyType
+
+from kvledger.lifecycle.audit.registry import RULES
+from kvledger.lifecycle.core import Core, events_by_id
+from kvledger.lifecycle.events import STANDARD_EVENTS
+from kvledger.lifecycle.handlers import STANDARD_HANDLERS
+from kvledger.lifecycle.policies import build_policy
+from kvledger.lifecycle.projections import ProjectionSpec
+from kvledger.lifecycle.projections.block_table import BlockTable
+from kvledger.lifecycle.projections.chunk_index import ChunkIndex
+from kvledger.lifecycle.projections.chunk_keys import ChunkKeys
+from kvledger.lifecycle.projections.lookup_cache import LookupCache
+from kvledger.lifecycle.projections.save_cursor import SaveCursor
+from kvledger.lifecycle.projections.tails import Tails
+from kvledger.lifecycle.projections.totals import Totals
+from kvledger.lifecycle.projections.tracker import RequestTracker
+from kvledger.lifecycle.projections.transfers import Transfers
+from kvledger.lifecycle.projections.unfilled import UnfilledBlocks
+from kvledger.lifecycle.table import JOB_REGIONS, REGIONS
+from kvledger.lifecycle.upcasters import UPCASTERS
+
+# Totals, blocks and tails first, to see states and lives as they were; the unfilled behind the blocks, in whose
+# tables they lie, and before the transfers, which ask for them; the chunk index before the transfers, which forget
+# settled jobs; everything that asks whether a request is still known after the tracker.
+PROJECTIONS: tuple[ProjectionSpec, ...] = (
+    ProjectionSpec("totals", lambda its: Totals(its.tracker, its.lookups, its.transfers)),
+    ProjectionSpec("blocks", lambda its: BlockTable(its.tracker), of_requests=True),
+    ProjectionSpec("unfilled", lambda its: UnfilledBlocks(its.tracker, its.blocks, its.geometry)),
+    ProjectionSpec("tails", lambda its: Tails(its.tracker, its.chunks.slots), of_requests=True),
+    ProjectionSpec("tracker", lambda its: RequestTracker(its.core.table), of_requests=True),
+    ProjectionSpec("chunk_keys", lambda its: ChunkKeys(its.tracker, its.configuration.chunk_size), of_requests=True),
+    ProjectionSpec(
+        "save_cursor",
+        lambda its: SaveCursor(its.tracker, its.transfers, its.configuration.chunk_size),
+        of_requests=True,
+    ),
+    ProjectionSpec(
+        "lookups",
+        lambda its: LookupCache(its.configuration.chunk_size, its.chunk_keys, its.chunks),
+        of_requests=True,
+    ),
+    ProjectionSpec(
+        "chunks",
+        lambda its: ChunkIndex(
+            its.geometry,
+            its.configuration.num_slots,
+            its.chunk_keys,
+            its.transfers,
+            keep_for_preempted=its.configuration.keep_for_preempted,
+        ),
+    ),
+    ProjectionSpec(
+        "transfers",
+        lambda its: Transfers(its.tracker, its.chunk_keys, its.geometry, its.unfilled, its.configuration.num_ranks),
+        of_requests=True,
+    ),
+    ProjectionSpec("policy", lambda its: build_policy(its.configuration, its.chunk_keys)),
+)
+
+
+@cache
+def standard_core() -> Core:
+    """The core that kvledger's connector runs with."""
+    return Core(
+        events=events_by_id(STANDARD_EVENTS),
+        regions=REGIONS,
+        job_regions=JOB_REGIONS,
+        handlers=MappingProxyType({handler.state: (handler,) for handler in STANDARD_HANDLERS}),
+        projections=PROJECTIONS,
+        rules=RULES,
+        upcasters=UPCASTERS,
+    )
