@@ -31,8 +31,8 @@ __all__ = [
     "vocabulary_header",
 ]
 
-SCHEMA_VERSION = 1
-"""Grows when a reader of the version before could misunderstand a log."""
+SCHEMA_VERSION = 2
+"""Grows when a log and a reader of different versions could misunderstand one another; then neither reads the other."""
 
 
 class CodecError(ValueError):
@@ -110,7 +110,8 @@ class EventDecoder:
     Raises:
         SchemaTooNew: the header names a schema, or (unless `lenient`) an event or a version of one, that this kvledger
             does not know.
-        CodecError: the header has no vocabulary that can be read, or lists other fields for an event than it has.
+        CodecError: the log is of an earlier schema; or its header has no vocabulary that can be read, or lists other
+            fields for an event than it has.
     """
 
     def __init__(self, core: Core, header: Mapping[str, Any], *, lenient: bool = False) -> None:
@@ -178,6 +179,10 @@ class EventDecoder:
                     f"{self._written_by}"
                 )
                 raise SchemaTooNew(message)
+            if schema_version < SCHEMA_VERSION:
+                version = header.get("kvledger_version", "unknown")
+                message = f"written with schema {schema_version} by kvledger {version}; read it with that version"
+                raise CodecError(message)
             return msgspec.convert(header.get("vocabulary"), list[_Declared])
         except msgspec.ValidationError as error:
             message = f"the log's header names no vocabulary ({error}); it was not written by kvledger's connector"

@@ -99,26 +99,27 @@ class Decider:
                 rule, detail = Rule.HANDLER_CONTRACT.value, str(error)
             else:
                 rule, detail = Rule.HANDLER_RAISED.value, f"{type(error).__name__}: {error}"
-            turn.decide(e.InvariantViolated(rule=rule, request_id=record.request_id, detail=detail, cause=cause))
-            turn.decide(e.RequestQuarantined(request_id=record.request_id, reason=rule, cause=cause))
+            turn.decide(e.InvariantViolated(rule, *record.life, detail, cause))
+            turn.decide(e.RequestQuarantined(*record.life, rule, cause))
             if record.state is RequestState.FINISHED and self._tracker.get(record.request_id) is record:
                 release_if_settled(turn)
 
     def _illegal(self, event: e.RequestEvent, cause: int, what: str) -> None:
-        rule = Rule.LEGAL_TRANSITION.value
-        self._decide(
-            e.InvariantViolated(
-                rule=rule, request_id=event.request_id, detail=f"{event.id} happened to {what}", cause=cause
-            )
-        )
-        if self._tracker.get(event.request_id) is not None:
-            self._decide(e.RequestQuarantined(request_id=event.request_id, reason=rule, cause=cause))
+        self._break(Rule.LEGAL_TRANSITION.value, event.request_id, f"{event.id} happened to {what}", cause)
+
+    def _break(self, rule: str, request_id: str, detail: str, cause: int) -> None:
+        """Name the broken rule, and quarantine the request where it is known."""
+        record = self._tracker.get(request_id)
+        life = (request_id, e.NO_LIFE, e.NO_LIFE) if record is None else record.life
+        self._decide(e.InvariantViolated(rule, *life, detail, cause))
+        if record is not None and not record.quarantined:
+            self._decide(e.RequestQuarantined(*life, rule, cause))
 
     def _after_arrival(self, event: e.RequestArrived, cause: int, state_before: RequestState | None) -> None:
         if state_before is not None and state_before is not RequestState.FINISHED:
             rule = Rule.LEGAL_TRANSITION.value
             detail = f"{event.id} happened to a request in state {state_before}"
-            self._decide(e.InvariantViolated(rule=rule, request_id=event.request_id, detail=detail, cause=cause))
+            self._decide(e.InvariantViolated(rule, event.request_id, event.ordinal, 0, detail, cause))
 
     # --- failures that may concern many ----------------------------------------------------------
 
@@ -128,19 +129,11 @@ class Decider:
         for record in tuple(self._tracker):
             concerned = record.request_id == event.request_id or (not event.request_id and record.holds_blocks)
             if concerned and not record.quarantined:
-                self._decide(
-                    e.RequestQuarantined(request_id=record.request_id, reason=f"{event.hook} failed", cause=cause)
-                )
+                self._decide(e.RequestQuarantined(*record.life, f"{event.hook} failed", cause))
 
     def _after_withheld(self, event: e.DecisionWithheld, cause: int, _state: RequestState | None) -> None:
-        if not event.rule:
-            return
-        self._decide(
-            e.InvariantViolated(rule=event.rule, request_id=event.request_id, detail=event.detail, cause=cause)
-        )
-        record = self._tracker.get(event.request_id)
-        if record is not None and not record.quarantined:
-            self._decide(e.RequestQuarantined(request_id=event.request_id, reason=event.rule, cause=cause))
+        if event.rule:
+            self._break(event.rule, event.request_id, event.detail, cause)
 
     def _after_load_errors(self, event: e.LoadErrorsObserved, cause: int, _state: RequestState | None) -> None:
         # The scheduler recomputes the owner, but a sharer may go on with what is not there (vllm#49250, #55297).
@@ -148,12 +141,12 @@ class Decider:
         for record in tuple(self._tracker):
             if not unfilled.isdisjoint(self._projections.blocks.held(record.request_id)):
                 reason = "holds blocks that could not be filled"
-                self._decide(e.RequestQuarantined(request_id=record.request_id, reason=reason, cause=cause))
+                self._decide(e.RequestQuarantined(*record.life, reason, cause))
 
     # --- steps -----------------------------------------------------------------------------------
 
     def _after_step(self, event: e.StepScheduled, cause: int, _state: RequestState | None) -> None:
-        record_of = self._tracker.by_ordinal
+        record_of = self._tracker.of
         for advanced in event.advanced:
             record = record_of(advanced[0])
             if record is not None and (methods := self._scheduled[record.state]):
@@ -184,7 +177,7 @@ class Decider:
             self._after_settled(job, cause)
 
     def _after_settled(self, job: Job, cause: int) -> None:
-        record = self._tracker.by_ordinal(job.ordinal)
+        record = self._tracker.of(job.ordinal)
         if record is not None and (methods := self._transfer_settled[record.state]):
             self._ask(methods, record, cause, job)
 

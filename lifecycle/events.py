@@ -3,7 +3,8 @@
 Two kinds of events. An *observation* is what the connector saw: a hook call of vLLM, a report of a
 worker. A *decision* is what the connector made of it; `cause` is the sequence number of the
 observation that led to it, so a log can answer why. Observations alone determine the decisions:
-replay feeds them to today's code and compares.
+replay feeds them to today's code and compares. An observation names a request by its id and concerns its present
+life; a decision names the life.
 
 Rules for this file
   1. An event is a fact with plain values: ints, strings, bytes, booleans and tuples of them. It never
@@ -45,6 +46,19 @@ class RequestEvent(Event, frozen=True):
 
     request_id: str
 
+
+class RequestDecision(RequestEvent, frozen=True):
+    """A decision about one life of a request, which it names in full: an id may be used again, an ordinal never is.
+
+    The generation counts how often that life lost what it had computed. Settlements name that of their job.
+    """
+
+    ordinal: int
+    generation: int
+
+
+NO_LIFE = -1
+"""The ordinal and the generation in a decision that names no request, or one that nobody knows."""
 
 _EventClass = TypeVar("_EventClass", bound=type[Event])
 
@@ -253,10 +267,9 @@ class HookFailed(Event, frozen=True, tag=13):
 
 
 @decision("lookup.answered")
-class LookupAnswered(RequestEvent, frozen=True, tag=14):
+class LookupAnswered(RequestDecision, frozen=True, tag=14):
     """What the scheduler was told, and everything the answer was made from."""
 
-    generation: int
     num_computed_tokens: int
     num_tokens: int
     num_hit_tokens: int
@@ -271,10 +284,9 @@ class LookupAnswered(RequestEvent, frozen=True, tag=14):
 
 
 @decision("lookup.deferred")
-class LookupDeferred(RequestEvent, frozen=True, tag=15):
+class LookupDeferred(RequestDecision, frozen=True, tag=15):
     """The scheduler was told to ask again: what the request lost is still on its way to the host, by `job_id`."""
 
-    generation: int
     num_computed_tokens: int
     num_tokens: int
     job_id: int
@@ -284,13 +296,12 @@ class LookupDeferred(RequestEvent, frozen=True, tag=15):
 
 
 @decision("load.issued")
-class LoadIssued(RequestEvent, frozen=True, tag=16):
+class LoadIssued(RequestDecision, frozen=True, tag=16):
     """Host slots are copied into the request's blocks, page by page.
 
     Before the step's forward, or with `is_async` beside it: then the request is in no step until the load is settled.
     """
 
-    generation: int
     job_id: int
     first_token: int
     num_tokens: int
@@ -301,19 +312,17 @@ class LoadIssued(RequestEvent, frozen=True, tag=16):
 
 
 @decision("load.completed")
-class LoadCompleted(RequestEvent, frozen=True, tag=17):
+class LoadCompleted(RequestDecision, frozen=True, tag=17):
     """Every rank has the loaded pages in place."""
 
-    generation: int
     job_id: int
     cause: int
 
 
 @decision("load.failed")
-class LoadFailed(RequestEvent, frozen=True, tag=18):
+class LoadFailed(RequestDecision, frozen=True, tag=18):
     """A rank could not load. The chunks are tainted; the scheduler recomputes or fails the request."""
 
-    generation: int
     job_id: int
     error: str
     cause: int
@@ -323,14 +332,13 @@ class LoadFailed(RequestEvent, frozen=True, tag=18):
 
 
 @decision("save.issued")
-class SaveIssued(RequestEvent, frozen=True, tag=19):
+class SaveIssued(RequestDecision, frozen=True, tag=19):
     """Block pages are copied to host slots. One page per entry of `block_ids` and `slots`.
 
     With `before_forward` the blocks are already free: the copy must precede the step's forward. With `is_async` it runs
     beside this step and later ones; the blocks are the request's until it is done, or it is awaited.
     """
 
-    generation: int
     job_id: int
     chunks: tuple[int, ...]
     slots: tuple[int, ...]
@@ -341,14 +349,13 @@ class SaveIssued(RequestEvent, frozen=True, tag=19):
 
 
 @decision("tail.save_issued")
-class TailSaveIssued(RequestEvent, frozen=True, tag=20):
+class TailSaveIssued(RequestDecision, frozen=True, tag=20):
     """The part-filled last chunk of a preempted request is copied out before the step's forward.
 
     `num_tokens` tokens from `first_token` on, which is where its whole chunks end; only this life of the request may
     load them. `generation` is that of the blocks.
     """
 
-    generation: int
     job_id: int
     first_token: int
     num_tokens: int
@@ -358,22 +365,20 @@ class TailSaveIssued(RequestEvent, frozen=True, tag=20):
 
 
 @decision("save.completed")
-class SaveCompleted(RequestEvent, frozen=True, tag=21):
+class SaveCompleted(RequestDecision, frozen=True, tag=21):
     """Every rank has saved; the chunks of the job can be looked up from now on."""
 
-    generation: int
     job_id: int
     cause: int
 
 
 @decision("save.failed")
-class SaveFailed(RequestEvent, frozen=True, tag=22):
+class SaveFailed(RequestDecision, frozen=True, tag=22):
     """A rank could not save. The slots of the job are free again if every rank is known to be `quiet`.
 
     A job that was given up without a report may still write: its slots are never used again.
     """
 
-    generation: int
     job_id: int
     error: str
     quiet: bool
@@ -385,10 +390,9 @@ UNFILLED = "unfilled"
 
 
 @decision("save.declined")
-class SaveDeclined(RequestEvent, frozen=True, tag=23):
+class SaveDeclined(RequestDecision, frozen=True, tag=23):
     """Settled chunks were not saved, and why: no room, or a load failed into blocks that the request relies on."""
 
-    generation: int
     first_chunk: int
     num_chunks: int
     reason: str
@@ -396,24 +400,22 @@ class SaveDeclined(RequestEvent, frozen=True, tag=23):
 
 
 @decision("transfer.awaited")
-class TransferAwaited(RequestEvent, frozen=True, tag=24):
+class TransferAwaited(RequestDecision, frozen=True, tag=24):
     """Workers are reminded of a job in flight.
 
     The next step waits for it, because its blocks were taken (`before_forward`), or because a rank has not said a word
     about it for too long; then whoever has done it tells so once more.
     """
 
-    generation: int
     job_id: int
     before_forward: bool
     cause: int
 
 
 @decision("blocks.held")
-class BlocksHeld(RequestEvent, frozen=True, tag=25):
+class BlocksHeld(RequestDecision, frozen=True, tag=25):
     """`request_finished` answered True: vLLM keeps the blocks until `RequestReleased`, for the copies out of them."""
 
-    generation: int
     cause: int
 
 
@@ -422,7 +424,10 @@ class ChunkEvicted(Event, frozen=True, tag=26):
     """A committed chunk gave up its slots for another request's save."""
 
     key: bytes
-    for_request_id: str
+    request_id: str
+    """Whose save needed the slots."""
+    ordinal: int
+    generation: int
     cause: int
 
 
@@ -438,7 +443,7 @@ class ChunkTainted(Event, frozen=True, tag=27):
 
 
 @decision("prefill.advanced")
-class PrefillAdvanced(RequestEvent, frozen=True, tag=28):
+class PrefillAdvanced(RequestDecision, frozen=True, tag=28):
     """Some known tokens are computed or in flight, more are to come."""
 
     num_computed_tokens: int
@@ -447,7 +452,7 @@ class PrefillAdvanced(RequestEvent, frozen=True, tag=28):
 
 
 @decision("prefill.completed")
-class PrefillCompleted(RequestEvent, frozen=True, tag=29):
+class PrefillCompleted(RequestDecision, frozen=True, tag=29):
     """Every known token is computed or in flight."""
 
     num_computed_tokens: int
@@ -456,15 +461,14 @@ class PrefillCompleted(RequestEvent, frozen=True, tag=29):
 
 
 @decision("request.released")
-class RequestReleased(RequestEvent, frozen=True, tag=30):
+class RequestReleased(RequestDecision, frozen=True, tag=30):
     """Nothing is owed to or by the request any more; every projection forgets it, and held blocks are freed."""
 
-    generation: int
     cause: int
 
 
 @decision("request.quarantined")
-class RequestQuarantined(RequestEvent, frozen=True, tag=31):
+class RequestQuarantined(RequestDecision, frozen=True, tag=31):
     """The request gets no more help from the cache: no hits, no saves. It recomputes."""
 
     reason: str
@@ -477,6 +481,9 @@ class InvariantViolated(Event, frozen=True, tag=32):
 
     rule: str
     request_id: str
+    """Empty where it concerns no single request; then ordinal and generation are `NO_LIFE`."""
+    ordinal: int
+    generation: int
     detail: str
     cause: int
 

@@ -25,6 +25,8 @@ _OF_REPORTS = (e.LoadCompleted, e.LoadFailed, e.SaveCompleted, e.SaveFailed, e.C
 _OWN = "kvledger.lifecycle."
 _encode = msgspec.msgpack.Encoder().encode
 _SAVES = (e.SaveIssued, e.TailSaveIssued)
+_OF_LOST_BLOCKS = (*_SAVES, e.SaveDeclined, e.ChunkEvicted, e.TransferAwaited)
+"""What may concern the generation before: its blocks were just taken, and are intact."""
 _JOBS = (e.LoadIssued, *_SAVES)
 
 
@@ -110,9 +112,11 @@ class Checked:
         return event
 
     def _reason_against(self, decision: Any, record: RequestRecord, cause: int) -> str:  # noqa: ANN401 -- any decision
-        whose = decision.for_request_id if isinstance(decision, e.ChunkEvicted) else decision.request_id
-        if whose != record.request_id:
+        if (decision.request_id, decision.ordinal) != (record.request_id, record.ordinal):
             return "it is about another request"
+        generations = (record.generation, record.generation - isinstance(decision, _OF_LOST_BLOCKS))
+        if decision.generation not in generations:
+            return f"generation {decision.generation} is not the request's"
         if decision.cause != cause:
             return f"its cause is {decision.cause}, it was asked at {cause}"
         if isinstance(decision, e.ChunkEvicted):
@@ -124,9 +128,6 @@ class Checked:
     def _reason_against_event(self, decision: Any, record: RequestRecord) -> str:  # noqa: ANN401 -- see above
         if (record.state, type(decision)) not in self.core.table:
             return f"it is not legal in state {record.state}"
-        generations = (record.generation, record.generation - isinstance(decision, _SAVES))
-        if getattr(decision, "generation", record.generation) not in generations:
-            return f"generation {decision.generation} is not the request's"
         if isinstance(decision, _JOBS):
             return self._reason_against_job(decision, record)
         return self._reason_against_other(decision, record)

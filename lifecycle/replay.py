@@ -20,6 +20,7 @@ from kvledger.lifecycle.events import (
     Event,
     LoadIssued,
     RequestArrived,
+    RequestDecision,
     RequestEvent,
     RequestReleased,
     SaveIssued,
@@ -251,7 +252,7 @@ class Replay:
                     next_state is not None
                     and before is not None
                     and after is not next_state[before]
-                    and getattr(event, "generation", None) is None
+                    and not (event.is_decision and _is_of_another_life(event, record))
                 ):
                     self.reference_differences.append(Divergence(sequence, event, None))
             if issues_job:
@@ -279,3 +280,7 @@ class Replay:
             deciding=self._decider.deciding[event_class],
             checks=checks,
         )
+
+
+def _is_of_another_life(decision: RequestDecision, record: RequestRecord) -> bool:
+    return (decision.ordinal, decision.generation) != (record.ordinal, record.generation)

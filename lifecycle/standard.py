@@ -44,12 +44,13 @@ PROJECTIONS: tuple[ProjectionSpec, ...] = (
     ),
     ProjectionSpec(
         "lookups",
-        lambda its: LookupCache(its.configuration.chunk_size, its.chunk_keys, its.chunks),
+        lambda its: LookupCache(its.tracker, its.configuration.chunk_size, its.chunk_keys, its.chunks),
         of_requests=True,
     ),
     ProjectionSpec(
         "chunks",
         lambda its: ChunkIndex(
+            its.tracker,
             its.geometry,
             its.configuration.num_slots,
             its.chunk_keys,

@@ -50,7 +50,7 @@ class Feed:
         if not event.is_decision:
             yield from self.flush()
             self._sequence, self._observation = sequence, event
-        request_id = event.for_request_id if isinstance(event, e.ChunkEvicted) else getattr(event, "request_id", "")
+        request_id = getattr(event, "request_id", "")
         self._states.setdefault(request_id, self._state(request_id))
         if event.is_decision:
             self._decisions.setdefault(request_id, []).append(event)

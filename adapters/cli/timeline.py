@@ -149,8 +149,6 @@ class Timeline:
         self._close()
 
     def _concerns(self, event: e.Event) -> bool:
-        if isinstance(event, e.ChunkEvicted):
-            return event.for_request_id == self.request_id
         if isinstance(event, e.ChunkTainted):
             return self._moment is not None and bool(self._moment.decisions)
         return getattr(event, "request_id", None) == self.request_id

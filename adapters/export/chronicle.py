@@ -331,7 +331,7 @@ class Chronicle:
     # --- moments ------------------------------------------------------------------------------
 
     def _happened(self, event: e.Event, sequence: int) -> None:
-        request_id: str = getattr(event, "request_id", getattr(event, "for_request_id", ""))
+        request_id: str = getattr(event, "request_id", "")
         life = self._lives.get(request_id)
         if life is not None and isinstance(event, e.InvariantViolated | e.HookFailed):
             life.num_failures += 1
@@ -371,7 +371,7 @@ class Chronicle:
 def _text(event: e.Event) -> str:
     match event:
         case e.ChunkEvicted():
-            return f"chunk {event.key.hex()} evicted to make room for a save of {event.for_request_id}"
+            return f"chunk {event.key.hex()} evicted to make room for a save of {event.request_id}"
         case e.ChunkTainted():
             return f"chunk {event.key.hex()} tainted, not offered again until saved anew"
         case e.LoadErrorsObserved():

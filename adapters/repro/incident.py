@@ -107,4 +107,4 @@ class _Holders:
             return violation.request_id == request_id
         if isinstance(event, e.HookFailed):
             return request_id in self._holding
-        return getattr(event, "for_request_id", request_id) == request_id
+        return getattr(event, "request_id", "") in {"", request_id}

@@ -155,7 +155,7 @@ def _things(event: e.Event, ordinals: dict[str, int]) -> Iterable[tuple[tuple[st
         for ordinal, block_ids in event.extended:
             yield from ((("block", block_id), ordinal) for block_id in block_ids)
         return
-    ordinal = ordinals.get(getattr(event, "request_id", getattr(event, "for_request_id", "")), -1)
+    ordinal = ordinals.get(getattr(event, "request_id", ""), -1)
     if ordinal < 0:
         return
     if isinstance(event, e.ChunkKeysObserved):

@@ -111,7 +111,7 @@ class Noticing:
 
     def block_table(self, scheduler_output: SchedulerOutput, ordinal: int, step: e.StepScheduled) -> None:
         """Before blocks are saved from, compare the folded table with the scheduler's own, and prefer the latter."""
-        record = self._tracker.by_ordinal(ordinal)
+        record = self._tracker.of(ordinal)
         if record is None:
             return
         table = versions.scheduler_block_table(scheduler_output, record.request_id)

@@ -173,7 +173,7 @@ class StepReader:
         now = self._tracker.num_steps
         settled: list[tuple[int, int, int]] = []
         for ordinal, num_computed_tokens, num_tokens, _ in advanced:
-            record = self._tracker.by_ordinal(ordinal)
+            record = self._tracker.of(ordinal)
             if record is not None:
                 self._settle(settled, record, num_computed_tokens)
                 if num_tokens == 1:

@@ -18,7 +18,7 @@ from kvledger.lifecycle.replay import Check, ReplayedEvent
 
 class _Answer(msgspec.Struct, frozen=True, gc=False):
     sequence: int
-    generation: int
+    life: tuple[str, int, int]
     num_computed_tokens: int
     num_external_tokens: int
 
@@ -45,7 +45,10 @@ class AllocMatchesLookup:
             pending = projections.lookups.pending(record.request_id)
             if pending is not None:
                 self._answers[record.request_id] = _Answer(
-                    pending.sequence, pending.generation, pending.num_computed_tokens, pending.num_external_tokens
+                    pending.sequence,
+                    (*record.life[:2], pending.generation),
+                    pending.num_computed_tokens,
+                    pending.num_external_tokens,
                 )
 
     def checks(self, indices: Indices) -> Iterable[tuple[type[e.Event], Check]]:
@@ -62,7 +65,10 @@ class AllocMatchesLookup:
 
     def _answered(self, event: e.LookupAnswered, step: ReplayedEvent, _projections: Projections) -> None:
         self._answers[event.request_id] = _Answer(
-            step.sequence, event.generation, event.num_computed_tokens, event.num_external_tokens
+            step.sequence,
+            (event.request_id, event.ordinal, event.generation),
+            event.num_computed_tokens,
+            event.num_external_tokens,
         )
 
     def _reset(self, _event: e.CacheReset, _step: ReplayedEvent, _projections: Projections) -> None:
@@ -89,10 +95,10 @@ class AllocMatchesLookup:
         if answer is None:
             detail = f"{event.num_external_tokens} external tokens were taken up that no lookup answered"
             yield violation(self.rule, step, projections, detail)
-        elif answer.generation != record.generation:
+        elif answer.life != record.life:
             detail = (
-                f"{event.num_external_tokens} external tokens were taken up in generation {record.generation}, "
-                f"the answer was for generation {answer.generation}"
+                f"{event.num_external_tokens} external tokens were taken up in generation {record.generation} of life "
+                f"{record.ordinal}, the answer was for generation {answer.life[2]} of life {answer.life[1]}"
             )
             yield violation(self.rule, step, projections, detail, answer.sequence)
         elif not 0 <= event.num_external_tokens <= answer.num_external_tokens:

@@ -111,14 +111,14 @@ class BlockReuseFenced:
     ) -> Iterator[Violation]:
         for job_id in sorted({self._read_by[block] for block in block_ids if block in self._read_by}):
             job = projections.transfers.get(job_id)
-            record = None if job is None else projections.tracker.by_ordinal(job.ordinal)
+            record = None if job is None else projections.tracker.of(job.ordinal)
             if job is None or record is None or job.is_fenced or job.ordinal == ordinal:
                 continue
             ended = record.state is RequestState.FINISHED
             has_them = record.request_id in self._held if ended else record.generation == job.generation
             if has_them and (ended or record.holds_blocks):
                 given = sorted(set(block_ids) & set(job.block_ids) - {NULL_BLOCK})
-                whom = projections.tracker.by_ordinal(ordinal)
+                whom = projections.tracker.of(ordinal)
                 detail = f"blocks {given} are given away, but save {job_id} of {job.request_id!r} still reads them"
                 yield violation(
                     self.rule,

@@ -16,9 +16,6 @@ from kvledger.lifecycle.audit.indices import Indices
 from kvledger.lifecycle.projections import Projections
 from kvledger.lifecycle.replay import Check, ReplayedEvent
 
-JOB_ISSUED: tuple[type[e.Event], ...] = (e.LoadIssued, e.SaveIssued, e.TailSaveIssued)
-JOB_SETTLED: tuple[type[e.Event], ...] = (e.LoadCompleted, e.LoadFailed, e.SaveCompleted, e.SaveFailed)
-
 
 @attrs.frozen
 class Violation:

@@ -20,8 +20,8 @@ class CursorLeFrontier:
     """Where a step says that chunks of a request have settled, it goes on exactly where the last such step ended.
 
     Verifies: the first chunk not dealt with, as each step tells it, against a cursor of the checker's own, which only
-    settled chunks move and which a preemption, a failed load, a rollback, a next turn and a reset take back; and that
-    it is at most the settled tokens of that step.
+    settled chunks move and which a preemption, a failed load of the present generation, a rollback, a next turn and a
+    reset take back; and that it is at most the settled tokens of that step.
     Does not verify: that the chunks between were saved (STORE_CONTIGUOUS).
     """
 
@@ -58,8 +58,9 @@ class CursorLeFrontier:
     def _reset(self, _event: e.CacheReset, _step: ReplayedEvent, _projections: Projections) -> None:
         self._cursors.clear()
 
-    def _restart(self, event: e.LoadFailed, _step: ReplayedEvent, _projections: Projections) -> None:
-        self._cursors.pop(event.request_id, None)
+    def _restart(self, event: e.LoadFailed, _step: ReplayedEvent, projections: Projections) -> None:
+        if projections.tracker.in_generation(event) is not None:
+            self._cursors.pop(event.request_id, None)
 
     def _cut(
         self, event: e.SessionContinued | e.TokensRolledBack, _step: ReplayedEvent, _projections: Projections
@@ -73,10 +74,10 @@ class CursorLeFrontier:
         self, event: e.StepScheduled, step: ReplayedEvent, projections: Projections
     ) -> list[Violation] | None:
         found = None
-        cursors, by_ordinal, chunk_size = self._cursors, projections.tracker.by_ordinal, self._chunk_size
+        cursors, record_of, chunk_size = self._cursors, projections.tracker.of, self._chunk_size
         is_any_loading, told_at = bool(self._jobs.loads), step.sequence
         for ordinal, first_chunk, num_settled_tokens in event.settled:
-            record = by_ordinal(ordinal)
+            record = record_of(ordinal)
             if record is None:
                 continue
             request_id = record.request_id
@@ -90,6 +91,6 @@ class CursorLeFrontier:
                 broken = violation(self.rule, step, projections, detail, sequence, request_id=request_id)
                 found = [*(found or ()), broken]
             # Until a load has arrived, what was computed on top of it may be wrong too.
-            if not is_any_loading or not projections.transfers.is_loading(ordinal):
+            if not is_any_loading or not projections.transfers.is_loading(ordinal, record.generation):
                 cursors[request_id] = (end_chunk, told_at)
         return found

@@ -62,7 +62,7 @@ class DelayFreeContract:
             detail = "its blocks are held, but not because it ended"
         elif record is None or not projections.transfers.reads_blocks_of(record.ordinal):
             detail = "its blocks are held, but no copy reads them"
-        elif projections.transfers.is_loading_beside(record.ordinal):
+        elif projections.transfers.is_loading_beside(record.ordinal, record.generation):
             detail = "its blocks are held for a save, but vLLM keeps them for a load: it would hear of two ends"
         else:
             return

@@ -78,5 +78,4 @@ class EvictIdleOnly:
         for job_id, (sequence, read) in self._loads.items():
             if event.key in read:
                 detail = f"chunk {event.key.hex()} was evicted, though load {job_id} is still reading it"
-                request_id = event.for_request_id
-                yield violation(self.rule, step, projections, detail, sequence, event.cause, request_id=request_id)
+                yield violation(self.rule, step, projections, detail, sequence, event.cause)

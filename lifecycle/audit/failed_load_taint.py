@@ -101,8 +101,8 @@ class FailedLoadTaint:
         keys = self._keys.pop(event.job_id, ())
         self._failures.append(_Failure(step.sequence, event.request_id, keys))
         load = None if self._jobs.current is None else self._jobs.current.job
-        for job_id, save in self._jobs:  # by life: the id may have been used again before the load was reported
-            is_of_its_life = load is not None and save.job is not None and save.job.ordinal == load.ordinal
+        for job_id, save in self._jobs:  # the id may have been used again before the load was reported
+            is_of_its_life = load is not None and save.job is not None and save.job.life == load.life
             if is_of_its_life and not save.is_load and job_id > event.job_id:
                 self._spoilt[job_id] = step.sequence
 

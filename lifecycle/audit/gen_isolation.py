@@ -17,8 +17,8 @@ from kvledger.lifecycle.replay import Check, ReplayedEvent
 class GenIsolation:
     """Jobs are known by their id, and an event of an earlier generation or life moves nothing.
 
-    Verifies: a settled job names the request and generation it was issued for; what is decided carries the
-    request's generation, or the one before for a save of blocks that were just lost, as a tail's always are; an
+    Verifies: a settled job names the life (request, ordinal, generation) it was issued for; what is decided names the
+    present one, or the generation before for a save of blocks that were just lost, as a tail's always are; an
     event of another generation, or of an earlier request with the same id, leaves the request in its state.
     Does not verify: that the bytes went to the right generation's blocks.
     """
@@ -45,7 +45,7 @@ class GenIsolation:
     def _answered(
         self, event: e.LookupAnswered, step: ReplayedEvent, projections: Projections
     ) -> Iterator[Violation] | None:
-        if step.record is None or event.generation == step.record.generation:
+        if step.record is None or _life(event) == step.record.life:
             return None
         return self._check_decided(event, step, projections)
 
@@ -53,7 +53,7 @@ class GenIsolation:
         self, event: e.LoadIssued | e.SaveIssued, step: ReplayedEvent, projections: Projections
     ) -> Iterator[Violation] | None:
         record = step.record
-        if record is None or event.generation == record.generation:
+        if record is None or _life(event) == record.life:
             return None
         return self._check_decided(event, step, projections)
 
@@ -72,11 +72,7 @@ class GenIsolation:
         if in_flight is None:
             return None
         job = in_flight.job
-        if job is None or (
-            event.generation == job.generation
-            and event.request_id == job.request_id
-            and step.state_before is step.state_after
-        ):
+        if job is None or (_life(event) == job.life and step.state_before is step.state_after):
             return None
         return self._check_settled(event, step, projections, job, in_flight.sequence)
 
@@ -93,8 +89,8 @@ class GenIsolation:
         allowed = {record.generation - 1} if isinstance(event, e.TailSaveIssued) else {record.generation}
         if isinstance(event, e.SaveIssued) and event.before_forward:
             allowed.add(record.generation - 1)
-        if event.generation not in allowed:
-            detail = f"{event.id} names generation {event.generation}, the request is in {record.generation}"
+        if event.ordinal != record.ordinal or event.generation not in allowed:
+            detail = f"{event.id} names {_words(_life(event))}, the request is in {_words(record.life)}"
             yield violation(self.rule, step, projections, detail, event.cause)
 
     def _check_settled(
@@ -105,15 +101,24 @@ class GenIsolation:
         job: Job,
         sequence: int,
     ) -> Iterator[Violation]:
-        if (event.request_id, event.generation) != (job.request_id, job.generation):
+        if _life(event) != job.life:
             detail = (
-                f"{event.id} for job {job.job_id} names generation {event.generation} of {event.request_id!r}, "
-                f"the job was issued for generation {job.generation} of {job.request_id!r}"
+                f"{event.id} for job {job.job_id} names {_words(_life(event))}, "
+                f"the job was issued for {_words(job.life)}"
             )
             yield violation(self.rule, step, projections, detail, sequence, event.cause)
         record = projections.tracker.get(event.request_id)
-        if record is None or (record.ordinal == job.ordinal and record.generation == event.generation):
+        if record is None or _life(event) == record.life:
             return
         if step.state_before is not step.state_after:
             detail = f"{event.id} of generation {event.generation} moved the request to {step.state_after}"
             yield violation(self.rule, step, projections, detail, sequence, event.cause)
+
+
+def _life(event: e.RequestDecision) -> tuple[str, int, int]:
+    return event.request_id, event.ordinal, event.generation
+
+
+def _words(life: tuple[str, int, int]) -> str:
+    request_id, ordinal, generation = life
+    return f"generation {generation} of life {ordinal} of {request_id!r}"

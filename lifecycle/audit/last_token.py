@@ -76,13 +76,13 @@ class LastToken:
 
     def _forget_released(self, projections: Projections) -> None:
         if self._admitted:
-            known = projections.tracker.by_ordinal
+            known = projections.tracker.of
             self._admitted = {ordinal: at for ordinal, at in self._admitted.items() if known(ordinal) is not None}
 
     def _check_step(self, event: e.StepScheduled, step: ReplayedEvent, projections: Projections) -> Iterator[Violation]:
         for ordinal, num_computed_tokens, _, num_tokens in event.advanced:
             sequence = self._admitted.pop(ordinal, None)
-            record = projections.tracker.by_ordinal(ordinal)
+            record = projections.tracker.of(ordinal)
             if sequence is not None and record is not None and num_computed_tokens > num_tokens - 1:
                 detail = f"the request starts with {num_computed_tokens} of {num_tokens} tokens computed"
                 yield violation(self.rule, step, projections, detail, sequence, request_id=record.request_id)

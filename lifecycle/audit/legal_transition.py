@@ -6,12 +6,14 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import ClassVar
 
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.audit.checker import JOB_SETTLED, Violation, violation
+from kvledger.lifecycle.audit.checker import Violation, violation
 from kvledger.lifecycle.audit.indices import Indices
 from kvledger.lifecycle.machine import CompiledTable
 from kvledger.lifecycle.projections import Projections
 from kvledger.lifecycle.replay import Check, ReplayedEvent
 from kvledger.lifecycle.states import RequestState
+
+_OF_A_JOB = (e.LoadCompleted, e.LoadFailed, e.SaveCompleted, e.SaveFailed, e.TransferAwaited)
 
 
 class LegalTransition:
@@ -53,20 +55,22 @@ class LegalTransition:
     def _no_row(self, event: e.RequestEvent, step: ReplayedEvent, projections: Projections) -> Iterator[Violation]:
         """Look the pair up in the compiled table."""
         state = step.state_before
-        if isinstance(event, (*JOB_SETTLED, e.TransferAwaited)) and _is_of_an_earlier_life(event, step, projections):
-            return
+        record = projections.tracker.get(event.request_id)
+        if isinstance(event, _OF_A_JOB) and (record is None or record.ordinal != event.ordinal):
+            return  # whatever became of its life
         if state is None:
             yield violation(self.rule, step, projections, f"{event.id} happened to an unknown request")
             return
         dest = self._table.get((state, type(event)))
         if dest is None:
             yield violation(self.rule, step, projections, f"{event.id} happened to a request in state {state}")
-        elif step.state_after is not dest and step.state_after is not None:
-            record = projections.tracker.get(event.request_id)
-            generation = getattr(event, "generation", None)
-            if record is not None and generation in {None, record.generation}:
-                detail = f"{event.id} leads from {state} to {dest}, but the request is {step.state_after}"
-                yield violation(self.rule, step, projections, detail)
+        elif (
+            step.state_after is not dest
+            and step.state_after is not None
+            and not (isinstance(event, e.RequestDecision) and projections.tracker.in_generation(event) is None)
+        ):
+            detail = f"{event.id} leads from {state} to {dest}, but the request is {step.state_after}"
+            yield violation(self.rule, step, projections, detail)
 
 
 def _is_row_of(event_class: type[e.RequestEvent], table: CompiledTable, no_row: Check) -> Check:
@@ -83,8 +87,3 @@ def _is_row_of(event_class: type[e.RequestEvent], table: CompiledTable, no_row: 
         return None if after is None and before in rows else no_row(event, step, projections)
 
     return check
-
-
-def _is_of_an_earlier_life(event: e.RequestEvent, step: ReplayedEvent, projections: Projections) -> bool:
-    record = projections.tracker.get(event.request_id)
-    return step.job is not None and (record is None or record.ordinal != step.job.ordinal)

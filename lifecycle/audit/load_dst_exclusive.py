@@ -34,7 +34,7 @@ class LoadDstExclusive:
     def begin(self, projections: Projections) -> None:
         """Take over the loads in flight of requests that still hold their blocks."""
         for job in projections.transfers:
-            record = projections.tracker.by_ordinal(job.ordinal)
+            record = projections.tracker.of(job.ordinal)
             is_held = record is not None and record.holds_blocks and record.generation == job.generation
             if job.kind is JobKind.LOAD and is_held:
                 pairs = zip(job.slots, job.block_ids, strict=False)

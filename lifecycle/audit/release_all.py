@@ -80,7 +80,7 @@ class ReleaseAll:
 
     def _check_overdue(self, step: ReplayedEvent, projections: Projections) -> Iterator[Violation]:
         for ordinal, (sequence, request_id) in list(self._finished.items()):
-            record = projections.tracker.by_ordinal(ordinal)
+            record = projections.tracker.of(ordinal)
             if record is None:
                 del self._finished[ordinal]
             elif not projections.transfers.owes(ordinal):

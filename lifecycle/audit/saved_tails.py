@@ -12,12 +12,12 @@ import attrs
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.forgotten import LIFE, Forgotten
 from kvledger.lifecycle.projections import Projections
+from kvledger.lifecycle.projections.host_slots import NO_SLOT
 from kvledger.lifecycle.replay import Check, ReplayedEvent
 
 _DROPPING: tuple[type[e.RequestEvent], ...] = (
     e.PrefillAdvanced,
     e.PrefillCompleted,
-    e.LoadFailed,
     e.RequestPreempted,
     e.SessionContinued,
     e.RequestFinished,
@@ -35,6 +35,8 @@ class IssuedTail:
     end_token: int
     slots: tuple[int, ...]
     is_saved: bool = False
+    load_id: int = 0
+    """The last load that reads it; 0: none."""
 
 
 class SavedTails:
@@ -67,7 +69,7 @@ class SavedTails:
             tail = projections.tails.of(record.ordinal)
             if tail is not None:
                 self._tails[record.request_id] = IssuedTail(
-                    tail.job_id, 0, tail.first_token, tail.end_token, tail.slots, tail.is_saved
+                    tail.job_id, 0, tail.first_token, tail.end_token, tail.slots, tail.is_saved, tail.load_id
                 )
 
     def folds(self, forgotten: Forgotten) -> Iterable[tuple[type[e.Event], Check]]:
@@ -77,6 +79,8 @@ class SavedTails:
             (e.TailSaveIssued, self._issued),
             (e.SaveCompleted, self._completed),
             (e.SaveFailed, self._failed),
+            (e.LoadIssued, self._load_issued),
+            (e.LoadFailed, self._load_failed),
             (e.CacheReset, self._reset),
             *((event_class, self._dropping) for event_class in _DROPPING),
         ]
@@ -96,6 +100,16 @@ class SavedTails:
     def _failed(self, event: e.SaveFailed, step: ReplayedEvent, _projections: Projections) -> None:
         tail = self._tails.get(event.request_id)
         if tail is not None and tail.job_id == event.job_id:
+            self._drop(event.request_id, event, step.sequence)
+
+    def _load_issued(self, event: e.LoadIssued, _step: ReplayedEvent, _projections: Projections) -> None:
+        tail = self.saved(event.request_id)
+        if tail is not None and not (set(tail.slots) - {NO_SLOT}).isdisjoint(event.slots):
+            self._tails[event.request_id] = attrs.evolve(tail, load_id=event.job_id)
+
+    def _load_failed(self, event: e.LoadFailed, step: ReplayedEvent, _projections: Projections) -> None:
+        tail = self._tails.get(event.request_id)
+        if tail is not None and tail.load_id == event.job_id:
             self._drop(event.request_id, event, step.sequence)
 
     def _reset(self, event: e.CacheReset, step: ReplayedEvent, _projections: Projections) -> None:

@@ -49,9 +49,9 @@ class SettledTokens:
 
     def _step_scheduled(self, event: e.StepScheduled, step: ReplayedEvent, projections: Projections) -> None:
         if event.settled:
-            settled, by_ordinal, sequence = self._settled, projections.tracker.by_ordinal, step.sequence
+            settled, record_of, sequence = self._settled, projections.tracker.of, step.sequence
             for ordinal, _, num_settled_tokens in event.settled:
-                record = by_ordinal(ordinal)
+                record = record_of(ordinal)
                 if record is not None:
                     settled[record.request_id] = (num_settled_tokens, sequence)
 

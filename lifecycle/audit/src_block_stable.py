@@ -70,7 +70,7 @@ class SrcBlockStable:
                 yield violation(self.rule, step, projections, detail, request_id=job.request_id)
 
     def _why_unstable(self, job: Job, projections: Projections) -> str:
-        record = projections.tracker.by_ordinal(job.ordinal)
+        record = projections.tracker.of(job.ordinal)
         if record is None:
             return "its request is gone"
         if record.state is RequestState.FINISHED:

@@ -80,10 +80,10 @@ class StoreContiguous:
         if self._told:
             self._look(projections)
         if event.settled:
-            by_ordinal, lives, keys_of = projections.tracker.by_ordinal, self._lives, projections.chunk_keys.of
+            record_of, lives, keys_of = projections.tracker.of, self._lives, projections.chunk_keys.of
             told, chunk_size = self._told, self._chunk_size
             for ordinal, first_chunk, num_settled_tokens in event.settled:
-                record = by_ordinal(ordinal)
+                record = record_of(ordinal)
                 if record is None:
                     continue
                 request_id = record.request_id

@@ -74,7 +74,7 @@ class TableEq:
             table = of_life(ordinal)
             if table is None or len(table) == num_blocks:  # as it was given: looked at already
                 continue
-            record, twice = projections.tracker.by_ordinal(ordinal), _twice(table)
+            record, twice = projections.tracker.of(ordinal), _twice(table)
             if twice and record is not None:
                 detail = f"blocks {twice} stand in the table already and were appended once more"
                 broken = violation(self.rule, step, projections, detail, sequence, request_id=record.request_id)
@@ -86,14 +86,14 @@ class TableEq:
         self, event: e.StepScheduled, step: ReplayedEvent, projections: Projections
     ) -> list[Violation] | None:
         found = None
-        by_ordinal, of_life = projections.tracker.by_ordinal, projections.blocks.of_life
+        record_of, of_life = projections.tracker.of, projections.blocks.of_life
         block_size, num_groups = self._block_size, self._num_groups
         for ordinal, num_computed_tokens, num_scheduled_tokens, _ in event.advanced:
             num_tokens = num_computed_tokens + num_scheduled_tokens
             table = of_life(ordinal)
             num_blocks = 0 if table is None else len(table)
             if num_blocks * block_size < num_tokens * num_groups:
-                record = by_ordinal(ordinal)
+                record = record_of(ordinal)
                 if record is None or record.quarantined:
                     continue
                 detail = f"{num_tokens} tokens are scheduled on a table of {num_blocks} blocks of {block_size} tokens"

@@ -93,7 +93,7 @@ class TokenConservation:
 
     def _check_step(self, event: e.StepScheduled, step: ReplayedEvent, projections: Projections) -> Iterator[Violation]:
         for ordinal, num_computed_tokens, num_scheduled_tokens, num_tokens in event.advanced:
-            record = projections.tracker.by_ordinal(ordinal)
+            record = projections.tracker.of(ordinal)
             if record is None:
                 continue
             request_id = record.request_id

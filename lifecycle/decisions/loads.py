@@ -43,7 +43,8 @@ def load_what_was_answered(turn: Turn, event: e.BlocksAllocated) -> None:
         return
     turn.decide(
         e.LoadIssued(
-            request_id=event.request_id,
+            request_id=record.request_id,
+            ordinal=record.ordinal,
             generation=record.generation,
             job_id=projections.transfers.next_job_id,
             first_token=first_token,
@@ -110,6 +111,5 @@ def _slots_of_chunks(pages: range, end_token: int, request_id: str, projections:
 
 
 def _refuse(turn: Turn, rule: Rule, detail: str) -> None:
-    request_id = turn.record.request_id
-    turn.decide(e.InvariantViolated(rule=rule.value, request_id=request_id, detail=detail, cause=turn.cause))
-    turn.decide(e.RequestQuarantined(request_id=request_id, reason=rule.value, cause=turn.cause))
+    turn.decide(e.InvariantViolated(rule.value, *turn.record.life, detail, turn.cause))
+    turn.decide(e.RequestQuarantined(*turn.record.life, rule.value, turn.cause))

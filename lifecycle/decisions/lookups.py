@@ -69,16 +69,17 @@ def answer_lookup(turn: Turn, event: e.LookupRequested, *, awaits_saves: bool) -
     ) > max(event.num_computed_tokens, end_token):
         num_deferred = projections.lookups.num_deferred(event.request_id)
         if num_deferred < projections.configuration.max_deferred_lookups:
-            return _deferred(event, record.generation, awaited.job_id, num_deferred + 1, turn.cause)
-    return _answered(event, record.generation, hit, end_token, projections, turn.cause)
+            return _deferred(event, record, awaited.job_id, num_deferred + 1, turn.cause)
+    return _answered(event, record, hit, end_token, projections, turn.cause)
 
 
 def _deferred(
-    event: e.LookupRequested, generation: int, job_id: int, num_deferred: int, cause: int
+    event: e.LookupRequested, record: RequestRecord, job_id: int, num_deferred: int, cause: int
 ) -> e.LookupDeferred:
     return e.LookupDeferred(
-        request_id=event.request_id,
-        generation=generation,
+        request_id=record.request_id,
+        ordinal=record.ordinal,
+        generation=record.generation,
         num_computed_tokens=event.num_computed_tokens,
         num_tokens=event.num_tokens,
         job_id=job_id,
@@ -88,7 +89,7 @@ def _deferred(
 
 
 def _answered(
-    event: e.LookupRequested, generation: int, hit: _Hit, end_token: int, projections: Projections, cause: int
+    event: e.LookupRequested, record: RequestRecord, hit: _Hit, end_token: int, projections: Projections, cause: int
 ) -> e.LookupAnswered:
     configuration, num_computed_tokens = projections.configuration, event.num_computed_tokens
     num_external_tokens, is_async = 0, False
@@ -102,8 +103,9 @@ def _answered(
         is_async = async_from is not None and num_external_tokens >= async_from
     # By place, for there is one for every poll.
     return e.LookupAnswered(
-        event.request_id,
-        generation,
+        record.request_id,
+        record.ordinal,
+        record.generation,
         num_computed_tokens,
         event.num_tokens,
         hit.num_tokens,

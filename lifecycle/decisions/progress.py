@@ -10,6 +10,6 @@ def report_progress(turn: Turn) -> None:
     """Say how far the request is, unless its load has not arrived or nothing was scheduled yet."""
     record, projections = turn.record, turn.projections
     num_computed_tokens = projections.tracker.num_computed_tokens(record)
-    if num_computed_tokens and not projections.transfers.is_loading(record.ordinal):
+    if num_computed_tokens and not projections.transfers.is_loading(record.ordinal, record.generation):
         event_class = e.PrefillCompleted if num_computed_tokens >= record.num_tokens else e.PrefillAdvanced
-        turn.decide(event_class(record.request_id, num_computed_tokens, record.num_tokens, turn.cause))
+        turn.decide(event_class(*record.life, num_computed_tokens, record.num_tokens, turn.cause))

@@ -10,4 +10,4 @@ def release_if_settled(turn: Turn) -> None:
     """Release a finished request that owes no transfer."""
     record = turn.record
     if not turn.projections.transfers.owes(record.ordinal):
-        turn.decide(e.RequestReleased(record.request_id, record.generation, turn.cause))
+        turn.decide(e.RequestReleased(*record.life, turn.cause))

@@ -19,29 +19,24 @@ def settle(turn: EngineTurn, job: Job) -> None:
         _fail(turn, job, error, quiet=True)
     else:
         completed = e.LoadCompleted if job.kind is JobKind.LOAD else e.SaveCompleted
-        turn.decide(completed(job.request_id, job.generation, job.job_id, turn.cause))
+        turn.decide(completed(*job.life, job.job_id, turn.cause))
 
 
 def _fail(turn: EngineTurn, job: Job, error: str, *, quiet: bool) -> None:
-    request_id, generation, job_id, cause = job.request_id, job.generation, job.job_id, turn.cause
-    projections = turn.projections
+    projections, cause = turn.projections, turn.cause
     if job.kind is JobKind.SAVE:
-        turn.decide(
-            e.SaveFailed(
-                request_id=request_id, generation=generation, job_id=job_id, error=error, quiet=quiet, cause=cause
-            )
-        )
+        turn.decide(e.SaveFailed(*job.life, job_id=job.job_id, error=error, quiet=quiet, cause=cause))
         return
-    turn.decide(e.LoadFailed(request_id=request_id, generation=generation, job_id=job_id, error=error, cause=cause))
+    turn.decide(e.LoadFailed(*job.life, job_id=job.job_id, error=error, cause=cause))
     for key in job.keys:
         if projections.chunks.get(key) is not None:
             turn.decide(e.ChunkTainted(key=key, cause=cause))
-    record = projections.tracker.by_ordinal(job.ordinal)
+    record = projections.tracker.of(job.ordinal)
     if record is None or record.quarantined:
         return
     if record.num_failed_loads >= projections.configuration.max_failed_loads:
         reason = f"{record.num_failed_loads} loads failed"
-        turn.decide(e.RequestQuarantined(request_id=request_id, reason=reason, cause=cause))
+        turn.decide(e.RequestQuarantined(*record.life, reason, cause))
 
 
 def check_report(turn: EngineTurn, event: e.TransferReported) -> None:
@@ -59,18 +54,16 @@ def check_report(turn: EngineTurn, event: e.TransferReported) -> None:
         detail = f"job {event.job_id} was reported, but it has been settled before"
     else:
         detail = f"job {event.job_id} was reported, but no such job was ever issued"
-    turn.decide(e.InvariantViolated(rule=Rule.COMPLETION_ONCE.value, request_id="", detail=detail, cause=turn.cause))
+    turn.decide(e.InvariantViolated(Rule.COMPLETION_ONCE.value, "", e.NO_LIFE, e.NO_LIFE, detail, turn.cause))
 
 
 def ask_after(turn: EngineTurn, job: Job, *, before_forward: bool) -> None:
     """Let the workers finish the job and report it, once more if need be."""
-    turn.decide(e.TransferAwaited(job.request_id, job.generation, job.job_id, before_forward, turn.cause))
+    turn.decide(e.TransferAwaited(*job.life, job.job_id, before_forward, turn.cause))
 
 
 def give_up_silent(turn: EngineTurn, job: Job) -> None:
     """Fail a job that a rank has not reported although asked, so that nothing waits for ever."""
     detail = f"job {job.job_id} was not reported, although it was asked after"
-    turn.decide(
-        e.InvariantViolated(rule=Rule.LIVENESS.value, request_id=job.request_id, detail=detail, cause=turn.cause)
-    )
+    turn.decide(e.InvariantViolated(Rule.LIVENESS.value, *job.life, detail, turn.cause))
     _fail(turn, job, detail, quiet=False)

@@ -22,7 +22,7 @@ from kvledger.lifecycle.windows import NULL_BLOCK, blocks_at
 def save_settled(turn: Turn, first_chunk: int, num_settled_tokens: int) -> None:
     """Save the chunks from `first_chunk` on that are settled, from the blocks the request holds."""
     record, projections = turn.record, turn.projections
-    if projections.transfers.is_loading(record.ordinal):
+    if projections.transfers.is_loading(record.ordinal, record.generation):
         return
     block_ids = projections.blocks.of_life(record.ordinal) or ()
     forget = projections.geometry.windows.forget
@@ -40,10 +40,11 @@ def save_on_preemption(turn: Turn, event: e.RequestPreempted) -> None:
     fence_saves(turn)
     # The record is one generation further already; the blocks belong to the one before.
     record, projections = turn.record, turn.projections
-    if projections.transfers.is_loading(record.ordinal):
+    generation = record.generation - 1
+    if projections.transfers.is_loading(record.ordinal, generation):
         return
     lost = projections.blocks.lost(record.request_id)
-    plan = _Plan(turn, record.generation - 1, lost, before_forward=True, is_async=False)
+    plan = _Plan(turn, generation, lost, before_forward=True, is_async=False)
     plan.save(0, event.num_settled_tokens)
     if projections.configuration.save_tails:
         plan.save_tail(event.num_settled_tokens)
@@ -61,7 +62,7 @@ def save_on_finish(turn: Turn, event: e.RequestFinished) -> None:
     Blocks that a copy still reads are kept from being freed.
     """
     record, projections = turn.record, turn.projections
-    if projections.transfers.is_loading_beside(record.ordinal):
+    if projections.transfers.is_loading_beside(record.ordinal, record.generation):
         return
     # A load within its last step has come in before anything was computed; where it turns out to have failed, so does
     # the save. The last sampled token was never computed: its place in the last block was never written (vllm#54193).
@@ -74,7 +75,7 @@ def save_on_finish(turn: Turn, event: e.RequestFinished) -> None:
     plan = _Plan(turn, record.generation, lost, before_forward=not is_async, is_async=is_async, left_since=left_since)
     plan.save(0, num_written)
     if projections.transfers.reads_blocks_of(record.ordinal):
-        turn.decide(e.BlocksHeld(request_id=record.request_id, generation=record.generation, cause=turn.cause))
+        turn.decide(e.BlocksHeld(*record.life, turn.cause))
 
 
 class _Plan(msgspec.Struct):
@@ -136,6 +137,7 @@ class _Plan(msgspec.Struct):
             return
         issued = e.SaveIssued(
             record.request_id,
+            record.ordinal,
             self.generation,
             projections.transfers.next_job_id,
             tuple(unsaved),
@@ -166,9 +168,9 @@ class _Plan(msgspec.Struct):
         last_chunk, last_pages = wanted[-1]
         if last_pages[-1] >= len(self.block_ids):
             detail = f"chunk {last_chunk} is settled, but the table has only {len(self.block_ids)} blocks"
-            request_id = self.turn.record.request_id
-            self.turn.decide(e.InvariantViolated(Rule.TABLE_EQ.value, request_id, detail, self.turn.cause))
-            self.turn.decide(e.RequestQuarantined(request_id, Rule.TABLE_EQ.value, self.turn.cause))
+            life = self.turn.record.life
+            self.turn.decide(e.InvariantViolated(Rule.TABLE_EQ.value, *life, detail, self.turn.cause))
+            self.turn.decide(e.RequestQuarantined(*life, Rule.TABLE_EQ.value, self.turn.cause))
             return
         chunks: list[int] = []
         affordable: dict[int, None] = {}
@@ -245,6 +247,7 @@ class _Plan(msgspec.Struct):
         self.turn.decide(
             e.TailSaveIssued(
                 request_id=self.turn.record.request_id,
+                ordinal=self.turn.record.ordinal,
                 generation=self.generation,
                 job_id=self.turn.projections.transfers.next_job_id,
                 first_token=first_token,
@@ -265,8 +268,10 @@ class _Plan(msgspec.Struct):
         num_missing = num_pages - self.turn.projections.chunks.slots.num_free
         if num_missing > 0:
             # Its own beginning is worth more than its own end.
+            record = self.turn.record
             for victim in self.turn.projections.chunks.room_for(num_missing, spare=frozenset(own_keys)) or ():
-                self.turn.decide(e.ChunkEvicted(victim, self.turn.record.request_id, self.turn.cause))
+                evicted = e.ChunkEvicted(victim, record.request_id, record.ordinal, self.generation, self.turn.cause)
+                self.turn.decide(evicted)
 
     def _job(self, chunks: tuple[int, ...], kept: Mapping[int, None], reach: Reach | None) -> e.SaveIssued:
         pages = self.turn.projections.geometry.pages_of(chunks)
@@ -279,6 +284,7 @@ class _Plan(msgspec.Struct):
             slots, block_ids = self._pairs(pages, kept)
         return e.SaveIssued(
             request_id=self.turn.record.request_id,
+            ordinal=self.turn.record.ordinal,
             generation=self.generation,
             job_id=self.turn.projections.transfers.next_job_id,
             chunks=chunks,
@@ -292,6 +298,7 @@ class _Plan(msgspec.Struct):
     def _declined(self, first_chunk: int, num_chunks: int, reason: str = e.POOL_FULL) -> e.SaveDeclined:
         return e.SaveDeclined(
             request_id=self.turn.record.request_id,
+            ordinal=self.turn.record.ordinal,
             generation=self.generation,
             first_chunk=first_chunk,
             num_chunks=num_chunks,

@@ -51,7 +51,7 @@ class BlockTable:
     def folds(self) -> Mapping[type[e.Event], Callable[..., None]]:
         """Event class -> fold."""
         return {
-            e.RequestArrived: self._forget,
+            e.RequestArrived: self._arrived,
             e.LookupRequested: self._asked,
             e.BlocksAllocated: self._replaced,
             e.BlockTableObserved: self._replaced,
@@ -106,13 +106,14 @@ class BlockTable:
                 else:
                     held.extend(block_ids)
 
-    def _forget(self, event: e.RequestArrived | e.RequestReleased, _sequence: int) -> None:
-        ordinal = self._ordinal(event.request_id)
+    def _arrived(self, event: e.RequestArrived, _sequence: int) -> None:
+        self._forget(self._ordinal(event.request_id))
+
+    def _forget(self, ordinal: int) -> None:
         self._held.pop(ordinal, None)
         self._lost.pop(ordinal, None)
         self._leaving.pop(ordinal, None)
 
-    def _released(self, event: e.RequestReleased, sequence: int) -> None:
-        record = self._tracker.get(event.request_id)
-        if record is not None and record.generation == event.generation:
-            self._forget(event, sequence)
+    def _released(self, event: e.RequestReleased, _sequence: int) -> None:
+        if self._tracker.in_generation(event) is not None:
+            self._forget(event.ordinal)

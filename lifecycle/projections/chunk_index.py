@@ -19,6 +19,7 @@ from kvledger.lifecycle.members import members_at_hand
 from kvledger.lifecycle.projections.chunk_keys import ChunkKeys
 from kvledger.lifecycle.projections.host_slots import NO_SLOT, HostSlots
 from kvledger.lifecycle.projections.recency import Recency
+from kvledger.lifecycle.projections.tracker import RequestTracker
 from kvledger.lifecycle.projections.transfers import Job, JobKind, Transfers
 
 _SHORT = 16
@@ -43,10 +44,14 @@ class Departed:
 
 
 class ChunkIndex:
-    """Committed chunks, what nobody waits for in order of recency, and what is promised or waited for beside it."""
+    """Committed chunks, what nobody waits for in order of recency, and what is promised or waited for beside it.
+
+    A settlement concerns its job, a promise the generation that it was made to.
+    """
 
     def __init__(
         self,
+        tracker: RequestTracker,
         geometry: Geometry,
         num_slots: int,
         chunk_keys: ChunkKeys,
@@ -54,6 +59,7 @@ class ChunkIndex:
         *,
         keep_for_preempted: bool = True,
     ) -> None:
+        self._tracker = tracker
         self._geometry = geometry
         self._chunk_keys = chunk_keys
         self._transfers = transfers
@@ -178,6 +184,8 @@ class ChunkIndex:
     # --- promises made by lookups ------------------------------------------------------------
 
     def _answered(self, event: e.LookupAnswered, _sequence: int) -> None:
+        if self._tracker.in_generation(event) is None:
+            return
         keys: tuple[bytes, ...] = ()
         if event.num_external_tokens:
             num_tokens = event.num_computed_tokens + event.num_external_tokens
@@ -266,9 +274,14 @@ class ChunkIndex:
         # A growing request's beginning must not look older than its end. Renewing it whenever it has grown by an
         # eighth keeps the cost per chunk constant.
         first = job.chunks[0] if job.chunks else 0
-        if first and (first < _SHORT or first % (first // 8) == 0):
+        if first and (first < _SHORT or first % (first // 8) == 0) and self._is_present(job):
             self._renew(job.request_id, first)
         self.num_added += 1
+
+    def _is_present(self, job: Job) -> bool:
+        """Whether the keys under the id of the job's request are those of its own life."""
+        record = self._tracker.get(job.request_id)
+        return record is not None and record.ordinal == job.ordinal
 
     def _place_whole(self, job: Job) -> bool:
         """Let chunks that are whole blocks be found, if every one is complete; else return False.

@@ -16,6 +16,7 @@ from kvledger.lifecycle import events as e
 from kvledger.lifecycle.members import members_at_hand
 from kvledger.lifecycle.projections.chunk_index import ChunkIndex
 from kvledger.lifecycle.projections.chunk_keys import ChunkKeys
+from kvledger.lifecycle.projections.tracker import RequestTracker
 from kvledger.lifecycle.structs import known_to_attrs
 
 
@@ -67,9 +68,15 @@ class PendingAnswer(msgspec.Struct, frozen=True, gc=False):
 
 
 class LookupCache:
-    """One replaceable slot per request, written by the last lookup."""
+    """One replaceable slot per request, written by the last lookup.
 
-    def __init__(self, chunk_size: int, chunk_keys: ChunkKeys, chunk_index: ChunkIndex) -> None:
+    What is answered concerns one generation of a life; an answer to any other is none.
+    """
+
+    def __init__(
+        self, tracker: RequestTracker, chunk_size: int, chunk_keys: ChunkKeys, chunk_index: ChunkIndex
+    ) -> None:
+        self._tracker = tracker
         self._chunk_size = chunk_size
         self._chunk_keys = chunk_keys
         self._chunk_index = chunk_index
@@ -138,6 +145,8 @@ class LookupCache:
         }
 
     def _answered(self, event: e.LookupAnswered, sequence: int) -> None:
+        if self._tracker.in_generation(event) is None:
+            return
         request_id = event.request_id
         self._hits[request_id] = CachedHit(
             event.num_hit_tokens // self._chunk_size,
@@ -159,6 +168,8 @@ class LookupCache:
             self._junctions[request_id] = event.num_hit_tokens // self._chunk_size * self._chunk_size
 
     def _deferred(self, event: e.LookupDeferred, _sequence: int) -> None:
+        if self._tracker.in_generation(event) is None:
+            return
         self._num_deferred[event.request_id] = event.num_deferred
         self._pending.pop(event.request_id, None)
 

@@ -14,7 +14,10 @@ from kvledger.lifecycle.projections.transfers import Transfers
 
 
 class SaveCursor:
-    """Request id -> number of chunks from the first on that need no further thought."""
+    """Request id -> number of chunks from the first on that need no further thought.
+
+    They are those of the present generation, so only its own failed load starts the cursor again.
+    """
 
     def __init__(self, tracker: RequestTracker, transfers: Transfers, chunk_size: int) -> None:
         self._tracker = tracker
@@ -37,11 +40,11 @@ class SaveCursor:
         """Event class -> fold."""
         return {
             e.StepScheduled: self._step_scheduled,
-            e.LoadFailed: self._restart,
+            e.LoadFailed: self._load_failed,
             e.RequestPreempted: self._restart,
             e.RequestFinished: self._restart,
             e.RequestArrived: self._restart,
-            e.RequestReleased: self._restart,
+            e.RequestReleased: self._released,
             e.SessionContinued: self._session_continued,
             e.TokensRolledBack: self._rolled_back,
             e.CacheReset: self._reset,
@@ -53,10 +56,18 @@ class SaveCursor:
 
     def _step_scheduled(self, event: e.StepScheduled, _sequence: int) -> None:
         for ordinal, _, num_settled_tokens in event.settled:
-            record = self._tracker.by_ordinal(ordinal)
+            record = self._tracker.of(ordinal)
             # Until a load has arrived, what was computed on top of it may be wrong too.
-            if record is not None and not self._transfers.is_loading(ordinal):
+            if record is not None and not self._transfers.is_loading(ordinal, record.generation):
                 self._num_chunks[record.request_id] = num_settled_tokens // self._chunk_size
+
+    def _load_failed(self, event: e.LoadFailed, _sequence: int) -> None:
+        if self._tracker.in_generation(event) is not None:
+            self._num_chunks.pop(event.request_id, None)
+
+    def _released(self, event: e.RequestReleased, _sequence: int) -> None:
+        if self._tracker.get(event.request_id) is None:
+            self._num_chunks.pop(event.request_id, None)
 
     def _restart(self, event: e.RequestEvent, _sequence: int) -> None:
         self._num_chunks.pop(event.request_id, None)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 import attrs
 
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.projections.host_slots import HostSlots
+from kvledger.lifecycle.projections.host_slots import NO_SLOT, HostSlots
 from kvledger.lifecycle.projections.tracker import RequestTracker
 
 
@@ -24,10 +24,16 @@ class Tail:
     end_token: int
     slots: tuple[int, ...]
     is_saved: bool = False
+    load_id: int = 0
+    """The last load that reads it; 0: none."""
 
 
 class Tails:
-    """Life of a request -> its tail. To be folded before the chunk index, whose jobs own the slots until then."""
+    """Life of a request -> its tail. To be folded before the chunk index, whose jobs own the slots until then.
+
+    Settlements concern the job that saves it or reads it: both belong to other generations than the one that waits for
+    it. Everything else concerns the life.
+    """
 
     def __init__(self, tracker: RequestTracker, slots: HostSlots) -> None:
         self._tracker = tracker
@@ -50,17 +56,18 @@ class Tails:
         """Event class -> fold."""
         return {
             e.TailSaveIssued: self._issued,
+            e.LoadIssued: self._load_issued,
             e.SaveCompleted: self._save_completed,
             e.SaveFailed: self._save_failed,
-            e.PrefillAdvanced: self._drop,
-            e.PrefillCompleted: self._drop,
-            e.LoadFailed: self._drop,
+            e.LoadFailed: self._load_failed,
+            e.PrefillAdvanced: self._dropped,
+            e.PrefillCompleted: self._dropped,
+            e.RequestQuarantined: self._dropped,
+            e.RequestReleased: self._dropped,
             e.RequestPreempted: self._drop,
             e.SessionContinued: self._drop,
             e.RequestFinished: self._drop,
-            e.RequestQuarantined: self._drop,
             e.RequestArrived: self._drop,
-            e.RequestReleased: self._drop,
             e.CacheReset: self._reset,
         }
 
@@ -73,25 +80,33 @@ class Tails:
         }
 
     def _issued(self, event: e.TailSaveIssued, _sequence: int) -> None:
-        record = self._tracker.get(event.request_id)
-        if record is not None:
+        if self._tracker.of(event.ordinal) is not None:
             end_token = event.first_token + event.num_tokens
-            self._tails[record.ordinal] = Tail(event.job_id, event.first_token, end_token, event.slots)
+            self._tails[event.ordinal] = Tail(event.job_id, event.first_token, end_token, event.slots)
+
+    def _load_issued(self, event: e.LoadIssued, _sequence: int) -> None:
+        tail = self.saved(event.ordinal)
+        if tail is not None and not (set(tail.slots) - {NO_SLOT}).isdisjoint(event.slots):
+            tail.load_id = event.job_id
 
     def _save_completed(self, event: e.SaveCompleted, _sequence: int) -> None:
-        if not self._tails:
-            return
-        record = self._tracker.get(event.request_id)
-        tail = None if record is None else self._tails.get(record.ordinal)
+        tail = self._tails.get(event.ordinal)
         if tail is not None and tail.job_id == event.job_id:
             tail.is_saved = True
             self._slots.acquire(tail.slots)  # the job gives its reference back right after
 
-    def _save_failed(self, event: e.SaveFailed, sequence: int) -> None:
-        record = self._tracker.get(event.request_id)
-        tail = None if record is None else self._tails.get(record.ordinal)
+    def _save_failed(self, event: e.SaveFailed, _sequence: int) -> None:
+        tail = self._tails.get(event.ordinal)
         if tail is not None and tail.job_id == event.job_id:
-            self._drop(event, sequence)
+            self._forget(event.ordinal)
+
+    def _load_failed(self, event: e.LoadFailed, _sequence: int) -> None:
+        tail = self._tails.get(event.ordinal)
+        if tail is not None and tail.load_id == event.job_id:
+            self._forget(event.ordinal)
+
+    def _dropped(self, event: e.RequestDecision, _sequence: int) -> None:
+        self._forget(event.ordinal)
 
     def _drop(self, event: e.RequestEvent, _sequence: int) -> None:
         if not self._tails:

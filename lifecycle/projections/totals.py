@@ -102,11 +102,11 @@ class Totals:
 
     def _load_issued(self, event: e.LoadIssued, _sequence: int) -> None:
         self._loading[event.job_id] = event.num_tokens
-        record = self._tracker.get(event.request_id)
-        if record is not None and record.ordinal in self._returning:
-            num_retained, _ = self._returning[record.ordinal]
+        record = self._tracker.in_generation(event)
+        if record is not None and event.ordinal in self._returning:
+            num_retained, _ = self._returning[event.ordinal]
             last = min(event.first_token + event.num_tokens, record.num_tokens_before_preemption)
-            self._returning[record.ordinal] = (num_retained, max(0, last - event.first_token))
+            self._returning[event.ordinal] = (num_retained, max(0, last - event.first_token))
 
     def _gone(self, event: e.RequestEvent, _sequence: int) -> None:
         record = self._tracker.get(event.request_id)
@@ -118,7 +118,7 @@ class Totals:
 
     def _step_scheduled(self, event: e.StepScheduled, _sequence: int) -> None:
         for ordinal, num_computed_tokens, num_scheduled_tokens, _ in event.advanced:
-            record = self._tracker.by_ordinal(ordinal)
+            record = self._tracker.of(ordinal)
             if record is not None and record.num_preemptions:
                 num_retained, num_recovered = self._returning.pop(ordinal, (0, 0))
                 self.figures.num_tokens_retained += num_retained

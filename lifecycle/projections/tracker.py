@@ -44,25 +44,31 @@ class RequestRecord:
     num_tokens_before_preemption: int = 0
     """The most settled tokens it ever lost; what lies below and is computed again was lost for good."""
 
+    @property
+    def life(self) -> tuple[str, int, int]:
+        """What a decision about it begins with: request id, ordinal, generation."""
+        return self.request_id, self.ordinal, self.generation
+
 
 class RequestTracker:
     """Folds request events into records.
 
     A steady request, one that decodes one token a step, is not touched by the fold of a step: its count is
     the step count since it became steady. So a step of 256 decoding requests costs the fold nothing.
+
+    An observation concerns the present life of its id. Of decisions, those that move the state and what a failed load
+    forbids concern one generation of a life; the count of failed loads, a quarantine and the end concern the life.
     """
 
     def __init__(self, table: CompiledTable) -> None:
         self._table = table
-        self._of_generations = frozenset(kind for _, kind in table if "generation" in e.field_names(kind))
-        """Classes of events that name the generation they are about: decisions."""
         self._records: dict[str, RequestRecord] = {}
         self._by_ordinal: dict[int, RequestRecord] = {}
         # Asked several times for every event: the dicts' own methods. So the dicts are changed, never replaced.
         self.get: Callable[[str], RequestRecord | None] = self._records.get
-        """The record of a request that is not released, or None."""
-        self.by_ordinal: Callable[[int], RequestRecord | None] = self._by_ordinal.get
-        """The record of that life of a request, or None once it is released."""
+        """The present life of a request id, for observations; None where it is released."""
+        self.of: Callable[[int], RequestRecord | None] = self._by_ordinal.get
+        """The record of that life of a request, for decisions; None once it is released."""
         self.num_arrived = 0
         self.num_steps = 0
         self.time_ns = 0
@@ -72,6 +78,11 @@ class RequestTracker:
 
     def __iter__(self) -> Iterator[RequestRecord]:
         return iter(self._records.values())
+
+    def in_generation(self, decision: e.RequestDecision) -> RequestRecord | None:
+        """The record of the decision's life, if it still is in the generation that the decision names."""
+        record = self._by_ordinal.get(decision.ordinal)
+        return record if record is not None and record.generation == decision.generation else None
 
     def num_computed_tokens(self, record: RequestRecord) -> int:
         """Tokens computed or in flight after the last step."""
@@ -109,7 +120,7 @@ class RequestTracker:
         rows = self._table.items()
         if all(source is dest for (source, moving), dest in rows if moving is event_class):
             return None
-        return self._move
+        return self._decided if issubclass(event_class, e.RequestDecision) else self._move
 
     def snapshot(self) -> object:
         """Plain values, equal for equal states."""
@@ -163,11 +174,15 @@ class RequestTracker:
 
     def _move(self, event: e.RequestEvent, _sequence: int) -> None:
         record = self._records.get(event.request_id)
-        if record is None:
-            return
-        event_class = type(event)
-        if event_class in self._of_generations and getattr(event, "generation", None) != record.generation:
-            return  # a decision about an earlier life; it must not move this one
+        if record is not None:
+            self._move_record(record, type(event))
+
+    def _decided(self, event: e.RequestDecision, _sequence: int) -> None:
+        record = self.in_generation(event)
+        if record is not None:
+            self._move_record(record, type(event))
+
+    def _move_record(self, record: RequestRecord, event_class: type[e.RequestEvent]) -> None:
         state = self._table.get((record.state, event_class))
         if state is not None and state is not record.state:
             record.state = state
@@ -183,11 +198,14 @@ class RequestTracker:
         self._move(event, sequence)
 
     def _load_failed(self, event: e.LoadFailed, sequence: int) -> None:
-        record = self._records.get(event.request_id)
+        record = self._by_ordinal.get(event.ordinal)
         if record is not None:
             record.num_failed_loads += 1
-            record.computes_first = True
-        self._move(event, sequence)
+            # After a load within its step failed, vLLM has counted back to 0 before the report comes: another
+            # generation. It runs on then, so nobody looks it up before it has computed something.
+            if record.generation == event.generation:
+                record.computes_first = True
+        self._decided(event, sequence)
 
     def _blocks_allocated(self, event: e.BlocksAllocated, sequence: int) -> None:
         self.time_ns = event.time_ns
@@ -239,15 +257,16 @@ class RequestTracker:
         self._move(event, sequence)
 
     def _quarantined(self, event: e.RequestQuarantined, _sequence: int) -> None:
-        record = self._records.get(event.request_id)
+        record = self._by_ordinal.get(event.ordinal)
         if record is not None:
             record.quarantined = True
 
     def _released(self, event: e.RequestReleased, _sequence: int) -> None:
-        record = self._records.get(event.request_id)
-        if record is not None and record.generation == event.generation:
-            del self._records[event.request_id]
-            self._by_ordinal.pop(record.ordinal, None)
+        record = self.in_generation(event)
+        if record is not None:
+            del self._by_ordinal[event.ordinal]
+            if self._records.get(record.request_id) is record:
+                del self._records[record.request_id]
 
     def _step_scheduled(self, event: e.StepScheduled, _sequence: int) -> None:
         self.time_ns = event.time_ns

@@ -62,9 +62,18 @@ class Job(msgspec.Struct, gc=False):
     is_doubtful: bool = False
     """A save whose source blocks turned out not to hold what they should; its chunks are not offered."""
 
+    @property
+    def life(self) -> tuple[str, int, int]:
+        """What a decision about it begins with: request id, ordinal, generation."""
+        return self.request_id, self.ordinal, self.generation
+
 
 class Transfers:
-    """Job id -> job, as long as a rank owes a report."""
+    """Job id -> job, as long as a rank owes a report.
+
+    Reports and settlements concern a job, whatever has become of its life. A quarantine and blocks that could not be
+    filled concern all jobs of a life.
+    """
 
     def __init__(
         self,
@@ -141,22 +150,28 @@ class Transfers:
         """Whether a job of that life of a request is in flight."""
         return ordinal in self._of_ordinal
 
-    def is_loading(self, ordinal: int) -> bool:
-        """Whether KV is still coming into that request's blocks."""
+    def is_loading(self, ordinal: int, generation: int) -> bool:
+        """Whether a load that this generation of that life issued is in flight."""
         job_ids = self._of_ordinal.get(ordinal)
         if job_ids is not None:
             for job_id in job_ids:  # asked for every chunk that settles, so without a generator
-                if self._jobs[job_id].kind is JobKind.LOAD:
+                job = self._jobs[job_id]
+                if job.kind is JobKind.LOAD and job.generation == generation:
                     return True
         return False
 
-    def is_loading_beside(self, ordinal: int) -> bool:
-        """Whether KV is still coming into that request's blocks beside the steps, so that it is in none."""
-        return any(job.kind is JobKind.LOAD and job.is_async for job in self.of_life(ordinal))
+    def is_loading_beside(self, ordinal: int, generation: int) -> bool:
+        """The same of loads beside the steps: then the request is in none."""
+        return any(
+            job.kind is JobKind.LOAD and job.is_async and job.generation == generation for job in self.of_life(ordinal)
+        )
 
     def relies_on_load(self, save: Job) -> bool:
         """Whether what was saved was computed on top of a load that has not been settled."""
-        return any(job.kind is JobKind.LOAD and job.job_id < save.job_id for job in self.of_life(save.ordinal))
+        return any(
+            job.kind is JobKind.LOAD and job.job_id < save.job_id and job.generation == save.generation
+            for job in self.of_life(save.ordinal)
+        )
 
     def is_read(self, slot: int) -> bool:
         """Whether a load in flight reads the slot."""
@@ -230,9 +245,7 @@ class Transfers:
         chunks: tuple[int, ...],
         is_async: bool,  # noqa: FBT001
     ) -> None:
-        tracker, job_id, request_id = self._tracker, event.job_id, event.request_id
-        record = tracker.get(request_id)
-        ordinal = -1 if record is None else record.ordinal
+        tracker, job_id, request_id, ordinal = self._tracker, event.job_id, event.request_id, event.ordinal
         keys = self._chunk_keys.of_chunks(request_id, chunks)
         self._jobs[job_id] = Job(
             job_id,
@@ -332,9 +345,7 @@ class Transfers:
             self._doubt_saves(ordinal)
 
     def _quarantined(self, event: e.RequestQuarantined, _sequence: int) -> None:
-        record = self._tracker.get(event.request_id)
-        if record is not None:
-            self._doubt_saves(record.ordinal)
+        self._doubt_saves(event.ordinal)
 
     def _doubt_saves(self, ordinal: int) -> None:
         for job_id in self._of_ordinal.get(ordinal, ()):

@@ -88,7 +88,7 @@ class ChunkEvents:
         self._history.declined(keys, event.num_chunks, fact)
 
     def _evicted(self, event: e.ChunkEvicted, sequence: int) -> None:
-        fact = ChunkFact(ChunkStatus.EVICTED, sequence, event.for_request_id, cause=event.cause)
+        fact = ChunkFact(ChunkStatus.EVICTED, sequence, event.request_id, cause=event.cause)
         self._history.left(event.key, fact)
 
     def _tainted(self, event: e.ChunkTainted, sequence: int) -> None:

@@ -68,7 +68,7 @@ def test_a_chunk_that_leaves_is_remembered_with_its_reason(event_class: type[e.E
     (key,) = keys_of("d", 1)
     driver.save_prefix("a", (key,))
     sequence = driver.ledger.next_sequence
-    arguments = {e.ChunkEvicted: (key, "b", 1), e.ChunkTainted: (key, 1), e.CacheReset: (1,)}[event_class]
+    arguments = {e.ChunkEvicted: (key, "b", 1, 0, 1), e.ChunkTainted: (key, 1), e.CacheReset: (1,)}[event_class]
     driver.observe(event_class(*arguments))
     departed = driver.projections.chunks.departed(key)
     assert (departed.reason, departed.sequence) == (event_class.__name__.replace("Chunk", "").replace("Cache", "").lower(), sequence)  # fmt: skip  # noqa: E501

@@ -375,7 +375,7 @@ def test_room_is_made_by_evicting_what_nobody_needs() -> None:
     assert kinds(decisions) == ["chunk.evicted", "chunk.evicted", "save.issued"]
     evicted = [event.key for event in driver.all_of(e.ChunkEvicted)]
     assert evicted == [keys_of("old", 3)[2], keys_of("old", 3)[1]], "the end of a prefix leaves before its beginning"
-    assert {event.for_request_id for event in driver.all_of(e.ChunkEvicted)} == {"a"}
+    assert {event.request_id for event in driver.all_of(e.ChunkEvicted)} == {"a"}
 
 
 def test_a_prefix_is_never_evicted_for_its_own_tail() -> None:
@@ -803,8 +803,7 @@ def test_a_replaced_handler_decides_instead_of_the_built_in_one() -> None:
         def lookup_requested(self, turn: Turn, event: e.LookupRequested) -> None:
             turn.decide(
                 e.LookupAnswered(
-                    event.request_id,
-                    turn.record.generation,
+                    *turn.record.life,
                     event.num_computed_tokens,
                     event.num_tokens,
                     0,
@@ -830,7 +829,7 @@ def test_an_added_handler_decides_after_the_built_in_one() -> None:
 
         def lookup_requested(self, turn: Turn, event: e.LookupRequested) -> None:
             assert turn.projections.lookups.pending(event.request_id) is not None
-            turn.decide(e.RequestQuarantined(event.request_id, "looks odd", turn.cause))
+            turn.decide(e.RequestQuarantined(*turn.record.life, "looks odd", turn.cause))
 
     driver = Driver(core=core_with(Suspicious(), added=True))
     driver.arrive("a", 40, keys_of("d", 4))
@@ -1202,7 +1201,7 @@ def test_a_request_whose_loads_keep_failing_gets_no_more_of_them() -> None:
             driver.allocate("a", (1, 2, 3))
             driver.step(("a", 0, 8, 40))
             driver.preempt("a", 0)
-    assert decisions[-1] == e.RequestQuarantined("a", "3 loads failed", decisions[-1].cause)  # type: ignore[attr-defined]
+    assert decisions[-1] == e.RequestQuarantined(*driver.record("a").life, "3 loads failed", decisions[-1].cause)  # type: ignore[attr-defined]
     assert driver.lookup("a", 0, 40).miss_reason == "quarantined"
     driver.arrive("b", 40, keys_of("d", 4))
     assert driver.lookup("b", 0, 40).num_external_tokens == 32, "others load on"

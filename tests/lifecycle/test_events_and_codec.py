@@ -172,14 +172,14 @@ def test_a_payload_keeps_its_events_in_order(events: list[e.Event]) -> None:
 
 def golden_vocabulary(golden: Any) -> list[dict[str, Any]]:
     """The vocabulary under which the golden payloads were written."""
-    header: dict[str, Any] = json.loads(golden.read("events-v1/header.json"))
+    header: dict[str, Any] = json.loads(golden.read("events-v2/header.json"))
     vocabulary: list[dict[str, Any]] = header["vocabulary"]
     return vocabulary
 
 
 def test_every_event_version_has_a_golden_payload(golden: Any) -> None:
     """A new event or version adds a file; what is there is never written again."""
-    golden.add("events-v1/header.json", json.dumps({"schema_version": SCHEMA_VERSION, "vocabulary": []}))
+    golden.add("events-v2/header.json", json.dumps({"schema_version": SCHEMA_VERSION, "vocabulary": []}))
     vocabulary = golden_vocabulary(golden)
     known = {(entry["id"], entry["version"]) for entry in vocabulary}
     for entry in vocabulary_header(Core.standard())["vocabulary"]:  # type: ignore[attr-defined]
@@ -187,13 +187,13 @@ def test_every_event_version_has_a_golden_payload(golden: Any) -> None:
         if golden.rewrite and (entry["id"], entry["version"]) not in known:
             vocabulary.append(entry)
             header = {"schema_version": SCHEMA_VERSION, "vocabulary": vocabulary}
-            golden.check("events-v1/header.json", json.dumps(header, indent=1) + "\n")
+            golden.check("events-v2/header.json", json.dumps(header, indent=1) + "\n")
         code = [(other["id"], other["version"]) for other in vocabulary].index((entry["id"], entry["version"]))
         fields = [example_of(annotation, index) for index, annotation in enumerate(types_of(event_class).values())]
         payload = msgspec.msgpack.encode([(code, *fields)]).hex()
-        golden.add(f"events-v1/{event_class.id}-{event_class.version}.hex", payload + "\n")
+        golden.add(f"events-v2/{event_class.id}-{event_class.version}.hex", payload + "\n")
     names = {f"{entry['id']}-{entry['version']}.hex" for entry in vocabulary}
-    assert set(golden.names("events-v1", ".hex")) == names
+    assert set(golden.names("events-v2", ".hex")) == names
     assert {(event.id, event.version) for event in EVENTS} <= {(x["id"], x["version"]) for x in vocabulary}
 
 
@@ -204,8 +204,10 @@ def test_a_golden_payload_is_read_and_written_to_the_byte(golden: Any, event_cla
     Wire codes may move, as the log's header lists them; so the payload is compared under the golden codes.
     """
     vocabulary = golden_vocabulary(golden)
-    payload = bytes.fromhex(golden.read(f"events-v1/{event_class.id}-{event_class.version}.hex"))
-    (event,) = EventDecoder(Core.standard(), {"schema_version": 1, "vocabulary": vocabulary}).decode(payload)
+    payload = bytes.fromhex(golden.read(f"events-v2/{event_class.id}-{event_class.version}.hex"))
+    (event,) = EventDecoder(Core.standard(), {"schema_version": SCHEMA_VERSION, "vocabulary": vocabulary}).decode(
+        payload
+    )
     annotations = types_of(event_class)
     assert event == event_class(*(example_of(type_, index) for index, type_ in enumerate(annotations.values())))
     ((_, *fields),) = msgspec.msgpack.decode(EventEncoder().encode([event]))
@@ -215,11 +217,11 @@ def test_a_golden_payload_is_read_and_written_to_the_byte(golden: Any, event_cla
 
 def test_every_golden_payload_of_any_version_is_still_readable(golden: Any) -> None:
     """Also those of versions that this code no longer writes."""
-    decoder = EventDecoder(Core.standard(), {"schema_version": 1, "vocabulary": golden_vocabulary(golden)})
-    names = golden.names("events-v1", ".hex")
+    decoder = EventDecoder(Core.standard(), {"schema_version": SCHEMA_VERSION, "vocabulary": golden_vocabulary(golden)})
+    names = golden.names("events-v2", ".hex")
     assert len(names) >= len(EVENTS)
     for name in names:
-        (event,) = decoder.decode(bytes.fromhex(golden.read(f"events-v1/{name}")))
+        (event,) = decoder.decode(bytes.fromhex(golden.read(f"events-v2/{name}")))
         assert name.startswith(f"{event.id}-")
 
 
@@ -241,10 +243,20 @@ def test_a_newer_schema_is_refused_and_the_needed_version_named() -> None:
         EventDecoder(Core.standard(), header)
 
 
+@pytest.mark.parametrize("schema_version", range(SCHEMA_VERSION))
+def test_an_earlier_schema_is_refused_and_the_version_that_reads_it_named(schema_version: int) -> None:
+    """Nothing of it means what it says today."""
+    header = {**vocabulary_header(Core.standard()), "schema_version": schema_version, "kvledger_version": "0.0.1"}
+    with pytest.raises(
+        CodecError, match=rf"written with schema {schema_version} by kvledger 0\.0\.1; read it with that version"
+    ):
+        EventDecoder(Core.standard(), header, lenient=True)
+
+
 def test_a_newer_version_of_an_event_is_refused_and_the_needed_version_named() -> None:
     """The message names the event, both versions and the kvledger that wrote it."""
     vocabulary = [{"id": "request.arrived", "version": 2, "fields": []}]
-    header = {"schema_version": 1, "vocabulary": vocabulary, "kvledger_version": "9.8.7"}
+    header = {"schema_version": SCHEMA_VERSION, "vocabulary": vocabulary, "kvledger_version": "9.8.7"}
     with pytest.raises(SchemaTooNew, match=r"request\.arrived version 2.*knows version 1.*9\.8\.7"):
         EventDecoder(Core.standard(), header)
 
@@ -252,12 +264,12 @@ def test_a_newer_version_of_an_event_is_refused_and_the_needed_version_named() -
 def test_an_unknown_event_is_refused_and_the_needed_version_named() -> None:
     """An event of a later release, or of another product."""
     vocabulary = [{"id": "request.teleported", "version": 1, "fields": []}]
-    header = {"schema_version": 1, "vocabulary": vocabulary, "kvledger_version": "9.8.7"}
+    header = {"schema_version": SCHEMA_VERSION, "vocabulary": vocabulary, "kvledger_version": "9.8.7"}
     with pytest.raises(SchemaTooNew, match=r"request\.teleported version 1.*knows no version.*9\.8\.7"):
         EventDecoder(Core.standard(), header)
 
 
-@pytest.mark.parametrize("header", [{}, {"schema_version": 1}, {"vocabulary": []}, {"schema_version": "1", "vocabulary": []}])  # fmt: skip  # noqa: E501
+@pytest.mark.parametrize("header", [{}, {"schema_version": SCHEMA_VERSION}, {"vocabulary": []}, {"schema_version": "1", "vocabulary": []}])  # fmt: skip  # noqa: E501
 def test_a_header_without_a_vocabulary_is_refused(header: dict[str, Any]) -> None:
     """It was not written by a kvledger connector, and the message says so."""
     with pytest.raises(CodecError, match="names no vocabulary"):
@@ -268,7 +280,7 @@ def test_a_header_without_a_vocabulary_is_refused(header: dict[str, Any]) -> Non
 def test_a_header_with_a_broken_vocabulary_is_refused(entry: Any) -> None:
     """A damaged entry is a `CodecError`, never another exception."""
     with pytest.raises(CodecError):
-        EventDecoder(Core.standard(), {"schema_version": 1, "vocabulary": [entry]})
+        EventDecoder(Core.standard(), {"schema_version": SCHEMA_VERSION, "vocabulary": [entry]})
 
 
 DECODER = EventDecoder(Core.standard(), vocabulary_header(Core.standard()))

@@ -47,7 +47,7 @@ def test_an_unchanged_hit_is_found_without_walking_the_keys() -> None:
 def test_an_evicted_chunk_shortens_the_hit() -> None:
     """Also when the evicted chunk lies in the middle."""
     driver = looked_up()
-    driver.observe(e.ChunkEvicted(KEYS[1], "other", 1))
+    driver.observe(e.ChunkEvicted(KEYS[1], "other", 9, 0, 1))
     assert hit(driver) == truth(driver) == 1
 
 
@@ -112,7 +112,7 @@ def test_a_newly_committed_chunk_extends_the_hit() -> None:
 def test_a_removal_and_a_commit_together_are_both_seen() -> None:
     """Equal numbers of chunks before and after prove nothing."""
     driver = looked_up()
-    driver.observe(e.ChunkEvicted(KEYS[0], "other", 1))
+    driver.observe(e.ChunkEvicted(KEYS[0], "other", 9, 0, 1))
     driver.save_prefix("other", keys_of("unrelated", 1))
     assert hit(driver) == truth(driver) == 0
 
@@ -175,7 +175,7 @@ def test_a_deferral_takes_the_pending_answer_back() -> None:
     """The scheduler was told to ask again, so there is nothing that it could take up."""
     driver = looked_up()
     assert driver.projections.lookups.pending("a") is not None
-    driver.observe(e.LookupDeferred("a", 0, 0, 70, 1, 1, 1))
+    driver.observe(e.LookupDeferred(*driver.record("a").life, 0, 70, 1, 1, 1))
     assert driver.projections.lookups.pending("a") is None
 
 

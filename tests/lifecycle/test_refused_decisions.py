@@ -111,5 +111,5 @@ def test_nothing_can_be_decided_in_a_turn_that_was_kept() -> None:
     assert driver.step(settled=[("bad", 0, 16)]) == []
     (turn,) = kept
     with pytest.raises(DecisionRefused, match="the turn is over"):
-        turn.decide(e.RequestQuarantined("bad", "late", turn.cause))
+        turn.decide(e.RequestQuarantined(*turn.record.life, "late", turn.cause))
     assert not driver.record("bad").quarantined

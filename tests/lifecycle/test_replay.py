@@ -143,7 +143,7 @@ def test_an_additional_decision_is_reported_where_it_stands() -> None:
     driver, log = story()
     events = [event for _, event in log]
     index = next(i for i, event in enumerate(events) if isinstance(event, e.LookupAnswered))
-    additional = e.RequestQuarantined("a", "somebody else's idea", index)
+    additional = e.RequestQuarantined("a", 0, 0, "somebody else's idea", index)
     events.insert(index + 1, additional)
     (first, *_) = replayed(renumbered(events), driver).divergences
     assert first == Divergence(index + 2, additional, None)
@@ -155,7 +155,7 @@ def test_a_decision_that_follows_what_causes_none_is_reported() -> None:
     driver, log = story()
     events = [event for _, event in log]
     index = next(i for i, event in enumerate(events) if isinstance(event, e.ChunkKeysObserved))
-    additional = e.RequestQuarantined("a", "somebody else's idea", index + 1)
+    additional = e.RequestQuarantined("a", 0, 0, "somebody else's idea", index + 1)
     events.insert(index + 1, additional)
     (first, *_) = replayed(renumbered(events), driver).divergences
     assert first == Divergence(index + 2, additional, None)

@@ -48,7 +48,7 @@ def test_the_cursor_starts_again_where_what_lies_below_may_be_gone(event: str) -
     elif event == "reset":
         driver.reset()
     elif event == "load failed":
-        driver.observe(e.LoadFailed("a", 0, 99, "it broke", 1))
+        driver.observe(e.LoadFailed("a", 0, 0, 99, "it broke", 1))
     else:
         driver.arrive("a", 65)
     assert cursor(driver) == 0

@@ -129,9 +129,9 @@ def test_a_decision_about_an_earlier_life_does_not_move_this_one() -> None:
     driver = decoding("a")
     driver.preempt("a", 20)
     tracker = driver.projections.tracker
-    tracker.folds()[e.RequestReleased](e.RequestReleased("a", 0, 1), 99)
+    tracker.folds()[e.RequestReleased](e.RequestReleased("a", 0, 0, 1), 99)
     assert tracker.get("a") is not None
-    tracker.folds()[e.RequestReleased](e.RequestReleased("a", 1, 1), 99)
+    tracker.folds()[e.RequestReleased](e.RequestReleased("a", 0, 1, 1), 99)
     assert tracker.get("a") is None
 
 
@@ -141,8 +141,8 @@ def test_an_ordinal_names_one_life_of_an_id() -> None:
     driver.arrive("a", 5)
     driver.finish("a", 0, 5)
     driver.arrive("a", 6)
-    assert driver.projections.tracker.by_ordinal(0) is None
-    assert driver.projections.tracker.by_ordinal(1) is driver.record("a")
+    assert driver.projections.tracker.of(0) is None
+    assert driver.projections.tracker.of(1) is driver.record("a")
 
 
 def test_events_of_unknown_requests_leave_no_trace() -> None:

@@ -28,8 +28,6 @@ class WalkedRegions:
         self.jobs: dict[int, dict[str, State]] = {}
         self.refused: list[str] = []
         self.different: list[str] = []
-        self._fails_earlier: set[int] = set()
-        """Requests that run although the load of an earlier life failed: the flag says that they compute first."""
         self._asked_stale: set[int] = set()
         """Requests that were looked up since a reset: they hold nothing that could be stale."""
 
@@ -43,7 +41,7 @@ class WalkedRegions:
             self.projections.fold(event, sequence)
             self._begin(event)
             for known in self.projections.tracker if isinstance(event, e.StepScheduled | e.CacheReset) else [record]:
-                if known is not None and self.projections.tracker.by_ordinal(known.ordinal) is known:
+                if known is not None and self.projections.tracker.of(known.ordinal) is known:
                     self._compare_request(sequence, event, known)
             self._compare_jobs(sequence, event)
 
@@ -54,18 +52,13 @@ class WalkedRegions:
             self.jobs[event.job_id] = {region.name: region.initial for region in JOB_REGIONS}
 
     def _walk(self, sequence: int, event: Any, record: RequestRecord | None) -> None:
-        transfers = self.projections.transfers
         if isinstance(event, _ABOUT_A_JOB) and event.job_id in self.jobs:
             self._move(self.jobs[event.job_id], trigger_of(event), sequence)
         if record is not None:
-            job = transfers.get(event.job_id) if isinstance(event, _ABOUT_A_JOB) else None
-            is_own = job is None or job.ordinal == record.ordinal
-            if is_own and getattr(event, "generation", record.generation) == record.generation:
+            if not isinstance(event, e.RequestDecision) or self.projections.tracker.in_generation(event) is record:
                 if isinstance(event, e.LookupRequested) and record.stale_generation == record.generation:
                     self._asked_stale.add(record.ordinal)
                 self._move(self.requests[record.ordinal], trigger_of(event), sequence)
-            elif isinstance(event, e.LoadFailed):
-                self._fails_earlier.add(record.ordinal)
         else:
             self._walk_engine(sequence, event)
 
@@ -78,8 +71,7 @@ class WalkedRegions:
                     self._move(self.requests[each.ordinal], "cache.reset/held", sequence)
         elif isinstance(event, e.StepScheduled):
             for ordinal, *_ in event.advanced:
-                if tracker.by_ordinal(ordinal) is not None:
-                    self._fails_earlier.discard(ordinal)
+                if tracker.of(ordinal) is not None:
                     self._move(self.requests[ordinal], "tokens.scheduled", sequence)
         elif isinstance(event, e.TransferReported):
             job = transfers.given_up(event.job_id)
@@ -102,13 +94,12 @@ class WalkedRegions:
             for job in self.projections.transfers.of_life(record.ordinal)
             if job.kind is JobKind.LOAD and job.generation == record.generation
         ]
-        computes_first = record.computes_first and record.ordinal not in self._fails_earlier
         is_stale = record.stale_generation == record.generation and record.ordinal not in self._asked_stale
         for name, flag in (
             (states["phase"] is record.state, True),
             (states["blocks"] is not BlocksRegion.NONE, record.holds_blocks),
             (states["blocks"] is BlocksRegion.LOADING, record.holds_blocks and bool(loads)),
-            (states["first"] is FirstRegion.COMPUTES_FIRST, computes_first),
+            (states["first"] is FirstRegion.COMPUTES_FIRST, record.computes_first),
             (states["current"] is CurrentRegion.STALE, is_stale),
             (states["trust"] is TrustRegion.QUARANTINED, record.quarantined),
         ):

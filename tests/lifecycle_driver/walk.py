@@ -433,9 +433,8 @@ class Walk:
                 self._finish(player, "FINISHED_ABORTED")
 
     def _end_turn(self, player: Player) -> None:
-        if self._chance(0.3) and not self.driver.projections.transfers.is_loading(
-            self.driver.record(player.request_id).ordinal
-        ):
+        record = self.driver.record(player.request_id)
+        if self._chance(0.3) and not self.driver.projections.transfers.is_loading(record.ordinal, record.generation):
             self._continue(player)
         else:
             self._finish(player, "FINISHED_STOPPED")

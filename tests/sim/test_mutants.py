@@ -38,7 +38,7 @@ def _save_one_token_too_many(turn: Any, event: Any) -> None:
 
 def _call_failed_copies_done(turn: Any, job: Any) -> None:
     completed = e.LoadCompleted if job.kind is JobKind.LOAD else e.SaveCompleted
-    turn.decide(completed(request_id=job.request_id, generation=job.generation, job_id=job.job_id, cause=turn.cause))
+    turn.decide(completed(*job.life, job_id=job.job_id, cause=turn.cause))
 
 
 MUTANTS: dict[str, tuple[Any, str, Callable[..., Any], str]] = {

@@ -169,6 +169,7 @@ class Shy(New):
         turn.decide(
             e.LookupAnswered(
                 request_id=event.request_id,
+                ordinal=turn.record.ordinal,
                 generation=turn.record.generation,
                 num_computed_tokens=event.num_computed_tokens,
                 num_tokens=event.num_tokens,

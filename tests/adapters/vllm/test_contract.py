@@ -91,7 +91,7 @@ def nothing(_decide: _Decide, _turn: Turn) -> None:
 
 def hold_first(decide: _Decide, turn: Turn) -> None:
     """Hold the blocks before anything else."""
-    turn.decide(e.BlocksHeld(turn.record.request_id, turn.record.generation, turn.cause))
+    turn.decide(e.BlocksHeld(*turn.record.life, turn.cause))
     decide(turn)
 
 
@@ -127,9 +127,7 @@ def issue_load(turn: Turn) -> e.LoadIssued:
     """A load that nobody has accepted."""
     record, projections = turn.record, turn.projections
     blocks = tuple(projections.blocks.held(record.request_id))[:1] or (1,)
-    return e.LoadIssued(
-        record.request_id, record.generation, projections.transfers.next_job_id, 0, 16, (0,), blocks, True, turn.cause
-    )
+    return e.LoadIssued(*record.life, projections.transfers.next_job_id, 0, 16, (0,), blocks, True, turn.cause)
 
 
 MISTAKES: dict[str, tuple[type[StateHandler], str, _Mistake, str]] = {
@@ -158,7 +156,9 @@ MISTAKES: dict[str, tuple[type[StateHandler], str, _Mistake, str]] = {
         each(
             ANSWER,
             lambda a: [
-                e.LookupDeferred(a.request_id, a.generation, a.num_computed_tokens, a.num_tokens, 1, 1, a.cause)
+                e.LookupDeferred(
+                    a.request_id, a.ordinal, a.generation, a.num_computed_tokens, a.num_tokens, 1, 1, a.cause
+                )
             ],
         ),
         OURS,
@@ -216,14 +216,14 @@ MISTAKES: dict[str, tuple[type[StateHandler], str, _Mistake, str]] = {
     "released while it runs": (
         Running,
         "tokens_settled",
-        behind(lambda turn: e.RequestReleased(turn.record.request_id, turn.record.generation, turn.cause)),
+        behind(lambda turn: e.RequestReleased(*turn.record.life, turn.cause)),
         OURS,
     ),
     "never released": (Finished, "transfer_settled", nothing, OURS),
     "said to be loaded": (
         Preempted,
         "blocks_allocated",
-        behind(lambda turn: e.LoadCompleted(turn.record.request_id, turn.record.generation, 1, turn.cause)),
+        behind(lambda turn: e.LoadCompleted(*turn.record.life, 1, turn.cause)),
         OURS,
     ),
     # what a handler may decide at all
@@ -232,19 +232,31 @@ MISTAKES: dict[str, tuple[type[StateHandler], str, _Mistake, str]] = {
     "a reason that is none": (
         Running,
         "tokens_settled",
-        behind(lambda turn: e.RequestQuarantined(turn.record.request_id, None, turn.cause)),  # type: ignore[arg-type]
+        behind(lambda turn: e.RequestQuarantined(*turn.record.life, None, turn.cause)),  # type: ignore[arg-type]
         OURS,
     ),
     "a decision for another request": (
         Running,
         "tokens_settled",
-        behind(lambda turn: e.RequestQuarantined("good 0", "envy", turn.cause)),
+        behind(lambda turn: e.RequestQuarantined("good 0", 0, 0, "envy", turn.cause)),
+        OURS,
+    ),
+    "a decision for an earlier generation": (
+        Running,
+        "tokens_settled",
+        behind(lambda turn: e.RequestQuarantined(*turn.record.life[:2], -1, "x", turn.cause)),
+        OURS,
+    ),
+    "a decision for another life of the id": (
+        Running,
+        "tokens_settled",
+        behind(lambda turn: e.RequestQuarantined(turn.record.request_id, 99, 0, "x", turn.cause)),
         OURS,
     ),
     "another cause": (
         Running,
         "tokens_settled",
-        behind(lambda turn: e.RequestQuarantined(turn.record.request_id, "x", 1)),
+        behind(lambda turn: e.RequestQuarantined(*turn.record.life, "x", 1)),
         OURS,
     ),
     "decisions that are returned": (Running, "tokens_settled", lambda *_: iter(()), OURS),

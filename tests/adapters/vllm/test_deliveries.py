@@ -23,17 +23,17 @@ def deliveries_after(*decisions: e.Event, num_ranks: int = 1) -> Deliveries:
 
 def answered(*, is_async: bool) -> e.LookupAnswered:
     """The scheduler was promised 16 tokens."""
-    return e.LookupAnswered("a", 0, 0, 17, 16, 16, is_async, "complete", 0, 1)
+    return e.LookupAnswered("a", 0, 0, 0, 17, 16, 16, is_async, "complete", 0, 1)
 
 
 def load(job_id: int = 1, *, is_async: bool = True, request_id: str = "a") -> e.LoadIssued:
     """One page comes in."""
-    return e.LoadIssued(request_id, 0, job_id, 0, 16, (0,), (1,), is_async, 1)
+    return e.LoadIssued(request_id, 0, 0, job_id, 0, 16, (0,), (1,), is_async, 1)
 
 
 def save(job_id: int, *, is_async: bool = True, request_id: str = "a") -> e.SaveIssued:
     """One page goes out."""
-    return e.SaveIssued(request_id, 0, job_id, (0,), (0,), (1,), not is_async, is_async, 1)
+    return e.SaveIssued(request_id, 0, 0, job_id, (0,), (0,), (1,), not is_async, is_async, 1)
 
 
 def report(job_id: int, rank: int = 0, *, done: bool = True) -> JobReport:
@@ -41,10 +41,10 @@ def report(job_id: int, rank: int = 0, *, done: bool = True) -> JobReport:
     return JobReport(job_id, rank, done=done, num_bytes=1, duration_ns=1)
 
 
-HELD = e.BlocksHeld("a", 0, 1)
-RELEASED = e.RequestReleased("a", 0, 1)
-LOADED = e.LoadCompleted("a", 0, 1, 1)
-LOAD_FAILED = e.LoadFailed("a", 0, 1, "it broke", 1)
+HELD = e.BlocksHeld("a", 0, 0, 1)
+RELEASED = e.RequestReleased("a", 0, 0, 1)
+LOADED = e.LoadCompleted("a", 0, 0, 1, 1)
+LOAD_FAILED = e.LoadFailed("a", 0, 0, 1, "it broke", 1)
 
 
 def told(deliveries: Deliveries) -> tuple[list[str], tuple[str, ...], tuple[str, ...]]:
@@ -93,7 +93,7 @@ def test_blocks_are_held_until_nobody_copies_out_of_them() -> None:
     deliveries = deliveries_after(save(1), HELD)
     assert deliveries.hold("a")
     assert told(deliveries) == NOTHING
-    deliveries.take_up(e.SaveCompleted("a", 0, 1, 1))
+    deliveries.take_up(e.SaveCompleted("a", 0, 0, 1, 1))
     assert told(deliveries) == ([], (), ("a",))
     deliveries.take_up(RELEASED)
     assert told(deliveries) == NOTHING
@@ -215,5 +215,5 @@ def test_an_id_used_again_is_owed_its_own_ends() -> None:
     deliveries.heard(deliveries.take_received(), ())
     deliveries.take_up(RELEASED)
     deliveries.take_up(load(2))
-    deliveries.take_up(e.LoadCompleted("a", 0, 2, 1))
+    deliveries.take_up(e.LoadCompleted("a", 0, 0, 2, 1))
     assert told(deliveries) == (["a"], (), ())

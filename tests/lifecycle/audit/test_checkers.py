@@ -108,7 +108,7 @@ ALTERATIONS: dict[str, tuple[type[e.Event], int, Change]] = {
     "TABLE_EQ": (e.StepScheduled, RESUMING_STEP, evolve(extended=((0, (7,)),))),
     "CURSOR_LE_FRONTIER": (e.StepScheduled, 1, in_first_entry("settled", 1, 2)),
     "STORE_CONTIGUOUS": (e.SaveIssued, 2, lambda event: attrs.evolve(event, chunks=event.chunks[1:])),  # type: ignore[attr-defined]
-    "PIN_BALANCE": (e.LogNote, 1, lambda _: e.SaveDeclined("b", 0, 6, 1, "pool_full", 1)),
+    "PIN_BALANCE": (e.LogNote, 1, lambda _: e.SaveDeclined("b", 1, 0, 6, 1, "pool_full", 1)),
     "RANK_AGREEMENT": (e.TransferReported, 0, evolve(ranks_done=())),
     "BLOCK_REUSE_FENCED": (e.StepScheduled, -2, evolve(extended=((0, (7,)),))),
     "RESUME_COVERS_OUTPUT": (e.LookupRequested, 1, evolve(num_tokens=17)),
@@ -159,6 +159,13 @@ def test_a_load_that_leaves_out_what_a_group_sees_is_named(groups: Driver) -> No
     audit = audit_of(groups, altered(groups, e.LoadIssued, 0, without_last_page))
     assert "GROUP_AGREEMENT" in {violation.rule for violation in audit.violations}
     assert audit_of(groups).is_sound
+
+
+@pytest.mark.parametrize("event_class", [e.LookupAnswered, e.LoadIssued, e.SaveIssued, e.SaveCompleted])
+def test_a_decision_that_names_another_life_of_its_request_is_named(event_class: type[e.Event], story: Driver) -> None:
+    """The id is the same, the generation too."""
+    audit = audit_of(story, altered(story, event_class, 0, evolve(ordinal=99)))
+    assert "GEN_ISOLATION" in {violation.rule for violation in audit.violations}
 
 
 def test_a_healthy_log_breaks_no_rule(story: Driver) -> None:

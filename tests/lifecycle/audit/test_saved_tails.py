@@ -174,7 +174,7 @@ def test_a_load_of_a_tail_whose_save_failed_is_named(tails: Driver) -> None:
     """Half a copy is no copy."""
     tail = tails.all_of(e.TailSaveIssued)[0]
     (done,) = [done for done in tails.all_of(e.SaveCompleted) if done.job_id == tail.job_id]
-    failed = e.SaveFailed("a", tail.generation, tail.job_id, error="no", quiet=True, cause=done.cause)
+    failed = e.SaveFailed("a", tail.ordinal, tail.generation, tail.job_id, error="no", quiet=True, cause=done.cause)
     audit = audit_of(tails, replaced(tails, done, failed))
     assert {violation.rule for violation in audit.violations} == {"LOADABLE_AFTER_COMMIT"}
     assert "tail of tokens 56 to 61 was dropped by save.failed" in audit.violations[0].detail
@@ -197,12 +197,11 @@ def test_a_load_of_a_tail_that_is_still_being_saved_is_named(tails: Driver) -> N
 @pytest.mark.parametrize(
     "dropping",
     [
-        e.PrefillAdvanced("a", 8, 62, 1),
-        e.PrefillCompleted("a", 62, 62, 1),
-        e.LoadFailed("a", 1, 99, "no", 1),
+        e.PrefillAdvanced("a", 0, 1, 8, 62, 1),
+        e.PrefillCompleted("a", 0, 1, 62, 62, 1),
         e.RequestPreempted("a", 0, 1),
         e.SessionContinued("a", 61, 62, 62, 1),
-        e.RequestQuarantined("a", "no", 1),
+        e.RequestQuarantined("a", 0, 1, "no", 1),
         e.CacheReset(1),
     ],
     ids=lambda event: event.id,
@@ -252,6 +251,14 @@ def test_a_tail_saved_for_a_finished_request_is_named(tails: Driver) -> None:
     """Nobody comes back for it."""
     (save,) = [save for save in tails.all_of(e.SaveIssued) if save.request_id == "old"]
     late = e.TailSaveIssued(
-        save.request_id, save.generation, save.job_id, 0, 4, save.slots[:1], save.block_ids[:1], save.cause
+        save.request_id,
+        save.ordinal,
+        save.generation,
+        save.job_id,
+        0,
+        4,
+        save.slots[:1],
+        save.block_ids[:1],
+        save.cause,
     )
     assert {"FINISH_IS_LAST", "LEGAL_TRANSITION"} <= broken_rules(tails, replaced(tails, save, late))

@@ -147,7 +147,7 @@ def test_a_chunk_behind_an_evicted_one_is_behind_a_gap() -> None:
     preempted(driver)
     driver.settle_all()
     (first, *_), cause = keys_of("a", 4), driver.ledger.next_sequence
-    driver.observe(e.ChunkEvicted(first, "b", cause))
+    driver.observe(e.ChunkEvicted(first, "b", 1, 0, cause))
     come_back(driver, 33)
     assert missed(story_of(driver)) == [(0, 8, Reason.EVICTED), (8, 32, Reason.BEHIND_GAP)]
 

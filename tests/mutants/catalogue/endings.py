@@ -49,7 +49,7 @@ def saved_after_the_end(touch: Touch) -> Sequence[Patch]:
             touch()
             blocks = tuple(table[page] for page in pages)
             turn.decide(e.SaveIssued(
-                record.request_id, record.generation, projections.transfers.next_job_id, (0,), slots, blocks,
+                *record.life, projections.transfers.next_job_id, (0,), slots, blocks,
                 before_forward=True, is_async=False, cause=turn.cause,
             ))  # fmt: skip
         original(handler, turn, job)
@@ -88,6 +88,6 @@ def held_for_nobody(touch: Touch) -> Sequence[Patch]:
         saves.save_on_finish(turn.altered(note), event)
         if not any(isinstance(decision, e.BlocksHeld) for decision in decided):
             touch()
-            turn.decide(e.BlocksHeld(turn.record.request_id, turn.record.generation, turn.cause))
+            turn.decide(e.BlocksHeld(*turn.record.life, turn.cause))
 
     return [(finished, "save_on_finish", save_on_finish)]

@@ -80,7 +80,7 @@ def completed_for_the_present_life(touch: Touch) -> Sequence[Patch]:
         if record is None or not hasattr(decision, "generation") or decision.generation == record.generation:
             return decision
         touch()
-        return attrs.evolve(decision, generation=record.generation)  # type: ignore[misc]
+        return attrs.evolve(decision, ordinal=record.ordinal, generation=record.generation)  # type: ignore[misc]
 
     return [decided_otherwise(decider, "settle", settled)]
 

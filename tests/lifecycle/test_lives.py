@@ -1,0 +1,210 @@
+"""One name for a life: what belongs to an earlier one, or to an earlier generation, does not reach this one."""
+
+from __future__ import annotations
+
+import pytest
+from lifecycle_driver.driver import Driver, keys_of
+
+from kvledger.lifecycle import RequestState
+from kvledger.lifecycle import events as e
+
+KEYS = keys_of("d", 3)
+NUM_TOKENS = 50
+BLOCKS = (1, 2, 3, 4)
+
+
+def loading(**configuration: object) -> tuple[Driver, e.LoadIssued]:
+    """Request "a" with a load of 48 tokens in flight; chunks are blocks of 16."""
+    driver = Driver(chunk_size=16, **configuration)
+    driver.save_prefix("earlier", KEYS)
+    driver.arrive("a", NUM_TOKENS, KEYS)
+    assert driver.lookup("a", 0, NUM_TOKENS).num_external_tokens == 48
+    driver.allocate("a", BLOCKS, 48)
+    return driver, driver.all_of(e.LoadIssued)[-1]
+
+
+def preempted_while_loading(**configuration: object) -> tuple[Driver, e.LoadIssued]:
+    """The same, preempted before the load was reported."""
+    driver, load = loading(**configuration)
+    driver.step(("a", 48, 2, NUM_TOKENS))
+    driver.preempt("a", 0)
+    return driver, load
+
+
+def computed_again(**configuration: object) -> tuple[Driver, e.LoadIssued]:
+    """The same, and it has computed all of its tokens itself since."""
+    driver, load = preempted_while_loading(**configuration)
+    driver.step()
+    driver.lookup("a", 0, NUM_TOKENS)
+    driver.allocate("a", (5, 6, 7, 8))
+    driver.step(("a", 0, NUM_TOKENS, NUM_TOKENS))
+    return driver, load
+
+
+def save_anew(driver: Driver) -> None:
+    """Let somebody else bring back the chunks that a failed load has tainted."""
+    driver.save_prefix("later", KEYS)
+
+
+def test_a_late_failure_of_an_earlier_generation_leaves_the_answer_of_this_one() -> None:
+    """It says nothing about blocks that the request has not got any more."""
+    driver, load = preempted_while_loading()
+    driver.report(load.job_id, ok=False)
+    save_anew(driver)
+    assert driver.lookup("a", 0, NUM_TOKENS).num_external_tokens == 48
+
+
+def test_a_failure_of_this_generation_lets_the_request_compute_first() -> None:
+    """The blocks were freed without a word, so it is looked up again."""
+    driver, load = loading()
+    driver.report(load.job_id, ok=False)
+    save_anew(driver)
+    assert driver.lookup("a", 0, NUM_TOKENS).miss_reason == "load_failed"
+
+
+def test_a_late_failure_does_not_reach_the_next_life_of_the_id() -> None:
+    """Neither its answer nor the count that leads to quarantine."""
+    driver, load = loading(max_failed_loads=1)
+    driver.finish("a", 0, NUM_TOKENS)
+    driver.arrive("a", NUM_TOKENS, KEYS)
+    driver.report(load.job_id, ok=False)
+    save_anew(driver)
+    record = driver.record("a")
+    assert (record.num_failed_loads, record.quarantined, record.state) == (0, False, RequestState.NEW)
+    assert driver.lookup("a", 0, NUM_TOKENS).num_external_tokens == 48
+
+
+def test_failed_loads_of_all_generations_of_a_life_are_counted() -> None:
+    """After a load within its step failed, vLLM counts back to 0 before the report comes: another generation."""
+    driver, load = loading(max_failed_loads=2)
+    driver.step(("a", 48, 2, NUM_TOKENS))
+    driver.roll_back("a", 0)
+    record = driver.record("a")
+    assert not driver.projections.transfers.is_loading(record.ordinal, record.generation)
+    driver.report(load.job_id, ok=False)
+    assert (record.num_failed_loads, record.computes_first, record.quarantined) == (1, False, False)
+    driver.step(("a", 0, NUM_TOKENS, NUM_TOKENS))
+    driver.preempt("a", 0)
+    save_anew(driver)
+    assert driver.lookup("a", 0, NUM_TOKENS).num_external_tokens == 48
+    driver.allocate("a", BLOCKS, 48)
+    driver.step(("a", 48, 2, NUM_TOKENS))
+    driver.roll_back("a", 0)
+    driver.report(driver.all_of(e.LoadIssued)[-1].job_id, ok=False)
+    assert (record.num_failed_loads, record.quarantined) == (2, True)
+
+
+def test_a_stale_load_does_not_keep_the_next_generation_from_running() -> None:
+    """All 50 tokens are computed, whatever becomes of a load into blocks that were lost."""
+    driver, load = computed_again()
+    assert driver.projections.transfers.get(load.job_id) is not None
+    assert driver.state("a") is RequestState.RUNNING
+
+
+def test_what_the_next_generation_computed_is_saved_while_a_stale_load_is_in_flight() -> None:
+    """It relies on nothing that the load was to bring."""
+    driver, load = computed_again(num_slots=16)
+    driver.observe(e.ChunkTainted(KEYS[2], 1))
+    driver.step(("a", 50, 1, 51), settled=[("a", 0, 50)])
+    (save,) = [save for save in driver.all_of(e.SaveIssued) if save.request_id == "a"]
+    assert (save.generation, save.chunks) == (1, (2,))
+    assert driver.projections.transfers.get(load.job_id) is not None
+    driver.report(save.job_id)
+    assert driver.projections.chunks.get(KEYS[2]) is not None
+
+
+def test_what_this_generation_saves_relies_on_its_own_load() -> None:
+    """It was computed on top of what is not known to have arrived."""
+    driver, _ = loading()
+    driver.step(("a", 48, 2, NUM_TOKENS))
+    driver.finish("a", NUM_TOKENS, NUM_TOKENS + 1)
+    for save in [save for save in driver.all_of(e.SaveIssued) if save.request_id == "a"]:
+        assert [type(decision) for decision in driver.report(save.job_id)] == [e.SaveFailed]
+
+
+def test_a_late_failure_of_an_earlier_generation_leaves_the_tail_of_this_one() -> None:
+    """Its tokens were computed on top of nothing that the load was to bring."""
+    driver, load = computed_again()
+    driver.preempt("a", NUM_TOKENS)
+    (tail,) = driver.all_of(e.TailSaveIssued)
+    driver.step()
+    driver.report(tail.job_id)
+    driver.report(load.job_id, ok=False)
+    assert driver.projections.tails.saved(tail.ordinal).job_id == tail.job_id
+    save_anew(driver)
+    assert driver.lookup("a", 0, NUM_TOKENS + 1).num_external_tokens == NUM_TOKENS
+
+
+def test_a_tail_is_dropped_with_the_load_that_reads_it() -> None:
+    """Also where vLLM has counted back to 0 before the report came, or the same load would fail for ever."""
+    driver, first = computed_again()
+    driver.report(first.job_id)
+    driver.preempt("a", NUM_TOKENS)
+    driver.step()
+    driver.settle_all()
+    assert driver.lookup("a", 0, NUM_TOKENS + 1).num_external_tokens == NUM_TOKENS
+    driver.allocate("a", BLOCKS, NUM_TOKENS)
+    driver.step(("a", NUM_TOKENS, 1, NUM_TOKENS + 1))
+    driver.roll_back("a", 0)
+    driver.report(driver.all_of(e.LoadIssued)[-1].job_id, ok=False)
+    assert driver.projections.tails.of(driver.record("a").ordinal) is None
+
+
+def test_a_late_failure_of_an_earlier_generation_leaves_the_save_cursor_of_this_one() -> None:
+    """What was dealt with are this generation's blocks."""
+    driver, load = computed_again()
+    driver.step(("a", 50, 1, 51), settled=[("a", 0, 50)])
+    driver.report(load.job_id, ok=False)
+    assert driver.projections.save_cursor.num_chunks("a") == 3
+
+
+def test_a_late_failure_leaves_the_save_cursor_of_the_next_life_of_the_id() -> None:
+    """It deals with other blocks."""
+    driver, load = loading()
+    driver.finish("a", 0, NUM_TOKENS)
+    driver.start("a", KEYS, NUM_TOKENS, (5, 6, 7, 8))
+    driver.step(("a", 50, 1, 51), settled=[("a", 0, 50)])
+    driver.report(load.job_id, ok=False)
+    assert driver.projections.save_cursor.num_chunks("a") == 3
+
+
+@pytest.mark.parametrize("life", [("a", 0, 1), ("a", 1, 0)], ids=["another life", "another generation"])
+@pytest.mark.parametrize(
+    "decide",
+    [
+        lambda life: e.LookupAnswered(*life, 0, NUM_TOKENS, 48, 48, False, "complete", 0, 1),
+        lambda life: e.LookupDeferred(*life, 0, NUM_TOKENS, 1, 1, 1),
+        lambda life: e.PrefillAdvanced(*life, 10, NUM_TOKENS, 1),
+        lambda life: e.PrefillCompleted(*life, NUM_TOKENS, NUM_TOKENS, 1),
+        lambda life: e.LoadCompleted(*life, 99, 1),
+        lambda life: e.LoadFailed(*life, 99, "it broke", 1),
+        lambda life: e.SaveFailed(*life, 99, "it broke", True, 1),
+        lambda life: e.RequestReleased(*life, 1),
+    ],
+)
+def test_a_decision_about_another_life_or_generation_changes_nothing_of_this_one(decide: object, life: tuple) -> None:  # type: ignore[type-arg]
+    """Here generation 1 of life 1 waits for its blocks, with an answer; a failed load counts for its whole life."""
+    driver = Driver(chunk_size=16)
+    driver.save_prefix("earlier", KEYS)
+    driver.arrive("a", NUM_TOKENS, KEYS)
+    driver.step()
+    driver.preempt("a", 0)
+    driver.lookup("a", 0, NUM_TOKENS)
+    record, projections = driver.record("a"), driver.projections
+    assert record.life == ("a", 1, 1)
+    before = (record.state, record.computes_first, projections.lookups.pending("a"), dict(projections.chunks.promised))
+    projections.fold(decide(life), 99)  # type: ignore[operator]
+    after = (record.state, record.computes_first, projections.lookups.pending("a"), dict(projections.chunks.promised))
+    assert after == before
+    assert driver.record("a") is record
+    assert projections.lookups.num_deferred("a") == 0
+
+
+@pytest.mark.parametrize(("ordinal", "is_quarantined"), [(0, False), (1, True)])
+def test_a_quarantine_concerns_a_life_whatever_its_generation(ordinal: int, *, is_quarantined: bool) -> None:
+    """What cannot be trusted is the request, not one of its attempts."""
+    driver = Driver()
+    driver.save_prefix("a", keys_of("d", 2))
+    driver.arrive("a", 20)
+    driver.projections.fold(e.RequestQuarantined("a", ordinal, 7, "odd", 1), 99)
+    assert driver.record("a").quarantined is is_quarantined
