@@ -2,26 +2,66 @@
 
 Reads top to bottom: `states`, `events`, `table`, `machine`, `projections/`, `decisions/`, `handlers/`, `core`,
 `standard`, `decider`, `ledger`, `divergences`, `replay`, `codec`. It knows no torch, no vLLM, no files and no clock.
+What a program needs is here, in `events`, in `audit` and, for tests, in `testing`; nothing deeper is promised.
 """
 
+from kvledger.lifecycle.codec import (
+    CodecError,
+    DecodedFrame,
+    EventDecoder,
+    EventEncoder,
+    SchemaTooNew,
+    vocabulary_header,
+)
 from kvledger.lifecycle.configuration import ConfigurationError, LedgerConfiguration
 from kvledger.lifecycle.core import Core, CoreError
 from kvledger.lifecycle.divergences import Divergence
 from kvledger.lifecycle.handlers import StateHandler
-from kvledger.lifecycle.ledger import EventSink, Ledger
-from kvledger.lifecycle.replay import Replay, fold
+from kvledger.lifecycle.ledger import EventSink, Ledger, LedgerCorrupt
+from kvledger.lifecycle.projections import Projections
+from kvledger.lifecycle.projections.host_slots import NO_SLOT
+from kvledger.lifecycle.projections.lookup_cache import MissReason
+from kvledger.lifecycle.projections.totals import Figures
+from kvledger.lifecycle.projections.tracker import RequestRecord
+from kvledger.lifecycle.replay import Replay, SequencedEvent, batches, fold
+from kvledger.lifecycle.rules import Rule
+from kvledger.lifecycle.snapshots import SnapshotError, capture, restore, state_fingerprint
 from kvledger.lifecycle.states import RequestState
+from kvledger.lifecycle.turn import Turn
+from kvledger.lifecycle.windows import NULL_BLOCK, interleave
 
 __all__ = [
+    "NO_SLOT",
+    "NULL_BLOCK",
+    "CodecError",
     "ConfigurationError",
     "Core",
     "CoreError",
+    "DecodedFrame",
     "Divergence",
+    "EventDecoder",
+    "EventEncoder",
     "EventSink",
+    "Figures",
     "Ledger",
     "LedgerConfiguration",
+    "LedgerCorrupt",
+    "MissReason",
+    "Projections",
     "Replay",
+    "RequestRecord",
     "RequestState",
+    "Rule",
+    "SchemaTooNew",
+    "SequencedEvent",
+    "SnapshotError",
     "StateHandler",
+    "Turn",
+    "batches",
+    "capture",
     "fold",
+    "interleave",
+    "restore",
+    "state_fingerprint",
+    "vocabulary_header",
 ]

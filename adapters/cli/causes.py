@@ -12,9 +12,9 @@ import attrs
 from kvledger.adapters.cli.reason_words import count_by_reason, reason_text, told_together
 from kvledger.adapters.cli.words import plural, words
 from kvledger.adapters.reading.stories import Told, Witness
+from kvledger.adapters.reasons import Admission, Lookup, Reason, Recomputation, Span, Story
+from kvledger.adapters.reasons.spans import joined
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.reasons import Admission, Lookup, Reason, Recomputation, Span, Story
-from kvledger.lifecycle.reasons.spans import joined
 
 
 @attrs.define

@@ -14,9 +14,8 @@ from kvledger.adapters.cli.state import show_state
 from kvledger.adapters.exit_codes import ExitCode
 from kvledger.adapters.reading.logs import StoredLog
 from kvledger.adapters.reading.window import Window
-from kvledger.lifecycle.codec import field_names
-from kvledger.lifecycle.events import Event
-from kvledger.lifecycle.projections import Projections
+from kvledger.lifecycle import Projections
+from kvledger.lifecycle.events import Event, field_names
 
 _TIMES = frozenset({"time_ns", "duration_ns"})
 

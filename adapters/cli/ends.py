@@ -7,8 +7,7 @@ import attrs
 from kvledger.adapters.cli.output import Output
 from kvledger.adapters.cli.words import plural
 from kvledger.adapters.reading.logs import StoredLog
-from kvledger.lifecycle import RequestState
-from kvledger.lifecycle.projections import Projections
+from kvledger.lifecycle import Projections, RequestState
 from kvledger.storage.events import HowEnded, LogEnding
 
 _WORDS = {

@@ -11,9 +11,8 @@ from kvledger.adapters.cli.ends import num_open_requests
 from kvledger.adapters.cli.output import Output
 from kvledger.adapters.cli.words import decision_words, words
 from kvledger.adapters.reading.logs import Batch, StoredLog
-from kvledger.lifecycle import Core, LedgerConfiguration
+from kvledger.lifecycle import Core, LedgerConfiguration, Projections
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.projections import Projections
 
 _QUIET = (e.SaveIssued, e.SaveCompleted, e.PrefillAdvanced, e.PrefillCompleted, e.ChunkTainted)
 """Decisions that alone do not deserve a line."""

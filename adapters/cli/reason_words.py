@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 
 from kvledger.adapters.cli.words import duration, plural, ranges, words
 from kvledger.adapters.reading.stories import Told
+from kvledger.adapters.reasons import BY_DESIGN, ChunkFact, ChunkStatus, Reason, Span
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.reasons import BY_DESIGN, ChunkFact, ChunkStatus, Reason, Span
 
 MEANINGS: dict[Reason, str] = {
     Reason.NEW: "nobody had computed them before",

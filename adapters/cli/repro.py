@@ -23,8 +23,8 @@ from kvledger.adapters.repro.from_log import record
 from kvledger.adapters.repro.incident import Findings, Incident, find_incidents
 from kvledger.adapters.repro.reduction import Reduced, reduce
 from kvledger.adapters.repro.source import Story, test_source
+from kvledger.lifecycle import SequencedEvent
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.replay import SequencedEvent
 
 HELP = "write an incident as a test that drives the recorded hook calls into the connector"
 

@@ -21,9 +21,8 @@ from kvledger.adapters.exit_codes import CommandFailed, ExitCode
 from kvledger.adapters.reading.index import index_for
 from kvledger.adapters.reading.logs import StoredLog
 from kvledger.adapters.reading.window import Window
-from kvledger.lifecycle import ConfigurationError, Core
+from kvledger.lifecycle import ConfigurationError, Core, SequencedEvent
 from kvledger.lifecycle.events import Event
-from kvledger.lifecycle.replay import SequencedEvent
 
 _UNIT_NS = {"ns": 1, "us": 10**3, "ms": 10**6, "s": 10**9, "m": 60 * 10**9, "h": 3600 * 10**9, "d": 86400 * 10**9}
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)(ns|us|ms|s|m|h|d)")

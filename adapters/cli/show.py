@@ -16,7 +16,7 @@ from kvledger.adapters.cli.finding import selected, selected_one
 from kvledger.adapters.cli.output import Output, plain
 from kvledger.adapters.cli.selection import add_request, count, event_number
 from kvledger.adapters.cli.state import show_state
-from kvledger.adapters.cli.timeline import Group, Known, Timeline
+from kvledger.adapters.cli.timeline import Group, Timeline, known
 from kvledger.adapters.cli.words import duration, event_range, milliseconds, plural, size, state_change
 from kvledger.adapters.exit_codes import CommandFailed, ExitCode
 from kvledger.adapters.reading.index import LogIndex, index_for
@@ -24,11 +24,8 @@ from kvledger.adapters.reading.logs import StoredLog
 from kvledger.adapters.reading.requests import Requests, RequestSummary
 from kvledger.adapters.reading.sources import one_of
 from kvledger.adapters.reading.window import Window
-from kvledger.lifecycle import LedgerConfiguration
+from kvledger.lifecycle import Figures, LedgerConfiguration, Projections, SequencedEvent
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.projections import Projections
-from kvledger.lifecycle.projections.totals import Figures
-from kvledger.lifecycle.replay import SequencedEvent
 
 _MAX_LISTED = 200
 _COLUMNS = {
@@ -134,7 +131,7 @@ def _until(events: Iterator[SequencedEvent], window: Window) -> Iterator[Sequenc
 
 
 def _show_request(log: StoredLog, window: Window, request_id: str, output: Output) -> None:
-    timeline = Timeline(log.configuration, request_id, Known(log.core, log.configuration))
+    timeline = Timeline(log.configuration, request_id, known(log.core, log.configuration))
     index = index_for(log, output, request_id)
     if index is not None and index.contents.is_whole:
         with contextlib.closing(index):

@@ -6,8 +6,7 @@ import attrs
 
 from kvledger.adapters.cli.output import Output, plain
 from kvledger.adapters.cli.words import plural
-from kvledger.lifecycle.projections import Projections
-from kvledger.lifecycle.projections.tracker import RequestRecord
+from kvledger.lifecycle import Projections, RequestRecord
 
 _COLUMNS = {
     "request": "left",

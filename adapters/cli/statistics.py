@@ -13,13 +13,9 @@ from kvledger.adapters.cli.percentiles import Percentiles
 from kvledger.adapters.cli.selection import time_of
 from kvledger.adapters.reading.logs import Batch
 from kvledger.adapters.reading.window import Window
-from kvledger.lifecycle import Core, LedgerConfiguration
+from kvledger.adapters.reasons import Accounts, Story, Sums
+from kvledger.lifecycle import Core, EventEncoder, Figures, LedgerConfiguration, Projections
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.codec import EventEncoder
-from kvledger.lifecycle.projections import Projections
-from kvledger.lifecycle.projections.totals import Figures
-from kvledger.lifecycle.projections.transfers import JobKind
-from kvledger.lifecycle.reasons import Accounts, Story, Sums
 
 MAX_TOP = 10
 
@@ -176,7 +172,7 @@ class Counting:
     def _count_report(self, event: e.TransferReported) -> None:
         job = self._projections.transfers.get(event.job_id)
         if job is not None:
-            name = "load_time_ns" if job.kind is JobKind.LOAD else "save_time_ns"
+            name = "load_time_ns" if job.kind == "load" else "save_time_ns"
             self._percentiles[name].add(event.duration_ns)
 
     def _count_deferral(self, _event: e.LookupDeferred) -> None:

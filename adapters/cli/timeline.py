@@ -8,13 +8,8 @@ from __future__ import annotations
 import attrs
 
 from kvledger.adapters.cli.words import decision_words, duration, plural, size, words
-from kvledger.lifecycle import Core, LedgerConfiguration, RequestState
+from kvledger.lifecycle import NO_SLOT, Core, LedgerConfiguration, Projections, RequestState, SequencedEvent
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.projections.block_table import BlockTable
-from kvledger.lifecycle.projections.host_slots import NO_SLOT, HostSlots
-from kvledger.lifecycle.projections.tails import Tails
-from kvledger.lifecycle.projections.tracker import RequestTracker
-from kvledger.lifecycle.replay import SequencedEvent
 
 _QUIET_DECISIONS = (e.SaveIssued, e.PrefillAdvanced, e.PrefillCompleted)
 """Decisions on a step that do not deserve a line of their own."""
@@ -79,32 +74,18 @@ class _Moment:
     decisions: list[SequencedEvent] = attrs.field(factory=list)
 
 
-class Known:
+def known(core: Core, configuration: LedgerConfiguration) -> Projections:
     """The projections that a life is told from: each makes a request's part from that request's own events alone.
 
     So what happened before the request arrived may be left out; the host pool, which everybody shares, is not here.
     """
-
-    def __init__(self, core: Core, configuration: LedgerConfiguration) -> None:
-        self.tracker = RequestTracker(core.table)
-        self.blocks = BlockTable(self.tracker)
-        self.tails = Tails(self.tracker, HostSlots(configuration.num_slots))
-        maps = [part.folds() for part in (self.blocks, self.tails, self.tracker)]  # the tracker last, as in standard.py
-        self._folds = {
-            event_class: tuple(folds[event_class] for folds in maps if event_class in folds)
-            for event_class in core.events.values()
-        }
-
-    def fold(self, event: e.Event, sequence: int) -> None:
-        """Take up one event."""
-        for fold in self._folds[type(event)]:
-            fold(event, sequence)
+    return Projections(core, configuration, only=("tracker", "blocks", "tails"))
 
 
 class Timeline:
     """Folds a log and keeps the groups of one request id, through all its lives."""
 
-    def __init__(self, configuration: LedgerConfiguration, request_id: str, known: Known) -> None:
+    def __init__(self, configuration: LedgerConfiguration, request_id: str, known: Projections) -> None:
         """`known` may be shared by several timelines; then each looks at an event before it is folded there."""
         self.request_id = request_id
         self.groups: list[Group] = []

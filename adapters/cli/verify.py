@@ -17,9 +17,8 @@ from kvledger.adapters.cli.words import plural, retired_remarks, size
 from kvledger.adapters.exit_codes import ExitCode, gravest
 from kvledger.adapters.reading.logs import LogDamage, StoredLog, open_log
 from kvledger.adapters.reading.window import Window
-from kvledger.lifecycle import LedgerConfiguration
+from kvledger.lifecycle import Divergence, LedgerConfiguration
 from kvledger.lifecycle.audit import NOT_CHECKED, Audit, Violation
-from kvledger.lifecycle.divergences import Divergence
 from kvledger.lifecycle.events import Event
 
 _MAX_SHOWN = 20

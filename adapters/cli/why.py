@@ -16,7 +16,7 @@ from kvledger.adapters.cli.words import milliseconds, plural
 from kvledger.adapters.exit_codes import CommandFailed, ExitCode
 from kvledger.adapters.reading.stories import Told, tell
 from kvledger.adapters.reading.window import Window
-from kvledger.lifecycle.reasons import BY_DESIGN, LoadFate, Reason, Story, Sums
+from kvledger.adapters.reasons import BY_DESIGN, LoadFate, Reason, Story, Sums
 
 HELP = "say why a request was preempted, missed the cache, computed again"
 _MAX_LOOKUPS = 3

@@ -6,8 +6,8 @@ import datetime as dt
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 
+from kvledger.lifecycle import MissReason
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.projections.lookup_cache import MissReason
 from kvledger.storage.events import Retirement
 
 _NS_PER_US, _NS_PER_MS, _NS_PER_S = 1_000, 1_000_000, 1_000_000_000

@@ -21,7 +21,7 @@ from kvledger.adapters.demo.engine import EngineJob
 from kvledger.adapters.demo.narrator import Narrator
 from kvledger.adapters.demo.report import EngineFigures, LoggedRun, Report
 from kvledger.adapters.demo.workload import Workload, connector
-from kvledger.lifecycle.projections.totals import Figures
+from kvledger.lifecycle import Figures
 from kvledger.storage.extras import CONNECTOR, require
 
 DIRECTORY = Path("build/demo")

@@ -10,9 +10,8 @@ import attrs
 
 from kvledger.adapters.demo.workload import Workload
 from kvledger.adapters.reading.logs import open_log
+from kvledger.lifecycle import Figures, Projections
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.projections import Projections
-from kvledger.lifecycle.projections.totals import Figures
 
 
 @attrs.frozen

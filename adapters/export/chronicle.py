@@ -13,11 +13,8 @@ from kvledger.adapters.cli.output import fields_of
 from kvledger.adapters.cli.words import words
 from kvledger.adapters.export.held_blocks import HeldBlocks
 from kvledger.adapters.export.records import Copy, Gauges, Life, Listener, Lookup, Moment, StateSpan, Step
-from kvledger.lifecycle import RequestState
+from kvledger.lifecycle import NO_SLOT, Projections, RequestRecord, RequestState
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.projections import Projections
-from kvledger.lifecycle.projections.host_slots import NO_SLOT
-from kvledger.lifecycle.projections.tracker import RequestRecord
 
 LOST = "events.lost"
 """The kind of the moment at which events are missing."""

@@ -6,9 +6,10 @@ from collections.abc import Collection, Mapping
 
 import attrs
 
-from kvledger.adapters.cli.timeline import Group, Known, Timeline
+from kvledger.adapters.cli.timeline import Group, Timeline, known
 from kvledger.adapters.reading.logs import StoredLog
 from kvledger.adapters.reading.window import Window
+from kvledger.lifecycle import Projections
 from kvledger.lifecycle import events as e
 
 _MAX_GROUPS = 500
@@ -38,8 +39,8 @@ def read_stories(
     log: StoredLog, window: Window, request_ids: Collection[str], evidence: Collection[int]
 ) -> LifeStories:
     """Read the log again; all timelines share one fold, and only those of known requests are asked."""
-    known = Known(log.core, log.configuration)
-    timelines = {name: Timeline(log.configuration, name, known) for name in request_ids}
+    shared = known(log.core, log.configuration)
+    timelines = {name: Timeline(log.configuration, name, shared) for name in request_ids}
     active: dict[str, Timeline] = {}
     stories = LifeStories()
     expected = 1
@@ -55,19 +56,19 @@ def read_stories(
         own = getattr(event, "request_id", "")
         if own in timelines:
             active[own] = timelines[own]
-        _look(active, known, sequence, event)
+        _look(active, shared, sequence, event)
         try:
-            known.fold(event, sequence)
+            shared.fold(event, sequence)
         except Exception:  # noqa: BLE001 -- the first reading has said so
             break
     stories.take(timelines, window.first_sequence)
     return stories
 
 
-def _look(active: dict[str, Timeline], known: Known, sequence: int, event: e.Event) -> None:
+def _look(active: dict[str, Timeline], shared: Projections, sequence: int, event: e.Event) -> None:
     """Show the event to the timelines; those of requests that are gone have seen their end by the next observation."""
     own = getattr(event, "request_id", "")
     for name, timeline in tuple(active.items()):
         timeline.look(sequence, event)
-        if not event.is_decision and name != own and known.tracker.get(name) is None:
+        if not event.is_decision and name != own and shared.tracker.get(name) is None:
             del active[name]

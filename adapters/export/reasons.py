@@ -1,6 +1,6 @@
 """Why tokens were missed and computed again, as a section of a page: the table of reasons, and one request's causes.
 
-The reasons themselves are found in `kvledger.lifecycle.reasons` and told as `kvledger why` tells them.
+The reasons themselves are found in `kvledger.adapters.reasons` and told as `kvledger why` tells them.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from kvledger.adapters.export.markup import cell, element, escaped, table
 from kvledger.adapters.reading import stories
 from kvledger.adapters.reading.logs import StoredLog
 from kvledger.adapters.reading.window import Window
+from kvledger.adapters.reasons import BY_DESIGN, Accounts, LoadFate, Reason, Sums
 from kvledger.lifecycle.events import Event
-from kvledger.lifecycle.reasons import BY_DESIGN, Accounts, LoadFate, Reason, Sums
 
 _MAX_CAUSES = 400
 """Of one life that are told."""

@@ -10,10 +10,9 @@ from kvledger.adapters.export.excerpt import Excerpt
 from kvledger.adapters.export.records import Listener
 from kvledger.adapters.reading.logs import StoredLog
 from kvledger.adapters.reading.window import Window
+from kvledger.lifecycle import Projections, SequencedEvent
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit import Audit
-from kvledger.lifecycle.projections import Projections
-from kvledger.lifecycle.replay import SequencedEvent
 
 Remark = Callable[[str], None]
 Take = Callable[[int, e.Event], None]

@@ -21,8 +21,8 @@ from kvledger.adapters.export.page import Finding, Page, render
 from kvledger.adapters.export.telling import tell
 from kvledger.adapters.reading.logs import StoredLog
 from kvledger.adapters.reading.window import Window
+from kvledger.lifecycle import Figures
 from kvledger.lifecycle.audit import NOT_CHECKED, Audit, Violation
-from kvledger.lifecycle.projections.totals import Figures
 
 MAX_FINDINGS = 50
 MAX_STORIES = 60

@@ -20,8 +20,8 @@ from kvledger.adapters.reading.listener import Listener
 from kvledger.adapters.reading.logs import Batch, StoredLog
 from kvledger.adapters.reading.requests import RequestSummary
 from kvledger.adapters.reading.story_codec import decode_story
+from kvledger.adapters.reasons import Story
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.reasons import Story
 
 INDEX_FROM_BYTES = 32 << 20
 """A smaller log is read in about a second."""

@@ -9,7 +9,7 @@ from pathlib import Path
 import attrs
 
 from kvledger.adapters.reading.logs import LogDamage, StoredLog
-from kvledger.lifecycle.projections.totals import Figures
+from kvledger.lifecycle import Figures
 
 INDEX_FORMAT = 4
 """Grows with every change of what is in an index; another one is built anew."""

@@ -17,13 +17,12 @@ from collections.abc import Iterator
 import attrs
 
 from kvledger.adapters.reading.requests import Requests, RequestSummary
-from kvledger.lifecycle import Core, LedgerConfiguration
-from kvledger.lifecycle.reasons import Admission, ChunkFact, Lookup, Memory, Recomputation, Span, Story, Sums
-from kvledger.lifecycle.reasons.chunk_history import ChunkHistory, SaveUnderWay, Watch
-from kvledger.lifecycle.reasons.life import Answer, Life, Tail
-from kvledger.lifecycle.reasons.lives import Lives
-from kvledger.lifecycle.reasons.memory import Load
-from kvledger.lifecycle.snapshots import state_fingerprint
+from kvledger.adapters.reasons import Admission, ChunkFact, Lookup, Memory, Recomputation, Span, Story, Sums
+from kvledger.adapters.reasons.chunk_history import ChunkHistory, SaveUnderWay, Watch
+from kvledger.adapters.reasons.life import Answer, Life, Tail
+from kvledger.adapters.reasons.lives import Lives
+from kvledger.adapters.reasons.memory import Load
+from kvledger.lifecycle import Core, LedgerConfiguration, state_fingerprint
 
 _CONTAINERS = frozenset(
     {("collections", "Counter"), ("collections", "OrderedDict"), ("builtins", "set"), ("builtins", "frozenset")}

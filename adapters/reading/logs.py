@@ -13,12 +13,21 @@ import attrs
 import msgspec
 
 from kvledger.adapters.exit_codes import CommandFailed, ExitCode, unreadable_text
-from kvledger.lifecycle import Core, LedgerConfiguration
-from kvledger.lifecycle.codec import CodecError, DecodedFrame, EventDecoder, SchemaTooNew, vocabulary_header
+from kvledger.lifecycle import (
+    CodecError,
+    Core,
+    DecodedFrame,
+    EventDecoder,
+    LedgerConfiguration,
+    Projections,
+    SchemaTooNew,
+    SequencedEvent,
+    SnapshotError,
+    restore,
+    state_fingerprint,
+    vocabulary_header,
+)
 from kvledger.lifecycle.events import Event
-from kvledger.lifecycle.projections import Projections
-from kvledger.lifecycle.replay import SequencedEvent
-from kvledger.lifecycle.snapshots import SnapshotError, restore, state_fingerprint
 from kvledger.storage.events import (
     Frame,
     FrameKind,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import attrs
 
+from kvledger.lifecycle import Projections
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.projections import Projections
 
 
 @attrs.define

@@ -14,8 +14,8 @@ from kvledger.adapters.reading.index import LogIndex, index_for
 from kvledger.adapters.reading.listener import Listener
 from kvledger.adapters.reading.logs import StoredLog
 from kvledger.adapters.reading.window import Window
+from kvledger.adapters.reasons import Accounts, Story
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.reasons import Accounts, Story
 
 
 @attrs.frozen

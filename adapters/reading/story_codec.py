@@ -8,7 +8,7 @@ from typing import Any, get_args
 
 import msgspec
 
-from kvledger.lifecycle.reasons import Story
+from kvledger.adapters.reasons import Story
 
 
 def encode_story(story: Story) -> bytes:

@@ -12,10 +12,8 @@ import attrs
 
 from kvledger.adapters.core import composed_core
 from kvledger.adapters.repro.recording import NotReenactable
-from kvledger.lifecycle import LedgerConfiguration
+from kvledger.lifecycle import EventDecoder, LedgerConfiguration, SequencedEvent
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.codec import EventDecoder
-from kvledger.lifecycle.replay import SequencedEvent
 from kvledger.storage.extras import CONNECTOR, require
 
 if TYPE_CHECKING:

@@ -12,11 +12,8 @@ from kvledger.adapters.repro.adaptation import Adaptation
 from kvledger.adapters.repro.calls import HookCall, hook_calls
 from kvledger.adapters.repro.recording import JOB_ISSUED, Recording, changed, report
 from kvledger.adapters.repro.reenactment import Reenactment
-from kvledger.lifecycle import Core, Ledger
+from kvledger.lifecycle import Core, EventDecoder, Ledger, LedgerCorrupt, SequencedEvent, vocabulary_header
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.codec import EventDecoder, vocabulary_header
-from kvledger.lifecycle.ledger import LedgerCorrupt
-from kvledger.lifecycle.replay import SequencedEvent
 
 
 class _Sink:

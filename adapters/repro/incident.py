@@ -11,10 +11,9 @@ from collections.abc import Iterable, Sequence
 import attrs
 
 from kvledger.adapters.repro.reenactment import Watch, rule_of
-from kvledger.lifecycle import LedgerConfiguration
+from kvledger.lifecycle import LedgerConfiguration, SequencedEvent, batches
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit import Violation
-from kvledger.lifecycle.replay import SequencedEvent, batches
 
 
 @attrs.frozen

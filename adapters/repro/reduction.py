@@ -17,9 +17,9 @@ from kvledger.adapters.repro.core import reenact_core
 from kvledger.adapters.repro.recording import JOB_ISSUED, Recorded, Recording, changed
 from kvledger.adapters.repro.reenactment import Reenactment
 from kvledger.adapters.repro.scheduler_record import SchedulerRecord
+from kvledger.lifecycle import SequencedEvent
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.codec import field_names
-from kvledger.lifecycle.replay import SequencedEvent
+from kvledger.lifecycle.events import field_names
 
 MAX_TRIED_OBSERVATIONS = 400_000
 """How many observations all trials together may take: some ten seconds."""

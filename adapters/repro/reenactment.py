@@ -10,12 +10,9 @@ from collections.abc import Collection, Iterable, Sequence
 import attrs
 
 from kvledger.adapters.core import composed_core
-from kvledger.lifecycle import LedgerConfiguration
+from kvledger.lifecycle import LedgerConfiguration, Rule, SequencedEvent
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.audit import Audit, Violation
-from kvledger.lifecycle.audit.recorded import Recorded as RecordedRule
-from kvledger.lifecycle.replay import SequencedEvent
-from kvledger.lifecycle.rules import Rule
+from kvledger.lifecycle.audit import RECORDED, Audit, Violation
 
 HOOK_FAILED = "HOOK_FAILED"
 """Stands for a rule: no hook raises."""
@@ -29,7 +26,7 @@ NEVER_EXCUSED = frozenset({HOOK_FAILED, UNFOLDABLE, Rule.HANDLER_RAISED.value})
 
 def rule_of(violation: Violation) -> str:
     """The rule that was broken, also where the audit passes on what the connector noticed itself."""
-    if violation.rule != RecordedRule.rule:
+    if violation.rule != RECORDED:
         return violation.rule
     return HOOK_FAILED if violation.detail.startswith("hook ") else violation.detail.partition(":")[0]
 
@@ -57,10 +54,10 @@ class Watch:
                 continue
             if isinstance(event, e.HookFailed):
                 detail = f"hook {event.hook} raised: {event.error}"
-                new.append(Violation(RecordedRule.rule, sequence, event.request_id, None, detail, ()))
+                new.append(Violation(RECORDED, sequence, event.request_id, None, detail, ()))
             elif isinstance(event, e.InvariantViolated):
                 detail = f"{event.rule}: {event.detail}"
-                new.append(Violation(RecordedRule.rule, sequence, event.request_id, None, detail, ()))
+                new.append(Violation(RECORDED, sequence, event.request_id, None, detail, ()))
             elif was_foldable and sequence == unfoldable.sequence:
                 request_id = getattr(event, "request_id", "")
                 new.append(Violation(UNFOLDABLE, sequence, request_id, None, str(unfoldable), ()))

@@ -19,7 +19,7 @@ from kvledger.adapters.repro.recording import Recorded, Recording, changed
 from kvledger.adapters.repro.reenactment import HOOK_FAILED, NEVER_EXCUSED
 from kvledger.lifecycle import LedgerConfiguration
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.codec import field_names
+from kvledger.lifecycle.events import field_names
 
 _TEXT_WIDTH = 116
 _KEY = re.compile(r"\b[0-9a-f]{32}\b")

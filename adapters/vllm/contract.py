@@ -37,11 +37,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from kvledger.lifecycle import NO_SLOT, NULL_BLOCK, Projections, RequestRecord
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.projections import Projections
-from kvledger.lifecycle.projections.host_slots import NO_SLOT
-from kvledger.lifecycle.projections.tracker import RequestRecord
-from kvledger.lifecycle.windows import NULL_BLOCK
 
 
 def breach_of_answer(answer: e.LookupAnswered, asked: e.LookupRequested, projections: Projections) -> str:

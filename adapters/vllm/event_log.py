@@ -15,8 +15,7 @@ from kvledger.adapters.vllm import versions
 from kvledger.adapters.vllm.configuration import ConnectorSettings
 from kvledger.adapters.vllm.messages import messages
 from kvledger.adapters.vllm.snapshots import LogSnapshots
-from kvledger.lifecycle import ConfigurationError, Core, LedgerConfiguration
-from kvledger.lifecycle.codec import vocabulary_header
+from kvledger.lifecycle import ConfigurationError, Core, LedgerConfiguration, vocabulary_header
 from kvledger.lifecycle.events import LOG_BEFORE
 from kvledger.storage.events import (
     BacklogEventStore,

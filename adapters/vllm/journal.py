@@ -16,10 +16,8 @@ from kvledger.adapters.vllm.deliveries import Deliveries
 from kvledger.adapters.vllm.event_log import OpenedLog
 from kvledger.adapters.vllm.messages import messages
 from kvledger.adapters.vllm.metadata import JobReport
-from kvledger.lifecycle import Core, Ledger, LedgerConfiguration
+from kvledger.lifecycle import Core, Ledger, LedgerConfiguration, LedgerCorrupt, Rule
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.ledger import LedgerCorrupt
-from kvledger.lifecycle.rules import Rule
 
 _PageJob = e.LoadIssued | e.SaveIssued | e.TailSaveIssued
 """A copy of pages: it may break vLLM's contract, and it can fail."""

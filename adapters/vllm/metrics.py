@@ -9,7 +9,7 @@ from prometheus_client import Counter, Gauge
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
 from kvledger.adapters.vllm.guard import guarded
-from kvledger.lifecycle.projections.totals import Figures
+from kvledger.lifecycle import Figures
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -23,9 +23,8 @@ from kvledger.adapters.vllm.noticing import Noticing
 from kvledger.adapters.vllm.prefix_cache import PrefixCache
 from kvledger.adapters.vllm.step_jobs import NO_JOBS, no_copies, step_jobs
 from kvledger.adapters.vllm.step_reader import StepReader
-from kvledger.lifecycle import Core, Ledger, LedgerConfiguration, RequestState
+from kvledger.lifecycle import Core, Ledger, LedgerConfiguration, RequestState, Rule
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.rules import Rule
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks

@@ -12,15 +12,14 @@ from itertools import compress
 from typing import TYPE_CHECKING
 
 from kvledger.adapters.vllm import versions
+from kvledger.lifecycle import RequestRecord, RequestState
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.projections.tracker import NOT_STEADY, RequestRecord
-from kvledger.lifecycle.states import RequestState
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
-    from kvledger.lifecycle.projections import Projections
+    from kvledger.lifecycle import Projections
 
 
 _INCOMPARABLE = [""]
@@ -128,7 +127,7 @@ class StepReader:
             ordinals.append(-1 if record is None else record.ordinal)
             if (
                 record is None
-                or record.steady_since == NOT_STEADY
+                or not record.is_steady
                 or num_tokens != 1
                 or self._tracker.num_computed_tokens(record) != num_computed_tokens
             ):
@@ -140,9 +139,7 @@ class StepReader:
         self._steady_ordinals = ordinals
         self._steady_sum = sum(cached.num_computed_tokens) + len(cached.req_ids)
         return tuple(
-            record.ordinal
-            for record in self._tracker
-            if record.steady_since != NOT_STEADY and record.request_id not in num_scheduled
+            record.ordinal for record in self._tracker if record.is_steady and record.request_id not in num_scheduled
         )
 
     def _advance(
@@ -180,7 +177,7 @@ class StepReader:
                     self._schedule(record, now + 1, num_computed_tokens + 1)
         for request_id in self._due.pop(now, ()):
             record = self._tracker.get(request_id)
-            if record is not None and record.steady_since != NOT_STEADY:
+            if record is not None and record.is_steady:
                 num_computed_tokens = self._tracker.num_computed_tokens(record)
                 self._settle(settled, record, num_computed_tokens)
                 self._schedule(record, now + 1, num_computed_tokens + 1)

@@ -10,8 +10,7 @@ from collections.abc import Callable, Sequence
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
-from kvledger.lifecycle import ConfigurationError
-from kvledger.lifecycle.windows import interleave
+from kvledger.lifecycle import ConfigurationError, interleave
 
 if TYPE_CHECKING:
     import torch

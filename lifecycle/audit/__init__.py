@@ -7,5 +7,9 @@ not; rules that no checker can decide stand in `NOT_CHECKED` with the reason.
 from kvledger.lifecycle.audit.audit import Audit, Unfoldable
 from kvledger.lifecycle.audit.checker import Checker, Violation
 from kvledger.lifecycle.audit.not_checked import NOT_CHECKED
+from kvledger.lifecycle.audit.recorded import Recorded
 
-__all__ = ["NOT_CHECKED", "Audit", "Checker", "Unfoldable", "Violation"]
+__all__ = ["NOT_CHECKED", "RECORDED", "Audit", "Checker", "Unfoldable", "Violation"]
+
+RECORDED = Recorded.rule
+"""The rule of what the connector noticed and recorded itself."""

@@ -6,7 +6,7 @@ does I/O: folding a recorded event never fails.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
 import attrs
@@ -69,13 +69,16 @@ class Projections:
     totals: Totals
     policy: LookupPolicy
 
-    def __init__(self, core: Core, configuration: LedgerConfiguration) -> None:
+    def __init__(self, core: Core, configuration: LedgerConfiguration, *, only: Collection[str] | None = None) -> None:
+        """With `only`, no others fold; they are made where one of these asks for them, and stay empty."""
         self.core = core
         self.configuration = configuration
         self.geometry = Geometry(configuration.block_size, configuration.chunk_size, configuration.windows)
         self._specs = {spec.name: spec for spec in core.projections}
         self._being_made: list[str] = []
-        self._order: dict[str, Any] = {name: getattr(self, name) for name in self._specs}
+        self._order: dict[str, Any] = {
+            name: getattr(self, name) for name in self._specs if only is None or name in only
+        }
         maps = [projection.folds() for projection in self._order.values()]
         self._folds: dict[type[Event], tuple[Fold, ...]] = {
             event_class: tuple(folds[event_class] for folds in maps if event_class in folds)
@@ -115,4 +118,4 @@ class Projections:
 
     def num_entries(self) -> dict[str, int]:
         """Entries per projection that belong to requests; all are 0 when every request is released."""
-        return {name: len(self._order[name]) for name, spec in self._specs.items() if spec.of_requests}
+        return {name: len(made) for name, made in self._order.items() if self._specs[name].of_requests}

@@ -49,6 +49,11 @@ class RequestRecord:
         """What a decision about it begins with: request id, ordinal, generation."""
         return self.request_id, self.ordinal, self.generation
 
+    @property
+    def is_steady(self) -> bool:
+        """Whether it decodes one token a step."""
+        return self.steady_since != NOT_STEADY
+
 
 class RequestTracker:
     """Folds request events into records.

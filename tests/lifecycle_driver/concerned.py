@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from kvledger.adapters.reasons import Accounts, LoadFate, Reason, Story, Sums
 from kvledger.lifecycle import Core, LedgerConfiguration, fold
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.reasons import Accounts, LoadFate, Reason, Story, Sums
 
 _OF_SHARERS = (
     e.RequestArrived,

@@ -26,10 +26,10 @@ from kvledger.adapters.reading.index import build_index, index_path, open_index
 from kvledger.adapters.reading.index_memory import REMEMBERED
 from kvledger.adapters.reading.logs import open_log
 from kvledger.adapters.reading.requests import Requests
+from kvledger.adapters.reasons.chunk_history import ChunkHistory
+from kvledger.adapters.reasons.lives import Lives
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.codec import EventEncoder
-from kvledger.lifecycle.reasons.chunk_history import ChunkHistory
-from kvledger.lifecycle.reasons.lives import Lives
 from kvledger.storage.events import SegmentEventStore
 from kvledger.storage.events.retention import retire
 from kvledger.storage.events.segment_file import segment_paths

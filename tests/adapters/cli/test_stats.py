@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from lifecycle_driver import Driver, Walk, keys_of
 
 from kvledger.adapters.cli.percentiles import Percentiles
+from kvledger.adapters.reasons import Sums
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.codec import EventEncoder
-from kvledger.lifecycle.reasons import Sums
 from kvledger.storage.events import SegmentEventStore
 
 REQUEST = "chat-17-b6"

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import attrs
 
-from kvledger.lifecycle.reasons.chunk_history import ChunkFact
-from kvledger.lifecycle.reasons.reason import Reason
+from kvledger.adapters.reasons.chunk_history import ChunkFact
+from kvledger.adapters.reasons.reason import Reason
 
 
 @attrs.frozen

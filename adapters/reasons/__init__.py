@@ -5,13 +5,13 @@ totals. It reads no clock and does no I/O; times are looked up by whoever tells 
 what is counted.
 """
 
-from kvledger.lifecycle.reasons.accounts import Accounts
-from kvledger.lifecycle.reasons.chunk_history import ChunkFact, ChunkStatus
-from kvledger.lifecycle.reasons.memory import Memory
-from kvledger.lifecycle.reasons.reason import BY_DESIGN, Reason
-from kvledger.lifecycle.reasons.spans import Span
-from kvledger.lifecycle.reasons.story import Admission, Lookup, Recomputation, Story
-from kvledger.lifecycle.reasons.sums import LoadFate, OfferFate, Sums
+from kvledger.adapters.reasons.accounts import Accounts
+from kvledger.adapters.reasons.chunk_history import ChunkFact, ChunkStatus
+from kvledger.adapters.reasons.memory import Memory
+from kvledger.adapters.reasons.reason import BY_DESIGN, Reason
+from kvledger.adapters.reasons.spans import Span
+from kvledger.adapters.reasons.story import Admission, Lookup, Recomputation, Story
+from kvledger.adapters.reasons.sums import LoadFate, OfferFate, Sums
 
 __all__ = [
     "BY_DESIGN",

@@ -10,18 +10,18 @@ from collections.abc import Callable, Mapping
 
 import attrs
 
+from kvledger.adapters.reasons.admissions import Admissions
+from kvledger.adapters.reasons.chunk_events import ChunkEvents
+from kvledger.adapters.reasons.computing import Computing
+from kvledger.adapters.reasons.explain import Explainer
+from kvledger.adapters.reasons.life import UNBORN, Life
+from kvledger.adapters.reasons.lives import Lives
+from kvledger.adapters.reasons.memory import Memory
+from kvledger.adapters.reasons.moments import Moments
+from kvledger.adapters.reasons.story import Story
+from kvledger.adapters.reasons.sums import OfferFate, Sums
+from kvledger.lifecycle import LedgerConfiguration
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.configuration import LedgerConfiguration
-from kvledger.lifecycle.reasons.admissions import Admissions
-from kvledger.lifecycle.reasons.chunk_events import ChunkEvents
-from kvledger.lifecycle.reasons.computing import Computing
-from kvledger.lifecycle.reasons.explain import Explainer
-from kvledger.lifecycle.reasons.life import UNBORN, Life
-from kvledger.lifecycle.reasons.lives import Lives
-from kvledger.lifecycle.reasons.memory import Memory
-from kvledger.lifecycle.reasons.moments import Moments
-from kvledger.lifecycle.reasons.story import Story
-from kvledger.lifecycle.reasons.sums import OfferFate, Sums
 
 
 class Accounts:

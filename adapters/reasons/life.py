@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import attrs
 
+from kvledger.adapters.reasons.chunk_history import ChunkFact, Watch
+from kvledger.adapters.reasons.reason import Reason
+from kvledger.adapters.reasons.spans import Span
+from kvledger.adapters.reasons.story import Admission, Story
+from kvledger.adapters.reasons.sums import Sums
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.reasons.chunk_history import ChunkFact, Watch
-from kvledger.lifecycle.reasons.reason import Reason
-from kvledger.lifecycle.reasons.spans import Span
-from kvledger.lifecycle.reasons.story import Admission, Story
-from kvledger.lifecycle.reasons.sums import Sums
 
 UNBORN = -1
 """The ordinal of a request whose arrival is not in the log."""

@@ -7,9 +7,9 @@ import pytest
 from lifecycle_driver import Driver, keys_of
 from lifecycle_driver.concerned import check_reasons, stories_of
 
+from kvledger.adapters.reasons import Accounts, ChunkStatus, Reason, Span, Story, Sums
+from kvledger.adapters.reasons.spans import joined
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.reasons import Accounts, ChunkStatus, Reason, Span, Story, Sums
-from kvledger.lifecycle.reasons.spans import joined
 
 
 def story_of(driver: Driver, request_id: str = "a") -> Story:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from kvledger.adapters.reasons.memory import Memory
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.reasons.memory import Memory
 
 _OF_A_REQUEST = (
     e.RequestArrived,

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+from kvledger.adapters.reasons.chunk_history import ChunkFact, ChunkHistory, ChunkStatus
+from kvledger.adapters.reasons.life import Life, Tail
+from kvledger.adapters.reasons.lives import Lives
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.reasons.chunk_history import ChunkFact, ChunkHistory, ChunkStatus
-from kvledger.lifecycle.reasons.life import Life, Tail
-from kvledger.lifecycle.reasons.lives import Lives
 
 
 class ChunkEvents:

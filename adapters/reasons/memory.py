@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import attrs
 
-from kvledger.lifecycle.reasons.chunk_history import ChunkHistory
-from kvledger.lifecycle.reasons.life import Life
-from kvledger.lifecycle.reasons.lives import Lives
-from kvledger.lifecycle.reasons.story import Admission, Story
-from kvledger.lifecycle.reasons.sums import Sums
+from kvledger.adapters.reasons.chunk_history import ChunkHistory
+from kvledger.adapters.reasons.life import Life
+from kvledger.adapters.reasons.lives import Lives
+from kvledger.adapters.reasons.story import Admission, Story
+from kvledger.adapters.reasons.sums import Sums
 
 
 @attrs.frozen

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from kvledger.lifecycle.reasons.life import UNBORN, Life
-from kvledger.lifecycle.reasons.story import Story
+from kvledger.adapters.reasons.life import UNBORN, Life
+from kvledger.adapters.reasons.story import Story
 
 
 class Lives:

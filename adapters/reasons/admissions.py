@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from operator import attrgetter
 
+from kvledger.adapters.reasons.explain import Explainer
+from kvledger.adapters.reasons.life import Answer, Life
+from kvledger.adapters.reasons.memory import Load, Memory
+from kvledger.adapters.reasons.reason import Reason
+from kvledger.adapters.reasons.spans import Span, joined, replaced, within
+from kvledger.adapters.reasons.story import Admission, Lookup
+from kvledger.adapters.reasons.sums import LoadFate, OfferFate, Sums
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.reasons.explain import Explainer
-from kvledger.lifecycle.reasons.life import Answer, Life
-from kvledger.lifecycle.reasons.memory import Load, Memory
-from kvledger.lifecycle.reasons.reason import Reason
-from kvledger.lifecycle.reasons.spans import Span, joined, replaced, within
-from kvledger.lifecycle.reasons.story import Admission, Lookup
-from kvledger.lifecycle.reasons.sums import LoadFate, OfferFate, Sums
 
 _Spans = tuple[Span, ...]
 

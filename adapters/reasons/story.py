@@ -9,8 +9,8 @@ from typing import TypeVar
 
 import attrs
 
-from kvledger.lifecycle.reasons.spans import Span
-from kvledger.lifecycle.reasons.sums import Sums
+from kvledger.adapters.reasons.spans import Span
+from kvledger.adapters.reasons.sums import Sums
 
 MAX_KEPT = 512
 """Of each kind of entry the first are kept, and the last one; `Story.num_left_out` counts the others."""

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from lifecycle_driver import Walk
 from lifecycle_driver.concerned import check_reasons, check_stories
 
+from kvledger.adapters.reasons import Accounts, LoadFate, OfferFate, Reason, Sums
 from kvledger.lifecycle import Core, LedgerConfiguration, fold
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.reasons import Accounts, LoadFate, OfferFate, Reason, Sums
 
 SEEDS = [int(os.environ["WALK_SEED"])] if "WALK_SEED" in os.environ else list(range(12))
 GEOMETRIES = [(8, 16), (16, 16), (32, 16)]

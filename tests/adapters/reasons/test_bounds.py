@@ -5,9 +5,9 @@ from __future__ import annotations
 from lifecycle_driver import Driver, keys_of
 from lifecycle_driver.concerned import stories_of
 
-from kvledger.lifecycle.reasons import Reason
-from kvledger.lifecycle.reasons.chunk_history import ChunkFact, ChunkHistory, ChunkStatus
-from kvledger.lifecycle.reasons.story import MAX_KEPT
+from kvledger.adapters.reasons import Reason
+from kvledger.adapters.reasons.chunk_history import ChunkFact, ChunkHistory, ChunkStatus
+from kvledger.adapters.reasons.story import MAX_KEPT
 
 
 def test_of_chunks_that_are_gone_the_latest_are_remembered() -> None:

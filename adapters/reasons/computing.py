@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+from kvledger.adapters.reasons.admissions import Admissions
+from kvledger.adapters.reasons.life import Life
+from kvledger.adapters.reasons.lives import Lives
+from kvledger.adapters.reasons.reason import Reason
+from kvledger.adapters.reasons.spans import Span, replaced, within
+from kvledger.adapters.reasons.story import Admission, Recomputation
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.reasons.admissions import Admissions
-from kvledger.lifecycle.reasons.life import Life
-from kvledger.lifecycle.reasons.lives import Lives
-from kvledger.lifecycle.reasons.reason import Reason
-from kvledger.lifecycle.reasons.spans import Span, replaced, within
-from kvledger.lifecycle.reasons.story import Admission, Recomputation
 
 
 class Computing:

@@ -9,14 +9,13 @@ from collections.abc import Iterator
 
 import attrs
 
+from kvledger.adapters.reasons.chunk_history import ChunkFact, ChunkStatus
+from kvledger.adapters.reasons.life import Life
+from kvledger.adapters.reasons.memory import Memory
+from kvledger.adapters.reasons.reason import Reason
+from kvledger.adapters.reasons.spans import Span, joined
+from kvledger.lifecycle import LedgerConfiguration, MissReason
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.configuration import LedgerConfiguration
-from kvledger.lifecycle.projections.lookup_cache import MissReason
-from kvledger.lifecycle.reasons.chunk_history import ChunkFact, ChunkStatus
-from kvledger.lifecycle.reasons.life import Life
-from kvledger.lifecycle.reasons.memory import Memory
-from kvledger.lifecycle.reasons.reason import Reason
-from kvledger.lifecycle.reasons.spans import Span, joined
 
 _GONE: dict[ChunkStatus, Reason] = {
     ChunkStatus.SAVING: Reason.SAVING,

@@ -11,8 +11,8 @@ from collections import Counter
 
 import attrs
 
-from kvledger.lifecycle.projections.totals import Figures
-from kvledger.lifecycle.reasons.reason import BY_DESIGN, Reason
+from kvledger.adapters.reasons.reason import BY_DESIGN, Reason
+from kvledger.lifecycle import Figures
 
 
 class OfferFate(enum.StrEnum):
