@@ -11,6 +11,7 @@ from kvledger.lifecycle.codec import (
     EventDecoder,
     EventEncoder,
     SchemaTooNew,
+    log_header,
     vocabulary_header,
 )
 from kvledger.lifecycle.configuration import ConfigurationError, LedgerConfiguration
@@ -27,6 +28,7 @@ from kvledger.lifecycle.replay import Replay, SequencedEvent, batches, fold
 from kvledger.lifecycle.rules import Rule
 from kvledger.lifecycle.snapshots import SnapshotError, capture, restore, state_fingerprint
 from kvledger.lifecycle.states import RequestState
+from kvledger.lifecycle.steps import Scheduled, StepEncoder
 from kvledger.lifecycle.turn import Turn
 from kvledger.lifecycle.windows import NULL_BLOCK, interleave
 
@@ -52,15 +54,18 @@ __all__ = [
     "RequestRecord",
     "RequestState",
     "Rule",
+    "Scheduled",
     "SchemaTooNew",
     "SequencedEvent",
     "SnapshotError",
     "StateHandler",
+    "StepEncoder",
     "Turn",
     "batches",
     "capture",
     "fold",
     "interleave",
+    "log_header",
     "restore",
     "state_fingerprint",
     "vocabulary_header",

@@ -17,6 +17,7 @@ from typing import Any, Union, get_type_hints
 import attrs
 import msgspec
 
+from kvledger.lifecycle.configuration import LedgerConfiguration
 from kvledger.lifecycle.core import Core
 from kvledger.lifecycle.events import Event, field_names, wire_code
 
@@ -28,6 +29,7 @@ __all__ = [
     "EventEncoder",
     "SchemaTooNew",
     "field_names",
+    "log_header",
     "vocabulary_header",
 ]
 
@@ -54,6 +56,11 @@ def vocabulary_header(core: Core) -> dict[str, object]:
         "table_fingerprint": core.table_fingerprint(),
         "handler_fingerprint": core.handler_fingerprint(),
     }
+
+
+def log_header(core: Core, configuration: LedgerConfiguration) -> dict[str, object]:
+    """The least that a log's header holds for `kvledger` to read it: a store is made with it, JSON values all."""
+    return {**vocabulary_header(core), "configuration": attrs.asdict(configuration)}
 
 
 class EventEncoder:

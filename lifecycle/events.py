@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import enum
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import ClassVar, TypeVar, cast
 
 import msgspec
@@ -233,6 +233,12 @@ class TransferReported(Event, frozen=True, tag=10):
     withheld: str
     """Why no worker was given the job, one of `Withheld`: then the connector reports in their place. Mostly empty."""
     time_ns: int
+
+    @classmethod
+    def by(cls, ranks: Iterable[int], job_id: int, time_ns: int, *, error: str = "") -> TransferReported:
+        """These ranks have done the job, or with an `error` could not, and nothing was measured."""
+        done, failed = ((), tuple(ranks)) if error else (tuple(ranks), ())
+        return cls(job_id, done, failed, False, 0, 0, error, "", time_ns)  # noqa: FBT003 -- in the wire's order
 
 
 @observation("load.errors_observed")

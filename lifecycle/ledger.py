@@ -74,6 +74,11 @@ class Ledger:
         return self._next_sequence
 
     @property
+    def next_ordinal(self) -> int:
+        """The ordinal of the next request that arrives; no other life in the log ever had it."""
+        return self.projections.tracker.num_arrived
+
+    @property
     def num_uncommitted(self) -> int:
         """Events since the last commit."""
         return len(self._uncommitted)

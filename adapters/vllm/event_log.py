@@ -15,7 +15,7 @@ from kvledger.adapters.vllm import versions
 from kvledger.adapters.vllm.configuration import ConnectorSettings
 from kvledger.adapters.vllm.messages import messages
 from kvledger.adapters.vllm.snapshots import LogSnapshots
-from kvledger.lifecycle import ConfigurationError, Core, LedgerConfiguration, vocabulary_header
+from kvledger.lifecycle import ConfigurationError, Core, LedgerConfiguration, log_header
 from kvledger.lifecycle.events import LOG_BEFORE
 from kvledger.storage.events import (
     BacklogEventStore,
@@ -70,10 +70,9 @@ def open_event_log(
         ConfigurationError: `log_dir` cannot be written, at start, when a person can still correct it.
     """
     header = {
-        **vocabulary_header(core),
+        **log_header(core, configuration),
         "kvledger_version": metadata.version("kvledger"),
         "vllm_version": versions.vllm_version(),
-        "configuration": attrs.asdict(configuration),
         "opened_at_unix_ns": time.time_ns(),
         "process_id": os.getpid(),
     }

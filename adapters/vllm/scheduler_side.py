@@ -131,7 +131,7 @@ class SchedulerSide:
         if self.journal.is_disabled:
             return
         self._requests[request.request_id] = request
-        ordinal = self._tracker.num_arrived
+        ordinal = self.journal.ledger.next_ordinal
         self.journal.observe(
             e.RequestArrived(request.request_id, ordinal, request.num_prompt_tokens, self.journal.now())
         )

@@ -12,7 +12,7 @@ from itertools import compress
 from typing import TYPE_CHECKING
 
 from kvledger.adapters.vllm import versions
-from kvledger.lifecycle import RequestRecord, RequestState
+from kvledger.lifecycle import RequestRecord, RequestState, StepEncoder
 from kvledger.lifecycle import events as e
 
 if TYPE_CHECKING:
@@ -40,6 +40,7 @@ class StepReader:
     ) -> None:
         self._projections = projections
         self._tracker = projections.tracker
+        self._encoder = StepEncoder(projections)
         self._requests = requests
         self._sync_keys = sync_keys
         self._observe = observe
@@ -125,12 +126,7 @@ class StepReader:
             num_tokens = num_scheduled[request_id]
             record = self._tracker.get(request_id)
             ordinals.append(-1 if record is None else record.ordinal)
-            if (
-                record is None
-                or not record.is_steady
-                or num_tokens != 1
-                or self._tracker.num_computed_tokens(record) != num_computed_tokens
-            ):
+            if record is None or not self._encoder.is_expected(record, num_computed_tokens, num_tokens):
                 all_steady &= self._advance(advanced, request_id, num_computed_tokens, num_tokens, time_ns)
         # Only where every request decodes will the next step be worth a comparison. A new request is not among the
         # cached ones yet, so a step that skips it would look the same.
@@ -138,9 +134,7 @@ class StepReader:
         self._steady_ids = cached.req_ids if comparable else _INCOMPARABLE
         self._steady_ordinals = ordinals
         self._steady_sum = sum(cached.num_computed_tokens) + len(cached.req_ids)
-        return tuple(
-            record.ordinal for record in self._tracker if record.is_steady and record.request_id not in num_scheduled
-        )
+        return self._encoder.paused(num_scheduled)
 
     def _advance(
         self,
@@ -194,21 +188,16 @@ class StepReader:
         request = self._requests.get(record.request_id)
         if request is None or record.quarantined:
             return
-        cursor = self._projections.save_cursor
         num_settled_tokens = num_computed_tokens - request.num_in_flight_tokens
         if self._projections.geometry.windows.forget:
             self._processed[record.request_id] = num_settled_tokens
-        if num_settled_tokens < cursor.next_threshold(record.request_id):
+        if num_settled_tokens < self._projections.save_cursor.next_threshold(record.request_id):
             return
-        num_keys = self._sync_keys(request)
-        num_keyed_tokens = num_keys * self._projections.configuration.chunk_size
-        if not self._projections.geometry.windows.forget:
-            num_settled_tokens = min(num_settled_tokens, num_keyed_tokens)
-        elif self._projections.geometry.num_chunks_in(num_settled_tokens) > num_keys:
-            return  # with windows the true count must be told, because it says what they have left
-        if num_settled_tokens >= cursor.next_threshold(record.request_id):
+        self._sync_keys(request)
+        entry = self._encoder.settled(record, num_settled_tokens)
+        if entry is not None:
             self._tell_left(record, self._processed_before.get(record.request_id), self._time_ns)
-            settled.append((record.ordinal, cursor.num_chunks(record.request_id), num_settled_tokens))
+            settled.append(entry)
 
     def tell_left_at_end(self, record: RequestRecord, time_ns: int) -> None:
         """Before a request's end: what its windows leave now was not freed in the last step."""

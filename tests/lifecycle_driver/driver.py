@@ -9,7 +9,7 @@ import hashlib
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
 
-from kvledger.lifecycle import Core, Ledger, LedgerConfiguration, RequestState
+from kvledger.lifecycle import Core, Ledger, LedgerConfiguration, RequestState, Scheduled, StepEncoder
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.projections.tracker import RequestRecord
 from lifecycle_driver.sink import MemorySink
@@ -51,7 +51,6 @@ class Driver:
         self.observed: list[e.Event] = []
         """Everything in the order of the log: observations and decisions."""
         self._ordinals: dict[str, int] = {}
-        self._num_arrived = 0
         self._step = 0
         self._time_ns = 0
 
@@ -91,8 +90,7 @@ class Driver:
 
     def arrive(self, request_id: str, num_prompt_tokens: int, keys: Sequence[bytes] | None = None) -> list[e.Event]:
         """Accept a request; with keys, they are observed too."""
-        ordinal, self._num_arrived = self._num_arrived, self._num_arrived + 1
-        self._ordinals[request_id] = ordinal
+        ordinal = self._ordinals[request_id] = self.ledger.next_ordinal
         decisions = self.observe(e.RequestArrived(request_id, ordinal, num_prompt_tokens, self._now()))
         if keys:
             decisions += self.keys(request_id, 0, keys)
@@ -138,6 +136,11 @@ class Driver:
                 self._now(),
             )
         )
+
+    def schedule(self, *scheduled: Scheduled) -> list[e.Event]:
+        """One engine step, encoded as an embedder's: these are scheduled, and nobody else."""
+        self._step += 1
+        return self.observe(StepEncoder(self.ledger.projections).encode(scheduled, self._now()))
 
     def report(
         self,

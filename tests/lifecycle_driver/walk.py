@@ -12,6 +12,7 @@ from typing import Any
 
 import attrs
 
+from kvledger.lifecycle import Scheduled
 from kvledger.lifecycle import events as e
 from lifecycle_driver.device import Content, Device
 from lifecycle_driver.driver import Driver
@@ -50,7 +51,6 @@ class Player:
     in_flight: int = 0
     blocks: list[int] = attrs.field(factory=list)
     running: bool = False
-    steady: bool = False
     loading: bool = False
     """An asynchronous load fills its blocks; it is in no step until that is settled."""
     num_keys: int = 0
@@ -114,8 +114,7 @@ class Walk:
         self._step = 0
         self._scheduled: list[tuple[Player, int]] = []
         self._victims: list[Player] = []
-        self._paused: list[Player] = []
-        self._extended: list[tuple[str, list[int]]] = []
+        self._extended: dict[str, list[int]] = {}
         self.num_loads_checked = 0
 
     def run(self, num_steps: int) -> None:
@@ -180,13 +179,13 @@ class Walk:
 
     def _let_go(self, player: Player) -> None:
         self.device.give_back(player.blocks)
-        player.blocks, player.running, player.steady = [], False, False
+        player.blocks, player.running = [], False
 
     def _continue(self, player: Player) -> None:
         # The next turn may rewrite what is in the last, part-filled block, never a full one that others may share.
         cut = self.random.randint(player.computed // self.device.block_size * self.device.block_size, player.computed)
         player.turn += 1
-        player.computed, player.in_flight, player.steady = cut, 0, False
+        player.computed, player.in_flight = cut, 0
         del player.contents[cut:]
         player.extend(self.random.randint(1, 20))
         player.target = len(player.contents) + self.random.randint(1, 20)
@@ -198,7 +197,7 @@ class Walk:
 
     def _play_step(self) -> None:
         self._step += 1
-        self._scheduled, self._victims, self._paused, self._extended = [], [], [], []
+        self._scheduled, self._victims, self._extended = [], [], {}
         self._schedule_running()
         for player in [player for player in self.players if player.running and self._chance(0.04)]:
             self._preempt(player)
@@ -217,8 +216,6 @@ class Walk:
             if not player.running:
                 continue  # preempted for another one in this very step
             if self._chance(0.1):
-                if player.steady:
-                    self._paused.append(player)
                 continue
             num_tokens = min(len(player.contents) - player.computed, self.random.randint(1, BUDGET))
             missing = -(-(player.computed + num_tokens) // self.device.block_size) - len(player.blocks)
@@ -226,29 +223,25 @@ class Walk:
                 if missing > 0:
                     taken = self.device.take(missing)
                     player.blocks += taken
-                    self._extended.append((player.request_id, taken))
+                    self._extended[player.request_id] = taken
                 self._scheduled.append((player, num_tokens))
 
     def _tell_step(self) -> None:
-        advanced, settled = [], []
-        for player, num_tokens in self._scheduled:
-            known = len(player.contents)
-            if not (player.steady and num_tokens == 1 and player.computed + 1 == known):
-                advanced.append((player.request_id, player.computed, num_tokens, known))
-            cursor = self.driver.projections.save_cursor
-            if player.settled >= cursor.next_threshold(player.request_id):
-                settled.append((player.request_id, cursor.num_chunks(player.request_id), player.settled))
-        alive = {player.request_id for player in self.players if player.running}
-        decisions = self.driver.step(
-            *advanced,
-            settled=settled,
-            extended=[entry for entry in self._extended if entry[0] in alive],
-            paused=[player.request_id for player in self._paused if player.running],
-            num_scheduled_tokens=sum(num_tokens for _, num_tokens in self._scheduled),
+        self._take_up(
+            self.driver.schedule(
+                *(
+                    Scheduled(
+                        player.request_id,
+                        player.computed,
+                        num_tokens,
+                        len(player.contents),
+                        tuple(self._extended.get(player.request_id, ())),
+                        player.in_flight,
+                    )
+                    for player, num_tokens in self._scheduled
+                )
+            )
         )
-        for player in self._paused:
-            player.steady = False
-        self._take_up(decisions)
 
     def _make_room(self, player: Player, missing: int) -> bool:
         while len(self.device.free) < missing:
@@ -413,7 +406,6 @@ class Walk:
             )
             self._take_up(decisions)
         for player, num_tokens in self._scheduled:
-            player.steady = num_tokens == 1 and player.computed + 1 == len(player.contents)
             player.computed += num_tokens
             player.in_flight = num_tokens if self.asynchronous else 0
             if player.request_id in failed:
@@ -441,6 +433,6 @@ class Walk:
 
     def _roll_back(self, player: Player, jobs: dict[int, object]) -> None:
         loads = [event for event in self.driver.all_of(e.LoadIssued) if event.request_id == player.request_id]
-        player.computed, player.in_flight, player.steady = loads[-1].first_token, 0, False
+        player.computed, player.in_flight = loads[-1].first_token, 0
         assert loads[-1].job_id in jobs
         self.driver.roll_back(player.request_id, player.computed)

@@ -1,0 +1,101 @@
+"""Writes an engine's step as `StepScheduled`: only what differs from the expected.
+
+Expected is that a request which decoded one token in the last step decodes one more. Everybody who observes steps
+writes them here: whoever knows each request that was scheduled calls `encode`; an adapter that can tell at a glance
+that nothing changed asks the same questions one by one. It must not know an engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable
+
+import attrs
+
+from kvledger.lifecycle.events import StepScheduled
+from kvledger.lifecycle.projections import Projections
+from kvledger.lifecycle.projections.tracker import RequestRecord
+
+
+@attrs.frozen
+class Scheduled:
+    """One request in one step. All numbers are tokens, as they are before the step."""
+
+    request_id: str
+    num_computed_tokens: int
+    """Computed, or scheduled in an earlier step."""
+    num_scheduled_tokens: int
+    """To be computed in this step."""
+    num_tokens: int
+    """Known: prompt and output."""
+    new_block_ids: tuple[int, ...] = ()
+    """Appended to the request's table since its last step; not those that came with `BlocksAllocated`."""
+    num_in_flight_tokens: int = 0
+    """Of the computed ones those whose step has not come to its end, which may still be written or taken back."""
+
+
+class StepEncoder:
+    """What is to be written of a step, from what a ledger has folded so far; it keeps nothing itself."""
+
+    def __init__(self, projections: Projections) -> None:
+        self._projections = projections
+        self._tracker = projections.tracker
+        self._cursor = projections.save_cursor
+
+    def encode(self, scheduled: Iterable[Scheduled], time_ns: int) -> StepScheduled:
+        """The step in which these requests are scheduled, and no others.
+
+        Whoever is not known is only counted. Chunk keys are to be observed before the step in which they settle.
+        """
+        requests = {request.request_id: request for request in scheduled}
+        known = [
+            (record, request)
+            for request in requests.values()
+            if (record := self._tracker.get(request.request_id)) is not None
+        ]
+        settled = (
+            self.settled(record, request.num_computed_tokens - request.num_in_flight_tokens)
+            for record, request in known
+        )
+        return StepScheduled(
+            step=self._tracker.num_steps,
+            num_scheduled_tokens=sum(request.num_scheduled_tokens for request in requests.values()),
+            advanced=tuple(
+                (record.ordinal, request.num_computed_tokens, request.num_scheduled_tokens, request.num_tokens)
+                for record, request in known
+                if not self.is_expected(record, request.num_computed_tokens, request.num_scheduled_tokens)
+            ),
+            paused=self.paused(requests),
+            extended=tuple(
+                (record.ordinal, tuple(request.new_block_ids)) for record, request in known if request.new_block_ids
+            ),
+            settled=tuple(entry for entry in settled if entry is not None),
+            time_ns=time_ns,
+        )
+
+    def is_expected(self, record: RequestRecord, num_computed_tokens: int, num_scheduled_tokens: int) -> bool:
+        """Whether the request does what the log expects of it, so that nothing is written."""
+        return (
+            record.is_steady
+            and num_scheduled_tokens == 1
+            and self._tracker.num_computed_tokens(record) == num_computed_tokens
+        )
+
+    def paused(self, scheduled: Container[str]) -> tuple[int, ...]:
+        """The ordinals of those who were expected in the step and are not among the ids that it schedules."""
+        return tuple(
+            record.ordinal for record in self._tracker if record.is_steady and record.request_id not in scheduled
+        )
+
+    def settled(self, record: RequestRecord, num_settled_tokens: int) -> tuple[int, int, int] | None:
+        """The entry for a request that has filled another chunk with settled tokens whose key is known, else None."""
+        threshold = self._cursor.next_threshold(record.request_id)
+        if num_settled_tokens < threshold or record.quarantined:
+            return None
+        num_keys = len(self._projections.chunk_keys.of(record.request_id))
+        if not self._projections.geometry.windows.forget:
+            num_settled_tokens = min(num_settled_tokens, num_keys * self._projections.configuration.chunk_size)
+        elif self._projections.geometry.num_chunks_in(num_settled_tokens) > num_keys:
+            return None  # with windows the true count is written, because it says what they have left
+        if num_settled_tokens < threshold:
+            return None
+        return record.ordinal, self._cursor.num_chunks(record.request_id), num_settled_tokens
