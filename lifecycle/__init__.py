@@ -20,7 +20,6 @@ from kvledger.lifecycle.divergences import Divergence
 from kvledger.lifecycle.handlers import StateHandler
 from kvledger.lifecycle.ledger import EventSink, Ledger, LedgerCorrupt
 from kvledger.lifecycle.projections import Projections
-from kvledger.lifecycle.projections.host_slots import NO_SLOT
 from kvledger.lifecycle.projections.lookup_cache import MissReason
 from kvledger.lifecycle.projections.totals import Figures
 from kvledger.lifecycle.projections.tracker import RequestRecord
@@ -30,7 +29,7 @@ from kvledger.lifecycle.snapshots import SnapshotError, capture, restore, state_
 from kvledger.lifecycle.states import RequestState
 from kvledger.lifecycle.steps import Scheduled, StepEncoder
 from kvledger.lifecycle.turn import Turn
-from kvledger.lifecycle.windows import NULL_BLOCK, interleave
+from kvledger.lifecycle.windows import NO_SLOT, NULL_BLOCK, interleave
 
 __all__ = [
     "NO_SLOT",

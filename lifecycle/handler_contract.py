@@ -16,10 +16,10 @@ import msgspec
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.core import Core
 from kvledger.lifecycle.projections import Projections
-from kvledger.lifecycle.projections.host_slots import NO_SLOT
 from kvledger.lifecycle.projections.tracker import RequestRecord
 from kvledger.lifecycle.states import RequestState
 from kvledger.lifecycle.turn import Turn
+from kvledger.lifecycle.windows import NO_SLOT
 
 _OF_REPORTS = (e.LoadCompleted, e.LoadFailed, e.SaveCompleted, e.SaveFailed, e.ChunkTainted)
 _OWN = "kvledger.lifecycle."

@@ -9,8 +9,8 @@ import msgspec
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.checker import Violation, violation
-from kvledger.lifecycle.audit.forgotten import LIFE
-from kvledger.lifecycle.audit.indices import Indices
+from kvledger.lifecycle.audit.model import Model
+from kvledger.lifecycle.audit.model.forgotten import LIFE
 from kvledger.lifecycle.projections import Projections
 from kvledger.lifecycle.projections.tracker import RequestRecord
 from kvledger.lifecycle.replay import Check, ReplayedEvent
@@ -51,9 +51,9 @@ class AllocMatchesLookup:
                     pending.num_external_tokens,
                 )
 
-    def checks(self, indices: Indices) -> Iterable[tuple[type[e.Event], Check]]:
+    def checks(self, model: Model) -> Iterable[tuple[type[e.Event], Check]]:
         """By class of event."""
-        indices.forgotten.at(
+        model.forgotten.at(
             (*LIFE, e.RequestPreempted, e.SessionContinued, e.RequestFinished), self._answers, self._taken_up
         )
         return [

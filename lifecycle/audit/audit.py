@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 import attrs
 
 from kvledger.lifecycle.audit.checker import AnyChecker, Violation, begin_in_the_middle, checks_of
-from kvledger.lifecycle.audit.indices import Indices
+from kvledger.lifecycle.audit.model import Model
 from kvledger.lifecycle.configuration import LedgerConfiguration
 from kvledger.lifecycle.core import Core
 from kvledger.lifecycle.divergences import Divergences
@@ -51,8 +51,8 @@ class Audit:
     ) -> None:
         self._keeps = keeps
         self.checkers = tuple(make() for make in core.rules.values()) if checkers is None else tuple(checkers)
-        indices = Indices(core, configuration)
-        checks = [*indices.folds(), *(pair for checker in self.checkers for pair in checks_of(checker, indices))]
+        model = Model.of(core, configuration)
+        checks = [*model.folds(), *(pair for checker in self.checkers for pair in checks_of(checker, model))]
         self._replay = Replay(
             core,
             configuration,
@@ -62,7 +62,7 @@ class Audit:
             start=start,
         )
         if start is not None:
-            indices.begin(start)
+            model.begin(start)
             begin_in_the_middle(self.checkers, start)
         self.violations: list[Violation] = []
         self.num_violations: Counter[str] = Counter()

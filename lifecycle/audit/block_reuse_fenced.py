@@ -7,8 +7,8 @@ from typing import ClassVar
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.checker import Violation, violation
-from kvledger.lifecycle.audit.forgotten import LIFE
-from kvledger.lifecycle.audit.indices import Indices
+from kvledger.lifecycle.audit.model import Model
+from kvledger.lifecycle.audit.model.forgotten import LIFE
 from kvledger.lifecycle.projections import Projections
 from kvledger.lifecycle.projections.transfers import JobKind
 from kvledger.lifecycle.replay import Check, ReplayedEvent
@@ -47,10 +47,10 @@ class BlockReuseFenced:
             if record.state is RequestState.FINISHED and projections.transfers.reads_blocks_of(record.ordinal):
                 self._held[record.request_id] = 0
 
-    def checks(self, indices: Indices) -> Iterable[tuple[type[e.Event], Check]]:
+    def checks(self, model: Model) -> Iterable[tuple[type[e.Event], Check]]:
         """By class of event."""
-        indices.forgotten.at((*LIFE, e.RequestPreempted, e.RequestFinished), self._num_own)
-        indices.forgotten.at(LIFE, self._held)
+        model.forgotten.at((*LIFE, e.RequestPreempted, e.RequestFinished), self._num_own)
+        model.forgotten.at(LIFE, self._held)
         return [
             (e.StepScheduled, self._step_scheduled),
             (e.BlocksAllocated, self._allocated),

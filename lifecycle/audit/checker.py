@@ -12,7 +12,7 @@ from typing import ClassVar, Protocol
 import attrs
 
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.audit.indices import Indices
+from kvledger.lifecycle.audit.model import Model
 from kvledger.lifecycle.projections import Projections
 from kvledger.lifecycle.replay import Check, ReplayedEvent
 
@@ -56,17 +56,17 @@ class FrequentChecker(Protocol):
 
     rule: ClassVar[str]
 
-    def checks(self, indices: Indices) -> Iterable[tuple[type[e.Event], Check]]:
+    def checks(self, model: Model) -> Iterable[tuple[type[e.Event], Check]]:
         """(event class, check), in the order in which they are to be done for an event; a class may stand twice."""
 
 
 AnyChecker = Checker | FrequentChecker
 
 
-def checks_of(checker: AnyChecker, indices: Indices) -> Iterable[tuple[type[e.Event], Check]]:
+def checks_of(checker: AnyChecker, model: Model) -> Iterable[tuple[type[e.Event], Check]]:
     """The checks of either kind of checker."""
     if hasattr(checker, "checks"):
-        return checker.checks(indices)
+        return checker.checks(model)
 
     def check(_event: e.Event, step: ReplayedEvent, projections: Projections) -> Iterable[Violation] | None:
         return checker.check(step, projections)

@@ -7,8 +7,8 @@ from typing import ClassVar
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.checker import Violation, violation
-from kvledger.lifecycle.audit.indices import Indices
-from kvledger.lifecycle.audit.settled_tokens import SettledTokens
+from kvledger.lifecycle.audit.model import Model
+from kvledger.lifecycle.audit.model.settled import SettledTokens
 from kvledger.lifecycle.projections import Projections
 from kvledger.lifecycle.replay import Check, ReplayedEvent
 
@@ -24,13 +24,13 @@ class ChunkComplete:
     rule: ClassVar[str] = "CHUNK_COMPLETE"
 
     def __init__(self) -> None:
-        self._settled = SettledTokens()
+        self._settled: SettledTokens
         self._chunk_size = 0
 
-    def checks(self, indices: Indices) -> Iterable[tuple[type[e.Event], Check]]:
+    def checks(self, model: Model) -> Iterable[tuple[type[e.Event], Check]]:
         """By class of event."""
-        self._settled = indices.settled
-        self._chunk_size = indices.configuration.chunk_size
+        self._settled = model.settled
+        self._chunk_size = model.configuration.chunk_size
         return [(e.SaveIssued, self._save_issued), (e.TailSaveIssued, self._tail_save_issued)]
 
     def _save_issued(

@@ -7,8 +7,8 @@ from typing import ClassVar
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.checker import Violation, violation
-from kvledger.lifecycle.audit.indices import Indices
-from kvledger.lifecycle.audit.jobs_in_flight import InFlight, JobsInFlight
+from kvledger.lifecycle.audit.model import Model
+from kvledger.lifecycle.audit.model.jobs import InFlight, JobsInFlight
 from kvledger.lifecycle.projections import Projections
 from kvledger.lifecycle.replay import Check, ReplayedEvent
 
@@ -27,16 +27,16 @@ class CompletionOnce:
     rule: ClassVar[str] = "COMPLETION_ONCE"
 
     def __init__(self) -> None:
-        self._jobs = JobsInFlight(0)
+        self._jobs: JobsInFlight
         self._last_job_id = 0
 
     def begin(self, projections: Projections) -> None:
         """Take over which ids are used."""
         self._last_job_id = projections.transfers.next_job_id - 1
 
-    def checks(self, indices: Indices) -> Iterable[tuple[type[e.Event], Check]]:
+    def checks(self, model: Model) -> Iterable[tuple[type[e.Event], Check]]:
         """By class of event."""
-        self._jobs = indices.jobs
+        self._jobs = model.jobs
         return [
             (e.LoadIssued, self._issued),
             (e.SaveIssued, self._issued),

@@ -7,9 +7,9 @@ from typing import ClassVar
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.checker import Violation, violation
-from kvledger.lifecycle.audit.forgotten import LIFE
-from kvledger.lifecycle.audit.indices import Indices
-from kvledger.lifecycle.audit.jobs_in_flight import JobsInFlight
+from kvledger.lifecycle.audit.model import Model
+from kvledger.lifecycle.audit.model.forgotten import LIFE
+from kvledger.lifecycle.audit.model.jobs import JobsInFlight
 from kvledger.lifecycle.projections import Projections
 from kvledger.lifecycle.replay import Check, ReplayedEvent
 
@@ -29,7 +29,7 @@ class CursorLeFrontier:
 
     def __init__(self) -> None:
         self._chunk_size = 0
-        self._jobs = JobsInFlight(0)
+        self._jobs: JobsInFlight
         self._cursors: dict[str, tuple[int, int]] = {}
         """Request id -> (number of chunks dealt with, sequence of the step that told)."""
 
@@ -38,10 +38,10 @@ class CursorLeFrontier:
         for record in projections.tracker:
             self._cursors[record.request_id] = (projections.save_cursor.num_chunks(record.request_id), 0)
 
-    def checks(self, indices: Indices) -> Iterable[tuple[type[e.Event], Check]]:
+    def checks(self, model: Model) -> Iterable[tuple[type[e.Event], Check]]:
         """By class of event."""
-        self._chunk_size, self._jobs = indices.configuration.chunk_size, indices.jobs
-        indices.forgotten.at((*LIFE, e.RequestPreempted, e.RequestFinished), self._cursors)
+        self._chunk_size, self._jobs = model.configuration.chunk_size, model.jobs
+        model.forgotten.at((*LIFE, e.RequestPreempted, e.RequestFinished), self._cursors)
         return [
             (e.StepScheduled, self._step_scheduled),
             (e.CacheReset, self._reset),

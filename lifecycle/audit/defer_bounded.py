@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.checker import Violation, violation
-from kvledger.lifecycle.audit.indices import Indices
+from kvledger.lifecycle.audit.model import Model
 from kvledger.lifecycle.projections import Projections
 from kvledger.lifecycle.projections.transfers import JobKind
 from kvledger.lifecycle.replay import Check, ReplayedEvent
@@ -33,9 +33,9 @@ class DeferBounded:
             if count:
                 self._in_a_row[record.request_id] = count
 
-    def checks(self, indices: Indices) -> Iterable[tuple[type[e.Event], Check]]:
+    def checks(self, model: Model) -> Iterable[tuple[type[e.Event], Check]]:
         """By class of event."""
-        indices.forgotten.at((e.RequestArrived, e.RequestPreempted, e.RequestFinished), self._in_a_row)
+        model.forgotten.at((e.RequestArrived, e.RequestPreempted, e.RequestFinished), self._in_a_row)
         return [
             (e.LookupDeferred, self._deferred),
             (e.LookupAnswered, self._forget),

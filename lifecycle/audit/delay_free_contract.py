@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.checker import Violation, violation
-from kvledger.lifecycle.audit.indices import Indices
+from kvledger.lifecycle.audit.model import Model
 from kvledger.lifecycle.projections import Projections
 from kvledger.lifecycle.replay import Check, ReplayedEvent
 
@@ -27,9 +27,9 @@ class DelayFreeContract:
         """Request id -> sequence of its end, where its blocks are not held."""
         self._held: dict[str, int] = {}
 
-    def checks(self, indices: Indices) -> Iterable[tuple[type[e.Event], Check]]:
+    def checks(self, model: Model) -> Iterable[tuple[type[e.Event], Check]]:
         """By class of event."""
-        indices.forgotten.at((e.RequestReleased,), self._finished, self._held)
+        model.forgotten.at((e.RequestReleased,), self._finished, self._held)
         return [
             (e.RequestFinished, self._request_finished),
             (e.BlocksHeld, self._blocks_held),

@@ -7,11 +7,11 @@ from typing import ClassVar
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.checker import Violation, violation
-from kvledger.lifecycle.audit.indices import Indices
+from kvledger.lifecycle.audit.model import Model
 from kvledger.lifecycle.projections import Projections
-from kvledger.lifecycle.projections.host_slots import NO_SLOT
 from kvledger.lifecycle.projections.transfers import JobKind
 from kvledger.lifecycle.replay import Check, ReplayedEvent
+from kvledger.lifecycle.windows import NO_SLOT
 
 
 class EvictIdleOnly:
@@ -36,7 +36,7 @@ class EvictIdleOnly:
                 keys_read = {key for key in job.keys if not read.isdisjoint(slots_of(key) or ())}
                 self._loads[job.job_id] = (0, keys_read)
 
-    def checks(self, _indices: Indices) -> Iterable[tuple[type[e.Event], Check]]:
+    def checks(self, _model: Model) -> Iterable[tuple[type[e.Event], Check]]:
         """By class of event."""
         return [
             (e.ChunkEvicted, self._evicted),

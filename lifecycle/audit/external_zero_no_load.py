@@ -7,8 +7,8 @@ from typing import ClassVar
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.checker import Violation, violation
-from kvledger.lifecycle.audit.forgotten import LIFE
-from kvledger.lifecycle.audit.indices import Indices
+from kvledger.lifecycle.audit.model import Model
+from kvledger.lifecycle.audit.model.forgotten import LIFE
 from kvledger.lifecycle.projections import Projections
 from kvledger.lifecycle.replay import Check, ReplayedEvent
 
@@ -27,9 +27,9 @@ class ExternalZeroNoLoad:
         self._allocations: dict[str, tuple[int, int]] = {}
         """Request id -> (sequence, external tokens that no load has used) of the last allocation."""
 
-    def checks(self, indices: Indices) -> Iterable[tuple[type[e.Event], Check]]:
+    def checks(self, model: Model) -> Iterable[tuple[type[e.Event], Check]]:
         """By class of event."""
-        indices.forgotten.at((*LIFE, e.RequestPreempted), self._allocations)
+        model.forgotten.at((*LIFE, e.RequestPreempted), self._allocations)
         return [
             (e.BlocksAllocated, self._allocated),
             (e.LoadIssued, self._load_issued),

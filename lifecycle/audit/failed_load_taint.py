@@ -9,8 +9,8 @@ import attrs
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.checker import Violation, violation
-from kvledger.lifecycle.audit.indices import Indices
-from kvledger.lifecycle.audit.jobs_in_flight import JobsInFlight
+from kvledger.lifecycle.audit.model import Model
+from kvledger.lifecycle.audit.model.jobs import JobsInFlight
 from kvledger.lifecycle.projections import Projections
 from kvledger.lifecycle.projections.transfers import JobKind
 from kvledger.lifecycle.replay import Check, ReplayedEvent
@@ -47,16 +47,16 @@ class FailedLoadTaint:
         """(request id, sequence of the allocation, blocks given as computed), until the step that they are for."""
         self._spoilt: dict[int, int] = {}
         """Job id of a save in flight -> sequence of the failure that its source blocks were concerned by."""
-        self._jobs = JobsInFlight(0)
+        self._jobs: JobsInFlight
 
     def begin(self, projections: Projections) -> None:
         """Take over the loads in flight, and the blocks that could not be filled."""
         self._unfilled = dict.fromkeys(projections.unfilled.blocks, 0)
         self._keys = {job.job_id: job.keys for job in projections.transfers if job.kind is JobKind.LOAD}
 
-    def checks(self, indices: Indices) -> Iterable[tuple[type[e.Event], Check]]:
+    def checks(self, model: Model) -> Iterable[tuple[type[e.Event], Check]]:
         """By class of event."""
-        self._jobs = indices.jobs
+        self._jobs = model.jobs
         return [
             (e.StepScheduled, self._observed),
             (e.StepScheduled, self._step_scheduled),
@@ -100,9 +100,9 @@ class FailedLoadTaint:
     def _failed(self, event: e.LoadFailed, step: ReplayedEvent, _projections: Projections) -> None:
         keys = self._keys.pop(event.job_id, ())
         self._failures.append(_Failure(step.sequence, event.request_id, keys))
-        load = None if self._jobs.current is None else self._jobs.current.job
+        load = self._jobs.current
         for job_id, save in self._jobs:  # the id may have been used again before the load was reported
-            is_of_its_life = load is not None and save.job is not None and save.job.life == load.life
+            is_of_its_life = load is not None and save.life == load.life
             if is_of_its_life and not save.is_load and job_id > event.job_id:
                 self._spoilt[job_id] = step.sequence
 
@@ -113,7 +113,7 @@ class FailedLoadTaint:
     ) -> None:
         self._unfilled.update(dict.fromkeys(event.block_ids, step.sequence))
         for job_id, save in self._jobs:
-            if not save.is_load and save.job is not None and not self._unfilled.keys().isdisjoint(save.job.block_ids):
+            if not save.is_load and not self._unfilled.keys().isdisjoint(save.block_ids):
                 self._spoilt[job_id] = step.sequence
 
     def _step_scheduled(

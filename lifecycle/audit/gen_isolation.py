@@ -7,10 +7,9 @@ from typing import ClassVar
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.checker import Violation, violation
-from kvledger.lifecycle.audit.indices import Indices
-from kvledger.lifecycle.audit.jobs_in_flight import JobsInFlight
+from kvledger.lifecycle.audit.model import Model
+from kvledger.lifecycle.audit.model.jobs import InFlight, JobsInFlight
 from kvledger.lifecycle.projections import Projections
-from kvledger.lifecycle.projections.transfers import Job
 from kvledger.lifecycle.replay import Check, ReplayedEvent
 
 
@@ -25,12 +24,11 @@ class GenIsolation:
 
     rule: ClassVar[str] = "GEN_ISOLATION"
 
-    def __init__(self) -> None:
-        self._jobs = JobsInFlight(0)
+    _jobs: JobsInFlight
 
-    def checks(self, indices: Indices) -> Iterable[tuple[type[e.Event], Check]]:
+    def checks(self, model: Model) -> Iterable[tuple[type[e.Event], Check]]:
         """By class of event."""
-        self._jobs = indices.jobs
+        self._jobs = model.jobs
         return [
             (e.LoadIssued, self._issued),
             (e.SaveIssued, self._issued),
@@ -68,13 +66,10 @@ class GenIsolation:
         step: ReplayedEvent,
         projections: Projections,
     ) -> Iterator[Violation] | None:
-        in_flight = self._jobs.current
-        if in_flight is None:
-            return None
-        job = in_flight.job
+        job = self._jobs.current
         if job is None or (_life(event) == job.life and step.state_before is step.state_after):
             return None
-        return self._check_settled(event, step, projections, job, in_flight.sequence)
+        return self._check_settled(event, step, projections, job)
 
     def _check_decided(
         self,
@@ -98,21 +93,20 @@ class GenIsolation:
         event: e.LoadCompleted | e.LoadFailed | e.SaveCompleted | e.SaveFailed,
         step: ReplayedEvent,
         projections: Projections,
-        job: Job,
-        sequence: int,
+        job: InFlight,
     ) -> Iterator[Violation]:
         if _life(event) != job.life:
             detail = (
                 f"{event.id} for job {job.job_id} names {_words(_life(event))}, "
                 f"the job was issued for {_words(job.life)}"
             )
-            yield violation(self.rule, step, projections, detail, sequence, event.cause)
+            yield violation(self.rule, step, projections, detail, job.sequence, event.cause)
         record = projections.tracker.get(event.request_id)
         if record is None or _life(event) == record.life:
             return
         if step.state_before is not step.state_after:
             detail = f"{event.id} of generation {event.generation} moved the request to {step.state_after}"
-            yield violation(self.rule, step, projections, detail, sequence, event.cause)
+            yield violation(self.rule, step, projections, detail, job.sequence, event.cause)
 
 
 def _life(event: e.RequestDecision) -> tuple[str, int, int]:

@@ -7,11 +7,11 @@ from typing import ClassVar
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.checker import Violation, violation
-from kvledger.lifecycle.audit.indices import Indices
-from kvledger.lifecycle.audit.settled_tokens import SettledTokens
+from kvledger.lifecycle.audit.model import Model
+from kvledger.lifecycle.audit.model.settled import SettledTokens
 from kvledger.lifecycle.projections import Projections
-from kvledger.lifecycle.projections.host_slots import NO_SLOT
 from kvledger.lifecycle.replay import Check, ReplayedEvent
+from kvledger.lifecycle.windows import NO_SLOT
 
 
 class GroupAgreement:
@@ -26,7 +26,7 @@ class GroupAgreement:
     rule: ClassVar[str] = "GROUP_AGREEMENT"
 
     def __init__(self) -> None:
-        self._settled = SettledTokens()
+        self._settled: SettledTokens
         self._leaving: dict[str, tuple[int, int]] = {}
         """Request id -> (settled tokens, sequence) as told since the last step."""
         self._left: dict[str, tuple[int, int]] = {}
@@ -45,11 +45,11 @@ class GroupAgreement:
             if left is not None:
                 self._left[record.request_id] = (left, 0)
 
-    def checks(self, indices: Indices) -> Iterable[tuple[type[e.Event], Check]]:
+    def checks(self, model: Model) -> Iterable[tuple[type[e.Event], Check]]:
         """By class of event; none where no group has a window."""
-        if not any(indices.configuration.windows):
+        if not any(model.configuration.windows):
             return []
-        self._settled = indices.settled
+        self._settled = model.settled
         return [
             (e.WindowLeft, self._window_left),
             (e.StepScheduled, self._step_scheduled),

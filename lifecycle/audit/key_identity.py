@@ -10,7 +10,7 @@ import msgspec
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.checker import Violation, violation
-from kvledger.lifecycle.audit.indices import Indices
+from kvledger.lifecycle.audit.model import Model
 from kvledger.lifecycle.projections import Projections
 from kvledger.lifecycle.replay import Check, ReplayedEvent
 
@@ -62,7 +62,7 @@ class KeyIdentity:
     def __init__(self) -> None:
         self._told = _Remembered()
 
-    def checks(self, _indices: Indices) -> Iterable[tuple[type[e.Event], Check]]:
+    def checks(self, _model: Model) -> Iterable[tuple[type[e.Event], Check]]:
         """By class of event."""
         return [
             (e.ChunkKeysObserved, self._observed),

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.checker import Violation, violation
-from kvledger.lifecycle.audit.indices import Indices
+from kvledger.lifecycle.audit.model import Model
 from kvledger.lifecycle.machine import CompiledTable
 from kvledger.lifecycle.projections import Projections
 from kvledger.lifecycle.replay import Check, ReplayedEvent
@@ -30,14 +30,14 @@ class LegalTransition:
     def __init__(self) -> None:
         self._table: CompiledTable = {}
 
-    def checks(self, indices: Indices) -> Iterable[tuple[type[e.Event], Check]]:
+    def checks(self, model: Model) -> Iterable[tuple[type[e.Event], Check]]:
         """By class of event."""
-        self._table = indices.core.table
+        self._table = model.core.table
         return [
             (e.RequestArrived, self._arrived),
             *(
                 (event, _is_row_of(event, self._table, self._no_row))
-                for event in indices.core.request_events
+                for event in model.core.request_events
                 if event is not e.RequestArrived
             ),
         ]

@@ -7,8 +7,8 @@ from typing import ClassVar
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.checker import Violation, violation
-from kvledger.lifecycle.audit.indices import Indices
-from kvledger.lifecycle.audit.jobs_in_flight import JobsInFlight
+from kvledger.lifecycle.audit.model import Model
+from kvledger.lifecycle.audit.model.jobs import JobsInFlight
 from kvledger.lifecycle.projections import Projections
 from kvledger.lifecycle.replay import Check, ReplayedEvent
 
@@ -24,7 +24,7 @@ class Liveness:
     rule: ClassVar[str] = "LIVENESS"
 
     def __init__(self) -> None:
-        self._jobs = JobsInFlight(0)
+        self._jobs: JobsInFlight
         self._overdue: list[tuple[int, int]] = []
         """(job id, step since which it is silent) at the last step."""
         self._named: set[int] = set()
@@ -33,9 +33,9 @@ class Liveness:
         self._silent_since = 0
         """No job is silent since an earlier step: who was issued or asked after since is not looked at before."""
 
-    def checks(self, indices: Indices) -> Iterable[tuple[type[e.Event], Check]]:
+    def checks(self, model: Model) -> Iterable[tuple[type[e.Event], Check]]:
         """By class of event."""
-        self._jobs, self._max_silent_steps = indices.jobs, indices.configuration.max_silent_steps
+        self._jobs, self._max_silent_steps = model.jobs, model.configuration.max_silent_steps
         return [(e.StepScheduled, self._step_scheduled)]
 
     def _step_scheduled(

@@ -7,11 +7,11 @@ from typing import ClassVar
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.checker import Violation, violation
-from kvledger.lifecycle.audit.indices import Indices
+from kvledger.lifecycle.audit.model import Model
 from kvledger.lifecycle.projections import Projections
-from kvledger.lifecycle.projections.host_slots import NO_SLOT
 from kvledger.lifecycle.projections.transfers import JobKind
 from kvledger.lifecycle.replay import Check, ReplayedEvent
+from kvledger.lifecycle.windows import NO_SLOT
 
 
 class LoadDstExclusive:
@@ -41,7 +41,7 @@ class LoadDstExclusive:
                 self._blocks_of[job.job_id] = filled = tuple(block_id for slot, block_id in pairs if slot != NO_SLOT)
                 self._filled_by |= dict.fromkeys(filled, (job.job_id, 0))
 
-    def checks(self, _indices: Indices) -> Iterable[tuple[type[e.Event], Check]]:
+    def checks(self, _model: Model) -> Iterable[tuple[type[e.Event], Check]]:
         """By class of event."""
         return [
             (e.LoadIssued, self._load_issued),

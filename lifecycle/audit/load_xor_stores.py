@@ -7,11 +7,11 @@ from typing import ClassVar
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.checker import Violation, violation
-from kvledger.lifecycle.audit.indices import Indices
+from kvledger.lifecycle.audit.model import Model
 from kvledger.lifecycle.projections import Projections
-from kvledger.lifecycle.projections.host_slots import NO_SLOT
 from kvledger.lifecycle.projections.transfers import Job, JobKind
 from kvledger.lifecycle.replay import Check, ReplayedEvent
+from kvledger.lifecycle.windows import NO_SLOT
 
 
 class LoadXorStores:
@@ -43,7 +43,7 @@ class LoadXorStores:
                 # Issued before the last step, or since; that step stands before the first event of the audit, as 0.
                 self._take_up(-1 if job.asked_step < projections.tracker.num_steps else 0, job)
 
-    def checks(self, _indices: Indices) -> Iterable[tuple[type[e.Event], Check]]:
+    def checks(self, _model: Model) -> Iterable[tuple[type[e.Event], Check]]:
         """By class of event."""
         return [
             (e.LoadIssued, self._issued),

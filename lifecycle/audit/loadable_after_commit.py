@@ -1,4 +1,4 @@
-"""LOADABLE_AFTER_COMMIT: what is loaded was completely saved, and has not been given up since."""
+"""LOADABLE_AFTER_COMMIT: what is loaded was completely saved, lies where it is read, and was not given up since."""
 
 from __future__ import annotations
 
@@ -7,69 +7,126 @@ from typing import ClassVar
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.checker import Violation, violation
-from kvledger.lifecycle.audit.committed_chunks import CommittedChunks
-from kvledger.lifecycle.audit.indices import Indices
-from kvledger.lifecycle.audit.jobs_in_flight import JobsInFlight
-from kvledger.lifecycle.audit.saved_tails import SavedTails
-from kvledger.lifecycle.geometry import Geometry
+from kvledger.lifecycle.audit.model import Model
+from kvledger.lifecycle.audit.model.lives import Life
+from kvledger.lifecycle.audit.model.tails import IssuedTail
 from kvledger.lifecycle.projections import Projections
-from kvledger.lifecycle.projections.host_slots import NO_SLOT
 from kvledger.lifecycle.replay import Check, ReplayedEvent
+from kvledger.lifecycle.windows import NO_SLOT
 
 
 class LoadableAfterCommit:
-    """Every slot of a load belongs to a committed chunk of the request or to the saved tail of its present life.
+    """Each slot of a load holds the page it is read for: of a committed chunk of the request, or of its saved tail.
 
     A chunk is committed where the latest of commit, evict, taint and reset is commit.
 
-    Verifies: this with indices of its own of chunks and tails, made from events alone; a tail is read only by a load
-    that ends inside it, after its save completed and before anything dropped it.
-    Does not verify: the bytes in a slot, and which page of a chunk or tail goes to which block.
+    Verifies: this page by page, in the order of the load, against chunks and tails that the audit follows by itself; of
+    a chunk or tail that ends inside a block, that it reaches to the load's end; a tail is read only by a load
+    that ends inside it, after its save completed and before anything dropped it; there is a slot and a block for each
+    page. Blocks are compared with the request's table by LOAD_DST_EXCLUSIVE, pages left out by GROUP_AGREEMENT.
+    Does not verify: the bytes in a slot.
     """
 
     rule: ClassVar[str] = "LOADABLE_AFTER_COMMIT"
 
-    def __init__(self) -> None:
-        self._committed = CommittedChunks(JobsInFlight(0), Geometry(1, 1))
-        self._tails = SavedTails()
+    _model: Model
 
-    def checks(self, indices: Indices) -> Iterable[tuple[type[e.Event], Check]]:
+    def checks(self, model: Model) -> Iterable[tuple[type[e.Event], Check]]:
         """By class of event."""
-        self._committed, self._tails = indices.committed, indices.tails
-        return [(e.LoadIssued, self._check_load)]
+        self._model = model
+        return [(e.LoadIssued, self._load_issued)]
 
-    def _check_load(self, event: e.LoadIssued, step: ReplayedEvent, projections: Projections) -> Iterator[Violation]:
-        chunk_size = projections.configuration.chunk_size
-        first_chunk = event.first_token // chunk_size
+    def _load_issued(
+        self, event: e.LoadIssued, step: ReplayedEvent, projections: Projections
+    ) -> Iterator[Violation] | None:
+        life = self._model.lives.get(event.request_id)
+        if life is not None and event.slots == self._slots_of_chunks(event, life):
+            return None
+        return self._check_load(event, life, step, projections)
+
+    def _slots_of_chunks(self, event: e.LoadIssued, life: Life) -> tuple[int, ...] | None:
+        """Where all of it lies if it is whole chunks of whole blocks; None where it is something else."""
+        geometry, num_pages = self._model.geometry, self._model.geometry.pages_per_chunk
+        if not num_pages:
+            return None
+        chunk_size, end_token = geometry.chunk_size, event.first_token + event.num_tokens
+        first_chunk, end_chunk = event.first_token // chunk_size, -(-end_token // chunk_size)
+        if end_chunk > len(life.keys):
+            return None
+        slots_of, found = self._model.chunks.slots_of, list[int]()
+        for key in life.keys[first_chunk:end_chunk]:
+            slots = slots_of(key)
+            if slots is None:
+                return None
+            found.extend(slots)
+        pages = geometry.pages_spanning(event.first_token, event.num_tokens)
+        skipped = pages.start - first_chunk * num_pages
+        return tuple(found[skipped : skipped + len(pages)])
+
+    def _check_load(
+        self, event: e.LoadIssued, life: Life | None, step: ReplayedEvent, projections: Projections
+    ) -> Iterator[Violation]:
+        geometry, chunks = self._model.geometry, self._model.chunks
         end_token = event.first_token + event.num_tokens
-        end_chunk = -(-end_token // chunk_size)
-        slots: set[int] = set()
-        tail = self._tails.saved(event.request_id)
-        if tail is not None and tail.first_token < end_token <= tail.end_token:
-            end_chunk = tail.first_token // chunk_size
-            slots.update(tail.slots)
-            # Another request may have saved the whole chunk meanwhile; its beginning is as good.
-            for key in projections.chunk_keys.of(event.request_id)[end_chunk : end_chunk + 1]:
-                slots.update(self._committed.slots_of(key) or ())
-        why_no_tail, tail_sequence = self._tails.why_none(event.request_id)
-        keys = projections.chunk_keys.of(event.request_id)[first_chunk:end_chunk]
-        for chunk, key in enumerate(keys, first_chunk):
-            slots_of_chunk = self._committed.slots_of(key)
-            if slots_of_chunk is None:
-                departed = projections.chunks.departed(key)
+        pages = geometry.pages_spanning(event.first_token, event.num_tokens)
+        if not len(pages) == len(event.slots) == len(event.block_ids):
+            detail = (
+                f"load {event.job_id} of tokens to {end_token} is of {len(pages)} pages, but names {len(event.slots)} "
+                f"slots and {len(event.block_ids)} blocks"
+            )
+            yield violation(self.rule, step, projections, detail, event.cause)
+            return
+        keys = [] if life is None else life.keys
+        tail = self._model.tails.saved(life)
+        if tail is not None and not tail.first_token < end_token <= tail.end_token:
+            tail = None
+        why_no_tail, tail_sequence = self._model.tails.why_none(life)
+        # What lies before the tail, or all of it, must be whole chunks: each is looked at once.
+        end_chunk = -(-(end_token if tail is None else tail.first_token) // geometry.chunk_size)
+        found = False
+        for chunk in range(event.first_token // geometry.chunk_size, end_chunk):
+            if chunk >= len(keys):
+                detail = f"load {event.job_id} needs chunk {chunk}, whose key was never observed, and {why_no_tail}"
+                yield violation(self.rule, step, projections, detail, tail_sequence, event.cause)
+                return
+            if keys[chunk] not in chunks:
+                departed = chunks.departed(keys[chunk])
                 why = "was never completely saved" if departed is None else f"is gone ({departed.reason})"
                 sequence = 0 if departed is None else departed.sequence
                 detail = f"load {event.job_id} needs chunk {chunk}, which {why}"
                 yield violation(self.rule, step, projections, detail, sequence, event.cause)
-            else:
-                slots.update(slots_of_chunk)
-        if len(keys) < end_chunk - first_chunk:
-            missing = first_chunk + len(keys)
-            detail = f"load {event.job_id} needs chunk {missing}, whose key was never observed, and {why_no_tail}"
-            yield violation(self.rule, step, projections, detail, tail_sequence, event.cause)
-        elif foreign := [slot for slot in event.slots if slot not in slots and slot != NO_SLOT]:
+                found = True
+        foreign = [
+            slot
+            for page, slot in zip(pages, event.slots, strict=True)
+            if not self._is_left_out(slot) and slot not in self._slots_of_page(page, end_token, keys, tail)
+        ]
+        if foreign and not found:
             detail = (
                 f"load {event.job_id} of tokens to {end_token} reads slots {foreign}, "
-                f"which hold none of their committed chunks; {why_no_tail}"
+                f"which do not hold the pages they are read for; {why_no_tail}"
             )
             yield violation(self.rule, step, projections, detail, tail_sequence, event.cause)
+
+    def _is_left_out(self, slot: int) -> bool:
+        return slot == NO_SLOT and self._model.geometry.windows.forget
+
+    def _slots_of_page(self, page: int, end_token: int, keys: list[bytes], tail: IssuedTail | None) -> list[int]:
+        """Where the page lies with all tokens that the load needs of it."""
+        geometry, slots_of = self._model.geometry, self._model.chunks.slots_of
+        block, group = divmod(page, len(geometry.window_sizes))
+        end_token = min(end_token, (block + 1) * geometry.block_size)
+        found = []
+        if tail is not None:
+            place = page - geometry.pages_spanning(tail.first_token, 1).start
+            if 0 <= place < len(tail.slots) and end_token <= tail.end_token:
+                found.append(tail.slots[place])
+        first = -(-end_token // geometry.chunk_size) - 1
+        last = max(first, (block + 1) * geometry.block_size // geometry.chunk_size - 1)
+        for chunk in range(first, min(last + 1, len(keys))):
+            slots = slots_of(keys[chunk])
+            if slots is not None:
+                place = page - geometry.pages_of((chunk,))[0] if geometry.pages_per_chunk else group
+                if place < len(slots):
+                    found.append(slots[place])
+        return found

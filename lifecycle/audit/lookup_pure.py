@@ -9,9 +9,10 @@ import msgspec
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.checker import Violation, violation
-from kvledger.lifecycle.audit.forgotten import LIFE
-from kvledger.lifecycle.audit.indices import Indices
-from kvledger.lifecycle.audit.saved_tails import SavedTails
+from kvledger.lifecycle.audit.model import Model
+from kvledger.lifecycle.audit.model.forgotten import LIFE
+from kvledger.lifecycle.audit.model.lives import Lives
+from kvledger.lifecycle.audit.model.tails import Tails
 from kvledger.lifecycle.projections import Projections
 from kvledger.lifecycle.projections.tracker import RequestRecord
 from kvledger.lifecycle.replay import Check, ReplayedEvent
@@ -49,15 +50,16 @@ class LookupPure:
 
     def __init__(self) -> None:
         self._asked: tuple[int, e.LookupRequested | None] = (0, None)
-        self._tails = SavedTails()
+        self._tails: Tails
+        self._lives: Lives
         self._forgets = False
         self._answered: dict[str, tuple[int, _Circumstances, tuple[int, int]]] = {}
 
-    def checks(self, indices: Indices) -> Iterable[tuple[type[e.Event], Check]]:
+    def checks(self, model: Model) -> Iterable[tuple[type[e.Event], Check]]:
         """By class of event."""
-        indices.forgotten.at(LIFE, self._answered)
-        self._tails = indices.tails
-        self._forgets = indices.geometry.windows.forget
+        model.forgotten.at(LIFE, self._answered)
+        self._tails, self._lives = model.tails, model.lives
+        self._forgets = model.geometry.windows.forget
         return [
             (e.LookupRequested, self._requested),
             (e.LookupAnswered, self._check),
@@ -95,7 +97,7 @@ class LookupPure:
     ) -> list[Violation] | None:
         request_id, chunks = event.request_id, projections.chunks
         keys = projections.chunk_keys.of(request_id)
-        tail = self._tails.saved(request_id)
+        tail = self._tails.saved(self._lives.get(request_id))
         num_jobs = next_job_id = 0
         if self._forgets:  # what an answer counts may then depend on what is being loaded
             num_jobs, next_job_id = len(projections.transfers), projections.transfers.next_job_id

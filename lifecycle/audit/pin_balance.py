@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable
 from typing import ClassVar
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.checker import Violation, violation
+from kvledger.lifecycle.audit.model import Model
 from kvledger.lifecycle.projections import Projections
-from kvledger.lifecycle.replay import ReplayedEvent
+from kvledger.lifecycle.replay import Check, ReplayedEvent
 
 POOL_FULL = "pool_full"
 
@@ -16,40 +18,62 @@ POOL_FULL = "pool_full"
 class PinBalance:
     """A save is declined for want of room only where no chunk that nobody relies on could have made room.
 
-    Verifies: this for every decline of `pool_full`, with what is promised, waited for and read as the log folds to it;
-    a pin that its holder has left behind shows here, as soon as it costs somebody a save.
+    Verifies: this for every decline of `pool_full`, with what is promised, waited for, read and held as the audit
+    follows it; a pin that its holder has left behind shows here, as soon as it costs somebody a save.
     Does not verify: pins that cost nobody anything; models with sliding windows, where what a chunk needs depends on
     what its windows see.
     """
 
     rule: ClassVar[str] = "PIN_BALANCE"
-    looks_at: ClassVar[frozenset[type[e.Event]]] = frozenset({e.SaveDeclined, e.RequestPreempted})
+
+    _model: Model
 
     def __init__(self) -> None:
         self._preempted = (0, 0)
         """Sequence and settled tokens of the last preemption: what is declined because of it may be a tail."""
 
-    def check(self, step: ReplayedEvent, projections: Projections) -> Iterator[Violation]:
-        """Look for room."""
-        event = step.event
-        if isinstance(event, e.RequestPreempted):
-            self._preempted = (step.sequence, event.num_settled_tokens)
-        elif (
-            isinstance(event, e.SaveDeclined) and event.reason == POOL_FULL and not projections.geometry.windows.forget
-        ):
-            num_pages = self._num_pages(event, projections)
-            slots = projections.chunks.slots
-            spare = frozenset(projections.chunk_keys.of(event.request_id))
-            victims = projections.chunks.room_for(num_pages - slots.num_free, spare)
-            if victims is not None:
-                detail = (
-                    f"chunk {event.first_chunk} was declined for want of {num_pages} slots, but {slots.num_free} were "
-                    f"free and {len(victims)} chunks that nobody relies on could have made room"
-                )
-                yield violation(self.rule, step, projections, detail, event.cause)
+    def checks(self, model: Model) -> Iterable[tuple[type[e.Event], Check]]:
+        """By class of event; none where a group has a window."""
+        self._model = model
+        if model.geometry.windows.forget:
+            return []
+        return [(e.RequestPreempted, self._was_preempted), (e.SaveDeclined, self._declined)]
 
-    def _num_pages(self, event: e.SaveDeclined, projections: Projections) -> int:
-        geometry = projections.geometry
+    def _was_preempted(self, event: e.RequestPreempted, step: ReplayedEvent, _projections: Projections) -> None:
+        self._preempted = (step.sequence, event.num_settled_tokens)
+
+    def _declined(self, event: e.SaveDeclined, step: ReplayedEvent, projections: Projections) -> list[Violation] | None:
+        if event.reason != POOL_FULL:
+            return None
+        num_pages, num_free = self._num_pages(event), self._model.slots.num_free
+        num_missing = num_pages - num_free
+        if num_missing > 0 and not self._has_room(num_missing, event.request_id):
+            return None
+        detail = (
+            f"chunk {event.first_chunk} was declined for want of {num_pages} slots, but {num_free} were free"
+            f"{', and chunks that nobody relies on could have made room' if num_missing > 0 else ''}"
+        )
+        return [violation(self.rule, step, projections, detail, event.cause)]
+
+    def _has_room(self, num_missing: int, request_id: str) -> bool:
+        """Whether so many slots are needed for nothing but chunks that could be evicted."""
+        model = self._model
+        life = model.lives.get(request_id)
+        own = frozenset(() if life is None else life.keys)
+        relied_on = model.promises.relied_on()
+        read = {slot for job_id in model.jobs.loads if (job := model.jobs.get(job_id)) for slot in job.slots}
+        freed: Counter[int] = Counter()
+        for key, slots in model.chunks.committed.items():
+            if key in own or key in relied_on or not read.isdisjoint(slots):
+                continue
+            freed.update(slots)
+            num_missing -= sum([freed[slot] == model.slots.num_holders(slot) for slot in slots])
+            if num_missing <= 0:
+                return True
+        return False
+
+    def _num_pages(self, event: e.SaveDeclined) -> int:
+        geometry = self._model.geometry
         sequence, num_settled_tokens = self._preempted
         first_token = event.first_chunk * geometry.chunk_size
         if event.cause == sequence and geometry.num_chunks_in(num_settled_tokens) == event.first_chunk:

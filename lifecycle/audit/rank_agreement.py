@@ -7,8 +7,8 @@ from typing import ClassVar
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.checker import Violation, violation
-from kvledger.lifecycle.audit.indices import Indices
-from kvledger.lifecycle.audit.jobs_in_flight import InFlight, JobsInFlight
+from kvledger.lifecycle.audit.model import Model
+from kvledger.lifecycle.audit.model.jobs import InFlight, JobsInFlight
 from kvledger.lifecycle.projections import Projections
 from kvledger.lifecycle.replay import Check, ReplayedEvent
 
@@ -26,11 +26,11 @@ class RankAgreement:
     rule: ClassVar[str] = "RANK_AGREEMENT"
 
     def __init__(self) -> None:
-        self._jobs = JobsInFlight(0)
+        self._jobs: JobsInFlight
 
-    def checks(self, indices: Indices) -> Iterable[tuple[type[e.Event], Check]]:
+    def checks(self, model: Model) -> Iterable[tuple[type[e.Event], Check]]:
         """By class of event."""
-        self._jobs = indices.jobs
+        self._jobs = model.jobs
         return [
             (e.LoadCompleted, self._completed),
             (e.SaveCompleted, self._completed),

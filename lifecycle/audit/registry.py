@@ -35,11 +35,14 @@ from kvledger.lifecycle.audit.release_all import ReleaseAll
 from kvledger.lifecycle.audit.reset_epoch import ResetEpoch
 from kvledger.lifecycle.audit.resume_covers_output import ResumeCoversOutput
 from kvledger.lifecycle.audit.rollback_observed import RollbackObserved
+from kvledger.lifecycle.audit.slot_exclusive import SlotExclusive
 from kvledger.lifecycle.audit.src_block_owned import SrcBlockOwned
 from kvledger.lifecycle.audit.src_block_stable import SrcBlockStable
+from kvledger.lifecycle.audit.step_sum import StepSum
 from kvledger.lifecycle.audit.store_contiguous import StoreContiguous
 from kvledger.lifecycle.audit.table_eq import TableEq
 from kvledger.lifecycle.audit.token_conservation import TokenConservation
+from kvledger.lifecycle.audit.waiting_kept import WaitingKept
 
 RULES: MappingProxyType[str, Callable[[], AnyChecker]] = MappingProxyType(
     {
@@ -76,6 +79,9 @@ RULES: MappingProxyType[str, Callable[[], AnyChecker]] = MappingProxyType(
         Liveness.rule: Liveness,
         LoadXorStores.rule: LoadXorStores,
         KeyIdentity.rule: KeyIdentity,
+        SlotExclusive.rule: SlotExclusive,
+        WaitingKept.rule: WaitingKept,
+        StepSum.rule: StepSum,
         Recorded.rule: Recorded,
     }
 )

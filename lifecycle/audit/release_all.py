@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.checker import Violation, violation
-from kvledger.lifecycle.audit.indices import Indices
+from kvledger.lifecycle.audit.model import Model
 from kvledger.lifecycle.projections import Projections
 from kvledger.lifecycle.replay import Check, ReplayedEvent
 from kvledger.lifecycle.states import RequestState
@@ -34,7 +34,7 @@ class ReleaseAll:
             if record.state is RequestState.FINISHED:
                 self._finished[record.ordinal] = (0, record.request_id)
 
-    def checks(self, _indices: Indices) -> Iterable[tuple[type[e.Event], Check]]:
+    def checks(self, _model: Model) -> Iterable[tuple[type[e.Event], Check]]:
         """By class of event."""
         return [
             (e.RequestReleased, self._check_release),

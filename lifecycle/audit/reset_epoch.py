@@ -7,14 +7,13 @@ from typing import ClassVar
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.checker import Violation, violation
-from kvledger.lifecycle.audit.committed_chunks import CommittedChunks
-from kvledger.lifecycle.audit.forgotten import LIFE
-from kvledger.lifecycle.audit.indices import Indices
-from kvledger.lifecycle.audit.jobs_in_flight import JobsInFlight
-from kvledger.lifecycle.audit.saved_tails import SavedTails
-from kvledger.lifecycle.geometry import Geometry
+from kvledger.lifecycle.audit.model import Model
+from kvledger.lifecycle.audit.model.chunks import Chunks
+from kvledger.lifecycle.audit.model.forgotten import LIFE
+from kvledger.lifecycle.audit.model.jobs import InFlight, JobsInFlight
+from kvledger.lifecycle.audit.model.lives import Lives
+from kvledger.lifecycle.audit.model.tails import Tails
 from kvledger.lifecycle.projections import Projections
-from kvledger.lifecycle.projections.transfers import Job
 from kvledger.lifecycle.replay import Check, ReplayedEvent
 from kvledger.lifecycle.states import RequestState
 
@@ -34,9 +33,10 @@ class ResetEpoch:
 
     def __init__(self) -> None:
         self._reset_at = 0
-        self._jobs = JobsInFlight(0)
-        self._committed = CommittedChunks(self._jobs, Geometry(1, 1))
-        self._tails = SavedTails()
+        self._jobs: JobsInFlight
+        self._committed: Chunks
+        self._tails: Tails
+        self._lives: Lives
         self._stale: dict[str, None] = {}
         """Requests that have held blocks since before the last reset, or lost them since."""
         self._seen: dict[str, tuple[int, int, bytes]] = {}
@@ -45,10 +45,11 @@ class ResetEpoch:
         A key hashes all before it, so an equal last key means equal keys: this spares the polls.
         """
 
-    def checks(self, indices: Indices) -> Iterable[tuple[type[e.Event], Check]]:
+    def checks(self, model: Model) -> Iterable[tuple[type[e.Event], Check]]:
         """By class of event."""
-        indices.forgotten.at(LIFE, self._seen, self._stale)
-        self._jobs, self._committed, self._tails = indices.jobs, indices.committed, indices.tails
+        model.forgotten.at(LIFE, self._seen, self._stale)
+        self._jobs, self._committed, self._tails = model.jobs, model.chunks, model.tails
+        self._lives = model.lives
         return [
             (e.LookupAnswered, self._answered),
             (e.SaveIssued, self._issued),
@@ -90,7 +91,7 @@ class ResetEpoch:
     def _settled(
         self, _event: e.SaveCompleted | e.SaveFailed, step: ReplayedEvent, projections: Projections
     ) -> Iterator[Violation] | None:
-        job = step.job
+        job = self._jobs.current
         if job is None or job.epoch == self._jobs.epoch:
             return None
         return self._check_late_save(job, step, projections)
@@ -105,7 +106,7 @@ class ResetEpoch:
         if len(projections.tails):
             yield violation(self.rule, step, projections, f"{len(projections.tails)} tails survived the reset")
 
-    def _check_late_save(self, job: Job, step: ReplayedEvent, projections: Projections) -> Iterator[Violation]:
+    def _check_late_save(self, job: InFlight, step: ReplayedEvent, projections: Projections) -> Iterator[Violation]:
         tail = projections.tails.saved(job.ordinal)
         if tail is not None and tail.job_id == job.job_id:
             detail = f"job {job.job_id} was issued before the reset, and its tail can be loaded after it"
@@ -117,7 +118,7 @@ class ResetEpoch:
 
     def _check_hit(self, event: e.LookupAnswered, step: ReplayedEvent, projections: Projections) -> Iterator[Violation]:
         num_chunks, of_tail = divmod(event.num_hit_tokens, projections.configuration.chunk_size)
-        tail = self._tails.saved(event.request_id)
+        tail = self._tails.saved(self._lives.get(event.request_id))
         if of_tail and (tail is None or tail.end_token != event.num_hit_tokens):
             detail = f"the hit of {event.num_hit_tokens} tokens counts a tail of {of_tail}, not saved since the reset"
             yield violation(self.rule, step, projections, detail, self._reset_at, event.cause)

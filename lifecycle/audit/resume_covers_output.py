@@ -7,8 +7,8 @@ from typing import ClassVar
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.checker import Violation, violation
-from kvledger.lifecycle.audit.forgotten import LIFE
-from kvledger.lifecycle.audit.indices import Indices
+from kvledger.lifecycle.audit.model import Model
+from kvledger.lifecycle.audit.model.forgotten import LIFE
 from kvledger.lifecycle.projections import Projections
 from kvledger.lifecycle.replay import Check, ReplayedEvent
 
@@ -26,9 +26,9 @@ class ResumeCoversOutput:
         self._known: dict[str, tuple[int, int]] = {}
         """Request id -> (tokens known at its last preemption, sequence)."""
 
-    def checks(self, indices: Indices) -> Iterable[tuple[type[e.Event], Check]]:
+    def checks(self, model: Model) -> Iterable[tuple[type[e.Event], Check]]:
         """By class of event."""
-        indices.forgotten.at((*LIFE, e.SessionContinued), self._known)
+        model.forgotten.at((*LIFE, e.SessionContinued), self._known)
         return [
             (e.LookupRequested, self._requested),
             (e.RequestPreempted, self._preempted),

@@ -9,8 +9,8 @@ import attrs
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.checker import Violation, violation
-from kvledger.lifecycle.audit.indices import Indices
-from kvledger.lifecycle.audit.jobs_in_flight import JobsInFlight
+from kvledger.lifecycle.audit.model import Model
+from kvledger.lifecycle.audit.model.jobs import JobsInFlight
 from kvledger.lifecycle.projections import Projections
 from kvledger.lifecycle.replay import Check, ReplayedEvent
 
@@ -40,11 +40,11 @@ class RollbackObserved:
 
     def __init__(self) -> None:
         self._loads: dict[int, _Load] = {}
-        self._jobs = JobsInFlight(0)
+        self._jobs: JobsInFlight
 
-    def checks(self, indices: Indices) -> Iterable[tuple[type[e.Event], Check]]:
+    def checks(self, model: Model) -> Iterable[tuple[type[e.Event], Check]]:
         """By class of event."""
-        self._jobs = indices.jobs
+        self._jobs = model.jobs
         return [
             (e.StepScheduled, self._step_scheduled),
             (e.LoadIssued, self._issued),

@@ -8,13 +8,12 @@ from typing import ClassVar
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.checker import Violation, violation
-from kvledger.lifecycle.audit.indices import Indices
-from kvledger.lifecycle.audit.jobs_in_flight import JobsInFlight
+from kvledger.lifecycle.audit.model import Model
+from kvledger.lifecycle.audit.model.jobs import JobsInFlight
 from kvledger.lifecycle.projections import Projections
-from kvledger.lifecycle.projections.host_slots import NO_SLOT
 from kvledger.lifecycle.replay import Check, ReplayedEvent
 from kvledger.lifecycle.states import RequestState
-from kvledger.lifecycle.windows import NULL_BLOCK, blocks_at
+from kvledger.lifecycle.windows import NO_SLOT, NULL_BLOCK, blocks_at
 
 _FINISHED = RequestState.FINISHED
 
@@ -32,11 +31,11 @@ class SrcBlockOwned:
 
     def __init__(self) -> None:
         self._pages_per_chunk = 0
-        self._jobs = JobsInFlight(0)
+        self._jobs: JobsInFlight
 
-    def checks(self, indices: Indices) -> Iterable[tuple[type[e.Event], Check]]:
+    def checks(self, model: Model) -> Iterable[tuple[type[e.Event], Check]]:
         """By class of event."""
-        self._pages_per_chunk, self._jobs = indices.geometry.pages_per_chunk, indices.jobs
+        self._pages_per_chunk, self._jobs = model.geometry.pages_per_chunk, model.jobs
         return [
             (e.SaveIssued, self._save_issued),
             (e.TailSaveIssued, self._check),

@@ -7,8 +7,8 @@ from typing import ClassVar
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.checker import Violation, violation
-from kvledger.lifecycle.audit.indices import Indices
-from kvledger.lifecycle.audit.jobs_in_flight import JobsInFlight
+from kvledger.lifecycle.audit.model import Model
+from kvledger.lifecycle.audit.model.jobs import JobsInFlight
 from kvledger.lifecycle.projections import Projections
 from kvledger.lifecycle.projections.transfers import Job, JobKind
 from kvledger.lifecycle.replay import Check, ReplayedEvent
@@ -31,7 +31,7 @@ class SrcBlockStable:
         self._held: dict[str, int] = {}
         """Request id -> sequence of the event that held its blocks."""
         self._named: set[int] = set()
-        self._jobs = JobsInFlight(0)
+        self._jobs: JobsInFlight
 
     def begin(self, projections: Projections) -> None:
         """What a finished request is still saved from is held: had it not been, it was found before."""
@@ -39,10 +39,10 @@ class SrcBlockStable:
             if record.state is RequestState.FINISHED and projections.transfers.reads_blocks_of(record.ordinal):
                 self._held[record.request_id] = 0
 
-    def checks(self, indices: Indices) -> Iterable[tuple[type[e.Event], Check]]:
+    def checks(self, model: Model) -> Iterable[tuple[type[e.Event], Check]]:
         """By class of event."""
-        self._jobs = indices.jobs
-        indices.forgotten.at((e.RequestReleased,), self._held)
+        self._jobs = model.jobs
+        model.forgotten.at((e.RequestReleased,), self._held)
         return [
             (e.StepScheduled, self._step_scheduled),
             (e.BlocksHeld, self._blocks_held),

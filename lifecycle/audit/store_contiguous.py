@@ -9,8 +9,8 @@ import msgspec
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.checker import Violation, violation
-from kvledger.lifecycle.audit.forgotten import LIFE
-from kvledger.lifecycle.audit.indices import Indices
+from kvledger.lifecycle.audit.model import Model
+from kvledger.lifecycle.audit.model.forgotten import LIFE
 from kvledger.lifecycle.projections import Projections
 from kvledger.lifecycle.replay import Check, ReplayedEvent
 
@@ -58,10 +58,10 @@ class StoreContiguous:
             num_chunks = len(projections.chunk_keys.of(record.request_id))
             self._lives[record.request_id] = _Accounted(num_chunks, end_chunk=num_chunks)
 
-    def checks(self, indices: Indices) -> Iterable[tuple[type[e.Event], Check]]:
+    def checks(self, model: Model) -> Iterable[tuple[type[e.Event], Check]]:
         """By class of event."""
-        self._chunk_size = indices.configuration.chunk_size
-        indices.forgotten.at(LIFE, self._lives)
+        self._chunk_size = model.configuration.chunk_size
+        model.forgotten.at(LIFE, self._lives)
         return [
             (e.StepScheduled, self._step_scheduled),
             (e.SaveIssued, self._save_issued),

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.checker import Violation, violation
-from kvledger.lifecycle.audit.indices import Indices
+from kvledger.lifecycle.audit.model import Model
 from kvledger.lifecycle.projections import Projections
 from kvledger.lifecycle.replay import Check, ReplayedEvent
 from kvledger.lifecycle.windows import NULL_BLOCK
@@ -32,9 +32,9 @@ class TableEq:
         """Ordinal -> (sequence, number of blocks that do not stand twice) of an allocation since the last step."""
         self._block_size = self._num_groups = 1
 
-    def checks(self, indices: Indices) -> Iterable[tuple[type[e.Event], Check]]:
+    def checks(self, model: Model) -> Iterable[tuple[type[e.Event], Check]]:
         """By class of event."""
-        self._block_size, self._num_groups = indices.configuration.block_size, len(indices.configuration.windows)
+        self._block_size, self._num_groups = model.configuration.block_size, len(model.configuration.windows)
         return [
             (e.StepScheduled, self._step_scheduled),
             (e.BlocksAllocated, self._given),

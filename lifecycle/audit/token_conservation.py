@@ -7,8 +7,8 @@ from typing import ClassVar
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.checker import Violation, violation
-from kvledger.lifecycle.audit.forgotten import LIFE
-from kvledger.lifecycle.audit.indices import Indices
+from kvledger.lifecycle.audit.model import Model
+from kvledger.lifecycle.audit.model.forgotten import LIFE
 from kvledger.lifecycle.projections import Projections
 from kvledger.lifecycle.replay import Check, ReplayedEvent
 
@@ -31,9 +31,9 @@ class TokenConservation:
         self._admissions: dict[str, tuple[int, int, int]] = {}
         """Request id -> (sequence of the allocation, local tokens, external tokens), until a step starts from it."""
 
-    def checks(self, indices: Indices) -> Iterable[tuple[type[e.Event], Check]]:
+    def checks(self, model: Model) -> Iterable[tuple[type[e.Event], Check]]:
         """By class of event."""
-        indices.forgotten.at(
+        model.forgotten.at(
             (*LIFE, e.RequestPreempted, e.SessionContinued, e.RequestFinished), self._answers, self._admissions
         )
         return [

@@ -7,8 +7,8 @@ saved it did not see them any more.
 from __future__ import annotations
 
 from kvledger.lifecycle.projections import Projections
-from kvledger.lifecycle.projections.host_slots import NO_SLOT
 from kvledger.lifecycle.projections.tracker import RequestRecord
+from kvledger.lifecycle.windows import NO_SLOT
 
 
 def last_boundary(num_tokens: int, record: RequestRecord, projections: Projections) -> int:

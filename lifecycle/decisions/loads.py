@@ -8,11 +8,10 @@ from __future__ import annotations
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.decisions.boundaries import slot_of_page
 from kvledger.lifecycle.projections import Projections
-from kvledger.lifecycle.projections.host_slots import NO_SLOT
 from kvledger.lifecycle.projections.tracker import RequestRecord
 from kvledger.lifecycle.rules import Rule
 from kvledger.lifecycle.turn import Turn
-from kvledger.lifecycle.windows import NULL_BLOCK
+from kvledger.lifecycle.windows import NO_SLOT, NULL_BLOCK
 
 
 def load_what_was_answered(turn: Turn, event: e.BlocksAllocated) -> None:

@@ -13,10 +13,9 @@ import msgspec
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.decisions.reach import Reach
 from kvledger.lifecycle.decisions.reports import ask_after
-from kvledger.lifecycle.projections.host_slots import NO_SLOT
 from kvledger.lifecycle.rules import Rule
 from kvledger.lifecycle.turn import Turn
-from kvledger.lifecycle.windows import NULL_BLOCK, blocks_at
+from kvledger.lifecycle.windows import NO_SLOT, NULL_BLOCK, blocks_at
 
 
 def save_settled(turn: Turn, first_chunk: int, num_settled_tokens: int) -> None:

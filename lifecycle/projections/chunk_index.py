@@ -17,10 +17,11 @@ from kvledger.lifecycle import events as e
 from kvledger.lifecycle.geometry import Geometry
 from kvledger.lifecycle.members import members_at_hand
 from kvledger.lifecycle.projections.chunk_keys import ChunkKeys
-from kvledger.lifecycle.projections.host_slots import NO_SLOT, HostSlots
+from kvledger.lifecycle.projections.host_slots import HostSlots
 from kvledger.lifecycle.projections.recency import Recency
 from kvledger.lifecycle.projections.tracker import RequestTracker
 from kvledger.lifecycle.projections.transfers import Job, JobKind, Transfers
+from kvledger.lifecycle.windows import NO_SLOT
 
 _SHORT = 16
 """Chunks up to which a prefix is renewed with every one of them, for an eighth of it is no more than one."""
@@ -95,6 +96,11 @@ class ChunkIndex:
         """Request id -> the chunks that its pending answer promised."""
         return self._pinned_by
 
+    @property
+    def wanted(self) -> Mapping[str, tuple[bytes, ...]]:
+        """Request id -> the chunks that it was preempted with and will come back for."""
+        return self._wanted_by
+
     def is_saving(self, key: bytes) -> bool:
         """Whether a save of the chunk is in flight."""
         return key in self._saving
@@ -111,6 +117,10 @@ class ChunkIndex:
     def departed(self, key: bytes) -> Departed | None:
         """Why the chunk is gone, as long as that is remembered (a bounded number of chunks)."""
         return self._departed.get(key)
+
+    def all_departed(self) -> Iterable[tuple[bytes, Departed]]:
+        """Every chunk of which is remembered why it is gone, the longest gone first."""
+        return self._departed.items()
 
     def num_committed_from(self, keys: Iterable[bytes]) -> int:
         """How many of the keys, from the first on, are committed without a gap."""

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-NO_SLOT = -1
-"""Stands among slots for a page that is not stored, because its group does not see it any more."""
+from kvledger.lifecycle.windows import NO_SLOT
+
 _MANY = 4
 """Slots from which on it pays to ask whether they are those that come next."""
 

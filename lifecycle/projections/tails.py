@@ -11,8 +11,9 @@ from collections.abc import Callable, Mapping
 import attrs
 
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.projections.host_slots import NO_SLOT, HostSlots
+from kvledger.lifecycle.projections.host_slots import HostSlots
 from kvledger.lifecycle.projections.tracker import RequestTracker
+from kvledger.lifecycle.windows import NO_SLOT
 
 
 @attrs.define

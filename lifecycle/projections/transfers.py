@@ -15,10 +15,10 @@ from kvledger.lifecycle import events as e
 from kvledger.lifecycle.geometry import Geometry
 from kvledger.lifecycle.members import members_at_hand
 from kvledger.lifecycle.projections.chunk_keys import ChunkKeys
-from kvledger.lifecycle.projections.host_slots import NO_SLOT
 from kvledger.lifecycle.projections.tracker import RequestTracker
 from kvledger.lifecycle.projections.unfilled import UnfilledBlocks
 from kvledger.lifecycle.structs import known_to_attrs
+from kvledger.lifecycle.windows import NO_SLOT
 
 _NO_RANKS: frozenset[int] = frozenset()
 
@@ -107,6 +107,10 @@ class Transfers:
 
     def __iter__(self) -> Iterator[Job]:
         return iter(self._jobs.values())
+
+    def all_given_up(self) -> Iterator[Job]:
+        """Every save that was given up without a report."""
+        return iter(self._given_up.values())
 
     def is_reported(self, job: Job, event: e.TransferReported | None = None) -> bool:
         """Whether every rank has reported, counting `event` on top."""

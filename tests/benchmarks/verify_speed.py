@@ -36,7 +36,7 @@ from kvledger.adapters.reading.logs import StoredLog, open_log
 from kvledger.lifecycle import Core
 from kvledger.lifecycle.audit import Audit
 from kvledger.lifecycle.audit.checker import AnyChecker, checks_of
-from kvledger.lifecycle.audit.indices import Indices
+from kvledger.lifecycle.audit.model import Model
 from kvledger.lifecycle.codec import EventDecoder
 from kvledger.lifecycle.events import Event
 from kvledger.lifecycle.projections import Projections
@@ -176,9 +176,9 @@ class _Timed:
         self.num_ns = 0
         self._checker = checker
 
-    def checks(self, indices: Indices) -> Iterable[tuple[type[Event], Check]]:
+    def checks(self, model: Model) -> Iterable[tuple[type[Event], Check]]:
         """The same checks."""
-        return [(event_class, self._timed(check)) for event_class, check in checks_of(self._checker, indices)]
+        return [(event_class, self._timed(check)) for event_class, check in checks_of(self._checker, model)]
 
     def _timed(self, check: Check) -> Check:
         clock = time.perf_counter_ns

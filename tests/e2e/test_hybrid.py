@@ -12,7 +12,7 @@ from e2e.engines import AMPLE, read_sound_log, running_engine
 from kvledger.adapters.demo.model import VOCABULARY_SIZE
 from kvledger.adapters.demo.workload import Workload
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.projections.host_slots import NO_SLOT
+from kvledger.lifecycle.windows import NO_SLOT
 
 pytestmark = pytest.mark.vllm
 

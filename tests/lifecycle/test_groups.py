@@ -13,8 +13,8 @@ from lifecycle_driver import Driver, keys_of
 from kvledger.lifecycle import ConfigurationError, Core, LedgerConfiguration
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit import Audit
-from kvledger.lifecycle.projections.host_slots import NO_SLOT
 from kvledger.lifecycle.projections.lookup_cache import MissReason
+from kvledger.lifecycle.windows import NO_SLOT
 
 WINDOWS = (0, 32)
 

@@ -124,11 +124,12 @@ class Driver:
         num_scheduled_tokens: int = 0,
     ) -> list[e.Event]:
         """One engine step; each of `advanced` is (request, computed before, scheduled, known tokens)."""
+        paused = tuple(paused)
         step, self._step = self._step, self._step + 1
         return self.observe(
             e.StepScheduled(
                 step,
-                num_scheduled_tokens or sum(scheduled for _, _, scheduled, _ in advanced),
+                num_scheduled_tokens or self._sum_of(advanced, paused),
                 tuple((self._ordinals[request_id], *counts) for request_id, *counts in advanced),  # type: ignore[misc]
                 tuple(self._ordinals[request_id] for request_id in paused),
                 tuple((self._ordinals[request_id], tuple(block_ids)) for request_id, block_ids in extended),
@@ -141,6 +142,12 @@ class Driver:
         """One engine step, encoded as an embedder's: these are scheduled, and nobody else."""
         self._step += 1
         return self.observe(StepEncoder(self.ledger.projections).encode(scheduled, self._now()))
+
+    def _sum_of(self, advanced: Iterable[tuple[str, int, int, int]], paused: Iterable[str]) -> int:
+        """Tokens of a step: what is told of, and one for each request that decodes as before."""
+        told = {request_id for request_id, *_ in advanced}.union(paused)
+        steady = [r for r in self.projections.tracker if r.is_steady and r.request_id not in told]
+        return sum(scheduled for _, _, scheduled, _ in advanced) + len(steady)
 
     def report(
         self,

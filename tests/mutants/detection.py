@@ -45,7 +45,7 @@ class Detection:
 
 
 def audit_of(story: Story) -> Audit:
-    """The finished audit of a story's log, by the code that everybody runs."""
+    """The finished audit of a story's log."""
     audit = Audit(Core.standard(), story.configuration)
     audit.run(story.events)
     return audit
@@ -65,8 +65,9 @@ def _is_caused_by_a_fault(violation: Violation, allowed_rules: frozenset[str]) -
 
 
 def detect(mutant: Mutant, seed: int) -> Detection:
-    """Play one seed with the mistake switched on, then audit with it switched off."""
-    return judge(*play(mutant, seed), seed)
+    """Play one seed with the mistake switched on, and audit with it switched on as well."""
+    story, touch = play(mutant, seed)
+    return judge(mutant, story, touch, seed)
 
 
 def play(mutant: Mutant, seed: int) -> tuple[Story, Touch]:
@@ -80,9 +81,10 @@ def play(mutant: Mutant, seed: int) -> tuple[Story, Touch]:
         return mutant.scene.play(seed, told), touch
 
 
-def judge(story: Story, touch: Touch, seed: int) -> Detection:
-    """Audit what was written."""
-    audit = audit_of(story)
+def judge(mutant: Mutant, story: Story, touch: Touch, seed: int) -> Detection:
+    """Audit what was written by the code that wrote it, mistake included: one version writes and verifies."""
+    with mutant.switched_on(Touch()):
+        audit = audit_of(story)
     violations = unexpected(audit, story)
     found = violations[0].sequence if violations else None
     return Detection(

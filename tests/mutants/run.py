@@ -32,7 +32,7 @@ def transcript(chosen: Sequence[Mutant], seed: int) -> bool:
     is_named = True
     for mutant in chosen:
         story, touch = play(mutant, seed)
-        detection = judge(story, touch, seed)
+        detection = judge(mutant, story, touch, seed)
         print(f"{mutant.name}: {mutant.sentence} ({', '.join(mutant.incidents)}); expected: {mutant.rule}")
         for sequence, event in story.events:
             mark = "*" if sequence == detection.touched else "!" if sequence == detection.found else " "

@@ -33,7 +33,7 @@ def first_named_story(mutant: Mutant) -> Story:
     """Play seeds until the mistake is named; whoever is named first, in any of them, must be the right one."""
     for seed in range(MAX_SEEDS):
         story, touch = play(mutant, seed)
-        detection = judge(story, touch, seed)
+        detection = judge(mutant, story, touch, seed)
         reproduce = f"make mutants RULE={mutant.rule} SEED={seed}"
         assert not detection.first_rules or detection.is_named(mutant.rule), f"{reproduce}: {detection}"
         if detection.first_rules:
@@ -69,8 +69,8 @@ def test_the_command_names_the_rule_first_and_ends_with_1(
 
 
 @pytest.mark.parametrize("name", MUTANTS)
-def test_a_mistake_is_undone_before_the_audit(name: str) -> None:
-    """What judges must be the code that everybody runs."""
+def test_a_mistake_is_undone_behind_its_context(name: str) -> None:
+    """What comes after it must be the code that everybody runs."""
     mutant = MUTANTS[name]
     patches = [(owner, attribute, getattr(owner, attribute)) for owner, attribute, _ in mutant.patches(Touch())]
     with mutant.switched_on(Touch()):

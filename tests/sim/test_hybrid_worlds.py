@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.projections.host_slots import NO_SLOT
+from kvledger.lifecycle.windows import NO_SLOT
 from sim.hybrid_checks import HYBRID_CHECKS
 from sim.hybrid_world import HybridWorld
 

@@ -24,7 +24,7 @@ from vllm.v1.kv_cache_interface import (
 from kvledger.adapters.vllm import KVLedgerConnector
 from kvledger.adapters.vllm.groups import describe_groups
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.projections.host_slots import NO_SLOT
+from kvledger.lifecycle.windows import NO_SLOT
 
 pytestmark = pytest.mark.scheduler
 

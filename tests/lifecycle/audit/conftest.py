@@ -24,6 +24,7 @@ def healthy_story() -> Driver:
         driver.step(extended=[("a", (4,))] if step == 2 else ())
     driver.keys("a", 6, keys[6:8])
     driver.preempt("a", 64)
+    driver.observe(e.LogNote("waiting", 2))
     driver.lookup("a", 0, 65)
     driver.step()
     driver.settle_all()

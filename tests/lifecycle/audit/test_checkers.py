@@ -108,7 +108,7 @@ ALTERATIONS: dict[str, tuple[type[e.Event], int, Change]] = {
     "TABLE_EQ": (e.StepScheduled, RESUMING_STEP, evolve(extended=((0, (7,)),))),
     "CURSOR_LE_FRONTIER": (e.StepScheduled, 1, in_first_entry("settled", 1, 2)),
     "STORE_CONTIGUOUS": (e.SaveIssued, 2, lambda event: attrs.evolve(event, chunks=event.chunks[1:])),  # type: ignore[attr-defined]
-    "PIN_BALANCE": (e.LogNote, 1, lambda _: e.SaveDeclined("b", 1, 0, 6, 1, "pool_full", 1)),
+    "PIN_BALANCE": (e.LogNote, 2, lambda _: e.SaveDeclined("b", 1, 0, 6, 1, "pool_full", 1)),
     "RANK_AGREEMENT": (e.TransferReported, 0, evolve(ranks_done=())),
     "BLOCK_REUSE_FENCED": (e.StepScheduled, -2, evolve(extended=((0, (7,)),))),
     "RESUME_COVERS_OUTPUT": (e.LookupRequested, 1, evolve(num_tokens=17)),
@@ -116,6 +116,9 @@ ALTERATIONS: dict[str, tuple[type[e.Event], int, Change]] = {
     "LIVENESS": (e.TransferAwaited, 0, lambda _: e.LogNote("nobody asks", 1)),
     "LOAD_XOR_STORES": (e.LoadIssued, 0, evolve(is_async=True)),
     "KEY_IDENTITY": (e.ChunkKeysObserved, 3, swap_first_two("keys")),
+    "SLOT_EXCLUSIVE": (e.SaveIssued, 2, lambda event: attrs.evolve(event, slots=(0, *event.slots[1:]))),  # type: ignore[attr-defined]
+    "WAITING_KEPT": (e.LogNote, 1, lambda _: e.ChunkEvicted(keys_of("a", 1)[0], "b", 1, 0, 1)),
+    "STEP_SUM": (e.StepScheduled, 1, one_more("num_scheduled_tokens")),
     "RECORDED": (e.LogNote, 0, lambda _: e.HookFailed("build_connector_meta", "", "ValueError: no", 1)),
 }
 
@@ -197,12 +200,23 @@ def test_a_load_beside_an_eviction_and_a_silent_save_break_no_rule(reading: Driv
     assert audit.is_sound
 
 
+FOLLOWING = {
+    # A chunk that was not the one to be evicted still lies where the next save writes.
+    **{rule: {"SLOT_EXCLUSIVE"} for rule in ("HIT_PINNED", "EVICT_IDLE_ONLY", "FAILED_LOAD_TAINT")},
+    "WAITING_KEPT": {"LOADABLE_AFTER_COMMIT"},  # whoever waited for it does not find it
+    # Who is told of with other counts decodes no longer as before.
+    **{rule: {"STEP_SUM"} for rule in ("TOKEN_CONSERVATION", "ROLLBACK_OBSERVED")},
+}
+"""Rule -> what a breach of it breaks later on."""
+
+
 @pytest.mark.parametrize("rule", Core.standard().rules)
 def test_one_altered_event_is_named_by_exactly_its_checker(rule: str, told: Driver) -> None:
     """Whoever reads the audit is led to the rule that was broken, not to five others."""
     audit = audit_of(told, altered_for(rule, told))
     assert audit.unfoldable is None
-    assert {violation.rule for violation in audit.violations} == {rule}
+    assert audit.violations[0].rule == rule
+    assert {violation.rule for violation in audit.violations} <= {rule, *FOLLOWING.get(rule, ())}
 
 
 @pytest.mark.parametrize("rule", Core.standard().rules)

@@ -166,8 +166,11 @@ def test_one_altered_event_about_a_tail_is_named_by_exactly_its_checker(
 
 
 def up_to_or_all(rule: str, events: list[SequencedEvent]) -> list[SequencedEvent]:
-    """An evicted chunk is missed by the load as well; that is another rule's, and comes later."""
-    return up_to_the_load(events)[:-1] if rule == "HIT_PINNED" else events
+    """An evicted chunk is missed by the load as well, and its slots are written; that is others', and comes later."""
+    if rule != "HIT_PINNED":
+        return events
+    place = next(place for place, (_, event) in enumerate(events) if isinstance(event, e.ChunkEvicted))
+    return events[: place + 1]
 
 
 def test_a_load_of_a_tail_whose_save_failed_is_named(tails: Driver) -> None:
@@ -208,6 +211,10 @@ def test_a_load_of_a_tail_that_is_still_being_saved_is_named(tails: Driver) -> N
 )
 def test_a_load_of_a_dropped_tail_is_named_with_what_dropped_it(dropping: e.Event, tails: Driver) -> None:
     """What may no longer be true of the tokens must not come back."""
+    if isinstance(dropping, e.RequestDecision):
+        dropping = change(
+            dropping, ordinal=next(a.ordinal for a in tails.all_of(e.RequestArrived) if a.request_id == "a")
+        )
     events = up_to_the_load(tails.sink.events())
     places = [
         place

@@ -12,9 +12,8 @@ from kvledger.adapters.vllm.worker_side import WorkerSide
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.decisions import loads, lookups, reports
 from kvledger.lifecycle.projections.chunk_index import ChunkIndex
-from kvledger.lifecycle.projections.host_slots import NO_SLOT
 from kvledger.lifecycle.projections.transfers import JobKind, Transfers
-from kvledger.lifecycle.windows import NULL_BLOCK
+from kvledger.lifecycle.windows import NO_SLOT, NULL_BLOCK
 from mutants.catalogue.parts import LOADING, decided_otherwise, wrapped, written_as
 from mutants.mutant import Patch, Touch, mutant
 from mutants.scenes import FailedLoads, HybridWorlds, Walks, Worlds
@@ -119,6 +118,19 @@ def evicted_chunk_found(touch: Touch) -> Sequence[Patch]:
         wrapped(ChunkIndex, "num_committed_from", num_committed_from),
         wrapped(loads, "_slots_of_chunks", slots_of_chunks),
     ]
+
+
+@mutant("LOADABLE_AFTER_COMMIT", "LMCache#2243", "LMCache#2336", scene=Walks())
+def loaded_in_another_order(touch: Touch) -> Sequence[Patch]:
+    """The right slots are loaded, the last one first: they go into one another's blocks."""
+
+    def load(decision: e.Event, *_: Any) -> e.Event:
+        if not isinstance(decision, e.LoadIssued) or len(decision.slots) < 2:
+            return decision
+        touch()
+        return attrs.evolve(decision, slots=decision.slots[::-1])
+
+    return [decided_otherwise(owner, "load_what_was_answered", load) for owner in LOADING]
 
 
 @mutant("LOAD_DST_EXCLUSIVE", "vllm#45357", "vllm#49250", scene=Walks())

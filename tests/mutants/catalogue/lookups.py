@@ -18,6 +18,7 @@ from mutants.mutant import Patch, Touch, mutant
 from mutants.scenes import Walks, Worlds
 
 SMALL_POOL = Worlds(num_slots=8)
+CROWDED = Worlds(num_slots=16, connector=(("keep_for_preempted", True), ("chunk_size", 16)))
 CACHED = Worlds(settings=(("num_steps", 120), ("enable_prefix_caching", True)))
 RESETTING_BESIDE = Worlds(
     faults=frozenset({"resets", "delayed reports"}), connector=(("save_mode", "async"), ("max_silent_steps", 64))
@@ -140,6 +141,19 @@ def promise_not_pinned(touch: Touch) -> Sequence[Patch]:
             touch()
 
     return [wrapped(ChunkIndex, "_answered", answered)]
+
+
+@mutant("WAITING_KEPT", "vllm#47234", scene=CROWDED)
+def evicted_while_waited_for(touch: Touch) -> Sequence[Patch]:
+    """What a preempted request will come back for is evicted like anything else."""
+
+    def preempted(original: Any, index: ChunkIndex, event: e.RequestPreempted, sequence: int) -> None:
+        index._keep_for_preempted = False
+        if index._chunk_keys.of(event.request_id)[: event.num_settled_tokens // index._geometry.chunk_size]:
+            touch()
+        original(index, event, sequence)
+
+    return [wrapped(ChunkIndex, "_preempted", preempted)]
 
 
 @mutant("PIN_BALANCE", "LMCache#1254", "LMCache#3381", "vllm#44100", scene=SMALL_POOL)

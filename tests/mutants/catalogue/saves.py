@@ -12,12 +12,14 @@ from kvledger.lifecycle import events as e
 from kvledger.lifecycle.decisions import saves
 from kvledger.lifecycle.decisions.reach import Reach
 from kvledger.lifecycle.handlers import finished
+from kvledger.lifecycle.projections.host_slots import HostSlots
 from kvledger.lifecycle.projections.transfers import JobKind
 from kvledger.lifecycle.states import RequestState
 from mutants.catalogue.parts import SAVING, decided_otherwise, wrapped
 from mutants.mutant import Patch, Touch, mutant
 from mutants.scenes import HybridWorlds, Walks, Worlds
 
+SMALL_POOL = Worlds(num_slots=12)
 BESIDE = Worlds(connector=(("save_mode", "async"),))
 
 
@@ -95,6 +97,21 @@ def trailing_chunk_left_out(touch: Touch) -> Sequence[Patch]:
         original(turn, first, num_settled)
 
     return [(owner, "save_settled", save_settled) for owner in SAVING]
+
+
+@mutant("SLOT_EXCLUSIVE", "vllm#46951", "pegaflow#418", scene=SMALL_POOL)
+def slot_in_use_offered(touch: Touch) -> Sequence[Patch]:
+    """A save is offered a slot in which another request's chunk lies: the free list has it still."""
+
+    def candidates(original: Any, slots: HostSlots, count: int) -> tuple[int, ...]:
+        offered: tuple[int, ...] = original(slots, count)
+        in_use = [slot for slot in range(slots.num_slots) if slots.num_references(slot) == 1 and slot not in offered]
+        if len(in_use) < 4 or not offered:  # while the pool fills, all is well
+            return offered
+        touch()
+        return (in_use[0], *offered[1:])
+
+    return [wrapped(HostSlots, "candidates", candidates)]
 
 
 @mutant("LOAD_XOR_STORES", "vllm#46014", scene=Walks())

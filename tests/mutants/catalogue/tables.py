@@ -47,6 +47,21 @@ def later_blocks_skipped(touch: Touch) -> Sequence[Patch]:
     return [wrapped(StepReader, "_extend", extend)]
 
 
+@mutant("STEP_SUM", "LMCache#2912", scene=Worlds())
+def paused_not_told(touch: Touch) -> Sequence[Patch]:
+    """Who decodes and is left out of a step is counted as if it had been in it."""
+
+    def read_each(
+        original: Any, reader: StepReader, scheduler_output: Any, advanced: Any, extended: Any, time_ns: int
+    ) -> Any:
+        paused = original(reader, scheduler_output, advanced, extended, time_ns)
+        if paused:
+            touch()
+        return ()
+
+    return [wrapped(StepReader, "_read_each", read_each)]
+
+
 @mutant("CURSOR_LE_FRONTIER", "LMCache#3145", scene=Worlds())
 def cursor_regresses(touch: Touch) -> Sequence[Patch]:
     """The save cursor is one chunk behind what it was."""

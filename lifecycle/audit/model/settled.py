@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.audit.forgotten import LIFE, Forgotten
+from kvledger.lifecycle.audit.model.forgotten import LIFE, Forgotten
+from kvledger.lifecycle.audit.model.lives import Lives
 from kvledger.lifecycle.projections import Projections
 from kvledger.lifecycle.replay import Check, ReplayedEvent
 from kvledger.lifecycle.states import RequestState
@@ -16,7 +17,8 @@ _PREEMPTED = RequestState.PREEMPTED
 class SettledTokens:
     """Request id -> (number of settled tokens, sequence of the event that told)."""
 
-    def __init__(self) -> None:
+    def __init__(self, lives: Lives) -> None:
+        self._lives = lives
         self._settled: dict[str, tuple[int, int]] = {}
         # The dict's own method, because it is asked for every save. So the dict is changed, never replaced.
         self.told: Callable[[str], tuple[int, int] | None] = self._settled.get
@@ -31,9 +33,10 @@ class SettledTokens:
         told = self._settled.get(request_id, (0, 0))
         return told if told[1] else (0, 0)
 
-    def begin(self, num_computed_tokens: Mapping[str, int]) -> None:
+    def begin(self) -> None:
         """Start in the middle of a log, where nothing tells more than a bound: what was computed."""
-        self._settled.update((request_id, (count, 0)) for request_id, count in num_computed_tokens.items())
+        lives = self._lives
+        self._settled.update((life.request_id, (lives.num_computed_tokens(life), 0)) for life in lives)
 
     def folds(self, forgotten: Forgotten) -> Iterable[tuple[type[e.Event], Check]]:
         """(event class, fold), to be done as checks are; they never find anything."""
@@ -47,13 +50,13 @@ class SettledTokens:
             (e.BlocksAllocated, self._blocks_allocated),
         ]
 
-    def _step_scheduled(self, event: e.StepScheduled, step: ReplayedEvent, projections: Projections) -> None:
+    def _step_scheduled(self, event: e.StepScheduled, step: ReplayedEvent, _projections: Projections) -> None:
         if event.settled:
-            settled, record_of, sequence = self._settled, projections.tracker.of, step.sequence
+            settled, life_of, sequence = self._settled, self._lives.of, step.sequence
             for ordinal, _, num_settled_tokens in event.settled:
-                record = record_of(ordinal)
-                if record is not None:
-                    settled[record.request_id] = (num_settled_tokens, sequence)
+                life = life_of(ordinal)
+                if life is not None:
+                    settled[life.request_id] = (num_settled_tokens, sequence)
 
     def _preempted(self, event: e.RequestPreempted, step: ReplayedEvent, _projections: Projections) -> None:
         self._settled[event.request_id] = (event.num_settled_tokens, step.sequence)

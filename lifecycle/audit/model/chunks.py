@@ -1,0 +1,231 @@
+"""What is in the host pool: chunk key -> slots, and why a chunk is not there any more.
+
+Made from what save, evict, taint and reset events say, and from observed keys. The audit's own; see `lives.py`.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from kvledger.lifecycle import events as e
+from kvledger.lifecycle.audit.model.jobs import InFlight, JobsInFlight
+from kvledger.lifecycle.audit.model.slots import Slots
+from kvledger.lifecycle.geometry import Geometry
+from kvledger.lifecycle.projections import Projections
+from kvledger.lifecycle.replay import Check, ReplayedEvent
+from kvledger.lifecycle.windows import NO_SLOT
+
+
+class Departed(NamedTuple):
+    """Why a chunk that once was committed cannot be looked up, and the event that took it away."""
+
+    reason: str
+    sequence: int
+
+
+class Chunks:
+    """Chunks whose latest of commit, evict, taint and reset is commit, and the slots of each.
+
+    To be folded after the jobs in flight, which say what was saved. Committed chunks and copies need their slots.
+    """
+
+    def __init__(self, jobs: JobsInFlight, geometry: Geometry, slots: Slots) -> None:
+        self._jobs = jobs
+        self._geometry = geometry
+        self._pages_per_chunk = geometry.pages_per_chunk
+        self._slots = slots
+        self._committed: dict[bytes, tuple[int, ...]] = {}
+        # The dict's own method, because it is asked often. So the dict is changed, never replaced.
+        self.slots_of: Callable[[bytes], tuple[int, ...] | None] = self._committed.get
+        """The slots that hold the chunk, or None where it is not committed."""
+        self._saving: dict[bytes, int] = {}
+        self._departed: OrderedDict[bytes, Departed] = OrderedDict()
+        self._max_departed = max(1024, 4 * slots.num_slots)
+        self.departed: Callable[[bytes], Departed | None] = self._departed.get
+        """Why the chunk is gone, as long as that is remembered."""
+        self.num_added = 0
+        """Saves that were committed."""
+        self.num_removed = 0
+        """Chunks that were taken away."""
+        self.taken: list[int] | None = None
+        """Slots of the save at hand that somebody needed already; None where all was well."""
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._committed
+
+    def __len__(self) -> int:
+        return len(self._committed)
+
+    @property
+    def committed(self) -> Mapping[bytes, tuple[int, ...]]:
+        """Every committed chunk and its slots."""
+        return self._committed
+
+    @property
+    def saving(self) -> Container[bytes]:
+        """Chunks that a save in flight will commit."""
+        return self._saving
+
+    def num_committed_from(self, keys: Sequence[bytes], first: int) -> int:
+        """How many of the keys are committed without a gap, the first ones being known to be."""
+        count = first
+        for key in keys[first:] if first else keys:
+            if key not in self._committed:
+                break
+            count += 1
+        return count
+
+    def of_slot(self, slot: int) -> bytes | None:
+        """A committed chunk that lies in the slot."""
+        return next((key for key, slots in self._committed.items() if slot in slots), None)
+
+    def begin(self, projections: Projections) -> None:
+        """Take over what is committed, in flight or gone where an audit starts in the middle of a log."""
+        chunks = projections.chunks
+        self._committed.update(chunks.committed)
+        self._departed.update((key, Departed(why.reason.value, why.sequence)) for key, why in chunks.all_departed())
+        for slots in self._committed.values():
+            self._slots.hold(slots)
+        for _, job in self._jobs:
+            self._slots.hold(job.slots)
+            if not job.is_load and job.epoch == self._jobs.epoch:
+                self._count_saving(job)
+        for job in self._jobs.given_up.values():
+            self._slots.hold(job.slots)
+
+    def folds(self) -> Iterable[tuple[type[e.Event], Check]]:
+        """(event class, fold), to be done as checks are; they never find anything."""
+        return [
+            (e.LoadIssued, self._load_issued),
+            (e.SaveIssued, self._save_issued),
+            (e.TailSaveIssued, self._save_issued),
+            (e.LoadCompleted, self._load_settled),
+            (e.LoadFailed, self._load_settled),
+            (e.SaveCompleted, self._completed),
+            (e.SaveFailed, self._failed),
+            (e.TransferReported, self._reported),
+            (e.ChunkEvicted, self._evicted),
+            (e.ChunkTainted, self._tainted),
+            (e.CacheReset, self._reset),
+        ]
+
+    # --- copies ----------------------------------------------------------------------------------
+
+    def _load_issued(self, event: e.LoadIssued, _step: ReplayedEvent, _projections: Projections) -> None:
+        self._slots.hold(event.slots)
+
+    def _load_settled(
+        self, _event: e.LoadCompleted | e.LoadFailed, _step: ReplayedEvent, _projections: Projections
+    ) -> None:
+        job = self._jobs.current
+        if job is not None and job.is_load:
+            self._slots.release(job.slots)
+
+    def _save_issued(
+        self, event: e.SaveIssued | e.TailSaveIssued, _step: ReplayedEvent, _projections: Projections
+    ) -> None:
+        self.taken = self._slots.hold_for_writing(event.slots)
+        if self._jobs.current is not None:
+            self._count_saving(self._jobs.current)
+
+    def _count_saving(self, job: InFlight) -> None:
+        saving = self._saving
+        for key in job.keys:
+            saving[key] = saving.get(key, 0) + 1
+
+    def _no_longer_saving(self, job: InFlight) -> None:
+        saving = self._saving
+        for key in job.keys:
+            left = saving.pop(key, 1) - 1
+            if left:
+                saving[key] = left
+
+    def _failed(self, event: e.SaveFailed, _step: ReplayedEvent, _projections: Projections) -> None:
+        job = self._jobs.current
+        if job is not None and not job.is_load:
+            if job.epoch == self._jobs.epoch:
+                self._no_longer_saving(job)
+            if event.quiet:
+                self._slots.release(job.slots)
+
+    def _reported(self, _event: e.TransferReported, _step: ReplayedEvent, _projections: Projections) -> None:
+        if self._jobs.let_go is not None:
+            self._slots.release(self._jobs.let_go.slots)
+
+    def _completed(self, _event: e.SaveCompleted, _step: ReplayedEvent, _projections: Projections) -> None:
+        job = self._jobs.current
+        if job is None or job.is_load:
+            return
+        slots, keys, num_pages = job.slots, job.keys, self._pages_per_chunk
+        if job.epoch != self._jobs.epoch:
+            self._slots.release(slots)
+            return
+        self.num_added += 1
+        self._no_longer_saving(job)
+        num_keys = len(keys)
+        if not num_pages or num_keys * num_pages != len(slots) or num_keys != len(job.chunks) or job.leaves_out:
+            self._commit_pages(job)
+            self._slots.release(slots)
+        elif num_keys == 1:  # nearly always one chunk of whole blocks
+            self._commit(keys[0], slots)
+        else:
+            first = 0
+            for key in keys:  # the pages of such chunks lie one after the other
+                self._commit(key, slots[first : first + num_pages])
+                first += num_pages
+
+    # --- chunks ----------------------------------------------------------------------------------
+
+    def _commit(self, key: bytes, slots: tuple[int, ...]) -> None:
+        """Let it lie in slots that are held for it already."""
+        before = self._committed.get(key)
+        if before is not None:
+            self._slots.release(before)
+        elif self._departed:
+            self._departed.pop(key, None)
+        self._committed[key] = slots
+
+    def _commit_pages(self, job: InFlight) -> None:
+        geometry = self._geometry
+        slot_of_page = dict(zip(geometry.pages_of(job.chunks), job.slots, strict=False))
+        # The new image of a block contains the shorter ones that other chunks had of it.
+        replaced = [(chunk, key) for chunk, key in job.earlier_keys if key in self._committed]
+        for chunk, key in [*zip(job.chunks, job.keys, strict=False), *replaced]:
+            pages = geometry.pages_of((chunk,))
+            slots = tuple(slot_of_page[page] for page in pages if page in slot_of_page)
+            if len(slots) < len(pages):
+                continue  # a save that names too few slots
+            if NO_SLOT in slots:
+                stored = self._committed.get(key, (NO_SLOT,) * len(slots))
+                slots = tuple(old if new == NO_SLOT else new for new, old in zip(slots, stored, strict=False))
+            # What every token sees must be there; a group with a window may lack pages.
+            sizes = geometry.window_sizes
+            if all(slot != NO_SLOT or sizes[place % len(sizes)] for place, slot in enumerate(slots)):
+                self._slots.hold(slots)
+                self._commit(key, slots)
+
+    def _evicted(self, event: e.ChunkEvicted, step: ReplayedEvent, _projections: Projections) -> None:
+        self._remove(event.key, Departed("evicted", step.sequence))
+
+    def _tainted(self, event: e.ChunkTainted, step: ReplayedEvent, _projections: Projections) -> None:
+        self._remove(event.key, Departed("tainted", step.sequence))
+
+    def _reset(self, _event: e.CacheReset, step: ReplayedEvent, _projections: Projections) -> None:
+        why = Departed("reset", step.sequence)
+        for key in tuple(self._committed):
+            self._remove(key, why)
+        self._saving.clear()
+
+    def _remove(self, key: bytes, why: Departed) -> None:
+        slots = self._committed.pop(key, None)
+        if slots is None:
+            return
+        self._slots.release(slots)
+        self.num_removed += 1
+        departed = self._departed
+        departed.pop(key, None)
+        departed[key] = why
+        if len(departed) > self._max_departed:
+            departed.popitem(last=False)

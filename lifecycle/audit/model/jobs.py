@@ -1,0 +1,302 @@
+"""Every copy that is under way, as the log tells it: what goes where, since when, and which ranks have spoken.
+
+The audit's own; see `lives.py`. Several rules ask about the job of every report and settlement, so it is looked up once
+for all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from kvledger.lifecycle import events as e
+from kvledger.lifecycle.audit.model.lives import Lives
+from kvledger.lifecycle.geometry import Geometry
+from kvledger.lifecycle.projections import Projections
+from kvledger.lifecycle.replay import Check, ReplayedEvent
+from kvledger.lifecycle.windows import NO_SLOT
+
+if TYPE_CHECKING:
+    from kvledger.lifecycle.projections.transfers import Job
+
+_NO_RANKS: frozenset[int] = frozenset()
+
+
+class InFlight(msgspec.Struct, gc=False):
+    """One load or save that has not been settled."""
+
+    sequence: int
+    """Of the event that issued it; 0 where that was before the audit began."""
+    job_id: int
+    request_id: str
+    ordinal: int
+    """Of the life it was issued for."""
+    generation: int
+    is_load: bool
+    is_async: bool
+    chunks: tuple[int, ...]
+    keys: tuple[bytes, ...]
+    """Of these chunks, as far as they were observed when it was issued."""
+    earlier_keys: tuple[tuple[int, bytes], ...]
+    """(chunk, key) of chunks that end earlier inside the blocks of a save: its images contain them too."""
+    slots: tuple[int, ...]
+    block_ids: tuple[int, ...]
+    epoch: int
+    """Resets before it was issued."""
+    since_step: int
+    """When it was issued, or asked after."""
+    since_ns: int
+    leaves_out: bool = False
+    """Whether some pages of a save are not copied, because a window had left them."""
+    is_asked_after: bool = False
+    is_fenced: bool = False
+    """Whether a step waits for it."""
+    ranks_done: frozenset[int] = _NO_RANKS
+    ranks_failed: frozenset[int] = _NO_RANKS
+
+    @property
+    def life(self) -> tuple[str, int, int]:
+        """What a decision about it begins with: request id, ordinal, generation."""
+        return self.request_id, self.ordinal, self.generation
+
+
+class JobsInFlight:
+    """Job id -> job, from the event that issues it to the one that settles it. To be folded after the lives."""
+
+    def __init__(self, lives: Lives, geometry: Geometry, num_ranks: int) -> None:
+        self._lives = lives
+        self._geometry = geometry
+        self.every_rank = frozenset(range(num_ranks))
+        self._all_ranks = tuple(range(num_ranks))
+        self._jobs: dict[int, InFlight] = {}
+        # The dict's own method, because it is asked often. So the dict is changed, never replaced.
+        self.get: Callable[[int], InFlight | None] = self._jobs.get
+        self._of_life: dict[int, set[int]] = {}
+        self.given_up: dict[int, InFlight] = {}
+        """Saves that were given up without a report of every rank: one may still write their slots."""
+        self.let_go: InFlight | None = None
+        """The given-up save of which the report at hand is the last that was owed."""
+        self.loads: set[int] = set()
+        """Ids of the loads among the jobs."""
+        self.saves_beside: set[int] = set()
+        """Ids of the saves beside the steps among the jobs."""
+        self.current: InFlight | None = None
+        """The job that the event at hand issues, reports or settles."""
+        self.told_before: frozenset[int] = _NO_RANKS
+        """Ranks that had spoken of the current job before the report at hand."""
+        self.is_plain_report = False
+        """Whether the report at hand is the first of its job: every rank, each once, has done it."""
+        self.report_sequence = 0
+        """Of the last report."""
+        self.failure_sequence = 0
+        """Of the last report of a failure."""
+        self.is_withheld = False
+        """Whether that was the failure of a job that no worker was given."""
+        self.epoch = 0
+        """Resets so far."""
+
+    def __iter__(self) -> Iterator[tuple[int, InFlight]]:
+        return iter(self._jobs.items())
+
+    def __len__(self) -> int:
+        return len(self._jobs)
+
+    def of_life(self, ordinal: int) -> list[InFlight]:
+        """The jobs in flight of that life, in the order in which they were issued."""
+        return [self._jobs[job_id] for job_id in sorted(self._of_life.get(ordinal, ()))]
+
+    def owes(self, ordinal: int) -> bool:
+        """Whether a job of that life is in flight."""
+        return ordinal in self._of_life
+
+    def is_loading(self, ordinal: int, generation: int, *, outside_steps: bool = False) -> bool:
+        """Whether a load that this generation of that life issued is in flight; outside of the steps, if asked so."""
+        if not self.loads or ordinal not in self._of_life:
+            return False
+        return any(
+            job.is_load and job.generation == generation and (job.is_async or not outside_steps)
+            for job in self.of_life(ordinal)
+        )
+
+    def begin(self, projections: Projections) -> None:
+        """Take over the jobs in flight, since when they are silent, and who has reported them."""
+        transfers = projections.transfers
+        self.epoch = transfers.epoch
+        for job in transfers:
+            self._add(_taken_over(job))
+        self.given_up.update((job.job_id, _taken_over(job)) for job in transfers.all_given_up())
+
+    def folds(self) -> Iterable[tuple[type[e.Event], Check]]:
+        """(event class, fold), to be done as checks are; they never find anything."""
+        return [
+            (e.LoadIssued, self._load_issued),
+            (e.SaveIssued, self._save_issued),
+            (e.TailSaveIssued, self._tail_save_issued),
+            (e.TransferReported, self._reported),
+            (e.TransferAwaited, self._awaited),
+            (e.LoadCompleted, self._settled),
+            (e.LoadFailed, self._settled),
+            (e.SaveCompleted, self._settled),
+            (e.SaveFailed, self._save_failed),
+            (e.CacheReset, self._reset),
+        ]
+
+    def _load_issued(self, event: e.LoadIssued, step: ReplayedEvent, _projections: Projections) -> None:
+        first, size = event.first_token, self._geometry.chunk_size
+        chunks = tuple(range(first // size, -(-(first + event.num_tokens) // size)))
+        self._issued(event, step, chunks, is_load=True, is_async=event.is_async)
+
+    def _save_issued(self, event: e.SaveIssued, step: ReplayedEvent, _projections: Projections) -> None:
+        self._issued(event, step, event.chunks, is_load=False, is_async=event.is_async)
+
+    def _tail_save_issued(self, event: e.TailSaveIssued, step: ReplayedEvent, _projections: Projections) -> None:
+        self._issued(event, step, (), is_load=False, is_async=False)
+
+    def _issued(
+        self,
+        event: e.LoadIssued | e.SaveIssued | e.TailSaveIssued,
+        step: ReplayedEvent,
+        chunks: tuple[int, ...],
+        *,
+        is_load: bool,
+        is_async: bool,
+    ) -> None:
+        request_id, ordinal, lives, slots = event.request_id, event.ordinal, self._lives, event.slots
+        life = lives.of(ordinal)
+        keys: tuple[bytes, ...] = ()
+        earlier_keys: tuple[tuple[int, bytes], ...] = ()
+        if life is not None:
+            known = life.keys
+            num_keys = len(known)
+            if len(chunks) == 1:  # as with most saves
+                keys = (known[chunks[0]],) if chunks[0] < num_keys else ()
+            else:
+                keys = tuple([known[chunk] for chunk in chunks if chunk < num_keys])
+            if not self._geometry.pages_per_chunk:
+                earlier = {each for chunk in chunks for each in self._geometry.chunks_before_in_block(chunk)}
+                earlier_keys = tuple((each, known[each]) for each in sorted(earlier - set(chunks)) if each < num_keys)
+        job = InFlight(
+            step.sequence,
+            event.job_id,
+            request_id,
+            ordinal,
+            event.generation,
+            is_load,
+            is_async,
+            chunks,
+            keys,
+            earlier_keys,
+            slots,
+            event.block_ids,
+            self.epoch,
+            lives.num_steps,
+            lives.time_ns,
+            NO_SLOT in slots,
+        )
+        self.current = job
+        self._add(job)
+
+    def _add(self, job: InFlight) -> None:
+        job_id = job.job_id
+        self._jobs[job_id] = job
+        siblings = self._of_life.get(job.ordinal)
+        if siblings is None:
+            self._of_life[job.ordinal] = {job_id}
+        else:
+            siblings.add(job_id)
+        if job.is_load:
+            self.loads.add(job_id)
+        elif job.is_async:
+            self.saves_beside.add(job_id)
+
+    def _reported(self, event: e.TransferReported, step: ReplayedEvent, _projections: Projections) -> None:
+        self.report_sequence = step.sequence
+        self.current = job = self.get(event.job_id)
+        self.let_go = None
+        if event.ranks_failed:
+            self.failure_sequence = step.sequence
+            self.is_withheld = bool(event.withheld)
+        elif (
+            job is not None and event.ranks_done == self._all_ranks and job.ranks_done is _NO_RANKS is job.ranks_failed
+        ):
+            job.ranks_done = self.every_rank
+            self.is_plain_report = True
+            return
+        self.is_plain_report = False
+        if job is not None:
+            self._told_more(job, event)
+        elif (given_up := self.given_up.get(event.job_id)) is not None:
+            self._told_more(given_up, event)
+            if given_up.ranks_done | given_up.ranks_failed >= self.every_rank:
+                self.let_go = self.given_up.pop(event.job_id)
+
+    def _told_more(self, job: InFlight, event: e.TransferReported) -> None:
+        self.told_before = job.ranks_done | job.ranks_failed
+        owing = self.every_rank - self.told_before
+        job.ranks_done |= owing.intersection(event.ranks_done)
+        job.ranks_failed |= owing.intersection(event.ranks_failed) - job.ranks_done
+
+    def _awaited(self, event: e.TransferAwaited, _step: ReplayedEvent, _projections: Projections) -> None:
+        job = self._jobs.get(event.job_id)
+        if job is None:
+            return
+        # Who was asked twice in vain is not asked a third time.
+        if event.before_forward or not job.is_asked_after:
+            job.since_step, job.since_ns = self._lives.num_steps, self._lives.time_ns
+        job.is_asked_after |= not event.before_forward
+        job.is_fenced |= event.before_forward
+
+    def _settled(
+        self,
+        event: e.LoadCompleted | e.LoadFailed | e.SaveCompleted | e.SaveFailed,
+        _step: ReplayedEvent,
+        _projections: Projections,
+    ) -> None:
+        self.current = job = self._jobs.pop(event.job_id, None)
+        if job is None:
+            return
+        siblings = self._of_life.get(job.ordinal)
+        if siblings is not None:
+            siblings.discard(job.job_id)
+            if not siblings:
+                del self._of_life[job.ordinal]
+        if job.is_load:
+            self.loads.discard(job.job_id)
+        elif job.is_async:
+            self.saves_beside.discard(job.job_id)
+
+    def _save_failed(self, event: e.SaveFailed, step: ReplayedEvent, projections: Projections) -> None:
+        self._settled(event, step, projections)
+        if self.current is not None and not event.quiet:
+            self.given_up[event.job_id] = self.current
+
+    def _reset(self, _event: e.CacheReset, _step: ReplayedEvent, _projections: Projections) -> None:
+        self.epoch += 1
+
+
+def _taken_over(job: Job) -> InFlight:
+    is_load = job.kind.value == "load"
+    return InFlight(
+        0,
+        job.job_id,
+        job.request_id,
+        job.ordinal,
+        job.generation,
+        is_load,
+        job.is_async,
+        job.chunks,
+        job.keys,
+        job.earlier_keys,
+        job.slots,
+        job.block_ids,
+        job.epoch,
+        job.asked_step,
+        job.asked_ns,
+        NO_SLOT in job.slots,
+        job.is_asked_after,
+        job.is_fenced,
+        job.ranks_done,
+        job.ranks_failed,
+    )

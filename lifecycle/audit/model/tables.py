@@ -1,0 +1,95 @@
+"""Which blocks each life holds, and which it held until the current step. The audit's own; see `lives.py`."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Iterable, Sequence
+
+from kvledger.lifecycle import events as e
+from kvledger.lifecycle.audit.model.lives import Lives
+from kvledger.lifecycle.projections import Projections
+from kvledger.lifecycle.replay import Check, ReplayedEvent
+
+
+class Tables:
+    """Ordinal -> block ids, 4 bytes each. To be folded before the lives, which are forgotten when they are over."""
+
+    def __init__(self, lives: Lives) -> None:
+        self._lives = lives
+        self._held: dict[int, array[int]] = {}
+        # The dict's own method, because it is asked for every save. So the dict is changed, never replaced.
+        self.of: Callable[[int], Sequence[int] | None] = self._held.get
+        """The blocks that this life holds now, in token order; None where it holds none."""
+        self._lost: dict[int, array[int]] = {}
+        self.lost: Callable[[int], Sequence[int] | None] = self._lost.get
+        """The blocks that it lost since the last step; intact until the next one's forward."""
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def begin(self, projections: Projections) -> None:
+        """Take over the tables where an audit starts in the middle of a log."""
+        for record in projections.tracker:
+            held, lost = projections.blocks.held(record.request_id), projections.blocks.lost(record.request_id)
+            if len(held):
+                self._held[record.ordinal] = array("I", held)
+            if len(lost):
+                self._lost[record.ordinal] = array("I", lost)
+
+    def folds(self) -> Iterable[tuple[type[e.Event], Check]]:
+        """(event class, fold), to be done as checks are; they never find anything."""
+        return [
+            (e.RequestArrived, self._arrived),
+            (e.LookupRequested, self._asked),
+            (e.BlocksAllocated, self._replaced),
+            (e.BlockTableObserved, self._replaced),
+            (e.RequestPreempted, self._taken),
+            (e.RequestFinished, self._taken),
+            (e.StepScheduled, self._step_scheduled),
+            (e.RequestReleased, self._released),
+        ]
+
+    def _replaced(
+        self, event: e.BlocksAllocated | e.BlockTableObserved, _step: ReplayedEvent, _projections: Projections
+    ) -> None:
+        life = self._lives.get(event.request_id)
+        if life is not None:
+            self._held[life.ordinal] = array("I", event.block_ids)
+
+    def _asked(self, event: e.LookupRequested, _step: ReplayedEvent, _projections: Projections) -> None:
+        # Who is asked about holds nothing; after a failed asynchronous load vLLM frees the blocks without a word.
+        life = self._lives.get(event.request_id)
+        if life is not None:
+            self._held.pop(life.ordinal, None)
+
+    def _taken(
+        self, event: e.RequestPreempted | e.RequestFinished, _step: ReplayedEvent, _projections: Projections
+    ) -> None:
+        life = self._lives.get(event.request_id)
+        table = None if life is None else self._held.pop(life.ordinal, None)
+        if life is not None and table is not None:
+            self._lost[life.ordinal] = table
+
+    def _step_scheduled(self, event: e.StepScheduled, _step: ReplayedEvent, _projections: Projections) -> None:
+        if self._lost:
+            self._lost.clear()
+        for ordinal, block_ids in event.extended:
+            table = self._held.get(ordinal)
+            if table is not None:
+                if len(block_ids) == 1:  # what a decoding request needs; anything longer is taken by an iterator
+                    table.append(block_ids[0])
+                else:
+                    table.extend(block_ids)
+
+    def _arrived(self, event: e.RequestArrived, _step: ReplayedEvent, _projections: Projections) -> None:
+        life = self._lives.get(event.request_id)
+        if life is not None:
+            self._forget(life.ordinal)
+
+    def _forget(self, ordinal: int) -> None:
+        self._held.pop(ordinal, None)
+        self._lost.pop(ordinal, None)
+
+    def _released(self, event: e.RequestReleased, _step: ReplayedEvent, _projections: Projections) -> None:
+        if self._lives.in_generation(event) is not None:
+            self._forget(event.ordinal)

@@ -1,0 +1,60 @@
+"""SLOT_EXCLUSIVE: what a save writes into is nobody else's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import ClassVar
+
+from kvledger.lifecycle import events as e
+from kvledger.lifecycle.audit.checker import Violation, violation
+from kvledger.lifecycle.audit.model import Model
+from kvledger.lifecycle.projections import Projections
+from kvledger.lifecycle.replay import Check, ReplayedEvent
+
+
+class SlotExclusive:
+    """A save is given slots of the pool, each once, that hold nothing and that no other copy reads or writes.
+
+    Verifies: this for the slots of every save, of chunks and of tails: against committed chunks, saved tails, copies in
+    flight, and saves that were given up while a rank may still be writing.
+    Does not verify: that the workers write into these slots and no others.
+    """
+
+    rule: ClassVar[str] = "SLOT_EXCLUSIVE"
+
+    _model: Model
+
+    def checks(self, model: Model) -> Iterable[tuple[type[e.Event], Check]]:
+        """By class of event."""
+        self._model = model
+        return [(e.SaveIssued, self._issued), (e.TailSaveIssued, self._issued)]
+
+    def _issued(
+        self, event: e.SaveIssued | e.TailSaveIssued, step: ReplayedEvent, projections: Projections
+    ) -> list[Violation] | None:
+        if self._model.chunks.taken is None:
+            return None
+        return [self._named(slot, event, step, projections) for slot in sorted(set(self._model.chunks.taken))]
+
+    def _named(
+        self, slot: int, event: e.SaveIssued | e.TailSaveIssued, step: ReplayedEvent, projections: Projections
+    ) -> Violation:
+        holder, sequence = self._holder_of(slot, event)
+        detail = f"save {event.job_id} writes into slot {slot}, {holder}"
+        return violation(self.rule, step, projections, detail, sequence, event.cause)
+
+    def _holder_of(self, slot: int, event: e.SaveIssued | e.TailSaveIssued) -> tuple[str, int]:
+        """Who needs it, in words, and the event that shows it (0: none)."""
+        model = self._model
+        if not 0 <= slot < model.slots.num_slots:
+            return f"but the pool has {model.slots.num_slots}", 0
+        for job_id, job in model.jobs:
+            if job_id != event.job_id and slot in job.slots:
+                return f"which {'load' if job.is_load else 'save'} {job_id} is still copying", job.sequence
+        for job_id, job in model.jobs.given_up.items():
+            if slot in job.slots:
+                return f"into which save {job_id}, which was given up, may still write", job.sequence
+        key = model.chunks.of_slot(slot)
+        if key is not None:
+            return f"which holds chunk {key.hex()}", 0
+        return "which holds a saved tail" if model.tails.of_slot(slot) is not None else "twice", 0

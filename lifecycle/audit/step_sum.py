@@ -1,0 +1,38 @@
+"""STEP_SUM: what a step schedules is what its requests are given, added up."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import ClassVar
+
+from kvledger.lifecycle import events as e
+from kvledger.lifecycle.audit.checker import Violation, violation
+from kvledger.lifecycle.audit.model import Model
+from kvledger.lifecycle.projections import Projections
+from kvledger.lifecycle.replay import Check, ReplayedEvent
+
+
+class StepSum:
+    """The tokens of a step are those of the requests that it tells of, and one for each that decodes as before.
+
+    Verifies: this for every step, so that a request which a step leaves out or counts twice shows at once.
+    Does not verify: which request it was; two mistakes in one step that cancel out.
+    """
+
+    rule: ClassVar[str] = "STEP_SUM"
+
+    _model: Model
+
+    def checks(self, model: Model) -> Iterable[tuple[type[e.Event], Check]]:
+        """By class of event."""
+        self._model = model
+        return [(e.StepScheduled, self._step_scheduled)]
+
+    def _step_scheduled(
+        self, event: e.StepScheduled, step: ReplayedEvent, projections: Projections
+    ) -> list[Violation] | None:
+        counted = self._model.lives.num_scheduled_tokens
+        if event.num_scheduled_tokens == counted:
+            return None
+        detail = f"the step has {event.num_scheduled_tokens} tokens, its requests add up to {counted}"
+        return [violation(self.rule, step, projections, detail)]
