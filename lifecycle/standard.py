@@ -31,7 +31,7 @@ from kvledger.lifecycle.upcasters import UPCASTERS
 # tables they lie, and before the transfers, which ask for them; the chunk index before the transfers, which forget
 # settled jobs; everything that asks whether a request is still known after the tracker.
 PROJECTIONS: tuple[ProjectionSpec, ...] = (
-    ProjectionSpec("totals", lambda its: Totals(its.tracker, its.lookups, its.transfers)),
+    ProjectionSpec("totals", lambda its: Totals(its.tracker, its.transfers)),
     ProjectionSpec("blocks", lambda its: BlockTable(its.tracker), of_requests=True),
     ProjectionSpec("unfilled", lambda its: UnfilledBlocks(its.tracker, its.blocks, its.geometry)),
     ProjectionSpec("tails", lambda its: Tails(its.tracker, its.chunks.slots), of_requests=True),

@@ -135,7 +135,7 @@ class Chain:
         cause = Cause("admission", admission.sequence, admission.sequence, time_ns, text, spans=admission.missed)
         cause.evidence = (admission.answer_sequence,) if admission.answer_sequence else ()
         # The lookup before has told the others already.
-        new = [span for span in admission.missed if span.reason is Reason.NOT_TAKEN_UP or not admission.answer_sequence]
+        new = [span for span in admission.missed if span.reason in _SINCE_ANSWER or not admission.answer_sequence]
         cause.reasons = self._texts(new, time_ns)
         return cause
 
@@ -151,6 +151,8 @@ class Chain:
         return [reason_text(group, self._told, self._chunk_size, before_ns) for group in told_together(spans)]
 
 
+_SINCE_ANSWER = frozenset({Reason.NOT_TAKEN_UP, Reason.WITHHELD})
+"""What was offered, and why it was left."""
 _SINCE_LOOKUP = frozenset({Reason.LOAD_FAILED, Reason.NOT_DELIVERED, Reason.ROLLED_BACK, Reason.UNKNOWN})
 """What a lookup cannot have told."""
 

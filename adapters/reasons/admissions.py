@@ -30,6 +30,7 @@ class Admissions:
         return {
             e.LookupDeferred: self._deferred,
             e.LookupAnswered: self._answered,
+            e.DecisionWithheld: self._withheld,
             e.BlocksAllocated: self._allocated,
             e.LoadIssued: self._load_issued,
             e.LoadCompleted: self._load_completed,
@@ -65,6 +66,7 @@ class Admissions:
         life = self._lives.changed(event.request_id)
         if life is None:
             return
+        life.withheld = 0
         self._settle_answer(life, OfferFate.ASKED_AGAIN)
         is_first = event.num_deferred <= 1 or not life.deferrals
         life.deferrals = (sequence,) if is_first else (life.deferrals[0], sequence)
@@ -77,7 +79,7 @@ class Admissions:
         life = self._lives.asked(event.request_id)
         if life is None:
             return
-        before = life.answer
+        before, life.withheld = life.answer, 0
         life.sums.num_offered += event.num_external_tokens
         if before is not None and self._is_up_to_date(before, event, life):
             life.sums.offered[OfferFate.ASKED_AGAIN] += before.event.num_external_tokens
@@ -98,6 +100,11 @@ class Admissions:
         if life.num_deferred:
             life.num_deferred = 0
             life.version += 1
+
+    def _withheld(self, event: e.DecisionWithheld, sequence: int) -> None:
+        life = self._lives.asked(event.request_id)
+        if life is not None and not event.rule:  # a broken rule has a quarantine, which tells more
+            life.withheld = sequence
 
     @staticmethod
     def _is_up_to_date(before: Answer, event: e.LookupAnswered, life: Life) -> bool:
@@ -145,7 +152,8 @@ class Admissions:
         life.sums.offered[OfferFate.TAKEN_UP] += num_taken_up
         life.sums.offered[OfferFate.NOT_TAKEN_UP] += offered - num_taken_up
         first = answer.event.num_computed_tokens
-        left = Span(first + num_taken_up, first + offered, Reason.NOT_TAKEN_UP, (sequence, answer.sequence))
+        reason, proof = (Reason.WITHHELD, life.withheld) if life.withheld else (Reason.NOT_TAKEN_UP, sequence)
+        left = Span(first + num_taken_up, first + offered, reason, (proof, answer.sequence))
         num_retained = min(first, answer.event.num_tokens)
         self.admit(life, sequence, answer.sequence, num_retained, num_taken_up, joined((left, *answer.spans)))
 
@@ -158,8 +166,10 @@ class Admissions:
             reason = Reason.HOOK_FAILED
         elif life.quarantined:
             reason = Reason.QUARANTINED
-        missed = self._explainer.without_answer(first_token, num_tokens, sequence, life, reason=reason)
+        elif life.withheld:
+            reason = Reason.WITHHELD
         at = life.allocated_without_answer or sequence
+        missed = self._explainer.without_answer(first_token, num_tokens, at, life, reason=reason)
         return self.admit(life, at, 0, min(first_token, num_tokens), 0, missed)
 
     def admit(

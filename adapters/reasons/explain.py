@@ -143,6 +143,8 @@ class _Behind:
             return self.life.load_failed
         if reason is Reason.HOOK_FAILED:
             return (self.life.hook_failed,)
+        if reason is Reason.WITHHELD:
+            return (self.life.withheld,)
         return ()
 
     def _reason_of(self, first_token: int, end_token: int) -> Span:

@@ -65,6 +65,8 @@ class Life:
     undelivered_sequence: int = 0
     quarantined: tuple[int, ...] = ()
     """`request.quarantined` and its cause."""
+    withheld: int = 0
+    """The `decision.withheld` that took back what its last lookup was answered."""
     hook_failed: int = 0
     broken_rule: int = 0
     """The last `invariant.violated`."""

@@ -55,6 +55,8 @@ class Reason(enum.StrEnum):
     """It was taken up, and no load was issued, because a rule was broken."""
     HOOK_FAILED = "hook_failed"
     """No lookup was recorded: a hook of the connector raised."""
+    WITHHELD = "withheld"
+    """Decided, and kept from the scheduler because the log could not be written; it was answered 0 instead."""
     NO_LOOKUP = "no_lookup"
     """No lookup was recorded, and nothing tells why."""
     ROLLED_BACK = "rolled_back"

@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping
 import attrs
 
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.projections.lookup_cache import LookupCache
 from kvledger.lifecycle.projections.tracker import RequestTracker
 from kvledger.lifecycle.projections.transfers import JobKind, Transfers
 
@@ -45,15 +44,14 @@ class Figures:
 class Totals:
     """Folds every event that counts into `figures`. Registered before the tracker, to see states as they were."""
 
-    def __init__(self, tracker: RequestTracker, lookups: LookupCache, transfers: Transfers) -> None:
+    def __init__(self, tracker: RequestTracker, transfers: Transfers) -> None:
         self._tracker = tracker
-        self._lookups = lookups
         self._transfers = transfers
         self.figures = Figures()
         self._loading: dict[int, int] = {}
         """Load under way -> its tokens."""
         self._returning: dict[int, tuple[int, int]] = {}
-        """Life of a preempted request that has blocks again -> tokens retained and recovered, once it is scheduled."""
+        """Life of a preempted request that was looked up again -> tokens retained and recovered, until a step runs."""
 
     def folds(self) -> Mapping[type[e.Event], Callable[..., None]]:
         """Event class -> fold."""
@@ -61,9 +59,8 @@ class Totals:
             e.RequestArrived: self._arrived,
             e.RequestPreempted: self._preempted,
             e.RequestFinished: self._gone,
-            e.LookupRequested: self._gone,
+            e.LookupRequested: self._lookup_requested,
             e.LookupAnswered: self._answered,
-            e.BlocksAllocated: self._allocated,
             e.LoadIssued: self._load_issued,
             e.LoadCompleted: self._load_completed,
             e.StepScheduled: self._step_scheduled,
@@ -89,16 +86,15 @@ class Totals:
         self.figures.num_preemptions += 1
         self._gone(event, sequence)
 
+    def _lookup_requested(self, event: e.LookupRequested, _sequence: int) -> None:
+        record = self._tracker.get(event.request_id)
+        if record is not None and record.num_preemptions:
+            num_retained = min(event.num_computed_tokens, record.num_tokens_before_preemption)
+            self._returning[record.ordinal] = (num_retained, 0)
+
     def _answered(self, event: e.LookupAnswered, _sequence: int) -> None:
         self.figures.num_lookups += 1
         self.figures.num_tokens_hit += event.num_external_tokens
-
-    def _allocated(self, event: e.BlocksAllocated, _sequence: int) -> None:
-        record = self._tracker.get(event.request_id)
-        answer = self._lookups.pending(event.request_id)
-        if record is not None and record.num_preemptions and answer is not None:
-            num_retained = min(answer.num_computed_tokens, record.num_tokens_before_preemption)
-            self._returning[record.ordinal] = (num_retained, 0)
 
     def _load_issued(self, event: e.LoadIssued, _sequence: int) -> None:
         self._loading[event.job_id] = event.num_tokens

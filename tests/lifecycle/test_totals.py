@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import attrs
+import pytest
 from lifecycle_driver import Driver, keys_of
 
 from kvledger.lifecycle import events as e
@@ -53,6 +54,20 @@ def test_what_the_local_prefix_cache_kept_is_retained() -> None:
     figures = resume(preempted(), 32, 32)
     assert (figures["num_tokens_retained"], figures["num_tokens_recovered"]) == (32, 32)
     assert "num_tokens_recomputed" not in figures
+
+
+@pytest.mark.parametrize("max_deferred_lookups", [0, 8])
+def test_what_the_local_prefix_cache_kept_is_retained_where_the_answer_was_withheld(max_deferred_lookups: int) -> None:
+    """A full disk keeps an offer or a deferral from vLLM, which finds its own 32 tokens all the same."""
+    driver = Driver(chunk_size=16, max_deferred_lookups=max_deferred_lookups)
+    driver.start("a", keys_of("a", 4), 65, range(5))
+    driver.preempt("a", 64)
+    driver.poll("a", 32, 65)
+    driver.observe(e.DecisionWithheld("a", "", "the event log could not be written", 9))
+    driver.allocate("a", range(10, 15))
+    driver.step(("a", 32, 33, 65))
+    figures = moved(driver)
+    assert (figures["num_tokens_retained"], figures["num_tokens_recomputed"]) == (32, 32)
 
 
 def test_what_is_neither_found_nor_loaded_is_recomputed() -> None:

@@ -21,10 +21,11 @@ _OF_SHARERS = (
 )
 
 _LOOKUP = (e.LookupAnswered,)
+_ADMISSION = (*_LOOKUP, e.BlocksAllocated, e.StepScheduled)
 PROOFS: dict[Reason, tuple[type[e.Event], ...]] = {
-    Reason.NEW: (*_LOOKUP, e.StepScheduled),
-    Reason.LAST_TOKEN: (*_LOOKUP, e.StepScheduled),
-    Reason.PARTIAL_CHUNK: (*_LOOKUP, e.StepScheduled, e.RequestPreempted),
+    Reason.NEW: _ADMISSION,
+    Reason.LAST_TOKEN: _ADMISSION,
+    Reason.PARTIAL_CHUNK: (*_ADMISSION, e.RequestPreempted),
     Reason.UNSAVED: (e.ChunkKeysObserved, e.RequestPreempted),
     Reason.SAVING: (e.SaveIssued, e.TailSaveIssued),
     Reason.DEFERRAL_EXHAUSTED: (e.SaveIssued, e.TailSaveIssued),
@@ -41,11 +42,12 @@ PROOFS: dict[Reason, tuple[type[e.Event], ...]] = {
     Reason.QUARANTINED: (e.RequestQuarantined,),
     Reason.UNALIGNED: _LOOKUP,
     Reason.RIVAL_LOAD: _LOOKUP,
-    Reason.NO_KEY: (*_LOOKUP, e.StepScheduled),
+    Reason.NO_KEY: _ADMISSION,
     Reason.NOT_TAKEN_UP: (e.BlocksAllocated,),
     Reason.NOT_DELIVERED: (e.InvariantViolated,),
     Reason.HOOK_FAILED: (e.HookFailed,),
-    Reason.NO_LOOKUP: (e.StepScheduled,),
+    Reason.WITHHELD: (e.DecisionWithheld,),
+    Reason.NO_LOOKUP: (e.BlocksAllocated, e.StepScheduled),
     Reason.ROLLED_BACK: (e.TokensRolledBack,),
     Reason.UNKNOWN: (),
 }

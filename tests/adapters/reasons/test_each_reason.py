@@ -5,7 +5,7 @@ from __future__ import annotations
 import attrs
 import pytest
 from lifecycle_driver import Driver, keys_of
-from lifecycle_driver.concerned import check_reasons, stories_of
+from lifecycle_driver.concerned import check_proofs, check_reasons, stories_of
 
 from kvledger.adapters.reasons import Accounts, ChunkStatus, Reason, Span, Story, Sums
 from kvledger.adapters.reasons.spans import joined
@@ -49,6 +49,11 @@ def preempted(driver: Driver, num_settled_tokens: int = 32) -> None:
     """`a` computes 33 tokens, which are four chunks and one token, and is preempted."""
     driver.start("a", keys_of("a", 4), 33, (1, 2, 3))
     driver.preempt("a", num_settled_tokens)
+
+
+def withhold(driver: Driver, request_id: str = "a") -> None:
+    """What was decided does not leave, as where the log cannot be written."""
+    driver.observe(e.DecisionWithheld(request_id, "", "the event log could not be written", 9))
 
 
 def test_a_prompt_that_nobody_brought_before_is_new_but_for_its_last_token() -> None:
@@ -280,6 +285,58 @@ def test_without_a_lookup_and_without_a_cause_that_is_what_is_told() -> None:
     driver.allocate("a", (1, 2, 3))
     driver.step(("a", 0, 41, 41))
     assert missed(story_of(driver)) == [(0, 32, Reason.NO_LOOKUP), (32, 40, Reason.NEW)]
+
+
+def test_an_offer_that_a_full_disk_withheld_is_told_as_withheld() -> None:
+    """The scheduler was answered 0, so there was nothing that it could have taken up."""
+    driver = Driver()
+    driver.save_prefix("s", keys_of("a", 4))
+    driver.arrive("a", 41, keys_of("a", 5))
+    driver.lookup("a", 0, 41)
+    withhold(driver)
+    driver.allocate("a", (1, 2, 3))
+    driver.step(("a", 0, 41, 41))
+    story = story_of(driver)
+    assert missed(story) == [(0, 32, Reason.WITHHELD), (32, 40, Reason.NEW)]
+    assert isinstance(event_at(driver, span_with(story, Reason.WITHHELD).evidence[0]), e.DecisionWithheld)
+
+
+def test_a_deferral_that_a_full_disk_withheld_is_told_as_withheld() -> None:
+    """It was admitted without an answer, some steps before it is computed; what proves it is older than both."""
+    driver = Driver(max_deferred_lookups=8)
+    preempted(driver)
+    assert isinstance(driver.poll("a", 0, 33), e.LookupDeferred)
+    withhold(driver)
+    driver.allocate("a", (4, 5, 6))
+    driver.settle_all()
+    driver.step(("a", 0, 33, 33))
+    story = story_of(driver)
+    assert missed(story) == [(0, 32, Reason.WITHHELD)]
+    check_proofs(driver.sink.events(), [story])
+
+
+def test_a_lookup_after_the_withheld_one_has_reasons_of_its_own() -> None:
+    """The disk is there again, and what is offered is taken up or not."""
+    driver = Driver()
+    driver.save_prefix("s", keys_of("a", 4))
+    driver.arrive("a", 33, keys_of("a", 4))
+    driver.lookup("a", 0, 33)
+    withhold(driver)
+    come_back(driver, 33, num_external_tokens=0)
+    assert missed(story_of(driver)) == [(0, 32, Reason.NOT_TAKEN_UP)]
+
+
+def test_an_admission_that_no_lookup_preceded_is_proven_by_what_came_before_it() -> None:
+    """Blocks are given in one step, and another one computes: reasons are as they were when blocks were given."""
+    driver = Driver()
+    driver.save_prefix("s", keys_of("a", 4))
+    driver.arrive("a", 41, keys_of("a", 5))
+    driver.allocate("a", (1, 2, 3))
+    driver.step(("s", 32, 1, 33))
+    driver.step(("a", 0, 41, 41))
+    story = story_of(driver)
+    assert missed(story) == [(0, 32, Reason.NO_LOOKUP), (32, 40, Reason.NEW)]
+    check_proofs(driver.sink.events(), [story])
 
 
 def test_taken_up_without_an_offer_is_not_delivered() -> None:
