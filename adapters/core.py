@@ -3,31 +3,60 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from importlib.metadata import entry_points
+from typing import Any
 
-from kvledger.lifecycle import ConfigurationError, Core, CoreError, StateHandler
+from kvledger.lifecycle import ConfigurationError, Core, CoreError, Extension, StateHandler
+
+ENTRY_POINTS = "kvledger.extensions"
+"""The group in which a package names its extensions."""
 
 
-def composed_core(handlers: Iterable[str]) -> Core:
-    """The standard core, with the handlers named "module:Class" in the places of their states.
+def composed_core(handlers: Iterable[str] = (), extensions: Iterable[str] = ()) -> Core:
+    """The standard core, with these extensions, and these handlers in the places of their states.
+
+    Args:
+        handlers: as "module:Class".
+        extensions: as "module:Class".
 
     Raises:
-        ConfigurationError: a name that cannot be imported or is no state handler, or two of them are for one state.
+        ConfigurationError: a name that cannot be imported or is none of these, or parts that do not fit together.
     """
+    added = [_made("extensions", name, Extension) for name in extensions]
     try:
-        return Core.standard().replacing(*map(_handler, handlers))
+        core = Core.standard().extended(*added)
+    except CoreError as error:
+        raise ConfigurationError(f"extensions: {error}") from error
+    replacing = [_made("handlers", name, StateHandler) for name in handlers]
+    try:
+        return core.replacing(*replacing)
     except CoreError as error:
         raise ConfigurationError(f"handlers: {error}") from error
 
 
-def _handler(name: str) -> StateHandler:
+def installed_extensions() -> Iterator[str]:
+    """Those that installed packages name, as "module:Class"."""
+    return (found.value for found in entry_points(group=ENTRY_POINTS))
+
+
+def available_extensions() -> Iterator[Extension]:
+    """Those of them that can be imported; for readers, who can do without one."""
+    for name in installed_extensions():
+        try:
+            yield _made("extensions", name, Extension)
+        except ConfigurationError:
+            continue
+
+
+def _made(what: str, name: str, kind: type[Any]) -> Any:  # noqa: ANN401 -- of the kind
     module_name, _, class_name = name.partition(":")
     try:
-        handler = getattr(importlib.import_module(module_name), class_name)()
+        made = getattr(importlib.import_module(module_name), class_name)()
     except Exception as error:
-        message = f"handlers: {name!r} cannot be imported ({error}); write it as 'module:Class'"
+        message = f"{what}: {name!r} cannot be imported ({error}); write it as 'module:Class'"
         raise ConfigurationError(message) from error
-    if not isinstance(handler, StateHandler):
-        message = f"handlers: {name!r} is no kvledger.lifecycle.StateHandler; derive it from one"
+    if not isinstance(made, kind):
+        message = f"{what}: {name!r} is no kvledger.lifecycle.{kind.__name__}; derive it from one"
         raise ConfigurationError(message)
-    return handler
+    return made

@@ -202,6 +202,7 @@ TYPES = {
     "float": "number from 0 to 1",
     "bool": "boolean",
     "tuple[str, ...]": "list of strings",
+    "dict[str, dict[str, bool | int | float | str]]": "object: name → key → value",
 }
 """Annotation in the source -> words. A new kind of setting fails here until it has some."""
 

@@ -17,6 +17,7 @@ from kvledger.lifecycle.codec import (
 from kvledger.lifecycle.configuration import ConfigurationError, LedgerConfiguration
 from kvledger.lifecycle.core import Core, CoreError
 from kvledger.lifecycle.divergences import Divergence
+from kvledger.lifecycle.extension import Extension
 from kvledger.lifecycle.handlers import StateHandler
 from kvledger.lifecycle.ledger import EventSink, Ledger, LedgerCorrupt
 from kvledger.lifecycle.projections import Projections
@@ -43,6 +44,7 @@ __all__ = [
     "EventDecoder",
     "EventEncoder",
     "EventSink",
+    "Extension",
     "Figures",
     "Ledger",
     "LedgerConfiguration",

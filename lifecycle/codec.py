@@ -53,6 +53,7 @@ def vocabulary_header(core: Core) -> dict[str, object]:
             {"id": event.id, "version": event.version, "fields": list(field_names(event))}
             for event in sorted(core.events.values(), key=wire_code)
         ],
+        "extensions": [attrs.asdict(extension.declaration()) for extension in core.extensions],
         "table_fingerprint": core.table_fingerprint(),
         "handler_fingerprint": core.handler_fingerprint(),
     }

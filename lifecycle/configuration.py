@@ -5,7 +5,7 @@ It is written into every log's header, because the same events under another chu
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import attrs
 
@@ -50,6 +50,9 @@ class LedgerConfiguration:
     max_silent_steps: int = 64
     max_silent_ms: int = 5_000
     """A job that a rank has not reported for so many steps and milliseconds is asked after; again so long: failed."""
+
+    extensions: Mapping[str, Mapping[str, bool | int | float | str]] = attrs.field(factory=dict, hash=False)
+    """Extension -> key -> value, where that is not the default."""
 
     def __attrs_post_init__(self) -> None:
         for name in ("num_ranks", "max_failed_loads", "max_silent_steps"):

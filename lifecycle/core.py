@@ -12,12 +12,21 @@ import hashlib
 from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import attrs
 
 from kvledger.lifecycle.events import Event, RequestEvent, wire_code
-from kvledger.lifecycle.handlers.base import StateHandler
+from kvledger.lifecycle.extension import (
+    SUB_STATES,
+    Absent,
+    Extension,
+    ExtensionError,
+    SubMoves,
+    compile_rows,
+    declared_in,
+)
+from kvledger.lifecycle.handlers.base import HOOKS, StateHandler
 from kvledger.lifecycle.machine import (
     CompiledRegions,
     CompiledTable,
@@ -34,8 +43,6 @@ from kvledger.lifecycle.upcasters import Upcasters
 
 if TYPE_CHECKING:
     from kvledger.lifecycle.audit.checker import AnyChecker
-
-_HOOKS = tuple(name for name in vars(StateHandler) if not name.startswith("_") and name != "state")
 
 
 class CoreError(ValueError):
@@ -69,6 +76,8 @@ class Core:
     """Rule -> how to make its checker, in the order in which they look at an event."""
     upcasters: Upcasters = attrs.field(factory=Upcasters)
     """How events of older versions are read."""
+    extensions: tuple[Extension, ...] = ()
+    """What was added, see `extended`."""
     compiled: CompiledRegions = attrs.field(init=False)
     """What is legal for a request in its phase and its blocks, and what it moves besides."""
     rows: tuple[Row, ...] = attrs.field(init=False)
@@ -100,6 +109,7 @@ class Core:
             message = f"of the projections {', '.join(names)} two have one name; rename one"
             raise CoreError(message)
         self.upcasters.check(self.events)
+        _ = self.sub_moves
 
     @staticmethod
     def standard() -> Core:
@@ -138,6 +148,81 @@ class Core:
             asked[state] = (*asked[state], handler)
         return attrs.evolve(self, handlers=MappingProxyType(asked))
 
+    def extended(self, *extensions: Extension) -> Core:
+        """The same core with what these extensions add; one that it has already is not added again.
+
+        Raises:
+            CoreError: two have one name and are not the same, or their parts do not fit together or to the core.
+        """
+        core = self
+        for extension in extensions:
+            core = core._with(extension)
+        return core
+
+    def _with(self, extension: Extension) -> Core:
+        declared = extension.declaration()
+        for other in self.extensions:
+            if other.name == extension.name:
+                if other.declaration() == declared:
+                    return self
+                message = (
+                    f"extension {declared.name} {declared.version} of {declared.made_by} clashes with version "
+                    f"{other.version} of {other.declaration().made_by}; load one of them"
+                )
+                raise CoreError(message)
+        taken = {spec.name for spec in self.projections} & {spec.name for spec in extension.projections}
+        taken |= self.rules.keys() & extension.rules.keys()
+        if taken:
+            message = f"extension {extension.name}: {', '.join(sorted(taken))} is there already; choose another name"
+            raise CoreError(message)
+        specs = (*self.projections, *extension.projections)
+        if extension.rows and SUB_STATES not in specs:
+            specs = (SUB_STATES, *specs)
+        try:
+            return attrs.evolve(
+                self.adding(*(handler() for handler in extension.handlers)),
+                projections=specs,
+                rules=MappingProxyType({**self.rules, **extension.rules}),
+                extensions=(*self.extensions, extension),
+            )
+        except ExtensionError as error:
+            raise CoreError(str(error)) from error
+
+    def reading(self, header: Mapping[str, Any], available: Iterable[Extension] = ()) -> Core:
+        """The core to read a log with: this one, and the extensions that the log was written with.
+
+        Where neither this core nor `available` has one in the version of the log, what the header says stands in.
+
+        Raises:
+            CoreError: the header cannot be read, or what it says does not fit.
+        """
+        there = {extension.name for extension in self.extensions}
+        by_name = {(extension.name, extension.version): extension for extension in available}
+        try:
+            declared = [each for each in declared_in(header) if each.name not in there]
+        except ExtensionError as error:
+            raise CoreError(str(error)) from error
+        return self.extended(*(by_name.get((each.name, each.version)) or Absent(each) for each in declared))
+
+    @cached_property
+    def absent(self) -> tuple[Extension, ...]:
+        """Extensions whose code is not here."""
+        return tuple(extension for extension in self.extensions if isinstance(extension, Absent))
+
+    @cached_property
+    def unjudged(self) -> frozenset[tuple[type[Event], RequestState | None]]:
+        """(Class of observations, state or None for all): where nobody can decide again without what is absent."""
+        return frozenset(
+            pair for extension in self.absent for pair in extension.declaration().unjudged(self.observations)
+        )
+
+    @cached_property
+    def keepers(self) -> tuple[Extension, ...]:
+        """The extensions that have a say in what is evicted last."""
+        return tuple(
+            extension for extension in self.extensions if extension not in self.absent and extension.declaration().keeps
+        )
+
     @cached_property
     def observations(self) -> tuple[type[Event], ...]:
         """The events that record what the connector saw."""
@@ -152,6 +237,13 @@ class Core:
     def request_events(self) -> tuple[type[RequestEvent], ...]:
         """The events in the life of one request."""
         return tuple(event for event in self.events.values() if issubclass(event, RequestEvent))
+
+    @cached_property
+    def sub_moves(self) -> SubMoves:
+        """Where requests enter and leave sub-states."""
+        moves = compile_region(self.regions[0], self.events).items()
+        of_events = {trigger: dests for trigger, dests in moves if trigger.partition("/")[0] in self.events}
+        return compile_rows(self.extensions, of_events)
 
     @cached_property
     def reference(self) -> ReferenceMachine:
@@ -172,7 +264,8 @@ class Core:
         """Hash of all that decides what a log folds to and what is decided upon it; the audit's rules are not in it."""
         events = sorted(f"{event.id}/{event.version} {event.__struct_fields__}" for event in self.events.values())
         projections = [spec.name for spec in self.projections]
-        parts = (*events, self.table_fingerprint(), self.handler_fingerprint(), *projections)
+        extensions = [str(extension.declaration()) for extension in self.extensions]
+        parts = (*events, self.table_fingerprint(), self.handler_fingerprint(), *projections, *extensions)
         return hashlib.blake2b("\n".join(parts).encode(), digest_size=16).hexdigest()
 
 
@@ -188,11 +281,11 @@ def check_handler(handler: StateHandler) -> RequestState:
             f"handler {name} has state {state!r}; set its class attribute `state` to one of {', '.join(RequestState)}"
         )
         raise CoreError(message)
-    public = (method for method in dir(type(handler)) if not method.startswith("_") and method not in _HOOKS)
+    public = (method for method in dir(type(handler)) if not method.startswith("_") and method not in HOOKS)
     for method in public:
         if callable(getattr(handler, method)):
-            close = difflib.get_close_matches(method, _HOOKS, n=1)
-            meant = f"{close[0]} was meant" if close else f"the hooks are {', '.join(_HOOKS)}"
+            close = difflib.get_close_matches(method, HOOKS, n=1)
+            meant = f"{close[0]} was meant" if close else f"the hooks are {', '.join(HOOKS)}"
             message = (
                 f"handler {name} has a method {method}, which is no hook of StateHandler, so it would never be called; "
                 f"{meant}, or let the names of its own methods begin with an underscore"

@@ -531,6 +531,33 @@ class DecisionWithheld(Event, frozen=True, tag=35):
     time_ns: int
 
 
+# --- Of extensions -------------------------------------------------------------------------------
+
+
+@observation("extension.observed")
+class ExtensionObserved(RequestEvent, frozen=True, tag=36):
+    """Something that only an extension understands was seen. `payload` is msgpack of what its event `name` says."""
+
+    extension: str
+    name: str
+    extension_version: int
+    payload: bytes
+    time_ns: int
+
+
+@decision("extension.decided")
+class ExtensionDecided(RequestDecision, frozen=True, tag=37):
+    """A handler of an extension decided something of its own. `payload` is msgpack of what its event `name` says."""
+
+    extension: str
+    name: str
+    extension_version: int
+    payload: bytes
+    cause: int
+
+
+ExtensionEvent = ExtensionObserved | ExtensionDecided
+
 STANDARD_EVENTS: tuple[type[Event], ...] = (
     RequestArrived,
     ChunkKeysObserved,
@@ -568,5 +595,7 @@ STANDARD_EVENTS: tuple[type[Event], ...] = (
     LogNote,
     WindowLeft,
     DecisionWithheld,
+    ExtensionObserved,
+    ExtensionDecided,
 )
 """Every event of the standard core."""

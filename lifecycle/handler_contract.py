@@ -137,6 +137,9 @@ class Checked:
             in_a_row = self.projections.lookups.num_deferred(record.request_id) + 1
             if not decision.num_deferred == in_a_row <= self.projections.configuration.max_deferred_lookups:
                 return f"lookup {in_a_row} in a row may not be deferred, as number {decision.num_deferred}"
+        elif isinstance(decision, e.ExtensionDecided):
+            if all(extension.payload_of(decision) is None for extension in self.core.extensions):
+                return "no extension of this core has such an event"
         elif isinstance(decision, e.TransferAwaited):
             job = self.projections.transfers.get(decision.job_id)
             if job is None or job.ordinal != record.ordinal:

@@ -146,6 +146,9 @@ class Replay:
         self._missing: Divergence | None = None
         """A decision behind the last event: whether the log lacks it, the next event tells."""
         self._error: Exception | None = None
+        self._unjudged = core.unjudged
+        self.num_unjudged = 0
+        """Observations upon which an extension may have decided whose code is not here."""
         checks_of: dict[type[Event], list[Check]] = {}
         for event_class, check in checks:
             checks_of.setdefault(event_class, []).append(check)
@@ -193,7 +196,12 @@ class Replay:
         self.finish()
         plan = self._fold(sequence, event)
         self._is_compared = True
-        if plan.deciding is not None:
+        if self._unjudged and not self._unjudged.isdisjoint(
+            ((type(event), None), (type(event), self.current.state_before))
+        ):
+            self._is_compared = False
+            self.num_unjudged += 1
+        elif plan.deciding is not None:
             with suppress(TurnEnded):
                 plan.deciding(event, sequence, self.current.state_before)
             if self._error is not None:

@@ -144,6 +144,8 @@ PHASE = Region(
         (S.PREEMPTED, "tail.save_issued", STAY),
         # Reports of jobs arrive in any state: a copy does not care what becomes of its request.
         (_ALL, (*_LOAD_REPORTS, "request.quarantined"), STAY),
+        # What extensions say moves sub-states alone.
+        (_ALL, ("extension.observed", "extension.decided"), STAY),
         (S.FINISHED, ("blocks.held", "request.released"), STAY),
     ),
     may_refuse=True,

@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 
 import attrs
 
-from kvledger.adapters.cli import export, replay, repro, retire, selection, ship, show, stats, verify, why
+from kvledger.adapters.cli import core, export, replay, repro, retire, selection, ship, show, stats, verify, why
 from kvledger.adapters.cli.output import Output
 from kvledger.adapters.cli.streams import OutputFailed, guard_standard_streams, silence_standard_streams
 from kvledger.adapters.exit_codes import CommandFailed, ExitCode, gravest, unreadable_text
@@ -50,6 +50,7 @@ COMMANDS: Mapping[str, Command] = MappingProxyType(
         "stats": Command(stats.HELP, stats.configure, stats.run),
         "replay": Command(replay.HELP, replay.configure, replay.run),
         "export": Command(export.HELP, export.configure, export.run),
+        "core": Command(core.HELP, core.configure, core.run, is_reading=False),
         "ship": Command(ship.HELP, ship.configure, ship.run, is_reading=False),
         "repro": Command(repro.HELP, repro.configure, repro.run),
         "retire": Command(retire.HELP, retire.configure, retire.run, is_reading=False),

@@ -16,7 +16,7 @@ from typing import Literal
 import attrs
 
 from kvledger.adapters.cli.output import Output
-from kvledger.adapters.core import composed_core
+from kvledger.adapters.core import composed_core, installed_extensions
 from kvledger.adapters.exit_codes import CommandFailed, ExitCode
 from kvledger.adapters.reading.index import index_for
 from kvledger.adapters.reading.logs import StoredLog
@@ -72,16 +72,26 @@ def add_handlers(parser: argparse.ArgumentParser) -> None:
         default=[],
         help="decide with this state handler in the place of its state's; may be repeated. PYTHONPATH says where it is",
     )
+    parser.add_argument(
+        "--extensions",
+        metavar="MODULE:CLASS",
+        action="append",
+        default=[],
+        help="read with this extension, also where the log was written without; may be repeated",
+    )
 
 
-def chosen_core(arguments: argparse.Namespace) -> Core:
-    """The core to read a log with, and to decide with.
+def chosen_core(arguments: argparse.Namespace, *, installed: bool = False) -> Core:
+    """The core to read a log with, and to decide with; with `installed`, as a connector would have it.
 
     Raises:
         CommandFailed: one cannot be imported, or is no state handler.
     """
     try:
-        return composed_core(getattr(arguments, "handlers", ()))
+        return composed_core(
+            getattr(arguments, "handlers", ()),
+            (*(installed_extensions() if installed else ()), *getattr(arguments, "extensions", ())),
+        )
     except ConfigurationError as error:
         raise CommandFailed(f"--{error}", ExitCode.USAGE) from error
 

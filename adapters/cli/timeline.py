@@ -79,7 +79,7 @@ def known(core: Core, configuration: LedgerConfiguration) -> Projections:
 
     So what happened before the request arrived may be left out; the host pool, which everybody shares, is not here.
     """
-    return Projections(core, configuration, only=("tracker", "blocks", "tails"))
+    return Projections(core, configuration, only=("sub_states", "tracker", "blocks", "tails"))
 
 
 class Timeline:
@@ -109,7 +109,7 @@ class Timeline:
             self._close()
             record = self._tracker.get(self.request_id)
             num_computed = 0 if record is None else self._tracker.num_computed_tokens(record)
-            self._moment = _Moment(sequence, event, None if record is None else record.state.value, num_computed)
+            self._moment = _Moment(sequence, event, None if record is None else record.path, num_computed)
         elif self._moment is not None and self._concerns(event):
             self._moment.decisions.append((sequence, event))
             if isinstance(event, e.LoadIssued | e.SaveIssued | e.TailSaveIssued):
@@ -165,7 +165,7 @@ class Timeline:
         scheduled = any(ordinal == record.ordinal for ordinal, *_ in event.advanced)
         if not (moment.decisions or num_blocks or scheduled or num_computed != moment.num_computed_before):
             return
-        what = "decode" if moment.state_before == RequestState.RUNNING else "prefill"
+        what = "decode" if moment.state_before.partition(".")[0] == RequestState.RUNNING else "prefill"
         group = self._continued(what, moment)
         if group is None:
             group = self._add(moment, what, "")
@@ -229,7 +229,7 @@ class Timeline:
         last.last_sequence = moment.decisions[-1][0] if moment.decisions else moment.sequence
         last.until_ns = self._tracker.time_ns
         record = self._tracker.get(self.request_id)
-        last.state_after = None if record is None else record.state.value
+        last.state_after = None if record is None else record.path
         return last
 
     def _add(self, moment: _Moment, what: str, text: str) -> Group:
@@ -245,7 +245,7 @@ class Timeline:
             getattr(moment.event, "time_ns", self._tracker.time_ns),
             getattr(moment.event, "time_ns", self._tracker.time_ns),
             moment.state_before,
-            None if record is None else record.state.value,
+            None if record is None else record.path,
             None if record is None else record.generation,
             texts,
             num_broken=sum(isinstance(d, e.InvariantViolated) for d in (moment.event, *decisions)),

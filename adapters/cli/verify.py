@@ -17,7 +17,7 @@ from kvledger.adapters.cli.words import plural, retired_remarks, size
 from kvledger.adapters.exit_codes import ExitCode, gravest
 from kvledger.adapters.reading.logs import LogDamage, StoredLog, open_log
 from kvledger.adapters.reading.window import Window
-from kvledger.lifecycle import Divergence, LedgerConfiguration
+from kvledger.lifecycle import Divergence, Extension, LedgerConfiguration
 from kvledger.lifecycle.audit import NOT_CHECKED, Audit, Violation
 from kvledger.lifecycle.events import Event
 
@@ -124,7 +124,7 @@ class Findings:
             exit_code = ExitCode.END_MISSING
         else:
             exit_code = ExitCode.SOUND
-        remarks = _remarks(log, window)
+        remarks = _remarks(log, window, audit)
         if _has_more(audit, window):
             kept, found = len(audit.divergences), audit.divergences.num_found
             remarks.append(
@@ -144,7 +144,7 @@ def _is_selected(divergence: Divergence, window: Window) -> bool:
     return window.holds(divergence.sequence) and window.holds_request(getattr(event, "request_id", ""))
 
 
-def _remarks(log: StoredLog, window: Window) -> list[str]:
+def _remarks(log: StoredLog, window: Window, audit: Audit) -> list[str]:
     remarks = []
     if not window.is_everything:
         end = "the end" if window.last_sequence is None else f"event {window.last_sequence}"
@@ -172,17 +172,32 @@ def _remarks(log: StoredLog, window: Window) -> list[str]:
         remarks.append(
             f"rules and decisions were checked up to event {log.trusted_sequence}; the next ones are missing"
         )
+    for extension in log.core.absent:
+        remarks.append(_absence(extension, audit))
     table = log.core.table_fingerprint()
     if log.header.get("table_fingerprint", table) != table:
         remarks.append("the log was written with another transition table; divergences may come from that")
     used = log.core.handler_fingerprint()
     written_with = log.header.get("handler_fingerprint", used)
-    if written_with != used:
+    if written_with != used and not log.core.absent:
         remarks.append(
             "the log was written with other handlers than were asked here, so divergences may come from that; "
             f"name them with --handlers: it was written with {written_with}"
         )
     return remarks
+
+
+def _absence(extension: Extension, audit: Audit) -> str:
+    declared = extension.declaration()
+    events = audit.projections.totals.figures.num_extension_events
+    rules = f"; its rules {', '.join(declared.rules)} were not checked" if declared.rules else ""
+    return (
+        f"the log was written with extension {extension.name} {extension.version} ({declared.made_by}), which is not "
+        f"here. Its sub-states follow the rows in the header, {plural(events, 'event')} of extensions "
+        f"{'was' if events == 1 else 'were'} taken up{rules}. What was decided upon "
+        f"{plural(audit.num_unjudged, 'observation')} it may have influenced: that was not decided again. Install it, "
+        "or name it with --extensions"
+    )
 
 
 def _show_json(output: Output, log: StoredLog, audit: Audit, findings: Findings) -> None:

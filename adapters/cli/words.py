@@ -6,6 +6,8 @@ import datetime as dt
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 
+import msgspec
+
 from kvledger.lifecycle import MissReason
 from kvledger.lifecycle import events as e
 from kvledger.storage.events import Retirement
@@ -140,6 +142,20 @@ def _allocated(event: e.BlocksAllocated) -> str:
     return f"got {plural(len(event.block_ids), 'block')}{taken}"
 
 
+def _of_extension(event: e.ExtensionEvent) -> str:
+    return f"{event.extension} {event.extension_version}: {event.name}{_said(event.payload)}"
+
+
+def _said(payload: bytes) -> str:
+    try:
+        said = msgspec.msgpack.decode(payload)
+    except msgspec.DecodeError:
+        return f", {plural(len(payload), 'byte')} that are no msgpack"
+    if not isinstance(said, dict):
+        return f" ({said})"
+    return f" ({', '.join(f'{name} {value}' for name, value in said.items())})" if said else ""
+
+
 _WORDS: dict[type[e.Event], Callable[..., str]] = {
     # Observations.
     e.RequestArrived: lambda event: f"arrived with {plural(event.num_prompt_tokens, 'prompt token')}",
@@ -155,6 +171,7 @@ _WORDS: dict[type[e.Event], Callable[..., str]] = {
     e.DecisionWithheld: lambda event: f"withheld from vLLM: {event.detail}",
     e.CacheReset: lambda _: "cache reset: everything saved before is stale",
     e.LogNote: lambda event: f"note: {event.text}",
+    e.ExtensionObserved: _of_extension,
     # Decisions. Progress is left out, because the state tells it.
     e.LookupAnswered: _lookup,
     e.LookupDeferred: lambda event: (
@@ -172,6 +189,7 @@ _WORDS: dict[type[e.Event], Callable[..., str]] = {
     e.SaveDeclined: _declined,
     e.RequestReleased: lambda _: "released, nothing is owed any more",
     e.RequestQuarantined: lambda event: f"quarantined ({event.reason}): no more help from the cache",
+    e.ExtensionDecided: _of_extension,
     e.InvariantViolated: lambda event: f"{event.rule} BROKEN: {event.detail}",
 }
 

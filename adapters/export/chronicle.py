@@ -30,6 +30,8 @@ _MOMENTS = (
     e.SaveDeclined,
     e.TransferAwaited,
     e.BlockTableObserved,
+    e.ExtensionObserved,
+    e.ExtensionDecided,
 )
 _ISSUED = (e.LoadIssued, e.SaveIssued, e.TailSaveIssued)
 _SETTLED = (e.LoadCompleted, e.LoadFailed, e.SaveCompleted, e.SaveFailed)

@@ -12,10 +12,12 @@ from pathlib import Path
 import attrs
 import msgspec
 
+from kvledger.adapters.core import available_extensions
 from kvledger.adapters.exit_codes import CommandFailed, ExitCode, unreadable_text
 from kvledger.lifecycle import (
     CodecError,
     Core,
+    CoreError,
     DecodedFrame,
     EventDecoder,
     LedgerConfiguration,
@@ -352,12 +354,12 @@ def open_log(path: Path, core: Core | None = None, *, lenient: bool = False) -> 
         header: dict[str, object] = reader.header
         if not header:
             return _without_header(path, core, reader, lenient=lenient)
-        return StoredLog(
-            path, core, header, _configuration(header), EventDecoder(core, header, lenient=lenient), reader
-        )
+        core = core.reading(header, available_extensions())
+        decoder = EventDecoder(core, header, lenient=lenient)
+        return StoredLog(path, core, header, _configuration(header), decoder, reader)
     except OSError as error:
         raise CommandFailed(f"{path}: {unreadable_text(error)}", ExitCode.DAMAGED) from error
-    except (LogError, CodecError) as error:
+    except (LogError, CodecError, CoreError) as error:
         hint = "; or skip what is not known with --lenient" if isinstance(error, SchemaTooNew) else ""
         raise CommandFailed(f"{path}: {error}{hint}", ExitCode.DAMAGED) from error
 

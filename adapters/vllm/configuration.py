@@ -12,7 +12,7 @@ from typing import Any
 
 import pydantic
 
-from kvledger.adapters.core import composed_core
+from kvledger.adapters.core import composed_core, installed_extensions
 from kvledger.adapters.vllm.messages import messages
 from kvledger.lifecycle import ConfigurationError, Core, LedgerConfiguration
 from kvledger.storage.events import Durability
@@ -86,6 +86,13 @@ class ConnectorSettings(pydantic.BaseModel):
 
     handlers: tuple[str, ...] = ()
     """State handlers of your own, as "module:Class"; each replaces the one of its state."""
+
+    extensions: tuple[str, ...] = ()
+    """Extensions of the core, as "module:Class"; those that installed packages name (entry points
+    `kvledger.extensions`) are loaded as well, each once."""
+
+    extension_settings: dict[str, dict[str, bool | int | float | str]] = pydantic.Field(default_factory=dict)
+    """Settings of extensions: extension, key, value."""
 
     max_deferred_lookups: pydantic.NonNegativeInt = 8
     """How many steps in a row a preempted request waits for its own saves before it takes up what is there."""
@@ -174,6 +181,7 @@ class ConnectorSettings(pydantic.BaseModel):
                 max_failed_loads=self.max_failed_loads,
                 max_silent_steps=self.max_silent_steps,
                 max_silent_ms=self.max_silent_ms,
+                extensions=self.extension_settings,
                 async_load_tokens=self._async_load_tokens(block_size, block_bytes, loads_beside=loads_beside),
                 async_saves=self.save_mode is TransferMode.ASYNC
                 or (self.save_mode is TransferMode.AUTO and copies_beside),
@@ -222,9 +230,18 @@ class ConnectorSettings(pydantic.BaseModel):
         return -(-LARGE_LOAD_BYTES // block_bytes) * block_size
 
     def core(self) -> Core:
-        """The standard core with the handlers of `handlers` in their places.
+        """The standard core with all extensions, and with the handlers of `handlers` in their places.
 
         Raises:
-            ConfigurationError: a name that cannot be imported or is no state handler, or two for one state.
+            ConfigurationError: a name that cannot be imported or is none of these, parts that do not fit together, or a
+                setting that no extension has.
         """
-        return composed_core(self.handlers)
+        core = composed_core(self.handlers, (*installed_extensions(), *self.extensions))
+        known = {extension.name: extension.settings for extension in core.extensions}
+        for name, settings in self.extension_settings.items():
+            unknown = sorted(settings.keys() - known.get(name, {}).keys())
+            if name not in known or unknown:
+                has = f"has {', '.join(known[name]) or 'none'}" if name in known else "is not loaded"
+                message = f"extension_settings: {name} {has}; remove {', '.join(unknown) or name}, or correct its name"
+                raise ConfigurationError(message)
+        return core

@@ -81,6 +81,11 @@ class Audit:
         return self._replay.num_events
 
     @property
+    def num_unjudged(self) -> int:
+        """Observations upon which an extension may have decided whose code is not here."""
+        return self._replay.num_unjudged
+
+    @property
     def last_sequence(self) -> int:
         """The sequence number of the last event that was taken up, 0 before the first."""
         return self._replay.current.sequence

@@ -268,7 +268,12 @@ class _Plan(msgspec.Struct):
         if num_missing > 0:
             # Its own beginning is worth more than its own end.
             record = self.turn.record
-            for victim in self.turn.projections.chunks.room_for(num_missing, spare=frozenset(own_keys)) or ():
+            for victim in (
+                self.turn.projections.chunks.room_for(
+                    num_missing, frozenset(own_keys), self.turn.projections.kept_last()
+                )
+                or ()
+            ):
                 evicted = e.ChunkEvicted(victim, record.request_id, record.ordinal, self.generation, self.turn.cause)
                 self.turn.decide(evicted)
 

@@ -41,6 +41,9 @@ class StateHandler:
     def request_finished(self, turn: Turn, event: e.RequestFinished) -> None:
         """No further scheduling; its blocks' bytes are intact until the next forward."""
 
+    def extension_observed(self, turn: Turn, event: e.ExtensionObserved) -> None:
+        """An extension has seen something; `Extension.payload_of` says what."""
+
     def tokens_scheduled(self, turn: Turn) -> None:
         """A step schedules tokens of the request in another way than one more decoded token."""
 
@@ -49,3 +52,7 @@ class StateHandler:
 
     def transfer_settled(self, turn: Turn, job: Job) -> None:
         """A job of this request was completed or failed on every rank."""
+
+
+HOOKS = tuple(name for name in vars(StateHandler) if not name.startswith("_"))
+"""The methods that a handler may have."""

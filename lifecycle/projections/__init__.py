@@ -108,6 +108,11 @@ class Projections:
         """What `fold` does with the events of a class, for who folds many."""
         return self._folds[event_class]
 
+    def kept_last(self) -> Collection[bytes]:
+        """Keys of chunks that extensions want to be evicted after all others."""
+        keepers = self.core.keepers
+        return frozenset().union(*(keeper.kept(self) for keeper in keepers)) if keepers else ()
+
     def named(self) -> Mapping[str, Projection]:
         """Every projection by its name, in the order in which they fold."""
         return self._order

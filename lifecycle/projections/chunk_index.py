@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import enum
 from collections import OrderedDict
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 
 import attrs
 
@@ -131,17 +131,23 @@ class ChunkIndex:
             count += 1
         return count
 
-    def room_for(self, num_slots: int, spare: Container[bytes]) -> tuple[bytes, ...] | None:
+    def room_for(
+        self, num_slots: int, spare: Container[bytes], last: Collection[bytes] = ()
+    ) -> tuple[bytes, ...] | None:
         """The chunks to evict so that `num_slots` slots become free, oldest first; None if that cannot be had.
 
         A chunk that a lookup promised, that a preempted request will come back for, that a load reads, or that is in
-        `spare` stays. So does a chunk whose page another one needs, because evicting it would free nothing.
+        `spare` stays. So does a chunk whose page another one needs, because evicting it would free nothing. What is in
+        `last` comes after everything else.
         """
         left: dict[int, int] = {}
         candidates = []
         num_freed = 0
         num_references, is_any_read = self.slots.num_references, self._transfers.is_any_read
-        for key in self._by_age:
+        by_age: Iterable[bytes] = self._by_age
+        if last:
+            by_age = sorted(by_age, key=last.__contains__)
+        for key in by_age:
             if num_freed >= num_slots:
                 break
             slots = self._committed[key]

@@ -39,6 +39,7 @@ class Figures:
     num_saves_failed: int = 0
     num_violations: int = 0
     num_hook_failures: int = 0
+    num_extension_events: int = 0
 
 
 class Totals:
@@ -73,11 +74,16 @@ class Totals:
             e.ChunkTainted: self._tainted,
             e.InvariantViolated: self._violated,
             e.HookFailed: self._hook_failed,
+            e.ExtensionObserved: self._of_extension,
+            e.ExtensionDecided: self._of_extension,
         }
 
     def snapshot(self) -> object:
         """Plain values, equal for equal states."""
         return attrs.asdict(self.figures)
+
+    def _of_extension(self, _event: e.ExtensionEvent, _sequence: int) -> None:
+        self.figures.num_extension_events += 1
 
     def _arrived(self, _event: e.RequestArrived, _sequence: int) -> None:
         self.figures.num_requests += 1

@@ -27,6 +27,8 @@ class RequestRecord:
     num_tokens: int
     """Prompt and output tokens, as of the last event that told."""
     state: RequestState = RequestState.NEW
+    sub: str = ""
+    """The sub-state of an extension that the state is in."""
     state_since_ns: int = 0
     generation: int = 0
     num_preemptions: int = 0
@@ -43,6 +45,11 @@ class RequestRecord:
     """Step count since which it decodes one token a step."""
     num_tokens_before_preemption: int = 0
     """The most settled tokens it ever lost; what lies below and is computed again was lost for good."""
+
+    @property
+    def path(self) -> str:
+        """The state, with its sub-state where it has one: "preempted.starving"."""
+        return f"{self.state}.{self.sub}" if self.sub else self.state.value
 
     @property
     def life(self) -> tuple[str, int, int]:
@@ -135,7 +142,7 @@ class RequestTracker:
             "requests": {
                 record.request_id: {
                     "ordinal": record.ordinal,
-                    "state": record.state.value,
+                    "state": record.path,
                     "generation": record.generation,
                     "num_computed_tokens": self.num_computed_tokens(record),
                     "num_tokens": max(record.num_tokens, self.num_computed_tokens(record)),

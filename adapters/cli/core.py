@@ -1,0 +1,79 @@
+"""`kvledger core`: what is live here, or what a log was written with: states, handlers, extensions, rules, tables."""
+
+from __future__ import annotations
+
+import argparse
+
+from kvledger.adapters.cli.output import Output
+from kvledger.adapters.cli.selection import add_handlers, chosen_core
+from kvledger.adapters.core import installed_extensions
+from kvledger.adapters.exit_codes import ExitCode
+from kvledger.adapters.reading.logs import open_log
+from kvledger.adapters.reading.sources import find_logs, one_of
+from kvledger.adapters.reading.streams import log_argument
+from kvledger.lifecycle import Core
+
+HELP = "show states, handlers, extensions, rules and tables: of this installation, or of a log"
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """What only this command has."""
+    parser.add_argument("log", metavar="LOG", type=log_argument, nargs="?", help="a log; default: what is installed")
+    parser.add_argument("--mirror", metavar="DIR", help="where the files of a stream's logs are kept")
+    add_handlers(parser)
+
+
+def run(arguments: argparse.Namespace, output: Output) -> ExitCode:
+    """Print one core."""
+    core = chosen_core(arguments, installed=arguments.log is None)
+    if arguments.log is not None:
+        core = open_log(one_of(find_logs(arguments.log, arguments.mirror), arguments.log), core).core
+    if output.is_json:
+        output.record("core", described(core))
+        return ExitCode.SOUND
+    output.field("fingerprint", core.fingerprint())
+    for state, handlers in core.handlers.items():
+        subs = sorted({dest for _, dest in _sub_states(core) if dest.startswith(f"{state}.")})
+        output.field(str(state), ", ".join((*map(_class_of, handlers), *(f"sub-state {sub}" for sub in subs))))
+    output.field("events", ", ".join(core.events))
+    output.field("projections", ", ".join(spec.name for spec in core.projections))
+    output.field("rules", ", ".join(core.rules))
+    for extension in core.extensions:
+        declared = extension.declaration()
+        where = "its code is not here" if extension in core.absent else declared.made_by
+        output.field("extension", f"{declared.name} {declared.version}, {where}")
+        output.field("its events", ", ".join(declared.events) or "none")
+        output.field("its rules", ", ".join(declared.rules) or "none")
+        for source, trigger, dest in declared.rows:
+            output.field("its row", f"{source} --{trigger}--> {dest}")
+    for region in (*core.regions, *core.job_regions):
+        for source, trigger, dest in region.flat():
+            if source is not dest:
+                output.field(region.name, f"{source} --{trigger}--> {dest}")
+    return ExitCode.SOUND
+
+
+def described(core: Core) -> dict[str, object]:
+    """A core as plain values."""
+    return {
+        "fingerprint": core.fingerprint(),
+        "handlers": {str(state): [_class_of(handler) for handler in found] for state, found in core.handlers.items()},
+        "events": {event_id: event.version for event_id, event in core.events.items()},
+        "projections": [spec.name for spec in core.projections],
+        "rules": list(core.rules),
+        "extensions": [extension.declaration() for extension in core.extensions],
+        "absent": [extension.name for extension in core.absent],
+        "installed": list(installed_extensions()),
+        "regions": {
+            region.name: [[str(source), trigger, str(dest)] for source, trigger, dest in region.flat()]
+            for region in (*core.regions, *core.job_regions)
+        },
+    }
+
+
+def _sub_states(core: Core) -> list[tuple[str, str]]:
+    return [(extension.name, row[2]) for extension in core.extensions for row in extension.declaration().rows]
+
+
+def _class_of(handler: object) -> str:
+    return f"{type(handler).__module__}:{type(handler).__qualname__}"

@@ -1,0 +1,264 @@
+"""Extensions: what somebody else adds to a core, and what a reader without their code can still make of their logs.
+
+An extension has events of its own, sub-states of the phases, handlers that are asked after those that are there,
+projections, rules, settings and a say in what is evicted last. A sub-state's row leads where its parent's row leads, so
+that what is legal never hangs on an extension. The header of a log has everything of it that is data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import attrs
+import msgspec
+
+from kvledger.lifecycle import events as e
+from kvledger.lifecycle.configuration import LedgerConfiguration
+from kvledger.lifecycle.handlers.base import HOOKS, StateHandler
+from kvledger.lifecycle.machine import CompiledTable, Moves, trigger_of
+from kvledger.lifecycle.projections import Projections, ProjectionSpec
+from kvledger.lifecycle.projections.tracker import RequestTracker
+from kvledger.lifecycle.states import RequestState
+from kvledger.lifecycle.table import State
+from kvledger.lifecycle.turn import Turn
+
+if TYPE_CHECKING:
+    from kvledger.lifecycle.audit.checker import AnyChecker
+
+SubRow = tuple[str, str, str]
+"""(source, trigger, dest). An end is a phase or a sub-state ("preempted.starving"); a trigger is an event's id, with
+its variant where it has several, or "extension/name" of the extension's own events."""
+_STEP_HOOKS = ("tokens_scheduled", "tokens_settled", "transfer_settled")
+_SAVING = (e.StepScheduled, e.TransferReported, e.RequestPreempted, e.RequestFinished, e.SessionContinued, e.WindowLeft)
+"""Observations upon which something may be evicted."""
+
+
+class ExtensionError(ValueError):
+    """An extension that does not fit. The message names it, the reason and the remedy."""
+
+
+class Extension:
+    """What is added to a core; derive from it. It must hold no state: that belongs into a projection."""
+
+    name: ClassVar[str]
+    version: ClassVar[int] = 1
+    """Raised whenever a reader of the version before could misunderstand a log."""
+    events: ClassVar[Mapping[str, type[msgspec.Struct]]] = {}
+    """Name -> what such an event says; both observations and decisions."""
+    rows: ClassVar[tuple[SubRow, ...]] = ()
+    """Where requests enter and leave sub-states; one that goes on to another phase leaves without a row."""
+    handlers: ClassVar[tuple[type[StateHandler], ...]] = ()
+    """Asked after those that their states have already."""
+    projections: ClassVar[tuple[ProjectionSpec, ...]] = ()
+    """Folded after those that are there."""
+    rules: ClassVar[Mapping[str, Callable[[], AnyChecker]]] = {}
+    """Rule -> how to make its checker."""
+    settings: ClassVar[Mapping[str, bool | int | float | str]] = {}
+    """Key -> default."""
+
+    def kept(self, projections: Projections) -> Collection[bytes]:
+        """Keys of chunks that are evicted after all others; a function of what was folded."""
+        return ()
+
+    @classmethod
+    def setting(cls, configuration: LedgerConfiguration, key: str) -> Any:  # noqa: ANN401 -- of the default's type
+        """What the configuration says for `key`, or its default."""
+        return configuration.extensions.get(cls.name, {}).get(key, cls.settings[key])
+
+    @classmethod
+    def decided(cls, turn: Turn, payload: msgspec.Struct) -> e.ExtensionDecided:
+        """The decision that says `payload`, for `turn.decide`."""
+        name, encoded = cls._encoded(payload)
+        return e.ExtensionDecided(*turn.record.life, cls.name, name, cls.version, encoded, turn.cause)
+
+    @classmethod
+    def observed(cls, request_id: str, payload: msgspec.Struct, time_ns: int) -> e.ExtensionObserved:
+        """The observation that says `payload`, for `ledger.observe`."""
+        name, encoded = cls._encoded(payload)
+        return e.ExtensionObserved(request_id, cls.name, name, cls.version, encoded, time_ns)
+
+    @classmethod
+    def payload_of(cls, event: e.ExtensionEvent) -> msgspec.Struct | None:
+        """What an event of this extension says; None where it is of another one, or cannot be read."""
+        kind = cls.events.get(event.name)
+        if event.extension != cls.name or event.extension_version != cls.version or kind is None:
+            return None
+        try:
+            return msgspec.msgpack.decode(event.payload, type=kind)
+        except msgspec.MsgspecError:
+            return None
+
+    @classmethod
+    def _encoded(cls, payload: msgspec.Struct) -> tuple[str, bytes]:
+        for name, kind in cls.events.items():
+            if type(payload) is kind:
+                return name, msgspec.msgpack.encode(payload)
+        message = f"extension {cls.name} has no event {type(payload).__qualname__}; add it to its `events`"
+        raise ExtensionError(message)
+
+    def declaration(self) -> Declaration:
+        """What a header says about it."""
+        return Declaration(
+            self.name,
+            self.version,
+            made_by=f"{type(self).__module__}:{type(self).__qualname__}",
+            events=tuple(self.events),
+            rows=self.rows,
+            hooks=tuple((handler.state.value, hook) for handler in self.handlers for hook in _overridden(handler)),
+            projections=tuple(spec.name for spec in self.projections),
+            rules=tuple(self.rules),
+            keeps=type(self).kept is not Extension.kept,
+        )
+
+
+@attrs.frozen
+class Declaration:
+    """An extension as the header of a log has it: all of it that is data."""
+
+    name: str
+    version: int
+    made_by: str = ""
+    """The class, as "module:Class"."""
+    events: tuple[str, ...] = ()
+    rows: tuple[SubRow, ...] = ()
+    hooks: tuple[tuple[str, str], ...] = ()
+    """(state, method) of its handlers."""
+    projections: tuple[str, ...] = ()
+    rules: tuple[str, ...] = ()
+    keeps: bool = False
+    """Whether it has a say in what is evicted last."""
+
+    def unjudged(self, events: Iterable[type[e.Event]]) -> Iterator[tuple[type[e.Event], RequestState | None]]:
+        """(class of observations, state or None for all): where nobody without its code can decide again."""
+        of_method = {event_class.handler_method: event_class for event_class in events}
+        for state, method in self.hooks:
+            if method in _STEP_HOOKS:
+                yield from ((event_class, None) for event_class in (e.StepScheduled, e.TransferReported))
+            elif method in of_method:
+                yield of_method[method], RequestState(state)
+        if self.keeps:
+            yield from ((event_class, None) for event_class in _SAVING)
+
+
+class Absent(Extension):
+    """Stands for an extension whose code is not here: its sub-states are walked, and its events are taken up."""
+
+    def __init__(self, declared: Declaration) -> None:
+        self._declared = declared
+        self.name, self.version, self.rows = declared.name, declared.version, declared.rows  # type: ignore[misc]
+        self.events = dict.fromkeys(declared.events, msgspec.Struct)  # type: ignore[misc]
+
+    @classmethod
+    def payload_of(cls, event: e.ExtensionEvent) -> None:
+        """Say nothing."""
+
+    def declaration(self) -> Declaration:
+        """As the header of the log has it."""
+        return self._declared
+
+
+def declared_in(header: Mapping[str, Any]) -> tuple[Declaration, ...]:
+    """The extensions that a log was written with.
+
+    Raises:
+        ExtensionError: the header says something else there.
+    """
+    try:
+        return msgspec.convert(header.get("extensions", ()), tuple[Declaration, ...])
+    except msgspec.ValidationError as error:
+        raise ExtensionError(f"the log's header does not say which extensions it has: {error}") from error
+
+
+def _overridden(handler: type[StateHandler]) -> Iterator[str]:
+    return (hook for hook in HOOKS if getattr(handler, hook) is not getattr(StateHandler, hook))
+
+
+# --- sub-states ------------------------------------------------------------------------------------------------------
+
+SubMoves = Mapping[tuple[str, RequestState, str], str]
+"""(trigger, phase, sub-state or "") -> sub-state or ""."""
+
+
+def compile_rows(extensions: Iterable[Extension], phase: Moves) -> SubMoves:
+    """Join the rows of all extensions.
+
+    Raises:
+        ExtensionError: a row does not lead where its parent's leads, two say something else about one pair, or a
+            sub-state belongs to two extensions or is never entered.
+    """
+    moves: dict[tuple[str, RequestState, str], str] = {}
+    owners: dict[tuple[RequestState, str], str] = {}
+    for extension in extensions:
+        entered = {dest for _, _, dest in extension.rows}
+        for source, trigger, dest in extension.rows:
+            row = f"extension {extension.name}: ({source}, {trigger}, {dest})"
+            (state, sub), (parent, sub_dest) = _path(source, row), _path(dest, row)
+            leads: State | None
+            if trigger.partition("/")[0] == extension.name:
+                leads = state if trigger.partition("/")[2] in extension.events else None
+            else:
+                leads = phase.get(trigger, {}).get(state)
+            if leads is not parent:
+                found = "nowhere, it is illegal or unknown there" if leads is None else f"to {leads}"
+                message = f"{row}: {trigger} leads from {state} {found}; a sub-state must go where its parent goes"
+                raise ExtensionError(message)
+            if sub and source not in entered:
+                message = f"{row}: no row enters {source}; add one, or remove this"
+                raise ExtensionError(message)
+            for path in ((state, sub), (parent, sub_dest)):
+                if path[1] and owners.setdefault(path, extension.name) != extension.name:
+                    message = f"extensions {owners[path]} and {extension.name} both have a sub-state {'.'.join(path)}"
+                    raise ExtensionError(f"{message}; rename one")
+            if moves.setdefault((trigger, state, sub), sub_dest) != sub_dest:
+                message = f"{row}: another row leads elsewhere from there; remove one"
+                raise ExtensionError(message)
+    return moves
+
+
+def _path(text: str, row: str) -> tuple[RequestState, str]:
+    state, _, sub = text.partition(".")
+    if state not in set(RequestState):
+        message = f"{row}: {state} is no phase; take one of {', '.join(RequestState)}, or one with a dot and a name"
+        raise ExtensionError(message)
+    return RequestState(state), sub
+
+
+class SubStates:
+    """Folds `record.sub`, before the phase moves."""
+
+    def __init__(self, tracker: RequestTracker, table: CompiledTable, moves: SubMoves) -> None:
+        self._tracker = tracker
+        self._table = table
+        self._moves = moves
+
+    def folds(self) -> Mapping[type[e.Event], Callable[..., None]]:
+        """Event class -> fold: what may move a sub-state, or the phase under it."""
+        return dict.fromkeys({event_class for _, event_class in self._table}, self._walk)
+
+    def snapshot(self) -> object:
+        """Request -> sub-state, where it has one."""
+        return {record.request_id: record.sub for record in self._tracker if record.sub}
+
+    def _walk(self, event: e.RequestEvent, _sequence: int) -> None:
+        if isinstance(event, e.RequestDecision):
+            record = self._tracker.in_generation(event)
+        else:
+            record = self._tracker.get(event.request_id)
+        dest = None if record is None else self._table.get((record.state, type(event)))
+        if record is None or dest is None:
+            return
+        if isinstance(event, e.ExtensionObserved | e.ExtensionDecided):
+            trigger = f"{event.extension}/{event.name}"
+        else:
+            trigger = trigger_of(event)
+        sub = self._moves.get((trigger, record.state, record.sub))
+        if sub is None:
+            sub = self._moves.get((trigger, record.state, ""))
+        if sub is not None:
+            record.sub = sub
+        elif dest is not record.state:
+            record.sub = ""
+
+
+SUB_STATES = ProjectionSpec("sub_states", lambda its: SubStates(its.tracker, its.core.table, its.core.sub_moves))

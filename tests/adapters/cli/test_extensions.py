@@ -1,0 +1,100 @@
+"""Extensions in the command and in the connector's configuration: found by name or by entry point, shown, judged."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lifecycle_driver import Driver, keys_of
+
+from kvledger.adapters.core import composed_core
+from kvledger.adapters.vllm.configuration import ConnectorSettings
+from kvledger.lifecycle import ConfigurationError, Core, vocabulary_header
+
+GUARD = "lifecycle_driver.starvation:StarvationGuard"
+
+
+@pytest.fixture
+def starving(tools: Any, tmp_path: Path) -> Path:
+    """The log of a request that is preempted at once, where once is too often."""
+    core = composed_core(extensions=[GUARD])
+    driver = Driver(num_slots=32, core=core, extensions={"starvation": {"num_preemptions": 1}})
+    driver.start("a", keys_of("a", 2), 17, (1, 2))
+    driver.preempt("a", 0)
+    driver.finish("a", 17, 17)
+    path: Path = tools.write_log(
+        tmp_path / "log", driver.observed, driver.configuration, header=vocabulary_header(core)
+    )
+    return path
+
+
+def test_a_log_is_verified_with_its_extension(run: Any, starving: Path) -> None:
+    """By its own name; also decisions of its handlers are made again."""
+    result = run("verify", starving, "--extensions", GUARD)
+    assert result.exit_code == 0, result.out
+    assert "which is not here" not in result.out
+
+
+def test_without_it_the_rest_is_verified_and_what_is_not_is_said(run: Any, starving: Path) -> None:
+    """The remark names the extension, its version and class, its rule, and what to do."""
+    result = run("verify", starving)
+    assert result.exit_code == 0, result.out
+    told = " ".join(result.out.split())
+    assert f"was written with extension starvation 1 ({GUARD}), which is not here" in told
+    assert "1 event of extensions was taken up; its rules STARVING_IS_TRUE were not checked" in told
+    assert "name it with --extensions" in told
+
+
+@pytest.mark.parametrize("options", [(), ("--extensions", GUARD)])
+def test_its_events_and_sub_states_are_shown(run: Any, starving: Path, options: tuple[str, ...]) -> None:
+    """In plain words, with or without its code: the payload says the names of its fields."""
+    shown = " ".join(run("show", starving, "a").out.split())
+    assert "starvation 1: starving (num_preemptions 1)" in shown
+    assert "preempted.starving" in shown
+    described = run("core", starving, *options).out
+    assert "sub-state preempted.starving" in described
+    assert ("its code is not here" in described) is not options or not options
+    assert "preempted --starvation/starving--> preempted.starving" in described
+
+
+def test_the_core_of_an_installation_is_shown(run: Any) -> None:
+    """Without a log: what a connector would have here."""
+    result = run("core")
+    assert result.exit_code == 0
+    assert Core.standard().fingerprint() in result.out
+    assert "kvledger.lifecycle.handlers.running:Running" in result.out
+    assert "LEGAL_TRANSITION" in result.out
+
+
+def test_an_extension_is_found_by_its_entry_point(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Any, starving: Path
+) -> None:
+    """Once, also where the configuration names it too; a log written without it is read without it."""
+    installed = tmp_path / "site" / "starvation-1.dist-info"
+    installed.mkdir(parents=True)
+    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: starvation\nVersion: 1\n")
+    (installed / "entry_points.txt").write_text(f"[kvledger.extensions]\nstarvation = {GUARD}\n")
+    monkeypatch.syspath_prepend(str(installed.parent))
+    core = ConnectorSettings.from_extra_config({"extensions": [GUARD]}).core()
+    assert [extension.name for extension in core.extensions] == ["starvation"]
+    assert "which is not here" not in run("verify", starving).out
+    assert f"starvation 1, {GUARD}" in run("core").out
+
+
+@pytest.mark.parametrize(
+    ("extra_config", "message"),
+    [
+        ({"extensions": ["nowhere.at_all:Guard"]}, "extensions: 'nowhere.at_all:Guard' cannot be imported"),
+        ({"extensions": ["os:path"]}, "extensions: 'os:path'"),
+        ({"extension_settings": {"starvation": {}}}, "starvation is not loaded"),
+        (
+            {"extensions": [GUARD], "extension_settings": {"starvation": {"limit": 3}}},
+            "extension_settings: starvation has num_preemptions; remove limit, or correct its name",
+        ),
+    ],
+)
+def test_what_is_wrong_in_the_configuration_is_named(extra_config: dict[str, Any], message: str) -> None:
+    """At start, when a person can still correct it."""
+    with pytest.raises(ConfigurationError, match=message):
+        ConnectorSettings.from_extra_config(extra_config).core()

@@ -1,0 +1,217 @@
+"""Extensions from outside: sub-states, events, handlers, rules; and what a reader without their code makes of a log."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import attrs
+import msgspec
+import pytest
+from lifecycle_driver import Driver, keys_of
+from lifecycle_driver.starvation import Guard, StarvationGuard, Starving
+
+from kvledger.lifecycle import (
+    Core,
+    CoreError,
+    EventDecoder,
+    EventEncoder,
+    Extension,
+    RequestState,
+    Turn,
+    vocabulary_header,
+)
+from kvledger.lifecycle import events as e
+from kvledger.lifecycle.audit import Audit
+
+CORE = Core.standard().extended(StarvationGuard())
+
+
+def preempted_twice(core: Core = CORE) -> Driver:
+    """A request that is preempted, recovers, and is preempted again."""
+    driver = Driver(chunk_size=16, core=core)
+    driver.start("a", keys_of("a", 2), 33, (1, 2, 3))
+    driver.step(settled=[("a", 0, 32)])
+    driver.settle_all()
+    for blocks in ((4, 5, 6), None):
+        driver.preempt("a", 32)
+        driver.settle_all()
+        if blocks:
+            driver.lookup("a", 0, 34)
+            driver.allocate("a", blocks, 32)
+            driver.settle_all()
+            driver.step(("a", 32, 2, 34))
+            driver.settle_all()
+    return driver
+
+
+def test_an_event_of_an_extension_moves_its_sub_state_and_not_the_state() -> None:
+    """`record.state` stays the phase; the sub-state is a field beside it."""
+    driver = preempted_twice()
+    (said,) = driver.all_of(e.ExtensionDecided)
+    assert StarvationGuard.payload_of(said) == Starving(2)
+    record = driver.projections.tracker.get("a")
+    assert record is not None
+    assert (record.state, record.sub, record.path) == (RequestState.PREEMPTED, "starving", "preempted.starving")
+
+
+def test_a_sub_state_goes_on_where_a_row_leads_and_ends_where_none_does() -> None:
+    """Blocks lead to recovering.starving; the first step after that leaves it."""
+    driver = preempted_twice()
+    driver.lookup("a", 0, 34)
+    driver.allocate("a", (7, 8, 9), 32)
+    record = driver.projections.tracker.get("a")
+    assert record is not None
+    assert record.path == "recovering.starving"
+    driver.settle_all()
+    driver.step(("a", 32, 2, 34))
+    assert record.path == "running"
+
+
+def test_settings_stand_in_the_configuration() -> None:
+    """They are in every log's header, so replay decides with the same."""
+    driver = Driver(core=CORE, extensions={"starvation": {"num_preemptions": 1}})
+    driver.start("a", keys_of("a", 2), 17, (1, 2))
+    driver.preempt("a", 0)
+    assert len(driver.all_of(e.ExtensionDecided)) == 1
+
+
+def audited(driver: Driver, core: Core) -> Audit:
+    """The driver's log, audited with a core."""
+    driver.ledger.commit()
+    audit = Audit(core, driver.configuration)
+    audit.run(driver.sink.events())
+    return audit
+
+
+def test_a_log_is_verified_with_its_extension() -> None:
+    """Its decisions are made again, and its rule is held against the log."""
+    audit = audited(preempted_twice(), CORE)
+    assert audit.is_sound, (audit.violations, audit.divergences)
+    assert "STARVING_IS_TRUE" in CORE.rules
+    assert audit.num_unjudged == 0
+
+
+def test_a_reader_without_the_extension_verifies_the_rest() -> None:
+    """It walks the sub-states by the rows of the header, counts the events, and says what it could not judge."""
+    driver = preempted_twice()
+    core = Core.standard().reading(vocabulary_header(CORE))
+    assert [extension.name for extension in core.absent] == ["starvation"]
+    audit = audited(driver, core)
+    assert audit.is_sound, (audit.violations, audit.divergences)
+    assert audit.num_unjudged > 0
+    record = audit.projections.tracker.get("a")
+    assert record is not None
+    assert record.path == "preempted.starving"
+    assert audit.projections.totals.figures.num_extension_events == 1
+    without_header = audited(driver, Core.standard())
+    assert without_header.divergences
+
+
+def test_a_reader_that_has_it_reads_with_it() -> None:
+    """An extension that is installed is taken where a log names it, and left alone elsewhere."""
+    available = [StarvationGuard()]
+    assert Core.standard().reading(vocabulary_header(CORE), available).extensions == tuple(available)
+    assert Core.standard().reading(vocabulary_header(Core.standard()), available).extensions == ()
+    assert CORE.reading(vocabulary_header(CORE)).absent == ()
+
+
+def test_its_events_are_in_the_log_as_they_were() -> None:
+    """Encoded like any other event."""
+    events = preempted_twice().all_of(e.ExtensionDecided)
+    decoder = EventDecoder(CORE, vocabulary_header(CORE))
+    assert decoder.decode(EventEncoder().encode(events)) == events
+
+
+def test_loaded_twice_is_loaded_once() -> None:
+    """By configuration and by entry point, for instance."""
+    assert CORE.extended(StarvationGuard(), StarvationGuard()) is CORE
+
+
+def changed(**parts: Any) -> Extension:
+    """The guard with other parts, under another name unless one is given."""
+    kind = type("Changed", (StarvationGuard,), {"name": "changed", "rules": {}, "rows": (), **parts})
+    extension: Extension = kind()
+    return extension
+
+
+@pytest.mark.parametrize(
+    ("extension", "message"),
+    [
+        (
+            changed(name="starvation"),
+            r"extension starvation 1 of .*Changed clashes with version 1 of .*StarvationGuard",
+        ),
+        (changed(rules=StarvationGuard.rules), r"extension changed: STARVING_IS_TRUE is there already"),
+        (
+            changed(rows=(("preempted", "changed/starving", "preempted.starving"),)),
+            "starvation and changed both have a sub-state preempted.starving",
+        ),
+        (
+            changed(rows=(("preempted", "blocks.allocated", "preempted.x"),)),
+            r"leads from preempted to recovering; a sub-state must go where its parent goes",
+        ),
+        (changed(rows=(("running", "blocks.held", "running.x"),)), "leads from running nowhere, it is illegal"),
+        (
+            changed(rows=(("running", "changed/nothing", "running.x"),)),
+            "leads from running nowhere",
+        ),
+        (changed(rows=(("running.x", "changed/starving", "running"),)), "no row enters running.x"),
+        (changed(rows=(("walking", "changed/starving", "walking.x"),)), "walking is no phase"),
+    ],
+)
+def test_what_does_not_fit_is_refused_by_name(extension: Extension, message: str) -> None:
+    """When the core is composed, not in the middle of a log."""
+    with pytest.raises(CoreError, match=message):
+        CORE.extended(extension)
+
+
+def test_a_decision_of_an_extension_that_is_not_loaded_is_refused() -> None:
+    """Nobody could read it; its request pays, the log stays readable."""
+
+    class Other(Extension):
+        name = "other"
+        events: ClassVar[dict[str, type[msgspec.Struct]]] = {"starving": Starving}
+
+    class Wrong(Guard):
+        def request_preempted(self, turn: Turn, _event: e.RequestPreempted) -> None:
+            turn.decide(Other.decided(turn, Starving(1)))
+
+    driver = Driver(core=CORE.adding(Wrong()))
+    driver.start("a", keys_of("a", 2), 17, (1, 2))
+    driver.preempt("a", 0)
+    assert driver.all_of(e.ExtensionDecided) == []
+    (violation,) = driver.all_of(e.InvariantViolated)
+    assert (violation.rule, violation.request_id) == ("HANDLER_CONTRACT", "a")
+
+
+def test_chunks_that_an_extension_keeps_are_evicted_after_all_others() -> None:
+    """The oldest go first otherwise."""
+    kept = keys_of("old", 1)
+
+    class Keeping(Extension):
+        name = "keeping"
+
+        def kept(self, _projections: Any) -> frozenset[bytes]:
+            return frozenset(kept)
+
+    evicted = []
+    for core in (Core.standard(), Core.standard().extended(Keeping())):
+        driver = Driver(chunk_size=16, num_slots=2, core=core)
+        for name, block in (("old", 1), ("young", 3), ("new", 5)):
+            driver.start(name, keys_of(name, 1), 17, (block, block + 1))
+            driver.step(settled=[(name, 0, 16)])
+            driver.settle_all()
+            driver.finish(name, 17, 18)
+            driver.settle_all()
+        evicted.append([event.key for event in driver.all_of(e.ChunkEvicted)])
+    assert evicted == [list(kept), list(keys_of("young", 1))]
+
+
+def test_a_header_says_all_of_an_extension_that_is_data() -> None:
+    """Name, version, events, rows, handlers' methods, rules."""
+    (declared,) = vocabulary_header(CORE)["extensions"]  # type: ignore[misc]
+    assert declared["name"] == "starvation"
+    assert declared["rows"] == StarvationGuard.rows
+    assert declared["hooks"] == (("running", "request_preempted"),)
+    assert declared["keeps"]
+    assert declared == attrs.asdict(StarvationGuard().declaration())
