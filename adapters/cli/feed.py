@@ -102,7 +102,7 @@ class Feed:
 
     def _state(self, request_id: str) -> str | None:
         record = self._projections.tracker.get(request_id)
-        return None if record is None else record.state.value
+        return None if record is None else record.path
 
 
 def follow(log: StoredLog, output: Output) -> Iterator[Batch | None]:

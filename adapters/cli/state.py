@@ -46,7 +46,7 @@ def _request_fields(record: RequestRecord, projections: Projections) -> dict[str
     return {
         "request_id": request_id,
         "ordinal": record.ordinal,
-        "state": record.state.value,
+        "state": record.path,
         "state_since_ns": record.state_since_ns,
         "generation": record.generation,
         "num_computed_tokens": projections.tracker.num_computed_tokens(record),
