@@ -109,6 +109,12 @@ and `blocks` refuse an event; the diagrams show what moves.
 """
 
 
+TRANSCRIPTS_INTRODUCTION = """
+What happens, told event by event: what was observed, what was decided upon it, how the requests stood, what the audit
+found. Each is played by a test, so they say what is.
+"""
+
+
 def states_page() -> list[str]:
     """States, diagram, the table as a matrix, its rules."""
     said = attribute_docs(states.RequestState)
@@ -133,7 +139,10 @@ def states_page() -> list[str]:
         said = attribute_docs(region.states)
         lines += [f"- **{state.value}**: {said[state.name]}" for state in region.states]
         lines += ["", "```mermaid", mermaid_diagram(region), "```", ""]
-    lines += ["## The rules of the tables", "", "```text", *inspect.getdoc(table).splitlines(), "```"]  # type: ignore[union-attr]
+    lines += ["## Transcripts", "", *prose(TRANSCRIPTS_INTRODUCTION)]
+    for path in sorted((REPOSITORY / "tests/transcripts").glob("*.txt")):
+        lines += [f"- [{path.stem.replace('_', ' ')}](../tests/transcripts/{path.name})"]
+    lines += ["", "## The rules of the tables", "", "```text", *inspect.getdoc(table).splitlines(), "```"]  # type: ignore[union-attr]
     return lines
 
 

@@ -37,6 +37,11 @@ settings.register_profile("kvledger", deadline=None, print_blob=True, suppress_h
 settings.load_profile("kvledger")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Options of all tests."""
+    parser.addoption("--rewrite", action="store_true", help="write the output in tests/transcripts/*.txt anew")
+
+
 def pytest_itemcollected(item: pytest.Item) -> None:
     """Keep every test that starts an engine on one worker, so that two engines never share the machine's memory."""
     if item.get_closest_marker("vllm"):
