@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 import hashlib
 from collections.abc import Callable, Iterable, Mapping
-from functools import cached_property
+from functools import cache, cached_property
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -112,6 +112,7 @@ class Core:
         _ = self.sub_moves
 
     @staticmethod
+    @cache
     def standard() -> Core:
         """The core that kvledger's connector runs with; always the same object."""
         from kvledger.lifecycle.standard import standard_core  # noqa: PLC0415 -- it is made of what imports this file

@@ -5,7 +5,6 @@ The order in which projections fold stands here, and nowhere else.
 
 from __future__ import annotations
 
-from functools import cache
 from types import MappingProxyType
 
 from kvledger.lifecycle.audit.registry import RULES
@@ -67,7 +66,6 @@ PROJECTIONS: tuple[ProjectionSpec, ...] = (
 )
 
 
-@cache
 def standard_core() -> Core:
     """The core that kvledger's connector runs with."""
     return Core(

@@ -109,7 +109,9 @@ def _without_collecting() -> Iterator[None]:
 class _OwnClassesOnly(pickle.Unpickler):
     def find_class(self, module_name: str, global_name: str) -> object:
         """Refuse before importing: only classes, by their own names, of the rooms whose objects are remembered."""
-        is_own = module_name.startswith(("kvledger.lifecycle.", "kvledger.adapters.reading."))
+        is_own = module_name.startswith(
+            ("kvledger.lifecycle.", "kvledger.adapters.reading.", "kvledger.adapters.reasons.")
+        )
         if "." not in global_name and (is_own or (module_name, global_name) in _CONTAINERS):
             found: object = super().find_class(module_name, global_name)
             if isinstance(found, type) and found.__module__ == module_name:

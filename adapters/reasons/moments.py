@@ -18,6 +18,8 @@ _OF_A_REQUEST = (
     e.RequestQuarantined,
     e.InvariantViolated,
     e.RequestFinished,
+    e.ExtensionObserved,
+    e.ExtensionDecided,
 )
 
 

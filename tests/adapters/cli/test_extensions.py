@@ -52,6 +52,8 @@ def test_its_events_and_sub_states_are_shown(run: Any, starving: Path, options: 
     shown = " ".join(run("show", starving, "a").out.split())
     assert "starvation 1: starving (num_preemptions 1)" in shown
     assert "preempted.starving" in shown
+    why = " ".join(run("why", starving, "a").out.split())
+    assert "starvation 1: starving (num_preemptions 1)" in why
     described = run("core", starving, *options).out
     assert "sub-state preempted.starving" in described
     assert ("its code is not here" in described) is not options or not options
