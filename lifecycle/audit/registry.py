@@ -27,6 +27,7 @@ from kvledger.lifecycle.audit.liveness import Liveness
 from kvledger.lifecycle.audit.load_dst_exclusive import LoadDstExclusive
 from kvledger.lifecycle.audit.load_xor_stores import LoadXorStores
 from kvledger.lifecycle.audit.loadable_after_commit import LoadableAfterCommit
+from kvledger.lifecycle.audit.longest_hit import LongestHit
 from kvledger.lifecycle.audit.lookup_pure import LookupPure
 from kvledger.lifecycle.audit.pin_balance import PinBalance
 from kvledger.lifecycle.audit.rank_agreement import RankAgreement
@@ -81,6 +82,7 @@ RULES: MappingProxyType[str, Callable[[], AnyChecker]] = MappingProxyType(
         KeyIdentity.rule: KeyIdentity,
         SlotExclusive.rule: SlotExclusive,
         WaitingKept.rule: WaitingKept,
+        LongestHit.rule: LongestHit,
         StepSum.rule: StepSum,
         Recorded.rule: Recorded,
     }

@@ -126,6 +126,10 @@ def altered_poll(driver: Driver) -> tuple[e.Event, e.Event]:
     return answer, change(answer, num_hit_tokens=56, num_external_tokens=56)
 
 
+ANSWERED = {"LONGEST_HIT"}
+"""Named as well where an answer counts, or does not count, the tail in question."""
+
+
 def altered_eviction(driver: Driver) -> tuple[e.Event, e.Event]:
     """Evict the last whole chunk that the pending answer to `a` promised, its tail behind it."""
     return driver.all_of(e.ChunkEvicted)[0], change(driver.all_of(e.ChunkEvicted)[0], key=keys_of("a", 7)[6])
@@ -162,7 +166,7 @@ def test_one_altered_event_about_a_tail_is_named_by_exactly_its_checker(
     rule: str, alteration: Callable[[Driver], tuple[e.Event, e.Event]], tails: Driver
 ) -> None:
     """A tail is no chunk, but the rules of chunks hold for it."""
-    assert broken_rules(tails, up_to_or_all(rule, replaced(tails, *alteration(tails)))) == {rule}
+    assert broken_rules(tails, up_to_or_all(rule, replaced(tails, *alteration(tails)))) - ANSWERED == {rule}
 
 
 def up_to_or_all(rule: str, events: list[SequencedEvent]) -> list[SequencedEvent]:
@@ -179,8 +183,9 @@ def test_a_load_of_a_tail_whose_save_failed_is_named(tails: Driver) -> None:
     (done,) = [done for done in tails.all_of(e.SaveCompleted) if done.job_id == tail.job_id]
     failed = e.SaveFailed("a", tail.ordinal, tail.generation, tail.job_id, error="no", quiet=True, cause=done.cause)
     audit = audit_of(tails, replaced(tails, done, failed))
-    assert {violation.rule for violation in audit.violations} == {"LOADABLE_AFTER_COMMIT"}
-    assert "tail of tokens 56 to 61 was dropped by save.failed" in audit.violations[0].detail
+    assert {violation.rule for violation in audit.violations} - ANSWERED == {"LOADABLE_AFTER_COMMIT"}
+    (found,) = [violation for violation in audit.violations if violation.rule not in ANSWERED]
+    assert "tail of tokens 56 to 61 was dropped by save.failed" in found.detail
 
 
 def test_a_load_of_a_tail_that_is_still_being_saved_is_named(tails: Driver) -> None:
@@ -192,9 +197,10 @@ def test_a_load_of_a_tail_that_is_still_being_saved_is_named(tails: Driver) -> N
         for sequence, event in up_to_the_load(tails.sink.events())
     ]
     audit = audit_of(tails, events)
-    assert {violation.rule for violation in audit.violations} == {"LOADABLE_AFTER_COMMIT"}
-    assert "is not saved yet" in audit.violations[0].detail
-    assert events[audit.violations[0].evidence[0] - 1][1] == tail
+    assert {violation.rule for violation in audit.violations} - ANSWERED == {"LOADABLE_AFTER_COMMIT"}
+    (found,) = [violation for violation in audit.violations if violation.rule not in ANSWERED]
+    assert "is not saved yet" in found.detail
+    assert events[found.evidence[0] - 1][1] == tail
 
 
 @pytest.mark.parametrize(

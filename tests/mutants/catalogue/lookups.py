@@ -64,6 +64,20 @@ def local_hit_frozen(touch: Touch) -> Sequence[Patch]:
     return [decided_otherwise(owner, "answer_lookup", answered) for owner in LOOKING_UP]
 
 
+@mutant("LONGEST_HIT", "LMCache#4612", "LMCache#5248", scene=Worlds())
+def preempted_finds_nothing(touch: Touch) -> Sequence[Patch]:
+    """A preempted request is told that nothing of it is there."""
+
+    def num_hit_chunks(original: Any, cache: LookupCache, request_id: str, generation: int) -> int:
+        found: int = original(cache, request_id, generation)
+        if generation and found:
+            touch()
+            return 0
+        return found
+
+    return [wrapped(LookupCache, "num_hit_chunks", num_hit_chunks)]
+
+
 @mutant("LAST_TOKEN", "LMCache#3322", "vllm#50864", "vllm#55113", scene=Worlds(connector=(("max_hit_share", 1.0),)))
 def whole_prompt_loaded(touch: Touch) -> Sequence[Patch]:
     """A hit of the whole prompt is answered whole, and nothing is left to compute."""
