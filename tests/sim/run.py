@@ -8,7 +8,6 @@ import os
 import sys
 import traceback
 from collections import Counter
-from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -34,14 +33,14 @@ TOTALS = (
 )
 
 
-def live(seed: int, dimensions: Collection[str]) -> tuple[World | None, str]:
+def live(seed: int) -> tuple[World | None, str]:
     """Let a world live and check it; returns it and what went wrong, closed."""
     from sim.checks import CHECKS
     from sim.world import World
 
     world = None
     try:
-        with World(seed, dimensions=dimensions) as world:
+        with World(seed) as world:
             world.run()
             for check in CHECKS:
                 check(world)
@@ -50,12 +49,12 @@ def live(seed: int, dimensions: Collection[str]) -> tuple[World | None, str]:
     return world, ""
 
 
-def transcript(seed: int, dimensions: Collection[str]) -> bool:
+def transcript(seed: int) -> bool:
     """Print one world: settings, faults, what they did, and the events of its logs; returns whether it ended well."""
     from sim.logs import read_end
     from sim.world import World
 
-    world, trouble = live(seed, dimensions)
+    world, trouble = live(seed)
     print(f"seed {seed}")
     if isinstance(world, World):
         print(f"settings: {world.settings}")
@@ -74,7 +73,7 @@ def transcript(seed: int, dimensions: Collection[str]) -> bool:
     return not trouble
 
 
-def simulate(seeds: range, console: Console, dimensions: Collection[str]) -> bool:
+def simulate(seeds: range, console: Console) -> bool:
     """Let all worlds live; returns whether they ended well."""
     totals: Counter[str] = Counter()
     faults: Counter[str] = Counter()
@@ -82,7 +81,7 @@ def simulate(seeds: range, console: Console, dimensions: Collection[str]) -> boo
     with Progress(console=Console(stderr=True)) as progress:
         task = progress.add_task("worlds", total=len(seeds))
         for seed in seeds:
-            world, trouble = live(seed, dimensions)
+            world, trouble = live(seed)
             if trouble:
                 failed.append(seed)
                 console.print(f"seed {seed}: {trouble.splitlines()[-1]}  (make sim SEED={seed})", style="red")
@@ -119,18 +118,6 @@ def compare(seeds: range, console: Console) -> None:
             console.print(f"  {name:20s} {meter.num_preemptions:12,d} {meter.num_tokens_lost:12,d} {again}")
 
 
-def chosen_dimensions(parser: argparse.ArgumentParser, names: Collection[str]) -> Collection[str]:
-    """What `--widen` names, beside the default."""
-    from sim.settings import DEFAULT_DIMENSIONS, DIMENSIONS
-
-    if "all" in names:
-        return DIMENSIONS
-    unknown = set(names) - set(DIMENSIONS)
-    if unknown:
-        parser.error(f"no such dimension: {', '.join(unknown)}; there are {', '.join(DIMENSIONS)} and all")
-    return DEFAULT_DIMENSIONS | set(names)
-
-
 def main() -> int:
     """Exit code 0 where every world ended well, 1 where one did not."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -138,18 +125,16 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--seed", type=int, help="run this world alone and print its transcript")
     parser.add_argument("--compare", action="store_true", help="let other connectors live these worlds, too")
-    parser.add_argument("--widen", action="append", help="a dimension to draw more of the worlds from, or 'all'")
     arguments = parser.parse_args()
-    dimensions = chosen_dimensions(parser, arguments.widen or ())
     logging.disable(logging.CRITICAL)  # faults make the connector speak, and rightly so
     console = Console()
     seeds = range(arguments.first, arguments.first + arguments.seeds)
     if arguments.seed is not None:
-        return 0 if transcript(arguments.seed, dimensions) else 1
+        return 0 if transcript(arguments.seed) else 1
     if arguments.compare:
         compare(seeds, console)
         return 0
-    return 0 if simulate(seeds, console, dimensions) else 1
+    return 0 if simulate(seeds, console) else 1
 
 
 if __name__ == "__main__":

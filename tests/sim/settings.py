@@ -58,9 +58,6 @@ DIMENSIONS = (
 )
 """What a world may be widened by, each drawn apart; see `widen`."""
 
-DEFAULT_DIMENSIONS = frozenset(DIMENSIONS) - {"failing loads"}
-"""Those whose findings are mended."""
-
 
 def widen(settings: Settings, rng: random.Random, dimensions: Collection[str]) -> Settings:
     """Draw what lies beyond `draw`. A dimension that is left out changes nothing about the others."""

@@ -28,7 +28,7 @@ from sim.faults import FAULTS, FailingCopies, Fault, draw_faults
 from sim.logs import LogEnd, abandon, read_end
 from sim.meter import Meter
 from sim.pages import PageWatch
-from sim.settings import DEFAULT_DIMENSIONS, MAX_MODEL_LEN, draw, widen
+from sim.settings import DIMENSIONS, MAX_MODEL_LEN, draw, widen
 from sim.tiny_model import VOCABULARY_SIZE
 from sim.truth import Truth
 from sim.vllm_mended import is_stranded, withdraw_what_is_not_computed
@@ -68,7 +68,7 @@ class World:
         contender: Contender = LEDGER_CONTENDER,
         faults: frozenset[str] | None = None,
         in_files: bool = False,
-        dimensions: Collection[str] = DEFAULT_DIMENSIONS,
+        dimensions: Collection[str] = DIMENSIONS,
         **changes: Any,
     ) -> None:
         """Draw everything.
