@@ -69,8 +69,8 @@ MUTANTS: dict[str, tuple[Any, str, Callable[..., Any], str]] = {
     ),
     "a tail is not dropped when its request runs again": (
         Tails,
-        "_drop",
-        lambda _self, _event, _sequence: None,
+        "_forget",
+        lambda _self, _ordinal: None,
         "entries of ended requests",
     ),
     "chunks survive a reset": (ChunkIndex, "_reset", lambda _self, _event, _sequence: None, "wrong KV"),
