@@ -225,7 +225,7 @@ def _path(text: str, row: str) -> tuple[RequestState, str]:
 
 
 class SubStates:
-    """Folds `record.sub`, before the phase moves."""
+    """Folds `record.sub`, before the phase moves; so the tracker's state is where it is kept."""
 
     def __init__(self, tracker: RequestTracker, table: CompiledTable, moves: SubMoves) -> None:
         self._tracker = tracker
@@ -235,10 +235,6 @@ class SubStates:
     def folds(self) -> Mapping[type[e.Event], Callable[..., None]]:
         """Event class -> fold: what may move a sub-state, or the phase under it."""
         return dict.fromkeys({event_class for _, event_class in self._table}, self._walk)
-
-    def snapshot(self) -> object:
-        """Request -> sub-state, where it has one."""
-        return {record.request_id: record.sub for record in self._tracker if record.sub}
 
     def _walk(self, event: e.RequestEvent, _sequence: int) -> None:
         if isinstance(event, e.RequestDecision):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import cast
 
@@ -131,10 +131,14 @@ def plain(value: object) -> object:
     """JSON values: bytes as hex, everything that has fields or members as mappings and lists."""
     if isinstance(value, bytes):
         return value.hex()
-    if isinstance(value, tuple | list):
-        return [plain(item) for item in value]
+    if isinstance(value, str):
+        return value
     if isinstance(value, Mapping):
         return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, Iterable):
+        return [plain(item) for item in value]
+    if isinstance(value, msgspec.Struct):
+        return plain(msgspec.structs.asdict(value))
     return plain(fields_of(value)) if attrs.has(type(value)) else value
 
 

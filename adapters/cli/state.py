@@ -27,7 +27,7 @@ def show_state(output: Output, projections: Projections, sequence: int, request_
     records = [record for record in projections.tracker if request_id in {None, record.request_id}]
     if output.is_json:
         if request_id is None:
-            output.record("state", {"sequence": sequence, "projections": plain(projections.snapshot())})
+            output.record("state", {"sequence": sequence, "projections": plain(projections.states())})
         for record in records if request_id is not None else ():
             output.record("request_state", {"sequence": sequence, **_request_fields(record, projections)})
         return

@@ -29,9 +29,6 @@ class LookupPolicy(Protocol):
     def folds(self) -> Mapping[type[Event], Callable[..., None]]:
         """Event class -> fold, of this policy and of those it wraps."""
 
-    def snapshot(self) -> object:
-        """Plain values, equal for equal states."""
-
 
 def build_policy(configuration: LedgerConfiguration, chunk_keys: ChunkKeys) -> LookupPolicy:
     """The longest prefix, wrapped in what the configuration asks for."""

@@ -6,9 +6,10 @@ not once per poll: a lookup changes nothing, also not a statistic.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.projections.chunk_keys import ChunkKeys
@@ -21,6 +22,16 @@ MAX_KEYS = 1_000_000
 """Keys that are counted one by one; beyond, only the number of further chunks is kept."""
 
 
+class State(msgspec.Struct, forbid_unknown_fields=True):
+    """What was counted."""
+
+    num_requests_with: dict[bytes, int] = {}
+    num_counted: dict[str, int] = {}
+    """Request id -> its chunks that have been counted."""
+    num_chunks: int = 0
+    num_tokens_reusable: int = 0
+
+
 class ChunkStatistics:
     """Wraps a policy, lets its answers through, and counts keys."""
 
@@ -28,19 +39,26 @@ class ChunkStatistics:
         self._inner = inner
         self._chunk_keys = chunk_keys
         self._chunk_size = chunk_size
-        self._num_requests_with: Counter[bytes] = Counter()
-        self._num_counted: dict[str, int] = {}
-        self.num_chunks = 0
-        self.num_tokens_reusable = 0
+        self.state = State()
+
+    @property
+    def num_chunks(self) -> int:
+        """Chunks counted."""
+        return self.state.num_chunks
+
+    @property
+    def num_tokens_reusable(self) -> int:
+        """Tokens of chunks that had been brought before."""
+        return self.state.num_tokens_reusable
 
     @property
     def num_unique_chunks(self) -> int:
         """Different keys seen."""
-        return len(self._num_requests_with)
+        return len(self.state.num_requests_with)
 
     def num_requests_with(self, key: bytes) -> int:
         """How many requests brought this key."""
-        return self._num_requests_with[key]
+        return self.state.num_requests_with.get(key, 0)
 
     def usable_tokens(self, num_hit_tokens: int, record: RequestRecord) -> int:
         """What the wrapped policy allows."""
@@ -60,33 +78,24 @@ class ChunkStatistics:
             folds[event_class] = fold if inner is None else _both(inner, fold)
         return folds
 
-    def snapshot(self) -> object:
-        """Plain values, equal for equal states."""
-        return {
-            "inner": self._inner.snapshot(),
-            "num_chunks": self.num_chunks,
-            "num_unique_chunks": self.num_unique_chunks,
-            "num_tokens_reusable": self.num_tokens_reusable,
-        }
-
     def _forget(self, event: e.RequestArrived | e.RequestReleased, _sequence: int) -> None:
-        self._num_counted.pop(event.request_id, None)
+        self.state.num_counted.pop(event.request_id, None)
 
     def _session_continued(self, event: e.SessionContinued, _sequence: int) -> None:
         # Other tokens follow from here, so other chunks.
         kept = event.num_computed_tokens // self._chunk_size
-        self._num_counted[event.request_id] = min(self._num_counted.get(event.request_id, 0), kept)
+        self.state.num_counted[event.request_id] = min(self.state.num_counted.get(event.request_id, 0), kept)
 
     def _count(self, event: e.ChunkKeysObserved, _sequence: int) -> None:
-        num_counted = self._num_counted.get(event.request_id, 0)
-        self._num_counted[event.request_id] = max(num_counted, event.first_chunk + len(event.keys))
+        num_counted = self.state.num_counted.get(event.request_id, 0)
+        self.state.num_counted[event.request_id] = max(num_counted, event.first_chunk + len(event.keys))
         for key in event.keys[max(0, num_counted - event.first_chunk) :]:
-            self.num_chunks += 1
-            if key in self._num_requests_with:
-                self.num_tokens_reusable += self._chunk_size
-                self._num_requests_with[key] += 1
-            elif len(self._num_requests_with) < MAX_KEYS:
-                self._num_requests_with[key] = 1
+            self.state.num_chunks += 1
+            if key in self.state.num_requests_with:
+                self.state.num_tokens_reusable += self._chunk_size
+                self.state.num_requests_with[key] += 1
+            elif len(self.state.num_requests_with) < MAX_KEYS:
+                self.state.num_requests_with[key] = 1
 
 
 def _both(first: Callable[..., None], second: Callable[..., None]) -> Callable[..., None]:

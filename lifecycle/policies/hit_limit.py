@@ -31,7 +31,3 @@ class HitLimit:
     def folds(self) -> Mapping[type[Event], Callable[..., None]]:
         """The folds of the wrapped policy."""
         return self._inner.folds()
-
-    def snapshot(self) -> object:
-        """The state of the wrapped policy."""
-        return self._inner.snapshot()

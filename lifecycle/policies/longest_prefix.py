@@ -18,7 +18,3 @@ class LongestPrefix:
     def folds(self) -> Mapping[type[Event], Callable[..., None]]:
         """Nothing to remember."""
         return {}
-
-    def snapshot(self) -> object:
-        """Nothing remembered."""
-        return {}

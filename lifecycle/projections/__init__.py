@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
 import attrs
+import msgspec
 
 from kvledger.lifecycle.configuration import LedgerConfiguration
 from kvledger.lifecycle.events import Event
@@ -32,14 +33,19 @@ if TYPE_CHECKING:
 Fold = Callable[..., None]
 
 
+_encode = msgspec.msgpack.Encoder(enc_hook=list).encode
+"""Arrays and the order of chunks become lists."""
+
+
 class Projection(Protocol):
-    """One fold of the log."""
+    """One fold of the log.
+
+    One that remembers anything has `state`: a struct of plain fields, and the only place where they are listed. What
+    follows from it is made anew by `index()`, when the states of all projections are there.
+    """
 
     def folds(self) -> Mapping[type[Event], Fold]:
         """Event class -> fold, called as `fold(event, sequence)`."""
-
-    def snapshot(self) -> object:
-        """Plain values, equal for equal states."""
 
 
 @attrs.frozen
@@ -117,9 +123,13 @@ class Projections:
         """Every projection by its name, in the order in which they fold."""
         return self._order
 
-    def snapshot(self) -> dict[str, object]:
-        """Everything that is believed, as plain values; equal states give equal snapshots."""
-        return {name: projection.snapshot() for name, projection in self._order.items()}
+    def states(self) -> dict[str, msgspec.Struct]:
+        """Everything that is known, by projection; those that remember nothing are left out."""
+        return {name: its.state for name, its in self._order.items() if getattr(its, "state", None) is not None}
+
+    def snapshot(self) -> dict[str, bytes]:
+        """The states' encodings. The order of what they hold is state, too, so these are compared, never the states."""
+        return {name: _encode(state) for name, state in self.states().items()}
 
     def num_entries(self) -> dict[str, int]:
         """Entries per projection that belong to requests; all are 0 when every request is released."""

@@ -9,8 +9,21 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 
+import msgspec
+
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.projections.tracker import RequestTracker
+
+
+class State(msgspec.Struct, forbid_unknown_fields=True):
+    """All by the ordinal of a life."""
+
+    held: dict[int, array] = {}  # type: ignore[type-arg]  # in Python 3.11 it takes no argument when it runs
+    lost: dict[int, array] = {}  # type: ignore[type-arg]
+    leaving: dict[int, int] = {}
+    """Tokens that were settled when the windows of a request left pages, since the last step."""
+    left: dict[int, int] = {}
+    """The same before the last step."""
 
 
 class BlockTable:
@@ -18,35 +31,36 @@ class BlockTable:
 
     def __init__(self, tracker: RequestTracker) -> None:
         self._tracker = tracker
-        self._held: dict[int, array[int]] = {}
-        # The dict's own method, because it is asked for every save. So the dict is changed, never replaced.
-        self.of_life: Callable[[int], Sequence[int] | None] = self._held.get
+        self.state = State()
+        self.index()
+
+    def index(self) -> None:
+        """Make anew what follows from the state."""
+        # The dict's own method, because it is asked for every save.
+        self.of_life: Callable[[int], Sequence[int] | None] = self.state.held.get
         """The blocks that this life of a request holds now, in token order; None where it holds none."""
-        self._lost: dict[int, array[int]] = {}
-        self._leaving: dict[int, int] = {}
-        self._left: dict[int, int] = {}
 
     def __len__(self) -> int:
-        return len(self._held)
+        return len(self.state.held)
 
     def held(self, request_id: str) -> Sequence[int]:
         """The blocks a request holds now, in token order."""
-        return self._held.get(self._ordinal(request_id), ())
+        return self.state.held.get(self._ordinal(request_id), ())
 
-    def lost(self, request_id: str) -> Sequence[int]:
+    def lost(self, request_id: str) -> array[int] | tuple[()]:
         """The blocks it was just deprived of. Their bytes are intact until the next step's forward."""
-        return self._lost.get(self._ordinal(request_id), ())
+        return self.state.lost.get(self._ordinal(request_id), ())
 
     def left_since(self, request_id: str) -> int | None:
         """How many tokens were settled when its windows had last left pages before the step; None where nobody told.
 
         What they left since is free, and intact until this step's forward.
         """
-        return self._left.get(self._ordinal(request_id))
+        return self.state.left.get(self._ordinal(request_id))
 
     def left_at_end(self, request_id: str) -> int | None:
         """The same for a request that ends between two steps; intact until the next step's forward."""
-        return self._leaving.get(self._ordinal(request_id))
+        return self.state.leaving.get(self._ordinal(request_id))
 
     def folds(self) -> Mapping[type[e.Event], Callable[..., None]]:
         """Event class -> fold."""
@@ -62,14 +76,6 @@ class BlockTable:
             e.RequestReleased: self._released,
         }
 
-    def snapshot(self) -> object:
-        """Plain values, equal for equal states."""
-        return {
-            record.request_id: list(self._held[record.ordinal])
-            for record in self._tracker
-            if record.ordinal in self._held
-        }
-
     def _ordinal(self, request_id: str) -> int:
         record = self._tracker.get(request_id)
         return -1 if record is None else record.ordinal
@@ -77,29 +83,29 @@ class BlockTable:
     def _replaced(self, event: e.BlocksAllocated | e.BlockTableObserved, _sequence: int) -> None:
         ordinal = self._ordinal(event.request_id)
         if ordinal >= 0:
-            self._held[ordinal] = array("I", event.block_ids)
+            self.state.held[ordinal] = array("I", event.block_ids)
 
     def _asked(self, event: e.LookupRequested, _sequence: int) -> None:
         # Who is asked about holds nothing; after a failed asynchronous load vLLM frees the blocks without a word.
-        self._held.pop(self._ordinal(event.request_id), None)
+        self.state.held.pop(self._ordinal(event.request_id), None)
 
     def _window_left(self, event: e.WindowLeft, _sequence: int) -> None:
         ordinal = self._ordinal(event.request_id)
         if ordinal >= 0:
-            self._leaving[ordinal] = event.num_settled_tokens
+            self.state.leaving[ordinal] = event.num_settled_tokens
 
     def _taken(self, event: e.RequestPreempted | e.RequestFinished, _sequence: int) -> None:
         ordinal = self._ordinal(event.request_id)
-        block_ids = self._held.pop(ordinal, None)
+        block_ids = self.state.held.pop(ordinal, None)
         if block_ids is not None:
-            self._lost[ordinal] = block_ids
+            self.state.lost[ordinal] = block_ids
 
     def _step_scheduled(self, event: e.StepScheduled, _sequence: int) -> None:
         # From this step's forward on, lost blocks may be overwritten.
-        self._lost.clear()
-        self._left, self._leaving = self._leaving, {}
+        self.state.lost.clear()
+        self.state.left, self.state.leaving = self.state.leaving, {}
         for ordinal, block_ids in event.extended:
-            held = self._held.get(ordinal)
+            held = self.state.held.get(ordinal)
             if held is not None:
                 if len(block_ids) == 1:  # what a decoding request needs; an array takes anything longer by an iterator
                     held.append(block_ids[0])
@@ -110,9 +116,9 @@ class BlockTable:
         self._forget(self._ordinal(event.request_id))
 
     def _forget(self, ordinal: int) -> None:
-        self._held.pop(ordinal, None)
-        self._lost.pop(ordinal, None)
-        self._leaving.pop(ordinal, None)
+        self.state.held.pop(ordinal, None)
+        self.state.lost.pop(ordinal, None)
+        self.state.leaving.pop(ordinal, None)
 
     def _released(self, event: e.RequestReleased, _sequence: int) -> None:
         if self._tracker.in_generation(event) is not None:

@@ -12,10 +12,12 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 
 import attrs
+import msgspec
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.geometry import Geometry
 from kvledger.lifecycle.members import members_at_hand
+from kvledger.lifecycle.projections import host_slots
 from kvledger.lifecycle.projections.chunk_keys import ChunkKeys
 from kvledger.lifecycle.projections.host_slots import HostSlots
 from kvledger.lifecycle.projections.recency import Recency
@@ -44,6 +46,23 @@ class Departed:
     sequence: int
 
 
+class State(msgspec.Struct, forbid_unknown_fields=True):
+    """What is there, and what was promised of it."""
+
+    slots: host_slots.State = msgspec.field(default_factory=host_slots.State)
+    committed: dict[bytes, tuple[int, ...]] = {}
+    by_age: Recency = msgspec.field(default_factory=Recency)
+    """Committed chunks that nobody is sure to come back for, oldest first."""
+    departed: dict[bytes, Departed] = {}
+    """The longest gone first."""
+    pinned_by: dict[str, tuple[bytes, ...]] = {}
+    """Request id -> what its pending answer promised, by the keys that it had then."""
+    wanted_by: dict[str, tuple[bytes, ...]] = {}
+    """Request id -> what it will come back for, the same way."""
+    num_added: int = 0
+    num_removed: int = 0
+
+
 class ChunkIndex:
     """Committed chunks, what nobody waits for in order of recency, and what is promised or waited for beside it.
 
@@ -65,41 +84,57 @@ class ChunkIndex:
         self._chunk_keys = chunk_keys
         self._transfers = transfers
         self.slots = HostSlots(num_slots)
-        self._committed: dict[bytes, tuple[int, ...]] = {}
-        self._saving: dict[bytes, int] = {}
-        self._departed: OrderedDict[bytes, Departed] = OrderedDict()
         self._max_departed = max(1024, 4 * num_slots)
-        self._pins: dict[bytes, int] = {}
-        self._pinned_by: dict[str, tuple[bytes, ...]] = {}
         self._keep_for_preempted = keep_for_preempted
+        self.state = State()
+        self.index()
+
+    def index(self) -> None:
+        """Make anew what follows from the state, and from the jobs in flight."""
+        self.slots.state = self.state.slots
+        self._departed = self.state.departed = OrderedDict(self.state.departed)
+        self._pins: dict[bytes, int] = {}
         self._wanted: dict[bytes, int] = {}
-        self._wanted_by: dict[str, tuple[bytes, ...]] = {}
-        self._by_age = Recency()
-        """Committed chunks that nobody is sure to come back for, oldest first."""
-        self.num_added = 0
-        self.num_removed = 0
+        self._saving: dict[bytes, int] = {}
+        for keys in self.state.pinned_by.values():
+            _count_up(self._pins, keys)
+        for keys in self.state.wanted_by.values():
+            _count_up(self._wanted, keys)
+        for job in self._transfers:
+            if job.kind is JobKind.SAVE and self._transfers.is_current(job):
+                _count_up(self._saving, job.keys)
+
+    @property
+    def num_added(self) -> int:
+        """How often chunks were added."""
+        return self.state.num_added
+
+    @property
+    def num_removed(self) -> int:
+        """How often a chunk was removed."""
+        return self.state.num_removed
 
     def __len__(self) -> int:
-        return len(self._committed)
+        return len(self.state.committed)
 
     def get(self, key: bytes) -> tuple[int, ...] | None:
         """The slots of a committed chunk, or None."""
-        return self._committed.get(key)
+        return self.state.committed.get(key)
 
     @property
     def committed(self) -> Mapping[bytes, tuple[int, ...]]:
         """Every committed chunk and its slots."""
-        return self._committed
+        return self.state.committed
 
     @property
     def promised(self) -> Mapping[str, tuple[bytes, ...]]:
         """Request id -> the chunks that its pending answer promised."""
-        return self._pinned_by
+        return self.state.pinned_by
 
     @property
     def wanted(self) -> Mapping[str, tuple[bytes, ...]]:
         """Request id -> the chunks that it was preempted with and will come back for."""
-        return self._wanted_by
+        return self.state.wanted_by
 
     def is_saving(self, key: bytes) -> bool:
         """Whether a save of the chunk is in flight."""
@@ -107,7 +142,7 @@ class ChunkIndex:
 
     def unsaved(self, keys: Sequence[bytes], first_chunk: int, end_chunk: int) -> list[int]:
         """Of these chunks those that are neither committed nor being saved."""
-        saving, committed = self._saving, self._committed
+        saving, committed = self._saving, self.state.committed
         return [
             chunk
             for chunk in range(first_chunk, end_chunk)
@@ -126,7 +161,7 @@ class ChunkIndex:
         """How many of the keys, from the first on, are committed without a gap."""
         count = 0
         for key in keys:
-            if key not in self._committed:
+            if key not in self.state.committed:
                 break
             count += 1
         return count
@@ -144,13 +179,13 @@ class ChunkIndex:
         candidates = []
         num_freed = 0
         num_references, is_any_read = self.slots.num_references, self._transfers.is_any_read
-        by_age: Iterable[bytes] = self._by_age
+        by_age: Iterable[bytes] = self.state.by_age
         if last:
             by_age = sorted(by_age, key=last.__contains__)
         for key in by_age:
             if num_freed >= num_slots:
                 break
-            slots = self._committed[key]
+            slots = self.state.committed[key]
             if key in self._pins or key in spare or is_any_read(slots):
                 continue
             candidates.append(key)
@@ -160,7 +195,7 @@ class ChunkIndex:
                     num_freed += 1
         if num_freed < num_slots:
             return None
-        return tuple(key for key in candidates if any(left[slot] == 0 for slot in self._committed[key]))
+        return tuple(key for key in candidates if any(left[slot] == 0 for slot in self.state.committed[key]))
 
     def folds(self) -> Mapping[type[e.Event], Callable[..., None]]:
         """Event class -> fold. Must be folded before `Transfers`, which forgets settled jobs."""
@@ -183,20 +218,6 @@ class ChunkIndex:
             e.CacheReset: self._reset,
         }
 
-    def snapshot(self) -> object:
-        """Plain values, equal for equal states; the order of chunks is their recency."""
-        return {
-            "committed": [[key.hex(), list(self._committed[key])] for key in self._in_order()],
-            "saving": {key.hex(): count for key, count in sorted(self._saving.items())},
-            "departed": {key.hex(): [gone.reason.value, gone.sequence] for key, gone in self._departed.items()},
-            "wanted": {request_id: len(keys) for request_id, keys in self._wanted_by.items()},
-            "pinned": {request_id: len(keys) for request_id, keys in self._pinned_by.items()},
-            "slots": self.slots.snapshot(),
-        }
-
-    def _in_order(self) -> list[bytes]:
-        return [*self._by_age, *(key for key in self._committed if key not in self._by_age)]
-
     # --- promises made by lookups ------------------------------------------------------------
 
     def _answered(self, event: e.LookupAnswered, _sequence: int) -> None:
@@ -207,14 +228,14 @@ class ChunkIndex:
             num_tokens = event.num_computed_tokens + event.num_external_tokens
             num_chunks = -(-num_tokens // self._geometry.chunk_size)
             keys = tuple(self._chunk_keys.of(event.request_id)[:num_chunks])
-        if keys != self._pinned_by.get(event.request_id, ()):
+        if keys != self.state.pinned_by.get(event.request_id, ()):
             self._unpin(event, 0)
             if keys:
                 _count_up(self._pins, keys)
-                self._pinned_by[event.request_id] = keys
+                self.state.pinned_by[event.request_id] = keys
 
     def _unpin(self, event: e.RequestEvent, _sequence: int) -> None:
-        keys = self._pinned_by.pop(event.request_id, None)
+        keys = self.state.pinned_by.pop(event.request_id, None)
         if keys is not None:
             _count_down(self._pins, keys)
 
@@ -228,7 +249,7 @@ class ChunkIndex:
     def _renew(self, request_id: str, num_chunks: int) -> None:
         keys = self._chunk_keys.first(request_id, num_chunks)
         if keys:
-            self._by_age.touch_prefix(request_id, keys)
+            self.state.by_age.touch_prefix(request_id, keys)
 
     def _preempted(self, event: e.RequestPreempted, sequence: int) -> None:
         self._unpin(event, sequence)
@@ -238,9 +259,9 @@ class ChunkIndex:
             self._no_longer_want(event.request_id)
             wanted = tuple(keys[: self._geometry.num_chunks_in(event.num_settled_tokens)])
             _count_up(self._wanted, wanted)
-            self._wanted_by[event.request_id] = wanted
+            self.state.wanted_by[event.request_id] = wanted
             for key in wanted:
-                self._by_age.discard(key)
+                self.state.by_age.discard(key)
 
     def _allocated(self, event: e.BlocksAllocated | e.RequestArrived | e.RequestFinished, sequence: int) -> None:
         self._unpin(event, sequence)
@@ -251,10 +272,10 @@ class ChunkIndex:
         self._renew(event.request_id, len(self._chunk_keys.of(event.request_id)))
 
     def _no_longer_want(self, request_id: str) -> None:
-        keys = self._wanted_by.pop(request_id, None)
+        keys = self.state.wanted_by.pop(request_id, None)
         if keys is not None:
             _count_down(self._wanted, keys)
-            self._by_age.add(self._unwanted(keys))
+            self.state.by_age.add(self._unwanted(keys))
 
     def _reported(self, event: e.TransferReported, _sequence: int) -> None:
         job = self._transfers.given_up(event.job_id)
@@ -292,7 +313,7 @@ class ChunkIndex:
         first = job.chunks[0] if job.chunks else 0
         if first and (first < _SHORT or first % (first // 8) == 0) and self._is_present(job):
             self._renew(job.request_id, first)
-        self.num_added += 1
+        self.state.num_added += 1
 
     def _is_present(self, job: Job) -> bool:
         """Whether the keys under the id of the job's request are those of its own life."""
@@ -314,18 +335,18 @@ class ChunkIndex:
         else:
             slots_of_chunks = tuple(zip(*[iter(slots)] * num_pages, strict=True))
             pairs = zip(reversed(keys), reversed(slots_of_chunks), strict=True)  # deepest first, as they are touched
-        committed, departed = self._committed, self._departed
+        committed, departed = self.state.committed, self._departed
         for key, slots_of_chunk in pairs:
             if key in committed or key in departed:
                 self._commit(key, slots_of_chunk)
             else:
                 committed[key] = slots_of_chunk
-        self._by_age.add(self._unwanted(keys) if self._wanted else keys)
+        self.state.by_age.add(self._unwanted(keys) if self._wanted else keys)
         return True
 
     def _commit(self, key: bytes, slots: tuple[int, ...]) -> None:
         """Let a chunk be found in slots that are referenced for it; whoever calls touches it."""
-        committed = self._committed
+        committed = self.state.committed
         if key in committed:
             self.slots.release(committed[key])
         elif key in self._departed:
@@ -333,26 +354,26 @@ class ChunkIndex:
         committed[key] = slots
 
     def _unwanted(self, keys: Iterable[bytes]) -> tuple[bytes, ...]:
-        return tuple([key for key in keys if key in self._committed and key not in self._wanted])
+        return tuple([key for key in keys if key in self.state.committed and key not in self._wanted])
 
     def _place_pages(self, job: Job) -> None:
         slot_of_page = dict(zip(self._geometry.pages_of(job.chunks), job.slots, strict=False))
         for chunk, key in reversed(tuple(zip(job.chunks, job.keys, strict=False))):
             self._place(chunk, key, slot_of_page)
         for chunk, key in reversed(job.earlier_keys):
-            if key in self._committed:  # the new image of this block is longer and contains the shorter one
+            if key in self.state.committed:  # the new image of this block is longer and contains the shorter one
                 self._place(chunk, key, slot_of_page)
 
     def _place(self, chunk: int, key: bytes, slot_of_page: Mapping[int, int]) -> None:
         slots = self._geometry.slots_of(chunk, slot_of_page)
-        replaced = self._committed.get(key)
+        replaced = self.state.committed.get(key)
         if slots is not None and NO_SLOT in slots:
             slots = self._completed(slots, replaced)
         if slots is None:
             return  # a save that names too few slots; folding it must not fail, and it must not be found
         self.slots.acquire(slots)
         self._commit(key, slots)
-        self._by_age.add(self._unwanted((key,)))
+        self.state.by_age.add(self._unwanted((key,)))
 
     def _completed(self, slots: tuple[int, ...], stored: tuple[int, ...] | None) -> tuple[int, ...] | None:
         """Slots with what is stored already where the save brought nothing; None where a page that all see is missing.
@@ -383,21 +404,21 @@ class ChunkIndex:
         self._remove(event.key, Departed(Departure.TAINTED, sequence))
 
     def _reset(self, _event: e.CacheReset, sequence: int) -> None:
-        for key in tuple(self._committed):
+        for key in tuple(self.state.committed):
             self._remove(key, Departed(Departure.RESET, sequence))
         self._saving.clear()
         self._wanted.clear()
-        self._wanted_by.clear()
+        self.state.wanted_by.clear()
         self._pins.clear()
-        self._pinned_by.clear()
+        self.state.pinned_by.clear()
 
     def _remove(self, key: bytes, why: Departed) -> None:
-        slots = self._committed.pop(key, None)
-        self._by_age.discard(key)
+        slots = self.state.committed.pop(key, None)
+        self.state.by_age.discard(key)
         if slots is None:
             return
         self.slots.release(slots)
-        self.num_removed += 1
+        self.state.num_removed += 1
         self._departed[key] = why
         self._departed.move_to_end(key)
         if len(self._departed) > self._max_departed:

@@ -8,8 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
+import msgspec
+
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.projections.tracker import RequestTracker
+
+
+class State(msgspec.Struct, forbid_unknown_fields=True):
+    """By request id."""
+
+    keys: dict[str, list[bytes]] = {}
 
 
 class ChunkKeys:
@@ -18,23 +26,23 @@ class ChunkKeys:
     def __init__(self, tracker: RequestTracker, chunk_size: int) -> None:
         self._tracker = tracker
         self._chunk_size = chunk_size
-        self._keys: dict[str, list[bytes]] = {}
+        self.state = State()
 
     def __len__(self) -> int:
-        return len(self._keys)
+        return len(self.state.keys)
 
     def of(self, request_id: str) -> Sequence[bytes]:
         """The keys known so far."""
-        return self._keys.get(request_id, ())
+        return self.state.keys.get(request_id, ())
 
     def first(self, request_id: str, num_chunks: int) -> list[bytes]:
         """A list of the first keys, the caller's own."""
-        keys = self._keys.get(request_id)
+        keys = self.state.keys.get(request_id)
         return [] if keys is None else keys[:num_chunks]
 
     def of_chunks(self, request_id: str, chunks: tuple[int, ...]) -> tuple[bytes, ...]:
         """The keys of these chunks, without those that are not known."""
-        keys = self._keys.get(request_id)
+        keys = self.state.keys.get(request_id)
         if keys is None:
             return ()
         num_keys = len(keys)
@@ -51,16 +59,12 @@ class ChunkKeys:
             e.RequestReleased: self._released,
         }
 
-    def snapshot(self) -> object:
-        """Plain values, equal for equal states."""
-        return {request_id: [key.hex() for key in keys] for request_id, keys in self._keys.items()}
-
     def _observed(self, event: e.ChunkKeysObserved, _sequence: int) -> None:
-        keys = self._keys.get(event.request_id)
+        keys = self.state.keys.get(event.request_id)
         if keys is None:
             if self._tracker.get(event.request_id) is None:
                 return
-            keys = self._keys[event.request_id] = []
+            keys = self.state.keys[event.request_id] = []
         num_keys = len(keys)
         if event.first_chunk == num_keys:
             keys.extend(event.keys)
@@ -69,11 +73,11 @@ class ChunkKeys:
 
     def _session_continued(self, event: e.SessionContinued, _sequence: int) -> None:
         # Other tokens follow from here, so other keys.
-        del self._keys.get(event.request_id, [])[event.num_computed_tokens // self._chunk_size :]
+        del self.state.keys.get(event.request_id, [])[event.num_computed_tokens // self._chunk_size :]
 
     def _arrived(self, event: e.RequestArrived, _sequence: int) -> None:
-        self._keys.pop(event.request_id, None)
+        self.state.keys.pop(event.request_id, None)
 
     def _released(self, event: e.RequestReleased, _sequence: int) -> None:
         if self._tracker.get(event.request_id) is None:
-            self._keys.pop(event.request_id, None)
+            self.state.keys.pop(event.request_id, None)

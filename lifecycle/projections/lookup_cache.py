@@ -67,6 +67,16 @@ class PendingAnswer(msgspec.Struct, frozen=True, gc=False):
     sequence: int
 
 
+class State(msgspec.Struct, forbid_unknown_fields=True):
+    """All by request id."""
+
+    hits: dict[str, CachedHit] = {}
+    pending: dict[str, PendingAnswer] = {}
+    taken_up: dict[str, PendingAnswer] = {}
+    num_deferred: dict[str, int] = {}
+    junctions: dict[str, int] = {}
+
+
 class LookupCache:
     """One replaceable slot per request, written by the last lookup.
 
@@ -80,35 +90,31 @@ class LookupCache:
         self._chunk_size = chunk_size
         self._chunk_keys = chunk_keys
         self._chunk_index = chunk_index
-        self._hits: dict[str, CachedHit] = {}
-        self._pending: dict[str, PendingAnswer] = {}
-        self._taken_up: dict[str, PendingAnswer] = {}
-        self._num_deferred: dict[str, int] = {}
-        self._junctions: dict[str, int] = {}
+        self.state = State()
 
     def __len__(self) -> int:
-        return len(self._hits)
+        return len(self.state.hits)
 
     def pending(self, request_id: str) -> PendingAnswer | None:
         """The last answer that no allocation has taken up."""
-        return self._pending.get(request_id)
+        return self.state.pending.get(request_id)
 
     def taken_up(self, request_id: str) -> PendingAnswer | None:
         """The answer that the request's last allocation took up, if a lookup preceded it."""
-        return self._taken_up.get(request_id)
+        return self.state.taken_up.get(request_id)
 
     def junction(self, request_id: str) -> int:
         """Where another request's prefix ends that its last lookup could not use, because of a window; 0: nowhere."""
-        return self._junctions.get(request_id, 0)
+        return self.state.junctions.get(request_id, 0)
 
     def num_deferred(self, request_id: str) -> int:
         """How often in a row the scheduler was told to ask again."""
-        return self._num_deferred.get(request_id, 0)
+        return self.state.num_deferred.get(request_id, 0)
 
     def num_hit_chunks(self, request_id: str, generation: int) -> int:
         """Committed chunks from the request's first token on. Changes nothing."""
         keys = self._chunk_keys.of(request_id)
-        cached = self._hits.get(request_id)
+        cached = self.state.hits.get(request_id)
         start = 0
         if (
             cached is not None
@@ -135,27 +141,18 @@ class LookupCache:
             e.CacheReset: self._reset,
         }
 
-    def snapshot(self) -> object:
-        """Plain values, equal for equal states."""
-        return {
-            "hits": {request_id: hit.num_chunks for request_id, hit in self._hits.items()},
-            "deferred": dict(self._num_deferred),
-            "pending": {request_id: msgspec.structs.astuple(answer) for request_id, answer in self._pending.items()},
-            "taken_up": {request_id: msgspec.structs.astuple(answer) for request_id, answer in self._taken_up.items()},
-        }
-
     def _answered(self, event: e.LookupAnswered, sequence: int) -> None:
         if self._tracker.in_generation(event) is None:
             return
         request_id = event.request_id
-        self._hits[request_id] = CachedHit(
+        self.state.hits[request_id] = CachedHit(
             event.num_hit_tokens // self._chunk_size,
             len(self._chunk_keys.of(request_id)),
             event.generation,
             self._chunk_index.num_added,
             self._chunk_index.num_removed,
         )
-        self._pending[request_id] = PendingAnswer(
+        self.state.pending[request_id] = PendingAnswer(
             event.generation,
             event.num_computed_tokens,
             event.num_tokens,
@@ -163,40 +160,40 @@ class LookupCache:
             event.is_async,
             sequence,
         )
-        self._num_deferred.pop(request_id, None)
+        self.state.num_deferred.pop(request_id, None)
         if event.miss_reason == _WINDOW:
-            self._junctions[request_id] = event.num_hit_tokens // self._chunk_size * self._chunk_size
+            self.state.junctions[request_id] = event.num_hit_tokens // self._chunk_size * self._chunk_size
 
     def _deferred(self, event: e.LookupDeferred, _sequence: int) -> None:
         if self._tracker.in_generation(event) is None:
             return
-        self._num_deferred[event.request_id] = event.num_deferred
-        self._pending.pop(event.request_id, None)
+        self.state.num_deferred[event.request_id] = event.num_deferred
+        self.state.pending.pop(event.request_id, None)
 
     def _withheld(self, event: e.DecisionWithheld, _sequence: int) -> None:
-        self._pending.pop(event.request_id, None)
+        self.state.pending.pop(event.request_id, None)
 
     def _keys_observed(self, event: e.ChunkKeysObserved, _sequence: int) -> None:
-        cached = self._hits.get(event.request_id)
+        cached = self.state.hits.get(event.request_id)
         if cached is not None and event.first_chunk < cached.num_keys:
-            del self._hits[event.request_id]
+            del self.state.hits[event.request_id]
 
     def _allocated(self, event: e.BlocksAllocated, _sequence: int) -> None:
-        answer = self._pending.pop(event.request_id, None)
+        answer = self.state.pending.pop(event.request_id, None)
         if answer is None:
-            self._taken_up.pop(event.request_id, None)
+            self.state.taken_up.pop(event.request_id, None)
         else:
-            self._taken_up[event.request_id] = answer
+            self.state.taken_up[event.request_id] = answer
 
     def _forget(self, event: e.RequestEvent, _sequence: int) -> None:
-        self._hits.pop(event.request_id, None)
-        self._pending.pop(event.request_id, None)
-        self._taken_up.pop(event.request_id, None)
-        self._num_deferred.pop(event.request_id, None)
-        self._junctions.pop(event.request_id, None)
+        self.state.hits.pop(event.request_id, None)
+        self.state.pending.pop(event.request_id, None)
+        self.state.taken_up.pop(event.request_id, None)
+        self.state.num_deferred.pop(event.request_id, None)
+        self.state.junctions.pop(event.request_id, None)
 
     def _reset(self, _event: e.CacheReset, _sequence: int) -> None:
-        self._hits.clear()
-        self._pending.clear()
-        self._num_deferred.clear()
-        self._junctions.clear()
+        self.state.hits.clear()
+        self.state.pending.clear()
+        self.state.num_deferred.clear()
+        self.state.junctions.clear()

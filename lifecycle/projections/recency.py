@@ -19,8 +19,8 @@ _NUM_LEFT = _MAX_WAITING * 7 // 8
 class Recency:
     """Chunk keys, oldest first. Deeper chunks count as older: without its beginning a prefix is worth nothing."""
 
-    def __init__(self) -> None:
-        self._order: OrderedDict[bytes, None] = OrderedDict()
+    def __init__(self, keys: Iterable[bytes] = ()) -> None:
+        self._order: OrderedDict[bytes, None] = OrderedDict.fromkeys(keys)
         """Every key, in the order of those touches that do not wait."""
         self._waiting: deque[Sequence[bytes]] = deque()
         """Touches in their order: prefixes are lists of their own, which are emptied when they wait no more."""
@@ -59,12 +59,6 @@ class Recency:
     def discard(self, key: bytes) -> None:
         """Forget a key until it is added again."""
         self._order.pop(key, None)
-
-    def restore(self, keys: Iterable[bytes]) -> None:
-        """Let this be the order."""
-        self._take_up(0)
-        self._order.clear()
-        self._order.update(dict.fromkeys(keys))
 
     def _take_up(self, num_left: int) -> None:
         order, waiting = self._order, self._waiting

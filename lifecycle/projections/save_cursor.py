@@ -8,9 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+import msgspec
+
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.projections.tracker import RequestTracker
 from kvledger.lifecycle.projections.transfers import Transfers
+
+
+class State(msgspec.Struct, forbid_unknown_fields=True):
+    """By request id."""
+
+    num_chunks: dict[str, int] = {}
 
 
 class SaveCursor:
@@ -23,18 +31,18 @@ class SaveCursor:
         self._tracker = tracker
         self._transfers = transfers
         self._chunk_size = chunk_size
-        self._num_chunks: dict[str, int] = {}
+        self.state = State()
 
     def __len__(self) -> int:
-        return len(self._num_chunks)
+        return len(self.state.num_chunks)
 
     def num_chunks(self, request_id: str) -> int:
         """Chunks dealt with."""
-        return self._num_chunks.get(request_id, 0)
+        return self.state.num_chunks.get(request_id, 0)
 
     def next_threshold(self, request_id: str) -> int:
         """The number of settled tokens from which there is something to save."""
-        return (self._num_chunks.get(request_id, 0) + 1) * self._chunk_size
+        return (self.state.num_chunks.get(request_id, 0) + 1) * self._chunk_size
 
     def folds(self) -> Mapping[type[e.Event], Callable[..., None]]:
         """Event class -> fold."""
@@ -50,27 +58,23 @@ class SaveCursor:
             e.CacheReset: self._reset,
         }
 
-    def snapshot(self) -> object:
-        """Plain values, equal for equal states."""
-        return dict(self._num_chunks)
-
     def _step_scheduled(self, event: e.StepScheduled, _sequence: int) -> None:
         for ordinal, _, num_settled_tokens in event.settled:
             record = self._tracker.of(ordinal)
             # Until a load has arrived, what was computed on top of it may be wrong too.
             if record is not None and not self._transfers.is_loading(ordinal, record.generation):
-                self._num_chunks[record.request_id] = num_settled_tokens // self._chunk_size
+                self.state.num_chunks[record.request_id] = num_settled_tokens // self._chunk_size
 
     def _load_failed(self, event: e.LoadFailed, _sequence: int) -> None:
         if self._tracker.in_generation(event) is not None:
-            self._num_chunks.pop(event.request_id, None)
+            self.state.num_chunks.pop(event.request_id, None)
 
     def _released(self, event: e.RequestReleased, _sequence: int) -> None:
         if self._tracker.get(event.request_id) is None:
-            self._num_chunks.pop(event.request_id, None)
+            self.state.num_chunks.pop(event.request_id, None)
 
     def _restart(self, event: e.RequestEvent, _sequence: int) -> None:
-        self._num_chunks.pop(event.request_id, None)
+        self.state.num_chunks.pop(event.request_id, None)
 
     def _session_continued(self, event: e.SessionContinued, _sequence: int) -> None:
         self._cut(event.request_id, event.num_computed_tokens)
@@ -79,8 +83,8 @@ class SaveCursor:
         self._cut(event.request_id, event.num_computed_tokens)
 
     def _cut(self, request_id: str, num_tokens: int) -> None:
-        if request_id in self._num_chunks:
-            self._num_chunks[request_id] = min(self._num_chunks[request_id], num_tokens // self._chunk_size)
+        if request_id in self.state.num_chunks:
+            self.state.num_chunks[request_id] = min(self.state.num_chunks[request_id], num_tokens // self._chunk_size)
 
     def _reset(self, _event: e.CacheReset, _sequence: int) -> None:
-        self._num_chunks.clear()
+        self.state.num_chunks.clear()

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 import attrs
+import msgspec
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.projections.host_slots import HostSlots
@@ -29,6 +30,12 @@ class Tail:
     """The last load that reads it; 0: none."""
 
 
+class State(msgspec.Struct, forbid_unknown_fields=True):
+    """By the ordinal of a life."""
+
+    tails: dict[int, Tail] = {}
+
+
 class Tails:
     """Life of a request -> its tail. To be folded before the chunk index, whose jobs own the slots until then.
 
@@ -39,19 +46,19 @@ class Tails:
     def __init__(self, tracker: RequestTracker, slots: HostSlots) -> None:
         self._tracker = tracker
         self._slots = slots
-        self._tails: dict[int, Tail] = {}
+        self.state = State()
 
     def __len__(self) -> int:
-        return len(self._tails)
+        return len(self.state.tails)
 
     def saved(self, ordinal: int) -> Tail | None:
         """The tail that can be loaded, if there is one."""
-        tail = self._tails.get(ordinal)
+        tail = self.state.tails.get(ordinal)
         return tail if tail is not None and tail.is_saved else None
 
     def of(self, ordinal: int) -> Tail | None:
         """The tail, saved or still being saved."""
-        return self._tails.get(ordinal)
+        return self.state.tails.get(ordinal)
 
     def folds(self) -> Mapping[type[e.Event], Callable[..., None]]:
         """Event class -> fold."""
@@ -72,18 +79,10 @@ class Tails:
             e.CacheReset: self._reset,
         }
 
-    def snapshot(self) -> object:
-        """Plain values, equal for equal states."""
-        return {
-            record.request_id: attrs.astuple(self._tails[record.ordinal])
-            for record in self._tracker
-            if record.ordinal in self._tails
-        }
-
     def _issued(self, event: e.TailSaveIssued, _sequence: int) -> None:
         if self._tracker.of(event.ordinal) is not None:
             end_token = event.first_token + event.num_tokens
-            self._tails[event.ordinal] = Tail(event.job_id, event.first_token, end_token, event.slots)
+            self.state.tails[event.ordinal] = Tail(event.job_id, event.first_token, end_token, event.slots)
 
     def _load_issued(self, event: e.LoadIssued, _sequence: int) -> None:
         tail = self.saved(event.ordinal)
@@ -91,18 +90,18 @@ class Tails:
             tail.load_id = event.job_id
 
     def _save_completed(self, event: e.SaveCompleted, _sequence: int) -> None:
-        tail = self._tails.get(event.ordinal)
+        tail = self.state.tails.get(event.ordinal)
         if tail is not None and tail.job_id == event.job_id:
             tail.is_saved = True
             self._slots.acquire(tail.slots)  # the job gives its reference back right after
 
     def _save_failed(self, event: e.SaveFailed, _sequence: int) -> None:
-        tail = self._tails.get(event.ordinal)
+        tail = self.state.tails.get(event.ordinal)
         if tail is not None and tail.job_id == event.job_id:
             self._forget(event.ordinal)
 
     def _load_failed(self, event: e.LoadFailed, _sequence: int) -> None:
-        tail = self._tails.get(event.ordinal)
+        tail = self.state.tails.get(event.ordinal)
         if tail is not None and tail.load_id == event.job_id:
             self._forget(event.ordinal)
 
@@ -110,17 +109,17 @@ class Tails:
         self._forget(event.ordinal)
 
     def _drop(self, event: e.RequestEvent, _sequence: int) -> None:
-        if not self._tails:
+        if not self.state.tails:
             return
         record = self._tracker.get(event.request_id)
         if record is not None:
             self._forget(record.ordinal)
 
     def _forget(self, ordinal: int) -> None:
-        tail = self._tails.pop(ordinal, None)
+        tail = self.state.tails.pop(ordinal, None)
         if tail is not None and tail.is_saved:
             self._slots.release(tail.slots)
 
     def _reset(self, _event: e.CacheReset, _sequence: int) -> None:
-        for ordinal in tuple(self._tails):
+        for ordinal in tuple(self.state.tails):
             self._forget(ordinal)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 import attrs
+import msgspec
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.projections.tracker import RequestTracker
@@ -42,17 +43,28 @@ class Figures:
     num_extension_events: int = 0
 
 
+class State(msgspec.Struct, forbid_unknown_fields=True):
+    """The sums, and what will be added to them."""
+
+    figures: Figures = msgspec.field(default_factory=Figures)
+    loading: dict[int, int] = {}
+    """Load under way -> its tokens."""
+    returning: dict[int, tuple[int, int]] = {}
+    """Life of a preempted request that was looked up again -> tokens retained and recovered, until a step runs."""
+
+
 class Totals:
     """Folds every event that counts into `figures`. Registered before the tracker, to see states as they were."""
 
     def __init__(self, tracker: RequestTracker, transfers: Transfers) -> None:
         self._tracker = tracker
         self._transfers = transfers
-        self.figures = Figures()
-        self._loading: dict[int, int] = {}
-        """Load under way -> its tokens."""
-        self._returning: dict[int, tuple[int, int]] = {}
-        """Life of a preempted request that was looked up again -> tokens retained and recovered, until a step runs."""
+        self.state = State()
+
+    @property
+    def figures(self) -> Figures:
+        """The sums so far."""
+        return self.state.figures
 
     def folds(self) -> Mapping[type[e.Event], Callable[..., None]]:
         """Event class -> fold."""
@@ -78,10 +90,6 @@ class Totals:
             e.ExtensionDecided: self._of_extension,
         }
 
-    def snapshot(self) -> object:
-        """Plain values, equal for equal states."""
-        return attrs.asdict(self.figures)
-
     def _of_extension(self, _event: e.ExtensionEvent, _sequence: int) -> None:
         self.figures.num_extension_events += 1
 
@@ -96,33 +104,33 @@ class Totals:
         record = self._tracker.get(event.request_id)
         if record is not None and record.num_preemptions:
             num_retained = min(event.num_computed_tokens, record.num_tokens_before_preemption)
-            self._returning[record.ordinal] = (num_retained, 0)
+            self.state.returning[record.ordinal] = (num_retained, 0)
 
     def _answered(self, event: e.LookupAnswered, _sequence: int) -> None:
         self.figures.num_lookups += 1
         self.figures.num_tokens_hit += event.num_external_tokens
 
     def _load_issued(self, event: e.LoadIssued, _sequence: int) -> None:
-        self._loading[event.job_id] = event.num_tokens
+        self.state.loading[event.job_id] = event.num_tokens
         record = self._tracker.in_generation(event)
-        if record is not None and event.ordinal in self._returning:
-            num_retained, _ = self._returning[event.ordinal]
+        if record is not None and event.ordinal in self.state.returning:
+            num_retained, _ = self.state.returning[event.ordinal]
             last = min(event.first_token + event.num_tokens, record.num_tokens_before_preemption)
-            self._returning[event.ordinal] = (num_retained, max(0, last - event.first_token))
+            self.state.returning[event.ordinal] = (num_retained, max(0, last - event.first_token))
 
     def _gone(self, event: e.RequestEvent, _sequence: int) -> None:
         record = self._tracker.get(event.request_id)
         if record is not None:
-            self._returning.pop(record.ordinal, None)
+            self.state.returning.pop(record.ordinal, None)
 
     def _load_completed(self, event: e.LoadCompleted, _sequence: int) -> None:
-        self.figures.num_tokens_loaded += self._loading.pop(event.job_id, 0)
+        self.figures.num_tokens_loaded += self.state.loading.pop(event.job_id, 0)
 
     def _step_scheduled(self, event: e.StepScheduled, _sequence: int) -> None:
         for ordinal, num_computed_tokens, num_scheduled_tokens, _ in event.advanced:
             record = self._tracker.of(ordinal)
             if record is not None and record.num_preemptions:
-                num_retained, num_recovered = self._returning.pop(ordinal, (0, 0))
+                num_retained, num_recovered = self.state.returning.pop(ordinal, (0, 0))
                 self.figures.num_tokens_retained += num_retained
                 self.figures.num_tokens_recovered += num_recovered
                 last = min(num_computed_tokens + num_scheduled_tokens, record.num_tokens_before_preemption)
@@ -152,7 +160,7 @@ class Totals:
         self.figures.num_chunks_declined += event.num_chunks
 
     def _load_failed(self, event: e.LoadFailed, _sequence: int) -> None:
-        self._loading.pop(event.job_id, None)
+        self.state.loading.pop(event.job_id, None)
         self.figures.num_loads_failed += 1
 
     def _evicted(self, _event: e.ChunkEvicted, _sequence: int) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 
 import attrs
+import msgspec
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.machine import CompiledTable
@@ -62,6 +63,16 @@ class RequestRecord:
         return self.steady_since != NOT_STEADY
 
 
+class State(msgspec.Struct, forbid_unknown_fields=True):
+    """What the tracker knows."""
+
+    records: dict[int, RequestRecord] = {}
+    """Ordinal -> record."""
+    num_arrived: int = 0
+    num_steps: int = 0
+    time_ns: int = 0
+
+
 class RequestTracker:
     """Folds request events into records.
 
@@ -74,26 +85,42 @@ class RequestTracker:
 
     def __init__(self, table: CompiledTable) -> None:
         self._table = table
-        self._records: dict[str, RequestRecord] = {}
-        self._by_ordinal: dict[int, RequestRecord] = {}
-        # Asked several times for every event: the dicts' own methods. So the dicts are changed, never replaced.
-        self.get: Callable[[str], RequestRecord | None] = self._records.get
+        self.state = State()
+        self.index()
+
+    def index(self) -> None:
+        """Make anew what follows from the state."""
+        self._present = {record.request_id: record for record in self.state.records.values()}
+        # Asked several times for every event: the dicts' own methods.
+        self.get: Callable[[str], RequestRecord | None] = self._present.get
         """The present life of a request id, for observations; None where it is released."""
-        self.of: Callable[[int], RequestRecord | None] = self._by_ordinal.get
+        self.of: Callable[[int], RequestRecord | None] = self.state.records.get
         """The record of that life of a request, for decisions; None once it is released."""
-        self.num_arrived = 0
-        self.num_steps = 0
-        self.time_ns = 0
+
+    @property
+    def num_arrived(self) -> int:
+        """Lives that have begun."""
+        return self.state.num_arrived
+
+    @property
+    def num_steps(self) -> int:
+        """Engine steps so far."""
+        return self.state.num_steps
+
+    @property
+    def time_ns(self) -> int:
+        """Of the last event that told it."""
+        return self.state.time_ns
 
     def __len__(self) -> int:
-        return len(self._records)
+        return len(self.state.records)
 
     def __iter__(self) -> Iterator[RequestRecord]:
-        return iter(self._records.values())
+        return iter(self.state.records.values())
 
     def in_generation(self, decision: e.RequestDecision) -> RequestRecord | None:
         """The record of the decision's life, if it still is in the generation that the decision names."""
-        record = self._by_ordinal.get(decision.ordinal)
+        record = self.state.records.get(decision.ordinal)
         return record if record is not None and record.generation == decision.generation else None
 
     def num_computed_tokens(self, record: RequestRecord) -> int:
@@ -134,45 +161,22 @@ class RequestTracker:
             return None
         return self._decided if issubclass(event_class, e.RequestDecision) else self._move
 
-    def snapshot(self) -> object:
-        """Plain values, equal for equal states."""
-        return {
-            "steps": self.num_steps,
-            "arrived": self.num_arrived,
-            "requests": {
-                record.request_id: {
-                    "ordinal": record.ordinal,
-                    "state": record.path,
-                    "generation": record.generation,
-                    "num_computed_tokens": self.num_computed_tokens(record),
-                    "num_tokens": max(record.num_tokens, self.num_computed_tokens(record)),
-                    "num_prompt_tokens": record.num_prompt_tokens,
-                    "num_preemptions": record.num_preemptions,
-                    "num_failed_loads": record.num_failed_loads,
-                    "computes_first": record.computes_first,
-                    "quarantined": record.quarantined,
-                    "stale_generation": record.stale_generation,
-                }
-                for record in self._records.values()
-            },
-        }
-
     # --- folds: total, no validation ---------------------------------------------------------
 
     def _told_time(self, event: e.TransferReported | e.LogNote, _sequence: int) -> None:
-        self.time_ns = event.time_ns
+        self.state.time_ns = event.time_ns
 
     def _reset(self, event: e.CacheReset, _sequence: int) -> None:
-        self.time_ns = event.time_ns
-        for record in self._records.values():
+        self.state.time_ns = event.time_ns
+        for record in self.state.records.values():
             if record.holds_blocks:
                 record.stale_generation = record.generation
 
     def _arrived(self, event: e.RequestArrived, _sequence: int) -> None:
-        self.time_ns = event.time_ns
-        earlier = self._records.get(event.request_id)
-        if earlier is not None:
-            self._by_ordinal.pop(earlier.ordinal, None)
+        self.state.time_ns = event.time_ns
+        for earlier in (self._present.get(event.request_id), self.state.records.get(event.ordinal)):
+            if earlier is not None:
+                self._forget(earlier)
         record = RequestRecord(
             event.request_id,
             event.ordinal,
@@ -180,12 +184,12 @@ class RequestTracker:
             event.num_prompt_tokens,
             state_since_ns=event.time_ns,
         )
-        self._records[event.request_id] = record
-        self._by_ordinal[event.ordinal] = record
-        self.num_arrived += 1
+        self._present[event.request_id] = record
+        self.state.records[event.ordinal] = record
+        self.state.num_arrived += 1
 
     def _move(self, event: e.RequestEvent, _sequence: int) -> None:
-        record = self._records.get(event.request_id)
+        record = self._present.get(event.request_id)
         if record is not None:
             self._move_record(record, type(event))
 
@@ -201,8 +205,8 @@ class RequestTracker:
             record.state_since_ns = self.time_ns
 
     def _lookup_requested(self, event: e.LookupRequested, sequence: int) -> None:
-        self.time_ns = event.time_ns
-        record = self._records.get(event.request_id)
+        self.state.time_ns = event.time_ns
+        record = self._present.get(event.request_id)
         if record is not None:
             record.num_tokens = event.num_tokens
             # vLLM asks only about requests without computed tokens; one whose load failed was freed without a word.
@@ -210,7 +214,7 @@ class RequestTracker:
         self._move(event, sequence)
 
     def _load_failed(self, event: e.LoadFailed, sequence: int) -> None:
-        record = self._by_ordinal.get(event.ordinal)
+        record = self.state.records.get(event.ordinal)
         if record is not None:
             record.num_failed_loads += 1
             # After a load within its step failed, vLLM has counted back to 0 before the report comes: another
@@ -220,16 +224,16 @@ class RequestTracker:
         self._decided(event, sequence)
 
     def _blocks_allocated(self, event: e.BlocksAllocated, sequence: int) -> None:
-        self.time_ns = event.time_ns
+        self.state.time_ns = event.time_ns
         self._move(event, sequence)
-        record = self._records.get(event.request_id)
+        record = self._present.get(event.request_id)
         if record is not None:
             record.holds_blocks = True
 
     def _preempted(self, event: e.RequestPreempted, sequence: int) -> None:
-        self.time_ns = event.time_ns
+        self.state.time_ns = event.time_ns
         self._move(event, sequence)
-        record = self._records.get(event.request_id)
+        record = self._present.get(event.request_id)
         if record is not None:
             record.num_tokens_before_preemption = max(record.num_tokens_before_preemption, event.num_settled_tokens)
             record.generation += 1
@@ -238,9 +242,9 @@ class RequestTracker:
             self._count(record, 0)
 
     def _session_continued(self, event: e.SessionContinued, sequence: int) -> None:
-        self.time_ns = event.time_ns
+        self.state.time_ns = event.time_ns
         self._move(event, sequence)
-        record = self._records.get(event.request_id)
+        record = self._present.get(event.request_id)
         if record is not None:
             if record.stale_generation == record.generation and event.num_computed_tokens:
                 record.stale_generation += 1  # the next turn is computed on top of what the reset made stale
@@ -251,17 +255,17 @@ class RequestTracker:
             self._count(record, event.num_computed_tokens)
 
     def _rolled_back(self, event: e.TokensRolledBack, sequence: int) -> None:
-        self.time_ns = event.time_ns
+        self.state.time_ns = event.time_ns
         self._move(event, sequence)
-        record = self._records.get(event.request_id)
+        record = self._present.get(event.request_id)
         if record is not None:
             if event.num_computed_tokens == 0:
                 record.generation += 1
             self._count(record, event.num_computed_tokens)
 
     def _finished(self, event: e.RequestFinished, sequence: int) -> None:
-        self.time_ns = event.time_ns
-        record = self._records.get(event.request_id)
+        self.state.time_ns = event.time_ns
+        record = self._present.get(event.request_id)
         if record is not None:
             record.num_tokens = event.num_tokens
             record.holds_blocks = False
@@ -269,26 +273,29 @@ class RequestTracker:
         self._move(event, sequence)
 
     def _quarantined(self, event: e.RequestQuarantined, _sequence: int) -> None:
-        record = self._by_ordinal.get(event.ordinal)
+        record = self.state.records.get(event.ordinal)
         if record is not None:
             record.quarantined = True
 
     def _released(self, event: e.RequestReleased, _sequence: int) -> None:
         record = self.in_generation(event)
         if record is not None:
-            del self._by_ordinal[event.ordinal]
-            if self._records.get(record.request_id) is record:
-                del self._records[record.request_id]
+            self._forget(record)
+
+    def _forget(self, record: RequestRecord) -> None:
+        self.state.records.pop(record.ordinal, None)
+        if self._present.get(record.request_id) is record:
+            del self._present[record.request_id]
 
     def _step_scheduled(self, event: e.StepScheduled, _sequence: int) -> None:
-        self.time_ns = event.time_ns
+        self.state.time_ns = event.time_ns
         for ordinal in event.paused:
-            record = self._by_ordinal.get(ordinal)
+            record = self.state.records.get(ordinal)
             if record is not None:
                 self._count(record, self.num_computed_tokens(record))
-        self.num_steps += 1
+        self.state.num_steps += 1
         for ordinal, num_computed_tokens, num_scheduled_tokens, num_tokens in event.advanced:
-            record = self._by_ordinal.get(ordinal)
+            record = self.state.records.get(ordinal)
             if record is not None:
                 record.num_tokens = num_tokens
                 record.computes_first = False

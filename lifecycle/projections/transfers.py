@@ -20,8 +20,6 @@ from kvledger.lifecycle.projections.unfilled import UnfilledBlocks
 from kvledger.lifecycle.structs import known_to_attrs
 from kvledger.lifecycle.windows import NO_SLOT
 
-_NO_RANKS: frozenset[int] = frozenset()
-
 
 @members_at_hand
 class JobKind(enum.StrEnum):
@@ -54,9 +52,10 @@ class Job(msgspec.Struct, gc=False):
     is_asked_after: bool = False
     is_fenced: bool = False
     """Whether its blocks were taken, so that the next step waits for it."""
-    ranks_done: frozenset[int] = _NO_RANKS
-    ranks_failed: frozenset[int] = _NO_RANKS
-    told_twice: frozenset[int] = _NO_RANKS
+    ranks_done: tuple[int, ...] = ()
+    """Ascending, as all ranks here."""
+    ranks_failed: tuple[int, ...] = ()
+    told_twice: tuple[int, ...] = ()
     """Ranks in the last report that had reported before, without being asked."""
     error: str = ""
     is_doubtful: bool = False
@@ -66,6 +65,15 @@ class Job(msgspec.Struct, gc=False):
     def life(self) -> tuple[str, int, int]:
         """What a decision about it begins with: request id, ordinal, generation."""
         return self.request_id, self.ordinal, self.generation
+
+
+class State(msgspec.Struct, forbid_unknown_fields=True):
+    """By job id."""
+
+    jobs: dict[int, Job] = {}
+    given_up: dict[int, Job] = {}
+    next_job_id: int = 1
+    epoch: int = 0
 
 
 class Transfers:
@@ -84,47 +92,61 @@ class Transfers:
         num_ranks: int = 1,
     ) -> None:
         self.all_ranks = tuple(range(num_ranks))
-        self._every_rank = frozenset(self.all_ranks)
         self._tracker = tracker
         self._chunk_keys = chunk_keys
         self._geometry = geometry
         self._unfilled = unfilled
-        self._jobs: dict[int, Job] = {}
-        self._given_up: dict[int, Job] = {}
-        # Asked several times for every event: the dicts' own methods. So the dicts are changed, never replaced.
-        self.get: Callable[[int], Job | None] = self._jobs.get
+        self.state = State()
+        self.index()
+
+    def index(self) -> None:
+        """Make anew what follows from the state."""
+        # Asked several times for every event: the dicts' own methods.
+        self.get: Callable[[int], Job | None] = self.state.jobs.get
         """The job, or None once it is settled."""
-        self.given_up: Callable[[int], Job | None] = self._given_up.get
+        self.given_up: Callable[[int], Job | None] = self.state.given_up.get
         """A save that was given up without a report: until every rank reports, it may still write its slots."""
         self._of_ordinal: dict[int, set[int]] = {}
         self._loading: dict[int, int] = {}
         """Slot -> loads in flight that read it."""
-        self.next_job_id = 1
-        self.epoch = 0
+        for job in self.state.jobs.values():
+            self._of_ordinal.setdefault(job.ordinal, set()).add(job.job_id)
+            if job.kind is JobKind.LOAD:
+                self._read(job.slots)
+
+    @property
+    def next_job_id(self) -> int:
+        """The number of the next job."""
+        return self.state.next_job_id
+
+    @property
+    def epoch(self) -> int:
+        """How often everything cached was reset."""
+        return self.state.epoch
 
     def __len__(self) -> int:
-        return len(self._jobs)
+        return len(self.state.jobs)
 
     def __iter__(self) -> Iterator[Job]:
-        return iter(self._jobs.values())
+        return iter(self.state.jobs.values())
 
     def all_given_up(self) -> Iterator[Job]:
         """Every save that was given up without a report."""
-        return iter(self._given_up.values())
+        return iter(self.state.given_up.values())
 
     def is_reported(self, job: Job, event: e.TransferReported | None = None) -> bool:
         """Whether every rank has reported, counting `event` on top."""
-        if job.ranks_done is self._every_rank:
+        if job.ranks_done == self.all_ranks:
             return True
-        ranks = job.ranks_done | job.ranks_failed
+        ranks = {*job.ranks_done, *job.ranks_failed}
         if event is not None:
-            ranks = ranks.union(event.ranks_done, event.ranks_failed)
-        return ranks >= self._every_rank
+            ranks.update(event.ranks_done, event.ranks_failed)
+        return ranks.issuperset(self.all_ranks)
 
     def unheard(self, overdue_step: int, overdue_ns: int) -> list[Job]:
         """Jobs that were issued, or asked after, before both."""
         unheard = []
-        for job in self._jobs.values():
+        for job in self.state.jobs.values():
             if job.asked_step < overdue_step and job.asked_ns < overdue_ns:
                 unheard.append(job)
             elif not job.is_asked_after and not job.is_fenced:
@@ -133,7 +155,7 @@ class Transfers:
 
     def of_life(self, ordinal: int) -> list[Job]:
         """The jobs in flight of that life of a request, in the order in which they were issued."""
-        return [self._jobs[job_id] for job_id in sorted(self._of_ordinal.get(ordinal, ()))]
+        return [self.state.jobs[job_id] for job_id in sorted(self._of_ordinal.get(ordinal, ()))]
 
     def reads_blocks_of(self, ordinal: int) -> list[Job]:
         """Saves in flight out of blocks that this life of a request still has."""
@@ -143,7 +165,7 @@ class Transfers:
 
     def saving(self, key: bytes) -> Job | None:
         """The save in flight that will commit the chunk, or None."""
-        saves = (job for job in self._jobs.values() if job.kind is JobKind.SAVE and self.is_current(job))
+        saves = (job for job in self.state.jobs.values() if job.kind is JobKind.SAVE and self.is_current(job))
         return next((job for job in saves if key in job.keys), None)
 
     def is_current(self, job: Job) -> bool:
@@ -159,7 +181,7 @@ class Transfers:
         job_ids = self._of_ordinal.get(ordinal)
         if job_ids is not None:
             for job_id in job_ids:  # asked for every chunk that settles, so without a generator
-                job = self._jobs[job_id]
+                job = self.state.jobs[job_id]
                 if job.kind is JobKind.LOAD and job.generation == generation:
                     return True
         return False
@@ -202,38 +224,11 @@ class Transfers:
             e.CacheReset: self._reset,
         }
 
-    def snapshot(self) -> object:
-        """Plain values, equal for equal states."""
-        return {
-            "epoch": self.epoch,
-            "next_job_id": self.next_job_id,
-            "given_up": sorted(self._given_up),
-            "jobs": {
-                job.job_id: {
-                    "kind": job.kind.value,
-                    "request_id": job.request_id,
-                    "generation": job.generation,
-                    "keys": [key.hex() for key in job.keys],
-                    "slots": list(job.slots),
-                    "block_ids": list(job.block_ids),
-                    "is_asked_after": job.is_asked_after,
-                    "is_fenced": job.is_fenced,
-                    "ranks_done": sorted(job.ranks_done),
-                    "ranks_failed": sorted(job.ranks_failed),
-                    "is_doubtful": job.is_doubtful,
-                }
-                for job in self._jobs.values()
-            },
-        }
-
     def _load_issued(self, event: e.LoadIssued, _sequence: int) -> None:
         chunk_size = self._geometry.chunk_size
         first = event.first_token // chunk_size
         last = -(-(event.first_token + event.num_tokens) // chunk_size)
-        loading = self._loading
-        for slot in event.slots:
-            if slot != NO_SLOT:
-                loading[slot] = loading.get(slot, 0) + 1
+        self._read(event.slots)
         self._start(event, JobKind.LOAD, tuple(range(first, last)), event.is_async)
 
     def _save_issued(self, event: e.SaveIssued, _sequence: int) -> None:
@@ -251,7 +246,7 @@ class Transfers:
     ) -> None:
         tracker, job_id, request_id, ordinal = self._tracker, event.job_id, event.request_id, event.ordinal
         keys = self._chunk_keys.of_chunks(request_id, chunks)
-        self._jobs[job_id] = Job(
+        self.state.jobs[job_id] = Job(
             job_id,
             kind,
             request_id,
@@ -273,7 +268,7 @@ class Transfers:
         else:
             siblings.add(job_id)
         if job_id >= self.next_job_id:
-            self.next_job_id = job_id + 1
+            self.state.next_job_id = job_id + 1
 
     def _earlier_keys(self, request_id: str, chunks: tuple[int, ...]) -> tuple[tuple[int, bytes], ...]:
         keys = self._chunk_keys.of(request_id)
@@ -281,38 +276,39 @@ class Transfers:
         return tuple((chunk, keys[chunk]) for chunk in sorted(earlier) if chunk < len(keys))
 
     def _awaited(self, event: e.TransferAwaited, _sequence: int) -> None:
-        job = self._jobs.get(event.job_id)
+        job = self.state.jobs.get(event.job_id)
         if job is not None:
             job.asked_step, job.asked_ns = self._tracker.num_steps, self._tracker.time_ns
             job.is_asked_after |= not event.before_forward
             job.is_fenced |= event.before_forward
 
     def _reported(self, event: e.TransferReported, _sequence: int) -> None:
-        job = self._jobs.get(event.job_id)
+        job = self.state.jobs.get(event.job_id)
         if job is None:
-            job = self._given_up.get(event.job_id)
+            job = self.state.given_up.get(event.job_id)
             if job is not None and self.is_reported(job, event):
-                del self._given_up[event.job_id]
+                del self.state.given_up[event.job_id]
         if job is not None:
             # The first word of a rank counts; what it says later about the same job changes nothing.
-            if job.ranks_done is _NO_RANKS and job.ranks_failed is _NO_RANKS and event.ranks_done == self.all_ranks:
-                job.ranks_done = self._every_rank
-                job.told_twice = _NO_RANKS
+            if not job.ranks_done and not job.ranks_failed and event.ranks_done == self.all_ranks:
+                job.ranks_done = self.all_ranks
             else:
                 self._told_more(job, event)
             if event.error and not job.error:
                 job.error = event.error
 
     def _told_more(self, job: Job, event: e.TransferReported) -> None:
-        known = job.ranks_done | job.ranks_failed
-        told = frozenset((*event.ranks_done, *event.ranks_failed))
-        job.told_twice = _NO_RANKS if event.is_repeated else known & told
-        owing = self._every_rank - known
-        job.ranks_done |= owing.intersection(event.ranks_done)
-        job.ranks_failed |= owing.intersection(event.ranks_failed) - job.ranks_done
+        known = {*job.ranks_done, *job.ranks_failed}
+        told = {*event.ranks_done, *event.ranks_failed}
+        job.told_twice = () if event.is_repeated else tuple(sorted(known & told))
+        owing = set(self.all_ranks) - known
+        done = owing.intersection(event.ranks_done)
+        failed = owing.intersection(event.ranks_failed) - done - set(job.ranks_done)
+        job.ranks_done = tuple(sorted({*job.ranks_done, *done}))
+        job.ranks_failed = tuple(sorted({*job.ranks_failed, *failed}))
 
     def _settled(self, event: e.LoadCompleted | e.LoadFailed | e.SaveCompleted | e.SaveFailed, _sequence: int) -> None:
-        job = self._jobs.pop(event.job_id, None)
+        job = self.state.jobs.pop(event.job_id, None)
         if job is None:
             return
         siblings = self._of_ordinal.get(job.ordinal)
@@ -324,10 +320,16 @@ class Transfers:
             self._read_no_more(job.slots)
 
     def _save_failed(self, event: e.SaveFailed, sequence: int) -> None:
-        job = self._jobs.get(event.job_id)
+        job = self.state.jobs.get(event.job_id)
         if job is not None and not event.quiet:
-            self._given_up[job.job_id] = job
+            self.state.given_up[job.job_id] = job
         self._settled(event, sequence)
+
+    def _read(self, slots: tuple[int, ...]) -> None:
+        loading = self._loading
+        for slot in slots:
+            if slot != NO_SLOT:
+                loading[slot] = loading.get(slot, 0) + 1
 
     def _read_no_more(self, slots: tuple[int, ...]) -> None:
         loading = self._loading
@@ -345,7 +347,7 @@ class Transfers:
     def _load_errors_observed(self, _event: e.LoadErrorsObserved | e.LoadFailed, _sequence: int) -> None:
         # A load may fail in the very step that saves what it should have brought, or what was computed on top of it.
         # Whoever did so may have ended since; whatever else it saved is as doubtful.
-        for ordinal in {job.ordinal for job in self._jobs.values() if self._unfilled.spoil(job.block_ids)}:
+        for ordinal in {job.ordinal for job in self.state.jobs.values() if self._unfilled.spoil(job.block_ids)}:
             self._doubt_saves(ordinal)
 
     def _quarantined(self, event: e.RequestQuarantined, _sequence: int) -> None:
@@ -353,7 +355,7 @@ class Transfers:
 
     def _doubt_saves(self, ordinal: int) -> None:
         for job_id in self._of_ordinal.get(ordinal, ()):
-            self._jobs[job_id].is_doubtful = self._jobs[job_id].kind is JobKind.SAVE
+            self.state.jobs[job_id].is_doubtful = self.state.jobs[job_id].kind is JobKind.SAVE
 
     def _reset(self, _event: e.CacheReset, _sequence: int) -> None:
-        self.epoch += 1
+        self.state.epoch += 1

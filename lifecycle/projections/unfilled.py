@@ -6,14 +6,33 @@ given anew, to be computed or loaded by whomever. It must not know who may hit a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from array import array
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+
+import msgspec
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.geometry import Geometry
 from kvledger.lifecycle.projections.block_table import BlockTable
 from kvledger.lifecycle.projections.tracker import RequestTracker
 from kvledger.lifecycle.windows import NULL_BLOCK
+
+
+class State(msgspec.Struct, forbid_unknown_fields=True):
+    """The blocks, and what they may come from."""
+
+    blocks: dict[int, None] = {}
+    loads: dict[int, tuple[int, ...]] = {}
+    """Job id -> blocks of a load in flight."""
+    lost: list[array] = []  # type: ignore[type-arg]  # in Python 3.11 it takes no argument when it runs
+    """Tables that were lost since the last step; a failure of that step concerns them, too. Nobody changes them."""
+    lost_before: list[array] = []  # type: ignore[type-arg]
+    """And in the step before: with two steps in flight, the next one is scheduled before the failure is known."""
+    num_local_tokens: dict[str, int] = {}
+    """While a block is unfilled: what each request has of vLLM's prefix cache, by its last lookup."""
+    num_failures: int = 0
+    """How often blocks were added."""
 
 
 class UnfilledBlocks:
@@ -23,26 +42,21 @@ class UnfilledBlocks:
         self._tracker = tracker
         self._tables = tables
         self._geometry = geometry
-        self._blocks: set[int] = set()
-        self._loads: dict[int, tuple[int, ...]] = {}
-        """Job id -> blocks of a load in flight."""
-        self._lost: list[Sequence[int]] = []
-        """Tables that were lost since the last step; a failure of that step concerns them, too. Nobody changes them."""
-        self._lost_before: list[Sequence[int]] = []
-        """And in the step before: with two steps in flight, the next one is scheduled before the failure is known."""
-        self._num_local_tokens: dict[str, int] = {}
-        """While a block is unfilled: what each request has of vLLM's prefix cache, by its last lookup."""
-        self.num_failures = 0
-        """How often blocks were added."""
+        self.state = State()
 
     @property
     def blocks(self) -> AbstractSet[int]:
         """Their ids."""
-        return self._blocks
+        return self.state.blocks.keys()
+
+    @property
+    def num_failures(self) -> int:
+        """How often blocks were added."""
+        return self.state.num_failures
 
     def spoil(self, block_ids: Iterable[int]) -> bool:
         """Whether one of these blocks is unfilled."""
-        return bool(self._blocks) and not self._blocks.isdisjoint(block_ids)
+        return bool(self.state.blocks) and not self.state.blocks.keys().isdisjoint(block_ids)
 
     def folds(self) -> Mapping[type[e.Event], Callable[..., None]]:
         """Event class -> fold."""
@@ -58,28 +72,24 @@ class UnfilledBlocks:
             e.StepScheduled: self._step_scheduled,
         }
 
-    def snapshot(self) -> object:
-        """Plain values, equal for equal states."""
-        return sorted(self._blocks)
-
     def _lookup_requested(self, event: e.LookupRequested, _sequence: int) -> None:
-        if self._blocks:
-            self._num_local_tokens[event.request_id] = event.num_computed_tokens
+        if self.state.blocks:
+            self.state.num_local_tokens[event.request_id] = event.num_computed_tokens
 
     def _blocks_allocated(self, event: e.BlocksAllocated, _sequence: int) -> None:
-        num_tokens = self._num_local_tokens.pop(event.request_id, None) if self._num_local_tokens else None
+        num_tokens = self.state.num_local_tokens.pop(event.request_id, None) if self.state.num_local_tokens else None
         if num_tokens is not None:  # another connector may load into the new ones, of which nothing is reported
-            self._blocks.difference_update(event.block_ids[self._geometry.pages_spanning(0, num_tokens).stop :])
+            self._fill(event.block_ids[self._geometry.pages_spanning(0, num_tokens).stop :])
 
     def _load_issued(self, event: e.LoadIssued, _sequence: int) -> None:
-        self._loads[event.job_id] = event.block_ids
-        self._blocks.difference_update(event.block_ids)
+        self.state.loads[event.job_id] = event.block_ids
+        self._fill(event.block_ids)
 
     def _load_completed(self, event: e.LoadCompleted, _sequence: int) -> None:
-        self._loads.pop(event.job_id, None)
+        self.state.loads.pop(event.job_id, None)
 
     def _load_failed(self, event: e.LoadFailed, _sequence: int) -> None:
-        block_ids = self._loads.pop(event.job_id, ())
+        block_ids = self.state.loads.pop(event.job_id, ())
         if self._geometry.windows.num_groups > 1:
             # With several groups all loads run beside the steps, and nobody computes on such a block before it is
             # there. Who names one all the same held it before, and has left it with its window.
@@ -90,28 +100,33 @@ class UnfilledBlocks:
     def _load_errors_observed(self, event: e.LoadErrorsObserved, _sequence: int) -> None:
         self._add(event.block_ids)
 
-    def _add(self, block_ids: Iterable[int]) -> None:
+    def _add(self, block_ids: tuple[int, ...]) -> None:
         """These, and whatever lies behind one of them in a table: it was computed on top."""
-        failed = frozenset(block_ids)
+        failed = dict.fromkeys(block_ids)
         held = (self._tables.of_life(record.ordinal) or () for record in self._tracker)
-        for table in (*held, *self._lost, *self._lost_before):
-            self._blocks.update(table[_first_of(failed, table) :])
-        self._mark(failed)
+        for table in (*held, *self.state.lost, *self.state.lost_before):
+            self.state.blocks.update(dict.fromkeys(table[_first_of(failed, table) :]))
+        self._mark(block_ids)
 
     def _mark(self, block_ids: Iterable[int]) -> None:
-        self._blocks.update(block_ids)
-        self._blocks.discard(NULL_BLOCK)
-        self.num_failures += 1
+        self.state.blocks.update(dict.fromkeys(block_ids))
+        self._fill((NULL_BLOCK,))
+        self.state.num_failures += 1
+
+    def _fill(self, block_ids: Iterable[int]) -> None:
+        blocks = self.state.blocks
+        for block_id in block_ids if blocks else ():
+            blocks.pop(block_id, None)
 
     def _taken(self, event: e.RequestPreempted | e.RequestFinished, _sequence: int) -> None:
-        self._num_local_tokens.pop(event.request_id, None)
+        self.state.num_local_tokens.pop(event.request_id, None)
         lost = self._tables.lost(event.request_id)
-        if lost:
-            self._lost.append(lost)
+        if isinstance(lost, array) and lost:
+            self.state.lost.append(lost)
 
     def _step_scheduled(self, event: e.StepScheduled, _sequence: int) -> None:
-        self._lost_before, self._lost = self._lost, []
-        if not self._blocks:
+        self.state.lost_before, self.state.lost = self.state.lost, []
+        if not self.state.blocks:
             return
         block_size, num_groups = self._geometry.windows.block_size, self._geometry.windows.num_groups
         for ordinal, num_computed_tokens, num_scheduled_tokens, _ in event.advanced:
@@ -131,15 +146,15 @@ class UnfilledBlocks:
             seen = windows.pages_seen(num_computed_tokens, range(first // windows.num_groups))
             unfilled = first if self.spoil(table[page] for page in seen if page < len(table)) else end
         else:
-            unfilled = _first_of(self._blocks, table[:first])
+            unfilled = _first_of(self.state.blocks, table[:first])
             unfilled = unfilled if unfilled < first else end
         if unfilled < end:
-            self._blocks.update(table[unfilled:end])
-            self._blocks.discard(NULL_BLOCK)
+            self.state.blocks.update(dict.fromkeys(table[unfilled:end]))
+            self._fill((NULL_BLOCK,))
         else:
-            self._blocks.difference_update(table[first:end])
+            self._fill(table[first:end])
 
 
-def _first_of(block_ids: AbstractSet[int], table: Sequence[int]) -> int:
+def _first_of(block_ids: Container[int], table: Sequence[int]) -> int:
     """Where the first of these blocks stands; the length of the table where none does."""
     return next((place for place, block_id in enumerate(table) if block_id in block_ids), len(table))

@@ -9,8 +9,9 @@ from kvledger.lifecycle import events as e
 
 
 def committed(driver: Driver) -> list[bytes]:
-    """Keys in order of recency, oldest first."""
-    return [bytes.fromhex(key) for key, _ in driver.projections.chunks.snapshot()["committed"]]
+    """Keys in order of recency, oldest first, and then those that somebody will come back for."""
+    state = driver.projections.chunks.state
+    return [*state.by_age, *(key for key in state.committed if key not in state.by_age)]
 
 
 def saving(driver: Driver, num_chunks: int = 2, document: str = "d") -> e.SaveIssued:
@@ -84,7 +85,7 @@ def test_departed_chunks_are_forgotten_in_time() -> None:
         driver.save_prefix("a", keys_of(f"document {number}", 1))
     assert driver.projections.chunks.departed(keys_of("document 0", 1)[0]) is None
     assert driver.projections.chunks.departed(keys_of("document 1098", 1)[0]) is not None
-    assert len(driver.projections.chunks.snapshot()["departed"]) == 1024
+    assert len(driver.projections.chunks.state.departed) == 1024
 
 
 # --- recency -------------------------------------------------------------------------------------
@@ -186,7 +187,7 @@ def test_a_promise_ends(event: str) -> None:
         driver.arrive("b", 33)
     else:
         driver.lookup("b", 32, 33)
-    assert driver.projections.chunks.snapshot()["pinned"] == {}
+    assert driver.projections.chunks.promised == {}
     assert can_be_evicted(driver)
 
 

@@ -54,7 +54,7 @@ class SlotsAgainstASet(RuleBasedStateMachine):
     def every_slot_is_free_or_referenced(self) -> None:
         """And the counts agree."""
         assert self.slots.num_free == NUM_SLOTS - len(self.model)
-        assert self.slots.snapshot() == {"free": self.slots.num_free, "references": dict(sorted(self.model.items()))}
+        assert self.slots.state.references == self.model
         everything = self.slots.candidates(NUM_SLOTS)
         assert sorted(everything) == sorted(set(range(NUM_SLOTS)) - set(self.model))
 

@@ -40,7 +40,7 @@ def test_an_unchanged_hit_is_found_without_walking_the_keys() -> None:
         def __contains__(self, key: object) -> bool:
             raise AssertionError("walked again")
 
-    driver.projections.chunks._committed = Untouchable()
+    driver.projections.chunks.state.committed = Untouchable()
     assert hit(driver) == 4
 
 
@@ -77,8 +77,8 @@ def test_a_preemption_forgets_hit_and_answer() -> None:
     """The next lookup starts from nothing."""
     driver = looked_up()
     driver.preempt("a", 0)
-    snapshot = driver.projections.lookups.snapshot()
-    assert (snapshot["hits"], snapshot["pending"]) == ({}, {})
+    state = driver.projections.lookups.state
+    assert (state.hits, state.pending) == ({}, {})
 
 
 def test_replaced_keys_end_the_hit() -> None:
@@ -160,7 +160,7 @@ def test_deferrals_in_a_row_are_counted_per_request() -> None:
     """Whoever was never told to ask again has none."""
     driver = deferred()
     assert driver.projections.lookups.num_deferred("b") == 0
-    assert driver.projections.lookups.snapshot()["deferred"] == {"a": 2}
+    assert driver.projections.lookups.state.num_deferred == {"a": 2}
 
 
 def test_an_answer_ends_the_row() -> None:

@@ -47,10 +47,10 @@ def test_a_limit_that_is_not_reached_changes_nothing() -> None:
 def test_chunk_statistics_count_a_chunk_once_per_request_however_often_it_is_polled() -> None:
     """A lookup changes nothing, also not a statistic."""
     driver = with_hit(chunk_statistics=True)
-    before = driver.projections.policy.snapshot()
+    before = driver.projections.snapshot()["policy"]
     for _ in range(5):
         driver.lookup("a", 0, 40)
-    assert driver.projections.policy.snapshot() == before
+    assert driver.projections.snapshot()["policy"] == before
     policy = driver.projections.policy
     assert (policy.num_chunks, policy.num_unique_chunks, policy.num_tokens_reusable) == (8, 4, 32)
     assert policy.num_requests_with(keys_of("d", 1)[0]) == 2
@@ -86,7 +86,6 @@ def test_limit_and_statistics_compose_in_both_orders(chunk_keys: ChunkKeys, limi
     assert policy.usable_tokens(8, RECORD) == 8
     policy.folds()[e.ChunkKeysObserved](e.ChunkKeysObserved("a", 0, keys_of("d", 3)), 1)
     assert statistics.num_unique_chunks == 3
-    assert str(statistics.num_unique_chunks) in str(policy.snapshot())
 
 
 def test_two_limits_give_the_smaller_and_two_statistics_count_alike(chunk_keys: ChunkKeys) -> None:

@@ -32,8 +32,8 @@ def test_a_random_walk_keeps_every_invariant(seed: int, chunk_size: int, block_s
     rules = {event.rule for event in driver.all_of(e.InvariantViolated)}
     assert rules <= {"COMPLETION_ONCE", "LIVENESS"}, "only doubled and silent reports were played"
     assert not any(driver.projections.num_entries().values()), driver.projections.num_entries()
-    committed = driver.projections.chunks.snapshot()
-    held = {slot for _, slots in committed["committed"] for slot in slots} | set(driver.given_up)
+    committed = driver.projections.chunks.committed.values()
+    held = {slot for slots in committed for slot in slots} | set(driver.given_up)
     assert driver.projections.chunks.slots.num_free == driver.configuration.num_slots - len(held)
     events = driver.sink.events()
     assert [event for _, event in events] == driver.observed

@@ -70,7 +70,7 @@ def test_ranks_are_counted_until_all_have_reported() -> None:
     driver, save = with_save(num_ranks=4)
     driver.report(save.job_id, ranks=(1,))
     driver.report(save.job_id, ranks=(0, 2))
-    assert driver.projections.transfers.get(save.job_id).ranks_done == {0, 1, 2}
+    assert driver.projections.transfers.get(save.job_id).ranks_done == (0, 1, 2)
     driver.report(save.job_id, ranks=(3,))
     assert driver.projections.transfers.get(save.job_id) is None
 
@@ -81,7 +81,7 @@ def test_a_rank_that_reports_twice_does_not_stand_for_another() -> None:
     driver.report(save.job_id, ranks=(1,))
     driver.report(save.job_id, ranks=(1,), ok=False)
     job = driver.projections.transfers.get(save.job_id)
-    assert (job.ranks_done, job.ranks_failed) == ({1}, set())
+    assert (job.ranks_done, job.ranks_failed) == ((1,), ())
     driver.report(save.job_id, ranks=(0,))
     assert driver.all_of(e.SaveCompleted)
 

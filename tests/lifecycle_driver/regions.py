@@ -115,7 +115,7 @@ class WalkedRegions:
             ):
                 self.different.append(f"{sequence} {event.id}: {job} is {states}")
         given_up = {job_id for job_id, states in self.jobs.items() if states["work"] is WorkRegion.GIVEN_UP}
-        if given_up != set(self.projections.transfers._given_up):
+        if given_up != set(self.projections.transfers.state.given_up):
             self.different.append(f"{sequence} {event.id}: given up are {sorted(given_up)}")
 
 

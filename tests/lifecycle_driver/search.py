@@ -12,6 +12,9 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import attrs
+import msgspec
+
 from kvledger.lifecycle import RequestState as S
 from lifecycle_driver.driver import Driver, keys_of
 from lifecycle_driver.invariants import check_invariants
@@ -88,20 +91,49 @@ class Search:
 
 
 def canonical(driver: Driver) -> str:
-    """The snapshot without what only counts: totals, sequence numbers, steps; jobs by their order."""
-    parts: dict[str, Any] = driver.projections.snapshot()
-    del parts["totals"], parts["tracker"]["steps"], parts["tracker"]["arrived"], parts["transfers"]["next_job_id"]
-    del parts["transfers"]["epoch"]
-    for request in parts["tracker"]["requests"].values():
-        del request["ordinal"], request["num_preemptions"]
-        request["generation"] = min(request["generation"], 2)
-        request["num_failed_loads"] = min(request["num_failed_loads"], 3)
-    parts["transfers"]["jobs"] = [
-        {**job, "generation": min(job["generation"], 2)} for job in parts["transfers"]["jobs"].values()
-    ]
-    parts["lookups"]["pending"] = {key: value[1:-1] for key, value in parts["lookups"]["pending"].items()}
-    parts["chunks"]["departed"] = {key: value[0] for key, value in parts["chunks"]["departed"].items()}
-    return json.dumps(parts, sort_keys=False, default=list)
+    """The state without what only counts: totals, sequence numbers, steps; jobs by their order."""
+    its = driver.projections
+    tracker, lookups, chunks = its.tracker, its.lookups.state, its.chunks
+    parts = {
+        "requests": {
+            record.request_id: {
+                **attrs.asdict(record),
+                **dict.fromkeys(("ordinal", "num_preemptions", "state_since_ns", "steady_since"), 0),
+                "counted_tokens": tracker.num_computed_tokens(record),
+                "generation": min(record.generation, 2),
+                "num_failed_loads": min(record.num_failed_loads, 3),
+                "num_tokens_before_preemption": 0,
+            }
+            for record in tracker
+        },
+        "blocks": {record.request_id: its.blocks.held(record.request_id) for record in tracker},
+        "unfilled": sorted(its.unfilled.blocks),
+        "keys": its.chunk_keys.state.keys,
+        "cursor": its.save_cursor.state.num_chunks,
+        "hits": {name: hit.num_chunks for name, hit in lookups.hits.items()},
+        "deferred": lookups.num_deferred,
+        "pending": {name: msgspec.structs.astuple(answer)[1:-1] for name, answer in lookups.pending.items()},
+        "taken_up": {name: msgspec.structs.astuple(answer)[1:-1] for name, answer in lookups.taken_up.items()},
+        "committed": [[key.hex(), slots] for key, slots in chunks.committed.items()],
+        "by_age": list(chunks.state.by_age),
+        "wanted": {name: len(keys) for name, keys in chunks.state.wanted_by.items()},
+        "pinned": {name: len(keys) for name, keys in chunks.state.pinned_by.items()},
+        "departed": {key.hex(): gone.reason for key, gone in chunks.state.departed.items()},
+        "slots": sorted(chunks.slots.state.references.items()),
+        "tails": [(record.request_id, its.tails.of(record.ordinal) is not None) for record in tracker],
+        "jobs": [
+            {**msgspec.structs.asdict(job), **dict.fromkeys(_COUNTING, 0), "generation": min(job.generation, 2)}
+            for job in its.transfers
+        ],
+    }
+    return json.dumps(parts, sort_keys=False, default=_plain)
+
+
+_COUNTING = ("job_id", "ordinal", "epoch", "asked_step", "asked_ns")
+
+
+def _plain(value: Any) -> object:
+    return value.hex() if isinstance(value, bytes) else list(value)
 
 
 def moves(driver: Driver) -> Iterator[Move]:  # noqa: C901 -- a list of cases, one after the other

@@ -297,6 +297,6 @@ def _taken_over(job: Job) -> InFlight:
         NO_SLOT in job.slots,
         job.is_asked_after,
         job.is_fenced,
-        job.ranks_done,
-        job.ranks_failed,
+        frozenset(job.ranks_done),
+        frozenset(job.ranks_failed),
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import attrs
 from lifecycle_driver import Driver, keys_of
 
 from kvledger.adapters.cli.output import plain
@@ -34,7 +35,7 @@ def test_the_summary_has_the_same_figures_in_json(run: Any, log: Path, story: Dr
     """Programs get what the projections count."""
     result = run("show", "--json", log)
     (summary,) = result.objects("log")
-    assert summary["figures"] == story.projections.totals.snapshot()
+    assert summary["figures"] == attrs.asdict(story.projections.totals.figures)
     assert summary["outcomes"] == {"FINISHED_STOPPED": 1, "new": 1}
     first, second = result.objects("request")
     assert (first["request_id"], first["num_tokens_loaded"]) == (REQUEST, 64)
@@ -184,7 +185,7 @@ def test_replay_prints_the_fold_of_the_log(run: Any, log: Path, story: Driver) -
     result = run("replay", "--json", log)
     assert result.exit_code == 0
     (state,) = result.objects("state")
-    assert state["projections"] == plain(story.projections.snapshot())
+    assert state["projections"] == plain(story.projections.states())
 
 
 def test_replay_stops_where_it_is_told(run: Any, log: Path, story: Driver) -> None:
@@ -192,7 +193,7 @@ def test_replay_stops_where_it_is_told(run: Any, log: Path, story: Driver) -> No
     (state,) = run("replay", "--json", log, "--at", 20).objects("state")
     expected = fold(Core.standard(), story.sink.events(), story.configuration, at=20)
     assert state["sequence"] == 20
-    assert state["projections"] == plain(expected.snapshot())
+    assert state["projections"] == plain(expected.states())
     assert "state after event 20" in run("replay", log, "--at", 20).out
     assert "not to 100000" in run("replay", log, "--at", 100_000).err
 

@@ -7,6 +7,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import attrs
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -55,7 +56,7 @@ def test_the_objects_say_what_the_projections_count(run: Any, walked: tuple[Path
     log, driver = walked
     result = run("stats", "--json", log)
     statistics = one(result.objects("statistics"))
-    assert statistics["figures"] == driver.projections.totals.snapshot()
+    assert statistics["figures"] == attrs.asdict(driver.projections.totals.figures)
     assert statistics["num_events"] == len(driver.observed)
     assert statistics["num_steps"] == len(driver.all_of(e.StepScheduled))
     assert statistics["num_deferrals"] == len(driver.all_of(e.LookupDeferred))

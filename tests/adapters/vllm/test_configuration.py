@@ -273,8 +273,8 @@ def test_chunk_statistics_count_what_came_back(make_engine: Any) -> None:
     for request_id in ("writer", "reader"):
         engine.add(request_id, range(64), 4)
         engine.run()
-    policy = engine.projections.snapshot()["policy"]
-    assert (policy["num_unique_chunks"], policy["num_tokens_reusable"]) == (4, 64)
+    policy = engine.projections.policy
+    assert (policy.num_unique_chunks, policy.num_tokens_reusable) == (4, 64)
 
 
 # --- copies beside the steps -------------------------------------------------------------------------

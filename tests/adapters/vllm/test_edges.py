@@ -75,7 +75,7 @@ def test_a_prompt_longer_than_all_blocks_waits_until_it_is_aborted(make_engine: 
     engine.step()
     engine.abort("too long")
     engine.run(max_steps=30)
-    assert engine.projections.snapshot()["chunks"]["pinned"] == {}
+    assert engine.projections.chunks.promised == {}
     assert len(engine.outputs["behind it"]) == 5
     assert engine.logged(e.LoadIssued, *TROUBLE) == []
     engine.check_released()

@@ -12,6 +12,7 @@ import resource
 import sys
 import types
 from collections.abc import Callable
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -323,15 +324,15 @@ def test_under_the_policy_fail_only_the_promised_request_fails(make_engine: Any)
 
 
 def private_state(engine: Any) -> list[tuple[str, str]]:
-    """(projection, attribute) of everything that projections keep."""
+    """(owner, attribute) of everything that projections keep: their states, and what follows from these."""
     found = []
-    for name, projection in vars(engine.projections).items():
-        if hasattr(projection, "snapshot") and hasattr(projection, "folds"):
-            found += [
-                (name, attribute)
-                for attribute, value in vars(projection).items()
-                if isinstance(value, dict | list | int)
-            ]
+    for name, projection in engine.projections.named().items():
+        kept = {key for key, value in vars(projection).items() if isinstance(value, dict | list | int)}
+        found += [(name, attribute) for attribute in sorted(kept)]
+        found += [
+            (f"{name}.state", attribute)
+            for attribute in getattr(getattr(projection, "state", None), "__struct_fields__", ())
+        ]
     return found
 
 
@@ -344,7 +345,7 @@ def test_a_projection_that_has_lost_its_state(make_engine: Any, num_steps: int) 
         crowd(engine)
         for _ in range(num_steps):
             engine.step()
-        delattr(getattr(engine.projections, name), attribute)
+        delattr(attrgetter(name)(engine.projections), attribute)
         try:
             engine.run()
             engine.check_outputs()

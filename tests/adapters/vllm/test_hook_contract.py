@@ -119,7 +119,7 @@ def test_a_positive_answer_that_is_not_taken_up(
     (allocated,) = engine.logged(e.BlocksAllocated, request_id="shy")
     assert allocated.num_external_tokens == 0
     assert engine.logged(e.LoadIssued, *TROUBLE) == []
-    assert engine.projections.snapshot()["chunks"]["pinned"] == {}
+    assert engine.projections.chunks.promised == {}
     engine.check_outputs()
     engine.check_released()
 
@@ -166,9 +166,9 @@ def test_an_abort_after_many_polls(make_engine: Any, async_scheduling: bool, mod
         engine.step()
     assert state_of(engine, "request 2") is RequestState.PREEMPTED
     assert engine.check_answers("request 2")[-1].num_external_tokens > 0
-    assert "request 2" in engine.projections.snapshot()["chunks"]["pinned"]
+    assert "request 2" in engine.projections.chunks.promised
     engine.abort("request 2")
-    assert engine.projections.snapshot()["chunks"]["pinned"] == {}
+    assert engine.projections.chunks.promised == {}
     engine.run()
     engine.check_outputs()
     engine.check_released()

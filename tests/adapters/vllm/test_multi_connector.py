@@ -106,7 +106,7 @@ def test_not_chosen_means_no_load_but_saves(make_multi: MakeMulti, runner: dict[
     allocated = engine.logged(e.BlocksAllocated, request_id="theirs")
     assert {event.num_external_tokens for event in allocated} == {0}
     assert engine.logged(e.LoadIssued, *TROUBLE) == []
-    assert engine.projections.snapshot()["chunks"]["pinned"] == {}
+    assert engine.projections.chunks.promised == {}
     assert saved_chunks(engine, "theirs") == [4, 5, 6, 7]
     ask_again(engine)
     engine.check_released()

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
+import msgspec
 import pytest
 from sim.modes import transfers_within_and_beside
 
+from kvledger.lifecycle import Core, capture, restore
 from kvledger.lifecycle import events as e
 
 pytestmark = pytest.mark.scheduler
@@ -27,13 +28,13 @@ def exhaust(make_engine: Any, **options: Any) -> Any:
     return engine
 
 
-def without_traces_of_lookups(engine: Any) -> dict[str, Any]:
-    """Everything that is believed but the pending slot and the count of lookups."""
-    snapshot = copy.deepcopy(engine.projections.snapshot())
-    snapshot["lookups"]["pending"].pop("polled", None)
-    for counter in ("num_lookups", "num_tokens_hit"):
-        snapshot["totals"].pop(counter)
-    return snapshot
+def without_traces_of_lookups(engine: Any) -> dict[str, bytes]:
+    """Everything that is known but the pending slot, the count of lookups, and when the last one was."""
+    copied = restore(Core.standard(), capture(engine.projections), engine.projections.configuration)
+    copied.lookups.state.pending.pop("polled", None)
+    copied.totals.figures.num_lookups = copied.totals.figures.num_tokens_hit = 0
+    copied.tracker.state.time_ns = 0
+    return copied.snapshot()
 
 
 @transfers_within_and_beside
@@ -77,7 +78,7 @@ def test_any_number_of_polls_equals_one(make_engine: Any, transfers: str) -> Non
         160: (0, False),
     }
     assert without_traces_of_lookups(engine) == before
-    assert engine.projections.snapshot()["lookups"]["pending"]["polled"][:4] == (1, 160, 200, 0)
+    assert msgspec.structs.astuple(engine.projections.lookups.pending("polled"))[:4] == (1, 160, 200, 0)
     engine.run()
     engine.check_answers("polled")
     engine.check_outputs()
@@ -92,9 +93,9 @@ def test_only_the_last_poll_binds_slots(make_engine: Any) -> None:
     request = engine.scheduler.requests["polled"]
     for num_computed_tokens, num_pinned in ((0, 3), (96, 0), (64, 3), (64, 3)):
         engine.connector.get_num_new_matched_tokens(request, num_computed_tokens)
-        assert engine.projections.snapshot()["chunks"]["pinned"].get("polled", 0) == num_pinned
+        assert len(engine.projections.chunks.promised.get("polled", ())) == num_pinned
     engine.abort("polled")
-    assert "polled" not in engine.projections.snapshot()["chunks"]["pinned"]
+    assert "polled" not in engine.projections.chunks.promised
     engine.run()
     engine.check_released()
 

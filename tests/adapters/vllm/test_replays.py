@@ -5,7 +5,6 @@ Every other test of this folder is replayed too, when it is over (`make_engine` 
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +44,7 @@ def test_the_state_at_every_step_can_be_folded_again(
     ledger = engine.connector.scheduler_side.ledger
     while engine.scheduler.has_requests():
         engine.step()
-        believed[ledger.next_sequence - 1] = copy.deepcopy(engine.projections.snapshot())
+        believed[ledger.next_sequence - 1] = engine.projections.snapshot()
     events = engine.events()
     configuration = LedgerConfiguration(**engine.connector.scheduler_side.log.store.header["configuration"])
     assert engine.num_preemptions > 1

@@ -6,6 +6,8 @@ from collections import Counter
 from collections.abc import Sized
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 if TYPE_CHECKING:
     from kvledger.adapters.vllm.scheduler_side import SchedulerSide
     from kvledger.lifecycle.projections import Projections
@@ -14,20 +16,21 @@ if TYPE_CHECKING:
 MAY_STAY = frozenset(
     {
         # The host pool: chunks, in which slots they lie, which are free, why some are gone (bounded).
-        "ChunkIndex._committed",
-        "ChunkIndex._by_age",
+        "ChunkIndex.state.committed",
+        "ChunkIndex.state.by_age",
+        "ChunkIndex.state.departed",
         "ChunkIndex._departed",
-        "HostSlots._free",
-        "HostSlots._failed",
-        "HostSlots._references",
+        "HostSlots.state.free",
+        "HostSlots.state.failed",
+        "HostSlots.state.references",
         # Counts of chunk keys over the whole log (bounded).
-        "ChunkStatistics._num_requests_with",
+        "ChunkStatistics.state.num_requests_with",
         # Blocks that nobody has written since a load failed, and the tables lost in the last two steps.
-        "UnfilledBlocks._blocks",
-        "UnfilledBlocks._lost",
-        "UnfilledBlocks._lost_before",
+        "UnfilledBlocks.state.blocks",
+        "UnfilledBlocks.state.lost",
+        "UnfilledBlocks.state.lost_before",
         # Saves that no worker reported, whose slots are never used again.
-        "Transfers._given_up",
+        "Transfers.state.given_up",
         # What the last step looked like, and steps to come at which a request was to be looked at (bounded).
         "StepReader._steady_ids",
         "StepReader._steady_ordinals",
@@ -61,7 +64,9 @@ def left_entries(side: SchedulerSide, worker: Any) -> dict[str, int]:
     for part in parts:
         if not type(part).__module__.startswith("kvledger") or not hasattr(part, "__dict__"):
             continue
-        for name, value in vars(part).items():
+        state = getattr(part, "state", None)
+        fields = {} if not isinstance(state, msgspec.Struct) else msgspec.structs.asdict(state)
+        for name, value in (vars(part) | {f"state.{name}": value for name, value in fields.items()}).items():
             where = f"{type(part).__name__}.{name}"
             if isinstance(value, dict | list | set | tuple) and _changes(name) and where not in MAY_STAY and value:
                 left[where] = len(value)
@@ -76,9 +81,9 @@ def _changes(name: str) -> bool:
 def check_slots(projections: Projections) -> None:
     """Count the references on slots again, from what may hold them."""
     chunks, transfers = projections.chunks, projections.transfers
-    expected = Counter(slot for slots in chunks._committed.values() for slot in slots)
-    expected.update(slot for job in transfers._given_up.values() for slot in job.slots)
-    references: dict[int, int] = chunks.slots._references
+    expected = Counter(slot for slots in chunks.state.committed.values() for slot in slots)
+    expected.update(slot for job in transfers.state.given_up.values() for slot in job.slots)
+    references: dict[int, int] = chunks.slots.state.references
     assert references == dict(expected), "slots are held by nobody, or held and not counted"
     free: Sized = set(chunks.slots.candidates(chunks.slots.num_free))
     assert len(free) == chunks.slots.num_slots - len(references), "slots are neither free nor held"

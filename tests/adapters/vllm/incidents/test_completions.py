@@ -38,10 +38,10 @@ def is_nobody_loading(engine: Any) -> bool:
 
 def check_slots(engine: Any) -> None:
     """Every slot of the host pool is free or belongs to a chunk."""
-    chunks = engine.projections.snapshot()["chunks"]
-    in_use = {slot for _, slots in chunks["committed"] for slot in slots}
-    assert engine.projections.chunks.slots.num_free == engine.projections.chunks.slots.num_slots - len(in_use)
-    assert chunks["saving"] == {}
+    chunks = engine.projections.chunks
+    in_use = {slot for slots in chunks.committed.values() for slot in slots}
+    assert chunks.slots.num_free == chunks.slots.num_slots - len(in_use)
+    assert chunks._saving == {}
 
 
 @pytest.mark.parametrize("num_steps_late", [1, 4])

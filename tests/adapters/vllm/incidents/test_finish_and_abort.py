@@ -112,12 +112,12 @@ def test_everybody_is_aborted_in_whatever_state_they_are(
         engine.add(f"request {number}", range(100 * number, 100 * number + 40), 50)
     for _ in range(300):
         engine.step()
-        if engine.num_preemptions and engine.projections.snapshot()["chunks"]["pinned"]:
+        if engine.num_preemptions and engine.projections.chunks.promised:
             break
     states = {str(record.state) for record in engine.projections.tracker}
     assert {"running", "preempted", "new"} <= states
     engine.scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED)
-    assert engine.projections.snapshot()["chunks"]["pinned"] == {}
+    assert engine.projections.chunks.promised == {}
     engine.run(max_steps=10)
     assert engine.scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == 13
     assert engine.logged(*TROUBLE) == []

@@ -159,7 +159,7 @@ def test_lmcache_2786_a_local_hit_that_covers_the_host_s_binds_nothing(
     engine.run()
     engine.add("reader", range(70), 9)
     engine.step()
-    assert engine.projections.snapshot()["chunks"]["pinned"] == {}
+    assert engine.projections.chunks.promised == {}
     engine.run()
     (answer,) = engine.check_answers("reader")
     assert (answer.num_hit_tokens, answer.num_computed_tokens, answer.num_external_tokens) == (64, 64, 0)
