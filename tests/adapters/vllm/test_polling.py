@@ -29,9 +29,10 @@ def exhaust(make_engine: Any, **options: Any) -> Any:
 
 
 def without_traces_of_lookups(engine: Any) -> dict[str, bytes]:
-    """Everything that is known but the pending slot, the count of lookups, and when the last one was."""
+    """Everything that is known but the two slots, the count of lookups, and when the last one was."""
     copied = restore(Core.standard(), capture(engine.projections), engine.projections.configuration)
-    copied.lookups.state.pending.pop("polled", None)
+    for of_requests in (copied.lookups.state.pending, copied.lookups.state.hits):
+        of_requests.pop("polled", None)
     copied.totals.figures.num_lookups = copied.totals.figures.num_tokens_hit = 0
     copied.tracker.state.time_ns = 0
     return copied.snapshot()
