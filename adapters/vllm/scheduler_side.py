@@ -60,6 +60,7 @@ class SchedulerSide:
         clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         self.journal = Journal(core, configuration, log, clock=clock)
+        self._is_shut_down = False
         self._projections = self.journal.projections
         self._tracker = self.journal.tracker
         self._block_size = configuration.block_size
@@ -389,6 +390,9 @@ class SchedulerSide:
     @guarded(default=None)
     def shutdown(self) -> None:
         """Write the last events and close the log. May be called twice."""
+        if self._is_shut_down:
+            return
+        self._is_shut_down = True
         try:
             self.journal.observe(e.LogNote("connector shut down", self.journal.now()))
             self.journal.commit()

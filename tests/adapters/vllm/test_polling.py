@@ -33,6 +33,7 @@ def without_traces_of_lookups(engine: Any) -> dict[str, bytes]:
     copied = restore(Core.standard(), capture(engine.projections), engine.projections.configuration)
     for of_requests in (copied.lookups.state.pending, copied.lookups.state.hits):
         of_requests.pop("polled", None)
+    copied.totals.state.returning.clear()
     copied.totals.figures.num_lookups = copied.totals.figures.num_tokens_hit = 0
     copied.tracker.state.time_ns = 0
     return copied.snapshot()
