@@ -142,6 +142,17 @@ def test_frames_that_are_cut_off_behind_the_last_one_are_missed(tmp_path: Path) 
     assert _missing(tmp_path) == ("cut_segment", newest.name, 5, 2)
 
 
+@pytest.mark.parametrize("num_frames_left", [1, 0])
+def test_frames_cut_off_a_log_that_was_not_closed_look_as_if_it_had_been_killed_before_them(
+    tmp_path: Path, num_frames_left: int
+) -> None:
+    """The record knows of such a log only where its newest segment began: it does not follow each frame."""
+    run_and_kill(lambda: _write(tmp_path, 2, segment_bytes=1 << 20) and None)
+    newest = _newest(tmp_path)
+    newest.write_bytes(newest.read_bytes()[: -(2 - num_frames_left) * (39 + 30)])
+    assert _ending(tmp_path) == LogEnding(HowEnded.CUT_OFF)
+
+
 def test_an_end_that_somebody_else_wrote_contradicts_the_record(tmp_path: Path) -> None:
     """As many events, with a chain that fits, and another hash: appending to it would bury that."""
     store = _write(tmp_path, 2, segment_bytes=1 << 20)
