@@ -56,7 +56,10 @@ def test_the_random_walks_reach_what_they_are_for() -> None:
             seen |= {type(event) for event in walk.driver.observed}
             num_loads_checked += walk.num_loads_checked
     assert num_loads_checked > 20
-    never = {e.BlockTableObserved, e.DecisionWithheld, e.HookFailed, e.LogNote, e.RequestQuarantined, e.WindowLeft}
+    never = {
+        *(e.BlockTableObserved, e.DecisionWithheld, e.HookFailed, e.LogNote, e.RequestQuarantined, e.WindowLeft),
+        *(e.ExtensionObserved, e.ExtensionDecided),
+    }
     played = {event for event in Core.standard().events.values() if event.id != "load.errors_observed"}
     assert played - seen == never
 
