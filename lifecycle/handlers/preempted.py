@@ -5,10 +5,8 @@ from __future__ import annotations
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.decisions.loads import load_what_was_answered
 from kvledger.lifecycle.decisions.lookups import answer_lookup
-from kvledger.lifecycle.decisions.progress import report_progress
 from kvledger.lifecycle.handlers.base import StateHandler
 from kvledger.lifecycle.handlers.finished import save_and_release
-from kvledger.lifecycle.projections.transfers import Job
 from kvledger.lifecycle.states import RequestState
 from kvledger.lifecycle.turn import Turn
 
@@ -23,12 +21,6 @@ class Preempted(StateHandler):
 
     def blocks_allocated(self, turn: Turn, event: e.BlocksAllocated) -> None:
         load_what_was_answered(turn, event)
-
-    def tokens_scheduled(self, turn: Turn) -> None:
-        report_progress(turn)
-
-    def transfer_settled(self, turn: Turn, job: Job) -> None:
-        report_progress(turn)
 
     def request_finished(self, turn: Turn, event: e.RequestFinished) -> None:
         # It may have been in one step, whose load is not reported yet: then it has computed something.
