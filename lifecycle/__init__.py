@@ -1,6 +1,6 @@
 """The lifecycle of a request as an event-sourced state machine: the pure core of kvledger.
 
-Reads top to bottom: `states`, `events`, `table`, `machine`, `projections/`, `decisions/`, `handlers/`, `core`,
+Reads top to bottom: `states`, `events`, `table`, `machine`, `gate`, `projections/`, `decisions/`, `handlers/`, `core`,
 `standard`, `decider`, `ledger`, `divergences`, `replay`, `codec`. It knows no torch, no vLLM, no files and no clock.
 What a program needs is here, in `events`, in `audit` and, for tests, in `testing`; nothing deeper is promised.
 """
@@ -27,7 +27,7 @@ from kvledger.lifecycle.projections.tracker import RequestRecord
 from kvledger.lifecycle.replay import Replay, SequencedEvent, batches, fold
 from kvledger.lifecycle.rules import Rule
 from kvledger.lifecycle.snapshots import SnapshotError, capture, restore, state_fingerprint
-from kvledger.lifecycle.states import RequestState
+from kvledger.lifecycle.states import BlocksRegion, RequestState, TrustRegion
 from kvledger.lifecycle.steps import Scheduled, StepEncoder
 from kvledger.lifecycle.turn import Turn
 from kvledger.lifecycle.windows import NO_SLOT, NULL_BLOCK, interleave
@@ -35,6 +35,7 @@ from kvledger.lifecycle.windows import NO_SLOT, NULL_BLOCK, interleave
 __all__ = [
     "NO_SLOT",
     "NULL_BLOCK",
+    "BlocksRegion",
     "CodecError",
     "ConfigurationError",
     "Core",
@@ -61,6 +62,7 @@ __all__ = [
     "SnapshotError",
     "StateHandler",
     "StepEncoder",
+    "TrustRegion",
     "Turn",
     "batches",
     "capture",

@@ -79,7 +79,7 @@ class Core:
     extensions: tuple[Extension, ...] = ()
     """What was added, see `extended`."""
     compiled: CompiledRegions = attrs.field(init=False)
-    """What is legal for a request in its phase and its blocks, and what it moves besides."""
+    """What is legal for a request in its phase and its blocks, and what moves requests and jobs."""
     rows: tuple[Row, ...] = attrs.field(init=False)
     """The rows of the phase, by classes of events."""
     table: CompiledTable = attrs.field(init=False)
@@ -87,9 +87,7 @@ class Core:
 
     @compiled.default
     def _compiled(self) -> CompiledRegions:
-        for region in self.job_regions:
-            compile_region(region, self.events)
-        return compile_regions(self.regions, self.events)
+        return compile_regions(self.regions, self.job_regions, self.events)
 
     @rows.default
     def _rows(self) -> tuple[Row, ...]:

@@ -6,27 +6,29 @@ everything it looks at has been folded from the log.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.core import Core
 from kvledger.lifecycle.decisions.release import release_if_settled
 from kvledger.lifecycle.decisions.reports import ask_after, check_report, give_up_silent, settle
+from kvledger.lifecycle.gate import Before, fields_of
 from kvledger.lifecycle.handler_contract import Checked, DecisionRefused
 from kvledger.lifecycle.handlers.base import StateHandler
+from kvledger.lifecycle.machine import Standing, trigger_of, triggers_of
 from kvledger.lifecycle.projections import Projections
 from kvledger.lifecycle.projections.tracker import RequestRecord
 from kvledger.lifecycle.projections.transfers import Job
 from kvledger.lifecycle.rules import Rule
-from kvledger.lifecycle.states import RequestState
+from kvledger.lifecycle.states import BlocksRegion, RequestState, TrustRegion, WorkRegion
 from kvledger.lifecycle.turn import Decide, EngineTurn, Turn
 
-Deciding = Callable[[Any, int, RequestState | None], None]
-"""(observation, its sequence number, state before): makes all decisions that follow."""
+Deciding = Callable[[Any, int, Any], None]
+"""(observation, its sequence number, what `Decider.before` said): makes all decisions that follow."""
 
-_Methods = dict[RequestState, tuple[Callable[..., None], ...]]
-"""The methods of one name that decide anything, by the state that they are asked in."""
+_Methods = tuple[Callable[..., None], ...]
+"""Those of one name that decide anything, in one state."""
 
 
 class Decider:
@@ -40,6 +42,7 @@ class Decider:
         self._max_silent_steps = projections.configuration.max_silent_steps
         self._max_silent_ns = projections.configuration.max_silent_ms * 1_000_000
         self._decide = decide
+        self._gate = projections.gate
         self._scheduled = self._methods("tokens_scheduled")
         self._settled = self._methods("tokens_settled")
         self._transfer_settled = self._methods("transfer_settled")
@@ -51,46 +54,46 @@ class Decider:
             e.LoadErrorsObserved: self._after_load_errors,
             e.DecisionWithheld: self._after_withheld,
         }
-        self._of_requests: dict[type[e.Event], _Methods] = {}
+        self._of_requests: dict[str, dict[Standing, _Methods]] = {}
+        """Trigger -> phase and blocks in which it is legal -> who is asked."""
         self.deciding: dict[type[e.Event], Deciding | None] = {}
         """Class of observations -> what is decided upon them; None where nothing ever follows."""
         for event_class in core.events.values():
             deciding = engine.get(event_class)
             if deciding is None and not event_class.is_decision and issubclass(event_class, e.RequestEvent):
-                # Legal states only: elsewhere nobody is asked.
                 methods = self._methods(event_class.handler_method)
-                self._of_requests[event_class] = {
-                    state: methods[state] for state in RequestState if (state, event_class) in core.table
-                }
+                for trigger in triggers_of(event_class.id):
+                    legal = core.compiled.legal.get(trigger, {})
+                    self._of_requests[trigger] = {standing: methods[standing[0]] for standing in legal}
                 deciding = self._after_request_event
             self.deciding[event_class] = deciding
 
-    def state_of(self, event: e.Event) -> RequestState | None:
-        """The state of the event's request now; to be asked before the event is folded."""
+    def before(self, event: e.Event) -> tuple[Any, ...] | Mapping[int, Before] | None:
+        """What deciding needs from before the fold: the fields of the request's `Before`, or a step's refused rows."""
         if isinstance(event, e.RequestEvent):
             record = self._tracker.get(event.request_id)
-            return None if record is None else record.state
-        return None
+            return None if record is None else fields_of(record)
+        return self._gate.refused_rows(event) if isinstance(event, e.StepScheduled) else None
 
     # --- one request ---------------------------------------------------------------------------
 
-    def _after_request_event(self, event: e.RequestEvent, cause: int, state_before: RequestState | None) -> None:
-        if state_before is None:
-            self._illegal(event, cause, "an unknown request")
+    def _after_request_event(self, event: e.RequestEvent, cause: int, before: tuple[Any, ...] | None) -> None:
+        record = self._tracker.get(event.request_id)
+        if before is None or record is None:
+            detail = f"{event.id} happened to an unknown request"
+            self._break(Rule.LEGAL_TRANSITION.value, event.request_id, detail, cause)
             return
-        methods = self._of_requests[type(event)].get(state_before)
+        methods = self._of_requests[trigger_of(event)].get((before[1], before[2]))
         if methods is None:
-            self._illegal(event, cause, f"a request in state {state_before}")
+            self._illegal(record, event.id, Before._make(before), cause)
         elif methods:
-            record = self._tracker.get(event.request_id)
-            if record is not None:
-                self._ask(methods, record, cause, event)
+            self._ask(methods, record, cause, before, event)
 
     def _ask(
-        self, methods: tuple[Callable[..., None], ...], record: RequestRecord, cause: int, *arguments: object
+        self, methods: _Methods, record: RequestRecord, cause: int, before: tuple[Any, ...] | None, *arguments: object
     ) -> None:
         """Give each of the methods its turn; one that raises costs its request the cache, nothing else."""
-        turn = Turn(self._projections, self._decide, cause, record)
+        turn = Turn(self._projections, self._decide, cause, record, before)
         try:
             for method in methods:
                 method(turn, *arguments)
@@ -104,38 +107,43 @@ class Decider:
             if record.state is RequestState.FINISHED and self._tracker.get(record.request_id) is record:
                 release_if_settled(turn)
 
-    def _illegal(self, event: e.RequestEvent, cause: int, what: str) -> None:
-        self._break(Rule.LEGAL_TRANSITION.value, event.request_id, f"{event.id} happened to {what}", cause)
+    def _illegal(self, record: RequestRecord, trigger: str, before: Before, cause: int) -> None:
+        """Name it, unless the request is helped no more anyway: what was missed once makes much illegal."""
+        if record.trust is TrustRegion.TRUSTED:
+            detail = f"{trigger} happened to a request in state {before.state}, blocks {before.blocks}"
+            self._break(Rule.LEGAL_TRANSITION.value, record.request_id, detail, cause)
 
     def _break(self, rule: str, request_id: str, detail: str, cause: int) -> None:
         """Name the broken rule, and quarantine the request where it is known."""
         record = self._tracker.get(request_id)
         life = (request_id, e.NO_LIFE, e.NO_LIFE) if record is None else record.life
         self._decide(e.InvariantViolated(rule, *life, detail, cause))
-        if record is not None and not record.quarantined:
+        if record is not None and record.trust is TrustRegion.TRUSTED:
             self._decide(e.RequestQuarantined(*life, rule, cause))
 
-    def _after_arrival(self, event: e.RequestArrived, cause: int, state_before: RequestState | None) -> None:
-        if state_before is not None and state_before is not RequestState.FINISHED:
+    def _after_arrival(self, event: e.RequestArrived, cause: int, fields: tuple[Any, ...] | None) -> None:
+        before = None if fields is None else Before._make(fields)
+        if before is not None and before.state is not RequestState.FINISHED:
             rule = Rule.LEGAL_TRANSITION.value
-            detail = f"{event.id} happened to a request in state {state_before}"
+            detail = f"{event.id} happened to a request in state {before.state}"
             self._decide(e.InvariantViolated(rule, event.request_id, event.ordinal, 0, detail, cause))
 
     # --- failures that may concern many ----------------------------------------------------------
 
-    def _after_hook_failure(self, event: e.HookFailed, cause: int, _state: RequestState | None) -> None:
+    def _after_hook_failure(self, event: e.HookFailed, cause: int, _before: object) -> None:
         # A failure that names no request may have kept a whole step from being recorded: nobody's block table can
         # be trusted then.
         for record in tuple(self._tracker):
-            concerned = record.request_id == event.request_id or (not event.request_id and record.holds_blocks)
-            if concerned and not record.quarantined:
+            holds_blocks = record.blocks is not BlocksRegion.NONE
+            concerned = record.request_id == event.request_id or (not event.request_id and holds_blocks)
+            if concerned and record.trust is TrustRegion.TRUSTED:
                 self._decide(e.RequestQuarantined(*record.life, f"{event.hook} failed", cause))
 
-    def _after_withheld(self, event: e.DecisionWithheld, cause: int, _state: RequestState | None) -> None:
+    def _after_withheld(self, event: e.DecisionWithheld, cause: int, _before: object) -> None:
         if event.rule:
             self._break(event.rule, event.request_id, event.detail, cause)
 
-    def _after_load_errors(self, event: e.LoadErrorsObserved, cause: int, _state: RequestState | None) -> None:
+    def _after_load_errors(self, event: e.LoadErrorsObserved, cause: int, _before: object) -> None:
         # The scheduler recomputes the owner, but a sharer may go on with what is not there (vllm#49250, #55297).
         unfilled = frozenset(event.block_ids)
         for record in tuple(self._tracker):
@@ -145,20 +153,24 @@ class Decider:
 
     # --- steps -----------------------------------------------------------------------------------
 
-    def _after_step(self, event: e.StepScheduled, cause: int, _state: RequestState | None) -> None:
+    def _after_step(self, event: e.StepScheduled, cause: int, refused: Mapping[int, Before]) -> None:
         record_of = self._tracker.of
         for advanced in event.advanced:
             record = record_of(advanced[0])
-            if record is not None and (methods := self._scheduled[record.state]):
-                self._ask(methods, record, cause)
+            if record is None:
+                continue
+            if refused and record.ordinal in refused:
+                self._illegal(record, "tokens.scheduled", refused[record.ordinal], cause)
+            elif methods := self._scheduled[record.state]:
+                self._ask(methods, record, cause, None)
         for ordinal, first_chunk, num_settled_tokens in event.settled:
             record = record_of(ordinal)
-            if record is not None and (methods := self._settled[record.state]):
-                self._ask(methods, record, cause, first_chunk, num_settled_tokens)
+            if record is not None and ordinal not in refused and (methods := self._settled[record.state]):
+                self._ask(methods, record, cause, None, first_chunk, num_settled_tokens)
         turn = EngineTurn(self._projections, self._decide, cause)
         overdue_step = self._tracker.num_steps - self._max_silent_steps
         for job in self._transfers.unheard(overdue_step, event.time_ns - self._max_silent_ns):
-            if job.is_asked_after:
+            if job.work is WorkRegion.OVERDUE:
                 give_up_silent(turn, job)
                 self._after_settled(job, cause)
             else:
@@ -166,7 +178,7 @@ class Decider:
 
     # --- reports -----------------------------------------------------------------------------------
 
-    def _after_report(self, event: e.TransferReported, cause: int, _state: RequestState | None) -> None:
+    def _after_report(self, event: e.TransferReported, cause: int, _before: object) -> None:
         turn = EngineTurn(self._projections, self._decide, cause)
         transfers = self._transfers
         job = transfers.get(event.job_id)
@@ -179,10 +191,10 @@ class Decider:
     def _after_settled(self, job: Job, cause: int) -> None:
         record = self._tracker.of(job.ordinal)
         if record is not None and (methods := self._transfer_settled[record.state]):
-            self._ask(methods, record, cause, job)
+            self._ask(methods, record, cause, None, job)
 
-    def _methods(self, name: str) -> _Methods:
-        found: _Methods = {}
+    def _methods(self, name: str) -> dict[RequestState, _Methods]:
+        found: dict[RequestState, _Methods] = {}
         decides_nothing = getattr(StateHandler, name, None)
         for state in RequestState:
             methods = (getattr(handler, name, None) for handler in self._core.handlers[state])

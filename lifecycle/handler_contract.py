@@ -15,9 +15,10 @@ import msgspec
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.core import Core
+from kvledger.lifecycle.machine import trigger_of
 from kvledger.lifecycle.projections import Projections
 from kvledger.lifecycle.projections.tracker import RequestRecord
-from kvledger.lifecycle.states import RequestState
+from kvledger.lifecycle.states import RequestState, TrustRegion
 from kvledger.lifecycle.turn import Turn
 from kvledger.lifecycle.windows import NO_SLOT
 
@@ -126,8 +127,9 @@ class Checked:
         return self._reason_against_event(decision, record) if isinstance(decision, e.RequestEvent) else ""
 
     def _reason_against_event(self, decision: Any, record: RequestRecord) -> str:  # noqa: ANN401 -- see above
-        if (record.state, type(decision)) not in self.core.table:
-            return f"it is not legal in state {record.state}"
+        legal = self.core.compiled.legal.get(trigger_of(decision))
+        if legal is not None and (record.state, record.blocks) not in legal:
+            return f"it is not legal in state {record.state}, blocks {record.blocks}"
         if isinstance(decision, _JOBS):
             return self._reason_against_job(decision, record)
         return self._reason_against_other(decision, record)
@@ -164,7 +166,7 @@ class Checked:
     ) -> str:
         num_keys = len(self.projections.chunk_keys.of(record.request_id))
         chunks = job.chunks if isinstance(job, e.SaveIssued) else ()
-        if record.quarantined:
+        if record.trust is TrustRegion.QUARANTINED:
             return "nothing is saved of a quarantined request"
         if len(set(stored)) < len(stored) or any(map(self.projections.chunks.slots.num_references, stored)):
             return "a slot is in use"

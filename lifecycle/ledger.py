@@ -93,11 +93,11 @@ class Ledger:
         if self._corrupt is not None:
             raise LedgerCorrupt(f"{self._corrupt}; nothing can be decided any more")
         deciding = self._decider.deciding[type(event)]
-        state_before = self._decider.state_of(event)
+        before = None if deciding is None else self._decider.before(event)
         try:
             cause = self._record(event)
             if deciding is not None:
-                deciding(event, cause, state_before)
+                deciding(event, cause, before)
         except TurnEnded:
             pass  # the ledger has become corrupt
         decisions, self._decisions = self._decisions, []

@@ -9,13 +9,21 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import attrs
 from transitions import Machine, MachineError
 
 from kvledger.lifecycle.events import Event, RequestEvent
-from kvledger.lifecycle.states import INITIAL_STATE, TERMINAL_STATE, BlocksRegion, RequestState
-from kvledger.lifecycle.table import NO_EVENTS, VARIANTS, Region, Row, State
+from kvledger.lifecycle.states import (
+    INITIAL_STATE,
+    TERMINAL_STATE,
+    BlocksRegion,
+    RequestState,
+    SourceRegion,
+    WorkRegion,
+)
+from kvledger.lifecycle.table import NO_EVENTS, RESYNC, VARIANTS, Region, Row, State
 
 CompiledTable = Mapping[tuple[RequestState, type[RequestEvent]], RequestState]
 Moves = Mapping[str, Mapping[State, State]]
@@ -86,15 +94,21 @@ def _reached(region: Region) -> set[State]:
 
 @attrs.frozen
 class CompiledRegions:
-    """The regions of a request, for the live path."""
+    """The regions of requests and jobs, for the live path."""
 
     legal: Mapping[str, Mapping[Standing, Standing]]
     """Trigger -> where it leads from where it is legal; a trigger that is missing here is legal everywhere."""
+    after: Mapping[str, Mapping[Standing, Standing]]
+    """The same from everywhere: what is refused moves the region that accepts it, or leads where `RESYNC` says."""
     others: Mapping[str, tuple[tuple[str, Mapping[State, State]], ...]]
     """Trigger -> what it moves besides, by the names of the regions."""
+    work: Mapping[str, Mapping[WorkRegion, WorkRegion]]
+    source: Mapping[str, Mapping[SourceRegion, SourceRegion]]
 
 
-def compile_regions(regions: Collection[Region], event_ids: Collection[str]) -> CompiledRegions:
+def compile_regions(
+    regions: Collection[Region], job_regions: Collection[Region], event_ids: Collection[str]
+) -> CompiledRegions:
     """Join the regions: a trigger is legal where every region that names it has a row.
 
     Raises:
@@ -107,13 +121,25 @@ def compile_regions(regions: Collection[Region], event_ids: Collection[str]) -> 
         raise TableError(message)
     phase, blocks = compiled.pop("phase"), compiled.pop("blocks")
     legal: dict[str, dict[Standing, Standing]] = {}
+    after: dict[str, dict[Standing, Standing]] = {}
     for trigger in {**phase, **blocks}:
         legal[trigger] = dict(_joined(phase.get(trigger), blocks.get(trigger)))
+        after[trigger] = dict(_folded(phase.get(trigger, {}), blocks.get(trigger, {}), trigger)) | legal[trigger]
     others = {
         trigger: tuple((name, moves[trigger]) for name, moves in compiled.items() if trigger in moves)
         for trigger in dict.fromkeys(trigger for moves in compiled.values() for trigger in moves)
     }
-    return CompiledRegions(legal, others)
+    jobs: dict[str, Any] = {region.name: compile_region(region, event_ids) for region in job_regions}
+    return CompiledRegions(legal, after, others, jobs["work"], jobs["source"])
+
+
+def _folded(
+    phase: Mapping[State, State], blocks: Mapping[State, State], trigger: str
+) -> Iterator[tuple[Standing, Standing]]:
+    for state in RequestState:
+        for held in BlocksRegion:
+            dests = RESYNC.get((state, trigger), (phase.get(state, state), blocks.get(held, held)))
+            yield (state, held), (RequestState(dests[0]), BlocksRegion(dests[1]))
 
 
 def _joined(
@@ -182,7 +208,7 @@ class _Model:
 class ReferenceMachine:
     """The same tables run by `transitions`, a flat machine each: slow, independent, a test of the compiled form."""
 
-    def __init__(self, regions: Iterable[Region]) -> None:
+    def __init__(self, regions: Collection[Region]) -> None:
         self._machines = {
             region.name: Machine(
                 model=None,
@@ -196,7 +222,9 @@ class ReferenceMachine:
             )
             for region in regions
         }
+        self._region_of = {region.states: region.name for region in regions}
         self._walked: dict[tuple[str, State, str], State | None] = {}
+        self._after: dict[tuple[str, tuple[State, ...]], tuple[tuple[State, ...], bool]] = {}
 
     def names(self, region: str, trigger: str) -> bool:
         """Whether the region has any row for the trigger."""
@@ -209,11 +237,21 @@ class ReferenceMachine:
             self._walked[step] = self._walk(*step)
         return self._walked[step]
 
-    def next_state(self, state: RequestState, event_class: type[RequestEvent]) -> RequestState | None:
-        """The phase that `event_class` leads to from `state`, or None where that is illegal."""
-        found = {self.walk("phase", state, trigger) for trigger in triggers_of(event_class.id)}
-        (dest,) = found  # no variant leads to another phase
-        return dest if isinstance(dest, RequestState) else None
+    def after(self, trigger: str, states: tuple[State, ...]) -> tuple[tuple[State, ...], bool]:
+        """The states after `trigger`, one of each region of a request or of a job, and whether all accept it."""
+        step = (trigger, states)
+        if step not in self._after:
+            names = [self._region_of[type(state)] for state in states]
+            moves = [
+                (before, self.walk(name, before, trigger) if self.names(name, trigger) else before)
+                for name, before in zip(names, states, strict=True)
+            ]
+            after = tuple(before if dest is None else dest for before, dest in moves)
+            is_legal = None not in {dest for _, dest in moves}
+            if not is_legal and isinstance(states[0], RequestState):
+                after = (*RESYNC.get((states[0], trigger), after[:2]), *after[2:])
+            self._after[step] = (after, is_legal)
+        return self._after[step]
 
     def _walk(self, region: str, state: State, trigger: str) -> State | None:
         event = self._machines[region].events.get(trigger)

@@ -6,7 +6,7 @@ against what was recorded; the first divergence is reported, and folding goes on
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -14,21 +14,22 @@ import attrs
 
 from kvledger.lifecycle.configuration import LedgerConfiguration
 from kvledger.lifecycle.core import Core
-from kvledger.lifecycle.decider import Decider, Deciding
+from kvledger.lifecycle.decider import Decider
 from kvledger.lifecycle.divergences import Divergence, Divergences
 from kvledger.lifecycle.events import (
     Event,
     LoadIssued,
     RequestArrived,
-    RequestDecision,
     RequestEvent,
     RequestReleased,
     SaveIssued,
+    StepScheduled,
     TailSaveIssued,
     field_names,
 )
-from kvledger.lifecycle.machine import ReferenceMachine
-from kvledger.lifecycle.projections import Fold, Projections
+from kvledger.lifecycle.gate import Before, States, Walk, states_of
+from kvledger.lifecycle.machine import ReferenceMachine, trigger_of
+from kvledger.lifecycle.projections import Fold, Gated, Projections
 from kvledger.lifecycle.projections.tracker import RequestRecord
 from kvledger.lifecycle.projections.transfers import Job
 from kvledger.lifecycle.states import RequestState
@@ -76,6 +77,10 @@ class ReplayedEvent:
 
     sequence: int = 0
     event: Event | None = None
+    states_before: States | None = None
+    """Those of the event's request in all regions."""
+    refused_rows: Mapping[int, Before] = attrs.field(factory=dict)
+    """Of a step: ordinal -> what the request was before, where none can be scheduled."""
     state_before: RequestState | None = None
     state_after: RequestState | None = None
     record: RequestRecord | None = None
@@ -102,9 +107,9 @@ class _Plan(NamedTuple):
     """Whether it is about a job that another event issued."""
     issues_job: bool
     folds: tuple[Fold, ...]
-    next_state: dict[RequestState, RequestState] | None
-    """Where the reference machine goes, for events that are rows of the table."""
-    deciding: Deciding | None
+    gated: Gated | None
+    walk: Walk | None
+    """Where the reference machines of a request go."""
     checks: tuple[Check, ...]
 
 
@@ -131,6 +136,7 @@ class Replay:
         start: Projections | None = None,
     ) -> None:
         self.projections = Projections(core, configuration) if start is None else start
+        self._reference = reference
         self.divergences = Divergences()
         self.reference_differences = Divergences()
         self.current = ReplayedEvent()
@@ -194,16 +200,20 @@ class Replay:
             self._fold(sequence, event)
             return
         self.finish()
-        plan = self._fold(sequence, event)
+        deciding = self._decider.deciding[type(event)]
+        before = None if deciding is None else self._decider.before(event)
+        if isinstance(event, StepScheduled) and isinstance(before, Mapping):
+            self.current.refused_rows = before
+        self._fold(sequence, event)
         self._is_compared = True
         if self._unjudged and not self._unjudged.isdisjoint(
             ((type(event), None), (type(event), self.current.state_before))
         ):
             self._is_compared = False
             self.num_unjudged += 1
-        elif plan.deciding is not None:
+        elif deciding is not None:
             with suppress(TurnEnded):
-                plan.deciding(event, sequence, self.current.state_before)
+                deciding(event, sequence, before)
             if self._error is not None:
                 raise self._error
 
@@ -232,22 +242,26 @@ class Replay:
         self.divergences.append(Divergence(sequence, recorded, decided))
 
     # What an audit costs, so it is one function that makes nothing.
-    def _fold(self, sequence: int, event: Any) -> _Plan:  # noqa: ANN401, C901, PLR0912
+    def _fold(self, sequence: int, event: Any) -> None:  # noqa: ANN401, C901, PLR0912
         """Fold an event, walk the reference machine along, and look at it."""
         plan, step, projections = self._plans[type(event)], self.current, self.projections
-        is_request, changes_lives, names_job, issues_job, folds, next_state, _, checks = plan
+        is_request, changes_lives, names_job, issues_job, folds, gated, walk, checks = plan
         self.num_events += 1
         step.sequence, step.event = sequence, event
         record_of, job_of = projections.tracker.get, projections.transfers.get
+        job = expected = None
         if names_job:
-            step.job = job_of(event.job_id)
-        before = after = record = None
+            job = step.job = job_of(event.job_id)
+            if job is not None and self._reference is not None:
+                expected, _ = self._reference.after(trigger_of(event), (job.work, job.source))
+        before = after = record = states = None
         if is_request:
             record = record_of(event.request_id)
             if record is not None:
+                states = states_of(record)
                 before = record.state
         if self._around is None:
-            for fold in folds:
+            for fold in folds if gated is None or gated.accepts(event) else gated.closed:
                 fold(event, sequence)
         else:
             self._around(sequence, event)
@@ -257,26 +271,27 @@ class Replay:
             if record is not None:
                 after = record.state
                 if (
-                    next_state is not None
-                    and before is not None
-                    and after is not next_state[before]
-                    and not (event.is_decision and _is_of_another_life(event, record))
+                    walk is not None
+                    and states is not None
+                    and walk.known.get(states) != states_of(record)
+                    and not walk.agrees(event, record, states)
                 ):
                     self.reference_differences.append(Divergence(sequence, event, None))
             if issues_job:
                 step.job = job_of(event.job_id)
-        step.record, step.state_before, step.state_after = record, before, after
+        if job is not None and expected is not None and expected != (job.work, job.source):
+            self.reference_differences.append(Divergence(sequence, event, None))
+        step.record, step.states_before, step.state_before, step.state_after = record, states, before, after
         for check in checks:
             found = check(event, step, projections)
             if found is not None:
                 self._on_found(found)
-        return plan
 
     def _plan(self, event_class: type[Event], checks: tuple[Check, ...], reference: ReferenceMachine | None) -> _Plan:
-        next_state: dict[RequestState, RequestState] | None = None
-        # A birth is no row of the table, also where an id is used again.
+        walk = None
+        # A birth is no row of the tables, also where an id is used again.
         if reference is not None and issubclass(event_class, RequestEvent) and event_class is not RequestArrived:
-            next_state = {state: reference.next_state(state, event_class) or state for state in RequestState}
+            walk = Walk(reference, event_class)
         issues_job = event_class in {LoadIssued, SaveIssued, TailSaveIssued}
         return _Plan(
             is_request=issubclass(event_class, RequestEvent),
@@ -284,11 +299,7 @@ class Replay:
             names_job="job_id" in field_names(event_class) and not issues_job,
             issues_job=issues_job,
             folds=self.projections.folds_of(event_class),
-            next_state=next_state,
-            deciding=self._decider.deciding[event_class],
+            gated=self.projections.gated(event_class),
+            walk=walk,
             checks=checks,
         )
-
-
-def _is_of_another_life(decision: RequestDecision, record: RequestRecord) -> bool:
-    return (decision.ordinal, decision.generation) != (record.ordinal, record.generation)

@@ -34,11 +34,11 @@ PROJECTIONS: tuple[ProjectionSpec, ...] = (
     ProjectionSpec("blocks", lambda its: BlockTable(its.tracker), of_requests=True),
     ProjectionSpec("unfilled", lambda its: UnfilledBlocks(its.tracker, its.blocks, its.geometry)),
     ProjectionSpec("tails", lambda its: Tails(its.tracker, its.chunks.slots), of_requests=True),
-    ProjectionSpec("tracker", lambda its: RequestTracker(its.core.table), of_requests=True),
+    ProjectionSpec("tracker", lambda its: RequestTracker(its.core), of_requests=True),
     ProjectionSpec("chunk_keys", lambda its: ChunkKeys(its.tracker, its.configuration.chunk_size), of_requests=True),
     ProjectionSpec(
         "save_cursor",
-        lambda its: SaveCursor(its.tracker, its.transfers, its.configuration.chunk_size),
+        lambda its: SaveCursor(its.tracker, its.configuration.chunk_size),
         of_requests=True,
     ),
     ProjectionSpec(
@@ -59,7 +59,9 @@ PROJECTIONS: tuple[ProjectionSpec, ...] = (
     ),
     ProjectionSpec(
         "transfers",
-        lambda its: Transfers(its.tracker, its.chunk_keys, its.geometry, its.unfilled, its.configuration.num_ranks),
+        lambda its: Transfers(
+            its.tracker, its.chunk_keys, its.geometry, its.unfilled, its.core.compiled, its.configuration.num_ranks
+        ),
         of_requests=True,
     ),
     ProjectionSpec("policy", lambda its: build_policy(its.configuration, its.chunk_keys)),

@@ -14,6 +14,7 @@ import attrs
 from kvledger.lifecycle.events import StepScheduled
 from kvledger.lifecycle.projections import Projections
 from kvledger.lifecycle.projections.tracker import RequestRecord
+from kvledger.lifecycle.states import TrustRegion
 
 
 @attrs.frozen
@@ -89,7 +90,7 @@ class StepEncoder:
     def settled(self, record: RequestRecord, num_settled_tokens: int) -> tuple[int, int, int] | None:
         """The entry for a request that has filled another chunk with settled tokens whose key is known, else None."""
         threshold = self._cursor.next_threshold(record.request_id)
-        if num_settled_tokens < threshold or record.quarantined:
+        if num_settled_tokens < threshold or record.trust is TrustRegion.QUARANTINED:
             return None
         num_keys = len(self._projections.chunk_keys.of(record.request_id))
         if not self._projections.geometry.windows.forget:

@@ -244,6 +244,32 @@ JOB_REGIONS = (WORK, SOURCE)
 """Of a transfer job."""
 
 
+RESYNC: Mapping[tuple[S, str], tuple[S, BlocksRegion]] = {
+    (S.PREEMPTED, "tokens.scheduled"): (S.RECOVERING, _GRANTED),
+    (S.PREEMPTED, "blocks.observed"): (S.RECOVERING, _GRANTED),
+}
+"""Refused in that phase; blocks must have been given all the same, in a hook of ours that failed. Where phase and
+blocks are afterwards. Of whatever else is refused and folded, the regions that accept it move."""
+
+CLOSED_FOLD: Mapping[str, tuple[str, ...]] = {
+    "blocks.allocated": ("obligations", "tracker", "blocks"),
+    "blocks.observed": ("obligations", "tracker", "blocks"),
+    "request.preempted": ("obligations", "tracker", "blocks", "unfilled"),
+    "session.continued": ("obligations", "tracker"),
+    "tokens.rolled_back": ("obligations", "tracker"),
+    "chunk.keys_observed": ("obligations",),
+    "lookup.requested": ("obligations",),
+    "window.left": ("obligations",),
+}
+"""Id of an observation that may be refused -> the projections that fold it all the same, because it happened all the
+same: who owns which blocks, which life a request is in, what is owed. A preemption that is refused counts, and begins
+another generation: vLLM counts it too, and what was issued for the life before is stale. A lookup that is refused
+takes no blocks away: who computes owns what it owned."""
+
+NEVER_GATED = ("request.arrived", "request.finished")
+"""About one request, and folded in full whatever its states: what it holds and what it is owed ends or begins here."""
+
+
 @attrs.frozen
 class Row:
     """In `source`, `event` leads to `dest`."""

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from copy import copy
-from typing import Self
+from typing import Any, Self
 
 from kvledger.lifecycle.events import Event
+from kvledger.lifecycle.gate import Before
 from kvledger.lifecycle.projections import Projections
 from kvledger.lifecycle.projections.tracker import RequestRecord
 
@@ -54,9 +55,25 @@ class EngineTurn:
 class Turn(EngineTurn):
     """What an observation means for one request."""
 
-    __slots__ = ("record",)
+    __slots__ = ("_before", "record")
 
-    def __init__(self, projections: Projections, decide: Decide, cause: int, record: RequestRecord) -> None:
+    def __init__(
+        self,
+        projections: Projections,
+        decide: Decide,
+        cause: int,
+        record: RequestRecord,
+        before: tuple[Any, ...] | None = None,
+    ) -> None:
         super().__init__(projections, decide, cause)
         self.record = record
-        """The request, in the state that the observation led to."""
+        """The request, in the states that the observation led to."""
+        self._before = before
+
+    @property
+    def before(self) -> Before:
+        """The request's generation and states from before the observation was folded.
+
+        By these is judged what it has lost by the observation; by the record what it has.
+        """
+        return Before.of(self.record) if self._before is None else Before._make(self._before)

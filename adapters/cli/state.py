@@ -6,7 +6,7 @@ import attrs
 
 from kvledger.adapters.cli.output import Output, plain
 from kvledger.adapters.cli.words import plural
-from kvledger.lifecycle import Projections, RequestRecord
+from kvledger.lifecycle import Projections, RequestRecord, TrustRegion
 
 _COLUMNS = {
     "request": "left",
@@ -53,7 +53,7 @@ def _request_fields(record: RequestRecord, projections: Projections) -> dict[str
         "num_tokens": max(record.num_tokens, projections.tracker.num_computed_tokens(record)),
         "num_prompt_tokens": record.num_prompt_tokens,
         "num_preemptions": record.num_preemptions,
-        "quarantined": record.quarantined,
+        "quarantined": record.trust is TrustRegion.QUARANTINED,
         "block_ids": list(projections.blocks.held(request_id)),
         "lost_block_ids": list(projections.blocks.lost(request_id)),
         "chunk_keys": [key.hex() for key in projections.chunk_keys.of(request_id)],
@@ -72,7 +72,7 @@ def _request_row(record: RequestRecord, projections: Projections) -> list[str]:
     jobs = [f"{job.kind} {job.job_id}" for job in projections.transfers if job.ordinal == record.ordinal]
     return [
         record.request_id,
-        f"{record.state}{' (quarantined)' if record.quarantined else ''}",
+        f"{record.state}{' (quarantined)' if record.trust is TrustRegion.QUARANTINED else ''}",
         str(record.generation),
         str(projections.tracker.num_computed_tokens(record)),
         str(max(record.num_tokens, projections.tracker.num_computed_tokens(record))),

@@ -37,7 +37,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvledger.lifecycle import NO_SLOT, NULL_BLOCK, Projections, RequestRecord
+from kvledger.lifecycle import NO_SLOT, NULL_BLOCK, Projections, RequestRecord, TrustRegion
 from kvledger.lifecycle import events as e
 
 
@@ -52,7 +52,7 @@ def breach_of_answer(answer: e.LookupAnswered, asked: e.LookupRequested, project
         return "asynchronous, with nothing to load" if answer.is_async else ""
     if promised < 0 or computed + promised > asked.num_tokens - 1:
         return f"{computed} tokens are computed, {promised} were promised, {asked.num_tokens} are known"
-    if record is not None and not record.quarantined:
+    if record is not None and record.trust is TrustRegion.TRUSTED:
         num_saved = _num_saved_tokens(record, projections)
     if computed + promised > num_saved:
         return f"tokens to {computed + promised} were promised, {num_saved} can be had"

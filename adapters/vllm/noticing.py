@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from kvledger.adapters.vllm import versions
 from kvledger.adapters.vllm.chunk_keys import ChunkKeySource
 from kvledger.adapters.vllm.journal import Journal
-from kvledger.lifecycle import NULL_BLOCK, Rule
+from kvledger.lifecycle import NULL_BLOCK, Rule, TrustRegion
 from kvledger.lifecycle import events as e
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class Noticing:
         if (num_known + 1) * self._chunk_size > request.num_tokens:
             return num_known
         record = self._tracker.get(request.request_id)
-        if record is None or record.quarantined:
+        if record is None or record.trust is TrustRegion.QUARANTINED:
             return num_known
         try:
             keys = self._keys.keys(request, num_known, known[-1] if known else None)

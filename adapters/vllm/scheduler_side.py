@@ -23,7 +23,7 @@ from kvledger.adapters.vllm.noticing import Noticing
 from kvledger.adapters.vllm.prefix_cache import PrefixCache
 from kvledger.adapters.vllm.step_jobs import NO_JOBS, no_copies, step_jobs
 from kvledger.adapters.vllm.step_reader import StepReader
-from kvledger.lifecycle import Core, Ledger, LedgerConfiguration, RequestState, Rule
+from kvledger.lifecycle import BlocksRegion, Core, Ledger, LedgerConfiguration, RequestState, Rule, TrustRegion
 from kvledger.lifecycle import events as e
 
 if TYPE_CHECKING:
@@ -180,7 +180,9 @@ class SchedulerSide:
     def _refuse_answer(self, request: Request, breach: str) -> None:
         self.journal.deliveries.withdraw(request.request_id)
         record = self._tracker.get(request.request_id)
-        if record is None or not record.quarantined:  # of a quarantined request it is known that it is helped no more
+        if (
+            record is None or record.trust is TrustRegion.TRUSTED
+        ):  # of a quarantined request it is known that it is helped no more
             self.journal.withhold(request.request_id, Rule.VLLM_CONTRACT.value, breach)
 
     @guarded(default=None, hook_name="get_num_new_matched_tokens")
@@ -190,7 +192,7 @@ class SchedulerSide:
 
     def _notice_preemptions(self) -> None:
         """A reset preempts all that run, without a hook; their blocks may be given away before they are looked up."""
-        for record in [record for record in self._tracker if record.holds_blocks]:
+        for record in [record for record in self._tracker if record.blocks is not BlocksRegion.NONE]:
             request = self._requests.get(record.request_id)
             if request is not None:
                 self._notice.preemption(request)

@@ -12,7 +12,7 @@ from itertools import compress
 from typing import TYPE_CHECKING
 
 from kvledger.adapters.vllm import versions
-from kvledger.lifecycle import RequestRecord, RequestState, StepEncoder
+from kvledger.lifecycle import RequestRecord, RequestState, StepEncoder, TrustRegion
 from kvledger.lifecycle import events as e
 
 if TYPE_CHECKING:
@@ -186,7 +186,7 @@ class StepReader:
 
     def _settle(self, settled: list[tuple[int, int, int]], record: RequestRecord, num_computed_tokens: int) -> None:
         request = self._requests.get(record.request_id)
-        if request is None or record.quarantined:
+        if request is None or record.trust is TrustRegion.QUARANTINED:
             return
         num_settled_tokens = num_computed_tokens - request.num_in_flight_tokens
         if self._projections.geometry.windows.forget:

@@ -12,7 +12,7 @@ from kvledger.lifecycle.audit.model.forgotten import LIFE
 from kvledger.lifecycle.projections import Projections
 from kvledger.lifecycle.projections.transfers import JobKind
 from kvledger.lifecycle.replay import Check, ReplayedEvent
-from kvledger.lifecycle.states import RequestState
+from kvledger.lifecycle.states import BlocksRegion, RequestState, SourceRegion
 from kvledger.lifecycle.windows import NULL_BLOCK
 
 
@@ -112,11 +112,11 @@ class BlockReuseFenced:
         for job_id in sorted({self._read_by[block] for block in block_ids if block in self._read_by}):
             job = projections.transfers.get(job_id)
             record = None if job is None else projections.tracker.of(job.ordinal)
-            if job is None or record is None or job.is_fenced or job.ordinal == ordinal:
+            if job is None or record is None or job.source is SourceRegion.FENCED or job.ordinal == ordinal:
                 continue
             ended = record.state is RequestState.FINISHED
             has_them = record.request_id in self._held if ended else record.generation == job.generation
-            if has_them and (ended or record.holds_blocks):
+            if has_them and (ended or record.blocks is not BlocksRegion.NONE):
                 given = sorted(set(block_ids) & set(job.block_ids) - {NULL_BLOCK})
                 whom = projections.tracker.of(ordinal)
                 detail = f"blocks {given} are given away, but save {job_id} of {job.request_id!r} still reads them"

@@ -12,6 +12,7 @@ from kvledger.lifecycle.audit.model.forgotten import LIFE
 from kvledger.lifecycle.audit.model.jobs import JobsInFlight
 from kvledger.lifecycle.projections import Projections
 from kvledger.lifecycle.replay import Check, ReplayedEvent
+from kvledger.lifecycle.states import BlocksRegion
 
 _AT_THE_BEGINNING = (0, 0)
 
@@ -91,6 +92,6 @@ class CursorLeFrontier:
                 broken = violation(self.rule, step, projections, detail, sequence, request_id=request_id)
                 found = [*(found or ()), broken]
             # Until a load has arrived, what was computed on top of it may be wrong too.
-            if not is_any_loading or not projections.transfers.is_loading(ordinal, record.generation):
+            if not is_any_loading or record.blocks is not BlocksRegion.LOADING:
                 cursors[request_id] = (end_chunk, told_at)
         return found

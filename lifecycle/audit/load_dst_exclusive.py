@@ -11,6 +11,7 @@ from kvledger.lifecycle.audit.model import Model
 from kvledger.lifecycle.projections import Projections
 from kvledger.lifecycle.projections.transfers import JobKind
 from kvledger.lifecycle.replay import Check, ReplayedEvent
+from kvledger.lifecycle.states import BlocksRegion
 from kvledger.lifecycle.windows import NO_SLOT
 
 
@@ -35,7 +36,9 @@ class LoadDstExclusive:
         """Take over the loads in flight of requests that still hold their blocks."""
         for job in projections.transfers:
             record = projections.tracker.of(job.ordinal)
-            is_held = record is not None and record.holds_blocks and record.generation == job.generation
+            is_held = (
+                record is not None and record.blocks is not BlocksRegion.NONE and record.generation == job.generation
+            )
             if job.kind is JobKind.LOAD and is_held:
                 pairs = zip(job.slots, job.block_ids, strict=False)
                 self._blocks_of[job.job_id] = filled = tuple(block_id for slot, block_id in pairs if slot != NO_SLOT)

@@ -11,6 +11,7 @@ from kvledger.lifecycle.audit.model import Model
 from kvledger.lifecycle.projections import Projections
 from kvledger.lifecycle.projections.transfers import Job, JobKind
 from kvledger.lifecycle.replay import Check, ReplayedEvent
+from kvledger.lifecycle.states import BlocksRegion
 from kvledger.lifecycle.windows import NO_SLOT
 
 
@@ -38,7 +39,9 @@ class LoadXorStores:
         """Take over the loads in flight of requests that still hold their blocks."""
         for job in projections.transfers:
             record = projections.tracker.of(job.ordinal)
-            is_held = record is not None and record.holds_blocks and record.generation == job.generation
+            is_held = (
+                record is not None and record.blocks is not BlocksRegion.NONE and record.generation == job.generation
+            )
             if job.kind is JobKind.LOAD and is_held:
                 # Issued before the last step, or since; that step stands before the first event of the audit, as 0.
                 self._take_up(-1 if job.asked_step < projections.tracker.num_steps else 0, job)

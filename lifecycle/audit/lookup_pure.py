@@ -16,6 +16,7 @@ from kvledger.lifecycle.audit.model.tails import Tails
 from kvledger.lifecycle.projections import Projections
 from kvledger.lifecycle.projections.tracker import RequestRecord
 from kvledger.lifecycle.replay import Check, ReplayedEvent
+from kvledger.lifecycle.states import FirstRegion, TrustRegion
 
 
 class _Circumstances(msgspec.Struct, frozen=True, gc=False):
@@ -110,7 +111,7 @@ class LookupPure:
             chunks.num_added,
             chunks.num_removed,
             0 if tail is None else tail.end_token,
-            record.quarantined,
+            record.trust is TrustRegion.QUARANTINED,
             num_jobs,
             next_job_id,
         )
@@ -134,7 +135,7 @@ class LookupPure:
         projections: Projections,
     ) -> list[Violation] | None:
         num_tokens, num_computed_tokens = event.num_tokens, event.num_computed_tokens
-        gets_nothing = record.quarantined or record.computes_first
+        gets_nothing = record.trust is TrustRegion.QUARANTINED or record.first is FirstRegion.COMPUTES_FIRST
         usable = 0 if gets_nothing else projections.policy.usable_tokens(event.num_hit_tokens, record)
         expected = max(0, min(usable, num_tokens - 1) - num_computed_tokens)
         if num_computed_tokens % projections.configuration.block_size:

@@ -15,7 +15,7 @@ from kvledger.lifecycle.audit.model.lives import Lives
 from kvledger.lifecycle.audit.model.tails import Tails
 from kvledger.lifecycle.projections import Projections
 from kvledger.lifecycle.replay import Check, ReplayedEvent
-from kvledger.lifecycle.states import RequestState
+from kvledger.lifecycle.states import BlocksRegion, RequestState
 
 _PREEMPTED = RequestState.PREEMPTED
 
@@ -100,7 +100,9 @@ class ResetEpoch:
         self._reset_at = step.sequence
         self._seen.clear()
         self._stale.clear()
-        self._stale.update((record.request_id, None) for record in projections.tracker if record.holds_blocks)
+        self._stale.update(
+            (record.request_id, None) for record in projections.tracker if record.blocks is not BlocksRegion.NONE
+        )
         if len(projections.chunks):
             yield violation(self.rule, step, projections, f"{len(projections.chunks)} chunks survived the reset")
         if len(projections.tails):

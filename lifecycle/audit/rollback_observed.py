@@ -13,6 +13,7 @@ from kvledger.lifecycle.audit.model import Model
 from kvledger.lifecycle.audit.model.jobs import JobsInFlight
 from kvledger.lifecycle.projections import Projections
 from kvledger.lifecycle.replay import Check, ReplayedEvent
+from kvledger.lifecycle.states import BlocksRegion
 
 
 @attrs.define
@@ -109,7 +110,7 @@ class RollbackObserved:
         for job_id, load in [(job_id, load) for job_id, load in self._loads.items() if load.failed_at]:
             del self._loads[job_id]
             record = projections.tracker.get(load.request_id)
-            if record is None or not record.holds_blocks:
+            if record is None or record.blocks is BlocksRegion.NONE:
                 continue
             # Drafts that are taken back are not recorded, but told: then the step itself says where it begins.
             num_computed_tokens = told.get(record.ordinal, projections.tracker.num_computed_tokens(record))

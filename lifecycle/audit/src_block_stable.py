@@ -12,7 +12,7 @@ from kvledger.lifecycle.audit.model.jobs import JobsInFlight
 from kvledger.lifecycle.projections import Projections
 from kvledger.lifecycle.projections.transfers import Job, JobKind
 from kvledger.lifecycle.replay import Check, ReplayedEvent
-from kvledger.lifecycle.states import RequestState
+from kvledger.lifecycle.states import BlocksRegion, RequestState, SourceRegion
 from kvledger.lifecycle.windows import blocks_at
 
 
@@ -64,7 +64,7 @@ class SrcBlockStable:
         self._named &= {job.job_id for job in saves}
         for job in saves:
             why = self._why_unstable(job, projections)
-            if why and not job.is_fenced and job.job_id not in self._named:
+            if why and job.source is SourceRegion.OWNED and job.job_id not in self._named:
                 self._named.add(job.job_id)
                 detail = f"save {job.job_id} reads blocks {list(job.block_ids)} beside the steps, but {why}"
                 yield violation(self.rule, step, projections, detail, request_id=job.request_id)
@@ -75,7 +75,7 @@ class SrcBlockStable:
             return "its request is gone"
         if record.state is RequestState.FINISHED:
             return "" if job.request_id in self._held else "its request has finished and the blocks are not held"
-        if record.generation != job.generation or not record.holds_blocks:
+        if record.generation != job.generation or record.blocks is BlocksRegion.NONE:
             return "its request has lost them"
         table = projections.blocks.held(job.request_id)
         pages = projections.geometry.pages_of(job.chunks)

@@ -13,6 +13,7 @@ from kvledger.lifecycle.audit.model import Model
 from kvledger.lifecycle.audit.model.forgotten import LIFE
 from kvledger.lifecycle.projections import Projections
 from kvledger.lifecycle.replay import Check, ReplayedEvent
+from kvledger.lifecycle.states import CurrentRegion, TrustRegion
 
 
 class _Accounted(msgspec.Struct, gc=False):
@@ -94,7 +95,7 @@ class StoreContiguous:
                 if end_chunk > num_keys:  # noqa: PLR1730 -- for every chunk that fills; a call of min costs more
                     end_chunk = num_keys
                 life.end_chunk = end_chunk
-                if record.quarantined or record.stale_generation == record.generation:
+                if record.trust is TrustRegion.QUARANTINED or record.current is CurrentRegion.STALE:
                     self._pass_over(life, first_chunk)
                 elif end_chunk > life.num_chunks:
                     told.append((life, request_id, first_chunk, end_chunk))
@@ -109,8 +110,8 @@ class StoreContiguous:
             life = self._life(event.request_id)
             num_keys = len(projections.chunk_keys.of(event.request_id))
             life.end_chunk = min(event.num_settled_tokens // self._chunk_size, num_keys)
-            generation = record.generation - isinstance(event, e.RequestPreempted)
-            if record.quarantined or record.stale_generation == generation:
+            was_stale = step.states_before is not None and CurrentRegion.STALE in step.states_before
+            if record.trust is TrustRegion.QUARANTINED or was_stale:
                 self._pass_over(life, 0)
             elif life.end_chunk > life.num_chunks:
                 self._told.append((life, event.request_id, 0, life.end_chunk))

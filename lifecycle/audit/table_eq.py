@@ -10,6 +10,7 @@ from kvledger.lifecycle.audit.checker import Violation, violation
 from kvledger.lifecycle.audit.model import Model
 from kvledger.lifecycle.projections import Projections
 from kvledger.lifecycle.replay import Check, ReplayedEvent
+from kvledger.lifecycle.states import TrustRegion
 from kvledger.lifecycle.windows import NULL_BLOCK
 
 _ANY = -1
@@ -94,7 +95,7 @@ class TableEq:
             num_blocks = 0 if table is None else len(table)
             if num_blocks * block_size < num_tokens * num_groups:
                 record = record_of(ordinal)
-                if record is None or record.quarantined:
+                if record is None or record.trust is TrustRegion.QUARANTINED:
                     continue
                 detail = f"{num_tokens} tokens are scheduled on a table of {num_blocks} blocks of {block_size} tokens"
                 broken = violation(self.rule, step, projections, detail, request_id=record.request_id)

@@ -16,6 +16,7 @@ from kvledger.lifecycle.projections import Projections
 from kvledger.lifecycle.projections.lookup_cache import MissReason
 from kvledger.lifecycle.projections.tracker import RequestRecord
 from kvledger.lifecycle.projections.transfers import JobKind
+from kvledger.lifecycle.states import FirstRegion, TrustRegion
 from kvledger.lifecycle.turn import Turn
 
 
@@ -52,11 +53,11 @@ def answer_lookup(turn: Turn, event: e.LookupRequested, *, awaits_saves: bool) -
     usable = projections.policy.usable_tokens(hit.num_tokens, record)
     if usable < hit.num_tokens:
         hit = replace(hit, reason=MissReason.LIMITED, reason_sequence=0, awaited=None)
-    if record.computes_first:
+    if record.first is FirstRegion.COMPUTES_FIRST:
         # vLLM 0.32 keeps such a request at the head of the queue of those that hold blocks. Another load beside the
         # steps may not fit beside what it reserves for those behind it, and then nobody moves any more.
         usable, hit = 0, replace(hit, reason=MissReason.LOAD_FAILED, reason_sequence=0, awaited=None)
-    if record.quarantined:
+    if record.trust is TrustRegion.QUARANTINED:
         usable, hit = 0, replace(hit, reason=MissReason.QUARANTINED, reason_sequence=0, awaited=None)
     end_token = min(usable, event.num_tokens - 1)
     awaited = hit.awaited if awaits_saves else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.projections.transfers import Job, JobKind
 from kvledger.lifecycle.rules import Rule
+from kvledger.lifecycle.states import TrustRegion
 from kvledger.lifecycle.turn import EngineTurn
 
 
@@ -32,7 +33,7 @@ def _fail(turn: EngineTurn, job: Job, error: str, *, quiet: bool) -> None:
         if projections.chunks.get(key) is not None:
             turn.decide(e.ChunkTainted(key=key, cause=cause))
     record = projections.tracker.of(job.ordinal)
-    if record is None or record.quarantined:
+    if record is None or record.trust is TrustRegion.QUARANTINED:
         return
     if record.num_failed_loads >= projections.configuration.max_failed_loads:
         reason = f"{record.num_failed_loads} loads failed"

@@ -14,6 +14,7 @@ from kvledger.lifecycle import events as e
 from kvledger.lifecycle.decisions.reach import Reach
 from kvledger.lifecycle.decisions.reports import ask_after
 from kvledger.lifecycle.rules import Rule
+from kvledger.lifecycle.states import BlocksRegion, CurrentRegion, TrustRegion
 from kvledger.lifecycle.turn import Turn
 from kvledger.lifecycle.windows import NO_SLOT, NULL_BLOCK, blocks_at
 
@@ -21,13 +22,13 @@ from kvledger.lifecycle.windows import NO_SLOT, NULL_BLOCK, blocks_at
 def save_settled(turn: Turn, first_chunk: int, num_settled_tokens: int) -> None:
     """Save the chunks from `first_chunk` on that are settled, from the blocks the request holds."""
     record, projections = turn.record, turn.projections
-    if projections.transfers.is_loading(record.ordinal, record.generation):
+    if record.blocks is BlocksRegion.LOADING:
         return
     block_ids = projections.blocks.of_life(record.ordinal) or ()
     forget = projections.geometry.windows.forget
     is_async = projections.configuration.async_saves and not forget
     left_since = projections.blocks.left_since(record.request_id) if forget else None
-    plan = _Plan(turn, record.generation, block_ids, False, is_async, left_since)  # noqa: FBT003
+    plan = _Plan(turn, record.generation, record.current, block_ids, False, is_async, left_since)  # noqa: FBT003
     plan.save(first_chunk, num_settled_tokens)
 
 
@@ -38,12 +39,11 @@ def save_on_preemption(turn: Turn, event: e.RequestPreempted) -> None:
     """
     fence_saves(turn)
     # The record is one generation further already; the blocks belong to the one before.
-    record, projections = turn.record, turn.projections
-    generation = record.generation - 1
-    if projections.transfers.is_loading(record.ordinal, generation):
+    record, before, projections = turn.record, turn.before, turn.projections
+    if before.blocks is BlocksRegion.LOADING:
         return
     lost = projections.blocks.lost(record.request_id)
-    plan = _Plan(turn, generation, lost, before_forward=True, is_async=False)
+    plan = _Plan(turn, before.generation, before.current, lost, before_forward=True, is_async=False)
     plan.save(0, event.num_settled_tokens)
     if projections.configuration.save_tails:
         plan.save_tail(event.num_settled_tokens)
@@ -71,8 +71,8 @@ def save_on_finish(turn: Turn, event: e.RequestFinished) -> None:
     # Pages that leave a window are freed without a word, so a copy out of them must not outlast its step.
     is_async = projections.configuration.async_saves and not projections.geometry.windows.forget
     lost, left_since = projections.blocks.lost(record.request_id), projections.blocks.left_at_end(record.request_id)
-    plan = _Plan(turn, record.generation, lost, before_forward=not is_async, is_async=is_async, left_since=left_since)
-    plan.save(0, num_written)
+    current = turn.before.current
+    _Plan(turn, record.generation, current, lost, not is_async, is_async, left_since).save(0, num_written)
     if projections.transfers.reads_blocks_of(record.ordinal):
         turn.decide(e.BlocksHeld(*record.life, turn.cause))
 
@@ -82,6 +82,7 @@ class _Plan(msgspec.Struct):
 
     turn: Turn
     generation: int
+    current: CurrentRegion
     block_ids: Sequence[int]
     before_forward: bool
     is_async: bool
@@ -89,8 +90,7 @@ class _Plan(msgspec.Struct):
 
     @property
     def _is_doubtful(self) -> bool:
-        record = self.turn.record
-        return record.quarantined or self.generation == record.stale_generation
+        return self.turn.record.trust is TrustRegion.QUARANTINED or self.current is CurrentRegion.STALE
 
     def _is_spoilt(self, reach: Reach | None) -> bool:
         """Whether the request relies on a block that a load did not fill. What its windows have left it does not."""

@@ -7,14 +7,16 @@ does I/O: folding a recorded event never fails.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import attrs
 import msgspec
 
 from kvledger.lifecycle.configuration import LedgerConfiguration
 from kvledger.lifecycle.events import Event
+from kvledger.lifecycle.gate import Gate
 from kvledger.lifecycle.geometry import Geometry
+from kvledger.lifecycle.table import CLOSED_FOLD
 
 if TYPE_CHECKING:
     from kvledger.lifecycle.core import Core
@@ -35,6 +37,14 @@ Fold = Callable[..., None]
 
 _encode = msgspec.msgpack.Encoder(enc_hook=list).encode
 """Arrays and the order of chunks become lists."""
+
+
+class Gated(NamedTuple):
+    """What is done with events that may be refused."""
+
+    accepts: Callable[[Any], bool]
+    closed: tuple[Fold, ...]
+    """The folds of those that are."""
 
 
 class Projection(Protocol):
@@ -85,10 +95,23 @@ class Projections:
         self._order: dict[str, Any] = {
             name: getattr(self, name) for name in self._specs if only is None or name in only
         }
-        maps = [projection.folds() for projection in self._order.values()]
+        self.gate = Gate(core.compiled, self.tracker)
+        maps = {name: projection.folds() for name, projection in self._order.items()}
         self._folds: dict[type[Event], tuple[Fold, ...]] = {
-            event_class: tuple(folds[event_class] for folds in maps if event_class in folds)
+            event_class: tuple(folds[event_class] for folds in maps.values() if event_class in folds)
             for event_class in core.events.values()
+        }
+        self._gated: dict[type[Event], Gated] = {
+            event_class: Gated(
+                accepts,
+                tuple(
+                    folds[event_class]
+                    for name, folds in maps.items()
+                    if event_class in folds and name in CLOSED_FOLD.get(event_class.id, ())
+                ),
+            )
+            for event_class in core.events.values()
+            if (accepts := self.gate.accepting(event_class)) is not None
         }
 
     if not TYPE_CHECKING:
@@ -106,13 +129,19 @@ class Projections:
             return made
 
     def fold(self, event: Event, sequence: int) -> None:
-        """Take up one event. Total: it never fails for an event that was recorded."""
-        for fold in self._folds[type(event)]:
+        """Take up one event, of an illegal one what `CLOSED_FOLD` says. Total: it never fails for what was recorded."""
+        event_class = type(event)
+        gated = self._gated.get(event_class)
+        for fold in self._folds[event_class] if gated is None or gated.accepts(event) else gated.closed:
             fold(event, sequence)
 
     def folds_of(self, event_class: type[Event]) -> tuple[Fold, ...]:
         """What `fold` does with the events of a class, for who folds many."""
         return self._folds[event_class]
+
+    def gated(self, event_class: type[Event]) -> Gated | None:
+        """How events of the class are judged, and what is folded of those that are refused; None: all is folded."""
+        return self._gated.get(event_class)
 
     def kept_last(self) -> Collection[bytes]:
         """Keys of chunks that extensions want to be evicted after all others."""

@@ -12,7 +12,7 @@ import msgspec
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.projections.tracker import RequestTracker
-from kvledger.lifecycle.projections.transfers import Transfers
+from kvledger.lifecycle.states import BlocksRegion
 
 
 class State(msgspec.Struct, forbid_unknown_fields=True):
@@ -27,9 +27,8 @@ class SaveCursor:
     They are those of the present generation, so only its own failed load starts the cursor again.
     """
 
-    def __init__(self, tracker: RequestTracker, transfers: Transfers, chunk_size: int) -> None:
+    def __init__(self, tracker: RequestTracker, chunk_size: int) -> None:
         self._tracker = tracker
-        self._transfers = transfers
         self._chunk_size = chunk_size
         self.state = State()
 
@@ -62,7 +61,7 @@ class SaveCursor:
         for ordinal, _, num_settled_tokens in event.settled:
             record = self._tracker.of(ordinal)
             # Until a load has arrived, what was computed on top of it may be wrong too.
-            if record is not None and not self._transfers.is_loading(ordinal, record.generation):
+            if record is not None and record.blocks is not BlocksRegion.LOADING:
                 self.state.num_chunks[record.request_id] = num_settled_tokens // self._chunk_size
 
     def _load_failed(self, event: e.LoadFailed, _sequence: int) -> None:

@@ -6,13 +6,17 @@ It knows states, generations and token counts. It must not know blocks, chunks o
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING
 
 import attrs
 import msgspec
 
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.machine import CompiledTable
-from kvledger.lifecycle.states import RequestState
+from kvledger.lifecycle.machine import trigger_of, triggers_of
+from kvledger.lifecycle.states import BlocksRegion, CurrentRegion, FirstRegion, RequestState, TrustRegion
+
+if TYPE_CHECKING:
+    from kvledger.lifecycle.core import Core
 
 NOT_STEADY = -1
 
@@ -28,18 +32,17 @@ class RequestRecord:
     num_tokens: int
     """Prompt and output tokens, as of the last event that told."""
     state: RequestState = RequestState.NEW
+    """The phase. Its moves, and those of the next ones, stand in `table.py`."""
     sub: str = ""
     """The sub-state of an extension that the state is in."""
+    blocks: BlocksRegion = BlocksRegion.NONE
+    first: FirstRegion = FirstRegion.COMPUTED
+    current: CurrentRegion = CurrentRegion.CURRENT
+    trust: TrustRegion = TrustRegion.TRUSTED
     state_since_ns: int = 0
     generation: int = 0
     num_preemptions: int = 0
     num_failed_loads: int = 0
-    computes_first: bool = False
-    """Its load failed, and no step has computed anything for it since."""
-    quarantined: bool = False
-    holds_blocks: bool = False
-    stale_generation: int = -1
-    """The generation whose computed tokens a reset has made stale; nothing of it may be saved."""
     counted_tokens: int = 0
     """Computed or scheduled tokens at the last exact count; see `RequestTracker.num_computed_tokens`."""
     steady_since: int = NOT_STEADY
@@ -79,12 +82,19 @@ class RequestTracker:
     A steady request, one that decodes one token a step, is not touched by the fold of a step: its count is
     the step count since it became steady. So a step of 256 decoding requests costs the fold nothing.
 
-    An observation concerns the present life of its id. Of decisions, those that move the state and what a failed load
-    forbids concern one generation of a life; the count of failed loads, a quarantine and the end concern the life.
+    An observation concerns the present life of its id. Of decisions, those that move phase, blocks and first concern
+    one generation of a life; the count of failed loads, a quarantine and the end concern the life.
     """
 
-    def __init__(self, table: CompiledTable) -> None:
-        self._table = table
+    def __init__(self, core: Core) -> None:
+        self._core = core
+        self._moved_by_step = frozenset(
+            (*standing, first)
+            for standing, dest in core.compiled.after["tokens.scheduled"].items()
+            for first in FirstRegion
+            if dest != standing or first is not FirstRegion.COMPUTED
+        )
+        """(Phase, blocks, first) that a step changes which schedules the request."""
         self.state = State()
         self.index()
 
@@ -132,10 +142,9 @@ class RequestTracker:
     def folds(self) -> Mapping[type[e.Event], Callable[..., None]]:
         """Event class -> fold. Request events that do nothing but move the state are taken from the table."""
         folds: dict[type[e.Event], Callable[..., None]] = {}
-        for event_class in {moving for _, moving in self._table}:
-            move = self._move_of(event_class)
-            if move is not None:
-                folds[event_class] = move
+        for event_class in self._core.request_events:
+            if any(map(self._moves, triggers_of(event_class.id))):
+                folds[event_class] = self._decided if issubclass(event_class, e.RequestDecision) else self._observed
         folds |= {
             e.RequestArrived: self._arrived,
             e.LookupRequested: self._lookup_requested,
@@ -154,12 +163,11 @@ class RequestTracker:
         }
         return folds
 
-    def _move_of(self, event_class: type[e.RequestEvent]) -> Callable[..., None] | None:
-        """The fold of an event that may move the state, or None for one that never does."""
-        rows = self._table.items()
-        if all(source is dest for (source, moving), dest in rows if moving is event_class):
-            return None
-        return self._decided if issubclass(event_class, e.RequestDecision) else self._move
+    def _moves(self, trigger: str) -> bool:
+        """Whether it may move anything."""
+        compiled = self._core.compiled
+        after = compiled.after.get(trigger, {})
+        return trigger in compiled.others or any(before != dest for before, dest in after.items())
 
     # --- folds: total, no validation ---------------------------------------------------------
 
@@ -169,8 +177,8 @@ class RequestTracker:
     def _reset(self, event: e.CacheReset, _sequence: int) -> None:
         self.state.time_ns = event.time_ns
         for record in self.state.records.values():
-            if record.holds_blocks:
-                record.stale_generation = record.generation
+            if record.blocks is not BlocksRegion.NONE:
+                self._move(record, "cache.reset/held")
 
     def _arrived(self, event: e.RequestArrived, _sequence: int) -> None:
         self.state.time_ns = event.time_ns
@@ -188,94 +196,90 @@ class RequestTracker:
         self.state.records[event.ordinal] = record
         self.state.num_arrived += 1
 
-    def _move(self, event: e.RequestEvent, _sequence: int) -> None:
+    def _observed(self, event: e.RequestEvent, _sequence: int) -> None:
         record = self._present.get(event.request_id)
         if record is not None:
-            self._move_record(record, type(event))
+            self._move(record, trigger_of(event))
 
     def _decided(self, event: e.RequestDecision, _sequence: int) -> None:
         record = self.in_generation(event)
         if record is not None:
-            self._move_record(record, type(event))
+            self._move(record, trigger_of(event))
 
-    def _move_record(self, record: RequestRecord, event_class: type[e.RequestEvent]) -> None:
-        state = self._table.get((record.state, event_class))
-        if state is not None and state is not record.state:
-            record.state = state
-            record.state_since_ns = self.time_ns
+    def _move(self, record: RequestRecord, trigger: str) -> None:
+        """Let every region go where the tables say."""
+        compiled = self._core.compiled
+        after = compiled.after.get(trigger)
+        if after is not None:
+            standing = record.state, record.blocks
+            state, record.blocks = after[standing]
+            if state is not record.state:
+                if standing not in compiled.legal[trigger]:  # so no row of a sub-state was taken
+                    record.sub = ""
+                record.state = state
+                record.state_since_ns = self.time_ns
+        for region, moves in compiled.others.get(trigger, ()):
+            setattr(record, region, moves[getattr(record, region)])
 
-    def _lookup_requested(self, event: e.LookupRequested, sequence: int) -> None:
+    def _lookup_requested(self, event: e.LookupRequested, _sequence: int) -> None:
         self.state.time_ns = event.time_ns
         record = self._present.get(event.request_id)
         if record is not None:
             record.num_tokens = event.num_tokens
-            # vLLM asks only about requests without computed tokens; one whose load failed was freed without a word.
-            record.holds_blocks = False
-        self._move(event, sequence)
+            self._move(record, event.id)
 
     def _load_failed(self, event: e.LoadFailed, sequence: int) -> None:
         record = self.state.records.get(event.ordinal)
         if record is not None:
             record.num_failed_loads += 1
-            # After a load within its step failed, vLLM has counted back to 0 before the report comes: another
-            # generation. It runs on then, so nobody looks it up before it has computed something.
-            if record.generation == event.generation:
-                record.computes_first = True
         self._decided(event, sequence)
 
     def _blocks_allocated(self, event: e.BlocksAllocated, sequence: int) -> None:
         self.state.time_ns = event.time_ns
-        self._move(event, sequence)
-        record = self._present.get(event.request_id)
-        if record is not None:
-            record.holds_blocks = True
+        self._observed(event, sequence)
 
-    def _preempted(self, event: e.RequestPreempted, sequence: int) -> None:
+    def _preempted(self, event: e.RequestPreempted, _sequence: int) -> None:
         self.state.time_ns = event.time_ns
-        self._move(event, sequence)
         record = self._present.get(event.request_id)
         if record is not None:
+            self._move(record, event.id)
             record.num_tokens_before_preemption = max(record.num_tokens_before_preemption, event.num_settled_tokens)
             record.generation += 1
             record.num_preemptions += 1
-            record.holds_blocks = False
             self._count(record, 0)
 
-    def _session_continued(self, event: e.SessionContinued, sequence: int) -> None:
+    def _session_continued(self, event: e.SessionContinued, _sequence: int) -> None:
         self.state.time_ns = event.time_ns
-        self._move(event, sequence)
         record = self._present.get(event.request_id)
         if record is not None:
-            if record.stale_generation == record.generation and event.num_computed_tokens:
-                record.stale_generation += 1  # the next turn is computed on top of what the reset made stale
+            self._move(record, trigger_of(event))
             record.generation += 1
             record.num_tokens = event.num_tokens
             record.num_prompt_tokens = event.num_prompt_tokens
             record.num_tokens_before_preemption = min(record.num_tokens_before_preemption, event.num_computed_tokens)
             self._count(record, event.num_computed_tokens)
 
-    def _rolled_back(self, event: e.TokensRolledBack, sequence: int) -> None:
+    def _rolled_back(self, event: e.TokensRolledBack, _sequence: int) -> None:
         self.state.time_ns = event.time_ns
-        self._move(event, sequence)
         record = self._present.get(event.request_id)
         if record is not None:
+            self._move(record, trigger_of(event))
             if event.num_computed_tokens == 0:
                 record.generation += 1
             self._count(record, event.num_computed_tokens)
 
-    def _finished(self, event: e.RequestFinished, sequence: int) -> None:
+    def _finished(self, event: e.RequestFinished, _sequence: int) -> None:
         self.state.time_ns = event.time_ns
         record = self._present.get(event.request_id)
         if record is not None:
             record.num_tokens = event.num_tokens
-            record.holds_blocks = False
             self._count(record, self.num_computed_tokens(record))
-        self._move(event, sequence)
+            self._move(record, event.id)
 
     def _quarantined(self, event: e.RequestQuarantined, _sequence: int) -> None:
         record = self.state.records.get(event.ordinal)
         if record is not None:
-            record.quarantined = True
+            self._move(record, event.id)
 
     def _released(self, event: e.RequestReleased, _sequence: int) -> None:
         record = self.in_generation(event)
@@ -298,7 +302,8 @@ class RequestTracker:
             record = self.state.records.get(ordinal)
             if record is not None:
                 record.num_tokens = num_tokens
-                record.computes_first = False
+                if (record.state, record.blocks, record.first) in self._moved_by_step:
+                    self._move(record, "tokens.scheduled")
                 self._count(record, num_computed_tokens + num_scheduled_tokens)
                 if num_scheduled_tokens == 1 and num_computed_tokens + 1 >= num_tokens:
                     record.steady_since = self.num_steps

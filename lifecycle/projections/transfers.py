@@ -13,10 +13,12 @@ import msgspec
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.geometry import Geometry
+from kvledger.lifecycle.machine import CompiledRegions, trigger_of
 from kvledger.lifecycle.members import members_at_hand
 from kvledger.lifecycle.projections.chunk_keys import ChunkKeys
 from kvledger.lifecycle.projections.tracker import RequestTracker
 from kvledger.lifecycle.projections.unfilled import UnfilledBlocks
+from kvledger.lifecycle.states import SourceRegion, WorkRegion
 from kvledger.lifecycle.structs import known_to_attrs
 from kvledger.lifecycle.windows import NO_SLOT
 
@@ -49,9 +51,9 @@ class Job(msgspec.Struct, gc=False):
     asked_step: int
     """When it was issued, or asked after."""
     asked_ns: int
-    is_asked_after: bool = False
-    is_fenced: bool = False
-    """Whether its blocks were taken, so that the next step waits for it."""
+    work: WorkRegion = WorkRegion.ISSUED
+    """How far it is. This and the next move as `table.py` says."""
+    source: SourceRegion = SourceRegion.OWNED
     ranks_done: tuple[int, ...] = ()
     """Ascending, as all ranks here."""
     ranks_failed: tuple[int, ...] = ()
@@ -89,8 +91,10 @@ class Transfers:
         chunk_keys: ChunkKeys,
         geometry: Geometry,
         unfilled: UnfilledBlocks,
+        regions: CompiledRegions,
         num_ranks: int = 1,
     ) -> None:
+        self._regions = regions
         self.all_ranks = tuple(range(num_ranks))
         self._tracker = tracker
         self._chunk_keys = chunk_keys
@@ -149,7 +153,7 @@ class Transfers:
         for job in self.state.jobs.values():
             if job.asked_step < overdue_step and job.asked_ns < overdue_ns:
                 unheard.append(job)
-            elif not job.is_asked_after and not job.is_fenced:
+            elif job.work is WorkRegion.ISSUED and job.source is SourceRegion.OWNED:
                 break  # those behind it were issued later
         return unheard
 
@@ -161,7 +165,11 @@ class Transfers:
         """Saves in flight out of blocks that this life of a request still has."""
         if ordinal not in self._of_ordinal:
             return []
-        return [job for job in self.of_life(ordinal) if job.kind is JobKind.SAVE and job.is_async and not job.is_fenced]
+        return [
+            job
+            for job in self.of_life(ordinal)
+            if job.kind is JobKind.SAVE and job.is_async and job.source is SourceRegion.OWNED
+        ]
 
     def saving(self, key: bytes) -> Job | None:
         """The save in flight that will commit the chunk, or None."""
@@ -176,18 +184,8 @@ class Transfers:
         """Whether a job of that life of a request is in flight."""
         return ordinal in self._of_ordinal
 
-    def is_loading(self, ordinal: int, generation: int) -> bool:
-        """Whether a load that this generation of that life issued is in flight."""
-        job_ids = self._of_ordinal.get(ordinal)
-        if job_ids is not None:
-            for job_id in job_ids:  # asked for every chunk that settles, so without a generator
-                job = self.state.jobs[job_id]
-                if job.kind is JobKind.LOAD and job.generation == generation:
-                    return True
-        return False
-
     def is_loading_beside(self, ordinal: int, generation: int) -> bool:
-        """The same of loads beside the steps: then the request is in none."""
+        """Whether a load of this generation of that life runs beside the steps: then the request is in none."""
         return any(
             job.kind is JobKind.LOAD and job.is_async and job.generation == generation for job in self.of_life(ordinal)
         )
@@ -218,7 +216,7 @@ class Transfers:
             e.LoadCompleted: self._settled,
             e.LoadFailed: self._load_failed,
             e.SaveCompleted: self._settled,
-            e.SaveFailed: self._save_failed,
+            e.SaveFailed: self._settled,
             e.LoadErrorsObserved: self._load_errors_observed,
             e.RequestQuarantined: self._quarantined,
             e.CacheReset: self._reset,
@@ -279,14 +277,14 @@ class Transfers:
         job = self.state.jobs.get(event.job_id)
         if job is not None:
             job.asked_step, job.asked_ns = self._tracker.num_steps, self._tracker.time_ns
-            job.is_asked_after |= not event.before_forward
-            job.is_fenced |= event.before_forward
+            self._move(job, trigger_of(event))
 
     def _reported(self, event: e.TransferReported, _sequence: int) -> None:
         job = self.state.jobs.get(event.job_id)
         if job is None:
             job = self.state.given_up.get(event.job_id)
             if job is not None and self.is_reported(job, event):
+                self._move(job, "transfer.reported/whole")
                 del self.state.given_up[event.job_id]
         if job is not None:
             # The first word of a rank counts; what it says later about the same job changes nothing.
@@ -311,6 +309,9 @@ class Transfers:
         job = self.state.jobs.pop(event.job_id, None)
         if job is None:
             return
+        self._move(job, trigger_of(event))
+        if job.work is WorkRegion.GIVEN_UP:
+            self.state.given_up[job.job_id] = job
         siblings = self._of_ordinal.get(job.ordinal)
         if siblings is not None:
             siblings.discard(job.job_id)
@@ -319,11 +320,11 @@ class Transfers:
         if job.kind is JobKind.LOAD:
             self._read_no_more(job.slots)
 
-    def _save_failed(self, event: e.SaveFailed, sequence: int) -> None:
-        job = self.state.jobs.get(event.job_id)
-        if job is not None and not event.quiet:
-            self.state.given_up[job.job_id] = job
-        self._settled(event, sequence)
+    def _move(self, job: Job, trigger: str) -> None:
+        job.work = self._regions.work[trigger].get(job.work, job.work)
+        source = self._regions.source.get(trigger)
+        if source is not None:
+            job.source = source[job.source]
 
     def _read(self, slots: tuple[int, ...]) -> None:
         loading = self._loading

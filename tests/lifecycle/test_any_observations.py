@@ -80,7 +80,7 @@ def test_no_order_of_observations_makes_the_ledger_raise_or_leak(
             elif isinstance(decision, e.SaveFailed) and not decision.quiet:
                 given_up += slots[decision.job_id]
         check_slots(ledger.projections, given_up)
-        if not any(record.quarantined for record in ledger.projections.tracker):
+        if not any(record.trust == "quarantined" for record in ledger.projections.tracker):
             check_invariants(ledger.projections, given_up)  # illegal events may leave a quarantined request odd
     ledger.commit()
     log = sink.events()

@@ -182,7 +182,7 @@ def test_nothing_is_loaded_when_nothing_is_taken_up() -> None:
     assert driver.allocate("a", (7, 8, 9), 0) == []
     assert driver.projections.lookups.pending("a") is None
     assert driver.projections.chunks.promised == {}
-    assert not driver.record("a").quarantined
+    assert driver.record("a").trust == "trusted"
 
 
 @pytest.mark.parametrize("taken_up", [33, 40, 1000])
@@ -232,7 +232,7 @@ def test_tokens_taken_up_in_the_middle_of_a_prefill_are_refused() -> None:
     assert driver.state("a") is RequestState.CHUNKED_PREFILL
     driver.allocate("a", (1, 2, 3), 16)
     assert violations(driver) == ["ALLOC_MATCHES_LOOKUP"]
-    assert driver.record("a").quarantined
+    assert driver.record("a").trust == "quarantined"
 
 
 def test_a_table_too_short_for_the_load_is_refused() -> None:
@@ -407,7 +407,7 @@ def test_a_settled_chunk_beyond_the_table_is_a_violation() -> None:
     driver.start("a", keys_of("a", 4), 65, (1, 2))
     driver.step(settled=[("a", 0, 64)])
     assert violations(driver) == ["TABLE_EQ"]
-    assert driver.record("a").quarantined
+    assert driver.record("a").trust == "quarantined"
     assert driver.all_of(e.SaveIssued) == []
 
 
@@ -542,7 +542,7 @@ def test_a_doubled_report_frees_nothing_twice() -> None:
     driver.report(save.job_id)
     assert violations(driver) == ["COMPLETION_ONCE"]
     assert driver.projections.chunks.slots.num_free == free
-    assert not driver.record("a").quarantined
+    assert driver.record("a").trust == "trusted"
 
 
 def test_a_late_report_reaches_the_job_and_not_the_requests_new_life() -> None:
@@ -779,8 +779,8 @@ def test_a_raising_handler_costs_only_its_request() -> None:
     decisions = driver.step(settled=[("unlucky", 0, 16), ("lucky", 0, 16)])
     assert kinds(decisions) == ["invariant.violated", "request.quarantined", "save.issued"]
     assert "RuntimeError: no luck today" in driver.all_of(e.InvariantViolated)[0].detail
-    assert driver.record("unlucky").quarantined
-    assert not driver.record("lucky").quarantined
+    assert driver.record("unlucky").trust == "quarantined"
+    assert driver.record("lucky").trust == "trusted"
 
 
 def test_a_handler_that_raises_at_the_finish_does_not_keep_its_request_for_ever() -> None:

@@ -70,7 +70,7 @@ def test_a_late_failure_does_not_reach_the_next_life_of_the_id() -> None:
     driver.report(load.job_id, ok=False)
     save_anew(driver)
     record = driver.record("a")
-    assert (record.num_failed_loads, record.quarantined, record.state) == (0, False, RequestState.NEW)
+    assert (record.num_failed_loads, record.trust, record.state) == (0, "trusted", RequestState.NEW)
     assert driver.lookup("a", 0, NUM_TOKENS).num_external_tokens == 48
 
 
@@ -80,9 +80,9 @@ def test_failed_loads_of_all_generations_of_a_life_are_counted() -> None:
     driver.step(("a", 48, 2, NUM_TOKENS))
     driver.roll_back("a", 0)
     record = driver.record("a")
-    assert not driver.projections.transfers.is_loading(record.ordinal, record.generation)
+    assert record.blocks == "granted"
     driver.report(load.job_id, ok=False)
-    assert (record.num_failed_loads, record.computes_first, record.quarantined) == (1, False, False)
+    assert (record.num_failed_loads, record.first, record.trust) == (1, "computed", "trusted")
     driver.step(("a", 0, NUM_TOKENS, NUM_TOKENS))
     driver.preempt("a", 0)
     save_anew(driver)
@@ -91,7 +91,7 @@ def test_failed_loads_of_all_generations_of_a_life_are_counted() -> None:
     driver.step(("a", 48, 2, NUM_TOKENS))
     driver.roll_back("a", 0)
     driver.report(driver.all_of(e.LoadIssued)[-1].job_id, ok=False)
-    assert (record.num_failed_loads, record.quarantined) == (2, True)
+    assert (record.num_failed_loads, record.trust) == (2, "quarantined")
 
 
 def test_a_stale_load_does_not_keep_the_next_generation_from_running() -> None:
@@ -192,9 +192,9 @@ def test_a_decision_about_another_life_or_generation_changes_nothing_of_this_one
     driver.lookup("a", 0, NUM_TOKENS)
     record, projections = driver.record("a"), driver.projections
     assert record.life == ("a", 1, 1)
-    before = (record.state, record.computes_first, projections.lookups.pending("a"), dict(projections.chunks.promised))
+    before = (record.state, record.first, projections.lookups.pending("a"), dict(projections.chunks.promised))
     projections.fold(decide(life), 99)  # type: ignore[operator]
-    after = (record.state, record.computes_first, projections.lookups.pending("a"), dict(projections.chunks.promised))
+    after = (record.state, record.first, projections.lookups.pending("a"), dict(projections.chunks.promised))
     assert after == before
     assert driver.record("a") is record
     assert projections.lookups.num_deferred("a") == 0
@@ -207,4 +207,4 @@ def test_a_quarantine_concerns_a_life_whatever_its_generation(ordinal: int, *, i
     driver.save_prefix("a", keys_of("d", 2))
     driver.arrive("a", 20)
     driver.projections.fold(e.RequestQuarantined("a", ordinal, 7, "odd", 1), 99)
-    assert driver.record("a").quarantined is is_quarantined
+    assert (driver.record("a").trust == "quarantined") is is_quarantined

@@ -67,7 +67,7 @@ def test_keys_that_a_request_brings_again_are_not_counted_again() -> None:
 @pytest.fixture
 def chunk_keys() -> ChunkKeys:
     """No request's keys."""
-    return ChunkKeys(RequestTracker(Core.standard().table), 8)
+    return ChunkKeys(RequestTracker(Core.standard()), 8)
 
 
 RECORD = RequestRecord("a", 0, num_prompt_tokens=40, num_tokens=40)

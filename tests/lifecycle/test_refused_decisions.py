@@ -112,4 +112,4 @@ def test_nothing_can_be_decided_in_a_turn_that_was_kept() -> None:
     (turn,) = kept
     with pytest.raises(DecisionRefused, match="the turn is over"):
         turn.decide(e.RequestQuarantined(*turn.record.life, "late", turn.cause))
-    assert not driver.record("bad").quarantined
+    assert driver.record("bad").trust == "trusted"

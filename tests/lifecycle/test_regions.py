@@ -122,7 +122,7 @@ def test_a_region_that_breaks_a_rule_is_refused(region: Region, message: str) ->
 def test_only_phase_and_blocks_may_refuse() -> None:
     """What is legal is asked for every event, and is one look into one table."""
     with pytest.raises(TableError, match="first may refuse; only phase and blocks are looked at"):
-        compile_regions([PHASE, BLOCKS, attrs.evolve(FIRST, may_refuse=True)], CORE.events)
+        compile_regions([PHASE, BLOCKS, attrs.evolve(FIRST, may_refuse=True)], JOB_REGIONS, CORE.events)
 
 
 @pytest.mark.parametrize("region", ALL_REGIONS, ids=lambda region: region.name)

@@ -148,7 +148,7 @@ def test_an_ordinal_names_one_life_of_an_id() -> None:
 
 def test_events_of_unknown_requests_leave_no_trace() -> None:
     """Folding is total: whatever was recorded can be folded."""
-    tracker = RequestTracker(Core.standard().table)
+    tracker = RequestTracker(Core.standard())
     before = msgspec.msgpack.encode(tracker.state)
     for event_class, fold in tracker.folds().items():
         if event_class in Core.standard().request_events and event_class is not e.RequestArrived:

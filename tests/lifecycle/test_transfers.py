@@ -40,7 +40,7 @@ def test_a_load_names_the_chunks_that_it_reads() -> None:
     driver, load = with_load()
     job = driver.projections.transfers.get(load.job_id)
     assert (job.kind, job.chunks, job.keys) == ("load", (2, 3), keys_of("d", 2, first_chunk=2))
-    assert driver.projections.transfers.is_loading(driver.record("a").ordinal, 0)
+    assert driver.record("a").blocks == "loading"
     assert all(driver.projections.transfers.is_read(slot) for slot in load.slots)
 
 
@@ -51,7 +51,7 @@ def test_a_settled_job_is_forgotten() -> None:
     transfers = driver.projections.transfers
     assert transfers.get(load.job_id) is None
     assert not transfers.owes(driver.record("a").ordinal)
-    assert not transfers.is_loading(driver.record("a").ordinal, 0)
+    assert driver.record("a").blocks == "granted"
     assert not any(transfers.is_read(slot) for slot in load.slots)
 
 
@@ -117,7 +117,7 @@ def test_a_save_is_no_load() -> None:
     driver, _ = with_save()
     ordinal = driver.record("a").ordinal
     assert driver.projections.transfers.owes(ordinal)
-    assert not driver.projections.transfers.is_loading(ordinal, 0)
+    assert driver.record("a").blocks != "loading"
 
 
 def test_a_job_belongs_to_one_life_of_an_id() -> None:

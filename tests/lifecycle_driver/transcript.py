@@ -191,10 +191,10 @@ class _Player:
 
 def _state_of(record: RequestRecord, num_computed_tokens: int) -> str:
     regions = [record.state.value]
-    regions += ["holds blocks"] if record.holds_blocks else []
-    regions += ["computes first"] if record.computes_first else []
-    regions += ["stale"] if record.stale_generation == record.generation else []
-    regions += ["quarantined"] if record.quarantined else []
+    regions += ["holds blocks"] if record.blocks != "none" else []
+    regions += ["computes first"] if record.first == "computes_first" else []
+    regions += ["stale"] if record.current == "stale" else []
+    regions += ["quarantined"] if record.trust == "quarantined" else []
     return f"{', '.join(regions)}; {num_computed_tokens} of {record.num_tokens} tokens"
 
 

@@ -14,6 +14,7 @@ import attrs
 
 from kvledger.lifecycle import Scheduled
 from kvledger.lifecycle import events as e
+from kvledger.lifecycle.states import BlocksRegion
 from lifecycle_driver.device import Content, Device
 from lifecycle_driver.driver import Driver
 from lifecycle_driver.invariants import check_invariants
@@ -426,7 +427,7 @@ class Walk:
 
     def _end_turn(self, player: Player) -> None:
         record = self.driver.record(player.request_id)
-        if self._chance(0.3) and not self.driver.projections.transfers.is_loading(record.ordinal, record.generation):
+        if self._chance(0.3) and record.blocks is not BlocksRegion.LOADING:
             self._continue(player)
         else:
             self._finish(player, "FINISHED_STOPPED")

@@ -16,6 +16,7 @@ from kvledger.lifecycle.audit.model.lives import Lives
 from kvledger.lifecycle.geometry import Geometry
 from kvledger.lifecycle.projections import Projections
 from kvledger.lifecycle.replay import Check, ReplayedEvent
+from kvledger.lifecycle.states import SourceRegion, WorkRegion
 from kvledger.lifecycle.windows import NO_SLOT
 
 if TYPE_CHECKING:
@@ -295,8 +296,8 @@ def _taken_over(job: Job) -> InFlight:
         job.asked_step,
         job.asked_ns,
         NO_SLOT in job.slots,
-        job.is_asked_after,
-        job.is_fenced,
+        job.work is WorkRegion.OVERDUE,
+        job.source is SourceRegion.FENCED,
         frozenset(job.ranks_done),
         frozenset(job.ranks_failed),
     )

@@ -15,7 +15,7 @@ from kvledger.lifecycle import events as e
 from kvledger.lifecycle.core import Core
 from kvledger.lifecycle.projections import Projections
 from kvledger.lifecycle.replay import Check, ReplayedEvent
-from kvledger.lifecycle.states import RequestState
+from kvledger.lifecycle.states import BlocksRegion, CurrentRegion, FirstRegion, RequestState, TrustRegion
 
 _NEVER = -1
 
@@ -93,8 +93,12 @@ class Lives:
         self.num_steps, self.time_ns = tracker.num_steps, tracker.time_ns
         for record in tracker:
             life = Life(record.request_id, record.ordinal, record.num_prompt_tokens, record.num_tokens)
-            for name in (*_TAKEN_OVER, "counted_tokens", "steady_since"):
+            for name in _TAKEN_OVER:
                 setattr(life, name, getattr(record, name))
+            life.computes_first = record.first is FirstRegion.COMPUTES_FIRST
+            life.quarantined = record.trust is TrustRegion.QUARANTINED
+            life.holds_blocks = record.blocks is not BlocksRegion.NONE
+            life.stale_generation = record.generation if record.current is CurrentRegion.STALE else _NEVER
             life.keys = list(projections.chunk_keys.of(record.request_id))
             self.num_steady += life.steady_since != _NEVER
             self._lives[life.request_id] = self._by_ordinal[life.ordinal] = life
@@ -274,8 +278,6 @@ _TAKEN_OVER = (
     "state",
     "generation",
     "num_failed_loads",
-    "computes_first",
-    "quarantined",
-    "holds_blocks",
-    "stale_generation",
+    "counted_tokens",
+    "steady_since",
 )

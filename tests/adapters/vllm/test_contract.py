@@ -172,7 +172,7 @@ MISTAKES: dict[str, tuple[type[StateHandler], str, _Mistake, str]] = {
     "from beyond the pool": (Preempted, "blocks_allocated", evolved(LOAD, slots=lambda s: (10**9, *s[1:])), OURS),
     "a page left out": (Preempted, "blocks_allocated", evolved(LOAD, slots=lambda s: (-1, *s[1:])), OTHER),
     "in the other mode": (Preempted, "blocks_allocated", evolved(LOAD, is_async=lambda a: not a), OTHER),
-    "loaded twice": (Preempted, "blocks_allocated", each(LOAD, twice), OTHER),
+    "loaded twice": (Preempted, "blocks_allocated", each(LOAD, twice), OURS),
     "one number for two jobs": (
         Preempted,
         "blocks_allocated",

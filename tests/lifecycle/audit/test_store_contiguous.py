@@ -38,7 +38,7 @@ def test_a_chunk_counts_as_saved_where_another_requests_save_is_given_up_in_the_
     for _ in range(3):
         driver.step()
     (silent,) = driver.projections.transfers
-    assert silent.is_asked_after
+    assert silent.work == "overdue"
     pass_over_as_it_is_given_up(driver, silent, keys)
     assert len(driver.all_of(e.SaveFailed)) == 1
     driver.step(("b", 49, 1, 50), settled=[("b", 1, 49)])
@@ -56,7 +56,7 @@ def test_a_chunk_counts_as_saved_where_it_is_tainted_in_the_same_step() -> None:
     driver.allocate("c", (8, 9), 16)
     driver.step()
     (load,) = driver.projections.transfers
-    while not load.is_asked_after:
+    while load.work != "overdue":
         driver.step()
     pass_over_as_it_is_given_up(driver, load, keys)
     assert len(driver.all_of(e.ChunkTainted)) == 1

@@ -13,6 +13,7 @@ from kvledger.lifecycle.projections.lookup_cache import LookupCache
 from kvledger.lifecycle.projections.save_cursor import SaveCursor
 from kvledger.lifecycle.projections.tracker import RequestTracker
 from kvledger.lifecycle.projections.transfers import Transfers
+from kvledger.lifecycle.states import CurrentRegion
 from mutants.catalogue.parts import LOOKING_UP, decided_otherwise, wrapped, written_as
 from mutants.mutant import Patch, Touch, mutant
 from mutants.scenes import Walks, Worlds
@@ -236,9 +237,9 @@ def stale_session_saved(touch: Touch) -> Sequence[Patch]:
 
     def continued(original: Any, tracker: RequestTracker, event: e.SessionContinued, sequence: int) -> None:
         record = tracker.get(event.request_id)
-        if record is not None and record.stale_generation == record.generation:
+        if record is not None and record.current is CurrentRegion.STALE:
             touch()
-            record.stale_generation = -1
+            record.current = CurrentRegion.CURRENT
         original(tracker, event, sequence)
 
     return [wrapped(RequestTracker, "_session_continued", continued)]

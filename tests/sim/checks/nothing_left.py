@@ -75,7 +75,7 @@ def left_entries(side: SchedulerSide, worker: Any) -> dict[str, int]:
 
 def _changes(name: str) -> bool:
     """Whether a container is of the kind that requests come into and leave; some are fixed from the start."""
-    return name not in {"_folds", "_table", "_engines", "all_ranks"}
+    return name not in {"_folds", "_gated", "_table", "_engines", "all_ranks"}
 
 
 def check_slots(projections: Projections) -> None:

@@ -1,0 +1,118 @@
+"""The gate: whether what was observed is legal in the states that its request is in; asked before the fold.
+
+The ledger, a replay and whoever only folds ask the same tables, so that an illegal observation folds to the same
+everywhere: to what `table.CLOSED_FOLD` says. It must not know what a handler makes of the verdict.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+from kvledger.lifecycle.events import Event, RequestDecision, RequestEvent, RequestQuarantined, StepScheduled
+from kvledger.lifecycle.machine import CompiledRegions, ReferenceMachine, trigger_of, triggers_of
+from kvledger.lifecycle.states import BlocksRegion, CurrentRegion, FirstRegion, RequestState, TrustRegion
+from kvledger.lifecycle.table import CLOSED_FOLD, NEVER_GATED, VARIANTS
+
+if TYPE_CHECKING:
+    from kvledger.lifecycle.projections.tracker import RequestRecord, RequestTracker
+
+
+class Before(NamedTuple):
+    """A request's generation and states before an observation was folded: what is lost is judged by these."""
+
+    generation: int
+    state: RequestState
+    blocks: BlocksRegion
+    first: FirstRegion
+    current: CurrentRegion
+    trust: TrustRegion
+
+    @classmethod
+    def of(cls, record: RequestRecord) -> Before:
+        """As they are now."""
+        return cls._make(fields_of(record))
+
+
+States = tuple[RequestState, BlocksRegion, FirstRegion, CurrentRegion, TrustRegion]
+"""Of a request, in the order of `table.REGIONS`."""
+fields_of: Callable[[RequestRecord], tuple[Any, ...]] = attrgetter(*Before._fields)
+"""Those of `Before.of`, faster."""
+states_of: Callable[[RequestRecord], States] = attrgetter(*Before._fields[1:])
+"""What a request is in now."""
+
+
+class Gate:
+    """Looks at records, changes nothing."""
+
+    def __init__(self, regions: CompiledRegions, tracker: RequestTracker) -> None:
+        self._regions = regions
+        self._tracker = tracker
+        scheduled = regions.legal["tokens.scheduled"]
+        self._not_scheduled = frozenset(
+            state for state in RequestState for blocks in BlocksRegion if (state, blocks) not in scheduled
+        )
+
+    def accepts(self, event: RequestEvent) -> bool:
+        """Whether the event's request is known, and in states that all have a row for it."""
+        record = self._tracker.get(event.request_id)
+        return record is not None and (record.state, record.blocks) in self._regions.legal[trigger_of(event)]
+
+    def accepting(self, event_class: type[Event]) -> Callable[[RequestEvent], bool] | None:
+        """How events of this class are judged; None for those that are folded in full whatever happens."""
+        named = (trigger for trigger in triggers_of(event_class.id) if trigger in self._regions.legal)
+        may_be_refused = any(len(self._regions.legal[each]) < len(self._regions.after[each]) for each in named)
+        is_about_a_request = issubclass(event_class, RequestEvent) and not event_class.is_decision
+        if not may_be_refused or not is_about_a_request or event_class.id in NEVER_GATED:
+            return None
+        if event_class.id in VARIANTS:
+            return self.accepts
+        tracker, legal = self._tracker, self._regions.legal[event_class.id]
+
+        def accepts(event: RequestEvent) -> bool:
+            record = tracker.get(event.request_id)
+            return record is not None and (record.state, record.blocks) in legal
+
+        return accepts
+
+    def refused_rows(self, step: StepScheduled) -> Mapping[int, Before]:
+        """Ordinal -> states of requests that the step schedules where none can be scheduled."""
+        record_of, not_scheduled = self._tracker.of, self._not_scheduled
+        refused: dict[int, Before] = {}
+        for row in step.advanced:
+            record = record_of(row[0])
+            if (
+                record is not None
+                and record.state in not_scheduled
+                and (record.state, record.blocks) not in self._regions.legal["tokens.scheduled"]
+            ):
+                refused[row[0]] = Before.of(record)
+        return refused
+
+
+class Walk:
+    """Where the reference machines of a request lead upon events of one class."""
+
+    def __init__(self, reference: ReferenceMachine, event_class: type[RequestEvent]) -> None:
+        self._reference = reference
+        self._concerns_life = event_class is RequestQuarantined
+        self._is_folded = (
+            event_class.is_decision or event_class.id in NEVER_GATED or "tracker" in CLOSED_FOLD.get(event_class.id, ())
+        )
+        self.known: dict[States, States] = {}
+        """Walked before: states -> states afterwards. Empty where the class has variants."""
+
+    def agrees(self, event: Any, record: RequestRecord, before: States) -> bool:  # noqa: ANN401 -- of any class
+        """Whether the request is where they lead. Of a decision about another life nothing is to move."""
+        trigger, expected = trigger_of(event), before
+        is_own = not isinstance(event, RequestDecision) or (
+            event.ordinal == record.ordinal and (event.generation == record.generation or self._concerns_life)
+        )
+        if is_own:
+            after, is_legal = self._reference.after(trigger, before)
+            if is_legal or self._is_folded:
+                expected = cast("States", after)
+            if trigger == event.id:
+                self.known[before] = expected
+        return states_of(record) == expected
