@@ -37,7 +37,8 @@ log = sys.argv[1]
 handlers = ["--handlers", "save_when_preempted:SaveWhenPreempted"]
 for command in (
     ["verify", log], ["verify", log, *handlers], ["show", log], ["show", log, "cmpl-bench"], ["why", log, "cmpl-bench"],
-    ["stats", log], ["replay", log], ["replay", log, *handlers], ["replay", log, "--diff", log],
+    ["core"], ["core", log], ["stats", log],
+    ["replay", log], ["replay", log, *handlers], ["replay", log, "--diff", log],
     ["export", log, "--html", "-o", "page.html"], ["export", log, "--perfetto", "-o", "trace.json"],
     ["export", log, "--csv", "-o", "tables"], ["retire", log, "--max-bytes", "2GiB", "--dry-run"], ["repro", log],
 ):
