@@ -34,7 +34,8 @@ def last_sampled_token_saved(touch: Touch) -> Sequence[Patch]:
         has_place = event.num_tokens <= len(blocks) * projections.configuration.block_size
         if has_place and event.num_tokens % size == 0 and event.num_settled_tokens == event.num_tokens - 1:
             touch()
-            plan = saves._Plan(turn, record.generation, blocks, before_forward=True, is_async=False)
+            current = turn.before.current
+            plan = saves._Plan(turn, record.generation, current, blocks, before_forward=True, is_async=False)
             plan.save(0, event.num_tokens)
         else:
             original(turn, event)
@@ -131,6 +132,7 @@ def saved_while_loading(touch: Touch) -> Sequence[Patch]:
         plan = saves._Plan(
             turn.altered(watch),
             record.generation,
+            record.current,
             projections.blocks.held(record.request_id),
             before_forward=False,
             is_async=projections.configuration.async_saves,
