@@ -52,7 +52,7 @@ def test_a_disk_that_stays_full_until_the_engine_is_killed_is_known_afterwards(
 
     def work() -> None:
         def serve() -> None:
-            log = _open(disk / "logs", segment_bytes=8192)
+            log = _open(disk / "logs", segment_bytes=16384)
             _write(log, 20)
             fill(disk)
             _write(log, 759)
@@ -164,7 +164,7 @@ def test_a_directory_that_cannot_be_read_does_not_hide_the_log_before(tmp_path: 
 
 def test_a_start_notes_a_newest_segment_that_is_gone_and_reads_none_where_nothing_is_doubtful(tmp_path: Path) -> None:
     """A full segment takes a second to read."""
-    log = _open(tmp_path, segment_bytes=8192)
+    log = _open(tmp_path, segment_bytes=16384)
     _write(log, 300)
     log.close()
     assert log.directory is not None
