@@ -33,6 +33,8 @@ class Detection:
     num_events: int
     num_divergences: int
     ended_by: str
+    unfoldable: str
+    """The event that could not be folded, and why: the mutant's patch does not fit the code that it patches."""
 
     def is_named(self, rule: str) -> bool:
         """Whether the first finding is this rule's, and nobody else speaks of the same event."""
@@ -97,6 +99,7 @@ def judge(mutant: Mutant, story: Story, touch: Touch, seed: int) -> Detection:
         num_events=audit.num_events,
         num_divergences=len(audit.divergences) + len(audit.reference_differences) + (audit.unfoldable is not None),
         ended_by=story.ended_by,
+        unfoldable=str(audit.unfoldable or ""),
     )
 
 

@@ -125,7 +125,7 @@ def _tell(console: Console, mutant: Mutant, figures: Figures, detections: Sequen
             )
     missed = [d for d in detections if d.touched is not None and d.found is None]
     if missed:
-        crashes = [d.ended_by for d in missed if d.ended_by]
+        crashes = [why for d in missed if (why := d.ended_by or d.unfoldable)]
         console.print(f"  missed: seeds {[d.seed for d in missed][:10]}; ended by {crashes[:2]}", style="yellow")
 
 

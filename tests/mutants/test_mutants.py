@@ -35,6 +35,7 @@ def first_named_story(mutant: Mutant) -> Story:
         story, touch = play(mutant, seed)
         detection = judge(mutant, story, touch, seed)
         reproduce = f"make mutants RULE={mutant.rule} SEED={seed}"
+        assert not detection.unfoldable, f"{mutant.name} does not fit what it patches: {detection.unfoldable}"
         assert not detection.first_rules or detection.is_named(mutant.rule), f"{reproduce}: {detection}"
         if detection.first_rules:
             assert detection.touched is not None, f"named without a mistake: {reproduce}"
