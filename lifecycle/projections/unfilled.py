@@ -23,8 +23,8 @@ class State(msgspec.Struct, forbid_unknown_fields=True):
     """The blocks, and what they may come from."""
 
     blocks: dict[int, None] = {}
-    loads: dict[int, tuple[int, ...]] = {}
-    """Job id -> blocks of a load in flight."""
+    loads: dict[int, tuple[tuple[int, ...], bool]] = {}
+    """Job id -> blocks of a load in flight, and whether it is asynchronous."""
     lost: list[array] = []  # type: ignore[type-arg]  # in Python 3.11 it takes no argument when it runs
     """Tables that were lost since the last step; a failure of that step concerns them, too. Nobody changes them."""
     lost_before: list[array] = []  # type: ignore[type-arg]
@@ -82,17 +82,17 @@ class UnfilledBlocks:
             self._fill(event.block_ids[self._geometry.pages_spanning(0, num_tokens).stop :])
 
     def _load_issued(self, event: e.LoadIssued, _sequence: int) -> None:
-        self.state.loads[event.job_id] = event.block_ids
+        self.state.loads[event.job_id] = event.block_ids, event.is_async
         self._fill(event.block_ids)
 
     def _load_completed(self, event: e.LoadCompleted, _sequence: int) -> None:
         self.state.loads.pop(event.job_id, None)
 
     def _load_failed(self, event: e.LoadFailed, _sequence: int) -> None:
-        block_ids = self.state.loads.pop(event.job_id, ())
-        if self._geometry.windows.num_groups > 1:
-            # With several groups all loads run beside the steps, and nobody computes on such a block before it is
-            # there. Who names one all the same held it before, and has left it with its window.
+        block_ids, is_async = self.state.loads.pop(event.job_id, ((), False))
+        if is_async:
+            # Nobody computes on such a block before it is there. Who names one all the same held it before: its window
+            # has left it, or its table was lost.
             self._mark(block_ids)
         else:
             self._add(block_ids)

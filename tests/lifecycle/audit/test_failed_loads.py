@@ -156,3 +156,35 @@ def test_what_relies_on_unfilled_blocks_is_not_saved_and_the_log_says_why() -> N
     assert not driver.all_of(e.SaveIssued)
     declined = driver.all_of(e.SaveDeclined)[-1]
     assert (declined.first_chunk, declined.num_chunks, declined.reason) == (0, 4, e.UNFILLED)
+
+
+def test_who_computes_on_blocks_of_a_lost_table_relies_on_no_asynchronous_load_into_the_others() -> None:
+    """A table was lost in this step, its blocks are given anew: nobody computed on a load that has yet to arrive."""
+    driver = Driver(async_load_tokens=1)
+    driver.save_prefix("writer", keys_of("shared", 2))
+    driver.start("lost", keys_of("lost", 4), 33, (1, 2, 3))
+    driver.finish("lost", 33, 34)
+    driver.settle_all()
+    driver.arrive("computes", 33, keys_of("computes", 4))
+    driver.lookup("computes", 0, 33)
+    driver.allocate("computes", (2, 3, 4))
+    driver.arrive("loads", 17, keys_of("shared", 2))
+    driver.lookup("loads", 0, 17)
+    driver.allocate("loads", (1,), 16)
+    driver.step(("computes", 0, 33, 33))
+    load = driver.all_of(e.LoadIssued)[-1]
+    assert load.is_async
+    driver.report(load.job_id, ok=False)
+    assert driver.projections.unfilled.blocks == {1}
+    state = capture(driver.projections)
+    cut = len(driver.observed)
+    driver.step(("computes", 33, 1, 34), settled=[("computes", 0, 33)])
+    assert driver.all_of(e.SaveIssued)[-1].request_id == "computes"
+    driver.arrive("hits", 34, keys_of("computes", 4))
+    driver.lookup("hits", 32, 34)
+    driver.allocate("hits", (2, 3, 5))
+    driver.step(("hits", 32, 2, 34))
+    assert broken_rules(driver) == []
+    begun = Audit(Core.standard(), driver.configuration, start=restore(Core.standard(), state, driver.configuration))
+    begun.run(enumerate(driver.observed[cut:], start=cut + 1))
+    assert begun.violations == []
