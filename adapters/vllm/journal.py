@@ -202,7 +202,11 @@ class Journal:
 
     def decline(self, reason: str) -> None:
         """Serve nobody, and say why: to the log, and to people."""
-        self.ledger.record_unfolded(e.LogNote(f"declined: {reason}", self.now()))
+        note = e.LogNote(f"declined: {reason}", self.now())
+        try:
+            self.ledger.observe(note)
+        except LedgerCorrupt:
+            self.ledger.record_unfolded(note)
         self.messages.warning("the model is not served, requests run as without a connector", reason=reason)
         self._stand_aside()
 

@@ -33,7 +33,7 @@ def _observations() -> tuple[LedgerConfiguration, list[e.Event]]:
 
 
 def _open(log_dir: Path, configuration: LedgerConfiguration, troubles: list[OSError]) -> OpenedLog:
-    settings = ConnectorSettings.from_extra_config({"log_dir": str(log_dir), "segment_bytes": 8192})
+    settings = ConnectorSettings.from_extra_config({"log_dir": str(log_dir), "segment_bytes": 16384})
     log = open_event_log(Core.standard(), settings, configuration)
     store: Any = log.store
     tell = store._on_trouble
@@ -172,7 +172,7 @@ def test_all_logs_of_a_directory_keep_to_their_size_while_one_is_written(
 ) -> None:
     """Earlier starts go first, then the oldest segments of one's own; what is left is undamaged."""
     configuration, observations = _observations()
-    extra_config = {"log_dir": str(tmp_path), "segment_bytes": 8192, "max_log_bytes": 3 * 8192}
+    extra_config = {"log_dir": str(tmp_path), "segment_bytes": 16384, "max_log_bytes": 3 * 8192}
 
     def segment_bytes() -> int:
         num_bytes = 0
