@@ -136,7 +136,11 @@ class _CoreRun:
             if missing:
                 starts[ordinal] = computed - missing
         settled = [entry for entry in step.settled if entry[2] <= starts.get(entry[0], entry[2])]
-        return changed(step, advanced=tuple(advanced), settled=tuple(settled))
+        more = sum(after[2] - before[2] for before, after in zip(step.advanced, advanced, strict=True))
+        num_scheduled_tokens = step.num_scheduled_tokens + more
+        return changed(
+            step, num_scheduled_tokens=num_scheduled_tokens, advanced=tuple(advanced), settled=tuple(settled)
+        )
 
     def _report_overdue(self, time_ns: int) -> None:
         """Jobs that were not issued then are done one step after they were handed out."""

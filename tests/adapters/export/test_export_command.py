@@ -132,7 +132,7 @@ def test_the_page_of_a_log_that_is_decided_otherwise_today_says_so(
     run: Any, tools: Any, story: Driver, tmp_path: Path
 ) -> None:
     """With what was recorded and what would be decided."""
-    events = changed(story, e.LookupAnswered, miss_reason="evicted")
+    events = changed(story, e.LookupAnswered, is_async=True)
     log, path = tools.write_log(tmp_path / "other", events, story.configuration), tmp_path / "page.html"
     assert run("export", log, "--html", "-o", path).exit_code == 0
     page = path.read_text()
