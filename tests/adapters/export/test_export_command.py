@@ -137,8 +137,8 @@ def test_the_page_of_a_log_that_is_decided_otherwise_today_says_so(
     assert run("export", log, "--html", "-o", path).exit_code == 0
     page = path.read_text()
     assert "today&#x27;s code decides otherwise" in page
-    assert "miss_reason=evicted" in page
-    assert "miss_reason=never_saved" in page
+    assert "is_async=True" in page
+    assert "is_async=False" in page
 
 
 @pytest.mark.parametrize("form", [*FORMATS, "--csv=events"])
