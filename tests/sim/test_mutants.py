@@ -32,7 +32,8 @@ NUM_SEEDS = 60
 
 def _save_one_token_too_many(turn: Any, event: Any) -> None:
     lost = turn.projections.blocks.lost(event.request_id)
-    plan = saves._Plan(turn, turn.record.generation, lost, before_forward=True, is_async=False)
+    current = turn.before.current
+    plan = saves._Plan(turn, turn.record.generation, current, lost, before_forward=True, is_async=False)
     plan.save(0, event.num_settled_tokens + 1)
 
 
