@@ -55,7 +55,7 @@ def test_the_worlds_meet_what_they_are_for() -> None:
         "tokens recovered": 2000,
         "chunks evicted": 200,
         "loads failed": 3,
-        "pages checked": 10_000,
+        "pages checked": 8_000,
         "events lost to a full disk": 1,
         "logs of killed engines": 3,
         **{fault.name: 1 for fault in FAULTS},
