@@ -16,9 +16,10 @@ import attrs
 from sim.contenders import CONTENDERS
 from sim.faults import CLIENT_FAULTS
 from sim.meter import Meter
-from sim.settings import Settings, draw
+from sim.settings import DIMENSIONS, Settings, draw
 from sim.world import World
 
+_DIMENSIONS = tuple(name for name in DIMENSIONS if name != "failing loads")
 ROOM_FOR_ALL = 400
 """Host slots; no world uses as many."""
 
@@ -51,7 +52,9 @@ def measure(seeds: Iterable[int], *, advance: Callable[[], None] = lambda: None)
         drawn = draw(random.Random(f"settings {seed}")).connector
         defaults = {name: drawn[name] for name in ("host_bytes", "chunk_size")}
         for contender in CONTENDERS:
-            with World(seed, contender=contender, faults=CLIENT_FAULTS, connector=defaults) as world:
+            with World(
+                seed, contender=contender, faults=CLIENT_FAULTS, connector=defaults, dimensions=_DIMENSIONS
+            ) as world:
                 world.run()
                 for row in measured:
                     if row.includes(world.settings):
