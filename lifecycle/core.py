@@ -31,14 +31,13 @@ from kvledger.lifecycle.machine import (
     CompiledRegions,
     CompiledTable,
     ReferenceMachine,
-    compile_region,
+    by_class,
     compile_regions,
-    compile_table,
     table_fingerprint,
 )
 from kvledger.lifecycle.projections import ProjectionSpec
 from kvledger.lifecycle.states import RequestState
-from kvledger.lifecycle.table import Region, Row, rows_of_classes
+from kvledger.lifecycle.table import Region
 from kvledger.lifecycle.upcasters import Upcasters
 
 if TYPE_CHECKING:
@@ -80,22 +79,16 @@ class Core:
     """What was added, see `extended`."""
     compiled: CompiledRegions = attrs.field(init=False)
     """What is legal for a request in its phase and its blocks, and what moves requests and jobs."""
-    rows: tuple[Row, ...] = attrs.field(init=False)
-    """The rows of the phase, by classes of events."""
     table: CompiledTable = attrs.field(init=False)
-    """(State, class of event) -> next state; what is not there is illegal."""
+    """(State, class of event) -> next phase; what is not there is illegal."""
 
     @compiled.default
     def _compiled(self) -> CompiledRegions:
         return compile_regions(self.regions, self.job_regions, self.events)
 
-    @rows.default
-    def _rows(self) -> tuple[Row, ...]:
-        return rows_of_classes(self.regions[0], self.events)
-
     @table.default
     def _table(self) -> CompiledTable:
-        return MappingProxyType(dict(compile_table(self.rows)))
+        return MappingProxyType(dict(by_class(self.compiled.phase, self.events)))
 
     def __attrs_post_init__(self) -> None:
         _check_events(self.events)
@@ -240,7 +233,7 @@ class Core:
     @cached_property
     def sub_moves(self) -> SubMoves:
         """Where requests enter and leave sub-states."""
-        moves = compile_region(self.regions[0], self.events).items()
+        moves = self.compiled.phase.items()
         of_events = {trigger: dests for trigger, dests in moves if trigger.partition("/")[0] in self.events}
         return compile_rows(self.extensions, of_events)
 

@@ -17,13 +17,12 @@ from transitions import Machine, MachineError
 from kvledger.lifecycle.events import Event, RequestEvent
 from kvledger.lifecycle.states import (
     INITIAL_STATE,
-    TERMINAL_STATE,
     BlocksRegion,
     RequestState,
     SourceRegion,
     WorkRegion,
 )
-from kvledger.lifecycle.table import NO_EVENTS, RESYNC, VARIANTS, Region, Row, State
+from kvledger.lifecycle.table import NO_EVENTS, RESYNC, VARIANTS, Region, State
 
 CompiledTable = Mapping[tuple[RequestState, type[RequestEvent]], RequestState]
 Moves = Mapping[str, Mapping[State, State]]
@@ -96,6 +95,8 @@ def _reached(region: Region) -> set[State]:
 class CompiledRegions:
     """The regions of requests and jobs, for the live path."""
 
+    phase: Moves
+    """What moves the phase alone."""
     legal: Mapping[str, Mapping[Standing, Standing]]
     """Trigger -> where it leads from where it is legal; a trigger that is missing here is legal everywhere."""
     after: Mapping[str, Mapping[Standing, Standing]]
@@ -130,7 +131,7 @@ def compile_regions(
         for trigger in dict.fromkeys(trigger for moves in compiled.values() for trigger in moves)
     }
     jobs: dict[str, Any] = {region.name: compile_region(region, event_ids) for region in job_regions}
-    return CompiledRegions(legal, after, others, jobs["work"], jobs["source"])
+    return CompiledRegions(phase, legal, after, others, jobs["work"], jobs["source"])
 
 
 def _folded(
@@ -153,41 +154,24 @@ def _joined(
                 yield (state, held), (dest, dest_held)
 
 
-def compile_table(rows: Iterable[Row]) -> CompiledTable:
-    """Turn rows into `{(state, event): next state}`, or refuse them.
+def by_class(phase: Moves, events: Mapping[str, type[Event]]) -> CompiledTable:
+    """The moves of the phase as `{(state, class of event): next state}`, whatever the variant of the event.
 
     Raises:
-        TableError: a pair stands twice, a source is not a state, a row leaves the terminal state, or a
-            state cannot be reached from the initial one.
+        TableError: variants of one event lead to different phases.
     """
-    compiled: dict[tuple[RequestState, type[RequestEvent]], RequestState] = {}
-    for row in rows:
-        ends: tuple[object, ...] = (row.source, row.dest)  # as tables of users may have them
-        if not all(isinstance(end, RequestState) for end in ends):
-            message = f"{row}: source and dest must be states, one row each; '*' would let finished requests move"
-            raise TableError(message)
-        if row.source is TERMINAL_STATE and row.dest is not TERMINAL_STATE:
-            message = f"{row.event.id} leads out of {TERMINAL_STATE}; a finished request stays finished"
-            raise TableError(message)
-        if (row.source, row.event) in compiled:
-            message = f"({row.source}, {row.event.id}) stands twice; the second row would silently lose"
-            raise TableError(message)
-        compiled[row.source, row.event] = row.dest
-    _refuse_unreachable(compiled)
-    return compiled
-
-
-def _refuse_unreachable(compiled: CompiledTable) -> None:
-    reached = {INITIAL_STATE}
-    while True:
-        more = {dest for (source, _), dest in compiled.items() if source in reached} - reached
-        if not more:
-            break
-        reached |= more
-    unreachable = set(RequestState) - reached
-    if unreachable:
-        message = f"no events lead to {', '.join(sorted(unreachable))}; add rows or remove the state"
-        raise TableError(message)
+    table: dict[tuple[RequestState, type[RequestEvent]], RequestState] = {}
+    for trigger, moves in phase.items():
+        event_class = events.get(trigger.partition("/")[0])
+        if event_class is None or not issubclass(event_class, RequestEvent):
+            continue
+        for source, dest in moves.items():
+            if not isinstance(source, RequestState) or not isinstance(dest, RequestState):
+                continue
+            if table.setdefault((source, event_class), dest) is not dest:
+                message = f"({source}, {event_class.id}) leads to {dest} in one variant only; let all lead there"
+                raise TableError(message)
+    return table
 
 
 def table_fingerprint(regions: Iterable[Region]) -> str:

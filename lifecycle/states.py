@@ -111,4 +111,3 @@ class SourceRegion(enum.StrEnum):
 
 
 INITIAL_STATE = RequestState.NEW
-TERMINAL_STATE = RequestState.FINISHED

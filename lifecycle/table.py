@@ -56,7 +56,6 @@ from typing import Any
 
 import attrs
 
-from kvledger.lifecycle import events as e
 from kvledger.lifecycle.states import (
     BlocksRegion,
     CurrentRegion,
@@ -252,38 +251,19 @@ RESYNC: Mapping[tuple[S, str], tuple[S, BlocksRegion]] = {
 blocks are afterwards. Of whatever else is refused and folded, the regions that accept it move."""
 
 CLOSED_FOLD: Mapping[str, tuple[str, ...]] = {
-    "blocks.allocated": ("obligations", "tracker", "blocks"),
-    "blocks.observed": ("obligations", "tracker", "blocks"),
-    "request.preempted": ("obligations", "tracker", "blocks", "unfilled"),
-    "session.continued": ("obligations", "tracker"),
-    "tokens.rolled_back": ("obligations", "tracker"),
-    "chunk.keys_observed": ("obligations",),
-    "lookup.requested": ("obligations",),
-    "window.left": ("obligations",),
+    "blocks.allocated": ("tracker", "blocks"),
+    "blocks.observed": ("tracker", "blocks"),
+    "request.preempted": ("tracker", "blocks", "unfilled"),
+    "session.continued": ("tracker",),
+    "tokens.rolled_back": ("tracker",),
+    "chunk.keys_observed": (),
+    "lookup.requested": (),
+    "window.left": (),
 }
 """Id of an observation that may be refused -> the projections that fold it all the same, because it happened all the
-same: who owns which blocks, which life a request is in, what is owed. A preemption that is refused counts, and begins
+same: who owns which blocks, and which life a request is in. A preemption that is refused counts, and begins
 another generation: vLLM counts it too, and what was issued for the life before is stale. A lookup that is refused
 takes no blocks away: who computes owns what it owned."""
 
 NEVER_GATED = ("request.arrived", "request.finished")
 """About one request, and folded in full whatever its states: what it holds and what it is owed ends or begins here."""
-
-
-@attrs.frozen
-class Row:
-    """In `source`, `event` leads to `dest`."""
-
-    source: S
-    event: type[e.RequestEvent]
-    dest: S
-
-
-def rows_of_classes(phase: Region, events: Mapping[str, type[e.Event]]) -> tuple[Row, ...]:
-    """The rows of the phase, by classes of events."""
-    rows: dict[Row, None] = {}
-    for source, trigger, dest in phase.flat():
-        event_class = events.get(trigger.partition("/")[0])
-        if event_class and issubclass(event_class, e.RequestEvent) and isinstance(source, S) and isinstance(dest, S):
-            rows[Row(source, event_class, dest)] = None
-    return tuple(rows)

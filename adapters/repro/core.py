@@ -129,15 +129,15 @@ class _CoreRun:
     def _computing_more(self, step: e.StepScheduled) -> e.StepScheduled:
         """The step in which requests compute what they were not given."""
         advanced = []
+        num_scheduled_tokens = step.num_scheduled_tokens
         starts: dict[int, int] = {}
         for ordinal, computed, scheduled, known in step.advanced:
             missing = self._missing.pop(ordinal, 0)
             advanced.append((ordinal, computed - missing, scheduled + missing, known))
+            num_scheduled_tokens += missing
             if missing:
                 starts[ordinal] = computed - missing
         settled = [entry for entry in step.settled if entry[2] <= starts.get(entry[0], entry[2])]
-        more = sum(after[2] - before[2] for before, after in zip(step.advanced, advanced, strict=True))
-        num_scheduled_tokens = step.num_scheduled_tokens + more
         return changed(
             step, num_scheduled_tokens=num_scheduled_tokens, advanced=tuple(advanced), settled=tuple(settled)
         )

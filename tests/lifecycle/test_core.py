@@ -30,7 +30,7 @@ def test_the_standard_core_is_one_object() -> None:
     """It is immutable, so everybody may hold the same."""
     assert Core.standard() is CORE
     with pytest.raises(attrs.exceptions.FrozenInstanceError):
-        CORE.rows = ()  # type: ignore[misc]
+        CORE.table = {}  # type: ignore[misc]
 
 
 def test_replacing_a_handler_makes_another_core() -> None:

@@ -8,7 +8,7 @@ from lifecycle_driver import Driver, keys_of
 
 from kvledger.lifecycle import Core
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.audit import Audit
+from kvledger.lifecycle.audit import Audit, Violation
 from kvledger.lifecycle.snapshots import capture, restore
 
 
@@ -35,6 +35,35 @@ def start_load(driver: Driver, request_id: str, block_ids: Sequence[int]) -> int
     return driver.all_of(e.LoadIssued)[-1].job_id
 
 
+def could_not_fill() -> Driver:
+    """`a` computed one token behind 32 that could not be filled, in blocks 1 and 2."""
+    driver = Driver()
+    driver.arrive("a", 33, keys_of("a", 4))
+    driver.lookup("a", 0, 33)
+    driver.allocate("a", (1, 2, 3))
+    driver.step(("a", 32, 1, 33))
+    fail_blocks(driver, (1, 2))
+    return driver
+
+
+def hit_after_a_failure() -> Driver:
+    """And `b` was given the two blocks as computed."""
+    driver = could_not_fill()
+    driver.arrive("b", 33, keys_of("a", 4))
+    driver.lookup("b", 32, 33)
+    driver.allocate("b", (1, 2, 4))
+    driver.step(("b", 32, 1, 33))
+    return driver
+
+
+def violations_from(driver: Driver, state: bytes, cut: int) -> list[Violation]:
+    """What an audit finds that begins behind the first `cut` events, in this state."""
+    core = Core.standard()
+    audit = Audit(core, driver.configuration, start=restore(core, state, driver.configuration))
+    audit.run(enumerate(driver.observed[cut:], start=cut + 1))
+    return audit.violations
+
+
 def test_a_load_reported_when_its_id_is_used_again_concerns_no_save_of_the_next_life() -> None:
     """The earlier request computed again what had not come, and ended; the late report is about it alone."""
     driver = Driver(async_saves=True)
@@ -56,12 +85,7 @@ def test_a_load_reported_when_its_id_is_used_again_concerns_no_save_of_the_next_
 
 def test_blocks_that_are_given_anew_are_filled_whoever_fills_them() -> None:
     """Another connector loads into new blocks, of which nothing is reported; they and what follows can be saved."""
-    driver = Driver()
-    driver.arrive("a", 33, keys_of("a", 4))
-    driver.lookup("a", 0, 33)
-    driver.allocate("a", (1, 2, 3))
-    driver.step(("a", 32, 1, 33))
-    fail_blocks(driver, (1, 2))
+    driver = could_not_fill()
     driver.finish("a", 0, 33)
     keys = keys_of("b", 4)
     driver.arrive("b", 33, keys)
@@ -77,23 +101,12 @@ def test_blocks_that_are_given_anew_are_filled_whoever_fills_them() -> None:
     driver.allocate("c", (1, 2, 5))
     driver.step(("c", 32, 2, 34))
     assert broken_rules(driver) == []
-    begun = Audit(Core.standard(), driver.configuration, start=restore(Core.standard(), state, driver.configuration))
-    begun.run(enumerate(driver.observed[cut:], start=cut + 1))
-    assert begun.violations == []
+    assert violations_from(driver, state, cut) == []
 
 
 def test_a_block_that_is_hit_stays_unfilled() -> None:
     """It is not given anew: nobody is going to write it."""
-    driver = Driver()
-    driver.arrive("a", 33, keys_of("a", 4))
-    driver.lookup("a", 0, 33)
-    driver.allocate("a", (1, 2, 3))
-    driver.step(("a", 32, 1, 33))
-    fail_blocks(driver, (1, 2))
-    driver.arrive("b", 33, keys_of("a", 4))
-    driver.lookup("b", 32, 33)
-    driver.allocate("b", (1, 2, 4))
-    driver.step(("b", 32, 1, 33))
+    driver = hit_after_a_failure()
     assert driver.projections.unfilled.blocks >= {1, 2, 4}
     assert "FAILED_LOAD_TAINT" in broken_rules(driver)
 
@@ -142,16 +155,7 @@ def test_blocks_given_as_computed_are_judged_by_the_step_that_they_were_given_fo
 
 def test_what_relies_on_unfilled_blocks_is_not_saved_and_the_log_says_why() -> None:
     """They were given to it as computed, after the load had failed."""
-    driver = Driver()
-    driver.arrive("a", 33, keys_of("a", 4))
-    driver.lookup("a", 0, 33)
-    driver.allocate("a", (1, 2, 3))
-    driver.step(("a", 32, 1, 33))
-    fail_blocks(driver, (1, 2))
-    driver.arrive("b", 33, keys_of("a", 4))
-    driver.lookup("b", 32, 33)
-    driver.allocate("b", (1, 2, 4))
-    driver.step(("b", 32, 1, 33))
+    driver = hit_after_a_failure()
     driver.step(settled=[("b", 0, 33)])
     assert not driver.all_of(e.SaveIssued)
     declined = driver.all_of(e.SaveDeclined)[-1]
@@ -185,6 +189,4 @@ def test_who_computes_on_blocks_of_a_lost_table_relies_on_no_asynchronous_load_i
     driver.allocate("hits", (2, 3, 5))
     driver.step(("hits", 32, 2, 34))
     assert broken_rules(driver) == []
-    begun = Audit(Core.standard(), driver.configuration, start=restore(Core.standard(), state, driver.configuration))
-    begun.run(enumerate(driver.observed[cut:], start=cut + 1))
-    assert begun.violations == []
+    assert violations_from(driver, state, cut) == []
