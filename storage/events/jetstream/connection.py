@@ -14,7 +14,7 @@ import attrs
 import msgspec
 from nats.aio.client import Client
 from nats.errors import Error as NatsError
-from nats.errors import NoRespondersError
+from nats.errors import NoRespondersError, UnexpectedEOF
 from nats.js.errors import APIError, ServerError, ServiceUnavailableError
 
 from kvledger.storage.events.jetstream.errors import StreamError, StreamRefused, StreamUnavailable
@@ -37,6 +37,7 @@ _CLOSE_TIMEOUT_S: Final = 1
 _NOT_ENABLED: Final = (10039, 10076)
 _PING_INTERVAL_S: Final = 10
 _API: Final = "$JS.API"
+_CUT_OFF: Final = (BrokenPipeError, ConnectionResetError, UnexpectedEOF)
 
 Answer = TypeVar("Answer")
 
@@ -185,7 +186,7 @@ async def connect(
         raise
     except (NatsError, OSError, TimeoutError, ValueError) as error:
         await _close(client)
-        raise _failure(address, [*seen, error]) from error
+        raise _failure(address, access, [*seen, error]) from error
     try:
         yield connection
     finally:
@@ -247,7 +248,7 @@ def _insist_on_tls(address: StreamAddress, client: Client, *, needed: bool) -> N
         )
 
 
-def _failure(address: StreamAddress, errors: list[Exception]) -> StreamError:
+def _failure(address: StreamAddress, access: Access, errors: list[Exception]) -> StreamError:
     for error in errors:
         if isinstance(error, ssl.SSLError):
             return StreamRefused(
@@ -258,6 +259,10 @@ def _failure(address: StreamAddress, errors: list[Exception]) -> StreamError:
         if isinstance(error, ValueError):
             return StreamRefused(f"{address}: the credentials cannot be used: {_text(error)}")
     reasons = dict.fromkeys(_text(error) for error in errors)
+    anonymous = access.tls_cert is None and (access.tls_ca is not None or address.needs_tls)
+    if anonymous and any(isinstance(error, _CUT_OFF) for error in errors):
+        # The end of the connection may overtake the server's alert, which says the same.
+        reasons["the server may ask for a client's certificate (--tls-cert, --tls-key)"] = None
     return StreamUnavailable(f"{address}: cannot connect: {'; '.join(reasons)}")
 
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import re
+import socket
+import struct
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -207,9 +211,33 @@ def test_a_certificate_of_a_stranger_is_refused(encrypted: Encrypted, ship: Ship
 
 
 def test_a_client_without_a_certificate_is_refused(encrypted: Encrypted, ship: Ship, log: Path) -> None:
-    """And is told that it is about TLS, unless the end of the connection overtakes the server's reason."""
-    with pytest.raises((StreamRefused, StreamUnavailable), match=r"(?i)TLS|certificate|connection reset"):
+    """And is told of the certificate, also where the end of the connection overtakes the server's reason."""
+    with pytest.raises((StreamRefused, StreamUnavailable), match=r"(?i)TLS|certificate"):
         ship(log, encrypted.server.url, access=Access(tls_ca=encrypted.authority.certificate), give_up_after_s=0)
+
+
+def test_a_server_that_hangs_up_instead_of_tls_may_want_a_certificate(
+    encrypted: Encrypted, ship: Ship, log: Path
+) -> None:
+    """What its alert would say is said in its place: a reset overtakes alerts."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=hang_up_after_the_greeting, args=[listener])
+        thread.start()
+        url = f"nats://127.0.0.1:{listener.getsockname()[1]}"
+        with pytest.raises(StreamUnavailable, match=r"--tls-cert"):
+            ship(log, url, access=Access(tls_ca=encrypted.authority.certificate), give_up_after_s=0)
+        listener.shutdown(socket.SHUT_RDWR)  # ends the accept
+        thread.join()
+
+
+def hang_up_after_the_greeting(listener: socket.socket) -> None:
+    """Ask for TLS as a server does, and reset the connection."""
+    with contextlib.suppress(OSError):
+        while True:
+            connection, _ = listener.accept()
+            connection.sendall(b'INFO {"tls_required": true, "max_payload": 1048576}\r\n')
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            connection.close()
 
 
 @pytest.mark.parametrize("scheme", ["nats", "tls"])
