@@ -34,6 +34,7 @@ ANSWER_WITHIN_S: Final = 5.0
 
 _CONNECT_TIMEOUT_S: Final = 4
 _CLOSE_TIMEOUT_S: Final = 1
+_MAX_GREETINGS: Final = 3
 _NOT_ENABLED: Final = (10039, 10076)
 _PING_INTERVAL_S: Final = 10
 _API: Final = "$JS.API"
@@ -124,13 +125,29 @@ async def connect(
 ) -> AsyncIterator[Connection]:
     """Connect for the length of a block; `name` is what the server lists the connection as.
 
-    A server that does not answer within `answer_within_s` is taken for gone.
+    A server that does not answer within `answer_within_s` is taken for gone. One that refuses says why and hangs up;
+    the end of the connection may overtake the reason, so one that hangs up in the greeting is asked again.
 
     Raises:
         StreamRefused: credentials or certificates do not fit, here or there.
         StreamUnavailable: no server can be reached, or the connection ended.
 
     """
+    async with contextlib.AsyncExitStack() as stack:
+        for num_left in reversed(range(_MAX_GREETINGS)):
+            try:
+                connection = await stack.enter_async_context(_connected(address, access, name, answer_within_s))
+                break
+            except StreamUnavailable as error:
+                if not num_left or not isinstance(error.__cause__, _CUT_OFF):
+                    raise
+        yield connection
+
+
+@contextlib.asynccontextmanager
+async def _connected(
+    address: StreamAddress, access: Access, name: str, answer_within_s: float
+) -> AsyncIterator[Connection]:
     access = access.with_user_of(address)
     _check_key_files(access)
     tls = _tls_context(address, access)

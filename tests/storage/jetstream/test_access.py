@@ -219,22 +219,25 @@ def test_a_client_without_a_certificate_is_refused(encrypted: Encrypted, ship: S
 def test_a_server_that_hangs_up_instead_of_tls_may_want_a_certificate(
     encrypted: Encrypted, ship: Ship, log: Path
 ) -> None:
-    """What its alert would say is said in its place: a reset overtakes alerts."""
+    """It is asked again, for a reset overtakes alerts; then what its alert would say is said in its place."""
+    greeted: list[object] = []
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        thread = threading.Thread(target=hang_up_after_the_greeting, args=[listener])
+        thread = threading.Thread(target=hang_up_after_the_greeting, args=[listener, greeted])
         thread.start()
         url = f"nats://127.0.0.1:{listener.getsockname()[1]}"
         with pytest.raises(StreamUnavailable, match=r"--tls-cert"):
             ship(log, url, access=Access(tls_ca=encrypted.authority.certificate), give_up_after_s=0)
         listener.shutdown(socket.SHUT_RDWR)  # ends the accept
         thread.join()
+    assert len(greeted) > 1
 
 
-def hang_up_after_the_greeting(listener: socket.socket) -> None:
+def hang_up_after_the_greeting(listener: socket.socket, greeted: list[object]) -> None:
     """Ask for TLS as a server does, and reset the connection."""
     with contextlib.suppress(OSError):
         while True:
-            connection, _ = listener.accept()
+            connection, peer = listener.accept()
+            greeted.append(peer)
             connection.sendall(b'INFO {"tls_required": true, "max_payload": 1048576}\r\n')
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             connection.close()
