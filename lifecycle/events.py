@@ -24,14 +24,12 @@ from typing import ClassVar, TypeVar, cast
 
 import msgspec
 
-from kvledger.lifecycle.structs import known_to_attrs
-
 
 class Event(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
     """What every event has: a stable string id, a version, which of the two kinds it is, and its wire code (`tag`).
 
-    A `msgspec.Struct`, so that reading a log makes events without a line of Python. What attrs offers for its own
-    classes (`attrs.evolve`, `asdict`, `fields`) works on events as well.
+    A `msgspec.Struct`, so that reading a log makes events without a line of Python; `msgspec.structs` has `replace`,
+    `asdict` and `fields` for them.
     """
 
     id: ClassVar[str]
@@ -82,7 +80,7 @@ def _declare(event_id: str, *, version: int, is_decision: bool) -> Callable[[_Ev
         event_class.version = version
         event_class.is_decision = is_decision
         event_class.handler_method = re.sub(r"(?<!^)(?=[A-Z])", "_", event_class.__name__).lower()
-        return known_to_attrs(event_class)
+        return event_class
 
     return declare
 

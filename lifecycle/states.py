@@ -9,10 +9,7 @@ from __future__ import annotations
 
 import enum
 
-from kvledger.lifecycle.members import members_at_hand
 
-
-@members_at_hand
 class RequestState(enum.StrEnum):
     """Where a request stands, as far as its events tell."""
 
@@ -35,7 +32,6 @@ class RequestState(enum.StrEnum):
     """It will not be scheduled again. It may still owe transfers, and leaves when the last is settled."""
 
 
-@members_at_hand
 class BlocksRegion(enum.StrEnum):
     """What a request's life has to be computed or loaded into."""
 
@@ -49,7 +45,6 @@ class BlocksRegion(enum.StrEnum):
     """It holds blocks, and a load of this life fills them."""
 
 
-@members_at_hand
 class FirstRegion(enum.StrEnum):
     """Whether the request has to compute something before it is offered another load."""
 
@@ -60,7 +55,6 @@ class FirstRegion(enum.StrEnum):
     """Its load failed, and no step has computed anything for it since."""
 
 
-@members_at_hand
 class CurrentRegion(enum.StrEnum):
     """Whether what the request has computed is worth saving."""
 
@@ -71,7 +65,6 @@ class CurrentRegion(enum.StrEnum):
     """A reset came while it held blocks: nothing that this life computes may be saved."""
 
 
-@members_at_hand
 class TrustRegion(enum.StrEnum):
     """Whether the cache helps the request."""
 
@@ -82,7 +75,6 @@ class TrustRegion(enum.StrEnum):
     """It gets no hits and no saves any more; it recomputes."""
 
 
-@members_at_hand
 class WorkRegion(enum.StrEnum):
     """How far a transfer job is."""
 
@@ -99,7 +91,6 @@ class WorkRegion(enum.StrEnum):
     """Nothing is read or written any more."""
 
 
-@members_at_hand
 class SourceRegion(enum.StrEnum):
     """Whose blocks a transfer job reads or writes."""
 

@@ -129,17 +129,17 @@ class Output:
 
 def plain(value: object) -> object:
     """JSON values: bytes as hex, everything that has fields or members as mappings and lists."""
+    if isinstance(value, msgspec.Struct):
+        value = msgspec.structs.asdict(value)
+    elif attrs.has(type(value)):
+        value = attrs.asdict(cast("attrs.AttrsInstance", value), recurse=False)
     if isinstance(value, bytes):
         return value.hex()
     if isinstance(value, str):
         return value
     if isinstance(value, Mapping):
         return {str(key): plain(item) for key, item in value.items()}
-    if isinstance(value, Iterable):
-        return [plain(item) for item in value]
-    if isinstance(value, msgspec.Struct):
-        return plain(msgspec.structs.asdict(value))
-    return plain(fields_of(value)) if attrs.has(type(value)) else value
+    return [plain(item) for item in value] if isinstance(value, Iterable) else value
 
 
 def event_fields(event: Event | None) -> dict[str, object] | None:
@@ -152,13 +152,8 @@ def event_fields(event: Event | None) -> dict[str, object] | None:
 
 def event_text(event: Event) -> str:
     """An event in one line for people."""
-    fields = ", ".join(f"{name}={_short(value)}" for name, value in fields_of(event).items())
+    fields = ", ".join(f"{name}={_short(value)}" for name, value in msgspec.structs.asdict(event).items())
     return f"{event.id}  {fields}"
-
-
-def fields_of(instance: object) -> dict[str, object]:
-    """The fields of an event, as they are."""
-    return attrs.asdict(cast("attrs.AttrsInstance", instance), recurse=False)
 
 
 def _short(value: object) -> str:

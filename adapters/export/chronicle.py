@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 
-from kvledger.adapters.cli.output import fields_of
+import msgspec
+
 from kvledger.adapters.cli.words import words
 from kvledger.adapters.export.held_blocks import HeldBlocks
 from kvledger.adapters.export.records import Copy, Gauges, Life, Listener, Lookup, Moment, StateSpan, Step
@@ -336,7 +337,7 @@ class Chronicle:
             life.num_failures += 1
         fields = {
             name: value.hex() if isinstance(value, bytes) else value
-            for name, value in fields_of(event).items()
+            for name, value in msgspec.structs.asdict(event).items()
             if name != "time_ns"
         }
         text = words(event) or _text(event)

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from typing import TypeVar
 
 import attrs
+import msgspec
 
 from kvledger.lifecycle import LedgerConfiguration
 from kvledger.lifecycle import events as e
@@ -58,8 +59,7 @@ class Recording:
 
 def changed(event: _Event, **fields: object) -> _Event:
     """The event with other values in some fields."""
-    evolved: _Event = attrs.evolve(event, **fields)  # type: ignore[misc]  # mypy does not see attrs behind @observation
-    return evolved
+    return msgspec.structs.replace(event, **fields)
 
 
 def step(

@@ -16,7 +16,6 @@ import msgspec
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.geometry import Geometry
-from kvledger.lifecycle.members import members_at_hand
 from kvledger.lifecycle.projections import host_slots
 from kvledger.lifecycle.projections.chunk_keys import ChunkKeys
 from kvledger.lifecycle.projections.host_slots import HostSlots
@@ -29,7 +28,6 @@ _SHORT = 16
 """Chunks up to which a prefix is renewed with every one of them, for an eighth of it is no more than one."""
 
 
-@members_at_hand
 class Departure(enum.StrEnum):
     """Why a chunk that once was saved cannot be looked up."""
 

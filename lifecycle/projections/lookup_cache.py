@@ -13,14 +13,11 @@ from collections.abc import Callable, Mapping
 import msgspec
 
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.members import members_at_hand
 from kvledger.lifecycle.projections.chunk_index import ChunkIndex
 from kvledger.lifecycle.projections.chunk_keys import ChunkKeys
 from kvledger.lifecycle.projections.tracker import RequestTracker
-from kvledger.lifecycle.structs import known_to_attrs
 
 
-@members_at_hand
 class MissReason(enum.StrEnum):
     """Why a hit ends where it ends."""
 
@@ -44,7 +41,6 @@ class MissReason(enum.StrEnum):
 _WINDOW = MissReason.WINDOW.value
 
 
-@known_to_attrs
 class CachedHit(msgspec.Struct, frozen=True, gc=False):
     """The number of committed chunks from the first on, and what that was true for."""
 
@@ -55,7 +51,6 @@ class CachedHit(msgspec.Struct, frozen=True, gc=False):
     num_removed: int
 
 
-@known_to_attrs
 class PendingAnswer(msgspec.Struct, frozen=True, gc=False):
     """What the scheduler was told and has not taken up yet."""
 

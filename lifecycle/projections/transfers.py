@@ -14,16 +14,13 @@ import msgspec
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.geometry import Geometry
 from kvledger.lifecycle.machine import CompiledRegions, trigger_of
-from kvledger.lifecycle.members import members_at_hand
 from kvledger.lifecycle.projections.chunk_keys import ChunkKeys
 from kvledger.lifecycle.projections.tracker import RequestTracker
 from kvledger.lifecycle.projections.unfilled import UnfilledBlocks
 from kvledger.lifecycle.states import SourceRegion, WorkRegion
-from kvledger.lifecycle.structs import known_to_attrs
 from kvledger.lifecycle.windows import NO_SLOT
 
 
-@members_at_hand
 class JobKind(enum.StrEnum):
     """The direction of the bytes."""
 
@@ -31,7 +28,6 @@ class JobKind(enum.StrEnum):
     SAVE = "save"
 
 
-@known_to_attrs
 class Job(msgspec.Struct, gc=False):
     """One load or save that has not been settled."""
 

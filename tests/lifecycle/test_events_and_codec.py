@@ -8,7 +8,6 @@ import types
 import typing
 from typing import Any
 
-import attrs
 import msgspec
 import pytest
 from hypothesis import given, settings
@@ -33,7 +32,7 @@ each_event = pytest.mark.parametrize("event_class", EVENTS, ids=lambda event_cla
 def types_of(event_class: type[e.Event]) -> dict[str, Any]:
     """Field name -> annotation, in wire order."""
     hints = typing.get_type_hints(event_class)
-    return {field.name: hints[field.name] for field in attrs.fields(event_class)}
+    return {name: hints[name] for name in e.field_names(event_class)}
 
 
 def values_of(annotation: Any) -> st.SearchStrategy[Any]:
@@ -87,7 +86,7 @@ def test_ids_versions_and_fields_are_the_golden_list(golden: Any) -> None:
     lines = []
     for event in EVENTS:
         kind = "decision" if event.is_decision else "observation"
-        fields = ", ".join(attrs.fields_dict(event))
+        fields = ", ".join(e.field_names(event))
         lines.append(f"{event.id}/{event.version} {kind} ({fields})")
     golden.check("vocabulary.txt", "\n".join(lines) + "\n")
 
@@ -114,7 +113,7 @@ def test_every_event_is_an_observation_or_a_decision() -> None:
 @each_event
 def test_a_decision_names_its_cause_and_an_observation_its_time(event_class: type[e.Event]) -> None:
     """A log answers why by `cause`; times enter with observations and never with decisions."""
-    fields = set(attrs.fields_dict(event_class))
+    fields = set(e.field_names(event_class))
     if event_class.is_decision:
         assert "cause" in fields
         assert "time_ns" not in fields
@@ -126,9 +125,9 @@ def test_a_decision_names_its_cause_and_an_observation_its_time(event_class: typ
 @each_event
 def test_no_event_has_a_place_for_private_data(event_class: type[e.Event]) -> None:
     """Token ids, prompts and salts never enter the log; chunk keys and counts do."""
-    assert not set(attrs.fields_dict(event_class)) & PRIVATE
-    assert not [name for name in attrs.fields_dict(event_class) if "prompt" in name and not name.startswith("num_")]
-    assert not [name for name in attrs.fields_dict(event_class) if "token" in name and not name.startswith(("num_", "first_"))]  # fmt: skip  # noqa: E501
+    assert not set(e.field_names(event_class)) & PRIVATE
+    assert not [name for name in e.field_names(event_class) if "prompt" in name and not name.startswith("num_")]
+    assert not [name for name in e.field_names(event_class) if "token" in name and not name.startswith(("num_", "first_"))]  # fmt: skip  # noqa: E501
 
 
 @each_event
@@ -156,8 +155,8 @@ def test_an_event_is_read_as_it_was_written(event_class: type[e.Event], data: st
         EventEncoder().encode([event])
     )
     assert decoded == event
-    assert {name: type(value) for name, value in attrs.asdict(decoded, recurse=False).items()} == {
-        name: type(value) for name, value in attrs.asdict(event, recurse=False).items()
+    assert {name: type(value) for name, value in msgspec.structs.asdict(decoded).items()} == {
+        name: type(value) for name, value in msgspec.structs.asdict(event).items()
     }
 
 

@@ -213,7 +213,7 @@ def test_an_unknown_request_is_named_and_leaves_no_trace() -> None:
     """Nobody can be quarantined."""
     for event in GATED:
         driver = story()
-        ghost = attrs.evolve(event, request_id="ghost")
+        ghost = msgspec.structs.replace(event, request_id="ghost")
         driver.projections.tracker.state.time_ns = 900  # which is the event's
         before = driver.projections.snapshot()
         driver.projections.fold(ghost, 500)

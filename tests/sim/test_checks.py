@@ -7,6 +7,7 @@ from typing import Any
 
 import attrs
 import pytest
+from msgspec.structs import replace
 from vllm.v1.request import RequestStatus
 
 from kvledger.lifecycle import events as e
@@ -254,7 +255,7 @@ def _world_with_files() -> World:
 
 def test_a_decision_that_was_not_taken_so_is_seen(world: World) -> None:
     """A log that tells of other slots than were chosen."""
-    _replace(world.log.events, e.SaveIssued, lambda event: attrs.evolve(event, slots=(*event.slots[::-1], 7)))
+    _replace(world.log.events, e.SaveIssued, lambda event: replace(event, slots=(*event.slots[::-1], 7)))
     with pytest.raises(AssertionError, match="replay diverges"):
         check_replay(world)
 
@@ -269,7 +270,11 @@ def test_a_belief_that_the_log_does_not_lead_to_is_seen(world: World) -> None:
 
 def test_a_save_from_foreign_blocks_is_named_by_the_audit(world: World) -> None:
     """A log in which a request's chunk was copied from a block that it does not hold."""
-    _replace(world.log.events, e.SaveIssued, lambda event: attrs.evolve(event, block_ids=(11,) * len(event.block_ids)))
+    _replace(
+        world.log.events,
+        e.SaveIssued,
+        lambda event: replace(event, block_ids=(11,) * len(event.block_ids)),
+    )
     with pytest.raises(AssertionError, match="SRC_BLOCK_OWNED"):
         check_audit(world)
 

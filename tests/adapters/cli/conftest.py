@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import attrs
+import msgspec
 import pytest
 from lifecycle_driver import Driver, keys_of
 
@@ -100,7 +101,7 @@ def replaced(events: Sequence[e.Event], event_class: type[e.Event], index: int, 
     """The events with fields of the `index`-th event of a class replaced."""
     changed = list(events)
     places = [place for place, event in enumerate(changed) if type(event) is event_class]
-    changed[places[index]] = attrs.evolve(changed[places[index]], **fields)  # type: ignore[misc]
+    changed[places[index]] = msgspec.structs.replace(changed[places[index]], **fields)
     return changed
 
 

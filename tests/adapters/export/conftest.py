@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import attrs
+import msgspec
 import pytest
 from headless_browser import Page, open_browser
 from lifecycle_driver import Driver, keys_of
@@ -94,7 +95,7 @@ def tell_story(request_id: str = "chat-17-b6", other_id: str = "chat-9") -> Driv
 def in_milliseconds(event: e.Event) -> e.Event:
     """The driver's clock ticks in microseconds; engines take milliseconds."""
     time_ns = getattr(event, "time_ns", None)
-    return event if time_ns is None else attrs.evolve(event, time_ns=1700 * time_ns)  # type: ignore[misc]
+    return event if time_ns is None else msgspec.structs.replace(event, time_ns=1700 * time_ns)
 
 
 def serve_many(num_requests: int) -> Driver:

@@ -10,7 +10,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import attrs
 import msgspec
 import pytest
 from lifecycle_driver import Driver
@@ -107,7 +106,7 @@ def changed(story: Driver, event_class: type[e.Event], **fields: object) -> list
     """The story's events with fields of the first one of a class replaced."""
     events = list(story.observed)
     place = next(at for at, event in enumerate(events) if type(event) is event_class)
-    events[place] = attrs.evolve(events[place], **fields)  # type: ignore[misc]
+    events[place] = msgspec.structs.replace(events[place], **fields)
     return events
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import attrs
+import msgspec
 import pytest
 
 from kvledger.lifecycle import Core, LedgerConfiguration
@@ -51,7 +52,7 @@ def without_names(events: Sequence[SequencedEvent]) -> list[SequencedEvent]:
             changes["keys"] = tuple(named(key) for key in event.keys)
         elif isinstance(event, e.ChunkEvicted | e.ChunkTainted):
             changes["key"] = named(event.key)
-        found.append((sequence, attrs.evolve(event, **changes)))  # type: ignore[misc]
+        found.append((sequence, msgspec.structs.replace(event, **changes)))
     return found
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import attrs
 import pytest
+from msgspec.structs import replace
 from sim.hybrid_world import HybridWorld
 from sim.world import World
 
@@ -47,7 +48,10 @@ def without_log_before(events: list[tuple[int, e.Event]]) -> list[tuple[int, e.E
     for sequence, event in events[2:]:
         causes = {name: getattr(event, name, 0) for name in ("cause", "miss_cause")}
         moved.append(
-            (sequence - 1, attrs.evolve(event, **{name: cause - 1 for name, cause in causes.items() if cause}))  # type: ignore[misc]
+            (
+                sequence - 1,
+                replace(event, **{name: cause - 1 for name, cause in causes.items() if cause}),
+            )
         )
     return moved
 
@@ -107,7 +111,7 @@ def test_another_story_is_told_apart(tools: Any) -> None:
     recording = record(log.configuration, log.events)
     place = next(i for i, (_, event) in enumerate(recording.observations) if isinstance(event, e.RequestArrived))
     sequence, event = recording.observations[place]
-    changed = attrs.evolve(event, num_prompt_tokens=event.num_prompt_tokens + 1)  # type: ignore[attr-defined,misc]
+    changed = replace(event, num_prompt_tokens=event.num_prompt_tokens + 1)  # type: ignore[attr-defined]
     observations = (*recording.observations[:place], (sequence, changed), *recording.observations[place + 1 :])
     with pytest.raises(AssertionError):
         assert_same(tools, log.events, reenact(attrs.evolve(recording, observations=observations)), "")

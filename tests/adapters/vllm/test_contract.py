@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-import attrs
+import msgspec
 import pytest
 from sim.modes import transfers_within_and_beside
 from sim.slow_copies import delay
@@ -70,7 +70,7 @@ def evolved(event_class: type[e.Event], **fields: Any) -> _Mistake:
 
     def change(decision: Any) -> list[Any]:
         new = {name: value(getattr(decision, name)) if callable(value) else value for name, value in fields.items()}
-        return [attrs.evolve(decision, **new)]
+        return [msgspec.structs.replace(decision, **new)]
 
     return each(event_class, change)
 
@@ -110,7 +110,7 @@ def raises(_turn: Turn) -> Any:
 
 def twice(decision: Any) -> list[Any]:
     """The same job, and once more under a number of its own."""
-    return [decision, attrs.evolve(decision, job_id=decision.job_id + 1)]
+    return [decision, msgspec.structs.replace(decision, job_id=decision.job_id + 1)]
 
 
 def shifted(blocks: tuple[int, ...]) -> tuple[int, ...]:
@@ -136,7 +136,7 @@ MISTAKES: dict[str, tuple[type[StateHandler], str, _Mistake, str]] = {
     "every known token": (
         Preempted,
         "lookup_requested",
-        each(ANSWER, lambda a: [attrs.evolve(a, num_external_tokens=a.num_tokens - a.num_computed_tokens)]),
+        each(ANSWER, lambda a: [msgspec.structs.replace(a, num_external_tokens=a.num_tokens - a.num_computed_tokens)]),
         OTHER,
     ),
     "less than nothing": (Preempted, "lookup_requested", evolved(ANSWER, num_external_tokens=-1), OTHER),

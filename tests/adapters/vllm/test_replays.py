@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import attrs
+import msgspec
 import pytest
 
 from kvledger.lifecycle import Core, LedgerConfiguration, fold
@@ -105,7 +105,7 @@ def test_a_log_tells_nothing_about_what_was_said(make_engine: Any, tmp_path: Pat
     engine.add("secret", [501, 502, 503, 504] * 10, 12, cache_salt="my very own salt")
     engine.run()
     for event in engine.logged(e.Event):
-        values = [value for value in attrs.astuple(event, recurse=False) if isinstance(value, tuple)]
+        values = [value for value in msgspec.structs.astuple(event) if isinstance(value, tuple)]
         assert not any(set(value) >= {501, 502} for value in values if all(isinstance(item, int) for item in value))
     engine.connector.shutdown()
     (directory,) = tmp_path.iterdir()
@@ -124,7 +124,7 @@ def test_deciding_again_notices_a_changed_decision(make_engine: Any) -> None:
         i for i, (_, event) in enumerate(events) if isinstance(event, e.LookupAnswered) and event.num_external_tokens
     )
     sequence, answer = events[index]
-    events[index] = (sequence, attrs.evolve(answer, num_external_tokens=8))
+    events[index] = (sequence, msgspec.structs.replace(answer, num_external_tokens=8))
     configuration = LedgerConfiguration(**engine.connector.scheduler_side.log.store.header["configuration"])
     audit = Audit(Core.standard(), configuration)
     audit.run(events)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import attrs
+import msgspec
 import pytest
 from lifecycle_driver import Driver, keys_of
 from lifecycle_driver.walk import Walk
@@ -37,7 +37,7 @@ def altered(driver: Driver, event_class: type[e.Event], index: int, change: Chan
 
 def evolve(**fields: object) -> Change:
     """Replace fields."""
-    return lambda event: attrs.evolve(event, **fields)  # type: ignore[misc]
+    return lambda event: msgspec.structs.replace(event, **fields)
 
 
 def in_first_entry(name: str, place: int, value: int) -> Change:
@@ -46,14 +46,14 @@ def in_first_entry(name: str, place: int, value: int) -> Change:
     def change(event: e.Event) -> e.Event:
         first, *rest = getattr(event, name)
         entry = (*first[:place], value, *first[place + 1 :])
-        return attrs.evolve(event, **{name: (entry, *rest)})  # type: ignore[misc]
+        return msgspec.structs.replace(event, **{name: (entry, *rest)})
 
     return change
 
 
 def first_of(name: str, value: int) -> Change:
     """Replace the first number of a tuple."""
-    return lambda event: attrs.evolve(event, **{name: (value, *getattr(event, name)[1:])})  # type: ignore[misc]
+    return lambda event: msgspec.structs.replace(event, **{name: (value, *getattr(event, name)[1:])})
 
 
 def swap_first_two(name: str) -> Change:
@@ -61,14 +61,14 @@ def swap_first_two(name: str) -> Change:
 
     def change(event: e.Event) -> e.Event:
         first, second, *rest = getattr(event, name)
-        return attrs.evolve(event, **{name: (second, first, *rest)})  # type: ignore[misc]
+        return msgspec.structs.replace(event, **{name: (second, first, *rest)})
 
     return change
 
 
 def one_more(name: str) -> Change:
     """Count a field up."""
-    return lambda event: attrs.evolve(event, **{name: getattr(event, name) + 1})  # type: ignore[misc]
+    return lambda event: msgspec.structs.replace(event, **{name: getattr(event, name) + 1})
 
 
 def reading_behind_the_window(event: e.Event) -> e.Event:
@@ -76,7 +76,7 @@ def reading_behind_the_window(event: e.Event) -> e.Event:
     assert isinstance(event, e.SaveIssued)
     slots, block_ids = list(event.slots), list(event.block_ids)
     slots[1], block_ids[1] = 40, 2
-    return attrs.evolve(event, slots=tuple(slots), block_ids=tuple(block_ids))
+    return msgspec.structs.replace(event, slots=tuple(slots), block_ids=tuple(block_ids))
 
 
 RESUMING_STEP = 21
@@ -107,7 +107,7 @@ ALTERATIONS: dict[str, tuple[type[e.Event], int, Change]] = {
     "GROUP_AGREEMENT": (e.SaveIssued, 0, lambda event: event),  # the altered page is put in by the test
     "TABLE_EQ": (e.StepScheduled, RESUMING_STEP, evolve(extended=((0, (7,)),))),
     "CURSOR_LE_FRONTIER": (e.StepScheduled, 1, in_first_entry("settled", 1, 2)),
-    "STORE_CONTIGUOUS": (e.SaveIssued, 2, lambda event: attrs.evolve(event, chunks=event.chunks[1:])),  # type: ignore[attr-defined]
+    "STORE_CONTIGUOUS": (e.SaveIssued, 2, lambda event: msgspec.structs.replace(event, chunks=event.chunks[1:])),  # type: ignore[attr-defined]
     "PIN_BALANCE": (e.LogNote, 2, lambda _: e.SaveDeclined("b", 1, 0, 6, 1, "pool_full", 1)),
     "RANK_AGREEMENT": (e.TransferReported, 0, evolve(ranks_done=())),
     "BLOCK_REUSE_FENCED": (e.StepScheduled, -2, evolve(extended=((0, (7,)),))),
@@ -116,7 +116,7 @@ ALTERATIONS: dict[str, tuple[type[e.Event], int, Change]] = {
     "LIVENESS": (e.TransferAwaited, 0, lambda _: e.LogNote("nobody asks", 1)),
     "LOAD_XOR_STORES": (e.LoadIssued, 0, evolve(is_async=True)),
     "KEY_IDENTITY": (e.ChunkKeysObserved, 3, swap_first_two("keys")),
-    "SLOT_EXCLUSIVE": (e.SaveIssued, 2, lambda event: attrs.evolve(event, slots=(0, *event.slots[1:]))),  # type: ignore[attr-defined]
+    "SLOT_EXCLUSIVE": (e.SaveIssued, 2, lambda event: msgspec.structs.replace(event, slots=(0, *event.slots[1:]))),  # type: ignore[attr-defined]
     "WAITING_KEPT": (e.LogNote, 1, lambda _: e.ChunkEvicted(keys_of("a", 1)[0], "b", 1, 0, 1)),
     "LONGEST_HIT": (e.LookupAnswered, 0, evolve(miss_reason="evicted")),
     "STEP_SUM": (e.StepScheduled, 1, one_more("num_scheduled_tokens")),
@@ -158,7 +158,7 @@ def test_a_load_that_leaves_out_what_a_group_sees_is_named(groups: Driver) -> No
 
     def without_last_page(event: e.Event) -> e.Event:
         assert isinstance(event, e.LoadIssued)
-        return attrs.evolve(event, slots=(*event.slots[:-1], -1))
+        return msgspec.structs.replace(event, slots=(*event.slots[:-1], -1))
 
     audit = audit_of(groups, altered(groups, e.LoadIssued, 0, without_last_page))
     assert "GROUP_AGREEMENT" in {violation.rule for violation in audit.violations}

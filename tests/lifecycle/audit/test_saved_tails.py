@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import attrs
+import msgspec
 import pytest
 from lifecycle_driver import Driver, keys_of
 
@@ -94,7 +94,7 @@ def up_to_the_load(events: list[SequencedEvent]) -> list[SequencedEvent]:
 
 def change(event: e.Event, **fields: object) -> e.Event:
     """The event with fields replaced."""
-    return attrs.evolve(event, **fields)  # type: ignore[misc]
+    return msgspec.structs.replace(event, **fields)
 
 
 @pytest.mark.parametrize(("chunk_size", "block_size"), [(4, 16), (8, 16), (16, 16), (32, 16), (64, 16)])

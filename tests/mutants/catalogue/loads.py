@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import attrs
+import msgspec
 
 from kvledger.adapters.vllm.prefix_cache import PrefixCache
 from kvledger.adapters.vllm.worker_side import WorkerSide
@@ -48,7 +48,7 @@ def counted_from_blocks(touch: Touch) -> Sequence[Patch]:
         counted = whole_blocks * journal.configuration.block_size
         if counted != event.num_external_tokens:
             touch()
-        return attrs.evolve(event, num_external_tokens=counted)
+        return msgspec.structs.replace(event, num_external_tokens=counted)
 
     return [written_as(allocated)]
 
@@ -65,7 +65,7 @@ def loads_what_was_not_taken_up(touch: Touch) -> Sequence[Patch]:
             end_token = answer.num_computed_tokens + answer.num_external_tokens
             if end_token <= len(event.block_ids) * projections.configuration.block_size:
                 touch()
-                event = attrs.evolve(event, num_external_tokens=answer.num_external_tokens)
+                event = msgspec.structs.replace(event, num_external_tokens=answer.num_external_tokens)
         original(turn, event)
 
     return [(owner, "load_what_was_answered", load) for owner in LOADING]
@@ -128,7 +128,7 @@ def loaded_in_another_order(touch: Touch) -> Sequence[Patch]:
         if not isinstance(decision, e.LoadIssued) or len(decision.slots) < 2:
             return decision
         touch()
-        return attrs.evolve(decision, slots=decision.slots[::-1])
+        return msgspec.structs.replace(decision, slots=decision.slots[::-1])
 
     return [decided_otherwise(owner, "load_what_was_answered", load) for owner in LOADING]
 
@@ -141,7 +141,7 @@ def loads_into_shared_blocks(touch: Touch) -> Sequence[Patch]:
         if not isinstance(decision, e.LoadIssued) or decision.block_ids == event.block_ids[: len(decision.block_ids)]:
             return decision
         touch()
-        return attrs.evolve(decision, block_ids=event.block_ids[: len(decision.block_ids)])
+        return msgspec.structs.replace(decision, block_ids=event.block_ids[: len(decision.block_ids)])
 
     return [decided_otherwise(owner, "load_what_was_answered", load) for owner in LOADING]
 

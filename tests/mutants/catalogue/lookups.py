@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import attrs
+import msgspec
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.projections.chunk_index import ChunkIndex
@@ -41,7 +41,7 @@ def raw_cached_hit(touch: Touch) -> Sequence[Patch]:
             return decision
         if decision.num_external_tokens != decision.num_hit_tokens:
             touch()
-        return attrs.evolve(decision, num_external_tokens=decision.num_hit_tokens)
+        return msgspec.structs.replace(decision, num_external_tokens=decision.num_hit_tokens)
 
     return [decided_otherwise(owner, "answer_lookup", answered) for owner in LOOKING_UP]
 
@@ -59,7 +59,7 @@ def local_hit_frozen(touch: Touch) -> Sequence[Patch]:
         answer = max(0, decision.num_external_tokens + event.num_computed_tokens - num_local)
         if decision.num_external_tokens and answer != decision.num_external_tokens:
             touch()
-            return attrs.evolve(decision, num_external_tokens=answer)
+            return msgspec.structs.replace(decision, num_external_tokens=answer)
         return decision
 
     return [decided_otherwise(owner, "answer_lookup", answered) for owner in LOOKING_UP]
@@ -90,7 +90,7 @@ def whole_prompt_loaded(touch: Touch) -> Sequence[Patch]:
         if decision.num_hit_tokens < decision.num_tokens or whole == decision.num_external_tokens:
             return decision
         touch()
-        return attrs.evolve(decision, num_external_tokens=whole)
+        return msgspec.structs.replace(decision, num_external_tokens=whole)
 
     def prompt(original: Any, world: Any, rng: Any, num_tokens: int) -> list[int]:
         """Many clients send the same prompt, of whole chunks."""
@@ -114,7 +114,7 @@ def prompt_only(touch: Touch) -> Sequence[Patch]:
         if record is None or event.num_tokens == record.num_prompt_tokens:
             return event
         touch()
-        return attrs.evolve(event, num_tokens=record.num_prompt_tokens)
+        return msgspec.structs.replace(event, num_tokens=record.num_prompt_tokens)
 
     return [written_as(asked)]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import attrs
+import msgspec
 
 from kvledger.adapters.vllm.metadata import WorkerReports
 from kvledger.adapters.vllm.worker_side import WorkerSide
@@ -80,7 +80,7 @@ def completed_for_the_present_life(touch: Touch) -> Sequence[Patch]:
         if record is None or not hasattr(decision, "generation") or decision.generation == record.generation:
             return decision
         touch()
-        return attrs.evolve(decision, ordinal=record.ordinal, generation=record.generation)  # type: ignore[misc]
+        return msgspec.structs.replace(decision, ordinal=record.ordinal, generation=record.generation)
 
     return [decided_otherwise(decider, "settle", settled)]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import attrs
+import msgspec
 
 from kvledger.adapters.vllm.deliveries import Deliveries
 from kvledger.lifecycle import events as e
@@ -81,7 +81,7 @@ def saved_from_old_blocks(touch: Touch) -> Sequence[Patch]:
         )
         if block_ids != decision.block_ids:
             touch()
-        return attrs.evolve(decision, block_ids=block_ids)
+        return msgspec.structs.replace(decision, block_ids=block_ids)
 
     return [decided_otherwise(owner, "save_settled", save) for owner in SAVING]
 
