@@ -20,7 +20,7 @@ from kvledger.lifecycle.divergences import Divergence
 from kvledger.lifecycle.extension import Extension
 from kvledger.lifecycle.handlers import StateHandler
 from kvledger.lifecycle.ledger import EventSink, Ledger, LedgerCorrupt
-from kvledger.lifecycle.projections import Projections
+from kvledger.lifecycle.projections import Projections, ProjectionSpec
 from kvledger.lifecycle.projections.lookup_cache import MissReason
 from kvledger.lifecycle.projections.totals import Figures
 from kvledger.lifecycle.projections.tracker import RequestRecord
@@ -51,6 +51,7 @@ __all__ = [
     "LedgerConfiguration",
     "LedgerCorrupt",
     "MissReason",
+    "ProjectionSpec",
     "Projections",
     "Replay",
     "RequestRecord",

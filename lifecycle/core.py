@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
+from kvledger.lifecycle.configuration import ConfigurationError
 from kvledger.lifecycle.events import Event, RequestEvent, wire_code
 from kvledger.lifecycle.extension import (
     SUB_STATES,
@@ -195,6 +196,28 @@ class Core:
         except ExtensionError as error:
             raise CoreError(str(error)) from error
         return self.extended(*(by_name.get((each.name, each.version)) or Absent(each) for each in declared))
+
+    def check_settings(self, settings: Mapping[str, Mapping[str, Any]]) -> None:
+        """Refuse settings (extension -> key -> value) that no extension has, or of another type than the default.
+
+        Raises:
+            ConfigurationError: which one, why, and what to do.
+        """
+        known = {extension.name: extension.settings for extension in self.extensions}
+        for name, values in settings.items():
+            defaults = known.get(name, {})
+            unknown = sorted(values.keys() - defaults.keys())
+            if name not in known or unknown:
+                has = f"has {', '.join(defaults) or 'none'}" if name in known else "is not loaded"
+                message = f"extension_settings: {name} {has}; remove {', '.join(unknown) or name}, or correct its name"
+                raise ConfigurationError(message)
+            for key, value in values.items():
+                kind = type(defaults[key])
+                if type(value) is not kind and (kind, type(value)) != (float, int):
+                    message = (
+                        f"extension_settings: {name}.{key} is {value!r}; write {kind.__name__}, as {defaults[key]!r}"
+                    )
+                    raise ConfigurationError(message)
 
     @cached_property
     def absent(self) -> tuple[Extension, ...]:

@@ -237,11 +237,5 @@ class ConnectorSettings(pydantic.BaseModel):
                 setting that no extension has.
         """
         core = composed_core(self.handlers, (*installed_extensions(), *self.extensions))
-        known = {extension.name: extension.settings for extension in core.extensions}
-        for name, settings in self.extension_settings.items():
-            unknown = sorted(settings.keys() - known.get(name, {}).keys())
-            if name not in known or unknown:
-                has = f"has {', '.join(known[name]) or 'none'}" if name in known else "is not loaded"
-                message = f"extension_settings: {name} {has}; remove {', '.join(unknown) or name}, or correct its name"
-                raise ConfigurationError(message)
+        core.check_settings(self.extension_settings)
         return core

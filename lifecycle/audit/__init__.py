@@ -5,11 +5,24 @@ not; rules that no checker can decide stand in `NOT_CHECKED` with the reason.
 """
 
 from kvledger.lifecycle.audit.audit import Audit, Unfoldable
-from kvledger.lifecycle.audit.checker import Checker, Violation
+from kvledger.lifecycle.audit.checker import Checker, FrequentChecker, Violation
+from kvledger.lifecycle.audit.model import Model
 from kvledger.lifecycle.audit.not_checked import NOT_CHECKED
 from kvledger.lifecycle.audit.recorded import Recorded
+from kvledger.lifecycle.replay import Check, ReplayedEvent
 
-__all__ = ["NOT_CHECKED", "RECORDED", "Audit", "Checker", "Unfoldable", "Violation"]
+__all__ = [
+    "NOT_CHECKED",
+    "RECORDED",
+    "Audit",
+    "Check",
+    "Checker",
+    "FrequentChecker",
+    "Model",
+    "ReplayedEvent",
+    "Unfoldable",
+    "Violation",
+]
 
 RECORDED = Recorded.rule
 """The rule of what the connector noticed and recorded itself."""

@@ -12,7 +12,7 @@ from kvledger.adapters.core import composed_core
 from kvledger.adapters.vllm.configuration import ConnectorSettings
 from kvledger.lifecycle import ConfigurationError, Core, vocabulary_header
 
-GUARD = "lifecycle_driver.starvation:StarvationGuard"
+GUARD = "starvation_guard:StarvationGuard"
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def test_without_it_the_rest_is_verified_and_what_is_not_is_said(run: Any, starv
     assert result.exit_code == 0, result.out
     told = " ".join(result.out.split())
     assert f"was written with extension starvation 1 ({GUARD}), which is not here" in told
-    assert "1 event of extensions was taken up; its rules STARVING_IS_TRUE were not checked" in told
+    assert "1 event of extensions was taken up; its rules STARVING_KEPT were not checked" in told
     assert "name it with --extensions" in told
 
 
@@ -93,6 +93,10 @@ def test_an_extension_is_found_by_its_entry_point(
         (
             {"extensions": [GUARD], "extension_settings": {"starvation": {"limit": 3}}},
             "extension_settings: starvation has num_preemptions; remove limit, or correct its name",
+        ),
+        (
+            {"extensions": [GUARD], "extension_settings": {"starvation": {"num_preemptions": "three"}}},
+            "extension_settings: starvation.num_preemptions is 'three'; write int, as 2",
         ),
     ],
 )

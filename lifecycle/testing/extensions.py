@@ -1,0 +1,185 @@
+# ruff: noqa: S101 - this is a test suite, shipped so that an extension written elsewhere can inherit it
+"""The conformance kit of extensions: inherit `ExtensionContract` in a test module, say how yours is made.
+
+    class TestMyExtension(ExtensionContract):
+        settings = {"limit": 1}
+        def make_extension(self): return MyExtension()
+        def payloads(self): return [Said(1)]
+        def bad_log(self, rule): return self.walked(Careless())
+
+Verified: that a core takes it, what it decides, folds and keeps, that its rules speak where they should and nowhere
+else, and what is left of its log for whoever lacks it. Not verified: whether it is of any use.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Iterable, Mapping
+from typing import ClassVar
+
+import attrs
+import msgspec
+
+from kvledger.lifecycle import events as e
+from kvledger.lifecycle.audit import Audit
+from kvledger.lifecycle.codec import EventDecoder, EventEncoder, vocabulary_header
+from kvledger.lifecycle.configuration import ConfigurationError, LedgerConfiguration
+from kvledger.lifecycle.core import Core
+from kvledger.lifecycle.extension import Extension
+from kvledger.lifecycle.projections import Projections
+from kvledger.lifecycle.replay import Replay, SequencedEvent, fold
+from kvledger.lifecycle.rules import Rule
+from kvledger.lifecycle.snapshots import capture, restore
+from kvledger.lifecycle.testing.plays import CONFIGURATIONS, OBSERVED, Play, plays
+
+_EVENTS_BETWEEN_SNAPSHOTS = 7
+
+
+class ExtensionContract(abc.ABC):
+    """What every extension must keep."""
+
+    settings: ClassVar[Mapping[str, bool | float | str]] = {}
+    """What a configuration says, so that it acts in `Play.walk`, whose requests are preempted up to three times."""
+    configurations: ClassVar[tuple[LedgerConfiguration, ...]] = CONFIGURATIONS
+
+    @abc.abstractmethod
+    def make_extension(self) -> Extension:
+        """A new one."""
+
+    def payloads(self) -> Iterable[msgspec.Struct]:
+        """At least one of each of its events."""
+        return ()
+
+    def bad_log(self, rule: str) -> Play:
+        """A log that breaks the rule: what would it find otherwise? One way is a walk with something broken."""
+        message = f"{rule}: nothing shows that it can be broken; override `bad_log`"
+        raise NotImplementedError(message)
+
+    def walked(self, extension: Extension, configuration: LedgerConfiguration = CONFIGURATIONS[0]) -> Play:
+        """The walk of a core that is extended with it."""
+        play = Play(Core.standard().extended(extension), self._configured(configuration))
+        play.walk()
+        return play
+
+    def test_loaded_twice_is_loaded_once(self) -> None:
+        """A core takes it, its sub-states lead where their phases lead, and nothing about it differs between two."""
+        core = self._core()
+        assert core.extended(self.make_extension()) is core
+
+    def test_its_events_are_read_back_with_it_and_unpacked_without_it(self) -> None:
+        """Nobody needs its classes to see the names and values of their fields."""
+        extension, core = self.make_extension(), self._core()
+        payloads = tuple(self.payloads())
+        assert {type(payload) for payload in payloads} == set(extension.events.values()), "`payloads` has not all"
+        events = [extension.observed("a", payload, 0) for payload in payloads]
+        for reader in (core, _without(core)):
+            assert EventDecoder(reader, vocabulary_header(core)).decode(EventEncoder().encode(events)) == events
+        for payload, event in zip(payloads, events, strict=True):
+            assert extension.payload_of(event) == payload
+            assert msgspec.msgpack.decode(event.payload) == msgspec.to_builtins(payload)
+
+    def test_it_decides_what_it_may_in_every_state_and_the_same_again(self) -> None:
+        """Upon every observation; it never raises, no decision of it is refused, and a new one decides likewise."""
+        extension, core, another = self.make_extension(), self._core(), self._core()
+        decoder = EventDecoder(core, vocabulary_header(core))
+        observed = [
+            *OBSERVED,
+            *(lambda play, said=said: [extension.observed("a", said, play.now)] for said in self.payloads()),
+        ]
+        for play in plays(core, map(self._configured, self.configurations), observed=observed):
+            for event in play.events:
+                if isinstance(event, e.InvariantViolated):
+                    assert event.rule not in {Rule.HANDLER_RAISED, Rule.HANDLER_CONTRACT}, f"{play.name}: {event}"
+            read = decoder.decode(EventEncoder().encode(play.events))
+            assert read == play.events, play.name
+            replay = Replay(another, play.configuration)
+            replay.run(enumerate(read, 1))
+            assert not replay.divergences, f"{play.name}: {replay.divergences[0]}"
+
+    def test_what_it_folds_follows_from_the_log_and_from_a_snapshot_in_its_middle(self) -> None:
+        """A state is equal when it is encoded and decoded, when it is folded again, and when it is folded on."""
+        for play in self._walks():
+            core, events = play.ledger.projections.core, _sequenced(play)
+            begun = [Projections(core, play.configuration)]
+            for begin in range(0, len(events), _EVENTS_BETWEEN_SNAPSHOTS):
+                begun.append(restore(core, capture(begun[0]), play.configuration))
+                for projections in begun[1:]:
+                    _assert_equal(projections, begun[0], f"before event {begin + 1} of {play.name}")
+                for projections in begun:
+                    fold(core, events[begin : begin + _EVENTS_BETWEEN_SNAPSHOTS], play.configuration, start=projections)
+            _assert_equal(begun[0], play.ledger.projections, f"folded again, {play.name}")
+
+    def test_its_rules_are_silent_where_all_is_well(self) -> None:
+        """Nor does any other rule find anything in the walk, or anything be decided otherwise."""
+        for play in self._walks():
+            audit = _audited(play, self._core())
+            assert audit.is_sound, f"{play.name}: {audit.violations[:3]}, {audit.divergences[:3]}, {audit.unfoldable}"
+
+    def test_each_of_its_rules_finds_what_breaks_it(self) -> None:
+        """In the log that its author says breaks it."""
+        core = self._core()
+        for rule in self.make_extension().rules:
+            found = _audited(self.bad_log(rule), core).num_violations
+            assert found[rule], f"{rule} finds nothing in its bad log; found are {dict(found)}"
+
+    def test_settings_that_it_does_not_have_are_refused(self) -> None:
+        """By name, with the reason and the remedy; so are values of another type than the default."""
+        core, extension = self._core(), self.make_extension()
+        core.check_settings({extension.name: self.settings})
+        core.check_settings({extension.name: extension.settings})
+        refused: dict[str, bool | float | str] = {"no such setting": 1}
+        refused |= {key: 1 if isinstance(default, str) else "text" for key, default in extension.settings.items()}
+        for key, value in refused.items():
+            refusal = _refusal(core, {extension.name: {key: value}})
+            assert refusal.startswith(f"extension_settings: {extension.name}"), refusal
+            assert key in refusal, refusal
+
+    def test_a_reader_without_it_verifies_the_rest(self) -> None:
+        """Sub-states follow the rows of the header, and all that is the core's own is folded to the same."""
+        name = self.make_extension().name
+        for play in self._walks():
+            core = _without(play.ledger.projections.core)
+            assert [extension.name for extension in core.absent] == [name]
+            audit = _audited(play, core)
+            assert audit.is_sound, f"{play.name}: {audit.violations[:3]}, {audit.divergences[:3]}, {audit.unfoldable}"
+            states = play.ledger.projections.snapshot()
+            assert audit.projections.snapshot().items() <= states.items(), play.name
+
+    def _core(self) -> Core:
+        return Core.standard().extended(self.make_extension())
+
+    def _configured(self, configuration: LedgerConfiguration) -> LedgerConfiguration:
+        return attrs.evolve(configuration, extensions={self.make_extension().name: self.settings})
+
+    def _walks(self) -> Iterable[Play]:
+        return (self.walked(self.make_extension(), configuration) for configuration in self.configurations)
+
+
+def _without(core: Core) -> Core:
+    return Core.standard().reading(vocabulary_header(core))
+
+
+def _refusal(core: Core, settings: Mapping[str, Mapping[str, bool | float | str]]) -> str:
+    try:
+        core.check_settings(settings)
+    except ConfigurationError as error:
+        return str(error)
+    return f"nothing is wrong with {settings}"
+
+
+def _sequenced(play: Play) -> list[SequencedEvent]:
+    return list(enumerate(play.events, 1))
+
+
+def _audited(play: Play, core: Core) -> Audit:
+    audit = Audit(core, play.configuration)
+    audit.run(_sequenced(play))
+    return audit
+
+
+def _assert_equal(one: Projections, other: Projections, when: str) -> None:
+    states, others = one.snapshot(), other.snapshot()
+    different = [name for name in others if states.get(name) != others[name]]
+    assert not different, f"{when}: {', '.join(different)} differ"
+    kept = [frozenset(projections.kept_last()) for projections in (one, other)]
+    assert kept[0] == kept[1], f"{when}: other chunks are kept"

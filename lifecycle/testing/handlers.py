@@ -1,0 +1,101 @@
+# ruff: noqa: S101 - this is a test suite, shipped so that a handler written elsewhere can inherit it
+"""The conformance kit of state handlers: inherit `HandlerContract` in a test module, say how yours is made.
+
+    class TestMyHandler(HandlerContract):
+        def make_handler(self): return MyHandler()
+
+Verified: in every state, upon every observation, it decides without raising, what it may decide, the same each time and
+whatever it was asked before; what it decided is read back from a log. Not verified: whether a decision is a good one;
+that is what the audit of its logs tells.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable
+from typing import ClassVar
+
+from kvledger.lifecycle import events as e
+from kvledger.lifecycle.codec import EventDecoder, EventEncoder, vocabulary_header
+from kvledger.lifecycle.configuration import LedgerConfiguration
+from kvledger.lifecycle.core import Core
+from kvledger.lifecycle.handlers.base import StateHandler
+from kvledger.lifecycle.replay import Replay
+from kvledger.lifecycle.rules import Rule
+from kvledger.lifecycle.testing.plays import CONFIGURATIONS, plays
+from kvledger.lifecycle.turn import Turn
+
+
+class HandlerContract(abc.ABC):
+    """What every state handler must do, in a core where it has replaced the one of its state."""
+
+    configurations: ClassVar[tuple[LedgerConfiguration, ...]] = CONFIGURATIONS
+    """What it is asked under, one after the other; blocks of four tokens."""
+
+    @abc.abstractmethod
+    def make_handler(self) -> StateHandler:
+        """A new one."""
+
+    def make_core(self, handler: StateHandler) -> Core:
+        """The core in which it is asked."""
+        return Core.standard().replacing(handler)
+
+    def test_a_core_takes_it(self) -> None:
+        """It names a state, and has no public method that nobody would call."""
+        self.make_core(self.make_handler())
+
+    def test_it_decides_what_it_may_in_every_state_upon_every_observation(self) -> None:
+        """It never raises, and no decision of it is refused."""
+        core = self.make_core(_Stage(self.make_handler).handler)
+        for play in plays(core, self.configurations):
+            for event in play.events:
+                if isinstance(event, e.InvariantViolated):
+                    assert event.rule not in {Rule.HANDLER_RAISED, Rule.HANDLER_CONTRACT}, f"{play.name}: {event}"
+
+    def test_it_has_no_memory(self) -> None:
+        """One that was asked all along decides like one that is asked for the first time."""
+        kept, renewed = _Stage(self.make_handler), _Stage(self.make_handler)
+        fresh_plays = plays(self.make_core(renewed.handler), self.configurations, renewed.renew)
+        for fresh, again in zip(fresh_plays, plays(self.make_core(kept.handler), self.configurations), strict=True):
+            for one, other in zip(fresh.events, again.events, strict=False):
+                assert one == other, f"{fresh.name}: {other} where {one} was decided before"
+            assert len(fresh.events) == len(again.events), fresh.name
+
+    def test_its_log_is_read_back_and_decided_again(self) -> None:
+        """From the observations alone, with the same result."""
+        stage = _Stage(self.make_handler)
+        core = self.make_core(stage.handler)
+        decoder = EventDecoder(core, vocabulary_header(core))
+        for play in plays(core, self.configurations, stage.renew):
+            read = decoder.decode(EventEncoder().encode(play.events))
+            assert read == play.events, play.name
+            stage.renew()
+            replay = Replay(core, play.configuration)
+            replay.run(enumerate(read, 1))
+            assert not replay.divergences, f"{play.name}: {replay.divergences[0]}"
+
+
+class _Stage:
+    """`handler` stands in a core for one that is made anew at will, and is judged like anybody's."""
+
+    def __init__(self, make_handler: Callable[[], StateHandler]) -> None:
+        self._make_handler = make_handler
+        self._current = make_handler()
+        own = type(self._current)
+        names = [name for name in dir(own) if not name.startswith("_") and callable(getattr(own, name))]
+        hooks = {
+            name: self._hook(name) for name in names if getattr(own, name) is not getattr(StateHandler, name, None)
+        }
+        self.handler: StateHandler = type(own.__name__, (StateHandler,), {"state": self._current.state, **hooks})()
+
+    def renew(self) -> None:
+        """From now on, one that was never asked decides."""
+        self._current = self._make_handler()
+
+    def _hook(self, name: str) -> Callable[..., object]:
+        def hook(_handler: StateHandler, turn: Turn, *arguments: object) -> object:
+            result: object = getattr(self._current, name)(turn, *arguments)
+            return result
+
+        hook.__module__ = "anybodys"
+        return hook
