@@ -121,7 +121,7 @@ def states_page() -> list[str]:
     lines = heading("States", "lifecycle/states.py and lifecycle/table.py")
     for state in RequestState:
         lines += [f"**{state.value}**: {said[state.name]}", ""]
-    lines += ["```mermaid", mermaid_diagram(CORE.regions[0]), "```", ""]
+    lines += ["```mermaid", mermaid_diagram(CORE.regions[0], CORE.events), "```", ""]
     lines += ["## The table", "", "Where each event leads from each state: `·` the state stays, empty: illegal there."]
     lines += ["`request.arrived` makes a request, and is therefore in no row.", ""]
 
@@ -138,7 +138,7 @@ def states_page() -> list[str]:
         lines += [f"### {region.name}", "", about[region.name.upper()], ""]
         said = attribute_docs(region.states)
         lines += [f"- **{state.value}**: {said[state.name]}" for state in region.states]
-        lines += ["", "```mermaid", mermaid_diagram(region), "```", ""]
+        lines += ["", "```mermaid", mermaid_diagram(region, CORE.events), "```", ""]
     lines += ["## Transcripts", "", *prose(TRANSCRIPTS_INTRODUCTION)]
     for path in sorted((REPOSITORY / "tests/transcripts").glob("*.txt")):
         lines += [f"- [{path.stem.replace('_', ' ')}](../tests/transcripts/{path.name})"]

@@ -38,7 +38,7 @@ from kvledger.lifecycle.machine import (
 )
 from kvledger.lifecycle.projections import ProjectionSpec
 from kvledger.lifecycle.states import RequestState
-from kvledger.lifecycle.table import Region
+from kvledger.lifecycle.table import Gating, Region
 from kvledger.lifecycle.upcasters import Upcasters
 
 if TYPE_CHECKING:
@@ -68,6 +68,8 @@ class Core:
     """The flat machines that a request is in, the phase first; run by `transitions` as `reference`."""
     job_regions: tuple[Region, ...]
     """The same of a transfer job."""
+    gating: Gating
+    """What becomes of what they refuse."""
     handlers: Handlers
     """State -> its handlers, in the order in which they are asked."""
     projections: tuple[ProjectionSpec, ...]
@@ -85,7 +87,7 @@ class Core:
 
     @compiled.default
     def _compiled(self) -> CompiledRegions:
-        return compile_regions(self.regions, self.job_regions, self.events)
+        return compile_regions(self.regions, self.job_regions, self.gating, self.events.values())
 
     @table.default
     def _table(self) -> CompiledTable:
@@ -263,11 +265,11 @@ class Core:
     @cached_property
     def reference(self) -> ReferenceMachine:
         """The rows, run by `transitions`."""
-        return ReferenceMachine((*self.regions, *self.job_regions))
+        return ReferenceMachine((*self.regions, *self.job_regions), self.gating)
 
     def table_fingerprint(self) -> str:
-        """Hash of the rows, written into every log's header."""
-        return table_fingerprint((*self.regions, *self.job_regions))
+        """Hash of the rows and the gating, written into every log's header."""
+        return table_fingerprint((*self.regions, *self.job_regions), self.gating)
 
     def handler_fingerprint(self) -> str:
         """The handlers' classes by state, written into every log's header."""
@@ -277,7 +279,9 @@ class Core:
 
     def fingerprint(self) -> str:
         """Hash of all that decides what a log folds to and what is decided upon it; the audit's rules are not in it."""
-        events = sorted(f"{event.id}/{event.version} {event.__struct_fields__}" for event in self.events.values())
+        events = sorted(
+            str((event.id, event.version, event.__struct_fields__, event.variants)) for event in self.events.values()
+        )
         projections = [spec.name for spec in self.projections]
         extensions = [str(extension.declaration()) for extension in self.extensions]
         parts = (*events, self.table_fingerprint(), self.handler_fingerprint(), *projections, *extensions)

@@ -13,10 +13,11 @@ from kvledger.lifecycle import events as e
 from kvledger.lifecycle.core import Core
 from kvledger.lifecycle.decisions.release import release_if_settled
 from kvledger.lifecycle.decisions.reports import ask_after, check_report, give_up_silent, settle
+from kvledger.lifecycle.events import trigger_of, triggers_of
 from kvledger.lifecycle.gate import Before, fields_of
 from kvledger.lifecycle.handler_contract import Checked, DecisionRefused
 from kvledger.lifecycle.handlers.base import StateHandler
-from kvledger.lifecycle.machine import Standing, trigger_of, triggers_of
+from kvledger.lifecycle.machine import Standing
 from kvledger.lifecycle.projections import Projections
 from kvledger.lifecycle.projections.tracker import RequestRecord
 from kvledger.lifecycle.projections.transfers import Job
@@ -62,7 +63,7 @@ class Decider:
             deciding = engine.get(event_class)
             if deciding is None and not event_class.is_decision and issubclass(event_class, e.RequestEvent):
                 methods = self._methods(event_class.handler_method)
-                for trigger in triggers_of(event_class.id):
+                for trigger in triggers_of(event_class):
                     legal = core.compiled.legal.get(trigger, {})
                     self._of_requests[trigger] = {standing: methods[standing[0]] for standing in legal}
                 deciding = self._after_request_event

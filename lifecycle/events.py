@@ -20,9 +20,18 @@ from __future__ import annotations
 import enum
 import re
 from collections.abc import Callable, Iterable
-from typing import ClassVar, TypeVar, cast
+from typing import ClassVar, NamedTuple, TypeVar, cast
 
 import msgspec
+
+
+class Variants(NamedTuple):
+    """Two triggers of one event; which of them it is, one of its fields decides."""
+
+    field: str
+    if_set: str
+    """The trigger where the field is true, or not 0."""
+    if_not: str
 
 
 class Event(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
@@ -37,6 +46,8 @@ class Event(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
     is_decision: ClassVar[bool]
     handler_method: ClassVar[str]
     """The method of a state handler that decides on this event: the class name in snake case."""
+    variants: ClassVar[Variants | None]
+    """What the tables tell apart."""
 
 
 class RequestEvent(Event, frozen=True):
@@ -71,7 +82,22 @@ def wire_code(event_class: type[Event]) -> int:
     return cast("int", event_class.__struct_config__.tag)
 
 
-def _declare(event_id: str, *, version: int, is_decision: bool) -> Callable[[_EventClass], _EventClass]:
+def trigger_of(event: Event) -> str:
+    """What an event is to the tables: its id, or `id/variant` where it has variants."""
+    variants = event.variants
+    if variants is None:
+        return event.id
+    return variants.if_set if getattr(event, variants.field) else variants.if_not
+
+
+def triggers_of(event_class: type[Event]) -> tuple[str, ...]:
+    """What events of a class may be to the tables."""
+    return (event_class.id,) if event_class.variants is None else event_class.variants[1:]
+
+
+def _declare(
+    event_id: str, version: int, variants: tuple[str, str, str] | None, *, is_decision: bool
+) -> Callable[[_EventClass], _EventClass]:
     def declare(event_class: _EventClass) -> _EventClass:
         if not isinstance(event_class.__struct_config__.tag, int):
             message = f"{event_class.__name__} has no wire code; give its class the next free one: tag=…"
@@ -79,20 +105,28 @@ def _declare(event_id: str, *, version: int, is_decision: bool) -> Callable[[_Ev
         event_class.id = event_id
         event_class.version = version
         event_class.is_decision = is_decision
+        event_class.variants = None
+        if variants is not None:
+            field, if_set, if_not = variants
+            event_class.variants = Variants(field, f"{event_id}/{if_set}", f"{event_id}/{if_not}")
         event_class.handler_method = re.sub(r"(?<!^)(?=[A-Z])", "_", event_class.__name__).lower()
         return event_class
 
     return declare
 
 
-def observation(event_id: str, *, version: int = 1) -> Callable[[_EventClass], _EventClass]:
-    """Declare an event that records what the connector saw."""
-    return _declare(event_id, version=version, is_decision=False)
+def observation(
+    event_id: str, *, version: int = 1, variants: tuple[str, str, str] | None = None
+) -> Callable[[_EventClass], _EventClass]:
+    """Declare an event that records what the connector saw. `variants`: a field, and what it is where that is set."""
+    return _declare(event_id, version, variants, is_decision=False)
 
 
-def decision(event_id: str, *, version: int = 1) -> Callable[[_EventClass], _EventClass]:
+def decision(
+    event_id: str, *, version: int = 1, variants: tuple[str, str, str] | None = None
+) -> Callable[[_EventClass], _EventClass]:
     """Declare an event that records what the connector decided."""
-    return _declare(event_id, version=version, is_decision=True)
+    return _declare(event_id, version, variants, is_decision=True)
 
 
 # --- Observations: a request's life ------------------------------------------------------------
@@ -152,7 +186,7 @@ class RequestPreempted(RequestEvent, frozen=True, tag=5):
     time_ns: int
 
 
-@observation("session.continued")
+@observation("session.continued", variants=("num_computed_tokens", "part", "all"))
 class SessionContinued(RequestEvent, frozen=True, tag=6):
     """A streaming session's next turn: its blocks are kept, its tokens are cut and extended."""
 
@@ -162,7 +196,7 @@ class SessionContinued(RequestEvent, frozen=True, tag=6):
     time_ns: int
 
 
-@observation("tokens.rolled_back")
+@observation("tokens.rolled_back", variants=("num_computed_tokens", "part", "all"))
 class TokensRolledBack(RequestEvent, frozen=True, tag=7):
     """The scheduler counts fewer computed tokens than before, as after a failed load."""
 
@@ -376,7 +410,7 @@ class SaveCompleted(RequestDecision, frozen=True, tag=21):
     cause: int
 
 
-@decision("save.failed")
+@decision("save.failed", variants=("quiet", "quiet", "silent"))
 class SaveFailed(RequestDecision, frozen=True, tag=22):
     """A rank could not save. The slots of the job are free again if every rank is known to be `quiet`.
 
@@ -403,7 +437,7 @@ class SaveDeclined(RequestDecision, frozen=True, tag=23):
     cause: int
 
 
-@decision("transfer.awaited")
+@decision("transfer.awaited", variants=("before_forward", "fence", "ask"))
 class TransferAwaited(RequestDecision, frozen=True, tag=24):
     """Workers are reminded of a job in flight.
 

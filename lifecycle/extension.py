@@ -15,8 +15,9 @@ import msgspec
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.configuration import LedgerConfiguration
+from kvledger.lifecycle.events import trigger_of
 from kvledger.lifecycle.handlers.base import HOOKS, StateHandler
-from kvledger.lifecycle.machine import CompiledTable, Moves, trigger_of
+from kvledger.lifecycle.machine import CompiledTable, Moves
 from kvledger.lifecycle.projections import Projections, ProjectionSpec
 from kvledger.lifecycle.projections.tracker import RequestTracker
 from kvledger.lifecycle.states import RequestState

@@ -1,7 +1,7 @@
 """The gate: whether what was observed is legal in the states that its request is in; asked before the fold.
 
 The ledger, a replay and whoever only folds ask the same tables, so that an illegal observation folds to the same
-everywhere: to what `table.CLOSED_FOLD` says. It must not know what a handler makes of the verdict.
+everywhere: to what the core's gating says. It must not know what a handler makes of the verdict.
 """
 
 from __future__ import annotations
@@ -10,12 +10,20 @@ from collections.abc import Callable, Mapping
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
-from kvledger.lifecycle.events import Event, RequestDecision, RequestEvent, RequestQuarantined, StepScheduled
-from kvledger.lifecycle.machine import CompiledRegions, ReferenceMachine, trigger_of, triggers_of
+from kvledger.lifecycle.events import (
+    Event,
+    RequestDecision,
+    RequestEvent,
+    RequestQuarantined,
+    StepScheduled,
+    trigger_of,
+    triggers_of,
+)
 from kvledger.lifecycle.states import BlocksRegion, CurrentRegion, FirstRegion, RequestState, TrustRegion
-from kvledger.lifecycle.table import CLOSED_FOLD, NEVER_GATED, VARIANTS
 
 if TYPE_CHECKING:
+    from kvledger.lifecycle.core import Core
+    from kvledger.lifecycle.machine import ReferenceMachine
     from kvledger.lifecycle.projections.tracker import RequestRecord, RequestTracker
 
 
@@ -46,10 +54,11 @@ states_of: Callable[[RequestRecord], States] = attrgetter(*Before._fields[1:])
 class Gate:
     """Looks at records, changes nothing."""
 
-    def __init__(self, regions: CompiledRegions, tracker: RequestTracker) -> None:
-        self._regions = regions
+    def __init__(self, core: Core, tracker: RequestTracker) -> None:
+        self._regions = core.compiled
+        self._never_refused = core.gating.never
         self._tracker = tracker
-        scheduled = regions.legal["tokens.scheduled"]
+        scheduled = core.compiled.legal["tokens.scheduled"]
         self._not_scheduled = frozenset(
             state for state in RequestState for blocks in BlocksRegion if (state, blocks) not in scheduled
         )
@@ -61,12 +70,12 @@ class Gate:
 
     def accepting(self, event_class: type[Event]) -> Callable[[RequestEvent], bool] | None:
         """How events of this class are judged; None for those that are folded in full whatever happens."""
-        named = (trigger for trigger in triggers_of(event_class.id) if trigger in self._regions.legal)
+        named = (trigger for trigger in triggers_of(event_class) if trigger in self._regions.legal)
         may_be_refused = any(len(self._regions.legal[each]) < len(self._regions.after[each]) for each in named)
         is_about_a_request = issubclass(event_class, RequestEvent) and not event_class.is_decision
-        if not may_be_refused or not is_about_a_request or event_class.id in NEVER_GATED:
+        if not may_be_refused or not is_about_a_request or event_class.id in self._never_refused:
             return None
-        if event_class.id in VARIANTS:
+        if event_class.variants is not None:
             return self.accepts
         tracker, legal = self._tracker, self._regions.legal[event_class.id]
 
@@ -95,10 +104,12 @@ class Walk:
     """Where the reference machines of a request lead upon events of one class."""
 
     def __init__(self, reference: ReferenceMachine, event_class: type[RequestEvent]) -> None:
-        self._reference = reference
+        self._reference, gating = reference, reference.gating
         self._concerns_life = event_class is RequestQuarantined
         self._is_folded = (
-            event_class.is_decision or event_class.id in NEVER_GATED or "tracker" in CLOSED_FOLD.get(event_class.id, ())
+            event_class.is_decision
+            or event_class.id in gating.never
+            or "tracker" in gating.closed_fold.get(event_class.id, ())
         )
         self.known: dict[States, States] = {}
         """Walked before: states -> states afterwards. Empty where the class has variants."""

@@ -15,7 +15,7 @@ import msgspec
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.core import Core
-from kvledger.lifecycle.machine import trigger_of
+from kvledger.lifecycle.events import trigger_of
 from kvledger.lifecycle.projections import Projections
 from kvledger.lifecycle.projections.tracker import RequestRecord
 from kvledger.lifecycle.states import RequestState, TrustRegion

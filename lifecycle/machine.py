@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import attrs
 from transitions import Machine, MachineError
 
-from kvledger.lifecycle.events import Event, RequestEvent
+from kvledger.lifecycle.events import Event, RequestEvent, triggers_of
 from kvledger.lifecycle.states import (
     INITIAL_STATE,
     BlocksRegion,
@@ -22,7 +23,7 @@ from kvledger.lifecycle.states import (
     SourceRegion,
     WorkRegion,
 )
-from kvledger.lifecycle.table import NO_EVENTS, RESYNC, VARIANTS, Region, State
+from kvledger.lifecycle.table import NO_EVENTS, Gating, Region, State
 
 CompiledTable = Mapping[tuple[RequestState, type[RequestEvent]], RequestState]
 Moves = Mapping[str, Mapping[State, State]]
@@ -35,27 +36,14 @@ class TableError(ValueError):
     """A transition table that breaks the rules of `table.py`."""
 
 
-def trigger_of(event: Event) -> str:
-    """What an event is to the tables."""
-    if event.id not in VARIANTS:
-        return event.id
-    (one, other), is_one = VARIANTS[event.id]
-    return f"{event.id}/{one if is_one(event) else other}"
-
-
-def triggers_of(event_id: str) -> Iterable[str]:
-    """What events of that id may be to the tables."""
-    return [f"{event_id}/{variant}" for variant in VARIANTS[event_id][0]] if event_id in VARIANTS else [event_id]
-
-
-def compile_region(region: Region, event_ids: Iterable[str]) -> Moves:
+def compile_region(region: Region, events: Iterable[type[Event]]) -> Moves:
     """Turn the rows of a region about these events into `{trigger: {source: dest}}`, or refuse them.
 
     Raises:
         TableError: a pair stands twice, something is no state or no trigger, a row leaves the terminal state, a state
             cannot be reached, or a region that refuses nothing lacks a row.
     """
-    known = {*NO_EVENTS, *(trigger for event_id in event_ids for trigger in triggers_of(event_id))}
+    known = {*NO_EVENTS, *chain.from_iterable(map(triggers_of, events))}
     moves: dict[str, dict[State, State]] = {}
     for source, trigger, dest in region.flat():
         row = f"{region.name}: ({source}, {trigger})"
@@ -100,7 +88,7 @@ class CompiledRegions:
     legal: Mapping[str, Mapping[Standing, Standing]]
     """Trigger -> where it leads from where it is legal; a trigger that is missing here is legal everywhere."""
     after: Mapping[str, Mapping[Standing, Standing]]
-    """The same from everywhere: what is refused moves the region that accepts it, or leads where `RESYNC` says."""
+    """The same from everywhere: what is refused moves the region that accepts it, or leads where the gating says."""
     others: Mapping[str, tuple[tuple[str, Mapping[State, State]], ...]]
     """Trigger -> what it moves besides, by the names of the regions."""
     work: Mapping[str, Mapping[WorkRegion, WorkRegion]]
@@ -108,14 +96,14 @@ class CompiledRegions:
 
 
 def compile_regions(
-    regions: Collection[Region], job_regions: Collection[Region], event_ids: Collection[str]
+    regions: Collection[Region], job_regions: Collection[Region], gating: Gating, events: Collection[type[Event]]
 ) -> CompiledRegions:
     """Join the regions: a trigger is legal where every region that names it has a row.
 
     Raises:
         TableError: as `compile_region`; or another region than `phase` and `blocks` may refuse.
     """
-    compiled = {region.name: compile_region(region, event_ids) for region in regions}
+    compiled = {region.name: compile_region(region, events) for region in regions}
     wrong = [region.name for region in regions if region.may_refuse and region.name not in {"phase", "blocks"}]
     if wrong:
         message = f"{', '.join(wrong)} may refuse; only phase and blocks are looked at before an event is folded"
@@ -125,21 +113,22 @@ def compile_regions(
     after: dict[str, dict[Standing, Standing]] = {}
     for trigger in {**phase, **blocks}:
         legal[trigger] = dict(_joined(phase.get(trigger), blocks.get(trigger)))
-        after[trigger] = dict(_folded(phase.get(trigger, {}), blocks.get(trigger, {}), trigger)) | legal[trigger]
+        refused = dict(_folded(phase.get(trigger, {}), blocks.get(trigger, {}), trigger, gating))
+        after[trigger] = refused | legal[trigger]
     others = {
         trigger: tuple((name, moves[trigger]) for name, moves in compiled.items() if trigger in moves)
         for trigger in dict.fromkeys(trigger for moves in compiled.values() for trigger in moves)
     }
-    jobs: dict[str, Any] = {region.name: compile_region(region, event_ids) for region in job_regions}
+    jobs: dict[str, Any] = {region.name: compile_region(region, events) for region in job_regions}
     return CompiledRegions(phase, legal, after, others, jobs["work"], jobs["source"])
 
 
 def _folded(
-    phase: Mapping[State, State], blocks: Mapping[State, State], trigger: str
+    phase: Mapping[State, State], blocks: Mapping[State, State], trigger: str, gating: Gating
 ) -> Iterator[tuple[Standing, Standing]]:
     for state in RequestState:
         for held in BlocksRegion:
-            dests = RESYNC.get((state, trigger), (phase.get(state, state), blocks.get(held, held)))
+            dests = gating.resync.get((state, trigger), (phase.get(state, state), blocks.get(held, held)))
             yield (state, held), (RequestState(dests[0]), BlocksRegion(dests[1]))
 
 
@@ -174,11 +163,10 @@ def by_class(phase: Moves, events: Mapping[str, type[Event]]) -> CompiledTable:
     return table
 
 
-def table_fingerprint(regions: Iterable[Region]) -> str:
-    """Hash of the sorted rows, written into every log's header."""
-    lines = sorted(
-        f"{region.name} {source} {trigger} {dest}" for region in regions for source, trigger, dest in region.flat()
-    )
+def table_fingerprint(regions: Iterable[Region], gating: Gating) -> str:
+    """Hash of the sorted rows, and of what becomes of what they refuse; written into every log's header."""
+    rows = [(region.name, *row) for region in regions for row in region.flat()]
+    lines = sorted(" ".join(row) for row in (*rows, *gating.rows()))
     return hashlib.blake2b("\n".join(lines).encode(), digest_size=8).hexdigest()
 
 
@@ -192,7 +180,8 @@ class _Model:
 class ReferenceMachine:
     """The same tables run by `transitions`, a flat machine each: slow, independent, a test of the compiled form."""
 
-    def __init__(self, regions: Collection[Region]) -> None:
+    def __init__(self, regions: Collection[Region], gating: Gating) -> None:
+        self.gating = gating
         self._machines = {
             region.name: Machine(
                 model=None,
@@ -233,7 +222,7 @@ class ReferenceMachine:
             after = tuple(before if dest is None else dest for before, dest in moves)
             is_legal = None not in {dest for _, dest in moves}
             if not is_legal and isinstance(states[0], RequestState):
-                after = (*RESYNC.get((states[0], trigger), after[:2]), *after[2:])
+                after = (*self.gating.resync.get((states[0], trigger), after[:2]), *after[2:])
             self._after[step] = (after, is_legal)
         return self._after[step]
 
@@ -249,20 +238,21 @@ class ReferenceMachine:
         return type(state)(model.state)
 
 
-def mermaid_diagram(region: Region) -> str:
+def mermaid_diagram(region: Region, events: Mapping[str, type[Event]]) -> str:
     """The diagram of a region for the docs: rows that move, labelled by triggers, or by the id of all its variants."""
     triggers: dict[tuple[State, State], list[str]] = {}
     for source, trigger, dest in region.flat():
         if source is not dest:
             triggers.setdefault((source, dest), []).append(trigger)
     lines = ["stateDiagram-v2", f"    [*] --> {region.initial}"]
-    lines += [f"    {source} --> {dest}: {', '.join(_labels(found))}" for (source, dest), found in triggers.items()]
+    lines += [
+        f"    {source} --> {dest}: {', '.join(_labels(found, events))}" for (source, dest), found in triggers.items()
+    ]
     return "\n".join([*lines, f"    {region.terminal} --> [*]"] if region.terminal else lines)
 
 
-def _labels(triggers: Sequence[str]) -> Iterable[str]:
-    ids = (trigger.partition("/")[0] for trigger in triggers)
-    whole = {event_id for event_id in ids if set(triggers_of(event_id)) <= set(triggers)}
+def _labels(triggers: Sequence[str], events: Mapping[str, type[Event]]) -> Iterable[str]:
+    whole = {event.id for event in events.values() if set(triggers_of(event)) <= set(triggers)}
     return dict.fromkeys(
         event_id if (event_id := trigger.partition("/")[0]) in whole else trigger for trigger in triggers
     )

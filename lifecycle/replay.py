@@ -26,9 +26,10 @@ from kvledger.lifecycle.events import (
     StepScheduled,
     TailSaveIssued,
     field_names,
+    trigger_of,
 )
 from kvledger.lifecycle.gate import Before, States, Walk, states_of
-from kvledger.lifecycle.machine import ReferenceMachine, trigger_of
+from kvledger.lifecycle.machine import ReferenceMachine
 from kvledger.lifecycle.projections import Fold, Gated, Projections
 from kvledger.lifecycle.projections.tracker import RequestRecord
 from kvledger.lifecycle.projections.transfers import Job

@@ -23,7 +23,7 @@ from kvledger.lifecycle.projections.totals import Totals
 from kvledger.lifecycle.projections.tracker import RequestTracker
 from kvledger.lifecycle.projections.transfers import Transfers
 from kvledger.lifecycle.projections.unfilled import UnfilledBlocks
-from kvledger.lifecycle.table import JOB_REGIONS, REGIONS
+from kvledger.lifecycle.table import GATING, JOB_REGIONS, REGIONS
 from kvledger.lifecycle.upcasters import UPCASTERS
 
 # Totals, blocks and tails first, to see states and lives as they were; the unfilled behind the blocks, in whose
@@ -74,6 +74,7 @@ def standard_core() -> Core:
         events=events_by_id(STANDARD_EVENTS),
         regions=REGIONS,
         job_regions=JOB_REGIONS,
+        gating=GATING,
         handlers=MappingProxyType({handler.state: (handler,) for handler in STANDARD_HANDLERS}),
         projections=PROJECTIONS,
         rules=RULES,

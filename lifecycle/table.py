@@ -36,7 +36,8 @@ Theory of operation
   A job is known by its id. What concerns a job of an earlier life moves the job, not the request.
 
 Triggers
-  A trigger is an event's id, or `id/variant` where one of its fields decides. Three are no events of their own:
+  A trigger is an event's id, or `id/variant` where one of its fields decides, as its class says. `all`: nothing is kept
+  of what was computed. Three are no events of their own:
   `tokens.scheduled` is a row of a step, `cache.reset/held` a reset for whoever holds blocks, and
   `transfer.reported/whole` the report with which no rank owes one any more.
 
@@ -51,8 +52,7 @@ The diagrams in `docs/states.md`, the reference machines and the compiled form a
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping
 
 import attrs
 
@@ -71,14 +71,6 @@ Rows = tuple[tuple[State | tuple[State, ...], str | tuple[str, ...], State | Non
 """(sources, triggers, dest): from each of the sources, each of the triggers leads to dest; None: the state stays."""
 
 STAY = None
-
-VARIANTS: Mapping[str, tuple[tuple[str, str], Callable[[Any], bool]]] = {
-    "tokens.rolled_back": (("all", "part"), lambda event: event.num_computed_tokens == 0),
-    "session.continued": (("all", "part"), lambda event: event.num_computed_tokens == 0),
-    "transfer.awaited": (("fence", "ask"), lambda event: event.before_forward),
-    "save.failed": (("quiet", "silent"), lambda event: event.quiet),
-}
-"""Event id -> its variants, and whether an event is the first. All: nothing is kept of what was computed."""
 
 NO_EVENTS = ("tokens.scheduled", "cache.reset/held", "transfer.reported/whole")
 
@@ -243,27 +235,45 @@ JOB_REGIONS = (WORK, SOURCE)
 """Of a transfer job."""
 
 
-RESYNC: Mapping[tuple[S, str], tuple[S, BlocksRegion]] = {
-    (S.PREEMPTED, "tokens.scheduled"): (S.RECOVERING, _GRANTED),
-    (S.PREEMPTED, "blocks.observed"): (S.RECOVERING, _GRANTED),
-}
-"""Refused in that phase; blocks must have been given all the same, in a hook of ours that failed. Where phase and
-blocks are afterwards. Of whatever else is refused and folded, the regions that accept it move."""
+@attrs.frozen
+class Gating:
+    """What becomes of observations about one request that its states refuse."""
 
-CLOSED_FOLD: Mapping[str, tuple[str, ...]] = {
-    "blocks.allocated": ("tracker", "blocks"),
-    "blocks.observed": ("tracker", "blocks"),
-    "request.preempted": ("tracker", "blocks", "unfilled"),
-    "session.continued": ("tracker",),
-    "tokens.rolled_back": ("tracker",),
-    "chunk.keys_observed": (),
-    "lookup.requested": (),
-    "window.left": (),
-}
-"""Id of an observation that may be refused -> the projections that fold it all the same, because it happened all the
-same: who owns which blocks, and which life a request is in. A preemption that is refused counts, and begins
-another generation: vLLM counts it too, and what was issued for the life before is stale. A lookup that is refused
-takes no blocks away: who computes owns what it owned."""
+    resync: Mapping[tuple[S, str], tuple[S, BlocksRegion]]
+    """Refused in that phase; blocks must have been given all the same, in a hook of ours that failed. Where phase and
+    blocks are afterwards. Of whatever else is refused and folded, the regions that accept it move."""
+    closed_fold: Mapping[str, tuple[str, ...]]
+    """Id of an observation that may be refused -> the projections that fold it all the same, because it happened all
+    the same: who owns which blocks, and which life a request is in."""
+    never: tuple[str, ...]
+    """About one request, and folded in full whatever its states: what it holds and what it is owed ends or begins."""
 
-NEVER_GATED = ("request.arrived", "request.finished")
-"""About one request, and folded in full whatever its states: what it holds and what it is owed ends or begins here."""
+    def rows(self) -> Iterable[tuple[str, str, str]]:
+        """(what is said, of what, what it leads to or who folds it), one by one."""
+        for (state, trigger), dests in self.resync.items():
+            yield "resync", f"{trigger} in {state}", ", ".join(dests)
+        for event_id, names in self.closed_fold.items():
+            yield "closed fold", event_id, ", ".join(names) or "nobody"
+        for event_id in self.never:
+            yield "never refused", event_id, "everybody"
+
+
+GATING = Gating(
+    resync={
+        (S.PREEMPTED, "tokens.scheduled"): (S.RECOVERING, _GRANTED),
+        (S.PREEMPTED, "blocks.observed"): (S.RECOVERING, _GRANTED),
+    },
+    # A preemption that is refused counts, and begins another generation: vLLM counts it too, and what was issued for
+    # the life before is stale. A lookup that is refused takes no blocks away: who computes owns what it owned.
+    closed_fold={
+        "blocks.allocated": ("tracker", "blocks"),
+        "blocks.observed": ("tracker", "blocks"),
+        "request.preempted": ("tracker", "blocks", "unfilled"),
+        "session.continued": ("tracker",),
+        "tokens.rolled_back": ("tracker",),
+        "chunk.keys_observed": (),
+        "lookup.requested": (),
+        "window.left": (),
+    },
+    never=("request.arrived", "request.finished"),
+)

@@ -50,6 +50,8 @@ def run(arguments: argparse.Namespace, output: Output) -> ExitCode:
         for source, trigger, dest in region.flat():
             if source is not dest:
                 output.field(region.name, f"{source} --{trigger}--> {dest}")
+    for what, of, dest in core.gating.rows():
+        output.field(what, f"{of}: {dest}")
     return ExitCode.SOUND
 
 
@@ -68,6 +70,7 @@ def described(core: Core) -> dict[str, object]:
             region.name: [[str(source), trigger, str(dest)] for source, trigger, dest in region.flat()]
             for region in (*core.regions, *core.job_regions)
         },
+        "gating": [list(row) for row in core.gating.rows()],
     }
 
 

@@ -8,7 +8,7 @@ from typing import ClassVar
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.checker import Violation, violation
 from kvledger.lifecycle.audit.model import Model
-from kvledger.lifecycle.machine import trigger_of
+from kvledger.lifecycle.events import trigger_of
 from kvledger.lifecycle.projections import Projections
 from kvledger.lifecycle.replay import Check, ReplayedEvent
 from kvledger.lifecycle.states import BlocksRegion, RequestState, TrustRegion

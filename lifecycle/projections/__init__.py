@@ -16,7 +16,6 @@ from kvledger.lifecycle.configuration import LedgerConfiguration
 from kvledger.lifecycle.events import Event
 from kvledger.lifecycle.gate import Gate
 from kvledger.lifecycle.geometry import Geometry
-from kvledger.lifecycle.table import CLOSED_FOLD
 
 if TYPE_CHECKING:
     from kvledger.lifecycle.core import Core
@@ -95,7 +94,7 @@ class Projections:
         self._order: dict[str, Any] = {
             name: getattr(self, name) for name in self._specs if only is None or name in only
         }
-        self.gate = Gate(core.compiled, self.tracker)
+        self.gate = Gate(core, self.tracker)
         maps = {name: projection.folds() for name, projection in self._order.items()}
         self._folds: dict[type[Event], tuple[Fold, ...]] = {
             event_class: tuple(folds[event_class] for folds in maps.values() if event_class in folds)
@@ -107,7 +106,7 @@ class Projections:
                 tuple(
                     folds[event_class]
                     for name, folds in maps.items()
-                    if event_class in folds and name in CLOSED_FOLD.get(event_class.id, ())
+                    if event_class in folds and name in core.gating.closed_fold.get(event_class.id, ())
                 ),
             )
             for event_class in core.events.values()
@@ -129,7 +128,7 @@ class Projections:
             return made
 
     def fold(self, event: Event, sequence: int) -> None:
-        """Take up one event, of an illegal one what `CLOSED_FOLD` says. Total: it never fails for what was recorded."""
+        """Take up one event, of an illegal one what the gating says. Total: it never fails for what was recorded."""
         event_class = type(event)
         gated = self._gated.get(event_class)
         for fold in self._folds[event_class] if gated is None or gated.accepts(event) else gated.closed:

@@ -12,7 +12,7 @@ import attrs
 import msgspec
 
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.machine import trigger_of, triggers_of
+from kvledger.lifecycle.events import trigger_of, triggers_of
 from kvledger.lifecycle.states import BlocksRegion, CurrentRegion, FirstRegion, RequestState, TrustRegion
 
 if TYPE_CHECKING:
@@ -143,7 +143,7 @@ class RequestTracker:
         """Event class -> fold. Request events that do nothing but move the state are taken from the table."""
         folds: dict[type[e.Event], Callable[..., None]] = {}
         for event_class in self._core.request_events:
-            if any(map(self._moves, triggers_of(event_class.id))):
+            if any(map(self._moves, triggers_of(event_class))):
                 folds[event_class] = self._decided if issubclass(event_class, e.RequestDecision) else self._observed
         folds |= {
             e.RequestArrived: self._arrived,

@@ -12,8 +12,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 import msgspec
 
 from kvledger.lifecycle import events as e
+from kvledger.lifecycle.events import trigger_of
 from kvledger.lifecycle.geometry import Geometry
-from kvledger.lifecycle.machine import CompiledRegions, trigger_of
+from kvledger.lifecycle.machine import CompiledRegions
 from kvledger.lifecycle.projections.chunk_keys import ChunkKeys
 from kvledger.lifecycle.projections.tracker import RequestTracker
 from kvledger.lifecycle.projections.unfilled import UnfilledBlocks

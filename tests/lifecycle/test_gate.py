@@ -14,14 +14,14 @@ import msgspec
 import pytest
 from lifecycle_driver import Driver, keys_of
 
-from kvledger.lifecycle import Core, Replay, RequestState
+from kvledger.lifecycle import Core, Replay, RequestState, log_header
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit import Audit
-from kvledger.lifecycle.machine import trigger_of, triggers_of
+from kvledger.lifecycle.events import trigger_of, triggers_of
 from kvledger.lifecycle.projections import Projections
 from kvledger.lifecycle.snapshots import capture
 from kvledger.lifecycle.states import BlocksRegion
-from kvledger.lifecycle.table import CLOSED_FOLD, NEVER_GATED
+from kvledger.lifecycle.table import Gating
 
 CORE = Core.standard()
 LEGAL = CORE.compiled.legal
@@ -76,18 +76,18 @@ def gated_classes() -> set[type[e.Event]]:
     return {
         event
         for event in CORE.request_events
-        if not event.is_decision and event.id not in NEVER_GATED
-        if any(standing not in LEGAL[trigger] for trigger in triggers_of(event.id) for standing in STANDINGS)
+        if not event.is_decision and event.id not in CORE.gating.never
+        if any(standing not in LEGAL[trigger] for trigger in triggers_of(event) for standing in STANDINGS)
     }
 
 
 def test_every_observation_that_may_be_refused_is_tried() -> None:
     """And the closed fold speaks of each of them."""
     assert {type(event) for event in GATED} == gated_classes()
-    assert {event.id for event in gated_classes()} == set(CLOSED_FOLD)
+    assert {event.id for event in gated_classes()} == set(CORE.gating.closed_fold)
     assert {trigger_of(event) for event in GATED} == {trigger_of(event) for event in GATED} & set(LEGAL)
     projections = Driver().projections
-    assert {name for names in CLOSED_FOLD.values() for name in names} <= set(vars(projections))
+    assert {name for names in CORE.gating.closed_fold.values() for name in names} <= set(vars(projections))
 
 
 def test_the_story_leaves_something_in_each_projection() -> None:
@@ -106,7 +106,7 @@ def test_of_what_is_illegal_only_the_closed_fold_is_taken_up(event: Any) -> None
         after = parts(driver.projections)
         changed = {name for name in after if after[name] != before[name]}
         if standing not in LEGAL[trigger_of(event)]:
-            assert changed <= set(CLOSED_FOLD[event.id]), standing
+            assert changed <= set(CORE.gating.closed_fold[event.id]), standing
             continue
         whole = placed(standing).projections
         for fold in whole.folds_of(type(event)):
@@ -207,6 +207,19 @@ def test_who_is_scheduled_while_it_is_thought_preempted_is_recovering() -> None:
     assert (driver.record("a").state, driver.record("a").blocks) == ("recovering", "granted")
     decisions = driver.step(("a", 20, 24, 44))
     assert [decision.id for decision in decisions] == ["prefill.completed"]
+
+
+def test_a_ledger_refuses_as_its_own_core_says() -> None:
+    """And who gates in another way has another fingerprint, also in the header of its logs."""
+    other = attrs.evolve(CORE, gating=Gating(resync={}, closed_fold={}, never=("request.finished",)))
+    for core, generation in ((CORE, 2), (other, 1)):
+        driver = Driver(core=core)
+        driver.arrive("a", 40)
+        driver.observe(e.RequestPreempted("a", 0, 2))
+        driver.observe(e.RequestPreempted("a", 0, 3))  # illegal: it is preempted already
+        assert driver.record("a").generation == generation
+    assert other.fingerprint() != CORE.fingerprint()
+    assert log_header(other, driver.configuration)["table_fingerprint"] != CORE.table_fingerprint()
 
 
 def test_an_unknown_request_is_named_and_leaves_no_trace() -> None:

@@ -11,18 +11,30 @@ from lifecycle_driver import Walk
 from lifecycle_driver.regions import check_regions
 
 from kvledger.lifecycle import Core, RequestState
+from kvledger.lifecycle.events import triggers_of
 from kvledger.lifecycle.machine import (
     TableError,
     compile_region,
     compile_regions,
     mermaid_diagram,
-    triggers_of,
 )
 from kvledger.lifecycle.states import BlocksRegion
-from kvledger.lifecycle.table import BLOCKS, FIRST, JOB_REGIONS, NO_EVENTS, PHASE, REGIONS, TRUST, WORK, Region, State
+from kvledger.lifecycle.table import (
+    BLOCKS,
+    FIRST,
+    GATING,
+    JOB_REGIONS,
+    NO_EVENTS,
+    PHASE,
+    REGIONS,
+    TRUST,
+    WORK,
+    Region,
+    State,
+)
 
 CORE = Core.standard()
-TRIGGERS = [*(trigger for event_id in CORE.events for trigger in triggers_of(event_id)), *NO_EVENTS]
+TRIGGERS = [*(trigger for event in CORE.events.values() for trigger in triggers_of(event)), *NO_EVENTS]
 ALL_REGIONS = [*REGIONS, *JOB_REGIONS]
 
 
@@ -38,7 +50,7 @@ def test_every_region_is_a_golden_matrix(golden: Any) -> None:
     leads = {
         (region.name, str(state), trigger): moves[trigger].get(state, "illegal")
         for region in ALL_REGIONS
-        for moves in [compile_region(region, CORE.events)]
+        for moves in [compile_region(region, CORE.events.values())]
         for state in region.states
         for trigger in TRIGGERS
         if trigger in moves
@@ -61,7 +73,7 @@ def test_what_is_legal_where_is_a_golden_matrix(golden: Any) -> None:
 @pytest.mark.parametrize("region", ALL_REGIONS, ids=lambda region: region.name)
 def test_a_compiled_region_leads_where_its_reference_machine_leads(region: Region) -> None:
     """Two independent readings of the same rows agree on every state and trigger."""
-    moves, reference = compile_region(region, CORE.events), CORE.reference
+    moves, reference = compile_region(region, CORE.events.values()), CORE.reference
     for state, trigger in product(region.states, TRIGGERS):
         assert reference.names(region.name, trigger) == (trigger in moves)
         assert reference.walk(region.name, state, trigger) == moves.get(trigger, {}).get(state)
@@ -82,7 +94,7 @@ def test_the_joined_regions_are_legal_where_each_reference_machine_has_a_row() -
 
 def test_only_two_pairs_of_blocks_are_refused_beside_the_phase() -> None:
     """A load unless blocks are granted, a lookup while a load fills them."""
-    moves = compile_region(BLOCKS, CORE.events)
+    moves = compile_region(BLOCKS, CORE.events.values())
     refused = {(str(state), trigger) for trigger in moves for state in BlocksRegion if state not in moves[trigger]}
     assert refused == {("none", "load.issued"), ("loading", "load.issued"), ("loading", "lookup.requested")}
 
@@ -94,7 +106,7 @@ def test_a_region_that_refuses_nothing_has_a_row_for_everything_it_names(region:
     assert isinstance(sources, tuple)
     shorter = attrs.evolve(region, rows=((sources[:1], triggers, dest), *rows))
     with pytest.raises(TableError, match=rf"{region.name} refuses nothing, and has no row for \({sources[1]}, "):
-        compile_region(shorter, CORE.events)
+        compile_region(shorter, CORE.events.values())
 
 
 def added(region: Region, *row: Any) -> Region:
@@ -116,13 +128,15 @@ def added(region: Region, *row: Any) -> Region:
 def test_a_region_that_breaks_a_rule_is_refused(region: Region, message: str) -> None:
     """The message names the row, and what is wrong with it."""
     with pytest.raises(TableError, match=message):
-        compile_region(region, CORE.events)
+        compile_region(region, CORE.events.values())
 
 
 def test_only_phase_and_blocks_may_refuse() -> None:
     """What is legal is asked for every event, and is one look into one table."""
     with pytest.raises(TableError, match="first may refuse; only phase and blocks are looked at"):
-        compile_regions([PHASE, BLOCKS, attrs.evolve(FIRST, may_refuse=True)], JOB_REGIONS, CORE.events)
+        compile_regions(
+            [PHASE, BLOCKS, attrs.evolve(FIRST, may_refuse=True)], JOB_REGIONS, GATING, CORE.events.values()
+        )
 
 
 @pytest.mark.parametrize("region", ALL_REGIONS, ids=lambda region: region.name)
@@ -132,13 +146,17 @@ def test_the_diagram_of_a_region_shows_every_move_once(region: Region) -> None:
     for source, trigger, dest in region.flat():
         if source is not dest:
             moves.setdefault((source, dest), set()).add(trigger)
-    arrows = [line.strip() for line in mermaid_diagram(region).splitlines() if "-->" in line and "[*]" not in line]
+    arrows = [
+        line.strip()
+        for line in mermaid_diagram(region, CORE.events).splitlines()
+        if "-->" in line and "[*]" not in line
+    ]
     assert len(arrows) == len(moves)
     for (source, dest), triggers in moves.items():
         (arrow,) = [line for line in arrows if line.startswith(f"{source} --> {dest}: ")]
         shown = arrow.split(": ")[1].split(", ")
         assert {
-            each for label in shown for each in (triggers_of(label) if label in CORE.events else [label])
+            each for label in shown for each in (triggers_of(CORE.events[label]) if label in CORE.events else [label])
         } == triggers
 
 

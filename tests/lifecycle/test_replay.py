@@ -16,7 +16,7 @@ from kvledger.lifecycle.handlers.new import New
 from kvledger.lifecycle.machine import ReferenceMachine
 from kvledger.lifecycle.projections import Projections
 from kvledger.lifecycle.replay import ReplayedEvent
-from kvledger.lifecycle.table import JOB_REGIONS, PHASE, REGIONS
+from kvledger.lifecycle.table import GATING, JOB_REGIONS, PHASE, REGIONS
 from kvledger.lifecycle.turn import Turn
 
 Log = list[tuple[int, e.Event]]
@@ -193,7 +193,7 @@ def test_the_reference_machine_reports_a_table_that_leads_elsewhere() -> None:
     driver, log = story()
     rows = tuple((source, trigger, dest) for source, trigger, dest in PHASE.flat() if trigger != "prefill.completed")
     wrong = attrs.evolve(PHASE, rows=(*rows, (RequestState.NEW, "prefill.completed", None)))
-    reference = ReferenceMachine([wrong, *REGIONS[1:], *JOB_REGIONS])
+    reference = ReferenceMachine([wrong, *REGIONS[1:], *JOB_REGIONS], GATING)
     replay = Replay(Core.standard(), driver.configuration, reference=reference)
     replay.take(log)
     assert {type(difference.recorded) for difference in replay.reference_differences} == {e.PrefillCompleted}

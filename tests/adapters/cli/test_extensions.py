@@ -67,6 +67,8 @@ def test_the_core_of_an_installation_is_shown(run: Any) -> None:
     assert Core.standard().fingerprint() in result.out
     assert "kvledger.lifecycle.handlers.running:Running" in result.out
     assert "LEGAL_TRANSITION" in result.out
+    assert "blocks.observed in preempted: recovering, granted" in result.out
+    assert "request.preempted: tracker, blocks, unfilled" in result.out
 
 
 def test_an_extension_is_found_by_its_entry_point(
