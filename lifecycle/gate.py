@@ -56,7 +56,7 @@ class Gate:
 
     def __init__(self, core: Core, tracker: RequestTracker) -> None:
         self._regions = core.compiled
-        self._never_refused = core.gating.never
+        self._never_refused = frozenset(core.gating.never)
         self._tracker = tracker
         scheduled = core.compiled.legal["tokens.scheduled"]
         self._not_scheduled = frozenset(

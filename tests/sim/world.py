@@ -209,7 +209,7 @@ class World:
         while self.engine.scheduler.has_requests() or self.engine.is_computing:
             self.step()
             if self.num_steps == MAX_STEPS and is_stranded(self.engine.scheduler):
-                self.note("vLLM has stranded its queue (vllm#57841); all clients go away")
+                self.note("vLLM has stranded its queue (vllm_mended.py); all clients go away")
                 for life in self.alive:
                     self.abort(life)
             elif self.num_steps > MAX_STEPS + 400:
