@@ -10,6 +10,8 @@ python := .venv/bin/python
 # Two workers: each test that starts a real vLLM engine takes about 2 GiB, and those run one after the other anyway.
 WORKERS ?= 2
 pytest = $(python) -m pytest -n $(WORKERS) --dist loadgroup
+# Tests start hundreds of Python processes. Under PYTHONDONTWRITEBYTECODE each would compile kvledger anew.
+compile = $(python) -m compileall -q adapters lifecycle storage tests docs
 SEEDS ?= 200
 REQUESTS ?= 20000
 KILLS ?= 5000
@@ -29,9 +31,11 @@ setup: ## create .venv from the lock and install kvledger in it
 test: setup ## run the tests that a change needs, 8 minutes at most (ARGS="-k name" passes options to pytest)
 	@requirements/browser.sh
 	@requirements/nats-server.sh
+	@$(compile)
 	$(pytest) -m "not long" $(ARGS)
 
 test-long: setup ## run all other tests: more worlds, more configurations of real engines
+	@$(compile)
 	$(pytest) -m long $(ARGS)
 
 check: setup ## lint, formatting, types, import contracts

@@ -13,8 +13,6 @@ from kvledger.adapters.reading.sources import find_logs, one_of
 from kvledger.adapters.reading.streams import log_argument
 from kvledger.lifecycle import Core
 
-HELP = "show states, handlers, extensions, rules and tables: of this installation, or of a log"
-
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """What only this command has."""

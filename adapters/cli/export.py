@@ -24,8 +24,6 @@ from kvledger.adapters.export.ticket import write_page
 from kvledger.adapters.reading.logs import StoredLog
 from kvledger.adapters.reading.window import Window
 
-HELP = "write a log as a trace for Perfetto, a page for a ticket, or tables for a notebook"
-
 _ALL_TABLES = "all"
 
 _Selected = list[tuple[StoredLog, Window]]

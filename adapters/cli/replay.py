@@ -15,8 +15,6 @@ from kvledger.adapters.reading.sources import find_logs, one_of
 from kvledger.adapters.reading.streams import log_argument
 from kvledger.lifecycle.audit import Audit
 
-HELP = "fold a log and decide again"
-
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """What only this command has."""

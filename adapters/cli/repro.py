@@ -26,8 +26,6 @@ from kvledger.adapters.repro.source import Story, test_source
 from kvledger.lifecycle import SequencedEvent
 from kvledger.lifecycle import events as e
 
-HELP = "write an incident as a test that drives the recorded hook calls into the connector"
-
 _MANY_OBSERVATIONS = 20_000
 _MAX_EVENTS = 2_000_000
 """They are held in memory, and tried again and again."""

@@ -18,8 +18,6 @@ from kvledger.adapters.exit_codes import CommandFailed, ExitCode
 from kvledger.storage.events import LogError, Retirement, retire, retire_logs
 from kvledger.storage.events.segment_file import segment_paths
 
-HELP = "delete the oldest segments of logs that are at rest"
-
 _UNITS = {"": 1, "b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
 _SECONDS = {"m": 60, "h": 3600, "d": 86400}
 

@@ -25,7 +25,6 @@ from kvledger.adapters.reading.streams import StreamUrl, parse_address, stream_e
 if TYPE_CHECKING:
     from kvledger.storage.events.jetstream import Access, LogProgress, NewStream, Shipper, ShippingReport
 
-HELP: Final = "copy logs into a NATS JetStream stream"
 
 _UNITS_S: Final = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 _UNITS_B: Final = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}

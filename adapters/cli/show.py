@@ -43,9 +43,6 @@ _COLUMNS = {
 }
 
 
-HELP = "show a log, or one request's life"
-
-
 def configure(parser: argparse.ArgumentParser) -> None:
     """What only this command has."""
     add_request(parser)

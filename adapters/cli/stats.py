@@ -17,7 +17,6 @@ from kvledger.adapters.exit_codes import ExitCode
 from kvledger.adapters.reading.logs import StoredLog
 from kvledger.adapters.reading.window import Window
 
-HELP = "sum up what the cache did, with a reason for every missed and recomputed token"
 _NS_PER_S = 1_000_000_000
 
 

@@ -32,9 +32,6 @@ _HEADER_LOST = (
 _OBJECTS_PER_COLLECTION = 200_000
 
 
-HELP = "check a log in every way"
-
-
 def configure(parser: argparse.ArgumentParser) -> None:
     """What only this command has."""
     parser.add_argument("-v", "--verbose", action="store_true", help="list the rules that a log cannot decide, and why")

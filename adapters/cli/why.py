@@ -18,7 +18,6 @@ from kvledger.adapters.reading.stories import Told, tell
 from kvledger.adapters.reading.window import Window
 from kvledger.adapters.reasons import BY_DESIGN, LoadFate, Reason, Story, Sums
 
-HELP = "say why a request was preempted, missed the cache, computed again"
 _MAX_LOOKUPS = 3
 """Of the different answers that a waiting request got in a row, people are told the last ones."""
 
