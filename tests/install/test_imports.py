@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from processes import finished
 
+from kvledger.adapters.cli.main import COMMANDS
 from kvledger.storage.extras import EXTRAS
 
 
@@ -49,9 +50,24 @@ def test_the_core_loads_neither_torch_nor_vllm(tmp_path: Path) -> None:
     assert not loaded_by("kvledger.lifecycle", tmp_path) & {"torch", "vllm", "numpy"}
 
 
-def test_the_command_line_opens_without_any_extra(tmp_path: Path) -> None:
+@pytest.mark.parametrize("module", ["main", *COMMANDS])
+def test_the_command_line_opens_without_any_extra(module: str, tmp_path: Path) -> None:
     """An on-call engineer gets help at once, not after seconds of imports."""
-    assert not loaded_by("kvledger.adapters.cli.main", tmp_path) & EXTRAS.keys()
+    assert not loaded_by(f"kvledger.adapters.cli.{module}", tmp_path) & EXTRAS.keys()
+
+
+def test_a_command_is_imported_when_it_is_chosen(tmp_path: Path) -> None:
+    """The help of all commands needs none of them."""
+    code = (
+        "import sys; from kvledger.adapters.cli.main import COMMANDS, main\n"
+        "for arguments in (['--help'], ['verify', '--help']):\n"
+        "    assert main(arguments) == 0\n"
+        "    print('loaded', *(name for name in COMMANDS if f'kvledger.adapters.cli.{name}' in sys.modules))"
+    )
+    ended = run(code, tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    assert [line for line in ended.stdout.splitlines() if line.startswith("loaded")] == ["loaded", "loaded verify"]
+    assert all(f"\n    {name} " in ended.stdout for name in COMMANDS)
 
 
 # Every module of the connector, because vLLM imports whichever the configuration names.
