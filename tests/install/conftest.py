@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import shutil
 import sys
+from collections.abc import Iterable
 from importlib.metadata import Distribution, PathDistribution, distribution
 from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 from processes import finished
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -21,6 +23,33 @@ def succeed(*command: str | Path, cwd: Path) -> str:
     return ended.stdout
 
 
+def built(sources: Path) -> Path:
+    """The wheel of the project in `sources`, which must be a copy: a build leaves files behind."""
+    succeed(sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", "out", ".", cwd=sources)
+    (wheel,) = (sources / "out").glob("*.whl")
+    return wheel
+
+
+def make_environment(folder: Path, wheels: Iterable[Path], also: Iterable[str] = ()) -> Path:
+    """The interpreter of an environment in which pip has installed these wheels, without a network.
+
+    What their metadata asks for without any extra, what `also` names, and what all that asks for, is linked from the
+    environment of the tests; nothing else can be imported.
+    """
+    succeed(sys.executable, "-m", "venv", "--without-pip", ".", cwd=folder)
+    python = folder / "bin" / "python"
+    pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", python)
+    succeed(*pip, "install", "--quiet", "--no-index", "--no-deps", "--no-compile", *wheels, cwd=folder)
+    (packages,) = folder.glob("lib/python*/site-packages")
+    installed = {canonicalize_name(each.name): each for each in map(PathDistribution, packages.glob("*.dist-info"))}
+    needed = [distribution(name) for name in also]
+    for package in brought_along([*installed.values(), *needed]) + needed:
+        if canonicalize_name(package.name) not in installed:
+            for name in {file.parts[0] for file in package.files or ()} - {"..", "__pycache__"}:
+                (packages / name).symlink_to(str(package.locate_file(name)))
+    return python
+
+
 @pytest.fixture(scope="session")
 def wheel_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A wheel built from a copy of the sources, so that no earlier build can leak into it."""
@@ -29,35 +58,27 @@ def wheel_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shutil.copytree(REPOSITORY / folder, sources / folder, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "setup.py", "LICENSE", "README.md"):
         shutil.copy(REPOSITORY / name, sources / name)
-    succeed(sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", "out", ".", cwd=sources)
-    (wheel,) = (sources / "out").glob("*.whl")
-    return wheel
+    return built(sources)
 
 
 @pytest.fixture(scope="session")
 def light_python(wheel_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The interpreter of an environment made by `pip install kvledger`, without a network.
-
-    pip installs the wheel. What its metadata asks for without any extra, and what that asks for, is linked from the
-    environment of the tests; nothing else can be imported.
-    """
-    environment = tmp_path_factory.mktemp("light")
-    succeed(sys.executable, "-m", "venv", "--without-pip", ".", cwd=environment)
-    python = environment / "bin" / "python"
-    pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", python)
-    succeed(*pip, "install", "--quiet", "--no-index", "--no-deps", "--no-compile", wheel_file, cwd=environment)
-    (packages,) = environment.glob("lib/python*/site-packages")
-    (metadata,) = packages.glob("kvledger-*.dist-info")
-    for package in brought_along(PathDistribution(metadata)):
-        for name in {file.parts[0] for file in package.files or ()} - {"..", "__pycache__"}:
-            (packages / name).symlink_to(str(package.locate_file(name)))
-    return python
+    """The interpreter of an environment made by `pip install kvledger`, without a network."""
+    return make_environment(tmp_path_factory.mktemp("light"), [wheel_file])
 
 
-def brought_along(package: Distribution) -> list[Distribution]:
-    """What is installed with `package` when no extra is asked for."""
+@pytest.fixture(scope="session")
+def guarded_python(wheel_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same environment with pytest, and with the package of docs/examples/starvation_guard, built as a wheel."""
+    sources = tmp_path_factory.mktemp("guard") / "sources"
+    shutil.copytree(REPOSITORY / "docs/examples/starvation_guard", sources)
+    return make_environment(tmp_path_factory.mktemp("guarded"), [wheel_file, built(sources)], also=["pytest"])
+
+
+def brought_along(packages: Iterable[Distribution]) -> list[Distribution]:
+    """What is installed with `packages` when no extra is asked for."""
     found: dict[str, Distribution] = {}
-    pending = [package]
+    pending = list(packages)
     while pending:
         for requirement in map(Requirement, pending.pop().requires or ()):
             wanted = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
