@@ -46,7 +46,7 @@ class Event(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
     is_decision: ClassVar[bool]
     handler_method: ClassVar[str]
     """The method of a state handler that decides on this event: the class name in snake case."""
-    variants: ClassVar[Variants | None]
+    variants: ClassVar[Variants | None] = None
     """What the tables tell apart."""
 
 
@@ -105,7 +105,6 @@ def _declare(
         event_class.id = event_id
         event_class.version = version
         event_class.is_decision = is_decision
-        event_class.variants = None
         if variants is not None:
             field, if_set, if_not = variants
             event_class.variants = Variants(field, f"{event_id}/{if_set}", f"{event_id}/{if_not}")
