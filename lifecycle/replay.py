@@ -6,9 +6,9 @@ against what was recorded; the first divergence is reported, and folding goes on
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import attrs
 
@@ -23,17 +23,13 @@ from kvledger.lifecycle.events import (
     RequestEvent,
     RequestReleased,
     SaveIssued,
-    StepScheduled,
     TailSaveIssued,
     field_names,
     trigger_of,
 )
-from kvledger.lifecycle.gate import Before, States, Walk, states_of
+from kvledger.lifecycle.gate import Walk, states_of
 from kvledger.lifecycle.machine import ReferenceMachine
 from kvledger.lifecycle.projections import Fold, Gated, Projections
-from kvledger.lifecycle.projections.tracker import RequestRecord
-from kvledger.lifecycle.projections.transfers import Job
-from kvledger.lifecycle.states import RequestState
 from kvledger.lifecycle.turn import TurnEnded
 
 SequencedEvent = tuple[int, Event]
@@ -68,30 +64,23 @@ def fold(
     return projections
 
 
+class Current(Protocol):
+    """Where a replay is. Whoever has checks done may give one of its own, on which more stands."""
+
+    sequence: int
+    event: Event | None
+
+
 @attrs.define
 class ReplayedEvent:
-    """One event while it is replayed, with what checkers want to know about its moment.
-
-    One object serves a whole replay, so that nothing is made for an event; whoever wants to keep something copies it.
-    An attrs class, because setting a field of a struct costs more.
-    """
+    """The event that is or was last taken up. One object serves a whole replay."""
 
     sequence: int = 0
     event: Event | None = None
-    states_before: States | None = None
-    """Those of the event's request in all regions."""
-    refused_rows: Mapping[int, Before] = attrs.field(factory=dict)
-    """Of a step: ordinal -> what the request was before, where none can be scheduled."""
-    state_before: RequestState | None = None
-    state_after: RequestState | None = None
-    record: RequestRecord | None = None
-    """What is known about the event's request after the fold."""
-    job: Job | None = None
-    """The job in flight that the event issues, reports, asks after or settles."""
 
 
-Check = Callable[[Any, ReplayedEvent, Projections], object]
-"""Looks at one event after its fold; what it returns, if not None, goes to whoever asked for the check."""
+Check = Callable[[Any, Any], object]
+"""Given (event, current) after the fold of the event; what it returns, if not None, goes to whoever asked for it."""
 
 
 Around = Callable[[int, Event], None]
@@ -101,12 +90,10 @@ Around = Callable[[int, Event], None]
 class _Plan(NamedTuple):
     """All that is done with the events of one class, looked up once."""
 
-    is_request: bool
-    changes_lives: bool
-    """Whether the fold may put another record in the place of the request's, or none."""
     names_job: bool
-    """Whether it is about a job that another event issued."""
-    issues_job: bool
+    """Whether it is about a job that another event issued, and moves it as the reference machine should."""
+    changes_lives: bool
+    """Whether the fold may leave the request without a record."""
     folds: tuple[Fold, ...]
     gated: Gated | None
     walk: Walk | None
@@ -122,6 +109,7 @@ class Replay:
 
     Args:
         checks: (event class, check) pairs, done in this order after the fold of such an event.
+        current: what the checks are given beside the event; sequence and event are set before the fold.
         on_found: given what a check returned.
         start: what is believed before the first event; it is folded on. Default: nothing.
     """
@@ -133,6 +121,7 @@ class Replay:
         *,
         reference: ReferenceMachine | None = None,
         checks: Iterable[tuple[type[Event], Check]] = (),
+        current: Current | None = None,
         on_found: Callable[[Any], None] = lambda _found: None,
         start: Projections | None = None,
     ) -> None:
@@ -140,7 +129,7 @@ class Replay:
         self._reference = reference
         self.divergences = Divergences()
         self.reference_differences = Divergences()
-        self.current = ReplayedEvent()
+        self.current: Current = ReplayedEvent() if current is None else current
         """The event that is or was last taken up."""
         self._decider = Decider(core, self.projections, self._decided)
         self._on_found = on_found
@@ -203,13 +192,10 @@ class Replay:
         self.finish()
         deciding = self._decider.deciding[type(event)]
         before = None if deciding is None else self._decider.before(event)
-        if isinstance(event, StepScheduled) and isinstance(before, Mapping):
-            self.current.refused_rows = before
+        is_unjudged = bool(self._unjudged) and self._is_unjudged(event)
         self._fold(sequence, event)
         self._is_compared = True
-        if self._unjudged and not self._unjudged.isdisjoint(
-            ((type(event), None), (type(event), self.current.state_before))
-        ):
+        if is_unjudged:
             self._is_compared = False
             self.num_unjudged += 1
         elif deciding is not None:
@@ -217,6 +203,12 @@ class Replay:
                 deciding(event, sequence, before)
             if self._error is not None:
                 raise self._error
+
+    def _is_unjudged(self, event: Event) -> bool:
+        """Whether somebody whose code is not here may have decided upon it, in the state that its request is in."""
+        record = self.projections.tracker.get(event.request_id) if isinstance(event, RequestEvent) else None
+        state = None if record is None else record.state
+        return not self._unjudged.isdisjoint(((type(event), None), (type(event), state)))
 
     def _decided(self, decision: Event) -> None:
         if not self._is_compared:  # the turn has ended, and a handler took no notice
@@ -245,46 +237,37 @@ class Replay:
     # What an audit costs, so it is one function that makes nothing.
     def _fold(self, sequence: int, event: Any) -> None:  # noqa: ANN401, C901, PLR0912
         """Fold an event, walk the reference machine along, and look at it."""
-        plan, step, projections = self._plans[type(event)], self.current, self.projections
-        is_request, changes_lives, names_job, issues_job, folds, gated, walk, checks = plan
+        plan, current, projections = self._plans[type(event)], self.current, self.projections
+        names_job, changes_lives, folds, gated, walk, checks = plan
         self.num_events += 1
-        step.sequence, step.event = sequence, event
-        record_of, job_of = projections.tracker.get, projections.transfers.get
-        job = expected = None
+        current.sequence, current.event = sequence, event
+        job = expected = record = states = None
         if names_job:
-            job = step.job = job_of(event.job_id)
+            job = projections.transfers.get(event.job_id)
             if job is not None and self._reference is not None:
                 expected, _ = self._reference.after(trigger_of(event), (job.work, job.source))
-        before = after = record = states = None
-        if is_request:
-            record = record_of(event.request_id)
+        if walk is not None:
+            record = projections.tracker.get(event.request_id)
             if record is not None:
                 states = states_of(record)
-                before = record.state
         if self._around is None:
             for fold in folds if gated is None or gated.accepts(event) else gated.closed:
                 fold(event, sequence)
         else:
             self._around(sequence, event)
-        if is_request:
+        if states is not None and record is not None and walk is not None:
             if changes_lives:
-                record = record_of(event.request_id)
-            if record is not None:
-                after = record.state
-                if (
-                    walk is not None
-                    and states is not None
-                    and walk.known.get(states) != states_of(record)
-                    and not walk.agrees(event, record, states)
-                ):
-                    self.reference_differences.append(Divergence(sequence, event, None))
-            if issues_job:
-                step.job = job_of(event.job_id)
+                record = projections.tracker.get(event.request_id)
+            if (
+                record is not None
+                and walk.known.get(states) != states_of(record)
+                and not walk.agrees(event, record, states)
+            ):
+                self.reference_differences.append(Divergence(sequence, event, None))
         if job is not None and expected is not None and expected != (job.work, job.source):
             self.reference_differences.append(Divergence(sequence, event, None))
-        step.record, step.states_before, step.state_before, step.state_after = record, states, before, after
         for check in checks:
-            found = check(event, step, projections)
+            found = check(event, current)
             if found is not None:
                 self._on_found(found)
 
@@ -293,12 +276,10 @@ class Replay:
         # A birth is no row of the tables, also where an id is used again.
         if reference is not None and issubclass(event_class, RequestEvent) and event_class is not RequestArrived:
             walk = Walk(reference, event_class)
-        issues_job = event_class in {LoadIssued, SaveIssued, TailSaveIssued}
+        is_issued_here = event_class in {LoadIssued, SaveIssued, TailSaveIssued}
         return _Plan(
-            is_request=issubclass(event_class, RequestEvent),
-            changes_lives=event_class in {RequestArrived, RequestReleased},
-            names_job="job_id" in field_names(event_class) and not issues_job,
-            issues_job=issues_job,
+            names_job=reference is not None and "job_id" in field_names(event_class) and not is_issued_here,
+            changes_lives=event_class is RequestReleased,
             folds=self.projections.folds_of(event_class),
             gated=self.projections.gated(event_class),
             walk=walk,

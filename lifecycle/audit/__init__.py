@@ -1,15 +1,17 @@
 """The audit: one checker per rule of `docs/invariants.md`, run over a stored log.
 
-Pure like the rest of the core: events in, violations out. Each checker says what it verifies and what it does
+Pure like the rest of the core: events in, violations out. Checkers ask a model of the audit's own, see `model/`, and
+cannot reach what decided; an import contract and a test hold that. Each checker says what it verifies and what it does
 not; rules that no checker can decide stand in `NOT_CHECKED` with the reason.
 """
 
 from kvledger.lifecycle.audit.audit import Audit, Unfoldable
 from kvledger.lifecycle.audit.checker import Checker, FrequentChecker, Violation
 from kvledger.lifecycle.audit.model import Model
+from kvledger.lifecycle.audit.model.moment import Check, Moment
+from kvledger.lifecycle.audit.model.start import Start
 from kvledger.lifecycle.audit.not_checked import NOT_CHECKED
 from kvledger.lifecycle.audit.recorded import Recorded
-from kvledger.lifecycle.replay import Check, ReplayedEvent
 
 __all__ = [
     "NOT_CHECKED",
@@ -19,7 +21,8 @@ __all__ = [
     "Checker",
     "FrequentChecker",
     "Model",
-    "ReplayedEvent",
+    "Moment",
+    "Start",
     "Unfoldable",
     "Violation",
 ]

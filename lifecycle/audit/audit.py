@@ -9,6 +9,7 @@ import attrs
 
 from kvledger.lifecycle.audit.checker import AnyChecker, Violation, begin_in_the_middle, checks_of
 from kvledger.lifecycle.audit.model import Model
+from kvledger.lifecycle.audit.taken_over import taken_over
 from kvledger.lifecycle.configuration import LedgerConfiguration
 from kvledger.lifecycle.core import Core
 from kvledger.lifecycle.divergences import Divergences
@@ -51,19 +52,21 @@ class Audit:
     ) -> None:
         self._keeps = keeps
         self.checkers = tuple(make() for make in core.rules.values()) if checkers is None else tuple(checkers)
-        model = Model.of(core, configuration)
+        model = Model.of(core.compiled, core.gating, core.events.values(), configuration)
         checks = [*model.folds(), *(pair for checker in self.checkers for pair in checks_of(checker, model))]
         self._replay = Replay(
             core,
             configuration,
             reference=core.reference,
             checks=checks,
+            current=model.moment,
             on_found=self._keep_all,
             start=start,
         )
         if start is not None:
-            model.begin(start)
-            begin_in_the_middle(self.checkers, start)
+            known = taken_over(start)
+            model.begin(known)
+            begin_in_the_middle(self.checkers, known)
         self.violations: list[Violation] = []
         self.num_violations: Counter[str] = Counter()
         """Rule -> how often it was broken."""

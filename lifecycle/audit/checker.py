@@ -1,7 +1,8 @@
 """What a checker is and what it finds.
 
 A checker holds one rule against a log, event by event, in bounded memory: it forgets a request when the request
-is released. It sees the state after the fold of the event, and keeps for itself what it needs from before.
+is released. It is given the event and the audit's model, which contains the event already, and never what decided:
+no projection can be reached from here. What it needs from before, it keeps for itself.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ import attrs
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.model import Model
-from kvledger.lifecycle.projections import Projections
-from kvledger.lifecycle.replay import Check, ReplayedEvent
+from kvledger.lifecycle.audit.model.moment import Check, Moment
+from kvledger.lifecycle.audit.model.start import Start
 
 
 @attrs.frozen
@@ -36,22 +37,23 @@ class Checker(Protocol):
     """One rule. Made anew for every audit; `looks_at` names the events it wants to be given.
 
     A checker of events that are frequent has `checks` instead, see `FrequentChecker`. Either kind may have
-    `begin(projections)`, called once before the first event of an audit that starts in the middle of a log: it takes
-    over what was in flight then, so that this raises no false alarm. Without it, what came before is unknown.
+    `begin(start)`, called once before the first event of an audit that starts in the middle of a log, when the model
+    has begun: it takes over what was in flight then, so that this raises no false alarm. Without it, what came before
+    is unknown.
     """
 
     rule: ClassVar[str]
     looks_at: ClassVar[frozenset[type[e.Event]]]
 
-    def check(self, step: ReplayedEvent, projections: Projections) -> Iterable[Violation] | None:
-        """What is wrong with this event. `projections` contain it already and must not be changed."""
+    def check(self, moment: Moment, model: Model) -> Iterable[Violation] | None:
+        """What is wrong with this event. The model contains it already and must not be changed."""
 
 
 class FrequentChecker(Protocol):
     """One rule, with a function for each class of events: most events are sound, and finding that out must cost little.
 
-    A check is called as `check(event, step, projections)`. It returns None where there is nothing to say, or
-    the violations; so it is a plain function where events are frequent, and may be a generator elsewhere.
+    A check is called as `check(event, moment)`. It returns None where there is nothing to say, or the violations; so it
+    is a plain function where events are frequent, and may be a generator elsewhere.
     """
 
     rule: ClassVar[str]
@@ -68,32 +70,30 @@ def checks_of(checker: AnyChecker, model: Model) -> Iterable[tuple[type[e.Event]
     if hasattr(checker, "checks"):
         return checker.checks(model)
 
-    def check(_event: e.Event, step: ReplayedEvent, projections: Projections) -> Iterable[Violation] | None:
-        return checker.check(step, projections)
+    def check(_event: e.Event, moment: Moment) -> Iterable[Violation] | None:
+        return checker.check(moment, model)
 
     return [(event_class, check) for event_class in checker.looks_at]
 
 
-def begin_in_the_middle(checkers: Iterable[AnyChecker], projections: Projections) -> None:
+def begin_in_the_middle(checkers: Iterable[AnyChecker], start: Start) -> None:
     """Have the checkers take over what is in flight where an audit starts."""
     for checker in checkers:
-        begin: Callable[[Projections], None] | None = getattr(checker, "begin", None)
+        begin: Callable[[Start], None] | None = getattr(checker, "begin", None)
         if begin is not None:
-            begin(projections)
+            begin(start)
 
 
-def violation(
-    rule: str, step: ReplayedEvent, projections: Projections, detail: str, *evidence: int, request_id: str | None = None
-) -> Violation:
-    """A violation at this step, with request and generation taken from the event where it names them.
+def violation(rule: str, moment: Moment, detail: str, *evidence: int, request_id: str | None = None) -> Violation:
+    """A violation at this event, with request and generation taken from the event where it names them.
 
     An evidence of 0 stands for nothing and is left out.
     """
-    event = step.event
+    event = moment.event
     if request_id is None:
         request_id = getattr(event, "request_id", "")
     generation: int | None = getattr(event, "generation", None)
     if generation is None:
-        record = projections.tracker.get(request_id)
-        generation = None if record is None else record.generation
-    return Violation(rule, step.sequence, request_id, generation, detail, tuple(s for s in evidence if s))
+        life = moment.life_of(request_id)
+        generation = None if life is None else life.generation
+    return Violation(rule, moment.sequence, request_id, generation, detail, tuple(s for s in evidence if s))

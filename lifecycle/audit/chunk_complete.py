@@ -8,9 +8,8 @@ from typing import ClassVar
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.checker import Violation, violation
 from kvledger.lifecycle.audit.model import Model
+from kvledger.lifecycle.audit.model.moment import Check, Moment
 from kvledger.lifecycle.audit.model.settled import SettledTokens
-from kvledger.lifecycle.projections import Projections
-from kvledger.lifecycle.replay import Check, ReplayedEvent
 
 
 class ChunkComplete:
@@ -33,35 +32,30 @@ class ChunkComplete:
         self._chunk_size = model.configuration.chunk_size
         return [(e.SaveIssued, self._save_issued), (e.TailSaveIssued, self._tail_save_issued)]
 
-    def _save_issued(
-        self, event: e.SaveIssued, step: ReplayedEvent, projections: Projections
-    ) -> Iterator[Violation] | None:
+    def _save_issued(self, event: e.SaveIssued, moment: Moment) -> Iterator[Violation] | None:
         chunks = event.chunks
         deepest = max(chunks) if len(chunks) > 1 else chunks[0] if chunks else -1
         num_tokens = (deepest + 1) * self._chunk_size
         told = self._settled.told(event.request_id)
         if told is not None and num_tokens <= told[0]:
             return None
-        return self._unsettled(event, f"chunk {deepest}", num_tokens, step, projections)
+        return self._unsettled(event, f"chunk {deepest}", num_tokens, moment)
 
-    def _tail_save_issued(
-        self, event: e.TailSaveIssued, step: ReplayedEvent, projections: Projections
-    ) -> Iterator[Violation] | None:
+    def _tail_save_issued(self, event: e.TailSaveIssued, moment: Moment) -> Iterator[Violation] | None:
         num_tokens = event.first_token + event.num_tokens
         if num_tokens <= self._settled.of(event.request_id)[0]:
             return None
-        return self._unsettled(event, "the tail", num_tokens, step, projections)
+        return self._unsettled(event, "the tail", num_tokens, moment)
 
     def _unsettled(
         self,
         event: e.SaveIssued | e.TailSaveIssued,
         what: str,
         num_tokens: int,
-        step: ReplayedEvent,
-        projections: Projections,
+        moment: Moment,
     ) -> Iterator[Violation]:
         num_settled_tokens, sequence = self._settled.of(event.request_id)
         if num_tokens <= num_settled_tokens:
             return
         detail = f"{what} ends at token {num_tokens}, but only {num_settled_tokens} tokens were settled"
-        yield violation(self.rule, step, projections, detail, sequence, event.cause)
+        yield violation(self.rule, moment, detail, sequence, event.cause)

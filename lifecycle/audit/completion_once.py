@@ -9,8 +9,7 @@ from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.checker import Violation, violation
 from kvledger.lifecycle.audit.model import Model
 from kvledger.lifecycle.audit.model.jobs import InFlight, JobsInFlight
-from kvledger.lifecycle.projections import Projections
-from kvledger.lifecycle.replay import Check, ReplayedEvent
+from kvledger.lifecycle.audit.model.moment import Check, Moment
 
 _Settled = e.LoadCompleted | e.LoadFailed | e.SaveCompleted | e.SaveFailed
 
@@ -26,13 +25,7 @@ class CompletionOnce:
 
     rule: ClassVar[str] = "COMPLETION_ONCE"
 
-    def __init__(self) -> None:
-        self._jobs: JobsInFlight
-        self._last_job_id = 0
-
-    def begin(self, projections: Projections) -> None:
-        """Take over which ids are used."""
-        self._last_job_id = projections.transfers.next_job_id - 1
+    _jobs: JobsInFlight
 
     def checks(self, model: Model) -> Iterable[tuple[type[e.Event], Check]]:
         """By class of event."""
@@ -48,67 +41,46 @@ class CompletionOnce:
             (e.SaveFailed, self._save_settled),
         ]
 
-    def _issued(
-        self, event: e.LoadIssued | e.SaveIssued | e.TailSaveIssued, step: ReplayedEvent, projections: Projections
-    ) -> list[Violation] | None:
-        job_id, last_job_id = event.job_id, self._last_job_id
-        if job_id > last_job_id:
-            self._last_job_id = job_id
+    def _issued(self, event: e.LoadIssued | e.SaveIssued | e.TailSaveIssued, moment: Moment) -> list[Violation] | None:
+        if self._jobs.is_new:
             return None
-        detail = f"job {job_id} is issued, but {last_job_id} had been reached: ids are used once"
-        return [violation(self.rule, step, projections, detail, event.cause)]
+        detail = f"job {event.job_id} is issued, but {self._jobs.last_id} had been reached: ids are used once"
+        return [violation(self.rule, moment, detail, event.cause)]
 
-    def _reported(
-        self, event: e.TransferReported, step: ReplayedEvent, projections: Projections
-    ) -> Iterator[Violation] | None:
-        return None if self._jobs.is_plain_report else self._check_report(event, step, projections)
+    def _reported(self, event: e.TransferReported, moment: Moment) -> Iterator[Violation] | None:
+        return None if self._jobs.is_plain_report else self._check_report(event, moment)
 
-    def _check_report(
-        self, event: e.TransferReported, step: ReplayedEvent, projections: Projections
-    ) -> Iterator[Violation]:
+    def _check_report(self, event: e.TransferReported, moment: Moment) -> Iterator[Violation]:
         job = self._jobs.current
         if job is None and event.is_repeated:
             return
         if job is None:
             detail = f"job {event.job_id} was reported, but no such job is in flight"
-            yield violation(self.rule, step, projections, detail)
+            yield violation(self.rule, moment, detail)
             return
         ranks = frozenset((*event.ranks_done, *event.ranks_failed))
-        num_ranks = projections.configuration.num_ranks
+        num_ranks = len(self._jobs.every_rank)
         twice = ranks & self._jobs.told_before if not event.is_repeated else frozenset()
         if twice or len(ranks) < len(event.ranks_done) + len(event.ranks_failed):
             detail = f"job {event.job_id} was reported more than once by ranks {sorted(twice or ranks)}"
-            yield self._of_job(event, step, projections, detail, job)
+            yield violation(self.rule, moment, detail, job.sequence, request_id=job.request_id)
         foreign = sorted(ranks.difference(range(num_ranks)))
         if foreign:
             detail = f"job {event.job_id} was reported by ranks {foreign}, of {num_ranks}"
-            yield self._of_job(event, step, projections, detail, job)
+            yield violation(self.rule, moment, detail, job.sequence, request_id=job.request_id)
 
-    def _of_job(
-        self, event: e.TransferReported, step: ReplayedEvent, projections: Projections, detail: str, in_flight: InFlight
-    ) -> Violation:
-        job = projections.transfers.get(event.job_id)
-        request_id = "" if job is None else job.request_id
-        return violation(self.rule, step, projections, detail, in_flight.sequence, request_id=request_id)
-
-    def _load_settled(
-        self, event: e.LoadCompleted | e.LoadFailed, step: ReplayedEvent, projections: Projections
-    ) -> Iterator[Violation] | None:
+    def _load_settled(self, event: e.LoadCompleted | e.LoadFailed, moment: Moment) -> Iterator[Violation] | None:
         job = self._jobs.current
-        return None if job is not None and job.is_load else self._check_settlement(event, job, step, projections)
+        return None if job is not None and job.is_load else self._check_settlement(event, job, moment)
 
-    def _save_settled(
-        self, event: e.SaveCompleted | e.SaveFailed, step: ReplayedEvent, projections: Projections
-    ) -> Iterator[Violation] | None:
+    def _save_settled(self, event: e.SaveCompleted | e.SaveFailed, moment: Moment) -> Iterator[Violation] | None:
         job = self._jobs.current
-        return None if job is not None and not job.is_load else self._check_settlement(event, job, step, projections)
+        return None if job is not None and not job.is_load else self._check_settlement(event, job, moment)
 
-    def _check_settlement(
-        self, event: _Settled, job: InFlight | None, step: ReplayedEvent, projections: Projections
-    ) -> Iterator[Violation]:
+    def _check_settlement(self, event: _Settled, job: InFlight | None, moment: Moment) -> Iterator[Violation]:
         if job is None:
             detail = f"{event.id} for job {event.job_id}, which is not in flight"
-            yield violation(self.rule, step, projections, detail, event.cause)
+            yield violation(self.rule, moment, detail, event.cause)
         else:
             detail = f"{event.id} for job {event.job_id}, which is a {'load' if job.is_load else 'save'}"
-            yield violation(self.rule, step, projections, detail, job.sequence, event.cause)
+            yield violation(self.rule, moment, detail, job.sequence, event.cause)

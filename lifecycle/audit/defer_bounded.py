@@ -8,9 +8,8 @@ from typing import ClassVar
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.checker import Violation, violation
 from kvledger.lifecycle.audit.model import Model
-from kvledger.lifecycle.projections import Projections
-from kvledger.lifecycle.projections.transfers import JobKind
-from kvledger.lifecycle.replay import Check, ReplayedEvent
+from kvledger.lifecycle.audit.model.moment import Check, Moment
+from kvledger.lifecycle.audit.model.start import Start
 
 
 class DeferBounded:
@@ -23,18 +22,18 @@ class DeferBounded:
 
     rule: ClassVar[str] = "DEFER_BOUNDED"
 
+    _model: Model
+
     def __init__(self) -> None:
         self._in_a_row: dict[str, int] = {}
 
-    def begin(self, projections: Projections) -> None:
+    def begin(self, start: Start) -> None:
         """Take over how often in a row each request was put off."""
-        for record in projections.tracker:
-            count = projections.lookups.num_deferred(record.request_id)
-            if count:
-                self._in_a_row[record.request_id] = count
+        self._in_a_row.update(start.num_deferred)
 
     def checks(self, model: Model) -> Iterable[tuple[type[e.Event], Check]]:
         """By class of event."""
+        self._model = model
         model.forgotten.at((e.RequestArrived, e.RequestPreempted, e.RequestFinished), self._in_a_row)
         return [
             (e.LookupDeferred, self._deferred),
@@ -42,20 +41,20 @@ class DeferBounded:
             (e.CacheReset, self._reset),
         ]
 
-    def _deferred(self, event: e.LookupDeferred, step: ReplayedEvent, projections: Projections) -> Iterator[Violation]:
+    def _deferred(self, event: e.LookupDeferred, moment: Moment) -> Iterator[Violation]:
         count = self._in_a_row[event.request_id] = self._in_a_row.get(event.request_id, 0) + 1
-        job = projections.transfers.get(event.job_id)
-        may_be_load = projections.geometry.windows.forget
-        if job is None or not (may_be_load or job.kind is JobKind.SAVE):
+        job = self._model.jobs.get(event.job_id)
+        may_be_load = self._model.geometry.windows.forget
+        if job is None or (job.is_load and not may_be_load):
             detail = f"put off for job {event.job_id}, which is no save in flight"
-            yield violation(self.rule, step, projections, detail, event.cause)
-        maximum = projections.configuration.max_deferred_lookups
+            yield violation(self.rule, moment, detail, event.cause)
+        maximum = self._model.configuration.max_deferred_lookups
         if count > maximum or event.num_deferred != count:
             detail = f"put off {count} times in a row (recorded: {event.num_deferred}), at most {maximum} may be"
-            yield violation(self.rule, step, projections, detail, event.cause)
+            yield violation(self.rule, moment, detail, event.cause)
 
-    def _forget(self, event: e.LookupAnswered, _step: ReplayedEvent, _projections: Projections) -> None:
+    def _forget(self, event: e.LookupAnswered, _moment: Moment) -> None:
         self._in_a_row.pop(event.request_id, None)
 
-    def _reset(self, _event: e.CacheReset, _step: ReplayedEvent, _projections: Projections) -> None:
+    def _reset(self, _event: e.CacheReset, _moment: Moment) -> None:
         self._in_a_row.clear()

@@ -8,8 +8,8 @@ from typing import ClassVar
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.checker import Violation, violation
 from kvledger.lifecycle.audit.model import Model
-from kvledger.lifecycle.projections import Projections
-from kvledger.lifecycle.replay import Check, ReplayedEvent
+from kvledger.lifecycle.audit.model.jobs import JobsInFlight
+from kvledger.lifecycle.audit.model.moment import Check, Moment
 
 
 class DelayFreeContract:
@@ -22,6 +22,8 @@ class DelayFreeContract:
 
     rule: ClassVar[str] = "DELAY_FREE_CONTRACT"
 
+    _jobs: JobsInFlight
+
     def __init__(self) -> None:
         self._finished: dict[str, int] = {}
         """Request id -> sequence of its end, where its blocks are not held."""
@@ -29,6 +31,7 @@ class DelayFreeContract:
 
     def checks(self, model: Model) -> Iterable[tuple[type[e.Event], Check]]:
         """By class of event."""
+        self._jobs = model.jobs
         model.forgotten.at((e.RequestReleased,), self._finished, self._held)
         return [
             (e.RequestFinished, self._request_finished),
@@ -36,34 +39,32 @@ class DelayFreeContract:
             (e.RequestArrived, self._arrived),
         ]
 
-    def _request_finished(self, event: e.RequestFinished, step: ReplayedEvent, _projections: Projections) -> None:
-        self._finished[event.request_id] = step.sequence
+    def _request_finished(self, event: e.RequestFinished, moment: Moment) -> None:
+        self._finished[event.request_id] = moment.sequence
 
-    def _blocks_held(self, event: e.BlocksHeld, step: ReplayedEvent, projections: Projections) -> Iterator[Violation]:
-        yield from self._check_hold(event, step, projections)
-        self._held[event.request_id] = step.sequence
+    def _blocks_held(self, event: e.BlocksHeld, moment: Moment) -> Iterator[Violation]:
+        yield from self._check_hold(event, moment)
+        self._held[event.request_id] = moment.sequence
 
-    def _arrived(
-        self, event: e.RequestArrived, step: ReplayedEvent, projections: Projections
-    ) -> list[Violation] | None:
+    def _arrived(self, event: e.RequestArrived, moment: Moment) -> list[Violation] | None:
         held_at = self._held.pop(event.request_id, 0)
         self._finished.pop(event.request_id, None)
         if not held_at:
             return None
         detail = "a request arrives under an id whose blocks are still held, so vLLM would free them twice"
-        return [violation(self.rule, step, projections, detail, held_at)]
+        return [violation(self.rule, moment, detail, held_at)]
 
-    def _check_hold(self, event: e.BlocksHeld, step: ReplayedEvent, projections: Projections) -> Iterator[Violation]:
+    def _check_hold(self, event: e.BlocksHeld, moment: Moment) -> Iterator[Violation]:
         finished_at = self._finished.get(event.request_id, 0)
-        record = projections.tracker.get(event.request_id)
+        life = moment.life
         if event.request_id in self._held:
             detail = "its blocks are held a second time"
         elif event.cause != finished_at or not finished_at:
             detail = "its blocks are held, but not because it ended"
-        elif record is None or not projections.transfers.reads_blocks_of(record.ordinal):
+        elif life is None or not self._jobs.reads_blocks_of(life.ordinal):
             detail = "its blocks are held, but no copy reads them"
-        elif projections.transfers.is_loading_beside(record.ordinal, record.generation):
+        elif self._jobs.is_loading(life.ordinal, life.generation, outside_steps=True):
             detail = "its blocks are held for a save, but vLLM keeps them for a load: it would hear of two ends"
         else:
             return
-        yield violation(self.rule, step, projections, detail, finished_at, self._held.get(event.request_id, 0))
+        yield violation(self.rule, moment, detail, finished_at, self._held.get(event.request_id, 0))

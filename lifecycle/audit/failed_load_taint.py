@@ -11,9 +11,8 @@ from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.checker import Violation, violation
 from kvledger.lifecycle.audit.model import Model
 from kvledger.lifecycle.audit.model.jobs import JobsInFlight
-from kvledger.lifecycle.projections import Projections
-from kvledger.lifecycle.projections.transfers import JobKind
-from kvledger.lifecycle.replay import Check, ReplayedEvent
+from kvledger.lifecycle.audit.model.moment import Check, Moment
+from kvledger.lifecycle.audit.model.start import Start
 
 
 @attrs.frozen
@@ -48,15 +47,16 @@ class FailedLoadTaint:
         self._spoilt: dict[int, int] = {}
         """Job id of a save in flight -> sequence of the failure that its source blocks were concerned by."""
         self._jobs: JobsInFlight
+        self._model: Model
 
-    def begin(self, projections: Projections) -> None:
+    def begin(self, start: Start) -> None:
         """Take over the loads in flight, and the blocks that could not be filled."""
-        self._unfilled = dict.fromkeys(projections.unfilled.blocks, 0)
-        self._keys = {job.job_id: job.keys for job in projections.transfers if job.kind is JobKind.LOAD}
+        self._unfilled = dict.fromkeys(start.unfilled, 0)
+        self._keys = {job.job_id: job.keys for job in start.jobs if job.is_load}
 
     def checks(self, model: Model) -> Iterable[tuple[type[e.Event], Check]]:
         """By class of event."""
-        self._jobs = model.jobs
+        self._jobs, self._model = model.jobs, model
         return [
             (e.StepScheduled, self._observed),
             (e.StepScheduled, self._step_scheduled),
@@ -74,106 +74,96 @@ class FailedLoadTaint:
             (e.LoadFailed, self._failed),
         ]
 
-    def _observed(self, _event: e.Event, step: ReplayedEvent, projections: Projections) -> Iterator[Violation] | None:
-        return self._check_failures(step, projections) if self._failures else None
+    def _observed(self, _event: e.Event, moment: Moment) -> Iterator[Violation] | None:
+        return self._check_failures(moment) if self._failures else None
 
-    def _check_failures(self, step: ReplayedEvent, projections: Projections) -> Iterator[Violation]:
+    def _check_failures(self, moment: Moment) -> Iterator[Violation]:
         failures, self._failures = self._failures, []
         for failure in failures:
-            if any(projections.chunks.get(key) is not None for key in failure.keys):
+            if any(key in self._model.chunks for key in failure.keys):
                 detail = "its load failed, but chunks of that load can still be looked up"
-                yield violation(self.rule, step, projections, detail, failure.sequence, request_id=failure.request_id)
+                yield violation(self.rule, moment, detail, failure.sequence, request_id=failure.request_id)
 
-    def _issued(self, event: e.LoadIssued, step: ReplayedEvent, projections: Projections) -> list[Violation] | None:
-        self._keys[event.job_id] = () if step.job is None else step.job.keys
+    def _issued(self, event: e.LoadIssued, moment: Moment) -> list[Violation] | None:
+        self._keys[event.job_id] = () if self._jobs.current is None else self._jobs.current.keys
         for block_id in event.block_ids if self._unfilled else ():
             self._unfilled.pop(block_id, None)
-        maximum = projections.configuration.max_failed_loads
-        if step.record is None or step.record.num_failed_loads < maximum:
+        maximum = self._model.configuration.max_failed_loads
+        if moment.life is None or moment.life.num_failed_loads < maximum:
             return None
-        detail = f"load {event.job_id} is issued after {step.record.num_failed_loads} failed ones, {maximum} may be"
-        return [violation(self.rule, step, projections, detail, event.cause)]
+        detail = f"load {event.job_id} is issued after {moment.life.num_failed_loads} failed ones, {maximum} may be"
+        return [violation(self.rule, moment, detail, event.cause)]
 
-    def _completed(self, event: e.LoadCompleted, _step: ReplayedEvent, _projections: Projections) -> None:
+    def _completed(self, event: e.LoadCompleted, _moment: Moment) -> None:
         self._keys.pop(event.job_id, None)
 
-    def _failed(self, event: e.LoadFailed, step: ReplayedEvent, _projections: Projections) -> None:
+    def _failed(self, event: e.LoadFailed, moment: Moment) -> None:
         keys = self._keys.pop(event.job_id, ())
-        self._failures.append(_Failure(step.sequence, event.request_id, keys))
+        self._failures.append(_Failure(moment.sequence, event.request_id, keys))
         load = self._jobs.current
         for job_id, save in self._jobs:  # the id may have been used again before the load was reported
             is_of_its_life = load is not None and save.life == load.life
             if is_of_its_life and not save.is_load and job_id > event.job_id:
-                self._spoilt[job_id] = step.sequence
+                self._spoilt[job_id] = moment.sequence
 
     # --- blocks ------------------------------------------------------------------------------
 
-    def _load_errors_observed(
-        self, event: e.LoadErrorsObserved, step: ReplayedEvent, _projections: Projections
-    ) -> None:
-        self._unfilled.update(dict.fromkeys(event.block_ids, step.sequence))
+    def _load_errors_observed(self, event: e.LoadErrorsObserved, moment: Moment) -> None:
+        self._unfilled.update(dict.fromkeys(event.block_ids, moment.sequence))
         for job_id, save in self._jobs:
             if not save.is_load and not self._unfilled.keys().isdisjoint(save.block_ids):
-                self._spoilt[job_id] = step.sequence
+                self._spoilt[job_id] = moment.sequence
 
-    def _step_scheduled(
-        self, event: e.StepScheduled, step: ReplayedEvent, projections: Projections
-    ) -> Iterator[Violation] | None:
+    def _step_scheduled(self, event: e.StepScheduled, moment: Moment) -> Iterator[Violation] | None:
         if not self._unfilled:
             self._hits.clear()  # given as computed while blocks were unfilled that have been given anew since
             return None
         for ordinal, num_computed_tokens, num_scheduled_tokens, _ in event.advanced:
-            table = projections.blocks.of_life(ordinal) or ()
-            first = projections.geometry.pages_spanning(0, num_computed_tokens).stop
-            end = projections.geometry.pages_spanning(num_computed_tokens, num_scheduled_tokens).stop
+            table = self._model.tables.of(ordinal) or ()
+            first = self._model.geometry.pages_spanning(0, num_computed_tokens).stop
+            end = self._model.geometry.pages_spanning(num_computed_tokens, num_scheduled_tokens).stop
             self._fill(table[first:end])
         for _, block_ids in event.extended:
             self._fill(block_ids)
         hits, self._hits = self._hits, []
-        return self._check_hits(hits, step, projections)
+        return self._check_hits(hits, moment)
 
-    def _check_hits(
-        self, hits: list[tuple[str, int, Sequence[int]]], step: ReplayedEvent, projections: Projections
-    ) -> Iterator[Violation]:
+    def _check_hits(self, hits: list[tuple[str, int, Sequence[int]]], moment: Moment) -> Iterator[Violation]:
         for request_id, sequence, block_ids in hits:
             unfilled = [block_id for block_id in block_ids if block_id in self._unfilled]
             if unfilled:
                 detail = f"it was given blocks {unfilled} as computed, to which nobody has written since a load failed"
                 evidence = (sequence, self._unfilled[unfilled[0]])
-                yield violation(self.rule, step, projections, detail, *evidence, request_id=request_id)
+                yield violation(self.rule, moment, detail, *evidence, request_id=request_id)
 
     def _fill(self, block_ids: Iterable[int]) -> None:
         for block_id in block_ids:
             self._unfilled.pop(block_id, None)
 
-    def _lookup_requested(self, event: e.LookupRequested, _step: ReplayedEvent, _projections: Projections) -> None:
+    def _lookup_requested(self, event: e.LookupRequested, _moment: Moment) -> None:
         if self._unfilled:
             self._num_local_tokens[event.request_id] = event.num_computed_tokens
 
-    def _blocks_allocated(self, event: e.BlocksAllocated, step: ReplayedEvent, projections: Projections) -> None:
+    def _blocks_allocated(self, event: e.BlocksAllocated, moment: Moment) -> None:
         num_tokens = self._num_local_tokens.pop(event.request_id, None) if self._num_local_tokens else None
         if num_tokens is not None:  # who hits what another one writes in this very step is right: see the step first
-            num_hit = projections.geometry.pages_spanning(0, num_tokens).stop
-            self._hits.append((event.request_id, step.sequence, event.block_ids[:num_hit]))
+            num_hit = self._model.geometry.pages_spanning(0, num_tokens).stop
+            self._hits.append((event.request_id, moment.sequence, event.block_ids[:num_hit]))
             self._fill(event.block_ids[num_hit:])  # new ones; another connector may fill them, of which nothing is told
 
-    def _save_issued(
-        self, event: e.SaveIssued | e.TailSaveIssued, step: ReplayedEvent, projections: Projections
-    ) -> list[Violation] | None:
+    def _save_issued(self, event: e.SaveIssued | e.TailSaveIssued, moment: Moment) -> list[Violation] | None:
         if not self._unfilled or self._unfilled.keys().isdisjoint(event.block_ids):
             return None
         unfilled = [block_id for block_id in event.block_ids if block_id in self._unfilled]
         detail = f"save {event.job_id} reads blocks {unfilled}, to which nobody has written since a load failed"
-        return [violation(self.rule, step, projections, detail, self._unfilled[unfilled[0]], event.cause)]
+        return [violation(self.rule, moment, detail, self._unfilled[unfilled[0]], event.cause)]
 
-    def _save_completed(
-        self, event: e.SaveCompleted, step: ReplayedEvent, projections: Projections
-    ) -> list[Violation] | None:
+    def _save_completed(self, event: e.SaveCompleted, moment: Moment) -> list[Violation] | None:
         failed_at = self._spoilt.pop(event.job_id, None) if self._spoilt else None
         if failed_at is None:
             return None
         detail = f"save {event.job_id} is committed, but a load failed that its blocks rely on"
-        return [violation(self.rule, step, projections, detail, failed_at)]
+        return [violation(self.rule, moment, detail, failed_at)]
 
-    def _save_failed(self, event: e.SaveFailed, _step: ReplayedEvent, _projections: Projections) -> None:
+    def _save_failed(self, event: e.SaveFailed, _moment: Moment) -> None:
         self._spoilt.pop(event.job_id, None)

@@ -9,8 +9,7 @@ from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.checker import Violation, violation
 from kvledger.lifecycle.audit.model import Model
 from kvledger.lifecycle.audit.model.forgotten import LIFE
-from kvledger.lifecycle.projections import Projections
-from kvledger.lifecycle.replay import Check, ReplayedEvent
+from kvledger.lifecycle.audit.model.moment import Check, Moment
 from kvledger.lifecycle.states import RequestState
 
 _FINISHED = RequestState.FINISHED
@@ -38,18 +37,16 @@ class FinishIsLast:
             (e.TailSaveIssued, self._issued),
         ]
 
-    def _request_finished(self, event: e.RequestFinished, step: ReplayedEvent, _projections: Projections) -> None:
-        self._finished[event.request_id] = step.sequence
+    def _request_finished(self, event: e.RequestFinished, moment: Moment) -> None:
+        self._finished[event.request_id] = moment.sequence
 
-    def _issued(
-        self, event: e.LoadIssued | e.SaveIssued | e.TailSaveIssued, step: ReplayedEvent, projections: Projections
-    ) -> list[Violation] | None:
+    def _issued(self, event: e.LoadIssued | e.SaveIssued | e.TailSaveIssued, moment: Moment) -> list[Violation] | None:
         """Look at what starts after the end."""
-        before = step.state_before
+        before = moment.state_before
         if before is not None and before is not _FINISHED:
             return None
         finished_at = self._finished.get(event.request_id, 0)
         if isinstance(event, e.SaveIssued) and event.cause == finished_at:
             return None
         detail = f"{event.id}, job {event.job_id}, after the request had finished"
-        return [violation(self.rule, step, projections, detail, finished_at, event.cause)]
+        return [violation(self.rule, moment, detail, finished_at, event.cause)]

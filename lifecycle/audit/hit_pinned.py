@@ -8,8 +8,7 @@ from typing import ClassVar
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.checker import Violation, violation
 from kvledger.lifecycle.audit.model import Model
-from kvledger.lifecycle.projections import Projections
-from kvledger.lifecycle.replay import Check, ReplayedEvent
+from kvledger.lifecycle.audit.model.moment import Check, Moment
 
 
 class HitPinned:
@@ -28,11 +27,11 @@ class HitPinned:
         self._model = model
         return [(e.ChunkEvicted, self._evicted)]
 
-    def _evicted(self, event: e.ChunkEvicted, step: ReplayedEvent, projections: Projections) -> list[Violation] | None:
+    def _evicted(self, event: e.ChunkEvicted, moment: Moment) -> list[Violation] | None:
         found = None
         for request_id, promise in self._model.promises.promised(event.key):
             detail = f"chunk {event.key.hex()} was evicted, though the pending answer to {request_id!r} promised it"
             evidence = (promise.sequence, event.cause)
-            broken = violation(self.rule, step, projections, detail, *evidence, request_id=request_id)
+            broken = violation(self.rule, moment, detail, *evidence, request_id=request_id)
             found = [*(found or ()), broken]
         return found

@@ -11,8 +11,7 @@ import msgspec
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.checker import Violation, violation
 from kvledger.lifecycle.audit.model import Model
-from kvledger.lifecycle.projections import Projections
-from kvledger.lifecycle.replay import Check, ReplayedEvent
+from kvledger.lifecycle.audit.model.moment import Check, Moment
 
 MAX_KEYS = 1 << 16
 """Keys that are remembered; the oldest are forgotten first."""
@@ -68,28 +67,26 @@ class KeyIdentity:
             (e.ChunkKeysObserved, self._observed),
         ]
 
-    def _observed(
-        self, event: e.ChunkKeysObserved, step: ReplayedEvent, projections: Projections
-    ) -> list[Violation] | None:
+    def _observed(self, event: e.ChunkKeysObserved, moment: Moment) -> list[Violation] | None:
         """Compare each key's place with where it was before."""
         first_chunk, keys, parent = event.first_chunk, event.keys, b""
         if first_chunk:
-            known = projections.chunk_keys.of(event.request_id)
+            known = () if moment.life is None else moment.life.keys
             if first_chunk > len(known):
                 return None  # behind a gap nobody knows what a key follows
             parent = known[first_chunk - 1]
-        if self._told.add_new(_Told(first_chunk, parent, keys, step.sequence)):
+        if self._told.add_new(_Told(first_chunk, parent, keys, moment.sequence)):
             return None
-        return self._check_places(first_chunk, parent, keys, step, projections)
+        return self._check_places(first_chunk, parent, keys, moment)
 
     def _check_places(
-        self, chunk: int, parent: bytes, keys: tuple[bytes, ...], step: ReplayedEvent, projections: Projections
+        self, chunk: int, parent: bytes, keys: tuple[bytes, ...], moment: Moment
     ) -> list[Violation] | None:
         """Piece by piece: some were named before, mostly the beginning of a prompt that others share."""
-        while keys and not self._told.add_new(_Told(chunk, parent, keys, step.sequence)):
+        while keys and not self._told.add_new(_Told(chunk, parent, keys, moment.sequence)):
             told = self._told.of(keys[0])
             if told is None:  # one behind it is known, or stands twice
-                self._told.add_new(_Told(chunk, parent, keys[:1], step.sequence))
+                self._told.add_new(_Told(chunk, parent, keys[:1], moment.sequence))
                 num_done = 1
             elif told.is_at(chunk, keys[0], parent):
                 num_done = told.num_in_common(chunk, keys)
@@ -97,7 +94,7 @@ class KeyIdentity:
                 before = told.place_of(keys[0])
                 prefix = "behind another prefix" if parent != before[1] else "behind the same chunk"
                 detail = f"key {keys[0].hex()} names chunk {chunk}, {prefix}; it had named chunk {before[0]}"
-                return [violation(self.rule, step, projections, detail, told.sequence)]
+                return [violation(self.rule, moment, detail, told.sequence)]
             parent = keys[num_done - 1]
             chunk += num_done
             keys = keys[num_done:]

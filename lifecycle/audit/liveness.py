@@ -9,8 +9,8 @@ from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.checker import Violation, violation
 from kvledger.lifecycle.audit.model import Model
 from kvledger.lifecycle.audit.model.jobs import JobsInFlight
-from kvledger.lifecycle.projections import Projections
-from kvledger.lifecycle.replay import Check, ReplayedEvent
+from kvledger.lifecycle.audit.model.lives import Lives
+from kvledger.lifecycle.audit.model.moment import Check, Moment
 
 
 class Liveness:
@@ -25,41 +25,42 @@ class Liveness:
 
     def __init__(self) -> None:
         self._jobs: JobsInFlight
+        self._lives: Lives
         self._overdue: list[tuple[int, int]] = []
         """(job id, step since which it is silent) at the last step."""
         self._named: set[int] = set()
         """Jobs that were overdue twice and are in flight still: told once."""
-        self._max_silent_steps = 0
+        self._max_silent_steps = self._max_silent_ns = 0
         self._silent_since = 0
         """No job is silent since an earlier step: who was issued or asked after since is not looked at before."""
 
     def checks(self, model: Model) -> Iterable[tuple[type[e.Event], Check]]:
         """By class of event."""
-        self._jobs, self._max_silent_steps = model.jobs, model.configuration.max_silent_steps
+        self._jobs, self._lives = model.jobs, model.lives
+        self._max_silent_steps = model.configuration.max_silent_steps
+        self._max_silent_ns = model.configuration.max_silent_ms * 1_000_000
         return [(e.StepScheduled, self._step_scheduled)]
 
-    def _step_scheduled(
-        self, _event: e.StepScheduled, step: ReplayedEvent, projections: Projections
-    ) -> list[Violation] | None:
-        if projections.tracker.num_steps <= self._silent_since + self._max_silent_steps and not self._overdue:
+    def _step_scheduled(self, _event: e.StepScheduled, moment: Moment) -> list[Violation] | None:
+        if self._lives.num_steps <= self._silent_since + self._max_silent_steps and not self._overdue:
             return None
-        return self._check_step(step, projections)
+        return self._check_step(moment)
 
-    def _check_step(self, step: ReplayedEvent, projections: Projections) -> list[Violation] | None:
+    def _check_step(self, moment: Moment) -> list[Violation] | None:
         found = [
             broken
             for job_id, since_step in self._overdue
-            if (broken := self._check_overdue(job_id, since_step, step, projections)) is not None
+            if (broken := self._check_overdue(job_id, since_step, moment)) is not None
         ]
-        self._overdue = self._find_overdue(projections)
+        self._overdue = self._find_overdue()
         return found or None
 
-    def _find_overdue(self, projections: Projections) -> list[tuple[int, int]]:
-        configuration, tracker = projections.configuration, projections.tracker
-        overdue_step = tracker.num_steps - configuration.max_silent_steps
-        overdue_ns = tracker.time_ns - configuration.max_silent_ms * 1_000_000
+    def _find_overdue(self) -> list[tuple[int, int]]:
+        lives = self._lives
+        overdue_step = lives.num_steps - self._max_silent_steps
+        overdue_ns = lives.time_ns - self._max_silent_ns
         jobs = list(self._jobs)
-        self._silent_since = min([job.since_step for _, job in jobs], default=tracker.num_steps)
+        self._silent_since = min([job.since_step for _, job in jobs], default=lives.num_steps)
         self._named.intersection_update([job_id for job_id, _ in jobs])
         return [
             (job_id, job.since_step)
@@ -67,13 +68,11 @@ class Liveness:
             if job.since_step < overdue_step and job.since_ns < overdue_ns and job_id not in self._named
         ]
 
-    def _check_overdue(
-        self, job_id: int, since_step: int, step: ReplayedEvent, projections: Projections
-    ) -> Violation | None:
+    def _check_overdue(self, job_id: int, since_step: int, moment: Moment) -> Violation | None:
         job = self._jobs.get(job_id)
         if job is None or job.since_step != since_step:
             return None
         self._named.add(job_id)
         what = "asked after, and still not given up" if job.is_asked_after else "not asked after"
         detail = f"nobody has spoken of job {job_id} since step {since_step}, and it was {what}"
-        return violation(self.rule, step, projections, detail, job.sequence, request_id=job.request_id)
+        return violation(self.rule, moment, detail, job.sequence, request_id=job.request_id)

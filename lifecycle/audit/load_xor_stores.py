@@ -8,10 +8,9 @@ from typing import ClassVar
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.checker import Violation, violation
 from kvledger.lifecycle.audit.model import Model
-from kvledger.lifecycle.projections import Projections
-from kvledger.lifecycle.projections.transfers import Job, JobKind
-from kvledger.lifecycle.replay import Check, ReplayedEvent
-from kvledger.lifecycle.states import BlocksRegion
+from kvledger.lifecycle.audit.model.jobs import InFlight, JobsInFlight
+from kvledger.lifecycle.audit.model.moment import Check, Moment
+from kvledger.lifecycle.audit.model.start import Start
 from kvledger.lifecycle.windows import NO_SLOT
 
 
@@ -27,27 +26,26 @@ class LoadXorStores:
 
     rule: ClassVar[str] = "LOAD_XOR_STORES"
 
+    _jobs: JobsInFlight
+
     def __init__(self) -> None:
         self._filled_by: dict[int, int] = {}
         """Block id -> job id of a load in flight."""
-        self._loads: dict[int, tuple[int, e.LoadIssued | Job]] = {}
+        self._loads: dict[int, tuple[int, e.LoadIssued | InFlight]] = {}
         self._last_step = self._step_before = 0
         self._leaving: list[int] = []
         """Loads into blocks that their request has lost since the last step; until then they can still be read."""
 
-    def begin(self, projections: Projections) -> None:
+    def begin(self, start: Start) -> None:
         """Take over the loads in flight of requests that still hold their blocks."""
-        for job in projections.transfers:
-            record = projections.tracker.of(job.ordinal)
-            is_held = (
-                record is not None and record.blocks is not BlocksRegion.NONE and record.generation == job.generation
-            )
-            if job.kind is JobKind.LOAD and is_held:
+        for job in start.jobs:
+            if job.is_load and self._jobs.is_own(job):
                 # Issued before the last step, or since; that step stands before the first event of the audit, as 0.
-                self._take_up(-1 if job.asked_step < projections.tracker.num_steps else 0, job)
+                self._take_up(-1 if job.since_step < start.num_steps else 0, job)
 
-    def checks(self, _model: Model) -> Iterable[tuple[type[e.Event], Check]]:
+    def checks(self, model: Model) -> Iterable[tuple[type[e.Event], Check]]:
         """By class of event."""
+        self._jobs = model.jobs
         return [
             (e.LoadIssued, self._issued),
             (e.LoadCompleted, self._settled),
@@ -59,33 +57,29 @@ class LoadXorStores:
             (e.StepScheduled, self._step_scheduled),
         ]
 
-    def _issued(self, event: e.LoadIssued, step: ReplayedEvent, _projections: Projections) -> None:
-        self._take_up(step.sequence, event)
+    def _issued(self, event: e.LoadIssued, moment: Moment) -> None:
+        self._take_up(moment.sequence, event)
 
-    def _take_up(self, sequence: int, load: e.LoadIssued | Job) -> None:
+    def _take_up(self, sequence: int, load: e.LoadIssued | InFlight) -> None:
         self._loads[load.job_id] = (sequence, load)
         for slot, block_id in zip(load.slots, load.block_ids, strict=False):
             if slot != NO_SLOT:
                 self._filled_by[block_id] = load.job_id
 
-    def _settled(self, event: e.LoadCompleted | e.LoadFailed, _step: ReplayedEvent, _projections: Projections) -> None:
+    def _settled(self, event: e.LoadCompleted | e.LoadFailed, _moment: Moment) -> None:
         self._let_go(event.job_id)
 
-    def _saved(
-        self, event: e.SaveIssued | e.TailSaveIssued, step: ReplayedEvent, projections: Projections
-    ) -> Iterator[Violation] | None:
-        return self._check_save(event, step, projections) if self._filled_by else None
+    def _saved(self, event: e.SaveIssued | e.TailSaveIssued, moment: Moment) -> Iterator[Violation] | None:
+        return self._check_save(event, moment) if self._filled_by else None
 
-    def _stopped(
-        self, event: e.RequestPreempted | e.RequestFinished, _step: ReplayedEvent, _projections: Projections
-    ) -> None:
+    def _stopped(self, event: e.RequestPreempted | e.RequestFinished, _moment: Moment) -> None:
         if self._loads:
             self._leaving += [
                 job_id for job_id, (_, load) in self._loads.items() if load.request_id == event.request_id
             ]
 
-    def _step_scheduled(self, _event: e.StepScheduled, step: ReplayedEvent, _projections: Projections) -> None:
-        self._step_before, self._last_step = self._last_step, step.sequence
+    def _step_scheduled(self, _event: e.StepScheduled, moment: Moment) -> None:
+        self._step_before, self._last_step = self._last_step, moment.sequence
         if self._leaving:
             leaving, self._leaving = self._leaving, []
             for job_id in leaving:
@@ -97,9 +91,7 @@ class LoadXorStores:
             if self._filled_by.get(block_id) == job_id:
                 del self._filled_by[block_id]
 
-    def _check_save(
-        self, event: e.SaveIssued | e.TailSaveIssued, step: ReplayedEvent, projections: Projections
-    ) -> Iterator[Violation]:
+    def _check_save(self, event: e.SaveIssued | e.TailSaveIssued, moment: Moment) -> Iterator[Violation]:
         is_first = isinstance(event, e.TailSaveIssued) or event.before_forward
         # What is decided on a step goes out with it, and so does what was decided since the step before.
         begin_of_step = self._step_before if event.cause == self._last_step else self._last_step
@@ -111,4 +103,4 @@ class LoadXorStores:
                 continue  # between two steps, of which the first one had the load in it
             if load.is_async or load.request_id == event.request_id:
                 detail = f"save {event.job_id} reads blocks that load {job_id} is still filling"
-                yield violation(self.rule, step, projections, detail, max(0, sequence), event.cause)
+                yield violation(self.rule, moment, detail, max(0, sequence), event.cause)

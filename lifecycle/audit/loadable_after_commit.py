@@ -9,9 +9,8 @@ from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.checker import Violation, violation
 from kvledger.lifecycle.audit.model import Model
 from kvledger.lifecycle.audit.model.lives import Life
+from kvledger.lifecycle.audit.model.moment import Check, Moment
 from kvledger.lifecycle.audit.model.tails import IssuedTail
-from kvledger.lifecycle.projections import Projections
-from kvledger.lifecycle.replay import Check, ReplayedEvent
 from kvledger.lifecycle.windows import NO_SLOT
 
 
@@ -36,13 +35,11 @@ class LoadableAfterCommit:
         self._model = model
         return [(e.LoadIssued, self._load_issued)]
 
-    def _load_issued(
-        self, event: e.LoadIssued, step: ReplayedEvent, projections: Projections
-    ) -> Iterator[Violation] | None:
+    def _load_issued(self, event: e.LoadIssued, moment: Moment) -> Iterator[Violation] | None:
         life = self._model.lives.get(event.request_id)
         if life is not None and event.slots == self._slots_of_chunks(event, life):
             return None
-        return self._check_load(event, life, step, projections)
+        return self._check_load(event, life, moment)
 
     def _slots_of_chunks(self, event: e.LoadIssued, life: Life) -> tuple[int, ...] | None:
         """Where all of it lies if it is whole chunks of whole blocks; None where it is something else."""
@@ -63,9 +60,7 @@ class LoadableAfterCommit:
         skipped = pages.start - first_chunk * num_pages
         return tuple(found[skipped : skipped + len(pages)])
 
-    def _check_load(
-        self, event: e.LoadIssued, life: Life | None, step: ReplayedEvent, projections: Projections
-    ) -> Iterator[Violation]:
+    def _check_load(self, event: e.LoadIssued, life: Life | None, moment: Moment) -> Iterator[Violation]:
         geometry, chunks = self._model.geometry, self._model.chunks
         end_token = event.first_token + event.num_tokens
         pages = geometry.pages_spanning(event.first_token, event.num_tokens)
@@ -74,7 +69,7 @@ class LoadableAfterCommit:
                 f"load {event.job_id} of tokens to {end_token} is of {len(pages)} pages, but names {len(event.slots)} "
                 f"slots and {len(event.block_ids)} blocks"
             )
-            yield violation(self.rule, step, projections, detail, event.cause)
+            yield violation(self.rule, moment, detail, event.cause)
             return
         keys = [] if life is None else life.keys
         tail = self._model.tails.saved(life)
@@ -87,14 +82,14 @@ class LoadableAfterCommit:
         for chunk in range(event.first_token // geometry.chunk_size, end_chunk):
             if chunk >= len(keys):
                 detail = f"load {event.job_id} needs chunk {chunk}, whose key was never observed, and {why_no_tail}"
-                yield violation(self.rule, step, projections, detail, tail_sequence, event.cause)
+                yield violation(self.rule, moment, detail, tail_sequence, event.cause)
                 return
             if keys[chunk] not in chunks:
                 departed = chunks.departed(keys[chunk])
                 why = "was never completely saved" if departed is None else f"is gone ({departed.reason})"
                 sequence = 0 if departed is None else departed.sequence
                 detail = f"load {event.job_id} needs chunk {chunk}, which {why}"
-                yield violation(self.rule, step, projections, detail, sequence, event.cause)
+                yield violation(self.rule, moment, detail, sequence, event.cause)
                 found = True
         foreign = [
             slot
@@ -106,7 +101,7 @@ class LoadableAfterCommit:
                 f"load {event.job_id} of tokens to {end_token} reads slots {foreign}, "
                 f"which do not hold the pages they are read for; {why_no_tail}"
             )
-            yield violation(self.rule, step, projections, detail, tail_sequence, event.cause)
+            yield violation(self.rule, moment, detail, tail_sequence, event.cause)
 
     def _is_left_out(self, slot: int) -> bool:
         return slot == NO_SLOT and self._model.geometry.windows.forget

@@ -12,8 +12,7 @@ from kvledger.lifecycle.audit.checker import Violation, violation
 from kvledger.lifecycle.audit.model import Model
 from kvledger.lifecycle.audit.model.forgotten import LIFE
 from kvledger.lifecycle.audit.model.lives import Life
-from kvledger.lifecycle.projections import Projections
-from kvledger.lifecycle.replay import Check, ReplayedEvent
+from kvledger.lifecycle.audit.model.moment import Check, Moment
 from kvledger.lifecycle.windows import NO_SLOT
 
 
@@ -52,9 +51,7 @@ class LongestHit:
         model.forgotten.at(LIFE, self._seen)
         return [(e.LookupAnswered, self._answered)]
 
-    def _answered(
-        self, event: e.LookupAnswered, step: ReplayedEvent, projections: Projections
-    ) -> Iterator[Violation] | None:
+    def _answered(self, event: e.LookupAnswered, moment: Moment) -> Iterator[Violation] | None:
         life = self._model.lives.get(event.request_id)
         if life is None:
             return None
@@ -64,7 +61,7 @@ class LongestHit:
             return None  # more than is there: LOADABLE_AFTER_COMMIT, RESET_EPOCH and GROUP_AGREEMENT look at that
         if hit == event.num_hit_tokens and reason == event.miss_reason and reason_sequence == event.miss_cause:
             return None
-        return self._differs(event, hit, reason, reason_sequence, step, projections)
+        return self._differs(event, hit, reason, reason_sequence, moment)
 
     def _num_chunks(self, life: Life) -> int:
         """Committed chunks from the first one on; most answers are to somebody who asks again."""
@@ -95,10 +92,9 @@ class LongestHit:
             hit = tail.end_token
             if hit >= event.num_tokens - 1:
                 reason, sequence = "complete", 0
-        usable = hit
-        share = model.configuration.max_hit_share
-        if share < 1 and int(life.num_prompt_tokens * share) < hit:
-            usable, reason, sequence = int(life.num_prompt_tokens * share), "limited", 0
+        usable = model.usable_tokens(life, hit)
+        if usable < hit:
+            reason, sequence = "limited", 0
         if life.computes_first:
             usable, reason, sequence = 0, "load_failed", 0
         if life.quarantined:
@@ -141,8 +137,7 @@ class LongestHit:
         hit: int,
         reason: str,
         reason_sequence: int,
-        step: ReplayedEvent,
-        projections: Projections,
+        moment: Moment,
     ) -> Iterator[Violation]:
         if hit != event.num_hit_tokens:
             detail = f"a hit of {event.num_hit_tokens} tokens was found, but {hit} are there"
@@ -151,4 +146,4 @@ class LongestHit:
                 f"the hit ends for the reason {event.miss_reason} of event {event.miss_cause}, "
                 f"but the log tells {reason} of event {reason_sequence}"
             )
-        yield violation(self.rule, step, projections, detail, reason_sequence, event.cause)
+        yield violation(self.rule, moment, detail, reason_sequence, event.cause)

@@ -11,12 +11,8 @@ from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.checker import Violation, violation
 from kvledger.lifecycle.audit.model import Model
 from kvledger.lifecycle.audit.model.forgotten import LIFE
-from kvledger.lifecycle.audit.model.lives import Lives
-from kvledger.lifecycle.audit.model.tails import Tails
-from kvledger.lifecycle.projections import Projections
-from kvledger.lifecycle.projections.tracker import RequestRecord
-from kvledger.lifecycle.replay import Check, ReplayedEvent
-from kvledger.lifecycle.states import FirstRegion, TrustRegion
+from kvledger.lifecycle.audit.model.lives import Life
+from kvledger.lifecycle.audit.model.moment import Check, Moment
 
 
 class _Circumstances(msgspec.Struct, frozen=True, gc=False):
@@ -33,7 +29,7 @@ class _Circumstances(msgspec.Struct, frozen=True, gc=False):
     end_of_tail: int
     quarantined: bool
     num_jobs: int
-    next_job_id: int
+    last_job_id: int
 
 
 class LookupPure:
@@ -51,25 +47,24 @@ class LookupPure:
 
     def __init__(self) -> None:
         self._asked: tuple[int, e.LookupRequested | None] = (0, None)
-        self._tails: Tails
-        self._lives: Lives
+        self._model: Model
         self._forgets = False
         self._answered: dict[str, tuple[int, _Circumstances, tuple[int, int]]] = {}
 
     def checks(self, model: Model) -> Iterable[tuple[type[e.Event], Check]]:
         """By class of event."""
         model.forgotten.at(LIFE, self._answered)
-        self._tails, self._lives = model.tails, model.lives
+        self._model = model
         self._forgets = model.geometry.windows.forget
         return [
             (e.LookupRequested, self._requested),
             (e.LookupAnswered, self._check),
         ]
 
-    def _requested(self, event: e.LookupRequested, step: ReplayedEvent, _projections: Projections) -> None:
-        self._asked = (step.sequence, event)
+    def _requested(self, event: e.LookupRequested, moment: Moment) -> None:
+        self._asked = (moment.sequence, event)
 
-    def _check(self, event: e.LookupAnswered, step: ReplayedEvent, projections: Projections) -> list[Violation] | None:
+    def _check(self, event: e.LookupAnswered, moment: Moment) -> list[Violation] | None:
         found: list[Violation] | None = None
         asked_at, asked = self._asked
         if (
@@ -79,31 +74,29 @@ class LookupPure:
             and asked.request_id == event.request_id
         ):
             detail = f"asked with {asked.num_computed_tokens} computed tokens, answered for {event.num_computed_tokens}"
-            found = [violation(self.rule, step, projections, detail, event.cause)]
-        record = step.record
-        if record is not None:
+            found = [violation(self.rule, moment, detail, event.cause)]
+        life = moment.life
+        if life is not None:
             # What nothing is known of is answered with nothing: no sum to be made.
             if event.num_hit_tokens or event.num_external_tokens or event.num_computed_tokens < 0:
-                found = self._check_sum(event, record, found, step, projections)
-            found = self._check_again(event, record, found, step, projections)
+                found = self._check_sum(event, life, found, moment)
+            found = self._check_again(event, life, found, moment)
         return found
 
     def _check_again(
         self,
         event: e.LookupAnswered,
-        record: RequestRecord,
+        life: Life,
         found: list[Violation] | None,
-        step: ReplayedEvent,
-        projections: Projections,
+        moment: Moment,
     ) -> list[Violation] | None:
-        request_id, chunks = event.request_id, projections.chunks
-        keys = projections.chunk_keys.of(request_id)
-        tail = self._tails.saved(self._lives.get(request_id))
-        num_jobs = next_job_id = 0
+        request_id, chunks, keys = event.request_id, self._model.chunks, life.keys
+        tail = self._model.tails.saved(life)
+        num_jobs = last_job_id = 0
         if self._forgets:  # what an answer counts may then depend on what is being loaded
-            num_jobs, next_job_id = len(projections.transfers), projections.transfers.next_job_id
+            num_jobs, last_job_id = len(self._model.jobs), self._model.jobs.last_id
         now = _Circumstances(
-            record.generation,
+            life.generation,
             event.num_computed_tokens,
             event.num_tokens,
             len(keys),
@@ -111,9 +104,9 @@ class LookupPure:
             chunks.num_added,
             chunks.num_removed,
             0 if tail is None else tail.end_token,
-            record.trust is TrustRegion.QUARANTINED,
+            life.quarantined,
             num_jobs,
-            next_job_id,
+            last_job_id,
         )
         answer = (event.num_hit_tokens, event.num_external_tokens)
         before = self._answered.get(request_id)
@@ -122,28 +115,27 @@ class LookupPure:
                 f"a hit of {answer[0]} and an answer of {answer[1]}, though an equal lookup had given "
                 f"{before[2][0]} and {before[2][1]} and nothing changed since"
             )
-            found = [*(found or ()), violation(self.rule, step, projections, detail, before[0], event.cause)]
-        self._answered[request_id] = (step.sequence, now, answer)
+            found = [*(found or ()), violation(self.rule, moment, detail, before[0], event.cause)]
+        self._answered[request_id] = (moment.sequence, now, answer)
         return found
 
     def _check_sum(
         self,
         event: e.LookupAnswered,
-        record: RequestRecord,
+        life: Life,
         found: list[Violation] | None,
-        step: ReplayedEvent,
-        projections: Projections,
+        moment: Moment,
     ) -> list[Violation] | None:
         num_tokens, num_computed_tokens = event.num_tokens, event.num_computed_tokens
-        gets_nothing = record.trust is TrustRegion.QUARANTINED or record.first is FirstRegion.COMPUTES_FIRST
-        usable = 0 if gets_nothing else projections.policy.usable_tokens(event.num_hit_tokens, record)
+        gets_nothing = life.quarantined or life.computes_first
+        usable = 0 if gets_nothing else self._model.usable_tokens(life, event.num_hit_tokens)
         expected = max(0, min(usable, num_tokens - 1) - num_computed_tokens)
-        if num_computed_tokens % projections.configuration.block_size:
+        if num_computed_tokens % self._model.configuration.block_size:
             expected = 0
         if event.num_external_tokens == expected:
             return found
         # Where groups see only a window, a load may have to end earlier; GROUP_AGREEMENT looks at where.
-        is_less = projections.geometry.windows.forget and 0 <= event.num_external_tokens < expected
+        is_less = self._forgets and 0 <= event.num_external_tokens < expected
         # A hit of every known token that is answered as it is leaves nothing to compute: LAST_TOKEN says so.
         is_whole = usable >= num_tokens == num_computed_tokens + event.num_external_tokens
         if is_less or is_whole:
@@ -152,4 +144,4 @@ class LookupPure:
             f"answered {event.num_external_tokens}, but a usable hit of {usable} of {num_tokens} tokens "
             f"with {num_computed_tokens} computed gives {expected}"
         )
-        return [*(found or ()), violation(self.rule, step, projections, detail, event.cause)]
+        return [*(found or ()), violation(self.rule, moment, detail, event.cause)]

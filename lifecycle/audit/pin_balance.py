@@ -9,8 +9,7 @@ from typing import ClassVar
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.checker import Violation, violation
 from kvledger.lifecycle.audit.model import Model
-from kvledger.lifecycle.projections import Projections
-from kvledger.lifecycle.replay import Check, ReplayedEvent
+from kvledger.lifecycle.audit.model.moment import Check, Moment
 
 POOL_FULL = "pool_full"
 
@@ -39,10 +38,10 @@ class PinBalance:
             return []
         return [(e.RequestPreempted, self._was_preempted), (e.SaveDeclined, self._declined)]
 
-    def _was_preempted(self, event: e.RequestPreempted, step: ReplayedEvent, _projections: Projections) -> None:
-        self._preempted = (step.sequence, event.num_settled_tokens)
+    def _was_preempted(self, event: e.RequestPreempted, moment: Moment) -> None:
+        self._preempted = (moment.sequence, event.num_settled_tokens)
 
-    def _declined(self, event: e.SaveDeclined, step: ReplayedEvent, projections: Projections) -> list[Violation] | None:
+    def _declined(self, event: e.SaveDeclined, moment: Moment) -> list[Violation] | None:
         if event.reason != POOL_FULL:
             return None
         num_pages, num_free = self._num_pages(event), self._model.slots.num_free
@@ -53,7 +52,7 @@ class PinBalance:
             f"chunk {event.first_chunk} was declined for want of {num_pages} slots, but {num_free} were free"
             f"{', and chunks that nobody relies on could have made room' if num_missing > 0 else ''}"
         )
-        return [violation(self.rule, step, projections, detail, event.cause)]
+        return [violation(self.rule, moment, detail, event.cause)]
 
     def _has_room(self, num_missing: int, request_id: str) -> bool:
         """Whether so many slots are needed for nothing but chunks that could be evicted."""

@@ -9,8 +9,7 @@ from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.checker import Violation, violation
 from kvledger.lifecycle.audit.model import Model
 from kvledger.lifecycle.audit.model.jobs import InFlight, JobsInFlight
-from kvledger.lifecycle.projections import Projections
-from kvledger.lifecycle.replay import Check, ReplayedEvent
+from kvledger.lifecycle.audit.model.moment import Check, Moment
 
 _Settled = e.LoadCompleted | e.LoadFailed | e.SaveCompleted | e.SaveFailed
 
@@ -38,38 +37,30 @@ class RankAgreement:
             (e.SaveFailed, self._save_failed),
         ]
 
-    def _completed(
-        self, event: e.LoadCompleted | e.SaveCompleted, step: ReplayedEvent, projections: Projections
-    ) -> list[Violation] | None:
+    def _completed(self, event: e.LoadCompleted | e.SaveCompleted, moment: Moment) -> list[Violation] | None:
         job = self._jobs.current
         if job is None or len(job.ranks_done) == len(self._jobs.every_rank):
             return None
-        return self._disagreed(event, job, step, projections)
+        return self._disagreed(event, job, moment)
 
-    def _load_failed(
-        self, event: e.LoadFailed, step: ReplayedEvent, projections: Projections
-    ) -> list[Violation] | None:
+    def _load_failed(self, event: e.LoadFailed, moment: Moment) -> list[Violation] | None:
         job = self._jobs.current
         if job is None or event.cause != self._jobs.report_sequence or not self._is_owing(job):
             return None
-        return self._disagreed(event, job, step, projections)
+        return self._disagreed(event, job, moment)
 
-    def _save_failed(
-        self, event: e.SaveFailed, step: ReplayedEvent, projections: Projections
-    ) -> list[Violation] | None:
+    def _save_failed(self, event: e.SaveFailed, moment: Moment) -> list[Violation] | None:
         job = self._jobs.current
         if job is None or not event.quiet or not self._is_owing(job):
             return None
-        return self._disagreed(event, job, step, projections)
+        return self._disagreed(event, job, moment)
 
     def _is_owing(self, job: InFlight) -> bool:
         return bool(self._jobs.every_rank - job.ranks_done - job.ranks_failed)
 
-    def _disagreed(
-        self, event: _Settled, job: InFlight, step: ReplayedEvent, projections: Projections
-    ) -> list[Violation]:
+    def _disagreed(self, event: _Settled, job: InFlight, moment: Moment) -> list[Violation]:
         detail = (
             f"{event.id} for job {event.job_id}, which {len(job.ranks_done)} of {len(self._jobs.every_rank)} ranks did "
             f"and {len(job.ranks_failed)} failed to do"
         )
-        return [violation(self.rule, step, projections, detail, job.sequence, event.cause)]
+        return [violation(self.rule, moment, detail, job.sequence, event.cause)]

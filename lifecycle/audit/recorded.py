@@ -7,8 +7,8 @@ from typing import ClassVar
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.checker import Violation, violation
-from kvledger.lifecycle.projections import Projections
-from kvledger.lifecycle.replay import ReplayedEvent
+from kvledger.lifecycle.audit.model import Model
+from kvledger.lifecycle.audit.model.moment import Moment
 
 
 class Recorded:
@@ -22,10 +22,10 @@ class Recorded:
     rule: ClassVar[str] = "RECORDED"
     looks_at: ClassVar[frozenset[type[e.Event]]] = frozenset({e.InvariantViolated, e.HookFailed})
 
-    def check(self, step: ReplayedEvent, projections: Projections) -> Iterator[Violation]:
+    def check(self, moment: Moment, _model: Model) -> Iterator[Violation]:
         """Pass it on."""
-        event = step.event
+        event = moment.event
         if isinstance(event, e.InvariantViolated):
-            yield violation(self.rule, step, projections, f"{event.rule}: {event.detail}", event.cause)
+            yield violation(self.rule, moment, f"{event.rule}: {event.detail}", event.cause)
         elif isinstance(event, e.HookFailed):
-            yield violation(self.rule, step, projections, f"hook {event.hook} raised: {event.error}")
+            yield violation(self.rule, moment, f"hook {event.hook} raised: {event.error}")

@@ -1,4 +1,4 @@
-"""RELEASE_ALL: a finished request that owes nothing is released, and then forgotten everywhere."""
+"""RELEASE_ALL: a finished request that owes nothing is released."""
 
 from __future__ import annotations
 
@@ -8,82 +8,68 @@ from typing import ClassVar
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.checker import Violation, violation
 from kvledger.lifecycle.audit.model import Model
-from kvledger.lifecycle.projections import Projections
-from kvledger.lifecycle.replay import Check, ReplayedEvent
+from kvledger.lifecycle.audit.model.jobs import JobsInFlight
+from kvledger.lifecycle.audit.model.lives import Lives
+from kvledger.lifecycle.audit.model.moment import Check, Moment
+from kvledger.lifecycle.audit.model.start import Start
 from kvledger.lifecycle.states import RequestState
 
 
 class ReleaseAll:
-    """After `request.released` no projection has an entry for the request.
+    """A request that has ended and owes nothing is released, and nobody else is.
 
-    Verifies: tracker, block table, chunk keys, save cursor, pending and taken-up answers, tail and jobs of that life,
-    at every release; the number of entries of each projection whenever no request is left; by the first step
-    after its end, a request without jobs in flight has been released.
-    Does not verify: promises on chunks, one by one, and what the adapter or the engine keeps.
+    Verifies: what is released is the present life of the id, in its generation, and no job of it is in flight; by the
+    first step after its end, a request without jobs in flight has been released.
+    Does not verify: that projections have forgotten it, which the tests of the projections do; what the adapter or the
+    engine keeps.
     """
 
     rule: ClassVar[str] = "RELEASE_ALL"
 
     def __init__(self) -> None:
+        self._jobs: JobsInFlight
+        self._lives: Lives
         self._finished: dict[int, tuple[int, str]] = {}
         """Ordinal -> (sequence of the end, request id), until released."""
 
-    def begin(self, projections: Projections) -> None:
+    def begin(self, start: Start) -> None:
         """Take over who has finished and is not released."""
-        for record in projections.tracker:
-            if record.state is RequestState.FINISHED:
-                self._finished[record.ordinal] = (0, record.request_id)
+        ended = (life for life in start.lives if life.state is RequestState.FINISHED)
+        self._finished.update((life.ordinal, (0, life.request_id)) for life in ended)
 
-    def checks(self, _model: Model) -> Iterable[tuple[type[e.Event], Check]]:
+    def checks(self, model: Model) -> Iterable[tuple[type[e.Event], Check]]:
         """By class of event."""
+        self._jobs, self._lives = model.jobs, model.lives
         return [
-            (e.RequestReleased, self._check_release),
+            (e.RequestReleased, self._released),
             (e.RequestFinished, self._request_finished),
             (e.StepScheduled, self._step_scheduled),
         ]
 
-    def _request_finished(self, event: e.RequestFinished, step: ReplayedEvent, _projections: Projections) -> None:
-        record = step.record
-        if record is not None and record.state is RequestState.FINISHED:
-            self._finished[record.ordinal] = (step.sequence, event.request_id)
+    def _request_finished(self, event: e.RequestFinished, moment: Moment) -> None:
+        if moment.life is not None:
+            self._finished[moment.life.ordinal] = (moment.sequence, event.request_id)
 
-    def _step_scheduled(
-        self, _event: e.StepScheduled, step: ReplayedEvent, projections: Projections
-    ) -> Iterator[Violation] | None:
-        return self._check_overdue(step, projections) if self._finished else None
+    def _step_scheduled(self, _event: e.StepScheduled, moment: Moment) -> Iterator[Violation] | None:
+        return self._check_overdue(moment) if self._finished else None
 
-    def _check_release(
-        self, event: e.RequestReleased, step: ReplayedEvent, projections: Projections
-    ) -> Iterator[Violation]:
-        request_id = event.request_id
-        left = {
-            "tracker": projections.tracker.get(request_id) is not None,
-            "blocks": len(projections.blocks.held(request_id)) > 0,
-            "chunk_keys": len(projections.chunk_keys.of(request_id)) > 0,
-            "save_cursor": projections.save_cursor.num_chunks(request_id) > 0,
-            "lookups": projections.lookups.pending(request_id) is not None
-            or projections.lookups.taken_up(request_id) is not None,
-        }
-        finished_at = 0
-        for ordinal in [ordinal for ordinal, (_, of) in self._finished.items() if of == request_id]:
-            finished_at, _ = self._finished.pop(ordinal)
-            left["transfers"] = projections.transfers.owes(ordinal)
-            left["tails"] = projections.tails.saved(ordinal) is not None
-        if not len(projections.tracker):
-            entries = projections.num_entries()
-            # Jobs of a request whose id arrived again may outlive every record.
-            left |= {name: left.get(name, False) or n > 0 for name, n in entries.items() if name != "transfers"}
-        names = [name for name, is_left in left.items() if is_left]
-        if names:
-            detail = f"released, but still in: {', '.join(names)}"
-            yield violation(self.rule, step, projections, detail, finished_at, event.cause)
+    def _released(self, event: e.RequestReleased, moment: Moment) -> list[Violation] | None:
+        finished_at, _ = self._finished.pop(event.ordinal, (0, ""))
+        left = self._lives.get(event.request_id)
+        if left is not None:
+            detail = f"generation {event.generation} of life {event.ordinal} is released, but there is {left.name}"
+        elif self._jobs.owes(event.ordinal):
+            jobs = [job.job_id for job in self._jobs.of_life(event.ordinal)]
+            detail = f"released, but jobs {jobs} of it are in flight"
+        else:
+            return None
+        return [violation(self.rule, moment, detail, finished_at, event.cause)]
 
-    def _check_overdue(self, step: ReplayedEvent, projections: Projections) -> Iterator[Violation]:
+    def _check_overdue(self, moment: Moment) -> Iterator[Violation]:
         for ordinal, (sequence, request_id) in list(self._finished.items()):
-            record = projections.tracker.of(ordinal)
-            if record is None:
+            if self._lives.of(ordinal) is None:
                 del self._finished[ordinal]
-            elif not projections.transfers.owes(ordinal):
+            elif not self._jobs.owes(ordinal):
                 del self._finished[ordinal]
                 detail = "finished and owes no transfer, but was not released by the next step"
-                yield violation(self.rule, step, projections, detail, sequence, request_id=request_id)
+                yield violation(self.rule, moment, detail, sequence, request_id=request_id)

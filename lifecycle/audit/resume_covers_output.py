@@ -9,8 +9,7 @@ from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.checker import Violation, violation
 from kvledger.lifecycle.audit.model import Model
 from kvledger.lifecycle.audit.model.forgotten import LIFE
-from kvledger.lifecycle.projections import Projections
-from kvledger.lifecycle.replay import Check, ReplayedEvent
+from kvledger.lifecycle.audit.model.moment import Check, Moment
 
 
 class ResumeCoversOutput:
@@ -34,18 +33,16 @@ class ResumeCoversOutput:
             (e.RequestPreempted, self._preempted),
         ]
 
-    def _requested(
-        self, event: e.LookupRequested, step: ReplayedEvent, projections: Projections
-    ) -> list[Violation] | None:
+    def _requested(self, event: e.LookupRequested, moment: Moment) -> list[Violation] | None:
         known = self._known.get(event.request_id)
         if known is None or event.num_tokens >= known[0]:
             return None
         num_known, sequence = known
         detail = f"looked up with {event.num_tokens} tokens, but {num_known} were known when it was preempted"
-        return [violation(self.rule, step, projections, detail, sequence)]
+        return [violation(self.rule, moment, detail, sequence)]
 
-    def _preempted(self, event: e.RequestPreempted, step: ReplayedEvent, _projections: Projections) -> None:
-        if step.record is not None:
+    def _preempted(self, event: e.RequestPreempted, moment: Moment) -> None:
+        if moment.life is not None:
             num_before, _ = self._known.get(event.request_id, (0, 0))
-            num_known = max(num_before, step.record.num_tokens, event.num_settled_tokens)
-            self._known[event.request_id] = (num_known, step.sequence)
+            num_known = max(num_before, moment.life.num_tokens, event.num_settled_tokens)
+            self._known[event.request_id] = (num_known, moment.sequence)

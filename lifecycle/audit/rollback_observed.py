@@ -11,8 +11,8 @@ from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.checker import Violation, violation
 from kvledger.lifecycle.audit.model import Model
 from kvledger.lifecycle.audit.model.jobs import JobsInFlight
-from kvledger.lifecycle.projections import Projections
-from kvledger.lifecycle.replay import Check, ReplayedEvent
+from kvledger.lifecycle.audit.model.lives import Lives
+from kvledger.lifecycle.audit.model.moment import Check, Moment
 from kvledger.lifecycle.states import BlocksRegion
 
 
@@ -42,10 +42,11 @@ class RollbackObserved:
     def __init__(self) -> None:
         self._loads: dict[int, _Load] = {}
         self._jobs: JobsInFlight
+        self._lives: Lives
 
     def checks(self, model: Model) -> Iterable[tuple[type[e.Event], Check]]:
         """By class of event."""
-        self._jobs = model.jobs
+        self._jobs, self._lives = model.jobs, model.lives
         return [
             (e.StepScheduled, self._step_scheduled),
             (e.LoadIssued, self._issued),
@@ -60,40 +61,36 @@ class RollbackObserved:
             (e.RequestReleased, self._given_up),
         ]
 
-    def _step_scheduled(
-        self, event: e.StepScheduled, step: ReplayedEvent, projections: Projections
-    ) -> Iterator[Violation] | None:
+    def _step_scheduled(self, event: e.StepScheduled, moment: Moment) -> Iterator[Violation] | None:
         if not self._loads or not any(load.failed_at for load in self._loads.values()):
             return None
-        return self._check_step(event, step, projections)
+        return self._check_step(event, moment)
 
-    def _issued(self, event: e.LoadIssued, step: ReplayedEvent, _projections: Projections) -> None:
+    def _issued(self, event: e.LoadIssued, moment: Moment) -> None:
         if not event.is_async:
             end_token = event.first_token + event.num_tokens
-            self._loads[event.job_id] = _Load(step.sequence, event.request_id, end_token, event.block_ids)
+            self._loads[event.job_id] = _Load(moment.sequence, event.request_id, end_token, event.block_ids)
 
-    def _completed(self, event: e.LoadCompleted, _step: ReplayedEvent, _projections: Projections) -> None:
+    def _completed(self, event: e.LoadCompleted, _moment: Moment) -> None:
         self._loads.pop(event.job_id, None)
 
-    def _failed(self, event: e.LoadFailed, step: ReplayedEvent, _projections: Projections) -> None:
+    def _failed(self, event: e.LoadFailed, moment: Moment) -> None:
         if event.cause != self._jobs.failure_sequence:
             self._loads.pop(event.job_id, None)
         elif event.job_id in self._loads and self._jobs.is_withheld:
-            self._loads[event.job_id].reported_late_at = step.sequence
+            self._loads[event.job_id].reported_late_at = moment.sequence
         elif event.job_id in self._loads:
-            self._loads[event.job_id].failed_at = step.sequence
+            self._loads[event.job_id].failed_at = moment.sequence
 
-    def _load_errors_observed(
-        self, event: e.LoadErrorsObserved, _step: ReplayedEvent, _projections: Projections
-    ) -> None:
+    def _load_errors_observed(self, event: e.LoadErrorsObserved, _moment: Moment) -> None:
         for load in self._loads.values():
             if load.reported_late_at and not set(event.block_ids).isdisjoint(load.block_ids):
                 load.failed_at = load.reported_late_at
 
-    def _rolled_back(self, event: e.TokensRolledBack, _step: ReplayedEvent, _projections: Projections) -> None:
+    def _rolled_back(self, event: e.TokensRolledBack, _moment: Moment) -> None:
         self._forget(event.request_id, event.num_computed_tokens)
 
-    def _given_up(self, event: e.RequestEvent, _step: ReplayedEvent, _projections: Projections) -> None:
+    def _given_up(self, event: e.RequestEvent, _moment: Moment) -> None:
         if self._loads:
             self._forget(event.request_id, 0)
 
@@ -105,20 +102,18 @@ class RollbackObserved:
         ]:
             del self._loads[job_id]
 
-    def _check_step(self, event: e.StepScheduled, step: ReplayedEvent, projections: Projections) -> Iterator[Violation]:
+    def _check_step(self, event: e.StepScheduled, moment: Moment) -> Iterator[Violation]:
         told = {ordinal: num_computed_tokens for ordinal, num_computed_tokens, _, _ in event.advanced}
         for job_id, load in [(job_id, load) for job_id, load in self._loads.items() if load.failed_at]:
             del self._loads[job_id]
-            record = projections.tracker.get(load.request_id)
-            if record is None or record.blocks is BlocksRegion.NONE:
+            life = self._lives.get(load.request_id)
+            if life is None or life.blocks is BlocksRegion.NONE:
                 continue
             # Drafts that are taken back are not recorded, but told: then the step itself says where it begins.
-            num_computed_tokens = told.get(record.ordinal, projections.tracker.num_computed_tokens(record))
+            num_computed_tokens = told.get(life.ordinal, self._lives.num_computed_tokens(life))
             if num_computed_tokens >= load.end_token:
                 detail = (
                     f"load {job_id} of tokens to {load.end_token} failed, "
                     f"but the request goes on with {num_computed_tokens} tokens computed"
                 )
-                yield violation(
-                    self.rule, step, projections, detail, load.sequence, load.failed_at, request_id=load.request_id
-                )
+                yield violation(self.rule, moment, detail, load.sequence, load.failed_at, request_id=load.request_id)

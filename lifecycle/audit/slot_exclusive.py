@@ -8,8 +8,7 @@ from typing import ClassVar
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.checker import Violation, violation
 from kvledger.lifecycle.audit.model import Model
-from kvledger.lifecycle.projections import Projections
-from kvledger.lifecycle.replay import Check, ReplayedEvent
+from kvledger.lifecycle.audit.model.moment import Check, Moment
 
 
 class SlotExclusive:
@@ -29,19 +28,15 @@ class SlotExclusive:
         self._model = model
         return [(e.SaveIssued, self._issued), (e.TailSaveIssued, self._issued)]
 
-    def _issued(
-        self, event: e.SaveIssued | e.TailSaveIssued, step: ReplayedEvent, projections: Projections
-    ) -> list[Violation] | None:
+    def _issued(self, event: e.SaveIssued | e.TailSaveIssued, moment: Moment) -> list[Violation] | None:
         if self._model.chunks.taken is None:
             return None
-        return [self._named(slot, event, step, projections) for slot in sorted(set(self._model.chunks.taken))]
+        return [self._named(slot, event, moment) for slot in sorted(set(self._model.chunks.taken))]
 
-    def _named(
-        self, slot: int, event: e.SaveIssued | e.TailSaveIssued, step: ReplayedEvent, projections: Projections
-    ) -> Violation:
+    def _named(self, slot: int, event: e.SaveIssued | e.TailSaveIssued, moment: Moment) -> Violation:
         holder, sequence = self._holder_of(slot, event)
         detail = f"save {event.job_id} writes into slot {slot}, {holder}"
-        return violation(self.rule, step, projections, detail, sequence, event.cause)
+        return violation(self.rule, moment, detail, sequence, event.cause)
 
     def _holder_of(self, slot: int, event: e.SaveIssued | e.TailSaveIssued) -> tuple[str, int]:
         """Who needs it, in words, and the event that shows it (0: none)."""

@@ -10,8 +10,9 @@ from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.checker import Violation, violation
 from kvledger.lifecycle.audit.model import Model
 from kvledger.lifecycle.audit.model.jobs import JobsInFlight
-from kvledger.lifecycle.projections import Projections
-from kvledger.lifecycle.replay import Check, ReplayedEvent
+from kvledger.lifecycle.audit.model.moment import Check, Moment
+from kvledger.lifecycle.audit.model.tables import Tables
+from kvledger.lifecycle.geometry import Geometry
 from kvledger.lifecycle.states import RequestState
 from kvledger.lifecycle.windows import NO_SLOT, NULL_BLOCK, blocks_at
 
@@ -31,23 +32,24 @@ class SrcBlockOwned:
 
     def __init__(self) -> None:
         self._pages_per_chunk = 0
+        self._geometry: Geometry
         self._jobs: JobsInFlight
+        self._tables: Tables
 
     def checks(self, model: Model) -> Iterable[tuple[type[e.Event], Check]]:
         """By class of event."""
-        self._pages_per_chunk, self._jobs = model.geometry.pages_per_chunk, model.jobs
+        self._pages_per_chunk, self._geometry = model.geometry.pages_per_chunk, model.geometry
+        self._jobs, self._tables = model.jobs, model.tables
         return [
             (e.SaveIssued, self._save_issued),
             (e.TailSaveIssued, self._check),
         ]
 
-    def _save_issued(
-        self, event: e.SaveIssued, step: ReplayedEvent, projections: Projections
-    ) -> Iterator[Violation] | None:
-        record, block_ids, in_flight = step.record, event.block_ids, self._jobs.current
-        table = None if record is None else projections.blocks.of_life(record.ordinal)
-        if not table and (event.before_forward or step.state_before is _FINISHED):
-            table = projections.blocks.lost(event.request_id)
+    def _save_issued(self, event: e.SaveIssued, moment: Moment) -> Iterator[Violation] | None:
+        life, block_ids, in_flight = moment.life, event.block_ids, self._jobs.current
+        table = None if life is None else self._tables.of(life.ordinal)
+        if not table and (event.before_forward or moment.state_before is _FINISHED):
+            table = self._tables.lost_by(moment.life)
         if table and in_flight is not None and not in_flight.leaves_out and len(event.slots) == len(block_ids):
             chunks, num_pages = event.chunks, self._pages_per_chunk
             if num_pages and len(block_ids) == num_pages * len(chunks) and chunks[0] >= 0:
@@ -60,27 +62,25 @@ class SrcBlockOwned:
                 ):
                     return None
             else:
-                pages = projections.geometry.pages_of(chunks)
+                pages = self._geometry.pages_of(chunks)
                 if pages and pages[-1] < len(table) and block_ids == blocks_at(pages, table):
                     return None
-        return self._check(event, step, projections)
+        return self._check(event, moment)
 
-    def _check(
-        self, event: e.SaveIssued | e.TailSaveIssued, step: ReplayedEvent, projections: Projections
-    ) -> Iterator[Violation]:
+    def _check(self, event: e.SaveIssued | e.TailSaveIssued, moment: Moment) -> Iterator[Violation]:
         """Look the tokens up in the table."""
-        table = projections.blocks.held(event.request_id)
-        if step.state_before is RequestState.FINISHED and not len(projections.blocks.lost(event.request_id)):
+        table = self._tables.held_by(moment.life)
+        if moment.state_before is RequestState.FINISHED and not len(self._tables.lost_by(moment.life)):
             return  # a save that its end did not cause; FINISH_IS_LAST names it
         pages: Iterable[int]
         if isinstance(event, e.TailSaveIssued):
-            table = projections.blocks.lost(event.request_id)
-            pages = projections.geometry.pages_spanning(event.first_token, event.num_tokens)
+            table = self._tables.lost_by(moment.life)
+            pages = self._geometry.pages_spanning(event.first_token, event.num_tokens)
             what = f"tokens {event.first_token} to {event.first_token + event.num_tokens}"
         else:
-            if not len(table) and (event.before_forward or step.state_before is RequestState.FINISHED):
-                table = projections.blocks.lost(event.request_id)
-            pages = projections.geometry.pages_of(event.chunks)
+            if not len(table) and (event.before_forward or moment.state_before is RequestState.FINISHED):
+                table = self._tables.lost_by(moment.life)
+            pages = self._geometry.pages_of(event.chunks)
             what = f"chunks {list(event.chunks)}"
         expected = tuple(table[page] if page < len(table) else None for page in pages)
         if NO_SLOT in event.slots and len(event.slots) == len(expected):
@@ -92,10 +92,10 @@ class SrcBlockOwned:
                 f"{what} lie in blocks {list(expected)} of the request's table, "
                 f"but save {event.job_id} copies {list(event.block_ids)}"
             )
-            yield violation(self.rule, step, projections, detail, event.cause)
+            yield violation(self.rule, moment, detail, event.cause)
         elif len(event.slots) != len(event.block_ids):
             detail = f"{len(event.block_ids)} blocks are copied to {len(event.slots)} slots"
-            yield violation(self.rule, step, projections, detail, event.cause)
+            yield violation(self.rule, moment, detail, event.cause)
 
 
 def _is_same(blocks: Sequence[int], block_ids: tuple[int, ...]) -> bool:

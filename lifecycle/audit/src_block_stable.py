@@ -8,11 +8,10 @@ from typing import ClassVar
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.checker import Violation, violation
 from kvledger.lifecycle.audit.model import Model
-from kvledger.lifecycle.audit.model.jobs import JobsInFlight
-from kvledger.lifecycle.projections import Projections
-from kvledger.lifecycle.projections.transfers import Job, JobKind
-from kvledger.lifecycle.replay import Check, ReplayedEvent
-from kvledger.lifecycle.states import BlocksRegion, RequestState, SourceRegion
+from kvledger.lifecycle.audit.model.jobs import InFlight, JobsInFlight
+from kvledger.lifecycle.audit.model.moment import Check, Moment
+from kvledger.lifecycle.audit.model.start import Start
+from kvledger.lifecycle.states import RequestState
 from kvledger.lifecycle.windows import blocks_at
 
 
@@ -32,53 +31,52 @@ class SrcBlockStable:
         """Request id -> sequence of the event that held its blocks."""
         self._named: set[int] = set()
         self._jobs: JobsInFlight
+        self._model: Model
 
-    def begin(self, projections: Projections) -> None:
+    def begin(self, start: Start) -> None:
         """What a finished request is still saved from is held: had it not been, it was found before."""
-        for record in projections.tracker:
-            if record.state is RequestState.FINISHED and projections.transfers.reads_blocks_of(record.ordinal):
-                self._held[record.request_id] = 0
+        for life in start.lives:
+            if life.state is RequestState.FINISHED and self._jobs.reads_blocks_of(life.ordinal):
+                self._held[life.request_id] = 0
 
     def checks(self, model: Model) -> Iterable[tuple[type[e.Event], Check]]:
         """By class of event."""
-        self._jobs = model.jobs
+        self._model, self._jobs = model, model.jobs
         model.forgotten.at((e.RequestReleased,), self._held)
         return [
             (e.StepScheduled, self._step_scheduled),
             (e.BlocksHeld, self._blocks_held),
         ]
 
-    def _blocks_held(self, event: e.BlocksHeld, step: ReplayedEvent, _projections: Projections) -> None:
-        self._held[event.request_id] = step.sequence
+    def _blocks_held(self, event: e.BlocksHeld, moment: Moment) -> None:
+        self._held[event.request_id] = moment.sequence
 
-    def _step_scheduled(
-        self, _event: e.StepScheduled, step: ReplayedEvent, projections: Projections
-    ) -> Iterator[Violation] | None:
+    def _step_scheduled(self, _event: e.StepScheduled, moment: Moment) -> Iterator[Violation] | None:
         if not self._jobs.saves_beside and not self._named:
             return None
-        saves = [job for job in projections.transfers if job.is_async and job.kind is JobKind.SAVE]
-        return self._check_saves(saves, step, projections) if saves or self._named else None
+        saves = [job for job_id in sorted(self._jobs.saves_beside) if (job := self._jobs.get(job_id)) is not None]
+        return self._check_saves(saves, moment)
 
-    def _check_saves(self, saves: list[Job], step: ReplayedEvent, projections: Projections) -> Iterator[Violation]:
+    def _check_saves(self, saves: list[InFlight], moment: Moment) -> Iterator[Violation]:
         """Look at every save under way."""
         self._named &= {job.job_id for job in saves}
         for job in saves:
-            why = self._why_unstable(job, projections)
-            if why and job.source is SourceRegion.OWNED and job.job_id not in self._named:
+            why = self._why_unstable(job)
+            if why and not job.is_fenced and job.job_id not in self._named:
                 self._named.add(job.job_id)
                 detail = f"save {job.job_id} reads blocks {list(job.block_ids)} beside the steps, but {why}"
-                yield violation(self.rule, step, projections, detail, request_id=job.request_id)
+                yield violation(self.rule, moment, detail, request_id=job.request_id)
 
-    def _why_unstable(self, job: Job, projections: Projections) -> str:
-        record = projections.tracker.of(job.ordinal)
-        if record is None:
+    def _why_unstable(self, job: InFlight) -> str:
+        life = self._model.lives.of(job.ordinal)
+        if life is None:
             return "its request is gone"
-        if record.state is RequestState.FINISHED:
+        if life.state is RequestState.FINISHED:
             return "" if job.request_id in self._held else "its request has finished and the blocks are not held"
-        if record.generation != job.generation or record.blocks is BlocksRegion.NONE:
+        if not self._jobs.is_own(job):
             return "its request has lost them"
-        table = projections.blocks.held(job.request_id)
-        pages = projections.geometry.pages_of(job.chunks)
+        table = self._model.tables.held_by(life)
+        pages = self._model.geometry.pages_of(job.chunks)
         is_in_place = len(pages) > 0 and pages[-1] < len(table) and blocks_at(pages, table) == job.block_ids
         if is_in_place or set(job.block_ids) <= set(table):
             return ""

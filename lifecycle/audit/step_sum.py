@@ -8,8 +8,8 @@ from typing import ClassVar
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.checker import Violation, violation
 from kvledger.lifecycle.audit.model import Model
-from kvledger.lifecycle.projections import Projections
-from kvledger.lifecycle.replay import Check, ReplayedEvent
+from kvledger.lifecycle.audit.model.moment import Check, Moment
+from kvledger.lifecycle.audit.model.start import Start
 
 
 class StepSum:
@@ -27,23 +27,21 @@ class StepSum:
     def __init__(self) -> None:
         self._may_be_hidden = False
 
-    def begin(self, projections: Projections) -> None:
+    def begin(self, start: Start) -> None:
         """What the log before the first event has told."""
-        self._may_be_hidden = projections.totals.figures.num_hook_failures > 0
+        self._may_be_hidden = start.has_hook_failed
 
     def checks(self, model: Model) -> Iterable[tuple[type[e.Event], Check]]:
         """By class of event."""
         self._model = model
         return [(e.StepScheduled, self._step_scheduled), (e.HookFailed, self._hook_failed)]
 
-    def _hook_failed(self, _event: e.HookFailed, _step: ReplayedEvent, _projections: Projections) -> None:
+    def _hook_failed(self, _event: e.HookFailed, _moment: Moment) -> None:
         self._may_be_hidden = True
 
-    def _step_scheduled(
-        self, event: e.StepScheduled, step: ReplayedEvent, projections: Projections
-    ) -> list[Violation] | None:
+    def _step_scheduled(self, event: e.StepScheduled, moment: Moment) -> list[Violation] | None:
         counted = self._model.lives.num_scheduled_tokens
         if event.num_scheduled_tokens == counted or (self._may_be_hidden and event.num_scheduled_tokens > counted):
             return None
         detail = f"the step has {event.num_scheduled_tokens} tokens, its requests add up to {counted}"
-        return [violation(self.rule, step, projections, detail)]
+        return [violation(self.rule, moment, detail)]

@@ -10,10 +10,12 @@ import msgspec
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.checker import Violation, violation
 from kvledger.lifecycle.audit.model import Model
+from kvledger.lifecycle.audit.model.chunks import Chunks
 from kvledger.lifecycle.audit.model.forgotten import LIFE
-from kvledger.lifecycle.projections import Projections
-from kvledger.lifecycle.replay import Check, ReplayedEvent
-from kvledger.lifecycle.states import CurrentRegion, TrustRegion
+from kvledger.lifecycle.audit.model.jobs import JobsInFlight
+from kvledger.lifecycle.audit.model.lives import Lives
+from kvledger.lifecycle.audit.model.moment import Check, Moment
+from kvledger.lifecycle.audit.model.start import Start
 
 
 class _Accounted(msgspec.Struct, gc=False):
@@ -48,21 +50,25 @@ class StoreContiguous:
     rule: ClassVar[str] = "STORE_CONTIGUOUS"
 
     def __init__(self) -> None:
-        self._lives: dict[str, _Accounted] = {}
+        self._lives: Lives
+        self._jobs: JobsInFlight
+        self._chunks: Chunks
+        self._accounts: dict[str, _Accounted] = {}
         self._told: list[tuple[_Accounted, str, int, int]] = []
         """(request, its id, first, end) of chunks that the last observation told of, until their fate is known."""
         self._chunk_size = 0
 
-    def begin(self, projections: Projections) -> None:
+    def begin(self, start: Start) -> None:
         """Nothing tells what became of the chunks known by now: all count as told of."""
-        for record in projections.tracker:
-            num_chunks = len(projections.chunk_keys.of(record.request_id))
-            self._lives[record.request_id] = _Accounted(num_chunks, end_chunk=num_chunks)
+        for life in start.lives:
+            num_chunks = len(life.keys)
+            self._accounts[life.request_id] = _Accounted(num_chunks, end_chunk=num_chunks)
 
     def checks(self, model: Model) -> Iterable[tuple[type[e.Event], Check]]:
         """By class of event."""
         self._chunk_size = model.configuration.chunk_size
-        model.forgotten.at(LIFE, self._lives)
+        self._lives, self._jobs, self._chunks = model.lives, model.jobs, model.chunks
+        model.forgotten.at(LIFE, self._accounts)
         return [
             (e.StepScheduled, self._step_scheduled),
             (e.SaveIssued, self._save_issued),
@@ -77,91 +83,84 @@ class StoreContiguous:
             (e.ChunkKeysObserved, self._cut),
         ]
 
-    def _step_scheduled(self, event: e.StepScheduled, _step: ReplayedEvent, projections: Projections) -> None:
+    def _step_scheduled(self, event: e.StepScheduled, moment: Moment) -> None:
         if self._told:
-            self._look(projections)
+            self._look()
         if event.settled:
-            record_of, lives, keys_of = projections.tracker.of, self._lives, projections.chunk_keys.of
+            life_of, accounts = self._lives.of, self._accounts
             told, chunk_size = self._told, self._chunk_size
             for ordinal, first_chunk, num_settled_tokens in event.settled:
-                record = record_of(ordinal)
-                if record is None:
-                    continue
-                request_id = record.request_id
-                life = lives.get(request_id)
+                life = life_of(ordinal)
                 if life is None:
-                    life = lives[request_id] = _Accounted()
-                end_chunk, num_keys = num_settled_tokens // chunk_size, len(keys_of(request_id))
+                    continue
+                request_id = life.request_id
+                account = accounts.get(request_id)
+                if account is None:
+                    account = accounts[request_id] = _Accounted()
+                end_chunk, num_keys = num_settled_tokens // chunk_size, len(life.keys)
                 if end_chunk > num_keys:  # noqa: PLR1730 -- for every chunk that fills; a call of min costs more
                     end_chunk = num_keys
-                life.end_chunk = end_chunk
-                if record.trust is TrustRegion.QUARANTINED or record.current is CurrentRegion.STALE:
-                    self._pass_over(life, first_chunk)
-                elif end_chunk > life.num_chunks:
-                    told.append((life, request_id, first_chunk, end_chunk))
+                account.end_chunk = end_chunk
+                if life.quarantined or life.is_stale:
+                    self._pass_over(account, first_chunk)
+                elif end_chunk > account.num_chunks:
+                    told.append((account, request_id, first_chunk, end_chunk))
 
-    def _stopped(
-        self, event: e.RequestPreempted | e.RequestFinished, step: ReplayedEvent, projections: Projections
-    ) -> None:
+    def _stopped(self, event: e.RequestPreempted | e.RequestFinished, moment: Moment) -> None:
         if self._told:
-            self._look(projections)
-        record = step.record
-        if record is not None:
-            life = self._life(event.request_id)
-            num_keys = len(projections.chunk_keys.of(event.request_id))
-            life.end_chunk = min(event.num_settled_tokens // self._chunk_size, num_keys)
-            was_stale = step.states_before is not None and CurrentRegion.STALE in step.states_before
-            if record.trust is TrustRegion.QUARANTINED or was_stale:
-                self._pass_over(life, 0)
-            elif life.end_chunk > life.num_chunks:
-                self._told.append((life, event.request_id, 0, life.end_chunk))
+            self._look()
+        life = moment.life
+        if life is not None:
+            account = self._account(event.request_id)
+            account.end_chunk = min(event.num_settled_tokens // self._chunk_size, len(life.keys))
+            if life.quarantined or moment.was_stale:
+                self._pass_over(account, 0)
+            elif account.end_chunk > account.num_chunks:
+                self._told.append((account, event.request_id, 0, account.end_chunk))
 
-    def _reported(self, _event: e.TransferReported, _step: ReplayedEvent, projections: Projections) -> None:
+    def _reported(self, _event: e.TransferReported, moment: Moment) -> None:
         if self._told:
-            self._look(projections)
+            self._look()
 
-    def _reset(self, _event: e.CacheReset, _step: ReplayedEvent, projections: Projections) -> None:
-        self._look(projections, is_reset=True)
+    def _reset(self, _event: e.CacheReset, moment: Moment) -> None:
+        self._look(is_reset=True)
 
-    def _evicted(self, event: e.ChunkEvicted | e.ChunkTainted, _step: ReplayedEvent, projections: Projections) -> None:
+    def _evicted(self, event: e.ChunkEvicted | e.ChunkTainted, moment: Moment) -> None:
         # Who was passed over because it was there still counts as that.
-        self._look(projections, keeps_told=True, gone=(event.key,))
+        self._look(keeps_told=True, gone=(event.key,))
 
-    def _save_failed(self, _event: e.SaveFailed, step: ReplayedEvent, projections: Projections) -> None:
+    def _save_failed(self, _event: e.SaveFailed, moment: Moment) -> None:
         # The same for who was passed over because another one's save was under way.
-        if self._told and step.job is not None:
-            self._look(projections, keeps_told=True, gone=step.job.keys)
+        if self._told and self._jobs.current is not None:
+            self._look(keeps_told=True, gone=self._jobs.current.keys)
 
-    def _declined(self, event: e.SaveDeclined, _step: ReplayedEvent, _projections: Projections) -> None:
-        life = self._life(event.request_id)
-        for chunk in range(event.first_chunk, max(life.end_chunk, event.first_chunk + event.num_chunks)):
-            life.add(chunk)
+    def _declined(self, event: e.SaveDeclined, _moment: Moment) -> None:
+        account = self._account(event.request_id)
+        for chunk in range(event.first_chunk, max(account.end_chunk, event.first_chunk + event.num_chunks)):
+            account.add(chunk)
 
-    def _save_issued(
-        self, event: e.SaveIssued, step: ReplayedEvent, projections: Projections
-    ) -> Iterator[Violation] | None:
-        life, chunks = self._lives.get(event.request_id), event.chunks
-        if life is not None and chunks and chunks[0] == life.num_chunks and not life.beyond:
-            end_chunk = life.num_chunks + len(chunks)
+    def _save_issued(self, event: e.SaveIssued, moment: Moment) -> Iterator[Violation] | None:
+        account, chunks = self._accounts.get(event.request_id), event.chunks
+        if account is not None and chunks and chunks[0] == account.num_chunks and not account.beyond:
+            end_chunk = account.num_chunks + len(chunks)
             if chunks[-1] == end_chunk - 1:  # one after the other, right behind the last
-                life.num_chunks = end_chunk
+                account.num_chunks = end_chunk
                 return None
-        return self._check_save(event, step, projections)
+        return self._check_save(event, moment)
 
-    def _life(self, request_id: str) -> _Accounted:
-        life = self._lives.get(request_id)
-        if life is None:
-            life = self._lives[request_id] = _Accounted()
-        return life
+    def _account(self, request_id: str) -> _Accounted:
+        account = self._accounts.get(request_id)
+        if account is None:
+            account = self._accounts[request_id] = _Accounted()
+        return account
 
-    def _pass_over(self, life: _Accounted, first_chunk: int) -> None:
+    def _pass_over(self, account: _Accounted, first_chunk: int) -> None:
         """From before a reset, or quarantined: the log says why nothing of it is saved."""
-        for chunk in range(max(first_chunk, life.num_chunks), life.end_chunk):
-            life.add(chunk)
+        for chunk in range(max(first_chunk, account.num_chunks), account.end_chunk):
+            account.add(chunk)
 
     def _look(
         self,
-        projections: Projections,
         *,
         is_reset: bool = False,
         keeps_told: bool = False,
@@ -171,47 +170,47 @@ class StoreContiguous:
         told = self._told
         if not keeps_told:
             self._told = []
-        for life, request_id, first_chunk, end_chunk in told:
-            if life.num_chunks >= end_chunk:  # all of it was saved
+        for account, request_id, first_chunk, end_chunk in told:
+            if account.num_chunks >= end_chunk:  # all of it was saved
                 continue
-            keys = projections.chunk_keys.of(request_id)
-            first, end = max(first_chunk, life.num_chunks), min(end_chunk, len(keys))
-            left_out = () if is_reset else projections.chunks.unsaved(keys, first, end)
-            if not left_out and first == life.num_chunks < end and not life.beyond:
-                life.num_chunks = end
+            whose = self._lives.get(request_id)
+            keys = () if whose is None else whose.keys
+            first, end = max(first_chunk, account.num_chunks), min(end_chunk, len(keys))
+            left_out = () if is_reset else self._chunks.unsaved(keys, first, end)
+            if not left_out and first == account.num_chunks < end and not account.beyond:
+                account.num_chunks = end
                 continue
             for chunk in range(first, end):
                 if chunk not in left_out or keys[chunk] in gone:
-                    life.add(chunk)
+                    account.add(chunk)
 
-    def _cut(self, event: e.ChunkKeysObserved, _step: ReplayedEvent, _projections: Projections) -> None:
-        life, first_chunk = self._lives.get(event.request_id), event.first_chunk
-        if life is not None and (
-            first_chunk < life.num_chunks
-            or first_chunk < life.end_chunk
-            or (life.beyond and first_chunk < max(life.beyond))
+    def _cut(self, event: e.ChunkKeysObserved, _moment: Moment) -> None:
+        account, first_chunk = self._accounts.get(event.request_id), event.first_chunk
+        if account is not None and (
+            first_chunk < account.num_chunks
+            or first_chunk < account.end_chunk
+            or (account.beyond and first_chunk < max(account.beyond))
         ):
-            life.num_chunks = min(life.num_chunks, first_chunk)
-            life.beyond = {chunk for chunk in life.beyond if chunk < first_chunk}
-            life.end_chunk = first_chunk
+            account.num_chunks = min(account.num_chunks, first_chunk)
+            account.beyond = {chunk for chunk in account.beyond if chunk < first_chunk}
+            account.end_chunk = first_chunk
 
-    def _check_save(self, event: e.SaveIssued, step: ReplayedEvent, projections: Projections) -> Iterator[Violation]:
-        life = self._life(event.request_id)
-        keys = projections.chunk_keys.of(event.request_id)
+    def _check_save(self, event: e.SaveIssued, moment: Moment) -> Iterator[Violation]:
+        account = self._account(event.request_id)
+        keys = () if moment.life is None else moment.life.keys
         for chunk in event.chunks:
-            life.add(chunk)
+            account.add(chunk)
         last_chunk = max(event.chunks, default=0)
         missing = [
             chunk
-            for chunk in range(life.num_chunks, last_chunk)
-            if chunk not in life.beyond and not (chunk < len(keys) and _is_there(keys[chunk], projections))
+            for chunk in range(account.num_chunks, last_chunk)
+            if chunk not in account.beyond and not (chunk < len(keys) and self._is_there(keys[chunk]))
         ]
         if missing:
             detail = f"chunk {last_chunk} is saved, but chunks {missing} before it were left out without a word"
-            yield violation(self.rule, step, projections, detail, event.cause)
-        for chunk in range(life.num_chunks, last_chunk):
-            life.add(chunk)  # told once
+            yield violation(self.rule, moment, detail, event.cause)
+        for chunk in range(account.num_chunks, last_chunk):
+            account.add(chunk)  # told once
 
-
-def _is_there(key: bytes, projections: Projections) -> bool:
-    return projections.chunks.get(key) is not None or projections.chunks.is_saving(key)
+    def _is_there(self, key: bytes) -> bool:
+        return key in self._chunks or key in self._chunks.saving

@@ -8,9 +8,11 @@ from typing import ClassVar
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.checker import Violation, violation
 from kvledger.lifecycle.audit.model import Model
+from kvledger.lifecycle.audit.model.answers import Answers
 from kvledger.lifecycle.audit.model.forgotten import LIFE
-from kvledger.lifecycle.projections import Projections
-from kvledger.lifecycle.replay import Check, ReplayedEvent
+from kvledger.lifecycle.audit.model.lives import Life, Lives
+from kvledger.lifecycle.audit.model.moment import Check, Moment
+from kvledger.lifecycle.audit.model.tables import Tables
 
 
 class TokenConservation:
@@ -27,15 +29,16 @@ class TokenConservation:
     rule: ClassVar[str] = "TOKEN_CONSERVATION"
 
     def __init__(self) -> None:
-        self._answers: dict[str, e.LookupAnswered] = {}
+        self._lives: Lives
+        self._tables: Tables
+        self._answers: Answers
         self._admissions: dict[str, tuple[int, int, int]] = {}
         """Request id -> (sequence of the allocation, local tokens, external tokens), until a step starts from it."""
 
     def checks(self, model: Model) -> Iterable[tuple[type[e.Event], Check]]:
         """By class of event."""
-        model.forgotten.at(
-            (*LIFE, e.RequestPreempted, e.SessionContinued, e.RequestFinished), self._answers, self._admissions
-        )
+        self._lives, self._tables, self._answers = model.lives, model.tables, model.answers
+        model.forgotten.at((*LIFE, e.RequestPreempted, e.SessionContinued, e.RequestFinished), self._admissions)
         return [
             (e.StepScheduled, self._step_scheduled),
             (e.LookupAnswered, self._answered),
@@ -47,59 +50,50 @@ class TokenConservation:
             (e.LoadErrorsObserved, self._load_errors_observed),
         ]
 
-    def _step_scheduled(
-        self, event: e.StepScheduled, step: ReplayedEvent, projections: Projections
-    ) -> Iterator[Violation] | None:
-        return self._check_step(event, step, projections) if event.advanced else None
+    def _step_scheduled(self, event: e.StepScheduled, moment: Moment) -> Iterator[Violation] | None:
+        return self._check_step(event, moment) if event.advanced else None
 
-    def _answered(
-        self, event: e.LookupAnswered, step: ReplayedEvent, projections: Projections
-    ) -> list[Violation] | None:
-        self._answers[event.request_id] = event
+    def _answered(self, event: e.LookupAnswered, moment: Moment) -> list[Violation] | None:
         if event.num_computed_tokens >= 0 and event.num_external_tokens >= 0 and event.num_hit_tokens >= 0:
             return None
-        return [violation(self.rule, step, projections, "a lookup with a negative count", event.cause)]
+        return [violation(self.rule, moment, "a lookup with a negative count", event.cause)]
 
-    def _allocated(self, event: e.BlocksAllocated, step: ReplayedEvent, _projections: Projections) -> None:
-        answer = self._answers.pop(event.request_id, None)
+    def _allocated(self, event: e.BlocksAllocated, moment: Moment) -> None:
+        allocation = self._answers.allocation(event.request_id)
+        answer = None if allocation is None else allocation.answer
         # Taking up more than was answered is ALLOC_MATCHES_LOOKUP's; nothing can be added up then.
         if answer is not None and 0 < event.num_external_tokens <= answer.num_external_tokens:
-            admission = (step.sequence, answer.num_computed_tokens, event.num_external_tokens)
+            admission = (moment.sequence, answer.num_computed_tokens, event.num_external_tokens)
             self._admissions[event.request_id] = admission
 
-    def _progress(
-        self, event: e.PrefillAdvanced | e.PrefillCompleted, step: ReplayedEvent, projections: Projections
-    ) -> Iterator[Violation] | None:
+    def _progress(self, event: e.PrefillAdvanced | e.PrefillCompleted, moment: Moment) -> Iterator[Violation] | None:
         is_complete = event.num_computed_tokens >= event.num_tokens
-        if step.record is None or (
-            event.num_computed_tokens == projections.tracker.num_computed_tokens(step.record)
+        if moment.life is None or (
+            event.num_computed_tokens == self._lives.num_computed_tokens(moment.life)
             and is_complete is isinstance(event, e.PrefillCompleted)
         ):
             return None
-        return self._check_progress(event, step, projections)
+        return self._check_progress(event, moment.life, moment)
 
-    def _forget(self, event: e.RequestEvent, _step: ReplayedEvent, _projections: Projections) -> None:
-        self._answers.pop(event.request_id, None)
+    def _forget(self, event: e.RequestEvent, _moment: Moment) -> None:
         self._admissions.pop(event.request_id, None)
 
-    def _load_errors_observed(
-        self, event: e.LoadErrorsObserved, _step: ReplayedEvent, projections: Projections
-    ) -> None:
+    def _load_errors_observed(self, event: e.LoadErrorsObserved, moment: Moment) -> None:
         """VLLM takes back what a request counts on that waits for its own load, too (scheduler.py, 0.32)."""
         unfilled = frozenset(event.block_ids)
         for request_id in tuple(self._admissions):
-            if not unfilled.isdisjoint(projections.blocks.held(request_id)):
+            if not unfilled.isdisjoint(self._tables.held_by(self._lives.get(request_id))):
                 del self._admissions[request_id]
 
-    def _check_step(self, event: e.StepScheduled, step: ReplayedEvent, projections: Projections) -> Iterator[Violation]:
+    def _check_step(self, event: e.StepScheduled, moment: Moment) -> Iterator[Violation]:
         for ordinal, num_computed_tokens, num_scheduled_tokens, num_tokens in event.advanced:
-            record = projections.tracker.of(ordinal)
-            if record is None:
+            life = self._lives.of(ordinal)
+            if life is None:
                 continue
-            request_id = record.request_id
+            request_id = life.request_id
             if num_computed_tokens < 0 or num_scheduled_tokens < 0 or num_tokens < 0:
                 detail = f"{num_scheduled_tokens} tokens scheduled on {num_computed_tokens} of {num_tokens} computed"
-                yield violation(self.rule, step, projections, detail, request_id=request_id)
+                yield violation(self.rule, moment, detail, request_id=request_id)
             if request_id not in self._admissions:
                 continue
             sequence, num_local_tokens, num_external_tokens = self._admissions.pop(request_id)
@@ -108,19 +102,16 @@ class TokenConservation:
                     f"{num_local_tokens} local and {num_external_tokens} external tokens were admitted, "
                     f"but the step starts behind {num_computed_tokens}"
                 )
-                yield violation(self.rule, step, projections, detail, sequence, request_id=request_id)
+                yield violation(self.rule, moment, detail, sequence, request_id=request_id)
 
     def _check_progress(
-        self, event: e.PrefillAdvanced | e.PrefillCompleted, step: ReplayedEvent, projections: Projections
+        self, event: e.PrefillAdvanced | e.PrefillCompleted, life: Life, moment: Moment
     ) -> Iterator[Violation]:
-        record = projections.tracker.get(event.request_id)
-        if record is None:
-            return
-        counted = projections.tracker.num_computed_tokens(record)
+        counted = self._lives.num_computed_tokens(life)
         complete = event.num_computed_tokens >= event.num_tokens
         if event.num_computed_tokens != counted:
             detail = f"{event.id} tells {event.num_computed_tokens} computed tokens, the steps add up to {counted}"
-            yield violation(self.rule, step, projections, detail, event.cause)
+            yield violation(self.rule, moment, detail, event.cause)
         elif complete is not isinstance(event, e.PrefillCompleted):
             detail = f"{event.id} with {event.num_computed_tokens} of {event.num_tokens} tokens computed"
-            yield violation(self.rule, step, projections, detail, event.cause)
+            yield violation(self.rule, moment, detail, event.cause)

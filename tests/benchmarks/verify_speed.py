@@ -37,10 +37,11 @@ from kvledger.lifecycle import Core
 from kvledger.lifecycle.audit import Audit
 from kvledger.lifecycle.audit.checker import AnyChecker, checks_of
 from kvledger.lifecycle.audit.model import Model
+from kvledger.lifecycle.audit.model.moment import Check, Moment
 from kvledger.lifecycle.codec import EventDecoder
 from kvledger.lifecycle.events import Event
 from kvledger.lifecycle.projections import Projections
-from kvledger.lifecycle.replay import Check, Replay, ReplayedEvent, SequencedEvent
+from kvledger.lifecycle.replay import Replay, SequencedEvent
 from kvledger.storage.events import Frame, read_log
 
 BUDGET_EVENTS_PER_SECOND = 200_000
@@ -183,10 +184,10 @@ class _Timed:
     def _timed(self, check: Check) -> Check:
         clock = time.perf_counter_ns
 
-        def timed(event: Event, step: ReplayedEvent, projections: Projections) -> object:
+        def timed(event: Event, moment: Moment) -> object:
             started = clock()
             before = clock()
-            found = check(event, step, projections)
+            found = check(event, moment)
             if found is not None:
                 found = list(found)  # type: ignore[call-overload]
             ended = clock()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from copy import copy
-
 import attrs
 import msgspec
 import pytest
@@ -15,7 +13,6 @@ from kvledger.lifecycle.divergences import Divergences
 from kvledger.lifecycle.handlers.new import New
 from kvledger.lifecycle.machine import ReferenceMachine
 from kvledger.lifecycle.projections import Projections
-from kvledger.lifecycle.replay import ReplayedEvent
 from kvledger.lifecycle.table import GATING, JOB_REGIONS, PHASE, REGIONS
 from kvledger.lifecycle.turn import Turn
 
@@ -208,23 +205,6 @@ def test_an_id_used_again_before_its_last_job_is_settled_is_no_difference() -> N
     driver.settle_all()
     driver.ledger.commit()
     assert replayed(driver.sink.events(), driver).reference_differences == []
-
-
-def test_each_replayed_event_tells_the_states_around_it() -> None:
-    """Checkers see the moment as it was."""
-    driver, log = story()
-    moments: list[ReplayedEvent] = []
-    core = Core.standard()
-    checks = [
-        (kind, lambda _event, moment, _projections: moments.append(copy(moment))) for kind in core.events.values()
-    ]
-    Replay(core, driver.configuration, checks=checks).take(log)
-    arrived, *_ = [moment for moment in moments if isinstance(moment.event, e.RequestArrived)]
-    assert (arrived.state_before, arrived.state_after) == (None, "new")
-    (preempted,) = [moment for moment in moments if isinstance(moment.event, e.RequestPreempted)]
-    assert (preempted.state_before, preempted.state_after) == ("running", "preempted")
-    released = [moment for moment in moments if isinstance(moment.event, e.RequestReleased)]
-    assert {(moment.state_before, moment.state_after) for moment in released} == {("finished", None)}
 
 
 def test_a_commit_is_one_frame_and_an_empty_one_is_none() -> None:

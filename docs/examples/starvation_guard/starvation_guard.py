@@ -9,7 +9,7 @@ import msgspec
 
 from kvledger.lifecycle import Extension, Projections, ProjectionSpec, RequestState, StateHandler, Turn
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.audit import Check, Model, ReplayedEvent, Violation
+from kvledger.lifecycle.audit import Check, Model, Moment, Start, Violation
 
 
 class Starving(msgspec.Struct, frozen=True):
@@ -66,9 +66,9 @@ class StarvingKept:
 
     rule: ClassVar[str] = "STARVING_KEPT"
 
-    def begin(self, projections: Projections) -> None:
+    def begin(self, start: Start) -> None:
         """Take over who is starving where an audit starts in the middle of a log."""
-        self._starving |= dict.fromkeys(projections.starving.state.starving, 0)  # type: ignore[attr-defined]
+        self._starving |= dict.fromkeys(start.of_extensions["starving"].starving, 0)  # type: ignore[attr-defined]
 
     def checks(self, model: Model) -> Iterable[tuple[type[e.Event], Check]]:
         """By class of event."""
@@ -78,14 +78,14 @@ class StarvingKept:
         ends = ((event, self._ended) for event in (e.RequestFinished, e.RequestArrived))
         return [(e.ExtensionDecided, self._said), *ends, (e.ChunkEvicted, self._evicted)]
 
-    def _said(self, event: e.ExtensionDecided, step: ReplayedEvent, _projections: Projections) -> None:
+    def _said(self, event: e.ExtensionDecided, moment: Moment) -> None:
         if isinstance(StarvationGuard.payload_of(event), Starving):
-            self._starving[event.request_id] = step.sequence
+            self._starving[event.request_id] = moment.sequence
 
-    def _ended(self, event: e.RequestEvent, _step: ReplayedEvent, _projections: Projections) -> None:
+    def _ended(self, event: e.RequestEvent, _moment: Moment) -> None:
         self._starving.pop(event.request_id, None)
 
-    def _evicted(self, event: e.ChunkEvicted, step: ReplayedEvent, _projections: Projections) -> list[Violation] | None:
+    def _evicted(self, event: e.ChunkEvicted, moment: Moment) -> list[Violation] | None:
         model = self._model
         kept_for = {key: who for who in self._starving if (life := model.lives.get(who)) for key in life.keys}
         if event.key not in kept_for:
@@ -99,7 +99,7 @@ class StarvingKept:
         if not could_go:
             return None
         detail = f"chunk {event.key.hex()} of starving {who!r} was evicted, {min(could_go).hex()} could have been"
-        return [Violation(self.rule, step.sequence, who, None, detail, (self._starving[who], event.cause))]
+        return [Violation(self.rule, moment.sequence, who, None, detail, (self._starving[who], event.cause))]
 
 
 class StarvationGuard(Extension):

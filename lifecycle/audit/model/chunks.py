@@ -7,15 +7,17 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.model.jobs import InFlight, JobsInFlight
+from kvledger.lifecycle.audit.model.moment import Check, Moment
 from kvledger.lifecycle.audit.model.slots import Slots
 from kvledger.lifecycle.geometry import Geometry
-from kvledger.lifecycle.projections import Projections
-from kvledger.lifecycle.replay import Check, ReplayedEvent
 from kvledger.lifecycle.windows import NO_SLOT
+
+if TYPE_CHECKING:
+    from kvledger.lifecycle.audit.model.start import Start
 
 
 class Departed(NamedTuple):
@@ -77,15 +79,23 @@ class Chunks:
             count += 1
         return count
 
+    def unsaved(self, keys: Sequence[bytes], first_chunk: int, end_chunk: int) -> list[int]:
+        """Of these chunks those that are neither committed nor being saved."""
+        saving, committed = self._saving, self._committed
+        return [
+            chunk
+            for chunk in range(first_chunk, end_chunk)
+            if (key := keys[chunk]) not in committed and key not in saving
+        ]
+
     def of_slot(self, slot: int) -> bytes | None:
         """A committed chunk that lies in the slot."""
         return next((key for key, slots in self._committed.items() if slot in slots), None)
 
-    def begin(self, projections: Projections) -> None:
+    def begin(self, start: Start) -> None:
         """Take over what is committed, in flight or gone where an audit starts in the middle of a log."""
-        chunks = projections.chunks
-        self._committed.update(chunks.committed)
-        self._departed.update((key, Departed(why.reason.value, why.sequence)) for key, why in chunks.all_departed())
+        self._committed.update(start.committed)
+        self._departed.update(start.departed)
         for slots in self._committed.values():
             self._slots.hold(slots)
         for _, job in self._jobs:
@@ -113,19 +123,15 @@ class Chunks:
 
     # --- copies ----------------------------------------------------------------------------------
 
-    def _load_issued(self, event: e.LoadIssued, _step: ReplayedEvent, _projections: Projections) -> None:
+    def _load_issued(self, event: e.LoadIssued, _moment: Moment) -> None:
         self._slots.hold(event.slots)
 
-    def _load_settled(
-        self, _event: e.LoadCompleted | e.LoadFailed, _step: ReplayedEvent, _projections: Projections
-    ) -> None:
+    def _load_settled(self, _event: e.LoadCompleted | e.LoadFailed, _moment: Moment) -> None:
         job = self._jobs.current
         if job is not None and job.is_load:
             self._slots.release(job.slots)
 
-    def _save_issued(
-        self, event: e.SaveIssued | e.TailSaveIssued, _step: ReplayedEvent, _projections: Projections
-    ) -> None:
+    def _save_issued(self, event: e.SaveIssued | e.TailSaveIssued, _moment: Moment) -> None:
         self.taken = self._slots.hold_for_writing(event.slots)
         if self._jobs.current is not None:
             self._count_saving(self._jobs.current)
@@ -142,7 +148,7 @@ class Chunks:
             if left:
                 saving[key] = left
 
-    def _failed(self, event: e.SaveFailed, _step: ReplayedEvent, _projections: Projections) -> None:
+    def _failed(self, event: e.SaveFailed, _moment: Moment) -> None:
         job = self._jobs.current
         if job is not None and not job.is_load:
             if job.epoch == self._jobs.epoch:
@@ -150,11 +156,11 @@ class Chunks:
             if event.quiet:
                 self._slots.release(job.slots)
 
-    def _reported(self, _event: e.TransferReported, _step: ReplayedEvent, _projections: Projections) -> None:
+    def _reported(self, _event: e.TransferReported, _moment: Moment) -> None:
         if self._jobs.let_go is not None:
             self._slots.release(self._jobs.let_go.slots)
 
-    def _completed(self, _event: e.SaveCompleted, _step: ReplayedEvent, _projections: Projections) -> None:
+    def _completed(self, _event: e.SaveCompleted, _moment: Moment) -> None:
         job = self._jobs.current
         if job is None or job.is_load:
             return
@@ -206,14 +212,14 @@ class Chunks:
                 self._slots.hold(slots)
                 self._commit(key, slots)
 
-    def _evicted(self, event: e.ChunkEvicted, step: ReplayedEvent, _projections: Projections) -> None:
-        self._remove(event.key, Departed("evicted", step.sequence))
+    def _evicted(self, event: e.ChunkEvicted, moment: Moment) -> None:
+        self._remove(event.key, Departed("evicted", moment.sequence))
 
-    def _tainted(self, event: e.ChunkTainted, step: ReplayedEvent, _projections: Projections) -> None:
-        self._remove(event.key, Departed("tainted", step.sequence))
+    def _tainted(self, event: e.ChunkTainted, moment: Moment) -> None:
+        self._remove(event.key, Departed("tainted", moment.sequence))
 
-    def _reset(self, _event: e.CacheReset, step: ReplayedEvent, _projections: Projections) -> None:
-        why = Departed("reset", step.sequence)
+    def _reset(self, _event: e.CacheReset, moment: Moment) -> None:
+        why = Departed("reset", moment.sequence)
         for key in tuple(self._committed):
             self._remove(key, why)
         self._saving.clear()

@@ -9,8 +9,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.projections import Projections
-from kvledger.lifecycle.replay import Check, ReplayedEvent
+from kvledger.lifecycle.audit.model.moment import Check, Moment
 
 LIFE: tuple[type[e.RequestEvent], ...] = (e.RequestArrived, e.RequestReleased)
 """Where a life begins and where it ends."""
@@ -41,7 +40,7 @@ class Forgotten:
 def _forgetting(pops: list[Callable[[str, None], object]]) -> Check:
     """The list is filled later, when the checkers are asked for their checks."""
 
-    def forget(event: e.RequestEvent, _step: ReplayedEvent, _projections: Projections) -> None:
+    def forget(event: e.RequestEvent, _moment: Moment) -> None:
         request_id = event.request_id
         for pop in pops:
             pop(request_id, None)
@@ -53,8 +52,8 @@ def _of_an_earlier_life(pops: list[Callable[[str, None], object]]) -> Check:
     """Where an id is new there is nothing to forget; what a released request had is forgotten already."""
     forget = _forgetting(pops)
 
-    def forget_earlier(event: e.RequestArrived, step: ReplayedEvent, projections: Projections) -> None:
-        if step.state_before is not None:
-            forget(event, step, projections)
+    def forget_earlier(event: e.RequestArrived, moment: Moment) -> None:
+        if moment.state_before is not None:
+            forget(event, moment)
 
     return forget_earlier

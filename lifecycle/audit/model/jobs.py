@@ -13,14 +13,13 @@ import msgspec
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.model.lives import Lives
+from kvledger.lifecycle.audit.model.moment import Check, Moment
 from kvledger.lifecycle.geometry import Geometry
-from kvledger.lifecycle.projections import Projections
-from kvledger.lifecycle.replay import Check, ReplayedEvent
-from kvledger.lifecycle.states import SourceRegion, WorkRegion
+from kvledger.lifecycle.states import BlocksRegion
 from kvledger.lifecycle.windows import NO_SLOT
 
 if TYPE_CHECKING:
-    from kvledger.lifecycle.projections.transfers import Job
+    from kvledger.lifecycle.audit.model.start import Start
 
 _NO_RANKS: frozenset[int] = frozenset()
 
@@ -97,6 +96,10 @@ class JobsInFlight:
         """Whether that was the failure of a job that no worker was given."""
         self.epoch = 0
         """Resets so far."""
+        self.last_id = 0
+        """The highest number of a job so far."""
+        self.is_new = True
+        """Whether the job at hand has a higher number than all before it."""
 
     def __iter__(self) -> Iterator[tuple[int, InFlight]]:
         return iter(self._jobs.items())
@@ -121,13 +124,23 @@ class JobsInFlight:
             for job in self.of_life(ordinal)
         )
 
-    def begin(self, projections: Projections) -> None:
+    def reads_blocks_of(self, ordinal: int) -> bool:
+        """Whether a save beside the steps reads blocks that this life still has."""
+        if ordinal not in self._of_life:
+            return False
+        return any(job.is_async and not job.is_load and not job.is_fenced for job in self.of_life(ordinal))
+
+    def is_own(self, job: InFlight) -> bool:
+        """Whether the request still is in the generation that the job was issued for, and holds blocks."""
+        life = self._lives.of(job.ordinal)
+        return life is not None and life.generation == job.generation and life.blocks is not BlocksRegion.NONE
+
+    def begin(self, start: Start) -> None:
         """Take over the jobs in flight, since when they are silent, and who has reported them."""
-        transfers = projections.transfers
-        self.epoch = transfers.epoch
-        for job in transfers:
-            self._add(_taken_over(job))
-        self.given_up.update((job.job_id, _taken_over(job)) for job in transfers.all_given_up())
+        self.epoch, self.last_id = start.epoch, start.last_job_id
+        for job in start.jobs:
+            self._add(job)
+        self.given_up.update((job.job_id, job) for job in start.given_up)
 
     def folds(self) -> Iterable[tuple[type[e.Event], Check]]:
         """(event class, fold), to be done as checks are; they never find anything."""
@@ -144,21 +157,21 @@ class JobsInFlight:
             (e.CacheReset, self._reset),
         ]
 
-    def _load_issued(self, event: e.LoadIssued, step: ReplayedEvent, _projections: Projections) -> None:
+    def _load_issued(self, event: e.LoadIssued, moment: Moment) -> None:
         first, size = event.first_token, self._geometry.chunk_size
         chunks = tuple(range(first // size, -(-(first + event.num_tokens) // size)))
-        self._issued(event, step, chunks, is_load=True, is_async=event.is_async)
+        self._issued(event, moment, chunks, is_load=True, is_async=event.is_async)
 
-    def _save_issued(self, event: e.SaveIssued, step: ReplayedEvent, _projections: Projections) -> None:
-        self._issued(event, step, event.chunks, is_load=False, is_async=event.is_async)
+    def _save_issued(self, event: e.SaveIssued, moment: Moment) -> None:
+        self._issued(event, moment, event.chunks, is_load=False, is_async=event.is_async)
 
-    def _tail_save_issued(self, event: e.TailSaveIssued, step: ReplayedEvent, _projections: Projections) -> None:
-        self._issued(event, step, (), is_load=False, is_async=False)
+    def _tail_save_issued(self, event: e.TailSaveIssued, moment: Moment) -> None:
+        self._issued(event, moment, (), is_load=False, is_async=False)
 
     def _issued(
         self,
         event: e.LoadIssued | e.SaveIssued | e.TailSaveIssued,
-        step: ReplayedEvent,
+        moment: Moment,
         chunks: tuple[int, ...],
         *,
         is_load: bool,
@@ -179,7 +192,7 @@ class JobsInFlight:
                 earlier = {each for chunk in chunks for each in self._geometry.chunks_before_in_block(chunk)}
                 earlier_keys = tuple((each, known[each]) for each in sorted(earlier - set(chunks)) if each < num_keys)
         job = InFlight(
-            step.sequence,
+            moment.sequence,
             event.job_id,
             request_id,
             ordinal,
@@ -198,6 +211,9 @@ class JobsInFlight:
         )
         self.current = job
         self._add(job)
+        self.is_new = event.job_id > self.last_id
+        if self.is_new:
+            self.last_id = event.job_id
 
     def _add(self, job: InFlight) -> None:
         job_id = job.job_id
@@ -212,12 +228,12 @@ class JobsInFlight:
         elif job.is_async:
             self.saves_beside.add(job_id)
 
-    def _reported(self, event: e.TransferReported, step: ReplayedEvent, _projections: Projections) -> None:
-        self.report_sequence = step.sequence
+    def _reported(self, event: e.TransferReported, moment: Moment) -> None:
+        self.report_sequence = moment.sequence
         self.current = job = self.get(event.job_id)
         self.let_go = None
         if event.ranks_failed:
-            self.failure_sequence = step.sequence
+            self.failure_sequence = moment.sequence
             self.is_withheld = bool(event.withheld)
         elif (
             job is not None and event.ranks_done == self._all_ranks and job.ranks_done is _NO_RANKS is job.ranks_failed
@@ -239,7 +255,7 @@ class JobsInFlight:
         job.ranks_done |= owing.intersection(event.ranks_done)
         job.ranks_failed |= owing.intersection(event.ranks_failed) - job.ranks_done
 
-    def _awaited(self, event: e.TransferAwaited, _step: ReplayedEvent, _projections: Projections) -> None:
+    def _awaited(self, event: e.TransferAwaited, _moment: Moment) -> None:
         job = self._jobs.get(event.job_id)
         if job is None:
             return
@@ -252,8 +268,7 @@ class JobsInFlight:
     def _settled(
         self,
         event: e.LoadCompleted | e.LoadFailed | e.SaveCompleted | e.SaveFailed,
-        _step: ReplayedEvent,
-        _projections: Projections,
+        _moment: Moment,
     ) -> None:
         self.current = job = self._jobs.pop(event.job_id, None)
         if job is None:
@@ -268,36 +283,10 @@ class JobsInFlight:
         elif job.is_async:
             self.saves_beside.discard(job.job_id)
 
-    def _save_failed(self, event: e.SaveFailed, step: ReplayedEvent, projections: Projections) -> None:
-        self._settled(event, step, projections)
+    def _save_failed(self, event: e.SaveFailed, moment: Moment) -> None:
+        self._settled(event, moment)
         if self.current is not None and not event.quiet:
             self.given_up[event.job_id] = self.current
 
-    def _reset(self, _event: e.CacheReset, _step: ReplayedEvent, _projections: Projections) -> None:
+    def _reset(self, _event: e.CacheReset, _moment: Moment) -> None:
         self.epoch += 1
-
-
-def _taken_over(job: Job) -> InFlight:
-    is_load = job.kind.value == "load"
-    return InFlight(
-        0,
-        job.job_id,
-        job.request_id,
-        job.ordinal,
-        job.generation,
-        is_load,
-        job.is_async,
-        job.chunks,
-        job.keys,
-        job.earlier_keys,
-        job.slots,
-        job.block_ids,
-        job.epoch,
-        job.asked_step,
-        job.asked_ns,
-        NO_SLOT in job.slots,
-        job.work is WorkRegion.OVERDUE,
-        job.source is SourceRegion.FENCED,
-        frozenset(job.ranks_done),
-        frozenset(job.ranks_failed),
-    )

@@ -7,17 +7,24 @@ itself. It must not know blocks, chunks in the pool or jobs.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.core import Core
-from kvledger.lifecycle.projections import Projections
-from kvledger.lifecycle.replay import Check, ReplayedEvent
-from kvledger.lifecycle.states import BlocksRegion, CurrentRegion, FirstRegion, RequestState, TrustRegion
+from kvledger.lifecycle.audit.model.moment import Check, Moment
+from kvledger.lifecycle.machine import CompiledRegions
+from kvledger.lifecycle.states import BlocksRegion, RequestState
+from kvledger.lifecycle.table import Gating
 
-_NEVER = -1
+if TYPE_CHECKING:
+    from kvledger.lifecycle.audit.model.start import Start
+
+NEVER = -1
+PLACES = tuple((state, blocks) for state in RequestState for blocks in BlocksRegion)
+"""Where a request can be in phase and blocks. Lives know their place in this list: hashing states costs."""
+_EVERY_PLACE = tuple(range(len(PLACES)))
+_REFUSED = -1
 
 
 class Life(msgspec.Struct, gc=False):
@@ -28,21 +35,28 @@ class Life(msgspec.Struct, gc=False):
     num_prompt_tokens: int
     num_tokens: int
     """Prompt and output, as of the last event that told."""
+    place: int = 0
+    """Its place in `PLACES`; the next two are what stands there."""
     state: RequestState = RequestState.NEW
+    blocks: BlocksRegion = BlocksRegion.NONE
     generation: int = 0
     num_failed_loads: int = 0
     computes_first: bool = False
     """Its load failed, and no step has computed anything for it since."""
     quarantined: bool = False
-    holds_blocks: bool = False
-    stale_generation: int = _NEVER
+    stale_generation: int = NEVER
     """The generation that a reset has made stale; nothing of it may be saved."""
     counted_tokens: int = 0
     """Computed or scheduled tokens when they were last told."""
-    steady_since: int = _NEVER
+    steady_since: int = NEVER
     """Number of the step since which it decodes one token a step without being told of."""
     keys: list[bytes] = msgspec.field(default_factory=list)
     """Of its chunks, from the first one on, as far as they were observed."""
+
+    @property
+    def name(self) -> tuple[str, int, int]:
+        """What a decision about it begins with: request id, ordinal, generation."""
+        return self.request_id, self.ordinal, self.generation
 
     @property
     def is_stale(self) -> bool:
@@ -51,10 +65,16 @@ class Life(msgspec.Struct, gc=False):
 
 
 class Lives:
-    """Request id -> its present life; ordinal -> that very life."""
+    """Request id -> its present life; ordinal -> that very life.
 
-    def __init__(self, core: Core, chunk_size: int) -> None:
-        self._core = core
+    Phase and blocks go where the tables say; so an event is legal if they have a row for it.
+    """
+
+    def __init__(
+        self, compiled: CompiledRegions, gating: Gating, events: Iterable[type[e.Event]], chunk_size: int
+    ) -> None:
+        self._compiled, self._gating = compiled, gating
+        self._events = tuple(events)
         self._chunk_size = chunk_size
         self._lives: dict[str, Life] = {}
         self._by_ordinal: dict[int, Life] = {}
@@ -63,6 +83,8 @@ class Lives:
         """The present life of an id, for observations; None where there is none."""
         self.of: Callable[[int], Life | None] = self._by_ordinal.get
         """That life, for decisions; None once it is over."""
+        self._dests = {trigger: self._dests_of(trigger) for trigger in {*compiled.legal, *compiled.after}}
+        self._of_a_step = self._dests["tokens.scheduled"]
         self.num_steps = 0
         self.time_ns = 0
         self.num_steady = 0
@@ -83,77 +105,110 @@ class Lives:
 
     def num_computed_tokens(self, life: Life) -> int:
         """Tokens computed or in flight after the last step."""
-        if life.steady_since == _NEVER:
+        if life.steady_since == NEVER:
             return life.counted_tokens
         return life.counted_tokens + self.num_steps - life.steady_since
 
-    def begin(self, projections: Projections) -> None:
+    def begin(self, start: Start) -> None:
         """Take over who is known where an audit starts in the middle of a log."""
-        tracker = projections.tracker
-        self.num_steps, self.time_ns = tracker.num_steps, tracker.time_ns
-        for record in tracker:
-            life = Life(record.request_id, record.ordinal, record.num_prompt_tokens, record.num_tokens)
-            for name in _TAKEN_OVER:
-                setattr(life, name, getattr(record, name))
-            life.computes_first = record.first is FirstRegion.COMPUTES_FIRST
-            life.quarantined = record.trust is TrustRegion.QUARANTINED
-            life.holds_blocks = record.blocks is not BlocksRegion.NONE
-            life.stale_generation = record.generation if record.current is CurrentRegion.STALE else _NEVER
-            life.keys = list(projections.chunk_keys.of(record.request_id))
-            self.num_steady += life.steady_since != _NEVER
+        self.num_steps, self.time_ns = start.num_steps, start.time_ns
+        for life in start.lives:
+            self.num_steady += life.steady_since != NEVER
             self._lives[life.request_id] = self._by_ordinal[life.ordinal] = life
+
+    def meetings(self) -> Iterable[tuple[type[e.Event], Check]]:
+        """(event class, fold) for events of requests, to be done first of all: whom each concerns, whether it may be.
+
+        Phase and blocks go where it leads; the rest follows with `folds`.
+        """
+        return [
+            (event_class, self._meeting(event_class))
+            for event_class in self._events
+            if issubclass(event_class, e.RequestEvent)
+        ]
 
     def folds(self) -> Iterable[tuple[type[e.Event], Check]]:
         """(event class, fold), to be done as checks are; they never find anything."""
-        folds: dict[type[e.Event], Check] = {}
-        for event_class in self._core.request_events:
-            moves = {source: dest for (source, moving), dest in self._core.table.items() if moving is event_class}
-            if any(source is not dest for source, dest in moves.items()):
-                folds[event_class] = self._moving(moves, is_decided=issubclass(event_class, e.RequestDecision))
-        folds |= {
-            e.RequestArrived: self._arrived,
-            e.RequestReleased: self._released,
-            e.RequestQuarantined: self._quarantined,
-            e.LoadFailed: self._load_failed,
-            e.ChunkKeysObserved: self._keys_observed,
-            e.StepScheduled: self._step_scheduled,
-            e.TransferReported: self._told_time,
-            e.LogNote: self._told_time,
-            e.CacheReset: self._reset,
-        }
-        also: dict[type[e.Event], Check] = {
-            e.LookupRequested: self._lookup_requested,
-            e.BlocksAllocated: self._blocks_allocated,
-            e.RequestPreempted: self._preempted,
-            e.SessionContinued: self._session_continued,
-            e.TokensRolledBack: self._rolled_back,
-            e.RequestFinished: self._finished,
-        }
-        return [*folds.items(), *also.items()]
+        return [
+            (e.RequestArrived, self._arrived),
+            (e.RequestReleased, self._released),
+            (e.RequestQuarantined, self._quarantined),
+            (e.LoadFailed, self._load_failed),
+            (e.ChunkKeysObserved, self._keys_observed),
+            (e.StepScheduled, self._step_scheduled),
+            (e.TransferReported, self._told_time),
+            (e.LogNote, self._told_time),
+            (e.CacheReset, self._reset),
+            (e.LookupRequested, self._lookup_requested),
+            (e.BlocksAllocated, self._told_time),
+            (e.RequestPreempted, self._preempted),
+            (e.SessionContinued, self._session_continued),
+            (e.TokensRolledBack, self._rolled_back),
+            (e.RequestFinished, self._finished),
+        ]
 
-    def _moving(self, moves: dict[RequestState, RequestState], *, is_decided: bool) -> Check:
-        get, in_generation, dest_of = self.get, self.in_generation, moves.get
+    # --- phase and blocks ------------------------------------------------------------------------
 
-        def move(event: Any, _step: ReplayedEvent, _projections: Projections) -> None:  # noqa: ANN401
+    def _dests_of(self, trigger: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """(Where it leads from each place, or `_REFUSED`; where it leads although it is refused)."""
+        legal, after = self._compiled.legal.get(trigger), self._compiled.after.get(trigger, {})
+        allowed = [place if legal is None else legal.get(place) for place in PLACES]
+        is_folded = "tracker" in self._gating.closed_fold.get(trigger.partition("/")[0], ("tracker",))
+        refused = [after.get(place, place) if is_folded else place for place in PLACES]
+        return (
+            tuple(_REFUSED if dest is None else PLACES.index(dest) for dest in allowed),
+            tuple(PLACES.index(dest) for dest in refused),
+        )
+
+    def _meeting(self, event_class: type[e.Event]) -> Check:
+        get = self.get
+        if event_class is e.RequestArrived:
+            return self._meet_arrival
+        dests = {
+            trigger: self._dests.get(trigger, (_EVERY_PLACE, _EVERY_PLACE)) for trigger in e.triggers_of(event_class)
+        }
+        only = dests.get(event_class.id)
+        is_decided = issubclass(event_class, e.RequestDecision)
+
+        def meet(event: Any, moment: Moment) -> None:  # noqa: ANN401 -- of its class
+            moment.life = life = get(event.request_id)
+            if life is None:
+                moment.state_before, moment.is_legal = None, False
+                return
+            place = life.place
+            moment.state_before, moment.blocks_before = life.state, life.blocks
+            legal, refused = only or dests[e.trigger_of(event)]
+            dest = legal[place]
+            if dest == place:
+                moment.is_legal = True
+                return
+            moment.is_legal = dest != _REFUSED
+            if dest == _REFUSED:
+                dest = refused[place]
             # A decision about an earlier generation must not move this one.
-            life = in_generation(event) if is_decided else get(event.request_id)
-            if life is not None:
-                life.state = dest_of(life.state, life.state)
+            if not is_decided or (event.generation == life.generation and event.ordinal == life.ordinal):
+                life.place = dest
+                life.state, life.blocks = PLACES[dest]
 
-        return move
+        return meet
+
+    def _meet_arrival(self, event: e.RequestArrived, moment: Moment) -> None:
+        moment.life = earlier = self.get(event.request_id)
+        moment.state_before = None if earlier is None else earlier.state
+        moment.is_legal = earlier is None or earlier.state is RequestState.FINISHED
 
     # --- where a life begins and ends ------------------------------------------------------------
 
-    def _arrived(self, event: e.RequestArrived, _step: ReplayedEvent, _projections: Projections) -> None:
+    def _arrived(self, event: e.RequestArrived, moment: Moment) -> None:
         self.time_ns = event.time_ns
         earlier = self.get(event.request_id)
         if earlier is not None:
             self._over(earlier)
         num_tokens = event.num_prompt_tokens
-        life = Life(event.request_id, event.ordinal, num_tokens, num_tokens)
+        moment.life = life = Life(event.request_id, event.ordinal, num_tokens, num_tokens)
         self._lives[event.request_id] = self._by_ordinal[event.ordinal] = life
 
-    def _released(self, event: e.RequestReleased, _step: ReplayedEvent, _projections: Projections) -> None:
+    def _released(self, event: e.RequestReleased, _moment: Moment) -> None:
         life = self.in_generation(event)
         if life is not None:
             self._over(life)
@@ -166,30 +221,24 @@ class Lives:
 
     # --- what happens to it ----------------------------------------------------------------------
 
-    def _lookup_requested(self, event: e.LookupRequested, _step: ReplayedEvent, _projections: Projections) -> None:
+    def _lookup_requested(self, event: e.LookupRequested, moment: Moment) -> None:
         self.time_ns = event.time_ns
-        life = self.get(event.request_id)
-        if life is not None:
+        life = moment.life
+        if life is not None and moment.is_legal:
             life.num_tokens = event.num_tokens
-            life.holds_blocks = False  # vLLM asks only about requests without computed tokens
+            life.stale_generation = NEVER  # vLLM asks only about requests without computed tokens
 
-    def _blocks_allocated(self, event: e.BlocksAllocated, _step: ReplayedEvent, _projections: Projections) -> None:
+    def _preempted(self, event: e.RequestPreempted, moment: Moment) -> None:
         self.time_ns = event.time_ns
-        life = self.get(event.request_id)
+        life = moment.life
         if life is not None:
-            life.holds_blocks = True
-
-    def _preempted(self, event: e.RequestPreempted, _step: ReplayedEvent, _projections: Projections) -> None:
-        self.time_ns = event.time_ns
-        life = self.get(event.request_id)
-        if life is not None:
+            moment.was_stale = life.is_stale
             life.generation += 1
-            life.holds_blocks = False
             self._count(life, 0)
 
-    def _session_continued(self, event: e.SessionContinued, _step: ReplayedEvent, _projections: Projections) -> None:
+    def _session_continued(self, event: e.SessionContinued, moment: Moment) -> None:
         self.time_ns = event.time_ns
-        life = self.get(event.request_id)
+        life = moment.life
         if life is not None:
             if life.is_stale and event.num_computed_tokens:
                 life.stale_generation += 1  # the next turn is computed on top of what the reset made stale
@@ -198,54 +247,56 @@ class Lives:
             del life.keys[event.num_computed_tokens // self._chunk_size :]  # other tokens follow, so other keys
             self._count(life, event.num_computed_tokens)
 
-    def _rolled_back(self, event: e.TokensRolledBack, _step: ReplayedEvent, _projections: Projections) -> None:
+    def _rolled_back(self, event: e.TokensRolledBack, moment: Moment) -> None:
         self.time_ns = event.time_ns
-        life = self.get(event.request_id)
+        life = moment.life
         if life is not None:
             life.generation += event.num_computed_tokens == 0
             self._count(life, event.num_computed_tokens)
 
-    def _finished(self, event: e.RequestFinished, _step: ReplayedEvent, _projections: Projections) -> None:
+    def _finished(self, event: e.RequestFinished, moment: Moment) -> None:
         self.time_ns = event.time_ns
-        life = self.get(event.request_id)
+        life = moment.life
         if life is not None:
+            moment.was_stale = life.is_stale
             life.num_tokens = event.num_tokens
-            life.holds_blocks = False
             self._count(life, self.num_computed_tokens(life))
 
-    def _load_failed(self, event: e.LoadFailed, _step: ReplayedEvent, _projections: Projections) -> None:
+    def _load_failed(self, event: e.LoadFailed, _moment: Moment) -> None:
         life = self.of(event.ordinal)
         if life is not None:
             life.num_failed_loads += 1
             life.computes_first |= life.generation == event.generation
 
-    def _quarantined(self, event: e.RequestQuarantined, _step: ReplayedEvent, _projections: Projections) -> None:
+    def _quarantined(self, event: e.RequestQuarantined, _moment: Moment) -> None:
         life = self.of(event.ordinal)
         if life is not None:
             life.quarantined = True
 
-    def _keys_observed(self, event: e.ChunkKeysObserved, _step: ReplayedEvent, _projections: Projections) -> None:
-        life = self.get(event.request_id)
-        if life is not None and event.first_chunk <= len(life.keys):  # behind a gap they would stand for other chunks
+    def _keys_observed(self, event: e.ChunkKeysObserved, moment: Moment) -> None:
+        life = moment.life
+        if (
+            life is not None and moment.is_legal and event.first_chunk <= len(life.keys)
+        ):  # behind a gap they would stand for other chunks
             life.keys[event.first_chunk :] = event.keys
 
-    def _reset(self, event: e.CacheReset, _step: ReplayedEvent, _projections: Projections) -> None:
+    def _reset(self, event: e.CacheReset, _moment: Moment) -> None:
         self.time_ns = event.time_ns
         for life in self:
-            if life.holds_blocks:
+            if life.blocks is not BlocksRegion.NONE:
                 life.stale_generation = life.generation
 
-    def _told_time(
-        self, event: e.TransferReported | e.LogNote, _step: ReplayedEvent, _projections: Projections
-    ) -> None:
+    def _told_time(self, event: e.TransferReported | e.LogNote | e.BlocksAllocated, _moment: Moment) -> None:
         self.time_ns = event.time_ns
 
     # --- steps -----------------------------------------------------------------------------------
 
-    def _step_scheduled(self, event: e.StepScheduled, _step: ReplayedEvent, _projections: Projections) -> None:
+    def _step_scheduled(self, event: e.StepScheduled, moment: Moment) -> None:
         """Count: each steady request of before one token, but for those that are paused or told of."""
         self.time_ns = event.time_ns
         life_of = self.of
+        legal = self._of_a_step[0]
+        moment.refused_rows = ()
         for ordinal in event.paused:
             life = life_of(ordinal)
             if life is not None:
@@ -259,6 +310,8 @@ class Lives:
             if life is not None:
                 life.num_tokens = num_tokens
                 life.computes_first = False
+                if legal[life.place] != life.place:
+                    self._scheduled(life, moment)
                 self._count(life, num_computed_tokens + num_scheduled_tokens)
                 if num_scheduled_tokens == 1 and num_computed_tokens + 1 >= num_tokens:
                     steady.append(life)
@@ -267,17 +320,17 @@ class Lives:
             life.steady_since = self.num_steps
         self.num_steady += len(steady)
 
+    def _scheduled(self, life: Life, moment: Moment) -> None:
+        legal, refused = self._of_a_step
+        dest = legal[life.place]
+        if dest == _REFUSED:
+            moment.refused_rows = [*moment.refused_rows, (life, life.state, life.blocks)]
+            dest = refused[life.place]
+        life.place = dest
+        life.state, life.blocks = PLACES[dest]
+
     def _count(self, life: Life, num_computed_tokens: int) -> None:
         life.counted_tokens = num_computed_tokens
-        if life.steady_since != _NEVER:
-            life.steady_since = _NEVER
+        if life.steady_since != NEVER:
+            life.steady_since = NEVER
             self.num_steady -= 1
-
-
-_TAKEN_OVER = (
-    "state",
-    "generation",
-    "num_failed_loads",
-    "counted_tokens",
-    "steady_since",
-)

@@ -2,34 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import attrs
 
 from kvledger.lifecycle import events as e
+from kvledger.lifecycle.audit.model.answers import Answers
 from kvledger.lifecycle.audit.model.chunks import Chunks
 from kvledger.lifecycle.audit.model.forgotten import Forgotten
 from kvledger.lifecycle.audit.model.jobs import JobsInFlight
-from kvledger.lifecycle.audit.model.lives import Lives
+from kvledger.lifecycle.audit.model.lives import Life, Lives
+from kvledger.lifecycle.audit.model.moment import Check, Moment
 from kvledger.lifecycle.audit.model.promises import Promises
 from kvledger.lifecycle.audit.model.settled import SettledTokens
 from kvledger.lifecycle.audit.model.slots import Slots
+from kvledger.lifecycle.audit.model.start import Start
 from kvledger.lifecycle.audit.model.tables import Tables
 from kvledger.lifecycle.audit.model.tails import Tails
 from kvledger.lifecycle.configuration import LedgerConfiguration
-from kvledger.lifecycle.core import Core
 from kvledger.lifecycle.geometry import Geometry
-from kvledger.lifecycle.projections import Projections
-from kvledger.lifecycle.replay import Check
+from kvledger.lifecycle.machine import CompiledRegions
+from kvledger.lifecycle.table import Gating
 
 
 @attrs.frozen
 class Model:
     """The audit's own state. It contains an event before any checker is asked about it."""
 
-    core: Core
     configuration: LedgerConfiguration
     geometry: Geometry
+    request_events: Sequence[type[e.RequestEvent]]
+    """The events in the life of one request."""
+    moment: Moment
     forgotten: Forgotten
     lives: Lives
     tables: Tables
@@ -39,17 +43,26 @@ class Model:
     chunks: Chunks
     tails: Tails
     promises: Promises
+    answers: Answers
 
     @classmethod
-    def of(cls, core: Core, configuration: LedgerConfiguration) -> Model:
+    def of(
+        cls,
+        compiled: CompiledRegions,
+        gating: Gating,
+        events: Iterable[type[e.Event]],
+        configuration: LedgerConfiguration,
+    ) -> Model:
         """Before the first event."""
+        request_events = [event for event in events if issubclass(event, e.RequestEvent)]
         geometry = Geometry(configuration.block_size, configuration.chunk_size, configuration.windows)
-        lives, slots = Lives(core, geometry.chunk_size), Slots(configuration.num_slots)
+        lives, slots = Lives(compiled, gating, request_events, geometry.chunk_size), Slots(configuration.num_slots)
         jobs = JobsInFlight(lives, geometry, configuration.num_ranks)
         return cls(
-            core=core,
             configuration=configuration,
             geometry=geometry,
+            request_events=request_events,
+            moment=Moment(life_of=lives.get),
             forgotten=Forgotten(),
             lives=lives,
             tables=Tables(lives),
@@ -59,27 +72,36 @@ class Model:
             chunks=Chunks(jobs, geometry, slots),
             tails=Tails(lives, slots),
             promises=Promises(lives, geometry.chunk_size, keep_for_preempted=configuration.keep_for_preempted),
+            answers=Answers(),
         )
 
-    def begin(self, projections: Projections) -> None:
+    def usable_tokens(self, life: Life, num_hit_tokens: int) -> int:
+        """How much of a hit the configuration lets the request use."""
+        share = self.configuration.max_hit_share
+        return num_hit_tokens if share >= 1 else min(num_hit_tokens, int(life.num_prompt_tokens * share))
+
+    def begin(self, start: Start) -> None:
         """Take over what is known where an audit starts in the middle of a log."""
-        self.lives.begin(projections)
-        self.tables.begin(projections)
-        self.jobs.begin(projections)
+        self.lives.begin(start)
+        self.tables.begin(start)
+        self.jobs.begin(start)
         self.settled.begin()
-        self.chunks.begin(projections)
-        self.tails.begin(projections)
-        self.promises.begin(projections)
+        self.chunks.begin(start)
+        self.tails.begin(start)
+        self.promises.begin(start)
+        self.answers.begin(start)
 
     def folds(self) -> Iterable[tuple[type[e.Event], Check]]:
         """(event class, fold), to be done before the checks of that class."""
-        # Blocks and tails first, which ask whose they are; then the lives, which may be over; the jobs before the
-        # chunks, which ask what was saved.
+        # First whom it concerns; then blocks and tails, which ask whose they are; then the lives, which may be over;
+        # the jobs before the chunks, which ask what was saved.
         return [
+            *self.lives.meetings(),
             *self.forgotten.folds(),
             *self.tables.folds(),
             *self.tails.folds(),
             *self.promises.folds(),
+            *self.answers.folds(self.forgotten),
             *self.lives.folds(),
             *self.jobs.folds(),
             *self.settled.folds(self.forgotten),

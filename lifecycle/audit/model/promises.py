@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.model.lives import Lives
-from kvledger.lifecycle.projections import Projections
-from kvledger.lifecycle.replay import Check, ReplayedEvent
+from kvledger.lifecycle.audit.model.moment import Check, Moment
+
+if TYPE_CHECKING:
+    from kvledger.lifecycle.audit.model.start import Start
 
 
 class Promise(msgspec.Struct, frozen=True):
@@ -23,7 +26,7 @@ class Promise(msgspec.Struct, frozen=True):
     keys: frozenset[bytes]
 
 
-def _promise(sequence: int, keys: list[bytes]) -> Promise:
+def _promise(sequence: int, keys: Sequence[bytes]) -> Promise:
     return Promise(sequence, len(keys), keys[-1], frozenset(keys))
 
 
@@ -64,11 +67,10 @@ class Promises:
             *(promise.keys for promise in self._waited_for.values()),
         )
 
-    def begin(self, projections: Projections) -> None:
+    def begin(self, start: Start) -> None:
         """Take over what was promised and is waited for where an audit starts in the middle of a log."""
-        chunks = projections.chunks
-        self._promised.update((each, _promise(0, list(keys))) for each, keys in chunks.promised.items() if keys)
-        self._waited_for.update((each, _promise(0, list(keys))) for each, keys in chunks.wanted.items() if keys)
+        self._promised.update((each, _promise(0, keys)) for each, keys in start.promised.items() if keys)
+        self._waited_for.update((each, _promise(0, keys)) for each, keys in start.waited_for.items() if keys)
 
     def folds(self) -> Iterable[tuple[type[e.Event], Check]]:
         """(event class, fold), to be done as checks are; they never find anything."""
@@ -81,7 +83,7 @@ class Promises:
             (e.CacheReset, self._reset),
         ]
 
-    def _answered(self, event: e.LookupAnswered, step: ReplayedEvent, _projections: Projections) -> None:
+    def _answered(self, event: e.LookupAnswered, moment: Moment) -> None:
         request_id = event.request_id
         life = self._lives.in_generation(event)
         if life is None:
@@ -98,19 +100,19 @@ class Promises:
             return
         before = self._promised.get(request_id)
         if before is None or before.num_chunks != num_chunks or before.last_key != keys[num_chunks - 1]:
-            self._promised[request_id] = _promise(step.sequence, keys[:num_chunks])
+            self._promised[request_id] = _promise(moment.sequence, keys[:num_chunks])
 
-    def _preempted(self, event: e.RequestPreempted, step: ReplayedEvent, projections: Projections) -> None:
-        self._over(event, step, projections)
+    def _preempted(self, event: e.RequestPreempted, moment: Moment) -> None:
+        self._over(event, moment)
         life = self._lives.get(event.request_id)
         keys = [] if life is None or not self._keeps else life.keys[: event.num_settled_tokens // self._chunk_size]
         if keys:
-            self._waited_for[event.request_id] = _promise(step.sequence, keys)
+            self._waited_for[event.request_id] = _promise(moment.sequence, keys)
 
-    def _over(self, event: e.RequestEvent, _step: ReplayedEvent, _projections: Projections) -> None:
+    def _over(self, event: e.RequestEvent, _moment: Moment) -> None:
         self._promised.pop(event.request_id, None)
         self._waited_for.pop(event.request_id, None)
 
-    def _reset(self, _event: e.CacheReset, _step: ReplayedEvent, _projections: Projections) -> None:
+    def _reset(self, _event: e.CacheReset, _moment: Moment) -> None:
         self._promised.clear()
         self._waited_for.clear()

@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterable
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.model.forgotten import LIFE, Forgotten
 from kvledger.lifecycle.audit.model.lives import Lives
-from kvledger.lifecycle.projections import Projections
-from kvledger.lifecycle.replay import Check, ReplayedEvent
+from kvledger.lifecycle.audit.model.moment import Check, Moment
 from kvledger.lifecycle.states import RequestState
 
 _PREEMPTED = RequestState.PREEMPTED
@@ -50,26 +49,24 @@ class SettledTokens:
             (e.BlocksAllocated, self._blocks_allocated),
         ]
 
-    def _step_scheduled(self, event: e.StepScheduled, step: ReplayedEvent, _projections: Projections) -> None:
+    def _step_scheduled(self, event: e.StepScheduled, moment: Moment) -> None:
         if event.settled:
-            settled, life_of, sequence = self._settled, self._lives.of, step.sequence
+            settled, life_of, sequence = self._settled, self._lives.of, moment.sequence
             for ordinal, _, num_settled_tokens in event.settled:
                 life = life_of(ordinal)
                 if life is not None:
                     settled[life.request_id] = (num_settled_tokens, sequence)
 
-    def _preempted(self, event: e.RequestPreempted, step: ReplayedEvent, _projections: Projections) -> None:
-        self._settled[event.request_id] = (event.num_settled_tokens, step.sequence)
+    def _preempted(self, event: e.RequestPreempted, moment: Moment) -> None:
+        self._settled[event.request_id] = (event.num_settled_tokens, moment.sequence)
 
-    def _finished(self, event: e.RequestFinished, step: ReplayedEvent, _projections: Projections) -> None:
-        self._settled[event.request_id] = (min(event.num_settled_tokens, event.num_tokens - 1), step.sequence)
+    def _finished(self, event: e.RequestFinished, moment: Moment) -> None:
+        self._settled[event.request_id] = (min(event.num_settled_tokens, event.num_tokens - 1), moment.sequence)
 
-    def _cut(
-        self, event: e.SessionContinued | e.TokensRolledBack, step: ReplayedEvent, _projections: Projections
-    ) -> None:
-        before, told_at = self._settled.get(event.request_id, (0, step.sequence))
-        self._settled[event.request_id] = (min(before, event.num_computed_tokens), step.sequence if told_at else 0)
+    def _cut(self, event: e.SessionContinued | e.TokensRolledBack, moment: Moment) -> None:
+        before, told_at = self._settled.get(event.request_id, (0, moment.sequence))
+        self._settled[event.request_id] = (min(before, event.num_computed_tokens), moment.sequence if told_at else 0)
 
-    def _blocks_allocated(self, event: e.BlocksAllocated, step: ReplayedEvent, _projections: Projections) -> None:
-        if step.state_before is _PREEMPTED:  # they are others than those it had: nothing is written yet
+    def _blocks_allocated(self, event: e.BlocksAllocated, moment: Moment) -> None:
+        if moment.state_before is _PREEMPTED:  # they are others than those it had: nothing is written yet
             self._settled.pop(event.request_id, None)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING
 
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.audit.model.lives import Lives
-from kvledger.lifecycle.projections import Projections
-from kvledger.lifecycle.replay import Check, ReplayedEvent
+from kvledger.lifecycle.audit.model.lives import Life, Lives
+from kvledger.lifecycle.audit.model.moment import Check, Moment
+
+if TYPE_CHECKING:
+    from kvledger.lifecycle.audit.model.start import Start
 
 
 class Tables:
@@ -27,14 +30,18 @@ class Tables:
     def __len__(self) -> int:
         return len(self._held)
 
-    def begin(self, projections: Projections) -> None:
+    def held_by(self, life: Life | None) -> Sequence[int]:
+        """The blocks that the life holds; empty where it holds none, or nobody lives."""
+        return () if life is None else self.of(life.ordinal) or ()
+
+    def lost_by(self, life: Life | None) -> Sequence[int]:
+        """The same of what it has lost."""
+        return () if life is None else self.lost(life.ordinal) or ()
+
+    def begin(self, start: Start) -> None:
         """Take over the tables where an audit starts in the middle of a log."""
-        for record in projections.tracker:
-            held, lost = projections.blocks.held(record.request_id), projections.blocks.lost(record.request_id)
-            if len(held):
-                self._held[record.ordinal] = array("I", held)
-            if len(lost):
-                self._lost[record.ordinal] = array("I", lost)
+        self._held.update((ordinal, array("I", table)) for ordinal, table in start.held.items() if len(table))
+        self._lost.update((ordinal, array("I", table)) for ordinal, table in start.lost.items() if len(table))
 
     def folds(self) -> Iterable[tuple[type[e.Event], Check]]:
         """(event class, fold), to be done as checks are; they never find anything."""
@@ -49,28 +56,24 @@ class Tables:
             (e.RequestReleased, self._released),
         ]
 
-    def _replaced(
-        self, event: e.BlocksAllocated | e.BlockTableObserved, _step: ReplayedEvent, _projections: Projections
-    ) -> None:
-        life = self._lives.get(event.request_id)
+    def _replaced(self, event: e.BlocksAllocated | e.BlockTableObserved, moment: Moment) -> None:
+        life = moment.life
         if life is not None:
             self._held[life.ordinal] = array("I", event.block_ids)
 
-    def _asked(self, event: e.LookupRequested, _step: ReplayedEvent, _projections: Projections) -> None:
+    def _asked(self, event: e.LookupRequested, moment: Moment) -> None:
         # Who is asked about holds nothing; after a failed asynchronous load vLLM frees the blocks without a word.
-        life = self._lives.get(event.request_id)
-        if life is not None:
+        life = moment.life
+        if life is not None and moment.is_legal:
             self._held.pop(life.ordinal, None)
 
-    def _taken(
-        self, event: e.RequestPreempted | e.RequestFinished, _step: ReplayedEvent, _projections: Projections
-    ) -> None:
-        life = self._lives.get(event.request_id)
+    def _taken(self, event: e.RequestPreempted | e.RequestFinished, moment: Moment) -> None:
+        life = moment.life
         table = None if life is None else self._held.pop(life.ordinal, None)
         if life is not None and table is not None:
             self._lost[life.ordinal] = table
 
-    def _step_scheduled(self, event: e.StepScheduled, _step: ReplayedEvent, _projections: Projections) -> None:
+    def _step_scheduled(self, event: e.StepScheduled, _moment: Moment) -> None:
         if self._lost:
             self._lost.clear()
         for ordinal, block_ids in event.extended:
@@ -81,8 +84,8 @@ class Tables:
                 else:
                     table.extend(block_ids)
 
-    def _arrived(self, event: e.RequestArrived, _step: ReplayedEvent, _projections: Projections) -> None:
-        life = self._lives.get(event.request_id)
+    def _arrived(self, event: e.RequestArrived, moment: Moment) -> None:
+        life = moment.life
         if life is not None:
             self._forget(life.ordinal)
 
@@ -90,6 +93,6 @@ class Tables:
         self._held.pop(ordinal, None)
         self._lost.pop(ordinal, None)
 
-    def _released(self, event: e.RequestReleased, _step: ReplayedEvent, _projections: Projections) -> None:
+    def _released(self, event: e.RequestReleased, _moment: Moment) -> None:
         if self._lives.in_generation(event) is not None:
             self._forget(event.ordinal)

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 import attrs
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.model.lives import Life, Lives
+from kvledger.lifecycle.audit.model.moment import Check, Moment
 from kvledger.lifecycle.audit.model.slots import Slots
-from kvledger.lifecycle.projections import Projections
-from kvledger.lifecycle.replay import Check, ReplayedEvent
 from kvledger.lifecycle.windows import NO_SLOT
+
+if TYPE_CHECKING:
+    from kvledger.lifecycle.audit.model.start import Start
 
 _DECIDED_AWAY: tuple[type[e.RequestDecision], ...] = (e.PrefillAdvanced, e.PrefillCompleted, e.RequestQuarantined)
 _TAKEN_AWAY: tuple[type[e.RequestEvent], ...] = (
@@ -77,16 +80,12 @@ class Tails:
             return f"its tail of tokens {tail.first_token} to {tail.end_token} was dropped by {event_id}", sequence
         return "it has no tail", 0
 
-    def begin(self, projections: Projections) -> None:
+    def begin(self, start: Start) -> None:
         """Take over the tails where an audit starts in the middle of a log."""
-        for record in projections.tracker:
-            tail = projections.tails.of(record.ordinal)
-            if tail is not None:
-                self._tails[record.ordinal] = IssuedTail(
-                    tail.job_id, 0, tail.first_token, tail.end_token, tail.slots, tail.is_saved, tail.load_id
-                )
-                if tail.is_saved:
-                    self._slots.hold(tail.slots)
+        self._tails.update(start.tails)
+        for tail in start.tails.values():
+            if tail.is_saved:
+                self._slots.hold(tail.slots)
 
     def folds(self) -> Iterable[tuple[type[e.Event], Check]]:
         """(event class, fold), to be done as checks are; they never find anything."""
@@ -102,52 +101,52 @@ class Tails:
             (e.RequestReleased, self._released),
         ]
 
-    def _issued(self, event: e.TailSaveIssued, step: ReplayedEvent, _projections: Projections) -> None:
+    def _issued(self, event: e.TailSaveIssued, moment: Moment) -> None:
         if self._lives.of(event.ordinal) is not None:
             end_token = event.first_token + event.num_tokens
             self._tails[event.ordinal] = IssuedTail(
-                event.job_id, step.sequence, event.first_token, end_token, event.slots
+                event.job_id, moment.sequence, event.first_token, end_token, event.slots
             )
 
-    def _completed(self, event: e.SaveCompleted, _step: ReplayedEvent, _projections: Projections) -> None:
+    def _completed(self, event: e.SaveCompleted, _moment: Moment) -> None:
         if self._tails:
             tail = self._tails.get(event.ordinal)
             if tail is not None and tail.job_id == event.job_id:
                 self._tails[event.ordinal] = attrs.evolve(tail, is_saved=True)
                 self._slots.hold(tail.slots)
 
-    def _save_failed(self, event: e.SaveFailed, step: ReplayedEvent, _projections: Projections) -> None:
+    def _save_failed(self, event: e.SaveFailed, moment: Moment) -> None:
         tail = self._tails.get(event.ordinal)
         if tail is not None and tail.job_id == event.job_id:
-            self._drop(event.ordinal, event, step.sequence)
+            self._drop(event.ordinal, event, moment.sequence)
 
-    def _load_issued(self, event: e.LoadIssued, _step: ReplayedEvent, _projections: Projections) -> None:
+    def _load_issued(self, event: e.LoadIssued, _moment: Moment) -> None:
         tail = self._tails.get(event.ordinal)
         if tail is not None and tail.is_saved and not (set(tail.slots) - {NO_SLOT}).isdisjoint(event.slots):
             self._tails[event.ordinal] = attrs.evolve(tail, load_id=event.job_id)
 
-    def _load_failed(self, event: e.LoadFailed, step: ReplayedEvent, _projections: Projections) -> None:
+    def _load_failed(self, event: e.LoadFailed, moment: Moment) -> None:
         tail = self._tails.get(event.ordinal)
         if tail is not None and tail.load_id == event.job_id:
-            self._drop(event.ordinal, event, step.sequence)
+            self._drop(event.ordinal, event, moment.sequence)
 
-    def _reset(self, event: e.CacheReset, step: ReplayedEvent, _projections: Projections) -> None:
+    def _reset(self, event: e.CacheReset, moment: Moment) -> None:
         for ordinal in tuple(self._tails):
-            self._drop(ordinal, event, step.sequence)
+            self._drop(ordinal, event, moment.sequence)
 
-    def _decided_away(self, event: e.RequestDecision, step: ReplayedEvent, _projections: Projections) -> None:
+    def _decided_away(self, event: e.RequestDecision, moment: Moment) -> None:
         if self._tails:
-            self._drop(event.ordinal, event, step.sequence)
+            self._drop(event.ordinal, event, moment.sequence)
 
-    def _taken_away(self, event: e.RequestEvent, step: ReplayedEvent, _projections: Projections) -> None:
+    def _taken_away(self, event: e.RequestEvent, moment: Moment) -> None:
         life = self._lives.get(event.request_id)
         if life is not None:
-            self._drop(life.ordinal, event, step.sequence)
+            self._drop(life.ordinal, event, moment.sequence)
             if type(event) is e.RequestArrived:
                 self._dropped.pop(life.ordinal, None)
 
-    def _released(self, event: e.RequestReleased, step: ReplayedEvent, _projections: Projections) -> None:
-        self._drop(event.ordinal, event, step.sequence)
+    def _released(self, event: e.RequestReleased, moment: Moment) -> None:
+        self._drop(event.ordinal, event, moment.sequence)
         self._dropped.pop(event.ordinal, None)
 
     def _drop(self, ordinal: int, event: e.Event, sequence: int) -> None:

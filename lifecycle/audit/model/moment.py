@@ -1,0 +1,47 @@
+"""The event at hand, and what the log had told of its request until then: what a check is given beside the event."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import attrs
+
+from kvledger.lifecycle.events import Event
+from kvledger.lifecycle.states import BlocksRegion, RequestState
+
+if TYPE_CHECKING:
+    from kvledger.lifecycle.audit.model.lives import Life
+
+
+def _nobody(_request_id: str) -> Life | None:
+    return None
+
+
+@attrs.define
+class Moment:
+    """One object serves a whole audit, so that nothing is made for an event; whoever wants to keep something copies it.
+
+    Sequence and event are set by whoever reads the log, the rest by the lives; what is about a request says nothing at
+    an event that names none. An attrs class, because setting a field of a struct costs more.
+    """
+
+    sequence: int = 0
+    event: Event | None = None
+    life: Life | None = None
+    """The present life of the event's request, one that begins or ends here included."""
+    state_before: RequestState | None = None
+    """None where nobody had the request's id."""
+    blocks_before: BlocksRegion | None = None
+    was_stale: bool = False
+    """Of a preemption and an end: whether what the request had computed was from before a reset."""
+    is_legal: bool = True
+    """Whether the tables have a row for the event in phase and blocks; not if nobody had the request's id."""
+    refused_rows: Sequence[tuple[Life, RequestState, BlocksRegion]] = ()
+    """Of a step: whom it schedules where none can be scheduled, and where each was before."""
+    life_of: Callable[[str], Life | None] = _nobody
+    """The present life of a request id."""
+
+
+Check = Callable[[Any, Moment], object]
+"""Looks at one event after the model has taken it up; what it returns, if not None, is what it found."""

@@ -1,0 +1,62 @@
+"""What is known where an audit begins in the middle of a log, as plain data.
+
+Until audits keep a state of their own beside snapshots, `taken_over.py` fills it from live state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from typing import TYPE_CHECKING
+
+import attrs
+import msgspec
+
+if TYPE_CHECKING:
+    from kvledger.lifecycle.audit.model.answers import Answer
+    from kvledger.lifecycle.audit.model.chunks import Departed
+    from kvledger.lifecycle.audit.model.jobs import InFlight
+    from kvledger.lifecycle.audit.model.lives import Life
+    from kvledger.lifecycle.audit.model.tails import IssuedTail
+
+
+@attrs.frozen(kw_only=True)
+class Start:
+    """Whoever takes something over may keep and change it: nobody else has it."""
+
+    num_steps: int
+    time_ns: int
+    lives: Sequence[Life]
+    held: Mapping[int, Sequence[int]]
+    """Ordinal -> block ids in token order."""
+    lost: Mapping[int, Sequence[int]]
+    """The same, lost since the last step."""
+    leaving: Mapping[str, int]
+    """Request id -> tokens that were settled when its windows left pages, since the last step."""
+    left: Mapping[str, int]
+    """The same right before the last step."""
+    jobs: Sequence[InFlight]
+    given_up: Sequence[InFlight]
+    last_job_id: int
+    epoch: int
+    """Resets so far."""
+    committed: Mapping[bytes, tuple[int, ...]]
+    """Chunk key -> slots."""
+    departed: Mapping[bytes, Departed]
+    tails: Mapping[int, IssuedTail]
+    """By ordinal."""
+    promised: Mapping[str, Sequence[bytes]]
+    """Request id -> keys that its pending answer promised."""
+    waited_for: Mapping[str, Sequence[bytes]]
+    """Request id -> keys that it will come back for."""
+    answers: Mapping[str, Answer]
+    """By request id; those that no allocation has taken up."""
+    num_deferred: Mapping[str, int]
+    """Request id -> how often in a row it was put off."""
+    cursors: Mapping[str, int]
+    """Request id -> chunks dealt with."""
+    unfilled: AbstractSet[int]
+    """Ids of blocks that a failed load left without KV."""
+    has_hook_failed: bool
+    of_extensions: Mapping[str, msgspec.Struct]
+    """Name of an extension's projection -> its state."""

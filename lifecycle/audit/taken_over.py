@@ -1,0 +1,121 @@
+"""Where an audit begins in the middle of a log: what is believed there, as the plain data that its model begins with.
+
+The one part of the audit that looks at live projections. What it takes over is trusted, not judged; whatever comes
+behind is judged by the model alone.
+"""
+
+from __future__ import annotations
+
+from array import array
+from copy import deepcopy
+
+from kvledger.lifecycle.audit.model.answers import Answer
+from kvledger.lifecycle.audit.model.chunks import Departed
+from kvledger.lifecycle.audit.model.jobs import InFlight
+from kvledger.lifecycle.audit.model.lives import NEVER, PLACES, Life
+from kvledger.lifecycle.audit.model.start import Start
+from kvledger.lifecycle.audit.model.tails import IssuedTail
+from kvledger.lifecycle.projections import Projections
+from kvledger.lifecycle.projections.tracker import RequestRecord
+from kvledger.lifecycle.projections.transfers import Job, JobKind
+from kvledger.lifecycle.states import CurrentRegion, FirstRegion, SourceRegion, TrustRegion, WorkRegion
+from kvledger.lifecycle.windows import NO_SLOT
+
+
+def taken_over(projections: Projections) -> Start:
+    """A copy of all that the audit's model has to know."""
+    tracker, transfers, chunks, blocks = (
+        projections.tracker,
+        projections.transfers,
+        projections.chunks,
+        projections.blocks,
+    )
+    records = list(tracker)
+    ids = [record.request_id for record in records]
+    tails = {record.ordinal: projections.tails.of(record.ordinal) for record in records}
+    pending = [(record, projections.lookups.pending(record.request_id)) for record in records]
+    of_extensions = {spec.name for extension in projections.core.extensions for spec in extension.projections}
+    return Start(
+        num_steps=tracker.num_steps,
+        time_ns=tracker.time_ns,
+        lives=[_life(record, projections) for record in records],
+        held={record.ordinal: array("I", blocks.held(record.request_id)) for record in records},
+        lost={record.ordinal: array("I", blocks.lost(record.request_id)) for record in records},
+        leaving={each: told for each in ids if (told := blocks.left_at_end(each)) is not None},
+        left={each: told for each in ids if (told := blocks.left_since(each)) is not None},
+        jobs=[_in_flight(job) for job in transfers],
+        given_up=[_in_flight(job) for job in transfers.all_given_up()],
+        last_job_id=transfers.next_job_id - 1,
+        epoch=transfers.epoch,
+        committed=dict(chunks.committed),
+        departed={key: Departed(why.reason.value, why.sequence) for key, why in chunks.all_departed()},
+        tails={
+            ordinal: IssuedTail(
+                tail.job_id, 0, tail.first_token, tail.end_token, tail.slots, tail.is_saved, tail.load_id
+            )
+            for ordinal, tail in tails.items()
+            if tail is not None
+        },
+        promised={each: list(keys) for each, keys in chunks.promised.items()},
+        waited_for={each: list(keys) for each, keys in chunks.wanted.items()},
+        answers={
+            record.request_id: Answer(
+                answer.sequence,
+                (record.request_id, record.ordinal, answer.generation),
+                answer.num_computed_tokens,
+                answer.num_external_tokens,
+            )
+            for record, answer in pending
+            if answer is not None
+        },
+        num_deferred={each: count for each in ids if (count := projections.lookups.num_deferred(each))},
+        cursors={each: projections.save_cursor.num_chunks(each) for each in ids},
+        unfilled=frozenset(projections.unfilled.blocks),
+        has_hook_failed=projections.totals.figures.num_hook_failures > 0,
+        of_extensions={name: deepcopy(state) for name, state in projections.states().items() if name in of_extensions},
+    )
+
+
+def _life(record: RequestRecord, projections: Projections) -> Life:
+    return Life(
+        record.request_id,
+        record.ordinal,
+        record.num_prompt_tokens,
+        record.num_tokens,
+        PLACES.index((record.state, record.blocks)),
+        record.state,
+        record.blocks,
+        record.generation,
+        record.num_failed_loads,
+        computes_first=record.first is FirstRegion.COMPUTES_FIRST,
+        quarantined=record.trust is TrustRegion.QUARANTINED,
+        stale_generation=record.generation if record.current is CurrentRegion.STALE else NEVER,
+        counted_tokens=record.counted_tokens,
+        steady_since=record.steady_since,
+        keys=list(projections.chunk_keys.of(record.request_id)),
+    )
+
+
+def _in_flight(job: Job) -> InFlight:
+    return InFlight(
+        0,
+        job.job_id,
+        job.request_id,
+        job.ordinal,
+        job.generation,
+        job.kind is JobKind.LOAD,
+        job.is_async,
+        job.chunks,
+        job.keys,
+        job.earlier_keys,
+        job.slots,
+        job.block_ids,
+        job.epoch,
+        job.asked_step,
+        job.asked_ns,
+        NO_SLOT in job.slots,
+        job.work is WorkRegion.OVERDUE,
+        job.source is SourceRegion.FENCED,
+        frozenset(job.ranks_done),
+        frozenset(job.ranks_failed),
+    )

@@ -1,0 +1,148 @@
+"""The audit's model: it tells the states around each event, and nobody who asks it reaches what decided."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterable, Iterator
+from copy import copy
+from types import FunctionType, ModuleType
+from typing import Any, ClassVar
+
+import msgspec
+from lifecycle_driver import Walk
+
+from kvledger.lifecycle import Core
+from kvledger.lifecycle import events as e
+from kvledger.lifecycle.audit import Audit, Model, Moment
+from kvledger.lifecycle.audit.model.moment import Check
+from kvledger.lifecycle.replay import batches, fold
+
+JUDGED = tuple(
+    f"kvledger.lifecycle.{part}"
+    for part in (
+        "projections",
+        "decisions",
+        "handlers",
+        "policies",
+        "core",
+        "decider",
+        "gate",
+        "ledger",
+        "replay",
+        "turn",
+    )
+)
+
+
+class Listener:
+    """Remembers the moment of each event."""
+
+    rule: ClassVar[str] = "LISTENER"
+
+    def __init__(self) -> None:
+        self.moments: list[Moment] = []
+
+    def checks(self, model: Model) -> Iterable[tuple[type[e.Event], Check]]:
+        """All events of requests."""
+        return [(event_class, self._look) for event_class in model.request_events]
+
+    def _look(self, _event: e.Event, moment: Moment) -> None:
+        self.moments.append(copy(moment))
+
+
+def walked() -> Walk:
+    """A walk with every kind of event."""
+    walk = Walk(7, chunk_size=16, block_size=16)
+    walk.run(60)
+    return walk
+
+
+def test_each_moment_tells_the_states_around_its_event() -> None:
+    """Checkers see the moment as it was."""
+    walk, listener = walked(), Listener()
+    Audit(Core.standard(), walk.driver.configuration, checkers=[listener]).run(enumerate(walk.driver.observed, 1))
+    moments = [moment for moment in listener.moments if moment.life is not None]
+    assert {moment.state_before for moment in moments if isinstance(moment.event, e.RequestArrived)} <= {
+        None,
+        "finished",
+    }
+    assert {moment.state_before for moment in moments if isinstance(moment.event, e.RequestReleased)} == {"finished"}
+    preempted = [moment for moment in moments if isinstance(moment.event, e.RequestPreempted)]
+    assert preempted
+    assert all(moment.is_legal for moment in preempted)
+    assert {moment.state_before for moment in preempted} <= {"new", "chunked_prefill", "running", "recovering"}
+
+
+class Keeper:
+    """Keeps the model that it is given."""
+
+    rule: ClassVar[str] = "KEEPER"
+    model: Model
+
+    def checks(self, model: Model) -> Iterable[tuple[type[e.Event], Check]]:
+        """None."""
+        self.model = model
+        return []
+
+
+def test_the_model_and_the_projections_agree_on_every_life() -> None:
+    """Two that are made apart: phase, blocks, generation, counts and keys, whenever an observation comes next."""
+    walk, keeper = walked(), Keeper()
+    audit = Audit(Core.standard(), walk.driver.configuration, checkers=[keeper])
+    num_compared = 0
+    for batch in batches(enumerate(walk.driver.observed, 1)):
+        audit.take_frame(batch)
+        tracker, chunk_keys, lives = audit.projections.tracker, audit.projections.chunk_keys, keeper.model.lives
+        assert {life.ordinal for life in lives} == {record.ordinal for record in tracker}
+        for record in tracker:
+            life = lives.of(record.ordinal)
+            assert life is not None
+            assert (life.state, life.blocks, life.generation) == (record.state, record.blocks, record.generation)
+            assert (life.num_tokens, life.num_failed_loads) == (record.num_tokens, record.num_failed_loads)
+            assert lives.num_computed_tokens(life) == tracker.num_computed_tokens(record)
+            assert life.keys == list(chunk_keys.of(record.request_id))
+            num_compared += 1
+    assert num_compared
+
+
+def _reachable(roots: Iterable[Any]) -> Iterator[Any]:
+    """Everything that hangs on these, but for what a module or a class brings along."""
+    found: dict[int, Any] = {}
+    waiting = list(roots)
+    while waiting:
+        each = waiting.pop()
+        if id(each) in found or isinstance(each, ModuleType | type):
+            continue
+        found[id(each)] = each
+        yield each
+        if isinstance(each, FunctionType):
+            waiting += [cell.cell_contents for cell in each.__closure__ or ()]
+        elif isinstance(each, msgspec.Struct):  # some of them the garbage collector does not know
+            waiting += msgspec.structs.astuple(each)
+        else:
+            waiting += gc.get_referents(each)
+
+
+def _judged(roots: Iterable[Any]) -> set[str]:
+    return {type(each).__qualname__ for each in _reachable(roots) if type(each).__module__.startswith(JUDGED)}
+
+
+def test_no_checker_can_reach_what_decided() -> None:
+    """Neither the model nor a checker holds a projection, a handler or the core, also where an audit begins midway."""
+    walk, core = walked(), Core.standard()
+    configuration, events = walk.driver.configuration, walk.driver.observed
+    whole = Audit(core, configuration)
+    whole.run(enumerate(events, 1))
+    start = fold(core, enumerate(events, 1), configuration, at=len(events) // 2)
+    assert len(start.tracker)
+    begun = Audit(core, configuration, start=start)
+    assert _judged([whole.checkers, begun.checkers]) == set()
+
+
+def test_the_search_finds_what_is_held_in_a_roundabout_way() -> None:
+    """Or the test above would prove nothing."""
+    walk = walked()
+    events = walk.driver.observed
+    start = fold(Core.standard(), enumerate(events, 1), walk.driver.configuration, at=len(events) // 2)
+    for holder in (lambda: start.tracker, {"held": [start]}, start.tracker.get, start.tracker.folds):
+        assert _judged([holder])
