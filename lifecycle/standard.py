@@ -26,15 +26,14 @@ from kvledger.lifecycle.projections.unfilled import UnfilledBlocks
 from kvledger.lifecycle.table import GATING, JOB_REGIONS, REGIONS
 from kvledger.lifecycle.upcasters import UPCASTERS
 
-# Totals, blocks and tails first, to see states and lives as they were; the unfilled behind the blocks, in whose
-# tables they lie, and before the transfers, which ask for them; the chunk index before the transfers, which forget
-# settled jobs; everything that asks whether a request is still known after the tracker.
+# Totals first, to see states as they were; the unfilled behind the blocks, in whose tables they lie, and before the
+# transfers, which ask for them; the tails before the chunk index, and that before the transfers, which forget settled
+# jobs; what is kept by life before the tracker, which forgets lives.
 PROJECTIONS: tuple[ProjectionSpec, ...] = (
     ProjectionSpec("totals", lambda its: Totals(its.tracker, its.transfers)),
     ProjectionSpec("blocks", lambda its: BlockTable(its.tracker), of_requests=True),
     ProjectionSpec("unfilled", lambda its: UnfilledBlocks(its.tracker, its.blocks, its.geometry)),
     ProjectionSpec("tails", lambda its: Tails(its.tracker, its.chunks.slots), of_requests=True),
-    ProjectionSpec("tracker", lambda its: RequestTracker(its.core), of_requests=True),
     ProjectionSpec("chunk_keys", lambda its: ChunkKeys(its.tracker, its.configuration.chunk_size), of_requests=True),
     ProjectionSpec(
         "save_cursor",
@@ -57,6 +56,7 @@ PROJECTIONS: tuple[ProjectionSpec, ...] = (
             keep_for_preempted=its.configuration.keep_for_preempted,
         ),
     ),
+    ProjectionSpec("tracker", lambda its: RequestTracker(its.core), of_requests=True),
     ProjectionSpec(
         "transfers",
         lambda its: Transfers(

@@ -92,7 +92,7 @@ class StepEncoder:
         threshold = self._cursor.next_threshold(record.request_id)
         if num_settled_tokens < threshold or record.trust is TrustRegion.QUARANTINED:
             return None
-        num_keys = len(self._projections.chunk_keys.of(record.request_id))
+        num_keys = len(self._projections.chunk_keys.of_life(record.ordinal))
         if not self._projections.geometry.windows.forget:
             num_settled_tokens = min(num_settled_tokens, num_keys * self._projections.configuration.chunk_size)
         elif self._projections.geometry.num_chunks_in(num_settled_tokens) > num_keys:

@@ -24,7 +24,7 @@ def slot_of_page(page: int, end_token: int, record: RequestRecord, projections: 
     """The slot with an image of the page that is valid for a prefix of `end_token` tokens, or `NO_SLOT`."""
     geometry = projections.geometry
     chunk, place = geometry.place_of(page, -(-end_token // geometry.chunk_size))
-    keys = projections.chunk_keys.of(record.request_id)
+    keys = projections.chunk_keys.of_life(record.ordinal)
     slots = projections.chunks.get(keys[chunk]) if chunk < len(keys) else None
     slot = NO_SLOT if slots is None else slots[place]
     tail = projections.tails.saved(record.ordinal)

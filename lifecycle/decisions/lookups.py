@@ -147,7 +147,7 @@ def _within_windows(num_tokens: int, hit: _Hit, record: RequestRecord, projectio
 def _find(event: e.LookupRequested, record: RequestRecord, projections: Projections) -> _Hit:
     num_chunks = projections.lookups.num_hit_chunks(event.request_id, record.generation)
     num_tokens = num_chunks * projections.configuration.chunk_size
-    hit = _why_chunks_end(event.request_id, num_chunks, num_tokens, projections)
+    hit = _why_chunks_end(record.ordinal, num_chunks, num_tokens, projections)
     tail = projections.tails.of(record.ordinal)
     if tail is not None and tail.first_token > num_tokens and hit.awaited is not None:
         # The chunks under way are the request's own or another's; behind them its tail is under way, or here.
@@ -161,8 +161,8 @@ def _find(event: e.LookupRequested, record: RequestRecord, projections: Projecti
     return replace(hit, num_tokens=tail.end_token, awaited=None)
 
 
-def _why_chunks_end(request_id: str, num_hit_chunks: int, num_tokens: int, projections: Projections) -> _Hit:
-    keys = projections.chunk_keys.of(request_id)
+def _why_chunks_end(ordinal: int, num_hit_chunks: int, num_tokens: int, projections: Projections) -> _Hit:
+    keys = projections.chunk_keys.of_life(ordinal)
     if num_hit_chunks >= len(keys):
         return _Hit(num_tokens, MissReason.COMPLETE)
     missing = keys[num_hit_chunks]

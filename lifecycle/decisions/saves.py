@@ -106,7 +106,7 @@ class _Plan(msgspec.Struct):
             return
         unsaved: Sequence[int]
         geometry, chunks = projections.geometry, projections.chunks
-        keys = projections.chunk_keys.of(record.request_id)
+        keys = projections.chunk_keys.of_life(record.ordinal)
         end_chunk = num_settled_tokens // geometry.chunk_size
         if end_chunk > len(keys):  # noqa: PLR1730 -- a call to `min` costs more, for every save
             end_chunk = len(keys)
@@ -223,7 +223,7 @@ class _Plan(msgspec.Struct):
         """Save the tokens behind the last whole chunk, where everything before them is saved or being saved."""
         end_chunk = self.turn.projections.geometry.num_chunks_in(num_settled_tokens)
         first_token = end_chunk * self.turn.projections.geometry.chunk_size
-        keys = self.turn.projections.chunk_keys.of(self.turn.record.request_id)[:end_chunk]
+        keys = self.turn.projections.chunk_keys.of_life(self.turn.record.ordinal)[:end_chunk]
         if self._is_doubtful or first_token == num_settled_tokens or len(keys) < end_chunk:
             return
         if not all(

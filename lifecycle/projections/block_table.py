@@ -45,22 +45,22 @@ class BlockTable:
 
     def held(self, request_id: str) -> Sequence[int]:
         """The blocks a request holds now, in token order."""
-        return self.state.held.get(self._ordinal(request_id), ())
+        return self.state.held.get(self._tracker.ordinal(request_id), ())
 
     def lost(self, request_id: str) -> array[int] | tuple[()]:
         """The blocks it was just deprived of. Their bytes are intact until the next step's forward."""
-        return self.state.lost.get(self._ordinal(request_id), ())
+        return self.state.lost.get(self._tracker.ordinal(request_id), ())
 
     def left_since(self, request_id: str) -> int | None:
         """How many tokens were settled when its windows had last left pages before the step; None where nobody told.
 
         What they left since is free, and intact until this step's forward.
         """
-        return self.state.left.get(self._ordinal(request_id))
+        return self.state.left.get(self._tracker.ordinal(request_id))
 
     def left_at_end(self, request_id: str) -> int | None:
         """The same for a request that ends between two steps; intact until the next step's forward."""
-        return self.state.leaving.get(self._ordinal(request_id))
+        return self.state.leaving.get(self._tracker.ordinal(request_id))
 
     def folds(self) -> Mapping[type[e.Event], Callable[..., None]]:
         """Event class -> fold."""
@@ -76,26 +76,22 @@ class BlockTable:
             e.RequestReleased: self._released,
         }
 
-    def _ordinal(self, request_id: str) -> int:
-        record = self._tracker.get(request_id)
-        return -1 if record is None else record.ordinal
-
     def _replaced(self, event: e.BlocksAllocated | e.BlockTableObserved, _sequence: int) -> None:
-        ordinal = self._ordinal(event.request_id)
+        ordinal = self._tracker.ordinal(event.request_id)
         if ordinal >= 0:
             self.state.held[ordinal] = array("I", event.block_ids)
 
     def _asked(self, event: e.LookupRequested, _sequence: int) -> None:
         # Who is asked about holds nothing; after a failed asynchronous load vLLM frees the blocks without a word.
-        self.state.held.pop(self._ordinal(event.request_id), None)
+        self.state.held.pop(self._tracker.ordinal(event.request_id), None)
 
     def _window_left(self, event: e.WindowLeft, _sequence: int) -> None:
-        ordinal = self._ordinal(event.request_id)
+        ordinal = self._tracker.ordinal(event.request_id)
         if ordinal >= 0:
             self.state.leaving[ordinal] = event.num_settled_tokens
 
     def _taken(self, event: e.RequestPreempted | e.RequestFinished, _sequence: int) -> None:
-        ordinal = self._ordinal(event.request_id)
+        ordinal = self._tracker.ordinal(event.request_id)
         block_ids = self.state.held.pop(ordinal, None)
         if block_ids is not None:
             self.state.lost[ordinal] = block_ids
@@ -113,7 +109,7 @@ class BlockTable:
                     held.extend(block_ids)
 
     def _arrived(self, event: e.RequestArrived, _sequence: int) -> None:
-        self._forget(self._ordinal(event.request_id))
+        self._forget(self._tracker.ordinal(event.request_id))
 
     def _forget(self, ordinal: int) -> None:
         self.state.held.pop(ordinal, None)

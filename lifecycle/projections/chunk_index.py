@@ -53,10 +53,10 @@ class State(msgspec.Struct, forbid_unknown_fields=True):
     """Committed chunks that nobody is sure to come back for, oldest first."""
     departed: dict[bytes, Departed] = {}
     """The longest gone first."""
-    pinned_by: dict[str, tuple[bytes, ...]] = {}
-    """Request id -> what its pending answer promised, by the keys that it had then."""
-    wanted_by: dict[str, tuple[bytes, ...]] = {}
-    """Request id -> what it will come back for, the same way."""
+    pinned_by: dict[int, tuple[bytes, ...]] = {}
+    """Ordinal of a life -> what its pending answer promised, by the keys that it had then."""
+    wanted_by: dict[int, tuple[bytes, ...]] = {}
+    """Ordinal of a life -> what it will come back for, the same way."""
     num_added: int = 0
     num_removed: int = 0
 
@@ -64,7 +64,8 @@ class State(msgspec.Struct, forbid_unknown_fields=True):
 class ChunkIndex:
     """Committed chunks, what nobody waits for in order of recency, and what is promised or waited for beside it.
 
-    A settlement concerns its job, a promise the generation that it was made to.
+    A settlement concerns its job, a promise the generation that it was made to. To be folded before the tracker, which
+    forgets lives.
     """
 
     def __init__(
@@ -127,12 +128,16 @@ class ChunkIndex:
     @property
     def promised(self) -> Mapping[str, tuple[bytes, ...]]:
         """Request id -> the chunks that its pending answer promised."""
-        return self.state.pinned_by
+        return self._by_request(self.state.pinned_by)
 
     @property
     def wanted(self) -> Mapping[str, tuple[bytes, ...]]:
         """Request id -> the chunks that it was preempted with and will come back for."""
-        return self.state.wanted_by
+        return self._by_request(self.state.wanted_by)
+
+    def _by_request(self, keys_of: Mapping[int, tuple[bytes, ...]]) -> Mapping[str, tuple[bytes, ...]]:
+        records = ((self._tracker.of(ordinal), keys) for ordinal, keys in keys_of.items())
+        return {record.request_id: keys for record, keys in records if record is not None}
 
     def is_saving(self, key: bytes) -> bool:
         """Whether a save of the chunk is in flight."""
@@ -225,15 +230,15 @@ class ChunkIndex:
         if event.num_external_tokens:
             num_tokens = event.num_computed_tokens + event.num_external_tokens
             num_chunks = -(-num_tokens // self._geometry.chunk_size)
-            keys = tuple(self._chunk_keys.of(event.request_id)[:num_chunks])
-        if keys != self.state.pinned_by.get(event.request_id, ()):
-            self._unpin(event, 0)
+            keys = tuple(self._chunk_keys.of_life(event.ordinal)[:num_chunks])
+        if keys != self.state.pinned_by.get(event.ordinal, ()):
+            self._unpin(event.ordinal)
             if keys:
                 _count_up(self._pins, keys)
-                self.state.pinned_by[event.request_id] = keys
+                self.state.pinned_by[event.ordinal] = keys
 
-    def _unpin(self, event: e.RequestEvent, _sequence: int) -> None:
-        keys = self.state.pinned_by.pop(event.request_id, None)
+    def _unpin(self, ordinal: int) -> None:
+        keys = self.state.pinned_by.pop(ordinal, None)
         if keys is not None:
             _count_down(self._pins, keys)
 
@@ -242,35 +247,38 @@ class ChunkIndex:
     def _load_issued(self, event: e.LoadIssued, _sequence: int) -> None:
         self.slots.acquire(event.slots)
         num_chunks = -(-(event.first_token + event.num_tokens) // self._geometry.chunk_size)
-        self._renew(event.request_id, num_chunks)
+        self._renew(event.ordinal, num_chunks)
 
-    def _renew(self, request_id: str, num_chunks: int) -> None:
-        keys = self._chunk_keys.first(request_id, num_chunks)
+    def _renew(self, ordinal: int, num_chunks: int) -> None:
+        keys = self._chunk_keys.first(ordinal, num_chunks)
         if keys:
-            self.state.by_age.touch_prefix(request_id, keys)
+            self.state.by_age.touch_prefix(ordinal, keys)
 
-    def _preempted(self, event: e.RequestPreempted, sequence: int) -> None:
-        self._unpin(event, sequence)
-        keys = self._chunk_keys.of(event.request_id)
-        self._renew(event.request_id, len(keys))
-        if self._keep_for_preempted:
-            self._no_longer_want(event.request_id)
+    def _preempted(self, event: e.RequestPreempted, _sequence: int) -> None:
+        ordinal = self._tracker.ordinal(event.request_id)
+        self._unpin(ordinal)
+        keys = self._chunk_keys.of_life(ordinal)
+        self._renew(ordinal, len(keys))
+        if self._keep_for_preempted and ordinal >= 0:
+            self._no_longer_want(ordinal)
             wanted = tuple(keys[: self._geometry.num_chunks_in(event.num_settled_tokens)])
             _count_up(self._wanted, wanted)
-            self.state.wanted_by[event.request_id] = wanted
+            self.state.wanted_by[ordinal] = wanted
             for key in wanted:
                 self.state.by_age.discard(key)
 
-    def _allocated(self, event: e.BlocksAllocated | e.RequestArrived | e.RequestFinished, sequence: int) -> None:
-        self._unpin(event, sequence)
-        self._no_longer_want(event.request_id)
+    def _allocated(self, event: e.BlocksAllocated | e.RequestArrived | e.RequestFinished, _sequence: int) -> None:
+        ordinal = self._tracker.ordinal(event.request_id)
+        self._unpin(ordinal)
+        self._no_longer_want(ordinal)
 
     def _finished(self, event: e.RequestFinished, sequence: int) -> None:
         self._allocated(event, sequence)
-        self._renew(event.request_id, len(self._chunk_keys.of(event.request_id)))
+        ordinal = self._tracker.ordinal(event.request_id)
+        self._renew(ordinal, len(self._chunk_keys.of_life(ordinal)))
 
-    def _no_longer_want(self, request_id: str) -> None:
-        keys = self.state.wanted_by.pop(request_id, None)
+    def _no_longer_want(self, ordinal: int) -> None:
+        keys = self.state.wanted_by.pop(ordinal, None)
         if keys is not None:
             _count_down(self._wanted, keys)
             self.state.by_age.add(self._unwanted(keys))
@@ -290,7 +298,7 @@ class ChunkIndex:
 
     def _save_issued(self, event: e.SaveIssued, _sequence: int) -> None:
         self.slots.acquire(event.slots)
-        _count_up(self._saving, self._chunk_keys.of_chunks(event.request_id, event.chunks))
+        _count_up(self._saving, self._chunk_keys.of_chunks(event.ordinal, event.chunks))
 
     def _tail_save_issued(self, event: e.TailSaveIssued, _sequence: int) -> None:
         self.slots.acquire(event.slots)
@@ -309,14 +317,9 @@ class ChunkIndex:
         # A growing request's beginning must not look older than its end. Renewing it whenever it has grown by an
         # eighth keeps the cost per chunk constant.
         first = job.chunks[0] if job.chunks else 0
-        if first and (first < _SHORT or first % (first // 8) == 0) and self._is_present(job):
-            self._renew(job.request_id, first)
+        if first and (first < _SHORT or first % (first // 8) == 0):
+            self._renew(job.ordinal, first)
         self.state.num_added += 1
-
-    def _is_present(self, job: Job) -> bool:
-        """Whether the keys under the id of the job's request are those of its own life."""
-        record = self._tracker.get(job.request_id)
-        return record is not None and record.ordinal == job.ordinal
 
     def _place_whole(self, job: Job) -> bool:
         """Let chunks that are whole blocks be found, if every one is complete; else return False.

@@ -15,13 +15,13 @@ from kvledger.lifecycle.projections.tracker import RequestTracker
 
 
 class State(msgspec.Struct, forbid_unknown_fields=True):
-    """By request id."""
+    """By the ordinal of a life."""
 
-    keys: dict[str, list[bytes]] = {}
+    keys: dict[int, list[bytes]] = {}
 
 
 class ChunkKeys:
-    """Request id -> keys in chunk order."""
+    """Life of a request -> keys in chunk order. To be folded before the tracker, which forgets lives."""
 
     def __init__(self, tracker: RequestTracker, chunk_size: int) -> None:
         self._tracker = tracker
@@ -32,17 +32,21 @@ class ChunkKeys:
         return len(self.state.keys)
 
     def of(self, request_id: str) -> Sequence[bytes]:
-        """The keys known so far."""
-        return self.state.keys.get(request_id, ())
+        """Those known so far of the present life of an id."""
+        return self.state.keys.get(self._tracker.ordinal(request_id), ())
 
-    def first(self, request_id: str, num_chunks: int) -> list[bytes]:
-        """A list of the first keys, the caller's own."""
-        keys = self.state.keys.get(request_id)
+    def of_life(self, ordinal: int) -> Sequence[bytes]:
+        """Those known so far of that life."""
+        return self.state.keys.get(ordinal, ())
+
+    def first(self, ordinal: int, num_chunks: int) -> list[bytes]:
+        """A list of the first keys of a life, the caller's own."""
+        keys = self.state.keys.get(ordinal)
         return [] if keys is None else keys[:num_chunks]
 
-    def of_chunks(self, request_id: str, chunks: tuple[int, ...]) -> tuple[bytes, ...]:
-        """The keys of these chunks, without those that are not known."""
-        keys = self.state.keys.get(request_id)
+    def of_chunks(self, ordinal: int, chunks: tuple[int, ...]) -> tuple[bytes, ...]:
+        """The keys of these chunks of a life, without those that are not known."""
+        keys = self.state.keys.get(ordinal)
         if keys is None:
             return ()
         num_keys = len(keys)
@@ -60,11 +64,10 @@ class ChunkKeys:
         }
 
     def _observed(self, event: e.ChunkKeysObserved, _sequence: int) -> None:
-        keys = self.state.keys.get(event.request_id)
-        if keys is None:
-            if self._tracker.get(event.request_id) is None:
-                return
-            keys = self.state.keys[event.request_id] = []
+        ordinal = self._tracker.ordinal(event.request_id)
+        if ordinal < 0:
+            return
+        keys = self.state.keys.setdefault(ordinal, [])
         num_keys = len(keys)
         if event.first_chunk == num_keys:
             keys.extend(event.keys)
@@ -73,11 +76,12 @@ class ChunkKeys:
 
     def _session_continued(self, event: e.SessionContinued, _sequence: int) -> None:
         # Other tokens follow from here, so other keys.
-        del self.state.keys.get(event.request_id, [])[event.num_computed_tokens // self._chunk_size :]
+        keys = self.state.keys.get(self._tracker.ordinal(event.request_id), [])
+        del keys[event.num_computed_tokens // self._chunk_size :]
 
     def _arrived(self, event: e.RequestArrived, _sequence: int) -> None:
-        self.state.keys.pop(event.request_id, None)
+        self.state.keys.pop(self._tracker.ordinal(event.request_id), None)
 
     def _released(self, event: e.RequestReleased, _sequence: int) -> None:
-        if self._tracker.get(event.request_id) is None:
-            self.state.keys.pop(event.request_id, None)
+        if self._tracker.in_generation(event) is not None:
+            self.state.keys.pop(event.ordinal, None)

@@ -63,19 +63,20 @@ class PendingAnswer(msgspec.Struct, frozen=True, gc=False):
 
 
 class State(msgspec.Struct, forbid_unknown_fields=True):
-    """All by request id."""
+    """All by the ordinal of a life."""
 
-    hits: dict[str, CachedHit] = {}
-    pending: dict[str, PendingAnswer] = {}
-    taken_up: dict[str, PendingAnswer] = {}
-    num_deferred: dict[str, int] = {}
-    junctions: dict[str, int] = {}
+    hits: dict[int, CachedHit] = {}
+    pending: dict[int, PendingAnswer] = {}
+    taken_up: dict[int, PendingAnswer] = {}
+    num_deferred: dict[int, int] = {}
+    junctions: dict[int, int] = {}
 
 
 class LookupCache:
-    """One replaceable slot per request, written by the last lookup.
+    """One replaceable slot per life of a request, written by the last lookup. What is asked is about the present one.
 
-    What is answered concerns one generation of a life; an answer to any other is none.
+    What is answered concerns one generation of a life; an answer to any other is none. To be folded before the
+    tracker, which forgets lives.
     """
 
     def __init__(
@@ -92,24 +93,25 @@ class LookupCache:
 
     def pending(self, request_id: str) -> PendingAnswer | None:
         """The last answer that no allocation has taken up."""
-        return self.state.pending.get(request_id)
+        return self.state.pending.get(self._tracker.ordinal(request_id))
 
     def taken_up(self, request_id: str) -> PendingAnswer | None:
         """The answer that the request's last allocation took up, if a lookup preceded it."""
-        return self.state.taken_up.get(request_id)
+        return self.state.taken_up.get(self._tracker.ordinal(request_id))
 
     def junction(self, request_id: str) -> int:
         """Where another request's prefix ends that its last lookup could not use, because of a window; 0: nowhere."""
-        return self.state.junctions.get(request_id, 0)
+        return self.state.junctions.get(self._tracker.ordinal(request_id), 0)
 
     def num_deferred(self, request_id: str) -> int:
         """How often in a row the scheduler was told to ask again."""
-        return self.state.num_deferred.get(request_id, 0)
+        return self.state.num_deferred.get(self._tracker.ordinal(request_id), 0)
 
     def num_hit_chunks(self, request_id: str, generation: int) -> int:
         """Committed chunks from the request's first token on. Changes nothing."""
-        keys = self._chunk_keys.of(request_id)
-        cached = self.state.hits.get(request_id)
+        ordinal = self._tracker.ordinal(request_id)
+        keys = self._chunk_keys.of_life(ordinal)
+        cached = self.state.hits.get(ordinal)
         start = 0
         if (
             cached is not None
@@ -139,15 +141,15 @@ class LookupCache:
     def _answered(self, event: e.LookupAnswered, sequence: int) -> None:
         if self._tracker.in_generation(event) is None:
             return
-        request_id = event.request_id
-        self.state.hits[request_id] = CachedHit(
+        ordinal = event.ordinal
+        self.state.hits[ordinal] = CachedHit(
             event.num_hit_tokens // self._chunk_size,
-            len(self._chunk_keys.of(request_id)),
+            len(self._chunk_keys.of_life(ordinal)),
             event.generation,
             self._chunk_index.num_added,
             self._chunk_index.num_removed,
         )
-        self.state.pending[request_id] = PendingAnswer(
+        self.state.pending[ordinal] = PendingAnswer(
             event.generation,
             event.num_computed_tokens,
             event.num_tokens,
@@ -155,37 +157,40 @@ class LookupCache:
             event.is_async,
             sequence,
         )
-        self.state.num_deferred.pop(request_id, None)
+        self.state.num_deferred.pop(ordinal, None)
         if event.miss_reason == _WINDOW:
-            self.state.junctions[request_id] = event.num_hit_tokens // self._chunk_size * self._chunk_size
+            self.state.junctions[ordinal] = event.num_hit_tokens // self._chunk_size * self._chunk_size
 
     def _deferred(self, event: e.LookupDeferred, _sequence: int) -> None:
         if self._tracker.in_generation(event) is None:
             return
-        self.state.num_deferred[event.request_id] = event.num_deferred
-        self.state.pending.pop(event.request_id, None)
+        self.state.num_deferred[event.ordinal] = event.num_deferred
+        self.state.pending.pop(event.ordinal, None)
 
     def _withheld(self, event: e.DecisionWithheld, _sequence: int) -> None:
-        self.state.pending.pop(event.request_id, None)
+        self.state.pending.pop(self._tracker.ordinal(event.request_id), None)
 
     def _keys_observed(self, event: e.ChunkKeysObserved, _sequence: int) -> None:
-        cached = self.state.hits.get(event.request_id)
+        ordinal = self._tracker.ordinal(event.request_id)
+        cached = self.state.hits.get(ordinal)
         if cached is not None and event.first_chunk < cached.num_keys:
-            del self.state.hits[event.request_id]
+            del self.state.hits[ordinal]
 
     def _allocated(self, event: e.BlocksAllocated, _sequence: int) -> None:
-        answer = self.state.pending.pop(event.request_id, None)
+        ordinal = self._tracker.ordinal(event.request_id)
+        answer = self.state.pending.pop(ordinal, None)
         if answer is None:
-            self.state.taken_up.pop(event.request_id, None)
+            self.state.taken_up.pop(ordinal, None)
         else:
-            self.state.taken_up[event.request_id] = answer
+            self.state.taken_up[ordinal] = answer
 
     def _forget(self, event: e.RequestEvent, _sequence: int) -> None:
-        self.state.hits.pop(event.request_id, None)
-        self.state.pending.pop(event.request_id, None)
-        self.state.taken_up.pop(event.request_id, None)
-        self.state.num_deferred.pop(event.request_id, None)
-        self.state.junctions.pop(event.request_id, None)
+        ordinal = self._tracker.ordinal(event.request_id)
+        self.state.hits.pop(ordinal, None)
+        self.state.pending.pop(ordinal, None)
+        self.state.taken_up.pop(ordinal, None)
+        self.state.num_deferred.pop(ordinal, None)
+        self.state.junctions.pop(ordinal, None)
 
     def _reset(self, _event: e.CacheReset, _sequence: int) -> None:
         self.state.hits.clear()

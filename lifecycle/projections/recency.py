@@ -26,8 +26,8 @@ class Recency:
         """Touches in their order: prefixes are lists of their own, which are emptied when they wait no more."""
         self._num_waiting = 0
         """Keys of the prefixes among them."""
-        self._prefix_of: dict[str, list[bytes]] = {}
-        """Request id -> its last prefix."""
+        self._prefix_of: dict[int, list[bytes]] = {}
+        """Life of a request -> its last prefix."""
 
     def __iter__(self) -> Iterator[bytes]:
         self._take_up(0)
@@ -43,14 +43,14 @@ class Recency:
             order[key] = None
         self._waiting.append(keys)
 
-    def touch_prefix(self, request_id: str, keys: list[bytes]) -> None:
+    def touch_prefix(self, ordinal: int, keys: list[bytes]) -> None:
         """Make what a request begins with the youngest, as far as it is there. The list is the caller's no more."""
-        earlier = self._prefix_of.get(request_id)
+        earlier = self._prefix_of.get(ordinal)
         # A key stands for everything before it, so one that is equal says that all of them are touched anew.
         if earlier and len(earlier) <= len(keys) and earlier[-1] == keys[len(earlier) - 1]:
             self._num_waiting -= len(earlier)
             earlier.clear()
-        self._prefix_of[request_id] = keys
+        self._prefix_of[ordinal] = keys
         self._waiting.append(keys)
         self._num_waiting += len(keys)
         if self._num_waiting > _MAX_WAITING:
@@ -69,4 +69,4 @@ class Recency:
             if isinstance(keys, list):
                 self._num_waiting -= len(keys)
                 keys.clear()
-        self._prefix_of = {request_id: keys for request_id, keys in self._prefix_of.items() if keys}
+        self._prefix_of = {ordinal: keys for ordinal, keys in self._prefix_of.items() if keys}

@@ -16,15 +16,16 @@ from kvledger.lifecycle.states import BlocksRegion
 
 
 class State(msgspec.Struct, forbid_unknown_fields=True):
-    """By request id."""
+    """By the ordinal of a life."""
 
-    num_chunks: dict[str, int] = {}
+    num_chunks: dict[int, int] = {}
 
 
 class SaveCursor:
-    """Request id -> number of chunks from the first on that need no further thought.
+    """Life of a request -> number of chunks from the first on that need no further thought.
 
-    They are those of the present generation, so only its own failed load starts the cursor again.
+    They are those of the present generation, so only its own failed load starts the cursor again. To be folded before
+    the tracker, which forgets lives.
     """
 
     def __init__(self, tracker: RequestTracker, chunk_size: int) -> None:
@@ -36,22 +37,22 @@ class SaveCursor:
         return len(self.state.num_chunks)
 
     def num_chunks(self, request_id: str) -> int:
-        """Chunks dealt with."""
-        return self.state.num_chunks.get(request_id, 0)
+        """Chunks dealt with, of the present life of an id."""
+        return self.state.num_chunks.get(self._tracker.ordinal(request_id), 0)
 
     def next_threshold(self, request_id: str) -> int:
         """The number of settled tokens from which there is something to save."""
-        return (self.state.num_chunks.get(request_id, 0) + 1) * self._chunk_size
+        return (self.state.num_chunks.get(self._tracker.ordinal(request_id), 0) + 1) * self._chunk_size
 
     def folds(self) -> Mapping[type[e.Event], Callable[..., None]]:
         """Event class -> fold."""
         return {
             e.StepScheduled: self._step_scheduled,
-            e.LoadFailed: self._load_failed,
+            e.LoadFailed: self._forget,
+            e.RequestReleased: self._forget,
             e.RequestPreempted: self._restart,
             e.RequestFinished: self._restart,
             e.RequestArrived: self._restart,
-            e.RequestReleased: self._released,
             e.SessionContinued: self._session_continued,
             e.TokensRolledBack: self._rolled_back,
             e.CacheReset: self._reset,
@@ -62,18 +63,14 @@ class SaveCursor:
             record = self._tracker.of(ordinal)
             # Until a load has arrived, what was computed on top of it may be wrong too.
             if record is not None and record.blocks is not BlocksRegion.LOADING:
-                self.state.num_chunks[record.request_id] = num_settled_tokens // self._chunk_size
+                self.state.num_chunks[ordinal] = num_settled_tokens // self._chunk_size
 
-    def _load_failed(self, event: e.LoadFailed, _sequence: int) -> None:
+    def _forget(self, event: e.LoadFailed | e.RequestReleased, _sequence: int) -> None:
         if self._tracker.in_generation(event) is not None:
-            self.state.num_chunks.pop(event.request_id, None)
-
-    def _released(self, event: e.RequestReleased, _sequence: int) -> None:
-        if self._tracker.get(event.request_id) is None:
-            self.state.num_chunks.pop(event.request_id, None)
+            self.state.num_chunks.pop(event.ordinal, None)
 
     def _restart(self, event: e.RequestEvent, _sequence: int) -> None:
-        self.state.num_chunks.pop(event.request_id, None)
+        self.state.num_chunks.pop(self._tracker.ordinal(event.request_id), None)
 
     def _session_continued(self, event: e.SessionContinued, _sequence: int) -> None:
         self._cut(event.request_id, event.num_computed_tokens)
@@ -82,8 +79,9 @@ class SaveCursor:
         self._cut(event.request_id, event.num_computed_tokens)
 
     def _cut(self, request_id: str, num_tokens: int) -> None:
-        if request_id in self.state.num_chunks:
-            self.state.num_chunks[request_id] = min(self.state.num_chunks[request_id], num_tokens // self._chunk_size)
+        ordinal = self._tracker.ordinal(request_id)
+        if ordinal in self.state.num_chunks:
+            self.state.num_chunks[ordinal] = min(self.state.num_chunks[ordinal], num_tokens // self._chunk_size)
 
     def _reset(self, _event: e.CacheReset, _sequence: int) -> None:
         self.state.num_chunks.clear()

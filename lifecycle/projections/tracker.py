@@ -128,6 +128,11 @@ class RequestTracker:
     def __iter__(self) -> Iterator[RequestRecord]:
         return iter(self.state.records.values())
 
+    def ordinal(self, request_id: str) -> int:
+        """Which life of the id is the present one; -1 where it is released."""
+        record = self._present.get(request_id)
+        return -1 if record is None else record.ordinal
+
     def in_generation(self, decision: e.RequestDecision) -> RequestRecord | None:
         """The record of the decision's life, if it still is in the generation that the decision names."""
         record = self.state.records.get(decision.ordinal)

@@ -240,7 +240,7 @@ class Transfers:
         is_async: bool,  # noqa: FBT001
     ) -> None:
         tracker, job_id, request_id, ordinal = self._tracker, event.job_id, event.request_id, event.ordinal
-        keys = self._chunk_keys.of_chunks(request_id, chunks)
+        keys = self._chunk_keys.of_chunks(ordinal, chunks)
         self.state.jobs[job_id] = Job(
             job_id,
             kind,
@@ -249,7 +249,7 @@ class Transfers:
             event.generation,
             chunks,
             keys,
-            () if self._geometry.pages_per_chunk else self._earlier_keys(request_id, chunks),
+            () if self._geometry.pages_per_chunk else self._earlier_keys(ordinal, chunks),
             event.slots,
             event.block_ids,
             self.epoch,
@@ -265,8 +265,8 @@ class Transfers:
         if job_id >= self.next_job_id:
             self.state.next_job_id = job_id + 1
 
-    def _earlier_keys(self, request_id: str, chunks: tuple[int, ...]) -> tuple[tuple[int, bytes], ...]:
-        keys = self._chunk_keys.of(request_id)
+    def _earlier_keys(self, ordinal: int, chunks: tuple[int, ...]) -> tuple[tuple[int, bytes], ...]:
+        keys = self._chunk_keys.of_life(ordinal)
         earlier = {c for chunk in chunks for c in self._geometry.chunks_before_in_block(chunk)} - set(chunks)
         return tuple((chunk, keys[chunk]) for chunk in sorted(earlier) if chunk < len(keys))
 

@@ -29,14 +29,18 @@ class State(msgspec.Struct, forbid_unknown_fields=True):
     """Tables that were lost since the last step; a failure of that step concerns them, too. Nobody changes them."""
     lost_before: list[array] = []  # type: ignore[type-arg]
     """And in the step before: with two steps in flight, the next one is scheduled before the failure is known."""
-    num_local_tokens: dict[str, int] = {}
-    """While a block is unfilled: what each request has of vLLM's prefix cache, by its last lookup."""
+    num_local_tokens: dict[int, int] = {}
+    """While a block is unfilled: what each life of a request has of vLLM's prefix cache, by its last lookup."""
     num_failures: int = 0
     """How often blocks were added."""
 
 
 class UnfilledBlocks:
-    """A set of block ids. To be folded behind the block table, and before the transfers are told of failures."""
+    """A set of block ids.
+
+    To be folded behind the block table, before the tracker, which forgets lives, and before the transfers are told of
+    failures.
+    """
 
     def __init__(self, tracker: RequestTracker, tables: BlockTable, geometry: Geometry) -> None:
         self._tracker = tracker
@@ -61,6 +65,7 @@ class UnfilledBlocks:
     def folds(self) -> Mapping[type[e.Event], Callable[..., None]]:
         """Event class -> fold."""
         return {
+            e.RequestArrived: self._arrived,
             e.LookupRequested: self._lookup_requested,
             e.BlocksAllocated: self._blocks_allocated,
             e.LoadIssued: self._load_issued,
@@ -74,12 +79,18 @@ class UnfilledBlocks:
 
     def _lookup_requested(self, event: e.LookupRequested, _sequence: int) -> None:
         if self.state.blocks:
-            self.state.num_local_tokens[event.request_id] = event.num_computed_tokens
+            self.state.num_local_tokens[self._tracker.ordinal(event.request_id)] = event.num_computed_tokens
 
     def _blocks_allocated(self, event: e.BlocksAllocated, _sequence: int) -> None:
-        num_tokens = self.state.num_local_tokens.pop(event.request_id, None) if self.state.num_local_tokens else None
+        num_tokens = self._forgotten(event) if self.state.num_local_tokens else None
         if num_tokens is not None:  # another connector may load into the new ones, of which nothing is reported
             self._fill(event.block_ids[self._geometry.pages_spanning(0, num_tokens).stop :])
+
+    def _arrived(self, event: e.RequestArrived, _sequence: int) -> None:
+        self._forgotten(event)
+
+    def _forgotten(self, event: e.RequestEvent) -> int | None:
+        return self.state.num_local_tokens.pop(self._tracker.ordinal(event.request_id), None)
 
     def _load_issued(self, event: e.LoadIssued, _sequence: int) -> None:
         self.state.loads[event.job_id] = event.block_ids, event.is_async
@@ -119,7 +130,7 @@ class UnfilledBlocks:
             blocks.pop(block_id, None)
 
     def _taken(self, event: e.RequestPreempted | e.RequestFinished, _sequence: int) -> None:
-        self.state.num_local_tokens.pop(event.request_id, None)
+        self._forgotten(event)
         lost = self._tables.lost(event.request_id)
         if isinstance(lost, array) and lost:
             self.state.lost.append(lost)

@@ -104,7 +104,8 @@ def test_any_number_of_lookups_equals_one() -> None:
         for _ in range(num_lookups):
             driver.lookup("a", 336, 600)
         pending = driver.projections.lookups.state.pending
-        pending["a"] = msgspec.structs.replace(pending["a"], sequence=0)
+        ordinal = driver.record("a").ordinal
+        pending[ordinal] = msgspec.structs.replace(pending[ordinal], sequence=0)
         driver.projections.tracker.state.time_ns = 0
         return {name: state for name, state in driver.projections.snapshot().items() if name != "totals"}
 

@@ -208,3 +208,49 @@ def test_a_quarantine_concerns_a_life_whatever_its_generation(ordinal: int, *, i
     driver.arrive("a", 20)
     driver.projections.fold(e.RequestQuarantined("a", ordinal, 7, "odd", 1), 99)
     assert (driver.record("a").trust == "quarantined") is is_quarantined
+
+
+def used_again() -> Driver:
+    """Two lives of the id "a", of which the first was lost sight of: it is preempted and waits for what it promised."""
+    driver = Driver(chunk_size=16, num_slots=16)
+    driver.save_prefix("earlier", KEYS)
+    driver.arrive("a", NUM_TOKENS, KEYS)
+    driver.lookup("a", 0, NUM_TOKENS)
+    driver.observe(e.RequestArrived("a", 9, NUM_TOKENS, 1))
+    driver.observe(e.ChunkKeysObserved("a", 0, keys_of("other", 3)))
+    return driver
+
+
+def test_a_job_of_an_earlier_life_has_not_the_keys_of_this_one() -> None:
+    """Else what it copies would be found under what the present life computes."""
+    driver = used_again()
+    projections = driver.projections
+    earlier = driver.all_of(e.RequestArrived)[-2].ordinal
+    for ordinal, keys in ((earlier, ()), (9, keys_of("other", 1))):
+        job_id = projections.transfers.next_job_id
+        slots = (projections.chunks.slots.candidates(1)[0],)
+        driver.projections.fold(e.SaveIssued("a", ordinal, 0, job_id, (0,), slots, (7,), False, False, 1), 99)
+        assert projections.transfers.get(job_id).keys == tuple(keys)
+        driver.projections.fold(e.SaveCompleted("a", ordinal, 0, job_id, 1), 100)
+    assert projections.chunks.get(keys_of("other", 1)[0]) is not None
+
+
+def test_nothing_of_an_earlier_life_is_remembered_for_this_one() -> None:
+    """Neither keys nor answers nor promises; what was told of this one before its first step is its own."""
+    driver = used_again()
+    projections = driver.projections
+    assert list(projections.chunk_keys.of("a")) == list(keys_of("other", 3))
+    assert projections.lookups.pending("a") is None
+    assert dict(projections.chunks.promised) == {}
+    assert list(projections.chunk_keys.state.keys) == [9]
+
+
+def test_what_an_earlier_life_had_of_the_prefix_cache_says_nothing_about_this_one() -> None:
+    """A block that was given to this one may be loaded by somebody of whom nothing is reported: all are filled."""
+    driver, load = loading()
+    driver.report(load.job_id, ok=False)
+    driver.arrive("b", NUM_TOKENS, KEYS)
+    driver.lookup("b", 32, NUM_TOKENS)
+    assert list(driver.projections.unfilled.state.num_local_tokens.values()) == [32]
+    driver.observe(e.RequestArrived("b", 9, NUM_TOKENS, 1))
+    assert driver.projections.unfilled.state.num_local_tokens == {}

@@ -46,13 +46,12 @@ def check_invariants(projections: Projections, given_up: Iterable[int] = ()) -> 
             assert not projections.blocks.held(record.request_id), f"{record.request_id} is {record.state} with blocks"
         if record.state is RequestState.FINISHED:
             assert projections.transfers.owes(record.ordinal), f"{record.request_id} is finished, owes nothing, stays"
-    known = {record.request_id for record in projections.tracker}
     ordinals = {record.ordinal for record in projections.tracker}
     assert projections.blocks.state.held.keys() <= ordinals, "blocks of released requests are remembered"
-    assert projections.chunk_keys.state.keys.keys() <= known, "keys of released requests are remembered"
-    assert projections.save_cursor.state.num_chunks.keys() <= known, "cursors of released requests are remembered"
-    assert projections.chunks.state.pinned_by.keys() <= known, "a released request pins chunks"
+    assert projections.chunk_keys.state.keys.keys() <= ordinals, "keys of released requests are remembered"
+    assert projections.save_cursor.state.num_chunks.keys() <= ordinals, "cursors of released requests are remembered"
+    assert projections.chunks.state.pinned_by.keys() <= ordinals, "a released request pins chunks"
     lookups = projections.lookups.state
-    assert lookups.hits.keys() | lookups.pending.keys() <= known, "a lookup of a released request is remembered"
-    if not known:
+    assert lookups.hits.keys() | lookups.pending.keys() <= ordinals, "a lookup of a released request is remembered"
+    if not ordinals:
         assert not any(v for k, v in projections.num_entries().items() if k != "transfers"), projections.num_entries()

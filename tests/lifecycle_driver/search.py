@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import attrs
@@ -94,6 +94,10 @@ def canonical(driver: Driver) -> str:
     """The state without what only counts: totals, sequence numbers, steps; jobs by their order."""
     its = driver.projections
     tracker, lookups, chunks = its.tracker, its.lookups.state, its.chunks
+
+    def named(of_lives: Mapping[int, Any]) -> dict[str, Any]:
+        return {tracker.of(ordinal).request_id: value for ordinal, value in of_lives.items()}
+
     parts = {
         "requests": {
             record.request_id: {
@@ -108,16 +112,16 @@ def canonical(driver: Driver) -> str:
         },
         "blocks": {record.request_id: its.blocks.held(record.request_id) for record in tracker},
         "unfilled": sorted(its.unfilled.blocks),
-        "keys": its.chunk_keys.state.keys,
-        "cursor": its.save_cursor.state.num_chunks,
-        "hits": {name: hit.num_chunks for name, hit in lookups.hits.items()},
-        "deferred": lookups.num_deferred,
-        "pending": {name: msgspec.structs.astuple(answer)[1:-1] for name, answer in lookups.pending.items()},
-        "taken_up": {name: msgspec.structs.astuple(answer)[1:-1] for name, answer in lookups.taken_up.items()},
+        "keys": named(its.chunk_keys.state.keys),
+        "cursor": named(its.save_cursor.state.num_chunks),
+        "hits": {name: hit.num_chunks for name, hit in named(lookups.hits).items()},
+        "deferred": named(lookups.num_deferred),
+        "pending": {name: msgspec.structs.astuple(answer)[1:-1] for name, answer in named(lookups.pending).items()},
+        "taken_up": {name: msgspec.structs.astuple(answer)[1:-1] for name, answer in named(lookups.taken_up).items()},
         "committed": [[key.hex(), slots] for key, slots in chunks.committed.items()],
         "by_age": list(chunks.state.by_age),
-        "wanted": {name: len(keys) for name, keys in chunks.state.wanted_by.items()},
-        "pinned": {name: len(keys) for name, keys in chunks.state.pinned_by.items()},
+        "wanted": {name: len(keys) for name, keys in chunks.wanted.items()},
+        "pinned": {name: len(keys) for name, keys in chunks.promised.items()},
         "departed": {key.hex(): gone.reason for key, gone in chunks.state.departed.items()},
         "slots": sorted(chunks.slots.state.references.items()),
         "tails": [(record.request_id, its.tails.of(record.ordinal) is not None) for record in tracker],

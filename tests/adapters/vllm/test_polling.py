@@ -31,8 +31,9 @@ def exhaust(make_engine: Any, **options: Any) -> Any:
 def without_traces_of_lookups(engine: Any) -> dict[str, bytes]:
     """Everything that is known but the two slots, the count of lookups, and when the last one was."""
     copied = restore(Core.standard(), capture(engine.projections), engine.projections.configuration)
-    for of_requests in (copied.lookups.state.pending, copied.lookups.state.hits):
-        of_requests.pop("polled", None)
+    ordinal = copied.tracker.ordinal("polled")
+    for of_lives in (copied.lookups.state.pending, copied.lookups.state.hits):
+        of_lives.pop(ordinal, None)
     copied.totals.state.returning.clear()
     copied.totals.figures.num_lookups = copied.totals.figures.num_tokens_hit = 0
     copied.tracker.state.time_ns = 0

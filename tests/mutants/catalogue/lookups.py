@@ -128,7 +128,7 @@ def cursor_moved_by_lookups(touch: Touch) -> Sequence[Patch]:
             num_chunks = event.num_hit_tokens // cursor._chunk_size
             if num_chunks:
                 touch()
-                cursor.state.num_chunks[event.request_id] = cursor.num_chunks(event.request_id) + num_chunks
+                cursor.state.num_chunks[event.ordinal] = cursor.num_chunks(event.request_id) + num_chunks
 
         return {**original(cursor), e.LookupAnswered: answered}
 
@@ -176,9 +176,9 @@ def pinned_by_every_poll(touch: Touch) -> Sequence[Patch]:
     """Every poll pins its hit once more, taking it up or ending releases it once."""
 
     def answered(original: Any, index: ChunkIndex, event: e.LookupAnswered, sequence: int) -> None:
-        before = index.state.pinned_by.get(event.request_id)
+        before = index.state.pinned_by.get(event.ordinal)
         original(index, event, sequence)
-        if before and before == index.state.pinned_by.get(event.request_id):
+        if before and before == index.state.pinned_by.get(event.ordinal):
             touch()
             for key in before:
                 index._pins[key] = index._pins.get(key, 0) + 1
@@ -197,7 +197,7 @@ def evicted_while_read(touch: Touch) -> Sequence[Patch]:
 
     def load_issued(_original: Any, index: ChunkIndex, event: e.LoadIssued, _sequence: int) -> None:
         num_chunks = -(-(event.first_token + event.num_tokens) // index._geometry.chunk_size)
-        index._renew(event.request_id, num_chunks)
+        index._renew(event.ordinal, num_chunks)
 
     return [
         wrapped(Transfers, "is_any_read", is_any_read),
