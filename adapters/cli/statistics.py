@@ -14,8 +14,9 @@ from kvledger.adapters.cli.selection import time_of
 from kvledger.adapters.reading.logs import Batch
 from kvledger.adapters.reading.window import Window
 from kvledger.adapters.reasons import Accounts, Story, Sums
-from kvledger.lifecycle import Core, EventEncoder, Figures, LedgerConfiguration, Projections
+from kvledger.lifecycle import Core, Figures, LedgerConfiguration, Projections
 from kvledger.lifecycle import events as e
+from kvledger.lifecycle.codec import EventEncoder
 
 MAX_TOP = 10
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 import attrs
 
 from kvledger.adapters.cli.words import decision_words, duration, plural, size, words
-from kvledger.lifecycle import NO_SLOT, Core, LedgerConfiguration, Projections, RequestState, SequencedEvent
+from kvledger.lifecycle import Core, LedgerConfiguration, Projections, RequestState, SequencedEvent
 from kvledger.lifecycle import events as e
+from kvledger.lifecycle.windows import NO_SLOT
 
 _QUIET_DECISIONS = (e.SaveIssued, e.PrefillAdvanced, e.PrefillCompleted)
 """Decisions on a step that do not deserve a line of their own."""

@@ -14,8 +14,9 @@ import msgspec
 from kvledger.adapters.cli.words import words
 from kvledger.adapters.export.held_blocks import HeldBlocks
 from kvledger.adapters.export.records import Copy, Gauges, Life, Listener, Lookup, Moment, StateSpan, Step
-from kvledger.lifecycle import NO_SLOT, Projections, RequestRecord, RequestState
+from kvledger.lifecycle import Projections, RequestRecord, RequestState
 from kvledger.lifecycle import events as e
+from kvledger.lifecycle.windows import NO_SLOT
 
 LOST = "events.lost"
 """The kind of the moment at which events are missing."""

@@ -27,8 +27,9 @@ from kvledger.adapters.reading.index_memory import (
 from kvledger.adapters.reading.logs import Batch, StoredLog
 from kvledger.adapters.reading.story_codec import encode_story
 from kvledger.adapters.reasons import Accounts, Story
-from kvledger.lifecycle import Projections, capture, restore
+from kvledger.lifecycle import Projections
 from kvledger.lifecycle import events as e
+from kvledger.lifecycle.snapshots import capture, restore
 
 BATCHES_PER_PLACE = 64
 """Frames between two places at which reading can begin."""

@@ -22,7 +22,8 @@ from kvledger.adapters.reasons.chunk_history import ChunkHistory, SaveUnderWay, 
 from kvledger.adapters.reasons.life import Answer, Life, Tail
 from kvledger.adapters.reasons.lives import Lives
 from kvledger.adapters.reasons.memory import Load
-from kvledger.lifecycle import Core, LedgerConfiguration, state_fingerprint
+from kvledger.lifecycle import Core, LedgerConfiguration
+from kvledger.lifecycle.snapshots import state_fingerprint
 
 _CONTAINERS = frozenset(
     {("collections", "Counter"), ("collections", "OrderedDict"), ("builtins", "set"), ("builtins", "frozenset")}

@@ -14,22 +14,10 @@ import msgspec
 
 from kvledger.adapters.core import available_extensions
 from kvledger.adapters.exit_codes import CommandFailed, ExitCode, unreadable_text
-from kvledger.lifecycle import (
-    CodecError,
-    Core,
-    CoreError,
-    DecodedFrame,
-    EventDecoder,
-    LedgerConfiguration,
-    Projections,
-    SchemaTooNew,
-    SequencedEvent,
-    SnapshotError,
-    restore,
-    state_fingerprint,
-    vocabulary_header,
-)
+from kvledger.lifecycle import Core, CoreError, LedgerConfiguration, Projections, SequencedEvent
+from kvledger.lifecycle.codec import CodecError, DecodedFrame, EventDecoder, SchemaTooNew, vocabulary_header
 from kvledger.lifecycle.events import Event
+from kvledger.lifecycle.snapshots import SnapshotError, restore, state_fingerprint
 from kvledger.storage.events import (
     Frame,
     FrameKind,

@@ -12,8 +12,9 @@ import attrs
 
 from kvledger.adapters.core import composed_core
 from kvledger.adapters.repro.recording import NotReenactable
-from kvledger.lifecycle import EventDecoder, LedgerConfiguration, SequencedEvent
+from kvledger.lifecycle import LedgerConfiguration, SequencedEvent
 from kvledger.lifecycle import events as e
+from kvledger.lifecycle.codec import EventDecoder
 from kvledger.storage.extras import CONNECTOR, require
 
 if TYPE_CHECKING:

@@ -12,8 +12,9 @@ from kvledger.adapters.repro.adaptation import Adaptation
 from kvledger.adapters.repro.calls import HookCall, hook_calls
 from kvledger.adapters.repro.recording import JOB_ISSUED, Recording, changed, report
 from kvledger.adapters.repro.reenactment import Reenactment
-from kvledger.lifecycle import Core, EventDecoder, Ledger, LedgerCorrupt, SequencedEvent, vocabulary_header
+from kvledger.lifecycle import Core, Ledger, LedgerCorrupt, SequencedEvent
 from kvledger.lifecycle import events as e
+from kvledger.lifecycle.codec import EventDecoder, vocabulary_header
 
 
 class _Sink:

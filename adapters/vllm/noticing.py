@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING
 from kvledger.adapters.vllm import versions
 from kvledger.adapters.vllm.chunk_keys import ChunkKeySource
 from kvledger.adapters.vllm.journal import Journal
-from kvledger.lifecycle import NULL_BLOCK, Rule, TrustRegion
+from kvledger.lifecycle import Rule, TrustRegion
 from kvledger.lifecycle import events as e
+from kvledger.lifecycle.windows import NULL_BLOCK
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput

@@ -7,7 +7,8 @@ snapshot that cannot be written costs a message, and nothing else.
 from __future__ import annotations
 
 from kvledger.adapters.vllm.messages import messages
-from kvledger.lifecycle import Ledger, capture, state_fingerprint
+from kvledger.lifecycle import Ledger
+from kvledger.lifecycle.snapshots import capture, state_fingerprint
 from kvledger.storage.events import SegmentEventStore, Snapshot, write_snapshot
 
 

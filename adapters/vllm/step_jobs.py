@@ -10,8 +10,8 @@ from collections.abc import Iterable, Sequence
 from kvledger.adapters.vllm.deliveries import Deliveries
 from kvledger.adapters.vllm.journal import Job
 from kvledger.adapters.vllm.metadata import PageJob, StepJobs
-from kvledger.lifecycle import NO_SLOT
 from kvledger.lifecycle import events as e
+from kvledger.lifecycle.windows import NO_SLOT
 
 NO_JOBS = StepJobs()
 

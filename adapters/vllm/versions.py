@@ -10,7 +10,8 @@ from collections.abc import Callable, Sequence
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
-from kvledger.lifecycle import ConfigurationError, interleave
+from kvledger.lifecycle import ConfigurationError
+from kvledger.lifecycle.windows import interleave
 
 if TYPE_CHECKING:
     import torch

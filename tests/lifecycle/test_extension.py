@@ -10,18 +10,10 @@ import pytest
 from lifecycle_driver import Driver, keys_of
 from starvation_guard import StarvationGuard, Starving, StarvingKept, Watching
 
-from kvledger.lifecycle import (
-    Core,
-    CoreError,
-    EventDecoder,
-    EventEncoder,
-    Extension,
-    RequestState,
-    Turn,
-    vocabulary_header,
-)
+from kvledger.lifecycle import Core, CoreError, Extension, RequestState, Turn
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit import Audit
+from kvledger.lifecycle.codec import EventDecoder, EventEncoder, vocabulary_header
 
 CORE = Core.standard().extended(StarvationGuard())
 

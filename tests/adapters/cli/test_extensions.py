@@ -10,7 +10,8 @@ from lifecycle_driver import Driver, keys_of
 
 from kvledger.adapters.core import composed_core
 from kvledger.adapters.vllm.configuration import ConnectorSettings
-from kvledger.lifecycle import ConfigurationError, Core, vocabulary_header
+from kvledger.lifecycle import ConfigurationError, Core
+from kvledger.lifecycle.codec import vocabulary_header
 
 GUARD = "starvation_guard:StarvationGuard"
 

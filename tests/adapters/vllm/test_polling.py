@@ -8,8 +8,9 @@ import msgspec
 import pytest
 from sim.modes import transfers_within_and_beside
 
-from kvledger.lifecycle import Core, capture, restore
+from kvledger.lifecycle import Core
 from kvledger.lifecycle import events as e
+from kvledger.lifecycle.snapshots import capture, restore
 
 pytestmark = pytest.mark.scheduler
 
