@@ -11,7 +11,7 @@ from starvation_guard import StarvationGuard, Starving, StarvingKept, StarvingRe
 
 from kvledger.lifecycle import Extension, Projections, ProjectionSpec, RequestState, Turn
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.audit import Violation
+from kvledger.lifecycle.audit import Moment, Violation
 from kvledger.lifecycle.testing import ExtensionContract, Play
 
 
@@ -59,14 +59,14 @@ class Once(Watching):
 class Accuses(StarvingKept):
     """Finds fault with every eviction."""
 
-    def _evicted(self, _event: e.ChunkEvicted, step: Any, _projections: Projections) -> list[Violation]:
-        return [Violation(self.rule, step.sequence, "", None, "", ())]
+    def _evicted(self, _event: e.ChunkEvicted, moment: Moment) -> list[Violation]:
+        return [Violation(self.rule, moment.sequence, "", None, "", ())]
 
 
 class Overlooks(StarvingKept):
     """Finds nothing."""
 
-    def _evicted(self, _event: e.ChunkEvicted, _step: Any, _projections: Projections) -> None:
+    def _evicted(self, _event: e.ChunkEvicted, _moment: Moment) -> None:
         return None
 
 
