@@ -30,7 +30,8 @@ class FailedLoadTaint:
     anybody as computed nor saved from until it is written or loaded again; what a request saved on top of its own load
     is not committed when that fails.
     Does not verify: loads from tainted chunks (LOADABLE_AFTER_COMMIT), and tails, which are dropped with the load;
-    blocks that others computed on top of one that could not be filled.
+    blocks that others computed on top of one that could not be filled; blocks that a failure before the audit's start
+    left unfilled.
     """
 
     rule: ClassVar[str] = "FAILED_LOAD_TAINT"
@@ -50,8 +51,7 @@ class FailedLoadTaint:
         self._model: Model
 
     def begin(self, start: Start) -> None:
-        """Take over the loads in flight, and the blocks that could not be filled."""
-        self._unfilled = dict.fromkeys(start.unfilled, 0)
+        """Take over the loads in flight. Which blocks were unfilled is not known: the ledger doubts more than those."""
         self._keys = {job.job_id: job.keys for job in start.jobs if job.is_load}
 
     def checks(self, model: Model) -> Iterable[tuple[type[e.Event], Check]]:

@@ -70,7 +70,6 @@ def taken_over(projections: Projections) -> Start:
         },
         num_deferred={each: count for each in ids if (count := projections.lookups.num_deferred(each))},
         cursors={each: projections.save_cursor.num_chunks(each) for each in ids},
-        unfilled=frozenset(projections.unfilled.blocks),
         has_hook_failed=projections.totals.figures.num_hook_failures > 0,
         of_extensions={name: deepcopy(state) for name, state in projections.states().items() if name in of_extensions},
     )

@@ -6,7 +6,6 @@ Until audits keep a state of their own beside snapshots, `taken_over.py` fills i
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from collections.abc import Set as AbstractSet
 from typing import TYPE_CHECKING
 
 import attrs
@@ -55,8 +54,6 @@ class Start:
     """Request id -> how often in a row it was put off."""
     cursors: Mapping[str, int]
     """Request id -> chunks dealt with."""
-    unfilled: AbstractSet[int]
-    """Ids of blocks that a failed load left without KV."""
     has_hook_failed: bool
     of_extensions: Mapping[str, msgspec.Struct]
     """Name of an extension's projection -> its state."""
