@@ -8,6 +8,7 @@ another module's business.
 from __future__ import annotations
 
 from array import array
+from functools import cache
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
@@ -65,6 +66,12 @@ def _decoded(kind: type, value: Any) -> object:  # noqa: ANN401 -- what was read
 def state_fingerprint(core: Core, configuration: LedgerConfiguration) -> str:
     """What must be equal for a state to mean the same: the core, the configuration, and the layout of the state."""
     states = Projections(core, configuration).states()
-    layout = {name: repr(msgspec.inspect.type_info(type(state))) for name, state in states.items()}
+    layout = {name: _layout(type(state)) for name, state in states.items()}
     parts = (core.fingerprint(), attrs.asdict(configuration), layout)
     return blake2b(_encode(parts), digest_size=16).hexdigest()
+
+
+@cache
+def _layout(state: type[msgspec.Struct]) -> str:
+    """What can be read back of a state; looked at once, since a log that goes on in a new segment asks again."""
+    return repr(msgspec.inspect.type_info(state))
