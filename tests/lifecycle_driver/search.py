@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -44,11 +44,12 @@ class Search:
         self._arrive_at(self._play(()))
         while waiting and len(self.states) < self._max_states:
             path = waiting.popleft()
-            for move in list(moves(self._play(path))):
+            played: Driver | None = self._play(path)
+            for move in list(moves(played)):
                 self.num_edges += 1
                 longer = (*path, move)
+                driver, played = played or self._play(path), None
                 try:
-                    driver = self._play(path)
                     play(driver, move)
                     check_invariants(driver.projections)
                 except Exception as error:  # noqa: BLE001 -- collected with the path that led to it
@@ -56,7 +57,7 @@ class Search:
                     continue
                 if self._arrive_at(driver):
                     waiting.append(longer)
-                    self._check_recovery(longer)
+                    self._check_recovery(longer, [name for name in BLOCKS if driver.state(name) is S.RECOVERING])
 
     def _play(self, path: tuple[Move, ...]) -> Driver:
         # Three slots for four pages: somebody has to make room.
@@ -72,11 +73,9 @@ class Search:
         self.states[key] = tuple(record.state.value for record in driver.projections.tracker)
         return True
 
-    def _check_recovery(self, path: tuple[Move, ...]) -> None:
-        for name in BLOCKS:
+    def _check_recovery(self, path: tuple[Move, ...], recovering: Sequence[str]) -> None:
+        for name in recovering:
             driver = self._play(path)
-            if driver.state(name) is not S.RECOVERING:
-                continue
             self.num_recovering += 1
             driver.settle_all()
             if driver.state(name) in {S.RECOVERING, S.CHUNKED_PREFILL}:
