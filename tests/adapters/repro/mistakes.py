@@ -1,11 +1,11 @@
-"""Mistakes that are switched on here and in the process of a generated test; also a pytest plugin that does so there.
+"""Mistakes that are switched on here and in the process of a generated test; also a pytest plugin, which runs each test
+there twice, with the mistake and without.
 
 Some are those of the simulation, made in what the core decides; others are made in the adapter and raise.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -16,9 +16,6 @@ from kvledger.adapters.vllm.noticing import Noticing
 from kvledger.adapters.vllm.step_reader import StepReader
 from kvledger.lifecycle import Ledger
 from kvledger.lifecycle import events as e
-
-SWITCH = "KVLEDGER_TEST_MISTAKES"
-"""In the environment of the process: whether mistakes are made."""
 
 Patch = tuple[Any, str, Callable[..., Any]]
 
@@ -62,9 +59,8 @@ IN_THE_ADAPTER: dict[str, Patch] = {
 ALL: dict[str, Patch] = {**{name: patch for name, (patch, _) in OF_THE_CORE.items()}, **IN_THE_ADAPTER}
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(autouse=True, params=["mistaken", "mended"])
 def mistake(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make the mistake that the generated file is named after, where mistakes are made at all."""
-    name = request.path.stem.removeprefix("test_")
-    if os.environ.get(SWITCH):
-        monkeypatch.setattr(*ALL[name])
+    """Make the mistake that the generated file is named after, or do not."""
+    if request.param == "mistaken":
+        monkeypatch.setattr(*ALL[request.path.stem.removeprefix("test_")])

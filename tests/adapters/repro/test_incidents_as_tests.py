@@ -1,11 +1,12 @@
 """An incident becomes a test that fails with the mistake that led to it, and passes without.
 
 The mistakes are made while an engine runs. Of each log a test is written, with the mistake mended; then pytest runs all
-of these tests in a process of its own, once with the mistakes and once without.
+of these tests in a process of its own, each once with the mistake and once without.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import sys
@@ -88,57 +89,76 @@ def generated(mistakes: Any, tools: Any, tmp_path_factory: pytest.TempPathFactor
     """A folder with one generated test file for each mistake."""
     folder = tmp_path_factory.mktemp("generated")
     logs = tmp_path_factory.mktemp("logs")
+    wanted: dict[str, list[str]] = {}
     for name, (patch, first_seed) in mistakes.OF_THE_CORE.items():
         log, request_id = world_with(patch, first_seed)
         directory = tools.write_log(logs / name, [event for _, event in log.events], log.configuration)
-        write_test(folder / f"test_{name}.py", [str(directory), *([request_id] if request_id else [])])
+        wanted[str(folder / f"test_{name}.py")] = [str(directory), *([request_id] if request_id else [])]
     for name, patch in mistakes.IN_THE_ADAPTER.items():
         configuration, events = engine_with(patch)
         assert any(isinstance(event, e.HookFailed) for _, event in events), name
         directory = tools.write_log(logs / name, [event for _, event in events], configuration)
-        write_test(folder / f"test_{name}.py", [str(directory)])
+        wanted[str(folder / f"test_{name}.py")] = [str(directory)]
+    write_tests(wanted)
     return folder
 
 
-def write_test(path: Path, arguments: list[str]) -> None:
-    """`kvledger repro ... > path`, in a process that never imports vLLM."""
-    script = (
-        "import sys; from kvledger.adapters.cli.main import main; code = main(sys.argv[1:]); "
-        "assert 'vllm' not in sys.modules; sys.exit(code)"
-    )
-    run = finished([sys.executable, "-c", script, "repro", *arguments])
+def write_tests(wanted: Mapping[str, list[str]]) -> None:
+    """`kvledger repro ... > path` for each path, in a process that never imports vLLM."""
+    script = """
+import contextlib, json, pathlib, sys
+from kvledger.adapters.cli.main import main
+
+for path, arguments in json.loads(sys.argv[1]).items():
+    with pathlib.Path(path).open("w") as file, contextlib.redirect_stdout(file):
+        exit_code = main(["repro", *arguments])
+    assert exit_code == 0, path
+assert "vllm" not in sys.modules
+"""
+    run = finished([sys.executable, "-c", script, json.dumps(wanted)])
     assert run.returncode == 0, run.stderr
-    path.write_text(run.stdout)
 
 
-def outcomes(folder: Path, environment: Mapping[str, str]) -> dict[str, list[str]]:
-    """File name -> how each of its tests ended, in the order of the file."""
+@pytest.fixture(scope="module")
+def outcomes(generated: Path) -> dict[str, dict[str, list[str]]]:
+    """With the mistake or mended -> file name -> how each of its tests ended, in the order of the file."""
     run = finished(
-        [sys.executable, "-m", "pytest", "-p", "mistakes", "-v", "--no-header", "-p", "no:cacheprovider", str(folder)],
-        cwd=folder,
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-p",
+            "mistakes",
+            "-v",
+            "--no-header",
+            "-p",
+            "no:cacheprovider",
+            str(generated),
+        ],
+        cwd=generated,
         env={
             **os.environ,
             "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), str(TESTS), os.environ.get("PYTHONPATH", "")]),
-            **environment,
         },
     )
-    found: dict[str, list[str]] = {}
-    for name, ended in re.findall(r"test_(\w+)\.py::test_\S+ (\w+)", run.stdout.split("= FAILURES =")[0]):
-        found.setdefault(name, []).append(ended)
-    assert found, run.stdout + run.stderr
+    found: dict[str, dict[str, list[str]]] = {"mistaken": {}, "mended": {}}
+    ended = re.findall(r"test_(\w+)\.py::test_\S+\[(\w+)\] (\w+)", run.stdout.split("= FAILURES =")[0])
+    for name, which, how in ended:
+        found[which].setdefault(name, []).append(how)
+    assert ended, run.stdout + run.stderr
     return found
 
 
-def test_with_the_mistake_each_incident_comes_back(generated: Path, mistakes: Any) -> None:
+def test_with_the_mistake_each_incident_comes_back(outcomes: Any, mistakes: Any) -> None:
     """Every generated file fails, and the first failure is the recorded one."""
-    ended = outcomes(generated, {mistakes.SWITCH: "1"})
-    assert {name: found[0] for name, found in ended.items()} == dict.fromkeys(mistakes.ALL, "FAILED")
+    assert {name: found[0] for name, found in outcomes["mistaken"].items()} == dict.fromkeys(mistakes.ALL, "FAILED")
 
 
-def test_without_the_mistake_no_incident_comes_back(generated: Path, mistakes: Any) -> None:
+def test_without_the_mistake_no_incident_comes_back(outcomes: Any, mistakes: Any) -> None:
     """Every generated file passes: what is asked for is the mistake, not the recorded consequences."""
-    ended = outcomes(generated, {})
-    assert {name: set(found) for name, found in ended.items()} == {name: {"PASSED"} for name in mistakes.ALL}
+    assert {name: set(found) for name, found in outcomes["mended"].items()} == {
+        name: {"PASSED"} for name in mistakes.ALL
+    }
 
 
 def test_the_cause_comes_before_what_was_withheld_because_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
