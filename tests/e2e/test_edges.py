@@ -23,7 +23,7 @@ def test_prompts_that_are_refused_and_prompts_of_one_token(model: Path, referenc
     from vllm.exceptions import VLLMValidationError
 
     prompts = [[7], [8, 9], list(range(10, 10 + 32)), list(range(10, 10 + 64)), [11] * 700]
-    expected = {length: reference(prompts, length) for length in (1, 40)}
+    expected = {length: reference(prompts, length) for length in (40, 1)}
     with running_engine(model, WORKLOAD, tmp_path, chunk_size=8) as engine:
         for refused in ([], [5] * WORKLOAD.max_model_len, [5] * 5000):
             with pytest.raises(VLLMValidationError, match="prompt"):

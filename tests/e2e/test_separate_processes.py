@@ -58,6 +58,7 @@ def run(
     )
 
 
+@pytest.mark.long  # two processes that import vLLM; the server of test_serving.py is two such processes as well
 def test_an_engine_in_processes_of_its_own_recovers_and_closes_its_log(
     model: Path, reference: Reference, tmp_path: Path
 ) -> None:
