@@ -56,6 +56,7 @@ PROJECTIONS: tuple[ProjectionSpec, ...] = (
             keep_for_preempted=its.configuration.keep_for_preempted,
         ),
     ),
+    ProjectionSpec("policy", lambda its: build_policy(its.configuration, its.tracker)),
     ProjectionSpec("tracker", lambda its: RequestTracker(its.core), of_requests=True),
     ProjectionSpec(
         "transfers",
@@ -64,7 +65,6 @@ PROJECTIONS: tuple[ProjectionSpec, ...] = (
         ),
         of_requests=True,
     ),
-    ProjectionSpec("policy", lambda its: build_policy(its.configuration, its.chunk_keys)),
 )
 
 

@@ -14,8 +14,7 @@ from kvledger.lifecycle.events import Event
 from kvledger.lifecycle.policies.chunk_statistics import ChunkStatistics
 from kvledger.lifecycle.policies.hit_limit import HitLimit
 from kvledger.lifecycle.policies.longest_prefix import LongestPrefix
-from kvledger.lifecycle.projections.chunk_keys import ChunkKeys
-from kvledger.lifecycle.projections.tracker import RequestRecord
+from kvledger.lifecycle.projections.tracker import RequestRecord, RequestTracker
 
 __all__ = ["ChunkStatistics", "HitLimit", "LongestPrefix", "LookupPolicy", "build_policy"]
 
@@ -30,11 +29,11 @@ class LookupPolicy(Protocol):
         """Event class -> fold, of this policy and of those it wraps."""
 
 
-def build_policy(configuration: LedgerConfiguration, chunk_keys: ChunkKeys) -> LookupPolicy:
+def build_policy(configuration: LedgerConfiguration, tracker: RequestTracker) -> LookupPolicy:
     """The longest prefix, wrapped in what the configuration asks for."""
     policy: LookupPolicy = LongestPrefix()
     if configuration.max_hit_share < 1:
         policy = HitLimit(policy, configuration.max_hit_share)
     if configuration.chunk_statistics:
-        policy = ChunkStatistics(policy, chunk_keys, configuration.chunk_size)
+        policy = ChunkStatistics(policy, tracker, configuration.chunk_size)
     return policy

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.projections.chunk_keys import ChunkKeys
-from kvledger.lifecycle.projections.tracker import RequestRecord
+from kvledger.lifecycle.projections.tracker import RequestRecord, RequestTracker
 
 if TYPE_CHECKING:
     from kvledger.lifecycle.policies import LookupPolicy
@@ -26,18 +25,21 @@ class State(msgspec.Struct, forbid_unknown_fields=True):
     """What was counted."""
 
     num_requests_with: dict[bytes, int] = {}
-    num_counted: dict[str, int] = {}
-    """Request id -> its chunks that have been counted."""
+    num_counted: dict[int, int] = {}
+    """Ordinal of a life -> its chunks that have been counted."""
     num_chunks: int = 0
     num_tokens_reusable: int = 0
 
 
 class ChunkStatistics:
-    """Wraps a policy, lets its answers through, and counts keys."""
+    """Wraps a policy, lets its answers through, and counts keys.
 
-    def __init__(self, inner: LookupPolicy, chunk_keys: ChunkKeys, chunk_size: int) -> None:
+    To be folded before the tracker, which forgets lives.
+    """
+
+    def __init__(self, inner: LookupPolicy, tracker: RequestTracker, chunk_size: int) -> None:
         self._inner = inner
-        self._chunk_keys = chunk_keys
+        self._tracker = tracker
         self._chunk_size = chunk_size
         self.state = State()
 
@@ -70,25 +72,34 @@ class ChunkStatistics:
         own: dict[type[e.Event], Callable[..., None]] = {
             e.ChunkKeysObserved: self._count,
             e.SessionContinued: self._session_continued,
-            e.RequestArrived: self._forget,
-            e.RequestReleased: self._forget,
+            e.RequestArrived: self._arrived,
+            e.RequestReleased: self._released,
         }
         for event_class, fold in own.items():
             inner = folds.get(event_class)
             folds[event_class] = fold if inner is None else _both(inner, fold)
         return folds
 
-    def _forget(self, event: e.RequestArrived | e.RequestReleased, _sequence: int) -> None:
-        self.state.num_counted.pop(event.request_id, None)
+    def _arrived(self, event: e.RequestArrived, _sequence: int) -> None:
+        self.state.num_counted.pop(self._tracker.ordinal(event.request_id), None)
+
+    def _released(self, event: e.RequestReleased, _sequence: int) -> None:
+        if self._tracker.in_generation(event) is not None:
+            self.state.num_counted.pop(event.ordinal, None)
 
     def _session_continued(self, event: e.SessionContinued, _sequence: int) -> None:
         # Other tokens follow from here, so other chunks.
-        kept = event.num_computed_tokens // self._chunk_size
-        self.state.num_counted[event.request_id] = min(self.state.num_counted.get(event.request_id, 0), kept)
+        ordinal = self._tracker.ordinal(event.request_id)
+        if ordinal in self.state.num_counted:
+            kept = event.num_computed_tokens // self._chunk_size
+            self.state.num_counted[ordinal] = min(self.state.num_counted[ordinal], kept)
 
     def _count(self, event: e.ChunkKeysObserved, _sequence: int) -> None:
-        num_counted = self.state.num_counted.get(event.request_id, 0)
-        self.state.num_counted[event.request_id] = max(num_counted, event.first_chunk + len(event.keys))
+        ordinal = self._tracker.ordinal(event.request_id)
+        if ordinal < 0:
+            return
+        num_counted = self.state.num_counted.get(ordinal, 0)
+        self.state.num_counted[ordinal] = max(num_counted, event.first_chunk + len(event.keys))
         for key in event.keys[max(0, num_counted - event.first_chunk) :]:
             self.state.num_chunks += 1
             if key in self.state.num_requests_with:

@@ -93,8 +93,9 @@ class Totals:
     def _of_extension(self, _event: e.ExtensionEvent, _sequence: int) -> None:
         self.figures.num_extension_events += 1
 
-    def _arrived(self, _event: e.RequestArrived, _sequence: int) -> None:
+    def _arrived(self, event: e.RequestArrived, sequence: int) -> None:
         self.figures.num_requests += 1
+        self._gone(event, sequence)
 
     def _preempted(self, event: e.RequestPreempted, sequence: int) -> None:
         self.figures.num_preemptions += 1

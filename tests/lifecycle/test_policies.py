@@ -10,7 +10,6 @@ from lifecycle_driver import Driver, keys_of
 from kvledger.lifecycle import Core, LedgerConfiguration
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.policies import ChunkStatistics, HitLimit, LongestPrefix, LookupPolicy, build_policy
-from kvledger.lifecycle.projections.chunk_keys import ChunkKeys
 from kvledger.lifecycle.projections.tracker import RequestRecord, RequestTracker
 
 
@@ -65,34 +64,36 @@ def test_keys_that_a_request_brings_again_are_not_counted_again() -> None:
 
 
 @pytest.fixture
-def chunk_keys() -> ChunkKeys:
-    """No request's keys."""
-    return ChunkKeys(RequestTracker(Core.standard()), 8)
+def tracker() -> RequestTracker:
+    """Of one request, `a`."""
+    tracker = RequestTracker(Core.standard())
+    tracker.folds()[e.RequestArrived](e.RequestArrived("a", 0, 40, 1), 1)
+    return tracker
 
 
 RECORD = RequestRecord("a", 0, num_prompt_tokens=40, num_tokens=40)
 
 
 @pytest.mark.parametrize("limit_outside", [True, False])
-def test_limit_and_statistics_compose_in_both_orders(chunk_keys: ChunkKeys, limit_outside: bool) -> None:
+def test_limit_and_statistics_compose_in_both_orders(tracker: RequestTracker, limit_outside: bool) -> None:
     """Both do their work, whichever wraps the other."""
     policy: LookupPolicy
     if limit_outside:
-        statistics = ChunkStatistics(LongestPrefix(), chunk_keys, 8)
+        statistics = ChunkStatistics(LongestPrefix(), tracker, 8)
         policy = HitLimit(statistics, 0.5)
     else:
-        policy = statistics = ChunkStatistics(HitLimit(LongestPrefix(), 0.5), chunk_keys, 8)
+        policy = statistics = ChunkStatistics(HitLimit(LongestPrefix(), 0.5), tracker, 8)
     assert policy.usable_tokens(32, RECORD) == 20
     assert policy.usable_tokens(8, RECORD) == 8
     policy.folds()[e.ChunkKeysObserved](e.ChunkKeysObserved("a", 0, keys_of("d", 3)), 1)
     assert statistics.num_unique_chunks == 3
 
 
-def test_two_limits_give_the_smaller_and_two_statistics_count_alike(chunk_keys: ChunkKeys) -> None:
+def test_two_limits_give_the_smaller_and_two_statistics_count_alike(tracker: RequestTracker) -> None:
     """Wrappers do not know what they wrap."""
     assert HitLimit(HitLimit(LongestPrefix(), 0.25), 0.5).usable_tokens(32, RECORD) == 10
-    inner = ChunkStatistics(LongestPrefix(), chunk_keys, 8)
-    outer = ChunkStatistics(inner, chunk_keys, 8)
+    inner = ChunkStatistics(LongestPrefix(), tracker, 8)
+    outer = ChunkStatistics(inner, tracker, 8)
     outer.folds()[e.ChunkKeysObserved](e.ChunkKeysObserved("a", 0, keys_of("d", 3)), 1)
     assert (inner.num_chunks, outer.num_chunks) == (3, 3)
 
@@ -107,9 +108,9 @@ def test_two_limits_give_the_smaller_and_two_statistics_count_alike(chunk_keys: 
     ],
 )
 def test_the_configuration_decides_what_wraps_the_longest_prefix(
-    chunk_keys: ChunkKeys, configuration: dict[str, Any], expected: type
+    tracker: RequestTracker, configuration: dict[str, Any], expected: type
 ) -> None:
     """What is not asked for is not there."""
-    policy = build_policy(LedgerConfiguration(16, 8, 32, **configuration), chunk_keys)
+    policy = build_policy(LedgerConfiguration(16, 8, 32, **configuration), tracker)
     assert type(policy) is expected
     assert policy.usable_tokens(40, RECORD) == (20 if "max_hit_share" in configuration else 40)
