@@ -27,7 +27,8 @@ class DelayFreeContract:
     def __init__(self) -> None:
         self._finished: dict[str, int] = {}
         """Request id -> sequence of its end, where its blocks are not held."""
-        self._held: dict[str, int] = {}
+        self._held: dict[str, tuple[int, int]] = {}
+        """Request id -> sequence and ordinal."""
 
     def checks(self, model: Model) -> Iterable[tuple[type[e.Event], Check]]:
         """By class of event."""
@@ -44,12 +45,12 @@ class DelayFreeContract:
 
     def _blocks_held(self, event: e.BlocksHeld, moment: Moment) -> Iterator[Violation]:
         yield from self._check_hold(event, moment)
-        self._held[event.request_id] = moment.sequence
+        self._held[event.request_id] = moment.sequence, event.ordinal
 
     def _arrived(self, event: e.RequestArrived, moment: Moment) -> list[Violation] | None:
-        held_at = self._held.pop(event.request_id, 0)
+        held_at, ordinal = self._held.pop(event.request_id, (0, 0))
         self._finished.pop(event.request_id, None)
-        if not held_at:
+        if not held_at or not self._jobs.reads_blocks_of(ordinal):
             return None
         detail = "a request arrives under an id whose blocks are still held, so vLLM would free them twice"
         return [violation(self.rule, moment, detail, held_at)]
@@ -67,4 +68,4 @@ class DelayFreeContract:
             detail = "its blocks are held for a save, but vLLM keeps them for a load: it would hear of two ends"
         else:
             return
-        yield violation(self.rule, moment, detail, finished_at, self._held.get(event.request_id, 0))
+        yield violation(self.rule, moment, detail, finished_at, self._held.get(event.request_id, (0, 0))[0])

@@ -83,6 +83,21 @@ def test_a_load_reported_when_its_id_is_used_again_concerns_no_save_of_the_next_
     assert broken_rules(driver) == []
 
 
+def test_blocks_held_for_a_save_are_free_when_it_is_settled_whatever_became_of_the_load() -> None:
+    """Seed 302512: the report of a load within a step was lost, so the life stayed; its blocks did not."""
+    driver = Driver(async_saves=True)
+    load = start_load(driver, "a", (1, 2))
+    driver.step(("a", 16, 1, 17))
+    driver.step(("a", 17, 15, 32))
+    driver.finish("a", 32, 33)
+    assert driver.all_of(e.BlocksHeld)
+    for save in (job.job_id for job in list(driver.projections.transfers) if job.job_id != load):
+        driver.report(save)
+    assert not driver.all_of(e.RequestReleased)[1:]
+    driver.arrive("a", 17)
+    assert broken_rules(driver) == []
+
+
 def test_blocks_that_are_given_anew_are_filled_whoever_fills_them() -> None:
     """Another connector loads into new blocks, of which nothing is reported; they and what follows can be saved."""
     driver = could_not_fill()
