@@ -100,11 +100,11 @@ def evicted_chunk_found(touch: Touch) -> Sequence[Patch]:
             count += 1
         return count
 
-    def slots_of_chunks(original: Any, pages: range, end_token: int, request_id: str, projections: Any) -> Any:
-        found = original(pages, end_token, request_id, projections)
+    def slots_of_chunks(original: Any, pages: range, end_token: int, ordinal: int, projections: Any) -> Any:
+        found = original(pages, end_token, ordinal, projections)
         if found is not None:
             return found
-        keys = projections.chunk_keys.of(request_id)[: -(-end_token // projections.geometry.chunk_size)]
+        keys = projections.chunk_keys.of_life(ordinal)[: -(-end_token // projections.geometry.chunk_size)]
         slots = [projections.chunks.get(key) or stale.get((id(projections.chunks), key)) for key in keys]
         return _of_pages(pages, end_token, slots, projections)
 
