@@ -16,7 +16,7 @@ import json
 import re
 import sys
 import types
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ import pydantic
 from kvledger.adapters.vllm.configuration import ConnectorSettings
 from kvledger.lifecycle import Core, LedgerConfiguration, events, rules, states, table
 from kvledger.lifecycle.audit import NOT_CHECKED
+from kvledger.lifecycle.audit.facts import FACTS, Why
 from kvledger.lifecycle.codec import field_names
 from kvledger.lifecycle.machine import mermaid_diagram
 from kvledger.lifecycle.projections import Projections
@@ -306,7 +307,23 @@ def invariants_page() -> list[str]:
         "",
     ]
     lines += rows(["rule", "why not"], [[f"`{rule}`", reason] for rule, reason in NOT_CHECKED.items()])
-    return lines
+    lines += prose(
+        """
+        ## Facts
+
+        Each field of each event, and the rules that name logs in which that field alone is another, or why none does.
+        A rule that merely relies on a fact does not stand here. What a decision says is, besides, decided again.
+        """
+    )
+    facts = [[f"`{event_id}`", *fact] for event_id, fields in FACTS.items() for fact in by_reason(fields)]
+    return lines + rows(["event", "fields", "verified by", "or why not"], facts)
+
+
+def by_reason(fields: Mapping[str, Why]) -> Iterable[list[str]]:
+    """Fields that are verified by the same rules, or are not for the same reason, in one row."""
+    for why in dict.fromkeys(fields.values()):
+        names = ", ".join(f"`{name}`" for name, its in fields.items() if its == why)
+        yield [names, "", why] if isinstance(why, str) else [names, ", ".join(why), ""]
 
 
 # --- mutants ---------------------------------------------------------------------------------------------------------

@@ -2,22 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import ClassVar
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.checker import Violation, violation
 from kvledger.lifecycle.audit.model import Model
-from kvledger.lifecycle.audit.model.jobs import JobsInFlight
+from kvledger.lifecycle.audit.model.jobs import InFlight, JobsInFlight
 from kvledger.lifecycle.audit.model.lives import Life
 from kvledger.lifecycle.audit.model.moment import Check, Moment
+
+_OfAJob = e.LoadCompleted | e.LoadFailed | e.SaveCompleted | e.SaveFailed | e.TransferAwaited
+_OF_THE_PRESENT = (
+    e.LookupAnswered,
+    e.LookupDeferred,
+    e.LoadIssued,
+    e.BlocksHeld,
+    e.PrefillAdvanced,
+    e.PrefillCompleted,
+    e.RequestQuarantined,
+)
+_Decision = (
+    e.LookupAnswered
+    | e.LookupDeferred
+    | e.LoadIssued
+    | e.BlocksHeld
+    | e.PrefillAdvanced
+    | e.PrefillCompleted
+    | e.RequestQuarantined
+    | e.SaveIssued
+    | e.TailSaveIssued
+    | e.SaveDeclined
+)
 
 
 class GenIsolation:
     """Jobs are known by their id, and what is decided names the life that it concerns.
 
-    Verifies: a settled job names the life (request, ordinal, generation) it was issued for; what is decided names the
-    present one, or the generation before for a save of blocks that were just lost, as a tail's always are.
+    Verifies: what is decided about a job names the life (request, ordinal, generation) it was issued for; every other
+    decision the present one, or the generation before for a save of blocks that were just lost, as a tail's always are.
     Does not verify: that an event of another generation leaves the request in its state, which the reference machines
     show that every audit walks along; that the bytes went to the right generation's blocks.
     """
@@ -30,46 +53,63 @@ class GenIsolation:
         """By class of event."""
         self._jobs = model.jobs
         return [
-            (e.LoadIssued, self._issued),
-            (e.SaveIssued, self._issued),
+            (e.SaveIssued, self._save_issued),
             (e.TailSaveIssued, self._tail_issued),
-            (e.LookupAnswered, self._answered),
+            *((event_class, self._of_the_present) for event_class in _OF_THE_PRESENT),
+            (e.SaveDeclined, self._declined),
+            (e.TransferAwaited, self._awaited),
             (e.LoadCompleted, self._settled),
             (e.LoadFailed, self._settled),
             (e.SaveCompleted, self._settled),
             (e.SaveFailed, self._settled),
         ]
 
-    def _answered(self, event: e.LookupAnswered, moment: Moment) -> Iterator[Violation] | None:
-        if moment.life is None or _life(event) == moment.life.name:
+    def _of_the_present(self, event: _Decision, moment: Moment) -> list[Violation] | None:
+        life = moment.life
+        if life is None or (event.generation == life.generation and event.ordinal == life.ordinal):
             return None
-        return self._check_decided(event, moment.life, moment)
+        return self._named_another(event, life, moment)
 
-    def _issued(self, event: e.LoadIssued | e.SaveIssued, moment: Moment) -> Iterator[Violation] | None:
-        if moment.life is None or _life(event) == moment.life.name:
+    def _save_issued(self, event: e.SaveIssued, moment: Moment) -> list[Violation] | None:
+        life = moment.life
+        if life is None or (event.generation == life.generation and event.ordinal == life.ordinal):
             return None
-        return self._check_decided(event, moment.life, moment)
+        return (
+            self._of_what_was_lost(event, life, moment)
+            if event.before_forward
+            else self._named_another(event, life, moment)
+        )
 
-    def _tail_issued(self, event: e.TailSaveIssued, moment: Moment) -> Iterator[Violation] | None:
-        return None if moment.life is None else self._check_decided(event, moment.life, moment)
-
-    def _check_decided(
-        self, event: e.LoadIssued | e.SaveIssued | e.TailSaveIssued | e.LookupAnswered, life: Life, moment: Moment
-    ) -> Iterator[Violation]:
+    def _tail_issued(self, event: e.TailSaveIssued, moment: Moment) -> list[Violation] | None:
         # A tail is always saved from blocks that were just lost, which are those of the generation before.
-        allowed = {life.generation - 1} if isinstance(event, e.TailSaveIssued) else {life.generation}
-        if isinstance(event, e.SaveIssued) and event.before_forward:
-            allowed.add(life.generation - 1)
-        if event.ordinal != life.ordinal or event.generation not in allowed:
-            detail = f"{event.id} names {_words(_life(event))}, the request is in {_words(life.name)}"
-            yield violation(self.rule, moment, detail, event.cause)
+        return None if moment.life is None else self._of_what_was_lost(event, moment.life, moment)
+
+    def _declined(self, event: e.SaveDeclined, moment: Moment) -> list[Violation] | None:
+        life = moment.life
+        if life is None or (event.generation == life.generation and event.ordinal == life.ordinal):
+            return None
+        return self._of_what_was_lost(event, life, moment)
+
+    def _of_what_was_lost(self, event: _Decision, life: Life, moment: Moment) -> list[Violation] | None:
+        if event.ordinal == life.ordinal and event.generation == life.generation - 1:
+            return None
+        return self._named_another(event, life, moment)
+
+    def _named_another(self, event: _Decision, life: Life, moment: Moment) -> list[Violation]:
+        detail = f"{event.id} names {_words(_life(event))}, the request is in {_words(life.name)}"
+        return [violation(self.rule, moment, detail, event.cause)]
+
+    def _awaited(self, event: e.TransferAwaited, moment: Moment) -> list[Violation] | None:
+        job = self._jobs.get(event.job_id)
+        return None if job is None or _life(event) == job.life else self._of_another_job(event, job, moment)
 
     def _settled(
         self, event: e.LoadCompleted | e.LoadFailed | e.SaveCompleted | e.SaveFailed, moment: Moment
     ) -> list[Violation] | None:
         job = self._jobs.current
-        if job is None or _life(event) == job.life:
-            return None
+        return None if job is None or _life(event) == job.life else self._of_another_job(event, job, moment)
+
+    def _of_another_job(self, event: _OfAJob, job: InFlight, moment: Moment) -> list[Violation]:
         detail = (
             f"{event.id} for job {job.job_id} names {_words(_life(event))}, the job was issued for {_words(job.life)}"
         )

@@ -59,6 +59,7 @@ class LookupPure:
         return [
             (e.LookupRequested, self._requested),
             (e.LookupAnswered, self._check),
+            (e.LookupDeferred, self._deferred),
         ]
 
     def _requested(self, event: e.LookupRequested, moment: Moment) -> None:
@@ -67,14 +68,8 @@ class LookupPure:
     def _check(self, event: e.LookupAnswered, moment: Moment) -> list[Violation] | None:
         found: list[Violation] | None = None
         asked_at, asked = self._asked
-        if (
-            asked is not None
-            and asked_at == event.cause
-            and asked.num_computed_tokens != event.num_computed_tokens
-            and asked.request_id == event.request_id
-        ):
-            detail = f"asked with {asked.num_computed_tokens} computed tokens, answered for {event.num_computed_tokens}"
-            found = [violation(self.rule, moment, detail, event.cause)]
+        if asked is not None and asked_at == event.cause and asked.request_id == event.request_id:
+            found = self._compare(asked, event, moment)
         life = moment.life
         if life is not None:
             # What nothing is known of is answered with nothing: no sum to be made.
@@ -82,6 +77,23 @@ class LookupPure:
                 found = self._check_sum(event, life, found, moment)
             found = self._check_again(event, life, found, moment)
         return found
+
+    def _deferred(self, event: e.LookupDeferred, moment: Moment) -> list[Violation] | None:
+        asked_at, asked = self._asked
+        if asked is None or asked_at != event.cause or asked.request_id != event.request_id:
+            return None
+        return self._compare(asked, event, moment)
+
+    def _compare(
+        self, asked: e.LookupRequested, event: e.LookupAnswered | e.LookupDeferred, moment: Moment
+    ) -> list[Violation] | None:
+        if asked.num_computed_tokens == event.num_computed_tokens and asked.num_tokens == event.num_tokens:
+            return None
+        detail = (
+            f"asked with {asked.num_computed_tokens} of {asked.num_tokens} tokens computed, "
+            f"{event.id} for {event.num_computed_tokens} of {event.num_tokens}"
+        )
+        return [violation(self.rule, moment, detail, event.cause)]
 
     def _check_again(
         self,

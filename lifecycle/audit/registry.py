@@ -36,6 +36,7 @@ from kvledger.lifecycle.audit.release_all import ReleaseAll
 from kvledger.lifecycle.audit.reset_epoch import ResetEpoch
 from kvledger.lifecycle.audit.resume_covers_output import ResumeCoversOutput
 from kvledger.lifecycle.audit.rollback_observed import RollbackObserved
+from kvledger.lifecycle.audit.settled_saved import SettledSaved
 from kvledger.lifecycle.audit.slot_exclusive import SlotExclusive
 from kvledger.lifecycle.audit.src_block_owned import SrcBlockOwned
 from kvledger.lifecycle.audit.src_block_stable import SrcBlockStable
@@ -72,6 +73,7 @@ RULES: MappingProxyType[str, Callable[[], AnyChecker]] = MappingProxyType(
         TableEq.rule: TableEq,
         CursorLeFrontier.rule: CursorLeFrontier,
         StoreContiguous.rule: StoreContiguous,
+        SettledSaved.rule: SettledSaved,
         PinBalance.rule: PinBalance,
         RankAgreement.rule: RankAgreement,
         BlockReuseFenced.rule: BlockReuseFenced,

@@ -43,6 +43,8 @@ class Chunks:
         self.slots_of: Callable[[bytes], tuple[int, ...] | None] = self._committed.get
         """The slots that hold the chunk, or None where it is not committed."""
         self._saving: dict[bytes, int] = {}
+        self.late: set[bytes] = set()
+        """Chunks whose save was under way during the last reset and was completed after it: they are not committed."""
         self._departed: OrderedDict[bytes, Departed] = OrderedDict()
         self._max_departed = max(1024, 4 * slots.num_slots)
         self.departed: Callable[[bytes], Departed | None] = self._departed.get
@@ -167,6 +169,7 @@ class Chunks:
         slots, keys, num_pages = job.slots, job.keys, self._pages_per_chunk
         if job.epoch != self._jobs.epoch:
             self._slots.release(slots)
+            self.late.update(keys)
             return
         self.num_added += 1
         self._no_longer_saving(job)
@@ -223,6 +226,7 @@ class Chunks:
         for key in tuple(self._committed):
             self._remove(key, why)
         self._saving.clear()
+        self.late.clear()
 
     def _remove(self, key: bytes, why: Departed) -> None:
         slots = self._committed.pop(key, None)

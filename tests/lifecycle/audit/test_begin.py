@@ -133,6 +133,7 @@ def test_a_job_that_is_asked_after_in_the_first_step_behind_the_cut_is_asked_in_
 _NOTHING_TO_TAKE_OVER = {
     "LEGAL_TRANSITION", "SRC_BLOCK_OWNED", "RECORDED",  # remember nothing
     "EXTERNAL_ZERO_NO_LOAD", "FINISH_IS_LAST", "PIN_BALANCE",  # remember an observation for its own decisions
+    "SETTLED_SAVED",
     # The audit's model takes over for them.
     "CHUNK_COMPLETE", "LOADABLE_AFTER_COMMIT", "LOOKUP_PURE", "RESET_EPOCH", "GEN_ISOLATION", "RANK_AGREEMENT",
     "SLOT_EXCLUSIVE", "HIT_PINNED", "WAITING_KEPT", "LONGEST_HIT", "ALLOC_MATCHES_LOOKUP", "COMPLETION_ONCE",

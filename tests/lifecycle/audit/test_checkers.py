@@ -108,7 +108,8 @@ ALTERATIONS: dict[str, tuple[type[e.Event], int, Change]] = {
     "TABLE_EQ": (e.StepScheduled, RESUMING_STEP, evolve(extended=((0, (7,)),))),
     "CURSOR_LE_FRONTIER": (e.StepScheduled, 1, in_first_entry("settled", 1, 2)),
     "STORE_CONTIGUOUS": (e.SaveIssued, 2, lambda event: msgspec.structs.replace(event, chunks=event.chunks[1:])),  # type: ignore[attr-defined]
-    "PIN_BALANCE": (e.LogNote, 2, lambda _: e.SaveDeclined("b", 1, 0, 6, 1, "pool_full", 1)),
+    "SETTLED_SAVED": (e.SaveIssued, 1, evolve(cause=1)),  # so it is not what the preemption has caused
+    "PIN_BALANCE": (e.LogNote, 2, lambda _: e.SaveDeclined("b", 2, 0, 6, 1, "pool_full", 1)),
     "RANK_AGREEMENT": (e.TransferReported, 0, evolve(ranks_done=())),
     "BLOCK_REUSE_FENCED": (e.StepScheduled, -2, evolve(extended=((0, (7,)),))),
     "RESUME_COVERS_OUTPUT": (e.LookupRequested, 1, evolve(num_tokens=17)),
@@ -204,7 +205,11 @@ def test_a_load_beside_an_eviction_and_a_silent_save_break_no_rule(reading: Driv
 FOLLOWING = {
     # A chunk that was not the one to be evicted still lies where the next save writes.
     **{rule: {"SLOT_EXCLUSIVE", "LONGEST_HIT"} for rule in ("HIT_PINNED", "EVICT_IDLE_ONLY", "FAILED_LOAD_TAINT")},
-    "WAITING_KEPT": {"LOADABLE_AFTER_COMMIT", "LONGEST_HIT"},  # whoever waited for it does not find it
+    # Whoever waited for it does not find it, and saves nothing in its place.
+    "WAITING_KEPT": {"LOADABLE_AFTER_COMMIT", "LONGEST_HIT", "SETTLED_SAVED"},
+    "FINISH_IS_LAST": {"SETTLED_SAVED"},  # what is saved is not what the end has caused
+    "STORE_CONTIGUOUS": {"SETTLED_SAVED"},  # nor is it saved at the end
+    "RESUME_COVERS_OUTPUT": {"LOOKUP_PURE"},  # what was answered is the answer to another question
     # Who is told of with other counts decodes no longer as before.
     **{rule: {"STEP_SUM"} for rule in ("TOKEN_CONSERVATION", "ROLLBACK_OBSERVED")},
 }

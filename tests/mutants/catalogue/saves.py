@@ -100,6 +100,32 @@ def trailing_chunk_left_out(touch: Touch) -> Sequence[Patch]:
     return [(owner, "save_settled", save_settled) for owner in SAVING]
 
 
+@mutant("SETTLED_SAVED", "vllm#53498", scene=Worlds())
+def lost_unsaved(touch: Touch) -> Sequence[Patch]:
+    """Of what a preempted request loses, only that is saved which steps had saved before."""
+
+    def save(decision: e.Event, *_: Any) -> e.Event | None:
+        if isinstance(decision, e.SaveIssued | e.SaveDeclined):
+            touch()
+            return None
+        return decision
+
+    return [decided_otherwise(owner, "save_on_preemption", save) for owner in SAVING]
+
+
+@mutant("SETTLED_SAVED", "vllm#53498", scene=Worlds())
+def end_unsaved(touch: Touch) -> Sequence[Patch]:
+    """What settles with the last tokens of a request is not saved when it ends."""
+
+    def save(decision: e.Event, *_: Any) -> e.Event | None:
+        if isinstance(decision, e.SaveIssued | e.SaveDeclined):
+            touch()
+            return None
+        return decision
+
+    return [decided_otherwise(finished, "save_on_finish", save)]
+
+
 @mutant("SLOT_EXCLUSIVE", "vllm#46951", "pegaflow#418", scene=SMALL_POOL)
 def slot_in_use_offered(touch: Touch) -> Sequence[Patch]:
     """A save is offered a slot in which another request's chunk lies: the free list has it still."""

@@ -1,0 +1,202 @@
+"""Every fact of a log and the rules that hold it against something else, or why none does. A test asks for all of them.
+
+A fact is a field of an event. A rule stands here where it names logs in which that field alone is another: found by
+altering one field of one event at a time in stories and walks, and by the rules' own tests. Relying on a fact is not
+enough. What a decision says is, besides, decided again wherever the code that decided it is at hand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+Why = tuple[str, ...] | str
+"""Rules, or in words why there is none."""
+
+_AGAIN = "decided again, and no rule knows another way to it"
+_CLOCK = "a clock: nothing contradicts it but order, and LIVENESS measures silence with it"
+_ENGINE = "only the engine knows; nothing else in the log tells it"
+_PEOPLE = "for people; nothing hangs on it"
+_PASSED_ON = "what was noticed live, which RECORDED passes on"
+_KNOWN = ("LEGAL_TRANSITION",)
+_LIFE = ("GEN_ISOLATION",)
+_NAMED: Mapping[str, Why] = {"request_id": ("LEGAL_TRANSITION", "GEN_ISOLATION"), "ordinal": _LIFE, "generation": _LIFE}
+_JOB: Mapping[str, Why] = {**_NAMED, "job_id": ("COMPLETION_ONCE",), "cause": _AGAIN}
+_PROGRESS: Mapping[str, Why] = {
+    **_NAMED,
+    "num_computed_tokens": ("TOKEN_CONSERVATION",),
+    "num_tokens": ("TOKEN_CONSERVATION",),
+    "cause": _AGAIN,
+}
+_SAVED_FROM = ("SRC_BLOCK_OWNED", "SRC_BLOCK_STABLE", "GROUP_AGREEMENT")
+_WRITTEN_TO = ("SLOT_EXCLUSIVE", "SRC_BLOCK_OWNED", "GROUP_AGREEMENT")
+_EXTENSION: Mapping[str, Why] = dict.fromkeys(
+    ("extension", "name", "extension_version", "payload"), "the extension's own rules judge what only it understands"
+)
+
+FACTS: Mapping[str, Mapping[str, Why]] = MappingProxyType(
+    {
+        "request.arrived": {
+            "request_id": _KNOWN,
+            "ordinal": _LIFE,
+            "num_prompt_tokens": _ENGINE,
+            "time_ns": _CLOCK,
+        },
+        "chunk.keys_observed": {"request_id": _KNOWN, "first_chunk": ("LONGEST_HIT",), "keys": ("KEY_IDENTITY",)},
+        "lookup.requested": {
+            "request_id": _KNOWN,
+            "num_computed_tokens": ("LOOKUP_PURE",),
+            "num_tokens": ("LOOKUP_PURE", "RESUME_COVERS_OUTPUT"),
+            "time_ns": _CLOCK,
+        },
+        "blocks.allocated": {
+            "request_id": _KNOWN,
+            "block_ids": ("TABLE_EQ", "SRC_BLOCK_OWNED", "SRC_BLOCK_STABLE", "LOAD_DST_EXCLUSIVE"),
+            "num_external_tokens": ("ALLOC_MATCHES_LOOKUP", "EXTERNAL_ZERO_NO_LOAD", "TOKEN_CONSERVATION"),
+            "time_ns": _CLOCK,
+        },
+        "blocks.observed": {"request_id": _KNOWN, "block_ids": ("TABLE_EQ",), "time_ns": _CLOCK},
+        "request.preempted": {
+            "request_id": _KNOWN,
+            "num_settled_tokens": ("CHUNK_COMPLETE", "RESUME_COVERS_OUTPUT"),
+            "time_ns": _CLOCK,
+        },
+        "session.continued": {
+            "request_id": _KNOWN,
+            **dict.fromkeys(("num_computed_tokens", "num_tokens", "num_prompt_tokens"), _ENGINE),
+            "time_ns": _CLOCK,
+        },
+        "tokens.rolled_back": {
+            "request_id": _KNOWN,
+            "num_computed_tokens": ("ROLLBACK_OBSERVED",),
+            "time_ns": _CLOCK,
+        },
+        "request.finished": {
+            "request_id": _KNOWN,
+            "status": _PEOPLE,
+            "num_settled_tokens": ("CHUNK_COMPLETE",),
+            "num_tokens": ("CHUNK_COMPLETE",),
+            "time_ns": _CLOCK,
+        },
+        "step.scheduled": {
+            "step": "the number of the connector's own steps; the audit counts by itself",
+            "num_scheduled_tokens": ("STEP_SUM",),
+            "advanced": ("STEP_SUM", "LEGAL_TRANSITION", "TOKEN_CONSERVATION", "LAST_TOKEN", "ROLLBACK_OBSERVED"),
+            "paused": ("STEP_SUM",),
+            "extended": ("TABLE_EQ", "BLOCK_REUSE_FENCED", "SRC_BLOCK_OWNED"),
+            "settled": ("CURSOR_LE_FRONTIER", "CHUNK_COMPLETE"),
+            "time_ns": _CLOCK,
+        },
+        "transfer.reported": {
+            "job_id": ("COMPLETION_ONCE",),
+            "ranks_done": ("COMPLETION_ONCE", "RANK_AGREEMENT"),
+            "ranks_failed": ("COMPLETION_ONCE", "RANK_AGREEMENT"),
+            "is_repeated": "excuses a second report; that a rank was asked for it, nobody compares",
+            "num_bytes": "measured by the workers, for metrics",
+            "duration_ns": "measured by the workers, for metrics",
+            "error": _PEOPLE,
+            "withheld": "the connector's word that no worker was given the job; no worker could tell",
+            "time_ns": _CLOCK,
+        },
+        "load.errors_observed": {"block_ids": ("FAILED_LOAD_TAINT", "ROLLBACK_OBSERVED"), "time_ns": _CLOCK},
+        "cache.reset": {"time_ns": _CLOCK},
+        "hook.failed": {**dict.fromkeys(("hook", "request_id", "error"), _PASSED_ON), "time_ns": _CLOCK},
+        "lookup.answered": {
+            **_NAMED,
+            "num_computed_tokens": ("LOOKUP_PURE", "TOKEN_CONSERVATION"),
+            "num_tokens": ("LOOKUP_PURE",),
+            "num_hit_tokens": ("LONGEST_HIT", "RESET_EPOCH", "LOOKUP_PURE"),
+            "num_external_tokens": ("LOOKUP_PURE", "ALLOC_MATCHES_LOOKUP", "LAST_TOKEN"),
+            "is_async": _AGAIN,
+            "miss_reason": ("LONGEST_HIT",),
+            "miss_cause": ("LONGEST_HIT",),
+            "cause": _AGAIN,
+        },
+        "lookup.deferred": {
+            **_NAMED,
+            "num_computed_tokens": ("LOOKUP_PURE",),
+            "num_tokens": ("LOOKUP_PURE",),
+            "job_id": ("DEFER_BOUNDED",),
+            "num_deferred": ("DEFER_BOUNDED",),
+            "cause": _AGAIN,
+        },
+        "load.issued": {
+            **_JOB,
+            "first_token": ("ALLOC_MATCHES_LOOKUP", "LOADABLE_AFTER_COMMIT"),
+            "num_tokens": ("ALLOC_MATCHES_LOOKUP", "LAST_TOKEN"),
+            "slots": ("LOADABLE_AFTER_COMMIT", "GROUP_AGREEMENT"),
+            "block_ids": ("LOAD_DST_EXCLUSIVE",),
+            "is_async": ("LOAD_XOR_STORES",),
+        },
+        "load.completed": {**_JOB, "job_id": ("COMPLETION_ONCE", "RANK_AGREEMENT")},
+        "load.failed": {**_JOB, "error": _PEOPLE},
+        "save.issued": {
+            **_JOB,
+            "chunks": ("CHUNK_COMPLETE", "STORE_CONTIGUOUS", "SETTLED_SAVED", "SRC_BLOCK_OWNED"),
+            "slots": _WRITTEN_TO,
+            "block_ids": _SAVED_FROM,
+            "before_forward": ("SRC_BLOCK_OWNED", "GEN_ISOLATION"),
+            "is_async": ("SRC_BLOCK_STABLE", "DELAY_FREE_CONTRACT"),
+            "cause": ("FINISH_IS_LAST", "SETTLED_SAVED"),
+        },
+        "tail.save_issued": {
+            **_JOB,
+            "first_token": ("SRC_BLOCK_OWNED",),
+            "num_tokens": ("CHUNK_COMPLETE", "SRC_BLOCK_OWNED"),
+            "slots": _WRITTEN_TO,
+            "block_ids": _SAVED_FROM,
+        },
+        "save.completed": {**_JOB, "job_id": ("COMPLETION_ONCE", "RANK_AGREEMENT")},
+        "save.failed": {**_JOB, "error": _PEOPLE, "quiet": ("RANK_AGREEMENT", "SLOT_EXCLUSIVE")},
+        "save.declined": {
+            **_NAMED,
+            "first_chunk": ("SETTLED_SAVED",),
+            "num_chunks": _PEOPLE,
+            "reason": ("PIN_BALANCE",),
+            "cause": ("SETTLED_SAVED",),
+        },
+        "transfer.awaited": {
+            **_NAMED,
+            "job_id": ("SRC_BLOCK_STABLE", "LIVENESS"),
+            "before_forward": ("SRC_BLOCK_STABLE",),
+            "cause": _AGAIN,
+        },
+        "blocks.held": {
+            **_NAMED,
+            "request_id": ("LEGAL_TRANSITION", "DELAY_FREE_CONTRACT"),
+            "cause": ("DELAY_FREE_CONTRACT",),
+        },
+        "chunk.evicted": {
+            "key": ("EVICT_IDLE_ONLY", "HIT_PINNED", "WAITING_KEPT", "SLOT_EXCLUSIVE"),
+            **dict.fromkeys(("request_id", "ordinal", "generation"), _PEOPLE),
+            "cause": _AGAIN,
+        },
+        "chunk.tainted": {"key": ("FAILED_LOAD_TAINT", "LONGEST_HIT"), "cause": _AGAIN},
+        "prefill.advanced": _PROGRESS,
+        "prefill.completed": _PROGRESS,
+        "request.released": {
+            "request_id": _KNOWN,
+            "ordinal": ("RELEASE_ALL",),
+            "generation": ("RELEASE_ALL",),
+            "cause": _AGAIN,
+        },
+        "request.quarantined": {**_NAMED, "reason": _PEOPLE, "cause": _AGAIN},
+        "invariant.violated": dict.fromkeys(
+            ("rule", "request_id", "ordinal", "generation", "detail", "cause"), _PASSED_ON
+        ),
+        "log.note": {"text": _PEOPLE, "time_ns": _CLOCK},
+        "window.left": {"request_id": _KNOWN, "num_settled_tokens": _ENGINE, "time_ns": _CLOCK},
+        "decision.withheld": {
+            **dict.fromkeys(("request_id", "rule", "detail"), "the connector's word about what never left it"),
+            "time_ns": _CLOCK,
+        },
+        "extension.observed": {"request_id": _KNOWN, **_EXTENSION, "time_ns": _CLOCK},
+        "extension.decided": {
+            "request_id": _KNOWN,
+            **dict.fromkeys(("ordinal", "generation"), "no fold of the core asks whose it is"),
+            **_EXTENSION,
+            "cause": _AGAIN,
+        },
+    }
+)
+"""Event id -> field -> which rules hold it against something else."""
