@@ -141,6 +141,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 sys.stderr.write(f"kvledger: the output cannot be written: {failure}; make room, or write elsewhere\n")
         silence_standard_streams()
         return (ExitCode.BROKEN_PIPE if failure.is_reader_gone else ExitCode.CANNOT_WRITE).value
+    except KeyboardInterrupt:
+        return ExitCode.INTERRUPTED.value
     return exit_code
 
 
@@ -156,8 +158,6 @@ def _run(argv: Sequence[str] | None) -> int:
     except CommandFailed as failure:
         sys.stderr.write(f"kvledger: {failure}\n")
         return failure.exit_code.value
-    except KeyboardInterrupt:
-        return ExitCode.INTERRUPTED.value
     except OSError as error:
         sys.stderr.write(f"kvledger: {unreadable_text(error)}\n")
         return ExitCode.DAMAGED.value
