@@ -46,6 +46,17 @@ class Settings:
     fragile_steps: bool = False
     """Whether clients go away while a step is computed, and resets come while a load is under way and fail."""
 
+    @property
+    def recomputes_too_late(self) -> bool:
+        """Whether a load that fails reaches a client as a wrong token.
+
+        With async scheduling, `recompute` and a `load_mode` that insists on "sync", vLLM 0.32 delivers a token that the
+        second step in flight computed on top of what failed (`v1/core/sched/scheduler.py`, update_from_output, skips
+        the first one's only), and the connector warns of that at its start.
+        """
+        insists = self.connector["load_mode"] == "sync"
+        return insists and self.async_scheduling and self.load_failure_policy == "recompute"
+
 
 DIMENSIONS = (
     "failing loads",

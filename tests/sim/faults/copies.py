@@ -16,9 +16,7 @@ class FailingCopies(Fault):
     """Some saves and some loads raise; what a failed load should have filled holds garbage.
 
     Loads within a step fail only where nothing is shared and one step is in flight, unless `loads_fail_anywhere` says
-    more. Even then they do not with async scheduling, `recompute` and a `load_mode` that insists on "sync": vLLM 0.32
-    delivers a token that the second step in flight computed on top of what failed (`v1/core/sched/scheduler.py`,
-    update_from_output, skips the first one's only), and the connector warns of that at its start.
+    more, and never where `recomputes_too_late`.
     """
 
     name = "failing copies"
@@ -30,8 +28,7 @@ class FailingCopies(Fault):
         settings = world.settings
         if settings.loads_fail_anywhere:
             self._share = self.rng.choice([0.1, 0.5])
-            recomputes_late = settings.async_scheduling and settings.load_failure_policy == "recompute"
-            self.loads_fail = not (recomputes_late and settings.connector["load_mode"] == "sync")
+            self.loads_fail = not settings.recomputes_too_late
         else:
             self.loads_fail = not settings.enable_prefix_caching and not settings.async_scheduling
 
