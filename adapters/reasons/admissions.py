@@ -146,7 +146,7 @@ class Admissions:
                 life.allocated_without_answer = sequence
             return
         self._memory.history.unwatch(answer.watch)
-        life.is_computing, life.load_failed, life.last_lookup = False, (), None
+        life.is_computing, life.last_lookup = False, None
         offered = answer.event.num_external_tokens
         num_taken_up = max(0, min(event.num_external_tokens, offered))
         life.sums.offered[OfferFate.TAKEN_UP] += num_taken_up

@@ -493,3 +493,19 @@ def test_offers_are_counted_with_their_fates(num_polls: int) -> None:
         "taken_up": 32,
         **({"asked_again": 32 * (num_polls - 1)} if num_polls > 1 else {}),
     }
+
+
+def test_a_failed_load_is_the_reason_until_the_request_computes() -> None:
+    """Seed 304710: another connector of a `MultiConnector` got blocks in between, and its load failed as well."""
+    driver = Driver(async_load_tokens=0)
+    driver.save_prefix("writer", keys_of("a", 4))
+    driver.arrive("a", 33, keys_of("a", 4))
+    driver.lookup("a", 0, 33)
+    driver.allocate("a", (1, 2), 32)
+    driver.report(driver.all_of(e.LoadIssued)[-1].job_id, ok=False)
+    for _ in range(2):
+        driver.lookup("a", 0, 33)
+        driver.allocate("a", (1, 2, 3))
+    driver.step(("a", 0, 33, 33))
+    span = span_with(story_of(driver), Reason.LOAD_FAILED)
+    assert isinstance(event_at(driver, span.evidence[0]), e.LoadFailed)
