@@ -99,7 +99,8 @@ class KVLedgerConnector(KVConnectorBase_V1, SupportsHMA):
             hash_block_size=versions.hash_block_size(kv_cache_config),
             hash_tokens=versions.token_hasher(vllm_config),
         )
-        if configuration.async_load_tokens != 0 and versions.needs_loads_beside_steps(vllm_config):
+        loads_must_not_fail = configuration.async_load_tokens != 0 and versions.needs_loads_beside_steps(vllm_config)
+        if loads_must_not_fail:
             messages.warning(
                 "with async scheduling and the policy 'recompute', vLLM delivers a token computed on top of a failed "
                 "synchronous load before it recomputes; set load_mode to 'async' or 'auto', or kv_load_failure_policy "
@@ -116,6 +117,7 @@ class KVLedgerConnector(KVConnectorBase_V1, SupportsHMA):
             declined=groups.declined,
             clock=type(self).clock,
         )
+        self._scheduler_side.journal.loads_must_not_fail = loads_must_not_fail
         self._stats = StatsSource(self._scheduler_side)
         messages.info(
             "recording",

@@ -59,6 +59,8 @@ class Journal:
         """Whether events that were handed over are not in the log yet."""
         self.is_written = True
         """Whether everything was in the log after the last commit."""
+        self.loads_must_not_fail = False
+        """Whether vLLM delivers a wrong token where a load within a step fails."""
         self.deliveries = Deliveries(configuration.num_ranks)
 
     @property
@@ -181,7 +183,8 @@ class Journal:
         """Write what was recorded since the last commit, as one frame, before vLLM is told of it.
 
         Returns whether all of it is in the log. If not, no new copy begins: jobs that only this frame tells of are
-        withheld, but for those that wait for a copy.
+        withheld, but for those that wait for a copy, and for loads that vLLM would deliver a wrong token without: it
+        has been promised them in writing.
         """
         try:
             self.ledger.commit()
@@ -194,7 +197,8 @@ class Journal:
                 self.log.snapshots.after_commit(self.ledger)
         unwritten, self._unwritten = self._unwritten, []
         for job in unwritten:
-            if isinstance(job, _PageJob) and not self.is_written:
+            is_promised = self.loads_must_not_fail and isinstance(job, e.LoadIssued) and not job.is_async
+            if isinstance(job, _PageJob) and not self.is_written and not is_promised:
                 self._fail(job, e.Withheld.UNWRITTEN, NOT_WRITTEN)
             else:
                 self._outbox.append(job)

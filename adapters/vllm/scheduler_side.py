@@ -203,7 +203,8 @@ class SchedulerSide:
         # With several groups every load is asynchronous, and vLLM can be told of requests only.
         if num_external_tokens and load is None and not self.journal.deliveries.refuse(request.request_id):
             self._tell_undeliverable(request, blocks, num_external_tokens)
-        if not self.journal.commit() and load is not None and not load.is_async:
+        is_written = self.journal.commit()
+        if not is_written and load is not None and not load.is_async and not self.journal.loads_must_not_fail:
             self._tell_undeliverable(request, blocks, num_external_tokens)
 
     @guarded(default=None, hook_name="update_state_after_alloc")

@@ -15,12 +15,11 @@ from kvledger.storage.events import segments
 from sim.faults.fault import Fault
 
 if TYPE_CHECKING:
-    from sim.settings import Settings
     from sim.world import World
 
 
 class _Disk(Fault):
-    """Works, until it does not for some steps. What cannot be written is not handed out: so a load may fail."""
+    """Works, until it does not for some steps."""
 
     max_steps: tuple[int, ...]
     share: tuple[float, ...]
@@ -32,11 +31,6 @@ class _Disk(Fault):
         self._broken_until = -1
         self._real = segments.os
         segments.os = SimpleNamespace(**{**vars(os), "write": self._write, "ftruncate": self._truncate})
-
-    @classmethod
-    def suits(cls, settings: Settings) -> bool:
-        """Not where a failed load reaches a client (seed 303897)."""
-        return not settings.recomputes_too_late
 
     @property
     def is_broken(self) -> bool:
