@@ -8,6 +8,7 @@ paragraphs are prose. Etcd raft's testdata is the model.
     keys a 1 first=2                      one more key becomes known, that of chunk 2
     lookup a 0/40                         0 of 40 known tokens are computed; how much can be loaded?
     allocate a 1-3 load=32                it gets blocks 1 to 3; 32 tokens of the answer are taken up
+    blocks a 1-3                          that it holds them is seen without an allocation: a hook has failed
     step a:0+40/40 b:20+1/21@7~1          40 tokens behind the first 0 of 40; for `b` block 7 is new, 1 token in flight
     preempt a 40                          its blocks are taken; 40 tokens had settled
     report 1 2 error=text                 all ranks report jobs 1 and 2; with an error, as failed
@@ -28,17 +29,18 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from kvledger.adapters.core import composed_core
-from kvledger.lifecycle import RequestRecord, Scheduled
+from kvledger.lifecycle import Core, RequestRecord, Scheduled
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit import Audit
 from lifecycle_driver.driver import Driver, keys_of
+from lifecycle_driver.rows import Row, rows_used
 
 SEPARATOR = "----"
 _OF_THE_LIFE = {"request_id", "ordinal", "generation", "cause", "time_ns"}
 
 
-def replayed(text: str) -> str:
-    """The transcript with the output that its commands have today."""
+def replayed(text: str, used: set[Row] | None = None) -> str:
+    """The transcript with the output that its commands have today; the rows that moved a state go into `used`."""
     player = _Player()
     paragraphs = []
     for paragraph in text.strip().split("\n\n"):
@@ -47,11 +49,14 @@ def replayed(text: str) -> str:
             paragraphs.append("\n".join([commands, SEPARATOR, *player.play(commands.splitlines())]))
         else:
             paragraphs.append(paragraph)
+    if used is not None:
+        used |= player.rows_used
     return "\n\n".join(paragraphs) + "\n"
 
 
 class _Player:
     def __init__(self) -> None:
+        self._used: set[Row] = set()
         self._begin({"block": "16", "chunk": "16", "slots": "8"})
 
     def play(self, lines: Iterable[str]) -> Iterator[str]:
@@ -59,6 +64,7 @@ class _Player:
             name, *words = line.split()
             given = dict(word.split("=", 1) for word in words if "=" in word)
             if name == "ledger":
+                self._used = self.rows_used
                 self._begin(given)
                 continue
             if name == "audit":
@@ -68,6 +74,11 @@ class _Player:
             command(*(word for word in words if "=" not in word), **given)
             yield from self._news()
         yield from self._standing()
+
+    @property
+    def rows_used(self) -> set[Row]:
+        """The rows that moved a state in any of its ledgers."""
+        return self._used | rows_used(Core.standard(), self._driver.configuration, self._driver.observed)
 
     def _begin(self, given: dict[str, str]) -> None:
         handlers = given.pop("handlers", "").split(",")
@@ -98,6 +109,9 @@ class _Player:
 
     def _allocate(self, request_id: str, blocks: str, load: str = "0") -> None:
         self._driver.allocate(request_id, _numbers(blocks), int(load))
+
+    def _blocks(self, request_id: str, blocks: str) -> None:
+        self._driver.observe(e.BlockTableObserved(request_id, _numbers(blocks), self._driver._now()))
 
     def _step(self, *requests: str) -> None:
         self._driver.schedule(*map(_scheduled, requests))
