@@ -7,7 +7,6 @@ from enum import StrEnum
 
 from kvledger.lifecycle import Core, LedgerConfiguration
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.machine import trigger_of
 from kvledger.lifecycle.projections import Projections
 from kvledger.lifecycle.states import WorkRegion
 from kvledger.lifecycle.table import JOB_REGIONS, NO_EVENTS, REGIONS
@@ -34,7 +33,7 @@ def rows_used(core: Core, configuration: LedgerConfiguration, events: Iterable[e
     for sequence, event in enumerate(events, 1):
         projections.fold(event, sequence)
         after = _standing(projections)
-        triggers = (trigger_of(event), *NO_EVENTS)
+        triggers = (e.trigger_of(event), *NO_EVENTS)
         used |= {
             (region, source, trigger, dest)
             for (region, key), source in before.items()
