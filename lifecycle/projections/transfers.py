@@ -339,6 +339,9 @@ class Transfers:
                 loading.pop(slot, None)
 
     def _load_failed(self, event: e.LoadFailed, sequence: int) -> None:
+        for job in self.of_life(event.ordinal):  # on top of it, also where the request has ended long ago
+            if job.kind is JobKind.SAVE and job.generation == event.generation and job.job_id > event.job_id:
+                job.is_doubtful = True
         self._settled(event, sequence)
         self._load_errors_observed(event, sequence)
 

@@ -99,6 +99,22 @@ def test_blocks_held_for_a_save_are_free_when_it_is_settled_whatever_became_of_t
     assert broken_rules(driver) == []
 
 
+def test_what_was_saved_on_top_of_a_load_is_not_kept_when_that_is_given_up_after_the_end() -> None:
+    """Seed 401701: nobody reported the load, and the table in which the saved blocks lay behind it was long gone."""
+    driver = Driver(async_saves=True, max_silent_steps=2)
+    load = start_load(driver, "a", (1, 2))
+    driver.step(("a", 16, 1, 17))
+    driver.step(("a", 17, 15, 32))
+    driver.keys("a", 2, keys_of("shared", 2, 2))
+    driver.finish("a", 32, 33)
+    (save,) = (job.job_id for job in driver.projections.transfers if job.job_id != load)
+    while not driver.all_of(e.LoadFailed):
+        driver.step()
+    driver.report(save)
+    assert driver.all_of(e.SaveFailed)[-1].job_id == save
+    assert set(broken_rules(driver)) <= {"LIVENESS", "RECORDED"}
+
+
 def test_blocks_that_are_given_anew_are_filled_whoever_fills_them() -> None:
     """Another connector loads into new blocks, of which nothing is reported; they and what follows can be saved."""
     driver = could_not_fill()
