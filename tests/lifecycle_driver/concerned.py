@@ -121,12 +121,14 @@ def check_reasons(events: Sequence[tuple[int, e.Event]], configuration: LedgerCo
     return sums
 
 
-def _settled(sums: Sums, events: Sequence[tuple[int, e.Event]]) -> Sums:
-    """A story is told when another request takes its id, also where its load is reported later than that."""
+def _reported_later(whole: Sums, sums: Sums, events: Sequence[tuple[int, e.Event]]) -> None:
+    """A story is told when another request takes its id, also where its load is reported later, done or failed."""
     arrivals = [event.request_id for _, event in events if isinstance(event, e.RequestArrived)]
     if len(set(arrivals)) < len(arrivals):
-        sums.to_load[LoadFate.LOADED] += sums.to_load.pop(LoadFate.UNDER_WAY, 0)
-    return sums
+        later = sums.to_load - whole.to_load
+        assert later.keys() <= {LoadFate.LOADED, LoadFate.FAILED}, later
+        whole.to_load[LoadFate.UNDER_WAY] -= later.total()
+        whole.to_load += later
 
 
 def check_stories(events: Sequence[tuple[int, e.Event]], configuration: LedgerConfiguration) -> list[Story]:
@@ -137,7 +139,9 @@ def check_stories(events: Sequence[tuple[int, e.Event]], configuration: LedgerCo
         differences = story.sums.differences()
         assert not differences, f"the story of {story.request_id} does not add up: {differences}"
         whole.add(story.sums)
-    assert _settled(whole, events) == _settled(check_reasons(events, configuration), events)
+    sums = check_reasons(events, configuration)
+    _reported_later(whole, sums, events)
+    assert whole == sums
     check_proofs(events, stories)
     for request_id in {story.request_id for story in stories}:
         alone = stories_of(concerning(events, request_id), configuration, request_id)
