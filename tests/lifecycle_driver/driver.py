@@ -196,19 +196,31 @@ class Driver:
         """Let a request compute and save the chunks of `keys`, finish and leave: they are committed afterwards."""
         block_size = self.configuration.block_size
         num_tokens = len(keys) * self.configuration.chunk_size + 1
-        self.arrive(request_id, num_tokens, keys)
-        self.lookup(request_id, 0, num_tokens)
-        self.allocate(request_id, range(first_block, first_block - (-num_tokens // block_size)))
-        self.step((request_id, 0, num_tokens, num_tokens))
+        self.start(request_id, keys, num_tokens, range(first_block, first_block - (-num_tokens // block_size)))
         self.finish(request_id, num_tokens, num_tokens + 1)
         self.settle_all()
 
-    def start(self, request_id: str, keys: Sequence[bytes], num_tokens: int, block_ids: Iterable[int]) -> None:
-        """Let a request arrive and compute its whole prompt without any help of the cache."""
+    def admit(
+        self,
+        request_id: str,
+        keys: Sequence[bytes],
+        num_tokens: int,
+        block_ids: Iterable[int],
+        *,
+        num_computed: int = 0,
+        num_external: int = 0,
+    ) -> None:
+        """Let a request arrive and have blocks; vLLM's cache has `num_computed` tokens, `num_external` are loaded."""
         self.arrive(request_id, num_tokens, keys)
-        self.lookup(request_id, 0, num_tokens)
-        self.allocate(request_id, block_ids)
-        self.step((request_id, 0, num_tokens, num_tokens))
+        self.lookup(request_id, num_computed, num_tokens)
+        self.allocate(request_id, block_ids, num_external)
+
+    def start(
+        self, request_id: str, keys: Sequence[bytes], num_tokens: int, block_ids: Iterable[int], num_computed: int = 0
+    ) -> None:
+        """Let a request arrive and compute its prompt, all but what vLLM's own cache has, without any load."""
+        self.admit(request_id, keys, num_tokens, block_ids, num_computed=num_computed)
+        self.step((request_id, num_computed, num_tokens - num_computed, num_tokens))
 
     def settle_all(self) -> list[e.Event]:
         """Report every job in flight as done."""

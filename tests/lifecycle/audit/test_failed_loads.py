@@ -29,18 +29,24 @@ def start_load(driver: Driver, request_id: str, block_ids: Sequence[int]) -> int
     """16 of 17 tokens are loaded within the step to come; returns the job."""
     keys = keys_of("shared", 2)
     driver.save_prefix("writer", keys)
-    driver.arrive(request_id, 17, keys)
-    driver.lookup(request_id, 0, 17)
-    driver.allocate(request_id, block_ids, 16)
+    driver.admit(request_id, keys, 17, block_ids, num_external=16)
     return driver.all_of(e.LoadIssued)[-1].job_id
+
+
+def load_compute_and_finish(driver: Driver) -> int:
+    """`a` computes 16 tokens behind 16 loaded ones and ends, which saves them; nobody has reported the load."""
+    load = start_load(driver, "a", (1, 2))
+    driver.step(("a", 16, 1, 17))
+    driver.step(("a", 17, 15, 32))
+    driver.keys("a", 2, keys_of("shared", 2, 2))
+    driver.finish("a", 32, 33)
+    return load
 
 
 def could_not_fill() -> Driver:
     """`a` computed one token behind 32 that could not be filled, in blocks 1 and 2."""
     driver = Driver()
-    driver.arrive("a", 33, keys_of("a", 4))
-    driver.lookup("a", 0, 33)
-    driver.allocate("a", (1, 2, 3))
+    driver.admit("a", keys_of("a", 4), 33, (1, 2, 3))
     driver.step(("a", 32, 1, 33))
     fail_blocks(driver, (1, 2))
     return driver
@@ -49,10 +55,7 @@ def could_not_fill() -> Driver:
 def hit_after_a_failure() -> Driver:
     """And `b` was given the two blocks as computed."""
     driver = could_not_fill()
-    driver.arrive("b", 33, keys_of("a", 4))
-    driver.lookup("b", 32, 33)
-    driver.allocate("b", (1, 2, 4))
-    driver.step(("b", 32, 1, 33))
+    driver.start("b", keys_of("a", 4), 33, (1, 2, 4), num_computed=32)
     return driver
 
 
@@ -86,11 +89,7 @@ def test_a_load_reported_when_its_id_is_used_again_concerns_no_save_of_the_next_
 def test_blocks_held_for_a_save_are_free_when_it_is_settled_whatever_became_of_the_load() -> None:
     """Seed 302512: the report of a load within a step was lost, so the life stayed; its blocks did not."""
     driver = Driver(async_saves=True)
-    load = start_load(driver, "a", (1, 2))
-    driver.step(("a", 16, 1, 17))
-    driver.step(("a", 17, 15, 32))
-    driver.keys("a", 2, keys_of("shared", 2, 2))
-    driver.finish("a", 32, 33)
+    load = load_compute_and_finish(driver)
     assert driver.all_of(e.BlocksHeld)[-1].request_id == "a"
     for save in (job.job_id for job in list(driver.projections.transfers) if job.job_id != load):
         driver.report(save)
@@ -102,11 +101,7 @@ def test_blocks_held_for_a_save_are_free_when_it_is_settled_whatever_became_of_t
 def test_what_was_saved_on_top_of_a_load_is_not_kept_when_that_is_given_up_after_the_end() -> None:
     """Seed 401701: nobody reported the load, and the table in which the saved blocks lay behind it was long gone."""
     driver = Driver(async_saves=True, max_silent_steps=2)
-    load = start_load(driver, "a", (1, 2))
-    driver.step(("a", 16, 1, 17))
-    driver.step(("a", 17, 15, 32))
-    driver.keys("a", 2, keys_of("shared", 2, 2))
-    driver.finish("a", 32, 33)
+    load = load_compute_and_finish(driver)
     (save,) = (job.job_id for job in driver.projections.transfers if job.job_id != load)
     while not driver.all_of(e.LoadFailed):
         driver.step()
@@ -120,18 +115,13 @@ def test_blocks_that_are_given_anew_are_filled_whoever_fills_them() -> None:
     driver = could_not_fill()
     driver.finish("a", 0, 33)
     keys = keys_of("b", 4)
-    driver.arrive("b", 33, keys)
-    driver.lookup("b", 0, 33)
-    driver.allocate("b", (1, 2, 4))
+    driver.admit("b", keys, 33, (1, 2, 4))
     driver.step(("b", 32, 1, 33))
     assert not driver.projections.unfilled.blocks & {1, 2, 4}
     state = capture(driver.projections)
     cut = len(driver.observed)
     driver.step(settled=[("b", 0, 33)])
-    driver.arrive("c", 34, keys)
-    driver.lookup("c", 32, 34)
-    driver.allocate("c", (1, 2, 5))
-    driver.step(("c", 32, 2, 34))
+    driver.start("c", keys, 34, (1, 2, 5), num_computed=32)
     assert broken_rules(driver) == []
     assert violations_from(driver, state, cut) == []
 
@@ -184,20 +174,12 @@ def test_a_load_that_was_not_handed_out_is_rolled_back_once_vllm_hears_of_it() -
 def test_blocks_given_as_computed_are_judged_by_the_step_that_they_were_given_for() -> None:
     """A load that fails into one of them long afterwards says nothing about those who had it before."""
     driver = Driver()
-    driver.arrive("a", 33, keys_of("a", 4))
-    driver.lookup("a", 0, 33)
-    driver.allocate("a", (1, 2, 3))
-    driver.step(("a", 0, 33, 33))
+    driver.start("a", keys_of("a", 4), 33, (1, 2, 3))
     fail_blocks(driver, (9,))
-    driver.arrive("b", 33, keys_of("a", 4))
-    driver.lookup("b", 32, 33)
-    driver.allocate("b", (1, 2, 9))
-    driver.step(("b", 32, 1, 33))
+    driver.start("b", keys_of("a", 4), 33, (1, 2, 9), num_computed=32)
     for request_id in ("a", "b"):
         driver.finish(request_id, 0, 33)
-    driver.arrive("c", 33, keys_of("c", 4))
-    driver.lookup("c", 0, 33)
-    driver.allocate("c", (2, 5, 6))
+    driver.admit("c", keys_of("c", 4), 33, (2, 5, 6))
     fail_blocks(driver, (2,))
     driver.step()
     assert "FAILED_LOAD_TAINT" not in broken_rules(driver)
@@ -219,12 +201,8 @@ def test_who_computes_on_blocks_of_a_lost_table_relies_on_no_asynchronous_load_i
     driver.start("lost", keys_of("lost", 4), 33, (1, 2, 3))
     driver.finish("lost", 33, 34)
     driver.settle_all()
-    driver.arrive("computes", 33, keys_of("computes", 4))
-    driver.lookup("computes", 0, 33)
-    driver.allocate("computes", (2, 3, 4))
-    driver.arrive("loads", 17, keys_of("shared", 2))
-    driver.lookup("loads", 0, 17)
-    driver.allocate("loads", (1,), 16)
+    driver.admit("computes", keys_of("computes", 4), 33, (2, 3, 4))
+    driver.admit("loads", keys_of("shared", 2), 17, (1,), num_external=16)
     driver.step(("computes", 0, 33, 33))
     load = driver.all_of(e.LoadIssued)[-1]
     assert load.is_async
@@ -234,9 +212,6 @@ def test_who_computes_on_blocks_of_a_lost_table_relies_on_no_asynchronous_load_i
     cut = len(driver.observed)
     driver.step(("computes", 33, 1, 34), settled=[("computes", 0, 33)])
     assert driver.all_of(e.SaveIssued)[-1].request_id == "computes"
-    driver.arrive("hits", 34, keys_of("computes", 4))
-    driver.lookup("hits", 32, 34)
-    driver.allocate("hits", (2, 3, 5))
-    driver.step(("hits", 32, 2, 34))
+    driver.start("hits", keys_of("computes", 4), 34, (2, 3, 5), num_computed=32)
     assert broken_rules(driver) == []
     assert violations_from(driver, state, cut) == []

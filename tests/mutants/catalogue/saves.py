@@ -23,6 +23,18 @@ SMALL_POOL = Worlds(num_slots=12)
 BESIDE = Worlds(connector=(("save_mode", "async"),))
 
 
+def nothing_saved(owner: Any, name: str, touch: Touch) -> Patch:
+    """A function that decides about saves, of which none is issued or declined."""
+
+    def save(decision: e.Event, *_: Any) -> e.Event | None:
+        if isinstance(decision, e.SaveIssued | e.SaveDeclined):
+            touch()
+            return None
+        return decision
+
+    return decided_otherwise(owner, name, save)
+
+
 @mutant("CHUNK_COMPLETE", "vllm#54193", "vllm#49285", scene=Worlds())
 def last_sampled_token_saved(touch: Touch) -> Sequence[Patch]:
     """The token that was sampled last is saved, though nobody computed it."""
@@ -103,27 +115,13 @@ def trailing_chunk_left_out(touch: Touch) -> Sequence[Patch]:
 @mutant("SETTLED_SAVED", "vllm#53498", scene=Worlds())
 def lost_unsaved(touch: Touch) -> Sequence[Patch]:
     """Of what a preempted request loses, only that is saved which steps had saved before."""
-
-    def save(decision: e.Event, *_: Any) -> e.Event | None:
-        if isinstance(decision, e.SaveIssued | e.SaveDeclined):
-            touch()
-            return None
-        return decision
-
-    return [decided_otherwise(owner, "save_on_preemption", save) for owner in SAVING]
+    return [nothing_saved(owner, "save_on_preemption", touch) for owner in SAVING]
 
 
 @mutant("SETTLED_SAVED", "vllm#53498", scene=Worlds())
 def end_unsaved(touch: Touch) -> Sequence[Patch]:
     """What settles with the last tokens of a request is not saved when it ends."""
-
-    def save(decision: e.Event, *_: Any) -> e.Event | None:
-        if isinstance(decision, e.SaveIssued | e.SaveDeclined):
-            touch()
-            return None
-        return decision
-
-    return [decided_otherwise(finished, "save_on_finish", save)]
+    return [nothing_saved(finished, "save_on_finish", touch)]
 
 
 @mutant("SLOT_EXCLUSIVE", "vllm#46951", "pegaflow#418", scene=SMALL_POOL)
