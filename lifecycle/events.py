@@ -413,7 +413,7 @@ class SaveCompleted(RequestDecision, frozen=True, tag=21):
 class SaveFailed(RequestDecision, frozen=True, tag=22):
     """A rank could not save. The slots of the job are free again if every rank is known to be `quiet`.
 
-    A job that was given up without a report may still write: its slots are never used again.
+    A job that was given up without a report may still write: its slots are used again when every rank has reported.
     """
 
     job_id: int

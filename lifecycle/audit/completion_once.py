@@ -17,8 +17,9 @@ _Settled = e.LoadCompleted | e.LoadFailed | e.SaveCompleted | e.SaveFailed
 class CompletionOnce:
     """Every job is issued once, reported at most once by each rank, and settled once.
 
-    Verifies: reports and settlements are of jobs in flight and of their kind; each rank that reports exists and reports
-    once, unless it was asked to tell again.
+    Verifies: reports are of jobs in flight, or of saves that were given up, by ranks that have not spoken of them yet;
+    settlements are of jobs in flight and of their kind; each rank that reports exists and reports once, unless it was
+    asked to tell again. A load that was given up counts as reported: its blocks may be another's by then.
     Does not verify: whether a job may be settled yet, and as what (RANK_AGREEMENT); jobs that are never settled
     (LIVENESS).
     """
@@ -51,7 +52,7 @@ class CompletionOnce:
         return None if self._jobs.is_plain_report else self._check_report(event, moment)
 
     def _check_report(self, event: e.TransferReported, moment: Moment) -> Iterator[Violation]:
-        job = self._jobs.current
+        job = self._jobs.reported
         if job is None and event.is_repeated:
             return
         if job is None:

@@ -41,9 +41,12 @@ def _fail(turn: EngineTurn, job: Job, error: str, *, quiet: bool) -> None:
 
 
 def check_report(turn: EngineTurn, event: e.TransferReported) -> None:
-    """A report for a job that is settled or never was, or by a rank that there is not: recorded, harmless."""
+    """A report for a job that is settled or never was, or by a rank that there is not: recorded, harmless.
+
+    The first word of a rank about a save that was given up comes late, and is what its slots wait for.
+    """
     projections = turn.projections
-    job = projections.transfers.get(event.job_id)
+    job = projections.transfers.reported
     foreign = [rank for rank in (*event.ranks_done, *event.ranks_failed) if rank >= projections.configuration.num_ranks]
     if foreign:
         detail = f"job {event.job_id} was reported by ranks {foreign}, which do not exist"

@@ -107,6 +107,8 @@ class Transfers:
         """The job, or None once it is settled."""
         self.given_up: Callable[[int], Job | None] = self.state.given_up.get
         """A save that was given up without a report: until every rank reports, it may still write its slots."""
+        self.reported: Job | None = None
+        """The job that the report at hand speaks of: in flight, or given up with ranks that owe their word."""
         self._of_ordinal: dict[int, set[int]] = {}
         self._loading: dict[int, int] = {}
         """Slot -> loads in flight that read it."""
@@ -283,6 +285,7 @@ class Transfers:
             if job is not None and self.is_reported(job, event):
                 self._move(job, "transfer.reported/whole")
                 del self.state.given_up[event.job_id]
+        self.reported = job
         if job is not None:
             # The first word of a rank counts; what it says later about the same job changes nothing.
             if not job.ranks_done and not job.ranks_failed and event.ranks_done == self.all_ranks:

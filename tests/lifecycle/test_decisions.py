@@ -13,6 +13,7 @@ from lifecycle_driver import Driver, keys_of
 
 from kvledger.lifecycle import Core, CoreError, RequestState, StateHandler
 from kvledger.lifecycle import events as e
+from kvledger.lifecycle.audit import Audit
 from kvledger.lifecycle.handlers.finished import Finished
 from kvledger.lifecycle.handlers.new import New
 from kvledger.lifecycle.handlers.running import Running
@@ -516,6 +517,49 @@ def test_the_slots_of_a_given_up_save_are_not_written_by_another_while_it_may_st
     driver.preempt("next", 16)
     unsettled = [save for save in driver.all_of(e.SaveIssued) if save.slots == slow.slots]
     assert unsettled == [slow], "nobody has said that the first copy will not write there any more"
+
+
+def given_up() -> tuple[Driver, int]:
+    """A save of two ranks that neither has reported, given up."""
+    driver = Driver(num_ranks=2, max_silent_steps=3)
+    driver.start("a", keys_of("a", 2), 17, (1, 2))
+    (save,) = driver.preempt("a", 16)
+    assert isinstance(save, e.SaveIssued)
+    for _ in range(8):
+        driver.step()
+    assert violations(driver) == ["LIVENESS"]
+    return driver, save.job_id
+
+
+def audited(driver: Driver) -> list[str]:
+    """Rules that the audit of the driver's log names apart from what was recorded."""
+    driver.ledger.commit()
+    audit = Audit(Core.standard(), driver.configuration)
+    audit.run(driver.sink.events())
+    assert audit.num_events
+    return [broken.rule for broken in audit.violations if broken.rule != "RECORDED"]
+
+
+def test_the_late_word_of_each_rank_about_a_save_that_was_given_up_breaks_nothing() -> None:
+    """It is what the slots of the save were waiting for; whether it succeeded matters to nobody any more."""
+    driver, job_id = given_up()
+    for rank, ok in ((1, False), (0, True)):
+        assert driver.report(job_id, ranks=(rank,), ok=ok) == []
+    assert not list(driver.projections.transfers.all_given_up())
+    assert driver.projections.chunks.slots.num_free == driver.configuration.num_slots
+    assert audited(driver) == []
+
+
+@pytest.mark.parametrize("late", [((0,), (0,)), ((0, 1), (1,)), ((0,), (1,), (0,)), ((0, 2),)])
+def test_what_a_rank_says_twice_about_a_save_that_was_given_up_is_named(late: tuple[tuple[int, ...], ...]) -> None:
+    """Also once nobody owes a word; and so is a rank that there is not."""
+    driver, job_id = given_up()
+    *first, last = late
+    for ranks in first:
+        assert driver.report(job_id, ranks=ranks) == []
+    assert kinds(driver.report(job_id, ranks=last)) == ["invariant.violated"]
+    assert violations(driver) == ["LIVENESS", "COMPLETION_ONCE"]
+    assert audited(driver) == ["COMPLETION_ONCE"]
 
 
 @pytest.mark.parametrize("job_id", [0, 7, 2**40])

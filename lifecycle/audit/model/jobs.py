@@ -84,8 +84,10 @@ class JobsInFlight:
         """Ids of the saves beside the steps among the jobs."""
         self.current: InFlight | None = None
         """The job that the event at hand issues, reports or settles."""
+        self.reported: InFlight | None = None
+        """The job that the report at hand speaks of: in flight, or given up with ranks that owe their word."""
         self.told_before: frozenset[int] = _NO_RANKS
-        """Ranks that had spoken of the current job before the report at hand."""
+        """Ranks that had spoken of that job before the report at hand."""
         self.is_plain_report = False
         """Whether the report at hand is the first of its job: every rank, each once, has done it."""
         self.report_sequence = 0
@@ -230,7 +232,7 @@ class JobsInFlight:
 
     def _reported(self, event: e.TransferReported, moment: Moment) -> None:
         self.report_sequence = moment.sequence
-        self.current = job = self.get(event.job_id)
+        self.current = self.reported = job = self.get(event.job_id)
         self.let_go = None
         if event.ranks_failed:
             self.failure_sequence = moment.sequence
@@ -245,6 +247,7 @@ class JobsInFlight:
         if job is not None:
             self._told_more(job, event)
         elif (given_up := self.given_up.get(event.job_id)) is not None:
+            self.reported = given_up
             self._told_more(given_up, event)
             if given_up.ranks_done | given_up.ranks_failed >= self.every_rank:
                 self.let_go = self.given_up.pop(event.job_id)
