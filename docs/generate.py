@@ -23,7 +23,7 @@ from typing import Any
 import pydantic
 
 from kvledger.adapters.vllm.configuration import ConnectorSettings
-from kvledger.lifecycle import Core, LedgerConfiguration, events, rules, states, table
+from kvledger.lifecycle import Core, LedgerConfiguration, audit, events, rules, states, table
 from kvledger.lifecycle.audit import NOT_CHECKED
 from kvledger.lifecycle.audit.facts import FACTS, Why
 from kvledger.lifecycle.codec import field_names
@@ -295,11 +295,17 @@ def invariants_page() -> list[str]:
     body = [[f"`{rule.value}`", demands[rule.value], ", ".join(guarded_in[rule.name])] for rule in rules.Rule]
     lines += rows(["rule", "demands", "guarded in"], body)
     lines += ["## Audited", "", "Held by `kvledger verify` against every event of a stored log, one checker each.", ""]
+    subject = ""
     for rule, make in CORE.rules.items():
-        path = f"lifecycle/audit/{checkers[rule].__name__.rpartition('.')[2]}.py"
+        package = checkers[rule].__package__
+        if package not in {subject, audit.__name__}:
+            subject, (name, about) = package, sys.modules[package].__doc__.split(": ", 1)
+            lines += [f"### {name}", "", about.capitalize(), ""]
+        level = "####" if subject else "###"
+        path = checkers[rule].__name__.removeprefix("kvledger.").replace(".", "/") + ".py"
         paragraphs = inspect.getdoc(make).split("\n\n")  # type: ignore[union-attr]
         detail = re.sub(r"(?m)^(Verifies|Does not verify):", r"\n**\1**:", "\n\n".join(paragraphs[1:])).strip()
-        lines += [f"### {rule}", "", f"[`{path}`](../{path}). {one_line(paragraphs[0])}", "", detail, ""]
+        lines += [f"{level} {rule}", "", f"[`{path}`](../{path}). {one_line(paragraphs[0])}", "", detail, ""]
     lines += [
         "## Not checked",
         "",
