@@ -25,6 +25,7 @@ from kvledger.adapters.reading.index_memory import (
     memory_fingerprint,
 )
 from kvledger.adapters.reading.logs import Batch, StoredLog
+from kvledger.adapters.reading.requests import Requests
 from kvledger.adapters.reading.story_codec import encode_story
 from kvledger.adapters.reasons import Accounts, Story
 from kvledger.lifecycle import Projections
@@ -112,9 +113,10 @@ class _Builder:
             self._projections = log.start() or Projections(log.core, log.configuration)
         else:
             self._projections = restore(log.core, memory.projections, log.configuration)
-        self._requests, self._lives = self._memory.requests, self._memory.lives
+        self._lives = self._memory.lives
+        self._requests = Requests({request_id: life.summary for request_id, life in self._lives.items()})
         self._accounts = Accounts(
-            log.configuration, on_end=self._write_story, keeps_stories=True, memory=self._memory.accounts
+            log.configuration, on_end=self._write_story, keeps_stories=True, state=self._memory.accounts
         )
         self._is_foldable = True
         self._last_sequence = 0 if earlier is None else earlier.last_sequence
@@ -164,7 +166,6 @@ class _Builder:
 
     def _remember(self) -> None:
         """Before what is open is written as if it were over."""
-        self._memory.accounts = self._accounts.memory
         self._memory.projections = capture(self._projections) if self._is_foldable else b""
         row = (memory_fingerprint(self._log.core, self._log.configuration), encode_memory(self._memory))
         self._connection.execute("INSERT INTO memory VALUES (?, ?)", row)

@@ -31,9 +31,10 @@ class RequestSummary:
 class Requests:
     """Gathers summaries in the order of arrival. Fed with each event before it is folded into `projections`."""
 
-    def __init__(self) -> None:
+    def __init__(self, current: dict[str, RequestSummary] | None = None) -> None:
+        """Gather from the beginning, or go on with those that were not released."""
         self.summaries: list[RequestSummary] = []
-        self._current: dict[str, RequestSummary] = {}
+        self._current = {} if current is None else current
 
     def take(self, event: e.Event) -> None:
         """Take up one event."""

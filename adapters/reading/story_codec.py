@@ -18,9 +18,10 @@ def encode_story(story: Story) -> bytes:
 
 def decode_story(stored: bytes) -> Story:
     """The other way round."""
-    return msgspec.msgpack.decode(zlib.decompress(stored), type=Story, dec_hook=_counter)
+    return msgspec.msgpack.decode(zlib.decompress(stored), type=Story, dec_hook=counter)
 
 
-def _counter(counter_type: type, counts: dict[str, int]) -> Counter[Any]:
+def counter(counter_type: type, counts: dict[str, int]) -> Counter[Any]:
+    """What `msgspec` cannot decode by itself: counts by the members of an enumeration."""
     (key_type,) = get_args(counter_type)
     return Counter({key_type(key): count for key, count in counts.items()})

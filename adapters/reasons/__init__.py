@@ -7,7 +7,7 @@ what is counted.
 
 from kvledger.adapters.reasons.accounts import Accounts
 from kvledger.adapters.reasons.chunk_history import ChunkFact, ChunkStatus
-from kvledger.adapters.reasons.memory import Memory
+from kvledger.adapters.reasons.memory import State
 from kvledger.adapters.reasons.reason import BY_DESIGN, Reason
 from kvledger.adapters.reasons.spans import Span
 from kvledger.adapters.reasons.story import Admission, Lookup, Recomputation, Story
@@ -21,11 +21,11 @@ __all__ = [
     "ChunkStatus",
     "LoadFate",
     "Lookup",
-    "Memory",
     "OfferFate",
     "Reason",
     "Recomputation",
     "Span",
+    "State",
     "Story",
     "Sums",
 ]

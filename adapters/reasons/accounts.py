@@ -15,8 +15,7 @@ from kvledger.adapters.reasons.chunk_events import ChunkEvents
 from kvledger.adapters.reasons.computing import Computing
 from kvledger.adapters.reasons.explain import Explainer
 from kvledger.adapters.reasons.life import UNBORN, Life
-from kvledger.adapters.reasons.lives import Lives
-from kvledger.adapters.reasons.memory import Memory
+from kvledger.adapters.reasons.memory import Memory, State
 from kvledger.adapters.reasons.moments import Moments
 from kvledger.adapters.reasons.story import Story
 from kvledger.adapters.reasons.sums import OfferFate, Sums
@@ -34,7 +33,7 @@ class Accounts:
         request_id: str | None = None,
         on_end: Callable[[Story], None] | None = None,
         keeps_stories: bool = False,
-        memory: Memory | None = None,
+        state: State | None = None,
     ) -> None:
         """Start with nothing, or where others stopped.
 
@@ -43,16 +42,17 @@ class Accounts:
             request_id: the one request whose accounts are kept; None for all of them.
             on_end: told of each life of a request when it is over; `stories` has the others.
             keeps_stories: whether stories hold more than sums.
-            memory: what other accounts of the same requests of this log remembered; these change it.
+            state: what other accounts of the same requests of this log remembered; these change it.
         """
         self._chunk_size = configuration.chunk_size
         self._on_end = on_end
-        self.memory = memory or Memory(Lives(request_id, keeps_stories=keeps_stories))
+        self.state = State() if state is None else state
         """Everything that these accounts know, as of the last event."""
-        self._ended, self._lives, self._history = self.memory.ended, self.memory.lives, self.memory.history
+        memory = Memory(self.state, request_id, keeps_stories=keeps_stories)
+        self._lives, self._history = memory.lives, memory.history
         self._chunk_events = ChunkEvents(configuration.chunk_size, self._lives, self._history)
-        self._admissions = Admissions(self.memory, Explainer(configuration, self.memory))
-        self._moments = Moments(self.memory) if keeps_stories else None
+        self._admissions = Admissions(memory, Explainer(configuration, memory))
+        self._moments = Moments(memory) if keeps_stories else None
         self._folds: Mapping[type[e.Event], Callable[..., None]] = {
             **self._chunk_events.folds(),
             **self._admissions.folds(),
@@ -77,7 +77,7 @@ class Accounts:
     def lose(self) -> None:
         """Events are missing here, or the log begins late: what was remembered cannot be relied upon."""
         self._history.forget()
-        self.memory.is_blind = True
+        self.state.is_blind = True
         for life in self._lives:
             life.version += 1
             was_computing = life.is_computing
@@ -87,7 +87,7 @@ class Accounts:
     def sums(self) -> Sums:
         """The sums so far, with what is still undecided as such."""
         sums = self._admissions.undecided()
-        sums.add(self._ended)
+        sums.add(self.state.ended)
         for life in self._lives:
             sums.add(life.sums)
         return sums
@@ -153,8 +153,8 @@ class Accounts:
         self._admissions.leave(life)
         if self._on_end is not None:
             self._on_end(self._story(life))
-        self._ended.add(life.sums)
-        life.sums = self._ended  # its loads may still be reported
+        self.state.ended.add(life.sums)
+        self._admissions.end(life)
 
     def _quarantined(self, event: e.RequestQuarantined, sequence: int) -> None:
         life = self._lives.changed(event.request_id)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from operator import attrgetter
 
+from kvledger.adapters.reasons.chunk_history import Watch
 from kvledger.adapters.reasons.explain import Explainer
 from kvledger.adapters.reasons.life import Answer, Life
 from kvledger.adapters.reasons.memory import Load, Memory
@@ -23,7 +24,7 @@ class Admissions:
     def __init__(self, memory: Memory, explainer: Explainer) -> None:
         self._memory, self._lives = memory, memory.lives
         self._explainer = explainer
-        self._loads = memory.loads
+        self._loads = memory.state.loads
 
     def folds(self) -> Mapping[type[e.Event], Callable[..., None]]:
         """Event class -> fold."""
@@ -45,7 +46,7 @@ class Admissions:
                 sums.offered[OfferFate.PENDING] += waiting.answer.event.num_external_tokens
             sums.num_to_load += waiting.undelivered
             sums.to_load[LoadFate.UNDER_WAY] += waiting.undelivered
-        loads = (load for load in self._loads.values() if life is None or load.life is life)
+        loads = self._loads.values() if life is None else self._loads_of(life)
         sums.to_load[LoadFate.UNDER_WAY] += sum(load.num_tokens for load in loads)
         return sums
 
@@ -59,6 +60,11 @@ class Admissions:
         self.give_up_undelivered(life)
         life.admission, life.is_computing = None, False
         life.allocated_without_answer = 0
+
+    def end(self, life: Life) -> None:
+        """The life is over; its loads may still be reported."""
+        for load in self._loads_of(life):
+            load.is_life_over = True
 
     # --- lookups ---------------------------------------------------------------------------------
 
@@ -93,7 +99,8 @@ class Admissions:
             if before is not None and _is_same(before.event, event) and _is_told_alike(before.spans, spans):
                 spans = before.spans  # what happened in between makes no difference
             first_chunk = event.num_hit_tokens // self._explainer.configuration.chunk_size
-            watch = self._memory.history.watch(key for chunk, key in life.keys.items() if chunk >= first_chunk)
+            watch = Watch(tuple(key for chunk, key in life.keys.items() if chunk >= first_chunk))
+            self._memory.history.watch(watch)
             life.answer = Answer(sequence, event, spans, life.version, watch)
         self._tell_lookup(life, life.last_lookup, event, sequence, spans)
         life.last_lookup = event
@@ -160,7 +167,7 @@ class Admissions:
     def admit_without_answer(self, life: Life, sequence: int, first_token: int, num_tokens: int) -> Admission:
         """A step starts a request about which no lookup is in the log."""
         reason = Reason.NO_LOOKUP
-        if self._memory.is_blind:
+        if self._memory.state.is_blind:
             reason = Reason.UNKNOWN
         elif life.hook_failed:
             reason = Reason.HOOK_FAILED
@@ -225,13 +232,14 @@ class Admissions:
             return
         if life.admission is not None:
             life.admission.job_id = event.job_id
-        self._loads[event.job_id] = Load(life, life.admission, event.first_token, event.num_tokens)
+        admission = 0 if life.admission is None else life.admission.sequence
+        self._loads[event.job_id] = Load(event.request_id, admission, event.first_token, event.num_tokens)
         life.sums.num_to_load += event.num_tokens
 
     def _load_completed(self, event: e.LoadCompleted, _sequence: int) -> None:
         load = self._loads.pop(event.job_id, None)
         if load is not None:
-            load.life.sums.to_load[LoadFate.LOADED] += load.num_tokens
+            self._settle(load, LoadFate.LOADED)
 
     def _load_failed(self, event: e.LoadFailed, sequence: int) -> None:
         life = self._lives.changed(event.request_id)
@@ -241,21 +249,34 @@ class Admissions:
         load = self._loads.pop(event.job_id, None)
         if load is None:
             return
-        load.life.sums.to_load[LoadFate.FAILED] += load.num_tokens
-        if load.admission is not None:
+        loaded = self._settle(load, LoadFate.FAILED)
+        if loaded is None:
+            return
+        admission = _admission_of(loaded, load)
+        if admission is not None:
             failed = Span(load.first_token, load.first_token + load.num_tokens, Reason.LOAD_FAILED, evidence)
-            load.admission.spans = replaced(load.admission.spans, failed)
-        if load.life.taken_back_reason is Reason.LOAD_FAILED and load.life.taken_back:
-            self._prove(load, evidence)
+            admission.spans = replaced(admission.spans, failed)
+        if loaded.taken_back_reason is Reason.LOAD_FAILED and loaded.taken_back:
+            self._prove(loaded, admission, evidence)
+
+    def _settle(self, load: Load, fate: LoadFate) -> Life | None:
+        """Count what became of a load; returns its life, unless that is over and its story told."""
+        life = None if load.is_life_over else self._lives.get(load.request_id)
+        sums = self._memory.state.ended if life is None else life.sums
+        sums.to_load[fate] += load.num_tokens
+        return life
+
+    def _loads_of(self, life: Life) -> list[Load]:
+        return [load for load in self._loads.values() if load.request_id == life.request_id and not load.is_life_over]
 
     @staticmethod
-    def _prove(load: Load, evidence: tuple[int, ...]) -> None:
+    def _prove(life: Life, admission: Admission | None, evidence: tuple[int, ...]) -> None:
         """The scheduler took tokens back before the failure was reported; that is the better proof."""
-        supposed, load.life.taken_back = load.life.taken_back, evidence
-        if load.admission is not None:
-            load.admission.spans = joined(
+        supposed, life.taken_back = life.taken_back, evidence
+        if admission is not None:
+            admission.spans = joined(
                 Span(span.first_token, span.end_token, span.reason, evidence) if span.evidence == supposed else span
-                for span in load.admission.spans
+                for span in admission.spans
             )
 
     def give_up_undelivered(self, life: Life) -> None:
@@ -270,6 +291,12 @@ class Admissions:
             evidence = tuple(filter(None, (life.broken_rule, life.undelivered_sequence)))
             undelivered = Span(first, first + num_tokens, Reason.NOT_DELIVERED, evidence)
             life.admission.spans = replaced(life.admission.spans, undelivered)
+
+
+def _admission_of(life: Life, load: Load) -> Admission | None:
+    """The one that a load is for, as long as it is told of."""
+    told = [life.admission] if life.story is None else life.story.admissions
+    return next((entry for entry in reversed(told) if entry is not None and entry.sequence == load.admission), None)
 
 
 _ANSWER = attrgetter(*(name for name in e.LookupAnswered.__match_args__ if name != "cause"))

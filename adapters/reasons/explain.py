@@ -160,7 +160,8 @@ class _Behind:
         if self._is_first_missing(first_token):
             return self._first_missing(first_token, end_token, fact)
         is_told = fact is not None and fact.status is not ChunkStatus.KNOWN
-        if self.explainer.memory.is_blind and not is_told and first_token >= life.mark and not self._nobody_saved():
+        is_lost = self.explainer.memory.state.is_blind and not is_told
+        if is_lost and first_token >= life.mark and not self._nobody_saved():
             return Span(first_token, end_token, Reason.UNKNOWN, (self.sequence,))
         return self._from_fact(first_token, end_token, fact)
 

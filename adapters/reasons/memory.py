@@ -3,35 +3,51 @@
 from __future__ import annotations
 
 import attrs
+import msgspec
 
+from kvledger.adapters.reasons import chunk_history
 from kvledger.adapters.reasons.chunk_history import ChunkHistory
 from kvledger.adapters.reasons.life import Life
 from kvledger.adapters.reasons.lives import Lives
-from kvledger.adapters.reasons.story import Admission, Story
 from kvledger.adapters.reasons.sums import Sums
 
 
-@attrs.frozen
+@attrs.define
 class Load:
     """A load in flight."""
 
-    life: Life
-    admission: Admission | None
+    request_id: str
+    admission: int
+    """The sequence of the one that it is for; 0: it is not in the log."""
     first_token: int
     num_tokens: int
+    is_life_over: bool = False
+    """Then what becomes of it is counted for the whole log."""
 
 
-@attrs.define
-class Memory:
-    """One object, because its parts point at one another."""
+class State(msgspec.Struct, forbid_unknown_fields=True):
+    """Plain values that name one another: what is found by pointing is made anew from it."""
 
-    lives: Lives
-    history: ChunkHistory = attrs.field(factory=ChunkHistory)
-    ended: Sums = attrs.field(factory=Sums)
+    lives: dict[str, Life] = {}
+    """By request id, in the order in which they began."""
+    chunks: chunk_history.State = msgspec.field(default_factory=chunk_history.State)
+    ended: Sums = msgspec.field(default_factory=Sums)
     """Of all lives that are over."""
-    loads: dict[int, Load] = attrs.field(factory=dict)
+    loads: dict[int, Load] = {}
     """By job id."""
-    preempted: list[Story] = attrs.field(factory=list)
-    """Of requests that were preempted since the last step."""
+    preempted: list[str] = []
+    """The requests that were preempted since the last step."""
     is_blind: bool = False
     """Events are missing, so that silence about a chunk says nothing."""
+
+
+class Memory:
+    """The state, and what is found in it by pointing: one object for all who fold into it."""
+
+    def __init__(self, state: State, only: str | None, *, keeps_stories: bool) -> None:
+        self.state = state
+        self.lives = Lives(state.lives, only, keeps_stories=keeps_stories)
+        self.history = ChunkHistory(state.chunks)
+        for life in self.lives:
+            if life.answer is not None:
+                self.history.watch(life.answer.watch)

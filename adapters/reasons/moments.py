@@ -28,7 +28,7 @@ class Moments:
 
     def __init__(self, memory: Memory) -> None:
         self._lives = memory.lives
-        self._preempted = memory.preempted
+        self._preempted = memory.state.preempted
         self._notes: dict[type[e.Event], Callable[..., None]] = {
             **dict.fromkeys(_OF_A_REQUEST, self._of_a_request),
             e.StepScheduled: self._step,
@@ -44,8 +44,9 @@ class Moments:
 
     def _step(self, _event: e.StepScheduled, sequence: int) -> None:
         # The step for which blocks were taken is recorded right behind the preemption.
-        for story in self._preempted:
-            story.keep(story.moments, sequence)
+        for life in map(self._lives.get, self._preempted):
+            if life is not None and life.story is not None and life.preempted:  # else another one has its id by now
+                life.story.keep(life.story.moments, sequence)
         self._preempted.clear()
 
     def _reset(self, _event: e.CacheReset | e.HookFailed, sequence: int) -> None:
@@ -64,4 +65,4 @@ class Moments:
         if life is not None and life.story is not None:
             life.story.keep(life.story.moments, sequence)
             if isinstance(event, e.RequestPreempted):
-                self._preempted.append(life.story)
+                self._preempted.append(event.request_id)

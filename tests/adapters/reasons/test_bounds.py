@@ -6,7 +6,7 @@ from lifecycle_driver import Driver, keys_of
 from lifecycle_driver.concerned import stories_of
 
 from kvledger.adapters.reasons import Reason
-from kvledger.adapters.reasons.chunk_history import ChunkFact, ChunkHistory, ChunkStatus
+from kvledger.adapters.reasons.chunk_history import ChunkFact, ChunkHistory, ChunkStatus, Watch
 from kvledger.adapters.reasons.story import MAX_KEPT
 
 
@@ -28,12 +28,14 @@ def test_a_watch_notices_what_happens_to_its_chunks_and_to_no_others() -> None:
     """Also that a chunk is forgotten."""
     first, second = keys_of("a", 2)
     history = ChunkHistory(max_gone=1)
-    watch = history.watch([first])
+    watch = Watch((first,))
+    history.watch(watch)
     history.known([second], 1, "b", 0)
     assert not watch.is_changed
     history.known([first], 2, "b", 0)
     assert watch.is_changed
-    again = history.watch([first])
+    again = Watch((first,))
+    history.watch(again)
     history.unwatch(watch)
     history.left(second, ChunkFact(ChunkStatus.EVICTED, 3))
     assert again.is_changed, "the bound let the first one go"
