@@ -29,6 +29,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--requests", type=int, default=256, help="decoding requests")
     parser.add_argument("--steps", type=int, default=1000, help="engine steps per contender")
+    parser.add_argument("--arrivals", type=int, default=0, help="requests that arrive, and that end, in each step")
     parser.add_argument("--only", choices=("scheduler", "verify"), help="one of the two benchmarks")
     parser.add_argument("--json", action="store_true", help="print a JSON object for each benchmark, instead of tables")
     arguments = parser.parse_args()
@@ -60,6 +61,7 @@ def _scheduler_overhead(arguments: argparse.Namespace) -> bool:
         timings = scheduler_overhead.measure(
             num_requests=arguments.requests,
             num_steps=arguments.steps,
+            num_arrivals=arguments.arrivals,
             progress=lambda done, _all: progress.update(task, completed=done),
         )
     base = timings[0]
@@ -77,9 +79,11 @@ def _scheduler_overhead(arguments: argparse.Namespace) -> bool:
     ours = next(row for row in rows if row["connector"] == "KVLedgerConnector")
     within = float(ours["schedule_added"]) <= BUDGET
     if arguments.json:
-        print(json.dumps({"requests": arguments.requests, "steps": arguments.steps, "rows": rows, "within": within}))
+        asked = {"requests": arguments.requests, "arrivals": arguments.arrivals, "steps": arguments.steps}
+        print(json.dumps({**asked, "rows": rows, "within": within}))
         return within
-    table = Table(title=f"{arguments.requests} decoding requests, block 16, medians of {arguments.steps} steps")
+    churn = f", {arguments.arrivals} arrivals and ends a step" if arguments.arrivals else ""
+    table = Table(title=f"{arguments.requests} decoding requests{churn}, block 16, medians of {arguments.steps} steps")
     for column in ("connector", "schedule() µs", "added", "update_from_output() µs", "added", "log B a step"):
         table.add_column(column, justify="left" if column == "connector" else "right")
     for row in rows:

@@ -1,9 +1,11 @@
-"""What a connector adds to the real scheduler: `schedule()` and `update_from_output()` while 256 requests decode.
+"""What a connector adds to the real scheduler: `schedule()` and `update_from_output()` while many requests decode.
 
 Every contender drives vLLM's own `Scheduler` with the same requests in the same process; their steps are taken in
 turns, so that whatever else the machine does hits all of them. The clock is the thread's own CPU time, so that other
 processes cost nobody anything. Workers are not run: each contender is told that its
 copies are done one step later, in its own terms. What counts is the ratio of medians within one run.
+
+With churn, some requests arrive and as many end in each step; `schedule()` then includes that they are taken up.
 
 Measures: the scheduler's side of the hooks, with the event log written to disk at durability `os`.
 Does not measure: copies, the model, the worker's side of the hooks.
@@ -71,9 +73,15 @@ def report_all_done(metadata: KVConnectorMetadata | None) -> KVConnectorWorkerMe
 class Contender:
     """One scheduler with one connector, stepped by hand."""
 
-    def __init__(self, name: str, kv_transfer: dict[str, Any] | None, num_requests: int, num_steps: int) -> None:
+    def __init__(
+        self, name: str, kv_transfer: dict[str, Any] | None, num_requests: int, num_steps: int, num_arrivals: int
+    ) -> None:
         self.name = name
-        num_blocks = num_requests * ((PROMPT_TOKENS + num_steps) // BLOCK_SIZE + 4)
+        self._num_arrivals, self._num_arrived = 0, 0
+        self._queue: list[Request] = []
+        self._num_outputs = num_requests // num_arrivals if num_arrivals else 4096
+        num_outputs = min(num_steps, self._num_outputs)
+        num_blocks = num_requests * ((PROMPT_TOKENS + num_outputs) // BLOCK_SIZE + 4)
         config = vllm_config(
             num_blocks=num_blocks,
             block_size=BLOCK_SIZE,
@@ -93,29 +101,41 @@ class Contender:
             block_size=BLOCK_SIZE,
             log_stats=True,
         )
-        hasher = get_request_block_hasher(BLOCK_SIZE, hash_function)
+        self._hasher = get_request_block_hasher(BLOCK_SIZE, hash_function)
         for number in range(num_requests):
-            # Prompts of different lengths, so that blocks fill in different steps, as they do in a server.
-            length = PROMPT_TOKENS - number % BLOCK_SIZE
-            request = Request(
-                request_id=f"cmpl-benchmark-{number:04d}-0",
-                prompt_token_ids=[number * 7 % 512, *[(number + k) % 512 for k in range(length - 1)]],
-                sampling_params=SamplingParams(max_tokens=4096, ignore_eos=True),
-                pooling_params=None,
-                block_hasher=hasher,
-            )
-            self.scheduler.add_request(request)
+            # With churn, their ends lie as far apart as those of the requests that arrive later.
+            self._arrive(1 + number // num_arrivals if num_arrivals else self._num_outputs)
         self.schedule_ns: list[int] = []
         self.update_ns: list[int] = []
+        self.step()
         while any(request.num_output_tokens == 0 for request in self.scheduler.requests.values()):
             self.step()
+        self._num_arrivals = num_arrivals
         self.schedule_ns.clear()
         self.update_ns.clear()
         self._log_bytes_before = self._log_bytes()
 
+    def _arrive(self, num_outputs: int) -> None:
+        number, self._num_arrived = self._num_arrived, self._num_arrived + 1
+        # Prompts of different lengths, so that blocks fill in different steps, as they do in a server.
+        length = PROMPT_TOKENS - number % BLOCK_SIZE
+        request = Request(
+            request_id=f"cmpl-benchmark-{number:06d}-0",
+            prompt_token_ids=[number % 512, number // 512 % 512, *[(number + k) % 512 for k in range(length - 2)]],
+            sampling_params=SamplingParams(max_tokens=num_outputs, ignore_eos=True),
+            pooling_params=None,
+            block_hasher=self._hasher,
+        )
+        self._queue.append(request)
+
     def step(self) -> None:
-        """One engine step; only the two scheduler calls are timed."""
+        """One engine step; only the scheduler's calls are timed."""
+        for _ in range(self._num_arrivals):
+            self._arrive(self._num_outputs)
+        arrived, self._queue = self._queue, []
         started = time.thread_time_ns()
+        for request in arrived:
+            self.scheduler.add_request(request)
         scheduler_output = self.scheduler.schedule()
         self.schedule_ns.append(time.thread_time_ns() - started)
         output = self._output(scheduler_output)
@@ -180,12 +200,17 @@ def contenders(log_dir: Path) -> dict[str, dict[str, Any] | None]:
 
 
 def measure(
-    *, num_requests: int = 256, num_steps: int = 1000, progress: Callable[[int, int], None] = lambda _done, _all: None
+    *,
+    num_requests: int = 256,
+    num_steps: int = 1000,
+    num_arrivals: int = 0,
+    progress: Callable[[int, int], None] = lambda _done, _all: None,
 ) -> list[Timing]:
-    """Step all contenders in turns and return their medians."""
+    """Step all contenders in turns and return their medians; `num_arrivals` requests arrive, and end, in each step."""
     with tempfile.TemporaryDirectory() as folder:
         field = [
-            Contender(name, transfer, num_requests, num_steps) for name, transfer in contenders(Path(folder)).items()
+            Contender(name, transfer, num_requests, num_steps, num_arrivals)
+            for name, transfer in contenders(Path(folder)).items()
         ]
         gc.collect()
         gc.freeze()  # as EngineCore does, so that nobody pays for another's heap
