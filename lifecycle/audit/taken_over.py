@@ -64,6 +64,7 @@ def taken_over(projections: Projections) -> Start:
                 (record.request_id, record.ordinal, answer.generation),
                 answer.num_computed_tokens,
                 answer.num_external_tokens,
+                answer.is_async,
             )
             for record, answer in pending
             if answer is not None

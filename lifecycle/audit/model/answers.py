@@ -22,6 +22,7 @@ class Answer(NamedTuple):
     """Request id, ordinal, generation that it was given to."""
     num_computed_tokens: int
     num_external_tokens: int
+    is_async: bool
 
 
 class Allocation(NamedTuple):
@@ -63,7 +64,7 @@ class Answers:
     def _answered(self, event: e.LookupAnswered, moment: Moment) -> None:
         life = event.request_id, event.ordinal, event.generation
         self._pending[event.request_id] = Answer(
-            moment.sequence, life, event.num_computed_tokens, event.num_external_tokens
+            moment.sequence, life, event.num_computed_tokens, event.num_external_tokens, event.is_async
         )
 
     def _allocated(self, event: e.BlocksAllocated, moment: Moment) -> None:

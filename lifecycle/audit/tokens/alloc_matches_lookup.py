@@ -18,7 +18,8 @@ class AllocMatchesLookup:
 
     Verifies: an allocation that takes up external tokens follows an answer that no other allocation took up, that
     no preemption or reset overtook and that was given in the same generation; the tokens are at most those
-    answered; a load reads exactly the tokens that were taken up, from where the answer began.
+    answered; a load reads exactly the tokens that were taken up, from where the answer began, beside the steps if and
+    only if it was answered so: vLLM schedules a request at once or waits for the report, whatever the load does.
     Does not verify: whether the answer was right (LOOKUP_PURE), or still can be delivered (LOADABLE_AFTER_COMMIT).
     """
 
@@ -60,10 +61,15 @@ class AllocMatchesLookup:
         allocation = self._answers.allocation(event.request_id)
         if allocation is None or allocation.num_external_tokens == 0:
             return  # a load that nothing took up is EXTERNAL_ZERO_NO_LOAD's
-        first_token = 0 if allocation.answer is None else allocation.answer.num_computed_tokens
+        answer = allocation.answer
+        first_token = 0 if answer is None else answer.num_computed_tokens
         if (event.first_token, event.num_tokens) != (first_token, allocation.num_external_tokens):
             detail = (
                 f"{event.num_tokens} tokens are loaded from token {event.first_token} on, "
                 f"{allocation.num_external_tokens} from {first_token} on had been taken up"
             )
             yield violation(self.rule, moment, detail, allocation.sequence)
+        if answer is not None and event.is_async is not answer.is_async:
+            how = ("within its step", "beside the steps")
+            detail = f"a load {how[event.is_async]} was issued, one {how[answer.is_async]} had been answered"
+            yield violation(self.rule, moment, detail, answer.sequence, allocation.sequence)

@@ -151,7 +151,34 @@ def altered_for(rule: str, driver: Driver) -> list[SequencedEvent]:
         change = evolve(key=promised.keys[0])
     if rule == "GROUP_AGREEMENT":
         change = reading_behind_the_window
-    return altered(driver, event_class, index, change)
+    events = altered(driver, event_class, index, change)
+    if rule == "LOAD_XOR_STORES":  # it is as the lookup was answered
+        places = [place for place, (_, event) in enumerate(events) if type(event) is e.LookupAnswered]
+        sequence, answer = events[places[_index_of_first_answer(driver)]]
+        events[places[_index_of_first_answer(driver)]] = (sequence, evolve(is_async=True)(answer))
+    return events
+
+
+def _index_of_first_answer(driver: Driver) -> int:
+    """Of the answer that the first load takes up, among all answers."""
+    load = driver.all_of(e.LoadIssued)[0]
+    return max(
+        index
+        for index, answer in enumerate(driver.all_of(e.LookupAnswered))
+        if answer.cause < load.cause and answer.request_id == load.request_id
+    )
+
+
+@pytest.mark.parametrize("event_class", [e.LookupAnswered, e.LoadIssued])
+@pytest.mark.parametrize(("name", "is_async"), [("story", False), ("beside", True)])
+def test_a_load_runs_beside_the_steps_if_it_was_answered_so(
+    name: str, event_class: type[e.Event], is_async: bool, request: pytest.FixtureRequest
+) -> None:
+    """Or vLLM schedules a request whose blocks are not filled, or waits for a report that it does not look for."""
+    driver: Driver = request.getfixturevalue(name)
+    index = 0 if event_class is e.LoadIssued else _index_of_first_answer(driver)
+    audit = audit_of(driver, altered(driver, event_class, index, evolve(is_async=not is_async)))
+    assert audit.violations[0].rule == "ALLOC_MATCHES_LOOKUP"
 
 
 def test_a_load_that_leaves_out_what_a_group_sees_is_named(groups: Driver) -> None:

@@ -53,6 +53,19 @@ def counted_from_blocks(touch: Touch) -> Sequence[Patch]:
     return [written_as(allocated)]
 
 
+@mutant("ALLOC_MATCHES_LOOKUP", scene=Walks())
+def awaited_load_within_its_step(touch: Touch) -> Sequence[Patch]:
+    """A load that vLLM was told to wait for is issued as one that precedes its step's forward."""
+
+    def load(decision: e.Event, *_: Any) -> e.Event:
+        if not isinstance(decision, e.LoadIssued) or not decision.is_async:
+            return decision
+        touch()
+        return msgspec.structs.replace(decision, is_async=False)
+
+    return [decided_otherwise(owner, "load_what_was_answered", load) for owner in LOADING]
+
+
 @mutant("EXTERNAL_ZERO_NO_LOAD", "LMCache#4355", "LMCache#4762", "vllm#55209", scene=Walks())
 def loads_what_was_not_taken_up(touch: Touch) -> Sequence[Patch]:
     """A load is decided from the last answer, not from what was taken up."""
