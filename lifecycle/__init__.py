@@ -10,6 +10,7 @@ from kvledger.lifecycle.codec import log_header
 from kvledger.lifecycle.configuration import ConfigurationError, LedgerConfiguration
 from kvledger.lifecycle.core import Core, CoreError
 from kvledger.lifecycle.divergences import Divergence
+from kvledger.lifecycle.errors import without_secrets
 from kvledger.lifecycle.extension import Extension
 from kvledger.lifecycle.handlers import StateHandler
 from kvledger.lifecycle.ledger import EventSink, Ledger, LedgerCorrupt
@@ -51,4 +52,5 @@ __all__ = [
     "batches",
     "fold",
     "log_header",
+    "without_secrets",
 ]

@@ -80,6 +80,8 @@ class Core:
     """How events of older versions are read."""
     extensions: tuple[Extension, ...] = ()
     """What was added, see `extended`."""
+    handlers_of_extensions: tuple[tuple[StateHandler, str], ...] = ()
+    """(handler, extension) of those among the handlers that an extension has added."""
     compiled: CompiledRegions = attrs.field(init=False)
     """What is legal for a request in its phase and its blocks, and what moves requests and jobs."""
     table: CompiledTable = attrs.field(init=False)
@@ -173,12 +175,14 @@ class Core:
         specs = (*self.projections, *extension.projections)
         if extension.rows and SUB_STATES not in specs:
             specs = (SUB_STATES, *specs)
+        handlers = [handler() for handler in extension.handlers]
         try:
             return attrs.evolve(
-                self.adding(*(handler() for handler in extension.handlers)),
+                self.adding(*handlers),
                 projections=specs,
                 rules=MappingProxyType({**self.rules, **extension.rules}),
                 extensions=(*self.extensions, extension),
+                handlers_of_extensions=(*self.handlers_of_extensions, *((each, extension.name) for each in handlers)),
             )
         except ExtensionError as error:
             raise CoreError(str(error)) from error
@@ -239,6 +243,14 @@ class Core:
         return tuple(
             extension for extension in self.extensions if extension not in self.absent and extension.declaration().keeps
         )
+
+    def extension_of(self, projection: str) -> str:
+        """The name of the extension that a projection is of, empty where it is the core's."""
+        return self._extension_of.get(projection, "")
+
+    @cached_property
+    def _extension_of(self) -> Mapping[str, str]:
+        return {spec.name: extension.name for extension in self.extensions for spec in extension.projections}
 
     @cached_property
     def observations(self) -> tuple[type[Event], ...]:

@@ -7,6 +7,7 @@ everything it looks at has been folded from the log.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from kvledger.lifecycle import events as e
@@ -198,10 +199,19 @@ class Decider:
         found: dict[RequestState, _Methods] = {}
         decides_nothing = getattr(StateHandler, name, None)
         for state in RequestState:
-            methods = (getattr(handler, name, None) for handler in self._core.handlers[state])
+            methods = ((handler, getattr(handler, name, None)) for handler in self._core.handlers[state])
             found[state] = tuple(
-                Checked.unless_own(method, self._core, self._projections)
-                for method in methods
+                self._guarded(handler, method)
+                for handler, method in methods
                 if method is not None and getattr(method, "__func__", method) is not decides_nothing
             )
         return found
+
+    def _guarded(self, handler: StateHandler, method: Callable[..., None]) -> Callable[..., None]:
+        """The method itself only where it is of this package."""
+        extension = next((name for each, name in self._core.handlers_of_extensions if each is handler), "")
+        if not extension:
+            return Checked.unless_own(method, self._core, self._projections)
+        where = f"{type(handler).__qualname__}.{method.__name__}"
+        checked = Checked(method, self._core, self._projections, extension)
+        return partial(self._projections.extensions.ask, extension, where, checked)

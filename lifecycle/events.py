@@ -587,6 +587,23 @@ class ExtensionDecided(RequestDecision, frozen=True, tag=37):
     cause: int
 
 
+@decision("extension.stopped")
+class ExtensionStopped(Event, frozen=True, tag=38):
+    """Code of an extension raised. From here on it takes no part: it decides, folds and keeps nothing.
+
+    Its projections believe what they did before the first event, its sub-states lead to their phases. Whoever reads
+    this does likewise, also where the extension's code would not raise any more.
+    """
+
+    extension: str
+    extension_version: int
+    where: str
+    """What raised: a method of a handler, a projection, or `kept`."""
+    error: str
+    """Its class and the line it comes from; never its message, which may quote anything."""
+    cause: int
+
+
 ExtensionEvent = ExtensionObserved | ExtensionDecided
 
 STANDARD_EVENTS: tuple[type[Event], ...] = (
@@ -628,5 +645,6 @@ STANDARD_EVENTS: tuple[type[Event], ...] = (
     DecisionWithheld,
     ExtensionObserved,
     ExtensionDecided,
+    ExtensionStopped,
 )
 """Every event of the standard core."""

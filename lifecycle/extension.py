@@ -17,9 +17,8 @@ from kvledger.lifecycle import events as e
 from kvledger.lifecycle.configuration import LedgerConfiguration
 from kvledger.lifecycle.events import trigger_of
 from kvledger.lifecycle.handlers.base import HOOKS, StateHandler
-from kvledger.lifecycle.machine import CompiledTable, Moves
+from kvledger.lifecycle.machine import Moves
 from kvledger.lifecycle.projections import Projections, ProjectionSpec
-from kvledger.lifecycle.projections.tracker import RequestTracker
 from kvledger.lifecycle.states import RequestState
 from kvledger.lifecycle.table import State
 from kvledger.lifecycle.turn import Turn
@@ -228,14 +227,24 @@ def _path(text: str, row: str) -> tuple[RequestState, str]:
 class SubStates:
     """Folds `record.sub`, before the phase moves; so the tracker's state is where it is kept."""
 
-    def __init__(self, tracker: RequestTracker, table: CompiledTable, moves: SubMoves) -> None:
-        self._tracker = tracker
-        self._table = table
-        self._moves = moves
+    def __init__(self, projections: Projections) -> None:
+        core = projections.core
+        self._tracker = projections.tracker
+        self._table = core.table
+        self._moves = core.sub_moves
+        self._extensions = projections.extensions
+        self._owner = {
+            dest: extension.name for extension in core.extensions for _, _, dest in extension.rows if "." in dest
+        }
 
     def folds(self) -> Mapping[type[e.Event], Callable[..., None]]:
         """Event class -> fold: what may move a sub-state, or the phase under it."""
-        return dict.fromkeys({event_class for _, event_class in self._table}, self._walk)
+        return {**{event_class: self._walk for _, event_class in self._table}, e.ExtensionStopped: self._stopped}
+
+    def _stopped(self, event: e.ExtensionStopped, _sequence: int) -> None:
+        for record in self._tracker:
+            if self._owner.get(record.path) == event.extension:
+                record.sub = ""
 
     def _walk(self, event: e.RequestEvent, _sequence: int) -> None:
         if isinstance(event, e.RequestDecision):
@@ -252,10 +261,12 @@ class SubStates:
         sub = self._moves.get((trigger, record.state, record.sub))
         if sub is None:
             sub = self._moves.get((trigger, record.state, ""))
+        if sub and self._owner[f"{dest}.{sub}"] in self._extensions.state.stopped:
+            sub = None
         if sub is not None:
             record.sub = sub
         elif dest is not record.state:
             record.sub = ""
 
 
-SUB_STATES = ProjectionSpec("sub_states", lambda its: SubStates(its.tracker, its.core.table, its.core.sub_moves))
+SUB_STATES = ProjectionSpec("sub_states", SubStates)

@@ -22,7 +22,11 @@ from kvledger.lifecycle.states import RequestState, TrustRegion
 from kvledger.lifecycle.turn import Turn
 from kvledger.lifecycle.windows import NO_SLOT
 
-_OF_REPORTS = (e.LoadCompleted, e.LoadFailed, e.SaveCompleted, e.SaveFailed, e.ChunkTainted)
+_NOT_OF_HANDLERS = (
+    *(e.LoadCompleted, e.LoadFailed, e.SaveCompleted, e.SaveFailed, e.ChunkTainted),
+    e.ExtensionStopped,
+)
+"""What follows from reports, and from code that raised."""
 _OWN = "kvledger.lifecycle."
 _encode = msgspec.msgpack.Encoder().encode
 _SAVES = (e.SaveIssued, e.TailSaveIssued)
@@ -42,12 +46,14 @@ class Checked:
     method: Callable[..., object]
     core: Core
     projections: Projections
+    extension: str = ""
+    """Whose method it is, empty where it is of none."""
     _may_decide: tuple[type[e.Event], ...] = attrs.field(init=False)
     _decode: Callable[[bytes], Any] = attrs.field(init=False)
 
     @_may_decide.default
     def _decisions(self) -> tuple[type[e.Event], ...]:
-        return tuple(event_class for event_class in self.core.decisions if event_class not in _OF_REPORTS)
+        return tuple(event_class for event_class in self.core.decisions if event_class not in _NOT_OF_HANDLERS)
 
     @_decode.default
     def _decoder(self) -> Callable[[bytes], Any]:
@@ -68,6 +74,8 @@ class Checked:
         refused: list[Exception] = []
 
         def check(decision: e.Event) -> e.Event:
+            if not self.projections.extensions.takes_part(self.extension):
+                refused.append(DecisionRefused("the extension is stopped"))
             if not refused:
                 try:
                     return self._copied(decision, turn.record, turn.cause)

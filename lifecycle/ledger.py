@@ -67,6 +67,10 @@ class Ledger:
         self._decisions: list[Event] = []
         """Recorded, and not returned yet."""
         self._corrupt: LedgerCorrupt | None = None
+        self._cause = 0
+        """The last observation."""
+        self._raised = self.projections.extensions.raised
+        self.projections.extensions.on_raised = self._stop_extensions
 
     @property
     def next_sequence(self) -> int:
@@ -95,6 +99,7 @@ class Ledger:
         deciding = self._decider.deciding[type(event)]
         before = None if deciding is None else self._decider.before(event)
         try:
+            self._cause = self._next_sequence
             cause = self._record(event)
             if deciding is not None:
                 deciding(event, cause, before)
@@ -160,4 +165,10 @@ class Ledger:
             self._corrupt = LedgerCorrupt(message, self._decisions)
             self._corrupt.__cause__ = error
             raise TurnEnded from error
+        if self._raised:
+            self._stop_extensions()
         return sequence
+
+    def _stop_extensions(self) -> None:
+        for decision in self.projections.extensions.stops(self._cause):
+            self._decide(decision)

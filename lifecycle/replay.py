@@ -18,6 +18,7 @@ from kvledger.lifecycle.decider import Decider
 from kvledger.lifecycle.divergences import Divergence, Divergences
 from kvledger.lifecycle.events import (
     Event,
+    ExtensionStopped,
     LoadIssued,
     RequestArrived,
     RequestEvent,
@@ -131,6 +132,11 @@ class Replay:
         self.reference_differences = Divergences()
         self.current: Current = ReplayedEvent() if current is None else current
         """The event that is or was last taken up."""
+        self._is_extended = bool(core.extensions)
+        self._cause = 0
+        """The last observation."""
+        self._raised = self.projections.extensions.raised
+        self.projections.extensions.on_raised = self._stop_extensions
         self._decider = Decider(core, self.projections, self._decided)
         self._on_found = on_found
         self.num_events = 0
@@ -185,11 +191,12 @@ class Replay:
     def _take_up(self, sequence: int, event: Event) -> None:
         if event.is_decision:
             self._missing = None
-            if self._is_compared:  # and nobody decides it any more
+            if self._is_compared and not isinstance(event, ExtensionStopped):  # and nobody decides it any more
                 self._diverged(sequence, event, None)
             self._fold(sequence, event)
             return
         self.finish()
+        self._cause = sequence
         deciding = self._decider.deciding[type(event)]
         before = None if deciding is None else self._decider.before(event)
         is_unjudged = bool(self._unjudged) and self._is_unjudged(event)
@@ -198,9 +205,12 @@ class Replay:
         if is_unjudged:
             self._is_compared = False
             self.num_unjudged += 1
-        elif deciding is not None:
+        elif deciding is not None or self._raised:
             with suppress(TurnEnded):
-                deciding(event, sequence, before)
+                if self._raised:
+                    self._stop_extensions()
+                if deciding is not None:
+                    deciding(event, sequence, before)
             if self._error is not None:
                 raise self._error
 
@@ -228,6 +238,13 @@ class Replay:
         except Exception as error:
             self._error, self._is_compared = error, False
             raise TurnEnded from error
+        if self._raised:
+            self._stop_extensions()
+
+    def _stop_extensions(self) -> None:
+        """Name it where code of an extension raises, and the log does not say that it did."""
+        for decision in self.projections.extensions.stops(self._cause):
+            self._decided(decision)
 
     def _diverged(self, sequence: int, recorded: Event | None, decided: Event | None) -> None:
         # Further decisions upon this observation were made from another state; they prove nothing.
@@ -270,6 +287,11 @@ class Replay:
             found = check(event, current)
             if found is not None:
                 self._on_found(found)
+        if self._is_extended and (following := self._next()) is not None:
+            if isinstance(following[1], ExtensionStopped):  # whatever its code would do here and now
+                self._fold(*following)
+            else:
+                self._read_ahead = following
 
     def _plan(self, event_class: type[Event], checks: tuple[Check, ...], reference: ReferenceMachine | None) -> _Plan:
         walk = None

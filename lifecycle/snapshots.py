@@ -8,6 +8,7 @@ another module's business.
 from __future__ import annotations
 
 from array import array
+from collections.abc import Callable
 from functools import cache
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
@@ -49,12 +50,20 @@ def restore(core: Core, state: bytes, configuration: LedgerConfiguration) -> Pro
         named: dict[str, Any] = dict(projections.named())
         for name, there in projections.states().items():
             named[name].state = msgspec.msgpack.decode(parts[name], type=type(there), dec_hook=_decoded)
-        for projection in named.values():
+        for name, projection in named.items():
             if hasattr(projection, "index"):
-                projection.index()
+                _index(projections, name, projection.index)
     except (msgspec.MsgspecError, KeyError, OverflowError) as error:
         raise SnapshotError(f"the state cannot be taken up: {type(error).__name__}: {error}") from error
     return projections
+
+
+def _index(projections: Projections, name: str, index: Callable[[], None]) -> None:
+    extension = projections.core.extension_of(name)
+    if extension:
+        projections.extensions.ask(extension, f"projection {name}", index)
+    else:
+        index()
 
 
 def _decoded(kind: type, value: Any) -> object:  # noqa: ANN401 -- what was read

@@ -16,6 +16,7 @@ from kvledger.lifecycle.projections import ProjectionSpec
 from kvledger.lifecycle.projections.block_table import BlockTable
 from kvledger.lifecycle.projections.chunk_index import ChunkIndex
 from kvledger.lifecycle.projections.chunk_keys import ChunkKeys
+from kvledger.lifecycle.projections.extensions import Extensions
 from kvledger.lifecycle.projections.lookup_cache import LookupCache
 from kvledger.lifecycle.projections.save_cursor import SaveCursor
 from kvledger.lifecycle.projections.tails import Tails
@@ -30,6 +31,7 @@ from kvledger.lifecycle.upcasters import UPCASTERS
 # transfers, which ask for them; the tails before the chunk index, and that before the transfers, which forget settled
 # jobs; what is kept by life before the tracker, which forgets lives.
 PROJECTIONS: tuple[ProjectionSpec, ...] = (
+    ProjectionSpec("extensions", Extensions),
     ProjectionSpec("totals", lambda its: Totals(its.tracker, its.transfers)),
     ProjectionSpec("blocks", lambda its: BlockTable(its.tracker), of_requests=True),
     ProjectionSpec("unfilled", lambda its: UnfilledBlocks(its.tracker, its.blocks, its.geometry)),

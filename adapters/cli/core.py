@@ -8,10 +8,11 @@ from kvledger.adapters.cli.output import Output
 from kvledger.adapters.cli.selection import add_handlers, chosen_core
 from kvledger.adapters.core import installed_extensions
 from kvledger.adapters.exit_codes import ExitCode
-from kvledger.adapters.reading.logs import open_log
+from kvledger.adapters.reading.logs import StoredLog, open_log
 from kvledger.adapters.reading.sources import find_logs, one_of
 from kvledger.adapters.reading.streams import log_argument
 from kvledger.lifecycle import Core
+from kvledger.lifecycle.events import ExtensionStopped
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -24,10 +25,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace, output: Output) -> ExitCode:
     """Print one core."""
     core = chosen_core(arguments, installed=arguments.log is None)
+    stopped: dict[str, int] = {}
     if arguments.log is not None:
-        core = open_log(one_of(find_logs(arguments.log, arguments.mirror), arguments.log), core).core
+        log = open_log(one_of(find_logs(arguments.log, arguments.mirror), arguments.log), core)
+        core, stopped = log.core, _stopped(log, output)
     if output.is_json:
-        output.record("core", described(core))
+        output.record("core", {**described(core), "stopped": stopped})
         return ExitCode.SOUND
     output.field("fingerprint", core.fingerprint())
     for state, handlers in core.handlers.items():
@@ -39,7 +42,8 @@ def run(arguments: argparse.Namespace, output: Output) -> ExitCode:
     for extension in core.extensions:
         declared = extension.declaration()
         where = "its code is not here" if extension in core.absent else declared.made_by
-        output.field("extension", f"{declared.name} {declared.version}, {where}")
+        since = f", stopped at event {stopped[declared.name]}" if declared.name in stopped else ""
+        output.field("extension", f"{declared.name} {declared.version}, {where}{since}")
         output.field("its events", ", ".join(declared.events) or "none")
         output.field("its rules", ", ".join(declared.rules) or "none")
         for source, trigger, dest in declared.rows:
@@ -70,6 +74,14 @@ def described(core: Core) -> dict[str, object]:
         },
         "gating": [list(row) for row in core.gating.rows()],
     }
+
+
+def _stopped(log: StoredLog, output: Output) -> dict[str, int]:
+    """Extension -> event that stopped it."""
+    if not log.core.extensions:
+        return {}
+    with output.progress(log, "looking who was stopped"):
+        return {event.extension: number for number, event in log.events() if isinstance(event, ExtensionStopped)}
 
 
 def _sub_states(core: Core) -> list[tuple[str, str]]:

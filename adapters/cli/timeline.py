@@ -80,7 +80,7 @@ def known(core: Core, configuration: LedgerConfiguration) -> Projections:
 
     So what happened before the request arrived may be left out; the host pool, which everybody shares, is not here.
     """
-    return Projections(core, configuration, only=("sub_states", "tracker", "blocks", "tails"))
+    return Projections(core, configuration, only=("extensions", "sub_states", "tracker", "blocks", "tails"))
 
 
 class Timeline:
@@ -131,6 +131,8 @@ class Timeline:
         self._close()
 
     def _concerns(self, event: e.Event) -> bool:
+        if isinstance(event, e.ExtensionStopped):
+            return self._moment is not None and self._moment.state_before is not None
         if isinstance(event, e.ChunkTainted):
             return self._moment is not None and bool(self._moment.decisions)
         return getattr(event, "request_id", None) == self.request_id
@@ -150,12 +152,14 @@ class Timeline:
             return
         if isinstance(moment.event, e.StepScheduled):
             self._close_step(moment, moment.event)
-        elif isinstance(moment.event, e.TransferReported):
+        elif isinstance(moment.event, e.TransferReported) and moment.event.job_id in self._jobs:
             self._close_report(moment, moment.event)
         elif getattr(moment.event, "request_id", None) == self.request_id:
             self._close_request_event(moment)
         elif moment.state_before is not None and isinstance(moment.event, e.CacheReset | e.LogNote):
             self._add(moment, moment.event.id, self._observation_text(moment.event))
+        elif moment.decisions:  # upon what concerns others
+            self._add(moment, moment.decisions[0][1].id, "")
 
     def _close_step(self, moment: _Moment, event: e.StepScheduled) -> None:
         record = self._tracker.get(self.request_id)
@@ -181,9 +185,7 @@ class Timeline:
         group.texts += decision_words(d for d in decisions if not isinstance(d, _QUIET_DECISIONS))
 
     def _close_report(self, moment: _Moment, event: e.TransferReported) -> None:
-        job = self._jobs.get(event.job_id)
-        if job is None:
-            return
+        job = self._jobs[event.job_id]
         settled = [decision for _, decision in moment.decisions]
         last = self.groups[-1] if self.groups else None
         is_quiet = not isinstance(job, e.LoadIssued) and all(isinstance(d, e.SaveCompleted) for d in settled)

@@ -190,6 +190,10 @@ _WORDS: dict[type[e.Event], Callable[..., str]] = {
     e.RequestReleased: lambda _: "released, nothing is owed any more",
     e.RequestQuarantined: lambda event: f"quarantined ({event.reason}): no more help from the cache",
     e.ExtensionDecided: _of_extension,
+    e.ExtensionStopped: lambda event: (
+        f"extension {event.extension} {event.extension_version} is STOPPED, it takes no part from here on: "
+        f"{event.where} raised {event.error}"
+    ),
     e.InvariantViolated: lambda event: f"{event.rule} BROKEN: {event.detail}",
 }
 

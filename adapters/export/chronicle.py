@@ -21,7 +21,10 @@ from kvledger.lifecycle.windows import NO_SLOT
 LOST = "events.lost"
 """The kind of the moment at which events are missing."""
 
-_TROUBLE = (e.InvariantViolated, e.HookFailed, e.LoadErrorsObserved, e.RequestQuarantined, e.ChunkTainted)
+_TROUBLE = (
+    *(e.InvariantViolated, e.HookFailed, e.LoadErrorsObserved, e.RequestQuarantined, e.ChunkTainted),
+    e.ExtensionStopped,
+)
 _MOMENTS = (
     *_TROUBLE,
     e.ChunkEvicted,

@@ -32,7 +32,7 @@ class Moments:
         self._notes: dict[type[e.Event], Callable[..., None]] = {
             **dict.fromkeys(_OF_A_REQUEST, self._of_a_request),
             e.StepScheduled: self._step,
-            e.CacheReset: self._reset,
+            **dict.fromkeys((e.CacheReset, e.ExtensionStopped), self._of_all),
             e.HookFailed: self._hook_failed,
         }
 
@@ -49,7 +49,7 @@ class Moments:
                 life.story.keep(life.story.moments, sequence)
         self._preempted.clear()
 
-    def _reset(self, _event: e.CacheReset | e.HookFailed, sequence: int) -> None:
+    def _of_all(self, _event: e.Event, sequence: int) -> None:
         for life in self._lives:
             if life.story is not None:
                 life.story.keep(life.story.moments, sequence)
@@ -58,7 +58,7 @@ class Moments:
         if event.request_id:
             self._of_a_request(event, sequence)
         else:
-            self._reset(event, sequence)
+            self._of_all(event, sequence)
 
     def _of_a_request(self, event: e.RequestEvent | e.HookFailed | e.InvariantViolated, sequence: int) -> None:
         life = self._lives.get(event.request_id)

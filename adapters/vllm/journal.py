@@ -7,16 +7,14 @@ does not go is reported as failed, so that what the ledger knows stays true.
 from __future__ import annotations
 
 import time
-import traceback
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 from kvledger.adapters.vllm import contract
 from kvledger.adapters.vllm.deliveries import Deliveries
 from kvledger.adapters.vllm.event_log import OpenedLog
 from kvledger.adapters.vllm.messages import messages
 from kvledger.adapters.vllm.metadata import JobReport
-from kvledger.lifecycle import Core, Ledger, LedgerConfiguration, LedgerCorrupt, Rule
+from kvledger.lifecycle import Core, Ledger, LedgerConfiguration, LedgerCorrupt, Rule, without_secrets
 from kvledger.lifecycle import events as e
 
 _PageJob = e.LoadIssued | e.SaveIssued | e.TailSaveIssued
@@ -123,6 +121,14 @@ class Journal:
                     detail=decision.detail,
                     sequence=decision.cause,
                 )
+            elif isinstance(decision, e.ExtensionStopped):
+                self.messages.error(
+                    "extension stopped, it takes no part until the engine restarts",
+                    extension=decision.extension,
+                    where=decision.where,
+                    error=decision.error,
+                    sequence=decision.cause,
+                )
             self.deliveries.take_up(decision)
         if isinstance(event, e.RequestFinished) and self._is_read(event.request_id):
             refused.append((event, "a copy reads the blocks of a request that ended, and they were not held"))
@@ -218,7 +224,9 @@ class Journal:
         """Tell the people, tell the log, and let the request recompute."""
         described = f"{type(error).__name__}: {error}"
         self.messages.error("hook failed, the request recomputes", hook=hook, request_id=request_id, error=described)
-        event = e.HookFailed(hook, request_id, _without_secrets(error), self.now())
+        # The core sees only events, so what it says is as harmless as they.
+        logged = described if isinstance(error, LedgerCorrupt) else without_secrets(error)
+        event = e.HookFailed(hook, request_id, logged, self.now())
         try:
             if isinstance(error, LedgerCorrupt):
                 self._disable(event)
@@ -238,17 +246,6 @@ class Journal:
         # What the scheduler was promised is still delivered, also the end of a save for which it keeps blocks.
         for jobs in (self._outbox, self._unwritten):
             jobs[:] = [job for job in jobs if isinstance(job, e.LoadIssued) or _is_async_save(job)]
-
-
-def _without_secrets(error: Exception) -> str:
-    """What the log may know of an error: hooks are given prompts and salts, and a message may quote them."""
-    if isinstance(error, LedgerCorrupt):
-        return f"LedgerCorrupt: {error}"  # the core sees only events, so its messages are as harmless as they
-    frames = traceback.extract_tb(error.__traceback__)
-    if not frames:
-        return type(error).__name__
-    last = frames[-1]
-    return f"{type(error).__name__} in {last.name}, {Path(last.filename).name}:{last.lineno}"
 
 
 def _is_async_save(job: Job) -> bool:

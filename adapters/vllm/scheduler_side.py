@@ -158,12 +158,11 @@ class SchedulerSide:
         self._notice.preemption(request)
         self._notice.keys(request)
         asked = e.LookupRequested(request.request_id, num_computed_tokens, request.num_tokens, self.journal.now())
-        decisions = self.journal.observe(asked)
-        if decisions and isinstance(decisions[-1], e.LookupDeferred):
+        decided = _answer_among(self.journal.observe(asked))
+        if isinstance(decided, e.LookupDeferred):
             return ASK_AGAIN, False
-        if not decisions or not isinstance(decisions[-1], e.LookupAnswered):
+        if decided is None:
             return _NOTHING_FOUND
-        decided = decisions[-1]
         breach = breach_of_answer(decided, asked, self._projections)
         if breach:
             self._refuse_answer(request, breach)
@@ -401,3 +400,13 @@ class SchedulerSide:
             self.journal.commit()
         finally:
             self.log.close()
+
+
+def _answer_among(decisions: Sequence[e.Event]) -> e.LookupAnswered | e.LookupDeferred | None:
+    """The answer to a lookup, behind which extensions may have decided; None also for whom it quarantined."""
+    for decision in reversed(decisions):
+        if isinstance(decision, e.RequestQuarantined):
+            return None
+        if isinstance(decision, e.LookupAnswered | e.LookupDeferred):
+            return decision
+    return None

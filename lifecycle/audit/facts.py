@@ -197,6 +197,10 @@ FACTS: Mapping[str, Mapping[str, Why]] = MappingProxyType(
             **_EXTENSION,
             "cause": _AGAIN,
         },
+        "extension.stopped": {
+            **dict.fromkeys(("extension", "extension_version"), "the code that raised may be another one by now"),
+            **dict.fromkeys(("where", "error", "cause"), _PEOPLE),
+        },
     }
 )
 """Event id -> field -> which rules hold it against something else."""

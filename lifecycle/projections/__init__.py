@@ -7,6 +7,8 @@ does I/O: folding a recorded event never fails.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import attrs
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
     from kvledger.lifecycle.projections.block_table import BlockTable
     from kvledger.lifecycle.projections.chunk_index import ChunkIndex
     from kvledger.lifecycle.projections.chunk_keys import ChunkKeys
+    from kvledger.lifecycle.projections.extensions import Extensions
     from kvledger.lifecycle.projections.lookup_cache import LookupCache
     from kvledger.lifecycle.projections.save_cursor import SaveCursor
     from kvledger.lifecycle.projections.tails import Tails
@@ -72,6 +75,7 @@ class ProjectionSpec:
 class Projections:
     """All projections of one log."""
 
+    extensions: Extensions
     tracker: RequestTracker
     blocks: BlockTable
     chunk_keys: ChunkKeys
@@ -95,7 +99,7 @@ class Projections:
             name: getattr(self, name) for name in self._specs if only is None or name in only
         }
         self.gate = Gate(core, self.tracker)
-        maps = {name: projection.folds() for name, projection in self._order.items()}
+        maps = {name: self._folds_of(name) for name in self._order}
         self._folds: dict[type[Event], tuple[Fold, ...]] = {
             event_class: tuple(folds[event_class] for folds in maps.values() if event_class in folds)
             for event_class in core.events.values()
@@ -144,8 +148,28 @@ class Projections:
 
     def kept_last(self) -> Collection[bytes]:
         """Keys of chunks that extensions want to be evicted after all others."""
-        keepers = self.core.keepers
-        return frozenset().union(*(keeper.kept(self) for keeper in keepers)) if keepers else ()
+        kept: set[bytes] = set()
+        for keeper in self.core.keepers:
+            kept |= self.extensions.ask(keeper.name, "kept", lambda its: frozenset(its.kept(self)), keeper) or set()
+        return kept
+
+    def forget(self, extension: str) -> None:
+        """Let the projections of an extension believe what they did before the first event."""
+        for name in self._order:
+            if self.core.extension_of(name) == extension:
+                with suppress(Exception):  # its code; then it stays as it is, and takes up nothing
+                    self._order[name] = self._specs[name].make(self)
+                    setattr(self, name, self._order[name])
+
+    def _folds_of(self, name: str) -> Mapping[type[Event], Fold]:
+        folds: Mapping[type[Event], Fold] = self._order[name].folds()
+        extension = self.core.extension_of(name)
+        if not extension:
+            return folds
+        where = f"projection {name}"
+        return {
+            event_class: partial(self.extensions.fold, extension, where, fold) for event_class, fold in folds.items()
+        }
 
     def named(self) -> Mapping[str, Projection]:
         """Every projection by its name, in the order in which they fold."""

@@ -41,6 +41,7 @@ class Figures:
     num_violations: int = 0
     num_hook_failures: int = 0
     num_extension_events: int = 0
+    num_extensions_stopped: int = 0
 
 
 class State(msgspec.Struct, forbid_unknown_fields=True):
@@ -88,10 +89,14 @@ class Totals:
             e.HookFailed: self._hook_failed,
             e.ExtensionObserved: self._of_extension,
             e.ExtensionDecided: self._of_extension,
+            e.ExtensionStopped: self._stopped,
         }
 
     def _of_extension(self, _event: e.ExtensionEvent, _sequence: int) -> None:
         self.figures.num_extension_events += 1
+
+    def _stopped(self, _event: e.ExtensionStopped, _sequence: int) -> None:
+        self.figures.num_extensions_stopped += 1
 
     def _arrived(self, event: e.RequestArrived, sequence: int) -> None:
         self.figures.num_requests += 1

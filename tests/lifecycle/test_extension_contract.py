@@ -104,6 +104,14 @@ class Contract(ExtensionContract):
         return self.walked(altered(kept=lambda _extension, _projections: ())())
 
 
+class KeepsNothingRight:
+    """Says something that is no collection."""
+
+    def __call__(self, _projections: Projections) -> Any:
+        """A number."""
+        return 1
+
+
 FOLDS = "test_what_it_folds_follows_from_the_log_and_from_a_snapshot_in_its_middle"
 DECIDES = "test_it_decides_what_it_may_in_every_state_and_the_same_again"
 
@@ -113,7 +121,8 @@ DECIDES = "test_it_decides_what_it_may_in_every_state_and_the_same_again"
     [
         (altered(projections=(ProjectionSpec("starving", lambda _its: Remembers()),)), FOLDS, "starving differ"),
         (altered(kept=KeepsByChance()), FOLDS, "other chunks are kept"),
-        (altered(handlers=(Raises,)), DECIDES, "HANDLER_RAISED"),
+        (altered(handlers=(Raises,)), DECIDES, "Raises.request_preempted"),
+        (altered(kept=KeepsNothingRight()), FOLDS, "where='kept'"),
         (altered(handlers=(Once,)), DECIDES, "this code decides nothing"),
         (altered(rules={StarvingKept.rule: Accuses}), "test_its_rules_are_silent_where_all_is_well", "STARVING_KEPT"),
         (
@@ -127,7 +136,7 @@ DECIDES = "test_it_decides_what_it_may_in_every_state_and_the_same_again"
             "starvation has none; remove num_preemptions",
         ),
     ],
-    ids=["projection", "order", "raises", "memory", "accuses", "overlooks", "settings"],
+    ids=["projection", "order", "raises", "keeps", "memory", "accuses", "overlooks", "settings"],
 )
 def test_what_breaks_the_contract_is_found(extension: type[Extension], test: str, message: str) -> None:
     """By the test that says so, with what is wrong."""

@@ -113,6 +113,7 @@ def test_each_of_these_events_counts_one() -> None:
         (e.LoadFailed("b", 9, 0, 5, "", 1), {"num_loads_failed": 1}),
         (e.SaveFailed("b", 9, 0, 5, "", True, 1), {"num_saves_failed": 1}),
         (e.SaveDeclined("b", 9, 0, 2, 3, "pool_full", 1), {"num_chunks_declined": 3}),
+        (e.ExtensionStopped("starvation", 1, "kept", "KeyError", 1), {"num_extensions_stopped": 1}),
         (e.InvariantViolated("RULE", "b", 9, 0, "", 1), {"num_violations": 1}),
         (e.HookFailed("hook", "", "", 1), {"num_hook_failures": 1}),
     ]

@@ -1,0 +1,81 @@
+"""Which extensions take part: all, until an event says that one was stopped because its code raised.
+
+Whatever code of an extension is run is run here, so nothing that it raises reaches who runs it. It must not know who
+keeps the log: that one is told, and records it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from kvledger.lifecycle import events as e
+from kvledger.lifecycle.errors import without_secrets
+
+if TYPE_CHECKING:
+    from kvledger.lifecycle.projections import Projections
+
+
+class State(msgspec.Struct, forbid_unknown_fields=True):
+    """What the log says."""
+
+    stopped: dict[str, int] = {}
+    """Extension -> the event that stopped it."""
+
+
+class Extensions:
+    """Runs code of extensions that take part."""
+
+    def __init__(self, projections: Projections) -> None:
+        self._projections = projections
+        self.state = State()
+        self.raised: list[tuple[str, str, str]] = []
+        """(extension, where, error) of those whose code raised, until `stops` is asked or an event says so."""
+        self._silent: set[str] = set()
+        """Those whose code has raised here."""
+        self.on_raised: Callable[[], None] = lambda: None
+        """Called when code raised that an event is not being folded by: whoever keeps the log asks for `stops`."""
+
+    def folds(self) -> Mapping[type[e.Event], Callable[..., None]]:
+        """Event class -> fold."""
+        return {e.ExtensionStopped: self._stopped}
+
+    def takes_part(self, name: str) -> bool:
+        """Whether the extension of that name is asked anything."""
+        return name not in self._silent and name not in self.state.stopped
+
+    def fold(self, name: str, where: str, fold: Callable[..., None], event: e.Event, sequence: int) -> None:
+        """Let a projection of the extension take up an event."""
+        self._run(name, where, fold, event, sequence)
+
+    def ask(self, name: str, where: str, method: Callable[..., Any], *arguments: object) -> Any:  # noqa: ANN401
+        """What a method of the extension says; None where it takes no part, or raises."""
+        answer = self._run(name, where, method, *arguments)
+        if self.raised:
+            self.on_raised()
+        return answer
+
+    def stops(self, cause: int) -> Iterator[e.ExtensionStopped]:
+        """The decisions that are due because code raised, each of them once."""
+        while self.raised:
+            name, where, error = self.raised.pop(0)
+            version = next(each.version for each in self._projections.core.extensions if each.name == name)
+            yield e.ExtensionStopped(name, version, where, error, cause)
+
+    def _run(self, name: str, where: str, method: Callable[..., Any], *arguments: object) -> Any:  # noqa: ANN401
+        if not self.takes_part(name):
+            return None
+        try:
+            return method(*arguments)
+        except Exception as error:  # noqa: BLE001 -- whatever somebody's code raises
+            if self.takes_part(name):  # it may have been stopped while the method ran
+                self._silent.add(name)
+                self.raised.append((name, where, without_secrets(error)))
+            return None
+
+    def _stopped(self, event: e.ExtensionStopped, sequence: int) -> None:
+        self.state.stopped.setdefault(event.extension, sequence)
+        self.raised[:] = [raised for raised in self.raised if raised[0] != event.extension]
+        self._projections.forget(event.extension)

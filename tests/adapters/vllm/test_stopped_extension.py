@@ -1,0 +1,147 @@
+"""An extension that raises, on the real scheduler: everybody is served as without it, and the log says so."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sim.starving import live
+from starvation_guard import StarvationGuard, Starving, StarvingRequests, Watching
+
+from kvledger.adapters.cli.main import main
+from kvledger.adapters.reading.logs import open_log
+from kvledger.lifecycle import Core, Extension, ProjectionSpec, RequestState, StateHandler, Turn
+from kvledger.lifecycle import events as e
+from kvledger.lifecycle.audit import Audit
+
+pytestmark = pytest.mark.scheduler
+
+
+class Fragile(Watching):
+    """Cannot count to three."""
+
+    state = RequestState.RUNNING
+
+    def request_preempted(self, turn: Turn, event: e.RequestPreempted) -> None:
+        """Once too often."""
+        super().request_preempted(turn, event)
+        _ = ("never", "once", "twice")[turn.record.num_preemptions]
+
+
+class FragileHandler(StarvationGuard):
+    """Of one state."""
+
+    handlers = (Fragile,)
+
+
+class Requests(StarvingRequests):
+    """Cannot take up the end of one that never starved."""
+
+    def _ended(self, event: e.RequestEvent, sequence: int) -> None:
+        if isinstance(event, e.RequestFinished):
+            del self.state.starving[event.request_id]
+        super()._ended(event, sequence)
+
+
+class FragileProjection(StarvationGuard):
+    """Cannot fold what most requests do."""
+
+    projections = (ProjectionSpec("starving", lambda _its: Requests(), of_requests=True),)
+
+
+class FragileOrder(StarvationGuard):
+    """Cannot say what it keeps."""
+
+    def kept(self, projections: Any) -> frozenset[bytes]:
+        """As soon as it is to keep something."""
+        kept = frozenset(super().kept(projections))
+        if kept:
+            raise OSError(kept)
+        return kept
+
+
+class Talks(StateHandler):
+    """Has a word to say about each answer to a lookup."""
+
+    state = RequestState.PREEMPTED
+
+    def lookup_requested(self, turn: Turn, _event: e.LookupRequested) -> None:
+        """Behind the answer."""
+        turn.decide(Talkative.decided(turn, Starving(turn.record.num_preemptions)))
+
+
+class Talkative(Extension):
+    """Decides where vLLM waits for an answer."""
+
+    name = "talkative"
+    events = {"said": Starving}  # noqa: RUF012 -- as its parent's
+    handlers = (Talks,)
+
+
+def lived(folder: Path, *extensions: type[Extension]) -> tuple[Path, Any]:
+    """The log of the world with these extensions, and what its engine was."""
+    engine = live(folder, [f"{extension.__module__}:{extension.__name__}" for extension in extensions])
+    (log,) = (path for path in folder.iterdir() if path.is_dir())
+    return log, engine
+
+
+def events_of(log: Path) -> list[tuple[int, e.Event]]:
+    """All of a log."""
+    return list(open_log(log).trusted_events())
+
+
+def told(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str]:
+    """Exit code and output of a command, in one line."""
+    code = main([str(argument) for argument in arguments])
+    return code, " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize(
+    ("extension", "where"),
+    [
+        (FragileHandler, "Fragile.request_preempted"),
+        (FragileProjection, "projection starving"),
+        (FragileOrder, "kept"),
+    ],
+)
+def test_an_extension_that_raises_is_stopped_and_everybody_is_served(
+    extension: type[Extension],
+    where: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """All outputs are right, no request pays, one line tells people, and each command says it."""
+    log, engine = lived(tmp_path / "logs", extension)
+    assert caplog.text.count("extension stopped") == 1
+    assert {len(output) for output in engine.outputs.values()} == {110}
+    found = events_of(log)
+    ((number, stopped),) = ((at, event) for at, event in found if isinstance(event, e.ExtensionStopped))
+    assert (stopped.extension, stopped.where) == ("starvation", where)
+    assert not [event for _, event in found if isinstance(event, e.RequestQuarantined | e.InvariantViolated)]
+    assert any(isinstance(event, e.LoadCompleted) for at, event in found if at > number), "nobody recovers any more"
+    for reader in (extension(), StarvationGuard()):
+        if reader.handlers != extension.handlers:
+            continue  # it decides otherwise
+        stored = open_log(log, Core.standard().extended(reader))
+        audit = Audit(stored.core, stored.configuration, checkers=())
+        audit.run_frames(stored.trusted_frames())
+        assert audit.is_sound, (audit.violations, audit.divergences)
+    alive = next(event for at, event in found if at > number and isinstance(event, e.LookupAnswered)).request_id
+    for command in (["show", log, alive], ["why", log, alive]):
+        code, said = told(capsys, *command)
+        assert code == 0, said
+        assert f"extension starvation 1 is STOPPED, it takes no part from here on: {where} raised" in said, command
+    assert f"its code is not here, stopped at event {number}" in told(capsys, "core", log)[1]
+    assert told(capsys, "verify", log)[0] == 0
+
+
+def test_what_an_extension_decides_behind_an_answer_does_not_cost_the_answer(tmp_path: Path) -> None:
+    """The scheduler is told what the log says that it was told, so preempted requests recover."""
+    log, _ = lived(tmp_path / "logs", Talkative)
+    found = [event for _, event in events_of(log)]
+    assert any(isinstance(event, e.ExtensionDecided) for event in found)
+    plain, _ = lived(tmp_path / "plain")
+    num_loads = [sum(isinstance(event, e.LoadCompleted) for _, event in events_of(each)) for each in (log, plain)]
+    assert num_loads[0] == num_loads[1] > 0
