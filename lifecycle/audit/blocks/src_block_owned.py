@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
 from typing import ClassVar
 
 from kvledger.lifecycle import events as e
@@ -22,7 +23,8 @@ _FINISHED = RequestState.FINISHED
 class SrcBlockOwned:
     """The source blocks of a save are exactly those of its chunks, or of its tail, in the request's table.
 
-    Verifies: the blocks, their order and number against the table that the log folds to; blocks that were just
+    Verifies: the blocks, their order and number against the table that the log folds to, the chunks each once and in
+    order; blocks that were just
     lost are copied before the step's forward; a tail is copied from the blocks of its tokens in the lost table.
     Does not verify: that the folded table is the scheduler's (TABLE_EQ), that the blocks stay untouched until the copy
     is done (SRC_BLOCK_STABLE), nor saves that a finished request should not get at all (FINISH_IS_LAST).
@@ -45,7 +47,10 @@ class SrcBlockOwned:
             (e.TailSaveIssued, self._check),
         ]
 
-    def _save_issued(self, event: e.SaveIssued, moment: Moment) -> Iterator[Violation] | None:
+    def _save_issued(self, event: e.SaveIssued, moment: Moment) -> Iterable[Violation] | None:
+        if len(event.chunks) > 1 and any(chunk >= following for chunk, following in pairwise(event.chunks)):
+            detail = f"save {event.job_id} is of chunks {list(event.chunks)}, which do not follow one another"
+            return [violation(self.rule, moment, detail, event.cause)]
         life, block_ids, in_flight = moment.life, event.block_ids, self._jobs.current
         table = None if life is None else self._tables.of(life.ordinal)
         if not table and (event.before_forward or moment.state_before is _FINISHED):

@@ -18,7 +18,7 @@ class RankAgreement:
     """A job is completed when every rank has done it and none failed; it is settled early by no single rank.
 
     Verifies: this for every settled job; that a job failed because of a report, and slots of a failed save that are
-    used again, were reported by every rank: another one may still be copying.
+    used again, were reported by every rank: another one may still be copying. Once all have, slots are not kept.
     Does not verify: that every rank was given the same jobs; jobs given up because a rank fell silent.
     """
 
@@ -51,7 +51,7 @@ class RankAgreement:
 
     def _save_failed(self, event: e.SaveFailed, moment: Moment) -> list[Violation] | None:
         job = self._jobs.current
-        if job is None or not event.quiet or not self._is_owing(job):
+        if job is None or event.quiet is not self._is_owing(job):
             return None
         return self._disagreed(event, job, moment)
 

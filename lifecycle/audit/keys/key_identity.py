@@ -51,7 +51,7 @@ class _Told(msgspec.Struct, frozen=True, gc=False):
 class KeyIdentity:
     """The same key never names chunks at two places, or behind two different chunks.
 
-    Verifies: this for the last 65536 keys of the log, over all requests.
+    Verifies: this for the last 65536 keys of the log, over all requests; and that keys of a request come without a gap.
     Does not verify: that a key covers everything else its KV depends on, such as salt, adapter, media and weights:
     tokens never enter the log, only keys made from them.
     """
@@ -71,9 +71,12 @@ class KeyIdentity:
         """Compare each key's place with where it was before."""
         first_chunk, keys, parent = event.first_chunk, event.keys, b""
         if first_chunk:
-            known = () if moment.life is None else moment.life.keys
+            if moment.life is None:
+                return None
+            known = moment.life.keys
             if first_chunk > len(known):
-                return None  # behind a gap nobody knows what a key follows
+                detail = f"keys of chunks from {first_chunk} on, but {len(known)} are known: what do they follow?"
+                return [violation(self.rule, moment, detail)]
             parent = known[first_chunk - 1]
         if self._told.add_new(_Told(first_chunk, parent, keys, moment.sequence)):
             return None

@@ -18,7 +18,8 @@ class LegalTransition:
     """No event happens in a state that has no row for it.
 
     Verifies: every request event, observed or decided, and every request that a step schedules, has a row in phase and
-    blocks for the states it was in, as the audit walks them; a request id arrives again only when its earlier life is
+    blocks for the states it was in, as the audit walks them; steps schedule requests that there are, and pause those
+    that decode one token a step; a request id arrives again only when its earlier life is
     finished.
     Does not verify: that what is believed live goes where the rows lead, which the reference machines show that every
     audit walks along; further observations about a request that is quarantined; reports of jobs of an earlier life of a
@@ -41,12 +42,18 @@ class LegalTransition:
         return [violation(self.rule, moment, f"{event.id} happened to a request in state {moment.state_before}")]
 
     def _step_scheduled(self, _event: e.StepScheduled, moment: Moment) -> list[Violation] | None:
-        if not moment.refused_rows:
+        if not moment.refused_rows and not moment.rows_of_nobody:
             return None
         return [
-            violation(self.rule, moment, _detail("tokens.scheduled", state, blocks), request_id=life.request_id)
-            for life, state, blocks in moment.refused_rows
-            if not life.quarantined
+            *(
+                violation(self.rule, moment, f"a row of the step is about life {ordinal}, which it cannot be about")
+                for ordinal in moment.rows_of_nobody
+            ),
+            *(
+                violation(self.rule, moment, _detail("tokens.scheduled", state, blocks), request_id=life.request_id)
+                for life, state, blocks in moment.refused_rows
+                if not life.quarantined
+            ),
         ]
 
     def _look(self, event: e.RequestEvent, moment: Moment) -> list[Violation] | None:

@@ -296,10 +296,12 @@ class Lives:
         self.time_ns = event.time_ns
         life_of = self.of
         legal = self._of_a_step[0]
-        moment.refused_rows = ()
+        moment.refused_rows = moment.rows_of_nobody = ()
         for ordinal in event.paused:
             life = life_of(ordinal)
-            if life is not None:
+            if life is None or life.steady_since == NEVER:
+                moment.rows_of_nobody = [*moment.rows_of_nobody, ordinal]
+            else:
                 self._count(life, self.num_computed_tokens(life))
         self.num_steps += 1
         num_told = 0
@@ -315,6 +317,8 @@ class Lives:
                 self._count(life, num_computed_tokens + num_scheduled_tokens)
                 if num_scheduled_tokens == 1 and num_computed_tokens + 1 >= num_tokens:
                     steady.append(life)
+            else:
+                moment.rows_of_nobody = [*moment.rows_of_nobody, ordinal]
         self.num_scheduled_tokens = num_told + self.num_steady
         for life in steady:
             life.steady_since = self.num_steps

@@ -39,6 +39,8 @@ class Moment:
     """Whether the tables have a row for the event in phase and blocks; not if nobody had the request's id."""
     refused_rows: Sequence[tuple[Life, RequestState, BlocksRegion]] = ()
     """Of a step: whom it schedules where none can be scheduled, and where each was before."""
+    rows_of_nobody: Sequence[int] = ()
+    """Of a step: the ordinals of rows that concern no life, or that pause one that does not decode as before."""
     life_of: Callable[[str], Life | None] = _nobody
     """The present life of a request id."""
 

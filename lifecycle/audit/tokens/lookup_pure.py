@@ -36,8 +36,8 @@ class LookupPure:
     """k lookups equal one, and each answer is computed against the `num_computed_tokens` of its own call.
 
     Verifies: answer = max(0, min(usable part of the recorded hit, num_tokens - 1) - num_computed_tokens), and 0
-    for a local hit that ends inside a block; the answer repeats the question; two lookups of a request between
-    which nothing it depends on changed give the same hit and the same answer.
+    for a local hit that ends inside a block; an answer of 0 is not asynchronous; the answer repeats the question; two
+    lookups of a request between which nothing it depends on changed give the same hit and the same answer.
     Does not verify: whether the last token is left to compute (LAST_TOKEN), nor whether the recorded hit is there
     (RESET_EPOCH and LOADABLE_AFTER_COMMIT see what is promised and not there; deciding again sees every other
     difference).
@@ -70,6 +70,8 @@ class LookupPure:
         asked_at, asked = self._asked
         if asked is not None and asked_at == event.cause and asked.request_id == event.request_id:
             found = self._compare(asked, event, moment)
+        if event.is_async and not event.num_external_tokens:
+            found = [*(found or ()), violation(self.rule, moment, "asynchronous, with nothing to load", event.cause)]
         life = moment.life
         if life is not None:
             # What nothing is known of is answered with nothing: no sum to be made.

@@ -20,8 +20,8 @@ class TokenConservation:
 
     Verifies: the first step after an allocation that took up external tokens starts exactly behind local and
     external tokens, unless a failed load, also of another request into blocks that it shares, or a rollback came
-    between; counts of steps and lookups are not negative; progress that is told is the count that the steps fold to,
-    and tells rightly whether tokens remain.
+    between; counts of steps and lookups are not negative; progress that is told is the count that the steps fold to, of
+    the tokens that they told of, and tells rightly whether tokens remain.
     Does not verify: later steps, where drafts are rejected and counts shrink without an event, and admissions
     that took up nothing, whose local part the connector is told rounded to blocks.
     """
@@ -70,6 +70,7 @@ class TokenConservation:
         is_complete = event.num_computed_tokens >= event.num_tokens
         if moment.life is None or (
             event.num_computed_tokens == self._lives.num_computed_tokens(moment.life)
+            and event.num_tokens == moment.life.num_tokens
             and is_complete is isinstance(event, e.PrefillCompleted)
         ):
             return None
@@ -111,6 +112,9 @@ class TokenConservation:
         complete = event.num_computed_tokens >= event.num_tokens
         if event.num_computed_tokens != counted:
             detail = f"{event.id} tells {event.num_computed_tokens} computed tokens, the steps add up to {counted}"
+            yield violation(self.rule, moment, detail, event.cause)
+        elif event.num_tokens != life.num_tokens:
+            detail = f"{event.id} tells of {event.num_tokens} tokens, the steps of {life.num_tokens}"
             yield violation(self.rule, moment, detail, event.cause)
         elif complete is not isinstance(event, e.PrefillCompleted):
             detail = f"{event.id} with {event.num_computed_tokens} of {event.num_tokens} tokens computed"

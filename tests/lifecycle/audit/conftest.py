@@ -109,8 +109,7 @@ def beside() -> Driver:
     return beside_story()
 
 
-@pytest.fixture(scope="module")
-def groups() -> Driver:
+def groups_story() -> Driver:
     """Two groups, one of which sees 32 tokens: a request is saved, and another one loads what it saved."""
     driver = Driver(chunk_size=32, num_slots=64, windows=(0, 32))
     driver.start("a", keys_of("a", 3), 96, range(1, 13))
@@ -126,7 +125,12 @@ def groups() -> Driver:
 
 
 @pytest.fixture(scope="module")
-def reading() -> Driver:
+def groups() -> Driver:
+    """The story of two groups, played once."""
+    return groups_story()
+
+
+def reading_story() -> Driver:
     """A load is in flight while another request evicts and saves; it fails, and the save is silent until asked after.
 
     Chunks and blocks of 16 tokens, a pool of 5 slots. "c" shares the first block with "b", whose load fills it.
@@ -154,3 +158,9 @@ def reading() -> Driver:
     driver.step()
     driver.ledger.commit()
     return driver
+
+
+@pytest.fixture(scope="module")
+def reading() -> Driver:
+    """The story of a load that is read meanwhile, played once."""
+    return reading_story()

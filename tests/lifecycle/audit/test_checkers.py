@@ -181,6 +181,46 @@ def test_a_load_runs_beside_the_steps_if_it_was_answered_so(
     assert audit.violations[0].rule == "ALLOC_MATCHES_LOOKUP"
 
 
+def without_row(event: e.Event) -> e.Event:
+    """A step that is about a request which there is not."""
+    assert isinstance(event, e.StepScheduled)
+    return msgspec.structs.replace(event, advanced=((99, *event.advanced[0][1:]), *event.advanced[1:]))
+
+
+WRONG_VALUES: list[tuple[str, type[e.Event], int, Change, str]] = [
+    ("a step that is about nobody", e.StepScheduled, 0, without_row, "LEGAL_TRANSITION"),
+    ("a step that pauses who does not decode", e.StepScheduled, 0, evolve(paused=(0,)), "LEGAL_TRANSITION"),
+    ("progress of other tokens", e.PrefillCompleted, 0, evolve(num_tokens=44), "TOKEN_CONSERVATION"),
+    ("nothing to load beside the steps", e.LookupAnswered, 0, evolve(is_async=True), "LOOKUP_PURE"),
+    ("keys behind a gap", e.ChunkKeysObserved, 1, evolve(first_chunk=7), "KEY_IDENTITY"),
+    ("chunks in another order", e.SaveIssued, 0, swap_first_two("chunks"), "SRC_BLOCK_OWNED"),
+]
+
+
+@pytest.mark.parametrize(
+    ("event_class", "index", "change", "rule"), [w[1:] for w in WRONG_VALUES], ids=[w[0] for w in WRONG_VALUES]
+)
+def test_a_wrong_value_is_named(
+    event_class: type[e.Event], index: int, change: Change, rule: str, story: Driver
+) -> None:
+    """Found by altering each field of each event, see `test_facts.py`."""
+    assert audit_of(story, altered(story, event_class, index, change)).violations[0].rule == rule
+
+
+def test_slots_of_a_failed_save_that_are_kept_although_every_rank_has_reported_are_named() -> None:
+    """Nobody would ever write there again: the pool is smaller from then on, and nothing says so."""
+    driver = Driver()
+    driver.start("a", keys_of("a", 2), 17, (1, 2))
+    driver.preempt("a", 16)
+    (save,) = driver.all_of(e.SaveIssued)
+    driver.report(save.job_id, ok=False)
+    driver.ledger.commit()
+    assert audit_of(driver).is_sound
+    assert {v.rule for v in audit_of(driver, altered(driver, e.SaveFailed, 0, evolve(quiet=False))).violations} == {
+        "RANK_AGREEMENT"
+    }
+
+
 def test_a_load_that_leaves_out_what_a_group_sees_is_named(groups: Driver) -> None:
     """The boundary is one for all groups; whoever forgets one of them reads what was there before."""
 
@@ -234,6 +274,7 @@ FOLLOWING = {
     **{rule: {"SLOT_EXCLUSIVE", "LONGEST_HIT"} for rule in ("HIT_PINNED", "EVICT_IDLE_ONLY", "FAILED_LOAD_TAINT")},
     # Whoever waited for it does not find it, and saves nothing in its place.
     "WAITING_KEPT": {"LOADABLE_AFTER_COMMIT", "LONGEST_HIT", "SETTLED_SAVED"},
+    "LAST_TOKEN": {"TOKEN_CONSERVATION"},  # progress is of other tokens than the step told of
     "FINISH_IS_LAST": {"SETTLED_SAVED"},  # what is saved is not what the end has caused
     "STORE_CONTIGUOUS": {"SETTLED_SAVED"},  # nor is it saved at the end
     "RESUME_COVERS_OUTPUT": {"LOOKUP_PURE"},  # what was answered is the answer to another question
@@ -387,8 +428,8 @@ def test_an_event_that_cannot_be_folded_ends_the_audit_without_an_exception(stor
 
 
 def test_a_decision_made_otherwise_is_a_divergence_and_no_violation(story: Driver) -> None:
-    """How nothing would be loaded breaks no rule; today's code would still have written another answer."""
-    events = altered(story, e.LookupAnswered, 0, evolve(is_async=True))
+    """A save may precede a forward that does not touch its blocks; today's code would still have written another."""
+    events = altered(story, e.SaveIssued, 0, evolve(before_forward=True))
     audit = audit_of(story, events)
     assert not audit.violations
     assert len(audit.divergences) == 1
