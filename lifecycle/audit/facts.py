@@ -1,8 +1,9 @@
 """Every fact of a log and the rules that hold it against something else, or why none does. A test asks for all of them.
 
-A fact is a field of an event. A rule stands here where it names logs in which that field alone is another: found by
-altering one field of one event at a time in stories and walks, and by the rules' own tests. Relying on a fact is not
-enough. What a decision says is, besides, decided again wherever the code that decided it is at hand.
+A fact is a field of an event. A rule stands here where it names logs in which that field alone is another: a test
+alters one field of one event at a time, in stories and walks, until each of these rules has spoken. That some wrong
+values are named does not mean that all are: each rule says what it does not verify. Relying on a fact is not enough.
+What a decision says is, besides, decided again wherever the code that decided it is at hand.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ _PASSED_ON = "what was noticed live, which RECORDED passes on"
 _KNOWN = ("LEGAL_TRANSITION",)
 _LIFE = ("GEN_ISOLATION",)
 _NAMED: Mapping[str, Why] = {"request_id": ("LEGAL_TRANSITION", "GEN_ISOLATION"), "ordinal": _LIFE, "generation": _LIFE}
+_SETTLED: Mapping[str, Why] = {**_NAMED, "request_id": _LIFE, "job_id": ("COMPLETION_ONCE",), "cause": _AGAIN}
 _JOB: Mapping[str, Why] = {**_NAMED, "job_id": ("COMPLETION_ONCE",), "cause": _AGAIN}
 _PROGRESS: Mapping[str, Why] = {
     **_NAMED,
@@ -28,8 +30,6 @@ _PROGRESS: Mapping[str, Why] = {
     "num_tokens": ("TOKEN_CONSERVATION",),
     "cause": _AGAIN,
 }
-_SAVED_FROM = ("SRC_BLOCK_OWNED", "SRC_BLOCK_STABLE", "GROUP_AGREEMENT")
-_WRITTEN_TO = ("SLOT_EXCLUSIVE", "SRC_BLOCK_OWNED", "GROUP_AGREEMENT")
 _EXTENSION: Mapping[str, Why] = dict.fromkeys(
     ("extension", "name", "extension_version", "payload"), "the extension's own rules judge what only it understands"
 )
@@ -55,7 +55,11 @@ FACTS: Mapping[str, Mapping[str, Why]] = MappingProxyType(
             "num_external_tokens": ("ALLOC_MATCHES_LOOKUP", "EXTERNAL_ZERO_NO_LOAD", "TOKEN_CONSERVATION"),
             "time_ns": _CLOCK,
         },
-        "blocks.observed": {"request_id": _KNOWN, "block_ids": ("TABLE_EQ",), "time_ns": _CLOCK},
+        "blocks.observed": {
+            "request_id": _KNOWN,
+            "block_ids": "the scheduler's own word; that it had to be written down is what TABLE_EQ names",
+            "time_ns": _CLOCK,
+        },
         "request.preempted": {
             "request_id": _KNOWN,
             "num_settled_tokens": ("CHUNK_COMPLETE", "RESUME_COVERS_OUTPUT"),
@@ -98,7 +102,7 @@ FACTS: Mapping[str, Mapping[str, Why]] = MappingProxyType(
             "withheld": "the connector's word that no worker was given the job; no worker could tell",
             "time_ns": _CLOCK,
         },
-        "load.errors_observed": {"block_ids": ("FAILED_LOAD_TAINT", "ROLLBACK_OBSERVED"), "time_ns": _CLOCK},
+        "load.errors_observed": {"block_ids": ("FAILED_LOAD_TAINT",), "time_ns": _CLOCK},
         "cache.reset": {"time_ns": _CLOCK},
         "hook.failed": {**dict.fromkeys(("hook", "request_id", "error"), _PASSED_ON), "time_ns": _CLOCK},
         "lookup.answered": {
@@ -128,13 +132,13 @@ FACTS: Mapping[str, Mapping[str, Why]] = MappingProxyType(
             "block_ids": ("LOAD_DST_EXCLUSIVE",),
             "is_async": ("ALLOC_MATCHES_LOOKUP",),
         },
-        "load.completed": {**_JOB, "job_id": ("COMPLETION_ONCE", "RANK_AGREEMENT")},
-        "load.failed": {**_JOB, "error": _PEOPLE},
+        "load.completed": {**_SETTLED, "job_id": ("COMPLETION_ONCE", "RANK_AGREEMENT")},
+        "load.failed": {**_SETTLED, "error": _PEOPLE},
         "save.issued": {
             **_JOB,
             "chunks": ("CHUNK_COMPLETE", "STORE_CONTIGUOUS", "SETTLED_SAVED", "SRC_BLOCK_OWNED"),
-            "slots": _WRITTEN_TO,
-            "block_ids": _SAVED_FROM,
+            "slots": ("SLOT_EXCLUSIVE", "SRC_BLOCK_OWNED", "GROUP_AGREEMENT"),
+            "block_ids": ("SRC_BLOCK_OWNED", "SRC_BLOCK_STABLE"),
             "before_forward": ("SRC_BLOCK_OWNED", "GEN_ISOLATION"),
             "is_async": ("SRC_BLOCK_STABLE", "DELAY_FREE_CONTRACT"),
             "cause": ("FINISH_IS_LAST", "SETTLED_SAVED"),
@@ -143,11 +147,11 @@ FACTS: Mapping[str, Mapping[str, Why]] = MappingProxyType(
             **_JOB,
             "first_token": ("SRC_BLOCK_OWNED",),
             "num_tokens": ("CHUNK_COMPLETE", "SRC_BLOCK_OWNED"),
-            "slots": _WRITTEN_TO,
-            "block_ids": _SAVED_FROM,
+            "slots": ("SLOT_EXCLUSIVE", "SRC_BLOCK_OWNED"),
+            "block_ids": ("SRC_BLOCK_OWNED",),
         },
-        "save.completed": {**_JOB, "job_id": ("COMPLETION_ONCE", "RANK_AGREEMENT")},
-        "save.failed": {**_JOB, "error": _PEOPLE, "quiet": ("RANK_AGREEMENT", "SLOT_EXCLUSIVE")},
+        "save.completed": {**_SETTLED, "job_id": ("COMPLETION_ONCE", "RANK_AGREEMENT")},
+        "save.failed": {**_SETTLED, "error": _PEOPLE, "quiet": ("RANK_AGREEMENT", "SLOT_EXCLUSIVE")},
         "save.declined": {
             **_NAMED,
             "first_chunk": ("SETTLED_SAVED",),
@@ -157,6 +161,7 @@ FACTS: Mapping[str, Mapping[str, Why]] = MappingProxyType(
         },
         "transfer.awaited": {
             **_NAMED,
+            "request_id": _LIFE,
             "job_id": ("SRC_BLOCK_STABLE", "LIVENESS"),
             "before_forward": ("SRC_BLOCK_STABLE",),
             "cause": _AGAIN,

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
+import pytest
+from lifecycle_driver import Driver, Walk, keys_of
+from lifecycle_driver.wrong_values import wrong_logs
+
 from kvledger.lifecycle import Core
 from kvledger.lifecycle import events as e
+from kvledger.lifecycle.audit import Audit
 from kvledger.lifecycle.audit.facts import FACTS
+from kvledger.lifecycle.replay import SequencedEvent
 
 CORE = Core.standard()
-CLAIMS = [
-    (event_id, field, rules)
+CLAIMS = {
+    (event_id, field): set(rules)
     for event_id, fields in FACTS.items()
     for field, rules in fields.items()
     if not isinstance(rules, str)
-]
+}
 
 
 def test_every_fact_of_the_vocabulary_is_listed() -> None:
@@ -23,6 +31,71 @@ def test_every_fact_of_the_vocabulary_is_listed() -> None:
 
 def test_only_rules_that_there_are_verify_facts() -> None:
     """And a reason is in words."""
-    for _, _, rules in CLAIMS:
-        assert set(rules) <= CORE.rules.keys()
+    assert set().union(*CLAIMS.values()) <= CORE.rules.keys()
     assert all(" " in why for fields in FACTS.values() for why in fields.values() if isinstance(why, str))
+
+
+def further_story() -> tuple[Driver, list[SequencedEvent]]:
+    """What the others leave out: a failed load, unfilled blocks, a quarantine, what an extension does."""
+    driver = Driver(chunk_size=16, num_slots=16, max_failed_loads=1)
+    keys = keys_of("a", 2)
+    driver.save_prefix("earlier", keys)
+    driver.arrive("whole", 32, keys)
+    driver.lookup("whole", 0, 32)
+    driver.arrive("b", 17, keys_of("b", 1))
+    driver.lookup("b", 0, 17)
+    driver.allocate("b", (17, 18))
+    driver.step(("b", 0, 17, 17))
+    driver.arrive("a", 33, keys)
+    driver.lookup("a", 0, 33)
+    driver.allocate("a", (1, 2, 3), 32)
+    driver.step(("a", 32, 1, 33), ("b", 17, 1, 18))
+    driver.report(driver.all_of(e.LoadIssued)[-1].job_id, ok=False)
+    driver.observe(e.LoadErrorsObserved((1, 2), 90))
+    driver.roll_back("a", 0)
+    driver.step(("a", 0, 33, 33))
+    driver.observe(e.WindowLeft("a", 0, 91))
+    driver.observe(e.BlockTableObserved("a", (1, 2, 3), 92))
+    driver.observe(e.LogNote("observed", 93))
+    driver.observe(e.LogNote("decided", 94))
+    for request_id in ("a", "b", "whole"):
+        driver.finish(request_id, 16, 34)
+    driver.settle_all()
+    driver.step()
+    driver.ledger.commit()
+    of_extension = {
+        "observed": e.ExtensionObserved("a", "nobodys", "seen", 1, b"", 93),
+        "decided": e.ExtensionDecided("a", 3, 1, "nobodys", "done", 1, b"", 1),
+    }
+    return driver, [
+        (sequence, of_extension[event.text] if isinstance(event, e.LogNote) else event)
+        for sequence, event in driver.sink.events()
+    ]
+
+
+def audited(driver: Driver, events: list[SequencedEvent]) -> Counter[str]:
+    """How often the audit names each rule."""
+    audit = Audit(CORE, driver.configuration)
+    audit.run(events)
+    return audit.num_violations
+
+
+@pytest.mark.long
+def test_each_rule_that_a_fact_names_names_a_log_in_which_that_fact_alone_is_another(
+    story: Driver, beside: Driver, groups: Driver, reading: Driver
+) -> None:
+    """Wrong values are put into stories and walks until each rule has spoken; relying on a fact is not enough."""
+    walks = [Walk(seed, chunk_size=(8, 16, 32)[seed % 3], block_size=16) for seed in range(12)]
+    for walk in walks:
+        walk.run(40)
+        walk.driver.ledger.commit()
+    unshown = {fact: set(rules) for fact, rules in CLAIMS.items()}
+    logs = [(each, each.sink.events()) for each in (story, beside, groups, reading, *(walk.driver for walk in walks))]
+    for driver, events in (further_story(), *logs):
+        right = audited(driver, events)
+        for wrong in wrong_logs(events, max_occurrences=8):
+            missing = unshown.get((wrong.event_id, wrong.field))
+            if missing:
+                named = audited(driver, wrong.events)
+                missing -= {rule for rule in missing if named[rule] > right[rule]}
+    assert {fact: rules for fact, rules in unshown.items() if rules} == {}

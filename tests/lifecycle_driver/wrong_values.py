@@ -23,16 +23,25 @@ class Wrong(NamedTuple):
 
 
 def wrong_logs(events: list[SequencedEvent], max_occurrences: int) -> Iterator[Wrong]:
-    """For every field of every class of events some wrong logs, spread over the log."""
+    """For every field of every class of events some wrong logs, spread over the log.
+
+    A value becomes another in itself, or that which the field has in other events.
+    """
+    keys = [key for _, event in events if isinstance(event, e.ChunkKeysObserved) for key in event.keys]
     places: dict[type[e.Event], list[int]] = {}
     for place, (_, event) in enumerate(events):
         places.setdefault(type(event), []).append(place)
     for event_class, all_places in places.items():
         step = max(1, len(all_places) // max_occurrences)
         for field in e.field_names(event_class):
+            values = list(dict.fromkeys(getattr(events[place][1], field) for place in all_places))[-4:]
+            if field == "key":
+                values = keys
             for place in all_places[::step][:max_occurrences]:
                 sequence, event = events[place]
-                for how, value in _wrong(getattr(event, field), field):
+                right = getattr(event, field)
+                others = [("as elsewhere", value) for value in values if value != right]
+                for how, value in [*_wrong(right, field), *others]:
                     altered = list(events)
                     altered[place] = sequence, msgspec.structs.replace(event, **{field: value})
                     yield Wrong(event_class.id, field, how, sequence, altered)
@@ -48,7 +57,8 @@ def _wrong(value: object, field: str) -> Iterator[tuple[str, object]]:
             yield "none", 0
         yield "many more", value + 16
     elif isinstance(value, str):
-        yield "another", {"a": "b"}.get(value, "a") if field == "request_id" else f"not {value}"
+        others = {"request_id": ["a", "b", "nobody"], "reason": ["pool_full"]}.get(field, [f"not {value}"])
+        yield from (("another", other) for other in others if other != value)
     elif isinstance(value, bytes):
         yield "another", bytes(len(value))
     elif isinstance(value, tuple):
