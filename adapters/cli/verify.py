@@ -169,8 +169,7 @@ def _remarks(log: StoredLog, window: Window, audit: Audit) -> list[str]:
         remarks.append(
             f"rules and decisions were checked up to event {log.trusted_sequence}; the next ones are missing"
         )
-    for extension in log.core.absent:
-        remarks.append(_absence(extension, audit))
+    remarks += _of_extensions(log, audit)
     table = log.core.table_fingerprint()
     if log.header.get("table_fingerprint", table) != table:
         remarks.append("the log was written with another transition table; divergences may come from that")
@@ -182,6 +181,13 @@ def _remarks(log: StoredLog, window: Window, audit: Audit) -> list[str]:
             f"name them with --handlers: it was written with {written_with}"
         )
     return remarks
+
+
+def _of_extensions(log: StoredLog, audit: Audit) -> Iterator[str]:
+    for extension in log.core.absent:
+        yield _absence(extension, audit)
+    for rule, reason in audit.not_judged.items():
+        yield f"rule {rule} of an extension could not be judged, or not to the end: {reason}"
 
 
 def _absence(extension: Extension, audit: Audit) -> str:
@@ -214,7 +220,7 @@ def _show_json(output: Output, log: StoredLog, audit: Audit, findings: Findings)
         event = event_fields(audit.unfoldable.event)
         error = audit.unfoldable.error
         output.record("unfoldable", {"sequence": audit.unfoldable.sequence, "event": event, "error": error})
-    for rule, reason in NOT_CHECKED.items():
+    for rule, reason in {**audit.not_judged, **NOT_CHECKED}.items():
         output.record("not_checked", {"rule": rule, "reason": reason})
     show_ending(output, log, num_open_requests(audit.projections) if log.header else None)
     output.record(
@@ -232,7 +238,7 @@ def _show_json(output: Output, log: StoredLog, audit: Audit, findings: Findings)
             "num_damage": len(findings.damage),
             "num_violations": dict(audit.num_violations),
             "num_divergences": findings.num_divergences,
-            "rules": [checker.rule for checker in audit.checkers if log.header],
+            "rules": audit.judged if log.header else [],
             "remarks": findings.remarks,
         },
     )
@@ -252,7 +258,7 @@ def _show_text(output: Output, log: StoredLog, audit: Audit, findings: Findings,
     _show_more(output, num_damaged)
     show_ending(output, log, num_open_requests(audit.projections) if log.header else None)
     num_broken = len(audit.num_violations)
-    rules = f"{len(audit.checkers)} checked over {plural(audit.num_events, 'event')}, {num_broken or 'none'} broken"
+    rules = f"{len(audit.judged)} checked over {plural(audit.num_events, 'event')}, {num_broken or 'none'} broken"
     rules = rules if log.header else "not checked"
     output.field("rules", rules, "red" if num_broken else "green")
     evidence = _evidence(log, audit.violations[:_MAX_SHOWN])

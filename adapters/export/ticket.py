@@ -73,7 +73,7 @@ def write_page(log: StoredLog, window: Window, output: Output) -> Iterator[str]:
         findings=findings[:MAX_FINDINGS],
         num_findings_left_out=_num_found(audit, found) - len(findings[:MAX_FINDINGS]),
         checked=(
-            f"{len(audit.checkers)} rules were held against {plural(audit.num_events, 'event')}, and every decision "
+            f"{len(audit.judged)} rules were held against {plural(audit.num_events, 'event')}, and every decision "
             f"was made again; {len(NOT_CHECKED)} rules cannot be decided from a log: kvledger verify --verbose lists "
             "them."
         ),

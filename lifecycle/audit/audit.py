@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import attrs
 
 from kvledger.lifecycle.audit.checker import AnyChecker, Violation, begin_in_the_middle, checks_of
 from kvledger.lifecycle.audit.model import Model
+from kvledger.lifecycle.audit.of_extensions import RuleOfExtension
 from kvledger.lifecycle.audit.taken_over import taken_over
 from kvledger.lifecycle.configuration import LedgerConfiguration
 from kvledger.lifecycle.core import Core
@@ -51,7 +53,7 @@ class Audit:
         start: Projections | None = None,
     ) -> None:
         self._keeps = keeps
-        self.checkers = tuple(make() for make in core.rules.values()) if checkers is None else tuple(checkers)
+        self.checkers = tuple(_checkers(core)) if checkers is None else tuple(checkers)
         model = Model.of(core.compiled, core.gating, core.events.values(), configuration)
         checks = [*model.folds(), *(pair for checker in self.checkers for pair in checks_of(checker, model))]
         self._replay = Replay(
@@ -102,6 +104,17 @@ class Audit:
     def reference_differences(self) -> Divergences:
         """Where the reference machine goes another way than the compiled table."""
         return self._replay.reference_differences
+
+    @property
+    def not_judged(self) -> dict[str, str]:
+        """Rule of an extension -> why it could not be held against the log, or not against all of it."""
+        of_extensions = (checker for checker in self.checkers if isinstance(checker, RuleOfExtension))
+        return {checker.rule: checker.not_judged for checker in of_extensions if checker.not_judged}
+
+    @property
+    def judged(self) -> list[str]:
+        """The rules that were held against all that was taken up."""
+        return [checker.rule for checker in self.checkers if checker.rule not in self.not_judged]
 
     @property
     def is_sound(self) -> bool:
@@ -159,3 +172,10 @@ class Audit:
         self.num_violations[violation.rule] += 1
         if len(self.violations) < MAX_VIOLATIONS:
             self.violations.append(violation)
+
+
+def _checkers(core: Core) -> Iterator[AnyChecker]:
+    extension_of = {rule: extension.name for extension in core.extensions for rule in extension.rules}
+    for rule, make in core.rules.items():
+        checker: Any = RuleOfExtension(rule, extension_of[rule], make) if rule in extension_of else make()
+        yield checker

@@ -73,6 +73,7 @@ def taken_over(projections: Projections) -> Start:
         cursors={each: projections.save_cursor.num_chunks(each) for each in ids},
         has_hook_failed=projections.totals.figures.num_hook_failures > 0,
         of_extensions={name: deepcopy(state) for name, state in projections.states().items() if name in of_extensions},
+        stopped_extensions=dict(projections.extensions.state.stopped),
     )
 
 

@@ -63,6 +63,13 @@ class Accuses(StarvingKept):
         return [Violation(self.rule, moment.sequence, "", None, "", ())]
 
 
+class CannotJudge(StarvingKept):
+    """Fails at every eviction."""
+
+    def _evicted(self, _event: e.ChunkEvicted, _moment: Moment) -> None:
+        raise KeyError
+
+
 class Overlooks(StarvingKept):
     """Finds nothing."""
 
@@ -126,6 +133,11 @@ DECIDES = "test_it_decides_what_it_may_in_every_state_and_the_same_again"
         (altered(handlers=(Once,)), DECIDES, "this code decides nothing"),
         (altered(rules={StarvingKept.rule: Accuses}), "test_its_rules_are_silent_where_all_is_well", "STARVING_KEPT"),
         (
+            altered(rules={StarvingKept.rule: CannotJudge}),
+            "test_its_rules_are_silent_where_all_is_well",
+            "its checker raised KeyError",
+        ),
+        (
             altered(rules={StarvingKept.rule: Overlooks}),
             "test_each_of_its_rules_finds_what_breaks_it",
             "STARVING_KEPT finds nothing",
@@ -136,7 +148,7 @@ DECIDES = "test_it_decides_what_it_may_in_every_state_and_the_same_again"
             "starvation has none; remove num_preemptions",
         ),
     ],
-    ids=["projection", "order", "raises", "keeps", "memory", "accuses", "overlooks", "settings"],
+    ids=["projection", "order", "raises", "keeps", "memory", "accuses", "cannot judge", "overlooks", "settings"],
 )
 def test_what_breaks_the_contract_is_found(extension: type[Extension], test: str, message: str) -> None:
     """By the test that says so, with what is wrong."""

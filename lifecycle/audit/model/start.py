@@ -57,3 +57,5 @@ class Start:
     has_hook_failed: bool
     of_extensions: Mapping[str, msgspec.Struct]
     """Name of an extension's projection -> its state."""
+    stopped_extensions: Mapping[str, int]
+    """Extension that takes no part any more -> event that says so."""

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from lifecycle_driver import Driver, keys_of
+from starvation_guard import StarvationGuard, StarvingKept
 
 from kvledger.adapters.core import composed_core
 from kvledger.adapters.vllm.configuration import ConnectorSettings
 from kvledger.lifecycle import ConfigurationError, Core
+from kvledger.lifecycle import events as e
+from kvledger.lifecycle.audit import Model
 from kvledger.lifecycle.codec import vocabulary_header
 
 GUARD = "starvation_guard:StarvationGuard"
@@ -45,6 +48,36 @@ def test_without_it_the_rest_is_verified_and_what_is_not_is_said(run: Any, starv
     assert f"was written with extension starvation 1 ({GUARD}), which is not here" in told
     assert "1 event of extensions was taken up; its rules STARVING_KEPT were not checked" in told
     assert "name it with --extensions" in told
+
+
+class Unsure(StarvingKept):
+    """Cannot judge a preemption."""
+
+    def checks(self, model: Model) -> Any:
+        """One more."""
+        return [*super().checks(model), (e.RequestPreempted, lambda *_: {}["the prompt"])]
+
+
+class UnsureGuard(StarvationGuard):
+    """The guard of a reader whose rule has a mistake."""
+
+    rules: ClassVar[dict[str, Any]] = {Unsure.rule: Unsure}
+
+
+def test_a_rule_that_raises_is_named_and_the_rest_is_verified(run: Any, starving: Path) -> None:
+    """With the error, without what that quotes; it is no failure, as a rule whose code is not here is none."""
+    options = ("--extensions", f"{UnsureGuard.__module__}:{UnsureGuard.__name__}")
+    result = run("verify", starving, *options)
+    assert result.exit_code == 0, result.out
+    told = " ".join(result.out.split())
+    assert (
+        "rule STARVING_KEPT of an extension could not be judged, or not to the end: its checker raised KeyError" in told
+    )
+    assert "the prompt" not in told
+    assert f"{len(Core.standard().rules)} checked over" in told
+    said = run("verify", starving, "--json", *options)
+    assert Unsure.rule in {each["rule"] for each in said.objects("not_checked")}
+    assert Unsure.rule not in said.objects("verdict")[0]["rules"]
 
 
 @pytest.mark.parametrize("options", [(), ("--extensions", GUARD)])

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from sim.starving import live
-from starvation_guard import StarvationGuard, Starving, StarvingRequests, Watching
+from starvation_guard import StarvationGuard, Starving, StarvingKept, StarvingRequests, Watching
 
 from kvledger.adapters.cli.main import main
 from kvledger.adapters.reading.logs import open_log
@@ -125,9 +125,10 @@ def test_an_extension_that_raises_is_stopped_and_everybody_is_served(
         if reader.handlers != extension.handlers:
             continue  # it decides otherwise
         stored = open_log(log, Core.standard().extended(reader))
-        audit = Audit(stored.core, stored.configuration, checkers=())
+        audit = Audit(stored.core, stored.configuration)
         audit.run_frames(stored.trusted_frames())
         assert audit.is_sound, (audit.violations, audit.divergences)
+        assert audit.not_judged == {StarvingKept.rule: f"its extension was stopped at event {number}"}
     alive = next(event for at, event in found if at > number and isinstance(event, e.LookupAnswered)).request_id
     for command in (["show", log, alive], ["why", log, alive]):
         code, said = told(capsys, *command)

@@ -1,0 +1,137 @@
+"""A rule of an extension that raises is not judged; the rest of the log is, and nothing is silent about it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import pytest
+from lifecycle_driver import Driver, keys_of
+from starvation_guard import StarvationGuard, StarvingKept
+
+from kvledger.lifecycle import Core
+from kvledger.lifecycle import events as e
+from kvledger.lifecycle.audit import Audit, Model, Moment, Start, Violation
+
+NUM_RULES = len(Core.standard().rules)
+
+
+class RaisesWhenMade(StarvingKept):
+    """Cannot begin."""
+
+    def __init__(self) -> None:
+        raise KeyError("a prompt")
+
+
+class RaisesWhenAsked(StarvingKept):
+    """Does not say what it looks at."""
+
+    def checks(self, _model: Model) -> Any:
+        """Nothing comes of it."""
+        raise KeyError("a prompt")
+
+
+class RaisesAtAnEvent(StarvingKept):
+    """Knows no preemptions."""
+
+    def checks(self, model: Model) -> Any:
+        """One more."""
+        return [*super().checks(model), (e.RequestPreempted, self._preempted)]
+
+    def _preempted(self, _event: e.RequestPreempted, _moment: Moment) -> None:
+        raise KeyError("a prompt")
+
+
+class RaisesInItsAnswer(RaisesAtAnEvent):
+    """Is a generator, which raises when it is read."""
+
+    def _preempted(self, event: e.RequestPreempted, moment: Moment) -> Iterator[Violation]:  # type: ignore[override]
+        yield Violation(self.rule, moment.sequence, event.request_id, None, "broken", ())
+        raise KeyError("a prompt")
+
+
+class ReturnsNoViolation(RaisesAtAnEvent):
+    """Says it in words."""
+
+    def _preempted(self, _event: e.RequestPreempted, _moment: Moment) -> Iterable[str]:  # type: ignore[override]
+        return ["broken"]
+
+
+class RaisesWhenItBegins(StarvingKept):
+    """Cannot take over."""
+
+    def begin(self, _start: Start) -> None:
+        """What is there."""
+        raise KeyError("a prompt")
+
+
+def core_with(checker: type[StarvingKept]) -> Core:
+    """The guard with another checker."""
+    kind = type("Altered", (StarvationGuard,), {"rules": {StarvingKept.rule: checker}})
+    return Core.standard().extended(kind())
+
+
+def preempted_while_it_computes(core: Core) -> Driver:
+    """A request that is preempted; at the end a settled chunk is not saved, which breaks another rule."""
+    driver = Driver(chunk_size=16, core=core)
+    driver.start("a", keys_of("a", 2), 33, (1, 2, 3))
+    driver.step(settled=[("a", 0, 32)])
+    driver.settle_all()
+    driver.preempt("a", 32)
+    return driver
+
+
+def audited(driver: Driver, core: Core, events: Iterable[tuple[int, e.Event]] | None = None, **start: Any) -> Audit:
+    """The driver's log, or other events, audited with a core."""
+    audit = Audit(core, driver.configuration, **start)
+    audit.run(enumerate(driver.observed, 1) if events is None else events)
+    return audit
+
+
+@pytest.mark.parametrize(
+    ("checker", "error"),
+    [
+        (RaisesWhenMade, "KeyError in __init__, "),
+        (RaisesWhenAsked, "KeyError in checks, "),
+        (RaisesAtAnEvent, "KeyError in _preempted, "),
+        (RaisesInItsAnswer, "KeyError in _preempted, "),
+        (ReturnsNoViolation, "TypeError in _violations, "),
+    ],
+)
+def test_a_rule_that_raises_is_not_judged_and_says_why(checker: type[StarvingKept], error: str) -> None:
+    """Its error, without what that quotes; every other rule and all decisions are judged to the end."""
+    driver = preempted_while_it_computes(core_with(StarvingKept))
+    extra = (len(driver.observed) + 1, e.LoadCompleted("a", 0, 0, 77, 1))
+    for events in (None, [*enumerate(driver.observed, 1), extra]):
+        audit = audited(driver, core_with(checker), events)
+        assert audit.unfoldable is None
+        reason = audit.not_judged[StarvingKept.rule]
+        assert f"its checker raised {error}" in reason
+        assert "a prompt" not in reason
+        assert len(audit.judged) == NUM_RULES
+        assert StarvingKept.rule not in audit.judged
+        assert audit.num_events == len(driver.observed) + bool(events)
+        assert bool(audit.num_violations) is bool(events), "the other rules are silent"
+
+
+def test_one_that_cannot_begin_in_the_middle_is_not_judged() -> None:
+    """Where a log's beginning was retired."""
+    driver = preempted_while_it_computes(core_with(StarvingKept))
+    for checker, is_judged in ((StarvingKept, True), (RaisesWhenItBegins, False)):
+        core = core_with(checker)
+        audit = audited(driver, core, [], start=audited(driver, core).projections)
+        assert (StarvingKept.rule in audit.judged) is is_judged
+
+
+def test_the_rules_of_an_extension_end_where_it_is_stopped() -> None:
+    """It keeps nothing from there on, so nothing can be held against that; also where the audit begins behind it."""
+    core = core_with(StarvingKept)
+    driver = preempted_while_it_computes(core)
+    events = list(enumerate(driver.observed, 1))
+    stop = (len(events) + 1, e.ExtensionStopped("starvation", 1, "kept", "KeyError", events[-1][0]))
+    whole = audited(driver, core, [*events, stop])
+    assert whole.is_sound
+    assert whole.not_judged == {StarvingKept.rule: f"its extension was stopped at event {stop[0]}"}
+    assert audited(driver, core, [], start=whole.projections).not_judged == whole.not_judged
+    other = e.ExtensionStopped("other", 1, "kept", "KeyError", events[-1][0])
+    assert audited(driver, core, [*events, (stop[0], other)]).not_judged == {}
