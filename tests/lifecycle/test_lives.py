@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 from lifecycle_driver.driver import Driver, keys_of
 
-from kvledger.lifecycle import RequestState
+from kvledger.lifecycle import Core, RequestState
 from kvledger.lifecycle import events as e
+from kvledger.lifecycle.audit import Audit
 
 KEYS = keys_of("d", 3)
 NUM_TOKENS = 50
@@ -274,3 +275,128 @@ def test_what_an_earlier_life_would_have_got_back_is_not_waited_for() -> None:
     assert list(driver.projections.totals.state.returning) == [driver.record("a").ordinal]
     driver.observe(e.RequestArrived("a", 9, NUM_TOKENS, 1))
     assert driver.projections.totals.state.returning == {}
+
+
+# --- an id that is used again while its earlier life is owed something ----------------------------
+
+
+def audited(driver: Driver) -> list[tuple[str, str]]:
+    """What the audit of the driver's log names: rule and detail."""
+    driver.step()
+    driver.ledger.commit()
+    audit = Audit(Core.standard(), driver.configuration)
+    audit.run(driver.sink.events())
+    assert not audit.divergences
+    assert not audit.reference_differences
+    return [(broken.rule, broken.detail) for broken in audit.violations]
+
+
+def evictions(driver: Driver) -> set[bytes]:
+    """Keys of all chunks that were evicted."""
+    return {event.key for event in driver.all_of(e.ChunkEvicted)}
+
+
+def test_what_an_earlier_life_was_promised_is_not_pinned_for_the_next_life_of_the_id() -> None:
+    """Its end lets go of the pins, and the next life neither has them nor can take them up."""
+    driver = Driver(chunk_size=16, num_slots=3)
+    driver.save_prefix("earlier", KEYS)
+    driver.arrive("a", NUM_TOKENS, KEYS)
+    assert driver.lookup("a", 0, NUM_TOKENS).num_external_tokens == 48
+    assert set(driver.projections.chunks.promised) == {"a"}
+    driver.finish("a", 0, NUM_TOKENS)
+    driver.arrive("a", 33, keys_of("other", 2))
+    assert not driver.projections.chunks.promised
+    assert driver.lookup("a", 0, 33).num_external_tokens == 0
+    driver.allocate("a", (1, 2, 3))
+    driver.step(("a", 0, 33, 33))
+    driver.step(("a", 33, 1, 34), settled=[("a", 0, 33)])
+    assert len(evictions(driver)) == 2
+    driver.settle_all()
+    driver.finish("a", 34, 35)
+    assert audited(driver) == []
+
+
+def test_what_the_next_life_of_an_id_was_promised_outlives_what_the_earlier_one_still_owes() -> None:
+    """The report of the earlier life's save releases that life and takes no pin away from this one."""
+    driver = Driver(chunk_size=16, num_slots=5)
+    driver.save_prefix("earlier", KEYS)
+    driver.start("a", keys_of("other", 2), 33, (1, 2, 3))
+    (save, *_) = [event for event in driver.finish("a", 33, 34) if isinstance(event, e.SaveIssued)]
+    driver.arrive("a", NUM_TOKENS, KEYS)
+    assert driver.lookup("a", 0, NUM_TOKENS).num_external_tokens == 48
+    assert {event.ordinal for event in driver.report(save.job_id) if isinstance(event, e.RequestDecision)} == {
+        save.ordinal
+    }
+    assert set(driver.projections.chunks.promised) == {"a"}
+    driver.start("b", keys_of("b", 3), 49, (21, 22, 23, 24))
+    driver.step(("b", 49, 1, 50), settled=[("b", 0, 49)])
+    assert evictions(driver).isdisjoint(KEYS)
+    driver.allocate("a", BLOCKS, 48)
+    driver.step(("a", 48, 2, NUM_TOKENS))
+    driver.settle_all()
+    driver.finish("a", NUM_TOKENS, NUM_TOKENS + 1)
+    driver.finish("b", 50, 51)
+    driver.settle_all()
+    assert audited(driver) == []
+
+
+def test_the_end_of_an_asynchronous_load_of_an_earlier_life_leaves_the_next_one_where_it_is() -> None:
+    """Whether it brought what it should or not: the next life computes, and nobody counts a failed load for it."""
+    for ok in (True, False):
+        driver, load = loading(async_load_tokens=0, num_slots=16)
+        driver.finish("a", 0, NUM_TOKENS)
+        driver.arrive("a", NUM_TOKENS, keys_of("other", 3))
+        driver.lookup("a", 0, NUM_TOKENS)
+        driver.allocate("a", (5, 6, 7, 8))
+        before = driver.record("a")
+        decided = driver.report(load.job_id, ok=ok)
+        assert {(event.ordinal, event.generation) for event in decided if isinstance(event, e.RequestDecision)} == {
+            (load.ordinal, load.generation)
+        }
+        record = driver.record("a")
+        assert record is before
+        assert (record.blocks, record.num_failed_loads, record.first) == ("granted", 0, "computed")
+        driver.step(("a", 0, NUM_TOKENS, NUM_TOKENS))
+        assert driver.state("a") is RequestState.RUNNING
+        driver.finish("a", NUM_TOKENS, NUM_TOKENS + 1)
+        driver.settle_all()
+        assert audited(driver) == []
+
+
+def test_the_end_of_an_asynchronous_load_of_an_earlier_life_does_not_end_that_of_the_next() -> None:
+    """Both wait under one id; each report ends the load that it names."""
+    driver, load = loading(async_load_tokens=0)
+    driver.finish("a", 0, NUM_TOKENS)
+    driver.arrive("a", NUM_TOKENS, KEYS)
+    driver.lookup("a", 0, NUM_TOKENS)
+    driver.allocate("a", (5, 6, 7, 8), 48)
+    second = driver.all_of(e.LoadIssued)[-1]
+    driver.report(load.job_id)
+    assert driver.record("a").blocks == "loading"
+    driver.report(second.job_id)
+    assert driver.record("a").blocks == "granted"
+    driver.allocate("a", (5, 6, 7, 8))
+    driver.step(("a", 48, 2, NUM_TOKENS))
+    driver.finish("a", NUM_TOKENS, NUM_TOKENS + 1)
+    driver.settle_all()
+    assert audited(driver) == []
+
+
+def test_blocks_that_are_held_for_an_earlier_life_are_freed_with_its_last_job() -> None:
+    """That the id came back is named; the life before is released all the same, and the next one owes nothing of it."""
+    driver = Driver(chunk_size=16, num_slots=16, async_saves=True)
+    driver.start("a", KEYS, NUM_TOKENS, BLOCKS)
+    (save,) = [event for event in driver.finish("a", NUM_TOKENS, NUM_TOKENS + 1) if isinstance(event, e.SaveIssued)]
+    (held,) = driver.all_of(e.BlocksHeld)
+    assert held.ordinal == save.ordinal
+    driver.arrive("a", 33, keys_of("other", 2))
+    driver.lookup("a", 0, 33)
+    driver.allocate("a", (5, 6, 7))
+    driver.step(("a", 0, 33, 33))
+    driver.report(save.job_id)
+    assert driver.state("a") is RequestState.RUNNING
+    assert not driver.projections.transfers.owes(save.ordinal)
+    assert len(driver.all_of(e.BlocksHeld)) == 1
+    driver.finish("a", 33, 34)
+    driver.settle_all()
+    assert audited(driver)[0][0] == "DELAY_FREE_CONTRACT"
