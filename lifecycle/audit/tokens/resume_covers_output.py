@@ -16,7 +16,8 @@ class ResumeCoversOutput:
     """A lookup after a preemption counts at least the tokens that the request was known to have then.
 
     Verifies: the tokens of every such lookup against those that steps had told of, and against what was written.
-    Does not verify: tokens that were sampled since the last step that told of them.
+    Does not verify: tokens that were sampled since the last step that told of them: vLLM's own count is in no event,
+    and VLLM_CONTRACT compares with it live.
     """
 
     rule: ClassVar[str] = "RESUME_COVERS_OUTPUT"
