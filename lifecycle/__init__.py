@@ -21,11 +21,12 @@ from kvledger.lifecycle.projections.tracker import RequestRecord
 from kvledger.lifecycle.replay import Replay, SequencedEvent, batches, fold
 from kvledger.lifecycle.rules import Rule
 from kvledger.lifecycle.states import BlocksRegion, RequestState, TrustRegion
-from kvledger.lifecycle.steps import Scheduled, StepEncoder
+from kvledger.lifecycle.steps import ComputedTokens, Scheduled, StepEncoder
 from kvledger.lifecycle.turn import Turn
 
 __all__ = [
     "BlocksRegion",
+    "ComputedTokens",
     "ConfigurationError",
     "Core",
     "CoreError",

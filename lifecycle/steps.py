@@ -1,4 +1,4 @@
-"""Writes an engine's step as `StepScheduled`: only what differs from the expected.
+"""Writes an engine's step as `StepScheduled`, only what differs from the expected, and counts what such steps mean.
 
 Expected is that a request which decoded one token in the last step decodes one more. Everybody who observes steps
 writes them here: whoever knows each request that was scheduled calls `encode`; an adapter that can tell at a glance
@@ -8,13 +8,61 @@ that nothing changed asks the same questions one by one. It must not know an eng
 from __future__ import annotations
 
 from collections.abc import Container, Iterable
+from typing import TYPE_CHECKING
 
 import attrs
+import msgspec
 
 from kvledger.lifecycle.events import StepScheduled
-from kvledger.lifecycle.projections import Projections
-from kvledger.lifecycle.projections.tracker import RequestRecord
 from kvledger.lifecycle.states import TrustRegion
+
+if TYPE_CHECKING:
+    from kvledger.lifecycle.projections import Projections
+    from kvledger.lifecycle.projections.tracker import RequestRecord
+
+
+class ComputedTokens(msgspec.Struct, forbid_unknown_fields=True):
+    """How many tokens of each life are computed or in flight after the last step.
+
+    Whoever decodes one token in every step is not touched by a step: the count follows from the number of steps. So a
+    step of 256 decoding requests costs nothing.
+    """
+
+    num_steps: int = 0
+    told: dict[int, int] = {}
+    """Ordinal -> the count when it was last told."""
+    decoding: dict[int, int] = {}
+    """Ordinal -> the number of steps by then, of those whom every step since has given one more token."""
+
+    def count(self, ordinal: int) -> int:
+        """That of a life; 0 of one that is not known."""
+        since = self.decoding.get(ordinal, self.num_steps)
+        return self.told.get(ordinal, 0) + self.num_steps - since
+
+    def tell(self, ordinal: int, num_computed_tokens: int) -> None:
+        """A life begins, or has so many from now on."""
+        self.decoding.pop(ordinal, None)
+        self.told[ordinal] = num_computed_tokens
+
+    def forget(self, ordinal: int) -> None:
+        """A life is over."""
+        self.decoding.pop(ordinal, None)
+        self.told.pop(ordinal, None)
+
+    def step(self, event: StepScheduled) -> None:
+        """Count a step; of lives that are not known it may say what it will."""
+        told, decoding = self.told, self.decoding
+        for ordinal in event.paused:
+            if ordinal in decoding:
+                self.tell(ordinal, self.count(ordinal))
+        self.num_steps = num_steps = self.num_steps + 1
+        for ordinal, num_computed_tokens, num_scheduled_tokens, num_tokens in event.advanced:
+            if ordinal in told:
+                told[ordinal] = num_computed_tokens + num_scheduled_tokens
+                if num_scheduled_tokens == 1 and num_computed_tokens + 1 >= num_tokens:
+                    decoding[ordinal] = num_steps
+                elif ordinal in decoding:
+                    del decoding[ordinal]
 
 
 @attrs.frozen
@@ -76,15 +124,22 @@ class StepEncoder:
     def is_expected(self, record: RequestRecord, num_computed_tokens: int, num_scheduled_tokens: int) -> bool:
         """Whether the request does what the log expects of it, so that nothing is written."""
         return (
-            record.is_steady
-            and num_scheduled_tokens == 1
+            num_scheduled_tokens == 1
+            and self.is_decoding(record)
             and self._tracker.num_computed_tokens(record) == num_computed_tokens
         )
 
+    def is_decoding(self, record: RequestRecord) -> bool:
+        """Whether the request is expected in the next step, with one token."""
+        return record.ordinal in self._tracker.computed.decoding
+
     def paused(self, scheduled: Container[str]) -> tuple[int, ...]:
         """The ordinals of those who were expected in the step and are not among the ids that it schedules."""
+        decoding = self._tracker.computed.decoding
         return tuple(
-            record.ordinal for record in self._tracker if record.is_steady and record.request_id not in scheduled
+            record.ordinal
+            for record in self._tracker
+            if record.ordinal in decoding and record.request_id not in scheduled
         )
 
     def settled(self, record: RequestRecord, num_settled_tokens: int) -> tuple[int, int, int] | None:

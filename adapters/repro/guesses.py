@@ -147,7 +147,7 @@ def _step(call: HookCall, later: Sequence[HookCall], around: _Surroundings) -> I
         if _is_looked_up_next(life, later):
             yield _preemption(call, life, later, around)
             continue
-        start = life.num_tokens_at_start if life.is_admitted else life.num_computed_tokens
+        start = life.num_tokens_at_start if life.is_admitted else around.record.num_computed_tokens(life)
         known = around.record.num_known_tokens(life)
         num_tokens = min(max(1, known - start), counted.get(life.ordinal, start + known) - start)
         if num_tokens > 0:
@@ -173,7 +173,7 @@ def _preemption(call: HookCall, life: Life, later: Sequence[HookCall], around: _
         around.dropped.update(sequence for sequence, _ in noticed[:1])
         if noticed or isinstance(of.main, e.BlocksAllocated):
             break
-    settled = min(life.num_computed_tokens, around.record.num_known_tokens(life))
+    settled = min(around.record.num_computed_tokens(life), around.record.num_known_tokens(life))
     return e.RequestPreempted(life.request_id, settled, _time_ns(call))
 
 
@@ -192,7 +192,7 @@ def _end(call: HookCall, _later: Sequence[HookCall], around: _Surroundings) -> I
     told = call.main if isinstance(call.main, e.RequestFinished) else None
     known = around.record.num_known_tokens(life) if told is None else told.num_tokens
     status = "FINISHED_ABORTED" if told is None else told.status
-    settled = min(life.num_computed_tokens, known)
+    settled = min(around.record.num_computed_tokens(life), known)
     yield e.RequestFinished(call.request_id, status, settled, known, _time_ns(call))
 
 

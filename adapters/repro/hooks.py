@@ -142,7 +142,7 @@ class _HookRun:
             block_tables[life.request_id] = life.block_ids
         for life in self._record.paused(main):  # the connector still looks whether they have filled a chunk
             if self._live.life(life.request_id) is life:
-                paused = ScheduledTokens(life, life.num_computed_tokens, 0, None, ())
+                paused = ScheduledTokens(life, self._record.num_computed_tokens(life), 0, None, ())
                 self._live.prepare(paused, settled.get(life.ordinal))
         parts = self._in_order(main, scheduled)
         num_unknown = main.num_scheduled_tokens - sum(part.num_scheduled_tokens for part in parts)
@@ -196,7 +196,7 @@ class _HookRun:
                     self._record.rolled_back(life, rolled_back[life.request_id])
                 request: Any = self._connector.requests.get(life.request_id)
                 if request is not None:
-                    request.num_computed_tokens = life.num_computed_tokens
+                    request.num_computed_tokens = self._record.num_computed_tokens(life)
         self._connector.update_connector_output(reports, load_errors)
 
     def _reports(self, event: e.TransferReported) -> list[Any]:

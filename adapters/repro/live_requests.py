@@ -82,7 +82,7 @@ class LiveRequests:
         request = self.request(life)
         self.write_tokens(life, event.num_tokens)
         request.num_in_flight_tokens = 0 if self._speculates else self._record.num_tokens_in_flight(life)
-        request.num_computed_tokens = min(event.num_settled_tokens, life.num_computed_tokens)
+        request.num_computed_tokens = min(event.num_settled_tokens, self._record.num_computed_tokens(life))
 
     def write_tokens(self, life: Life, num_tokens: int) -> None:
         """Let it have so many tokens, those of the chunks whose keys are known."""
@@ -98,7 +98,7 @@ class LiveRequests:
 
     def _preempt(self, life: Life, event: e.RequestPreempted, num_tokens: int | None) -> None:
         request = self.request(life)
-        num_computed_tokens = life.num_computed_tokens
+        num_computed_tokens = self._record.num_computed_tokens(life)
         if num_tokens is None:
             num_tokens = self._record.num_known_tokens(life)
             if not self._speculates and 0 < event.num_settled_tokens < num_computed_tokens:

@@ -1,8 +1,7 @@
 """What vLLM's scheduler must have known about its requests, read back from what it told the connector.
 
-A steady request is in no step's record, so its counts are carried along here. Counts that no event tells (known tokens
-between two of them, tokens in flight) are estimated, and corrected by every event that says more. It knows events
-only.
+Counts that no event tells (known tokens between two of them, tokens in flight) are estimated, and corrected by every
+event that says more. It knows events only.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ from collections.abc import Iterator, Sequence
 
 import attrs
 
+from kvledger.lifecycle import ComputedTokens
 from kvledger.lifecycle import events as e
 
 
@@ -23,9 +23,6 @@ class Life:
     num_prompt_tokens: int
     num_tokens: int
     """Prompt and output, as last told."""
-    num_computed_tokens: int = 0
-    is_steady: bool = False
-    """Whether it decodes one token a step, so that steps do not name it."""
     keys: list[bytes] = attrs.field(factory=list)
     block_ids: list[int] = attrs.field(factory=list)
     num_preemptions: int = 0
@@ -65,7 +62,7 @@ class SchedulerRecord:
         self._by_ordinal: dict[int, Life] = {}
         self._running: dict[int, Life] = {}
         """By ordinal, in the order in which vLLM lists them."""
-        self._num_steps = 0
+        self._computed = ComputedTokens()
 
     def __iter__(self) -> Iterator[Life]:
         return iter(self._by_id.values())
@@ -101,6 +98,7 @@ class SchedulerRecord:
         """A request begins."""
         life = Life(event.request_id, event.ordinal, event.num_prompt_tokens, event.num_prompt_tokens)
         self._by_id[event.request_id] = self._by_ordinal[event.ordinal] = life
+        self._computed.tell(life.ordinal, 0)
         return life
 
     def told_keys(self, event: e.ChunkKeysObserved) -> None:
@@ -122,24 +120,22 @@ class SchedulerRecord:
     def preempted(self, life: Life) -> None:
         """Its blocks are gone."""
         life.num_preemptions += 1
-        life.num_computed_tokens = 0
-        life.is_steady = life.is_admitted = False
+        self._computed.tell(life.ordinal, 0)
+        life.is_admitted = False
         life.num_missing_tokens = 0
         life.block_ids = []
         self._running.pop(life.ordinal, None)
 
     def continued(self, life: Life, event: e.SessionContinued, chunk_size: int) -> None:
         """The next turn of a session."""
-        life.num_computed_tokens, life.num_tokens = event.num_computed_tokens, event.num_tokens
-        life.num_prompt_tokens = event.num_prompt_tokens
-        life.is_steady = False
+        self._computed.tell(life.ordinal, event.num_computed_tokens)
+        life.num_tokens, life.num_prompt_tokens = event.num_tokens, event.num_prompt_tokens
         del life.keys[event.num_computed_tokens // chunk_size :]
         self._running.pop(life.ordinal, None)
 
     def rolled_back(self, life: Life, num_computed_tokens: int) -> None:
         """Fewer tokens count as computed."""
-        life.num_computed_tokens = num_computed_tokens
-        life.is_steady = False
+        self._computed.tell(life.ordinal, num_computed_tokens)
 
     def allocated(self, life: Life, event: e.BlocksAllocated) -> None:
         """The whole table is new."""
@@ -152,13 +148,13 @@ class SchedulerRecord:
 
     def finished(self, life: Life) -> None:
         """It ends."""
-        life.is_steady = False
+        self._computed.tell(life.ordinal, self.num_computed_tokens(life))
         self._running.pop(life.ordinal, None)
         if self._by_id.get(life.request_id) is life:
             del self._by_id[life.request_id]
 
     def scheduled(self, event: e.StepScheduled) -> list[ScheduledTokens]:
-        """Everybody in a step: those that it names, in its order, then steady ones, in vLLM's order."""
+        """Everybody in a step: those that it names, in its order, then those it expects, in vLLM's order."""
         extended = dict(event.extended)
         found = []
         named = set()
@@ -170,13 +166,13 @@ class SchedulerRecord:
                 found.append(ScheduledTokens(life, *counts, extended.get(ordinal, ())))
                 named.add(ordinal)
         for ordinal, life in self._running.items():
-            if life.is_steady and ordinal not in event.paused and ordinal not in named:
+            if ordinal in self._computed.decoding and ordinal not in event.paused and ordinal not in named:
                 blocks = extended.get(ordinal, ())
-                found.append(ScheduledTokens(life, life.num_computed_tokens, 1, None, blocks))
+                found.append(ScheduledTokens(life, self.num_computed_tokens(life), 1, None, blocks))
         return found
 
     def paused(self, event: e.StepScheduled) -> list[Life]:
-        """Steady requests that are not in the step."""
+        """Those who were expected in the step and are not in it."""
         return [life for ordinal in event.paused if (life := self._by_ordinal.get(ordinal)) is not None]
 
     def in_running_order(self, event: e.StepScheduled, scheduled: list[ScheduledTokens]) -> list[ScheduledTokens]:
@@ -197,30 +193,28 @@ class SchedulerRecord:
 
     def stepped(self, event: e.StepScheduled, scheduled: list[ScheduledTokens]) -> None:
         """Take up a step."""
-        for ordinal in event.paused:
-            life = self._by_ordinal.get(ordinal)
-            if life is not None:
-                life.is_steady = False
+        self._computed.step(event)
         for part in scheduled:
             life = part.life
-            life.num_computed_tokens = part.num_computed_tokens + part.num_scheduled_tokens
             if part.num_tokens is not None:
                 life.num_tokens = part.num_tokens
-                life.is_steady = part.num_scheduled_tokens == 1 and part.num_computed_tokens + 1 >= part.num_tokens
             life.was_scheduled, life.is_admitted = True, False
-            life.last_step, life.num_tokens_of_last_step = self._num_steps, part.num_scheduled_tokens
+            life.last_step, life.num_tokens_of_last_step = self._computed.num_steps, part.num_scheduled_tokens
             self._running.setdefault(life.ordinal, life)
-        self._num_steps += 1
+
+    def num_computed_tokens(self, life: Life) -> int:
+        """Computed or in flight, after the last step."""
+        return self._computed.count(life.ordinal)
 
     def num_tokens_in_flight(self, life: Life) -> int:
         """Tokens of the step before, where its output is not there yet."""
-        if not self._is_async or life.last_step != self._num_steps - 1:
+        if not self._is_async or life.last_step != self._computed.num_steps:
             return 0
         return life.num_tokens_of_last_step
 
     def num_known_tokens(self, life: Life) -> int:
         """Prompt and output, where no event says: one more than computed, or as many with a step in flight."""
-        return max(life.num_tokens, life.num_computed_tokens + (0 if self._is_async else 1) * life.was_scheduled)
+        return max(life.num_tokens, self.num_computed_tokens(life) + (0 if self._is_async else 1) * life.was_scheduled)
 
 
 def _as_told(ordered: list[ScheduledTokens], told: list[ScheduledTokens]) -> list[ScheduledTokens]:
@@ -239,7 +233,7 @@ def runs_async(observations: Sequence[tuple[int, e.Event]], chunk_size: int) -> 
     for _, event in observations:
         if not isinstance(event, e.StepScheduled):
             life = record.get(event.request_id) if isinstance(event, e.RequestFinished) else None
-            if life is not None and life.num_computed_tokens >= event.num_tokens:  # type: ignore[attr-defined]
+            if life is not None and record.num_computed_tokens(life) >= event.num_tokens:  # type: ignore[attr-defined]
                 return True
             record.fold(event, chunk_size)
             continue

@@ -102,7 +102,7 @@ class Noticing:
         self._journal.observe(e.LoadErrorsObserved(tuple(sorted(block_ids)), self._journal.now()))
         for request in requests:
             record = self._tracker.get(request.request_id)
-            if record is None or self._speculates or not record.counted_tokens:
+            if record is None or self._speculates:
                 continue
             if request.num_computed_tokens < self._tracker.num_computed_tokens(record):
                 self._journal.observe(

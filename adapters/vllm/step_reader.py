@@ -171,7 +171,7 @@ class StepReader:
                     self._schedule(record, now + 1, num_computed_tokens + 1)
         for request_id in self._due.pop(now, ()):
             record = self._tracker.get(request_id)
-            if record is not None and record.is_steady:
+            if record is not None and self._encoder.is_decoding(record):
                 num_computed_tokens = self._tracker.num_computed_tokens(record)
                 self._settle(settled, record, num_computed_tokens)
                 self._schedule(record, now + 1, num_computed_tokens + 1)

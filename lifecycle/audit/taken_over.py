@@ -91,8 +91,8 @@ def _life(record: RequestRecord, projections: Projections) -> Life:
         computes_first=record.first is FirstRegion.COMPUTES_FIRST,
         quarantined=record.trust is TrustRegion.QUARANTINED,
         stale_generation=record.generation if record.current is CurrentRegion.STALE else NEVER,
-        counted_tokens=record.counted_tokens,
-        steady_since=record.steady_since,
+        counted_tokens=projections.tracker.computed.told.get(record.ordinal, 0),
+        decoding_since=projections.tracker.computed.decoding.get(record.ordinal, NEVER),
         keys=list(projections.chunk_keys.of(record.request_id)),
     )
 

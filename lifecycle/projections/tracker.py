@@ -14,11 +14,10 @@ import msgspec
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.events import trigger_of, triggers_of
 from kvledger.lifecycle.states import BlocksRegion, CurrentRegion, FirstRegion, RequestState, TrustRegion
+from kvledger.lifecycle.steps import ComputedTokens
 
 if TYPE_CHECKING:
     from kvledger.lifecycle.core import Core
-
-NOT_STEADY = -1
 
 
 @attrs.define
@@ -43,10 +42,6 @@ class RequestRecord:
     generation: int = 0
     num_preemptions: int = 0
     num_failed_loads: int = 0
-    counted_tokens: int = 0
-    """Computed or scheduled tokens at the last exact count; see `RequestTracker.num_computed_tokens`."""
-    steady_since: int = NOT_STEADY
-    """Step count since which it decodes one token a step."""
     num_tokens_before_preemption: int = 0
     """The most settled tokens it ever lost; what lies below and is computed again was lost for good."""
 
@@ -60,11 +55,6 @@ class RequestRecord:
         """What a decision about it begins with: request id, ordinal, generation."""
         return self.request_id, self.ordinal, self.generation
 
-    @property
-    def is_steady(self) -> bool:
-        """Whether it decodes one token a step."""
-        return self.steady_since != NOT_STEADY
-
 
 class State(msgspec.Struct, forbid_unknown_fields=True):
     """What the tracker knows."""
@@ -72,15 +62,12 @@ class State(msgspec.Struct, forbid_unknown_fields=True):
     records: dict[int, RequestRecord] = {}
     """Ordinal -> record."""
     num_arrived: int = 0
-    num_steps: int = 0
+    computed: ComputedTokens = msgspec.field(default_factory=ComputedTokens)
     time_ns: int = 0
 
 
 class RequestTracker:
     """Folds request events into records.
-
-    A steady request, one that decodes one token a step, is not touched by the fold of a step: its count is
-    the step count since it became steady. So a step of 256 decoding requests costs the fold nothing.
 
     An observation concerns the present life of its id. Of decisions, those that move phase, blocks and first concern
     one generation of a life; the count of failed loads, a quarantine and the end concern the life.
@@ -106,6 +93,8 @@ class RequestTracker:
         """The present life of a request id, for observations; None where it is released."""
         self.of: Callable[[int], RequestRecord | None] = self.state.records.get
         """The record of that life of a request, for decisions; None once it is released."""
+        self.computed = self.state.computed
+        """The counts of all lives that are not released."""
 
     @property
     def num_arrived(self) -> int:
@@ -115,7 +104,7 @@ class RequestTracker:
     @property
     def num_steps(self) -> int:
         """Engine steps so far."""
-        return self.state.num_steps
+        return self.computed.num_steps
 
     @property
     def time_ns(self) -> int:
@@ -140,9 +129,7 @@ class RequestTracker:
 
     def num_computed_tokens(self, record: RequestRecord) -> int:
         """Tokens computed or in flight after the last step."""
-        if record.steady_since == NOT_STEADY:
-            return record.counted_tokens
-        return record.counted_tokens + self.num_steps - record.steady_since
+        return self.computed.count(record.ordinal)
 
     def folds(self) -> Mapping[type[e.Event], Callable[..., None]]:
         """Event class -> fold. Request events that do nothing but move the state are taken from the table."""
@@ -199,6 +186,7 @@ class RequestTracker:
         )
         self._present[event.request_id] = record
         self.state.records[event.ordinal] = record
+        self.computed.tell(event.ordinal, 0)
         self.state.num_arrived += 1
 
     def _observed(self, event: e.RequestEvent, _sequence: int) -> None:
@@ -251,7 +239,7 @@ class RequestTracker:
             record.num_tokens_before_preemption = max(record.num_tokens_before_preemption, event.num_settled_tokens)
             record.generation += 1
             record.num_preemptions += 1
-            self._count(record, 0)
+            self.computed.tell(record.ordinal, 0)
 
     def _session_continued(self, event: e.SessionContinued, _sequence: int) -> None:
         self.state.time_ns = event.time_ns
@@ -262,7 +250,7 @@ class RequestTracker:
             record.num_tokens = event.num_tokens
             record.num_prompt_tokens = event.num_prompt_tokens
             record.num_tokens_before_preemption = min(record.num_tokens_before_preemption, event.num_computed_tokens)
-            self._count(record, event.num_computed_tokens)
+            self.computed.tell(record.ordinal, event.num_computed_tokens)
 
     def _rolled_back(self, event: e.TokensRolledBack, _sequence: int) -> None:
         self.state.time_ns = event.time_ns
@@ -271,14 +259,14 @@ class RequestTracker:
             self._move(record, trigger_of(event))
             if event.num_computed_tokens == 0:
                 record.generation += 1
-            self._count(record, event.num_computed_tokens)
+            self.computed.tell(record.ordinal, event.num_computed_tokens)
 
     def _finished(self, event: e.RequestFinished, _sequence: int) -> None:
         self.state.time_ns = event.time_ns
         record = self._present.get(event.request_id)
         if record is not None:
             record.num_tokens = event.num_tokens
-            self._count(record, self.num_computed_tokens(record))
+            self.computed.tell(record.ordinal, self.num_computed_tokens(record))
             self._move(record, event.id)
 
     def _quarantined(self, event: e.RequestQuarantined, _sequence: int) -> None:
@@ -293,26 +281,16 @@ class RequestTracker:
 
     def _forget(self, record: RequestRecord) -> None:
         self.state.records.pop(record.ordinal, None)
+        self.computed.forget(record.ordinal)
         if self._present.get(record.request_id) is record:
             del self._present[record.request_id]
 
     def _step_scheduled(self, event: e.StepScheduled, _sequence: int) -> None:
         self.state.time_ns = event.time_ns
-        for ordinal in event.paused:
-            record = self.state.records.get(ordinal)
-            if record is not None:
-                self._count(record, self.num_computed_tokens(record))
-        self.state.num_steps += 1
-        for ordinal, num_computed_tokens, num_scheduled_tokens, num_tokens in event.advanced:
+        self.computed.step(event)
+        for ordinal, _, _, num_tokens in event.advanced:
             record = self.state.records.get(ordinal)
             if record is not None:
                 record.num_tokens = num_tokens
                 if (record.state, record.blocks, record.first) in self._moved_by_step:
                     self._move(record, "tokens.scheduled")
-                self._count(record, num_computed_tokens + num_scheduled_tokens)
-                if num_scheduled_tokens == 1 and num_computed_tokens + 1 >= num_tokens:
-                    record.steady_since = self.num_steps
-
-    def _count(self, record: RequestRecord, num_computed_tokens: int) -> None:
-        record.counted_tokens = num_computed_tokens
-        record.steady_since = NOT_STEADY

@@ -146,8 +146,8 @@ class Driver:
     def _sum_of(self, advanced: Iterable[tuple[str, int, int, int]], paused: Iterable[str]) -> int:
         """Tokens of a step: what is told of, and one for each request that decodes as before."""
         told = {request_id for request_id, *_ in advanced}.union(paused)
-        steady = [r for r in self.projections.tracker if r.is_steady and r.request_id not in told]
-        return sum(scheduled for _, _, scheduled, _ in advanced) + len(steady)
+        others = StepEncoder(self.projections).paused(told)
+        return sum(scheduled for _, _, scheduled, _ in advanced) + len(others)
 
     def report(
         self,

@@ -101,8 +101,8 @@ def canonical(driver: Driver) -> str:
         "requests": {
             record.request_id: {
                 **attrs.asdict(record),
-                **dict.fromkeys(("ordinal", "num_preemptions", "state_since_ns", "steady_since"), 0),
-                "counted_tokens": tracker.num_computed_tokens(record),
+                **dict.fromkeys(("ordinal", "num_preemptions", "state_since_ns"), 0),
+                "num_computed_tokens": tracker.num_computed_tokens(record),
                 "generation": min(record.generation, 2),
                 "num_failed_loads": min(record.num_failed_loads, 3),
                 "num_tokens_before_preemption": 0,

@@ -48,7 +48,7 @@ class Life(msgspec.Struct, gc=False):
     """The generation that a reset has made stale; nothing of it may be saved."""
     counted_tokens: int = 0
     """Computed or scheduled tokens when they were last told."""
-    steady_since: int = NEVER
+    decoding_since: int = NEVER
     """Number of the step since which it decodes one token a step without being told of."""
     keys: list[bytes] = msgspec.field(default_factory=list)
     """Of its chunks, from the first one on, as far as they were observed."""
@@ -87,7 +87,7 @@ class Lives:
         self._of_a_step = self._dests["tokens.scheduled"]
         self.num_steps = 0
         self.time_ns = 0
-        self.num_steady = 0
+        self.num_decoding = 0
         """Lives that decode one token a step without being told of."""
         self.num_scheduled_tokens = 0
         """What the requests of the last step add up to."""
@@ -105,15 +105,15 @@ class Lives:
 
     def num_computed_tokens(self, life: Life) -> int:
         """Tokens computed or in flight after the last step."""
-        if life.steady_since == NEVER:
+        if life.decoding_since == NEVER:
             return life.counted_tokens
-        return life.counted_tokens + self.num_steps - life.steady_since
+        return life.counted_tokens + self.num_steps - life.decoding_since
 
     def begin(self, start: Start) -> None:
         """Take over who is known where an audit starts in the middle of a log."""
         self.num_steps, self.time_ns = start.num_steps, start.time_ns
         for life in start.lives:
-            self.num_steady += life.steady_since != NEVER
+            self.num_decoding += life.decoding_since != NEVER
             self._lives[life.request_id] = self._by_ordinal[life.ordinal] = life
 
     def meetings(self) -> Iterable[tuple[type[e.Event], Check]]:
@@ -292,20 +292,20 @@ class Lives:
     # --- steps -----------------------------------------------------------------------------------
 
     def _step_scheduled(self, event: e.StepScheduled, moment: Moment) -> None:
-        """Count: each steady request of before one token, but for those that are paused or told of."""
+        """Count: one token for each that decoded one before, but for those that are paused or told of."""
         self.time_ns = event.time_ns
         life_of = self.of
         legal = self._of_a_step[0]
         moment.refused_rows = moment.rows_of_nobody = ()
         for ordinal in event.paused:
             life = life_of(ordinal)
-            if life is None or life.steady_since == NEVER:
+            if life is None or life.decoding_since == NEVER:
                 moment.rows_of_nobody = [*moment.rows_of_nobody, ordinal]
             else:
                 self._count(life, self.num_computed_tokens(life))
         self.num_steps += 1
         num_told = 0
-        steady: list[Life] = []
+        decoding: list[Life] = []
         for ordinal, num_computed_tokens, num_scheduled_tokens, num_tokens in event.advanced:
             num_told += num_scheduled_tokens
             life = life_of(ordinal)
@@ -316,13 +316,13 @@ class Lives:
                     self._scheduled(life, moment)
                 self._count(life, num_computed_tokens + num_scheduled_tokens)
                 if num_scheduled_tokens == 1 and num_computed_tokens + 1 >= num_tokens:
-                    steady.append(life)
+                    decoding.append(life)
             else:
                 moment.rows_of_nobody = [*moment.rows_of_nobody, ordinal]
-        self.num_scheduled_tokens = num_told + self.num_steady
-        for life in steady:
-            life.steady_since = self.num_steps
-        self.num_steady += len(steady)
+        self.num_scheduled_tokens = num_told + self.num_decoding
+        for life in decoding:
+            life.decoding_since = self.num_steps
+        self.num_decoding += len(decoding)
 
     def _scheduled(self, life: Life, moment: Moment) -> None:
         legal, refused = self._of_a_step
@@ -335,6 +335,6 @@ class Lives:
 
     def _count(self, life: Life, num_computed_tokens: int) -> None:
         life.counted_tokens = num_computed_tokens
-        if life.steady_since != NEVER:
-            life.steady_since = NEVER
-            self.num_steady -= 1
+        if life.decoding_since != NEVER:
+            life.decoding_since = NEVER
+            self.num_decoding -= 1
