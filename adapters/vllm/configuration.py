@@ -19,6 +19,8 @@ from kvledger.storage.events import Durability
 from kvledger.storage.kv import available_memory, num_slots_for
 
 DEFAULT_CHUNK_SIZE = 256
+MIN_SEGMENT_BYTES = 16 * 1024
+"""Each segment begins with a header of about 9 kB, vocabulary and configuration; smaller ones hold little else."""
 LARGE_LOAD_BYTES = 32 * 1024**2
 """From here on a load holds up a step for longer than a request loses by waiting for one step more."""
 
@@ -54,7 +56,7 @@ class ConnectorSettings(pydantic.BaseModel):
     """With durability disk: the most that a machine failure can lose."""
 
     segment_bytes: pydantic.ByteSize = pydantic.ByteSize(64 * 1024**2)
-    """Size at which the log begins a new file."""
+    """Size at which the log begins a new file, at least 16 KiB: each begins with a header of about 9 kB."""
 
     max_log_bytes: pydantic.ByteSize | None = None
     """What all logs in `log_dir` together may take, plus one segment: the oldest are retired. null: no limit."""
@@ -106,6 +108,14 @@ class ConnectorSettings(pydantic.BaseModel):
 
     max_silent_ms: pydantic.NonNegativeInt = 5_000
     """See `max_silent_steps`: an idle engine makes many steps in no time."""
+
+    @pydantic.field_validator("segment_bytes")
+    @classmethod
+    def _check_segment_bytes(cls, segment_bytes: pydantic.ByteSize) -> pydantic.ByteSize:
+        if segment_bytes < MIN_SEGMENT_BYTES:
+            message = f"each segment begins with a header of about 9 kB; say at least {MIN_SEGMENT_BYTES} bytes"
+            raise ValueError(message)
+        return segment_bytes
 
     @pydantic.field_validator("max_log_bytes")
     @classmethod

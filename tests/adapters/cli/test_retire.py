@@ -16,7 +16,7 @@ def test_retired_segments_are_told_and_deleted_ones_are_damage(
     run: Any, tools: Any, story: Driver, tmp_path: Path
 ) -> None:
     """What was retired, when and why stands in the record; without one, somebody took it."""
-    log = tools.write_log(tmp_path / "long", story.observed, story.configuration, segment_bytes=4096)
+    log = tools.write_log(tmp_path / "long", story.observed, story.configuration, segment_bytes=9_500)
     copy = tmp_path / "copy"
     shutil.copytree(log, copy)
     result = run("retire", log, "--max-bytes", "1", "--dry-run")
@@ -49,7 +49,7 @@ def test_retire_refuses_what_makes_no_sense(run: Any, tools: Any, story: Driver,
 def test_retire_keeps_a_directory_of_logs_to_a_size(run: Any, tools: Any, story: Driver, tmp_path: Path) -> None:
     """Closed logs go, the oldest first, until what is left fits."""
     for name in ("one", "two", "three"):
-        tools.write_log(tmp_path / name, story.observed, story.configuration, segment_bytes=4096)
+        tools.write_log(tmp_path / name, story.observed, story.configuration, segment_bytes=9_500)
     size = sum(path.stat().st_size for path in (tmp_path / "three").glob("*.kvlog"))
     retired = run("retire", tmp_path, "--json", "--max-bytes", f"{size + 100}", "--max-age", "365d").objects(
         "retirement"

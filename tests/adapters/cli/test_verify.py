@@ -276,7 +276,7 @@ def test_a_later_segment_alone_is_verified_as_far_as_it_can_be(
     run: Any, tools: Any, story: Driver, tmp_path: Path
 ) -> None:
     """Its chain and schema are checked; that rules could not be is said, not passed over."""
-    log = tools.write_log(tmp_path / "long", story.observed, story.configuration, segment_bytes=4096)
+    log = tools.write_log(tmp_path / "long", story.observed, story.configuration, segment_bytes=9_500)
     segments = sorted(log.glob("*.kvlog"))
     assert len(segments) > 1
     assert run("verify", log).exit_code == 0

@@ -20,10 +20,10 @@ from kvledger.storage.events import retire
 
 @pytest.fixture
 def log(tmp_path: Path) -> Path:
-    """Let a journal write what a walk saw, into many segments: each begins with a header of 8 KB."""
+    """Let a journal write what a walk saw, into many segments: each begins with a header of 9 kB."""
     walk = Walk(5, chunk_size=8, block_size=16)
     walk.run(150)
-    settings = ConnectorSettings.from_extra_config({"log_dir": str(tmp_path / "logs"), "segment_bytes": 12_000})
+    settings = ConnectorSettings.from_extra_config({"log_dir": str(tmp_path / "logs"), "segment_bytes": 16_384})
     opened = open_event_log(Core.standard(), settings, walk.driver.configuration)
     journal = Journal(Core.standard(), walk.driver.configuration, opened)
     for event in walk.driver.observed:

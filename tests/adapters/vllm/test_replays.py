@@ -78,7 +78,7 @@ def test_every_checker_finds_the_log_sound(
 
 def test_a_log_on_disk_replays_like_the_one_in_memory(make_engine: Any, tmp_path: Path) -> None:
     """Written, closed, read by somebody else: the same events, the same state."""
-    engine = crowd(make_engine, log_dir=str(tmp_path), segment_bytes="8KiB")
+    engine = crowd(make_engine, log_dir=str(tmp_path), segment_bytes="16KiB")
     engine.run()
     engine.connector.shutdown()
     (directory,) = tmp_path.iterdir()
