@@ -217,12 +217,12 @@ def test_a_file_that_is_no_log_gives_2(run: Any, tmp_path: Path) -> None:
 
 def test_another_decision_gives_3(run: Any, tools: Any, story: Driver, tmp_path: Path) -> None:
     """No rule is broken, but today's code would have written something else."""
-    events = tools.replaced(story.observed, e.LookupAnswered, 0, is_async=True)
+    events = tools.replaced(story.observed, e.LookupAnswered, 0, cause=1)
     result = run("verify", "--json", tools.write_log(tmp_path / "other", events, story.configuration))
     assert result.exit_code == 3
     (divergence,) = result.objects("divergence")
-    assert divergence["recorded"]["is_async"] is True
-    assert divergence["decided"]["is_async"] is False
+    assert divergence["recorded"]["cause"] == 1
+    assert divergence["decided"]["cause"] == divergence["sequence"] - 1
     assert run("verify", tmp_path / "other").exit_code == 3
 
 

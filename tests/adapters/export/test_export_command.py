@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
 import stat
 import sys
@@ -131,13 +132,13 @@ def test_the_page_of_a_log_that_is_decided_otherwise_today_says_so(
     run: Any, tools: Any, story: Driver, tmp_path: Path
 ) -> None:
     """With what was recorded and what would be decided."""
-    events = changed(story, e.LookupAnswered, is_async=True)
+    events = changed(story, e.LookupAnswered, cause=1)
     log, path = tools.write_log(tmp_path / "other", events, story.configuration), tmp_path / "page.html"
     assert run("export", log, "--html", "-o", path).exit_code == 0
     page = path.read_text()
     assert "today&#x27;s code decides otherwise" in page
-    assert "is_async=True" in page
-    assert "is_async=False" in page
+    for who, cause in (("recorded", 1), ("decided today", 3)):
+        assert re.search(f"{who}: lookup.answered [^<]*, cause={cause}<", page), who
 
 
 @pytest.mark.parametrize("form", [*FORMATS, "--csv=events"])
