@@ -44,7 +44,11 @@ Triggers
 What remains outside of the tables, and why
   Ranks that have reported, that reported twice, the epoch of a job: sets and numbers, not states. Doubt about what a
   save reads: it concerns the chunks, not the copy. Failed loads: counted. The answer that was not taken up, tails,
-  keys: values, which something else replaces as a whole.
+  keys: values, which something else replaces as a whole. Whether a tail or a chunk is saved: that follows from its job.
+  Who keeps a chunk (promised, read, waited for): several at a time. Blocks that could not be filled, that a request
+  lost or that a window leaves: they are blocks, of which a request has many, and the next table replaces them. Whether
+  a request decodes one token a step: how steps are written. Sub-states: rows of extensions, which may refuse nothing,
+  so that no machine runs them; in the wrong one a request would be decided about otherwise, which deciding again sees.
 
 The diagrams in `docs/states.md`, the reference machines and the compiled form are all generated from these rows.
 """

@@ -26,16 +26,21 @@ def run(arguments: argparse.Namespace, output: Output) -> ExitCode:
     """Print one core."""
     core = chosen_core(arguments, installed=arguments.log is None)
     stopped: dict[str, int] = {}
+    handlers = handlers_in(core.handler_fingerprint())
     if arguments.log is not None:
         log = open_log(one_of(find_logs(arguments.log, arguments.mirror), arguments.log), core)
         core, stopped = log.core, _stopped(log, output)
+        handlers = handlers_in(str(log.header.get("handler_fingerprint", core.handler_fingerprint())))
     if output.is_json:
-        output.record("core", {**described(core), "stopped": stopped})
+        output.record("core", {**described(core), "handlers": handlers, "stopped": stopped})
         return ExitCode.SOUND
     output.field("fingerprint", core.fingerprint())
-    for state, handlers in core.handlers.items():
+    here = handlers_in(core.handler_fingerprint())
+    for state in core.handlers:
         subs = sorted({dest for _, dest in _sub_states(core) if dest.startswith(f"{state}.")})
-        output.field(str(state), ", ".join((*map(_class_of, handlers), *(f"sub-state {sub}" for sub in subs))))
+        written, read = handlers.get(state, []), here[state]
+        other = [] if written == read else [f"read here with {' and '.join(read)}; --handlers names others"]
+        output.field(str(state), ", ".join((*written, *other, *(f"sub-state {sub}" for sub in subs))))
     output.field("events", ", ".join(core.events))
     output.field("projections", ", ".join(spec.name for spec in core.projections))
     output.field("rules", ", ".join(core.rules))
@@ -61,7 +66,6 @@ def described(core: Core) -> dict[str, object]:
     """A core as plain values."""
     return {
         "fingerprint": core.fingerprint(),
-        "handlers": {str(state): [_class_of(handler) for handler in found] for state, found in core.handlers.items()},
         "events": {event_id: event.version for event_id, event in core.events.items()},
         "projections": [spec.name for spec in core.projections],
         "rules": list(core.rules),
@@ -88,5 +92,7 @@ def _sub_states(core: Core) -> list[tuple[str, str]]:
     return [(extension.name, row[2]) for extension in core.extensions for row in extension.declaration().rows]
 
 
-def _class_of(handler: object) -> str:
-    return f"{type(handler).__module__}:{type(handler).__qualname__}"
+def handlers_in(fingerprint: str) -> dict[str, list[str]]:
+    """State -> its handlers as "module:Class", in the order in which they are asked, from a handler fingerprint."""
+    states = (of_state.partition("=") for of_state in fingerprint.split())
+    return {state: classes.split("+") for state, _, classes in states}

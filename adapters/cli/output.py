@@ -18,7 +18,7 @@ from rich.text import Text
 from kvledger.adapters.cli.streams import notice_reader
 from kvledger.adapters.exit_codes import CommandFailed, ExitCode, unreadable_text
 from kvledger.adapters.reading.logs import StoredLog
-from kvledger.lifecycle.events import Event
+from kvledger.lifecycle.events import Event, ExtensionEvent
 
 _PIPED_WIDTH = 100_000
 """Nothing is wrapped or cut for a program that reads."""
@@ -57,7 +57,7 @@ class Output:
 
     def field(self, name: str, value: str, style: str = "") -> None:
         """A name and what stands behind it, aligned with its neighbours."""
-        self._console.print(Text.assemble((f"{name:<12}", "dim"), (value, style)))
+        self._console.print(Text.assemble((f"{name:<11} ", "dim"), (value, style)))
 
     def table(self, columns: Mapping[str, str], rows: list[list[str]]) -> None:
         """Columns (name -> "left" or "right") and rows of plain text."""
@@ -146,8 +146,16 @@ def event_fields(event: Event | None) -> dict[str, object] | None:
     """An event as a JSON object: its id, its version and its fields."""
     if event is None:
         return None
-    fields = plain(event)
-    return {"event": event.id, "version": event.version, **(fields if isinstance(fields, dict) else {})}
+    return {"event": event.id, "version": event.version, **plain_fields(event)}
+
+
+def plain_fields(event: Event) -> dict[str, object]:
+    """The fields of an event as JSON values; of an extension's own what it says, where that can be read."""
+    fields = msgspec.structs.asdict(event)
+    if isinstance(event, ExtensionEvent):
+        with contextlib.suppress(msgspec.DecodeError):
+            fields["payload"] = msgspec.msgpack.decode(event.payload)
+    return {name: plain(value) for name, value in fields.items()}
 
 
 def event_text(event: Event) -> str:

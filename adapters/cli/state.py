@@ -72,7 +72,7 @@ def _request_row(record: RequestRecord, projections: Projections) -> list[str]:
     jobs = [f"{job.kind} {job.job_id}" for job in projections.transfers if job.ordinal == record.ordinal]
     return [
         record.request_id,
-        f"{record.state}{' (quarantined)' if record.trust is TrustRegion.QUARANTINED else ''}",
+        f"{record.path}{' (quarantined)' if record.trust is TrustRegion.QUARANTINED else ''}",
         str(record.generation),
         str(projections.tracker.num_computed_tokens(record)),
         str(max(record.num_tokens, projections.tracker.num_computed_tokens(record))),

@@ -156,7 +156,10 @@ def _remarks(log: StoredLog, window: Window, audit: Audit) -> list[str]:
         )
     remarks += log.start_remarks
     if log.start_sequence:
-        remarks.append(f"rules and decisions were checked from event {log.start_sequence + 1} on, from a snapshot")
+        remarks.append(
+            f"rules and decisions were checked from event {log.start_sequence + 1} on, from a snapshot, whose state is "
+            "trusted"
+        )
     elif log.header and log.begins_late:
         remarks.append(
             f"the log begins with event {log.first_sequence}: what came before was retired or is in another file, "

@@ -13,7 +13,7 @@ from typing import Any
 import attrs
 import msgspec
 
-from kvledger.adapters.cli.output import plain
+from kvledger.adapters.cli.output import plain_fields
 from kvledger.adapters.cli.selection import time_of
 from kvledger.adapters.export.records import Copy, Life, Listener, Lookup, Moment, StateSpan, Step
 from kvledger.adapters.reading.window import Window
@@ -252,7 +252,7 @@ class Tables(Listener):
 
     def _event_cells(self, sequence: int, event: Event, request_id: str) -> Iterable[object]:
         told = {"time_ns", "request_id", "cause"}
-        fields = {name: plain(value) for name, value in msgspec.structs.asdict(event).items() if name not in told}
+        fields = {name: value for name, value in plain_fields(event).items() if name not in told}
         kind = "decision" if event.is_decision else "observation"
         rest = self._encode(fields).decode()
         time = milliseconds(self._now_ns)

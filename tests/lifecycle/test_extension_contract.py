@@ -30,7 +30,7 @@ class Remembers(StarvingRequests):
     def _said(self, event: e.ExtensionDecided, sequence: int) -> None:
         self._num_said += 1
         super()._said(event, sequence)
-        self.state.starving[event.request_id] += self._num_said
+        self.state.starving[event.ordinal] += str(self._num_said)
 
 
 class Raises(Watching):

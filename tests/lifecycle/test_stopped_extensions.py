@@ -81,7 +81,7 @@ class FoldsNoPreemption(StarvingRequests):
         return {**super().folds(), e.RequestPreempted: self._preempted}
 
     def _preempted(self, event: e.RequestPreempted, _sequence: int) -> None:
-        self.state.starving[event.request_id] = 1
+        self.state.starving[0] = event.request_id
         raise Broken
 
 

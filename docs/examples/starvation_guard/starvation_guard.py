@@ -31,8 +31,8 @@ class Watching(StateHandler):
 class State(msgspec.Struct):
     """All that `StarvingRequests` remembers."""
 
-    starving: dict[str, int] = {}
-    """Request id -> how often it was preempted; from the event until it ends."""
+    starving: dict[int, str] = {}
+    """Ordinal -> request id; from the event until that life of the request ends."""
 
 
 class StarvingRequests:
@@ -49,12 +49,12 @@ class StarvingRequests:
         return {e.ExtensionDecided: self._said, e.RequestFinished: self._ended, e.RequestArrived: self._ended}
 
     def _said(self, event: e.ExtensionDecided, _sequence: int) -> None:
-        said = StarvationGuard.payload_of(event)
-        if isinstance(said, Starving):
-            self.state.starving[event.request_id] = said.num_preemptions
+        if isinstance(StarvationGuard.payload_of(event), Starving):
+            self.state.starving[event.ordinal] = event.request_id
 
     def _ended(self, event: e.RequestEvent, _sequence: int) -> None:
-        self.state.starving.pop(event.request_id, None)
+        for ordinal in [ordinal for ordinal, who in self.state.starving.items() if who == event.request_id]:
+            del self.state.starving[ordinal]
 
 
 class StarvingKept:
@@ -73,24 +73,24 @@ class StarvingKept:
     def checks(self, model: Model) -> Iterable[tuple[type[e.Event], Check]]:
         """By class of event."""
         self._model = model
-        self._starving: dict[str, int] = {}
-        """Request id -> event that said so."""
-        ends = ((event, self._ended) for event in (e.RequestFinished, e.RequestArrived))
-        return [(e.ExtensionDecided, self._said), *ends, (e.ChunkEvicted, self._evicted)]
+        self._starving: dict[int, int] = {}
+        """Ordinal -> event that said so."""
+        return [(e.ExtensionDecided, self._said), (e.RequestReleased, self._ended), (e.ChunkEvicted, self._evicted)]
 
     def _said(self, event: e.ExtensionDecided, moment: Moment) -> None:
         if isinstance(StarvationGuard.payload_of(event), Starving):
-            self._starving[event.request_id] = moment.sequence
+            self._starving[event.ordinal] = moment.sequence
 
-    def _ended(self, event: e.RequestEvent, _moment: Moment) -> None:
-        self._starving.pop(event.request_id, None)
+    def _ended(self, event: e.RequestReleased, _moment: Moment) -> None:
+        self._starving.pop(event.ordinal, None)
 
     def _evicted(self, event: e.ChunkEvicted, moment: Moment) -> list[Violation] | None:
         model = self._model
-        kept_for = {key: who for who in self._starving if (life := model.lives.get(who)) for key in life.keys}
+        lives = [life for ordinal in self._starving if (life := model.lives.of(ordinal))]
+        kept_for = {key: life for life in lives if life.state is not RequestState.FINISHED for key in life.keys}
         if event.key not in kept_for:
             return None
-        who, evicting = kept_for[event.key], model.lives.get(event.request_id)
+        life, evicting = kept_for[event.key], model.lives.of(event.ordinal)
         # What is there, and not of the starving, of who saves, relied on or being read.
         spared = model.chunks.committed.keys() - kept_for.keys() - set(evicting.keys if evicting else ())
         read = {slot for _, job in model.jobs if job.is_load for slot in job.slots}
@@ -98,8 +98,9 @@ class StarvingKept:
         could_go = [k for k in spared if k not in relied_on and read.isdisjoint(model.chunks.committed[k])]
         if not could_go:
             return None
+        who, said = life.request_id, self._starving[life.ordinal]
         detail = f"chunk {event.key.hex()} of starving {who!r} was evicted, {min(could_go).hex()} could have been"
-        return [Violation(self.rule, moment.sequence, who, None, detail, (self._starving[who], event.cause))]
+        return [Violation(self.rule, moment.sequence, who, life.generation, detail, (said, event.cause))]
 
 
 class StarvationGuard(Extension):
@@ -122,4 +123,4 @@ class StarvationGuard(Extension):
     def kept(self, projections: Projections) -> Collection[bytes]:
         """All keys of starving requests."""
         starving = projections.starving.state.starving  # type: ignore[attr-defined]
-        return frozenset(key for request_id in starving for key in projections.chunk_keys.of(request_id))
+        return frozenset(key for ordinal in starving for key in projections.chunk_keys.of_life(ordinal))

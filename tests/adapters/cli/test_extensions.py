@@ -88,6 +88,7 @@ def test_its_events_and_sub_states_are_shown(run: Any, starving: Path, options: 
     assert "preempted.starving" in shown
     why = " ".join(run("why", starving, "a").out.split())
     assert "starvation 1: starving (num_preemptions 1)" in why
+    assert "preempted.starving" in run("replay", starving, "--at", 9, *options).out
     described = run("core", starving, *options).out
     assert "sub-state preempted.starving" in described
     assert ("its code is not here" in described) is not options or not options
@@ -103,6 +104,7 @@ def test_the_core_of_an_installation_is_shown(run: Any) -> None:
     assert "LEGAL_TRANSITION" in result.out
     assert "blocks.observed in preempted: recovering, granted" in result.out
     assert "request.preempted: tracker, blocks, unfilled" in result.out
+    assert "chunked_prefill kvledger" in result.out, "a long name keeps apart from what stands behind it"
 
 
 def test_an_extension_is_found_by_its_entry_point(

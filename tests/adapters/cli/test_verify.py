@@ -360,6 +360,10 @@ def test_a_log_of_other_handlers_is_checked_with_them(
     assert without.exit_code == 3
     assert "name them with --handlers: it was written with" in without.out
     assert "running=shy_handlers:Shy" in without.out
+    standard = "read here with kvledger.lifecycle.handlers.running:Running"
+    assert f"running     shy_handlers:Shy, {standard}" in " ".join(run("core", log).out.split("\n"))
+    assert run("core", "--json", log).objects("core")[0]["handlers"]["running"] == ["shy_handlers:Shy"]
+    assert standard not in run("core", log, "--handlers", "shy_handlers:Shy").out
     assert run("verify", log, "--handlers", "shy_handlers:Shy").exit_code == 0
     assert run("replay", log, "--handlers", "shy_handlers:Shy").exit_code == 0
 

@@ -39,8 +39,8 @@ class Requests(StarvingRequests):
     """Cannot take up the end of one that never starved."""
 
     def _ended(self, event: e.RequestEvent, sequence: int) -> None:
-        if isinstance(event, e.RequestFinished):
-            del self.state.starving[event.request_id]
+        if isinstance(event, e.RequestFinished) and event.request_id not in self.state.starving.values():
+            raise KeyError(event.request_id)
         super()._ended(event, sequence)
 
 
