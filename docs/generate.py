@@ -166,8 +166,8 @@ def made_events(node: ast.AST) -> Iterator[str]:
 def events_page() -> list[str]:
     """The vocabulary, in the order of the wire codes."""
     written_by = places("lifecycle/decisions/*.py", made_events)
-    modules = ("extension", "projections/extensions", "decider")
-    for pattern in ("lifecycle/handlers/*.py", *(f"lifecycle/{name}.py" for name in modules), "adapters/vllm/*.py"):
+    others = ("handlers/*", "extension", "decider", "projections/extensions", "projections/obligations")
+    for pattern in (*(f"lifecycle/{place}.py" for place in others), "adapters/vllm/*.py"):
         for name, links in places(pattern, made_events).items():
             written_by.setdefault(name, []).extend(links)
     projections = Projections(CORE, LedgerConfiguration(block_size=16, chunk_size=16, num_slots=1))

@@ -16,6 +16,7 @@ from kvledger.lifecycle.handlers import StateHandler
 from kvledger.lifecycle.ledger import EventSink, Ledger, LedgerCorrupt
 from kvledger.lifecycle.projections import Projections, ProjectionSpec
 from kvledger.lifecycle.projections.lookup_cache import MissReason
+from kvledger.lifecycle.projections.obligations import Channel, PageJob, Ready
 from kvledger.lifecycle.projections.totals import Figures
 from kvledger.lifecycle.projections.tracker import RequestRecord
 from kvledger.lifecycle.replay import Replay, SequencedEvent, batches, fold
@@ -26,6 +27,7 @@ from kvledger.lifecycle.turn import Turn
 
 __all__ = [
     "BlocksRegion",
+    "Channel",
     "ComputedTokens",
     "ConfigurationError",
     "Core",
@@ -38,8 +40,10 @@ __all__ = [
     "LedgerConfiguration",
     "LedgerCorrupt",
     "MissReason",
+    "PageJob",
     "ProjectionSpec",
     "Projections",
+    "Ready",
     "Replay",
     "RequestRecord",
     "RequestState",

@@ -174,7 +174,7 @@ class Core:
             raise CoreError(message)
         specs = (*self.projections, *extension.projections)
         if extension.rows and SUB_STATES not in specs:
-            specs = (SUB_STATES, *specs)
+            specs = (*specs[:1], SUB_STATES, *specs[1:])  # nothing folds before what is owed
         handlers = [handler() for handler in extension.handlers]
         try:
             return attrs.evolve(

@@ -300,6 +300,10 @@ class HookFailed(Event, frozen=True, tag=13):
     time_ns: int
 
 
+CORRUPT = "LedgerCorrupt"
+"""Begins the error of a `HookFailed` after which nothing is decided any more, because a fold failed."""
+
+
 # --- Decisions: lookups and loads --------------------------------------------------------------
 
 
@@ -562,6 +566,41 @@ class DecisionWithheld(Event, frozen=True, tag=35):
     time_ns: int
 
 
+@observation("effects.delivered")
+class EffectsDelivered(Event, frozen=True, tag=39):
+    """What was owed outside was handed over, and is owed no more. Only where something was.
+
+    To the workers with a step: jobs, reminders, blocks, and the ends that they tell vLLM. To vLLM: the other ends.
+    """
+
+    job_ids: tuple[int, ...]
+    """Copies that the workers were given; those of a step go with it or never."""
+    awaited: tuple[int, ...]
+    """Jobs that they were reminded of."""
+    block_ids: tuple[int, ...]
+    """Blocks that they report as not filled."""
+    failed: tuple[int, ...]
+    """Ordinals of lives whose asynchronous load failed, which every worker tells vLLM."""
+    sent: tuple[int, ...]
+    """Ordinals of ended lives whose blocks no copy reads any more, which every worker tells vLLM."""
+    received: tuple[int, ...]
+    """Ordinals of lives whose asynchronous load is in place, which vLLM was told."""
+    heard: tuple[int, ...]
+    """Ordinals of those that vLLM has heard of from the workers."""
+
+
+@observation("load.refused")
+class LoadRefused(Event, frozen=True, tag=40):
+    """VLLM took up an answer, and its load will not be: a hook of ours failed, or nothing was decided.
+
+    An asynchronous one is reported as failed; of one within the step these blocks are reported as not filled.
+    """
+
+    request_id: str
+    block_ids: tuple[int, ...]
+    time_ns: int
+
+
 # --- Of extensions -------------------------------------------------------------------------------
 
 
@@ -643,6 +682,8 @@ STANDARD_EVENTS: tuple[type[Event], ...] = (
     LogNote,
     WindowLeft,
     DecisionWithheld,
+    EffectsDelivered,
+    LoadRefused,
     ExtensionObserved,
     ExtensionDecided,
     ExtensionStopped,

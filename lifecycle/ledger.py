@@ -16,6 +16,7 @@ from kvledger.lifecycle.core import Core
 from kvledger.lifecycle.decider import Decider
 from kvledger.lifecycle.events import Event, LogNote
 from kvledger.lifecycle.projections import Projections
+from kvledger.lifecycle.projections.obligations import Channel, Ready
 from kvledger.lifecycle.turn import TurnEnded
 
 
@@ -31,7 +32,7 @@ class EventSink(Protocol):
 
 
 class LedgerCorrupt(RuntimeError):
-    """A projection failed to fold: what the ledger believes can no longer be trusted, nothing may be decided.
+    """A projection failed to fold: what the ledger believes can no longer be trusted, nothing is decided any more.
 
     Args:
         message: what failed, and where.
@@ -83,6 +84,11 @@ class Ledger:
         return self.projections.tracker.num_arrived
 
     @property
+    def is_corrupt(self) -> bool:
+        """Whether a projection failed, so that nothing is decided any more."""
+        return self._corrupt is not None
+
+    @property
     def num_uncommitted(self) -> int:
         """Events since the last commit."""
         return len(self._uncommitted)
@@ -90,12 +96,18 @@ class Ledger:
     def observe(self, event: Event) -> list[Event]:
         """Record an observation, fold it, decide, record and fold the decisions; returns the decisions.
 
+        A corrupt ledger decides nothing; it records what it is given and folds it for what is owed, and for that alone.
+
         Raises:
-            LedgerCorrupt: a projection failed, now or before. The events stay and will be committed; the error holds
-                the decisions among them.
+            LedgerCorrupt: a projection failed, now. The events stay and will be committed; the error holds the
+                decisions among them.
         """
         if self._corrupt is not None:
-            raise LedgerCorrupt(f"{self._corrupt}; nothing can be decided any more")
+            sequence = self._next_sequence
+            self._next_sequence = sequence + 1
+            self._uncommitted.append(event)
+            self.projections.fold_obligations(event, sequence)
+            return []
         deciding = self._decider.deciding[type(event)]
         before = None if deciding is None else self._decider.before(event)
         try:
@@ -110,10 +122,19 @@ class Ledger:
             raise self._corrupt
         return decisions
 
-    def record_unfolded(self, event: Event) -> None:
-        """Append an observation without taking it up, so that a corrupt ledger can still tell what happened."""
-        self._next_sequence += 1
-        self._uncommitted.append(event)
+    def ready(self, channel: Channel) -> Ready:
+        """What is owed on a channel now. It is owed until `advance`, which belongs into the same hook."""
+        return self.projections.obligations.ready(channel)
+
+    def advance(self, ready: Ready) -> None:
+        """Record that this was handed over; nothing where nothing was owed.
+
+        Raises:
+            LedgerCorrupt: see `observe`. That it was handed over is recorded.
+        """
+        delivered = ready.delivered()
+        if delivered is not None:
+            self.observe(delivered)
 
     def commit(self) -> None:
         """Hand the events since the last commit to the sink, as one frame.

@@ -17,8 +17,10 @@ from kvledger.lifecycle.core import Core
 from kvledger.lifecycle.decider import Decider
 from kvledger.lifecycle.divergences import Divergence, Divergences
 from kvledger.lifecycle.events import (
+    CORRUPT,
     Event,
     ExtensionStopped,
+    HookFailed,
     LoadIssued,
     RequestArrived,
     RequestEvent,
@@ -145,6 +147,8 @@ class Replay:
         self._read_ahead: SequencedEvent | None = None
         self._is_compared = False
         """Whether all decisions upon the last observation have been equal so far."""
+        self._stands_aside = False
+        """Whether the ledger was corrupt by now, so that nothing was decided any more."""
         self._missing: Divergence | None = None
         """A decision behind the last event: whether the log lacks it, the next event tells."""
         self._error: Exception | None = None
@@ -197,6 +201,12 @@ class Replay:
             return
         self.finish()
         self._cause = sequence
+        if isinstance(event, HookFailed) and event.error.startswith(CORRUPT):
+            self._stands_aside = True
+        if self._stands_aside:
+            self._is_compared = False
+            self._fold(sequence, event)
+            return
         deciding = self._decider.deciding[type(event)]
         before = None if deciding is None else self._decider.before(event)
         is_unjudged = bool(self._unjudged) and self._is_unjudged(event)

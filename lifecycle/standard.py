@@ -18,6 +18,7 @@ from kvledger.lifecycle.projections.chunk_index import ChunkIndex
 from kvledger.lifecycle.projections.chunk_keys import ChunkKeys
 from kvledger.lifecycle.projections.extensions import Extensions
 from kvledger.lifecycle.projections.lookup_cache import LookupCache
+from kvledger.lifecycle.projections.obligations import Obligations
 from kvledger.lifecycle.projections.save_cursor import SaveCursor
 from kvledger.lifecycle.projections.tails import Tails
 from kvledger.lifecycle.projections.totals import Totals
@@ -27,10 +28,12 @@ from kvledger.lifecycle.projections.unfilled import UnfilledBlocks
 from kvledger.lifecycle.table import GATING, JOB_REGIONS, REGIONS
 from kvledger.lifecycle.upcasters import UPCASTERS
 
-# Totals first, to see states as they were; the unfilled behind the blocks, in whose tables they lie, and before the
-# transfers, which ask for them; the tails before the chunk index, and that before the transfers, which forget settled
-# jobs; what is kept by life before the tracker, which forgets lives.
+# What is owed first, so that it is known whatever fails behind it; then the totals, to see states as they were; the
+# unfilled behind the blocks, in whose tables they lie, and before the transfers, which ask for them; the tails before
+# the chunk index, and that before the transfers, which forget settled jobs; what is kept by life before the tracker,
+# which forgets lives.
 PROJECTIONS: tuple[ProjectionSpec, ...] = (
+    ProjectionSpec("obligations", lambda its: Obligations(its.configuration.num_ranks)),
     ProjectionSpec("extensions", Extensions),
     ProjectionSpec("totals", lambda its: Totals(its.tracker, its.transfers)),
     ProjectionSpec("blocks", lambda its: BlockTable(its.tracker), of_requests=True),

@@ -270,7 +270,7 @@ GATING = Gating(
     # A preemption that is refused counts, and begins another generation: vLLM counts it too, and what was issued for
     # the life before is stale. A lookup that is refused takes no blocks away: who computes owns what it owned.
     closed_fold={
-        "blocks.allocated": ("tracker", "blocks"),
+        "blocks.allocated": ("obligations", "tracker", "blocks"),
         "blocks.observed": ("tracker", "blocks"),
         "request.preempted": ("tracker", "blocks", "unfilled"),
         "session.continued": ("tracker",),

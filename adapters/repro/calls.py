@@ -74,6 +74,11 @@ def is_withheld(event: e.Event) -> bool:
     return isinstance(event, e.DecisionWithheld)
 
 
+def to_vllm(event: e.EffectsDelivered) -> bool:
+    """Whether vLLM was told itself, and not by the workers."""
+    return bool(event.received or event.heard)
+
+
 def could_not_be_written(event: e.Event) -> bool:
     """Whether the connector withheld something because its log could not be written."""
     if isinstance(event, e.TransferReported):
@@ -107,6 +112,8 @@ class _Grouping:
             last = self.calls[-1]
             self.calls[-1] = attrs.evolve(last, observed=(*last.observed, (sequence, event)))
             self._at += 1
+        elif isinstance(event, e.EffectsDelivered):
+            self._delivered(sequence, event)
         elif hook is not None:
             self._call(hook, sequence, getattr(event, "request_id", ""), event, 1)
         elif isinstance(event, e.CacheReset):
@@ -118,14 +125,30 @@ class _Grouping:
         elif isinstance(event, e.HookFailed):
             self._failed(sequence, event)
         elif isinstance(event, e.LogNote):
-            if event.text == "connector shut down":
-                self._call("shutdown", sequence, "", event, 1)
-            else:
-                if event.text != "connector started" and not event.text.startswith(e.LOG_BEFORE):
-                    self.left_over.append((sequence, event))
-                self._at += 1
+            self._noted(sequence, event)
         else:
             self._noticed.append((sequence, event))
+            self._at += 1
+
+    def _noted(self, sequence: int, event: e.LogNote) -> None:
+        if event.text == "connector shut down":
+            self._call("shutdown", sequence, "", event, 1)
+        else:
+            if event.text != "connector started" and not event.text.startswith(e.LOG_BEFORE):
+                self.left_over.append((sequence, event))
+            self._at += 1
+
+    def _delivered(self, sequence: int, event: e.EffectsDelivered) -> None:
+        """Of the call that went before, where that hands over on this channel and has not done so."""
+        hook = "update_connector_output" if to_vllm(event) else "build_connector_meta"
+        last = self.calls[-1] if self.calls else None
+        if last is not None and last.hook == hook and not self._noticed and not last.noticed(e.EffectsDelivered):
+            self.calls[-1] = attrs.evolve(last, observed=(*last.observed, (sequence, event)))
+            self._at += 1
+        elif to_vllm(event):
+            self._call(hook, sequence, "", event, 1)
+        else:
+            self.left_over.append((sequence, event))
             self._at += 1
 
     def _call(self, hook: str, sequence: int, request_id: str, main: e.Event, num_entries: int) -> None:

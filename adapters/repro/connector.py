@@ -146,9 +146,13 @@ class ConnectorUnderTest:
         output: SchedulerOutput = self._vllm.scheduler_output(step, self.requests, len(self.configuration.windows))
         return self.connector.build_connector_meta(output)
 
-    def update_connector_output(self, reports: Iterable[JobReport] = (), load_errors: Iterable[int] = ()) -> None:
-        """What the workers report."""
-        self.connector.update_connector_output(self._vllm.connector_output(tuple(reports), set(load_errors)))
+    def update_connector_output(
+        self, reports: Iterable[JobReport] = (), load_errors: Iterable[int] = (), heard: Iterable[int] = ()
+    ) -> None:
+        """What the workers report; and the lives, by ordinal, of which they tell vLLM as they were to."""
+        told = self._side.journal.obligations.state.told
+        finished = {told[ordinal] for ordinal in heard if ordinal in told}
+        self.connector.update_connector_output(self._vllm.connector_output(tuple(reports), set(load_errors), finished))
 
     def request_finished(self, request_id: str, status: str, block_ids: Sequence[int]) -> None:
         """A request ends."""

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 
 from kvledger.adapters.core import composed_core
 from kvledger.adapters.repro.adaptation import Adaptation
-from kvledger.adapters.repro.calls import HookCall, hook_calls
+from kvledger.adapters.repro.calls import HookCall, hook_calls, to_vllm
 from kvledger.adapters.repro.recording import JOB_ISSUED, Recording, changed, report
 from kvledger.adapters.repro.reenactment import Reenactment
-from kvledger.lifecycle import Core, Ledger, LedgerCorrupt, SequencedEvent
+from kvledger.lifecycle import Channel, Core, Ledger, LedgerCorrupt, SequencedEvent
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.codec import EventDecoder, vocabulary_header
 
@@ -105,12 +105,19 @@ class _CoreRun:
     def _tell(self, error: Exception, request_id: str, time_ns: int) -> None:
         failed = e.HookFailed(self._hook, request_id, f"{type(error).__name__}: {error}", time_ns)
         self._is_corrupt = isinstance(error, LedgerCorrupt)
-        if self._is_corrupt:
-            self._ledger.record_unfolded(failed)
-        else:
-            self._ledger.observe(failed)
+        self._ledger.observe(failed)
+
+    def _delivered(self, recorded: e.EffectsDelivered) -> e.EffectsDelivered | None:
+        """What this ledger owes where the recorded one handed over."""
+        if not to_vllm(recorded):
+            return self._ledger.ready(Channel.WORKERS).delivered()
+        ready = self._ledger.ready(Channel.VLLM)
+        told = self._ledger.projections.obligations.state.told
+        return ready._replace(heard=tuple(ordinal for ordinal in recorded.heard if ordinal in told)).delivered()
 
     def _adapted(self, event: e.Event) -> e.Event | None:
+        if isinstance(event, e.EffectsDelivered):
+            return self._delivered(event)
         if isinstance(event, e.RequestArrived):
             self._ordinals[event.request_id] = event.ordinal
         elif isinstance(event, e.BlocksAllocated):

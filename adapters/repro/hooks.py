@@ -197,7 +197,8 @@ class _HookRun:
                 request: Any = self._connector.requests.get(life.request_id)
                 if request is not None:
                     request.num_computed_tokens = self._record.num_computed_tokens(life)
-        self._connector.update_connector_output(reports, load_errors)
+        heard = [ordinal for delivered in call.noticed(e.EffectsDelivered) for ordinal in delivered.heard]
+        self._connector.update_connector_output(reports, load_errors, heard)
 
     def _reports(self, event: e.TransferReported) -> list[Any]:
         job_id = self._adaptation.job(event.job_id)

@@ -203,10 +203,14 @@ def job_reports(report: e.TransferReported) -> list[JobReport]:
     ]
 
 
-def connector_output(reports: tuple[JobReport, ...], load_errors: set[int]) -> KVConnectorOutput:
+def connector_output(
+    reports: tuple[JobReport, ...], load_errors: set[int], finished_sending: set[str]
+) -> KVConnectorOutput:
     """What comes back of a step."""
     return KVConnectorOutput(
-        invalid_block_ids=load_errors, kv_connector_worker_meta=WorkerReports(reports) if reports else None
+        finished_sending=finished_sending or None,
+        invalid_block_ids=load_errors,
+        kv_connector_worker_meta=WorkerReports(reports) if reports else None,
     )
 
 

@@ -23,7 +23,17 @@ from kvledger.adapters.vllm.noticing import Noticing
 from kvledger.adapters.vllm.prefix_cache import PrefixCache
 from kvledger.adapters.vllm.step_jobs import NO_JOBS, no_copies, step_jobs
 from kvledger.adapters.vllm.step_reader import StepReader
-from kvledger.lifecycle import BlocksRegion, Core, Ledger, LedgerConfiguration, RequestState, Rule, TrustRegion
+from kvledger.lifecycle import (
+    BlocksRegion,
+    Channel,
+    Core,
+    Ledger,
+    LedgerConfiguration,
+    Ready,
+    RequestState,
+    Rule,
+    TrustRegion,
+)
 from kvledger.lifecycle import events as e
 
 if TYPE_CHECKING:
@@ -40,7 +50,7 @@ _REMEDY = (
     "kvledger that its log and this line describe"
 )
 _NOTHING_FOUND = (NO_HIT, False)
-_NO_LOAD: e.LoadIssued | None = None
+_NOBODY: tuple[str, ...] = ()
 _UNKNOWN_RANGE: range | None = None
 
 
@@ -65,7 +75,6 @@ class SchedulerSide:
         self._tracker = self.journal.tracker
         self._block_size = configuration.block_size
         self._requests: dict[str, Request] = {}
-        self._undeliverable: list[int] = []
         self.prefix_cache = PrefixCache(configuration.block_size)
         self._num_failures_seen = 0
         self._admits = False
@@ -177,7 +186,6 @@ class SchedulerSide:
         return None if answer is None else astuple(answer)[:-1]
 
     def _refuse_answer(self, request: Request, breach: str) -> None:
-        self.journal.deliveries.withdraw(request.request_id)
         record = self._tracker.get(request.request_id)
         if (
             record is None or record.trust is TrustRegion.TRUSTED
@@ -186,7 +194,6 @@ class SchedulerSide:
 
     @guarded(default=None, hook_name="get_num_new_matched_tokens")
     def _withhold_answer(self, request: Request) -> None:
-        self.journal.deliveries.withdraw(request.request_id)
         self.journal.withhold(request.request_id, "", NOT_WRITTEN)
 
     def _notice_preemptions(self) -> None:
@@ -197,27 +204,28 @@ class SchedulerSide:
                 self._notice.preemption(request)
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
-        """Blocks were given; take up the answer, or tell the worker to report what cannot be delivered."""
-        load = self._take_up(request, blocks, num_external_tokens)
-        # With several groups every load is asynchronous, and vLLM can be told of requests only.
-        if num_external_tokens and load is None and not self.journal.deliveries.refuse(request.request_id):
-            self._tell_undeliverable(request, blocks, num_external_tokens)
-        is_written = self.journal.commit()
-        if not is_written and load is not None and not load.is_async and not self.journal.loads_must_not_fail:
-            self._tell_undeliverable(request, blocks, num_external_tokens)
+        """Blocks were given; take up the answer, or let vLLM know what cannot be delivered."""
+        is_issued = self._take_up(request, blocks, num_external_tokens)
+        if num_external_tokens and not is_issued:
+            self._refuse_load(request, blocks, num_external_tokens)
+        self.journal.commit()
 
     @guarded(default=None, hook_name="update_state_after_alloc")
-    def _tell_undeliverable(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+    def _refuse_load(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         # The scheduler now believes that these blocks will be filled. Reported as load errors, they are recomputed
-        # (kv_load_failure_policy "recompute") or fail this one request ("fail").
+        # (kv_load_failure_policy "recompute") or fail this one request ("fail"). With several groups every load is
+        # asynchronous, and vLLM can be told of requests only.
         promised = self._promised_blocks(request, num_external_tokens)
-        block_ids = versions.flat_table(blocks.get_block_ids())
-        self._undeliverable.extend(block_ids if promised is None else block_ids[promised.start : promised.stop])
+        block_ids = tuple(versions.flat_table(blocks.get_block_ids()))
+        if promised is not None:
+            block_ids = block_ids[promised.start : promised.stop]
+        self.journal.observe(e.LoadRefused(request.request_id, block_ids, self.journal.now()))
 
-    @guarded(default=_NO_LOAD)
-    def _take_up(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> e.LoadIssued | None:
+    @guarded(default=False)
+    def _take_up(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> bool:
+        """Whether a load was issued."""
         if self.journal.is_disabled:
-            return None
+            return False
         if not self._admits:  # vLLM admits nobody in a step in which it preempts, so once a step is enough
             self._admits = True
             self._notice_preemptions()
@@ -230,7 +238,7 @@ class SchedulerSide:
         decisions = self.journal.observe(
             e.BlocksAllocated(request.request_id, block_ids, num_external_tokens, self.journal.now())
         )
-        return next((decision for decision in decisions if isinstance(decision, e.LoadIssued)), None)
+        return any(isinstance(decision, e.LoadIssued) for decision in decisions)
 
     @guarded(default=_UNKNOWN_RANGE)
     def _promised_blocks(self, request: Request, num_external_tokens: int) -> range | None:
@@ -242,24 +250,29 @@ class SchedulerSide:
         return self._projections.geometry.blocks_spanning(answer.num_computed_tokens, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> StepJobs:
-        """Record the step, commit its events as one frame, hand over its jobs."""
+        """Record the step, commit its events as one frame, hand over what the workers are owed."""
         self._record_step(scheduler_output)
         self._admits = False
         self.journal.commit()
-        jobs = self._hand_out()
-        self.journal.commit()  # nothing, unless handing out failed
-        return jobs
+        self.journal.step_passed()
+        return self._hand_out()
 
     @guarded(default=NO_JOBS, hook_name="build_connector_meta")
     def _hand_out(self) -> StepJobs:
-        undeliverable, self._undeliverable = self._undeliverable, []
-        jobs = self.journal.take_jobs()
+        ready = self.journal.ready()
         try:
-            return step_jobs(jobs, undeliverable, self.journal.deliveries)
+            jobs = step_jobs(ready)
         except Exception as error:  # noqa: BLE001 -- the scheduler counts on these jobs: each is reported as failed
             self.hook_failed("build_connector_meta", "", error)
-            self.journal.give_up(jobs, "build_connector_meta failed")
-        return no_copies(jobs, undeliverable, self.journal.deliveries)
+            ready = self.journal.ready()
+            jobs = no_copies(ready)
+        self._advance(ready)
+        return jobs
+
+    @guarded(default=None, hook_name="advance")
+    def _advance(self, ready: Ready) -> None:
+        """Record that it is handed over. What the workers are given is written already, this with the next frame."""
+        self.ledger.advance(ready)
 
     @guarded(default=None)
     def _record_step(self, scheduler_output: SchedulerOutput) -> None:
@@ -282,14 +295,21 @@ class SchedulerSide:
         invalid_block_ids = frozenset(connector_output.invalid_block_ids or ())
         if invalid_block_ids:
             self._take_back(invalid_block_ids)
-        if not self._take_up_output(connector_output) or self.journal.is_disabled:
-            self.journal.deliveries.settle_counted()
+            self._take_load_errors(invalid_block_ids)
+        self._take_up_output(connector_output)
         self._evict(invalid_block_ids)
+        received = self._end_waiting(connector_output)
         self.journal.commit()
-        received = self.journal.deliveries.take_received()
         if received:
             connector_output.finished_recving = {*(connector_output.finished_recving or ()), *received}
-        self.journal.deliveries.heard(connector_output.finished_recving or (), connector_output.finished_sending or ())
+
+    @guarded(default=_NOBODY, hook_name="update_connector_output")
+    def _end_waiting(self, connector_output: KVConnectorOutput) -> tuple[str, ...]:
+        """Requests whose load has arrived; vLLM hears of others from the workers."""
+        ready, obligations = self.ledger.ready(Channel.VLLM), self.journal.obligations
+        finished = (*(connector_output.finished_recving or ()), *(connector_output.finished_sending or ()))
+        self._advance(ready._replace(heard=obligations.heard(finished)))
+        return tuple(ready.received.values())
 
     @guarded(default=None, hook_name="update_connector_output")
     def _take_back(self, invalid_block_ids: frozenset[int]) -> None:
@@ -302,51 +322,72 @@ class SchedulerSide:
             self._num_failures_seen = unfilled.num_failures
             self.prefix_cache.evict(invalid_block_ids | unfilled.blocks)
 
-    @guarded(default=False, hook_name="update_connector_output")
-    def _take_up_output(self, connector_output: KVConnectorOutput) -> bool:
-        if connector_output.invalid_block_ids and not self.journal.is_disabled:
-            self._notice.load_errors(connector_output.invalid_block_ids, tuple(self._requests.values()))
+    @guarded(default=None, hook_name="update_connector_output")
+    def _take_up_output(self, connector_output: KVConnectorOutput) -> None:
         worker_meta = connector_output.kv_connector_worker_meta
         if isinstance(worker_meta, WorkerReports):
             self._take_reports(worker_meta)
             disagreement = self.compare(worker_meta.starts)
             if disagreement:  # too late to refuse the start
                 self.journal.decline(disagreement)
-        return True
+
+    @guarded(default=None, hook_name="update_connector_output")
+    def _take_load_errors(self, invalid_block_ids: frozenset[int]) -> None:
+        if not self.journal.is_disabled:
+            self._notice.load_errors(invalid_block_ids, tuple(self._requests.values()))
 
     def _take_reports(self, worker_reports: WorkerReports) -> None:
-        self.journal.deliveries.count(worker_reports.reports)
         by_job: dict[tuple[int, bool], dict[int, JobReport]] = {}
         for report in worker_reports.reports:
             by_job.setdefault((report.job_id, report.is_repeated), {}).setdefault(report.rank, report)
         for (job_id, is_repeated), by_rank in by_job.items():
+            if self.journal.is_disabled and not self.journal.obligations.is_waiting:
+                return
             reports = by_rank.values()
-            self.journal.observe(
-                e.TransferReported(
-                    job_id=job_id,
-                    ranks_done=tuple(sorted(report.rank for report in reports if report.done)),
-                    ranks_failed=tuple(sorted(report.rank for report in reports if not report.done)),
-                    is_repeated=is_repeated,
-                    num_bytes=sum(report.num_bytes for report in reports),
-                    duration_ns=max(report.duration_ns for report in reports),
-                    error=next((report.error for report in reports if report.error), ""),
-                    withheld="",
-                    time_ns=self.journal.now(),
-                )
+            reported = e.TransferReported(
+                job_id=job_id,
+                ranks_done=tuple(sorted(report.rank for report in reports if report.done)),
+                ranks_failed=tuple(sorted(report.rank for report in reports if not report.done)),
+                is_repeated=is_repeated,
+                num_bytes=sum(report.num_bytes for report in reports),
+                duration_ns=max(report.duration_ns for report in reports),
+                error=next((report.error for report in reports if report.error), ""),
+                withheld="",
+                time_ns=self.journal.now(),
             )
+            if not self._take_report(reported):
+                self._take_report(reported)
+
+    def _take_report(self, reported: e.TransferReported) -> bool:
+        """Whether it was recorded. Each for itself: somebody may wait for any of them."""
+        sequence = self.ledger.next_sequence
+        try:
+            self.journal.observe(reported)
+        except Exception as error:  # noqa: BLE001 -- as in any hook
+            is_recorded = self.ledger.next_sequence > sequence
+            self.hook_failed("update_connector_output", "", error)
+            return is_recorded
+        return True
 
     def request_finished(self, request: Request, num_blocks: int) -> tuple[bool, None]:
         """The request ends. Its blocks may be freed now, unless a copy out of them runs beside the steps."""
+        life = self.journal.obligations.present(request.request_id)
         if not self._finish(request, num_blocks):
             self._finish(request, 0)  # with nothing to save, so that at least nobody remembers it for ever
         self._requests.pop(request.request_id, None)
+        is_held = self.journal.obligations.is_held(life)  # and what is withheld by the commit is told of as sent
         self.journal.commit()
-        return self.journal.deliveries.hold(request.request_id), None
+        return is_held, None
 
     @guarded(default=False, hook_name="request_finished")
     def _finish(self, request: Request, num_blocks: int) -> bool:
+        if self.journal.is_disabled:
+            if self.journal.obligations.is_waiting:
+                status, num_tokens = request.status.name, request.num_tokens
+                self.journal.observe(e.RequestFinished(request.request_id, status, 0, num_tokens, self.journal.now()))
+            return True
         record = self._tracker.get(request.request_id)
-        if self.journal.is_disabled or record is None:
+        if record is None:
             return True
         self._notice.preemption(request)
         self._notice.keys(request)
@@ -373,6 +414,8 @@ class SchedulerSide:
 
     @guarded(default=False, hook_name="reset_cache")
     def _reset(self) -> bool:
+        if self.journal.is_disabled:
+            return True
         self.journal.observe(e.CacheReset(self.journal.now()))
         # Of requests that the reset preempted nothing is saved: it would be stale, and a copy that waits for a step
         # makes vLLM step an engine that sleeps, whose KV memory is gone (v1/engine/core.py).
@@ -387,7 +430,7 @@ class SchedulerSide:
     @guarded(default=False)
     def has_pending_block_frees(self) -> bool:
         """Whether vLLM had better wait a step for blocks that are coming back than preempt a request for them."""
-        return self.journal.deliveries.is_freeing
+        return self.journal.obligations.is_freeing
 
     @guarded(default=None)
     def shutdown(self) -> None:

@@ -1,67 +1,61 @@
-"""From the decisions of a step to what its workers are given: jobs in the order in which they must happen.
+"""From what the workers are owed to what they are given with a step: jobs in the order in which they must happen.
 
 It knows decisions and metadata, no requests and nothing of vLLM's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
-from kvledger.adapters.vllm.deliveries import Deliveries
-from kvledger.adapters.vllm.journal import Job
 from kvledger.adapters.vllm.metadata import PageJob, StepJobs
+from kvledger.lifecycle import PageJob as Issued
+from kvledger.lifecycle import Ready
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.windows import NO_SLOT
 
 NO_JOBS = StepJobs()
 
 
-def step_jobs(jobs: Sequence[Job], undeliverable: Sequence[int], deliveries: Deliveries) -> StepJobs:
-    """What goes out with a step; takes from `deliveries` what every worker is to tell vLLM."""
-    if not jobs and not undeliverable and not deliveries.is_owing:
+def step_jobs(ready: Ready) -> StepJobs:
+    """What goes out with a step."""
+    if not any(ready):
         return NO_JOBS
-    awaited = [job for job in jobs if isinstance(job, e.TransferAwaited)]
-    loads = [job for job in jobs if isinstance(job, e.LoadIssued)]
-    saves = [job for job in jobs if isinstance(job, e.SaveIssued) and not job.before_forward]
+    loads = [job for job in ready.jobs if isinstance(job, e.LoadIssued)]
+    saves = [job for job in ready.jobs if isinstance(job, e.SaveIssued) and not job.before_forward]
     hurried = [
         job
-        for job in jobs
+        for job in ready.jobs
         if isinstance(job, e.TailSaveIssued) or (isinstance(job, e.SaveIssued) and job.before_forward)
     ]
     return StepJobs(
-        awaited=tuple(job.job_id for job in awaited if job.before_forward),
-        asked_after=tuple(job.job_id for job in awaited if not job.before_forward),
+        awaited=tuple(awaited.job_id for awaited in ready.awaited if awaited.before_forward),
+        asked_after=tuple(awaited.job_id for awaited in ready.awaited if not awaited.before_forward),
         saves_before_forward=_page_jobs(hurried),
         loads=_page_jobs(job for job in loads if not job.is_async),
         saves=_page_jobs(job for job in saves if not job.is_async),
         async_loads=_page_jobs(job for job in loads if job.is_async),
         async_saves=_page_jobs(job for job in saves if job.is_async),
-        undeliverable_block_ids=tuple(undeliverable),
-        failed_loads=deliveries.take_failed(),
-        finished_saves=deliveries.take_sent(),
+        undeliverable_block_ids=ready.block_ids,
+        failed_loads=tuple(ready.failed.values()),
+        finished_saves=tuple(ready.sent.values()),
     )
 
 
-def no_copies(jobs: Sequence[Job], undeliverable: Sequence[int], deliveries: Deliveries) -> StepJobs:
-    """What goes out with a step for which `step_jobs` failed: copies under way are waited for, none begins.
-
-    Blocks that a load within the step was to fill are reported with those in `undeliverable`.
-    """
-    awaited = [job for job in jobs if isinstance(job, e.TransferAwaited)]
-    loads = [job for job in jobs if isinstance(job, e.LoadIssued) and not job.is_async]
+def no_copies(ready: Ready) -> StepJobs:
+    """What goes out with a step for which `step_jobs` failed: copies under way are waited for, none begins."""
     return StepJobs(
-        awaited=tuple(job.job_id for job in awaited),
-        undeliverable_block_ids=(*undeliverable, *(block_id for job in loads for block_id in job.block_ids)),
-        failed_loads=deliveries.take_failed(),
-        finished_saves=deliveries.take_sent(),
+        awaited=tuple(awaited.job_id for awaited in ready.awaited),
+        undeliverable_block_ids=ready.block_ids,
+        failed_loads=tuple(ready.failed.values()),
+        finished_saves=tuple(ready.sent.values()),
     )
 
 
-def _page_jobs(jobs: Iterable[e.LoadIssued | e.SaveIssued | e.TailSaveIssued]) -> tuple[PageJob, ...]:
+def _page_jobs(jobs: Iterable[Issued]) -> tuple[PageJob, ...]:
     return tuple(_page_job(job) for job in jobs)
 
 
-def _page_job(job: e.LoadIssued | e.SaveIssued | e.TailSaveIssued) -> PageJob:
+def _page_job(job: Issued) -> PageJob:
     if NO_SLOT not in job.slots:
         return PageJob(job.job_id, job.block_ids, job.slots)
     copied = [(block_id, slot) for block_id, slot in zip(job.block_ids, job.slots, strict=True) if slot != NO_SLOT]

@@ -191,6 +191,15 @@ FACTS: Mapping[str, Mapping[str, Why]] = MappingProxyType(
         ),
         "log.note": {"text": _PEOPLE, "time_ns": _CLOCK},
         "window.left": {"request_id": _KNOWN, "num_settled_tokens": _ENGINE, "time_ns": _CLOCK},
+        "effects.delivered": {
+            **dict.fromkeys(("job_ids", "awaited", "block_ids", "failed", "sent", "received"), ("DELIVERED_ONCE",)),
+            "heard": "what came back of what the workers were to tell; the engine heard it, whoever told",
+        },
+        "load.refused": {
+            "request_id": "the connector's word that what vLLM took up will not be loaded",
+            "block_ids": ("DELIVERED_ONCE",),
+            "time_ns": _CLOCK,
+        },
         "decision.withheld": {
             **dict.fromkeys(("request_id", "rule", "detail"), "the connector's word about what never left it"),
             "time_ns": _CLOCK,

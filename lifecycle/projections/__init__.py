@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from kvledger.lifecycle.projections.chunk_keys import ChunkKeys
     from kvledger.lifecycle.projections.extensions import Extensions
     from kvledger.lifecycle.projections.lookup_cache import LookupCache
+    from kvledger.lifecycle.projections.obligations import Obligations
     from kvledger.lifecycle.projections.save_cursor import SaveCursor
     from kvledger.lifecycle.projections.tails import Tails
     from kvledger.lifecycle.projections.totals import Totals
@@ -76,6 +77,7 @@ class Projections:
     """All projections of one log."""
 
     extensions: Extensions
+    obligations: Obligations
     tracker: RequestTracker
     blocks: BlockTable
     chunk_keys: ChunkKeys
@@ -136,6 +138,12 @@ class Projections:
         event_class = type(event)
         gated = self._gated.get(event_class)
         for fold in self._folds[event_class] if gated is None or gated.accepts(event) else gated.closed:
+            fold(event, sequence)
+
+    def fold_obligations(self, event: Event, sequence: int) -> None:
+        """Take up one event for what is owed, and for nothing else: where the others cannot be relied on any more."""
+        fold = self.obligations.folds().get(type(event))
+        if fold is not None:
             fold(event, sequence)
 
     def folds_of(self, event_class: type[Event]) -> tuple[Fold, ...]:

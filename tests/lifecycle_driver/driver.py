@@ -9,7 +9,16 @@ import hashlib
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
 
-from kvledger.lifecycle import Core, Ledger, LedgerConfiguration, RequestState, Scheduled, StepEncoder
+from kvledger.lifecycle import (
+    Channel,
+    Core,
+    Ledger,
+    LedgerConfiguration,
+    Ready,
+    RequestState,
+    Scheduled,
+    StepEncoder,
+)
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.projections.tracker import RequestRecord
 from lifecycle_driver.sink import MemorySink
@@ -189,6 +198,14 @@ class Driver:
     def reset(self) -> list[e.Event]:
         """Everything cached is stale."""
         return self.observe(e.CacheReset(self._now()))
+
+    def deliver(self, channel: Channel, *, heard: Iterable[str] = ()) -> Ready:
+        """Hand over what is owed; vLLM hears of these from the workers."""
+        ready = self.ledger.ready(channel)._replace(heard=self.projections.obligations.heard(heard))
+        delivered = ready.delivered()
+        if delivered is not None:
+            self.observe(delivered)
+        return ready
 
     # --- whole stories ---------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import attrs
 
-from kvledger.lifecycle import Scheduled
+from kvledger.lifecycle import Channel, Scheduled
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.states import BlocksRegion
 from lifecycle_driver.device import Content, Device
@@ -209,8 +209,10 @@ class Walk:
         for player in [player for player in waiting if player.loading and self._chance(0.02)]:
             self._finish(player, "FINISHED_ABORTED")
         self._tell_step()
+        told = self.driver.deliver(Channel.WORKERS)
         failed = self._execute()
         self._process_outputs(failed)
+        self.driver.deliver(Channel.VLLM, heard=[*told.failed.values(), *told.sent.values()])
 
     def _schedule_running(self) -> None:
         for player in [player for player in self.players if player.running]:

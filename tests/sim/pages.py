@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import attrs
 import torch
 
+from kvledger.lifecycle import Ready
 from kvledger.lifecycle import events as e
 from kvledger.storage.kv import CopyResult
 from sim.hashed_model import NUM_LAYERS
@@ -52,16 +53,15 @@ class PageWatch:
         """Saves that nobody could know to be wrong when they were made -> what is wrong."""
         self.num_pages_checked = 0
         journal = self._side.journal
-        take_jobs = journal.take_jobs
+        ledger = self._side.ledger
+        advance = ledger.advance
 
-        def take_and_expect() -> list[Any]:
-            jobs = take_jobs()
-            for job in jobs:
-                if not isinstance(job, e.TransferAwaited):
-                    self._expect(job)
-            return jobs
+        def advance_and_expect(ready: Ready) -> None:
+            for job in ready.jobs:
+                self._expect(job)
+            advance(ready)
 
-        journal.take_jobs = take_and_expect  # type: ignore[method-assign]
+        ledger.advance = advance_and_expect  # type: ignore[method-assign]
         observe = journal.observe
 
         def observe_and_judge(event: e.Event) -> list[e.Event]:

@@ -319,7 +319,7 @@ def test_a_save_that_was_decided_and_not_begun_when_the_ledger_fails_keeps_nobod
     folds = engine.projections._folds
 
     def raising(_event: e.Event, _sequence: int) -> None:
-        if engine.connector.scheduler_side.journal.deliveries.is_held("only"):
+        if engine.projections.obligations.state.held:
             message = "broken on purpose"
             raise RuntimeError(message)
 

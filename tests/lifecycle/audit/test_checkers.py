@@ -102,6 +102,7 @@ ALTERATIONS: dict[str, tuple[type[e.Event], int, Change]] = {
     "RESET_EPOCH": (e.LookupAnswered, -1, evolve(num_hit_tokens=16, num_external_tokens=16)),
     "SRC_BLOCK_STABLE": (e.TransferAwaited, 0, evolve(before_forward=False)),
     "DELAY_FREE_CONTRACT": (e.BlocksHeld, 0, evolve(cause=1)),
+    "DELIVERED_ONCE": (e.LogNote, 0, lambda _: e.EffectsDelivered((99,), (), (), (), (), (), ())),
     "DEFER_BOUNDED": (e.LookupDeferred, 1, evolve(num_deferred=7)),
     "FAILED_LOAD_TAINT": (e.ChunkTainted, 0, evolve(key=bytes(16))),
     "GROUP_AGREEMENT": (e.SaveIssued, 0, lambda event: event),  # the altered page is put in by the test

@@ -7,12 +7,12 @@ from typing import Any
 
 import msgspec
 
-from kvledger.adapters.vllm.deliveries import Deliveries
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.decisions import saves
 from kvledger.lifecycle.decisions.reach import Reach
 from kvledger.lifecycle.handlers import finished
 from kvledger.lifecycle.projections.host_slots import HostSlots
+from kvledger.lifecycle.projections.obligations import Obligations
 from kvledger.lifecycle.projections.transfers import JobKind
 from kvledger.lifecycle.states import RequestState
 from mutants.catalogue.parts import SAVING, decided_otherwise, wrapped
@@ -181,12 +181,11 @@ def preemption_not_fenced(touch: Touch) -> Sequence[Patch]:
 def blocks_not_held(touch: Touch) -> Sequence[Patch]:
     """Nobody tells vLLM to keep the blocks of an ended request that a copy still reads."""
 
-    def hold(original: Any, deliveries: Deliveries, request_id: str) -> bool:
-        if original(deliveries, request_id):
+    def hold(_original: Any, obligations: Obligations, ordinal: int, _request_id: str) -> None:
+        if obligations._is_read(ordinal):
             touch()
-        return False
 
-    return [wrapped(Deliveries, "hold", hold), wrapped(Deliveries, "_free", lambda *_: None)]
+    return [wrapped(Obligations, "_hold", hold)]
 
 
 @mutant("GROUP_AGREEMENT", "vllm#47728", scene=HybridWorlds())

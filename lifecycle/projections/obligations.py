@@ -1,0 +1,328 @@
+"""What is owed outside: jobs to the workers; to vLLM one end of each asynchronous load and of each delayed free.
+
+vLLM knows the ends by request id alone and asserts on a second one, so nothing else decides about them. They follow
+from observations wherever possible: ranks are counted here, so that requests end their waiting also where nothing is
+decided any more. Folds first, asks no other projection, admits no extension. It must not know what a job means for the
+cache, nor how anything is handed over.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Iterable, Mapping
+from typing import NamedTuple
+
+import msgspec
+
+from kvledger.lifecycle import events as e
+
+PageJob = e.LoadIssued | e.SaveIssued | e.TailSaveIssued
+"""A copy of pages, which a worker carries out."""
+
+
+class Channel(enum.StrEnum):
+    """To whom something is owed."""
+
+    WORKERS = "workers"
+    VLLM = "vllm"
+
+
+class Ready(NamedTuple):
+    """What is owed now on one channel; lives are ordinals, with their request ids."""
+
+    jobs: tuple[PageJob, ...] = ()
+    """In the order in which they were issued."""
+    late: tuple[PageJob, ...] = ()
+    """Jobs of a step that went without them: to be reported as failed, never to be handed out."""
+    awaited: tuple[e.TransferAwaited, ...] = ()
+    block_ids: tuple[int, ...] = ()
+    """Blocks that vLLM counts on and that nothing will fill."""
+    failed: Mapping[int, str] = {}
+    """Lives whose asynchronous load failed; each worker tells vLLM."""
+    sent: Mapping[int, str] = {}
+    """Ended lives whose blocks nobody reads any more; each worker tells vLLM."""
+    received: Mapping[int, str] = {}
+    """Lives whose asynchronous load is in place; vLLM is told by the connector itself."""
+    heard: tuple[int, ...] = ()
+    """Lives of which vLLM has now heard what the workers were to tell."""
+
+    def delivered(self) -> e.EffectsDelivered | None:
+        """What is recorded when this is handed over; None where it is nothing."""
+        if not any((self.jobs, self.awaited, self.block_ids, self.failed, self.sent, self.received, self.heard)):
+            return None
+        return e.EffectsDelivered(
+            tuple([job.job_id for job in self.jobs]),
+            tuple([awaited.job_id for awaited in self.awaited]),
+            self.block_ids,
+            tuple(self.failed),
+            tuple(self.sent),
+            tuple(self.received),
+            self.heard,
+        )
+
+
+NOTHING = Ready()
+NOT_ISSUED = 0
+"""The load of a life whose answer was taken up."""
+ENDED = -1
+"""The load of a life whose end is known."""
+
+
+class InFlight(msgspec.Struct, gc=False):
+    """An asynchronous job, until every rank has reported it."""
+
+    request_id: str
+    ordinal: int
+    is_load: bool
+    ranks: tuple[int, ...] = ()
+    """Those that have reported."""
+    has_failed: bool = False
+
+
+class State(msgspec.Struct, forbid_unknown_fields=True):
+    """Lives are ordinals; where a dict has strings, they are request ids."""
+
+    present: dict[str, int] = {}
+    """Request id -> its present life, until it ends."""
+    jobs: dict[int, tuple[int, PageJob]] = {}
+    """Job id -> sequence and job that no worker has been given."""
+    awaited: dict[int, e.TransferAwaited] = {}
+    """Job id -> the last reminder that no worker has been given."""
+    in_flight: dict[int, InFlight] = {}
+    promised: dict[int, None] = {}
+    """Lives that were answered last with an asynchronous load."""
+    receiving: dict[int, int] = {}
+    """Lives that wait for the end of their load, or for vLLM to hear of it -> job, `NOT_ISSUED` or `ENDED`."""
+    held: dict[int, str] = {}
+    """Ended lives out of whose blocks a copy reads, which `request_finished` answers with True."""
+    coming_back: dict[int, str] = {}
+    """Ended lives whose blocks vLLM keeps until it hears of the end of a copy."""
+    failed: dict[int, str] = {}
+    sent: dict[int, str] = {}
+    received: dict[int, str] = {}
+    told: dict[int, str] = {}
+    """Lives of which the workers tell vLLM, and it has not heard."""
+    block_ids: list[int] = []
+    closed: int = 0
+    """Sequence: what was issued before belonged to a step that went without it."""
+
+
+class Obligations:
+    """Total over everything that may stand in a log; each end is owed once."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self._num_ranks = num_ranks
+        self.state = State()
+
+    # --- what is owed --------------------------------------------------------------------------
+
+    def ready(self, channel: Channel) -> Ready:
+        """What is owed; it is owed until its `EffectsDelivered` is folded."""
+        state = self.state
+        if channel is Channel.VLLM:
+            return Ready(received=dict(state.received)) if state.received else NOTHING
+        if not (state.jobs or state.awaited or state.block_ids or state.failed or state.sent):
+            return NOTHING
+        return Ready(
+            jobs=tuple([job for sequence, job in state.jobs.values() if sequence > state.closed]),
+            late=tuple([job for sequence, job in state.jobs.values() if sequence <= state.closed]),
+            awaited=tuple(state.awaited.values()),
+            block_ids=tuple(state.block_ids),
+            failed=dict(state.failed),
+            sent=dict(state.sent),
+        )
+
+    def issued_since(self, sequence: int) -> list[PageJob]:
+        """Jobs from that sequence number on which no worker has been given."""
+        return [job for issued, job in self.state.jobs.values() if issued >= sequence]
+
+    def heard(self, request_ids: Iterable[str]) -> tuple[int, ...]:
+        """The lives among those that the workers were to tell of."""
+        told = self.state.told
+        if not told:
+            return ()
+        known = set(request_ids)
+        return tuple([ordinal for ordinal, request_id in told.items() if request_id in known])
+
+    @property
+    def is_owing(self) -> bool:
+        """Whether something waits to be handed over."""
+        state = self.state
+        return bool(state.jobs or state.awaited or state.failed or state.sent or state.received)
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether vLLM waits for an end, or will, when an asynchronous job in flight is reported."""
+        state = self.state
+        return bool(state.in_flight or state.receiving or state.coming_back)
+
+    @property
+    def is_freeing(self) -> bool:
+        """Whether blocks of a request that has ended will be free when vLLM hears of the end of a copy."""
+        return bool(self.state.coming_back)
+
+    def present(self, request_id: str) -> int:
+        """The life that the request is in; `NO_LIFE` where it is unknown or has ended."""
+        return self.state.present.get(request_id, e.NO_LIFE)
+
+    def is_held(self, ordinal: int) -> bool:
+        """Whether the blocks of that life, which ends now, are to be kept."""
+        return ordinal in self.state.held or ordinal in self.state.sent
+
+    # --- folds ---------------------------------------------------------------------------------
+
+    def folds(self) -> Mapping[type[e.Event], Callable[..., None]]:
+        """Event class -> fold."""
+        return {
+            e.RequestArrived: self._arrived,
+            e.LookupAnswered: self._answered,
+            e.BlocksAllocated: self._allocated,
+            e.LoadRefused: self._refused,
+            e.LoadIssued: self._load_issued,
+            e.SaveIssued: self._save_issued,
+            e.TailSaveIssued: self._issued,
+            e.TransferAwaited: self._awaited,
+            e.TransferReported: self._reported,
+            e.LoadFailed: self._given_up,
+            e.SaveFailed: self._given_up,
+            e.RequestFinished: self._finished,
+            e.BlocksHeld: self._held,
+            e.HookFailed: self._hook_failed,
+            e.EffectsDelivered: self._delivered,
+        }
+
+    def _arrived(self, event: e.RequestArrived, _sequence: int) -> None:
+        self.state.present[event.request_id] = event.ordinal
+
+    def _answered(self, event: e.LookupAnswered, _sequence: int) -> None:
+        if event.is_async:
+            self.state.promised[event.ordinal] = None
+        else:
+            self.state.promised.pop(event.ordinal, None)
+
+    def _allocated(self, event: e.BlocksAllocated, _sequence: int) -> None:
+        ordinal, state = self.present(event.request_id), self.state
+        if ordinal in state.promised:
+            del state.promised[ordinal]
+            if event.num_external_tokens:
+                state.receiving.setdefault(ordinal, NOT_ISSUED)
+
+    def _refused(self, event: e.LoadRefused, _sequence: int) -> None:
+        ordinal, state = self.present(event.request_id), self.state
+        if ordinal in state.promised:  # the allocation was not recorded
+            del state.promised[ordinal]
+            state.receiving.setdefault(ordinal, NOT_ISSUED)
+        job_id = state.receiving.get(ordinal)
+        if job_id is None:
+            state.block_ids.extend(event.block_ids)
+        elif job_id == NOT_ISSUED:  # else its job is recorded, and will come to an end
+            state.receiving[ordinal] = ENDED
+            state.failed[ordinal] = event.request_id
+
+    def _issued(self, event: PageJob, sequence: int) -> None:
+        self.state.jobs[event.job_id] = sequence, event
+
+    def _load_issued(self, event: e.LoadIssued, sequence: int) -> None:
+        self.state.jobs[event.job_id] = sequence, event
+        if event.is_async:
+            self.state.in_flight[event.job_id] = InFlight(event.request_id, event.ordinal, is_load=True)
+            if self.state.receiving.get(event.ordinal) == NOT_ISSUED:
+                self.state.receiving[event.ordinal] = event.job_id
+
+    def _save_issued(self, event: e.SaveIssued, sequence: int) -> None:
+        self.state.jobs[event.job_id] = sequence, event
+        if event.is_async:
+            self.state.in_flight[event.job_id] = InFlight(event.request_id, event.ordinal, is_load=False)
+
+    def _awaited(self, event: e.TransferAwaited, _sequence: int) -> None:
+        before = self.state.awaited.get(event.job_id)
+        if before is None or not before.before_forward:
+            self.state.awaited[event.job_id] = event
+
+    def _reported(self, event: e.TransferReported, _sequence: int) -> None:
+        state, job_id = self.state, event.job_id
+        if job_id in state.jobs:
+            # What breaks vLLM's contract may name blocks of others; those that were promised are refused by name.
+            self._never_given(job_id, is_counted_on=bool(event.withheld) and event.withheld != e.Withheld.CONTRACT)
+        job = state.in_flight.get(job_id)
+        if job is None:
+            return
+        owing = set(range(self._num_ranks)).difference(job.ranks)  # the first word of a rank counts
+        job.has_failed |= not owing.isdisjoint(set(event.ranks_failed).difference(event.ranks_done))
+        owing.difference_update(event.ranks_done, event.ranks_failed)
+        job.ranks = tuple([rank for rank in range(self._num_ranks) if rank not in owing])
+        if not owing:
+            self._ended(job_id, job)
+
+    def _given_up(self, event: e.LoadFailed | e.SaveFailed, _sequence: int) -> None:
+        state, job_id = self.state, event.job_id
+        if job_id in state.jobs:
+            self._never_given(job_id, is_counted_on=True)
+        state.awaited.pop(job_id, None)
+        job = state.in_flight.get(job_id)
+        if job is not None:
+            job.has_failed = True
+            self._ended(job_id, job)
+
+    def _never_given(self, job_id: int, *, is_counted_on: bool) -> None:
+        _, job = self.state.jobs.pop(job_id)
+        if is_counted_on and isinstance(job, e.LoadIssued) and not job.is_async:
+            self.state.block_ids.extend(job.block_ids)
+
+    def _ended(self, job_id: int, job: InFlight) -> None:
+        state, ordinal = self.state, job.ordinal
+        del state.in_flight[job_id]
+        if job.is_load:
+            if state.receiving.get(ordinal) == job_id:
+                state.receiving[ordinal] = ENDED
+                (state.failed if job.has_failed else state.received)[ordinal] = job.request_id
+        elif ordinal in state.held and not self._is_read(ordinal):
+            state.sent[ordinal] = state.held.pop(ordinal)
+
+    def _is_read(self, ordinal: int) -> bool:
+        return any(job.ordinal == ordinal and not job.is_load for job in self.state.in_flight.values())
+
+    def _finished(self, event: e.RequestFinished, _sequence: int) -> None:
+        state = self.state
+        ordinal = state.present.pop(event.request_id, e.NO_LIFE)
+        state.promised.pop(ordinal, None)
+        if ordinal in state.receiving:
+            # VLLM keeps the blocks anyway until the load has ended, and hears of one end only.
+            state.coming_back[ordinal] = event.request_id
+        else:
+            self._hold(ordinal, event.request_id)
+
+    def _held(self, event: e.BlocksHeld, _sequence: int) -> None:
+        self._hold(event.ordinal, event.request_id)  # for a copy that its end has led to
+
+    def _hold(self, ordinal: int, request_id: str) -> None:
+        state = self.state
+        if state.in_flight and ordinal not in state.coming_back and self._is_read(ordinal):
+            state.held[ordinal] = state.coming_back[ordinal] = request_id
+
+    def _hook_failed(self, event: e.HookFailed, sequence: int) -> None:
+        if event.hook == "build_connector_meta":
+            self.state.closed = sequence
+
+    def _delivered(self, event: e.EffectsDelivered, _sequence: int) -> None:
+        state = self.state
+        jobs = state.jobs
+        for job_id in event.job_ids:
+            jobs.pop(job_id, None)
+        for job_id in event.awaited:
+            state.awaited.pop(job_id, None)
+        if event.block_ids:
+            del state.block_ids[: len(event.block_ids)]
+        for ends, owed in ((event.failed, state.failed), (event.sent, state.sent)):
+            for ordinal in ends:
+                request_id = owed.pop(ordinal, None)
+                if request_id is not None:
+                    state.told[ordinal] = request_id
+        for ordinal in event.heard:
+            state.told.pop(ordinal, None)
+            state.receiving.pop(ordinal, None)
+            state.coming_back.pop(ordinal, None)
+        for ordinal in event.received:
+            state.received.pop(ordinal, None)
+            state.receiving.pop(ordinal, None)
+            state.coming_back.pop(ordinal, None)
