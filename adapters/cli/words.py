@@ -156,6 +156,19 @@ def _said(payload: bytes) -> str:
     return f" ({', '.join(f'{name} {value}' for name, value in said.items())})" if said else ""
 
 
+def _delivered(event: e.EffectsDelivered) -> str:
+    told = (
+        ("jobs", event.job_ids),
+        ("reminders of jobs", event.awaited),
+        ("unfilled blocks", event.block_ids),
+        ("failed loads of lives", event.failed),
+        ("free blocks of lives", event.sent),
+        ("arrived loads of lives", event.received),
+        ("heard of lives", event.heard),
+    )
+    return "handed over: " + "; ".join(f"{what} {', '.join(map(str, which))}" for what, which in told if which)
+
+
 _WORDS: dict[type[e.Event], Callable[..., str]] = {
     # Observations.
     e.RequestArrived: lambda event: f"arrived with {plural(event.num_prompt_tokens, 'prompt token')}",
@@ -169,6 +182,8 @@ _WORDS: dict[type[e.Event], Callable[..., str]] = {
     e.RequestFinished: lambda event: f"finished ({event.status}) with {plural(event.num_tokens, 'token')}",
     e.HookFailed: lambda event: f"hook {event.hook} FAILED: {event.error}",
     e.DecisionWithheld: lambda event: f"withheld from vLLM: {event.detail}",
+    e.LoadRefused: lambda _: "vLLM took up an answer whose load will not be; it is told",
+    e.EffectsDelivered: _delivered,
     e.CacheReset: lambda _: "cache reset: everything saved before is stale",
     e.LogNote: lambda event: f"note: {event.text}",
     e.ExtensionObserved: _of_extension,

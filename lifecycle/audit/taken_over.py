@@ -38,6 +38,7 @@ def taken_over(projections: Projections) -> Start:
     return Start(
         num_steps=tracker.num_steps,
         time_ns=tracker.time_ns,
+        num_arrived=tracker.num_arrived,
         lives=[_life(record, projections) for record in records],
         held={record.ordinal: array("I", blocks.held(record.request_id)) for record in records},
         lost={record.ordinal: array("I", blocks.lost(record.request_id)) for record in records},

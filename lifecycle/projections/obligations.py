@@ -77,6 +77,8 @@ class InFlight(msgspec.Struct, gc=False):
     ranks: tuple[int, ...] = ()
     """Those that have reported."""
     has_failed: bool = False
+    is_fenced: bool = False
+    """Whether its blocks were taken, and a step waits for it."""
 
 
 class State(msgspec.Struct, forbid_unknown_fields=True):
@@ -238,6 +240,9 @@ class Obligations:
         before = self.state.awaited.get(event.job_id)
         if before is None or not before.before_forward:
             self.state.awaited[event.job_id] = event
+        job = self.state.in_flight.get(event.job_id)
+        if job is not None:
+            job.is_fenced |= event.before_forward
 
     def _reported(self, event: e.TransferReported, _sequence: int) -> None:
         state, job_id = self.state, event.job_id
@@ -276,11 +281,11 @@ class Obligations:
             if state.receiving.get(ordinal) == job_id:
                 state.receiving[ordinal] = ENDED
                 (state.failed if job.has_failed else state.received)[ordinal] = job.request_id
-        elif ordinal in state.held and not self._is_read(ordinal):
+        elif ordinal in state.held and not self._saves(ordinal):
             state.sent[ordinal] = state.held.pop(ordinal)
 
-    def _is_read(self, ordinal: int) -> bool:
-        return any(job.ordinal == ordinal and not job.is_load for job in self.state.in_flight.values())
+    def _saves(self, ordinal: int) -> list[InFlight]:
+        return [job for job in self.state.in_flight.values() if job.ordinal == ordinal and not job.is_load]
 
     def _finished(self, event: e.RequestFinished, _sequence: int) -> None:
         state = self.state
@@ -297,7 +302,8 @@ class Obligations:
 
     def _hold(self, ordinal: int, request_id: str) -> None:
         state = self.state
-        if state.in_flight and ordinal not in state.coming_back and self._is_read(ordinal):
+        is_read = bool(state.in_flight) and not all(job.is_fenced for job in self._saves(ordinal))
+        if is_read and ordinal not in state.coming_back:
             state.held[ordinal] = state.coming_back[ordinal] = request_id
 
     def _hook_failed(self, event: e.HookFailed, sequence: int) -> None:

@@ -230,7 +230,12 @@ def test_blocks_are_held_while_a_copy_reads_them(events: tuple[e.Event, ...]) ->
     assert owed.is_at_rest
 
 
-@pytest.mark.parametrize("events", [(FINISHED,), (FINISHED, HELD), (save(1), report(1), FINISHED)])
+FENCE = e.TransferAwaited("a", 0, 0, 1, True, 1)
+
+
+@pytest.mark.parametrize(
+    "events", [(FINISHED,), (FINISHED, HELD), (save(1), report(1), FINISHED), (save(1), FENCE, FINISHED, HELD)]
+)
 def test_blocks_that_nobody_reads_are_not_held(events: tuple[e.Event, ...]) -> None:
     """Whatever was decided."""
     owed = Owed(*events)

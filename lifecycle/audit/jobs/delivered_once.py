@@ -45,7 +45,7 @@ class DeliveredOnce:
 
     def begin(self, start: Start) -> None:
         """Nothing is known of what was handed over before."""
-        self._first_ordinal = 1 + max((life.ordinal for life in start.lives), default=-1)
+        self._first_ordinal = start.num_arrived
         self._first_job = 1 + start.last_job_id
 
     def checks(self, model: Model) -> Iterable[tuple[type[e.Event], Check]]:

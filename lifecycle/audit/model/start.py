@@ -25,6 +25,8 @@ class Start:
 
     num_steps: int
     time_ns: int
+    num_arrived: int
+    """Lives so far, which is the ordinal of the next one."""
     lives: Sequence[Life]
     held: Mapping[int, Sequence[int]]
     """Ordinal -> block ids in token order."""

@@ -182,7 +182,7 @@ def blocks_not_held(touch: Touch) -> Sequence[Patch]:
     """Nobody tells vLLM to keep the blocks of an ended request that a copy still reads."""
 
     def hold(_original: Any, obligations: Obligations, ordinal: int, _request_id: str) -> None:
-        if obligations._is_read(ordinal):
+        if obligations._saves(ordinal):
             touch()
 
     return [wrapped(Obligations, "_hold", hold)]
