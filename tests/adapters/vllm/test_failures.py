@@ -638,3 +638,77 @@ def test_no_step_can_be_handed_out_any_more(
     monkeypatch.setattr(scheduler_side, "step_jobs", fail)
     serve(engine)
     assert not engine.connector.has_pending_push_work()
+
+
+# --- what is owed ----------------------------------------------------------------------------------
+
+
+def fail_in_a_fold(engine: Any, event_class: type[e.Event]) -> None:
+    """The next fold of such an event fails, behind that of what is owed."""
+    folds = engine.projections._folds
+
+    def raising(_event: e.Event, _sequence: int) -> None:
+        raise RuntimeError(BROKEN)
+
+    folds[event_class] = (*folds[event_class], raising)
+
+
+def fail_to_append(engine: Any) -> None:
+    """Three frames with jobs cannot be written at once."""
+    store = engine.connector.scheduler_side.ledger._sink
+    append, refused = store.append, []
+
+    def appending(*arguments: Any, **options: Any) -> Any:
+        if engine.projections.obligations.state.jobs and len(refused) < 3:
+            refused.append(1)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return append(*arguments, **options)
+
+    store.append = appending
+
+
+def fail_to_ask(engine: Any) -> None:
+    """What is owed cannot be asked for, once, when something is."""
+    journal = engine.connector.scheduler_side.journal
+    journal.ready = raise_once(journal.ready, lambda: bool(engine.projections.obligations.is_owing))
+
+
+POINTS: dict[str, Callable[[Any], None]] = {
+    "what is owed cannot be asked for": fail_to_ask,
+    "that it was handed over cannot be folded": lambda engine: fail_in_a_fold(engine, e.EffectsDelivered),
+    "a save cannot be folded": lambda engine: fail_in_a_fold(engine, e.SaveIssued),
+    "a load cannot be folded": lambda engine: fail_in_a_fold(engine, e.LoadIssued),
+    "a report cannot be folded": lambda engine: fail_in_a_fold(engine, e.TransferReported),
+    "a frame cannot be written": fail_to_append,
+}
+
+
+@transfers_within_and_beside
+@pytest.mark.parametrize("point", POINTS)
+def test_no_job_is_lost_or_handed_out_twice(make_engine: Any, point: str) -> None:
+    """Whatever fails: each job that is recorded goes to the workers once, or is reported as withheld."""
+    engine = small(make_engine, replays=False)
+    side = engine.connector.scheduler_side
+    build, given = side.build_connector_meta, []
+
+    def watch(scheduler_output: Any) -> Any:
+        jobs = build(scheduler_output)
+        copies = (jobs.saves_before_forward, jobs.loads, jobs.saves, jobs.async_loads, jobs.async_saves)
+        given.extend(job.job_id for kind in copies for job in kind)
+        return jobs
+
+    side.build_connector_meta = watch
+    crowd(engine)
+    preempt(engine)
+    POINTS[point](engine)
+    serve(engine)
+    issued = {job.job_id for job in engine.logged(e.LoadIssued, e.SaveIssued, e.TailSaveIssued)}
+    withheld = {report.job_id for report in engine.logged(e.TransferReported) if report.withheld}
+    assert len(given) == len(set(given))
+    assert set(given) | withheld == issued
+    assert not set(given) & withheld
+    delivered = [job_id for event in engine.logged(e.EffectsDelivered) for job_id in event.job_ids]
+    assert sorted(delivered) == sorted(given)
+    assert not engine.connector.has_pending_push_work()
+    owed = engine.projections.obligations
+    assert [owed.is_owing, owed.is_waiting, owed.is_freeing] == [False, False, False]
