@@ -14,7 +14,9 @@ ENTRY_POINTS = "kvledger.extensions"
 
 
 def composed_core(handlers: Iterable[str] = (), extensions: Iterable[str] = ()) -> Core:
-    """The standard core, with these extensions, and these handlers in the places of their states.
+    """The standard core, with these handlers in the places of their states, and with these extensions.
+
+    In this order, as a reader adds what a log names: the handlers of extensions are asked after those that replace.
 
     Args:
         handlers: as "module:Class".
@@ -23,16 +25,16 @@ def composed_core(handlers: Iterable[str] = (), extensions: Iterable[str] = ()) 
     Raises:
         ConfigurationError: a name that cannot be imported or is none of these, or parts that do not fit together.
     """
-    added = [_made("extensions", name, Extension) for name in extensions]
-    try:
-        core = Core.standard().extended(*added)
-    except CoreError as error:
-        raise ConfigurationError(f"extensions: {error}") from error
     replacing = [_made("handlers", name, StateHandler) for name in handlers]
     try:
-        return core.replacing(*replacing)
+        core = Core.standard().replacing(*replacing)
     except CoreError as error:
         raise ConfigurationError(f"handlers: {error}") from error
+    added = [_made("extensions", name, Extension) for name in extensions]
+    try:
+        return core.extended(*added)
+    except CoreError as error:
+        raise ConfigurationError(f"extensions: {error}") from error
 
 
 def installed_extensions() -> Iterator[str]:

@@ -9,28 +9,51 @@ import pytest
 from lifecycle_driver import Driver, keys_of
 from starvation_guard import StarvationGuard, StarvingKept
 
-from kvledger.adapters.core import composed_core
+from kvledger.adapters.core import available_extensions, composed_core
 from kvledger.adapters.vllm.configuration import ConnectorSettings
-from kvledger.lifecycle import ConfigurationError, Core
+from kvledger.lifecycle import ConfigurationError, Core, RequestState, StateHandler
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit import Model
 from kvledger.lifecycle.codec import vocabulary_header
+from kvledger.lifecycle.handlers.running import Running
 
 GUARD = "starvation_guard:StarvationGuard"
 
 
-@pytest.fixture
-def starving(tools: Any, tmp_path: Path) -> Path:
+class Shy(Running):
+    """A handler in the place of one beside which the guard has one of its own."""
+
+    tokens_settled = StateHandler.tokens_settled
+
+
+SHY = f"{Shy.__module__}:{Shy.__name__}"
+
+
+def starving_log(tools: Any, directory: Path, core: Core) -> Path:
     """The log of a request that is preempted at once, where once is too often."""
-    core = composed_core(extensions=[GUARD])
     driver = Driver(num_slots=32, core=core, extensions={"starvation": {"num_preemptions": 1}})
     driver.start("a", keys_of("a", 2), 17, (1, 2))
     driver.preempt("a", 0)
     driver.finish("a", 17, 17)
-    path: Path = tools.write_log(
-        tmp_path / "log", driver.observed, driver.configuration, header=vocabulary_header(core)
-    )
+    header = {**vocabulary_header(core), "handler_fingerprint": core.handler_fingerprint()}
+    path: Path = tools.write_log(directory / "log", driver.observed, driver.configuration, header=header)
     return path
+
+
+@pytest.fixture
+def starving(tools: Any, tmp_path: Path) -> Path:
+    """Such a log of the handlers that are built in."""
+    return starving_log(tools, tmp_path, composed_core(extensions=[GUARD]))
+
+
+@pytest.fixture
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A package that names the guard by an entry point."""
+    package = tmp_path / "site" / "starvation-1.dist-info"
+    package.mkdir(parents=True)
+    (package / "METADATA").write_text("Metadata-Version: 2.1\nName: starvation\nVersion: 1\n")
+    (package / "entry_points.txt").write_text(f"[kvledger.extensions]\nstarvation = {GUARD}\n")
+    monkeypatch.syspath_prepend(str(package.parent))
 
 
 def test_a_log_is_verified_with_its_extension(run: Any, starving: Path) -> None:
@@ -107,19 +130,25 @@ def test_the_core_of_an_installation_is_shown(run: Any) -> None:
     assert "chunked_prefill kvledger" in result.out, "a long name keeps apart from what stands behind it"
 
 
-def test_an_extension_is_found_by_its_entry_point(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Any, starving: Path
-) -> None:
+@pytest.mark.usefixtures("installed")
+def test_an_extension_is_found_by_its_entry_point(run: Any, starving: Path) -> None:
     """Once, also where the configuration names it too; a log written without it is read without it."""
-    installed = tmp_path / "site" / "starvation-1.dist-info"
-    installed.mkdir(parents=True)
-    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: starvation\nVersion: 1\n")
-    (installed / "entry_points.txt").write_text(f"[kvledger.extensions]\nstarvation = {GUARD}\n")
-    monkeypatch.syspath_prepend(str(installed.parent))
     core = ConnectorSettings.from_extra_config({"extensions": [GUARD]}).core()
     assert [extension.name for extension in core.extensions] == ["starvation"]
     assert "which is not here" not in run("verify", starving).out
     assert f"starvation 1, {GUARD}" in run("core").out
+
+
+@pytest.mark.usefixtures("installed")
+def test_a_log_of_other_handlers_and_an_extension_is_verified_with_both(run: Any, tools: Any, tmp_path: Path) -> None:
+    """The extension's handlers are asked after those that replace, by the writer as by a reader, who adds it later."""
+    core = ConnectorSettings.from_extra_config({"handlers": [SHY]}).core()
+    log = starving_log(tools, tmp_path, core)
+    reader = composed_core([SHY]).reading(vocabulary_header(core), available_extensions())
+    assert reader.handler_fingerprint() == core.handler_fingerprint()
+    assert [type(each).__name__ for each in core.handlers[RequestState.RUNNING]] == ["Shy", "WatchingRunning"]
+    result = run("verify", log, "--handlers", SHY)
+    assert result.exit_code == 0, result.out
 
 
 @pytest.mark.parametrize(
