@@ -8,7 +8,7 @@ import pytest
 from lifecycle_driver import Driver, Walk, keys_of
 from lifecycle_driver.wrong_values import wrong_logs
 
-from kvledger.lifecycle import Core
+from kvledger.lifecycle import Channel, Core
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit import Audit
 from kvledger.lifecycle.audit.facts import FACTS
@@ -36,7 +36,7 @@ def test_only_rules_that_there_are_verify_facts() -> None:
 
 
 def further_story() -> tuple[Driver, list[SequencedEvent]]:
-    """What the others leave out: a failed load, unfilled blocks, a quarantine, what an extension does."""
+    """What the others leave out: a refused and a failed load, unfilled blocks, a quarantine, what an extension does."""
     driver = Driver(chunk_size=16, num_slots=16, max_failed_loads=1)
     keys = keys_of("a", 2)
     driver.save_prefix("earlier", keys)
@@ -45,7 +45,9 @@ def further_story() -> tuple[Driver, list[SequencedEvent]]:
     driver.arrive("b", 17, keys_of("b", 1))
     driver.lookup("b", 0, 17)
     driver.allocate("b", (17, 18))
+    driver.observe(e.LoadRefused("b", (17, 18), 89))
     driver.step(("b", 0, 17, 17))
+    driver.deliver(Channel.WORKERS)
     driver.arrive("a", 33, keys)
     driver.lookup("a", 0, 33)
     driver.allocate("a", (1, 2, 3), 32)
