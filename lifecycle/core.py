@@ -24,6 +24,7 @@ from kvledger.lifecycle.extension import (
     Extension,
     ExtensionError,
     SubMoves,
+    check_parts,
     compile_rows,
     declared_in,
 )
@@ -157,6 +158,10 @@ class Core:
         return core
 
     def _with(self, extension: Extension) -> Core:
+        try:
+            check_parts(extension)
+        except ExtensionError as error:
+            raise CoreError(str(error)) from error
         declared = extension.declaration()
         for other in self.extensions:
             if other.name == extension.name:

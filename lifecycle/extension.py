@@ -7,6 +7,7 @@ that what is legal never hangs on an extension. The header of a log has everythi
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -18,7 +19,7 @@ from kvledger.lifecycle.configuration import LedgerConfiguration
 from kvledger.lifecycle.events import trigger_of
 from kvledger.lifecycle.handlers.base import HOOKS, StateHandler
 from kvledger.lifecycle.machine import Moves
-from kvledger.lifecycle.projections import Projections, ProjectionSpec
+from kvledger.lifecycle.projections import Projections, ProjectionSpec, is_reserved
 from kvledger.lifecycle.states import RequestState
 from kvledger.lifecycle.table import State
 from kvledger.lifecycle.turn import Turn
@@ -32,6 +33,8 @@ its variant where it has several, or "extension/name" of the extension's own eve
 _STEP_HOOKS = ("tokens_scheduled", "tokens_settled", "transfer_settled")
 _SAVING = (e.StepScheduled, e.TransferReported, e.RequestPreempted, e.RequestFinished, e.SessionContinued, e.WindowLeft)
 """Observations upon which something may be evicted."""
+_NAME = re.compile(r"[A-Za-z0-9_-]+")
+"""Of an extension and its events: triggers have a slash between the two, and the core's own a dot."""
 
 
 class ExtensionError(ValueError):
@@ -41,7 +44,8 @@ class ExtensionError(ValueError):
 class Extension:
     """What is added to a core; derive from it. It must hold no state: that belongs into a projection."""
 
-    name: ClassVar[str]
+    name: ClassVar[str] = ""
+    """Letters, digits, _ and -; every extension has one."""
     version: ClassVar[int] = 1
     """Raised whenever a reader of the version before could misunderstand a log."""
     events: ClassVar[Mapping[str, type[msgspec.Struct]]] = {}
@@ -156,6 +160,47 @@ class Absent(Extension):
     def declaration(self) -> Declaration:
         """As the header of the log has it."""
         return self._declared
+
+
+def check_parts(extension: Extension) -> None:
+    """Refuse what could not be used, or makes a log that nobody could read.
+
+    Raises:
+        ExtensionError: a part is not what it should be.
+    """
+    for is_right, wrong in _judged_parts(extension):
+        if not is_right:
+            raise ExtensionError(f"extension {extension.name or type(extension).__qualname__}: its {wrong}")
+
+
+def _judged_parts(extension: Extension) -> Iterator[tuple[bool, str]]:
+    """(Whether a part is right, what is wrong otherwise); each needs that those before it are."""
+    kinds = {"events": Mapping, "rules": Mapping, "rows": tuple, "handlers": tuple, "projections": tuple}
+    for part, kind in kinds.items():
+        given = getattr(extension, part)
+        yield isinstance(given, kind), f"{part} are {given!r}; make them a {kind.__name__.lower()}"
+    for what, name in (("name", extension.name), *(("event", name) for name in extension.events)):
+        is_name = isinstance(name, str) and _NAME.fullmatch(name) is not None
+        yield is_name, f"{what} {name!r} cannot stand in a trigger; take letters, digits, _ and -"
+    yield type(extension.version) is int, f"version is {extension.version!r}; make it a whole number"
+    for name, event in extension.events.items():
+        yield _derives(event, msgspec.Struct), f"event {name} is {event!r}; name a class derived from msgspec.Struct"
+    for row in extension.rows:
+        is_row = isinstance(row, tuple) and [type(each) for each in row] == [str] * 3
+        yield is_row, f"row {row!r} is no (source, trigger, dest); write three strings"
+    for handler in extension.handlers:
+        yield _derives(handler, StateHandler), f"handler {handler!r} is none; name a class derived from StateHandler"
+        has_state = isinstance(getattr(handler, "state", None), RequestState)
+        yield has_state, f"handler {handler.__qualname__} has no state; set its class attribute `state`"
+    for spec in extension.projections:
+        yield isinstance(spec, ProjectionSpec), f"projection {spec!r} is none; make it a ProjectionSpec"
+        yield not is_reserved(spec.name), f"projection {spec.name!r} would hide an attribute of Projections; rename it"
+    for rule, checker in extension.rules.items():
+        yield callable(checker), f"rule {rule} is {checker!r}; name its checker's class"
+
+
+def _derives(part: object, base: type) -> bool:
+    return isinstance(part, type) and issubclass(part, base)
 
 
 def declared_in(header: Mapping[str, Any]) -> tuple[Declaration, ...]:

@@ -194,3 +194,8 @@ class Projections:
     def num_entries(self) -> dict[str, int]:
         """Entries per projection that belong to requests; all are 0 when every request is released."""
         return {name: len(made) for name, made in self._order.items() if self._specs[name].of_requests}
+
+
+def is_reserved(name: str) -> bool:
+    """Whether an attribute of `Projections` that is no projection has this name, or may have it one day."""
+    return name in ("core", "configuration", "geometry", "gate") or name.startswith("_") or hasattr(Projections, name)

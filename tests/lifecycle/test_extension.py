@@ -10,7 +10,7 @@ import pytest
 from lifecycle_driver import Driver, keys_of
 from starvation_guard import StarvationGuard, Starving, StarvingKept, Watching
 
-from kvledger.lifecycle import Core, CoreError, Extension, RequestState, Turn
+from kvledger.lifecycle import Core, CoreError, Extension, ProjectionSpec, RequestState, StateHandler, Turn
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit import Audit
 from kvledger.lifecycle.codec import EventDecoder, EventEncoder, vocabulary_header
@@ -154,6 +154,52 @@ def changed(**parts: Any) -> Extension:
 def test_what_does_not_fit_is_refused_by_name(extension: Extension, message: str) -> None:
     """When the core is composed, not in the middle of a log."""
     with pytest.raises(CoreError, match=message):
+        CORE.extended(extension)
+
+
+class Nameless(Extension):
+    """Its author forgot."""
+
+
+class Stateless(StateHandler):
+    """Its author forgot, too."""
+
+
+ATTRIBUTES = {
+    name
+    for name in set(dir(preempted_twice().projections)) - {spec.name for spec in CORE.projections}
+    if not name.startswith("__")
+}
+
+
+@pytest.mark.parametrize(
+    ("extension", "message"),
+    [
+        (Nameless(), "Nameless: its name '' cannot stand in a trigger; take letters"),
+        *((changed(name=name), f"its name {name!r} cannot stand") for name in ("a/b", "tokens.rolled_back", "a b", 7)),
+        (changed(events={"a/b": Starving}), "changed: its event 'a/b' cannot stand in a trigger"),
+        (changed(events={"starving": dict}), "its event starving is <class 'dict'>; name a class .* msgspec.Struct"),
+        (
+            changed(events={"starving": Starving(1)}),
+            r"its event starving is Starving\(num_preemptions=1\); name a class",
+        ),
+        (changed(version="1"), "changed: its version is '1'; make it a whole number"),
+        (changed(rules={"STARVING_KEPT_TOO": None}), "its rule STARVING_KEPT_TOO is None; name its checker's class"),
+        (changed(rows=(("preempted", "changed/starving"),)), "its row .* is no .source, trigger, dest.; write three"),
+        (changed(handlers=Watching), "its handlers are <class .*Watching'>; make them a tuple"),
+        (changed(handlers=("watching:Watching",)), "its handler 'watching:Watching' is none; name a class"),
+        (changed(handlers=(Stateless(),)), "its handler <.*Stateless object at .*> is none; name a class"),
+        (changed(handlers=(Stateless,)), "its handler Stateless has no state; set its class attribute"),
+        (changed(projections=(Watching,)), "its projection <class .*Watching'> is none; make it a ProjectionSpec"),
+        *(
+            (changed(projections=(ProjectionSpec(name, lambda _its: Any),)), f"its projection {name!r} would hide")
+            for name in sorted(ATTRIBUTES)
+        ),
+    ],
+)
+def test_a_part_that_is_none_is_refused_by_name(extension: Extension, message: str) -> None:
+    """With the reason and the remedy, before anything is asked of it or written about it."""
+    with pytest.raises(CoreError, match=f"^extension .*{message}"):
         CORE.extended(extension)
 
 

@@ -11,7 +11,7 @@ from starvation_guard import StarvationGuard, StarvingKept
 
 from kvledger.adapters.core import available_extensions, composed_core
 from kvledger.adapters.vllm.configuration import ConnectorSettings
-from kvledger.lifecycle import ConfigurationError, Core, RequestState, StateHandler
+from kvledger.lifecycle import ConfigurationError, Core, Extension, RequestState, StateHandler
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit import Model
 from kvledger.lifecycle.codec import vocabulary_header
@@ -27,6 +27,13 @@ class Shy(Running):
 
 
 SHY = f"{Shy.__module__}:{Shy.__name__}"
+
+
+class Nameless(Extension):
+    """One whose author forgot its name."""
+
+
+NAMELESS = f"{Nameless.__module__}:{Nameless.__name__}"
 
 
 def starving_log(tools: Any, directory: Path, core: Core) -> Path:
@@ -156,6 +163,7 @@ def test_a_log_of_other_handlers_and_an_extension_is_verified_with_both(run: Any
     [
         ({"extensions": ["nowhere.at_all:Guard"]}, "extensions: 'nowhere.at_all:Guard' cannot be imported"),
         ({"extensions": ["os:path"]}, "extensions: 'os:path'"),
+        ({"extensions": [NAMELESS]}, "extensions: extension Nameless: its name '' cannot stand in a trigger"),
         ({"extension_settings": {"starvation": {}}}, "starvation is not loaded"),
         (
             {"extensions": [GUARD], "extension_settings": {"starvation": {"limit": 3}}},
