@@ -111,14 +111,15 @@ class Accounts:
         self._lives.begin(event.request_id, event.ordinal).num_prompt_tokens = event.num_prompt_tokens
 
     def _preempted(self, event: e.RequestPreempted, sequence: int) -> None:
-        life = self._lives.changed(event.request_id)
-        if life is None:
+        life = self._lives.any(event.request_id)
+        life.version += 1
+        # Of any request: whether a chunk or the tail is declined next, which others share or not, follows from these.
+        life.mark, life.preempted = max(life.mark, event.num_settled_tokens), sequence
+        if not self._lives.is_kept(event.request_id):
             return
         self._admissions.leave(life)
-        life.mark = max(life.mark, event.num_settled_tokens)
         life.generation += 1
         life.num_preemptions += 1
-        life.preempted = sequence
         life.tail, life.taken_back_from, life.computed_end = None, 0, 0
         life.deferrals, life.num_deferred = (), 0
 
@@ -126,11 +127,11 @@ class Accounts:
         life = self._lives.any(event.request_id)
         life.version += 1
         life.cut_keys(event.num_computed_tokens // self._chunk_size)
+        life.mark = min(life.mark, event.num_computed_tokens)
         if self._lives.is_kept(event.request_id):
             self._admissions.leave(life)
             life.is_computing = True
             life.generation += 1
-            life.mark = min(life.mark, event.num_computed_tokens)
             life.num_prompt_tokens = event.num_prompt_tokens
             life.tail, life.taken_back_from, life.computed_end = None, 0, event.num_computed_tokens
 

@@ -16,6 +16,7 @@ _OF_SHARERS = (
     e.SaveFailed,
     e.SaveDeclined,
     e.SessionContinued,
+    e.RequestPreempted,
     e.RequestFinished,
     e.RequestReleased,
 )

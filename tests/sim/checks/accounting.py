@@ -49,6 +49,10 @@ def _has_no_excuse(world: World) -> bool:
     is_calm = not world.faults or set(world.fault_names) <= {"aborts", "storms", "reused ids"}
     has_room = not figures.num_chunks_evicted and not figures.num_chunks_declined
     saves_all = connector["save_tails"] and connector["max_hit_share"] == 1.0
+    # MultiConnector takes the first child that has anything, also where another one has more.
+    is_asked_first = world.settings.neighbour is None or not world.settings.neighbour.is_first
     # Beside the steps, or with two of them in flight, a request may be back before its own save is known to be done.
     waits = not world.settings.async_scheduling and connector.get("save_mode") == "sync"
-    return bool(is_calm and has_room and saves_all and (waits or connector.get("max_deferred_lookups")))
+    return bool(
+        is_calm and has_room and saves_all and is_asked_first and (waits or connector.get("max_deferred_lookups"))
+    )
