@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import difflib
 import hashlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache, cached_property
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -172,11 +172,15 @@ class Core:
                     f"{other.version} of {other.declaration().made_by}; load one of them"
                 )
                 raise CoreError(message)
-        taken = {spec.name for spec in self.projections} & {spec.name for spec in extension.projections}
-        taken |= self.rules.keys() & extension.rules.keys()
-        if taken:
-            message = f"extension {extension.name}: {', '.join(sorted(taken))} is there already; choose another name"
-            raise CoreError(message)
+        owners = {("projection", spec.name): "the core" for spec in (*self.projections, SUB_STATES)}
+        owners |= {("rule", rule): "the core" for rule in self.rules}
+        owners |= {part: f"extension {other.name}" for other in self.extensions for part in _named_parts(other)}
+        for what, name in _named_parts(extension):
+            if (what, name) in owners:
+                message = (
+                    f"extension {extension.name}: {owners[what, name]} has a {what} {name} already; choose another name"
+                )
+                raise CoreError(message)
         specs = (*self.projections, *extension.projections)
         if extension.rows and SUB_STATES not in specs:
             specs = (*specs[:1], SUB_STATES, *specs[1:])  # nothing folds before what is owed
@@ -361,6 +365,11 @@ def events_by_id(events: Iterable[type[Event]]) -> Mapping[str, type[Event]]:
             raise CoreError(message)
         found[event.id] = event
     return MappingProxyType(found)
+
+
+def _named_parts(extension: Extension) -> Iterator[tuple[str, str]]:
+    yield from (("projection", spec.name) for spec in extension.projections)
+    yield from (("rule", rule) for rule in extension.rules)
 
 
 def _name_of(part: object) -> str:

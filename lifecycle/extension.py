@@ -229,11 +229,11 @@ def compile_rows(extensions: Iterable[Extension], phase: Moves) -> SubMoves:
     """Join the rows of all extensions.
 
     Raises:
-        ExtensionError: a row does not lead where its parent's leads, two say something else about one pair, or a
-            sub-state belongs to two extensions or is never entered.
+        ExtensionError: a row does not lead where its parent's leads, two say something else about one pair, a
+            sub-state is never entered, or a phase has sub-states of two extensions.
     """
     moves: dict[tuple[str, RequestState, str], str] = {}
-    owners: dict[tuple[RequestState, str], str] = {}
+    owners: dict[RequestState, str] = {}
     for extension in extensions:
         entered = {dest for _, _, dest in extension.rows}
         for source, trigger, dest in extension.rows:
@@ -251,10 +251,10 @@ def compile_rows(extensions: Iterable[Extension], phase: Moves) -> SubMoves:
             if sub and source not in entered:
                 message = f"{row}: no row enters {source}; add one, or remove this"
                 raise ExtensionError(message)
-            for path in ((state, sub), (parent, sub_dest)):
-                if path[1] and owners.setdefault(path, extension.name) != extension.name:
-                    message = f"extensions {owners[path]} and {extension.name} both have a sub-state {'.'.join(path)}"
-                    raise ExtensionError(f"{message}; rename one")
+            for path_state, path_sub in ((state, sub), (parent, sub_dest)):
+                if path_sub and (owner := owners.setdefault(path_state, extension.name)) != extension.name:
+                    message = f"extensions {owner} and {extension.name} both have sub-states of {path_state}"
+                    raise ExtensionError(f"{message}, and a request is in one at a time; load one of them")
             if moves.setdefault((trigger, state, sub), sub_dest) != sub_dest:
                 message = f"{row}: another row leads elsewhere from there; remove one"
                 raise ExtensionError(message)

@@ -133,10 +133,25 @@ def changed(**parts: Any) -> Extension:
             changed(name="starvation"),
             r"extension starvation 1 of .*Changed clashes with version 1 of .*StarvationGuard",
         ),
-        (changed(rules=StarvationGuard.rules), r"extension changed: STARVING_KEPT is there already"),
         (
-            changed(rows=(("preempted", "changed/starving", "preempted.starving"),)),
-            "starvation and changed both have a sub-state preempted.starving",
+            changed(rules=StarvationGuard.rules),
+            "extension changed: extension starvation has a rule STARVING_KEPT already; choose another name",
+        ),
+        (changed(rules={"LEGAL_TRANSITION": StarvingKept}), "changed: the core has a rule LEGAL_TRANSITION already"),
+        (changed(projections=StarvationGuard.projections), "extension starvation has a projection starving already"),
+        *(
+            (
+                changed(projections=(ProjectionSpec(name, lambda _its: Any),)),
+                f"changed: the core has a projection {name} already",
+            )
+            for name in ("tracker", "sub_states")
+        ),
+        *(
+            (
+                changed(rows=(("preempted", "changed/starving", dest),)),
+                "starvation and changed both have sub-states of preempted, .*; load one of them",
+            )
+            for dest in ("preempted.starving", "preempted.waiting")
         ),
         (
             changed(rows=(("preempted", "blocks.allocated", "preempted.x"),)),
