@@ -5,7 +5,7 @@ from pathlib import Path
 
 from kvledger.adapters.reading.logs import open_log
 from kvledger.adapters.reasons import Accounts
-from kvledger.lifecycle import Core, Ledger, LedgerConfiguration, Scheduled, StepEncoder, log_header
+from kvledger.lifecycle import Channel, Core, Ledger, LedgerConfiguration, Scheduled, StepEncoder, log_header
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit import Audit
 from kvledger.storage.events import SegmentEventStore
@@ -18,13 +18,13 @@ steps = StepEncoder(ledger.projections)
 
 
 def observe(event: e.Event) -> list[e.Event]:
-    """Record what happened, and carry out what is decided upon it once that is written."""
+    """Record what happened, and carry out what is owed upon it once that is written."""
     decisions = ledger.observe(event)
     ledger.commit()
-    for job in decisions:
-        if isinstance(job, e.SaveIssued | e.TailSaveIssued | e.LoadIssued):
-            print(f"{job.id}: blocks {job.block_ids}, slots {job.slots}")  # the pages would be copied here
-            observe(e.TransferReported.by(ranks=[0], job_id=job.job_id, time_ns=next(clock)))
+    ledger.advance(owed := ledger.ready(Channel.WORKERS))
+    for job in owed.jobs:
+        print(f"{job.id}: blocks {job.block_ids}, slots {job.slots}")  # the pages would be copied here
+        observe(e.TransferReported.by(ranks=[0], job_id=job.job_id, time_ns=next(clock)))
     return decisions
 
 

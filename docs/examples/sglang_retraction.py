@@ -18,7 +18,7 @@ from pathlib import Path
 
 import attrs
 
-from kvledger.lifecycle import Core, Ledger, LedgerConfiguration, Scheduled, StepEncoder, log_header
+from kvledger.lifecycle import Channel, Core, Ledger, LedgerConfiguration, Scheduled, StepEncoder, log_header
 from kvledger.lifecycle import events as e
 from kvledger.storage.events import SegmentEventStore
 
@@ -79,7 +79,6 @@ class Scheduler:
         self.host: dict[int, Tokens] = {}
         self.waiting_queue: list[Req] = []
         self.running_batch: list[Req] = []
-        self.jobs: list[e.Event] = []
         self.num_retracted = self.num_loaded = self.time_ns = 0
 
     def now(self) -> int:
@@ -88,10 +87,9 @@ class Scheduler:
         return self.time_ns
 
     def observe(self, event: e.Event) -> list[e.Event]:
-        """Record it; what is to be copied waits for the batch to run."""
+        """Record it; what is to be copied is owed until the batch runs."""
         decisions = self.ledger.observe(event)
         self.ledger.commit()
-        self.jobs += [job for job in decisions if isinstance(job, e.SaveIssued | e.TailSaveIssued | e.LoadIssued)]
         return decisions
 
     def add(self, req: Req) -> None:
@@ -177,7 +175,8 @@ class Scheduler:
         """Copy what comes before the forward, run it, copy the rest, report; then the tokens are there."""
         batch = self.get_next_batch_to_run()
         self.observe(self.steps.encode(batch, self.now()))
-        jobs, self.jobs = self.jobs, []
+        self.ledger.advance(owed := self.ledger.ready(Channel.WORKERS))
+        jobs = owed.jobs
         late = [job for job in jobs if isinstance(job, e.SaveIssued) and not job.before_forward]
         for job in jobs:
             if job not in late:
@@ -186,7 +185,7 @@ class Scheduler:
         for job in late:
             self.copy(job)
         for job in jobs:
-            self.observe(e.TransferReported.by([0], job.job_id, self.now()))  # type: ignore[attr-defined]
+            self.observe(e.TransferReported.by([0], job.job_id, self.now()))
         self.process_batch_result({scheduled.request_id for scheduled in batch})
 
     def copy(self, job: e.Event) -> None:

@@ -57,6 +57,7 @@ def test_the_random_walks_reach_what_they_are_for() -> None:
             num_loads_checked += walk.num_loads_checked
     assert num_loads_checked > 20
     never = {
+        e.LoadRefused,  # where a hook fails
         *(e.BlockTableObserved, e.DecisionWithheld, e.HookFailed, e.LogNote, e.RequestQuarantined, e.WindowLeft),
         *(e.ExtensionObserved, e.ExtensionDecided, e.ExtensionStopped),
     }
