@@ -61,6 +61,8 @@ def assert_same(tools: Any, recorded: list[tuple[int, e.Event]], outcome: Reenac
     expected, found = tools.without_names(without_log_before(recorded)), tools.without_names(outcome.events)
     for want, got in zip(expected, found, strict=False):
         assert got == want, told_by
+    if len(found) > len(expected) and isinstance(found[-1][1], e.EffectsDelivered):
+        found.pop()  # it stands in the frame after the step's, which an engine that is killed does not write
     assert len(found) == len(expected), told_by
     assert outcome.left_out == [], told_by
 
