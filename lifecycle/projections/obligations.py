@@ -324,11 +324,7 @@ class Obligations:
                 request_id = owed.pop(ordinal, None)
                 if request_id is not None:
                     state.told[ordinal] = request_id
-        for ordinal in event.heard:
-            state.told.pop(ordinal, None)
-            state.receiving.pop(ordinal, None)
-            state.coming_back.pop(ordinal, None)
-        for ordinal in event.received:
-            state.received.pop(ordinal, None)
-            state.receiving.pop(ordinal, None)
-            state.coming_back.pop(ordinal, None)
+        for ends, owed in ((event.heard, state.told), (event.received, state.received)):
+            for ordinal in ends:
+                for waiting in (owed, state.receiving, state.coming_back):
+                    waiting.pop(ordinal, None)
