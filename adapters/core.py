@@ -16,8 +16,6 @@ ENTRY_POINTS = "kvledger.extensions"
 def composed_core(handlers: Iterable[str] = (), extensions: Iterable[str] = ()) -> Core:
     """The standard core, with these handlers in the places of their states, and with these extensions.
 
-    In this order, as a reader adds what a log names: the handlers of extensions are asked after those that replace.
-
     Args:
         handlers: as "module:Class".
         extensions: as "module:Class".

@@ -24,7 +24,6 @@ import pydantic
 
 from kvledger.adapters.vllm.configuration import ConnectorSettings
 from kvledger.lifecycle import Core, LedgerConfiguration, audit, events, rules, states, table
-from kvledger.lifecycle.audit import NOT_CHECKED
 from kvledger.lifecycle.audit.facts import FACTS, Why
 from kvledger.lifecycle.codec import field_names
 from kvledger.lifecycle.machine import mermaid_diagram
@@ -313,7 +312,7 @@ def invariants_page() -> list[str]:
         "What a log of today cannot decide. Silence about these is no sign of soundness.",
         "",
     ]
-    lines += rows(["rule", "why not"], [[f"`{rule}`", reason] for rule, reason in NOT_CHECKED.items()])
+    lines += rows(["rule", "why not"], [[f"`{rule}`", reason] for rule, reason in CORE.not_checked.items()])
     lines += prose(
         """
         ## Facts

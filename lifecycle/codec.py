@@ -20,6 +20,7 @@ import msgspec
 from kvledger.lifecycle.configuration import LedgerConfiguration
 from kvledger.lifecycle.core import Core
 from kvledger.lifecycle.events import Event, field_names, wire_code
+from kvledger.lifecycle.upcasters import upcast
 
 __all__ = [
     "SCHEMA_VERSION",
@@ -229,8 +230,12 @@ class EventDecoder:
         def convert(wired: msgspec.Struct) -> Event:
             fields = dict(zip(declared.fields, msgspec.structs.astuple(wired), strict=True))
             fields = dict(
-                self._upcasters.upcast(
-                    declared.id, fields, from_version=declared.version, to_version=event_class.version
+                upcast(
+                    self._upcasters,
+                    declared.id,
+                    fields,
+                    from_version=declared.version,
+                    to_version=event_class.version,
                 )
             )
             values = {name: msgspec.convert(fields.pop(name), hints[name]) for name in names}

@@ -40,7 +40,7 @@ from kvledger.lifecycle.machine import (
 from kvledger.lifecycle.projections import ProjectionSpec
 from kvledger.lifecycle.states import RequestState
 from kvledger.lifecycle.table import Gating, Region
-from kvledger.lifecycle.upcasters import Upcasters
+from kvledger.lifecycle.upcasters import Upcasters, check_upcasters
 
 if TYPE_CHECKING:
     from kvledger.lifecycle.audit.checker import AnyChecker
@@ -77,7 +77,9 @@ class Core:
     """In the order in which they fold."""
     rules: Mapping[str, Callable[[], AnyChecker]]
     """Rule -> how to make its checker, in the order in which they look at an event."""
-    upcasters: Upcasters = attrs.field(factory=Upcasters)
+    not_checked: Mapping[str, str] = MappingProxyType({})
+    """Rule that no log can decide -> why: a reader must not take silence about it for soundness."""
+    upcasters: Upcasters = MappingProxyType({})
     """How events of older versions are read."""
     extensions: tuple[Extension, ...] = ()
     """What was added, see `extended`."""
@@ -105,7 +107,11 @@ class Core:
         if len(set(names)) < len(names):
             message = f"of the projections {', '.join(names)} two have one name; rename one"
             raise CoreError(message)
-        self.upcasters.check(self.events)
+        check_upcasters(self.upcasters, self.events)
+        both = sorted(self.rules.keys() & self.not_checked.keys())
+        if both:
+            message = f"rule {both[0]} has a checker, and a reason why it cannot be checked; remove one"
+            raise CoreError(message)
         _ = self.sub_moves
 
     @staticmethod
@@ -117,11 +123,12 @@ class Core:
         return standard_core()
 
     def replacing(self, *handlers: StateHandler) -> Core:
-        """The same core in which each of these is the only handler of its state.
+        """The same core in which each of these stands for those of its state; extensions' are asked after it as before.
 
         Raises:
             CoreError: two are for one state, or one is no handler.
         """
+        of_extensions = {each for each, _ in self.handlers_of_extensions}
         replaced: dict[RequestState, tuple[StateHandler, ...]] = {}
         for handler in handlers:
             state = check_handler(handler)
@@ -131,7 +138,7 @@ class Core:
                     f"{state}; name one of them"
                 )
                 raise CoreError(message)
-            replaced[state] = (handler,)
+            replaced[state] = (handler, *(each for each in self.handlers[state] if each in of_extensions))
         return attrs.evolve(self, handlers=MappingProxyType({**self.handlers, **replaced}))
 
     def adding(self, *handlers: StateHandler) -> Core:
@@ -173,7 +180,7 @@ class Core:
                 )
                 raise CoreError(message)
         owners = {("projection", spec.name): "the core" for spec in (*self.projections, SUB_STATES)}
-        owners |= {("rule", rule): "the core" for rule in self.rules}
+        owners |= {("rule", rule): "the core" for rule in (*self.rules, *self.not_checked)}
         owners |= {part: f"extension {other.name}" for other in self.extensions for part in _named_parts(other)}
         for what, name in _named_parts(extension):
             if (what, name) in owners:
@@ -190,6 +197,7 @@ class Core:
                 self.adding(*handlers),
                 projections=specs,
                 rules=MappingProxyType({**self.rules, **extension.rules}),
+                not_checked=MappingProxyType({**self.not_checked, **extension.not_checked}),
                 extensions=(*self.extensions, extension),
                 handlers_of_extensions=(*self.handlers_of_extensions, *((each, extension.name) for each in handlers)),
             )
@@ -369,7 +377,7 @@ def events_by_id(events: Iterable[type[Event]]) -> Mapping[str, type[Event]]:
 
 def _named_parts(extension: Extension) -> Iterator[tuple[str, str]]:
     yield from (("projection", spec.name) for spec in extension.projections)
-    yield from (("rule", rule) for rule in extension.rules)
+    yield from (("rule", rule) for rule in (*extension.rules, *extension.not_checked))
 
 
 def _name_of(part: object) -> str:

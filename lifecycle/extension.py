@@ -58,6 +58,8 @@ class Extension:
     """Folded after those that are there."""
     rules: ClassVar[Mapping[str, Callable[[], AnyChecker]]] = {}
     """Rule -> how to make its checker."""
+    not_checked: ClassVar[Mapping[str, str]] = {}
+    """Rule of its own that no log can decide -> why."""
     settings: ClassVar[Mapping[str, bool | int | float | str]] = {}
     """Key -> default."""
 
@@ -175,8 +177,8 @@ def check_parts(extension: Extension) -> None:
 
 def _judged_parts(extension: Extension) -> Iterator[tuple[bool, str]]:
     """(Whether a part is right, what is wrong otherwise); each needs that those before it are."""
-    kinds = {"events": Mapping, "rules": Mapping, "rows": tuple, "handlers": tuple, "projections": tuple}
-    for part, kind in kinds.items():
+    kinds = {Mapping: ("events", "rules", "not_checked"), tuple: ("rows", "handlers", "projections")}
+    for part, kind in ((part, kind) for kind, parts in kinds.items() for part in parts):
         given = getattr(extension, part)
         yield isinstance(given, kind), f"{part} are {given!r}; make them a {kind.__name__.lower()}"
     for what, name in (("name", extension.name), *(("event", name) for name in extension.events)):
@@ -197,6 +199,8 @@ def _judged_parts(extension: Extension) -> Iterator[tuple[bool, str]]:
         yield not is_reserved(spec.name), f"projection {spec.name!r} would hide an attribute of Projections; rename it"
     for rule, checker in extension.rules.items():
         yield callable(checker), f"rule {rule} is {checker!r}; name its checker's class"
+    for rule, reason in extension.not_checked.items():
+        yield isinstance(reason, str) and reason != "", f"rule {rule} is not checked for {reason!r}; say why in words"
 
 
 def _derives(part: object, base: type) -> bool:

@@ -18,7 +18,7 @@ from kvledger.adapters.exit_codes import ExitCode, gravest
 from kvledger.adapters.reading.logs import LogDamage, StoredLog, open_log
 from kvledger.adapters.reading.window import Window
 from kvledger.lifecycle import Divergence, Extension, LedgerConfiguration
-from kvledger.lifecycle.audit import NOT_CHECKED, Audit, Violation
+from kvledger.lifecycle.audit import Audit, Violation
 from kvledger.lifecycle.events import Event
 
 _MAX_SHOWN = 20
@@ -223,7 +223,7 @@ def _show_json(output: Output, log: StoredLog, audit: Audit, findings: Findings)
         event = event_fields(audit.unfoldable.event)
         error = audit.unfoldable.error
         output.record("unfoldable", {"sequence": audit.unfoldable.sequence, "event": event, "error": error})
-    for rule, reason in {**audit.not_judged, **NOT_CHECKED}.items():
+    for rule, reason in {**audit.not_judged, **log.core.not_checked}.items():
         output.record("not_checked", {"rule": rule, "reason": reason})
     show_ending(output, log, num_open_requests(audit.projections) if log.header else None)
     output.record(
@@ -271,12 +271,12 @@ def _show_text(output: Output, log: StoredLog, audit: Audit, findings: Findings,
     if log.header:
         _show_divergence(output, audit, findings)
     if verbose:
-        output.field("not checked", plural(len(NOT_CHECKED), "rule"))
-        for rule, reason in NOT_CHECKED.items():
+        output.field("not checked", plural(len(log.core.not_checked), "rule"))
+        for rule, reason in log.core.not_checked.items():
             output.line(f"  {rule}: {reason}")
     else:
         output.field(
-            "not checked", f"{plural(len(NOT_CHECKED), 'rule')} that a log cannot decide; --verbose lists them"
+            "not checked", f"{plural(len(log.core.not_checked), 'rule')} that a log cannot decide; --verbose lists them"
         )
     for remark in findings.remarks:
         output.field("note", remark, "yellow")

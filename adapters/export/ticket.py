@@ -22,7 +22,7 @@ from kvledger.adapters.export.telling import tell
 from kvledger.adapters.reading.logs import StoredLog
 from kvledger.adapters.reading.window import Window
 from kvledger.lifecycle import Figures
-from kvledger.lifecycle.audit import NOT_CHECKED, Audit, Violation
+from kvledger.lifecycle.audit import Audit, Violation
 
 MAX_FINDINGS = 50
 MAX_STORIES = 60
@@ -74,8 +74,8 @@ def write_page(log: StoredLog, window: Window, output: Output) -> Iterator[str]:
         num_findings_left_out=_num_found(audit, found) - len(findings[:MAX_FINDINGS]),
         checked=(
             f"{len(audit.judged)} rules were held against {plural(audit.num_events, 'event')}, and every decision "
-            f"was made again; {len(NOT_CHECKED)} rules cannot be decided from a log: kvledger verify --verbose lists "
-            "them."
+            f"was made again; {len(log.core.not_checked)} rules cannot be decided from a log: kvledger verify "
+            "--verbose lists them."
         ),
         span=_span(gathering, window, chronicle.now_ns),
         gathering=gathering,

@@ -2,7 +2,7 @@
 
 Pure like the rest of the core: events in, violations out. Checkers ask a model of the audit's own, see `model/`, and
 cannot reach what decided; an import contract and a test hold that. Each checker says what it verifies and what it does
-not; rules that no checker can decide stand in `NOT_CHECKED` with the reason.
+not; rules that no checker can decide stand in `Core.not_checked` with the reason.
 """
 
 from kvledger.lifecycle.audit.audit import Audit, Unfoldable
@@ -10,11 +10,9 @@ from kvledger.lifecycle.audit.checker import Checker, FrequentChecker, Violation
 from kvledger.lifecycle.audit.model import Model
 from kvledger.lifecycle.audit.model.moment import Check, Moment
 from kvledger.lifecycle.audit.model.start import Start
-from kvledger.lifecycle.audit.not_checked import NOT_CHECKED
 from kvledger.lifecycle.audit.recorded import Recorded
 
 __all__ = [
-    "NOT_CHECKED",
     "RECORDED",
     "Audit",
     "Check",

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
+from pathlib import Path
+from typing import ClassVar
+
 import attrs
 import pytest
 
-from kvledger.lifecycle import Core, CoreError, StateHandler
+from kvledger.lifecycle import Core, CoreError, Extension, StateHandler
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.configuration import LedgerConfiguration
 from kvledger.lifecycle.core import events_by_id
@@ -16,6 +21,10 @@ from kvledger.lifecycle.turn import Turn
 
 CORE = Core.standard()
 CONFIGURATION = LedgerConfiguration(block_size=16, chunk_size=16, num_slots=1)
+STANDARD_PARTS = {
+    *("STANDARD_EVENTS", "REGIONS", "JOB_REGIONS", "GATING", "STANDARD_HANDLERS"),
+    *("PROJECTIONS", "RULES", "NOT_CHECKED", "UPCASTERS"),
+}
 
 
 class Shy(Running):
@@ -24,6 +33,18 @@ class Shy(Running):
 
 class Shier(Running):
     """Would, too."""
+
+
+def test_what_the_standard_core_is_made_of_is_asked_through_a_core_alone() -> None:
+    """Who imports a list of parts would not notice that his core has others."""
+    folder = Path(inspect.getfile(Core)).parent  # what else there is may import no such list, by import contract
+    importing = {
+        file.name
+        for file in folder.rglob("*.py")
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        if isinstance(node, ast.ImportFrom) and STANDARD_PARTS & {alias.name for alias in node.names}
+    }
+    assert importing == {"standard.py"}
 
 
 def test_the_standard_core_is_one_object() -> None:
@@ -41,6 +62,24 @@ def test_replacing_a_handler_makes_another_core() -> None:
     assert shy not in CORE.handlers[RequestState.RUNNING]
     assert core.fingerprint() != CORE.fingerprint()
     assert core.replacing(Running()).fingerprint() == CORE.fingerprint()
+
+
+def test_replacing_a_handler_keeps_what_an_extension_has_added() -> None:
+    """An extension is whole or not there; so the order in which a core is made does not matter."""
+
+    class Listening(StateHandler):
+        state = RequestState.RUNNING
+
+    class Listens(Extension):
+        name = "listens"
+        handlers = (Listening,)
+
+    shy = Shy()
+    extended_first = CORE.extended(Listens()).replacing(shy)
+    replaced, listening = extended_first.handlers[RequestState.RUNNING]
+    assert (replaced, type(listening)) == (shy, Listening)
+    assert extended_first.handlers_of_extensions == ((listening, "listens"),)
+    assert extended_first.fingerprint() == CORE.replacing(shy).extended(Listens()).fingerprint()
 
 
 def test_two_handlers_for_one_state_are_refused_by_name() -> None:
@@ -66,6 +105,35 @@ def test_handlers_of_one_name_from_two_modules_are_two() -> None:
     """The fingerprint has the module of a class, not only its name."""
     same_name = type("Shy", (Running,), {"__module__": "elsewhere"})()
     assert CORE.replacing(same_name).handler_fingerprint() != CORE.replacing(Shy()).handler_fingerprint()
+
+
+def test_a_rule_is_checked_or_cannot_be_and_never_both() -> None:
+    """The two lists together are what a reader may rely on, and each core has its own."""
+    assert all(CORE.not_checked.values())
+    rule = next(iter(CORE.rules))
+    with pytest.raises(CoreError, match=f"rule {rule} has a checker, and a reason why it cannot be checked"):
+        attrs.evolve(CORE, not_checked={rule: "nobody looked"})
+
+
+def test_an_extension_says_which_of_its_rules_no_log_can_decide() -> None:
+    """A reader is told so with the core's own."""
+
+    class Fair(Extension):
+        name = "fair"
+        not_checked: ClassVar = {"FAIR": "who was served before whom is not recorded"}
+
+    core = CORE.extended(Fair())
+    assert core.not_checked == {**CORE.not_checked, **Fair.not_checked}
+    assert "FAIR" not in CORE.not_checked
+
+    class Unfair(Extension):
+        name = "unfair"
+        not_checked: ClassVar = {"FAIR": ""}
+
+    with pytest.raises(CoreError, match="rule FAIR is not checked for ''; say why in words"):
+        CORE.extended(Unfair())
+    with pytest.raises(CoreError, match="extension other: extension fair has a rule FAIR already"):
+        core.extended(type("Other", (Fair,), {"name": "other"})())
 
 
 def test_two_events_of_one_id_are_refused() -> None:

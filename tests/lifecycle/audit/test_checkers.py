@@ -11,7 +11,7 @@ from lifecycle_driver.walk import Walk
 
 from kvledger.lifecycle import Core
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.audit import NOT_CHECKED, Audit
+from kvledger.lifecycle.audit import Audit
 from kvledger.lifecycle.replay import SequencedEvent
 
 Change = Callable[[e.Event], e.Event]
@@ -312,12 +312,6 @@ def test_a_checker_says_what_it_verifies_and_what_not(rule: str) -> None:
     assert checker.rule == rule
     assert "Verifies: " in text
     assert "Does not verify: " in text
-
-
-def test_no_rule_is_both_checked_and_not_checked() -> None:
-    """The two lists together are what a reader may rely on."""
-    assert not Core.standard().rules.keys() & NOT_CHECKED.keys()
-    assert all(NOT_CHECKED.values())
 
 
 @pytest.mark.parametrize(("chunk_size", "block_size"), [(4, 16), (8, 16), (16, 16), (32, 16)])

@@ -19,7 +19,7 @@ def check_audit(world: World) -> None:
     """Every checker of `kvledger.lifecycle.audit` goes over every log.
 
     Verifies: all rules that a log can decide, but those that a fault of this world breaks.
-    Does not verify: rules of `audit.NOT_CHECKED`, and events behind a gap.
+    Does not verify: rules of `Core.not_checked`, and events behind a gap.
     """
     for log in (*world.dead_logs, world.log):
         _check(log, allowed_rules(world))
