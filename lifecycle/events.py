@@ -179,9 +179,13 @@ class BlockTableObserved(RequestEvent, frozen=True, tag=4):
 
 @observation("request.preempted")
 class RequestPreempted(RequestEvent, frozen=True, tag=5):
-    """Its blocks were taken. `num_settled_tokens` is what had certainly been written by then."""
+    """Its blocks were taken. `num_settled_tokens` is what had certainly been written by then.
+
+    `num_tokens` is the engine's own count of its tokens then, prompt and output.
+    """
 
     num_settled_tokens: int
+    num_tokens: int
     time_ns: int
 
 

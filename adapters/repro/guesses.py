@@ -173,8 +173,9 @@ def _preemption(call: HookCall, life: Life, later: Sequence[HookCall], around: _
         around.dropped.update(sequence for sequence, _ in noticed[:1])
         if noticed or isinstance(of.main, e.BlocksAllocated):
             break
-    settled = min(around.record.num_computed_tokens(life), around.record.num_known_tokens(life))
-    return e.RequestPreempted(life.request_id, settled, _time_ns(call))
+    known = around.record.num_known_tokens(life)
+    settled = min(around.record.num_computed_tokens(life), known)
+    return e.RequestPreempted(life.request_id, settled, known, _time_ns(call))
 
 
 def _reports(call: HookCall, _later: Sequence[HookCall], around: _Surroundings) -> Iterator[e.Event]:

@@ -109,7 +109,7 @@ class _HookRun:
 
     def _look_up(self, call: HookCall, main: e.LookupRequested) -> None:
         life = self._known(call, main.num_tokens)
-        self._live.notice(call, main.num_tokens)
+        self._live.notice(call)
         self._record.looked_up(main, call.sequence)
         self._live.write_tokens(life, main.num_tokens)
         answer, _ = self._connector.get_num_new_matched_tokens(main.request_id, main.num_computed_tokens)
@@ -216,7 +216,7 @@ class _HookRun:
 
     def _finish(self, call: HookCall, main: e.RequestFinished) -> None:
         life = self._known(call, main.num_tokens)
-        self._live.notice(call, main.num_tokens)
+        self._live.notice(call)
         self._live.end(life, main)
         configuration = self._recording.configuration
         num_blocks = -(-main.num_settled_tokens // configuration.block_size)

@@ -44,8 +44,8 @@ class LiveRequests:
         """The tokens with which a request arrives; no key of them is known yet."""
         return token_ids(str(life.ordinal), (), range(life.num_prompt_tokens), self._chunk_size)
 
-    def notice(self, call: HookCall, num_tokens: int | None = None) -> None:
-        """As when the call noticed keys and preemptions; `num_tokens` are those of the request it is about."""
+    def notice(self, call: HookCall) -> None:
+        """As when the call noticed keys and preemptions."""
         for event in call.noticed(e.ChunkKeysObserved):
             life = self._record.get(event.request_id)
             if life is not None:
@@ -54,7 +54,7 @@ class LiveRequests:
         for preemption in call.noticed(e.RequestPreempted):
             life = self.life(preemption.request_id)
             if life is not None:
-                self._preempt(life, preemption, num_tokens if life.request_id == call.request_id else None)
+                self._preempt(life, preemption)
 
     def next_turn(self, life: Life, event: e.SessionContinued) -> None:
         """As when a streaming session goes on; keys behind the cut are the new turn's, as the call has noticed them."""
@@ -96,24 +96,16 @@ class LiveRequests:
     def _rewrite(self, life: Life, first_chunk: int) -> None:
         self._rewritten[life.ordinal] = min(self._rewritten.get(life.ordinal, first_chunk), first_chunk)
 
-    def _preempt(self, life: Life, event: e.RequestPreempted, num_tokens: int | None) -> None:
+    def _preempt(self, life: Life, event: e.RequestPreempted) -> None:
         request = self.request(life)
-        num_computed_tokens = self._record.num_computed_tokens(life)
-        if num_tokens is None:
-            num_tokens = self._record.num_known_tokens(life)
-            if not self._speculates and 0 < event.num_settled_tokens < num_computed_tokens:
-                num_tokens = event.num_settled_tokens
-            # A request that gets no help any more is not asked for its keys, and may have more tokens.
-            num_tokens = max(self._as_keyed(life, num_tokens), event.num_settled_tokens)
         request.num_in_flight_tokens = 0
         if self._speculates:
-            written = min(num_computed_tokens, num_tokens - 1)
+            written = min(self._record.num_computed_tokens(life), event.num_tokens - 1)
             request.num_in_flight_tokens = max(0, written - event.num_settled_tokens)
-        self._record.preempted(life)
-        life.num_tokens = num_tokens
+        self._record.preempted(life, event)
         request.num_preemptions = life.num_preemptions
         request.num_computed_tokens = 0
-        self.write_tokens(life, num_tokens)
+        self.write_tokens(life, event.num_tokens)
 
     def _as_keyed(self, life: Life, num_tokens: int) -> int:
         """As many tokens as agree with the chunks whose keys are known."""

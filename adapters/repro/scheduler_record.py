@@ -80,7 +80,7 @@ class SchedulerRecord:
         if life is None:
             return
         if isinstance(event, e.RequestPreempted):
-            self.preempted(life)
+            self.preempted(life, event)
         elif isinstance(event, e.BlocksAllocated):
             self.allocated(life, event)
         elif isinstance(event, e.SessionContinued):
@@ -117,8 +117,9 @@ class SchedulerRecord:
                 sequence,
             )
 
-    def preempted(self, life: Life) -> None:
+    def preempted(self, life: Life, event: e.RequestPreempted) -> None:
         """Its blocks are gone."""
+        life.num_tokens = event.num_tokens
         life.num_preemptions += 1
         self._computed.tell(life.ordinal, 0)
         life.is_admitted = False

@@ -75,7 +75,9 @@ class Noticing:
             num_settled_tokens = self.num_intact_tokens(num_settled_tokens)
         elif not overwritten.isdisjoint(self._projections.blocks.held(request.request_id)):
             num_settled_tokens = 0
-        self._journal.observe(e.RequestPreempted(request.request_id, max(0, num_settled_tokens), self._journal.now()))
+        self._journal.observe(
+            e.RequestPreempted(request.request_id, max(0, num_settled_tokens), request.num_tokens, self._journal.now())
+        )
 
     def next_turn(self, request: Request) -> None:
         """Record that a streaming session goes on with other tokens; its blocks are kept."""

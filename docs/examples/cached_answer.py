@@ -52,7 +52,7 @@ OBSERVATIONS: tuple[e.Event, ...] = (
     e.LookupRequested(REQUEST, 0, 700, 2 * MS),
     e.BlocksAllocated(REQUEST, tuple(range(1, 22)), 0, 2 * MS),
     e.StepScheduled(0, 336, ((0, 0, 336, 700),), (), (), (), 3 * MS),
-    e.RequestPreempted(REQUEST, 336, 20 * MS),
+    e.RequestPreempted(REQUEST, 336, 700, 20 * MS),
     e.StepScheduled(1, 0, (), (), (), (), 20 * MS),
     e.TransferReported(
         1,

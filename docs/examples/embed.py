@@ -33,7 +33,7 @@ observe(e.ChunkKeysObserved("a", 0, (b"hash of 0 to 15", b"hash of 0 to 31")))
 observe(e.LookupRequested("a", 0, 40, next(clock)))
 observe(e.BlocksAllocated("a", (1, 2, 3), 0, next(clock)))
 observe(steps.encode([Scheduled("a", 0, 40, num_tokens=40)], next(clock)))
-observe(e.RequestPreempted("a", 40, next(clock)))
+observe(e.RequestPreempted("a", 40, 41, next(clock)))
 (answer,) = observe(e.LookupRequested("a", 0, 41, next(clock)))
 loaded = answer.num_external_tokens if isinstance(answer, e.LookupAnswered) else 0
 observe(e.BlocksAllocated("a", (7, 8, 9), loaded, next(clock)))

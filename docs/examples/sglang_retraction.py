@@ -159,7 +159,7 @@ class Scheduler:
     def retract_decode(self) -> None:
         """Whoever has put out least goes back to the queue, and its pages are free."""
         req = min(self.running_batch, key=lambda req: (len(req.output_ids), -len(req.origin_input_ids)))
-        self.observe(e.RequestPreempted(req.rid, len(req.fill_ids) - 1, self.now()))
+        self.observe(e.RequestPreempted(req.rid, len(req.fill_ids) - 1, len(req.fill_ids), self.now()))
         self.release(req)
         req.is_retracted = True
         self.waiting_queue.append(req)

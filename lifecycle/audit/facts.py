@@ -62,7 +62,8 @@ FACTS: Mapping[str, Mapping[str, Why]] = MappingProxyType(
         },
         "request.preempted": {
             "request_id": _KNOWN,
-            "num_settled_tokens": ("CHUNK_COMPLETE", "RESUME_COVERS_OUTPUT"),
+            "num_settled_tokens": ("CHUNK_COMPLETE",),
+            "num_tokens": ("RESUME_COVERS_OUTPUT",),
             "time_ns": _CLOCK,
         },
         "session.continued": {

@@ -91,7 +91,7 @@ class Play:
             self.observe(e.ChunkKeysObserved(request_id, 0, keys[: PROMPT // self.configuration.chunk_size]))
             for num_tokens in range(PROMPT, PROMPT + num_preemptions + 1):
                 if num_tokens > PROMPT:
-                    self.observe(e.RequestPreempted(request_id, num_tokens - 1, self.now))
+                    self.observe(e.RequestPreempted(request_id, num_tokens - 1, num_tokens, self.now))
                     self.report()
                 self.observe(e.LookupRequested(request_id, 0, num_tokens, self.now))
                 num_loaded = getattr(self.events[-1], "num_external_tokens", 0)
@@ -148,7 +148,7 @@ class Play:
         num_tokens = PROMPT - 3 if state is RequestState.CHUNKED_PREFILL else PROMPT
         self.observe(self._steps.encode([Scheduled(request_id, 0, num_tokens, PROMPT)], self.now))
         if state in {RequestState.PREEMPTED, RequestState.RECOVERING}:
-            self.observe(e.RequestPreempted(request_id, PROMPT, self.now))
+            self.observe(e.RequestPreempted(request_id, PROMPT, PROMPT + 1, self.now))
         if state is RequestState.RECOVERING:
             self.report()
             self.observe(e.LookupRequested(request_id, 0, PROMPT + 1, self.now))
@@ -192,8 +192,8 @@ OBSERVED: tuple[Observed, ...] = (
     lambda play: _admitted(play, 2),
     lambda play: [e.BlocksAllocated("a", play.block_ids, 8, play.now)],
     lambda play: [e.BlockTableObserved("a", play.block_ids[::-1], play.now)],
-    lambda play: [e.RequestPreempted("a", 8, play.now), play.step()],
-    lambda play: [e.RequestPreempted("a", 0, play.now), play.step()],
+    lambda play: [e.RequestPreempted("a", 8, PROMPT + 1, play.now), play.step()],
+    lambda play: [e.RequestPreempted("a", 0, PROMPT + 1, play.now), play.step()],
     lambda play: [e.SessionContinued("a", 6, 16, 16, play.now)],
     lambda play: [e.SessionContinued("a", 0, 16, 16, play.now)],
     lambda play: [e.TokensRolledBack("a", 4, play.now)],

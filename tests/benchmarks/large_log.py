@@ -189,7 +189,7 @@ class Load:
         self.running.remove(victim)
         self.free += victim.blocks
         victim.blocks = []
-        self.observe(e.RequestPreempted(victim.request_id, victim.computed, self.now))
+        self.observe(e.RequestPreempted(victim.request_id, victim.computed, victim.num_tokens, self.now))
         self.preempted.append(victim.request_id)
         victim.is_steady = False
         self.waiting.appendleft(victim)

@@ -725,7 +725,7 @@ def test_an_id_that_arrives_while_it_still_lives_is_a_violation() -> None:
 @pytest.mark.parametrize("event", [
     e.LookupRequested("ghost", 0, 5, 1),
     e.BlocksAllocated("ghost", (1,), 0, 1),
-    e.RequestPreempted("ghost", 5, 1),
+    e.RequestPreempted("ghost", 5, 5, 1),
     e.RequestFinished("ghost", "FINISHED_ABORTED", 0, 5, 1),
     e.ChunkKeysObserved("ghost", 0, (b"key",)),
     e.TokensRolledBack("ghost", 0, 1),

@@ -292,7 +292,7 @@ def test_who_loses_blocks_has_lost_them_and_is_another_generation() -> None:
     for standing in STANDINGS:
         driver = placed(standing)
         before = attrs.evolve(driver.record("a"))
-        driver.observe(e.RequestPreempted("a", 32, 900))
+        driver.observe(e.RequestPreempted("a", 32, 33, 900))
         record = driver.record("a")
         assert list(driver.projections.blocks.held("a")) == []
         assert (record.generation, record.num_preemptions) == (before.generation + 1, before.num_preemptions + 1)
@@ -339,8 +339,8 @@ def test_a_ledger_refuses_as_its_own_core_says() -> None:
     for core, generation in ((CORE, 2), (other, 1)):
         driver = Driver(core=core)
         driver.arrive("a", 40)
-        driver.observe(e.RequestPreempted("a", 0, 2))
-        driver.observe(e.RequestPreempted("a", 0, 3))  # illegal: it is preempted already
+        driver.observe(e.RequestPreempted("a", 0, 40, 2))
+        driver.observe(e.RequestPreempted("a", 0, 40, 3))  # illegal: it is preempted already
         assert driver.record("a").generation == generation
     assert other.fingerprint() != CORE.fingerprint()
     assert log_header(other, driver.configuration)["table_fingerprint"] != CORE.table_fingerprint()

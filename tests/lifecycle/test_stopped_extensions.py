@@ -224,7 +224,7 @@ def test_every_reader_agrees(what: str, reader: str) -> None:
     projections = audit.projections
     if reader == "from a snapshot":
         projections = restore(core, capture(projections), driver.configuration)
-        projections.fold(e.RequestPreempted("request 3", 34, 10**12), 10**6)
+        projections.fold(e.RequestPreempted("request 3", 34, 34, 10**12), 10**6)
         assert list(projections.kept_last()) == []
     else:
         states, live = projections.snapshot(), driver.projections.snapshot()

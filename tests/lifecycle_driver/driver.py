@@ -177,9 +177,11 @@ class Driver:
             e.TransferReported(job_id, done, failed, is_repeated, 100, 10, error, withheld, self._now())
         )
 
-    def preempt(self, request_id: str, num_settled_tokens: int) -> list[e.Event]:
-        """Take a request's blocks."""
-        return self.observe(e.RequestPreempted(request_id, num_settled_tokens, self._now()))
+    def preempt(self, request_id: str, num_settled_tokens: int, num_tokens: int | None = None) -> list[e.Event]:
+        """Take a request's blocks; unless it is said, it has the tokens that are known or settled."""
+        if num_tokens is None:
+            num_tokens = max(num_settled_tokens, self.record(request_id).num_tokens)
+        return self.observe(e.RequestPreempted(request_id, num_settled_tokens, num_tokens, self._now()))
 
     def finish(self, request_id: str, num_settled_tokens: int, num_tokens: int) -> list[e.Event]:
         """End a request."""

@@ -160,7 +160,7 @@ class Walk:
             player.num_keys += len(keys)
 
     def _preempt(self, player: Player) -> None:
-        self.driver.preempt(player.request_id, player.settled)
+        self.driver.preempt(player.request_id, player.settled, len(player.contents))
         self._let_go(player)
         player.computed = player.in_flight = 0
         self._scheduled = [entry for entry in self._scheduled if entry[0] is not player]

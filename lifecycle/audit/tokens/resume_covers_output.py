@@ -15,9 +15,8 @@ from kvledger.lifecycle.audit.model.moment import Check, Moment
 class ResumeCoversOutput:
     """A lookup after a preemption counts at least the tokens that the request was known to have then.
 
-    Verifies: the tokens of every such lookup against those that steps had told of, and against what was written.
-    Does not verify: tokens that were sampled since the last step that told of them: vLLM's own count is in no event,
-    and VLLM_CONTRACT compares with it live.
+    Verifies: the tokens of every such lookup against the engine's count at the preemption and those of steps before.
+    Does not verify: that the engine's count is right where no step has told of as many.
     """
 
     rule: ClassVar[str] = "RESUME_COVERS_OUTPUT"
@@ -44,6 +43,4 @@ class ResumeCoversOutput:
 
     def _preempted(self, event: e.RequestPreempted, moment: Moment) -> None:
         if moment.life is not None:
-            num_before, _ = self._known.get(event.request_id, (0, 0))
-            num_known = max(num_before, moment.life.num_tokens, event.num_settled_tokens)
-            self._known[event.request_id] = (num_known, moment.sequence)
+            self._known[event.request_id] = max(moment.life.num_tokens, event.num_tokens), moment.sequence

@@ -24,7 +24,7 @@ STEP = step(0, 0, num_scheduled_tokens=0)
 
 def preempted(request_id: str) -> e.RequestPreempted:
     """A preemption."""
-    return e.RequestPreempted(request_id, 8, 0)
+    return e.RequestPreempted(request_id, 8, 9, 0)
 
 
 def failed(hook: str, request_id: str = "", error: str = "ValueError in f, g.py:1") -> e.HookFailed:

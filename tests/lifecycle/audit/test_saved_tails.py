@@ -208,7 +208,7 @@ def test_a_load_of_a_tail_that_is_still_being_saved_is_named(tails: Driver) -> N
     [
         e.PrefillAdvanced("a", 0, 1, 8, 62, 1),
         e.PrefillCompleted("a", 0, 1, 62, 62, 1),
-        e.RequestPreempted("a", 0, 1),
+        e.RequestPreempted("a", 0, 62, 1),
         e.SessionContinued("a", 61, 62, 62, 1),
         e.RequestQuarantined("a", 0, 1, "no", 1),
         e.CacheReset(1),

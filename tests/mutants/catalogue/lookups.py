@@ -105,13 +105,13 @@ def whole_prompt_loaded(touch: Touch) -> Sequence[Patch]:
 
 @mutant("RESUME_COVERS_OUTPUT", "LMCache#1969", "LMCache#1361", scene=Worlds())
 def prompt_only(touch: Touch) -> Sequence[Patch]:
-    """A preempted request is looked up by its prompt alone, though the log has told of its output."""
+    """A preempted request is looked up by its prompt alone."""
 
     def asked(event: e.Event, journal: Any) -> e.Event:
         if not isinstance(event, e.LookupRequested):
             return event
         record = journal.tracker.get(event.request_id)
-        if record is None or record.num_tokens_before_preemption <= record.num_prompt_tokens:
+        if record is None or event.num_tokens == record.num_prompt_tokens:
             return event
         touch()
         return msgspec.structs.replace(event, num_tokens=record.num_prompt_tokens)
