@@ -2,10 +2,12 @@
 
 Reads top to bottom: `states`, `events`, `table`, `machine`, `gate`, `projections/`, `decisions/`, `handlers/`, `core`,
 `standard`, `decider`, `ledger`, `divergences`, `replay`, `codec`. It knows no torch, no vLLM, no files and no clock.
-What a program needs is here, in `events`, in `audit` and, for tests, in `testing`; who reads and writes logs and
+What a program needs is here, in `events`, in `audit` and, for tests, in `testing`; who decides otherwise derives from
+`handlers` and puts together what is in `decisions`; who reads and writes logs and
 snapshots byte by byte finds that in `codec` and `snapshots`, who lays out pages in `windows`. Nothing else is promised.
 """
 
+from kvledger.lifecycle import decisions, handlers
 from kvledger.lifecycle.codec import log_header
 from kvledger.lifecycle.configuration import ConfigurationError, LedgerConfiguration
 from kvledger.lifecycle.core import Core, CoreError
@@ -55,7 +57,9 @@ __all__ = [
     "TrustRegion",
     "Turn",
     "batches",
+    "decisions",
     "fold",
+    "handlers",
     "log_header",
     "without_secrets",
 ]

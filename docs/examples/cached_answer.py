@@ -16,16 +16,14 @@ import msgspec
 
 from kvledger.adapters.vllm.configuration import ConnectorSettings
 from kvledger.adapters.vllm.event_log import open_event_log
-from kvledger.lifecycle import Core, Ledger, LedgerConfiguration
+from kvledger.lifecycle import Core, Ledger, LedgerConfiguration, Turn, handlers
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.handlers.preempted import Preempted
-from kvledger.lifecycle.turn import Turn
 
 REQUEST = "cmpl-bench-16-0"
 MS = 1_000_000
 
 
-class CachedAnswer(Preempted):
+class CachedAnswer(handlers.Preempted):
     """Answers the first lookup rightly and every later one with the bare hit, as LMCache 0.3.10 did.
 
     It keeps a memory of its own, which a handler must not: that is how such bugs are made.

@@ -1,10 +1,9 @@
 """A state handler of your own, as README.md shows it."""
 
-from kvledger.lifecycle import StateHandler
-from kvledger.lifecycle.handlers.running import Running
+from kvledger.lifecycle import StateHandler, handlers
 
 
-class SaveWhenPreempted(Running):
+class SaveWhenPreempted(handlers.Running):
     """A decoding request is copied out when it loses its blocks or ends, not while it decodes."""
 
     tokens_settled = StateHandler.tokens_settled  # which decides nothing

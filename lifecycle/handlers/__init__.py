@@ -1,4 +1,4 @@
-"""State handlers: one file per state."""
+"""State handlers: one file per state. To extend, derive from the one of a state."""
 
 from __future__ import annotations
 
@@ -10,7 +10,16 @@ from kvledger.lifecycle.handlers.preempted import Preempted
 from kvledger.lifecycle.handlers.recovering import Recovering
 from kvledger.lifecycle.handlers.running import Running
 
-__all__ = ["STANDARD_HANDLERS", "StateHandler"]
+__all__ = [
+    "STANDARD_HANDLERS",
+    "ChunkedPrefill",
+    "Finished",
+    "New",
+    "Preempted",
+    "Recovering",
+    "Running",
+    "StateHandler",
+]
 
 STANDARD_HANDLERS: tuple[StateHandler, ...] = (
     New(),
