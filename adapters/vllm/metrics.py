@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 COUNTERS: tuple[str, ...] = tuple(field.name for field in attrs.fields(Figures))
 GAUGES = ("num_chunks_cached", "num_slots_used", "num_slots", "num_jobs_in_flight", "num_events_lost")
+_BY_EXTENSION = "num_extension_events"
+"""Told as "num_extension_events/name", and shown with the label `extension`; no name has a slash."""
 
 _DESCRIPTIONS = {
     "num_tokens_recovered": "Tokens of preempted requests loaded back from the host pool.",
@@ -56,7 +58,7 @@ class StatsSource:
 
     def __init__(self, side: SchedulerSide) -> None:
         self._side = side
-        self._last = Figures()
+        self._last: dict[str, int] = {}
 
     def hook_failed(self, hook: str, request_id: str, error: Exception) -> None:
         """Figures that cannot be taken are told like any other failing hook."""
@@ -69,12 +71,13 @@ class StatsSource:
             return None
         self._side.journal.figures_changed = False
         projections = self._side.ledger.projections
-        now = attrs.evolve(projections.totals.figures)
-        data: dict[str, Any] = {}
-        for name in COUNTERS:
-            delta = getattr(now, name) - getattr(self._last, name)
-            if delta:
-                data[name] = delta
+        totals = projections.totals
+        now = {name: getattr(totals.figures, name) for name in COUNTERS if name != _BY_EXTENSION}
+        for extension in projections.core.extensions:  # so there are no more labels than extensions are configured
+            now[f"{_BY_EXTENSION}/{extension.name}"] = totals.state.num_events_of.get(extension.name, 0)
+        data: dict[str, Any] = {
+            name: value - self._last.get(name, 0) for name, value in now.items() if value != self._last.get(name, 0)
+        }
         self._last = now
         slots = projections.chunks.slots
         data |= {
@@ -104,17 +107,18 @@ class ConnectorPrometheus(KVConnectorPromMetrics):
                 self._metrics[name] = metric_types[kind](
                     name=f"vllm:kvledger_{name.removeprefix('num_')}",
                     documentation=_DESCRIPTIONS.get(name, name.replace("_", " ").capitalize() + "."),
-                    labelnames=labelnames,
+                    labelnames=[*labelnames, "extension"] if name == _BY_EXTENSION else labelnames,
                 )
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Record one interval of one engine."""
         labels = self.per_engine_labelvalues[engine_idx]
-        for name, value in transfer_stats_data.items():
+        for figure, value in transfer_stats_data.items():
+            name, _, extension = figure.partition("/")
             metric = self._metrics.get(name)
             if metric is None:
                 continue
-            child = metric.labels(*labels)
+            child = metric.labels(*labels, *([extension] if name == _BY_EXTENSION else []))
             if name in GAUGES:
                 child.set(value)
             else:

@@ -52,6 +52,8 @@ class State(msgspec.Struct, forbid_unknown_fields=True):
     """Load under way -> its tokens."""
     returning: dict[int, tuple[int, int]] = {}
     """Life of a preempted request that was looked up again -> tokens retained and recovered, until a step runs."""
+    num_events_of: dict[str, int] = {}
+    """Extension -> how many of `figures.num_extension_events` are its own."""
 
 
 class Totals:
@@ -92,8 +94,9 @@ class Totals:
             e.ExtensionStopped: self._stopped,
         }
 
-    def _of_extension(self, _event: e.ExtensionEvent, _sequence: int) -> None:
+    def _of_extension(self, event: e.ExtensionEvent, _sequence: int) -> None:
         self.figures.num_extension_events += 1
+        self.state.num_events_of[event.extension] = self.state.num_events_of.get(event.extension, 0) + 1
 
     def _stopped(self, _event: e.ExtensionStopped, _sequence: int) -> None:
         self.figures.num_extensions_stopped += 1

@@ -12,8 +12,22 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogg
 
 from kvledger.adapters.vllm import KVLedgerConnector
 from kvledger.adapters.vllm.metrics import COUNTERS, GAUGES, ConnectorPrometheus, ConnectorStats
+from kvledger.lifecycle import Extension
+from kvledger.lifecycle import events as e
 
 pytestmark = pytest.mark.scheduler
+
+
+class Quiet(Extension):
+    """Says one thing."""
+
+    name = "quiet"
+
+
+class Loud(Extension):
+    """Says many."""
+
+    name = "loud"
 
 
 @pytest.fixture
@@ -141,6 +155,23 @@ def test_prometheus_shows_the_totals(make_engine: Any, unregister: None) -> None
         assert not REGISTRY.get_sample_value(metric, {"model_name": "tiny", "engine": "0"})
     used = REGISTRY.get_sample_value("vllm:kvledger_slots_used", {"model_name": "tiny", "engine": "1"})
     assert used == engine.projections.chunks.slots.num_slots - engine.projections.chunks.slots.num_free
+
+
+def test_each_extension_has_a_label_of_its_own(make_engine: Any, unregister: None) -> None:
+    """Of those that are loaded; events under another name add no label."""
+    assert unregister is None
+    engine = make_engine(num_blocks=20, chunk_size=16, extensions=[f"{__name__}:Quiet", f"{__name__}:Loud"])
+    take(engine)
+    for extension, number in (("quiet", 1), ("loud", 3), ("unheard_of", 5)):
+        for _ in range(number):
+            engine.connector.scheduler_side.journal.observe(e.ExtensionObserved("", extension, "said", 1, b"", 7))
+    stats = take(engine)
+    assert stats is not None
+    prometheus = KVConnectorProm(engine.vllm_config, ["model_name", "engine"], {0: ["tiny", "0"]})
+    prometheus.observe(stats.data)
+    (metric,) = (metric for metric in REGISTRY.collect() if metric.name == "vllm:kvledger_extension_events")
+    shown = {sample.labels["extension"]: sample.value for sample in metric.samples if sample.name.endswith("_total")}
+    assert shown == {"quiet": 1, "loud": 3}
 
 
 def test_every_figure_has_a_metric_and_every_metric_a_sentence(make_engine: Any, unregister: None) -> None:
