@@ -144,7 +144,7 @@ class StepEncoder:
 
     def settled(self, record: RequestRecord, num_settled_tokens: int) -> tuple[int, int, int] | None:
         """The entry for a request that has filled another chunk with settled tokens whose key is known, else None."""
-        threshold = self._cursor.next_threshold(record.request_id)
+        threshold = self._cursor.next_threshold(record.ordinal)
         if num_settled_tokens < threshold or record.trust is TrustRegion.QUARANTINED:
             return None
         num_keys = len(self._projections.chunk_keys.of_life(record.ordinal))
@@ -154,4 +154,4 @@ class StepEncoder:
             return None  # with windows the true count is written, because it says what they have left
         if num_settled_tokens < threshold:
             return None
-        return record.ordinal, self._cursor.num_chunks(record.request_id), num_settled_tokens
+        return record.ordinal, self._cursor.num_chunks(record.ordinal), num_settled_tokens

@@ -57,7 +57,7 @@ def _request_fields(record: RequestRecord, projections: Projections) -> dict[str
         "block_ids": list(projections.blocks.held(request_id)),
         "lost_block_ids": list(projections.blocks.lost(request_id)),
         "chunk_keys": [key.hex() for key in projections.chunk_keys.of(request_id)],
-        "num_chunks_dealt_with": projections.save_cursor.num_chunks(request_id),
+        "num_chunks_dealt_with": projections.save_cursor.num_chunks(record.ordinal),
         "pending_answer": None if pending is None else plain(pending),
         "jobs": [
             {"job_id": job.job_id, "kind": job.kind.value, "block_ids": list(job.block_ids), "slots": list(job.slots)}

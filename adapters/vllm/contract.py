@@ -107,7 +107,7 @@ def breach_of_save(job: e.SaveIssued | e.TailSaveIssued, decided: Sequence[e.Eve
     else:
         pages = projections.geometry.pages_spanning(job.first_token, job.num_tokens)
         before_forward, is_async = True, False
-    held = projections.blocks.held(job.request_id)
+    held = projections.blocks.of_life(job.ordinal)
     if held:
         return _breach_of_pages(job, pages, held, projections)
     is_kept = is_async and any(isinstance(decision, e.BlocksHeld) for decision in decided)

@@ -35,26 +35,25 @@ class Noticing:
         self._speculates = speculates
         self._zeroes_new_blocks = zeroes_new_blocks
 
-    def keys(self, request: Request) -> int:
-        """Make the keys of all whole chunks known; returns how many there are.
+    def keys(self, request: Request) -> None:
+        """Make the keys of all whole chunks known.
 
         A key source that fails costs this request the cache, and is not asked again for it.
         """
-        known = self._projections.chunk_keys.of(request.request_id)
-        num_known = len(known)
-        if (num_known + 1) * self._chunk_size > request.num_tokens:
-            return num_known
         record = self._tracker.get(request.request_id)
         if record is None or record.trust is TrustRegion.QUARANTINED:
-            return num_known
+            return
+        known = self._projections.chunk_keys.of_life(record.ordinal)
+        num_known = len(known)
+        if (num_known + 1) * self._chunk_size > request.num_tokens:
+            return
         try:
             keys = self._keys.keys(request, num_known, known[-1] if known else None)
         except Exception as error:  # noqa: BLE001 -- read from live objects of vLLM
             self._journal.hook_failed("chunk_keys", request.request_id, error)
-            return num_known
+            return
         if keys:
             self._journal.observe(e.ChunkKeysObserved(request.request_id, num_known, keys))
-        return num_known + len(keys)
 
     def preemption(self, request: Request, overwritten: frozenset[int] | None = None) -> None:
         """Record a preemption; `request.num_preemptions` tells it reliably.
@@ -111,16 +110,18 @@ class Noticing:
                     e.TokensRolledBack(request.request_id, request.num_computed_tokens, self._journal.now())
                 )
 
-    def block_table(self, scheduler_output: SchedulerOutput, ordinal: int, step: e.StepScheduled) -> None:
-        """Before blocks are saved from, compare the folded table with the scheduler's own, and prefer the latter."""
+    def block_table(self, scheduler_output: SchedulerOutput, ordinal: int, added: Sequence[int]) -> None:
+        """Before blocks are saved from, compare the folded table with the scheduler's own, and prefer the latter.
+
+        `added` are the blocks that the step adds, which is not folded yet.
+        """
         record = self._tracker.of(ordinal)
         if record is None:
             return
         table = versions.scheduler_block_table(scheduler_output, record.request_id)
         if table is None:
             return
-        held = self._projections.blocks.held(record.request_id)
-        added = [block for other, blocks in step.extended if other == ordinal for block in blocks]
+        held = self._projections.blocks.of_life(ordinal) or ()
         if not self._agree([*held, *added], list(table)):
             self._journal.messages.warning(
                 "block table differs",

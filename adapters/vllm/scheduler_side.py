@@ -283,8 +283,9 @@ class SchedulerSide:
             if request is not None:
                 self._notice.preemption(request, versions.blocks_to_zero(scheduler_output))
         step = self._reader.read(scheduler_output, self.journal.now())
+        added = dict(step.extended)
         for ordinal, _, _ in step.settled:
-            self._notice.block_table(scheduler_output, ordinal, step)
+            self._notice.block_table(scheduler_output, ordinal, added.get(ordinal, ()))
         self.journal.observe(step)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:

@@ -33,7 +33,7 @@ class StepReader:
         self,
         projections: Projections,
         requests: dict[str, Request],
-        sync_keys: Callable[[Request], int],
+        sync_keys: Callable[[Request], None],
         observe: Callable[[e.Event], object],
         *,
         speculates: bool,
@@ -180,7 +180,7 @@ class StepReader:
     def _schedule(self, record: RequestRecord, next_step: int, num_computed_tokens: int) -> None:
         if record.request_id in self._requests:
             # Where a token is in flight by then, it is not settled yet and the request is looked at once more.
-            threshold = self._projections.save_cursor.next_threshold(record.request_id)
+            threshold = self._projections.save_cursor.next_threshold(record.ordinal)
             due = next_step + max(0, threshold - num_computed_tokens)
             self._due.setdefault(due, []).append(record.request_id)
 
@@ -191,7 +191,7 @@ class StepReader:
         num_settled_tokens = num_computed_tokens - request.num_in_flight_tokens
         if self._projections.geometry.windows.forget:
             self._processed[record.request_id] = num_settled_tokens
-        if num_settled_tokens < self._projections.save_cursor.next_threshold(record.request_id):
+        if num_settled_tokens < self._projections.save_cursor.next_threshold(record.ordinal):
             return
         self._sync_keys(request)
         entry = self._encoder.settled(record, num_settled_tokens)

@@ -71,7 +71,7 @@ def taken_over(projections: Projections) -> Start:
             if answer is not None
         },
         num_deferred={each: count for each in ids if (count := projections.lookups.num_deferred(each))},
-        cursors={each: projections.save_cursor.num_chunks(each) for each in ids},
+        cursors={record.request_id: projections.save_cursor.num_chunks(record.ordinal) for record in records},
         has_hook_failed=projections.totals.figures.num_hook_failures > 0,
         of_extensions={name: deepcopy(state) for name, state in projections.states().items() if name in of_extensions},
         stopped_extensions=dict(projections.extensions.state.stopped),

@@ -36,13 +36,13 @@ class SaveCursor:
     def __len__(self) -> int:
         return len(self.state.num_chunks)
 
-    def num_chunks(self, request_id: str) -> int:
-        """Chunks dealt with, of the present life of an id."""
-        return self.state.num_chunks.get(self._tracker.ordinal(request_id), 0)
+    def num_chunks(self, ordinal: int) -> int:
+        """Chunks dealt with, of that life of a request."""
+        return self.state.num_chunks.get(ordinal, 0)
 
-    def next_threshold(self, request_id: str) -> int:
+    def next_threshold(self, ordinal: int) -> int:
         """The number of settled tokens from which there is something to save."""
-        return (self.state.num_chunks.get(self._tracker.ordinal(request_id), 0) + 1) * self._chunk_size
+        return (self.state.num_chunks.get(ordinal, 0) + 1) * self._chunk_size
 
     def folds(self) -> Mapping[type[e.Event], Callable[..., None]]:
         """Event class -> fold."""

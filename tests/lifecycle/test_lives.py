@@ -156,7 +156,7 @@ def test_a_late_failure_of_an_earlier_generation_leaves_the_save_cursor_of_this_
     driver, load = computed_again()
     driver.step(("a", 50, 1, 51), settled=[("a", 0, 50)])
     driver.report(load.job_id, ok=False)
-    assert driver.projections.save_cursor.num_chunks("a") == 3
+    assert driver.projections.save_cursor.num_chunks(driver.record("a").ordinal) == 3
 
 
 def test_a_late_failure_leaves_the_save_cursor_of_the_next_life_of_the_id() -> None:
@@ -166,7 +166,7 @@ def test_a_late_failure_leaves_the_save_cursor_of_the_next_life_of_the_id() -> N
     driver.start("a", KEYS, NUM_TOKENS, (5, 6, 7, 8))
     driver.step(("a", 50, 1, 51), settled=[("a", 0, 50)])
     driver.report(load.job_id, ok=False)
-    assert driver.projections.save_cursor.num_chunks("a") == 3
+    assert driver.projections.save_cursor.num_chunks(driver.record("a").ordinal) == 3
 
 
 @pytest.mark.parametrize("life", [("a", 0, 1), ("a", 1, 0)], ids=["another life", "another generation"])

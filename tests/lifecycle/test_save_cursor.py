@@ -19,7 +19,7 @@ def saved(num_chunks: int = 3) -> Driver:
 
 def cursor(driver: Driver) -> int:
     """Chunks dealt with."""
-    num_chunks: int = driver.projections.save_cursor.num_chunks("a")
+    num_chunks: int = driver.projections.save_cursor.num_chunks(driver.projections.tracker.ordinal("a"))
     return num_chunks
 
 
@@ -27,13 +27,13 @@ def test_the_cursor_counts_whole_settled_chunks() -> None:
     """And the next threshold is the end of the one that follows."""
     driver = saved(3)
     assert cursor(driver) == 3
-    assert driver.projections.save_cursor.next_threshold("a") == 64
+    assert driver.projections.save_cursor.next_threshold(driver.record("a").ordinal) == 64
 
 
 def test_a_request_nobody_told_about_starts_at_its_first_chunk() -> None:
     """No entry is needed for that."""
     driver = Driver(chunk_size=16)
-    assert driver.projections.save_cursor.next_threshold("a") == 16
+    assert driver.projections.save_cursor.next_threshold(0) == 16
     assert len(driver.projections.save_cursor) == 0
 
 

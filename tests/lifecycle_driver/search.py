@@ -201,7 +201,7 @@ def _compute(driver: Driver, name: str, up_to: int = PROMPT) -> None:
 
 def _settle(driver: Driver, name: str) -> None:
     computed = driver.projections.tracker.num_computed_tokens(driver.record(name))
-    driver.step(settled=[(name, driver.projections.save_cursor.num_chunks(name), computed)])
+    driver.step(settled=[(name, driver.projections.save_cursor.num_chunks(driver.record(name).ordinal), computed)])
 
 
 def _preempt(driver: Driver, name: str) -> None:

@@ -128,7 +128,7 @@ def cursor_moved_by_lookups(touch: Touch) -> Sequence[Patch]:
             num_chunks = event.num_hit_tokens // cursor._chunk_size
             if num_chunks:
                 touch()
-                cursor.state.num_chunks[event.ordinal] = cursor.num_chunks(event.request_id) + num_chunks
+                cursor.state.num_chunks[event.ordinal] = cursor.num_chunks(event.ordinal) + num_chunks
 
         return {**original(cursor), e.LookupAnswered: answered}
 
