@@ -10,6 +10,8 @@ from collections.abc import Callable
 from copy import copy
 from typing import Any, Self
 
+import attrs
+
 from kvledger.lifecycle.events import Event
 from kvledger.lifecycle.gate import Before
 from kvledger.lifecycle.projections import Projections
@@ -22,6 +24,7 @@ class TurnEnded(BaseException):
     """Unwinds a handler whose further decisions do not count. No `Exception`, so that no handler takes it for one."""
 
 
+@attrs.define(eq=False)
 class EngineTurn:
     """An observation that concerns no single request, folded already.
 
@@ -29,15 +32,12 @@ class EngineTurn:
         TurnEnded: by `decide`, where nothing more can be decided; not to be caught.
     """
 
-    __slots__ = ("cause", "decide", "projections")
-
-    def __init__(self, projections: Projections, decide: Decide, cause: int) -> None:
-        self.projections = projections
-        """Everything that is known, to be read only."""
-        self.decide = decide
-        """Record a decision and fold it."""
-        self.cause = cause
-        """Sequence number of the observation, which every decision names."""
+    projections: Projections
+    """Everything that is known, to be read only."""
+    decide: Decide
+    """Record a decision and fold it."""
+    cause: int
+    """Sequence number of the observation, which every decision names."""
 
     def altered(self, change: Callable[[Event], Event | None]) -> Self:
         """The same turn, in which `change` is given each decision before it is made; None drops it."""
@@ -52,23 +52,13 @@ class EngineTurn:
         return turn
 
 
+@attrs.define(eq=False)
 class Turn(EngineTurn):
     """What an observation means for one request."""
 
-    __slots__ = ("_before", "record")
-
-    def __init__(
-        self,
-        projections: Projections,
-        decide: Decide,
-        cause: int,
-        record: RequestRecord,
-        before: tuple[Any, ...] | None = None,
-    ) -> None:
-        super().__init__(projections, decide, cause)
-        self.record = record
-        """The request, in the states that the observation led to."""
-        self._before = before
+    record: RequestRecord
+    """The request, in the states that the observation led to."""
+    _before: tuple[Any, ...] | None = None
 
     @property
     def before(self) -> Before:

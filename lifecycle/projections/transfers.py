@@ -191,6 +191,8 @@ class Transfers:
 
     def relies_on_load(self, save: Job) -> bool:
         """Whether what was saved was computed on top of a load that has not been settled."""
+        if self._of_ordinal.get(save.ordinal) == {save.job_id}:  # as with most saves
+            return False
         return any(
             job.kind is JobKind.LOAD and job.job_id < save.job_id and job.generation == save.generation
             for job in self.of_life(save.ordinal)
@@ -254,7 +256,7 @@ class Transfers:
             () if self._geometry.pages_per_chunk else self._earlier_keys(ordinal, chunks),
             event.slots,
             event.block_ids,
-            self.epoch,
+            self.state.epoch,
             is_async,
             tracker.num_steps,
             tracker.time_ns,
@@ -264,7 +266,7 @@ class Transfers:
             self._of_ordinal[ordinal] = {job_id}
         else:
             siblings.add(job_id)
-        if job_id >= self.next_job_id:
+        if job_id >= self.state.next_job_id:
             self.state.next_job_id = job_id + 1
 
     def _earlier_keys(self, ordinal: int, chunks: tuple[int, ...]) -> tuple[tuple[int, bytes], ...]:
