@@ -7,14 +7,13 @@ against what was recorded; the first divergence is reported, and folding goes on
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
 from typing import Any, NamedTuple, Protocol
 
 import attrs
 
 from kvledger.lifecycle.configuration import LedgerConfiguration
 from kvledger.lifecycle.core import Core
-from kvledger.lifecycle.decider import Decider
+from kvledger.lifecycle.decider import Decider, Deciding
 from kvledger.lifecycle.divergences import Divergence, Divergences
 from kvledger.lifecycle.events import (
     CORRUPT,
@@ -199,7 +198,8 @@ class Replay:
                 self._diverged(sequence, event, None)
             self._fold(sequence, event)
             return
-        self.finish()
+        if self._missing is not None:
+            self.finish()
         self._cause = sequence
         if isinstance(event, HookFailed) and event.error.startswith(CORRUPT):
             self._stands_aside = True
@@ -216,13 +216,18 @@ class Replay:
             self._is_compared = False
             self.num_unjudged += 1
         elif deciding is not None or self._raised:
-            with suppress(TurnEnded):
-                if self._raised:
-                    self._stop_extensions()
-                if deciding is not None:
-                    deciding(event, sequence, before)
-            if self._error is not None:
-                raise self._error
+            self._decide_again(event, deciding, before)
+
+    def _decide_again(self, event: Event, deciding: Deciding | None, before: object) -> None:
+        try:
+            if self._raised:
+                self._stop_extensions()
+            if deciding is not None:
+                deciding(event, self._cause, before)
+        except TurnEnded:
+            pass  # at a difference, or where a fold failed
+        if self._error is not None:
+            raise self._error
 
     def _is_unjudged(self, event: Event) -> bool:
         """Whether somebody whose code is not here may have decided upon it, in the state that its request is in."""
