@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
+from kvledger.lifecycle.code import PACKAGE, UNKNOWN, hash_of_core, hash_of_module, kvledger_version
 from kvledger.lifecycle.configuration import ConfigurationError
 from kvledger.lifecycle.events import Event, RequestEvent, wire_code
 from kvledger.lifecycle.extension import (
@@ -306,8 +307,35 @@ class Core:
             f"{state}={'+'.join(map(_name_of, handlers))}" for state, handlers in sorted(self.handlers.items())
         )
 
+    @cached_property
+    def code(self) -> Mapping[str, str]:
+        """Module, or package, that decides or folds -> hash of its source, written into every log's header.
+
+        Of a module from elsewhere its own file is meant, and not what that imports. See `other_code`.
+        """
+        handlers = {type(handler) for handlers in self.handlers.values() for handler in handlers}
+        extensions = {type(extension) for extension in self.extensions if extension not in self.absent}
+        modules = {base.__module__ for part in handlers | extensions for base in part.__mro__}
+        modules |= {spec.make.__module__ for spec in self.projections}
+        apart = (name for name in sorted(modules) if not name.startswith(PACKAGE) and name != "builtins")
+        return MappingProxyType({PACKAGE: hash_of_core(), **{name: hash_of_module(name) for name in apart}})
+
+    def other_code(self, header: Mapping[str, Any]) -> str:
+        """What decided and folded when the log was written and is other code here, empty where nothing is.
+
+        It is no fault of a log to be decided again by other code: that is how one finds out what a mend has changed.
+        Of handlers that were named otherwise and of extensions that are not here `verify` speaks apart.
+        """
+        found, ours = header.get("code"), self.code
+        theirs = found if isinstance(found, dict) else {}
+        are_same_parts = not self.absent and header.get("handler_fingerprint") == self.handler_fingerprint()
+        names = ours.keys() | theirs.keys() if are_same_parts else {PACKAGE} | (ours.keys() & theirs.keys())
+        others = sorted(name for name in names if theirs.get(name) != ours.get(name) or ours.get(name) == UNKNOWN)
+        versions = f"kvledger {header.get('kvledger_version', UNKNOWN)} -> {kvledger_version()}"
+        return ", ".join(versions if name == PACKAGE else name for name in others)
+
     def fingerprint(self) -> str:
-        """Hash of all that decides what a log folds to and what is decided upon it; the audit's rules are not in it."""
+        """Hash of the parts that decide what a log folds to and what is decided upon it, by name; see also `code`."""
         events = sorted(
             str((event.id, event.version, event.__struct_fields__, event.variants)) for event in self.events.values()
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 from kvledger.adapters.cli.output import Output
@@ -24,12 +24,12 @@ def selected(arguments: argparse.Namespace, output: Output) -> Iterator[tuple[St
     """Each log that the arguments mean, opened, with what they select of it. A request is in one of the logs."""
     core = chosen_core(arguments)
     if arguments.request is not None:
-        log, request_id = find_request(arguments.logs, arguments.request, output, core, lenient=arguments.lenient)
+        log, request_id = find_request(arguments, output, core)
         yield log, window(arguments, log, output, request_id)
         return
     for path in arguments.logs:
         with output.apart_from_others(path):
-            log = open_log(path, core, lenient=arguments.lenient)
+            log = _opened(path, arguments, core)
             yield log, window(arguments, log, output)
 
 
@@ -44,19 +44,22 @@ def selected_one(arguments: argparse.Namespace, output: Output) -> tuple[StoredL
     return next(selected(arguments, output))
 
 
-def find_request(
-    logs: Sequence[Path], wanted: str, output: Output, core: Core, *, lenient: bool = False
-) -> tuple[StoredLog, str]:
-    """The log that has the one request whose id is `wanted` or begins with it, opened, and the whole id.
+def _opened(path: Path, arguments: argparse.Namespace, core: Core) -> StoredLog:
+    return open_log(path, core, lenient=arguments.lenient, trusts_snapshots=arguments.trust_snapshots)
+
+
+def find_request(arguments: argparse.Namespace, output: Output, core: Core) -> tuple[StoredLog, str]:
+    """The log that has the one request whose id is the wanted one or begins with it, opened, and the whole id.
 
     Raises:
         CommandFailed: none has it, or several ids or logs could be meant.
     """
+    wanted, logs = arguments.request, arguments.logs
     opened: list[StoredLog] = []
     known: dict[Path, dict[str, None]] = {}
     for path in logs:
         with output.apart_from_others(path):
-            log = open_log(path, core, lenient=lenient)
+            log = _opened(path, arguments, core)
             known[log.path] = request_ids(log, wanted, output)
             opened.append(log)
     found = [(log, wanted) for log in opened if wanted in known[log.path]]

@@ -9,6 +9,7 @@ from kvledger.adapters.cli.finding import selected_one
 from kvledger.adapters.cli.output import Output, event_fields
 from kvledger.adapters.cli.selection import add_handlers, event_number
 from kvledger.adapters.cli.state import show_state
+from kvledger.adapters.cli.words import other_code_remarks
 from kvledger.adapters.exit_codes import CommandFailed, ExitCode
 from kvledger.adapters.reading.logs import StoredLog, open_log
 from kvledger.adapters.reading.sources import find_logs, one_of
@@ -59,6 +60,8 @@ def _remark_beginning(log: StoredLog, output: Output) -> None:
         output.remark(f"replayed from event {log.start_sequence + 1} on, from a snapshot")
     elif log.begins_late:
         output.remark(f"the log begins with event {log.first_sequence}; without those before nothing can be replayed")
+    for remark in (*log.start_remarks, *other_code_remarks(log)):
+        output.remark(remark)
 
 
 def _show_divergence(audit: Audit, output: Output) -> None:

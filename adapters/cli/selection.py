@@ -127,6 +127,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--lenient", action="store_true", help="skip and count events of a newer kvledger instead of refusing the log"
     )
+    parser.add_argument(
+        "--trust-snapshots",
+        action="store_true",
+        help="begin a log that has lost its beginning from a snapshot, also where other code than this has folded it",
+    )
 
 
 def add_request(parser: argparse.ArgumentParser) -> None:

@@ -13,7 +13,7 @@ from kvledger.adapters.cli.ends import num_open_requests, show_ending, sound_tex
 from kvledger.adapters.cli.finding import selected
 from kvledger.adapters.cli.output import Output, event_fields, event_text, plain
 from kvledger.adapters.cli.selection import add_handlers
-from kvledger.adapters.cli.words import plural, retired_remarks, size
+from kvledger.adapters.cli.words import other_code_remarks, plural, retired_remarks, size
 from kvledger.adapters.exit_codes import ExitCode, gravest
 from kvledger.adapters.reading.logs import LogDamage, StoredLog, open_log
 from kvledger.adapters.reading.window import Window
@@ -183,7 +183,7 @@ def _remarks(log: StoredLog, window: Window, audit: Audit) -> list[str]:
             "the log was written with other handlers than were asked here, so divergences may come from that; "
             f"name them with --handlers: it was written with {written_with}"
         )
-    return remarks
+    return remarks + other_code_remarks(log)
 
 
 def _of_extensions(log: StoredLog, audit: Audit) -> Iterator[str]:

@@ -5,12 +5,16 @@ from __future__ import annotations
 import datetime as dt
 import itertools
 from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from kvledger.lifecycle import MissReason
 from kvledger.lifecycle import events as e
 from kvledger.storage.events import Retirement
+
+if TYPE_CHECKING:
+    from kvledger.adapters.reading.logs import StoredLog
 
 _NS_PER_US, _NS_PER_MS, _NS_PER_S = 1_000, 1_000_000, 1_000_000_000
 
@@ -230,3 +234,9 @@ def decision_words(decisions: Iterable[e.Event]) -> list[str]:
     if num_tainted:
         phrases.append(f"{plural(num_tainted, 'chunk')} tainted, not offered again until saved anew")
     return phrases
+
+
+def other_code_remarks(log: StoredLog) -> list[str]:
+    """That what was decided is decided again by other code, which is no divergence by itself."""
+    other = log.core.other_code(log.header) if log.header else ""
+    return [f"decided again by other code ({other}); a divergence may come from that"] if other else []

@@ -16,7 +16,15 @@ from pathlib import Path
 
 import msgspec
 
-from kvledger.adapters.reading.index_file import INDEX_FORMAT, SCHEMA, Contents, extent_of, index_path, log_id_of
+from kvledger.adapters.reading.index_file import (
+    INDEX_FORMAT,
+    SCHEMA,
+    Contents,
+    extent_of,
+    folded_by,
+    index_path,
+    log_id_of,
+)
 from kvledger.adapters.reading.index_memory import (
     IndexMemory,
     LifeSpan,
@@ -180,6 +188,7 @@ class _Builder:
             first_sequence, last_sequence = earlier.first_sequence, max(last_sequence, earlier.last_sequence)
         return Contents(
             INDEX_FORMAT,
+            folded_by(self._log),
             log_id_of(log),
             extent,
             log.head_hash,

@@ -11,7 +11,7 @@ import attrs
 from kvledger.adapters.reading.logs import LogDamage, StoredLog
 from kvledger.lifecycle import Figures
 
-INDEX_FORMAT = 5
+INDEX_FORMAT = 6
 """Grows with every change of what is in an index; another one is built anew."""
 
 SCHEMA = """
@@ -32,6 +32,8 @@ class Contents:
     """What an index says about the log as a whole, as it was when the index was built."""
 
     index_format: int
+    folded_by: str
+    """Which code has made it, see `folded_by`."""
     log_id: str
     extent: tuple[str, str, int]
     """The first segment, the last one, and the size of that in bytes."""
@@ -47,8 +49,8 @@ class Contents:
     damage: tuple[LogDamage, ...]
 
     def is_of(self, log: StoredLog) -> bool:
-        """Whether it is of this log, and of this version."""
-        return (self.index_format, self.log_id) == (INDEX_FORMAT, log_id_of(log))
+        """Whether it is of this log, and made by this code."""
+        return (self.index_format, self.folded_by, self.log_id) == (INDEX_FORMAT, folded_by(log), log_id_of(log))
 
     def describes(self, log: StoredLog) -> bool:
         """Whether it is of this log as it is now."""
@@ -66,6 +68,11 @@ class Contents:
     def is_whole(self) -> bool:
         """Whether no event is missing between the first and the last."""
         return all(damage.kind == "torn_tail" for damage in self.damage)
+
+
+def folded_by(log: StoredLog) -> str:
+    """The code that reads the log; and whether it begins with what other code has folded."""
+    return f"{dict(log.core.code)}{' and others' * log.trusts_snapshots}"
 
 
 def index_path(log: StoredLog) -> Path:

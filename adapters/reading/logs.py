@@ -99,6 +99,8 @@ class StoredLog:
     header: Mapping[str, object]
     """Empty where no copy of it is intact: then events are decoded as this version writes them."""
     _configuration: LedgerConfiguration | None
+    trusts_snapshots: bool = attrs.field(default=False, kw_only=True)
+    """Whether one is believed that other code has folded."""
     damage: list[LogDamage] = attrs.field(factory=list, init=False)
     num_bytes: int = attrs.field(default=0, init=False)
     num_frames: int = attrs.field(default=0, init=False)
@@ -123,12 +125,19 @@ class StoredLog:
     def start(self) -> Projections | None:
         """What was believed at the first place from which the log can be folded, if that is not its beginning.
 
-        Of a log whose oldest segments were retired: the earliest snapshot that fits log and code; None: there is none,
-        or the log has its beginning. From here on, what is trusted is what stands behind `start_sequence`. The
-        projections are the caller's, who folds them on.
+        Of a log whose oldest segments were retired: the earliest snapshot that fits the log and today's state, and was
+        folded by this code or is trusted all the same; None: there is none, or the log has its beginning. From here on,
+        what is trusted is what stands behind `start_sequence`. The projections are the caller's, who folds them on.
         """
         self.start_sequence, self.start_remarks = 0, []
         if not self.header or not self.path.is_dir() or self._reader.first_sequence in {None, 1}:
+            return None
+        other_code = self.core.other_code(self.header)
+        if other_code and not self.trusts_snapshots:
+            self.start_remarks.append(
+                f"its snapshots were folded by other code than is here ({other_code}); "
+                "--trust-snapshots begins from one all the same"
+            )
             return None
         fingerprint = state_fingerprint(self.core, self.configuration)
         found, self.start_remarks = find_snapshot(self.path, log_id=str(self.header["log_id"]), fingerprint=fingerprint)
@@ -328,10 +337,13 @@ class StoredLog:
         return len(self._reader.damage)
 
 
-def open_log(path: Path, core: Core | None = None, *, lenient: bool = False) -> StoredLog:
+def open_log(
+    path: Path, core: Core | None = None, *, lenient: bool = False, trusts_snapshots: bool = False
+) -> StoredLog:
     """Open the log at `path`, which `sources.find_logs` has found, to be read with `core`; default: the standard one.
 
-    With `lenient`, events that this version does not know are skipped and counted.
+    With `lenient`, events that this version does not know are skipped and counted; with `trusts_snapshots`, what other
+    code has folded is believed where the log has lost its beginning.
 
     Raises:
         CommandFailed: it cannot be read, is no kvledger log, or was written by a newer version.
@@ -344,7 +356,15 @@ def open_log(path: Path, core: Core | None = None, *, lenient: bool = False) -> 
             return _without_header(path, core, reader, lenient=lenient)
         core = core.reading(header, available_extensions())
         decoder = EventDecoder(core, header, lenient=lenient)
-        return StoredLog(path, core, header, _configuration(header), decoder, reader)
+        return StoredLog(
+            path,
+            core,
+            header,
+            _configuration(header),
+            trusts_snapshots=trusts_snapshots,
+            decoder=decoder,
+            reader=reader,
+        )
     except OSError as error:
         raise CommandFailed(f"{path}: {unreadable_text(error)}", ExitCode.DAMAGED) from error
     except (LogError, CodecError, CoreError) as error:
@@ -363,7 +383,7 @@ def _without_header(path: Path, core: Core, reader: LogReader, *, lenient: bool)
             except CodecError as error:
                 why = str(error)
                 break
-            return StoredLog(path, core, {}, None, decoder, reader)
+            return StoredLog(path, core, {}, None, decoder=decoder, reader=reader)
     found = "; ".join(damage.detail for damage in reader.damage) or "it is empty"
     message = f"{path}: no segment has a readable header, so its events cannot be decoded: {found}; {why}"
     raise CommandFailed(message, ExitCode.DAMAGED)

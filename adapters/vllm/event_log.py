@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from importlib import metadata
 from pathlib import Path
 from typing import Final
 
@@ -71,7 +70,6 @@ def open_event_log(
     """
     header = {
         **log_header(core, configuration),
-        "kvledger_version": metadata.version("kvledger"),
         "vllm_version": versions.vllm_version(),
         "opened_at_unix_ns": time.time_ns(),
         "process_id": os.getpid(),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import json
 from pathlib import Path
 from typing import ClassVar
 
@@ -12,6 +13,7 @@ import pytest
 
 from kvledger.lifecycle import Core, CoreError, Extension, StateHandler
 from kvledger.lifecycle import events as e
+from kvledger.lifecycle.codec import vocabulary_header
 from kvledger.lifecycle.configuration import LedgerConfiguration
 from kvledger.lifecycle.core import events_by_id
 from kvledger.lifecycle.handlers.running import Running
@@ -134,6 +136,21 @@ def test_an_extension_says_which_of_its_rules_no_log_can_decide() -> None:
         CORE.extended(Unfair())
     with pytest.raises(CoreError, match="extension other: extension fair has a rule FAIR already"):
         core.extended(type("Other", (Fair,), {"name": "other"})())
+
+
+def test_a_mended_release_is_other_code_and_so_is_what_nobody_can_read() -> None:
+    """By version where kvledger itself differs; what has no source is never the same."""
+    header = vocabulary_header(CORE)
+    assert CORE.other_code(header) == ""
+    assert CORE.other_code(json.loads(json.dumps(header))) == ""
+    older = header | {"code": {"kvledger.lifecycle": "0" * 32}, "kvledger_version": "0.0.9"}
+    assert CORE.other_code(older).startswith("kvledger 0.0.9 -> ")
+    assert CORE.other_code({}).startswith("kvledger unknown -> ")
+    elsewhere = type("Shy", (Running,), {"__module__": "elsewhere"})()
+    assert CORE.replacing(elsewhere).other_code(vocabulary_header(CORE.replacing(elsewhere))) == "elsewhere"
+    shy = CORE.replacing(Shy())
+    assert set(shy.code) == {"kvledger.lifecycle", __name__}
+    assert shy.other_code(vocabulary_header(shy)) == ""
 
 
 def test_two_events_of_one_id_are_refused() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,10 @@ from lifecycle_driver import Walk
 
 from kvledger.adapters.reading import index as index_module
 from kvledger.adapters.vllm.snapshots import LogSnapshots
-from kvledger.lifecycle import Core, Ledger
+from kvledger.lifecycle import Core, Ledger, ProjectionSpec
 from kvledger.lifecycle import events as e
+from kvledger.lifecycle.codec import vocabulary_header
+from kvledger.lifecycle.projections.totals import Totals
 from kvledger.storage.events import SegmentEventStore
 from kvledger.storage.events.segment_file import segment_paths
 
@@ -27,16 +30,47 @@ class Retired:
     early_request: str
 
 
+class Miscounting(Totals):
+    """As the totals were before they were mended: the same state, another fold."""
+
+    def folds(self) -> Mapping[type[e.Event], Callable[..., None]]:
+        """Each request counts twice."""
+        once = super().folds()[e.RequestArrived]
+
+        def twice(event: e.Event, sequence: int) -> None:
+            once(event, sequence)
+            once(event, sequence)
+
+        return {**super().folds(), e.RequestArrived: twice}
+
+
+def _miscounting_core() -> Core:
+    spec = ProjectionSpec("totals", lambda its: Miscounting(its.tracker, its.transfers))
+    specs = (spec if each.name == spec.name else each for each in Core.standard().projections)
+    return attrs.evolve(Core.standard(), projections=tuple(specs))
+
+
 @pytest.fixture
 def retired(tools: Any, run: Any, tmp_path: Path) -> Retired:
+    """Written by the code that reads it."""
+    return write_retired(Core.standard(), tools, run, tmp_path)
+
+
+@pytest.fixture
+def miscounted(tools: Any, run: Any, tmp_path: Path) -> Retired:
+    """Written by other code."""
+    return write_retired(_miscounting_core(), tools, run, tmp_path)
+
+
+def write_retired(core: Core, tools: Any, run: Any, tmp_path: Path) -> Retired:
     """Played twice, as an engine would have written it, with a snapshot at each new segment."""
     walk = Walk(3, chunk_size=16, block_size=16)
     walk.run(140)
     observations = [event for event in walk.driver.observed if not event.is_decision]
     for name in ("whole", "log"):
-        header = tools.header_of(walk.driver.configuration)
+        header = tools.header_of(walk.driver.configuration, vocabulary_header(core))
         store = SegmentEventStore.create(tmp_path / name, header, segment_bytes=16_000)
-        ledger = Ledger(Core.standard(), walk.driver.configuration, store)
+        ledger = Ledger(core, walk.driver.configuration, store)
         snapshots = LogSnapshots(store)
         for event in observations:
             ledger.observe(event)
@@ -69,6 +103,39 @@ def test_verify_finds_in_what_is_left_what_it_finds_in_the_whole(run: Any, retir
     assert expected, "the walk plays doubled reports"
     assert result.objects("violation") == expected
     assert result.exit_code == whole.exit_code
+
+
+def test_what_other_code_has_folded_is_not_believed_unless_that_is_asked_for(run: Any, miscounted: Retired) -> None:
+    """The parts have the same names and the state has the same layout; only the source tells."""
+    refused, trusted = (run("verify", "--json", *options, miscounted.log) for options in ([], ["--trust-snapshots"]))
+    (verdict,), (believed,) = refused.objects("verdict"), trusted.objects("verdict")
+    other_code = f"other code ({__name__})"
+    assert any(f"decided again by {other_code}" in remark for remark in verdict["remarks"])
+    assert any("--trust-snapshots begins from one" in remark for remark in verdict["remarks"])
+    assert any("neither rules nor decisions could be checked" in remark for remark in verdict["remarks"])
+    assert verdict["num_divergences"] == 0
+    assert believed["num_events_checked"] > verdict["num_events_checked"]
+    assert any(f"decided again by {other_code}" in remark for remark in believed["remarks"])
+    replayed = run("replay", miscounted.log)
+    assert "--trust-snapshots begins from one" in replayed.err
+    assert f"decided again by {other_code}" in replayed.err
+
+
+def test_an_index_is_not_believed_that_begins_with_what_other_code_has_folded(
+    run: Any, miscounted: Retired, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever asks without the option gets what he would get without an index."""
+    monkeypatch.setattr(index_module, "INDEX_FROM_BYTES", 0)
+    trusted = run("show", "--json", "--trust-snapshots", miscounted.log).out
+    assert run("show", "--json", miscounted.log).out != trusted
+    assert run("show", "--json", "--trust-snapshots", miscounted.log).out == trusted
+
+
+def test_other_code_is_no_divergence_of_a_log_that_has_its_beginning(run: Any, miscounted: Retired) -> None:
+    """It is folded from there, by the code that is here."""
+    (verdict,) = run("verify", "--json", miscounted.whole).objects("verdict")
+    assert any(f"decided again by other code ({__name__})" in remark for remark in verdict["remarks"])
+    assert (verdict["num_divergences"], verdict["num_events_checked"]) == (0, verdict["num_events"])
 
 
 def test_show_counts_as_if_the_beginning_were_there(
