@@ -194,6 +194,7 @@ class Obligations:
         }
 
     def _arrived(self, event: e.RequestArrived, _sequence: int) -> None:
+        self.state.promised.pop(self.present(event.request_id), None)  # whom it displaces takes nothing up any more
         self.state.present[event.request_id] = event.ordinal
 
     def _answered(self, event: e.LookupAnswered, _sequence: int) -> None:

@@ -266,3 +266,11 @@ def test_what_is_owed_to_a_life_stays_when_its_id_is_taken() -> None:
     assert (owed.obligations.is_held(0), owed.obligations.is_held(1)) == (True, False)
     owed.fold(report(1))
     assert list(owed.obligations.ready(Channel.WORKERS).sent) == [0]
+
+
+def test_nothing_is_remembered_of_a_promise_to_a_life_that_was_displaced() -> None:
+    """It neither ended nor took its answer up, and never will; the next life was promised nothing."""
+    owed = Owed(answered(), e.RequestArrived("a", 1, 16, 1))
+    assert owed.obligations.state.promised == {}
+    owed.fold(allocated())
+    assert not owed.obligations.is_waiting
