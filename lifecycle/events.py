@@ -243,7 +243,7 @@ class StepScheduled(Event, frozen=True, tag=9):
 
 
 class Withheld(enum.StrEnum):
-    """Why a job was not handed out to the workers."""
+    """Why the connector reports a job in the workers' place."""
 
     UNWRITTEN = "unwritten"
     """The event log could not be written, so a crash would have left no trace of the job."""
@@ -251,6 +251,8 @@ class Withheld(enum.StrEnum):
     """It would have broken vLLM's contract."""
     HOOK_FAILED = "hook_failed"
     """The hook that was to hand it out failed."""
+    OVERDUE = "overdue"
+    """It was handed out and nobody reported it, where nothing is decided any more."""
 
 
 @observation("transfer.reported")
@@ -266,7 +268,7 @@ class TransferReported(Event, frozen=True, tag=10):
     duration_ns: int
     error: str
     withheld: str
-    """Why no worker was given the job, one of `Withheld`: then the connector reports in their place. Mostly empty."""
+    """Why the connector reports in the workers' place, one of `Withheld`. Mostly empty."""
     time_ns: int
 
     @classmethod

@@ -55,6 +55,7 @@ class Journal:
         self._clock = clock
         self._opened_ns = clock()
         self._num_steps_disabled = 0
+        self._disabled_ns = 0
         self.is_behind: Callable[[], bool] = lambda: log.is_behind
         """Whether events that were handed over are not in the log yet."""
         self.is_written = True
@@ -72,7 +73,7 @@ class Journal:
             return True
         if not self.is_disabled:
             return len(self.projections.transfers) > 0
-        return self.obligations.is_waiting and self._num_steps_disabled < self.configuration.max_silent_steps
+        return self.obligations.is_waiting and not self._is_overdue
 
     @property
     def is_whole(self) -> bool:
@@ -128,7 +129,7 @@ class Journal:
                 )
         for job, breach in refused:
             self.withhold(job.request_id, Rule.VLLM_CONTRACT.value, breach)
-            self._fail(job, e.Withheld.CONTRACT, breach)
+            self._withhold_job(job, e.Withheld.CONTRACT, breach)
         return [job for job, _ in refused]
 
     def _breach_of(self, job: PageJob, event: e.Event, decisions: Sequence[e.Event], *, has_load: bool) -> str:
@@ -145,13 +146,15 @@ class Journal:
         """Record that what was decided does not leave; with a rule, it is what that would have broken."""
         self.observe(e.DecisionWithheld(request_id, rule, detail, self.now()))
 
-    def _fail(self, job: PageJob, withheld: e.Withheld, detail: str) -> None:
-        """Report a job that no worker is given, in the place of all of them."""
-        error = f"not handed out: {detail}"
+    def _withhold_job(self, job: PageJob, withheld: e.Withheld, detail: str) -> None:
+        self._fail(job.job_id, job.request_id, withheld, f"not handed out: {detail}")
+
+    def _fail(self, job_id: int, request_id: str, withheld: e.Withheld, error: str) -> None:
+        """Report a job as failed in the place of all workers."""
         try:
             self.observe(
                 e.TransferReported(
-                    job_id=job.job_id,
+                    job_id=job_id,
                     ranks_done=(),
                     ranks_failed=tuple(range(self.configuration.num_ranks)),
                     is_repeated=False,
@@ -163,7 +166,7 @@ class Journal:
                 )
             )
         except Exception as failure:  # noqa: BLE001 -- as in any hook
-            self.hook_failed("withhold", job.request_id, failure)
+            self.hook_failed("withhold", request_id, failure)
 
     def ready(self) -> Ready:
         """What the workers are given with this step. Jobs that a step went without are reported as failed."""
@@ -171,7 +174,7 @@ class Journal:
         if not ready.late:
             return ready
         for job in ready.late:
-            self._fail(job, e.Withheld.HOOK_FAILED, "build_connector_meta failed")
+            self._withhold_job(job, e.Withheld.HOOK_FAILED, "build_connector_meta failed")
         return self.ledger.ready(Channel.WORKERS)
 
     def commit(self) -> bool:
@@ -194,12 +197,12 @@ class Journal:
             for job in self.obligations.issued_since(first_sequence):
                 is_promised = self.loads_must_not_fail and isinstance(job, e.LoadIssued) and not job.is_async
                 if not is_promised:
-                    self._fail(job, e.Withheld.UNWRITTEN, NOT_WRITTEN)
+                    self._withhold_job(job, e.Withheld.UNWRITTEN, NOT_WRITTEN)
         return self.is_written
 
     def decline(self, reason: str) -> None:
         """Serve nobody, and say why: to the log, and to people."""
-        self.is_disabled = True
+        self._disable()
         self.messages.warning("the model is not served, requests run as without a connector", reason=reason)
         try:
             self.observe(e.LogNote(f"declined: {reason}", self.now()))
@@ -224,12 +227,33 @@ class Journal:
 
     def _stand_aside(self) -> None:
         """Decide nothing any more. What vLLM waits for goes out all the same, other saves do not."""
-        self.is_disabled = True
+        self._disable()
         self.messages.error("the ledger is corrupt; caching is off until the engine restarts")
         for job in self.obligations.issued_since(0):
             if not (isinstance(job, e.LoadIssued) or (isinstance(job, e.SaveIssued) and job.is_async)):
-                self._fail(job, e.Withheld.HOOK_FAILED, "the ledger is corrupt")
+                self._withhold_job(job, e.Withheld.HOOK_FAILED, "the ledger is corrupt")
 
-    def step_passed(self) -> None:
-        """A step goes out; where nothing is decided any more, reports are waited for so many and no longer."""
-        self._num_steps_disabled += self.is_disabled
+    def _disable(self) -> None:
+        self.is_disabled = True
+        self._disabled_ns = self.now()
+
+    @property
+    def _is_overdue(self) -> bool:
+        """Whether what has not been reported since nothing is decided any more is waited for no longer."""
+        silent_ns = self.now() - self._disabled_ns
+        return (
+            self._num_steps_disabled >= self.configuration.max_silent_steps
+            and silent_ns >= self.configuration.max_silent_ms * 1_000_000
+        )
+
+    def pass_step(self) -> None:
+        """A step goes out although nothing is decided any more: whoever waits for a copy that is overdue waits no more.
+
+        Nobody can decide that it failed, so the connector reports it. Saves, too: vLLM keeps blocks for them.
+        """
+        self._num_steps_disabled += 1
+        if self._is_overdue:
+            for job_id, job in list(self.obligations.state.in_flight.items()):
+                self._fail(
+                    job_id, job.request_id, e.Withheld.OVERDUE, "nobody reported it, and nothing is decided any more"
+                )

@@ -254,7 +254,6 @@ class SchedulerSide:
         self._record_step(scheduler_output)
         self._admits = False
         self.journal.commit()
-        self.journal.step_passed()
         return self._hand_out()
 
     @guarded(default=NO_JOBS, hook_name="build_connector_meta")
@@ -277,6 +276,7 @@ class SchedulerSide:
     @guarded(default=None)
     def _record_step(self, scheduler_output: SchedulerOutput) -> None:
         if self.journal.is_disabled:
+            self.journal.pass_step()
             return
         for request_id in versions.preempted_request_ids(scheduler_output):
             request = self._requests.get(request_id)

@@ -100,7 +100,7 @@ FACTS: Mapping[str, Mapping[str, Why]] = MappingProxyType(
             "num_bytes": "measured by the workers, for metrics",
             "duration_ns": "measured by the workers, for metrics",
             "error": _PEOPLE,
-            "withheld": "the connector's word that no worker was given the job; no worker could tell",
+            "withheld": "the connector's word on why it reports in the workers' place; no worker could tell",
             "time_ns": _CLOCK,
         },
         "load.errors_observed": {"block_ids": ("FAILED_LOAD_TAINT",), "time_ns": _CLOCK},

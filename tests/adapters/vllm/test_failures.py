@@ -387,6 +387,29 @@ def test_a_fold_that_raises_turns_caching_off(make_engine: Any, event_class: typ
     assert not engine.connector.scheduler_side._requests
 
 
+@pytest.mark.parametrize("save_mode", ["sync", "async"])
+def test_a_load_that_nobody_reports_ends_although_nothing_is_decided_any_more(make_engine: Any, save_mode: str) -> None:
+    """After `max_silent_steps` it is reported as failed, and its request computes; held blocks are free again."""
+    engine = small(make_engine, replays=False, load_mode="async", save_mode=save_mode, max_silent_steps=8)
+    delay(engine)
+    crowd(engine)
+    preempt(engine)
+    for _ in range(100):
+        engine.step()
+        if any(job.kind == "load" for job in engine.projections.transfers):
+            break
+    engine.worker._worker_side.take_reports = lambda: None
+    fail_in_a_fold(engine, e.StepScheduled)
+    engine.run(max_steps=1000)
+    assert engine.connector.scheduler_side.journal.is_disabled
+    (report,) = [report for report in engine.logged(e.TransferReported) if report.withheld == e.Withheld.OVERDUE]
+    assert report.job_id == engine.logged(e.LoadIssued)[-1].job_id
+    assert [len(output) for output in engine.outputs.values()] == [NUM_OUTPUT_TOKENS] * len(engine.outputs)
+    engine.check_outputs()
+    owed = engine.projections.obligations
+    assert [owed.is_owing, owed.is_waiting, owed.is_freeing] == [False, False, False]
+
+
 # --- handlers --------------------------------------------------------------------------------------
 
 
