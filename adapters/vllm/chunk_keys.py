@@ -38,7 +38,7 @@ class ChunkKeySource:
         if self._hashes_per_chunk:
             hashes = request.block_hashes
             step = self._hashes_per_chunk
-            return tuple(bytes(hashes[i])[:KEY_BYTES] for i in range((first_chunk + 1) * step - 1, len(hashes), step))
+            return tuple([bytes(hashes[i])[:KEY_BYTES] for i in range((first_chunk + 1) * step - 1, len(hashes), step)])
         keys = []
         previous = parent or _ROOT
         for chunk in range(first_chunk, request.num_tokens // self._chunk_size):

@@ -12,7 +12,7 @@ from itertools import compress
 from typing import TYPE_CHECKING
 
 from kvledger.adapters.vllm import versions
-from kvledger.lifecycle import RequestRecord, RequestState, StepEncoder, TrustRegion
+from kvledger.lifecycle import BlocksRegion, RequestRecord, RequestState, StepEncoder, TrustRegion
 from kvledger.lifecycle import events as e
 
 if TYPE_CHECKING:
@@ -166,38 +166,45 @@ class StepReader:
         for ordinal, num_computed_tokens, num_tokens, _ in advanced:
             record = self._tracker.of(ordinal)
             if record is not None:
-                self._settle(settled, record, num_computed_tokens)
+                threshold = self._settle(settled, record, num_computed_tokens)
                 if num_tokens == 1:
-                    self._schedule(record, now + 1, num_computed_tokens + 1)
+                    self._schedule(record, now + 1, num_computed_tokens + 1, threshold)
         for request_id in self._due.pop(now, ()):
             record = self._tracker.get(request_id)
             if record is not None and self._encoder.is_decoding(record):
                 num_computed_tokens = self._tracker.num_computed_tokens(record)
-                self._settle(settled, record, num_computed_tokens)
-                self._schedule(record, now + 1, num_computed_tokens + 1)
+                threshold = self._settle(settled, record, num_computed_tokens)
+                self._schedule(record, now + 1, num_computed_tokens + 1, threshold)
         return tuple(dict.fromkeys(settled))
 
-    def _schedule(self, record: RequestRecord, next_step: int, num_computed_tokens: int) -> None:
+    def _schedule(self, record: RequestRecord, next_step: int, num_computed_tokens: int, threshold: int) -> None:
         if record.request_id in self._requests:
             # Where a token is in flight by then, it is not settled yet and the request is looked at once more.
-            threshold = self._projections.save_cursor.next_threshold(record.ordinal)
             due = next_step + max(0, threshold - num_computed_tokens)
             self._due.setdefault(due, []).append(record.request_id)
 
-    def _settle(self, settled: list[tuple[int, int, int]], record: RequestRecord, num_computed_tokens: int) -> None:
+    def _settle(self, settled: list[tuple[int, int, int]], record: RequestRecord, num_computed_tokens: int) -> int:
+        """Note what has settled; returns the number of settled tokens from which to look at the request again."""
+        threshold = self._projections.save_cursor.next_threshold(record.ordinal)
         request = self._requests.get(record.request_id)
         if request is None or record.trust is TrustRegion.QUARANTINED:
-            return
+            return threshold
         num_settled_tokens = num_computed_tokens - request.num_in_flight_tokens
         if self._projections.geometry.windows.forget:
             self._processed[record.request_id] = num_settled_tokens
-        if num_settled_tokens < self._projections.save_cursor.next_threshold(record.ordinal):
-            return
+        if num_settled_tokens < threshold:
+            return threshold
         self._sync_keys(request)
         entry = self._encoder.settled(record, num_settled_tokens)
-        if entry is not None:
-            self._tell_left(record, self._processed_before.get(record.request_id), self._time_ns)
-            settled.append(entry)
+        if entry is None:
+            return threshold
+        self._tell_left(record, self._processed_before.get(record.request_id), self._time_ns)
+        settled.append(entry)
+        geometry = self._projections.geometry
+        # It does not count until a load has arrived; and what windows leave in the next step is to be seen then.
+        if record.blocks is BlocksRegion.LOADING or geometry.windows.forget:
+            return threshold
+        return (geometry.num_chunks_in(entry[2]) + 1) * geometry.chunk_size
 
     def tell_left_at_end(self, record: RequestRecord, time_ns: int) -> None:
         """Before a request's end: what its windows leave now was not freed in the last step."""
