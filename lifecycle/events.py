@@ -181,12 +181,19 @@ class BlockTableObserved(RequestEvent, frozen=True, tag=4):
 class RequestPreempted(RequestEvent, frozen=True, tag=5):
     """Its blocks were taken. `num_settled_tokens` is what had certainly been written by then.
 
-    `num_tokens` is the engine's own count of its tokens then, prompt and output.
+    `num_tokens` is the engine's own count of its tokens then, prompt and output; `blocks_zeroed` says that its blocks
+    are zeroed, or may be, before anything could be copied out of them.
     """
 
     num_settled_tokens: int
     num_tokens: int
     time_ns: int
+    blocks_zeroed: bool = False
+
+    @property
+    def num_intact_tokens(self) -> int:
+        """Of the settled tokens those that a copy made before the next forward still finds."""
+        return 0 if self.blocks_zeroed else self.num_settled_tokens
 
 
 @observation("session.continued", variants=("num_computed_tokens", "part", "all"))
@@ -209,12 +216,21 @@ class TokensRolledBack(RequestEvent, frozen=True, tag=7):
 
 @observation("request.finished")
 class RequestFinished(RequestEvent, frozen=True, tag=8):
-    """No further scheduling (`request_finished`); `status` is vLLM's name for how it ended."""
+    """No further scheduling (`request_finished`); `status` is vLLM's name for how it ended.
+
+    `blocks_zeroed` as at a preemption.
+    """
 
     status: str
     num_settled_tokens: int
     num_tokens: int
     time_ns: int
+    blocks_zeroed: bool = False
+
+    @property
+    def num_intact_tokens(self) -> int:
+        """Of the settled tokens those that a copy made before the next forward still finds."""
+        return 0 if self.blocks_zeroed else self.num_settled_tokens
 
 
 # --- Observations: the engine ------------------------------------------------------------------

@@ -178,7 +178,10 @@ _WORDS: dict[type[e.Event], Callable[..., str]] = {
     e.RequestArrived: lambda event: f"arrived with {plural(event.num_prompt_tokens, 'prompt token')}",
     e.BlocksAllocated: _allocated,
     e.BlockTableObserved: lambda event: f"its block table is corrected to {plural(len(event.block_ids), 'block')}",
-    e.RequestPreempted: lambda event: f"preempted with {plural(event.num_settled_tokens, 'settled token')}",
+    e.RequestPreempted: lambda event: (
+        f"preempted with {plural(event.num_settled_tokens, 'settled token')}"
+        f"{', its blocks zeroed' * event.blocks_zeroed}"
+    ),
     e.SessionContinued: lambda event: (
         f"next turn: {event.num_computed_tokens} of {event.num_tokens} tokens are computed"
     ),

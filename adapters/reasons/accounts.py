@@ -139,7 +139,7 @@ class Accounts:
         life = self._lives.any(event.request_id)
         self._admissions.leave(life)
         life.tail = None
-        self._chunk_events.end_unsettled(life, event.num_settled_tokens)
+        self._chunk_events.end_unsettled(life, event.num_intact_tokens)
 
     def _released(self, event: e.RequestReleased, _sequence: int) -> None:
         life = self._lives.get(event.request_id)

@@ -44,17 +44,7 @@ def _speculates(observations: Iterable[Recorded]) -> bool:
 
 
 def _zeroes(observations: Iterable[Recorded]) -> bool:
-    """Whether requests end without anything to copy although they computed, as where new blocks are zeroed."""
-    computed: dict[int, int] = {}
-    ordinals: dict[str, int] = {}
-    ends = [0, 0]
-    for _, event in observations:
-        if isinstance(event, e.RequestArrived):
-            ordinals[event.request_id] = event.ordinal
-        elif isinstance(event, e.StepScheduled):
-            computed.update((ordinal, before + scheduled) for ordinal, before, scheduled, _ in event.advanced)
-        elif isinstance(event, e.RequestPreempted):
-            computed.pop(ordinals.get(event.request_id, -1), None)
-        elif isinstance(event, e.RequestFinished) and computed.get(ordinals.get(event.request_id, -1)):
-            ends[bool(event.num_settled_tokens)] += 1
-    return ends[0] > 0 and ends[1] == 0
+    """Whether new blocks are zeroed; every end says so."""
+    return any(
+        event.blocks_zeroed for _, event in observations if isinstance(event, e.RequestPreempted | e.RequestFinished)
+    )

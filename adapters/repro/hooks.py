@@ -175,7 +175,7 @@ class _HookRun:
     def _zeroed(self, call: HookCall) -> tuple[int, ...]:
         if not self._recording.zeroes_new_blocks:
             return ()
-        lost = [event for event in call.noticed(e.RequestPreempted) if not event.num_settled_tokens]
+        lost = [event for event in call.noticed(e.RequestPreempted) if event.blocks_zeroed]
         lives = [life for event in lost if (life := self._record.get(event.request_id)) is not None]
         return tuple(block_id for life in lives for block_id in life.block_ids)
 

@@ -33,7 +33,8 @@ class Noticing:
         self._chunk_size = journal.configuration.chunk_size
         self._keys = keys
         self._speculates = speculates
-        self._zeroes_new_blocks = zeroes_new_blocks
+        self.zeroes_new_blocks = zeroes_new_blocks
+        """Whether vLLM zeroes blocks before a copy out of them; it tells which only when the step is built."""
 
     def keys(self, request: Request) -> None:
         """Make the keys of all whole chunks known.
@@ -69,13 +70,14 @@ class Noticing:
         if record is None or request.num_preemptions <= record.num_preemptions:
             return
         self.keys(request)
-        num_settled_tokens = self.num_written_tokens(request, self._tracker.num_computed_tokens(record))
-        if overwritten is None:
-            num_settled_tokens = self.num_intact_tokens(num_settled_tokens)
-        elif not overwritten.isdisjoint(self._projections.blocks.held(request.request_id)):
-            num_settled_tokens = 0
+        blocks_zeroed = self.zeroes_new_blocks
+        if overwritten is not None:
+            blocks_zeroed = not overwritten.isdisjoint(self._projections.blocks.held(request.request_id))
+        num_settled_tokens = max(0, self.num_written_tokens(request, self._tracker.num_computed_tokens(record)))
         self._journal.observe(
-            e.RequestPreempted(request.request_id, max(0, num_settled_tokens), request.num_tokens, self._journal.now())
+            e.RequestPreempted(
+                request.request_id, num_settled_tokens, request.num_tokens, self._journal.now(), blocks_zeroed
+            )
         )
 
     def next_turn(self, request: Request) -> None:
@@ -152,10 +154,3 @@ class Noticing:
         if self._speculates:
             return max(0, min(num_computed_tokens, request.num_tokens - 1) - request.num_in_flight_tokens)
         return min(num_computed_tokens, request.num_tokens)
-
-    def num_intact_tokens(self, num_written_tokens: int) -> int:
-        """How many of these can still be copied in the next step, whatever blocks that step is given.
-
-        None where vLLM zeroes them first; it tells which only when the step is built.
-        """
-        return 0 if self._zeroes_new_blocks else num_written_tokens

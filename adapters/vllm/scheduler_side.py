@@ -400,9 +400,10 @@ class SchedulerSide:
             e.RequestFinished(
                 request.request_id,
                 request.status.name,
-                min(self._notice.num_intact_tokens(num_written_tokens), num_blocks * self._block_size),
+                min(num_written_tokens, num_blocks * self._block_size),
                 request.num_tokens,
                 self.journal.now(),
+                self._notice.zeroes_new_blocks,
             )
         )
         return True

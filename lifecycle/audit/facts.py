@@ -65,6 +65,7 @@ FACTS: Mapping[str, Mapping[str, Why]] = MappingProxyType(
             "num_settled_tokens": ("CHUNK_COMPLETE",),
             "num_tokens": ("RESUME_COVERS_OUTPUT",),
             "time_ns": _CLOCK,
+            "blocks_zeroed": ("CHUNK_COMPLETE",),
         },
         "session.continued": {
             "request_id": _KNOWN,
@@ -82,6 +83,7 @@ FACTS: Mapping[str, Mapping[str, Why]] = MappingProxyType(
             "num_settled_tokens": ("CHUNK_COMPLETE",),
             "num_tokens": ("CHUNK_COMPLETE",),
             "time_ns": _CLOCK,
+            "blocks_zeroed": ("CHUNK_COMPLETE",),
         },
         "step.scheduled": {
             "step": "the number of the connector's own steps; the audit counts by itself",

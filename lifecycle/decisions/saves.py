@@ -44,9 +44,9 @@ def save_on_preemption(turn: Turn, event: e.RequestPreempted) -> None:
         return
     lost = projections.blocks.lost(record.request_id)
     plan = _Plan(turn, before.generation, before.current, lost, before_forward=True, is_async=False)
-    plan.save(0, event.num_settled_tokens)
+    plan.save(0, event.num_intact_tokens)
     if projections.configuration.save_tails:
-        plan.save_tail(event.num_settled_tokens)
+        plan.save_tail(event.num_intact_tokens)
 
 
 def fence_saves(turn: Turn) -> None:
@@ -67,7 +67,7 @@ def save_on_finish(turn: Turn, event: e.RequestFinished) -> None:
     # the save. The last sampled token was never computed: its place in the last block was never written (vllm#54193).
     # What no step has computed upon may be the promise of a load that failed.
     num_computed_tokens = projections.tracker.num_computed_tokens(record)
-    num_written = min(event.num_settled_tokens, event.num_tokens - 1, num_computed_tokens)
+    num_written = min(event.num_intact_tokens, event.num_tokens - 1, num_computed_tokens)
     # Pages that leave a window are freed without a word, so a copy out of them must not outlast its step.
     is_async = projections.configuration.async_saves and not projections.geometry.windows.forget
     lost, left_since = projections.blocks.lost(record.request_id), projections.blocks.left_at_end(record.request_id)

@@ -261,7 +261,7 @@ class ChunkIndex:
         self._renew(ordinal, len(keys))
         if self._keep_for_preempted and ordinal >= 0:
             self._no_longer_want(ordinal)
-            wanted = tuple(keys[: self._geometry.num_chunks_in(event.num_settled_tokens)])
+            wanted = tuple(keys[: self._geometry.num_chunks_in(event.num_intact_tokens)])
             _count_up(self._wanted, wanted)
             self.state.wanted_by[ordinal] = wanted
             for key in wanted:

@@ -28,10 +28,10 @@ observations = st.one_of(
     st.builds(e.LookupRequested, names, tokens, tokens, st.just(1)),
     st.builds(e.BlocksAllocated, names, blocks, tokens, st.just(1)),
     st.builds(e.BlockTableObserved, names, blocks, st.just(1)),
-    st.builds(e.RequestPreempted, names, tokens, tokens, st.just(1)),
+    st.builds(e.RequestPreempted, names, tokens, tokens, st.just(1), st.booleans()),
     st.builds(e.SessionContinued, names, tokens, tokens, tokens, st.just(1)),
     st.builds(e.TokensRolledBack, names, tokens, st.just(1)),
-    st.builds(e.RequestFinished, names, st.just("FINISHED_ABORTED"), tokens, tokens, st.just(1)),
+    st.builds(e.RequestFinished, names, st.just("FINISHED_ABORTED"), tokens, tokens, st.just(1), st.booleans()),
     st.builds(
         e.StepScheduled,
         st.just(0),

@@ -34,7 +34,7 @@ def _save_one_token_too_many(turn: Any, event: Any) -> None:
     lost = turn.projections.blocks.lost(event.request_id)
     current = turn.before.current
     plan = saves._Plan(turn, turn.record.generation, current, lost, before_forward=True, is_async=False)
-    plan.save(0, event.num_settled_tokens + 1)
+    plan.save(0, event.num_intact_tokens + 1)
 
 
 def _call_failed_copies_done(turn: Any, job: Any) -> None:

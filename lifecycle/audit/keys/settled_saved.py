@@ -66,13 +66,13 @@ class SettledSaved:
 
     def _preempted(self, event: e.RequestPreempted, moment: Moment) -> None:
         if moment.blocks_before is not BlocksRegion.LOADING and moment.state_before is not RequestState.NEW:
-            self._take(event.num_settled_tokens, moment)
+            self._take(event.num_intact_tokens, moment)
 
     def _finished(self, event: e.RequestFinished, moment: Moment) -> None:
         life, model = moment.life, self._model
         if life is not None and not model.jobs.is_loading(life.ordinal, life.generation, outside_steps=True):
             num_computed_tokens = model.lives.num_computed_tokens(life)
-            self._take(min(event.num_settled_tokens, event.num_tokens - 1, num_computed_tokens), moment)
+            self._take(min(event.num_intact_tokens, event.num_tokens - 1, num_computed_tokens), moment)
 
     def _take(self, num_settled_tokens: int, moment: Moment) -> None:
         life = moment.life

@@ -112,7 +112,7 @@ class StoreContiguous:
         life = moment.life
         if life is not None:
             account = self._account(event.request_id)
-            account.end_chunk = min(event.num_settled_tokens // self._chunk_size, len(life.keys))
+            account.end_chunk = min(event.num_intact_tokens // self._chunk_size, len(life.keys))
             if life.quarantined or moment.was_stale:
                 self._pass_over(account, 0)
             elif account.end_chunk > account.num_chunks:

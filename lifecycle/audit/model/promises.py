@@ -105,7 +105,7 @@ class Promises:
     def _preempted(self, event: e.RequestPreempted, moment: Moment) -> None:
         self._over(event, moment)
         life = self._lives.get(event.request_id)
-        keys = [] if life is None or not self._keeps else life.keys[: event.num_settled_tokens // self._chunk_size]
+        keys = [] if life is None or not self._keeps else life.keys[: event.num_intact_tokens // self._chunk_size]
         if keys:
             self._waited_for[event.request_id] = _promise(moment.sequence, keys)
 

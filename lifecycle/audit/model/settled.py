@@ -58,10 +58,10 @@ class SettledTokens:
                     settled[life.request_id] = (num_settled_tokens, sequence)
 
     def _preempted(self, event: e.RequestPreempted, moment: Moment) -> None:
-        self._settled[event.request_id] = (event.num_settled_tokens, moment.sequence)
+        self._settled[event.request_id] = (event.num_intact_tokens, moment.sequence)
 
     def _finished(self, event: e.RequestFinished, moment: Moment) -> None:
-        self._settled[event.request_id] = (min(event.num_settled_tokens, event.num_tokens - 1), moment.sequence)
+        self._settled[event.request_id] = (min(event.num_intact_tokens, event.num_tokens - 1), moment.sequence)
 
     def _cut(self, event: e.SessionContinued | e.TokensRolledBack, moment: Moment) -> None:
         before, told_at = self._settled.get(event.request_id, (0, moment.sequence))

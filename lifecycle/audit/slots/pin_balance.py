@@ -39,7 +39,7 @@ class PinBalance:
         return [(e.RequestPreempted, self._was_preempted), (e.SaveDeclined, self._declined)]
 
     def _was_preempted(self, event: e.RequestPreempted, moment: Moment) -> None:
-        self._preempted = (moment.sequence, event.num_settled_tokens)
+        self._preempted = (moment.sequence, event.num_intact_tokens)
 
     def _declined(self, event: e.SaveDeclined, moment: Moment) -> list[Violation] | None:
         if event.reason != POOL_FULL:

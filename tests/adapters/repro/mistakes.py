@@ -49,7 +49,7 @@ IN_THE_ADAPTER: dict[str, Patch] = {
             self._requests[request_id].num_preemptions > 0 and num_computed_tokens > 0
         ),
     ),
-    "end_of_long": _raising(Noticing, "num_intact_tokens", lambda _, num_tokens: num_tokens > 80),
+    "end_of_long": _raising(Noticing, "num_written_tokens", lambda *arguments: arguments[-1] > 80),
     "odd_arrival": _raising(
         Ledger, "observe", lambda _, event: isinstance(event, e.RequestArrived) and event.num_prompt_tokens == 33
     ),

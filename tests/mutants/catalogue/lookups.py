@@ -164,7 +164,7 @@ def evicted_while_waited_for(touch: Touch) -> Sequence[Patch]:
 
     def preempted(original: Any, index: ChunkIndex, event: e.RequestPreempted, sequence: int) -> None:
         index._keep_for_preempted = False
-        if index._chunk_keys.of(event.request_id)[: event.num_settled_tokens // index._geometry.chunk_size]:
+        if index._chunk_keys.of(event.request_id)[: event.num_intact_tokens // index._geometry.chunk_size]:
             touch()
         original(index, event, sequence)
 

@@ -44,7 +44,7 @@ def last_sampled_token_saved(touch: Touch) -> Sequence[Patch]:
         size = projections.configuration.chunk_size
         blocks = projections.blocks.lost(record.request_id)
         has_place = event.num_tokens <= len(blocks) * projections.configuration.block_size
-        if has_place and event.num_tokens % size == 0 and event.num_settled_tokens == event.num_tokens - 1:
+        if has_place and event.num_tokens % size == 0 and event.num_intact_tokens == event.num_tokens - 1:
             touch()
             current = turn.before.current
             plan = saves._Plan(turn, record.generation, current, blocks, before_forward=True, is_async=False)
