@@ -47,8 +47,8 @@ What remains outside of the tables, and why
   keys: values, which something else replaces as a whole. Whether a tail or a chunk is saved: that follows from its job.
   Who keeps a chunk (promised, read, waited for): several at a time. Blocks that could not be filled, that a request
   lost or that a window leaves: they are blocks, of which a request has many, and the next table replaces them. Whether
-  a request decodes one token a step: how steps are written. Sub-states: rows of extensions, which may refuse nothing,
-  so that no machine runs them; in the wrong one a request would be decided about otherwise, which deciding again sees.
+  a request decodes one token a step: how steps are written. Sub-states: rows of extensions, which may refuse nothing
+  and lead where their phase leads, and the phase is walked; so no audit runs a machine for them, and a test runs one.
 
 The diagrams in `docs/states.md`, the reference machines and the compiled form are all generated from these rows.
 """

@@ -3,6 +3,12 @@
 Pure: any number of lookups equals one. The hit may come from the lookup cache, the answer never does: it is
 computed against the `num_computed_tokens` of this very call. The one thing that may be answered instead of a number is
 "ask again", where a preempted request's own save is still under way, and only a bounded number of times in a row.
+
+Three bounds below are there for vLLM 0.32 alone: who computes first (`_inflight_prefill_reserved_blocks` and
+`kv_holding_waiting` in v1/core/sched/scheduler.py), one load after another, and loads beside the steps where there are
+several groups (`_handle_invalid_blocks`, same file). The first two hang on what was folded, regions and jobs under way:
+an adapter that lowered answers instead would fold that a second time, and the log would not say what was answered. The
+third is one with the windows in the configuration, so that nobody can give one without the other.
 """
 
 from __future__ import annotations

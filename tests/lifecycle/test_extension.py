@@ -7,13 +7,15 @@ from typing import Any, ClassVar
 import attrs
 import msgspec
 import pytest
-from lifecycle_driver import Driver, keys_of
+from lifecycle_driver import Driver, Walk, keys_of
 from starvation_guard import StarvationGuard, Starving, StarvingKept, Watching
+from transitions import Machine
 
-from kvledger.lifecycle import Core, CoreError, Extension, ProjectionSpec, RequestState, StateHandler, Turn
+from kvledger.lifecycle import Core, CoreError, Extension, Projections, ProjectionSpec, RequestState, StateHandler, Turn
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit import Audit
 from kvledger.lifecycle.codec import EventDecoder, EventEncoder, vocabulary_header
+from kvledger.lifecycle.events import trigger_of
 
 CORE = Core.standard().extended(StarvationGuard())
 
@@ -57,6 +59,61 @@ def test_a_sub_state_goes_on_where_a_row_leads_and_ends_where_none_does() -> Non
     driver.settle_all()
     driver.step(("a", 32, 2, 34))
     assert record.path == "running"
+
+
+def reference_of(core: Core) -> Machine:
+    """The rows of the phase and of all extensions, run by `transitions`; a sub-state is left where its phase is."""
+    of_extensions = {(source, trigger): dest for each in core.extensions for source, trigger, dest in each.rows}
+    paths = {RequestState(state).value for state in RequestState} | {
+        end for (source, _), dest in of_extensions.items() for end in (source, dest)
+    }
+    rows = dict(of_extensions)
+    for source, trigger, dest in core.regions[0].flat():
+        for path in (each for each in paths if each.partition(".")[0] == source):
+            from_phase = of_extensions.get((source, trigger))
+            rows.setdefault((path, trigger), from_phase or (path if source is dest else dest.value))
+    return Machine(
+        model=None,
+        states=sorted(paths),
+        transitions=[{"trigger": each[1], "source": each[0], "dest": dest} for each, dest in rows.items()],
+        initial=RequestState.NEW.value,
+        auto_transitions=False,
+    )
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_machine_that_runs_the_rows_goes_where_the_fold_goes(seed: int) -> None:
+    """Upon every event about a request, in a crowd that is preempted again and again."""
+
+    class Path:
+        """What the machine moves."""
+
+        def __init__(self, state: str) -> None:
+            self.state = state
+
+    walk = Walk(seed, chunk_size=16, block_size=16, core=CORE, extensions={"starvation": {"num_preemptions": 1}})
+    walk.run(150)
+    machine, projections = reference_of(CORE), Projections(CORE, walk.driver.configuration)
+    seen = set()
+    for sequence, event in enumerate(walk.driver.observed, 1):
+        record = projections.tracker.get(event.request_id) if isinstance(event, e.RequestEvent) else None
+        is_of_another_life = (
+            isinstance(event, e.RequestDecision)
+            and record is not None
+            and record.life != (event.request_id, event.ordinal, event.generation)
+        )
+        path = None if record is None else Path(record.path)
+        projections.fold(event, sequence)
+        if path is None or isinstance(event, e.RequestArrived | e.RequestReleased) or is_of_another_life:
+            continue
+        of_extension = isinstance(event, e.ExtensionObserved | e.ExtensionDecided)
+        trigger = f"{event.extension}/{event.name}" if of_extension else trigger_of(event)
+        if trigger in machine.events and machine.get_triggers(path.state).count(trigger):
+            machine.events[trigger].trigger(path)
+        assert record is not None
+        assert record.path == path.state, (sequence, event)
+        seen.add(record.path)
+    assert {"preempted.starving", "recovering.starving", "running"} <= seen
 
 
 def test_settings_stand_in_the_configuration() -> None:

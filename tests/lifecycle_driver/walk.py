@@ -90,7 +90,7 @@ class _Copy:
 class Walk:
     """One seed's walk; `run` plays it, `driver` has the ledger and its log."""
 
-    def __init__(self, seed: int, *, chunk_size: int, block_size: int) -> None:
+    def __init__(self, seed: int, *, chunk_size: int, block_size: int, **options: Any) -> None:
         self.random = Random(seed)
         self.driver = CheckedDriver(
             chunk_size=chunk_size,
@@ -101,6 +101,7 @@ class Walk:
             num_ranks=self.random.choice((1, 1, 2)),
             async_saves=self.random.random() < 0.5,
             async_load_tokens=self.random.choice((None, 0, 20)),
+            **options,
         )
         self.device = Device(block_size, self.random.randint(6, 14))
         self.asynchronous = self.random.random() < 0.5
