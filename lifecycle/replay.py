@@ -71,6 +71,8 @@ class Current(Protocol):
 
     sequence: int
     event: Event | None
+    cause: int
+    """The last observation: what is decided now is decided upon it."""
 
 
 @attrs.define
@@ -79,6 +81,7 @@ class ReplayedEvent:
 
     sequence: int = 0
     event: Event | None = None
+    cause: int = 0
 
 
 Check = Callable[[Any, Any], object]
@@ -111,7 +114,7 @@ class Replay:
 
     Args:
         checks: (event class, check) pairs, done in this order after the fold of such an event.
-        current: what the checks are given beside the event; sequence and event are set before the fold.
+        current: what the checks are given beside the event; it is set before the fold.
         on_found: given what a check returned.
         start: what is believed before the first event; it is folded on. Default: nothing.
     """
@@ -134,8 +137,6 @@ class Replay:
         self.current: Current = ReplayedEvent() if current is None else current
         """The event that is or was last taken up."""
         self._is_extended = bool(core.extensions)
-        self._cause = 0
-        """The last observation."""
         self._raised = self.projections.extensions.raised
         self.projections.extensions.on_raised = self._stop_extensions
         self._decider = Decider(core, self.projections, self._decided)
@@ -200,7 +201,7 @@ class Replay:
             return
         if self._missing is not None:
             self.finish()
-        self._cause = sequence
+        self.current.cause = sequence
         if isinstance(event, HookFailed) and event.error.startswith(CORRUPT):
             self._stands_aside = True
         if self._stands_aside:
@@ -223,7 +224,7 @@ class Replay:
             if self._raised:
                 self._stop_extensions()
             if deciding is not None:
-                deciding(event, self._cause, before)
+                deciding(event, self.current.cause, before)
         except TurnEnded:
             pass  # at a difference, or where a fold failed
         if self._error is not None:
@@ -258,7 +259,7 @@ class Replay:
 
     def _stop_extensions(self) -> None:
         """Name it where code of an extension raises, and the log does not say that it did."""
-        for decision in self.projections.extensions.stops(self._cause):
+        for decision in self.projections.extensions.stops(self.current.cause):
             self._decided(decision)
 
     def _diverged(self, sequence: int, recorded: Event | None, decided: Event | None) -> None:

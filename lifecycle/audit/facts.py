@@ -14,7 +14,7 @@ from types import MappingProxyType
 Why = tuple[str, ...] | str
 """Rules, or in words why there is none."""
 
-_AGAIN = "decided again, and no rule knows another way to it"
+_CAUSE = ("LEGAL_TRANSITION",)
 _CLOCK = "a clock: nothing contradicts it but order, and LIVENESS measures silence with it"
 _ENGINE = "only the engine knows; nothing else in the log tells it"
 _PEOPLE = "for people; nothing hangs on it"
@@ -22,13 +22,13 @@ _PASSED_ON = "what was noticed live, which RECORDED passes on"
 _KNOWN = ("LEGAL_TRANSITION",)
 _LIFE = ("GEN_ISOLATION",)
 _NAMED: Mapping[str, Why] = {"request_id": ("LEGAL_TRANSITION", "GEN_ISOLATION"), "ordinal": _LIFE, "generation": _LIFE}
-_SETTLED: Mapping[str, Why] = {**_NAMED, "request_id": _LIFE, "job_id": ("COMPLETION_ONCE",), "cause": _AGAIN}
-_JOB: Mapping[str, Why] = {**_NAMED, "job_id": ("COMPLETION_ONCE",), "cause": _AGAIN}
+_SETTLED: Mapping[str, Why] = {**_NAMED, "request_id": _LIFE, "job_id": ("COMPLETION_ONCE",), "cause": _CAUSE}
+_JOB: Mapping[str, Why] = {**_NAMED, "job_id": ("COMPLETION_ONCE",), "cause": _CAUSE}
 _PROGRESS: Mapping[str, Why] = {
     **_NAMED,
     "num_computed_tokens": ("TOKEN_CONSERVATION",),
     "num_tokens": ("TOKEN_CONSERVATION",),
-    "cause": _AGAIN,
+    "cause": _CAUSE,
 }
 _EXTENSION: Mapping[str, Why] = dict.fromkeys(
     ("extension", "name", "extension_version", "payload"), "the extension's own rules judge what only it understands"
@@ -86,7 +86,7 @@ FACTS: Mapping[str, Mapping[str, Why]] = MappingProxyType(
             "blocks_zeroed": ("CHUNK_COMPLETE",),
         },
         "step.scheduled": {
-            "step": "the number of the connector's own steps; the audit counts by itself",
+            "step": ("STEP_SUM",),
             "num_scheduled_tokens": ("STEP_SUM",),
             "advanced": ("STEP_SUM", "LEGAL_TRANSITION", "TOKEN_CONSERVATION", "LAST_TOKEN", "ROLLBACK_OBSERVED"),
             "paused": ("STEP_SUM",),
@@ -117,7 +117,7 @@ FACTS: Mapping[str, Mapping[str, Why]] = MappingProxyType(
             "is_async": ("ALLOC_MATCHES_LOOKUP",),
             "miss_reason": ("LONGEST_HIT",),
             "miss_cause": ("LONGEST_HIT",),
-            "cause": _AGAIN,
+            "cause": _CAUSE,
         },
         "lookup.deferred": {
             **_NAMED,
@@ -125,7 +125,7 @@ FACTS: Mapping[str, Mapping[str, Why]] = MappingProxyType(
             "num_tokens": ("LOOKUP_PURE",),
             "job_id": ("DEFER_BOUNDED",),
             "num_deferred": ("DEFER_BOUNDED",),
-            "cause": _AGAIN,
+            "cause": _CAUSE,
         },
         "load.issued": {
             **_JOB,
@@ -142,9 +142,8 @@ FACTS: Mapping[str, Mapping[str, Why]] = MappingProxyType(
             "chunks": ("CHUNK_COMPLETE", "STORE_CONTIGUOUS", "SETTLED_SAVED", "SRC_BLOCK_OWNED"),
             "slots": ("SLOT_EXCLUSIVE", "SRC_BLOCK_OWNED", "GROUP_AGREEMENT"),
             "block_ids": ("SRC_BLOCK_OWNED", "SRC_BLOCK_STABLE"),
-            "before_forward": ("SRC_BLOCK_OWNED", "GEN_ISOLATION"),
-            "is_async": ("SRC_BLOCK_STABLE", "DELAY_FREE_CONTRACT"),
-            "cause": ("FINISH_IS_LAST", "SETTLED_SAVED"),
+            "before_forward": ("SRC_BLOCK_OWNED",),
+            "is_async": ("SRC_BLOCK_OWNED",),
         },
         "tail.save_issued": {
             **_JOB,
@@ -160,38 +159,39 @@ FACTS: Mapping[str, Mapping[str, Why]] = MappingProxyType(
             "first_chunk": ("SETTLED_SAVED",),
             "num_chunks": _PEOPLE,
             "reason": ("PIN_BALANCE",),
-            "cause": ("SETTLED_SAVED",),
+            "cause": _CAUSE,
         },
         "transfer.awaited": {
             **_NAMED,
             "request_id": _LIFE,
             "job_id": ("SRC_BLOCK_STABLE", "LIVENESS"),
             "before_forward": ("SRC_BLOCK_STABLE",),
-            "cause": _AGAIN,
+            "cause": _CAUSE,
         },
         "blocks.held": {
             **_NAMED,
             "request_id": ("LEGAL_TRANSITION", "DELAY_FREE_CONTRACT"),
-            "cause": ("DELAY_FREE_CONTRACT",),
+            "cause": _CAUSE,
         },
         "chunk.evicted": {
             "key": ("EVICT_IDLE_ONLY", "HIT_PINNED", "WAITING_KEPT", "SLOT_EXCLUSIVE"),
-            **dict.fromkeys(("request_id", "ordinal", "generation"), _PEOPLE),
-            "cause": _AGAIN,
+            **dict.fromkeys(("request_id", "ordinal", "generation"), _LIFE),
+            "cause": _CAUSE,
         },
-        "chunk.tainted": {"key": ("FAILED_LOAD_TAINT", "LONGEST_HIT"), "cause": _AGAIN},
+        "chunk.tainted": {"key": ("FAILED_LOAD_TAINT", "LONGEST_HIT"), "cause": _CAUSE},
         "prefill.advanced": _PROGRESS,
         "prefill.completed": _PROGRESS,
         "request.released": {
             "request_id": _KNOWN,
             "ordinal": ("RELEASE_ALL",),
             "generation": ("RELEASE_ALL",),
-            "cause": _AGAIN,
+            "cause": _CAUSE,
         },
-        "request.quarantined": {**_NAMED, "reason": _PEOPLE, "cause": _AGAIN},
-        "invariant.violated": dict.fromkeys(
-            ("rule", "request_id", "ordinal", "generation", "detail", "cause"), _PASSED_ON
-        ),
+        "request.quarantined": {**_NAMED, "reason": _PEOPLE, "cause": _CAUSE},
+        "invariant.violated": {
+            **dict.fromkeys(("rule", "request_id", "ordinal", "generation", "detail"), _PASSED_ON),
+            "cause": _CAUSE,
+        },
         "log.note": {"text": _PEOPLE, "time_ns": _CLOCK},
         "window.left": {"request_id": _KNOWN, "num_settled_tokens": _ENGINE, "time_ns": _CLOCK},
         "effects.delivered": {
@@ -212,11 +212,12 @@ FACTS: Mapping[str, Mapping[str, Why]] = MappingProxyType(
             "request_id": _KNOWN,
             **dict.fromkeys(("ordinal", "generation"), "no fold of the core asks whose it is"),
             **_EXTENSION,
-            "cause": _AGAIN,
+            "cause": _CAUSE,
         },
         "extension.stopped": {
             **dict.fromkeys(("extension", "extension_version"), "the code that raised may be another one by now"),
-            **dict.fromkeys(("where", "error", "cause"), _PEOPLE),
+            **dict.fromkeys(("where", "error"), _PEOPLE),
+            "cause": _CAUSE,
         },
     }
 )

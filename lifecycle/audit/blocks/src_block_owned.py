@@ -17,15 +17,16 @@ from kvledger.lifecycle.geometry import Geometry
 from kvledger.lifecycle.states import RequestState
 from kvledger.lifecycle.windows import NO_SLOT, NULL_BLOCK, blocks_at
 
-_FINISHED = RequestState.FINISHED
+_FINISHED, _PREEMPTED = RequestState.FINISHED, RequestState.PREEMPTED
 
 
 class SrcBlockOwned:
     """The source blocks of a save are exactly those of its chunks, or of its tail, in the request's table.
 
     Verifies: the blocks, their order and number against the table that the log folds to, the chunks each once and in
-    order; blocks that were just
-    lost are copied before the step's forward; a tail is copied from the blocks of its tokens in the lost table.
+    order; a tail is copied from the blocks of its tokens in the lost table. Blocks that are free are copied before the
+    step's forward, and no others; only where the configuration says so asynchronously, and never what a preemption
+    took; all this for models that free nothing by a window.
     Does not verify: that the folded table is the scheduler's (TABLE_EQ), that the blocks stay untouched until the copy
     is done (SRC_BLOCK_STABLE), nor saves that a finished request should not get at all (FINISH_IS_LAST).
     """
@@ -34,6 +35,7 @@ class SrcBlockOwned:
 
     def __init__(self) -> None:
         self._pages_per_chunk = 0
+        self._async_saves = self._forgets = False
         self._geometry: Geometry
         self._jobs: JobsInFlight
         self._tables: Tables
@@ -42,6 +44,7 @@ class SrcBlockOwned:
         """By class of event."""
         self._pages_per_chunk, self._geometry = model.geometry.pages_per_chunk, model.geometry
         self._jobs, self._tables = model.jobs, model.tables
+        self._async_saves, self._forgets = model.configuration.async_saves, model.geometry.windows.forget
         return [
             (e.SaveIssued, self._save_issued),
             (e.TailSaveIssued, self._check),
@@ -53,6 +56,11 @@ class SrcBlockOwned:
             return [violation(self.rule, moment, detail, event.cause)]
         life, block_ids, in_flight = moment.life, event.block_ids, self._jobs.current
         table = None if life is None else self._tables.of(life.ordinal)
+        if (
+            event.before_forward is not (not table and not event.is_async)
+            or (event.is_async and (not self._async_saves or moment.state_before is _PREEMPTED))
+        ) and not self._forgets:
+            return self._at_another_time(event, moment)
         if not table and (event.before_forward or moment.state_before is _FINISHED):
             table = self._tables.lost_by(moment.life)
         if table and in_flight is not None and not in_flight.leaves_out and len(event.slots) == len(block_ids):
@@ -71,6 +79,14 @@ class SrcBlockOwned:
                 if pages and pages[-1] < len(table) and block_ids == blocks_at(pages, table):
                     return None
         return self._check(event, moment)
+
+    def _at_another_time(self, event: e.SaveIssued, moment: Moment) -> list[Violation] | None:
+        if moment.life is None or (moment.state_before is _FINISHED and not len(self._tables.lost_by(moment.life))):
+            return None  # of nobody, or a save that its end did not cause: LEGAL_TRANSITION and FINISH_IS_LAST name it
+        when = "before the forward" if event.before_forward else "asynchronously" if event.is_async else "with the step"
+        has = "still has" if self._tables.of(moment.life.ordinal) else "has lost"
+        detail = f"save {event.job_id} copies {when} out of blocks that the request {has}"
+        return [violation(self.rule, moment, detail, event.cause)]
 
     def _check(self, event: e.SaveIssued | e.TailSaveIssued, moment: Moment) -> Iterator[Violation]:
         """Look the tokens up in the table."""

@@ -11,6 +11,7 @@ from kvledger.lifecycle.audit.model import Model
 from kvledger.lifecycle.audit.model.jobs import InFlight, JobsInFlight
 from kvledger.lifecycle.audit.model.lives import Life
 from kvledger.lifecycle.audit.model.moment import Check, Moment
+from kvledger.lifecycle.states import RequestState
 
 _OfAJob = e.LoadCompleted | e.LoadFailed | e.SaveCompleted | e.SaveFailed | e.TransferAwaited
 _OF_THE_PRESENT = (
@@ -30,17 +31,16 @@ _Decision = (
     | e.PrefillAdvanced
     | e.PrefillCompleted
     | e.RequestQuarantined
-    | e.SaveIssued
-    | e.TailSaveIssued
-    | e.SaveDeclined
 )
+_OfBlocks = e.SaveIssued | e.TailSaveIssued | e.SaveDeclined | e.ChunkEvicted
+_PREEMPTED = RequestState.PREEMPTED
 
 
 class GenIsolation:
     """Jobs are known by their id, and what is decided names the life that it concerns.
 
     Verifies: what is decided about a job names the life (request, ordinal, generation) it was issued for; every other
-    decision the present one, or the generation before for a save of blocks that were just lost, as a tail's always are.
+    decision the present one; a save of what a preemption took, what it declines and whom it evicts, the one before.
     Does not verify: that an event of another generation leaves the request in its state, which the reference machines
     show that every audit walks along; that the bytes went to the right generation's blocks.
     """
@@ -53,10 +53,11 @@ class GenIsolation:
         """By class of event."""
         self._jobs = model.jobs
         return [
-            (e.SaveIssued, self._save_issued),
-            (e.TailSaveIssued, self._tail_issued),
+            (e.SaveIssued, self._of_blocks),
+            (e.TailSaveIssued, self._of_blocks),
             *((event_class, self._of_the_present) for event_class in _OF_THE_PRESENT),
-            (e.SaveDeclined, self._declined),
+            (e.SaveDeclined, self._of_blocks),
+            (e.ChunkEvicted, self._evicted),
             (e.TransferAwaited, self._awaited),
             (e.LoadCompleted, self._settled),
             (e.LoadFailed, self._settled),
@@ -70,32 +71,23 @@ class GenIsolation:
             return None
         return self._named_another(event, life, moment)
 
-    def _save_issued(self, event: e.SaveIssued, moment: Moment) -> list[Violation] | None:
-        life = moment.life
-        if life is None or (event.generation == life.generation and event.ordinal == life.ordinal):
-            return None
-        return (
-            self._of_what_was_lost(event, life, moment)
-            if event.before_forward
-            else self._named_another(event, life, moment)
-        )
+    def _of_blocks(self, event: _OfBlocks, moment: Moment) -> list[Violation] | None:
+        """What is about blocks concerns those that a preemption has just taken, or those that the request has."""
+        return None if moment.life is None else self._of_blocks_of(moment.life, event, moment)
 
-    def _tail_issued(self, event: e.TailSaveIssued, moment: Moment) -> list[Violation] | None:
-        # A tail is always saved from blocks that were just lost, which are those of the generation before.
-        return None if moment.life is None else self._of_what_was_lost(event, moment.life, moment)
+    def _evicted(self, event: e.ChunkEvicted, moment: Moment) -> list[Violation] | None:
+        life = moment.life_of(event.request_id)
+        if life is not None:
+            return self._of_blocks_of(life, event, moment)
+        detail = f"{event.id} names {_words(_life(event))}, but no request has this id"
+        return [violation(self.rule, moment, detail, event.cause)]
 
-    def _declined(self, event: e.SaveDeclined, moment: Moment) -> list[Violation] | None:
-        life = moment.life
-        if life is None or (event.generation == life.generation and event.ordinal == life.ordinal):
-            return None
-        return self._of_what_was_lost(event, life, moment)
-
-    def _of_what_was_lost(self, event: _Decision, life: Life, moment: Moment) -> list[Violation] | None:
-        if event.ordinal == life.ordinal and event.generation == life.generation - 1:
+    def _of_blocks_of(self, life: Life, event: _OfBlocks, moment: Moment) -> list[Violation] | None:
+        if event.ordinal == life.ordinal and event.generation == life.generation - (life.state is _PREEMPTED):
             return None
         return self._named_another(event, life, moment)
 
-    def _named_another(self, event: _Decision, life: Life, moment: Moment) -> list[Violation]:
+    def _named_another(self, event: _Decision | _OfBlocks, life: Life, moment: Moment) -> list[Violation]:
         detail = f"{event.id} names {_words(_life(event))}, the request is in {_words(life.name)}"
         return [violation(self.rule, moment, detail, event.cause)]
 
@@ -116,7 +108,7 @@ class GenIsolation:
         return [violation(self.rule, moment, detail, job.sequence, event.cause)]
 
 
-def _life(event: e.RequestDecision) -> tuple[str, int, int]:
+def _life(event: e.RequestDecision | e.ChunkEvicted) -> tuple[str, int, int]:
     return event.request_id, event.ordinal, event.generation
 
 

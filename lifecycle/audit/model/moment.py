@@ -22,12 +22,14 @@ def _nobody(_request_id: str) -> Life | None:
 class Moment:
     """One object serves a whole audit, so that nothing is made for an event; whoever wants to keep something copies it.
 
-    Sequence and event are set by whoever reads the log, the rest by the lives; what is about a request says nothing at
-    an event that names none. An attrs class, because setting a field of a struct costs more.
+    Sequence, event and cause are set by whoever reads the log, the rest by the lives; what is about a request says
+    nothing at an event that names none. An attrs class, because setting a field of a struct costs more.
     """
 
     sequence: int = 0
     event: Event | None = None
+    cause: int = 0
+    """Sequence number of the last observation: what is decided now is decided upon it. 0 before the first."""
     life: Life | None = None
     """The present life of the event's request, one that begins or ends here included."""
     state_before: RequestState | None = None

@@ -15,7 +15,8 @@ from kvledger.lifecycle.audit.model.start import Start
 class StepSum:
     """The tokens of a step are those of the requests that it tells of, and one for each that decodes as before.
 
-    Verifies: this for every step, so that a request which a step leaves out or counts twice shows at once.
+    Verifies: this for every step, so that a request which a step leaves out or counts twice shows at once; and that no
+    step is missing between two, by their numbers.
     Does not verify: which request it was; two mistakes in one step that cancel out; after a hook has failed, whose
     request may never have been observed, that nobody is missing.
     """
@@ -40,7 +41,10 @@ class StepSum:
         self._may_be_hidden = True
 
     def _step_scheduled(self, event: e.StepScheduled, moment: Moment) -> list[Violation] | None:
-        counted = self._model.lives.num_scheduled_tokens
+        lives = self._model.lives
+        if event.step != lives.num_steps - 1:
+            return [violation(self.rule, moment, f"step {event.step} follows upon {lives.num_steps - 1} steps")]
+        counted = lives.num_scheduled_tokens
         if event.num_scheduled_tokens == counted or (self._may_be_hidden and event.num_scheduled_tokens > counted):
             return None
         detail = f"the step has {event.num_scheduled_tokens} tokens, its requests add up to {counted}"

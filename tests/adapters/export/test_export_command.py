@@ -131,14 +131,15 @@ def test_a_log_that_cannot_be_folded_is_exported_up_to_there(
 def test_the_page_of_a_log_that_is_decided_otherwise_today_says_so(
     run: Any, tools: Any, story: Driver, tmp_path: Path
 ) -> None:
-    """With what was recorded and what would be decided."""
-    events = changed(story, e.LookupAnswered, cause=1)
+    """With what was recorded and what would be decided; any free slot will do, but it would take others."""
+    events = changed(story, e.SaveIssued, slots=(8, 9, 10))
+    del events[next(at for at, event in enumerate(events, 1) if type(event) is e.SaveIssued) :]
     log, path = tools.write_log(tmp_path / "other", events, story.configuration), tmp_path / "page.html"
     assert run("export", log, "--html", "-o", path).exit_code == 0
     page = path.read_text()
     assert "today&#x27;s code decides otherwise" in page
-    for who, cause in (("recorded", 1), ("decided today", 3)):
-        assert re.search(f"{who}: lookup.answered [^<]*, cause={cause}<", page), who
+    for who, slots in (("recorded", "8, 9, 10"), ("decided today", "0, 1, 2")):
+        assert re.search(rf"{who}: save.issued [^<]*slots=[\[(]{slots}", page), who
 
 
 @pytest.mark.parametrize("form", [*FORMATS, "--csv=events"])

@@ -94,6 +94,7 @@ def beside_story() -> Driver:
     driver.step(("b", 0, 33, 33))
     driver.step(("b", 33, 1, 34), settled=[("b", 0, 33)])
     driver.finish("b", 34, 35)
+    driver.observe(e.LogNote("ending", 2))
     driver.step()
     driver.settle_all()
     driver.finish("a", 38, 39)

@@ -58,20 +58,22 @@ def further_story() -> tuple[Driver, list[SequencedEvent]]:
     driver.step(("a", 0, 33, 33))
     driver.observe(e.WindowLeft("a", 0, 91))
     driver.observe(e.BlockTableObserved("a", (1, 2, 3), 92))
-    driver.observe(e.LogNote("observed", 93))
-    driver.observe(e.LogNote("decided", 94))
+    for kind in ("observed", "decided", "stopped"):
+        driver.observe(e.LogNote(kind, 93))
     for request_id in ("a", "b", "whole"):
         driver.finish(request_id, 16, 34)
     driver.settle_all()
     driver.step()
     driver.ledger.commit()
+    recorded = driver.sink.events()
+    (cause,) = [its for its, event in recorded if isinstance(event, e.LogNote) and event.text == "observed"]
     of_extension = {
         "observed": e.ExtensionObserved("a", "nobodys", "seen", 1, b"", 93),
-        "decided": e.ExtensionDecided("a", 3, 1, "nobodys", "done", 1, b"", 1),
+        "decided": e.ExtensionDecided("a", 3, 1, "nobodys", "done", 1, b"", cause),
+        "stopped": e.ExtensionStopped("nobodys", 1, "kept", "ValueError in line 1", cause),
     }
     return driver, [
-        (sequence, of_extension[event.text] if isinstance(event, e.LogNote) else event)
-        for sequence, event in driver.sink.events()
+        (sequence, of_extension[event.text] if isinstance(event, e.LogNote) else event) for sequence, event in recorded
     ]
 
 
