@@ -13,7 +13,7 @@ from typing import Any
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.core import Core
 from kvledger.lifecycle.decisions.release import release_if_settled
-from kvledger.lifecycle.decisions.reports import ask_after, check_report, give_up_silent, settle
+from kvledger.lifecycle.decisions.reports import ask_after, check_report, give_up_silent, give_up_unfenced, settle
 from kvledger.lifecycle.events import trigger_of, triggers_of
 from kvledger.lifecycle.gate import Before, fields_of
 from kvledger.lifecycle.handler_contract import Checked, DecisionRefused
@@ -169,7 +169,16 @@ class Decider:
             record = record_of(ordinal)
             if record is not None and ordinal not in refused and (methods := self._settled[record.state]):
                 self._ask(methods, record, cause, None, first_chunk, num_settled_tokens)
+        self._give_up(event, cause)
+
+    def _give_up(self, event: e.StepScheduled, cause: int) -> None:
+        """Ask after jobs that are overdue, and give up those for which it is too late."""
         turn = EngineTurn(self._projections, self._decide, cause)
+        for job_id in self._projections.obligations.lost_fences():
+            job = self._transfers.get(job_id)
+            if job is not None:
+                give_up_unfenced(turn, job)
+                self._after_settled(job, cause)
         overdue_step = self._tracker.num_steps - self._max_silent_steps
         for job in self._transfers.unheard(overdue_step, event.time_ns - self._max_silent_ns):
             if job.work is WorkRegion.OVERDUE:

@@ -66,6 +66,11 @@ def ask_after(turn: EngineTurn, job: Job, *, before_forward: bool) -> None:
     turn.decide(e.TransferAwaited(*job.life, job.job_id, before_forward, turn.cause))
 
 
+def give_up_unfenced(turn: EngineTurn, job: Job) -> None:
+    """Fail a save out of blocks that a step took without waiting for it; a worker may still write its slots."""
+    _fail(turn, job, "a step took its blocks without waiting for it", quiet=False)
+
+
 def give_up_silent(turn: EngineTurn, job: Job) -> None:
     """Fail a job that a rank has not reported although asked, so that nothing waits for ever."""
     detail = f"job {job.job_id} was not reported, although it was asked after"

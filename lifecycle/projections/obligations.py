@@ -88,8 +88,8 @@ class State(msgspec.Struct, forbid_unknown_fields=True):
     """Request id -> its present life, until it ends."""
     jobs: dict[int, tuple[int, PageJob]] = {}
     """Job id -> sequence and job that no worker has been given."""
-    awaited: dict[int, e.TransferAwaited] = {}
-    """Job id -> the last reminder that no worker has been given."""
+    awaited: dict[int, tuple[int, e.TransferAwaited]] = {}
+    """Job id -> sequence and last reminder that no worker has been given."""
     in_flight: dict[int, InFlight] = {}
     promised: dict[int, None] = {}
     """Lives that were answered last with an asynchronous load."""
@@ -128,7 +128,7 @@ class Obligations:
         return Ready(
             jobs=tuple([job for sequence, job in state.jobs.values() if sequence > state.closed]),
             late=tuple([job for sequence, job in state.jobs.values() if sequence <= state.closed]),
-            awaited=tuple(state.awaited.values()),
+            awaited=tuple([awaited for _, awaited in state.awaited.values()]),
             block_ids=tuple(state.block_ids),
             failed=dict(state.failed),
             sent=dict(state.sent),
@@ -137,6 +137,15 @@ class Obligations:
     def issued_since(self, sequence: int) -> list[PageJob]:
         """Jobs from that sequence number on which no worker has been given."""
         return [job for issued, job in self.state.jobs.values() if issued >= sequence]
+
+    def lost_fences(self) -> list[int]:
+        """Jobs that a step was to wait for and did not, as no worker was told; asked when the next step is observed."""
+        state = self.state
+        return [
+            job_id
+            for job_id, (sequence, awaited) in state.awaited.items()
+            if awaited.before_forward and sequence <= state.closed
+        ]
 
     def heard(self, request_ids: Iterable[str]) -> tuple[int, ...]:
         """The lives among those that the workers were to tell of."""
@@ -237,10 +246,10 @@ class Obligations:
         if event.is_async:
             self.state.in_flight[event.job_id] = InFlight(event.request_id, event.ordinal, is_load=False)
 
-    def _awaited(self, event: e.TransferAwaited, _sequence: int) -> None:
+    def _awaited(self, event: e.TransferAwaited, sequence: int) -> None:
         before = self.state.awaited.get(event.job_id)
-        if before is None or not before.before_forward:
-            self.state.awaited[event.job_id] = event
+        if before is None or not before[1].before_forward:
+            self.state.awaited[event.job_id] = sequence, event
         job = self.state.in_flight.get(event.job_id)
         if job is not None:
             job.is_fenced |= event.before_forward

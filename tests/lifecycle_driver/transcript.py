@@ -12,6 +12,10 @@ paragraphs are prose. Etcd raft's testdata is the model.
     step a:0+40/40 b:20+1/21@7~1          40 tokens behind the first 0 of 40; for `b` block 7 is new, 1 token in flight
     preempt a 40                          its blocks are taken; 40 tokens had settled
     report 1 2 error=text                 all ranks report jobs 1 and 2; with an error, as failed
+    deliver workers                       with the step they are given what they are owed
+    deliver vllm reported=a               it is told what it is owed; of `a` it has heard from the workers
+    fail build_connector_meta             a hook fails; with a request id, in its name
+    refuse a 1-2                          its load will not be, these blocks were to be filled
     unfilled 1-3                          these blocks could not be filled
     rollback a 16                         it counts 16 computed tokens again
     continue a 40/60                      a session's next turn
@@ -29,7 +33,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from kvledger.adapters.core import composed_core
-from kvledger.lifecycle import Core, RequestRecord, Scheduled
+from kvledger.lifecycle import Channel, Core, RequestRecord, Scheduled
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit import Audit
 from lifecycle_driver.driver import Driver, keys_of
@@ -123,6 +127,15 @@ class _Player:
         for job_id in job_ids:
             self._driver.report(int(job_id), ok=not error, error=error, num_ranks=self._driver.configuration.num_ranks)
 
+    def _deliver(self, channel: str, reported: str = "") -> None:
+        self._driver.deliver(Channel(channel), heard=filter(None, [reported]))
+
+    def _fail(self, hook: str, request_id: str = "") -> None:
+        self._driver.observe(e.HookFailed(hook, request_id, "broken", self._driver._now()))
+
+    def _refuse(self, request_id: str, blocks: str) -> None:
+        self._driver.observe(e.LoadRefused(request_id, _numbers(blocks), self._driver._now()))
+
     def _unfilled(self, blocks: str) -> None:
         self._driver.observe(e.LoadErrorsObserved(_numbers(blocks), self._driver._now()))
 
@@ -160,8 +173,8 @@ class _Player:
         if event.is_decision:
             names = [name for name in event.__struct_fields__ if name not in _OF_THE_LIFE]
             words += filter(None, (self._field(name, getattr(event, name)) for name in names))
-        elif isinstance(event, e.StepScheduled):
-            names = ("advanced", "paused", "extended", "settled")
+        elif isinstance(event, e.StepScheduled | e.EffectsDelivered):
+            names = [name for name in event.__struct_fields__ if isinstance(getattr(event, name), tuple)]
             words += [f"{name}={list(value)}" for name in names if (value := getattr(event, name))]
         return " ".join(words)
 

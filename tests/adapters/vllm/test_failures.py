@@ -20,7 +20,7 @@ import pytest
 from processes import forked
 from sim.broken_copies import BROKEN, break_copies
 from sim.modes import transfers_within_and_beside
-from sim.slow_copies import delay
+from sim.slow_copies import delay, slow_down
 
 from kvledger.adapters.vllm import scheduler_side
 from kvledger.lifecycle import Core, StateHandler
@@ -661,6 +661,40 @@ def test_no_step_can_be_handed_out_any_more(
     monkeypatch.setattr(scheduler_side, "step_jobs", fail)
     serve(engine)
     assert not engine.connector.has_pending_push_work()
+
+
+def test_what_is_copied_out_of_blocks_that_a_step_took_without_waiting_is_not_offered(
+    make_engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No worker was told to wait, so that the copy may have read what others computed."""
+    engine = small(make_engine, replays=False, num_blocks=14, save_mode="async", load_mode="sync")
+    (copies,) = slow_down(engine, "save")
+    lost: list[int] = []
+
+    def fail_with_a_fence(original: Callable[..., Any]) -> Callable[..., Any]:
+        def build(ready: Any) -> Any:
+            fences = [awaited.job_id for awaited in ready.awaited if awaited.before_forward]
+            if fences and lost in ([], fences):
+                lost[:] = fences
+                raise RuntimeError(BROKEN)
+            return original(ready)
+
+        return build
+
+    for name in ("step_jobs", "no_copies"):
+        monkeypatch.setattr(scheduler_side, name, fail_with_a_fence(getattr(scheduler_side, name)))
+    crowd(engine)
+    preempt(engine)
+    assert lost
+    for _ in range(3):
+        engine.step()
+    assert not any(copy.was_waited_for for copy in copies.started if copy.what == "save" and not copy.is_over)
+    given_up = {failed.job_id: failed.quiet for failed in engine.logged(e.SaveFailed)}
+    assert {job_id: given_up.get(job_id) for job_id in lost} == dict.fromkeys(lost, False)
+    delay(engine)
+    for copy in copies.pending():
+        copy.finish()
+    serve(engine)
 
 
 # --- what is owed ----------------------------------------------------------------------------------
