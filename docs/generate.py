@@ -319,6 +319,13 @@ def invariants_page() -> list[str]:
 
         Each field of each event, and the rules that name logs in which that field alone is another, or why none does.
         A rule that merely relies on a fact does not stand here. What a decision says is, besides, decided again.
+
+        Where no rule stands, the value is trusted: a log in which it alone is another passes every rule. Where a rule
+        stands it names the wrong values that something contradicts, not all. Of these most pass unless something hangs
+        on them: how many tokens are settled, rolled back to, left by a window or kept for a next turn; the counts of
+        `request.preempted` and `request.finished`; the blocks that a step appends, or an allocation gives, to a request
+        that saves and loads nothing; and keys that nobody looks up. Which chunks are declined, which of the free slots
+        a save takes, and that a save is not asynchronous where it could be, only deciding again contradicts.
         """
     )
     facts = [[f"`{event_id}`", *fact] for event_id, fields in FACTS.items() for fact in by_reason(fields)]
