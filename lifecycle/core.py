@@ -180,8 +180,13 @@ class Core:
                     f"{other.version} of {other.declaration().made_by}; load one of them"
                 )
                 raise CoreError(message)
+        unknown = sorted(extension.leaves_out.keys() - self.rules.keys() - self.not_checked.keys())
+        if unknown and not isinstance(extension, Absent):  # a log may be read by a core that has fewer rules
+            message = f"extension {extension.name} leaves out {unknown[0]}, which is no rule here; correct its name"
+            raise CoreError(message)
         owners = {("projection", spec.name): "the core" for spec in (*self.projections, SUB_STATES)}
-        owners |= {("rule", rule): "the core" for rule in (*self.rules, *self.not_checked)}
+        rules = {rule: checker for rule, checker in self.rules.items() if rule not in extension.leaves_out}
+        owners |= {("rule", rule): "the core" for rule in (*rules, *self.not_checked)}
         owners |= {part: f"extension {other.name}" for other in self.extensions for part in _named_parts(other)}
         for what, name in _named_parts(extension):
             if (what, name) in owners:
@@ -193,14 +198,19 @@ class Core:
         if extension.rows and SUB_STATES not in specs:
             specs = (*specs[:1], SUB_STATES, *specs[1:])  # nothing folds before what is owed
         handlers = [handler() for handler in extension.handlers]
+        replaced = [handler() for handler in extension.replaces]
+        left_out = {rule: why for rule, why in extension.leaves_out.items() if rule not in extension.rules}
         try:
             return attrs.evolve(
-                self.adding(*handlers),
+                self.replacing(*replaced).adding(*handlers),
                 projections=specs,
-                rules=MappingProxyType({**self.rules, **extension.rules}),
-                not_checked=MappingProxyType({**self.not_checked, **extension.not_checked}),
+                rules=MappingProxyType({**rules, **extension.rules}),
+                not_checked=MappingProxyType({**self.not_checked, **left_out, **extension.not_checked}),
                 extensions=(*self.extensions, extension),
-                handlers_of_extensions=(*self.handlers_of_extensions, *((each, extension.name) for each in handlers)),
+                handlers_of_extensions=(
+                    *self.handlers_of_extensions,
+                    *((each, extension.name) for each in (*replaced, *handlers)),
+                ),
             )
         except ExtensionError as error:
             raise CoreError(str(error)) from error

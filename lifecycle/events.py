@@ -665,7 +665,21 @@ class ExtensionStopped(Event, frozen=True, tag=38):
     cause: int
 
 
-ExtensionEvent = ExtensionObserved | ExtensionDecided
+@observation("extension.noted")
+class ExtensionNoted(Event, frozen=True, tag=41):
+    """Something that only an extension understands was seen, and concerns the engine or several requests.
+
+    Nothing is decided upon it. `payload` is msgpack of what its event `name` says.
+    """
+
+    extension: str
+    name: str
+    extension_version: int
+    payload: bytes
+    time_ns: int
+
+
+ExtensionEvent = ExtensionObserved | ExtensionDecided | ExtensionNoted
 
 STANDARD_EVENTS: tuple[type[Event], ...] = (
     RequestArrived,
@@ -709,5 +723,6 @@ STANDARD_EVENTS: tuple[type[Event], ...] = (
     ExtensionObserved,
     ExtensionDecided,
     ExtensionStopped,
+    ExtensionNoted,
 )
 """Every event of the standard core."""

@@ -54,6 +54,10 @@ class Extension:
     """Where requests enter and leave sub-states; one that goes on to another phase leaves without a row."""
     handlers: ClassVar[tuple[type[StateHandler], ...]] = ()
     """Asked after those that their states have already."""
+    replaces: ClassVar[tuple[type[StateHandler], ...]] = ()
+    """Asked in the places of the core's, where somebody else than the core decides."""
+    leaves_out: ClassVar[Mapping[str, str]] = {}
+    """Rules of the core that cannot be checked where these decide -> why, or "" where a rule here has the name."""
     projections: ClassVar[tuple[ProjectionSpec, ...]] = ()
     """Folded after those that are there."""
     rules: ClassVar[Mapping[str, Callable[[], AnyChecker]]] = {}
@@ -85,6 +89,12 @@ class Extension:
         return e.ExtensionObserved(request_id, cls.name, name, cls.version, encoded, time_ns)
 
     @classmethod
+    def noted(cls, payload: msgspec.Struct, time_ns: int) -> e.ExtensionNoted:
+        """The observation that says `payload` of the engine, for `ledger.observe`."""
+        name, encoded = cls._encoded(payload)
+        return e.ExtensionNoted(cls.name, name, cls.version, encoded, time_ns)
+
+    @classmethod
     def payload_of(cls, event: e.ExtensionEvent) -> msgspec.Struct | None:
         """What an event of this extension says; None where it is of another one, or cannot be read."""
         kind = cls.events.get(event.name)
@@ -112,6 +122,8 @@ class Extension:
             events=tuple(self.events),
             rows=self.rows,
             hooks=tuple((handler.state.value, hook) for handler in self.handlers for hook in _overridden(handler)),
+            replaces=tuple(handler.state.value for handler in self.replaces),
+            leaves_out=dict(self.leaves_out),
             projections=tuple(spec.name for spec in self.projections),
             rules=tuple(self.rules),
             keeps=type(self).kept is not Extension.kept,
@@ -130,6 +142,10 @@ class Declaration:
     rows: tuple[SubRow, ...] = ()
     hooks: tuple[tuple[str, str], ...] = ()
     """(state, method) of its handlers."""
+    replaces: tuple[str, ...] = ()
+    """States in which its handlers are asked instead of the core's."""
+    leaves_out: Mapping[str, str] = {}
+    """Rules of the core that cannot be checked then -> why."""
     projections: tuple[str, ...] = ()
     rules: tuple[str, ...] = ()
     keeps: bool = False
@@ -138,6 +154,10 @@ class Declaration:
     def unjudged(self, events: Iterable[type[e.Event]]) -> Iterator[tuple[type[e.Event], RequestState | None]]:
         """(class of observations, state or None for all): where nobody without its code can decide again."""
         of_method = {event_class.handler_method: event_class for event_class in events}
+        for replaced in self.replaces:
+            yield from ((event_class, RequestState(replaced)) for event_class in of_method.values())
+        if self.replaces:
+            yield from ((event_class, None) for event_class in _SAVING)
         for state, method in self.hooks:
             if method in _STEP_HOOKS:
                 yield from ((event_class, None) for event_class in (e.StepScheduled, e.TransferReported))
@@ -153,6 +173,8 @@ class Absent(Extension):
     def __init__(self, declared: Declaration) -> None:
         self._declared = declared
         self.name, self.version, self.rows = declared.name, declared.version, declared.rows  # type: ignore[misc]
+        own = f"extension {declared.name} checks it in a way of its own, and its code is not here"
+        self.leaves_out = {rule: why or own for rule, why in declared.leaves_out.items()}  # type: ignore[misc]
         self.events = dict.fromkeys(declared.events, msgspec.Struct)  # type: ignore[misc]
 
     @classmethod
@@ -177,7 +199,10 @@ def check_parts(extension: Extension) -> None:
 
 def _judged_parts(extension: Extension) -> Iterator[tuple[bool, str]]:
     """(Whether a part is right, what is wrong otherwise); each needs that those before it are."""
-    kinds = {Mapping: ("events", "rules", "not_checked"), tuple: ("rows", "handlers", "projections")}
+    kinds = {
+        Mapping: ("events", "rules", "not_checked", "leaves_out"),
+        tuple: ("rows", "handlers", "replaces", "projections"),
+    }
     for part, kind in ((part, kind) for kind, parts in kinds.items() for part in parts):
         given = getattr(extension, part)
         yield isinstance(given, kind), f"{part} are {given!r}; make them a {kind.__name__.lower()}"
@@ -190,7 +215,7 @@ def _judged_parts(extension: Extension) -> Iterator[tuple[bool, str]]:
     for row in extension.rows:
         is_row = isinstance(row, tuple) and [type(each) for each in row] == [str] * 3
         yield is_row, f"row {row!r} is no (source, trigger, dest); write three strings"
-    for handler in extension.handlers:
+    for handler in (*extension.handlers, *extension.replaces):
         yield _derives(handler, StateHandler), f"handler {handler!r} is none; name a class derived from StateHandler"
         has_state = isinstance(getattr(handler, "state", None), RequestState)
         yield has_state, f"handler {handler.__qualname__} has no state; set its class attribute `state`"
@@ -199,7 +224,8 @@ def _judged_parts(extension: Extension) -> Iterator[tuple[bool, str]]:
         yield not is_reserved(spec.name), f"projection {spec.name!r} would hide an attribute of Projections; rename it"
     for rule, checker in extension.rules.items():
         yield callable(checker), f"rule {rule} is {checker!r}; name its checker's class"
-    for rule, reason in extension.not_checked.items():
+    unchecked = {rule: why for rule, why in extension.leaves_out.items() if rule not in extension.rules}
+    for rule, reason in (*unchecked.items(), *extension.not_checked.items()):
         yield isinstance(reason, str) and reason != "", f"rule {rule} is not checked for {reason!r}; say why in words"
 
 

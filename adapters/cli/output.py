@@ -153,15 +153,24 @@ def plain_fields(event: Event) -> dict[str, object]:
     """The fields of an event as JSON values; of an extension's own what it says, where that can be read."""
     fields = msgspec.structs.asdict(event)
     if isinstance(event, ExtensionEvent):
-        with contextlib.suppress(msgspec.DecodeError):
-            fields["payload"] = msgspec.msgpack.decode(event.payload)
+        fields["payload"] = _said(event)
     return {name: plain(value) for name, value in fields.items()}
+
+
+def _said(event: ExtensionEvent) -> object:
+    """What an extension's own event says; its bytes where that cannot be read."""
+    try:
+        return msgspec.msgpack.decode(event.payload)
+    except msgspec.DecodeError:
+        return event.payload
 
 
 def event_text(event: Event) -> str:
     """An event in one line for people."""
-    fields = ", ".join(f"{name}={_short(value)}" for name, value in msgspec.structs.asdict(event).items())
-    return f"{event.id}  {fields}"
+    fields = msgspec.structs.asdict(event)
+    if isinstance(event, ExtensionEvent):
+        fields["payload"] = _said(event)
+    return f"{event.id}  " + ", ".join(f"{name}={_short(value)}" for name, value in fields.items())
 
 
 def _short(value: object) -> str:

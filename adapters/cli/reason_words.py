@@ -30,6 +30,7 @@ MEANINGS: dict[Reason, str] = {
     Reason.UNALIGNED: "saved, but the local prefix did not end at a block",
     Reason.RIVAL_LOAD: "saved, but another request's load was under way, and there is one at a time",
     Reason.NO_KEY: "the keys of their chunks were not known",
+    Reason.RECORDED: "not offered by the recorded connector; why is not in the log",
     Reason.NOT_TAKEN_UP: "offered, and not taken up by the scheduler",
     Reason.NOT_DELIVERED: "taken up, and not loaded, because a rule was broken",
     Reason.HOOK_FAILED: "no lookup was recorded, because a hook failed",
@@ -64,7 +65,7 @@ def _whose(span: Span) -> tuple[object, ...]:
 def reason_text(spans: Sequence[Span], told: Told, chunk_size: int, before_ns: int | None) -> str:
     """Why these tokens, told together, were left to compute. `before_ns` is the moment at which they were missed."""
     first = spans[0]
-    where = _where(first.first_token, spans[-1].end_token, None if first.reason in BY_DESIGN else chunk_size)
+    where = _where(first.first_token, spans[-1].end_token, None if first.reason in _WITHOUT_CHUNKS else chunk_size)
     facts = [span.fact for span in spans if span.fact is not None]
     if facts and first.reason is not Reason.BEHIND_GAP:
         return f"{where}: {_fact_text(first.reason, facts, told, before_ns)}"
@@ -100,6 +101,7 @@ def _where(first_token: int, end_token: int, chunk_size: int | None) -> str:
     return f"{tokens} (chunk{'' if len(chunks) == 1 else 's'} {ranges(chunks)})"
 
 
+_WITHOUT_CHUNKS = BY_DESIGN | {Reason.RECORDED}
 _WHY_DECLINED = {
     e.POOL_FULL: "the host pool had no room",
     e.UNFILLED: "a load had failed into blocks that it relies on",

@@ -97,6 +97,9 @@ def ranges(numbers: Iterable[int]) -> str:
 
 def _lookup(answer: e.LookupAnswered) -> str:
     local = f", {answer.num_computed_tokens} of them computed already" if answer.num_computed_tokens else ""
+    if answer.miss_reason == MissReason.RECORDED:
+        offered = plural(answer.num_external_tokens, "token")
+        return f"asked what can be loaded of {answer.num_tokens} tokens{local}: the recorded connector offers {offered}"
     why = MISS_REASONS.get(answer.miss_reason, answer.miss_reason)
     if answer.miss_cause:
         why += f" (event {answer.miss_cause})"
@@ -194,6 +197,7 @@ _WORDS: dict[type[e.Event], Callable[..., str]] = {
     e.CacheReset: lambda _: "cache reset: everything saved before is stale",
     e.LogNote: lambda event: f"note: {event.text}",
     e.ExtensionObserved: _of_extension,
+    e.ExtensionNoted: _of_extension,
     # Decisions. Progress is left out, because the state tells it.
     e.LookupAnswered: _lookup,
     e.LookupDeferred: lambda event: (

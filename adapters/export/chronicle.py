@@ -37,6 +37,7 @@ _MOMENTS = (
     e.BlockTableObserved,
     e.ExtensionObserved,
     e.ExtensionDecided,
+    e.ExtensionNoted,
 )
 _ISSUED = (e.LoadIssued, e.SaveIssued, e.TailSaveIssued)
 _SETTLED = (e.LoadCompleted, e.LoadFailed, e.SaveCompleted, e.SaveFailed)

@@ -51,12 +51,15 @@ class Explainer:
         last = answer.num_tokens - 1
         offered_end = answer.num_computed_tokens + answer.num_external_tokens
         hit_end = min(answer.num_hit_tokens, last)
+        of_last = Span(max(offered_end, last), answer.num_tokens, Reason.LAST_TOKEN, (sequence,))
+        if answer.miss_reason == MissReason.RECORDED:
+            return joined((Span(offered_end, last, Reason.RECORDED, (sequence,)), of_last))
         behind = _Behind(self, life, sequence, answer)
         return joined(
             (
                 *self._cut(answer, sequence, life, offered_end, hit_end),
                 *behind.spans(max(offered_end, hit_end), last),
-                Span(max(offered_end, last), answer.num_tokens, Reason.LAST_TOKEN, (sequence,)),
+                of_last,
             )
         )
 

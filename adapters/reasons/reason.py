@@ -49,6 +49,9 @@ class Reason(enum.StrEnum):
     NO_KEY = "no_key"
     """A whole chunk whose key was not known."""
 
+    RECORDED = "recorded"
+    """The recorded connector did not offer it; why is not in the log."""
+
     NOT_TAKEN_UP = "not_taken_up"
     """It was offered, and the scheduler took fewer tokens."""
     NOT_DELIVERED = "not_delivered"

@@ -214,6 +214,7 @@ FACTS: Mapping[str, Mapping[str, Why]] = MappingProxyType(
             **_EXTENSION,
             "cause": _CAUSE,
         },
+        "extension.noted": {**_EXTENSION, "time_ns": _CLOCK},
         "extension.stopped": {
             **dict.fromkeys(("extension", "extension_version"), "the code that raised may be another one by now"),
             **dict.fromkeys(("where", "error"), _PEOPLE),

@@ -36,6 +36,8 @@ class MissReason(enum.StrEnum):
     LOAD_FAILED = "load_failed"
     """Its last load failed; it computes before it is offered another one."""
     QUARANTINED = "quarantined"
+    RECORDED = "recorded"
+    """Another connector answered, and its answer was only recorded; why is not in the log."""
 
 
 _WINDOW = MissReason.WINDOW.value

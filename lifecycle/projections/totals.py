@@ -91,6 +91,7 @@ class Totals:
             e.HookFailed: self._hook_failed,
             e.ExtensionObserved: self._of_extension,
             e.ExtensionDecided: self._of_extension,
+            e.ExtensionNoted: self._of_extension,
             e.ExtensionStopped: self._stopped,
         }
 

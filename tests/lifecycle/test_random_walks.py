@@ -59,7 +59,7 @@ def test_the_random_walks_reach_what_they_are_for() -> None:
     never = {
         e.LoadRefused,  # where a hook fails
         *(e.BlockTableObserved, e.DecisionWithheld, e.HookFailed, e.LogNote, e.RequestQuarantined, e.WindowLeft),
-        *(e.ExtensionObserved, e.ExtensionDecided, e.ExtensionStopped),
+        *(e.ExtensionObserved, e.ExtensionNoted, e.ExtensionDecided, e.ExtensionStopped),
     }
     played = {event for event in Core.standard().events.values() if event.id != "load.errors_observed"}
     assert played - seen == never
