@@ -23,6 +23,7 @@ from typing import Any
 import pydantic
 
 from kvledger.adapters.vllm.configuration import ConnectorSettings
+from kvledger.adapters.vllm.log_settings import LogSettings
 from kvledger.lifecycle import Core, LedgerConfiguration, audit, events, rules, states, table
 from kvledger.lifecycle.audit.facts import FACTS, Why
 from kvledger.lifecycle.codec import field_names
@@ -233,10 +234,10 @@ def default_of(name: str) -> object:
 
 def configuration_page() -> list[str]:
     """Every key of `kv_connector_extra_config`."""
-    said = attribute_docs(ConnectorSettings)
-    annotations = inspect.get_annotations(ConnectorSettings)
+    said = attribute_docs(LogSettings) | attribute_docs(ConnectorSettings)
+    annotations = inspect.get_annotations(LogSettings) | inspect.get_annotations(ConnectorSettings)
     names = list(ConnectorSettings.model_fields)
-    lines = heading("Configuration", "adapters/vllm/configuration.py")
+    lines = heading("Configuration", "adapters/vllm/configuration.py and log_settings.py")
     lines += ["All of it is one JSON object, the value of `--kv-transfer-config`. The least that works:", ""]
     lines += ["```json", json.dumps(CONNECTOR, indent=2), "```", ""]
     lines += prose(

@@ -11,7 +11,7 @@ from typing import Final
 import attrs
 
 from kvledger.adapters.vllm import versions
-from kvledger.adapters.vllm.configuration import ConnectorSettings
+from kvledger.adapters.vllm.log_settings import LogSettings
 from kvledger.adapters.vllm.messages import messages
 from kvledger.adapters.vllm.snapshots import LogSnapshots
 from kvledger.lifecycle import ConfigurationError, Core, LedgerConfiguration, log_header
@@ -60,7 +60,7 @@ class OpenedLog:
 
 def open_event_log(
     core: Core,
-    settings: ConnectorSettings,
+    settings: LogSettings,
     configuration: LedgerConfiguration,
 ) -> OpenedLog:
     """Create the log of this engine start, and begin to keep `log_dir` to its limits.
@@ -150,7 +150,7 @@ def _remarks_on_last(log_dir: Path) -> tuple[str, ...]:
     return ()
 
 
-def _retention(settings: ConnectorSettings) -> Retention | None:
+def _retention(settings: LogSettings) -> Retention | None:
     if settings.max_log_bytes is None and settings.max_log_age_hours is None:
         return None
     max_age_seconds = None if settings.max_log_age_hours is None else settings.max_log_age_hours * 3600

@@ -7,29 +7,54 @@ the log has folded to, and written down as observations. Requests are read, neve
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from kvledger.adapters.vllm import versions
-from kvledger.adapters.vllm.chunk_keys import ChunkKeySource
-from kvledger.adapters.vllm.journal import Journal
 from kvledger.lifecycle import Rule, TrustRegion
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.windows import NULL_BLOCK
 
 if TYPE_CHECKING:
+    from structlog.stdlib import BoundLogger
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
+
+    from kvledger.lifecycle import LedgerConfiguration, Projections
+
+
+class Observer(Protocol):
+    """Who records what is noticed."""
+
+    configuration: LedgerConfiguration
+    projections: Projections
+    messages: BoundLogger
+
+    def now(self) -> int:
+        """Nanoseconds since the log was opened."""
+
+    def observe(self, event: e.Event) -> object:
+        """Record an observation."""
+
+    def hook_failed(self, hook: str, request_id: str, error: Exception) -> None:
+        """Record that something could not be read."""
+
+
+class KeySource(Protocol):
+    """Who knows the keys of chunks, see `chunk_keys.py`."""
+
+    def keys(self, request: Request, first_chunk: int, parent: bytes | None) -> tuple[bytes, ...]:
+        """The keys of all whole chunks from `first_chunk` on."""
 
 
 class Noticing:
     """Reads requests on behalf of the hooks."""
 
     def __init__(
-        self, journal: Journal, keys: ChunkKeySource, *, speculates: bool, zeroes_new_blocks: bool = False
+        self, journal: Observer, keys: KeySource, *, speculates: bool, zeroes_new_blocks: bool = False
     ) -> None:
         self._journal = journal
         self._projections = journal.projections
-        self._tracker = journal.tracker
+        self._tracker = journal.projections.tracker
         self._chunk_size = journal.configuration.chunk_size
         self._keys = keys
         self._speculates = speculates

@@ -1,0 +1,83 @@
+"""The keys of `kv_connector_extra_config` that say where a log goes, and how a mapping of keys is refused.
+
+They are the same for the connector and for the recorder.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Self
+
+import pydantic
+
+from kvledger.lifecycle import ConfigurationError
+from kvledger.storage.events import Durability
+
+MIN_SEGMENT_BYTES = 16 * 1024
+"""Each segment begins with a header of about 9 kB, vocabulary and configuration; smaller ones hold little else."""
+
+
+class LogSettings(pydantic.BaseModel):
+    """Where events are written, how safely, and how many are kept."""
+
+    model_config = pydantic.ConfigDict(extra="forbid", frozen=True)
+
+    log_dir: Path | None = Path("kvledger-logs")
+    """Where event logs go; every engine start writes a directory of its own inside. null: no files."""
+
+    durability: Durability = Durability.OS
+    """memory: no files; os: survives the process; disk: survives the machine, but for the last milliseconds."""
+
+    sync_interval_ms: pydantic.PositiveInt = 50
+    """With durability disk: the most that a machine failure can lose."""
+
+    segment_bytes: pydantic.ByteSize = pydantic.ByteSize(64 * 1024**2)
+    """Size at which the log begins a new file, at least 16 KiB: each begins with a header of about 9 kB."""
+
+    max_log_bytes: pydantic.ByteSize | None = None
+    """What all logs in `log_dir` together may take, plus one segment: the oldest are retired. null: no limit."""
+
+    max_log_age_hours: pydantic.PositiveFloat | None = None
+    """Segments in `log_dir` that were last written to longer ago are retired. null: no limit."""
+
+    memory_log_bytes: pydantic.ByteSize = pydantic.ByteSize(64 * 1024**2)
+    """With durability memory: the newest events that are kept."""
+
+    @pydantic.field_validator("segment_bytes")
+    @classmethod
+    def _check_segment_bytes(cls, segment_bytes: pydantic.ByteSize) -> pydantic.ByteSize:
+        if segment_bytes < MIN_SEGMENT_BYTES:
+            message = f"each segment begins with a header of about 9 kB; say at least {MIN_SEGMENT_BYTES} bytes"
+            raise ValueError(message)
+        return segment_bytes
+
+    @pydantic.field_validator("max_log_bytes")
+    @classmethod
+    def _check_log_bytes(
+        cls, max_log_bytes: pydantic.ByteSize | None, info: pydantic.ValidationInfo
+    ) -> pydantic.ByteSize | None:
+        segment_bytes = info.data.get("segment_bytes", 0)
+        if max_log_bytes is not None and max_log_bytes < segment_bytes:
+            message = f"holds not one segment of {int(segment_bytes)} bytes; raise it, or lower segment_bytes"
+            raise ValueError(message)
+        return max_log_bytes
+
+    @classmethod
+    def from_extra_config(cls, extra_config: dict[str, Any]) -> Self:
+        """Check the mapping that vLLM hands over.
+
+        Raises:
+            ConfigurationError: naming every key that is wrong, why, and what may stand there.
+        """
+        try:
+            return cls.model_validate(extra_config)
+        except pydantic.ValidationError as error:
+            lines = []
+            for problem in error.errors():
+                key = ".".join(map(str, problem["loc"]))
+                if problem["type"] == "extra_forbidden":
+                    lines.append(f"{key}: unknown key; known keys are {', '.join(cls.model_fields)}")
+                else:
+                    lines.append(f"{key}: {problem['msg']}, got {problem['input']!r}")
+            message = "kv_connector_extra_config cannot be used:\n  " + "\n  ".join(lines)
+            raise ConfigurationError(message) from error
