@@ -11,6 +11,8 @@ from kvledger.lifecycle import ConfigurationError, Core, CoreError, Extension, S
 
 ENTRY_POINTS = "kvledger.extensions"
 """The group in which a package names its extensions."""
+_RECORDER = "kvledger.adapters.recorder.extension:Recorder"
+"""Of logs that a recorder has written; no connector loads it by itself."""
 
 
 def composed_core(handlers: Iterable[str] = (), extensions: Iterable[str] = ()) -> Core:
@@ -41,8 +43,8 @@ def installed_extensions() -> Iterator[str]:
 
 
 def available_extensions() -> Iterator[Extension]:
-    """Those of them that can be imported; for readers, who can do without one."""
-    for name in installed_extensions():
+    """Those of them that can be imported, and kvledger's own; for readers, who can do without one."""
+    for name in (_RECORDER, *installed_extensions()):
         try:
             yield _made("extensions", name, Extension)
         except ConfigurationError:

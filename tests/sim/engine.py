@@ -410,10 +410,10 @@ class SimulatedEngine:
 
 
 def our_child(connector: Any) -> Any:
-    """What kvledger is in a `MultiConnector`; any other connector is itself."""
+    """What kvledger is in a `MultiConnector`; any other connector, and one that has no kvledger, is itself."""
     if not isinstance(connector, MultiConnector):
         return connector
-    return next(child for child in connector.sub_connectors if isinstance(child, KVLedgerConnector))
+    return next((child for child in connector.sub_connectors if isinstance(child, KVLedgerConnector)), connector)
 
 
 def _model_runner_output(

@@ -1,0 +1,225 @@
+"""The classes that vLLM instantiates in the place of the connector that is recorded.
+
+Every call goes to the wrapped connector, and every answer comes from it unchanged. On the scheduler's side the hooks of
+a request's life are recorded on the way: what is asked is in the log before the wrapped connector is called, and what
+it answered before vLLM is told. Workers only forward.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    SupportsHMA,
+)
+
+from kvledger.adapters.recorder.extension import Recorder
+from kvledger.adapters.recorder.forwarding import forwards_everything
+from kvledger.adapters.recorder.log import RecorderLog
+from kvledger.adapters.recorder.recording import Recording
+from kvledger.adapters.recorder.settings import RecorderSettings
+from kvledger.adapters.recorder.stats import RecordedPromMetrics, RecordedStats, enveloped, opened
+from kvledger.adapters.recorder.wrapped import is_child, transfer_of, unwrapped, wrapped_class, wrapped_config
+from kvledger.adapters.vllm import versions
+from kvledger.adapters.vllm.event_log import open_event_log
+from kvledger.adapters.vllm.groups import describe_groups
+from kvledger.lifecycle import ConfigurationError, Core, LedgerConfiguration
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+_NEVER = 1 << 40
+"""How long a recorded load may be silent until this core would do something about it."""
+
+
+@forwards_everything
+class KVLedgerRecorder(KVConnectorBase_V1):
+    """Records any connector; for models with one group of layers, or with vLLM's hybrid memory switched off.
+
+    Raises:
+        ConfigurationError: at start, where there is no connector to wrap, or none that can be.
+    """
+
+    clock: ClassVar[Callable[[], int]] = time.monotonic_ns
+    """Nanoseconds; a simulation sets its own before it builds an engine."""
+
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        settings = RecorderSettings.from_extra_config(self._kv_transfer_config.kv_connector_extra_config)
+        config = wrapped_config(vllm_config)
+        transfer = transfer_of(config)
+        if isinstance(self, SupportsHMA) and not KVConnectorFactory.supports_hma_config(transfer):
+            message = f"{transfer.kv_connector} does not support vLLM's hybrid memory; name KVLedgerRecorder around it"
+            raise ConfigurationError(message)
+        self.wrapped: KVConnectorBase_V1 = wrapped_class(transfer)(config, role, kv_cache_config)
+        """The connector that is recorded."""
+        self.recording: Recording | None = None
+        """None on workers."""
+        if role is KVConnectorRole.SCHEDULER:
+            self.recording = self._begin(vllm_config, kv_cache_config, settings)
+
+    def _begin(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, settings: RecorderSettings) -> Recording:
+        groups = describe_groups(vllm_config, kv_cache_config)
+        block_size = versions.block_size(kv_cache_config)
+        # One chunk that no request fills: nothing of this core's own is ever saved.
+        chunk_size = block_size * (vllm_config.model_config.max_model_len // block_size + 2)
+        configuration = LedgerConfiguration(
+            block_size=block_size,
+            chunk_size=chunk_size,
+            num_slots=chunk_size // block_size * max(1, len(groups.windows)),
+            windows=(0,) if groups.declined else groups.windows,
+            async_load_tokens=0,
+            async_saves=True,
+            max_silent_steps=_NEVER,
+            max_silent_ms=_NEVER,
+        )
+        core = Core.standard().extended(Recorder())
+        opened_log = open_event_log(core, settings, configuration)
+        log = RecorderLog(core, configuration, opened_log, type(self).clock)
+        recording = Recording(log, is_child=is_child(), speculates=versions.uses_speculation(vllm_config))
+        if groups.declined:
+            recording.decline("; ".join(groups.declined))
+        return recording
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "wrapped":
+            raise AttributeError(name)
+        return getattr(self.wrapped, name)
+
+    def _timed(self, hook: str, request: Request | None, *arguments: object) -> tuple[Any, int]:
+        """What the wrapped connector's hook answers, and how long it took in nanoseconds."""
+        clock = type(self).clock
+        began = clock()
+        try:
+            return getattr(self.wrapped, hook)(*arguments), clock() - began
+        except Exception as error:
+            if self.recording is not None:
+                self.recording.raised(hook, request, error)
+            raise
+
+    # --- both sides ------------------------------------------------------------------------------
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        """For a step; vLLM asks the outer connector whether it has any."""
+        super().bind_connector_metadata(connector_metadata)
+        self.wrapped.bind_connector_metadata(connector_metadata)
+
+    def clear_connector_metadata(self) -> None:
+        """The step is over."""
+        super().clear_connector_metadata()
+        self.wrapped.clear_connector_metadata()
+
+    def get_kv_connector_stats(self) -> RecordedStats | None:
+        """The wrapped connector's, with its name."""
+        return enveloped(self.wrapped, self.wrapped.get_kv_connector_stats())
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:
+        """What the wrapped connector's class makes of its figures."""
+        return opened(data)
+
+    @classmethod
+    def build_prom_metrics(cls, vllm_config: VllmConfig, *arguments: Any, **named: Any) -> Any:
+        """The wrapped connector's metrics."""
+        found = unwrapped(vllm_config)
+        assert found is not None  # noqa: S101 -- it is a configuration
+        metrics = found[0].build_prom_metrics(found[1], *arguments, **named)
+        return None if metrics is None else RecordedPromMetrics(metrics)
+
+    def shutdown(self) -> None:
+        """The wrapped connector first, so that the log has what it raises."""
+        try:
+            self._timed("shutdown", None)
+        finally:
+            if self.recording is not None:
+                self.recording.shutdown()
+
+    # --- scheduler ---------------------------------------------------------------------------------
+
+    @property
+    def _recorded(self) -> Recording:
+        if self.recording is None:
+            message = "this connector was built for a worker; the log is in the scheduler's process"
+            raise RuntimeError(message)
+        return self.recording
+
+    def on_new_request(self, request: Request) -> None:
+        """A request was accepted."""
+        self._recorded.on_new_request(request)
+        self._timed("on_new_request", request, request)
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """How many tokens beyond these can be loaded."""
+        self._recorded.lookup(request, num_computed_tokens)
+        answer: tuple[int | None, bool]
+        answer, duration_ns = self._timed("get_num_new_matched_tokens", request, request, num_computed_tokens)
+        self._recorded.lookup_returned(request, num_computed_tokens, answer, duration_ns)
+        return answer
+
+    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        """Blocks were given."""
+        self._recorded.allocated(request, blocks, num_external_tokens)
+        hook = "update_state_after_alloc"
+        _, duration_ns = self._timed(hook, request, request, blocks, num_external_tokens)
+        self._recorded.returned(hook, duration_ns)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        """This step's jobs."""
+        self._recorded.step(scheduler_output)
+        metadata: KVConnectorMetadata
+        metadata, duration_ns = self._timed("build_connector_meta", None, scheduler_output)
+        self._recorded.built(metadata, duration_ns)
+        return metadata
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        """What the workers report."""
+        self._recorded.workers_report(connector_output)
+        _, duration_ns = self._timed("update_connector_output", None, connector_output)
+        self._recorded.vllm_hears(connector_output, duration_ns)
+
+    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """The request ended; a connector that takes several groups is told so, as vLLM would."""
+        if isinstance(self.wrapped, SupportsHMA):
+            return self._end(request, "request_finished_all_groups", (block_ids,))
+        return self._end(request, "request_finished", block_ids)
+
+    def _end(self, request: Request, hook: str, block_ids: object) -> tuple[bool, dict[str, Any] | None]:
+        self._recorded.finished(request)
+        answer: tuple[bool, dict[str, Any] | None]
+        answer, duration_ns = self._timed(hook, request, request, block_ids)
+        self._recorded.end_returned(request, answer, duration_ns)
+        return answer
+
+    def reset_cache(self) -> bool | None:
+        """Forget everything."""
+        self._recorded.reset()
+        answer: bool | None
+        answer, duration_ns = self._timed("reset_cache", None)
+        self._recorded.returned("reset_cache", duration_ns)
+        return answer
+
+
+class KVLedgerRecorderHMA(KVLedgerRecorder, SupportsHMA):
+    """The same for connectors that support vLLM's hybrid memory, with which a model may have several groups."""
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """The request ended."""
+        return self._end(request, "request_finished_all_groups", block_ids)
+
+
+versions.register(KVLedgerRecorder)
+versions.register(KVLedgerRecorderHMA)

@@ -1,0 +1,25 @@
+"""OffloadingConnector: jobs with the blocks of each group (`kv_connector/v1/offloading/common.py`, vLLM 0.32)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from kvledger.adapters.recorder.said import Transferred
+
+
+def copies(metadata: Any) -> Iterator[tuple[str, Transferred]]:
+    """Loads and stores of a step, one copy for each group of a job that has blocks."""
+    yield from _of(metadata.load_jobs, is_load=True)
+    yield from _of(metadata.store_jobs, is_load=False)
+
+
+def _of(jobs: Mapping[int, Any], *, is_load: bool) -> Iterator[tuple[str, Transferred]]:
+    for job_id, job in jobs.items():
+        spec = job.dst_spec if is_load else job.src_spec  # `GPULoadStoreSpec`: groups one after the other
+        first = 0
+        for group, (size, index) in enumerate(zip(spec.group_sizes, spec.block_indices, strict=True)):
+            block_ids = tuple(int(block) for block in spec.block_ids[first : first + size])
+            first += size
+            if block_ids:
+                yield job.req_id, Transferred(str(job_id), is_load, group, int(index), block_ids)

@@ -1,0 +1,170 @@
+"""What a recorded connector adds to the core: its answers as events, and handlers that decide nothing of their own.
+
+Observations are the standard core's and stand before the call that they are about. What the connector answered stands
+behind it, as an event of this extension, and leads to the standard decision that says the same. So the lifecycle, its
+tables and every tool know of such a log what they know of kvledger's own. It must not know vLLM, nor any connector.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
+
+import msgspec
+
+from kvledger.adapters.recorder import said
+from kvledger.adapters.recorder.payloads import NAME, PAYLOADS, VERSION
+from kvledger.adapters.recorder.rules import LEFT_OUT, RULES
+from kvledger.lifecycle import BlocksRegion, Extension, MissReason, RequestState, StateHandler, Turn
+from kvledger.lifecycle import events as e
+from kvledger.lifecycle.windows import NO_SLOT
+
+_UNKNOWN = MissReason.RECORDED.value
+
+
+class Recorder(Extension):
+    """The extension of a recorder's core."""
+
+    name = NAME
+    version = VERSION
+    events: ClassVar[Mapping[str, type[msgspec.Struct]]] = PAYLOADS
+    rows = (
+        # What a wrapped connector keeps blocks for is its own business; that it does is why the request is still here.
+        ("finished", "blocks.held", "finished.held"),
+        ("finished.held", "recorder/sent", "finished"),
+    )
+    rules: ClassVar[Mapping[str, Callable[[], Any]]] = RULES
+    leaves_out = LEFT_OUT
+
+
+def _progress(turn: Turn) -> None:
+    record = turn.record
+    num_computed_tokens = turn.projections.tracker.num_computed_tokens(record)
+    if num_computed_tokens and record.blocks is not BlocksRegion.LOADING:
+        progress = e.PrefillCompleted if num_computed_tokens >= record.num_tokens else e.PrefillAdvanced
+        turn.decide(progress(*record.life, num_computed_tokens, record.num_tokens, turn.cause))
+
+
+def _release(turn: Turn) -> None:
+    if not turn.record.sub and not turn.projections.transfers.owes(turn.record.ordinal):
+        turn.decide(e.RequestReleased(*turn.record.life, turn.cause))
+
+
+def _answer(turn: Turn, event: e.ExtensionObserved) -> None:
+    """Say in the core's words what the connector has answered."""
+    told = Recorder.payload_of(event)
+    if not isinstance(told, said.LookupReturned):
+        return
+    record, asked = turn.record, (told.num_computed_tokens, told.num_tokens)
+    if told.num_external_tokens is None:
+        in_a_row = turn.projections.lookups.num_deferred(record.request_id) + 1
+        turn.decide(e.LookupDeferred(*record.life, *asked, 0, in_a_row, turn.cause))
+    else:
+        num_hit_tokens = told.num_computed_tokens + told.num_external_tokens
+        answer = (num_hit_tokens, told.num_external_tokens)
+        turn.decide(e.LookupAnswered(*record.life, *asked, *answer, told.is_async, _UNKNOWN, 0, turn.cause))
+
+
+def _load(turn: Turn, event: e.BlocksAllocated) -> None:
+    """What vLLM takes up is loaded; from where is the connector's business."""
+    answer = turn.projections.lookups.taken_up(event.request_id)
+    if not event.num_external_tokens or answer is None or answer.generation != turn.record.generation:
+        return
+    first_token, num_tokens = answer.num_computed_tokens, event.num_external_tokens
+    pages = turn.projections.geometry.pages_spanning(first_token, num_tokens)
+    block_ids = event.block_ids[pages.start : pages.stop]
+    turn.decide(
+        e.LoadIssued(
+            *turn.record.life,
+            turn.projections.transfers.next_job_id,
+            first_token,
+            num_tokens,
+            (NO_SLOT,) * len(block_ids),
+            block_ids,
+            answer.is_async,
+            turn.cause,
+        )
+    )
+
+
+class New(StateHandler):
+    """Is looked up, is given blocks, computes."""
+
+    state = RequestState.NEW
+
+    def extension_observed(self, turn: Turn, event: e.ExtensionObserved) -> None:
+        """The connector has answered."""
+        _answer(turn, event)
+
+    def blocks_allocated(self, turn: Turn, event: e.BlocksAllocated) -> None:
+        """With a load or without."""
+        _load(turn, event)
+
+    def tokens_scheduled(self, turn: Turn) -> None:
+        """It computes."""
+        _progress(turn)
+
+    def transfer_settled(self, turn: Turn, _job: object) -> None:
+        """Its load has come."""
+        _progress(turn)
+
+
+class ChunkedPrefill(StateHandler):
+    """Computes; the next turn of a session is given blocks."""
+
+    state = RequestState.CHUNKED_PREFILL
+
+    def blocks_allocated(self, turn: Turn, event: e.BlocksAllocated) -> None:
+        """With a load or without."""
+        _load(turn, event)
+
+    def tokens_scheduled(self, turn: Turn) -> None:
+        """It computes."""
+        _progress(turn)
+
+
+class Running(StateHandler):
+    """Nothing is left to say of its progress."""
+
+    state = RequestState.RUNNING
+
+
+class Preempted(StateHandler):
+    """Is looked up until there are blocks."""
+
+    state = RequestState.PREEMPTED
+
+    def extension_observed(self, turn: Turn, event: e.ExtensionObserved) -> None:
+        """The connector has answered."""
+        _answer(turn, event)
+
+    def blocks_allocated(self, turn: Turn, event: e.BlocksAllocated) -> None:
+        """With a load or without."""
+        _load(turn, event)
+
+
+class Recovering(New):
+    """Has blocks again; may be looked up before it computes."""
+
+    state = RequestState.RECOVERING
+
+
+class Finished(StateHandler):
+    """Waits for what the connector says of its blocks, and for its last load."""
+
+    state = RequestState.FINISHED
+
+    def extension_observed(self, turn: Turn, event: e.ExtensionObserved) -> None:
+        """The connector has answered, or lets go."""
+        told = Recorder.payload_of(event)
+        if isinstance(told, said.EndReturned) and told.keeps_blocks:
+            turn.decide(e.BlocksHeld(*turn.record.life, turn.cause))
+        elif isinstance(told, said.EndReturned | said.Sent):
+            _release(turn)
+
+    def transfer_settled(self, turn: Turn, _job: object) -> None:
+        """Its load has come too late."""
+        _release(turn)
+
+
+Recorder.replaces = (New, ChunkedPrefill, Running, Preempted, Recovering, Finished)

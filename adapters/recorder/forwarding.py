@@ -1,0 +1,71 @@
+"""Forwards everything that vLLM's base class of connectors has, today's and tomorrow's, to the wrapped connector.
+
+Generated from the class as it is installed, so nothing is dropped when a later vLLM adds a method; what the recorder
+looks at itself is written in `connector.py` and wins. It must not know what any method means.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, SupportsHMA
+
+from kvledger.adapters.recorder.wrapped import unwrapped
+
+NOT_FORWARDED = frozenset({"role", "has_connector_metadata"})
+"""What the base class answers from what it was given itself, alike for both."""
+
+
+def public_names() -> Iterator[str]:
+    """Of everything that may be asked of a connector or its class."""
+    for base in (KVConnectorBase_V1, SupportsHMA):
+        yield from (name for name in vars(base) if not name.startswith("_") and name not in NOT_FORWARDED)
+
+
+def forwards_everything(recorder: type[Any]) -> type[Any]:
+    """Class decorator: give the class a forwarder for each public name that it does not define itself."""
+    for name in public_names():
+        if name in vars(recorder):
+            continue
+        declared = inspect.getattr_static(KVConnectorBase_V1, name, None)
+        if declared is None:
+            continue  # of `SupportsHMA` alone: the class that supports it says so
+        if isinstance(declared, property):
+            setattr(recorder, name, _forwarded_property(name))
+        elif isinstance(declared, classmethod):
+            setattr(recorder, name, _forwarded_class_method(name, declared))
+        elif callable(declared):
+            setattr(recorder, name, _forwarded_method(name, declared))
+    recorder.__abstractmethods__ = frozenset()
+    return recorder
+
+
+def _forwarded_method(name: str, declared: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(declared)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self.wrapped, name)(*args, **kwargs)
+
+    return forward
+
+
+def _forwarded_property(name: str) -> property:
+    return property(lambda self: getattr(self.wrapped, name))
+
+
+def _forwarded_class_method(name: str, declared: classmethod[Any, Any, Any]) -> classmethod[Any, Any, Any]:
+    @functools.wraps(declared.__func__)
+    def forward(cls: type[Any], *args: Any, **kwargs: Any) -> Any:
+        given = (*args, *kwargs.values())
+        found = [unwrapped(argument) for argument in given]
+        wrapped = next((each[0] for each in found if each is not None), None)
+        if wrapped is None:  # nothing says which connector is meant
+            return declared.__func__(cls, *args, **kwargs)
+        seen = [
+            given if each is None else each[1] for given, each in zip((*args, *kwargs.values()), found, strict=True)
+        ]
+        return getattr(wrapped, name)(*seen[: len(args)], **dict(zip(kwargs, seen[len(args) :], strict=True)))
+
+    return classmethod(forward)

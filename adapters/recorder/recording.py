@@ -1,0 +1,287 @@
+"""What the recorder sees of the scheduler's side: each hook call as it begins, and what the wrapped connector answered.
+
+Requests are read when a hook is called, as kvledger's own connector reads them; what is held of them is there to be
+read in a later hook. Nothing here may raise, and nothing here decides anything.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from kvledger.adapters.recorder import said
+from kvledger.adapters.recorder.decoders import decoded
+from kvledger.adapters.recorder.extension import Recorder
+from kvledger.adapters.recorder.log import RecorderLog
+from kvledger.adapters.vllm import versions
+from kvledger.adapters.vllm.guard import guarded
+from kvledger.adapters.vllm.noticing import Noticing
+from kvledger.adapters.vllm.step_reader import StepReader
+from kvledger.lifecycle import BlocksRegion, Channel, RequestState
+from kvledger.lifecycle import events as e
+
+if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+_Ends = TypeVar("_Ends", bound=said.WorkersReported)
+_COMPUTING = frozenset({RequestState.CHUNKED_PREFILL, RequestState.RUNNING})
+
+
+class _NoKeys:
+    """A recorder knows no keys: what a connector calls its chunks is its own business."""
+
+    def keys(self, _request: Request, _first_chunk: int, _parent: bytes | None) -> tuple[bytes, ...]:
+        return ()
+
+
+class Recording:
+    """One method for each hook as it begins, one for its answer where it has one; both end with a commit."""
+
+    def __init__(self, log: RecorderLog, *, is_child: bool, speculates: bool) -> None:
+        self.log = log
+        self._projections = log.projections
+        self._tracker = log.tracker
+        self._requests: dict[str, Request] = {}
+        self._admits = False
+        self._notice = Noticing(log, _NoKeys(), speculates=speculates)
+        self._reader = StepReader(
+            self._projections, self._requests, self._notice.keys, log.observe, speculates=speculates
+        )
+        self._decodes = True
+        self._loads_of_steps: deque[tuple[int, ...]] = deque()
+        """Of each step whose output has not been seen: the loads within it."""
+        log.observe(e.LogNote("recorder started", log.now()))
+        if is_child:
+            log.observe(e.LogNote(f"{said.CHILD}, its reports concern other connectors as well", log.now()))
+        log.commit()
+
+    def decline(self, reason: str) -> None:
+        """Record nothing of a model whose block tables cannot be written down, and say so."""
+        self.log.messages.warning("the model is not recorded, its connector runs as without a recorder", reason=reason)
+        self.log.observe(e.LogNote(f"declined: {reason}", self.log.now()))
+        self.log.commit()
+        self.log.is_ended = True
+
+    def hook_failed(self, hook: str, _request_id: str, error: Exception) -> None:
+        """Called by the guard: it is the recorder that failed."""
+        self.log.end(hook, error)
+
+    def _observe(self, event: e.Event) -> None:
+        self.log.observe(event)
+
+    # --- what the wrapped connector did, whatever the hook ------------------------------------
+
+    @guarded(default=None)
+    def raised(self, hook: str, request: Request | None, error: Exception) -> None:
+        """It raised; vLLM is about to see that."""
+        self.log.hook_failed(hook, "" if request is None else request.request_id, error)
+        self.log.commit()
+
+    @guarded(default=None)
+    def built(self, metadata: object, duration_ns: int) -> None:
+        """What the workers are given with this step, as far as a decoder understands it."""
+        if self.log.is_ended:
+            return
+        for request_id, copy in self._copies(metadata):
+            if self._tracker.get(request_id) is None:
+                self._observe(Recorder.noted(said.TransferredFor(request_id, copy), self.log.now()))
+            else:
+                self._observe(Recorder.observed(request_id, copy, self.log.now()))
+        self._observe(Recorder.noted(said.Returned("build_connector_meta", duration_ns), self.log.now()))
+        self.log.commit()
+
+    def _copies(self, metadata: object) -> list[tuple[str, said.Transferred]]:
+        if not self._decodes:
+            return []
+        try:
+            return list(decoded(metadata))
+        except Exception as error:  # noqa: BLE001 -- another version of the connector; the rest is still recorded
+            self._decodes = False
+            undecoded = said.Undecoded(type(metadata).__name__, type(error).__name__)
+            self._observe(Recorder.noted(undecoded, self.log.now()))
+            self.log.messages.warning(
+                "the connector's metadata is not what the recorder knows; its copies are not recorded",
+                metadata=undecoded.metadata,
+                error=str(error),
+            )
+            return []
+
+    @guarded(default=None)
+    def returned(self, hook: str, duration_ns: int) -> None:
+        """It has returned, and what it returned is nobody's business but its workers'."""
+        if not self.log.is_ended:
+            self._observe(Recorder.noted(said.Returned(hook, duration_ns), self.log.now()))
+            self.log.commit()
+
+    # --- one request ---------------------------------------------------------------------------
+
+    @guarded(default=None)
+    def on_new_request(self, request: Request) -> None:
+        """A request was accepted."""
+        if self.log.is_ended:
+            return
+        self._requests[request.request_id] = request
+        ordinal = self.log.ledger.next_ordinal
+        self._observe(e.RequestArrived(request.request_id, ordinal, request.num_prompt_tokens, self.log.now()))
+        self.log.commit()
+
+    @guarded(default=None)
+    def lookup(self, request: Request, num_computed_tokens: int) -> None:
+        """How much can be loaded?"""
+        if self.log.is_ended:
+            return
+        self._meet(request)
+        self._notice.preemption(request)
+        self._observe(e.LookupRequested(request.request_id, num_computed_tokens, request.num_tokens, self.log.now()))
+        self.log.commit()
+
+    @guarded(default=None)
+    def lookup_returned(self, request: Request, num_computed_tokens: int, answer: Any, duration_ns: int) -> None:
+        """So much, says the wrapped connector."""
+        if self.log.is_ended:
+            return
+        num_external_tokens, is_async = answer
+        returned = said.LookupReturned(
+            num_computed_tokens, request.num_tokens, num_external_tokens, bool(is_async), duration_ns
+        )
+        self._observe(Recorder.observed(request.request_id, returned, self.log.now()))
+        self.log.commit()
+
+    @guarded(default=None)
+    def allocated(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        """Blocks were given."""
+        if self.log.is_ended:
+            return
+        if not self._admits:  # after a reset, preempted requests may lose their blocks before they are looked up
+            self._admits = True
+            self._notice_preemptions()
+        self._meet(request)
+        self._notice.preemption(request)
+        record = self._tracker.get(request.request_id)
+        if record is not None and record.state in _COMPUTING:
+            self._notice.next_turn(request)
+        block_ids = tuple(versions.flat_table(blocks.get_block_ids()))
+        self._observe(e.BlocksAllocated(request.request_id, block_ids, num_external_tokens, self.log.now()))
+        self.log.commit()
+
+    @guarded(default=None)
+    def finished(self, request: Request) -> None:
+        """The request ends."""
+        if self.log.is_ended:
+            return
+        record = self._tracker.get(request.request_id)
+        if record is None:
+            return
+        self._notice.preemption(request)
+        num_computed_tokens = min(request.num_computed_tokens, self._tracker.num_computed_tokens(record))
+        written = self._notice.num_written_tokens(request, num_computed_tokens)
+        self._observe(
+            e.RequestFinished(request.request_id, request.status.name, written, request.num_tokens, self.log.now())
+        )
+        self.log.commit()
+
+    @guarded(default=None)
+    def end_returned(self, request: Request, answer: Any, duration_ns: int) -> None:
+        """Whether its blocks are to be kept."""
+        self._requests.pop(request.request_id, None)
+        if not self.log.is_ended and self._tracker.get(request.request_id) is not None:
+            returned = said.EndReturned(bool(answer[0]), duration_ns)
+            self._observe(Recorder.observed(request.request_id, returned, self.log.now()))
+            self.log.commit()
+
+    def _meet(self, request: Request) -> None:
+        """A connector may be bound after its first requests came."""
+        if self._tracker.get(request.request_id) is None:
+            self.on_new_request(request)
+
+    def _notice_preemptions(self) -> None:
+        for record in [record for record in self._tracker if record.blocks is not BlocksRegion.NONE]:
+            request = self._requests.get(record.request_id)
+            if request is not None:
+                self._notice.preemption(request)
+
+    # --- the engine ----------------------------------------------------------------------------
+
+    @guarded(default=None)
+    def step(self, scheduler_output: SchedulerOutput) -> None:
+        """A step goes out, with all loads that were issued for it."""
+        if self.log.is_ended:
+            return
+        self._admits = False
+        for request_id in versions.preempted_request_ids(scheduler_output):
+            request = self._requests.get(request_id)
+            if request is not None:
+                self._notice.preemption(request, versions.blocks_to_zero(scheduler_output))
+        self._observe(self._reader.read(scheduler_output, self.log.now()))
+        ready = self.log.ledger.ready(Channel.WORKERS)
+        self.log.ledger.advance(ready)
+        within = tuple(job.job_id for job in ready.jobs if isinstance(job, e.LoadIssued) and not job.is_async)
+        if scheduler_output.total_num_scheduled_tokens or within:
+            self._loads_of_steps.append(within)
+        self.log.commit()
+
+    @guarded(default=None)
+    def workers_report(self, output: KVConnectorOutput) -> None:
+        """What the workers say, before the wrapped connector hears it."""
+        if not self.log.is_ended:
+            self._observe(Recorder.noted(_ends(said.WorkersReported, output), self.log.now()))
+            self.log.commit()
+
+    @guarded(default=None)
+    def vllm_hears(self, output: KVConnectorOutput, duration_ns: int) -> None:
+        """What is left of that, and what was added; vLLM acts upon it now."""
+        if self.log.is_ended:
+            return
+        self._observe(Recorder.noted(said.Returned("update_connector_output", duration_ns), self.log.now()))
+        told = _ends(said.VLLMHeard, output)
+        if told != said.VLLMHeard():
+            self._observe(Recorder.noted(told, self.log.now()))
+        if told.invalid_block_ids:
+            self._notice.load_errors(told.invalid_block_ids, tuple(self._requests.values()))
+        failed_requests, failed_blocks = set(told.failed_recving), set(told.invalid_block_ids)
+        within = self._loads_of_steps.popleft() if self._loads_of_steps else ()
+        for job in tuple(self._projections.transfers):
+            is_reported = job.request_id in told.finished_recving or job.request_id in failed_requests
+            if job.job_id in within or (job.is_async and is_reported):
+                has_failed = job.request_id in failed_requests or not failed_blocks.isdisjoint(job.block_ids)
+                error = "the connector reports that it could not load" if has_failed else ""
+                self._observe(e.TransferReported.by((0,), job.job_id, self.log.now(), error=error))
+        for request_id in told.finished_sending:
+            record = self._tracker.get(request_id)
+            if record is not None and record.state is RequestState.FINISHED:
+                self._observe(Recorder.observed(request_id, said.Sent(), self.log.now()))
+        self.log.ledger.advance(self.log.ledger.ready(Channel.VLLM))
+        self.log.commit()
+
+    @guarded(default=None)
+    def reset(self) -> None:
+        """Everything cached is stale."""
+        if not self.log.is_ended:
+            self._observe(e.CacheReset(self.log.now()))
+            self._notice_preemptions()
+            self.log.commit()
+
+    @guarded(default=None)
+    def shutdown(self) -> None:
+        """Write the last events and close the log."""
+        if not self.log.is_ended:
+            self._observe(e.LogNote("recorder shut down", self.log.now()))
+            self.log.commit()
+            self.log.is_ended = True
+        self.log.log.close()
+
+
+def _ends(kind: type[_Ends], output: KVConnectorOutput) -> _Ends:
+    def ids(found: Sequence[str] | set[str] | None) -> tuple[str, ...]:
+        return tuple(sorted(found or ()))
+
+    return kind(
+        ids(output.finished_sending),
+        ids(output.finished_recving),
+        ids(getattr(output, "failed_recving", None)),
+        tuple(sorted(output.invalid_block_ids or ())),
+    )

@@ -1,0 +1,49 @@
+"""What a log of any connector is held against: the contract of vLLM's `KVConnectorBase_V1`, as far as it can be seen.
+
+Rules of the core whose names stand here as well are replaced: the core's judge kvledger's own copies and slots. Each
+rule follows what it needs by itself, from the log alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+from kvledger.adapters.recorder.rules.answers import LastToken
+from kvledger.adapters.recorder.rules.copies import SrcBlockOwned, TableEq
+from kvledger.adapters.recorder.rules.ends import CompletionOnce, Liveness
+
+_CHECKERS = (LastToken, TableEq, SrcBlockOwned, CompletionOnce, Liveness)
+RULES: Mapping[str, Callable[[], Any]] = MappingProxyType({checker.rule: checker for checker in _CHECKERS})
+
+_SLOTS = "where a recorded connector keeps what it saves is not in the log"
+_KEYS = "what a recorded connector calls its chunks is not in the log"
+_HITS = "what a recorded connector could have answered is not in the log"
+_COPIES = "how long a copy of a recorded connector reads its blocks is not in the log"
+_KEPT = (
+    "why a recorded connector keeps blocks is its own; that it lets go of them is under COMPLETION_ONCE and LIVENESS"
+)
+LEFT_OUT: Mapping[str, str] = MappingProxyType(
+    {
+        **dict.fromkeys(
+            (
+                *("LOADABLE_AFTER_COMMIT", "SLOT_EXCLUSIVE", "EVICT_IDLE_ONLY"),
+                *("HIT_PINNED", "PIN_BALANCE", "WAITING_KEPT"),
+            ),
+            _SLOTS,
+        ),
+        **dict.fromkeys(
+            (
+                *("KEY_IDENTITY", "CHUNK_COMPLETE", "CURSOR_LE_FRONTIER", "STORE_CONTIGUOUS"),
+                *("SETTLED_SAVED", "RESET_EPOCH", "FAILED_LOAD_TAINT"),
+            ),
+            _KEYS,
+        ),
+        **dict.fromkeys(("LONGEST_HIT", "LOOKUP_PURE", "DEFER_BOUNDED"), _HITS),
+        **dict.fromkeys(("BLOCK_REUSE_FENCED", "SRC_BLOCK_STABLE", "LOAD_XOR_STORES"), _COPIES),
+        **dict.fromkeys(("RELEASE_ALL", "DELAY_FREE_CONTRACT"), _KEPT),
+        **dict.fromkeys(RULES, ""),
+    }
+)
+"""Rule of the core -> why it cannot be checked; empty where a rule here has its name."""

@@ -1,0 +1,82 @@
+"""What is written of a wrapped connector beside what the core observes: its answers, its workers' reports, its copies.
+
+Each is the payload of an event of the extension; see there. All numbers are tokens but where they say otherwise.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class LookupReturned(msgspec.Struct, frozen=True):
+    """What `get_num_new_matched_tokens` returned. The question stands before it, as `lookup.requested`."""
+
+    num_computed_tokens: int
+    num_tokens: int
+    num_external_tokens: int | None
+    """None: vLLM is to ask again."""
+    is_async: bool
+    duration_ns: int
+
+
+class EndReturned(msgspec.Struct, frozen=True):
+    """What `request_finished` returned: whether vLLM is to keep the blocks until it hears of the request again."""
+
+    keeps_blocks: bool
+    duration_ns: int
+
+
+class Returned(msgspec.Struct, frozen=True):
+    """A hook that answers nothing about one request has returned."""
+
+    hook: str
+    duration_ns: int
+
+
+class WorkersReported(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What `update_connector_output` is given; request ids and blocks."""
+
+    finished_sending: tuple[str, ...] = ()
+    finished_recving: tuple[str, ...] = ()
+    failed_recving: tuple[str, ...] = ()
+    invalid_block_ids: tuple[int, ...] = ()
+
+
+class VLLMHeard(WorkersReported, frozen=True, omit_defaults=True):
+    """The same after the hook, which may have changed it: what vLLM acts upon. Not written where nothing is in it."""
+
+
+class Sent(msgspec.Struct, frozen=True):
+    """VLLM hears that nothing reads the blocks of the ended request any more, and frees them."""
+
+
+class Transferred(msgspec.Struct, frozen=True):
+    """A copy that the connector's metadata hands to its workers, as a decoder reads it."""
+
+    job: str
+    """The connector's own name for it."""
+    is_load: bool
+    group: int
+    """Of the KV cache, counted from 0."""
+    first_block: int
+    """Where in the request's table the blocks begin; -1 where the metadata does not say."""
+    block_ids: tuple[int, ...]
+
+
+class TransferredFor(msgspec.Struct, frozen=True):
+    """A copy for a request that is over."""
+
+    request_id: str
+    copy: Transferred
+
+
+class Undecoded(msgspec.Struct, frozen=True):
+    """The decoder did not understand the connector's metadata; from here on copies are not recorded."""
+
+    metadata: str
+    """Its class."""
+    error: str
+
+
+CHILD = "inside of MultiConnector"
+"""Begins the note of a recorder that is not alone: vLLM's reports are of its siblings' requests as well."""

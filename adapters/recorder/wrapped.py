@@ -1,0 +1,100 @@
+"""Which connector is wrapped, and what it is given in the place of the recorder's own configuration.
+
+`MultiConnector` is the pattern (`kv_connector/v1/multi_connector.py`, _get_connector_classes_and_configs, 0.32): a copy
+of vLLM's configuration in which the nested one stands where the outer one stood.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Mapping
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from kvledger.lifecycle import ConfigurationError
+
+if TYPE_CHECKING:
+    from vllm.config import KVTransferConfig, VllmConfig
+
+_EXAMPLE = '"connector": {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}'
+
+
+def wrapped_transfer(extra_config: Mapping[str, Any], outer: KVTransferConfig | None = None) -> KVTransferConfig:
+    """The nested configuration; what it does not say of engine, role and failures it has from the outer one.
+
+    Raises:
+        ConfigurationError: there is none, or vLLM refuses it.
+    """
+    from vllm.config import KVTransferConfig
+
+    given = extra_config.get("connector")
+    if not isinstance(given, Mapping) or not given.get("kv_connector"):
+        message = f"connector: {given!r} names no connector to record; write {_EXAMPLE}"
+        raise ConfigurationError(message)
+    inherited = {}
+    if outer is not None:
+        names = ("engine_id", "kv_role", "kv_load_failure_policy", "kv_buffer_device")
+        inherited = {name: getattr(outer, name) for name in names if hasattr(outer, name)}
+    try:
+        return KVTransferConfig(**{**inherited, **given})
+    except (TypeError, ValueError) as error:
+        message = f"connector: {error}; it is what --kv-transfer-config would say without the recorder"
+        raise ConfigurationError(message) from error
+
+
+def wrapped_class(transfer: KVTransferConfig) -> type[Any]:
+    """The class that vLLM would instantiate."""
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    return KVConnectorFactory.get_connector_class(transfer)
+
+
+def transfer_of(vllm_config: VllmConfig) -> KVTransferConfig:
+    """The part that names a connector; vLLM asks for none without it."""
+    transfer = vllm_config.kv_transfer_config
+    if transfer is None:
+        message = "kv_transfer_config is not set, so there is no connector to record"
+        raise ConfigurationError(message)
+    return transfer
+
+
+def wrapped_config(vllm_config: VllmConfig) -> VllmConfig:
+    """A copy of vLLM's configuration as it would be without the recorder."""
+    outer = transfer_of(vllm_config)
+    config = copy.copy(vllm_config)
+    config.kv_transfer_config = wrapped_transfer(outer.kv_connector_extra_config, outer)
+    return config
+
+
+def is_child() -> bool:
+    """Whether a `MultiConnector` is making the connector that asks.
+
+    It hands every report of the workers to all of its children (`kv_connector/v1/multi_connector.py`,
+    update_connector_output, 0.32), and tells none of them that it is one: only who calls says so.
+    """
+    frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 -- the way to ask who calls
+    while frame is not None:
+        if type(frame.f_locals.get("self")).__name__ == "MultiConnector":
+            return True
+        frame = frame.f_back
+    return False
+
+
+def unwrapped(argument: object) -> tuple[type[Any], object] | None:
+    """The wrapped class, and the argument as it is to see it; None of an argument that has no configuration.
+
+    vLLM asks classes before there is an instance, with one of three kinds of configuration.
+    """
+    from vllm.config import KVTransferConfig, VllmConfig
+
+    if isinstance(argument, VllmConfig):
+        config = wrapped_config(argument)
+        return wrapped_class(transfer_of(config)), config
+    if isinstance(argument, KVTransferConfig):
+        transfer = wrapped_transfer(argument.kv_connector_extra_config, argument)
+        return wrapped_class(transfer), transfer
+    if isinstance(argument, Mapping) and "connector" in argument:
+        transfer = wrapped_transfer(argument)
+        return wrapped_class(transfer), transfer.kv_connector_extra_config
+    return None
