@@ -37,13 +37,12 @@ def test_a_recorded_connector_recovers_what_it_would_have_recovered(
     """Outputs are those of an engine that never preempts; the recorder's log is sound, and so is kvledger's own."""
     from vllm.distributed import cleanup_dist_env_and_memory
 
+    expected = reference(WORKLOAD.prompts(), WORKLOAD.max_tokens)
     inner = connector(tmp_path / "own", chunk_size=WORKLOAD.chunk_size, host_bytes="64MiB")
     llm = start(str(model), WORKLOAD, recorded(inner, tmp_path / "recorded"))
     try:
         scheduler = llm.llm_engine.engine_core.engine_core.scheduler
-        assert generate(llm, WORKLOAD.prompts(), WORKLOAD.max_tokens) == reference(
-            WORKLOAD.prompts(), WORKLOAD.max_tokens
-        )
+        assert generate(llm, WORKLOAD.prompts(), WORKLOAD.max_tokens) == expected
         settle(llm)
         own = scheduler.connector.scheduler_side.log.directory  # asked of the recorder, answered by the wrapped one
     finally:
