@@ -1,0 +1,93 @@
+"""The commands read a recorder's log as they read kvledger's own, and say what only another connector knows."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sim.recorded import CORE, NamedConnector, events_of
+
+from kvledger.adapters.cli.main import main
+from kvledger.adapters.recorder.rules import LEFT_OUT
+from kvledger.lifecycle import Core
+from kvledger.lifecycle.audit import Audit
+from kvledger.lifecycle.codec import vocabulary_header
+
+pytestmark = pytest.mark.scheduler
+
+Said = Callable[..., tuple[int, str]]
+
+
+@pytest.fixture
+def said(capsys: pytest.CaptureFixture[str]) -> Said:
+    """The exit code of a command and what it printed."""
+
+    def run(*arguments: object) -> tuple[int, str]:
+        capsys.readouterr()
+        exit_code = main([str(argument) for argument in arguments])
+        return exit_code, capsys.readouterr().out
+
+    return run
+
+
+@pytest.fixture
+def log(record: Callable[..., tuple[Any, Any]], tmp_path: Path) -> Path:
+    """Three requests in a pool that holds two, recorded around OffloadingConnector, in files."""
+    engine, _ = record(log_dir=str(tmp_path / "logs"), num_blocks=12, max_model_len=160)
+    for request_id, first in (("a", 0), ("b", 500), ("c", 900)):
+        engine.add(request_id, range(first, first + 64), 40)
+    engine.run()
+    engine.shutdown()
+    (directory,) = (tmp_path / "logs").iterdir()
+    return directory
+
+
+def test_verify_finds_it_sound_and_lists_what_is_left_out(log: Path, said: Said) -> None:
+    """Each rule with its reason."""
+    exit_code, out = said("verify", log, "--json")
+    assert exit_code == 0
+    records = [json.loads(line) for line in out.splitlines()]
+    reasons = {record["rule"]: record["reason"] for record in records if record["type"] == "not_checked"}
+    assert {rule: why for rule, why in LEFT_OUT.items() if why}.items() <= reasons.items()
+
+
+def test_show_tells_what_the_connector_answered_and_copied(log: Path, said: Said) -> None:
+    """In the life of a request, beside what became of it."""
+    exit_code, out = said("show", log, "b")
+    assert exit_code == 0
+    for words in ("the recorded connector offers 0 tokens", "transferred (job", "keeps_blocks", "→ preempted"):
+        assert words in out
+
+
+def test_why_says_what_was_not_offered_and_that_more_is_not_known(log: Path, said: Said) -> None:
+    """The tokens add up, as for kvledger itself."""
+    exit_code, out = said("why", log, "a")
+    assert exit_code == 0
+    assert "tokens 0–62: not offered by the recorded connector; why is not in the log" in out
+    assert "64 left to compute" in out
+
+
+@pytest.mark.parametrize("command", ["stats", "replay"])
+def test_other_commands_read_it(log: Path, said: Said, command: str) -> None:
+    """Without a remark about an extension that is not there."""
+    exit_code, out = said(command, log)
+    assert exit_code == 0
+    assert "not loaded" not in out
+
+
+def test_a_reader_without_the_recorders_code_verifies_the_rest(record: Callable[..., tuple[Any, Any]]) -> None:
+    """It leaves out the same rules, says of the recorder's own that their code is not here, and judges no decision."""
+    engine, recording = record(NamedConnector(name="Witness", module="sim.witness"))
+    engine.add("a", range(20), 3)
+    engine.run()
+    core = Core.standard().reading(vocabulary_header(CORE))
+    assert [extension.name for extension in core.absent] == ["recorder"]
+    assert not LEFT_OUT.keys() & core.rules.keys()
+    assert all(core.not_checked[rule] for rule in LEFT_OUT)
+    audit = Audit(core, recording.log.configuration)
+    audit.run(events_of(recording))
+    assert audit.is_sound, (audit.violations, audit.divergences)
+    assert audit.num_unjudged > 0
