@@ -194,8 +194,15 @@ def restrict(recording: Recording, kept: Collection[int]) -> Recording:
 
 
 def _from_first_arrival(observations: list[Recorded]) -> Iterable[Recorded]:
-    """Without steps before anybody was there."""
-    return itertools.dropwhile(lambda entry: not isinstance(entry[1], e.RequestArrived), observations)
+    """Without steps before anybody was there; those that are left count from 0, as an engine's do."""
+    left = itertools.dropwhile(lambda entry: not isinstance(entry[1], e.RequestArrived), observations)
+    first_step: int | None = None
+    for sequence, event in left:
+        if isinstance(event, e.StepScheduled):
+            first_step = event.step if first_step is None else first_step
+            yield sequence, changed(event, step=event.step - first_step)
+        else:
+            yield sequence, event
 
 
 def _jobs_of(recording: Recording, kept: Collection[int]) -> dict[int, tuple[int, str]]:
