@@ -47,6 +47,8 @@ class Walks:
     num_steps: int = 70
     is_reliable: bool = True
     """Whether every copy is reported, and once."""
+    chunks_in_blocks: tuple[tuple[int, int], ...] = ((4, 16), (8, 16), (16, 16), (32, 16))
+    """(tokens of a chunk, of a block), of which the seed chooses."""
     title: str = "walk"
 
     def play(self, seed: int, told: Callable[[SequenceOf], None], *, watched: bool = False) -> Story:
@@ -54,7 +56,7 @@ class Walks:
         from lifecycle_driver import Walk
 
         rng = random.Random(f"geometry {seed}")
-        chunk_size, block_size = rng.choice([(4, 16), (8, 16), (16, 16), (32, 16)])
+        chunk_size, block_size = rng.choice(self.chunks_in_blocks)
         with contextlib.ExitStack() as stack:
             if not watched:
                 stack.enter_context(_unwatched_walk())

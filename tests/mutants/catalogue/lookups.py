@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -9,10 +10,11 @@ import msgspec
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.projections.chunk_index import ChunkIndex
+from kvledger.lifecycle.projections.host_slots import HostSlots
 from kvledger.lifecycle.projections.lookup_cache import LookupCache
 from kvledger.lifecycle.projections.save_cursor import SaveCursor
 from kvledger.lifecycle.projections.tracker import RequestTracker
-from kvledger.lifecycle.projections.transfers import Transfers
+from kvledger.lifecycle.projections.transfers import JobKind, Transfers
 from kvledger.lifecycle.states import CurrentRegion
 from mutants.catalogue.parts import LOOKING_UP, decided_otherwise, wrapped, written_as
 from mutants.mutant import Patch, Touch, mutant
@@ -24,6 +26,8 @@ CACHED = Worlds(settings=(("num_steps", 120), ("enable_prefix_caching", True)))
 RESETTING_BESIDE = Worlds(
     faults=frozenset({"resets", "delayed reports"}), connector=(("save_mode", "async"), ("max_silent_steps", 64))
 )
+WHOLE_BLOCKS = ((16, 16), (32, 16))
+"""Images of smaller chunks share slots, and leave them without an eviction."""
 RESETTING = Worlds(faults=frozenset({"aborts", "storms", "resets"}))
 SLOW = Worlds(
     faults=frozenset({"aborts", "storms", "delayed reports"}),
@@ -186,7 +190,7 @@ def pinned_by_every_poll(touch: Touch) -> Sequence[Patch]:
     return [wrapped(ChunkIndex, "_answered", answered)]
 
 
-@mutant("EVICT_IDLE_ONLY", "sglang#28468", "Mooncake#3253", scene=Walks())
+@mutant("EVICT_IDLE_ONLY", "sglang#28468", "Mooncake#3253", scene=Walks(chunks_in_blocks=WHOLE_BLOCKS))
 def evicted_while_read(touch: Touch) -> Sequence[Patch]:
     """A chunk is evicted while a load reads it."""
 
@@ -195,14 +199,34 @@ def evicted_while_read(touch: Touch) -> Sequence[Patch]:
             touch()
         return False
 
-    def load_issued(_original: Any, index: ChunkIndex, event: e.LoadIssued, _sequence: int) -> None:
-        num_chunks = -(-(event.first_token + event.num_tokens) // index._geometry.chunk_size)
-        index._renew(event.ordinal, num_chunks)
+    def num_references(original: Any, slots: Any, slot: int) -> int:
+        return int(original(slots, slot)) - slots.__dict__.get("loads", Counter())[slot]
+
+    def load_issued(original: Any, index: Any, event: e.LoadIssued, sequence: int) -> None:
+        original(index, event, sequence)
+        index.slots.__dict__.setdefault("loads", Counter()).update(event.slots)
+
+    def load_settled(original: Any, index: Any, event: e.LoadCompleted | e.LoadFailed, sequence: int) -> None:
+        job = index._transfers.get(event.job_id)
+        if job is not None:
+            index.slots.__dict__["loads"].subtract(job.slots)
+            index.slots.acquire(tuple(index.__dict__.get("lost", {}).pop(event.job_id, ())))
+        original(index, event, sequence)
+
+    def evicted(original: Any, index: Any, event: e.ChunkEvicted, sequence: int) -> None:
+        slots = frozenset(index.state.committed.get(event.key, ()))
+        original(index, event, sequence)
+        for job in index._transfers:
+            lost = slots.intersection(job.slots) if job.kind is JobKind.LOAD else ()
+            index.slots.release(lost)
+            index.__dict__.setdefault("lost", {}).setdefault(job.job_id, []).extend(lost)
 
     return [
         wrapped(Transfers, "is_any_read", is_any_read),
+        wrapped(HostSlots, "num_references", num_references),
+        wrapped(ChunkIndex, "_evicted", evicted),
         wrapped(ChunkIndex, "_load_issued", load_issued),
-        wrapped(ChunkIndex, "_load_settled", lambda *_: None),
+        wrapped(ChunkIndex, "_load_settled", load_settled),
     ]
 
 
