@@ -43,10 +43,12 @@ class _Tables:
 
 
 class TableEq:
-    """TABLE_EQ: a copy's blocks stand in the request's table where the copy says that they stand.
+    """TABLE_EQ: a copy's blocks stand in the request's table, in the order of the copy.
 
-    Verifies: this for each copy of which the metadata says where in the table its blocks begin.
-    Does not verify: copies of a connector without a decoder; blocks that a window has left.
+    Verifies: the first block where the copy says that it stands, each other one behind the one before; what is stored
+    already may be left out between them (OffloadingConnector does so, 0.32).
+    Does not verify: copies of a connector without a decoder; blocks that a window has left; that nothing else is left
+    out.
     """
 
     rule: ClassVar[str] = "TABLE_EQ"
@@ -63,21 +65,14 @@ class TableEq:
         table = self._tables.of(moment, copy.group)
         if table is None:
             return None
-        held = tuple(table[copy.first_block : copy.first_block + len(copy.block_ids)])
-        wrong = [
-            place
-            for place, block_id in enumerate(copy.block_ids)
-            if place >= len(held) or (block_id != held[place] and NULL_BLOCK not in (block_id, held[place]))
-        ]
-        if not wrong:
-            return None
-        place = wrong[0]
-        stands = f"block {held[place]}" if place < len(held) else f"nothing, its table has {len(table)} blocks"
-        detail = (
-            f"copy {copy.job} takes block {copy.block_ids[place]} for block {copy.first_block + place} of the "
-            f"request, where {stands} stands"
-        )
-        return [_violation(self.rule, moment, detail)]
+        start, end = copy.first_block, copy.first_block + 1
+        for block_id in copy.block_ids:
+            places = range(start, min(end, len(table)))
+            place = next((at for at in places if block_id == table[at] or NULL_BLOCK in (block_id, table[at])), None)
+            if place is None:
+                return [_violation(self.rule, moment, _misplaced(copy, block_id, start, table))]
+            start, end = place + 1, len(table)
+        return None
 
 
 class SrcBlockOwned:
@@ -106,6 +101,15 @@ class SrcBlockOwned:
             return None
         detail = f"copy {copy.job} reads block {foreign[0]}, which is not the request's"
         return [_violation(self.rule, moment, detail)]
+
+
+def _misplaced(copy: said.Transferred, block_id: int, start: int, table: Sequence[int]) -> str:
+    if start > copy.first_block:
+        return (
+            f"copy {copy.job} takes block {block_id} behind block {start - 1} of the request, where it does not stand"
+        )
+    stands = f"block {table[start]}" if start < len(table) else "nothing"
+    return f"copy {copy.job} takes block {block_id} for block {start} of the request, where {stands} stands"
 
 
 def _violation(rule: str, moment: Moment, detail: str) -> Violation:

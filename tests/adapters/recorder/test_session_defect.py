@@ -28,7 +28,7 @@ def hold_session(engine: Any, *, is_continued: bool) -> None:
 
 
 def test_a_session_of_offloading_connector_breaks_table_eq(record: Callable[..., tuple[Any, Any]]) -> None:
-    """Named with the copy, the block it takes, and the block that stands there; nothing else is named."""
+    """Named with the copy, the block it takes, and the place; nothing else is named."""
     engine, recording = record()
     hold_session(engine, is_continued=True)
     audit = audited(recording)
@@ -36,7 +36,7 @@ def test_a_session_of_offloading_connector_breaks_table_eq(record: Callable[...,
     assert {violation.request_id for violation in audit.violations} == {"session"}
     first = audit.violations[0]
     assert "takes block" in first.detail
-    assert "of the request, where block" in first.detail
+    assert "of the request, where it does not stand" in first.detail
     assert list(audit.divergences) == []
 
 
