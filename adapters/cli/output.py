@@ -151,26 +151,21 @@ def event_fields(event: Event | None) -> dict[str, object] | None:
 
 def plain_fields(event: Event) -> dict[str, object]:
     """The fields of an event as JSON values; of an extension's own what it says, where that can be read."""
+    return {name: plain(value) for name, value in _fields(event).items()}
+
+
+def _fields(event: Event) -> dict[str, object]:
     fields = msgspec.structs.asdict(event)
     if isinstance(event, ExtensionEvent):
-        fields["payload"] = _said(event)
-    return {name: plain(value) for name, value in fields.items()}
-
-
-def _said(event: ExtensionEvent) -> object:
-    """What an extension's own event says; its bytes where that cannot be read."""
-    try:
-        return msgspec.msgpack.decode(event.payload)
-    except msgspec.DecodeError:
-        return event.payload
+        with contextlib.suppress(msgspec.DecodeError):
+            fields["payload"] = msgspec.msgpack.decode(event.payload)
+    return fields
 
 
 def event_text(event: Event) -> str:
     """An event in one line for people."""
-    fields = msgspec.structs.asdict(event)
-    if isinstance(event, ExtensionEvent):
-        fields["payload"] = _said(event)
-    return f"{event.id}  " + ", ".join(f"{name}={_short(value)}" for name, value in fields.items())
+    fields = ", ".join(f"{name}={_short(value)}" for name, value in _fields(event).items())
+    return f"{event.id}  {fields}"
 
 
 def _short(value: object) -> str:

@@ -25,7 +25,7 @@ from kvledger.adapters.recorder.log import RecorderLog
 from kvledger.adapters.recorder.recording import Recording
 from kvledger.adapters.recorder.settings import RecorderSettings
 from kvledger.adapters.recorder.stats import RecordedPromMetrics, RecordedStats, enveloped, opened
-from kvledger.adapters.recorder.wrapped import is_child, transfer_of, unwrapped, wrapped_class, wrapped_config
+from kvledger.adapters.recorder.wrapped import is_child, transfer_of, wrapped_class, wrapped_config
 from kvledger.adapters.vllm import versions
 from kvledger.adapters.vllm.event_log import open_event_log
 from kvledger.adapters.vllm.groups import describe_groups
@@ -133,9 +133,8 @@ class KVLedgerRecorder(KVConnectorBase_V1):
     @classmethod
     def build_prom_metrics(cls, vllm_config: VllmConfig, *arguments: Any, **named: Any) -> Any:
         """The wrapped connector's metrics."""
-        found = unwrapped(vllm_config)
-        assert found is not None  # noqa: S101 -- it is a configuration
-        metrics = found[0].build_prom_metrics(found[1], *arguments, **named)
+        config = wrapped_config(vllm_config)
+        metrics = wrapped_class(transfer_of(config)).build_prom_metrics(config, *arguments, **named)
         return None if metrics is None else RecordedPromMetrics(metrics)
 
     def shutdown(self) -> None:

@@ -10,24 +10,19 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
-import msgspec
-
 from kvledger.adapters.recorder import said
-from kvledger.adapters.recorder.payloads import NAME, PAYLOADS, VERSION
+from kvledger.adapters.recorder.payloads import RecorderEvents
 from kvledger.adapters.recorder.rules import LEFT_OUT, RULES
-from kvledger.lifecycle import BlocksRegion, Extension, MissReason, RequestState, StateHandler, Turn
+from kvledger.lifecycle import MissReason, RequestState, StateHandler, Turn, decisions
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.windows import NO_SLOT
 
 _UNKNOWN = MissReason.RECORDED.value
 
 
-class Recorder(Extension):
+class Recorder(RecorderEvents):
     """The extension of a recorder's core."""
 
-    name = NAME
-    version = VERSION
-    events: ClassVar[Mapping[str, type[msgspec.Struct]]] = PAYLOADS
     rows = (
         # What a wrapped connector keeps blocks for is its own business; that it does is why the request is still here.
         ("finished", "blocks.held", "finished.held"),
@@ -37,17 +32,10 @@ class Recorder(Extension):
     leaves_out = LEFT_OUT
 
 
-def _progress(turn: Turn) -> None:
-    record = turn.record
-    num_computed_tokens = turn.projections.tracker.num_computed_tokens(record)
-    if num_computed_tokens and record.blocks is not BlocksRegion.LOADING:
-        progress = e.PrefillCompleted if num_computed_tokens >= record.num_tokens else e.PrefillAdvanced
-        turn.decide(progress(*record.life, num_computed_tokens, record.num_tokens, turn.cause))
-
-
 def _release(turn: Turn) -> None:
-    if not turn.record.sub and not turn.projections.transfers.owes(turn.record.ordinal):
-        turn.decide(e.RequestReleased(*turn.record.life, turn.cause))
+    """Unless the connector keeps its blocks."""
+    if not turn.record.sub:
+        decisions.release.release_if_settled(turn)
 
 
 def _answer(turn: Turn, event: e.ExtensionObserved) -> None:
@@ -102,11 +90,11 @@ class New(StateHandler):
 
     def tokens_scheduled(self, turn: Turn) -> None:
         """It computes."""
-        _progress(turn)
+        decisions.progress.report_progress(turn)
 
     def transfer_settled(self, turn: Turn, _job: object) -> None:
         """Its load has come."""
-        _progress(turn)
+        decisions.progress.report_progress(turn)
 
 
 class ChunkedPrefill(StateHandler):
@@ -120,7 +108,7 @@ class ChunkedPrefill(StateHandler):
 
     def tokens_scheduled(self, turn: Turn) -> None:
         """It computes."""
-        _progress(turn)
+        decisions.progress.report_progress(turn)
 
 
 class Running(StateHandler):

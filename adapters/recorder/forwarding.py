@@ -63,9 +63,7 @@ def _forwarded_class_method(name: str, declared: classmethod[Any, Any, Any]) -> 
         wrapped = next((each[0] for each in found if each is not None), None)
         if wrapped is None:  # nothing says which connector is meant
             return declared.__func__(cls, *args, **kwargs)
-        seen = [
-            given if each is None else each[1] for given, each in zip((*args, *kwargs.values()), found, strict=True)
-        ]
+        seen = [argument if each is None else each[1] for argument, each in zip(given, found, strict=True)]
         return getattr(wrapped, name)(*seen[: len(args)], **dict(zip(kwargs, seen[len(args) :], strict=True)))
 
     return classmethod(forward)

@@ -1,19 +1,20 @@
-"""What an event of the recorder says, by its name; apart from the extension, so that its rules can read it."""
+"""The recorder's events; apart from the rest of the extension, so that its rules can read them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from types import MappingProxyType
+from typing import ClassVar
 
 import msgspec
 
 from kvledger.adapters.recorder import said
-from kvledger.lifecycle import events as e
+from kvledger.lifecycle import Extension
 
-NAME = "recorder"
-VERSION = 1
-PAYLOADS: Mapping[str, type[msgspec.Struct]] = MappingProxyType(
-    {
+
+class RecorderEvents(Extension):
+    """What a recorder writes."""
+
+    name = "recorder"
+    events: ClassVar[dict[str, type[msgspec.Struct]]] = {
         "lookup_returned": said.LookupReturned,
         "end_returned": said.EndReturned,
         "returned": said.Returned,
@@ -24,15 +25,6 @@ PAYLOADS: Mapping[str, type[msgspec.Struct]] = MappingProxyType(
         "transferred_for": said.TransferredFor,
         "undecoded": said.Undecoded,
     }
-)
 
 
-def payload_of(event: e.ExtensionEvent) -> msgspec.Struct | None:
-    """None of an event of another extension, or that cannot be read."""
-    kind = PAYLOADS.get(event.name)
-    if event.extension != NAME or event.extension_version != VERSION or kind is None:
-        return None
-    try:
-        return msgspec.msgpack.decode(event.payload, type=kind)
-    except msgspec.MsgspecError:
-        return None
+payload_of = RecorderEvents.payload_of

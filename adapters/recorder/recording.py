@@ -18,7 +18,7 @@ from kvledger.adapters.vllm import versions
 from kvledger.adapters.vllm.guard import guarded
 from kvledger.adapters.vllm.noticing import Noticing
 from kvledger.adapters.vllm.step_reader import StepReader
-from kvledger.lifecycle import BlocksRegion, Channel, RequestState
+from kvledger.lifecycle import Channel, RequestState
 from kvledger.lifecycle import events as e
 
 if TYPE_CHECKING:
@@ -158,7 +158,7 @@ class Recording:
             return
         if not self._admits:  # after a reset, preempted requests may lose their blocks before they are looked up
             self._admits = True
-            self._notice_preemptions()
+            self._notice.preemptions(self._requests)
         self._meet(request)
         self._notice.preemption(request)
         record = self._tracker.get(request.request_id)
@@ -198,12 +198,6 @@ class Recording:
         if self._tracker.get(request.request_id) is None:
             self.on_new_request(request)
 
-    def _notice_preemptions(self) -> None:
-        for record in [record for record in self._tracker if record.blocks is not BlocksRegion.NONE]:
-            request = self._requests.get(record.request_id)
-            if request is not None:
-                self._notice.preemption(request)
-
     # --- the engine ----------------------------------------------------------------------------
 
     @guarded(default=None)
@@ -212,10 +206,7 @@ class Recording:
         if self.log.is_ended:
             return
         self._admits = False
-        for request_id in versions.preempted_request_ids(scheduler_output):
-            request = self._requests.get(request_id)
-            if request is not None:
-                self._notice.preemption(request, versions.blocks_to_zero(scheduler_output))
+        self._notice.preemptions_of_step(scheduler_output, self._requests)
         self._observe(self._reader.read(scheduler_output, self.log.now()))
         ready = self.log.ledger.ready(Channel.WORKERS)
         self.log.ledger.advance(ready)
@@ -262,7 +253,7 @@ class Recording:
         """Everything cached is stale."""
         if not self.log.is_ended:
             self._observe(e.CacheReset(self.log.now()))
-            self._notice_preemptions()
+            self._notice.preemptions(self._requests)
             self.log.commit()
 
     @guarded(default=None)

@@ -6,11 +6,11 @@ the log has folded to, and written down as observations. Requests are read, neve
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from kvledger.adapters.vllm import versions
-from kvledger.lifecycle import Rule, TrustRegion
+from kvledger.lifecycle import BlocksRegion, Rule, TrustRegion
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.windows import NULL_BLOCK
 
@@ -104,6 +104,23 @@ class Noticing:
                 request.request_id, num_settled_tokens, request.num_tokens, self._journal.now(), blocks_zeroed
             )
         )
+
+    def preemptions(self, requests: Mapping[str, Request]) -> None:
+        """Record those of all that hold blocks.
+
+        A reset preempts all that run, without a hook; their blocks may be given away before they are looked up.
+        """
+        for record in [record for record in self._tracker if record.blocks is not BlocksRegion.NONE]:
+            request = requests.get(record.request_id)
+            if request is not None:
+                self.preemption(request)
+
+    def preemptions_of_step(self, scheduler_output: SchedulerOutput, requests: Mapping[str, Request]) -> None:
+        """Record those that the step names."""
+        for request_id in versions.preempted_request_ids(scheduler_output):
+            request = requests.get(request_id)
+            if request is not None:
+                self.preemption(request, versions.blocks_to_zero(scheduler_output))
 
     def next_turn(self, request: Request) -> None:
         """Record that a streaming session goes on with other tokens; its blocks are kept."""

@@ -24,7 +24,6 @@ from kvledger.adapters.vllm.prefix_cache import PrefixCache
 from kvledger.adapters.vllm.step_jobs import NO_JOBS, no_copies, step_jobs
 from kvledger.adapters.vllm.step_reader import StepReader
 from kvledger.lifecycle import (
-    BlocksRegion,
     Channel,
     Core,
     Ledger,
@@ -196,13 +195,6 @@ class SchedulerSide:
     def _withhold_answer(self, request: Request) -> None:
         self.journal.withhold(request.request_id, "", NOT_WRITTEN)
 
-    def _notice_preemptions(self) -> None:
-        """A reset preempts all that run, without a hook; their blocks may be given away before they are looked up."""
-        for record in [record for record in self._tracker if record.blocks is not BlocksRegion.NONE]:
-            request = self._requests.get(record.request_id)
-            if request is not None:
-                self._notice.preemption(request)
-
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """Blocks were given; take up the answer, or let vLLM know what cannot be delivered."""
         is_issued = self._take_up(request, blocks, num_external_tokens)
@@ -228,7 +220,7 @@ class SchedulerSide:
             return False
         if not self._admits:  # vLLM admits nobody in a step in which it preempts, so once a step is enough
             self._admits = True
-            self._notice_preemptions()
+            self._notice.preemptions(self._requests)
         self._notice.preemption(request)
         record = self._tracker.get(request.request_id)
         if record is not None and record.state in {RequestState.CHUNKED_PREFILL, RequestState.RUNNING}:
@@ -278,10 +270,7 @@ class SchedulerSide:
         if self.journal.is_disabled:
             self.journal.pass_step()
             return
-        for request_id in versions.preempted_request_ids(scheduler_output):
-            request = self._requests.get(request_id)
-            if request is not None:
-                self._notice.preemption(request, versions.blocks_to_zero(scheduler_output))
+        self._notice.preemptions_of_step(scheduler_output, self._requests)
         step = self._reader.read(scheduler_output, self.journal.now())
         added = dict(step.extended)
         for ordinal, _, _ in step.settled:
@@ -421,7 +410,7 @@ class SchedulerSide:
         self.journal.observe(e.CacheReset(self.journal.now()))
         # Of requests that the reset preempted nothing is saved: it would be stale, and a copy that waits for a step
         # makes vLLM step an engine that sleeps, whose KV memory is gone (v1/engine/core.py).
-        self._notice_preemptions()
+        self._notice.preemptions(self._requests)
         return True
 
     @guarded(default=False)

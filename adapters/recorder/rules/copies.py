@@ -33,13 +33,11 @@ class _Tables:
     def _released(self, event: e.RequestReleased, _moment: Moment) -> None:
         self._last.pop(event.ordinal, None)
 
-    def of(self, moment: Moment, group: int) -> Sequence[int] | None:
-        """The blocks of one group, in token order; None where the life holds none and has lost none."""
+    def of(self, copy: said.Transferred, moment: Moment) -> Sequence[int] | None:
+        """The blocks of the copy's group, in token order; None where the life holds none and has lost none."""
         life = moment.life
-        if life is None:
-            return None
-        table = self._model.tables.of(life.ordinal) or self._last.get(life.ordinal)
-        return None if not table else table[group :: self._num_groups]
+        table = None if life is None else self._model.tables.of(life.ordinal) or self._last.get(life.ordinal)
+        return table[copy.group :: self._num_groups] if table else None
 
 
 class TableEq:
@@ -62,7 +60,7 @@ class TableEq:
         copy = payload_of(event)
         if not isinstance(copy, said.Transferred) or copy.first_block < 0:
             return None
-        table = self._tables.of(moment, copy.group)
+        table = self._tables.of(copy, moment)
         if table is None:
             return None
         start, end = copy.first_block, copy.first_block + 1
@@ -93,13 +91,14 @@ class SrcBlockOwned:
         copy = payload_of(event)
         if not isinstance(copy, said.Transferred) or copy.is_load:
             return None
-        table = self._tables.of(moment, copy.group)
+        table = self._tables.of(copy, moment)
         if table is None:
             return None
-        foreign = [block for block in copy.block_ids if block != NULL_BLOCK and block not in set(table)]
-        if not foreign:
+        own = {NULL_BLOCK, *table}
+        foreign = next((block for block in copy.block_ids if block not in own), None)
+        if foreign is None:
             return None
-        detail = f"copy {copy.job} reads block {foreign[0]}, which is not the request's"
+        detail = f"copy {copy.job} reads block {foreign}, which is not the request's"
         return [_violation(self.rule, moment, detail)]
 
 
