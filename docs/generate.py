@@ -352,7 +352,7 @@ def mutants_page() -> list[str]:
     lines += prose(
         """
         A mutant is the connector with one mistake that a KV connector has made, made again. It is driven by vLLM's real
-        scheduler with a simulated worker (`tests/sim/`), or by a random walk of the pure core where that reaches the
+        scheduler with a simulated worker (`adapters/simulation/`), or by a random walk of the pure core where that reaches the
         mistake sooner or alone: several ranks, a session's next turns, allocations that take up less than was answered.
         The log that it leaves is read by the audit of `kvledger verify` with the mistake still switched on: in
         production one version writes and verifies.

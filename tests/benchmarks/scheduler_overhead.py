@@ -22,8 +22,6 @@ from pathlib import Path
 from typing import Any
 
 import attrs
-from sim.contenders import LEDGER
-from sim.engine import block_bytes, kv_cache_config, vllm_config
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
     OffloadingConnectorMetadata,
@@ -39,6 +37,8 @@ from vllm.v1.request import Request
 from vllm.v1.simple_kv_offload.metadata import SimpleCPUOffloadMetadata, SimpleCPUOffloadWorkerMetadata
 from vllm.v1.structured_output import StructuredOutputManager
 
+from kvledger.adapters.simulation.contenders import LEDGER
+from kvledger.adapters.simulation.engine import block_bytes, kv_cache_config, vllm_config
 from kvledger.adapters.vllm.metadata import JobReport, StepJobs, WorkerReports
 
 BLOCK_SIZE = 16

@@ -76,12 +76,13 @@ def serve(
     mix: Mix, log_dir: Path, *, seed: int = 1, progress: Callable[[int, int], None] = lambda _done, _all: None
 ) -> Path:
     """Serve `mix.num_steps` steps and return the log's directory, a new one inside `log_dir`."""
-    from sim.contenders import LEDGER
-    from sim.engine import block_bytes, kv_cache_config, vllm_config
     from vllm.utils.hashing import get_hash_fn_by_name
     from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.structured_output import StructuredOutputManager
+
+    from kvledger.adapters.simulation.contenders import LEDGER
+    from kvledger.adapters.simulation.engine import block_bytes, kv_cache_config, vllm_config
 
     config = vllm_config(
         num_blocks=mix.num_blocks,

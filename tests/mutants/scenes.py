@@ -88,9 +88,10 @@ class Worlds:
         """Let a world live."""
         from sim import world as worlds
         from sim.checks.rules import allowed_rules
-        from sim.engine import BLOCK_SIZE, block_bytes
         from sim.logs import read_end
         from sim.settings import draw
+
+        from kvledger.adapters.simulation.engine import BLOCK_SIZE, block_bytes
 
         connector = draw(random.Random(f"settings {seed}")).connector | dict(self.connector)
         if self.num_slots is not None:
@@ -114,8 +115,9 @@ class FailedLoads:
     def play(self, seed: int, told: Callable[[SequenceOf], None]) -> Story:
         """Tell the story, with lengths that the seed draws."""
         from sim.broken_copies import break_copies
-        from sim.engine import SimulatedEngine
         from sim.logs import read_end
+
+        from kvledger.adapters.simulation.engine import SimulatedEngine
 
         rng = random.Random(f"failed loads {seed}")
         policy = rng.choice(["fail", "recompute"])
@@ -232,8 +234,9 @@ def _reliable_walk() -> Iterator[None]:
 @contextlib.contextmanager
 def _unwatched_world() -> Iterator[None]:
     from sim.cached_blocks import CachedBlocks
-    from sim.hashed_model import HashedModel
     from sim.pages import PageWatch
+
+    from kvledger.adapters.simulation.hashed_model import HashedModel
 
     with (
         _replaced(CachedBlocks, "look", lambda *_: None),

@@ -11,13 +11,13 @@ from collections.abc import Iterator
 
 import attrs
 
+from kvledger.adapters.simulation.clock import VirtualClock
+from kvledger.adapters.simulation.engine import SimulatedEngine, block_bytes
+from kvledger.adapters.simulation.tiny_model import VOCABULARY_SIZE
 from kvledger.lifecycle import Core
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.codec import EventDecoder
 from sim.beside import VirtualOverlap
-from sim.clock import VirtualClock
-from sim.engine import SimulatedEngine, block_bytes
-from sim.tiny_model import VOCABULARY_SIZE
 
 BLOCK_SIZE = 16
 MAX_MODEL_LEN = 160

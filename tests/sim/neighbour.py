@@ -19,7 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from sim.hashed_model import chained_hash, marks
+from kvledger.adapters.simulation.hashed_model import chained_hash, marks
 
 
 @attrs.frozen(slots=False)

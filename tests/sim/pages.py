@@ -15,15 +15,15 @@ from typing import TYPE_CHECKING, Any
 import attrs
 import torch
 
+from kvledger.adapters.simulation.hashed_model import NUM_LAYERS
+from kvledger.adapters.simulation.truth import Truth
 from kvledger.lifecycle import Ready
 from kvledger.lifecycle import events as e
 from kvledger.storage.kv import CopyResult
-from sim.hashed_model import NUM_LAYERS
-from sim.truth import Truth
 
 if TYPE_CHECKING:
+    from kvledger.adapters.simulation.engine import SimulatedEngine
     from sim.copies import Copies
-    from sim.engine import SimulatedEngine
 
 Pages = dict[tuple[int, int], torch.Tensor]
 """(block, slot) -> the KV that its first positions must hold."""

@@ -7,8 +7,8 @@ from collections.abc import Collection
 
 import attrs
 
+from kvledger.adapters.simulation.engine import BLOCK_SIZE, block_bytes
 from sim.contenders import BesideNeighbour
-from sim.engine import BLOCK_SIZE, block_bytes
 
 MAX_MODEL_LEN = 160
 """Fits into the smallest pool: vLLM refuses at its start a model length that its KV cache cannot hold."""

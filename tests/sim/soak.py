@@ -25,11 +25,11 @@ import attrs
 from rich.console import Console
 from rich.progress import Progress
 
+from kvledger.adapters.simulation.clock import VirtualClock
+from kvledger.adapters.simulation.engine import BLOCK_SIZE, SimulatedEngine, block_bytes
+from kvledger.adapters.simulation.tiny_model import VOCABULARY_SIZE
+from kvledger.adapters.simulation.truth import Truth
 from sim.checks.nothing_left import check_slots, left_entries
-from sim.clock import VirtualClock
-from sim.engine import BLOCK_SIZE, SimulatedEngine, block_bytes
-from sim.tiny_model import VOCABULARY_SIZE
-from sim.truth import Truth
 
 MAX_GROWTH_BYTES = 4 * 1024**2
 """Of resident memory, over the second half."""

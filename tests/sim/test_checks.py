@@ -10,6 +10,8 @@ import pytest
 from msgspec.structs import replace
 from vllm.v1.request import RequestStatus
 
+from kvledger.adapters.simulation.engine import BLOCK_SIZE, block_bytes
+from kvledger.adapters.simulation.hashed_model import CorruptKV
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.projections.tails import Tails
 from kvledger.storage.events import segment_file
@@ -25,8 +27,6 @@ from sim.checks import (
     check_replay,
     check_rules,
 )
-from sim.engine import BLOCK_SIZE, block_bytes
-from sim.hashed_model import CorruptKV
 from sim.logs import read_end
 from sim.pages import WrongPages
 from sim.world import World

@@ -14,8 +14,8 @@ import msgspec
 import pytest
 
 from kvledger.adapters.reading.logs import open_log
+from kvledger.adapters.simulation.engine import BLOCK_SIZE, SimulatedEngine, block_bytes
 from kvledger.lifecycle import events as e
-from sim.engine import BLOCK_SIZE, SimulatedEngine, block_bytes
 
 pytestmark = pytest.mark.scheduler
 

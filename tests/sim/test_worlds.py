@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from processes import finished
 
+from kvledger.adapters.simulation.engine import BLOCK_SIZE, SimulatedEngine, block_bytes
 from sim.checks import CHECKS
-from sim.engine import BLOCK_SIZE, SimulatedEngine, block_bytes
 from sim.faults import FAULTS
 from sim.world import World
 

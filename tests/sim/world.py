@@ -16,22 +16,22 @@ import attrs
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiKVConnectorWorkerMetadata
 from vllm.v1.outputs import KVConnectorOutput
 
+from kvledger.adapters.simulation.clock import VirtualClock
+from kvledger.adapters.simulation.contenders import LEDGER_CONTENDER, Contender
+from kvledger.adapters.simulation.engine import BLOCK_SIZE, SimulatedEngine
+from kvledger.adapters.simulation.tiny_model import VOCABULARY_SIZE
+from kvledger.adapters.simulation.truth import Truth
+from kvledger.adapters.simulation.vllm_mended import is_stranded, withdraw_what_is_not_computed
 from kvledger.adapters.vllm import configuration
 from kvledger.adapters.vllm.metadata import WorkerReports
 from sim.beside import VirtualOverlap
 from sim.cached_blocks import CachedBlocks
-from sim.clock import VirtualClock
-from sim.contenders import LEDGER_CONTENDER, Contender
 from sim.copies import Copies
-from sim.engine import BLOCK_SIZE, SimulatedEngine
 from sim.faults import FAULTS, FailingCopies, Fault, draw_faults
 from sim.logs import LogEnd, abandon, read_end
 from sim.meter import Meter
 from sim.pages import PageWatch
 from sim.settings import DIMENSIONS, MAX_MODEL_LEN, draw, widen
-from sim.tiny_model import VOCABULARY_SIZE
-from sim.truth import Truth
-from sim.vllm_mended import is_stranded, withdraw_what_is_not_computed
 
 MAX_ALIVE = 14
 MAX_STEPS = 2000

@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from sim.contenders import Contender, Offloading
-from sim.engine import SimulatedEngine
-from sim.recorded import Recorded, recordings
+from sim.recorded import recordings
+
+from kvledger.adapters.simulation.contenders import Contender, Offloading, Recorded
+from kvledger.adapters.simulation.engine import SimulatedEngine
 
 
 @pytest.fixture

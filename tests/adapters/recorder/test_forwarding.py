@@ -8,9 +8,7 @@ from typing import Any
 
 import attrs
 import pytest
-from sim.contenders import Offloading
-from sim.engine import SimulatedEngine
-from sim.recorded import NamedConnector, Recorded, Several, events_of
+from sim.recorded import events_of
 from sim.witness import Copied, PlainWitness
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
@@ -20,6 +18,8 @@ from kvledger.adapters.recorder import KVLedgerRecorder, KVLedgerRecorderHMA
 from kvledger.adapters.recorder.forwarding import NOT_FORWARDED, forwards_everything, public_names
 from kvledger.adapters.recorder.said import CHILD
 from kvledger.adapters.recorder.stats import RecordedPromMetrics
+from kvledger.adapters.simulation.contenders import NamedConnector, Offloading, Recorded, Several
+from kvledger.adapters.simulation.engine import SimulatedEngine
 from kvledger.lifecycle import ConfigurationError
 from kvledger.lifecycle import events as e
 

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sim.recorded import CORE, NamedConnector, events_of
+from sim.recorded import CORE, events_of
 
 from kvledger.adapters.cli.main import main
 from kvledger.adapters.recorder.rules import LEFT_OUT
+from kvledger.adapters.simulation.contenders import NamedConnector
 from kvledger.lifecycle import Core
 from kvledger.lifecycle.audit import Audit
 from kvledger.lifecycle.codec import vocabulary_header

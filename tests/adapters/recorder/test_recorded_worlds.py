@@ -12,13 +12,14 @@ from typing import Any
 
 import attrs
 import pytest
-from sim.contenders import BesideNeighbour, Contender, Offloading
+from sim.contenders import BesideNeighbour
 from sim.faults import CLIENT_FAULTS
-from sim.recorded import NamedConnector, Recorded, Several, audited, events_of, recordings, said_in
+from sim.recorded import audited, events_of, recordings, said_in
 from sim.settings import draw
 from sim.world import World
 
 from kvledger.adapters.recorder.said import LookupReturned, Transferred
+from kvledger.adapters.simulation.contenders import Contender, NamedConnector, Offloading, Recorded, Several
 from kvledger.lifecycle import events as e
 
 pytestmark = pytest.mark.scheduler

@@ -8,12 +8,12 @@ from typing import Any
 import attrs
 import msgspec
 import pytest
-from sim.contenders import Offloading
-from sim.recorded import NamedConnector, Recorded, Several, audited, events_of
+from sim.recorded import audited, events_of
 
 from kvledger.adapters.recorder.extension import Recorder
 from kvledger.adapters.recorder.rules.ends import MAX_SILENT_NS
 from kvledger.adapters.recorder.said import EndReturned, LookupReturned, Sent, Transferred, VLLMHeard
+from kvledger.adapters.simulation.contenders import NamedConnector, Offloading, Recorded, Several
 from kvledger.lifecycle import events as e
 
 pytestmark = pytest.mark.scheduler

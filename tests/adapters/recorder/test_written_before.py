@@ -6,10 +6,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from sim.recorded import NamedConnector, audited, events_of
+from sim.recorded import audited, events_of
 from sim.witness import PlainWitness
 
 from kvledger.adapters.recorder.log import RecorderLog
+from kvledger.adapters.simulation.contenders import NamedConnector
 from kvledger.lifecycle import events as e
 
 pytestmark = pytest.mark.scheduler

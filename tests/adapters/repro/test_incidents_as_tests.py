@@ -17,11 +17,11 @@ from typing import Any
 import pytest
 from processes import finished
 from sim.checks.rules import allowed_rules
-from sim.engine import SimulatedEngine
 from sim.logs import read_end
 from sim.world import World
 
 from kvledger.adapters.repro.incident import find_incidents
+from kvledger.adapters.simulation.engine import SimulatedEngine
 from kvledger.lifecycle import events as e
 
 pytestmark = [pytest.mark.scheduler, pytest.mark.xdist_group("incidents")]

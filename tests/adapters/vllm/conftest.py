@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
-from sim.engine import SimulatedEngine
-from sim.hashed_model import chained_hash, next_token
 from sim.slow_copies import delay
 from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request
 
+from kvledger.adapters.simulation.engine import SimulatedEngine
+from kvledger.adapters.simulation.hashed_model import chained_hash, next_token
 from kvledger.lifecycle import Core, LedgerConfiguration, Replay
 from kvledger.lifecycle.audit import Audit
 from kvledger.lifecycle.codec import EventDecoder

@@ -10,10 +10,10 @@ from typing import Any
 
 import attrs
 import pytest
-from sim.contenders import LEDGER
-from sim.engine import block_bytes, kv_cache_config, vllm_config
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
+from kvledger.adapters.simulation.contenders import LEDGER
+from kvledger.adapters.simulation.engine import block_bytes, kv_cache_config, vllm_config
 from kvledger.adapters.vllm import KVLedgerConnector
 from kvledger.adapters.vllm.configuration import ConnectorSettings
 from kvledger.lifecycle import ConfigurationError

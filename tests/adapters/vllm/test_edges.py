@@ -9,10 +9,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from sim import engine as sim_engine
 from vllm.sampling_params import SamplingParams
 from vllm.v1.request import RequestStatus
 
+from kvledger.adapters.simulation import engine as sim_engine
 from kvledger.lifecycle import RequestState
 from kvledger.lifecycle import events as e
 

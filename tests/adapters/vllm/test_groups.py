@@ -6,8 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from sim.contenders import LEDGER
-from sim.engine import block_bytes, kv_cache_config, vllm_config
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole, supports_hma
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
@@ -21,6 +19,8 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
+from kvledger.adapters.simulation.contenders import LEDGER
+from kvledger.adapters.simulation.engine import block_bytes, kv_cache_config, vllm_config
 from kvledger.adapters.vllm import KVLedgerConnector
 from kvledger.adapters.vllm.groups import describe_groups
 from kvledger.lifecycle import events as e

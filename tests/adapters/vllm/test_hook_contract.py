@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from sim import hashed_model
 from sim.modes import runners
 from vllm.sampling_params import SamplingParams
 from vllm.v1.request import RequestStatus
 
+from kvledger.adapters.simulation import hashed_model
 from kvledger.adapters.vllm import versions
 from kvledger.lifecycle import RequestState
 from kvledger.lifecycle import events as e

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 from sim.broken_copies import break_copies
-from sim.contenders import LEDGER
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 
+from kvledger.adapters.simulation.contenders import LEDGER
 from kvledger.lifecycle import events as e
 
 pytestmark = pytest.mark.scheduler

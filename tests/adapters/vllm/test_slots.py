@@ -7,8 +7,6 @@ from typing import Any
 import attrs
 import pytest
 import torch
-from sim.contenders import LEDGER
-from sim.engine import allocate, vllm_config
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
@@ -19,6 +17,8 @@ from vllm.v1.kv_cache_interface import (
     SparseCacheRole,
 )
 
+from kvledger.adapters.simulation.contenders import LEDGER
+from kvledger.adapters.simulation.engine import allocate, vllm_config
 from kvledger.adapters.vllm import KVLedgerConnector
 from kvledger.adapters.vllm.groups import describe_groups
 from kvledger.adapters.vllm.metadata import WorkerStart

@@ -12,12 +12,12 @@ from typing import Any
 
 import attrs
 import pytest
-from sim import engine as sim_engine
-from sim.hashed_model import HashedModel, chained_hash, next_token
-from sim.tiny_model import VOCABULARY_SIZE
 from vllm.config import SpeculativeConfig
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 
+from kvledger.adapters.simulation import engine as sim_engine
+from kvledger.adapters.simulation.hashed_model import HashedModel, chained_hash, next_token
+from kvledger.adapters.simulation.tiny_model import VOCABULARY_SIZE
 from kvledger.lifecycle import events as e
 
 pytestmark = pytest.mark.scheduler

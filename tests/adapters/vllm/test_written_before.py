@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 from processes import killed_on_failure
-from sim.engine import SimulatedEngine
 
 from kvledger.adapters.reading.logs import open_log
+from kvledger.adapters.simulation.engine import SimulatedEngine
 from kvledger.lifecycle import events as e
 
 pytestmark = pytest.mark.scheduler

@@ -8,8 +8,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from sim.engine import block_bytes
 
+from kvledger.adapters.simulation.engine import block_bytes
 from kvledger.lifecycle import events as e
 
 pytestmark = pytest.mark.scheduler

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sim.hashed_model import chained_hash, next_token
+from kvledger.adapters.simulation.hashed_model import chained_hash, next_token
 
 
 class Truth:

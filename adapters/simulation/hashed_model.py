@@ -26,7 +26,7 @@ import attrs
 import numpy as np
 import torch
 
-from sim.tiny_model import VOCABULARY_SIZE
+from kvledger.adapters.simulation.tiny_model import VOCABULARY_SIZE
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -186,10 +186,10 @@ class HashedModel:
                 except CorruptKV as error:
                     wrong[request_id] = error
             if len(wrong) == len(left):
-                for request_id, error in wrong.items():
+                for request_id, trouble in wrong.items():
                     first = computed[request_id]
                     last = first + scheduler_output.num_scheduled_tokens[request_id]
-                    sampled[request_id] = self._compute_on(error, self._sequences[request_id], first, last, excused)
+                    sampled[request_id] = self._compute_on(trouble, self._sequences[request_id], first, last, excused)
                 break
             left = list(wrong)
         return list(scheduler_output.num_scheduled_tokens), [

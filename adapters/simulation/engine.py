@@ -11,12 +11,12 @@ import tempfile
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from vllm.config import CacheConfig, DeviceConfig, KVTransferConfig, ModelConfig, SchedulerConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata, KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import get_hash_fn_by_name
@@ -45,11 +45,11 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.worker.utils import allocate_kv_cache
 
+from kvledger.adapters.simulation.contenders import LEDGER_CONTENDER, Contender
+from kvledger.adapters.simulation.hashed_model import NUM_LAYERS, HashedModel, layer_names
+from kvledger.adapters.simulation.order import put_in_order
+from kvledger.adapters.simulation.tiny_model import write_configuration
 from kvledger.adapters.vllm import KVLedgerConnector
-from sim.contenders import LEDGER_CONTENDER, Contender
-from sim.hashed_model import NUM_LAYERS, HashedModel, layer_names
-from sim.order import put_in_order
-from sim.tiny_model import write_configuration
 
 BLOCK_SIZE = 16
 
@@ -224,15 +224,13 @@ class SimulatedEngine:
     @property
     def connector(self) -> KVLedgerConnector:
         """The scheduler-side connector; of several in a `MultiConnector`, ours."""
-        connector = our_child(self.scheduler.connector)
-        assert isinstance(connector, KVLedgerConnector)
-        return connector
+        return cast("KVLedgerConnector", our_child(self.scheduler.connector))
 
     def _make_worker(self, rank: int, cache_config: KVCacheConfig, contender: Contender) -> KVConnectorBase_V1:
         config = copy.copy(self.vllm_config)
         config.parallel_config = copy.copy(config.parallel_config)
         config.parallel_config.rank = rank
-        connector_class = type(self.scheduler.connector)
+        connector_class: Any = type(self.scheduler.connector)
         worker: KVConnectorBase_V1 = contender.prepared(connector_class(config, KVConnectorRole.WORKER, cache_config))
         worker.register_kv_caches(self.models[rank].kv_caches)
         return worker
@@ -360,8 +358,7 @@ class SimulatedEngine:
         for worker, model, unfilled_in in zip(self.workers, self.models, self._unfilled_in, strict=True):
             outputs.append(self._execute_on(worker, model, scheduler_output, unfilled_in))
         self._num_executed += 1
-        output = self._aggregator.aggregate(outputs) if len(outputs) > 1 else outputs[0]
-        assert output is not None
+        output = cast("ModelRunnerOutput", self._aggregator.aggregate(outputs) if len(outputs) > 1 else outputs[0])
         if output.kv_connector_output is not None:
             self.on_output(output.kv_connector_output)
         return output
@@ -376,8 +373,7 @@ class SimulatedEngine:
         if worker is None:
             model.update_states(scheduler_output)
             return _model_runner_output(*model.forward(scheduler_output), None)
-        metadata = scheduler_output.kv_connector_metadata
-        assert metadata is not None
+        metadata = cast("KVConnectorMetadata", scheduler_output.kv_connector_metadata)
         worker.handle_preemptions(metadata)
         model.update_states(scheduler_output)
         worker.bind_connector_metadata(metadata)
@@ -395,7 +391,7 @@ class SimulatedEngine:
         # (`v1/worker/kv_connector_model_runner_mixin.py`, finalize_kv_connector). A step without a forward has none.
         saves_last = self._reports_before_saves and bool(scheduler_output.total_num_scheduled_tokens)
         if not saves_last:
-            worker.wait_for_save()
+            worker.wait_for_save()  # type: ignore[no-untyped-call]
         results = worker.get_transfer_results(scheduler_output.finished_req_ids)
         output.finished_sending = results.finished_sending
         output.finished_recving = results.finished_recving
@@ -404,7 +400,7 @@ class SimulatedEngine:
         output.kv_connector_stats = worker.get_kv_connector_stats()
         output.kv_connector_worker_meta = worker.build_connector_worker_meta()
         if saves_last:
-            worker.wait_for_save()
+            worker.wait_for_save()  # type: ignore[no-untyped-call]
         worker.clear_connector_metadata()
         return _model_runner_output(request_ids, sampled, output)
 
