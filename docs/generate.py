@@ -352,10 +352,10 @@ def mutants_page() -> list[str]:
     lines += prose(
         """
         A mutant is the connector with one mistake that a KV connector has made, made again. It is driven by vLLM's real
-        scheduler with a simulated worker (`adapters/simulation/`), or by a random walk of the pure core where that reaches the
-        mistake sooner or alone: several ranks, a session's next turns, allocations that take up less than was answered.
-        The log that it leaves is read by the audit of `kvledger verify` with the mistake still switched on: in
-        production one version writes and verifies.
+        scheduler with a simulated worker (`adapters/simulation/`), or by a random walk of the pure core where that
+        reaches the mistake sooner or alone: several ranks, a session's next turns, allocations that take up less than
+        was answered. The log that it leaves is read by the audit of `kvledger verify` with the mistake still switched
+        on: in production one version writes and verifies.
 
         The rule in the first column is named at the first event that breaks any rule, and no other rule speaks of that
         event. *Events* are counted from the first moment at which the mistake made a difference, in what was written or
