@@ -27,6 +27,7 @@ from kvledger.adapters.recorder.settings import RecorderSettings
 from kvledger.adapters.recorder.stats import RecordedPromMetrics, RecordedStats, enveloped, opened
 from kvledger.adapters.recorder.wrapped import is_child, transfer_of, wrapped_class, wrapped_config
 from kvledger.adapters.vllm import versions
+from kvledger.adapters.vllm.chunk_keys import ChunkKeySource
 from kvledger.adapters.vllm.event_log import open_event_log
 from kvledger.adapters.vllm.groups import describe_groups
 from kvledger.lifecycle import ConfigurationError, Core, LedgerConfiguration
@@ -73,12 +74,10 @@ class KVLedgerRecorder(KVConnectorBase_V1):
     def _begin(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, settings: RecorderSettings) -> Recording:
         groups = describe_groups(vllm_config, kv_cache_config)
         block_size = versions.block_size(kv_cache_config)
-        # One chunk that no request fills: nothing of this core's own is ever saved.
-        chunk_size = block_size * (vllm_config.model_config.max_model_len // block_size + 2)
         configuration = LedgerConfiguration(
             block_size=block_size,
-            chunk_size=chunk_size,
-            num_slots=chunk_size // block_size * max(1, len(groups.windows)),
+            chunk_size=block_size,  # whose keys say which requests have tokens in common
+            num_slots=max(1, len(groups.windows)),  # nothing is saved by this core
             windows=(0,) if groups.declined else groups.windows,
             async_load_tokens=0,
             async_saves=True,
@@ -88,7 +87,12 @@ class KVLedgerRecorder(KVConnectorBase_V1):
         core = Core.standard().extended(Recorder())
         opened_log = open_event_log(core, settings, configuration)
         log = RecorderLog(core, configuration, opened_log, type(self).clock)
-        recording = Recording(log, is_child=is_child(), speculates=versions.uses_speculation(vllm_config))
+        keys = ChunkKeySource(
+            chunk_size=block_size,
+            hash_block_size=versions.hash_block_size(kv_cache_config),
+            hash_tokens=versions.token_hasher(vllm_config),
+        )
+        recording = Recording(log, keys, is_child=is_child(), speculates=versions.uses_speculation(vllm_config))
         if groups.declined:
             recording.decline("; ".join(groups.declined))
         return recording

@@ -16,7 +16,7 @@ from kvledger.adapters.recorder.extension import Recorder
 from kvledger.adapters.recorder.log import RecorderLog
 from kvledger.adapters.vllm import versions
 from kvledger.adapters.vllm.guard import guarded
-from kvledger.adapters.vllm.noticing import Noticing
+from kvledger.adapters.vllm.noticing import KeySource, Noticing
 from kvledger.adapters.vllm.step_reader import StepReader
 from kvledger.lifecycle import Channel, RequestState
 from kvledger.lifecycle import events as e
@@ -31,23 +31,16 @@ _Ends = TypeVar("_Ends", bound=said.WorkersReported)
 _COMPUTING = frozenset({RequestState.CHUNKED_PREFILL, RequestState.RUNNING})
 
 
-class _NoKeys:
-    """A recorder knows no keys: what a connector calls its chunks is its own business."""
-
-    def keys(self, _request: Request, _first_chunk: int, _parent: bytes | None) -> tuple[bytes, ...]:
-        return ()
-
-
 class Recording:
     """One method for each hook as it begins, one for its answer where it has one; both end with a commit."""
 
-    def __init__(self, log: RecorderLog, *, is_child: bool, speculates: bool) -> None:
+    def __init__(self, log: RecorderLog, keys: KeySource, *, is_child: bool, speculates: bool) -> None:
         self.log = log
         self._projections = log.projections
         self._tracker = log.tracker
         self._requests: dict[str, Request] = {}
         self._admits = False
-        self._notice = Noticing(log, _NoKeys(), speculates=speculates)
+        self._notice = Noticing(log, keys, speculates=speculates)
         self._reader = StepReader(
             self._projections, self._requests, self._notice.keys, log.observe, speculates=speculates
         )
@@ -136,6 +129,7 @@ class Recording:
             return
         self._meet(request)
         self._notice.preemption(request)
+        self._notice.keys(request)
         self._observe(e.LookupRequested(request.request_id, num_computed_tokens, request.num_tokens, self.log.now()))
         self.log.commit()
 
@@ -177,6 +171,7 @@ class Recording:
         if record is None:
             return
         self._notice.preemption(request)
+        self._notice.keys(request)
         num_computed_tokens = min(request.num_computed_tokens, self._tracker.num_computed_tokens(record))
         written = self._notice.num_written_tokens(request, num_computed_tokens)
         self._observe(

@@ -18,7 +18,7 @@ _CHECKERS = (LastToken, TableEq, SrcBlockOwned, CompletionOnce, Liveness)
 RULES: Mapping[str, Callable[[], Any]] = MappingProxyType({checker.rule: checker for checker in _CHECKERS})
 
 _SLOTS = "where a recorded connector keeps what it saves is not in the log"
-_KEYS = "what a recorded connector calls its chunks is not in the log"
+_CHUNKS = "how a recorded connector cuts into chunks what it saves is not in the log"
 _HITS = "what a recorded connector could have answered is not in the log"
 _COPIES = "how long a copy of a recorded connector reads its blocks is not in the log"
 _KEPT = (
@@ -29,16 +29,16 @@ LEFT_OUT: Mapping[str, str] = MappingProxyType(
         **dict.fromkeys(
             (
                 *("LOADABLE_AFTER_COMMIT", "SLOT_EXCLUSIVE", "EVICT_IDLE_ONLY"),
-                *("HIT_PINNED", "PIN_BALANCE", "WAITING_KEPT"),
+                *("HIT_PINNED", "PIN_BALANCE", "WAITING_KEPT", "GROUP_AGREEMENT"),
             ),
             _SLOTS,
         ),
         **dict.fromkeys(
             (
-                *("KEY_IDENTITY", "CHUNK_COMPLETE", "CURSOR_LE_FRONTIER", "STORE_CONTIGUOUS"),
+                *("CHUNK_COMPLETE", "CURSOR_LE_FRONTIER", "STORE_CONTIGUOUS"),
                 *("SETTLED_SAVED", "RESET_EPOCH", "FAILED_LOAD_TAINT"),
             ),
-            _KEYS,
+            _CHUNKS,
         ),
         **dict.fromkeys(("LONGEST_HIT", "LOOKUP_PURE", "DEFER_BOUNDED"), _HITS),
         **dict.fromkeys(("BLOCK_REUSE_FENCED", "SRC_BLOCK_STABLE", "LOAD_XOR_STORES"), _COPIES),
