@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from kvledger.adapters.recorder.decoders import multi, offloading
+from kvledger.adapters.recorder.decoders import lmcache_mp, multi, offloading
 from kvledger.adapters.recorder.said import Transferred
 
 Copies = Iterator[tuple[str, Transferred]]
@@ -18,6 +18,7 @@ Copies = Iterator[tuple[str, Transferred]]
 DECODERS: Mapping[str, Callable[[Any], Copies]] = MappingProxyType(
     {
         "OffloadingConnectorMetadata": offloading.copies,
+        "LMCacheMPConnectorMetadata": lmcache_mp.copies,
         "MultiKVConnectorMetadata": lambda metadata: multi.copies(metadata, decoded),
     }
 )

@@ -14,6 +14,7 @@ import attrs
 import pytest
 from sim.contenders import BesideNeighbour
 from sim.faults import CLIENT_FAULTS
+from sim.lmcache_mp import LMCacheMP
 from sim.recorded import audited, events_of, recordings, said_in
 from sim.settings import draw
 from sim.world import World
@@ -50,9 +51,9 @@ class Case:
     """Of the engine, where the seed is not to decide."""
 
 
-def around(inner: Contender, **options: Any) -> Case:
+def around(inner: Contender, *, recorder: str = "KVLedgerRecorderHMA", **options: Any) -> Case:
     """The recorder is the outermost."""
-    return Case(inner, Recorded(inner=inner), **options)
+    return Case(inner, Recorded(inner=inner, name=recorder), **options)
 
 
 CASES = {
@@ -77,6 +78,7 @@ CASES = {
         Recorded(inner=Several(children=(Recorded(inner=Offloading()), neighbour(THEIRS)))),
         num_recorders=2,
     ),
+    "LMCacheMPConnector": around(LMCacheMP(chunk_size=16), recorder="KVLedgerRecorder"),
 }
 MET_IN = {"OffloadingConnector": 3, "a cache that fails beside the steps": 24, "a cache that fails within steps": 23}
 SHORT = {"OffloadingConnector": (3, 7, 133), "kvledger": (5,)}
