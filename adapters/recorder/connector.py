@@ -92,7 +92,13 @@ class KVLedgerRecorder(KVConnectorBase_V1):
             hash_block_size=versions.hash_block_size(kv_cache_config),
             hash_tokens=versions.token_hasher(vllm_config),
         )
-        recording = Recording(log, keys, is_child=is_child(), speculates=versions.uses_speculation(vllm_config))
+        recording = Recording(
+            log,
+            keys,
+            is_child=is_child(),
+            speculates=versions.uses_speculation(vllm_config),
+            num_workers=vllm_config.parallel_config.world_size,
+        )
         if groups.declined:
             recording.decline("; ".join(groups.declined))
         return recording

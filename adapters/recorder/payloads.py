@@ -23,6 +23,8 @@ class RecorderEvents(Extension):
         "sent": said.Sent,
         "transferred": said.Transferred,
         "transferred_for": said.TransferredFor,
+        "transfers_ended": said.TransfersEnded,
+        "transfers_awaited": said.TransfersAwaited,
         "undecoded": said.Undecoded,
     }
 

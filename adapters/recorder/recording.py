@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvledger.adapters.recorder import said
-from kvledger.adapters.recorder.decoders import decoded
 from kvledger.adapters.recorder.extension import Recorder
 from kvledger.adapters.recorder.log import RecorderLog
+from kvledger.adapters.recorder.transfers import Transfers
 from kvledger.adapters.vllm import versions
 from kvledger.adapters.vllm.guard import guarded
 from kvledger.adapters.vllm.noticing import KeySource, Noticing
@@ -34,7 +34,9 @@ _COMPUTING = frozenset({RequestState.CHUNKED_PREFILL, RequestState.RUNNING})
 class Recording:
     """One method for each hook as it begins, one for its answer where it has one; both end with a commit."""
 
-    def __init__(self, log: RecorderLog, keys: KeySource, *, is_child: bool, speculates: bool) -> None:
+    def __init__(
+        self, log: RecorderLog, keys: KeySource, *, is_child: bool, speculates: bool, num_workers: int
+    ) -> None:
         self.log = log
         self._projections = log.projections
         self._tracker = log.tracker
@@ -44,7 +46,7 @@ class Recording:
         self._reader = StepReader(
             self._projections, self._requests, self._notice.keys, log.observe, speculates=speculates
         )
-        self._decodes = True
+        self._transfers = Transfers(log, num_workers)
         self._loads_of_steps: deque[tuple[int, ...]] = deque()
         """Of each step whose output has not been seen: the loads within it."""
         log.observe(e.LogNote("recorder started", log.now()))
@@ -79,29 +81,9 @@ class Recording:
         """What the workers are given with this step, as far as a decoder understands it."""
         if self.log.is_ended:
             return
-        for request_id, copy in self._copies(metadata):
-            if self._tracker.get(request_id) is None:
-                self._observe(Recorder.noted(said.TransferredFor(request_id, copy), self.log.now()))
-            else:
-                self._observe(Recorder.observed(request_id, copy, self.log.now()))
+        self._transfers.built(metadata)
         self._observe(Recorder.noted(said.Returned("build_connector_meta", duration_ns), self.log.now()))
         self.log.commit()
-
-    def _copies(self, metadata: object) -> list[tuple[str, said.Transferred]]:
-        if not self._decodes:
-            return []
-        try:
-            return list(decoded(metadata))
-        except Exception as error:  # noqa: BLE001 -- another version of the connector; the rest is still recorded
-            self._decodes = False
-            undecoded = said.Undecoded(type(metadata).__name__, type(error).__name__)
-            self._observe(Recorder.noted(undecoded, self.log.now()))
-            self.log.messages.warning(
-                "the connector's metadata is not what the recorder knows; its copies are not recorded",
-                metadata=undecoded.metadata,
-                error=str(error),
-            )
-            return []
 
     @guarded(default=None)
     def returned(self, hook: str, duration_ns: int) -> None:
@@ -160,6 +142,7 @@ class Recording:
             self._notice.next_turn(request)
         block_ids = tuple(versions.flat_table(blocks.get_block_ids()))
         self._observe(e.BlocksAllocated(request.request_id, block_ids, num_external_tokens, self.log.now()))
+        self._transfers.given((request.request_id, self._tracker.ordinal(request.request_id)), block_ids)
         self.log.commit()
 
     @guarded(default=None)
@@ -202,7 +185,9 @@ class Recording:
             return
         self._admits = False
         self._notice.preemptions_of_step(scheduler_output, self._requests)
-        self._observe(self._reader.read(scheduler_output, self.log.now()))
+        step = self._reader.read(scheduler_output, self.log.now())
+        self._observe(step)
+        self._transfers.step(step)
         ready = self.log.ledger.ready(Channel.WORKERS)
         self.log.ledger.advance(ready)
         within = tuple(job.job_id for job in ready.jobs if isinstance(job, e.LoadIssued) and not job.is_async)
@@ -215,6 +200,7 @@ class Recording:
         """What the workers say, before the wrapped connector hears it."""
         if not self.log.is_ended:
             self._observe(Recorder.noted(_ends(said.WorkersReported, output), self.log.now()))
+            self._transfers.reported(output.kv_connector_worker_meta)
             self.log.commit()
 
     @guarded(default=None)

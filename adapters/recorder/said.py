@@ -57,17 +57,35 @@ class Transferred(msgspec.Struct, frozen=True):
     """The connector's own name for it."""
     is_load: bool
     group: int
-    """Of the KV cache, counted from 0."""
+    """Of the KV cache, counted from 0; -1 where the metadata does not say."""
     first_block: int
     """Where in the request's table the blocks begin; -1 where the metadata does not say."""
     block_ids: tuple[int, ...]
+    ends_with: str = ""
+    """One of `ENDS`; empty where the log does not show it."""
 
 
 class TransferredFor(msgspec.Struct, frozen=True):
-    """A copy for a request that is over."""
+    """A copy for a request that is over or holds these blocks no more, or, without an id, for nobody."""
 
     request_id: str
     copy: Transferred
+
+
+class TransfersEnded(msgspec.Struct, frozen=True):
+    """Copies, by their jobs, which all workers have reported to be done."""
+
+    jobs: tuple[str, ...]
+
+
+class TransfersAwaited(msgspec.Struct, frozen=True):
+    """Copies, by their jobs, which the workers finish before this step computes anything."""
+
+    jobs: tuple[str, ...]
+
+
+STEP, JOB, REQUEST = ENDS = ("step", "job", "request")
+"""When a copy is done: before the next step begins, when the workers report its job, when vLLM hears of its request."""
 
 
 class Undecoded(msgspec.Struct, frozen=True):

@@ -110,7 +110,7 @@ class HashedModel:
         self.block_size = block_size
         self._windows = windows
         if kv_caches is None:
-            tensors = [torch.zeros(num_blocks, 1, block_size, 2, dtype=torch.int64) for _ in range(NUM_LAYERS)]
+            tensors = torch.zeros(NUM_LAYERS, num_blocks, 1, block_size, 2, dtype=torch.int64).unbind()
             self._layer_names = layer_names(len(windows))
             kv_caches = {
                 name: tensor for names in self._layer_names for name, tensor in zip(names, tensors, strict=True)

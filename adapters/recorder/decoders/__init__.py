@@ -1,7 +1,8 @@
-"""What connectors hand to their workers, read as copies of blocks; a file for each connector.
+"""What connectors hand to their workers, and hear from them, read as copies of blocks; a file for each connector.
 
 A decoder knows the class of the metadata and nothing else of its connector. Which one is asked is decided by the name
-of that class, so none imports a connector.
+of that class, so none imports a connector. Of a class that no decoder knows there is nothing to tell; a decoder raises
+where its class is not what it was in the version that the decoder was written for.
 """
 
 from __future__ import annotations
@@ -10,25 +11,51 @@ from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from kvledger.adapters.recorder.decoders import lmcache_mp, multi, offloading
+from kvledger.adapters.recorder.decoders import example, lmcache_mp, multi, nixl, offloading, simple_cpu
 from kvledger.adapters.recorder.said import Transferred
 
 Copies = Iterator[tuple[str, Transferred]]
-"""(request id, copy)."""
-DECODERS: Mapping[str, Callable[[Any], Copies]] = MappingProxyType(
+"""(request id, copy); the id is empty where the metadata names no request, or several."""
+COPIES: Mapping[str, Callable[[Any, int], Copies]] = MappingProxyType(
     {
         "OffloadingConnectorMetadata": offloading.copies,
+        "SimpleCPUOffloadMetadata": simple_cpu.copies,
+        "NixlConnectorMetadata": nixl.copies,
+        "ExampleConnectorMetadata": example.copies,
         "LMCacheMPConnectorMetadata": lmcache_mp.copies,
-        "MultiKVConnectorMetadata": lambda metadata: multi.copies(metadata, decoded),
+        "MultiKVConnectorMetadata": lambda metadata, block_size: multi.copies(
+            metadata, lambda child: copies(child, block_size)
+        ),
+    }
+)
+AWAITED: Mapping[str, Callable[[Any], Iterator[str]]] = MappingProxyType(
+    {
+        "OffloadingConnectorMetadata": offloading.awaited,
+        "MultiKVConnectorMetadata": lambda metadata: multi.awaited(metadata, awaited),
+    }
+)
+COMPLETED: Mapping[str, Callable[[Any], Iterator[tuple[str, int]]]] = MappingProxyType(
+    {
+        "OffloadingWorkerMetadata": offloading.completed,
+        "SimpleCPUOffloadWorkerMetadata": simple_cpu.completed,
+        "MultiKVConnectorWorkerMetadata": lambda metadata: multi.completed(metadata, completed),
     }
 )
 
 
-def decoded(metadata: object) -> Copies:
-    """The copies that metadata hands to the workers; none of a class that no decoder knows.
+def copies(metadata: object, block_size: int) -> Copies:
+    """The copies that metadata hands to the workers."""
+    decode = COPIES.get(type(metadata).__name__)
+    return iter(()) if decode is None else decode(metadata, block_size)
 
-    Raises:
-        Exception: the metadata is not what its class had in the version that the decoder was written for.
-    """
-    decoder = DECODERS.get(type(metadata).__name__)
-    return iter(()) if decoder is None else decoder(metadata)
+
+def awaited(metadata: object) -> Iterator[str]:
+    """Jobs that the workers finish before the step of this metadata computes anything."""
+    decode = AWAITED.get(type(metadata).__name__)
+    return iter(()) if decode is None else decode(metadata)
+
+
+def completed(worker_metadata: object) -> Iterator[tuple[str, int]]:
+    """(job, workers that have done it) of what workers report."""
+    decode = COMPLETED.get(type(worker_metadata).__name__)
+    return iter(()) if decode is None else decode(worker_metadata)

@@ -12,10 +12,10 @@ from typing import Any
 from kvledger.adapters.recorder.said import Transferred
 
 
-def copies(metadata: Any) -> Iterator[tuple[str, Transferred]]:
+def copies(metadata: Any, _block_size: int) -> Iterator[tuple[str, Transferred]]:
     """What each request of a step stores and retrieves, one copy for each group that has blocks.
 
-    How many tokens a block has is not said; the range and the number of its blocks say it.
+    How many tokens a block of the group has is not said; the range and the number of its blocks say it.
     """
     for request in metadata.requests:
         op, is_load = request.op, request.direction == "RETRIEVE"

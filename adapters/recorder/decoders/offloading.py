@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from kvledger.adapters.recorder.said import Transferred
+from kvledger.adapters.recorder.said import JOB, Transferred
 
 
-def copies(metadata: Any) -> Iterator[tuple[str, Transferred]]:
+def copies(metadata: Any, _block_size: int) -> Iterator[tuple[str, Transferred]]:
     """Loads and stores of a step, one copy for each group of a job that has blocks."""
     yield from _of(metadata.load_jobs, is_load=True)
     yield from _of(metadata.store_jobs, is_load=False)
@@ -22,4 +22,14 @@ def _of(jobs: Mapping[int, Any], *, is_load: bool) -> Iterator[tuple[str, Transf
             block_ids = tuple(int(block) for block in spec.block_ids[first : first + size])
             first += size
             if block_ids:
-                yield job.req_id, Transferred(str(job_id), is_load, group, int(index), block_ids)
+                yield job.req_id, Transferred(str(job_id), is_load, group, int(index), block_ids, JOB)
+
+
+def awaited(metadata: Any) -> Iterator[str]:
+    """Workers submit and wait for these before they use any block of the step (`worker.py`, handle_preemptions)."""
+    yield from map(str, sorted(metadata.jobs_to_flush or ()))
+
+
+def completed(worker_metadata: Any) -> Iterator[tuple[str, int]]:
+    """(job, workers that have done it) since the last report."""
+    yield from ((str(job_id), count) for job_id, count in worker_metadata.completed_jobs.items())

@@ -34,10 +34,12 @@ class _Tables:
         self._last.pop(event.ordinal, None)
 
     def of(self, copy: said.Transferred, moment: Moment) -> Sequence[int] | None:
-        """The blocks of the copy's group, in token order; None where the life holds none and has lost none."""
+        """The blocks of the copy's group, or of all, in token order; None where the life holds and has lost none."""
         life = moment.life
         table = None if life is None else self._model.tables.of(life.ordinal) or self._last.get(life.ordinal)
-        return table[copy.group :: self._num_groups] if table else None
+        if not table:
+            return None
+        return table if copy.group < 0 else table[copy.group :: self._num_groups]
 
 
 class TableEq:
@@ -77,7 +79,8 @@ class SrcBlockOwned:
     """SRC_BLOCK_OWNED: a save reads blocks that its request holds, or has just lost.
 
     Verifies: this for each block of each save that a decoder has read.
-    Does not verify: in which place the block stands (TABLE_EQ); what it holds.
+    Does not verify: in which place the block stands (TABLE_EQ); what it holds; saves of which the metadata does not
+    say for whom they are.
     """
 
     rule: ClassVar[str] = "SRC_BLOCK_OWNED"

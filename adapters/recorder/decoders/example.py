@@ -1,0 +1,19 @@
+"""ExampleConnector: slots of the KV cache without a request (`kv_connector/v1/example_connector.py`, vLLM 0.32).
+
+Each of its copies takes whole blocks from the beginning of a request's table, within the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from kvledger.adapters.recorder.said import STEP, Transferred
+
+
+def copies(metadata: Any, block_size: int) -> Iterator[tuple[str, Transferred]]:
+    """One for each request in the step, numbered."""
+    for number, request in enumerate(metadata.requests):
+        block_ids = tuple(int(slot) // block_size for slot in request.slot_mapping[::block_size])
+        if block_ids:
+            yield "", Transferred(str(number), not request.is_store, 0, 0, block_ids, STEP)

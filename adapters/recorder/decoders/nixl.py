@@ -1,0 +1,35 @@
+"""NixlConnector, pull and push: blocks of each group by request (`kv_connector/v1/nixl/metadata.py`, vLLM 0.32).
+
+What another engine reads here is in no metadata: those are the blocks that an ended request keeps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from kvledger.adapters.recorder.said import REQUEST, STEP, Transferred
+
+
+def copies(metadata: Any, _block_size: int) -> Iterator[tuple[str, Transferred]]:
+    """What is received, copied to a host buffer within the step, and sent.
+
+    With one group the blocks received begin behind those that are cached here, where the metadata counts these
+    (`pull_scheduler.py`, update_state_after_alloc).
+    """
+    for request_id, received in metadata.reqs_to_recv.items():
+        groups, cached = received.local_block_ids, received.local_num_computed_blocks
+        first_block = cached[0] if len(groups) == len(cached) == 1 else -1
+        yield from _of(request_id, groups, REQUEST, is_load=True, first_block=first_block)
+    for request_id, saved in metadata.reqs_to_save.items():
+        yield from _of(request_id, saved.local_block_ids, STEP, is_load=False)
+    for request_id, groups in metadata.push_finished_blocks.items():
+        yield from _of(request_id, groups, REQUEST, is_load=False)
+
+
+def _of(
+    request_id: str, groups: Sequence[Sequence[int]], ends_with: str, *, is_load: bool, first_block: int = -1
+) -> Iterator[tuple[str, Transferred]]:
+    for group, blocks in enumerate(groups):
+        if blocks:
+            yield request_id, Transferred(request_id, is_load, group, first_block, tuple(blocks), ends_with)

@@ -1,0 +1,33 @@
+"""SimpleCPUOffloadConnector: one list of blocks for all loads of a step, one for all stores, over all groups.
+
+Read against `v1/simple_kv_offload/metadata.py` and `worker.py`, vLLM 0.32. It names the requests of loads, and of
+stores none. Whose a block is follows from the tables; of a store it may be nobody's, because with `lazy_offload` the
+connector stores what is free and still cached.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from kvledger.adapters.recorder.said import JOB, REQUEST, Transferred
+
+
+def copies(metadata: Any, _block_size: int) -> Iterator[tuple[str, Transferred]]:
+    """At most a load and a store in a step."""
+    if metadata.load_gpu_blocks:
+        loading = metadata.load_event_to_reqs.get(metadata.load_event, ())
+        blocks = tuple(metadata.load_gpu_blocks)
+        yield (loading[0] if len(loading) == 1 else ""), _copy(f"load {metadata.load_event}", blocks, is_load=True)
+    if metadata.store_gpu_blocks:
+        blocks = tuple(metadata.store_gpu_blocks)
+        yield "", _copy(f"store {metadata.store_event}", blocks, is_load=False)
+
+
+def _copy(job: str, block_ids: tuple[int, ...], *, is_load: bool) -> Transferred:
+    return Transferred(job, is_load, -1, -1, block_ids, REQUEST if is_load else JOB)
+
+
+def completed(worker_metadata: Any) -> Iterator[tuple[str, int]]:
+    """(job, workers that have done it) since the last report; loads are reported by request."""
+    yield from ((f"store {event}", count) for event, count in worker_metadata.completed_store_events.items())
