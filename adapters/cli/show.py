@@ -17,7 +17,7 @@ from kvledger.adapters.cli.output import Output, plain
 from kvledger.adapters.cli.selection import add_request, count, event_number
 from kvledger.adapters.cli.state import show_state
 from kvledger.adapters.cli.timeline import Group, Timeline, known
-from kvledger.adapters.cli.words import duration, event_range, milliseconds, plural, size, state_change
+from kvledger.adapters.cli.words import duration, event_range, milliseconds, plural, size, state_change, written_by
 from kvledger.adapters.exit_codes import CommandFailed, ExitCode
 from kvledger.adapters.reading.index import LogIndex, index_for
 from kvledger.adapters.reading.logs import StoredLog
@@ -284,9 +284,8 @@ def _show_summary(
 
 def _show_header(output: Output, log: StoredLog, duration_ns: int) -> None:
     header = log.header
-    versions = f"kvledger {header.get('kvledger_version', 'unknown')}, vLLM {header.get('vllm_version', 'unknown')}"
     output.field("log", str(log.path))
-    output.field("written by", versions)
+    output.field("written by", written_by(log))
     opened_at = header.get("opened_at_unix_ns")
     if isinstance(opened_at, int):
         opened = dt.datetime.fromtimestamp(opened_at / 1e9, tz=dt.UTC)

@@ -13,13 +13,15 @@ from kvledger.adapters.cli.ends import num_open_requests, show_ending, sound_tex
 from kvledger.adapters.cli.finding import selected
 from kvledger.adapters.cli.output import Output, event_fields, event_text, plain
 from kvledger.adapters.cli.selection import add_handlers
-from kvledger.adapters.cli.words import other_code_remarks, plural, retired_remarks, size
+from kvledger.adapters.cli.words import other_code_remarks, plural, retired_remarks, size, written_by
 from kvledger.adapters.exit_codes import ExitCode, gravest
 from kvledger.adapters.reading.logs import LogDamage, StoredLog, open_log
 from kvledger.adapters.reading.window import Window
+from kvledger.adapters.reading.workers import WorkerCalls, rank_of, troubles_of_workers
 from kvledger.lifecycle import Divergence, Extension, LedgerConfiguration
 from kvledger.lifecycle.audit import Audit, Violation
 from kvledger.lifecycle.events import Event
+from kvledger.storage.events import HowEnded
 
 _MAX_SHOWN = 20
 """Of each kind for people; programs get all that is kept."""
@@ -66,18 +68,28 @@ def _verify(log: StoredLog, window: Window, output: Output, *, verbose: bool) ->
     start = log.start()
     configuration = log.configuration if log.header else _NO_CONFIGURATION
     audit = Audit(log.core, configuration, keeps=keeps, start=start)
+    of_worker = None if rank_of(log) is None else WorkerCalls()
     with output.progress(log, "verifying"), _rare_collections():
         if log.header:
-            audit.run_frames(log.trusted_frames(), at=window.last_sequence)
+            frames = log.trusted_frames()
+            audit.run_frames(frames if of_worker is None else of_worker.taking(frames), at=window.last_sequence)
         else:
             for _ in log.frames():
                 pass
-    findings = Findings.of(log, audit, window)
+    findings = Findings.of(log, audit, window, _of_workers(log, of_worker))
     if output.is_json:
         _show_json(output, log, audit, findings)
     else:
         _show_text(output, log, audit, findings, verbose=verbose)
     return findings.exit_code
+
+
+def _of_workers(log: StoredLog, calls: WorkerCalls | None) -> tuple[str, ...]:
+    """What went wrong in workers: in the one whose log this is, or in those whose logs lie beside."""
+    if calls is None:
+        return tuple(f"worker {rank} {trouble}" for rank, trouble in troubles_of_workers(log).items())
+    trouble = calls.trouble(is_over=log.ending.how is not HowEnded.OPEN)
+    return (f"worker {rank_of(log)} {trouble}",) if trouble else ()
 
 
 @contextmanager
@@ -103,10 +115,12 @@ class Findings:
     """Where everything is selected, also those that were not kept."""
     reference_differences: tuple[Divergence, ...]
     remarks: tuple[str, ...]
+    of_workers: tuple[str, ...]
+    """Where a worker failed or stayed; no fault of the log."""
     exit_code: ExitCode
 
     @classmethod
-    def of(cls, log: StoredLog, audit: Audit, window: Window) -> Findings:
+    def of(cls, log: StoredLog, audit: Audit, window: Window, of_workers: tuple[str, ...] = ()) -> Findings:
         """Those of an audit that has come to its end."""
         damage = tuple(d for d in log.damage if d.sequence is None or window.holds(d.sequence))
         divergences = tuple(d for d in audit.divergences if _is_selected(d, window))
@@ -128,7 +142,7 @@ class Findings:
                 f"{found} decisions diverge, of which the first {kept} are kept; the rest may be selected, too"
             )
         num_divergences = audit.divergences.num_found if window.is_everything else len(divergences)
-        return cls(damage, divergences, num_divergences, differences, tuple(remarks), exit_code)
+        return cls(damage, divergences, num_divergences, differences, tuple(remarks), of_workers, exit_code)
 
 
 def _has_more(audit: Audit, window: Window) -> bool:
@@ -243,13 +257,14 @@ def _show_json(output: Output, log: StoredLog, audit: Audit, findings: Findings)
             "num_divergences": findings.num_divergences,
             "rules": audit.judged if log.header else [],
             "remarks": findings.remarks,
+            "workers": findings.of_workers,
         },
     )
 
 
 def _show_text(output: Output, log: StoredLog, audit: Audit, findings: Findings, *, verbose: bool) -> None:
     output.field("log", str(log.path))
-    output.field("written by", _origin(log))
+    output.field("written by", written_by(log))
     frames = f"in {plural(log.num_frames, 'frame')}, {size(log.num_bytes)}"
     output.field("events", f"{log.num_events} {frames}")
     num_damaged = len(findings.damage)
@@ -280,9 +295,14 @@ def _show_text(output: Output, log: StoredLog, audit: Audit, findings: Findings,
         )
     for remark in findings.remarks:
         output.field("note", remark, "yellow")
+    for trouble in findings.of_workers:
+        output.field("worker", trouble, "red")
     is_sound = findings.exit_code in {ExitCode.SOUND, ExitCode.END_MISSING}
     verdict = sound_text(log.ending) if is_sound else findings.exit_code.name.lower().replace("_", " ")
-    output.field("verdict", verdict, "bold red" if findings.exit_code else "bold green")
+    if is_sound and findings.of_workers:
+        verdict += f", but {plural(len(findings.of_workers), 'worker')} raised in a hook or did not return from it"
+    is_well = not findings.exit_code and not findings.of_workers
+    output.field("verdict", verdict, "bold green" if is_well else "bold red")
 
 
 def _show_more(output: Output, total: int) -> None:
@@ -326,7 +346,3 @@ def _evidence(log: StoredLog, violations: Collection[Violation]) -> dict[int, Ev
             if len(found) == len(wanted):
                 break
     return found
-
-
-def _origin(log: StoredLog) -> str:
-    return f"kvledger {log.header.get('kvledger_version', 'unknown')}, vLLM {log.header.get('vllm_version', 'unknown')}"

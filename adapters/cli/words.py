@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from kvledger.adapters.reading.workers import rank_of
 from kvledger.lifecycle import MissReason
 from kvledger.lifecycle import events as e
 from kvledger.storage.events import Retirement
@@ -48,6 +49,15 @@ def retired_remarks(retired: Sequence[Retirement]) -> list[str]:
         events = f"events {first.first_sequence}–{last.last_sequence}"
         remarks.append(f"{events} were retired by {reason} ({how_many}); what is left follows from the recorded hash")
     return remarks
+
+
+def written_by(log: StoredLog) -> str:
+    """The versions that wrote a log, and whose it is where it is not the scheduler's."""
+    header = log.header
+    text = f"kvledger {header.get('kvledger_version', 'unknown')}, vLLM {header.get('vllm_version', 'unknown')}"
+    rank, connector = rank_of(log), header.get("connector")
+    recorded = f", recording {connector}" if connector else ""
+    return text + recorded + ("" if rank is None else f", worker {rank} of engine {header.get('engine_id')}")
 
 
 def duration(nanoseconds: int) -> str:

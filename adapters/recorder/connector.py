@@ -2,7 +2,7 @@
 
 Every call goes to the wrapped connector, and every answer comes from it unchanged. On the scheduler's side the hooks of
 a request's life are recorded on the way: what is asked is in the log before the wrapped connector is called, and what
-it answered before vLLM is told. Workers only forward.
+it answered before vLLM is told. Each worker writes its calls in a log of its own.
 """
 
 from __future__ import annotations
@@ -19,18 +19,21 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
+from kvledger.adapters.recorder import said
 from kvledger.adapters.recorder.extension import Recorder
 from kvledger.adapters.recorder.forwarding import forwards_everything
 from kvledger.adapters.recorder.log import RecorderLog
 from kvledger.adapters.recorder.recording import Recording
 from kvledger.adapters.recorder.settings import RecorderSettings
 from kvledger.adapters.recorder.stats import RecordedPromMetrics, RecordedStats, enveloped, opened
+from kvledger.adapters.recorder.worker_recording import WorkerRecording
 from kvledger.adapters.recorder.wrapped import is_child, transfer_of, wrapped_class, wrapped_config
 from kvledger.adapters.vllm import versions
 from kvledger.adapters.vllm.chunk_keys import ChunkKeySource
-from kvledger.adapters.vllm.event_log import open_event_log
-from kvledger.adapters.vllm.groups import describe_groups
+from kvledger.adapters.vllm.event_log import WorkerOfLog, open_event_log
+from kvledger.adapters.vllm.groups import Groups, describe_groups
 from kvledger.lifecycle import ConfigurationError, Core, LedgerConfiguration
+from kvledger.storage.events import Durability
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -43,6 +46,21 @@ if TYPE_CHECKING:
 
 _NEVER = 1 << 40
 """How long a recorded load may be silent until this core would do something about it."""
+
+
+def _configuration(kv_cache_config: KVCacheConfig, groups: Groups) -> LedgerConfiguration:
+    """Of both sides' logs."""
+    block_size = versions.block_size(kv_cache_config)
+    return LedgerConfiguration(
+        block_size=block_size,
+        chunk_size=block_size,  # whose keys say which requests have tokens in common
+        num_slots=max(1, len(groups.windows)),  # nothing is saved by this core
+        windows=(0,) if groups.declined else groups.windows,
+        async_load_tokens=0,
+        async_saves=True,
+        max_silent_steps=_NEVER,
+        max_silent_ms=_NEVER,
+    )
 
 
 @forwards_everything
@@ -68,27 +86,40 @@ class KVLedgerRecorder(KVConnectorBase_V1):
         """The connector that is recorded."""
         self.recording: Recording | None = None
         """None on workers."""
+        self.working: WorkerRecording | None = None
+        """None in the scheduler's process, and where logs are kept in memory: nobody could read a worker's."""
         if role is KVConnectorRole.SCHEDULER:
             self.recording = self._begin(vllm_config, kv_cache_config, settings)
+        elif settings.log_dir is not None and settings.durability is not Durability.MEMORY:
+            self.working = self._begin_working(vllm_config, kv_cache_config, settings)
+
+    def _begin_working(
+        self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, settings: RecorderSettings
+    ) -> WorkerRecording:
+        engine_id, connector = transfer_of(vllm_config).engine_id or "", type(self.wrapped).__name__
+        rank = vllm_config.parallel_config.rank
+        configuration = _configuration(kv_cache_config, describe_groups(vllm_config, kv_cache_config))
+        core = Core.standard().extended(Recorder())
+        opened_log = open_event_log(
+            core, settings, configuration, worker=WorkerOfLog(engine_id, rank), connector=connector
+        )
+        log = RecorderLog(core, configuration, opened_log, type(self).clock)
+        return WorkerRecording(log, said.WorkerStarted(engine_id, rank, connector))
 
     def _begin(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, settings: RecorderSettings) -> Recording:
         groups = describe_groups(vllm_config, kv_cache_config)
-        block_size = versions.block_size(kv_cache_config)
-        configuration = LedgerConfiguration(
-            block_size=block_size,
-            chunk_size=block_size,  # whose keys say which requests have tokens in common
-            num_slots=max(1, len(groups.windows)),  # nothing is saved by this core
-            windows=(0,) if groups.declined else groups.windows,
-            async_load_tokens=0,
-            async_saves=True,
-            max_silent_steps=_NEVER,
-            max_silent_ms=_NEVER,
-        )
+        configuration = _configuration(kv_cache_config, groups)
         core = Core.standard().extended(Recorder())
-        opened_log = open_event_log(core, settings, configuration)
+        opened_log = open_event_log(
+            core,
+            settings,
+            configuration,
+            engine_id=transfer_of(vllm_config).engine_id,
+            connector=type(self.wrapped).__name__,
+        )
         log = RecorderLog(core, configuration, opened_log, type(self).clock)
         keys = ChunkKeySource(
-            chunk_size=block_size,
+            chunk_size=configuration.chunk_size,
             hash_block_size=versions.hash_block_size(kv_cache_config),
             hash_tokens=versions.token_hasher(vllm_config),
         )
@@ -124,12 +155,18 @@ class KVLedgerRecorder(KVConnectorBase_V1):
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """For a step; vLLM asks the outer connector whether it has any."""
         super().bind_connector_metadata(connector_metadata)
-        self.wrapped.bind_connector_metadata(connector_metadata)
+        if self.working is None:
+            self.wrapped.bind_connector_metadata(connector_metadata)
+            return
+        self.working.step_begins(connector_metadata)
+        self.working.call("bind_connector_metadata", self.wrapped.bind_connector_metadata, (connector_metadata,))
 
     def clear_connector_metadata(self) -> None:
         """The step is over."""
         super().clear_connector_metadata()
         self.wrapped.clear_connector_metadata()
+        if self.working is not None:
+            self.working.step_ends()
 
     def get_kv_connector_stats(self) -> RecordedStats | None:
         """The wrapped connector's, with its name."""
@@ -149,11 +186,15 @@ class KVLedgerRecorder(KVConnectorBase_V1):
 
     def shutdown(self) -> None:
         """The wrapped connector first, so that the log has what it raises."""
+        side = self.recording or self.working
         try:
-            self._timed("shutdown", None)
+            if self.working is None:
+                self._timed("shutdown", None)
+            else:
+                self.working.call("shutdown", self.wrapped.shutdown)
         finally:
-            if self.recording is not None:
-                self.recording.shutdown()
+            if side is not None:
+                side.shutdown()
 
     # --- scheduler ---------------------------------------------------------------------------------
 

@@ -46,7 +46,9 @@ def forwards_everything(recorder: type[Any]) -> type[Any]:
 def _forwarded_method(name: str, declared: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(declared)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return getattr(self.wrapped, name)(*args, **kwargs)
+        working = vars(self).get("working")
+        hook = getattr(self.wrapped, name)
+        return hook(*args, **kwargs) if working is None else working.call(name, hook, args, kwargs)
 
     return forward
 

@@ -33,6 +33,36 @@ class Returned(msgspec.Struct, frozen=True):
     duration_ns: int
 
 
+class WorkerStarted(msgspec.Struct, frozen=True):
+    """The first event of a worker's log: whose it is. The header has the same."""
+
+    engine_id: str
+    """Of vLLM; the log of the scheduler has it in its header."""
+    rank: int
+    connector: str
+    """The class that is wrapped."""
+
+
+class Called(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A worker is about to call a hook of the wrapped connector."""
+
+    hook: str
+    step: int = -1
+    """Counted as the scheduler's log counts its steps, from 0; -1: before the first step or after the last."""
+    layer: str = ""
+    """Of a hook for one layer, which is written only when it raises."""
+
+
+class Reported(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What one worker's hook answered for the scheduler, where that is anything; request ids and blocks."""
+
+    hook: str
+    finished_sending: tuple[str, ...] = ()
+    finished_recving: tuple[str, ...] = ()
+    failed_recving: tuple[str, ...] = ()
+    invalid_block_ids: tuple[int, ...] = ()
+
+
 class WorkersReported(msgspec.Struct, frozen=True, omit_defaults=True):
     """What `update_connector_output` is given; request ids and blocks."""
 

@@ -31,8 +31,8 @@ class RecordedStats(KVConnectorStats):
         self.figures.reset()  # type: ignore[no-untyped-call]
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
-        """Both together."""
-        if isinstance(other, RecordedStats):
+        """Both together; a `MultiConnector` adds up what has the same class, which two recorders of others have."""
+        if isinstance(other, RecordedStats) and other.wrapped == self.wrapped:
             self.figures = self.figures.aggregate(other.figures)
         return self
 

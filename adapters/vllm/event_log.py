@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import time
 from pathlib import Path
 from typing import Final
@@ -30,6 +31,23 @@ from kvledger.storage.events import (
 from kvledger.storage.events.segment_file import segment_paths
 
 _SECONDS_BETWEEN_MESSAGES: Final = 60.0
+
+
+_WORKER: Final = "-worker-"
+
+
+@attrs.frozen
+class WorkerOfLog:
+    """Who writes a log that is not the scheduler's."""
+
+    engine_id: str
+    """Of vLLM; equal in the logs of one engine."""
+    rank: int
+
+    @property
+    def suffix(self) -> str:
+        """Ends the name of the log's directory."""
+        return f"{_WORKER}{self.rank}-of-{re.sub('[^A-Za-z0-9]', '', self.engine_id)[:12]}"
 
 
 @attrs.frozen
@@ -62,8 +80,18 @@ def open_event_log(
     core: Core,
     settings: LogSettings,
     configuration: LedgerConfiguration,
+    *,
+    worker: WorkerOfLog | None = None,
+    **of_writer: object,
 ) -> OpenedLog:
     """Create the log of this engine start, and begin to keep `log_dir` to its limits.
+
+    Args:
+        core: what is written with it.
+        settings: where it goes, and how safely.
+        configuration: of the ledger.
+        worker: of a log that a worker writes beside the scheduler's.
+        of_writer: what the header is to say beside what it says of every log.
 
     Raises:
         ConfigurationError: `log_dir` cannot be written, at start, when a person can still correct it.
@@ -73,12 +101,15 @@ def open_event_log(
         "vllm_version": versions.vllm_version(),
         "opened_at_unix_ns": time.time_ns(),
         "process_id": os.getpid(),
+        **of_writer,
+        **({} if worker is None else {"engine_id": worker.engine_id, "worker_rank": worker.rank}),
     }
     if settings.log_dir is None or settings.durability is Durability.MEMORY:
         return OpenedLog(MemoryEventStore(header, max_bytes=settings.memory_log_bytes), None)
     stamp = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
-    remarks = _remarks_on_last(settings.log_dir.absolute())
-    directory = settings.log_dir.absolute() / f"{stamp}-{os.getpid()}-{time.monotonic_ns() % 10**6:06d}"
+    remarks = () if worker else _remarks_on_last(settings.log_dir.absolute())
+    suffix = worker.suffix if worker else ""
+    directory = settings.log_dir.absolute() / f"{stamp}-{os.getpid()}-{time.monotonic_ns() % 10**6:06d}{suffix}"
     try:
         segments = SegmentEventStore.create(
             directory,
@@ -133,7 +164,7 @@ def _remarks_on_last(log_dir: Path) -> tuple[str, ...]:
         logs = sorted(log_dir.iterdir(), reverse=True)
     for directory in logs:
         with contextlib.suppress(OSError, LogError):  # of one that cannot be read nothing is known
-            if not directory.is_dir() or not segment_paths(directory):
+            if _WORKER in directory.name or not directory.is_dir() or not segment_paths(directory):
                 continue
             ending = glance_at_ending(directory)
             if ending.missing is not None:

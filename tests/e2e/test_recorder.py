@@ -12,6 +12,7 @@ from kvledger.adapters.cli.main import main
 from kvledger.adapters.demo.engine import generate, start
 from kvledger.adapters.demo.workload import Workload, connector
 from kvledger.adapters.reading.logs import open_log
+from kvledger.adapters.reading.workers import rank_of
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit import Audit
 
@@ -29,6 +30,42 @@ def recorded(inner: dict[str, Any], log_dir: Path) -> dict[str, Any]:
         "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {"log_dir": str(log_dir), "connector": inner},
     }
+
+
+def logs_in(log_dir: Path) -> dict[int | None, Path]:
+    """Rank -> the log of its worker; None: the scheduler's."""
+    return {rank_of(open_log(path)): path for path in log_dir.iterdir()}
+
+
+def test_an_engine_that_a_worker_ends_ends_as_it_would_and_the_log_says_where(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """ExampleConnector loads what it never saved when a preempted request resumes (vLLM 0.32)."""
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    raised = []
+    for storage in (tmp_path / "alone", tmp_path / "inside"):  # of its own: it finds what an engine before stored there
+        inner = {
+            "kv_connector": "ExampleConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {"shared_storage_path": str(storage)},
+        }
+        transfer = inner if storage.name == "alone" else recorded(inner, tmp_path / "recorded")
+        llm = start(str(model), WORKLOAD, transfer)
+        try:
+            with pytest.raises(FileNotFoundError) as caught:
+                generate(llm, WORKLOAD.prompts(), WORKLOAD.max_tokens)
+            raised.append(str(caught.value).partition(f"{storage}/")[2])
+        finally:
+            llm.llm_engine.engine_core.shutdown()
+            cleanup_dist_env_and_memory()
+    assert raised[0] == raised[1] != ""
+    logs = logs_in(tmp_path / "recorded")
+    assert main(["verify", str(logs[None])]) == 0
+    printed = capsys.readouterr().out
+    assert "worker 0 raised in start_load_kv of step " in printed
+    assert "FileNotFoundError" in printed
+    assert "sound, but 1 worker raised in a hook" in printed
 
 
 def test_a_recorded_connector_recovers_what_it_would_have_recovered(
@@ -50,7 +87,7 @@ def test_a_recorded_connector_recovers_what_it_would_have_recovered(
         cleanup_dist_env_and_memory()
     figures = read_sound_log(own).figures
     assert figures.num_preemptions > 0
-    log = open_log(next((tmp_path / "recorded").iterdir()))
+    log = open_log(logs_in(tmp_path / "recorded")[None])
     events = list(log.trusted_events())
     audit = Audit(log.core, log.configuration)
     audit.run(events)

@@ -1,0 +1,131 @@
+"""The logs of workers beside a scheduler's: which are its own, and in which hook a worker failed or stayed.
+
+A worker writes each call before it makes it, so the last event tells where one that hangs or is killed was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import attrs
+
+from kvledger.adapters.exit_codes import CommandFailed
+from kvledger.adapters.reading.logs import StoredLog, open_log
+from kvledger.adapters.recorder.payloads import payload_of
+from kvledger.adapters.recorder.said import Called, Returned
+from kvledger.lifecycle import SequencedEvent
+from kvledger.lifecycle import events as e
+from kvledger.storage.events import LogError, is_being_written, read_log
+from kvledger.storage.events.segment_file import segment_paths
+
+
+@attrs.define
+class WorkerCalls:
+    """Folds a worker's log into what it was doing at the end."""
+
+    called: Called | None = None
+    """And has not returned."""
+    failed: e.HookFailed | None = None
+    """The first failure of the last step in which one was."""
+    last: Called | None = None
+    sequence: int = 0
+    """The event that says the most about the end."""
+
+    def take(self, events: Iterable[SequencedEvent]) -> None:
+        """What comes next."""
+        for sequence, event in events:
+            if isinstance(event, e.HookFailed):
+                if self.failed is None:
+                    self.failed, self.sequence = event, sequence
+                self.called = None
+            elif isinstance(event, e.ExtensionNoted):
+                self._take_payload(sequence, payload_of(event))
+
+    def taking(self, frames: Iterable[Iterable[SequencedEvent]]) -> Iterator[list[SequencedEvent]]:
+        """The same frames, for who reads them as well."""
+        for frame in frames:
+            events = list(frame)
+            self.take(events)
+            yield events
+
+    def _take_payload(self, sequence: int, payload: object) -> None:
+        if isinstance(payload, Called):
+            if self.failed is not None and self.last is not None and payload.step > self.last.step:
+                self.failed = None  # the worker has lived on
+            self.called = payload
+            if self.failed is None:
+                self.last, self.sequence = payload, sequence
+        elif isinstance(payload, Returned):
+            self.called = None
+
+    def trouble(self, *, is_over: bool) -> str:
+        """Where it failed, or where it is; empty where there is nothing to say of a log that `is_over` or not."""
+        called = self.called if self.failed is None else self.last
+        if called is None:
+            return ""
+        step = "" if called.step < 0 else f" of step {called.step}"
+        layer = f" for {called.layer}" if called.layer else ""
+        where = f"{called.hook}{layer}{step}, event {self.sequence}"
+        if self.failed is not None:
+            return f"raised in {where}: {self.failed.error}"
+        return f"never returned from {where}" if is_over else f"is in {where}"
+
+
+def rank_of(log: StoredLog) -> int | None:
+    """Of a worker's log; None of a scheduler's."""
+    rank = log.header.get("worker_rank")
+    return rank if isinstance(rank, int) else None
+
+
+def logs_of_workers(log: StoredLog) -> dict[int, Path]:
+    """The logs of a scheduler's workers by rank, where they lie in the same directory."""
+    engine_id = log.header.get("engine_id")
+    if engine_id is None or rank_of(log) is not None or not log.path.is_dir():
+        return {}
+    opened_at, connector = _opened_at(log.header), log.header.get("connector")
+    found: dict[int, tuple[tuple[bool, int], Path]] = {}
+    for path, header in _neighbours(log.path):
+        rank = header.get("worker_rank")
+        if not isinstance(rank, int) or (header.get("engine_id"), header.get("connector")) != (engine_id, connector):
+            continue
+        # An id that was configured serves every start: the worker that began last before this scheduler is its own.
+        distance = _opened_at(header) - opened_at
+        found[rank] = min(found.get(rank, ((True, 1 << 62), path)), ((distance > 0, abs(distance)), path))
+    return {rank: path for rank, (_, path) in sorted(found.items())}
+
+
+def troubles_of_workers(log: StoredLog) -> dict[int, str]:
+    """Of each rank whose last hook failed or did not return: where, and in which log."""
+    troubles = {}
+    for rank, path in logs_of_workers(log).items():
+        trouble = _trouble_in(path)
+        if trouble:
+            troubles[rank] = f"{trouble}, in {path.name}"
+    return troubles
+
+
+def _trouble_in(path: Path) -> str:
+    is_over = not is_being_written(path)
+    calls = WorkerCalls()
+    try:
+        for segment in segment_paths(path)[-2:]:  # the last may hold nothing yet
+            calls.take(open_log(segment).events())
+    except (CommandFailed, OSError) as error:
+        return f"its log cannot be read ({error})"
+    return calls.trouble(is_over=is_over)
+
+
+def _neighbours(path: Path) -> Iterator[tuple[Path, dict[str, object]]]:
+    for neighbour in path.parent.iterdir():
+        if neighbour == path or not neighbour.is_dir():
+            continue
+        try:
+            yield neighbour, read_log(neighbour).header
+        except (LogError, OSError):
+            continue  # whoever reads that log is told
+
+
+def _opened_at(header: object) -> int:
+    opened_at = header.get("opened_at_unix_ns") if isinstance(header, dict) else None
+    return opened_at if isinstance(opened_at, int) else 0

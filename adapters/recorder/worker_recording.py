@@ -1,0 +1,169 @@
+"""What a worker does, in a log of its own beside the scheduler's: each call before it is made, and how it returned.
+
+Steps for which the scheduler has handed nothing over, and the hooks of single layers, are written only when they
+raise: they come too often to be free. Nothing here may raise, and nothing here looks at bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, Final
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
+
+from kvledger.adapters.recorder import said
+from kvledger.adapters.recorder.extension import Recorder
+from kvledger.adapters.recorder.log import RecorderLog
+from kvledger.adapters.vllm.guard import guarded
+from kvledger.lifecycle import events as e
+
+_BY_LAYER: Final = frozenset({"wait_for_layer_load", "save_kv_layer"})
+_WRITTEN: Final = frozenset(
+    {
+        "register_kv_caches",
+        "register_cross_layers_kv_cache",
+        "unregister_kv_caches",
+        "restore_kv_caches",
+        "get_handshake_metadata",
+        "handle_preemptions",
+        "start_load_kv",
+        "wait_for_save",
+        "get_finished",
+        "get_transfer_results",
+        "get_block_ids_with_load_errors",
+        "build_connector_worker_meta",
+        "shutdown",
+    }
+)
+"""Those that wait for something or move bytes; of the others it is enough to know when they raise."""
+_NOWHERE: Final = -1
+_NOTHING: Final[Mapping[str, Any]] = MappingProxyType({})
+
+
+class WorkerRecording:
+    """The calls of one rank."""
+
+    def __init__(self, log: RecorderLog, started: said.WorkerStarted) -> None:
+        self.log = log
+        self._step = _NOWHERE
+        self._metadata: object = None
+        """Of the step that runs."""
+        self._is_written = True
+        log.observe(Recorder.noted(started, log.now()))
+        log.commit()
+
+    def hook_failed(self, hook: str, _request_id: str, error: Exception) -> None:
+        """Called by the guard: it is the recorder that failed."""
+        self.log.end(hook, error)
+
+    def call(
+        self,
+        hook: str,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] = _NOTHING,
+    ) -> Any:
+        """What the wrapped connector's hook answers, or raises."""
+        is_written = self._begins(hook, args)
+        began_ns = self.log.now()
+        try:
+            answer = forward(*args, **kwargs)
+        except Exception as error:
+            self._raised(hook, args, error, is_written=is_written)
+            raise
+        self._returned(hook, answer, began_ns, is_written=is_written)
+        return answer
+
+    @guarded(default=None)
+    def step_begins(self, metadata: object) -> None:
+        """Metadata are bound, or preemptions handled before that."""
+        if metadata is not self._metadata:
+            self._metadata = metadata
+            self._step += 1
+            self._is_written = carries_work(metadata)
+
+    @guarded(default=None)
+    def step_ends(self) -> None:
+        """Metadata are cleared."""
+        self._metadata, self._is_written = None, True
+
+    @guarded(default=None)
+    def shutdown(self) -> None:
+        """Write the last events and close the log."""
+        if not self.log.is_ended:
+            self.log.observe(e.LogNote("recorder shut down", self.log.now()))
+            self.log.commit()
+            self.log.is_ended = True
+        self.log.log.close()
+
+    @guarded(default=False)
+    def _begins(self, hook: str, args: tuple[Any, ...]) -> bool:
+        if hook == "handle_preemptions" and args:
+            self.step_begins(args[0])
+        if hook not in _WRITTEN or not self._is_written or self.log.is_ended:
+            return False
+        self._write_call(hook, args)
+        self.log.commit()
+        return True
+
+    def _write_call(self, hook: str, args: tuple[Any, ...]) -> None:
+        step = _NOWHERE if self._metadata is None else self._step
+        layer = str(args[0]) if hook in _BY_LAYER and args else ""
+        self.log.observe(Recorder.noted(said.Called(hook, step, layer), self.log.now()))
+
+    @guarded(default=None)
+    def _raised(self, hook: str, args: tuple[Any, ...], error: Exception, *, is_written: bool) -> None:
+        if self.log.is_ended:
+            return
+        if not is_written:
+            self._write_call(hook, args)
+        self.log.hook_failed(hook, "", error)
+        self.log.commit()
+
+    @guarded(default=None)
+    def _returned(self, hook: str, answer: object, began_ns: int, *, is_written: bool) -> None:
+        if self.log.is_ended:
+            return
+        reported = _reported(hook, answer)
+        if reported is not None:
+            self.log.observe(Recorder.noted(reported, self.log.now()))
+        if is_written:
+            self.log.observe(Recorder.noted(said.Returned(hook, self.log.now() - began_ns), self.log.now()))
+        self.log.commit()
+
+
+def carries_work(metadata: object) -> bool:
+    """Whether a connector's metadata hand anything over: numbers and texts alone, empty lists and None do not.
+
+    What cannot be looked into counts as work.
+    """
+    fields = getattr(metadata, "__dict__", None)
+    return fields is None or any(_is_work(field) for field in fields.values())
+
+
+def _is_work(field: object) -> bool:
+    if field is None or field is False or (isinstance(field, int | float | str | bytes) and field is not True):
+        return False
+    if isinstance(field, KVConnectorMetadata):
+        return carries_work(field)
+    if isinstance(field, list | tuple | set | frozenset | dict):
+        children = field.values() if isinstance(field, dict) else field
+        return any(not isinstance(child, KVConnectorMetadata) or carries_work(child) for child in children)
+    return True
+
+
+def _reported(hook: str, answer: Any) -> said.Reported | None:
+    """What an answer tells the scheduler; None where that is nothing."""
+    if not answer:
+        return None
+    if hook == "get_finished":
+        ends = (answer[0], answer[1], None)
+    elif hook == "get_transfer_results":
+        ends = (answer.finished_sending, answer.finished_recving, answer.failed_recving)
+    elif hook == "get_block_ids_with_load_errors":
+        return said.Reported(hook, invalid_block_ids=tuple(sorted(answer)))
+    else:
+        return None
+    told = said.Reported(hook, *(tuple(sorted(found or ())) for found in ends))
+    return None if told == said.Reported(hook) else told
