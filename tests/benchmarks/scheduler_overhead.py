@@ -7,6 +7,8 @@ copies are done one step later, in its own terms. What counts is the ratio of me
 
 With churn, some requests arrive and as many end in each step; `schedule()` then includes that they are taken up.
 
+A recorded connector is compared with the same one alone.
+
 Measures: the scheduler's side of the hooks, with the event log written to disk at durability `os`.
 Does not measure: copies, the model, the worker's side of the hooks.
 """
@@ -17,8 +19,9 @@ import gc
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import attrs
@@ -39,6 +42,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from kvledger.adapters.simulation.contenders import LEDGER
 from kvledger.adapters.simulation.engine import block_bytes, kv_cache_config, vllm_config
+from kvledger.adapters.vllm.event_log import OpenedLog
 from kvledger.adapters.vllm.metadata import JobReport, StepJobs, WorkerReports
 
 BLOCK_SIZE = 16
@@ -55,6 +59,27 @@ class Timing:
     schedule_us: float
     update_us: float
     log_bytes: float
+    turns_us: tuple[float, ...]
+    """The median of `schedule()` and `update_from_output()` together in each turn."""
+
+    def added_to(self, base: Timing) -> Added:
+        """How much longer it took than another contender in the same turns."""
+        ratios = sorted(mine / its - 1 for mine, its in zip(self.turns_us, base.turns_us, strict=True))
+        low, middle, high = (ratios[round(share * (len(ratios) - 1))] for share in (0.1, 0.5, 0.9))
+        return Added(low, middle, high)
+
+
+@attrs.frozen
+class Added:
+    """A part of the other's time, over the turns: the tenth percentile, the median and the ninetieth."""
+
+    low: float
+    middle: float
+    high: float
+
+    def __str__(self) -> str:
+        """`+12 % (+9 to +16)`."""
+        return f"{self.middle:+.0%} ({self.low * 100:+.0f} to {self.high * 100:+.0f})"
 
 
 def report_all_done(metadata: KVConnectorMetadata | None) -> KVConnectorWorkerMetadata | None:
@@ -107,6 +132,7 @@ class Contender:
             self._arrive(1 + number // num_arrivals if num_arrivals else self._num_outputs)
         self.schedule_ns: list[int] = []
         self.update_ns: list[int] = []
+        self.turns_us: list[float] = []
         self.step()
         while any(request.num_output_tokens == 0 for request in self.scheduler.requests.values()):
             self.step()
@@ -160,6 +186,13 @@ class Contender:
             kv_connector_output=connector_output,
         )
 
+    def take_turn(self) -> None:
+        """Some steps, while the others wait."""
+        for _ in range(STEPS_PER_TURN):
+            self.step()
+        steps = zip(self.schedule_ns[-STEPS_PER_TURN:], self.update_ns[-STEPS_PER_TURN:], strict=True)
+        self.turns_us.append(statistics.median(map(sum, steps)) / 1000)
+
     def timing(self) -> Timing:
         """The medians so far."""
         return Timing(
@@ -167,36 +200,76 @@ class Contender:
             statistics.median(self.schedule_ns) / 1000,
             statistics.median(self.update_ns) / 1000,
             (self._log_bytes() - self._log_bytes_before) / len(self.schedule_ns),
+            tuple(self.turns_us),
         )
 
     def _log_bytes(self) -> int:
-        side = getattr(self.scheduler.connector, "scheduler_side", None)
-        return sum(path.stat().st_size for path in side.log.directory.iterdir()) if hasattr(side, "log") else 0
+        side: Any = self.scheduler.connector
+        while (log := _log_of(side)) is None and side is not None:
+            side = vars(side).get("wrapped")
+        return 0 if log is None else sum(path.stat().st_size for path in log.directory.iterdir())
 
 
-def contenders(log_dir: Path) -> dict[str, dict[str, Any] | None]:
-    """Name -> `kv_transfer_config`. Peers with their defaults and room for everything."""
-    host_bytes = block_bytes(BLOCK_SIZE) * 100_000
+def _log_of(connector: Any) -> OpenedLog | None:
+    """Of kvledger's connector, or of a recorder."""
+    if connector is None:
+        return None
+    own = vars(connector)
+    if own.get("recording") is not None:
+        return own["recording"].log.log
+    return getattr(own.get("scheduler_side"), "log", None)
+
+
+Field = Mapping[str, dict[str, Any] | None]
+"""Name -> `kv_transfer_config`."""
+HOST_BYTES = block_bytes(BLOCK_SIZE) * 100_000
+PEERS: Field = MappingProxyType(
+    {
+        "OffloadingConnector": {
+            "kv_connector": "OffloadingConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {"cpu_bytes_to_use": HOST_BYTES, "offload_prompt_only": False},
+        },
+        "SimpleCPUOffloadConnector": {
+            "kv_connector": "SimpleCPUOffloadConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {"cpu_bytes_to_use": HOST_BYTES},
+        },
+    }
+)
+"""With their defaults and room for everything."""
+IDLE = {"kv_connector": "Witness", "kv_connector_module_path": "sim.witness", "kv_role": "kv_both"}
+RECORDED = "recorded "
+
+
+def contenders(log_dir: Path) -> Field:
+    """kvledger, its peers, and nobody."""
     ledger = {**LEDGER, "kv_role": "kv_both"}
 
     def ours(**extra: object) -> dict[str, Any]:
-        return {**ledger, "kv_connector_extra_config": {"host_bytes": host_bytes, "log_dir": str(log_dir), **extra}}
+        return {**ledger, "kv_connector_extra_config": {"host_bytes": HOST_BYTES, "log_dir": str(log_dir), **extra}}
 
     return {
         "no connector": None,
         "KVLedgerConnector": ours(),
         "KVLedgerConnector, chunk 16": ours(chunk_size=16),
-        "OffloadingConnector": {
-            "kv_connector": "OffloadingConnector",
-            "kv_role": "kv_both",
-            "kv_connector_extra_config": {"cpu_bytes_to_use": host_bytes, "offload_prompt_only": False},
-        },
-        "SimpleCPUOffloadConnector": {
-            "kv_connector": "SimpleCPUOffloadConnector",
-            "kv_role": "kv_both",
-            "kv_connector_extra_config": {"cpu_bytes_to_use": host_bytes},
-        },
+        **PEERS,
     }
+
+
+def recorded_contenders(log_dir: Path) -> Field:
+    """The peers and a connector that does nothing, each alone and recorded."""
+    alone = {"a connector that does nothing": IDLE, **PEERS}
+    field: dict[str, dict[str, Any] | None] = {}
+    for name, transfer in alone.items():
+        field[name] = transfer
+        field[f"{RECORDED}{name}"] = {
+            "kv_connector": "KVLedgerRecorderHMA",
+            "kv_connector_module_path": "kvledger.adapters.recorder",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {"log_dir": str(log_dir), "connector": transfer},
+        }
+    return field
 
 
 def measure(
@@ -204,21 +277,20 @@ def measure(
     num_requests: int = 256,
     num_steps: int = 1000,
     num_arrivals: int = 0,
+    make_field: Callable[[Path], Field] = contenders,
     progress: Callable[[int, int], None] = lambda _done, _all: None,
 ) -> list[Timing]:
     """Step all contenders in turns and return their medians; `num_arrivals` requests arrive, and end, in each step."""
     with tempfile.TemporaryDirectory() as folder:
         field = [
             Contender(name, transfer, num_requests, num_steps, num_arrivals)
-            for name, transfer in contenders(Path(folder)).items()
+            for name, transfer in make_field(Path(folder)).items()
         ]
         gc.collect()
         gc.freeze()  # as EngineCore does, so that nobody pays for another's heap
         for turn in range(num_steps // STEPS_PER_TURN):
             for offset in range(len(field)):
-                contender = field[(turn + offset) % len(field)]
-                for _ in range(STEPS_PER_TURN):
-                    contender.step()
+                field[(turn + offset) % len(field)].take_turn()
             progress((turn + 1) * STEPS_PER_TURN, num_steps)
         timings = [contender.timing() for contender in field]
         for contender in field:
