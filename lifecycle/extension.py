@@ -8,7 +8,7 @@ that what is legal never hangs on an extension. The header of a log has everythi
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import attrs
@@ -70,6 +70,28 @@ class Extension:
     def kept(self, projections: Projections) -> Collection[bytes]:
         """Keys of chunks that are evicted after all others; a function of what was folded."""
         return ()
+
+    # --- for people; where one of these raises, they read the name and the fields instead
+
+    def words(self, payload: msgspec.Struct) -> str | None:
+        """What `show` and `why` print of an event: plain words; "" where others tell it; None: its name and fields."""
+        return None
+
+    def evidence(self, events: Sequence[tuple[int, e.Event]], configuration: LedgerConfiguration) -> Iterable[str]:
+        """What `why` adds to the last of these events: lines that follow from those of the same life before it.
+
+        `events` are (sequence, event) of one request in the log's order: what happened to it, and what was answered.
+        """
+        return ()
+
+    def under_way(self, event: e.Event) -> str | None:
+        """What is under way from this event on, in plain words; "" where it is over; None: the event does not say.
+
+        `show`, `stats` and `verify` say it of a log that ends there, `show --follow` where nothing more comes.
+        """
+        return None
+
+    # --- its events
 
     @classmethod
     def setting(cls, configuration: LedgerConfiguration, key: str) -> Any:  # noqa: ANN401 -- of the default's type

@@ -5,6 +5,7 @@ What the log does not record is called an inference.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sequence
 
 import attrs
@@ -14,6 +15,7 @@ from kvledger.adapters.cli.words import plural, words
 from kvledger.adapters.reading.stories import Told, Witness
 from kvledger.adapters.reasons import Admission, Lookup, Reason, Recomputation, Span, Story
 from kvledger.adapters.reasons.spans import joined
+from kvledger.lifecycle import Core, LedgerConfiguration
 from kvledger.lifecycle import events as e
 
 
@@ -33,15 +35,18 @@ class Cause:
     reasons: list[str] = attrs.field(factory=list)
     """Those worth a line, in words."""
     evidence: tuple[int, ...] = ()
+    notes: list[str] = attrs.field(factory=list)
+    """What extensions add."""
 
 
 class Chain:
     """Makes the causes of one life."""
 
-    def __init__(self, story: Story, told: Told, chunk_size: int) -> None:
+    def __init__(self, story: Story, told: Told, core: Core, configuration: LedgerConfiguration) -> None:
         self._story = story
         self._told = told
-        self._chunk_size = chunk_size
+        self._core = core
+        self._configuration = configuration
 
     def causes(self) -> list[Cause]:
         """All of them, in the order of the log."""
@@ -51,7 +56,22 @@ class Chain:
             *map(self._admission, self._story.admissions),
         ]
         causes.sort(key=lambda cause: cause.last_sequence)
+        self._add_evidence(causes)
+        # What has no words is told by another cause.
+        causes = [cause for cause in causes if cause.text or cause.notes]
         return _merged(causes, [self._recomputed(again) for again in self._story.recomputations])
+
+    def _add_evidence(self, causes: Sequence[Cause]) -> None:
+        """What extensions know besides."""
+        known: list[tuple[int, e.Event]] = []
+        for cause in causes:
+            witness = self._told.witnesses.get(cause.last_sequence)
+            if witness is None:
+                continue
+            known.append((witness.sequence, witness.event))
+            for extension in self._core.extensions:
+                with contextlib.suppress(Exception):  # somebody else's code; the causes stand without it
+                    cause.notes += extension.evidence(tuple(known), self._configuration)
 
     # --- what happened to the request -------------------------------------------------------------
 
@@ -63,7 +83,7 @@ class Chain:
 
     def _moment(self, witness: Witness, before: Sequence[Witness], after: Sequence[Witness]) -> Cause:
         event = witness.event
-        cause = Cause(event.id, witness.sequence, witness.sequence, witness.time_ns, words(event) or event.id)
+        cause = Cause(event.id, witness.sequence, witness.sequence, witness.time_ns, self._words(event))
         if isinstance(event, e.RequestPreempted):
             step = next((other for other in after if isinstance(other.event, e.StepScheduled)), None)
             self._explain_preemption(cause, before, step)
@@ -78,6 +98,10 @@ class Chain:
         elif event.is_decision:
             cause.evidence = (getattr(event, "cause", 0),)
         return cause
+
+    def _words(self, event: e.Event) -> str:
+        text = words(event, self._core)
+        return text if isinstance(event, e.ExtensionEvent) else text or event.id
 
     def _explain_preemption(self, cause: Cause, before: Sequence[Witness], step: Witness | None) -> None:
         last = before[-1] if before else None
@@ -115,7 +139,7 @@ class Chain:
 
     def _lookup(self, lookup: Lookup) -> Cause:
         witness = self._told.witnesses.get(lookup.last_sequence)
-        text = "asked what can be loaded" if witness is None else words(witness.event)
+        text = "asked what can be loaded" if witness is None else words(witness.event, self._core)
         if lookup.num_times > 1:
             text += f" — {lookup.num_times} times"
         time_ns = 0 if witness is None else witness.time_ns
@@ -148,7 +172,9 @@ class Chain:
         return cause
 
     def _texts(self, spans: Sequence[Span], before_ns: int) -> list[str]:
-        return [reason_text(group, self._told, self._chunk_size, before_ns) for group in told_together(spans)]
+        return [
+            reason_text(group, self._told, self._configuration.chunk_size, before_ns) for group in told_together(spans)
+        ]
 
 
 _SINCE_ANSWER = frozenset({Reason.NOT_TAKEN_UP, Reason.WITHHELD})

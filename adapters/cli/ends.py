@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import time
+
 import attrs
 
 from kvledger.adapters.cli.output import Output
-from kvledger.adapters.cli.words import plural
+from kvledger.adapters.cli.words import duration, milliseconds, plural
 from kvledger.adapters.reading.logs import StoredLog
+from kvledger.adapters.reading.under_way import UnderWay, last_under_way
 from kvledger.lifecycle import Projections, RequestState
 from kvledger.storage.events import HowEnded, LogEnding
 
@@ -50,6 +53,7 @@ def sound_text(ending: LogEnding) -> str:
 def show_ending(output: Output, log: StoredLog, num_open: int | None) -> None:
     """Tell it, as a field of its own or as an object."""
     ending = log.ending
+    call = None if ending.how is HowEnded.CLOSED else last_under_way(log.core, log.last_events)
     if output.is_json:
         missing = None if ending.missing is None else attrs.asdict(ending.missing)
         output.record(
@@ -60,8 +64,20 @@ def show_ending(output: Output, log: StoredLog, num_open: int | None) -> None:
                 "detail": ending.detail,
                 "missing": missing,
                 "num_open_requests": num_open,
+                "under_way": None if call is None else attrs.asdict(call),
             },
         )
         return
     style = {HowEnded.CLOSED: "", HowEnded.OPEN: ""}.get(ending.how, "yellow")
     output.field("end", ending_text(ending, num_open), style if ending.missing is None else "red")
+    if call is not None:
+        output.field("then", under_way_text(call, log), "yellow")
+
+
+def under_way_text(call: UnderWay, log: StoredLog) -> str:
+    """What is under way, since when; and how long ago that was, where the log is still being written."""
+    text = f"{call.what} since event {call.sequence} ({milliseconds(call.time_ns)} ms)"
+    opened_ns = log.header.get("opened_at_unix_ns")
+    if log.ending.how is not HowEnded.OPEN or not isinstance(opened_ns, int):
+        return f"{text}, and the log has no end of it"
+    return f"{text}, {duration(max(0, time.time_ns() - opened_ns - call.time_ns))} ago"

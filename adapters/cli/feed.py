@@ -11,6 +11,7 @@ from kvledger.adapters.cli.ends import num_open_requests
 from kvledger.adapters.cli.output import Output
 from kvledger.adapters.cli.words import decision_words, words
 from kvledger.adapters.reading.logs import Batch, StoredLog
+from kvledger.adapters.reading.under_way import UnderWay, under_way
 from kvledger.lifecycle import Core, LedgerConfiguration, Projections
 from kvledger.lifecycle import events as e
 
@@ -37,6 +38,9 @@ class Feed:
     """Folds a log and tells each observation once the next one has come, or `flush` is called."""
 
     def __init__(self, core: Core, configuration: LedgerConfiguration) -> None:
+        self.under_way: UnderWay | None = None
+        """What is under way behind the last event."""
+        self._core = core
         self._projections = Projections(core, configuration)
         self._sequence = 0
         self._observation: e.Event | None = None
@@ -54,6 +58,7 @@ class Feed:
         if event.is_decision:
             self._decisions.setdefault(request_id, []).append(event)
         self._projections.fold(event, sequence)
+        self.under_way = under_way(self._core, event, sequence, self.under_way)
 
     def take_all(self, batch: Batch) -> Iterator[Line]:
         """Take up a batch."""
@@ -79,7 +84,7 @@ class Feed:
             if text:
                 yield Line(
                     self._sequence,
-                    self._projections.tracker.time_ns,
+                    getattr(observation, "time_ns", self._projections.tracker.time_ns),
                     request_id,
                     states.get(request_id),
                     self._state(request_id),
@@ -88,10 +93,10 @@ class Feed:
                 )
 
     def _text(self, observation: e.Event | None, request_id: str, decisions: list[e.Event]) -> str:
-        told = words(observation) if observation is not None else ""
+        told = words(observation, self._core) if observation is not None else ""
         loud = [decision for decision in decisions if not isinstance(decision, _QUIET)]
-        text = "; ".join(([told] if told else []) + decision_words(loud if not told else decisions))
-        if isinstance(observation, e.LookupRequested):
+        text = "; ".join(([told] if told else []) + decision_words(loud if not told else decisions, self._core))
+        if any(isinstance(decision, e.LookupAnswered | e.LookupDeferred) for decision in decisions):
             # A waiting request is asked about at every step: only a new answer is news.
             repeated = self._last_lookup.get(request_id) == text
             self._last_lookup[request_id] = text

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from kvledger.adapters.cli.words import duration, plural, ranges, words
+from kvledger.adapters.cli.words import duration, plural, ranges, words_of_core
 from kvledger.adapters.reading.stories import Told
 from kvledger.adapters.reasons import BY_DESIGN, ChunkFact, ChunkStatus, Reason, Span
 from kvledger.lifecycle import events as e
@@ -163,7 +163,7 @@ def _what(sequence: int, told: Told) -> str:
     witness = told.witnesses.get(sequence)
     event = None if witness is None else witness.event
     if isinstance(event, e.LoadFailed | e.RequestQuarantined | e.InvariantViolated | e.HookFailed):
-        return f" ({words(event)})"
+        return f" ({words_of_core(event)})"
     return ""
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import attrs
 
-from kvledger.adapters.cli.ends import show_ending
+from kvledger.adapters.cli.ends import show_ending, under_way_text
 from kvledger.adapters.cli.feed import Feed, Line, follow
 from kvledger.adapters.cli.finding import selected, selected_one
 from kvledger.adapters.cli.output import Output, plain
@@ -23,11 +23,14 @@ from kvledger.adapters.reading.index import LogIndex, index_for
 from kvledger.adapters.reading.logs import StoredLog
 from kvledger.adapters.reading.requests import Requests, RequestSummary
 from kvledger.adapters.reading.sources import one_of
+from kvledger.adapters.reading.under_way import UnderWay
 from kvledger.adapters.reading.window import Window
 from kvledger.lifecycle import Figures, LedgerConfiguration, Projections, SequencedEvent
 from kvledger.lifecycle import events as e
 
 _MAX_LISTED = 200
+_MAX_IN_FRAME = 4096
+"""So many events are looked at for what is under way at a log's end; one hook call writes fewer."""
 _COLUMNS = {
     "request": "left",
     "outcome": "left",
@@ -151,17 +154,33 @@ def _events_of_lives(index: LogIndex, request_id: str) -> Iterator[SequencedEven
 
 def _follow(log: StoredLog, window: Window, output: Output) -> ExitCode:
     feed = Feed(log.core, log.configuration)
+    before = told = None
     for batch in follow(log, output):
         for line in feed.flush() if batch is None else feed.take_all(batch):
             if window.is_over(line.first_sequence):
                 return ExitCode.SOUND
             if window.holds(line.first_sequence) and window.request_id in {None, line.request_id}:
                 _show_line(output, line)
-        if batch is None:
-            output.flush()
+        if batch is not None:
+            log.last_events = tuple(batch.numbered())
+            continue
+        # A call lasts less than two looks, but where it hangs.
+        if feed.under_way not in {None, told} and feed.under_way == before:
+            told = feed.under_way
+            _show_under_way(output, log, told)
+        before = feed.under_way
+        output.flush()
     log.look_at_end()
     show_ending(output, log, feed.num_open_requests)
     return ExitCode.SOUND
+
+
+def _show_under_way(output: Output, log: StoredLog, call: UnderWay) -> None:
+    if output.is_json:
+        output.record("under_way", attrs.asdict(call))
+        return
+    log.look_at_end()
+    output.line(f"{milliseconds(call.time_ns):>12}  {call.sequence:>8}  {under_way_text(call, log)}", "yellow")
 
 
 def _show_line(output: Output, line: Line) -> None:
@@ -217,6 +236,8 @@ def _show_log(log: StoredLog, window: Window, limit: int, output: Output) -> Non
             log.num_events, log.num_frames, log.num_bytes = contents.num_events, contents.num_frames, contents.num_bytes
             log.damage[:] = contents.damage
             log.judge_ending(contents.last_sequence, contents.head_hash)
+            first = max(1, contents.last_sequence - _MAX_IN_FRAME)
+            log.last_events = tuple(index.events_between(first, contents.last_sequence))
             summaries = list(index.summaries(window.first_sequence))
             _show_summary(output, log, summaries, contents.figures, contents.last_time_ns, limit)
         return

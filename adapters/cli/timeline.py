@@ -14,6 +14,7 @@ from kvledger.lifecycle.windows import NO_SLOT
 
 _QUIET_DECISIONS = (e.SaveIssued, e.PrefillAdvanced, e.PrefillCompleted)
 """Decisions on a step that do not deserve a line of their own."""
+_NO_ANSWER = "asked what can be loaded; the log has no answer"
 
 
 @attrs.define
@@ -92,6 +93,7 @@ class Timeline:
         self.groups: list[Group] = []
         self._num_ranks = configuration.num_ranks
         self._known = known
+        self._core = known.core
         self._tracker = self._known.tracker
         self._moment: _Moment | None = None
         self._jobs: dict[int, e.LoadIssued | e.SaveIssued | e.TailSaveIssued] = {}
@@ -182,7 +184,8 @@ class Timeline:
         group.num_blocks += num_blocks
         decisions = [decision for _, decision in moment.decisions]
         group.num_chunks_saved += sum(len(d.chunks) for d in decisions if isinstance(d, e.SaveIssued))
-        group.texts += decision_words(d for d in decisions if not isinstance(d, _QUIET_DECISIONS))
+        loud = (decision for decision in decisions if not isinstance(decision, _QUIET_DECISIONS))
+        group.texts += decision_words(loud, self._core)
 
     def _close_report(self, moment: _Moment, event: e.TransferReported) -> None:
         job = self._jobs[event.job_id]
@@ -208,18 +211,31 @@ class Timeline:
         event = moment.event
         if isinstance(event, e.ChunkKeysObserved) and not moment.decisions:
             return
-        if isinstance(event, e.LookupRequested):
-            before = self.groups[-1] if self.groups else None
-            group = self._add(moment, "lookup", "")
-            if before is not None and before.what == "lookup" and before.texts == group.texts:
-                self.groups.pop()
-                before.num_moments += 1
-                before.last_sequence, before.until_ns = group.last_sequence, group.until_ns
+        has_answer = any(isinstance(each, e.LookupAnswered | e.LookupDeferred) for _, each in moment.decisions)
+        if isinstance(event, e.LookupRequested) or has_answer:
+            self._close_lookup(moment)
             return
         what = "arrived" if isinstance(event, e.RequestArrived) else event.id
         group = self._add(moment, what, self._observation_text(moment.event))
         if isinstance(event, e.BlocksAllocated | e.BlockTableObserved):
             group.num_blocks = len(event.block_ids)
+
+    def _close_lookup(self, moment: _Moment) -> None:
+        """Somebody else's answer has an event of its own, behind the question's; then the two are one."""
+        asked = self.groups.pop() if self.groups and self.groups[-1].texts == [_NO_ANSWER] else None
+        before = self.groups[-1] if self.groups else None
+        group = self._add(moment, "lookup", self._observation_text(moment.event))
+        group.texts = group.texts or [_NO_ANSWER]
+        if asked is not None:
+            group.first_sequence, group.time_ns, group.state_before = (
+                asked.first_sequence,
+                asked.time_ns,
+                asked.state_before,
+            )
+        if before is not None and before.what == "lookup" and before.texts == group.texts:
+            self.groups.pop()
+            before.num_moments += 1
+            before.last_sequence, before.until_ns = group.last_sequence, group.until_ns
 
     def _continued(self, what: str, moment: _Moment) -> Group | None:
         """The last group, if this step only goes on with it."""
@@ -240,7 +256,7 @@ class Timeline:
         decisions = [decision for _, decision in moment.decisions]
         texts = [text] if text else []
         if what not in {"prefill", "decode"}:
-            texts += decision_words(decisions)
+            texts += decision_words(decisions, self._core)
         group = Group(
             what,
             moment.sequence,
@@ -263,7 +279,9 @@ class Timeline:
         return group
 
     def _observation_text(self, event: e.Event) -> str:
-        text = words(event) or event.id
+        text = words(event, self._core)
+        if not text and not isinstance(event, e.LookupRequested | e.ExtensionObserved):
+            text = event.id
         if isinstance(event, e.RequestArrived):
             self._num_lives += 1
             return text if self._num_lives == 1 else f"{text}, life {self._num_lives} of this id"

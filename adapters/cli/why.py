@@ -37,7 +37,7 @@ def run(arguments: argparse.Namespace, output: Output) -> ExitCode:
     log, window = selected_one(arguments, output)
     request_id = window.request_id or ""
     told = tell(log, window, request_id, output)
-    lives = [Life(story, Chain(story, told, log.configuration.chunk_size).causes()) for story in told.stories]
+    lives = [Life(story, Chain(story, told, log.core, log.configuration).causes()) for story in told.stories]
     chosen = _chosen(lives, arguments, window, output)
     if output.is_json:
         _show_json(output, chosen, told, log.configuration.chunk_size)
@@ -149,7 +149,7 @@ def _show_text(output: Output, request_id: str, lives: Sequence[Life], *, is_who
         causes, num_hidden = _without_many_lookups(life.causes) if is_whole else (life.causes, 0)
         for cause in causes:
             output.line(f"{milliseconds(cause.time_ns):>12}  {_events(cause):>11}  {cause.text}")
-            for reason in cause.reasons:
+            for reason in (*cause.reasons, *cause.notes):
                 output.line(f"{'':>27}  {reason}", style="dim")
         if num_hidden:
             output.line(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime as dt
 import itertools
 from collections.abc import Callable, Iterable, Sequence
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from kvledger.adapters.reading.workers import rank_of
-from kvledger.lifecycle import MissReason
+from kvledger.lifecycle import Core, MissReason
 from kvledger.lifecycle import events as e
 from kvledger.storage.events import Retirement
 
@@ -159,7 +160,13 @@ def _allocated(event: e.BlocksAllocated) -> str:
     return f"got {plural(len(event.block_ids), 'block')}{taken}"
 
 
-def _of_extension(event: e.ExtensionEvent) -> str:
+def _of_extension(event: e.ExtensionEvent, core: Core) -> str:
+    extension = next((each for each in core.extensions if each.name == event.extension), None)
+    payload = None if extension is None else extension.payload_of(event)
+    with contextlib.suppress(Exception):  # somebody else's code; the fields say it as well
+        said = None if extension is None or payload is None else extension.words(payload)
+        if said is not None:
+            return said
     return f"{event.extension} {event.extension_version}: {event.name}{_said(event.payload)}"
 
 
@@ -206,12 +213,11 @@ _WORDS: dict[type[e.Event], Callable[..., str]] = {
     e.EffectsDelivered: _delivered,
     e.CacheReset: lambda _: "cache reset: everything saved before is stale",
     e.LogNote: lambda event: f"note: {event.text}",
-    e.ExtensionObserved: _of_extension,
-    e.ExtensionNoted: _of_extension,
     # Decisions. Progress is left out, because the state tells it.
     e.LookupAnswered: _lookup,
     e.LookupDeferred: lambda event: (
-        f"asked what can be loaded of {event.num_tokens} tokens: to be asked again, save {event.job_id} is under way"
+        f"asked what can be loaded of {event.num_tokens} tokens: to be asked again"
+        f"{f', save {event.job_id} is under way' * bool(event.job_id)}"
     ),
     e.LoadIssued: _load,
     e.TransferAwaited: _awaited,
@@ -225,7 +231,6 @@ _WORDS: dict[type[e.Event], Callable[..., str]] = {
     e.SaveDeclined: _declined,
     e.RequestReleased: lambda _: "released, nothing is owed any more",
     e.RequestQuarantined: lambda event: f"quarantined ({event.reason}): no more help from the cache",
-    e.ExtensionDecided: _of_extension,
     e.ExtensionStopped: lambda event: (
         f"extension {event.extension} {event.extension_version} is STOPPED, it takes no part from here on: "
         f"{event.where} raised {event.error}"
@@ -234,16 +239,23 @@ _WORDS: dict[type[e.Event], Callable[..., str]] = {
 }
 
 
-def words(event: e.Event) -> str:
+def words(event: e.Event, core: Core) -> str:
     """An event in plain words, empty where another part of the line tells it."""
+    if isinstance(event, e.ExtensionObserved | e.ExtensionNoted | e.ExtensionDecided):
+        return _of_extension(event, core)
+    return words_of_core(event)
+
+
+def words_of_core(event: e.Event) -> str:
+    """The same of an event that is no extension's."""
     say = _WORDS.get(type(event))
     return "" if say is None else say(event)
 
 
-def decision_words(decisions: Iterable[e.Event]) -> list[str]:
+def decision_words(decisions: Iterable[e.Event], core: Core) -> list[str]:
     """What was decided, one phrase each; chunks are counted."""
     decisions = tuple(decisions)
-    phrases = [phrase for decision in decisions if (phrase := words(decision))]
+    phrases = [phrase for decision in decisions if (phrase := words(decision, core))]
     num_evicted = sum(isinstance(decision, e.ChunkEvicted) for decision in decisions)
     num_tainted = sum(isinstance(decision, e.ChunkTainted) for decision in decisions)
     if num_evicted:

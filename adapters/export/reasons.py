@@ -84,7 +84,7 @@ def causes(log: StoredLog, window: Window, request_id: str, output: Output) -> s
     told = stories.tell(log, window, request_id, output)
     parts = []
     for number, story in enumerate(told.stories, 1):
-        chain = Chain(story, told, log.configuration.chunk_size).causes()
+        chain = Chain(story, told, log.core, log.configuration).causes()
         chosen = [cause for cause in chain if cause.last_sequence >= window.first_sequence]
         if len(told.stories) > 1:
             parts.append(f"<h3>life {number} of {len(told.stories)}</h3>\n")
@@ -98,6 +98,6 @@ def causes(log: StoredLog, window: Window, request_id: str, output: Output) -> s
 
 def _row(cause: Cause) -> str:
     last = "" if cause.sequence == cause.last_sequence else f"–{cause.last_sequence}"
-    reasons = "".join(element("div", escaped(reason), class_="reason") for reason in cause.reasons)
+    reasons = "".join(element("div", escaped(reason), class_="reason") for reason in (*cause.reasons, *cause.notes))
     text = element("td", escaped(cause.text) + reasons)
     return cell(milliseconds(cause.time_ns), "number") + cell(f"{cause.sequence}{last}", "number") + text

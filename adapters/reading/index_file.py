@@ -11,7 +11,7 @@ import attrs
 from kvledger.adapters.reading.logs import LogDamage, StoredLog
 from kvledger.lifecycle import Figures
 
-INDEX_FORMAT = 6
+INDEX_FORMAT = 7
 """Grows with every change of what is in an index; another one is built anew."""
 
 SCHEMA = """

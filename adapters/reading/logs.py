@@ -115,6 +115,8 @@ class StoredLog:
     """Why snapshots were passed over."""
     ending: LogEnding = attrs.field(default=_NOT_READ, init=False)
     """How the log ended; known after a reading that came to its end."""
+    last_events: Sequence[SequencedEvent] = attrs.field(default=(), init=False)
+    """Those of the last frame that was read."""
     on_bytes: BytesRead | None = attrs.field(default=None, init=False)
     """Told the number of bytes of each frame, for whoever shows progress."""
     _decoder: EventDecoder = attrs.field(alias="decoder")
@@ -291,6 +293,7 @@ class StoredLog:
         self.trusted_sequence = behind or self.start_sequence
         self._decoder.num_skipped.clear()
         num_taken = 0
+        last_decoded = None
         for frame in self._reader:
             num_taken = self._take_damage(num_taken)
             self._count(frame)
@@ -311,7 +314,11 @@ class StoredLog:
             self.num_events += decoded.num_events
             if frame.first_sequence == self.trusted_sequence + 1:
                 self.trusted_sequence += frame.num_events
-            yield frame, decoded
+            last_decoded = frame, decoded
+            yield last_decoded
+        if last_decoded is not None:
+            frame, decoded = last_decoded
+            self.last_events = tuple(decoded.numbered(frame.first_sequence))
         self._take_damage(num_taken)
         if self.judge_ending(self._reader.next_sequence - 1, self.head_hash).contradiction:
             place, offset = self._reader.tail or (self.path, 0)

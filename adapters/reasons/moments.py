@@ -10,6 +10,7 @@ from kvledger.lifecycle import events as e
 _OF_A_REQUEST = (
     e.RequestArrived,
     e.RequestPreempted,
+    e.LoadCompleted,
     e.LoadFailed,
     e.SaveFailed,
     e.SaveDeclined,
@@ -34,6 +35,7 @@ class Moments:
             e.StepScheduled: self._step,
             **dict.fromkeys((e.CacheReset, e.ExtensionStopped), self._of_all),
             e.HookFailed: self._hook_failed,
+            **dict.fromkeys((e.LookupAnswered, e.LookupDeferred), self._answered),
         }
 
     def take(self, sequence: int, event: e.Event) -> None:
@@ -59,6 +61,12 @@ class Moments:
             self._of_a_request(event, sequence)
         else:
             self._of_all(event, sequence)
+
+    def _answered(self, event: e.LookupAnswered | e.LookupDeferred, _sequence: int) -> None:
+        # An extension that answers does so in an event of its own; a lookup tells it, and folds what repeats.
+        life = self._lives.get(event.request_id)
+        if life is not None and life.story is not None and life.story.moments[-1:] == [event.cause]:
+            life.story.moments.pop()
 
     def _of_a_request(self, event: e.RequestEvent | e.HookFailed | e.InvariantViolated, sequence: int) -> None:
         life = self._lives.get(event.request_id)

@@ -187,6 +187,8 @@ class KVLedgerRecorder(KVConnectorBase_V1):
     def shutdown(self) -> None:
         """The wrapped connector first, so that the log has what it raises."""
         side = self.recording or self.working
+        if self.recording is not None:
+            self.recording.shutting_down()
         try:
             if self.working is None:
                 self._timed("shutdown", None)
@@ -208,7 +210,8 @@ class KVLedgerRecorder(KVConnectorBase_V1):
     def on_new_request(self, request: Request) -> None:
         """A request was accepted."""
         self._recorded.on_new_request(request)
-        self._timed("on_new_request", request, request)
+        _, duration_ns = self._timed("on_new_request", request, request)
+        self._recorded.returned("on_new_request", duration_ns)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """How many tokens beyond these can be loaded."""

@@ -7,13 +7,23 @@ tables and every tool know of such a log what they know of kvledger's own. It mu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
-from kvledger.adapters.recorder import said
+import msgspec
+
+from kvledger.adapters.recorder import said, words
 from kvledger.adapters.recorder.payloads import RecorderEvents
 from kvledger.adapters.recorder.rules import LEFT_OUT, RULES
-from kvledger.lifecycle import MissReason, RequestState, StateHandler, Turn, decisions
+from kvledger.lifecycle import (
+    LedgerConfiguration,
+    MissReason,
+    RequestState,
+    SequencedEvent,
+    StateHandler,
+    Turn,
+    decisions,
+)
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.windows import NO_SLOT
 
@@ -30,6 +40,18 @@ class Recorder(RecorderEvents):
     )
     rules: ClassVar[Mapping[str, Callable[[], Any]]] = RULES
     leaves_out = LEFT_OUT
+
+    def words(self, payload: msgspec.Struct) -> str | None:
+        """An event of the recorder."""
+        return words.words(payload)
+
+    def evidence(self, events: Sequence[SequencedEvent], configuration: LedgerConfiguration) -> Iterable[str]:
+        """What the workers had been given."""
+        return words.evidence(events, configuration)
+
+    def under_way(self, event: e.Event) -> str | None:
+        """The call that the wrapped connector is in."""
+        return words.under_way(event)
 
 
 def _release(turn: Turn) -> None:

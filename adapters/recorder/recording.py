@@ -238,6 +238,13 @@ class Recording:
             self.log.commit()
 
     @guarded(default=None)
+    def shutting_down(self) -> None:
+        """The wrapped connector is to let go of everything, which may take it long."""
+        if not self.log.is_ended:
+            self._observe(Recorder.noted(said.Called("shutdown"), self.log.now()))
+            self.log.commit()
+
+    @guarded(default=None)
     def shutdown(self) -> None:
         """Write the last events and close the log."""
         if not self.log.is_ended:

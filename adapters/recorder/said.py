@@ -44,7 +44,7 @@ class WorkerStarted(msgspec.Struct, frozen=True):
 
 
 class Called(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A worker is about to call a hook of the wrapped connector."""
+    """A hook of the wrapped connector is about to be called: by a worker, or one for which no observation stands."""
 
     hook: str
     step: int = -1

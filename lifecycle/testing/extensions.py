@@ -75,6 +75,9 @@ class ExtensionContract(abc.ABC):
             assert EventDecoder(reader, vocabulary_header(core)).decode(EventEncoder().encode(events)) == events
         for payload, event in zip(payloads, events, strict=True):
             assert extension.payload_of(event) == payload
+            assert isinstance(extension.words(payload), str | None)
+            assert isinstance(extension.under_way(event), str | None)
+            assert all(isinstance(line, str) for line in extension.evidence([(1, event)], self.configurations[0]))
             assert msgspec.msgpack.decode(event.payload) == msgspec.to_builtins(payload)
 
     def test_it_decides_what_it_may_in_every_state_and_the_same_again(self) -> None:

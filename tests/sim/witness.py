@@ -94,6 +94,10 @@ class PlainWitness(KVConnectorBase_V1):
         type(self).on_hook("reset_cache")
         return True
 
+    def shutdown(self) -> None:
+        """Look."""
+        type(self).on_hook("shutdown")
+
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Nothing."""
 

@@ -50,6 +50,7 @@ def test_a_closed_log_says_so_everywhere(run: Any, log: Path) -> None:
             "detail": "",
             "missing": None,
             "num_open_requests": 1,
+            "under_way": None,
         }
     (verdict,) = run("verify", log, "--json").objects("verdict")
     assert (verdict["verdict"], verdict["end"]) == ("sound", "closed")

@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 from sim.recorded import recordings
+from sim.witness import PlainWitness
 
+from kvledger.adapters.cli.main import main
 from kvledger.adapters.simulation.contenders import Contender, Offloading, Recorded
 from kvledger.adapters.simulation.engine import SimulatedEngine
 
@@ -26,3 +28,21 @@ def record() -> Iterator[Callable[..., tuple[Any, Any]]]:
     yield start
     for engine in engines:
         engine.shutdown()
+
+
+@pytest.fixture
+def on_hook(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[str], None]], None]:
+    """Say what a connector of `sim.witness` does first in each hook, for the length of a test."""
+    return lambda do: monkeypatch.setattr(PlainWitness, "on_hook", staticmethod(do))
+
+
+@pytest.fixture
+def said(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str]]:
+    """The exit code of a command and what it printed."""
+
+    def run(*arguments: object) -> tuple[int, str]:
+        capsys.readouterr()
+        exit_code = main([str(argument) for argument in arguments])
+        return exit_code, capsys.readouterr().out
+
+    return run

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 from sim.recorded import CORE, events_of
 
-from kvledger.adapters.cli.main import main
 from kvledger.adapters.recorder.rules import LEFT_OUT
 from kvledger.adapters.simulation.contenders import NamedConnector
+from kvledger.adapters.simulation.engine import block_bytes
 from kvledger.lifecycle import Core
 from kvledger.lifecycle.audit import Audit
 from kvledger.lifecycle.codec import vocabulary_header
@@ -20,18 +21,7 @@ from kvledger.lifecycle.codec import vocabulary_header
 pytestmark = pytest.mark.scheduler
 
 Said = Callable[..., tuple[int, str]]
-
-
-@pytest.fixture
-def said(capsys: pytest.CaptureFixture[str]) -> Said:
-    """The exit code of a command and what it printed."""
-
-    def run(*arguments: object) -> tuple[int, str]:
-        capsys.readouterr()
-        exit_code = main([str(argument) for argument in arguments])
-        return exit_code, capsys.readouterr().out
-
-    return run
+Record = Callable[..., tuple[Any, Any]]
 
 
 @pytest.fixture
@@ -59,8 +49,17 @@ def test_show_tells_what_the_connector_answered_and_copied(log: Path, said: Said
     """In the life of a request, beside what became of it."""
     exit_code, out = said("show", log, "b")
     assert exit_code == 0
-    for words in ("the recorded connector offers 0 tokens", "transferred (job", "keeps_blocks", "→ preempted"):
+    for words in ("the recorded connector offers 0 tokens", "gives its workers a copy: save", "→ preempted"):
         assert words in out
+    assert "lookup_returned" not in out  # which the decision tells
+
+
+def test_show_counts_equal_answers_of_a_request_that_waits(log: Path, said: Said) -> None:
+    """Each question and its answer are two events, and one thing that happened."""
+    _, out = said("show", log, "b", "--json")
+    lookups = [group for group in map(json.loads, out.splitlines()) if group.get("what") == "lookup"]
+    assert all(before["text"].partition(" —")[0] != after["text"] for before, after in pairwise(lookups))
+    assert any(group["num_moments"] > 2 for group in lookups)
 
 
 def test_why_says_what_was_not_offered_and_that_more_is_not_known(log: Path, said: Said) -> None:
@@ -69,6 +68,26 @@ def test_why_says_what_was_not_offered_and_that_more_is_not_known(log: Path, sai
     assert exit_code == 0
     assert "tokens 0–62: not offered by the recorded connector; why is not in the log" in out
     assert "64 left to compute" in out
+
+
+def test_why_names_what_was_saved_where_the_connector_offers_less(record: Record, tmp_path: Path, said: Said) -> None:
+    """A host memory of six blocks loses what a preempted request had saved; the answer alone does not show that."""
+    options = {"num_blocks": 12, "max_model_len": 160, "host_bytes": 6 * block_bytes(16)}
+    engine, recording = record(log_dir=str(tmp_path), **options)
+    for request_id, first in (("a", 0), ("b", 500), ("c", 900)):
+        engine.add(request_id, range(first, first + 64), 40)
+    engine.run()
+    engine.shutdown()
+    _, out = said("why", recording.log.log.directory, "b", "--json")
+    causes = [cause for cause in map(json.loads, out.splitlines()) if cause["type"] == "cause"]
+    answers = [cause for cause in causes if cause["what"] == "lookup" and "offers 0 tokens" in cause["text"]]
+    saves = [cause for cause in causes if "gives its workers a copy: save" in cause["text"]]
+    last = max(cause["sequence"] for cause in saves)
+    _, text = said("why", recording.log.log.directory, "b")
+    assert f"given 6 blocks of it to save (96 tokens), the last at event {last}; whether that is still there" in text
+    assert len(answers) > 1  # the first one had nothing to remember
+    assert text.count("its workers had been given") == 1
+    assert "load 1 has arrived" in text
 
 
 @pytest.mark.parametrize("command", ["stats", "replay"])

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 from sim.recorded import audited, events_of
-from sim.witness import PlainWitness
 
 from kvledger.adapters.recorder.log import RecorderLog
 from kvledger.adapters.simulation.contenders import NamedConnector
@@ -28,18 +27,6 @@ QUESTIONS = {
 }
 """Hook -> the observation that stands for its call; an event of the recorder's by its name there."""
 OF_ONE_REQUEST = {hook for hook in QUESTIONS if "request" in hook or hook.startswith(("get", "update_state"))}
-
-
-@pytest.fixture(autouse=True)
-def on_hook() -> Iterator[Callable[[Callable[[str], None]], None]]:
-    """Say what the connector does first in each hook, for the length of a test."""
-    before = PlainWitness.on_hook
-
-    def set_on_hook(do: Callable[[str], None]) -> None:
-        PlainWitness.on_hook = staticmethod(do)
-
-    yield set_on_hook
-    PlainWitness.on_hook = before
 
 
 def named(event: e.Event) -> str:

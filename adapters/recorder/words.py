@@ -1,0 +1,135 @@
+"""What people read of a recorder's events: in plain words, with what is known besides, and which call a log ends in.
+
+Everything here follows from the log. It must not know vLLM, nor any connector.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import msgspec
+
+from kvledger.adapters.recorder import said
+from kvledger.adapters.recorder.payloads import payload_of
+from kvledger.lifecycle import LedgerConfiguration, MissReason, SequencedEvent
+from kvledger.lifecycle import events as e
+
+SLOW_NS = 10 * 10**6
+"""A hook that takes longer is told of by itself: so long a whole step of a small model takes."""
+
+_MAX_NAMED = 8
+"""Blocks of a copy."""
+_CALLS: Mapping[type[e.Event], str] = MappingProxyType(
+    {
+        e.RequestArrived: "on_new_request",
+        e.LookupRequested: "get_num_new_matched_tokens",
+        e.BlocksAllocated: "update_state_after_alloc",
+        e.StepScheduled: "build_connector_meta",
+        e.RequestFinished: "request_finished",
+        e.CacheReset: "reset_cache",
+    }
+)
+"""Observation -> the hook that the wrapped connector is in from then on."""
+
+
+def under_way(event: e.Event) -> str | None:
+    """Which call the connector is in from this event on; "" where it is in none, None where the event does not say."""
+    hook = _CALLS.get(type(event))
+    if hook is not None:
+        request_id = getattr(event, "request_id", "")
+        return f"in {hook} of request {request_id}" if request_id else f"in {hook}"
+    if isinstance(event, e.HookFailed | e.LogNote):
+        return ""
+    payload = payload_of(event) if isinstance(event, e.ExtensionEvent) else None
+    if isinstance(payload, said.Called):
+        step = "" if payload.step < 0 else f" of step {payload.step}"
+        return f"in {payload.hook}{f' for {payload.layer}' * bool(payload.layer)}{step}"
+    if type(payload) is said.WorkersReported:
+        return "in update_connector_output"
+    return "" if isinstance(payload, said.LookupReturned | said.EndReturned | said.Returned) else None
+
+
+_WORDS: Mapping[type[msgspec.Struct], Callable[[Any], str]] = MappingProxyType(
+    {
+        said.LookupReturned: lambda answer: _slow("get_num_new_matched_tokens", answer.duration_ns),
+        said.Returned: lambda returned: _slow(returned.hook, returned.duration_ns),
+        said.EndReturned: lambda answer: (
+            "the connector wants its blocks kept"
+            if answer.keeps_blocks
+            else _slow("request_finished", answer.duration_ns)
+        ),
+        said.Sent: lambda _: "vLLM is told that the connector needs its blocks no more",
+        said.Transferred: lambda copy: f"the connector gives its workers a copy: {_copy(copy)}",
+        said.TransferredFor: lambda each: (
+            f"the connector gives its workers a copy for request {each.request_id}, which is over: {_copy(each.copy)}"
+        ),
+        said.TransfersEnded: lambda ended: f"the workers have done {', '.join(ended.jobs)}",
+        said.TransfersAwaited: lambda awaited: f"the workers finish {', '.join(awaited.jobs)} before this step",
+        said.WorkersReported: lambda ends: _ends("the workers report: ", ends),
+        said.VLLMHeard: lambda ends: _ends("vLLM is told: ", ends),
+    }
+)
+
+
+def words(payload: msgspec.Struct) -> str | None:
+    """An event of the recorder; "" where the decision that follows says the same."""
+    say = _WORDS.get(type(payload))
+    return None if say is None else say(payload)
+
+
+def _slow(hook: str, duration_ns: int) -> str:
+    return f"{hook} took {duration_ns / 1e6:.0f} ms" if duration_ns > SLOW_NS else ""
+
+
+def _copy(copy: said.Transferred) -> str:
+    num_blocks = len(copy.block_ids)
+    blocks = ", ".join(map(str, copy.block_ids[:_MAX_NAMED])) + ", …" * (num_blocks > _MAX_NAMED)
+    where = f"from block {copy.first_block} of its table on" if copy.first_block >= 0 else "of its table"
+    group = f" of group {copy.group}" * (copy.group > 0)
+    verb = "load" if copy.is_load else "save"
+    return f"{verb} {copy.job}, {num_blocks} block{'s' * (num_blocks != 1)} ({blocks}){group}, {where}"
+
+
+def _ends(who: str, ends: said.WorkersReported) -> str:
+    told = (
+        ("blocks of {} are needed no more", ends.finished_sending),
+        ("the load of {} has arrived", ends.finished_recving),
+        ("the load of {} has failed", ends.failed_recving),
+        ("blocks {} could not be filled", tuple(map(str, ends.invalid_block_ids))),
+    )
+    parts = [text.format(", ".join(which)) for text, which in told if which]
+    return who + "; ".join(parts) if parts else ""
+
+
+def evidence(events: Sequence[SequencedEvent], configuration: LedgerConfiguration) -> Iterator[str]:
+    """What the workers had been given: for an answer that leaves tokens to compute, and for blocks that are kept."""
+    _, event = events[-1]
+    if isinstance(event, e.LookupAnswered) and event.miss_reason == MissReason.RECORDED:
+        saved = _saved(events, configuration)
+        num_offered = event.num_computed_tokens + event.num_external_tokens
+        if saved is not None and num_offered < min(saved[0], event.num_tokens - 1):
+            yield f"its workers had been given {saved[1]}; whether that is still there is not in the log"
+    elif isinstance(event, e.ExtensionObserved):
+        payload = payload_of(event)
+        if isinstance(payload, said.EndReturned) and payload.keeps_blocks:
+            saved = _saved(events, configuration)
+            yield "what for is not in the log" if saved is None else f"its workers had been given {saved[1]}"
+
+
+def _saved(events: Sequence[SequencedEvent], configuration: LedgerConfiguration) -> tuple[int, str] | None:
+    """How many tokens the workers were given to save since the request arrived, and the same in words."""
+    num_blocks: Counter[int] = Counter()
+    last = 0
+    for sequence, event in events:
+        payload = payload_of(event) if isinstance(event, e.ExtensionObserved) else None
+        if isinstance(payload, said.Transferred) and not payload.is_load:
+            num_blocks[payload.group] += len(payload.block_ids)
+            last = sequence
+    if not num_blocks:
+        return None
+    most = max(num_blocks.values())
+    num_tokens = most * configuration.block_size
+    return num_tokens, f"{most} blocks of it to save ({num_tokens} tokens), the last at event {last}"
