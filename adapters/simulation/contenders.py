@@ -50,7 +50,7 @@ class Offloading(Contender):
     """OffloadingConnector with as much host memory as kvledger, saving outputs as well as prompts.
 
     Its scheduler side and its worker are vLLM's. Only the last call of its worker, the copy itself, wants a CUDA
-    device; `_TensorCopies` stands in for it and copies the same bytes between CPU tensors, done when it returns.
+    device; `TensorCopies` stands in for it and copies the same bytes between CPU tensors, done when it returns.
     """
 
     name: str = "OffloadingConnector"
@@ -72,11 +72,11 @@ class Offloading(Contender):
         """Let the copies happen on CPU tensors."""
         side: Any = worker
         spec = side.connector_worker.spec
-        spec.get_worker = lambda kv_caches: _TensorCopies(kv_caches, spec.num_chunks)
+        spec.get_worker = lambda kv_caches: TensorCopies(kv_caches, spec.num_chunks)
         return worker
 
 
-class _TensorCopies(OffloadingWorker):
+class TensorCopies(OffloadingWorker):
     """Copies pages between KV tensors and host tensors of one block each; every job is done at once."""
 
     def __init__(self, kv_caches: CanonicalKVCaches, num_chunks: int) -> None:

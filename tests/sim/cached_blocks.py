@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import numpy as np
-from vllm.v1.core.kv_cache_utils import get_block_hash
+from vllm.v1.core.kv_cache_utils import get_block_hash, get_group_id
 
 if TYPE_CHECKING:
     from kvledger.adapters.simulation.engine import SimulatedEngine
@@ -51,7 +51,9 @@ class CachedBlocks:
         cached = [block for block in blocks if block.block_hash is not None and block.block_id not in excused]
         if not cached:
             return
-        expected = np.stack([self._expected[get_block_hash(block.block_hash)] for block in cached])
+        expected = np.stack(
+            [self._expected[get_block_hash(block.block_hash)] + get_group_id(block.block_hash) for block in cached]
+        )
         ids = [block.block_id for block in cached]
         self.num_blocks_checked += len(cached)
         for tensor in model.kv_caches.values():

@@ -8,6 +8,7 @@ is whole. Of NIXL there is the scheduler's side alone.
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Iterable
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -17,9 +18,10 @@ import attrs
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import NixlPullConnector, NixlPushConnector
+from vllm.v1.kv_offload.base import TransferResult
 from vllm.v1.simple_kv_offload import worker as simple_worker
 
-from kvledger.adapters.simulation.contenders import Contender
+from kvledger.adapters.simulation.contenders import Contender, Offloading, TensorCopies
 from sim.witness import PlainWitness
 
 
@@ -154,6 +156,56 @@ class Example(Contender):
 
         side.register_kv_caches, side.start_load_kv, side.wait_for_save = layers.update, load, save
         return worker
+
+
+@attrs.frozen
+class LateOffloading(Offloading):
+    """OffloadingConnector whose copies take some questions, those of one direction one after the other."""
+
+    num_questions: int = 2
+
+    def prepared(self, worker: KVConnectorBase_V1) -> KVConnectorBase_V1:
+        """Let the copies happen on CPU tensors."""
+        side: Any = worker
+        spec = side.connector_worker.spec
+        spec.get_worker = lambda kv_caches: _LateTensorCopies(kv_caches, spec.num_chunks, self.num_questions)
+        return worker
+
+
+class _LateTensorCopies(TensorCopies):
+    """Each copy is made when it is done: what it reads, it reads then."""
+
+    def __init__(self, kv_caches: Any, num_chunks: int, num_questions: int) -> None:
+        super().__init__(kv_caches, num_chunks)
+        self._num_questions = num_questions
+        self._late: list[list[Any]] = []
+
+    def submit_store(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
+        """Not yet."""
+        self._late.append([self._num_questions, job_id, super().submit_store, src_spec, dst_spec])
+        return True
+
+    def submit_load(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
+        """Not yet."""
+        self._late.append([self._num_questions, job_id, super().submit_load, src_spec, dst_spec])
+        return True
+
+    def get_finished(self) -> list[TransferResult]:
+        """Those whose time has come."""
+        for entry in self._late:
+            entry[0] -= 1
+        self._finish(entry for entry in self._late if entry[0] < 0)
+        return super().get_finished()
+
+    def wait(self, job_ids: set[int]) -> None:
+        """Until these are done."""
+        self._finish(entry for entry in self._late if entry[1] in job_ids)
+
+    def _finish(self, entries: Iterable[list[Any]]) -> None:
+        for entry in list(entries):
+            _, job_id, submit, source, destination = entry
+            submit(job_id, source, destination)
+            self._late.remove(entry)
 
 
 class _WithoutWorker:

@@ -43,6 +43,8 @@ class Settings:
     """Of the requests, those of one output token, beyond what is drawn anyway."""
     neighbour: BesideNeighbour | None = None
     """Another connector in a `MultiConnector` with ours."""
+    windows: tuple[int, ...] = (0,)
+    """One for each group of layers, in tokens; 0: the group sees everything. Of worlds in which kvledger is not."""
     fragile_steps: bool = False
     """Whether clients go away while a step is computed, and resets come while a load is under way and fail."""
 

@@ -288,7 +288,8 @@ class World:
         contender = settings.neighbour or self.contender
         with self.clock.rules(), _large_loads(settings.large_load_bytes):
             self.engine = engine = SimulatedEngine(
-                num_blocks=settings.num_blocks,
+                windows=settings.windows,
+                num_blocks=settings.num_blocks * len(settings.windows),
                 block_size=BLOCK_SIZE,
                 max_num_seqs=settings.max_num_seqs,
                 max_num_batched_tokens=settings.max_num_batched_tokens,
@@ -310,6 +311,7 @@ class World:
         self.meter.attach(engine.scheduler)
         self.alive = []
         self._by_ordinal = {}
+        engine.before_update = self._let_faults_act
         if self.contender is LEDGER_CONTENDER:
             if self.worker_side._overlapping is not None:
                 self.worker_side._overlapping.close()
@@ -322,7 +324,6 @@ class World:
                 store._clock = lambda: self.clock.now_ns / 1e9  # a disk is tried again by time, too
                 store._retries_alone = False  # and by a thread of its own
             engine.on_output = self._pass_through_faults
-            engine.before_update = self._let_faults_act
             for fault in self.faults:
                 fault.attach()
             self.pages.attach(self.copies)  # outermost: it must see copies that a fault lets fail, too

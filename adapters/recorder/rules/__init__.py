@@ -13,14 +13,31 @@ from typing import Any
 from kvledger.adapters.recorder.rules.answers import LastToken
 from kvledger.adapters.recorder.rules.copies import SrcBlockOwned, TableEq
 from kvledger.adapters.recorder.rules.ends import CompletionOnce, Liveness
+from kvledger.adapters.recorder.rules.exclusive import (
+    BlockReuseFenced,
+    ChunkComplete,
+    LoadDstExclusive,
+    LoadXorStores,
+    SrcBlockStable,
+)
 
-_CHECKERS = (LastToken, TableEq, SrcBlockOwned, CompletionOnce, Liveness)
+_CHECKERS = (
+    LastToken,
+    TableEq,
+    SrcBlockOwned,
+    LoadDstExclusive,
+    LoadXorStores,
+    SrcBlockStable,
+    BlockReuseFenced,
+    ChunkComplete,
+    CompletionOnce,
+    Liveness,
+)
 RULES: Mapping[str, Callable[[], Any]] = MappingProxyType({checker.rule: checker for checker in _CHECKERS})
 
 _SLOTS = "where a recorded connector keeps what it saves is not in the log"
 _CHUNKS = "how a recorded connector cuts into chunks what it saves is not in the log"
 _HITS = "what a recorded connector could have answered is not in the log"
-_COPIES = "how long a copy of a recorded connector reads its blocks is not in the log"
 _KEPT = (
     "why a recorded connector keeps blocks is its own; that it lets go of them is under COMPLETION_ONCE and LIVENESS"
 )
@@ -35,13 +52,12 @@ LEFT_OUT: Mapping[str, str] = MappingProxyType(
         ),
         **dict.fromkeys(
             (
-                *("CHUNK_COMPLETE", "CURSOR_LE_FRONTIER", "STORE_CONTIGUOUS"),
+                *("CURSOR_LE_FRONTIER", "STORE_CONTIGUOUS"),
                 *("SETTLED_SAVED", "RESET_EPOCH", "FAILED_LOAD_TAINT"),
             ),
             _CHUNKS,
         ),
         **dict.fromkeys(("LONGEST_HIT", "LOOKUP_PURE", "DEFER_BOUNDED"), _HITS),
-        **dict.fromkeys(("BLOCK_REUSE_FENCED", "SRC_BLOCK_STABLE", "LOAD_XOR_STORES"), _COPIES),
         **dict.fromkeys(("RELEASE_ALL", "DELAY_FREE_CONTRACT"), _KEPT),
         **dict.fromkeys(RULES, ""),
     }

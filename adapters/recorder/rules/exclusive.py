@@ -1,0 +1,153 @@
+"""Who else uses the blocks of a copy that is under way. Each is judged as far as the log tells when a copy ends."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import ClassVar
+
+from kvledger.adapters.recorder.rules.under_way import Begun, RuleOfCopies
+from kvledger.adapters.recorder.said import STEP
+from kvledger.lifecycle.audit import Moment, Violation
+from kvledger.lifecycle.windows import NULL_BLOCK
+
+
+class LoadDstExclusive(RuleOfCopies):
+    """LOAD_DST_EXCLUSIVE: a load fills blocks that were given for it, and nobody else fills them.
+
+    vLLM allocates blocks for the tokens that it takes up of the answer, behind those that are computed
+    (`kv_connector/v1/base.py`, get_num_new_matched_tokens and update_state_after_alloc, 0.32); what is computed may be
+    shared with requests that run.
+
+    Verifies: each block of a load stands in its request's table for a token that the load is to bring, each once; no
+    load under way fills it, and no other request is given it before the load has ended.
+    Does not verify: copies of a connector without a decoder; whether the forward of a step that is still computed
+    writes into a block that its request has lost, which the order of the device's streams decides.
+    """
+
+    rule: ClassVar[str] = "LOAD_DST_EXCLUSIVE"
+    judges_loads = True
+
+    def begins(self, begun: Begun, moment: Moment) -> Iterator[Violation]:
+        """Are they given for it, and is it alone?"""
+        copy, table = begun.copy, self.model.tables.of(begun.ordinal) or ()
+        jobs = [job for job in self.model.jobs.of_life(begun.ordinal) if job.is_load]
+        given = {block_id for job in jobs for block_id in job.block_ids}
+        foreign = next((block_id for block_id in copy.block_ids if block_id not in given | {NULL_BLOCK}), None)
+        if foreign is not None:
+            if not jobs:
+                why = "for which vLLM has taken up no tokens"
+            elif foreign not in table:
+                why = "which is not the request's"
+            else:
+                load = min(table.index(block_id) for block_id in given if block_id in table)
+                is_before = table.index(foreign) < load
+                why = "whose tokens vLLM counts as computed" if is_before else "which was not given for it"
+            yield self.violation(moment, begun, f"load {copy.job} fills block {foreign}, {why}")
+        if len(copy.block_ids) - copy.block_ids.count(NULL_BLOCK) > len(begun.block_ids):
+            yield self.violation(moment, begun, f"load {copy.job} fills a block twice: {list(copy.block_ids)}")
+        for other in self.under_way(loads=True):
+            if shared := begun.block_ids & other.block_ids:
+                detail = f"load {copy.job} fills block {min(shared)}, which load {other.copy.job} is still filling"
+                yield self.violation(moment, begun, detail, other.sequence)
+
+    def step_built(self, moment: Moment) -> Iterator[Violation]:
+        """Is a block of a load given to somebody else?"""
+        yield from _given_away(self, moment, loads=True)
+
+
+class BlockReuseFenced(RuleOfCopies):
+    """BLOCK_REUSE_FENCED: nobody is given a block that a save for another request still reads.
+
+    "Async saves must retain their source blocks until completion is reported to the scheduler" (wait_for_save), or the
+    workers finish them before the step that fills the blocks (handle_preemptions; `kv_connector/v1/base.py`, 0.32).
+
+    Verifies: this at each step, for all blocks that it or an allocation before it gives, beyond what is shared.
+    Does not verify: copies of a connector without a decoder, or whose end it does not tell; that workers do wait where
+    the metadata says that they should.
+    """
+
+    rule: ClassVar[str] = "BLOCK_REUSE_FENCED"
+    judges_loads = False
+
+    def step_built(self, moment: Moment) -> Iterator[Violation]:
+        """Is a block of a save given to somebody else?"""
+        yield from _given_away(self, moment, loads=False)
+
+
+class SrcBlockStable(RuleOfCopies):
+    """SRC_BLOCK_STABLE: no load fills a block that a save still reads.
+
+    Verifies: this for each load as it begins, whosever the save is.
+    Does not verify: what a forward writes into the block, which is BLOCK_REUSE_FENCED where it is another request's and
+    does no harm where it is behind what is saved; copies of a connector without a decoder, or whose end is not told.
+    """
+
+    rule: ClassVar[str] = "SRC_BLOCK_STABLE"
+    judges_loads = True
+
+    def begins(self, begun: Begun, moment: Moment) -> Iterator[Violation]:
+        """Does a save read there?"""
+        for save in self.under_way(loads=False):
+            if shared := begun.block_ids & save.block_ids:
+                detail = f"load {begun.copy.job} fills block {min(shared)}, which save {save.copy.job} still reads"
+                yield self.violation(moment, begun, detail, save.sequence)
+
+
+class LoadXorStores(RuleOfCopies):
+    """LOAD_XOR_STORES: a block is not saved while a load fills it: what is saved may be what was there before.
+
+    Verifies: this for each save as it begins, against the loads beside the steps.
+    Does not verify: loads within a step, which end before what its saves read is computed; copies of a connector
+    without a decoder, or whose end is not told.
+    """
+
+    rule: ClassVar[str] = "LOAD_XOR_STORES"
+    judges_loads = False
+
+    def begins(self, begun: Begun, moment: Moment) -> Iterator[Violation]:
+        """Is a load filling what it reads?"""
+        for load in self.under_way(loads=True):
+            if load.copy.ends_with != STEP and (shared := begun.block_ids & load.block_ids):
+                detail = f"save {begun.copy.job} reads block {min(shared)}, which load {load.copy.job} is still filling"
+                yield self.violation(moment, begun, detail, load.sequence)
+
+
+class ChunkComplete(RuleOfCopies):
+    """CHUNK_COMPLETE: what is saved is computed, in the step of the save at the latest.
+
+    Verifies: for each save of a request that holds its blocks, that each block begins with a token that is computed
+    then, or in flight, or was cached or loaded when it was given the block.
+    Does not verify: how much of a block is; saves of what was just lost; copies of a connector without a decoder.
+    """
+
+    rule: ClassVar[str] = "CHUNK_COMPLETE"
+    judges_loads = False
+
+    def begins(self, begun: Begun, moment: Moment) -> Iterator[Violation]:
+        """Are the tokens of its blocks computed?"""
+        life, table = moment.life, self.model.tables.of(begun.ordinal)
+        if life is None or not table or life.ordinal != begun.ordinal:
+            return
+        configuration, own = self.model.configuration, begun.block_ids
+        num_computed_tokens = self.model.lives.num_computed_tokens(life)
+        num_pages = -(-num_computed_tokens // configuration.block_size) * len(configuration.windows)
+        num_pages = max(num_pages, self.num_filled.get(begun.request_id, 0))
+        early = next((place for place in range(num_pages, len(table)) if table[place] in own), None)
+        if early is not None:
+            first = early // len(configuration.windows) * configuration.block_size
+            detail = (
+                f"save {begun.copy.job} reads block {table[early]} of the tokens from {first} on, of which "
+                f"{num_computed_tokens} are computed"
+            )
+            yield self.violation(moment, begun, detail)
+
+
+def _given_away(rule: RuleOfCopies, moment: Moment, *, loads: bool) -> Iterator[Violation]:
+    for begun in rule.under_way(loads=loads):
+        taken = {block_id for block_id in begun.block_ids if rule.given.get(block_id, begun.ordinal) != begun.ordinal}
+        # What one request computes in a step others may share in that very step, and save behind it.
+        taken = taken and taken.difference(rule.model.tables.of(begun.ordinal) or ())
+        if taken:
+            what = "load {} still fills" if loads else "save {} still reads"
+            detail = f"block {min(taken)} is given away, which {what.format(begun.copy.job)}"
+            yield rule.violation(moment, begun, detail, begun.sequence)

@@ -1,0 +1,146 @@
+"""How a connector of vLLM's own lives: many worlds with a recorder around it, and what happened in each.
+
+`python tests/sim/survey.py --connector simple-late --first 0 --seeds 200`. A seed decides the world: its clients, what
+they and the engine do to it, and with `--hybrid` the windows of its layers. Whatever is raised in a recorded world is
+tried again without the recorder, so that one can tell whose it is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import random
+import sys
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import attrs
+
+if TYPE_CHECKING:
+    from kvledger.adapters.simulation.contenders import Contender
+    from sim.world import World
+
+WITHIN = {"load_mode": "sync", "save_mode": "sync", "max_silent_ms": 0}
+"""Of kvledger as the wrapped one: how many steps a copy beside the steps takes is not fixed."""
+WINDOWS = ((0, 48), (48, 0), (0, 64), (17, 0), (0, 32, 80))
+
+
+def connectors() -> Mapping[str, Callable[[], Contender]]:
+    """Name -> how to make who is recorded."""
+    from kvledger.adapters.simulation.contenders import Offloading, Several
+    from sim.in_tree import Example, LateOffloading, SimpleCPU
+
+    return {
+        "offloading": Offloading,
+        "offloading-late": LateOffloading,
+        "simple": SimpleCPU,
+        "simple-late": lambda: SimpleCPU(num_questions=3),
+        "simple-lazy": lambda: SimpleCPU(is_lazy=True),
+        "simple-lazy-late": lambda: SimpleCPU(is_lazy=True, num_questions=3),
+        "example": Example,
+        "multi": lambda: Several(children=(LateOffloading(num_questions=1), SimpleCPU(num_questions=3))),
+    }
+
+
+@attrs.frozen
+class Lived:
+    """What became of a world."""
+
+    world: World | None
+    raised: str = ""
+    """The last line of the traceback, and where it was raised."""
+    broken: tuple[str, ...] = ()
+    """What the rules say of the log, and where it decides otherwise or folds to something else."""
+
+    @property
+    def kind(self) -> str:
+        """To be counted by."""
+        return self.raised or ", ".join(sorted({detail.split(":")[0] for detail in self.broken})) or "well"
+
+
+def live(seed: int, inner: Contender, *, is_recorded: bool, faults: frozenset[str], **settings: Any) -> Lived:
+    """A world, and what the recorders say of it."""
+    from kvledger.adapters.simulation.contenders import Recorded
+    from sim.recorded import audited, recordings
+    from sim.settings import draw
+    from sim.world import World
+
+    name = "KVLedgerRecorder" if inner.name == "ExampleConnector" else "KVLedgerRecorderHMA"
+    contender = Recorded(inner=inner, name=name) if is_recorded else inner
+    drawn = {**draw(random.Random(f"settings {seed}")).connector, **WITHIN}
+    world, raised = None, ""
+    try:
+        with World(seed, contender=contender, faults=faults, connector=drawn, **settings) as world:
+            world.run()
+    except Exception as error:  # noqa: BLE001 -- whatever it is, it is told with the seed
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        raised = f"{type(error).__name__} at {Path(frame.filename).name}:{frame.lineno}: {error}"
+    broken: list[str] = []
+    if world is not None and hasattr(world, "engine"):
+        for recording in recordings(world.engine.scheduler.connector):
+            audit = audited(recording)
+            broken += [
+                f"{found.rule}: {found.sequence} {found.request_id} {found.detail}" for found in audit.violations
+            ]
+            broken += [f"divergence: {found}" for found in (*audit.divergences, *audit.reference_differences)]
+            broken += ["unfoldable"] if audit.unfoldable else []
+    return Lived(world, raised, tuple(broken))
+
+
+def survey(name: str, seeds: range, faults: frozenset[str], *, is_hybrid: bool) -> Iterator[tuple[int, Lived, str]]:
+    """(Seed, what became of its world, what is raised without a recorder)."""
+    make = connectors()[name]
+    for seed in seeds:
+        rng = random.Random(f"survey {seed}")
+        settings: dict[str, Any] = {"fragile_steps": rng.random() < 0.5}
+        if "simple" in name or name == "multi":
+            settings["enable_prefix_caching"] = True  # without it the connector does nothing
+        if name == "example":
+            settings["enable_prefix_caching"] = False  # it writes over what is cached, and says so
+        if is_hybrid:
+            settings["windows"] = rng.choice(WINDOWS)
+        lived = live(seed, make(), is_recorded=True, faults=faults, **settings)
+        plain = live(seed, make(), is_recorded=False, faults=faults, **settings).raised if lived.raised else ""
+        yield seed, lived, plain
+
+
+def main() -> int:
+    """Exit code 0 where every world ended well, 1 where one did not."""
+    from sim.faults import CLIENT_FAULTS
+
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--connector", required=True, choices=sorted(connectors()))
+    parser.add_argument("--first", type=int, default=0, help="the first seed")
+    parser.add_argument("--seeds", type=int, default=100, help="how many worlds")
+    parser.add_argument("--faults", nargs="*", default=[], help="beyond clients who go away and come all at once")
+    parser.add_argument("--hybrid", action="store_true", help="models with sliding windows")
+    arguments = parser.parse_args()
+    logging.disable(logging.CRITICAL)
+    seeds = range(arguments.first, arguments.first + arguments.seeds)
+    counts: Counter[str] = Counter()
+    for seed, lived, plain in survey(
+        arguments.connector, seeds, CLIENT_FAULTS | set(arguments.faults), is_hybrid=arguments.hybrid
+    ):
+        counts[lived.kind.split(": ")[0]] += 1
+        if lived.kind == "well":
+            continue
+        print(f"seed {seed} ({', '.join(lived.world.fault_names) if lived.world else ''}): {lived.raised or 'ended'}")
+        if lived.raised:
+            print(f"  without the recorder: {plain or 'ends well'}")
+        for detail in lived.broken[:3]:
+            print(f"  {detail}", flush=True)
+    for kind, count in counts.most_common():
+        print(f"{count:6d} {kind}")
+    return int(counts.total() != counts["well"])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
