@@ -15,15 +15,19 @@ from kvledger.adapters.cli.finding import selected_one
 from kvledger.adapters.cli.output import Output
 from kvledger.adapters.cli.selection import add_handlers, add_request, event_number
 from kvledger.adapters.cli.words import plural
+from kvledger.adapters.core import composed_core
 from kvledger.adapters.exit_codes import CommandFailed, ExitCode
 from kvledger.adapters.reading.logs import StoredLog
 from kvledger.adapters.reading.window import Window
+from kvledger.adapters.repro.call_reduction import reduce_calls
 from kvledger.adapters.repro.calls import end_of_call, hook_calls
 from kvledger.adapters.repro.from_log import record
 from kvledger.adapters.repro.incident import Findings, Incident, find_incidents
+from kvledger.adapters.repro.recording import NotReenactable
 from kvledger.adapters.repro.reduction import Reduced, reduce
 from kvledger.adapters.repro.source import Story, test_source
-from kvledger.lifecycle import SequencedEvent
+from kvledger.adapters.repro.wrapped import RECORDER
+from kvledger.lifecycle import Core, SequencedEvent
 from kvledger.lifecycle import events as e
 
 _MANY_OBSERVATIONS = 20_000
@@ -66,7 +70,7 @@ def run(arguments: argparse.Namespace, output: Output) -> ExitCode:
         raise CommandFailed("--pin needs a REQUEST: whose answers are to be pinned?", ExitCode.USAGE)
     with output.progress(log, "looking for the incident"):
         events = _until(log.trusted_events(), last)
-        findings = find_incidents(log.configuration, events, request_id, arguments.handlers)
+        findings = find_incidents(log.configuration, events, request_id, _core(log, arguments))
     _tell_limits(log, output)
     incidents = [] if arguments.pin else [i for i in findings.incidents if i.sequence >= window.first_sequence]
     if not incidents and not arguments.pin:
@@ -82,7 +86,11 @@ def run(arguments: argparse.Namespace, output: Output) -> ExitCode:
         raise CommandFailed(message, ExitCode.USAGE)
     with output.progress(log, "reading"):
         kept = list(itertools.takewhile(lambda entry: entry[0] <= end, log.trusted_events()))
-    story, reduced = _told(log, arguments, kept, incidents, request_id)
+    try:
+        with output.progress(log, "leaving out what it does not need"):
+            story, reduced = _told(log, arguments, kept, incidents, request_id)
+    except NotReenactable as error:
+        raise CommandFailed(f"{log.path} cannot be driven again: {error}", ExitCode.USAGE) from error
     source = test_source(reduced.recording, story)
     if output.is_json:
         output.record("repro", _fields(story, reduced, source))
@@ -91,6 +99,12 @@ def run(arguments: argparse.Namespace, output: Output) -> ExitCode:
     if len(reduced.recording.observations) > _MANY_OBSERVATIONS:
         output.remark(f"the file has {len(reduced.recording.observations)} observations; --at EVENT ends it earlier")
     return ExitCode.SOUND
+
+
+def _core(log: StoredLog, arguments: argparse.Namespace) -> Core:
+    """Of the engine; kvledger's own or a recorder's."""
+    is_recorders = any(extension.name == "recorder" for extension in log.core.extensions)
+    return composed_core(arguments.handlers, (RECORDER,) if is_recorders else ())
 
 
 def _until(events: Iterable[SequencedEvent], last: int | None) -> Iterator[SequencedEvent]:
@@ -141,22 +155,33 @@ def _told(
     request_id: str | None,
 ) -> tuple[Story, Reduced]:
     recording = record(log.configuration, events)
+    if recording.wrapped is not None and (arguments.core or arguments.pin):
+        raise CommandFailed(
+            f"--core and --pin are for logs of KVLedgerConnector; this one is of {recording.wrapped_name}, and a test "
+            "of its calls asks for the recorded answers in any case",
+            ExitCode.USAGE,
+        )
     if incidents:
         recording = recording.until(end_of_call(recording.observations, incidents[-1].sequence))
         request_id = request_id or incidents[0].request_id
     end = recording.observations[-1][0]
-    reduced = reduce(
-        recording,
-        [(sequence, event) for sequence, event in events if sequence <= end or event.is_decision],
-        rules={incident.rule for incident in incidents},
-        request_id=request_id or "",
-        keep_all=arguments.all,
-        handlers=arguments.handlers,
-    )
+    rules = {incident.rule for incident in incidents}
+    if recording.wrapped is not None:
+        reduced = reduce_calls(recording, rules=rules, request_id=request_id or "", keep_all=arguments.all)
+    else:
+        reduced = reduce(
+            recording,
+            [(sequence, event) for sequence, event in events if sequence <= end or event.is_decision],
+            rules=rules,
+            request_id=request_id or "",
+            keep_all=arguments.all,
+            handlers=arguments.handlers,
+        )
     story = Story(
         request_id=request_id or "",
         incidents=incidents,
         pinned_answers=_answers(events, request_id or "") if arguments.pin else (),
+        wrapped=recording.wrapped_name,
         on_core=arguments.core,
         handlers=arguments.handlers,
         origin=f"kvledger {log.header.get('kvledger_version', 'unknown')} with vLLM "
@@ -180,6 +205,10 @@ def _answers(events: Iterable[SequencedEvent], request_id: str) -> list[int | No
 def _remarks(
     log: StoredLog, arguments: argparse.Namespace, reduced: Reduced, incidents: Sequence[Incident]
 ) -> Iterator[str]:
+    wrapped = reduced.recording.wrapped_name
+    if wrapped:
+        yield from _remarks_on_wrapped(wrapped, reduced)
+        return
     if reduced.num_left_out:
         yield (
             f"Left out: {plural(reduced.num_left_out, 'request')}, without which the core decides the same and breaks "
@@ -219,6 +248,20 @@ def _remarks(
         )
     if left_out:
         yield f"Not re-enacted: {_few(left_out)}."
+
+
+def _remarks_on_wrapped(wrapped: str, reduced: Reduced) -> Iterator[str]:
+    if reduced.recurs:
+        yield (
+            f"Left out: {plural(reduced.num_left_out, 'request')} and every hook call without which {wrapped} still "
+            "goes wrong in the same way, answers as recorded, and is asked what vLLM could ask."
+        )
+    else:
+        yield (
+            f"{wrapped}, made again with what is installed here, does not go wrong: another version, a cause before "
+            "the log began or in its workers, or a thread of its own. So nothing was left out."
+        )
+    yield "Chunk keys have names of their own, and times of steps that say nothing are spread evenly."
 
 
 def _few(things: Sequence[str]) -> str:

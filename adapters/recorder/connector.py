@@ -20,6 +20,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from kvledger.adapters.recorder import said
+from kvledger.adapters.recorder.description import described
 from kvledger.adapters.recorder.extension import Recorder
 from kvledger.adapters.recorder.forwarding import forwards_everything
 from kvledger.adapters.recorder.log import RecorderLog
@@ -129,6 +130,11 @@ class KVLedgerRecorder(KVConnectorBase_V1):
             is_child=is_child(),
             speculates=versions.uses_speculation(vllm_config),
             num_workers=vllm_config.parallel_config.world_size,
+        )
+        recording.describe(
+            lambda: described(
+                type(self).__name__, vllm_config, kv_cache_config, transfer_of(wrapped_config(vllm_config))
+            )
         )
         if groups.declined:
             recording.decline("; ".join(groups.declined))

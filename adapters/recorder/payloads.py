@@ -15,6 +15,7 @@ class RecorderEvents(Extension):
 
     name = "recorder"
     events: ClassVar[dict[str, type[msgspec.Struct]]] = {
+        "began": said.Began,
         "lookup_returned": said.LookupReturned,
         "end_returned": said.EndReturned,
         "returned": said.Returned,

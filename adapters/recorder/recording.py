@@ -7,10 +7,13 @@ read in a later hook. Nothing here may raise, and nothing here decides anything.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import msgspec
+
 from kvledger.adapters.recorder import said
+from kvledger.adapters.recorder.decoders import COMPLETED
 from kvledger.adapters.recorder.extension import Recorder
 from kvledger.adapters.recorder.log import RecorderLog
 from kvledger.adapters.recorder.transfers import Transfers
@@ -53,6 +56,12 @@ class Recording:
         if is_child:
             log.observe(e.LogNote(f"{said.CHILD}, its reports concern other connectors as well", log.now()))
         log.commit()
+
+    @guarded(default=None)
+    def describe(self, began: Callable[[], said.Began]) -> None:
+        """What is wrapped, so that its calls can be made again."""
+        self._observe(Recorder.noted(began(), self.log.now()))
+        self.log.commit()
 
     def decline(self, reason: str) -> None:
         """Record nothing of a model whose block tables cannot be written down, and say so."""
@@ -199,8 +208,12 @@ class Recording:
     def workers_report(self, output: KVConnectorOutput) -> None:
         """What the workers say, before the wrapped connector hears it."""
         if not self.log.is_ended:
-            self._observe(Recorder.noted(_ends(said.WorkersReported, output), self.log.now()))
-            self._transfers.reported(output.kv_connector_worker_meta)
+            metadata = output.kv_connector_worker_meta
+            reported = _ends(said.WorkersReported, output)
+            if metadata is not None and type(metadata).__name__ not in COMPLETED:
+                reported = msgspec.structs.replace(reported, unread=type(metadata).__name__)
+            self._observe(Recorder.noted(reported, self.log.now()))
+            self._transfers.reported(metadata)
             self.log.commit()
 
     @guarded(default=None)

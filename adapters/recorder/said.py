@@ -5,7 +5,27 @@ Each is the payload of an event of the extension; see there. All numbers are tok
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
+
+
+class Began(msgspec.Struct, frozen=True):
+    """What is wrapped and in what engine, as vLLM's configuration says it; texts that may be secrets are left out."""
+
+    recorder: str
+    """The recorder's class."""
+    kv_transfer: dict[str, Any]
+    """What `--kv-transfer-config` would say without the recorder."""
+    num_blocks: int
+    block_bytes: int
+    """Of one block on one rank, over all layers."""
+    num_ranks: int
+    enable_prefix_caching: bool
+    async_scheduling: bool
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
 
 
 class LookupReturned(msgspec.Struct, frozen=True):
@@ -70,6 +90,8 @@ class WorkersReported(msgspec.Struct, frozen=True, omit_defaults=True):
     finished_recving: tuple[str, ...] = ()
     failed_recving: tuple[str, ...] = ()
     invalid_block_ids: tuple[int, ...] = ()
+    unread: str = ""
+    """The class of the workers' metadata, where it is not known what it says."""
 
 
 class VLLMHeard(WorkersReported, frozen=True, omit_defaults=True):

@@ -6,9 +6,18 @@
 
 from kvledger.adapters.repro.connector import ConnectorUnderTest, ScheduledRequest, Step
 from kvledger.adapters.repro.core import reenact_core
+from kvledger.adapters.repro.driving import reenact
 from kvledger.adapters.repro.from_log import record
-from kvledger.adapters.repro.hooks import reenact
-from kvledger.adapters.repro.recording import NotReenactable, Recording, quiet_steps, report, step
+from kvledger.adapters.repro.recording import (
+    NotReenactable,
+    Recording,
+    Wrapped,
+    quiet_steps,
+    report,
+    step,
+    transfers_ended,
+    workers_reported,
+)
 from kvledger.adapters.repro.reenactment import HOOK_FAILED, Reenactment, Trouble
 
 __all__ = [
@@ -20,10 +29,13 @@ __all__ = [
     "ScheduledRequest",
     "Step",
     "Trouble",
+    "Wrapped",
     "quiet_steps",
     "record",
     "reenact",
     "reenact_core",
     "report",
     "step",
+    "transfers_ended",
+    "workers_reported",
 ]

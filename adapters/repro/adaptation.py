@@ -30,7 +30,7 @@ class Adaptation:
 
     def answered(self, request_id: str, sequence: int, num_external_tokens: int) -> None:
         """The code under test answered the lookup that was recorded with this sequence number."""
-        recorded = self._recorded_answers.get(sequence, 0)
+        recorded = self._recorded_answers.get(sequence) or 0
         self._shortfall[request_id] = max(0, recorded - num_external_tokens)
 
     def taken_up(self, request_id: str, num_external_tokens: int) -> int:

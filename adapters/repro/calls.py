@@ -11,7 +11,7 @@ from typing import TypeVar
 
 import attrs
 
-from kvledger.adapters.repro.recording import Recorded
+from kvledger.adapters.repro.recording import Recorded, reported_by_workers
 from kvledger.lifecycle import events as e
 
 _MAIN: dict[type[e.Event], str] = {
@@ -118,8 +118,8 @@ class _Grouping:
             self._call(hook, sequence, getattr(event, "request_id", ""), event, 1)
         elif isinstance(event, e.CacheReset):
             self._call("reset_cache", sequence, "", event, 1 + self._num_preempted_by_reset())
-        elif isinstance(event, e.LoadErrorsObserved):
-            self._call("update_connector_output", sequence, "", event, 1 + self._num_in_output(self._at + 1))
+        elif isinstance(event, e.ExtensionNoted | e.LoadErrorsObserved):
+            self._call("update_connector_output", sequence, "", event, self._num_lost(event))
         elif isinstance(event, e.TransferReported):
             self._call("update_connector_output", sequence, "", event, self._num_in_output(self._at))
         elif isinstance(event, e.HookFailed):
@@ -174,6 +174,17 @@ class _Grouping:
         if isinstance(follows, e.StepScheduled) and preempted == sorted(preempted):
             return 0
         return last
+
+    def _num_lost(self, event: e.Event) -> int:
+        """Load errors and what they led to, and the recorder's words of what the workers reported before them."""
+        entries = self._entries
+        if isinstance(event, e.LoadErrorsObserved):
+            return 1 + self._num_in_output(self._at + 1)
+        end = self._at + 1
+        for kind in (e.ExtensionNoted, e.LoadErrorsObserved, e.TokensRolledBack):
+            while end < len(entries) and isinstance(entries[end][1], kind) and not reported_by_workers(entries[end][1]):
+                end += 1
+        return end - self._at
 
     def _num_in_output(self, start: int) -> int:
         """Rollbacks, then reports, none of them twice: what one output of the workers holds."""

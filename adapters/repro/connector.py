@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
+    from kvledger.adapters.repro.vllm_objects import Engine
     from kvledger.adapters.vllm.metadata import JobReport, StepJobs
     from kvledger.adapters.vllm.scheduler_side import SchedulerSide
 
@@ -53,6 +54,10 @@ class Step:
     block_tables: dict[str, Sequence[int]] = attrs.field(factory=dict)
     """The scheduler's own table of each scheduled request."""
     zeroed_block_ids: tuple[int, ...] = ()
+    ended_request_ids: frozenset[str] = frozenset()
+    """Since the step before."""
+    admitted_request_ids: tuple[str, ...] = ()
+    """In the order in which they were given blocks; vLLM counts their tokens behind those of who ran already."""
 
 
 class ConnectorUnderTest:
@@ -79,18 +84,13 @@ class ConnectorUnderTest:
         require("driving the real connector", *CONNECTOR)
         from kvledger.adapters.repro import vllm_objects  # noqa: PLC0415 -- only here vLLM is needed
 
-        self._vllm = vllm_objects
         self.configuration = configuration
         self.is_log_written = True
         """What the connector is to think of its log; it is in memory, and has everything."""
-        self.now_ns = 0
-        """The time that the connector reads from its clock."""
-        self.requests: dict[str, Request] = {}
-        """By id; what the connector reads of them is set before a hook is called."""
         engine = vllm_objects.Engine(
             configuration, speculates=speculates, zeroes_new_blocks=zeroes_new_blocks, num_blocks=_NUM_BLOCKS
         )
-        self._engine = engine
+        self._begin(engine)
         settings = {**engine.extra_config(), "handlers": list(handlers), "memory_log_bytes": _RECENT_BYTES}
         self.connector = engine.connector(settings, lambda: self.now_ns)
         made = self._side.ledger.projections.configuration
@@ -102,8 +102,17 @@ class ConnectorUnderTest:
             ]
             raise NotReenactable(f"the connector cannot be started as it was: {', '.join(different)}")
         self._side.journal.is_behind = lambda: not self.is_log_written
-        store: Any = self._side.log.store
-        self._decoder = EventDecoder(composed_core(handlers), store.header)
+        self.core = composed_core(handlers)
+        """With which its log is read."""
+
+    def _begin(self, engine: Engine) -> None:
+        """Before there is a connector."""
+        self._engine = engine
+        self.now_ns = 0
+        """The time that the connector reads from its clock."""
+        self.requests: dict[str, Request] = {}
+        """By id; what the connector reads of them is set before a hook is called."""
+        self._decoder: EventDecoder | None = None
         self._next_sequence = 1
         self._is_closed = False
 
@@ -111,14 +120,28 @@ class ConnectorUnderTest:
     def _side(self) -> SchedulerSide:
         return self.connector.scheduler_side
 
+    @property
+    def _store(self) -> Any:  # noqa: ANN401 -- whichever store it is, its header is read
+        return self._side.log.store
+
+    def _commit(self) -> None:
+        self._side.journal.commit()
+
+    @property
+    def _vllm(self) -> Any:  # noqa: ANN401 -- a module
+        from kvledger.adapters.repro import vllm_objects  # noqa: PLC0415 -- as above
+
+        return vllm_objects
+
     def take_events(self) -> list[SequencedEvent]:
         """The events that the connector wrote since the last call; what waits for a frame is committed first."""
         if not self._is_closed:
-            self._side.journal.commit()
+            self._commit()
+        decoder = self._decoder = self._decoder or EventDecoder(self.core, self._store.header)
         events = [
             (sequence, event)
-            for frame in self._side.log.store.read(self._next_sequence)
-            for sequence, event in enumerate(self._decoder.decode(frame.payload), frame.first_sequence)
+            for frame in self._store.read(self._next_sequence)
+            for sequence, event in enumerate(decoder.decode(frame.payload), frame.first_sequence)
             if sequence >= self._next_sequence
         ]
         if events:
@@ -190,4 +213,5 @@ class ConnectorUnderTest:
 
     def reports(self, report: e.TransferReported) -> list[JobReport]:
         """What each rank says, so that together they say this."""
-        return self._vllm.job_reports(report)
+        reports: list[JobReport] = self._vllm.job_reports(report)
+        return reports

@@ -57,7 +57,7 @@ class _CoreRun:
         self._sink = _Sink(core)
         self._ledger = Ledger(core, self._configuration, self._sink)
         self._adaptation = Adaptation(recording)
-        self._outcome = Reenactment(self._configuration, handlers)
+        self._outcome = Reenactment(self._configuration, core)
         self._ordinals: dict[str, int] = {}
         self._missing: dict[int, int] = {}
         self._overdue: list[int] = []

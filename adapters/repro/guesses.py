@@ -126,7 +126,7 @@ def _allocation(call: HookCall, later: Sequence[HookCall], around: _Surroundings
     first_block = _FIRST_UNKNOWN_BLOCK + call.sequence
     starts = [start for of in later for ordinal, start, _, _ in _advanced(of) if ordinal == life.ordinal]
     num_external_tokens = (
-        max(0, starts[0] - life.num_local_tokens) if starts else around.recording.answers.get(life.last_lookup, 0)
+        max(0, starts[0] - life.num_local_tokens) if starts else around.recording.answers.get(life.last_lookup) or 0
     )
     block_ids = tuple(range(first_block, first_block + num_blocks))
     yield e.BlocksAllocated(call.request_id, block_ids, num_external_tokens, _time_ns(call))

@@ -25,33 +25,19 @@ _UNRECORDED = "unrecorded request"
 _WITHOUT_OBSERVATIONS = frozenset({"get_kv_connector_stats", "has_pending_push_work"})
 
 
-def reenact(recording: Recording, *, until: int | None = None, handlers: Sequence[str] = ()) -> Reenactment:
-    """Make the recorded hook calls again.
+class HookRun:
+    """One re-enactment on a connector that was just made."""
 
-    Args:
-        recording: what was seen.
-        until: end with the call that made this event of the recorded log.
-        handlers: state handlers of one's own, as "module:Class", if the engine had any.
-
-    Raises:
-        NotReenactable: the connector cannot be configured as it was.
-    """
-    return _HookRun(recording.until(until), handlers).run()
-
-
-class _HookRun:
-    def __init__(self, recording: Recording, handlers: Sequence[str]) -> None:
+    def __init__(self, recording: Recording, connector: ConnectorUnderTest) -> None:
         self._recording = recording
-        self._connector = ConnectorUnderTest(
-            recording.configuration,
-            speculates=recording.speculates,
-            zeroes_new_blocks=recording.zeroes_new_blocks,
-            handlers=handlers,
-        )
+        self._connector = connector
         self._record = SchedulerRecord(is_async=runs_async(recording.observations, recording.configuration.chunk_size))
         self._adaptation = Adaptation(recording)
-        self._outcome = Reenactment(recording.configuration, handlers)
+        self._outcome = Reenactment(recording.configuration, connector.core)
         self._overdue: list[int] = []
+        self._ended: set[str] = set()
+        self._admitted: dict[str, None] = {}
+        self._preempted: set[str] = set()
         self._live = LiveRequests(recording, self._connector, self._record)
         self._calls: dict[str, Callable[[HookCall, Any], None]] = {
             "on_new_request": self._arrive,
@@ -83,11 +69,19 @@ class _HookRun:
                 self._outcome.left_out.append(f"event {sequence}: {hook}, of which nothing was recorded")
                 continue
             self._connector.is_log_written = not any(could_not_be_written(event) for _, event in call.observed)
-            reenact_call(call, call.main)
+            self._preempted.update(event.request_id for event in call.noticed(e.RequestPreempted))
+            goes_on = self._makes(reenact_call, call)
             self._connector.is_log_written = True
             self._take(call)
+            if not goes_on:
+                break
         self._outcome.finish(hook, sequence)
         return self._outcome
+
+    def _makes(self, reenact_call: Callable[[HookCall, Any], None], call: HookCall) -> bool:
+        """Make a call; returns whether the engine lives on, as it does whatever happens in a hook of ours."""
+        reenact_call(call, call.main)
+        return True
 
     def _take(self, call: HookCall) -> None:
         """Read what the call made, and tell jobs and answers apart from recorded ones."""
@@ -113,6 +107,11 @@ class _HookRun:
         self._record.looked_up(main, call.sequence)
         self._live.write_tokens(life, main.num_tokens)
         answer, _ = self._connector.get_num_new_matched_tokens(main.request_id, main.num_computed_tokens)
+        recorded = self._recording.answers.get(call.sequence, 0)
+        if answer != recorded:
+            self._outcome.other_answers.append(
+                f"{main.request_id} is answered {answer} tokens in the lookup of event {call.sequence}, not {recorded}"
+            )
         self._adaptation.answered(main.request_id, call.sequence, answer or 0)
 
     def _allocate(self, call: HookCall, main: e.BlocksAllocated) -> None:
@@ -124,6 +123,8 @@ class _HookRun:
         life.num_missing_tokens += main.num_external_tokens - taken
         self._connector.update_state_after_alloc(main.request_id, main.block_ids, taken)
         self._record.allocated(life, main)
+        self._admitted.pop(main.request_id, None)
+        self._admitted[main.request_id] = None
 
     def _step(self, call: HookCall, main: e.StepScheduled) -> None:
         self._report_overdue()
@@ -148,8 +149,11 @@ class _HookRun:
         num_unknown = main.num_scheduled_tokens - sum(part.num_scheduled_tokens for part in parts)
         if num_unknown > 0:
             parts.append(ScheduledRequest(_UNRECORDED, 0, num_unknown))
-        preempted = frozenset(event.request_id for event in call.noticed(e.RequestPreempted))
-        self._connector.build_connector_meta(Step(parts, preempted, block_tables, zeroed))
+        # A reset preempts between two steps; the next one names whom, though a lookup may have noticed it before.
+        preempted, ended = frozenset(self._preempted), frozenset(self._ended)
+        step = Step(parts, preempted, block_tables, zeroed, ended, tuple(self._admitted))
+        self._preempted, self._ended, self._admitted = set(), set(), {}
+        self._connector.build_connector_meta(step)
         self._record.stepped(main, scheduled)
 
     def _in_order(self, step: e.StepScheduled, scheduled: Sequence[ScheduledTokens]) -> list[ScheduledRequest]:
@@ -191,12 +195,7 @@ class _HookRun:
             elif isinstance(event, e.TransferReported) and not is_withheld(event):
                 reports += self._reports(event)
         if load_errors:
-            for life in self._record:
-                if life.request_id in rolled_back:
-                    self._record.rolled_back(life, rolled_back[life.request_id])
-                request: Any = self._connector.requests.get(life.request_id)
-                if request is not None:
-                    request.num_computed_tokens = self._record.num_computed_tokens(life)
+            self._live.take_back(rolled_back)
         heard = [ordinal for delivered in call.noticed(e.EffectsDelivered) for ordinal in delivered.heard]
         self._connector.update_connector_output(reports, load_errors, heard)
 
@@ -218,12 +217,15 @@ class _HookRun:
         life = self._known(call, main.num_tokens)
         self._live.notice(call)
         self._live.end(life, main)
-        configuration = self._recording.configuration
-        num_blocks = -(-main.num_settled_tokens // configuration.block_size)
-        table = life.block_ids[: num_blocks * len(configuration.windows)]
-        self._connector.request_finished(main.request_id, main.status, table)
+        self._ended.add(main.request_id)
+        self._connector.request_finished(main.request_id, main.status, self._table_at_end(life, main))
         self._record.finished(life)
         del self._connector.requests[main.request_id]
+
+    def _table_at_end(self, life: Life, main: e.RequestFinished) -> Sequence[int]:
+        configuration = self._recording.configuration
+        num_blocks = -(-main.num_settled_tokens // configuration.block_size)
+        return life.block_ids[: num_blocks * len(configuration.windows)]
 
     def _reset(self, call: HookCall, _main: e.CacheReset) -> None:
         self._live.notice(call)

@@ -6,12 +6,12 @@ It knows rules and events. It must not know how a test is written of it.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import attrs
 
 from kvledger.adapters.repro.reenactment import Watch, rule_of
-from kvledger.lifecycle import LedgerConfiguration, SequencedEvent, batches
+from kvledger.lifecycle import Core, LedgerConfiguration, SequencedEvent, batches
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit import Violation
 
@@ -48,7 +48,7 @@ def find_incidents(
     configuration: LedgerConfiguration,
     events: Iterable[SequencedEvent],
     request_id: str | None,
-    handlers: Sequence[str] = (),
+    core: Core | None = None,
 ) -> Findings:
     """Audit a log and look for what concerns a request.
 
@@ -56,9 +56,9 @@ def find_incidents(
         configuration: of the log.
         events: all of them, or those up to where one may look.
         request_id: whose incidents; None for anybody's.
-        handlers: state handlers that the engine had, as "module:Class".
+        core: that of the engine; default: the standard one.
     """
-    watch = Watch(configuration, handlers)
+    watch = Watch(configuration, core or Core.standard())
     findings = Findings(is_known=request_id is None)
     concerned: list[Violation] = []
     everything: list[Violation] = []

@@ -86,15 +86,16 @@ def mapping(entries: Sequence[tuple[Source, Source]]) -> Group:
 
 
 def literal(value: object) -> Source:
-    """A number, text, bytes, or tuples and mappings of them."""
+    """A number, text, bytes, or tuples, lists and mappings of them."""
     if isinstance(value, bool) or value is None:
         return repr(value)
     if isinstance(value, int):
         return f"{value:_}" if abs(value) >= _LONG else str(value)
     if isinstance(value, str | bytes):
         return _quoted(value)
-    if isinstance(value, tuple):
-        return Group("(", tuple(map(literal, value)), ")")
+    if isinstance(value, tuple | list):
+        opening, closing = "()" if isinstance(value, tuple) else "[]"
+        return Group(opening, tuple(map(literal, value)), closing)
     if isinstance(value, dict):
         return mapping([(literal(key), literal(item)) for key, item in value.items()])
     return repr(value)

@@ -6,6 +6,7 @@ and tokens in flight from what was settled, the rest from what the scheduler is 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from kvledger.adapters.repro.calls import HookCall
@@ -29,6 +30,9 @@ class LiveRequests:
         self._requests = connector.requests
         self._connector = connector
         self._record = record
+        self._ahead = recording.wrapped is not None
+        """Whether keys count from the first moment on: a recorder notices them later than its wrapped connector."""
+        self._keys_of_turns = _keys_of_turns(recording)
         self._rewritten: dict[int, int] = {}
         """Ordinal -> the first chunk whose tokens are other ones since they were last written."""
 
@@ -41,14 +45,22 @@ class LiveRequests:
         return self._requests[life.request_id]
 
     def prompt(self, life: Life) -> list[int]:
-        """The tokens with which a request arrives; no key of them is known yet."""
-        return token_ids(str(life.ordinal), (), range(life.num_prompt_tokens), self._chunk_size)
+        """The tokens with which a request arrives, as the keys say that are told later."""
+        keys = self._keys_of_turn(life)
+        if self._ahead:
+            life.keys = keys
+        return token_ids(str(life.ordinal), keys, range(life.num_prompt_tokens), self._chunk_size)
+
+    def _keys_of_turn(self, life: Life) -> list[bytes]:
+        """All keys that are told of it until its next turn, as a list of its own."""
+        turns = self._keys_of_turns.get(life.ordinal)
+        return list(turns.pop(0)) if turns else []
 
     def notice(self, call: HookCall) -> None:
         """As when the call noticed keys and preemptions."""
         for event in call.noticed(e.ChunkKeysObserved):
             life = self._record.get(event.request_id)
-            if life is not None:
+            if life is not None and not self._ahead:
                 self._rewrite(life, min(len(life.keys), event.first_chunk))
                 self._record.told_keys(event)
         for preemption in call.noticed(e.RequestPreempted):
@@ -58,7 +70,7 @@ class LiveRequests:
 
     def next_turn(self, life: Life, event: e.SessionContinued) -> None:
         """As when a streaming session goes on; keys behind the cut are the new turn's, as the call has noticed them."""
-        keys = life.keys[:]
+        keys = self._keys_of_turn(life) if self._ahead else life.keys[:]
         self._record.continued(life, event, self._chunk_size)
         life.keys = keys
         self._rewrite(life, event.num_computed_tokens // self._chunk_size)
@@ -66,6 +78,14 @@ class LiveRequests:
         request.num_computed_tokens = event.num_computed_tokens
         request.num_prompt_tokens = event.num_prompt_tokens
         self.write_tokens(life, event.num_tokens)
+
+    def take_back(self, rolled_back: Mapping[str, int]) -> None:
+        """As when vLLM has taken back, of these requests, what followed a failed load: the count that is left."""
+        for life in self._record:
+            if life.request_id in rolled_back:
+                self._record.rolled_back(life, rolled_back[life.request_id])
+            if life.request_id in self._requests:
+                self._requests[life.request_id].num_computed_tokens = self._record.num_computed_tokens(life)
 
     def prepare(self, part: ScheduledTokens, num_settled_tokens: int | None) -> None:
         """As when a step was built, in which so many tokens were told to be settled, or nothing was told."""
@@ -109,5 +129,26 @@ class LiveRequests:
 
     def _as_keyed(self, life: Life, num_tokens: int) -> int:
         """As many tokens as agree with the chunks whose keys are known."""
+        if self._ahead:
+            return num_tokens
         least = len(life.keys) * self._chunk_size
         return max(least, min(num_tokens, least + self._chunk_size - 1))
+
+
+def _keys_of_turns(recording: Recording) -> dict[int, list[list[bytes]]]:
+    """By ordinal of a life, for each turn of its session the keys that were told until the next one."""
+    ordinals: dict[str, int] = {}
+    found: dict[int, list[list[bytes]]] = {}
+    for _, event in recording.observations:
+        if isinstance(event, e.RequestArrived):
+            ordinals[event.request_id] = event.ordinal
+            found[event.ordinal] = [[]]
+            continue
+        turns = found.get(ordinals.get(getattr(event, "request_id", ""), -1))
+        if turns is None:
+            continue
+        if isinstance(event, e.SessionContinued):
+            turns.append(turns[-1][: event.num_computed_tokens // recording.configuration.chunk_size])
+        elif isinstance(event, e.ChunkKeysObserved):
+            turns[-1][event.first_chunk :] = event.keys
+    return found

@@ -9,8 +9,7 @@ from collections.abc import Collection, Iterable, Sequence
 
 import attrs
 
-from kvledger.adapters.core import composed_core
-from kvledger.lifecycle import LedgerConfiguration, Rule, SequencedEvent
+from kvledger.lifecycle import Core, LedgerConfiguration, Rule, SequencedEvent
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit import RECORDED, Audit, Violation
 
@@ -37,9 +36,9 @@ class Watch:
     A log that broken code wrote may not fold with that code, and neither do its decisions come about again.
     """
 
-    def __init__(self, configuration: LedgerConfiguration, handlers: Sequence[str] = ()) -> None:
+    def __init__(self, configuration: LedgerConfiguration, core: Core) -> None:
         self._found: list[Violation] = []
-        self.audit = Audit(composed_core(handlers), configuration, keeps=self._look_at)
+        self.audit = Audit(core, configuration, keeps=self._look_at)
 
     def take(self, events: Sequence[SequencedEvent]) -> list[Violation]:
         """What is wrong with the events of one call."""
@@ -96,15 +95,18 @@ class Reenactment:
     """Gathers events call by call. `events` have the sequence numbers of the new log."""
 
     configuration: LedgerConfiguration
-    handlers: Sequence[str] = ()
+    core: Core = attrs.field(factory=Core.standard)
+    """That of the code under test."""
     events: list[SequencedEvent] = attrs.field(factory=list, init=False)
     troubles: list[Trouble] = attrs.field(factory=list, init=False)
     left_out: list[str] = attrs.field(factory=list, init=False)
     """What could not be re-enacted, in words."""
+    other_answers: list[str] = attrs.field(factory=list, init=False)
+    """Lookups that were answered otherwise than recorded, in words."""
     _watch: Watch = attrs.field(init=False)
 
     def __attrs_post_init__(self) -> None:
-        self._watch = Watch(self.configuration, self.handlers)
+        self._watch = Watch(self.configuration, self.core)
 
     def take(self, events: Iterable[SequencedEvent], hook: str, recorded_sequence: int) -> None:
         """Take up what one call made."""

@@ -11,11 +11,12 @@ import textwrap
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import attrs
+import msgspec
 
 from kvledger.adapters.repro.calls import end_of_call
 from kvledger.adapters.repro.incident import Incident
 from kvledger.adapters.repro.literals import Group, Source, call, flat, laid_out, literal
-from kvledger.adapters.repro.recording import Recorded, Recording, changed
+from kvledger.adapters.repro.recording import Recorded, Recording, changed, ended_transfers, reported_by_workers
 from kvledger.adapters.repro.reenactment import HOOK_FAILED, NEVER_EXCUSED
 from kvledger.lifecycle import LedgerConfiguration
 from kvledger.lifecycle import events as e
@@ -36,6 +37,8 @@ class Story:
     incidents: Sequence[Incident]
     """Empty where answers are pinned."""
     pinned_answers: Sequence[int | None]
+    wrapped: str
+    """The connector that was recorded; empty where it is kvledger's own."""
     on_core: bool
     """Whether observations are given to the core alone, instead of hook calls to the connector."""
     handlers: Sequence[str]
@@ -94,7 +97,8 @@ def _docstring(story: Story) -> str:
         does = (
             f"The recorded {driven} once more, and what it writes is audited. The tests fail where it goes wrong as it "
             "did, and where a hook or a handler raises that did not. What vLLM and the workers did is part of the "
-            "recording: a fault of theirs stays, and the tests ask whether kvledger copes with it."
+            "recording: a fault of theirs stays, and the tests ask whether "
+            f"{story.wrapped or 'kvledger'} copes with it."
         )
     else:
         title = f"The recorded answers to the lookups of {story.request_id}, once more."
@@ -115,7 +119,12 @@ def _quotable(text: str) -> str:
 def _imports(body: str, story: Story) -> str:
     drive = "reenact_core" if story.on_core else "reenact"
     names = ["Recording", drive]
-    names += [name for name in ("quiet_steps", "report", "step") if re.search(rf"\b{name}\(", body)]
+    names += [
+        name
+        for name in ("quiet_steps", "report", "step", "transfers_ended", "workers_reported")
+        if re.search(rf"\b{name}\(", body)
+    ]
+    names += ["Wrapped"] if story.wrapped else []
     return (
         "from __future__ import annotations\n\n"
         f"from kvledger.adapters.repro import {', '.join(sorted(names, key=_isorted))}\n"
@@ -146,7 +155,15 @@ def _tests(story: Story, recording: Recording) -> Iterator[str]:
             f"    trouble = {drive}(RECORDING{until}).trouble({_text(incident.rule)}{besides})\n"
             "    assert not trouble, trouble"
         )
-    if not story.incidents:
+    if story.wrapped:
+        last = story.incidents[-1] if story.incidents else None
+        until = "" if last is None else f", until={end_of_call(recording.observations, last.sequence)}"
+        yield (
+            "def test_the_recorded_calls_get_the_recorded_answers() -> None:\n"
+            f'    """Each lookup, from {_quotable(story.wrapped)} as it is installed here."""\n'
+            f"    assert reenact(RECORDING{until}).other_answers == []"
+        )
+    elif not story.incidents:
         answers = laid_out(
             Group("[", tuple(map(literal, story.pinned_answers)), "]"),
             prefix=f"assert reenactment.answers({_text(story.request_id)}) == ",
@@ -194,9 +211,12 @@ def _recording(recording: Recording, story: Story) -> str:
         "configuration": _configuration(recording.configuration),
         "observations": Group("(", tuple(_observations(recording.observations, kept_whole)), ")"),
     }
-    for name, table in (("jobs", recording.jobs), ("answers", recording.answers)):
+    for name, table in (("jobs", recording.jobs), ("answers", recording.answers), ("copies", recording.copies)):
         if table:
             fields[name] = literal(dict(table))
+    if recording.wrapped is not None:
+        values = {name: literal(value) for name, value in msgspec.structs.asdict(recording.wrapped).items()}
+        fields["wrapped"] = call("Wrapped", **values)
     for name in ("speculates", "zeroes_new_blocks"):
         if getattr(recording, name):
             fields[name] = "True"
@@ -276,6 +296,14 @@ _SHORT: Mapping[type[e.Event], tuple[str, tuple[str, ...], Mapping[str, object]]
 
 
 def _event(event: e.Event) -> Source:
+    ended = ended_transfers(event)
+    if ended:
+        return call("transfers_ended", literal(getattr(event, "time_ns", 0)), *map(literal, ended))
+    reported = reported_by_workers(event)
+    if reported is not None:
+        told = {name: value for name, value in msgspec.structs.asdict(reported).items() if value}
+        time_ns = getattr(event, "time_ns", 0)
+        return call("workers_reported", literal(time_ns), **{name: literal(value) for name, value in told.items()})
     leads = ("request_id",) if isinstance(event, e.RequestEvent) else ()
     name, positional, defaults = _SHORT.get(type(event), (f"e.{type(event).__name__}", leads, {}))
     given = {field: getattr(event, field) for field in field_names(type(event))}

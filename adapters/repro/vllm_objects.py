@@ -27,7 +27,12 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
+from kvledger.adapters.recorder.connector import KVLedgerRecorder, KVLedgerRecorderHMA
+from kvledger.adapters.recorder.said import Began, WorkersReported
 from kvledger.adapters.repro.recording import NotReenactable
+from kvledger.adapters.repro.workers import worker_metadata
+from kvledger.adapters.simulation.engine import vllm_config
+from kvledger.adapters.simulation.tiny_model import MAX_MODEL_LEN
 from kvledger.adapters.vllm import KVLedgerConnector
 from kvledger.adapters.vllm.configuration import LARGE_LOAD_BYTES
 from kvledger.adapters.vllm.metadata import JobReport, WorkerReports
@@ -125,6 +130,66 @@ class Engine:
         )
 
 
+class WrappedEngine(Engine):
+    """A vLLM configuration like the one in which a recorder was, around the connector that it was around."""
+
+    def __init__(self, configuration: LedgerConfiguration, wrapped: Began, *, speculates: bool) -> None:
+        super().__init__(
+            configuration, speculates=speculates, zeroes_new_blocks=False, num_blocks=max(1, wrapped.num_blocks)
+        )
+        width = max(2, wrapped.block_bytes // configuration.block_size)
+        self._cache_config = _cache_config(
+            KVCacheConfig,
+            configuration,
+            wrapped.block_bytes,
+            max(1, wrapped.num_blocks),
+            head_size=width // 2,
+        )
+        self._wrapped = wrapped
+
+    def connector(self, extra_config: dict[str, Any], clock: Callable[[], int]) -> KVLedgerRecorder:  # type: ignore[override]
+        """The scheduler's half of the recorder, with the scheduler's half of the wrapped connector in it."""
+        wrapped = self._wrapped
+        config = vllm_config(
+            num_blocks=wrapped.num_blocks,
+            block_size=self._configuration.block_size,
+            max_num_seqs=wrapped.max_num_seqs,
+            max_num_batched_tokens=wrapped.max_num_batched_tokens,
+            max_model_len=min(wrapped.max_model_len, MAX_MODEL_LEN),
+            enable_prefix_caching=wrapped.enable_prefix_caching,
+            async_scheduling=False,
+            kv_transfer={
+                "kv_connector": wrapped.recorder,
+                "kv_connector_module_path": "kvledger.adapters.recorder",
+                "kv_role": wrapped.kv_transfer["kv_role"],
+                "kv_connector_extra_config": {**extra_config, "connector": wrapped.kv_transfer},
+            },
+        )
+        config.scheduler_config.async_scheduling = wrapped.async_scheduling
+        config.parallel_config.world_size = wrapped.num_ranks
+        if self._speculates:
+            speculation: Any = object()
+            config.speculative_config = speculation
+        recorder = {"KVLedgerRecorder": KVLedgerRecorder, "KVLedgerRecorderHMA": KVLedgerRecorderHMA}[wrapped.recorder]
+        made = type(wrapped.recorder, (recorder,), {"clock": staticmethod(clock)})
+        connector: KVLedgerRecorder = made(config, KVConnectorRole.SCHEDULER, self._cache_config)
+        return connector
+
+    def workers_output(
+        self, reported: WorkersReported, completed: Sequence[str], connector: object
+    ) -> KVConnectorOutput:
+        """What comes back of a step, with copies that all workers have completed."""
+        return KVConnectorOutput(
+            finished_sending=set(reported.finished_sending) or None,
+            finished_recving=set(reported.finished_recving) or None,
+            failed_recving=set(reported.failed_recving),
+            invalid_block_ids=set(reported.invalid_block_ids),
+            kv_connector_worker_meta=worker_metadata(
+                dict.fromkeys(completed, self._wrapped.num_ranks), getattr(connector, "_connectors", ())
+            ),
+        )
+
+
 def _block_bytes(configuration: LedgerConfiguration) -> int:
     """Bytes of a block for which loads of the configured size run beside the steps."""
     granularity = configuration.block_size
@@ -136,8 +201,14 @@ def _block_bytes(configuration: LedgerConfiguration) -> int:
 
 
 def _cache_config(
-    config_class: type[KVCacheConfig], configuration: LedgerConfiguration, block_bytes: int, num_blocks: int
+    config_class: type[KVCacheConfig],
+    configuration: LedgerConfiguration,
+    block_bytes: int,
+    num_blocks: int,
+    *,
+    head_size: int = 0,
 ) -> KVCacheConfig:
+    """With heads of that size, or of one that fills the block."""
     block_size = configuration.block_size
     width = block_bytes // block_size
     sizes: dict[str, Any] = {"block_size": block_size, "num_kv_heads": 1, "dtype": torch.uint8}
@@ -145,9 +216,9 @@ def _cache_config(
     for number, window in enumerate(configuration.windows):
         spec: Any
         if window:
-            spec = SlidingWindowSpec(sliding_window=window, head_size=_halved(width), **sizes)
-        elif any(configuration.windows):
-            spec = FullAttentionSpec(head_size=_halved(width), **sizes)
+            spec = SlidingWindowSpec(sliding_window=window, head_size=head_size or _halved(width), **sizes)
+        elif head_size or any(configuration.windows):
+            spec = FullAttentionSpec(head_size=head_size or _halved(width), **sizes)
         else:
             spec = MLAAttentionSpec(head_size=width, **sizes)
         names.append(f"layer {number}")
@@ -177,7 +248,10 @@ def tables(block_ids: Sequence[int], num_groups: int) -> tuple[list[int], ...]:
 def kv_cache_blocks(block_ids: Sequence[int], num_groups: int) -> KVCacheBlocks:
     """What the scheduler hands over when it gives blocks."""
     return KVCacheBlocks(
-        tuple([KVCacheBlock(block_id) for block_id in table] for table in tables(block_ids, num_groups))
+        tuple(
+            [KVCacheBlock(block_id, is_null=not block_id) for block_id in table]
+            for table in tables(block_ids, num_groups)
+        )
     )
 
 
@@ -218,7 +292,9 @@ def scheduler_output(step: Step, requests: Mapping[str, Request], num_groups: in
     """One step as the scheduler describes it."""
     new = [part for part in step.scheduled if part.is_new]
     cached = [part for part in step.scheduled if not part.is_new]
-    num_scheduled_tokens = {part.request_id: part.num_scheduled_tokens for part in step.scheduled}
+    places = {request_id: place for place, request_id in enumerate(step.admitted_request_ids)}
+    in_order = sorted(step.scheduled, key=lambda part: places.get(part.request_id, -1))
+    num_scheduled_tokens = {part.request_id: part.num_scheduled_tokens for part in in_order}
     output = SchedulerOutput(
         scheduled_new_reqs=[_new_request(part, requests, step, num_groups) for part in new],
         scheduled_cached_reqs=_cached_requests(cached, requests, step, num_groups),
@@ -226,7 +302,7 @@ def scheduler_output(step: Step, requests: Mapping[str, Request], num_groups: in
         total_num_scheduled_tokens=sum(num_scheduled_tokens.values()),
         scheduled_spec_decode_tokens={},
         scheduled_encoder_inputs={},
-        finished_req_ids=set(),
+        finished_req_ids=set(step.ended_request_ids),
         free_encoder_mm_hashes=[],
         preempted_req_ids=set(step.preempted_request_ids),
         new_block_ids_to_zero=list(step.zeroed_block_ids) or None,

@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 VOCABULARY_SIZE = 512
+MAX_MODEL_LEN = 8192
 
 _CONFIGURATION = {
     "architectures": ["LlamaForCausalLM"],
@@ -17,7 +18,7 @@ _CONFIGURATION = {
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "max_position_embeddings": 8192,
+    "max_position_embeddings": MAX_MODEL_LEN,
     "torch_dtype": "float32",
 }
 

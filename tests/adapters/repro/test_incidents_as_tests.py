@@ -20,6 +20,7 @@ from sim.checks.rules import allowed_rules
 from sim.logs import read_end
 from sim.world import World
 
+from kvledger.adapters.core import composed_core
 from kvledger.adapters.repro.incident import find_incidents
 from kvledger.adapters.simulation.engine import SimulatedEngine
 from kvledger.lifecycle import events as e
@@ -177,7 +178,7 @@ def test_the_cause_comes_before_what_was_withheld_because_of_it(monkeypatch: pyt
     withheld = {event.request_id for _, event in log.events if isinstance(event, e.DecisionWithheld)}
     assert withheld
     for request_id in withheld:
-        incidents = find_incidents(log.configuration, log.events, request_id, handlers).incidents
+        incidents = find_incidents(log.configuration, log.events, request_id, composed_core(handlers)).incidents
         assert [incident.rule for incident in incidents][:2] == ["LOOKUP_PURE", "VLLM_CONTRACT"]
 
 

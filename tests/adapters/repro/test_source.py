@@ -23,6 +23,7 @@ def story(detail: str = "it broke") -> Story:
         request_id="r",
         incidents=(Incident("LAST_TOKEN", 19, "r", detail, ("HOOK_FAILED", "LIVENESS")),),
         pinned_answers=(),
+        wrapped="",
         on_core=True,
         handlers=(),
         origin="kvledger 0.1.0",

@@ -1,0 +1,217 @@
+"""A wrapped connector of a recorder's log, made again, answers the recorded calls as recorded; incidents come back."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import attrs
+import msgspec
+import pytest
+from sim.faults import CLIENT_FAULTS
+from sim.recorded import events_of
+from sim.settings import draw
+from sim.world import World
+
+from kvledger.adapters.cli.main import main
+from kvledger.adapters.recorder.extension import Recorder
+from kvledger.adapters.recorder.said import CHILD
+from kvledger.adapters.repro import NotReenactable, Recording, record, reenact, workers_reported
+from kvledger.adapters.repro.call_reduction import minimal
+from kvledger.adapters.repro.playable import could_be_played
+from kvledger.adapters.simulation.contenders import Contender, NamedConnector, Offloading, Recorded, Several
+from kvledger.adapters.simulation.engine import SimulatedEngine
+from kvledger.lifecycle import events as e
+
+pytestmark = pytest.mark.scheduler
+
+Events = list[tuple[int, e.Event]]
+WITHIN = {"load_mode": "sync", "save_mode": "sync", "max_silent_ms": 0}
+FAILS = {"num_tokens": 60, "failure_share": 0.4, "seed": 1, "num_steps": 2}
+THEIRS = {"num_tokens": 48, "num_steps": 2, "seed": 1}
+INNER: dict[str, Contender] = {
+    "OffloadingConnector": Offloading(),
+    "a cache that fails beside the steps": NamedConnector(name="Neighbour", module="sim.neighbour", options=FAILS),
+    "MultiConnector": Several(
+        children=(NamedConnector(name="Neighbour", module="sim.neighbour", options=THEIRS), Offloading())
+    ),
+}
+
+
+def recorded_world(inner: Contender, seed: int) -> Any:
+    """What a recorder around that connector wrote in a world."""
+    connector = {**draw(random.Random(f"settings {seed}")).connector, **WITHIN}
+    recorder = Recorded(inner=inner)
+    with World(seed, contender=recorder, neighbour=recorder, faults=CLIENT_FAULTS, connector=connector) as world:
+        world.run()
+    return world.engine.scheduler.connector.recording
+
+
+def without_times_and_keys(events: Events) -> list[Any]:
+    """What is to be the same: all but names of chunks, times and the engine's description."""
+    names: dict[bytes, int] = {}
+    found: list[Any] = []
+    for sequence, event in events:
+        fields = {name: getattr(event, name) for name in event.__struct_fields__ if name != "time_ns"}
+        if isinstance(event, e.ExtensionObserved | e.ExtensionNoted):
+            if event.name == "began":
+                continue
+            fields["payload"] = msgspec.structs.asdict(Recorder.payload_of(event))
+            fields["payload"].pop("duration_ns", None)
+        elif isinstance(event, e.ChunkKeysObserved):
+            fields["keys"] = [names.setdefault(key, len(names)) for key in event.keys]
+        if not isinstance(event, e.LogNote):
+            found.append((sequence, type(event).__name__, fields))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "seed"),
+    [
+        ("OffloadingConnector", 7),
+        ("a cache that fails beside the steps", 24),
+        ("MultiConnector", 26),
+        *(
+            pytest.param(name, seed, marks=pytest.mark.long, id=f"{name}-{seed}")
+            for name in INNER
+            for seed in range(170, 185)
+        ),
+    ],
+)
+def test_a_recorded_connector_made_again_writes_the_same_log(name: str, seed: int) -> None:
+    """Event by event: what it is asked, answers and copies, and what vLLM hears. No worker is there."""
+    recording = recorded_world(INNER[name], seed)
+    events = events_of(recording)
+    outcome = reenact(record(recording.log.configuration, events))
+    for recorded, again in zip(without_times_and_keys(events), without_times_and_keys(outcome.events), strict=False):
+        assert again == recorded
+    assert outcome.left_out == []
+    assert outcome.other_answers == []
+    assert len(without_times_and_keys(outcome.events)) == len(without_times_and_keys(events))
+
+
+def hold_session(log_dir: Path | None = None) -> Any:
+    """A streaming session of OffloadingConnector, recorded, and others who have nothing to do with it."""
+    engine = SimulatedEngine(
+        contender=Recorded(inner=Offloading()), num_blocks=60, host_bytes=1 << 22, chunk_size=16, log_dir=log_dir
+    )
+    engine.add("session", range(45), 5, resumable=True)
+    engine.add("other", range(1000, 1100), 20)
+    for _ in range(6):
+        engine.step()
+    engine.add("session", range(300, 340), 10, resumable=True)
+    for _ in range(6):
+        engine.step()
+    engine.shutdown()
+    return engine.scheduler.connector.recording  # type: ignore[union-attr]
+
+
+def test_repro_writes_a_test_that_fails_as_the_connector_did(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The recorded answers come again, and so does the incident; requests and calls that it does not need are gone."""
+    hold_session(tmp_path)
+    (log,) = (log for log in tmp_path.iterdir() if "worker" not in log.name)
+    assert main(["repro", str(log)]) == 0
+    source = capsys.readouterr().out
+    namespace: dict[str, Any] = {"__name__": "generated"}
+    exec(compile(source, "generated", "exec"), namespace)  # noqa: S102 -- it is ours
+    tests = {name: test for name, test in namespace.items() if name.startswith("test_")}
+    tests.pop("test_the_recorded_calls_get_the_recorded_answers")()
+    (incident,) = tests.values()
+    with pytest.raises(AssertionError, match="TABLE_EQ was broken of session in build_connector_meta"):
+        incident()
+    recording: Recording = namespace["RECORDING"]
+    kinds = [type(event) for _, event in recording.observations]
+    assert kinds.count(e.RequestArrived) == 1
+    assert workers_reported(0).__class__ not in kinds, "what the workers reported is not needed"
+
+
+def test_what_was_raised_in_a_hook_is_raised_again() -> None:
+    """At the same call; a reset between two steps preempts, and the next step names whom."""
+    engine = SimulatedEngine(contender=Recorded(inner=Offloading()), num_blocks=20, host_bytes=1 << 22, chunk_size=16)
+    engine.add("a", range(20), 10)
+    for _ in range(3):
+        engine.step()
+    engine.scheduler.reset_prefix_cache(reset_running_requests=True)
+    with pytest.raises(AssertionError):
+        engine.step()
+    log = engine.scheduler.connector.recording  # type: ignore[union-attr]
+    engine.shutdown()
+    outcome = reenact(record(log.log.configuration, events_of(log)))
+    (trouble,) = outcome.troubles
+    assert (trouble.rule, trouble.hook) == ("HOOK_FAILED", "build_connector_meta")
+    assert "AssertionError" in trouble.detail
+
+
+@pytest.mark.parametrize("why", ["is not known: Foreign", "inside of MultiConnector"])
+def test_a_log_that_cannot_be_driven_again_says_why(why: str) -> None:
+    """With the remedy: of workers' metadata that nobody reads, and of one child among several."""
+    recording = hold_session()
+    events = events_of(recording)
+    spoilt: e.Event = e.LogNote(f"{CHILD}, its reports concern other connectors as well", 0)
+    if "Foreign" in why:
+        spoilt = workers_reported(0, unread="Foreign")
+    with pytest.raises(NotReenactable, match=why):
+        record(recording.log.configuration, [*events, (events[-1][0] + 1, spoilt)])
+
+
+def test_a_connector_that_cannot_be_made_here_is_named() -> None:
+    """It is not installed, or its module is not on the path."""
+    log = hold_session()
+    recording = record(log.log.configuration, events_of(log))
+    assert recording.wrapped is not None
+    elsewhere = {**recording.wrapped.kv_transfer, "kv_connector": "Elsewhere", "kv_connector_module_path": "elsewhere"}
+    gone = attrs.evolve(recording, wrapped=msgspec.structs.replace(recording.wrapped, kv_transfer=elsewhere))
+    with pytest.raises(NotReenactable, match=r"Elsewhere cannot be made .* put its module on PYTHONPATH"):
+        reenact(gone)
+
+
+def test_calls_that_vllm_could_not_make_are_told_apart() -> None:
+    """Without the lookup before blocks are given, without the step that computed the first tokens."""
+    log = hold_session()
+    recording = record(log.log.configuration, events_of(log))
+    assert could_be_played(recording)
+    is_left_out: tuple[Callable[[e.Event], bool], ...] = (
+        lambda event: isinstance(event, e.LookupRequested),
+        lambda event: isinstance(event, e.StepScheduled) and event.step == 0,
+        lambda event: isinstance(event, e.BlocksAllocated),
+    )
+    for leaves_out in is_left_out:
+        observations = tuple(entry for entry in recording.observations if not leaves_out(entry[1]))
+        assert not could_be_played(attrs.evolve(recording, observations=observations))
+
+
+def test_what_is_minimal_holds_and_nothing_of_it_can_be_spared() -> None:
+    """In the order of the whole."""
+    tried: list[list[int]] = []
+
+    def holds(some: Any) -> bool:
+        tried.append(list(some))
+        return {3, 11, 12} <= set(some)
+
+    assert minimal(range(20), holds) == [3, 11, 12]
+    assert [3, 11] in tried
+    assert len(tried) < 60
+
+
+def test_secrets_of_the_configuration_are_not_in_the_log() -> None:
+    """Texts whose name sounds like one, and credentials in an address; numbers and other texts are."""
+    options = {"api_key": "hidden-1", "max_tokens": 7, "nested": {"password": "hidden-2"}, "layout": "HND"}
+    options["url"] = "redis://user:hidden-3@host:1"
+    witness = NamedConnector(name="Witness", module="sim.witness", options=options)
+    engine = SimulatedEngine(contender=Recorded(inner=witness), num_blocks=20, host_bytes=1 << 20, chunk_size=16)
+    log = engine.scheduler.connector.recording  # type: ignore[union-attr]
+    engine.shutdown()
+    recording = record(log.log.configuration, events_of(log))
+    assert recording.wrapped is not None
+    extra = recording.wrapped.kv_transfer["kv_connector_extra_config"]
+    assert extra == {
+        "api_key": "(not recorded)",
+        "max_tokens": 7,
+        "nested": {"password": "(not recorded)"},
+        "layout": "HND",
+        "url": "redis://(not recorded)@host:1",
+    }
