@@ -22,6 +22,8 @@ from typing import Any
 
 import pydantic
 
+from kvledger.adapters.conformance import obligations
+from kvledger.adapters.conformance.stories import STORIES
 from kvledger.adapters.vllm.configuration import ConnectorSettings
 from kvledger.adapters.vllm.log_settings import LogSettings
 from kvledger.lifecycle import Core, LedgerConfiguration, audit, events, rules, states, table
@@ -403,7 +405,65 @@ def mutants_page() -> list[str]:
     return lines
 
 
+# --- contract --------------------------------------------------------------------------------------------------------
+
+
+CONTRACT_INTRODUCTION = """
+What vLLM relies on, obligation by obligation, with the rule or check that holds a connector against it. Rules judge a
+log, also one of production ([recording](recording.md), [invariants](invariants.md)); checks belong to
+`kvledger conformance`, which [plays](conformance.md) a connector on vLLM's scheduler. Paths are of vLLM 0.32:
+`base.py` is `distributed/kv_transfer/kv_connector/v1/base.py`, `scheduler.py` is `v1/core/sched/scheduler.py`; what
+stands in quotation marks is said there. The issues are public ones in which the obligation was broken.
+"""
+ISSUES = {"vllm": "vllm-project/vllm", "LMCache": "LMCache/LMCache"}
+
+
+def contract_page() -> list[str]:
+    """The obligations, the checks, the stories."""
+    everything = obligations.OBLIGATIONS.values()
+    lines = heading("The contract of a connector", "adapters/conformance/obligations.py and stories.py")
+    lines += prose(CONTRACT_INTRODUCTION)
+    seen, checks = attribute_docs(obligations.Seen), attribute_docs(obligations.Check)
+    lines += [f"- **{each.value}**: {seen[each.name]}" for each in obligations.Seen]
+    body = [[f"[{each.name}](#{each.name})", each.side, each.seen.value, held_by(each)] for each in everything]
+    lines += ["", *rows(["obligation", "side", "can be seen", "held by"], body)]
+    for each in everything:
+        lines += obligation_section(each)
+    lines += ["## Checks", "", "What the simulation holds a connector against beside the rules of its log.", ""]
+    lines += [f"- `{each.value}`: {checks[each.name]}" for each in obligations.Check]
+    lines += ["", "## Stories", "", "Each is played twice, the second time with each lookup asked twice.", ""]
+    return [*lines, *(f"- **{name}**: {one_line(play.story.__doc__)}" for name, play in STORIES.items())]
+
+
+def held_by(obligation: obligations.Obligation) -> str:
+    """Its rules and checks."""
+    return ", ".join(f"`{check}`" for check in obligation.checks) or "nothing"
+
+
+def obligation_section(obligation: obligations.Obligation) -> list[str]:
+    """One obligation."""
+    lines = [f"## {obligation.name}", "", obligation.text, ""]
+    hooks = ", ".join(f"`{hook}`" for hook in obligation.hook.split(", "))
+    lines += [f"- Hook: {obligation.hook if obligation.hook == 'every hook' else hooks} ({obligation.side})"]
+    lines += [f"- Source: {'; '.join(obligation.source)}"]
+    lines += [f"- Can be seen {obligation.seen.value}; held by {held_by(obligation)}"]
+    if obligation.stories:
+        lines += [f"- Judged in: {'; '.join(obligation.stories)}"]
+    if obligation.limit:
+        lines += [f"- Not seen: {obligation.limit}"]
+    if obligation.incidents:
+        lines += [f"- Broken in {', '.join(issue(name) for name in obligation.incidents)}"]
+    return [*lines, ""]
+
+
+def issue(name: str) -> str:
+    """A public issue or change, linked."""
+    repository, _, number = name.partition("#")
+    return f"[{name}](https://github.com/{ISSUES[repository]}/issues/{number})"
+
+
 # --- writing ---------------------------------------------------------------------------------------------------------
+
 
 PAGES: dict[str, Callable[[], list[str]]] = {
     "states.md": states_page,
@@ -411,6 +471,7 @@ PAGES: dict[str, Callable[[], list[str]]] = {
     "configuration.md": configuration_page,
     "invariants.md": invariants_page,
     "mutants.md": mutants_page,
+    "contract.md": contract_page,
 }
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import attrs
 import torch
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
 from vllm.v1.kv_offload.base import CanonicalKVCaches, GPULoadStoreSpec, LoadStoreSpec, OffloadingWorker, TransferResult
 
 LEDGER = {
@@ -29,8 +29,13 @@ class Contender:
         """The `kv_transfer_config` for a world drawn for kvledger with `extra_config`."""
         return {**LEDGER, **kv_transfer, "kv_connector_extra_config": extra_config}
 
+    def make_worker(self, connector_class: Any, config: Any, kv_cache_config: Any) -> KVConnectorBase_V1:
+        """The worker side, as vLLM makes it."""
+        worker: KVConnectorBase_V1 = connector_class(config, KVConnectorRole.WORKER, kv_cache_config)
+        return worker
+
     def prepared(self, worker: KVConnectorBase_V1) -> KVConnectorBase_V1:
-        """The worker side, before the KV caches are registered."""
+        """The same, before the KV caches are registered."""
         return worker
 
 

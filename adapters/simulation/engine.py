@@ -11,12 +11,13 @@ import tempfile
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
 from vllm.config import CacheConfig, DeviceConfig, KVTransferConfig, ModelConfig, SchedulerConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata, KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import get_hash_fn_by_name
@@ -231,7 +232,7 @@ class SimulatedEngine:
         config.parallel_config = copy.copy(config.parallel_config)
         config.parallel_config.rank = rank
         connector_class: Any = type(self.scheduler.connector)
-        worker: KVConnectorBase_V1 = contender.prepared(connector_class(config, KVConnectorRole.WORKER, cache_config))
+        worker = contender.prepared(contender.make_worker(connector_class, config, cache_config))
         worker.register_kv_caches(self.models[rank].kv_caches)
         return worker
 
@@ -378,15 +379,21 @@ class SimulatedEngine:
         model.update_states(scheduler_output)
         worker.bind_connector_metadata(metadata)
         if scheduler_output.has_sync_kv_loads:
-            worker.start_load_kv(None)  # type: ignore[arg-type]
+            worker.start_load_kv(_forward_context(model, scheduler_output))
+        if scheduler_output.total_num_scheduled_tokens:
+            for name in model.kv_caches:  # where an attention layer would, before all of them instead of before each
+                worker.wait_for_layer_load(name)
         output = KVConnectorOutput()
         failed = worker.get_block_ids_with_load_errors()
         unfilled_in.update(dict.fromkeys(failed, self._num_executed))
         excused = self._excused(unfilled_in)
         request_ids, sampled = model.forward(scheduler_output, excused)
         unfilled_in.update(excused)
+        if scheduler_output.total_num_scheduled_tokens:
+            for name, layer in model.kv_caches.items():
+                worker.save_kv_layer(name, layer, None)  # type: ignore[arg-type]
         if not scheduler_output.has_sync_kv_loads:
-            worker.start_load_kv(None)  # type: ignore[arg-type]
+            worker.start_load_kv(_forward_context(model, scheduler_output))
         # With a drafter the forward is followed by the drafter's, and saves by that: what they did is told a step later
         # (`v1/worker/kv_connector_model_runner_mixin.py`, finalize_kv_connector). A step without a forward has none.
         saves_last = self._reports_before_saves and bool(scheduler_output.total_num_scheduled_tokens)
@@ -403,6 +410,13 @@ class SimulatedEngine:
             worker.wait_for_save()  # type: ignore[no-untyped-call]
         worker.clear_connector_metadata()
         return _model_runner_output(request_ids, sampled, output)
+
+
+def _forward_context(model: HashedModel, scheduler_output: SchedulerOutput) -> Any:
+    """As much of vLLM's as a connector reads that loads by layers (`kv_connector/v1/example_connector.py`, 0.32)."""
+    layers = {name: SimpleNamespace(kv_cache=layer) for name, layer in model.kv_caches.items()}
+    attends = scheduler_output.total_num_scheduled_tokens > 0
+    return SimpleNamespace(attn_metadata=dict.fromkeys(layers) if attends else None, no_compile_layers=layers)
 
 
 def our_child(connector: Any) -> Any:

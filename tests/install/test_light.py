@@ -27,7 +27,7 @@ INSTALL_CONNECTOR = (
 )
 INSTALL_NATS = 'needs nats, not installed here: pip install "kvledger[nats]"'
 
-SOUND, RULE_BROKEN, DIVERGED, REFUSED = 0, 1, 3, 77
+SOUND, RULE_BROKEN, DIVERGED, USAGE, REFUSED = 0, 1, 3, 64, 77
 
 COMMANDS = """
 import sys
@@ -82,7 +82,7 @@ def test_no_command_that_reads_logs_loads_what_an_extra_brings(
     ended = run(python, "-c", COMMANDS, example_log, cwd=tmp_path)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     codes = re.findall(r"^ended (\d+) (\w+)", ended.stderr, re.MULTILINE)
-    assert {name for _, name in codes} == KVLEDGER_COMMANDS.keys() - {"ship"}
+    assert {name for _, name in codes} == KVLEDGER_COMMANDS.keys() - {"ship", "conformance"}
     assert {int(code) for code, _ in codes} <= {SOUND, RULE_BROKEN, DIVERGED}, ended.stderr
     (loaded,) = re.findall(r"^loaded (.*)$", ended.stderr, re.MULTILINE)
     assert not set(loaded.split()) & EXTRAS.keys()
@@ -140,6 +140,13 @@ def test_a_stream_names_the_extra_for_streams(light_python: Path, tmp_path: Path
     ended = run(kvledger_of(light_python), *arguments, cwd=tmp_path)
     assert ended.returncode == REFUSED
     assert ended.stderr == f"kvledger: kvledger.storage.events.jetstream {INSTALL_NATS}\n"
+
+
+def test_conformance_names_the_extra(light_python: Path, tmp_path: Path) -> None:
+    """Before the connector is looked for."""
+    ended = run(kvledger_of(light_python), "conformance", "no.such:Connector", cwd=tmp_path)
+    assert ended.returncode == USAGE
+    assert ended.stderr == f"kvledger: kvledger conformance needs {INSTALL_CONNECTOR}\n"
 
 
 def test_handlers_that_need_the_connector_say_so(light_python: Path, example_log: Path, tmp_path: Path) -> None:

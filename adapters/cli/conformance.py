@@ -1,0 +1,238 @@
+"""`kvledger conformance`: does a connector keep what vLLM relies on? It is run; no GPU and no model is needed.
+
+What runs it needs vLLM and is imported when it is asked for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.progress import Progress
+
+from kvledger.adapters.cli.output import Output
+from kvledger.adapters.cli.words import plural
+from kvledger.adapters.exit_codes import CommandFailed, ExitCode
+from kvledger.storage.extras import CONNECTOR, require
+
+if TYPE_CHECKING:
+    from kvledger.adapters.conformance.runs import Finding, Outcome, Run
+    from kvledger.adapters.conformance.stage import Broken
+    from kvledger.adapters.conformance.subject import Subject
+
+_STYLES = {"kept": "green", "broken": "bold red", "not judged": "yellow"}
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """What only this command has."""
+    parser.add_argument(
+        "connector", metavar="MODULE:CLASS", help="the connector, or the name of one that vLLM registers"
+    )
+    parser.add_argument(
+        "--extra-config",
+        metavar="JSON",
+        type=_json_object,
+        default={},
+        help="its kv_connector_extra_config; {run_dir} in a string is a directory that is empty when a run begins",
+    )
+    parser.add_argument("--seeds", metavar="N", type=_count, default=50, help="how many worlds of random traffic; 50")
+    parser.add_argument("--first", metavar="N", type=_count, default=0, help="the seed of the first; 0")
+    parser.add_argument("--only", metavar="RUN", help='play this run alone: the name of a story, or "world 17"')
+    parser.add_argument(
+        "-o",
+        "--output",
+        metavar="DIR",
+        type=Path,
+        default=Path("kvledger-conformance"),
+        help="where the logs of runs are left in which something broke; kvledger-conformance",
+    )
+
+
+def run(arguments: argparse.Namespace, output: Output) -> ExitCode:
+    """Play stories and worlds, and report each obligation."""
+    try:
+        require("kvledger conformance", *CONNECTOR)
+    except ModuleNotFoundError as error:
+        raise CommandFailed(str(error), ExitCode.USAGE) from error
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    logging.disable(logging.CRITICAL)  # what a connector says of each run would hide the report
+    try:
+        return _examine(arguments, output)
+    finally:
+        logging.disable(logging.NOTSET)
+
+
+def _examine(arguments: argparse.Namespace, output: Output) -> ExitCode:
+    from kvledger.adapters.conformance import runs
+
+    directory = arguments.output.absolute()
+    chosen = list(_chosen(arguments))
+    subject, remarks = _subject(arguments, chosen[0], directory)
+    outcomes: list[Outcome] = []
+    console = Console(file=sys.stderr)
+    with Progress(console=console, transient=True, disable=not sys.stderr.isatty()) as progress:
+        task = progress.add_task("runs", total=len(chosen))
+        for each in chosen:
+            outcomes.append(runs.played(each, subject, directory))
+            num_broken = sum(bool(outcome.broken) for outcome in outcomes)
+            progress.update(task, advance=1, description=f"{each.name}; {num_broken} broken")
+    findings = runs.findings(outcomes)
+    unassigned = runs.unassigned(outcomes)
+    for outcome in outcomes:
+        remarks += [f"{outcome.run.name}: {remark}" for remark in outcome.remarks]
+    show = _show_json if output.is_json else _show_text
+    is_broken = bool(unassigned) or any(finding.broken_in for finding in findings)
+    exit_code = ExitCode.RULE_BROKEN if is_broken else ExitCode.SOUND
+    show(arguments, output, outcomes, findings, remarks)
+    for outcome, broken in unassigned:
+        if output.is_json:
+            output.record("beside", {"run": outcome.run.name, **_told(broken)})
+        else:
+            output.field(
+                "beside", f"{broken.check} in {outcome.run.name}, event {broken.event}: {broken.detail}", "red"
+            )
+    counts = {word: sum(finding.verdict == word for finding in findings) for word in _STYLES}
+    told = ", ".join(f"{count} {word}" for word, count in counts.items())
+    if output.is_json:
+        keys = {f"num_{word.replace(' ', '_')}": count for word, count in counts.items()}
+        verdict = {"verdict": exit_code.name.lower(), "exit_code": exit_code.value, "num_runs": len(outcomes)}
+        output.record("conformance", {**verdict, **keys})
+    else:
+        output.field("verdict", told, "bold red" if is_broken else "bold green")
+    return exit_code
+
+
+def _told(broken: Broken) -> dict[str, object]:
+    return {"check": broken.check, "detail": broken.detail, "sequence": broken.event}
+
+
+def _chosen(arguments: argparse.Namespace) -> list[Run]:
+    from kvledger.adapters.conformance import runs
+
+    everything = list(runs.runs(range(arguments.first, arguments.first + arguments.seeds)))
+    if arguments.only is None:
+        return everything
+    kind, _, seed = arguments.only.partition(" ")
+    if kind == "world" and seed.isdecimal():
+        return [runs.world(int(seed))]
+    found = [each for each in everything if arguments.only in (each.name, each.story)]
+    if not found:
+        names = ", ".join(dict.fromkeys(each.story for each in everything if each.story))
+        raise CommandFailed(f'--only {arguments.only}: no such run; there are "world N", and: {names}', ExitCode.USAGE)
+    return found
+
+
+def _subject(arguments: argparse.Namespace, first: Run, directory: Path) -> tuple[Subject, list[str]]:
+    """The connector with its worker, or, where that cannot be made here, without; and what is to say of that."""
+    import attrs
+
+    from kvledger.adapters.conformance import runs
+    from kvledger.adapters.conformance.subject import Subject
+
+    try:
+        subject = Subject.named(arguments.connector, arguments.extra_config)
+    except Exception as error:
+        message = f"{arguments.connector}: {type(error).__name__}: {error}; say MODULE:CLASS of a connector of vLLM's"
+        raise CommandFailed(message, ExitCode.USAGE) from error
+    try:
+        runs.built(first, subject, directory)
+    except Exception as error:  # noqa: BLE001 -- where its worker is the reason, the other side runs alone
+        without = attrs.evolve(subject, has_worker=False)
+        try:
+            runs.built(first, without, directory)
+        except Exception:  # noqa: BLE001 -- the first error says more
+            message = (
+                f"{arguments.connector} cannot be started: {type(error).__name__}: {error}; "
+                "what it needs is said with --extra-config"
+            )
+            raise CommandFailed(message, ExitCode.USAGE) from error
+        remark = (
+            f"its worker cannot run here ({type(error).__name__}: {error}), so its scheduler's side was run alone: no "
+            "byte was moved, and whatever vLLM waited for was reported as done"
+        )
+        return without, [remark]
+    return subject, []
+
+
+def _show_text(
+    arguments: argparse.Namespace,
+    output: Output,
+    outcomes: list[Outcome],
+    findings: list[Finding],
+    remarks: list[str],
+) -> None:
+    output.field("connector", arguments.connector)
+    num_steps, num_events = (sum(getattr(each, name) for each in outcomes) for name in ("num_steps", "num_events"))
+    output.field("runs", f"{len(outcomes)}, {plural(num_steps, 'step')}, {plural(num_events, 'event')} audited")
+    for finding in findings:
+        name, style = finding.obligation.name, _STYLES[finding.verdict]
+        if not finding.broken_in:
+            output.field(finding.verdict, name + (f": {finding.reason}" if finding.reason else ""), style)
+            continue
+        outcome, broken = finding.broken_in[0]
+        also = len(finding.broken_in) - 1
+        more = f", and in {plural(also, 'more run')}" if also else ""
+        output.field("broken", f"{name} ({finding.obligation.hook}), in {outcome.run.name}{more}", style)
+        at = "" if broken.event is None else f" at event {broken.event}"
+        output.line(f"    {broken.check}{at}: {broken.detail}")
+        output.line(f"    again: {_again(arguments, outcome.run.name)}", style="dim")
+        if outcome.log is not None:
+            output.line(f"    log: kvledger show {shlex.quote(_shown(outcome.log))}", style="dim")
+    for remark in remarks:
+        output.field("note", remark, "yellow")
+
+
+def _show_json(
+    arguments: argparse.Namespace,
+    output: Output,
+    _outcomes: list[Outcome],
+    findings: list[Finding],
+    remarks: list[str],
+) -> None:
+    for finding in findings:
+        broken_in = [
+            {
+                "run": outcome.run.name,
+                **_told(broken),
+                "log": None if outcome.log is None else str(outcome.log),
+                "again": _again(arguments, outcome.run.name),
+            }
+            for outcome, broken in finding.broken_in
+        ]
+        fields = {"obligation": finding.obligation.name, "verdict": finding.verdict.replace(" ", "_")}
+        output.record("obligation", {**fields, "reason": finding.reason, "broken_in": broken_in})
+    for remark in remarks:
+        output.record("remark", {"text": remark})
+
+
+def _again(arguments: argparse.Namespace, run_name: str) -> str:
+    extra = ["--extra-config", json.dumps(arguments.extra_config)] if arguments.extra_config else []
+    return shlex.join(["kvledger", "conformance", arguments.connector, *extra, "--only", run_name])
+
+
+def _shown(path: Path) -> str:
+    here = Path.cwd()
+    return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)
+
+
+def _json_object(text: str) -> dict[str, object]:
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is no JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"{text!r} is no JSON object")
+    return value
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 0 on")
+    return int(text)

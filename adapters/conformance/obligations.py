@@ -1,0 +1,484 @@
+"""The obligations of a `KVConnectorBase_V1` towards scheduler and worker, each with what can tell that it is kept.
+
+The one source of docs/contract.md and of what `kvledger conformance` reports. It must not know how anything is run.
+Paths are relative to the installed `vllm/`, 0.32: `base.py` is `distributed/kv_transfer/kv_connector/v1/base.py`,
+`scheduler.py` is `v1/core/sched/scheduler.py`.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Final
+
+import attrs
+
+
+class Seen(enum.Enum):
+    """From where it can be seen whether an obligation is kept."""
+
+    OUTSIDE = "from outside"
+    """In the hooks' calls and answers, of any connector."""
+    DECODER = "with a decoder"
+    """In the metadata for the workers, where a decoder knows its class."""
+    CONTENT = "in the simulation"
+    """Only where it is known what the KV must be, or where the engine may be asked twice: by `kvledger conformance`."""
+    NOT_AT_ALL = "not at all"
+    """Neither a log nor the simulation shows it."""
+
+
+class Check(enum.StrEnum):
+    """What the simulation holds a connector against beside the rules of the log."""
+
+    KV_RIGHT = "KV_RIGHT"
+    """No request reads KV that is not that of its tokens, and each is told the tokens that the model says."""
+    ENDS = "ENDS"
+    """Every request ends, and the engine comes to rest."""
+    BLOCKS_RETURNED = "BLOCKS_RETURNED"
+    """When the engine has come to rest, every block but the null block is free."""
+    RESTS = "RESTS"
+    """When the engine sees no reason to step again, no block waits for a copy whose end only a step can tell."""
+    SHUTS_DOWN = "SHUTS_DOWN"
+    """Both sides of an idle engine are closed without an error."""
+    LOOKUP_REPEATED = "LOOKUP_REPEATED"
+    """Asked twice in a row, a connector that knows its answer gives the same one."""
+    OUTPUT_UNCHANGED = "OUTPUT_UNCHANGED"
+    """`build_connector_meta` leaves the scheduler's output as it was, but for `new_block_ids_to_zero`."""
+    HIT_SOURCES = "HIT_SOURCES"
+    """The sources of a hit add up to its tokens."""
+    RESET_HONOURED = "RESET_HONOURED"
+    """What was stored before a reset that the connector reports as done is not loaded after it."""
+
+
+class Met(enum.StrEnum):
+    """What must have happened before an obligation can be judged; the value says so where it did not."""
+
+    ALWAYS = ""
+    LOOKUP = "no request was looked up"
+    ANSWER = "it answered no lookup with tokens"
+    LOAD = "nothing was loaded"
+    COPY = "no copy of its is in the log: it made none, or no decoder reads its metadata"
+    SAVE = "no save of its is in the log: it made none, or no decoder reads its metadata"
+    KEPT = "it kept no blocks of a request that ended"
+    ASYNC_LOAD = "it loaded nothing beside the steps"
+    FAILED_LOAD = "no load of its failed"
+    RESET = "it reported no reset as done"
+    WORKER = "its worker does not run here"
+
+
+@attrs.frozen
+class Obligation:
+    """One thing that vLLM relies on."""
+
+    name: str
+    side: str
+    """The process that it concerns: scheduler, worker, or both."""
+    hook: str
+    text: str
+    source: tuple[str, ...]
+    """Files and functions of vLLM 0.32 that say so, or act upon it."""
+    seen: Seen
+    checks: tuple[str, ...] = ()
+    """Rules of the log, of the core or the recorder, and members of `Check`."""
+    needs: Met = Met.ALWAYS
+    stories: tuple[str, ...] = ()
+    """The only stories in which a check says something of this obligation; empty: every run."""
+    incidents: tuple[str, ...] = ()
+    """Public issues in which it was broken, as owner-less repository and number."""
+    limit: str = ""
+    """What is not seen of it."""
+    may_share_its_cause: bool = False
+    """Whether wrong KV may have another cause as well: then it is not said to be broken, but in doubt."""
+
+
+_SCHEDULER, _WORKER, _BOTH = "scheduler", "worker", "both"
+
+_ALL: Final = (
+    Obligation(
+        "hooks-do-not-raise",
+        _BOTH,
+        "every hook",
+        "No hook raises. An exception in one ends the engine, and every request in it.",
+        ("v1/engine/core.py, run_busy_loop",),
+        Seen.OUTSIDE,
+        ("RECORDED",),
+        incidents=("LMCache#2158", "vllm#49285", "vllm#52211", "vllm#43884", "vllm#55209", "vllm#39732"),
+    ),
+    Obligation(
+        "answer-in-range",
+        _SCHEDULER,
+        "get_num_new_matched_tokens",
+        "The answer counts tokens beyond those that are computed: not negative, and with them at most the tokens "
+        "known. A load within the step leaves the last token to compute. The second element \"must be 'False' if "
+        'the first element is 0".',
+        ("base.py, get_num_new_matched_tokens", "scheduler.py, schedule"),
+        Seen.OUTSIDE,
+        ("LAST_TOKEN", "TOKEN_CONSERVATION"),
+        Met.ANSWER,
+        incidents=("LMCache#2158", "LMCache#3322", "vllm#50864", "vllm#55113"),
+    ),
+    Obligation(
+        "loaded-kv-is-right",
+        _BOTH,
+        "get_num_new_matched_tokens, start_load_kv",
+        'Only tokens count "for which KV cache is actually available at the time of the call"; they are still '
+        "there when the load begins, and what is loaded is the KV of the request's very tokens.",
+        ("base.py, get_num_new_matched_tokens", "base.py, start_load_kv"),
+        Seen.CONTENT,
+        (Check.KV_RIGHT,),
+        Met.LOAD,
+        incidents=("vllm#39702", "vllm#53498", "LMCache#5151"),
+    ),
+    Obligation(
+        "lookup-is-pure",
+        _SCHEDULER,
+        "get_num_new_matched_tokens",
+        '"Might be called multiple times for a given request and should be side-effect free": it is, in every '
+        "step in which there is no room, and there is no hook that takes it back.",
+        ("base.py, module docstring", "scheduler.py, schedule"),
+        Seen.CONTENT,
+        (Check.LOOKUP_REPEATED, "ALLOC_MATCHES_LOOKUP"),
+        Met.ANSWER,
+        incidents=("LMCache#4508", "LMCache#2158", "LMCache#4512", "vllm#44100"),
+        limit="a pin that a second lookup takes and nobody gives back",
+    ),
+    Obligation(
+        "deferral-ends",
+        _SCHEDULER,
+        "get_num_new_matched_tokens",
+        "None asks to be asked again in the next step; sooner or later there is an answer.",
+        ("base.py, get_num_new_matched_tokens", "scheduler.py, schedule"),
+        Seen.OUTSIDE,
+        (Check.ENDS,),
+        Met.LOOKUP,
+        incidents=("vllm#49829", "vllm#48090"),
+        limit="of a log, `why` shows the run of deferrals; no rule says how many are too many",
+    ),
+    Obligation(
+        "allocation-decides",
+        _SCHEDULER,
+        "update_state_after_alloc",
+        'Whether to load is decided "based on num_external_tokens, not on whether blocks is empty"; 0 means '
+        "nothing is loaded, whatever the lookup said.",
+        ("base.py, update_state_after_alloc", "scheduler.py, schedule"),
+        Seen.OUTSIDE,
+        ("COMPLETION_ONCE", "EXTERNAL_ZERO_NO_LOAD"),
+        Met.ASYNC_LOAD,
+        incidents=("LMCache#4355", "LMCache#4762", "vllm#55209", "vllm#51805"),
+        limit="a load within the step that nobody asked for, without a decoder",
+    ),
+    Obligation(
+        "allocation-comes-twice",
+        _SCHEDULER,
+        "update_state_after_alloc",
+        'For an asynchronous load it "may be called twice for that same request": with the blocks to load into, '
+        "and when the load has come. The second call begins no second load.",
+        ("base.py, update_state_after_alloc", "scheduler.py, _update_waiting_for_remote_kv"),
+        Seen.OUTSIDE,
+        ("COMPLETION_ONCE",),
+        Met.ASYNC_LOAD,
+        incidents=("vllm#18232",),
+    ),
+    Obligation(
+        "metadata-leaves-the-output",
+        _SCHEDULER,
+        "build_connector_meta",
+        '"Should NOT modify fields in the scheduler_output"; a connector that loads within the step may take '
+        "blocks out of `new_block_ids_to_zero`.",
+        ("base.py, build_connector_meta", "scheduler.py, _build_kv_connector_meta"),
+        Seen.CONTENT,
+        (Check.OUTPUT_UNCHANGED,),
+    ),
+    Obligation(
+        "metadata-in-empty-steps",
+        _SCHEDULER,
+        "build_connector_meta",
+        "It is called once in each step, also in one that schedules nothing, and may have work for the workers there.",
+        ("scheduler.py, schedule",),
+        Seen.OUTSIDE,
+        ("RECORDED", Check.ENDS),
+        stories=("empty steps",),
+        incidents=("vllm#42611",),
+    ),
+    Obligation(
+        "table-is-the-requests",
+        _SCHEDULER,
+        "build_connector_meta",
+        "A copy uses the blocks that stand in its request's table at its tokens. The table is replaced, not "
+        "continued, when a request is resumed, promoted after its load, or has its session's next turn.",
+        ("scheduler.py, schedule", "scheduler.py, _make_cached_request_data"),
+        Seen.DECODER,
+        ("TABLE_EQ",),
+        Met.COPY,
+        incidents=("vllm#46595", "vllm#57816", "vllm#54853", "LMCache#2336"),
+    ),
+    Obligation(
+        "saves-own-their-source",
+        _SCHEDULER,
+        "build_connector_meta",
+        "A save reads blocks that its request holds, or has lost in this very step.",
+        ("scheduler.py, _preempt_request",),
+        Seen.DECODER,
+        ("SRC_BLOCK_OWNED",),
+        Met.SAVE,
+        incidents=("vllm#52360", "vllm#46951"),
+    ),
+    Obligation(
+        "saves-are-computed",
+        _SCHEDULER,
+        "build_connector_meta",
+        "What is saved is computed, in the step of the save at the latest: never the slot of the token sampled "
+        "last, nor what an end or an abort left uncomputed.",
+        ("scheduler.py, _update_after_schedule",),
+        Seen.DECODER,
+        ("CHUNK_COMPLETE",),
+        Met.SAVE,
+        incidents=("vllm#54193", "vllm#49285", "vllm#49118"),
+    ),
+    Obligation(
+        "loads-own-their-destination",
+        _BOTH,
+        "update_state_after_alloc, build_connector_meta",
+        "A load fills blocks that were allocated for it, each once, and nothing else fills or saves them meanwhile.",
+        ("base.py, update_state_after_alloc", "scheduler.py, schedule"),
+        Seen.DECODER,
+        ("LOAD_DST_EXCLUSIVE", "LOAD_XOR_STORES"),
+        Met.COPY,
+        incidents=("vllm#46014", "vllm#32255", "vllm#56104", "vllm#50696"),
+    ),
+    Obligation(
+        "saved-tokens-are-offered",
+        _SCHEDULER,
+        "get_num_new_matched_tokens, build_connector_meta",
+        "Saves leave no hole behind which nothing is found, and a preempted request is offered what is saved of it. "
+        "vLLM is right without that, and computes again what was there.",
+        ("scheduler.py, schedule",),
+        Seen.DECODER,
+        ("STORE_CONTIGUOUS", "RESUME_COVERS_OUTPUT"),
+        Met.SAVE,
+        incidents=("LMCache#4508", "LMCache#1969", "LMCache#4612", "vllm#46971", "vllm#53498"),
+    ),
+    Obligation(
+        "preemption-loses-the-blocks",
+        _BOTH,
+        "build_connector_meta, handle_preemptions",
+        "A preempted request has lost its blocks before any hook says so; `preempted_req_ids` tells of it in the "
+        "same step, in which they may be given away. Workers finish what reads them in `handle_preemptions`, "
+        '"before they are overwritten".',
+        ("base.py, handle_preemptions", "scheduler.py, _preempt_request"),
+        Seen.CONTENT,
+        (Check.KV_RIGHT, "RECORDED"),
+        Met.LOAD,
+        stories=("preempted and resumed", "preempted and resumed, asynchronously"),
+        incidents=("vllm#29870", "vllm#52360", "vllm#51637", "LMCache#4955"),
+    ),
+    Obligation(
+        "abort-from-everywhere",
+        _SCHEDULER,
+        "request_finished",
+        "A request may end before it was scheduled, while it waits, loads, or is preempted; there may be no blocks.",
+        ("scheduler.py, finish_requests",),
+        Seen.OUTSIDE,
+        ("RECORDED", Check.ENDS),
+        stories=("aborted before its first step", "aborted while it runs", "aborted during a load"),
+        incidents=("vllm#49285", "vllm#44100", "vllm#25067", "LMCache#4512"),
+    ),
+    Obligation(
+        "load-is-reported-once",
+        _BOTH,
+        "get_transfer_results, update_connector_output",
+        "Each asynchronous load ends in one `finished_recving` from every rank, also of a request that was "
+        "aborted meanwhile. vLLM asserts that it knows whoever is named.",
+        ("base.py, get_finished", "scheduler.py, _update_from_kv_xfer_finished"),
+        Seen.OUTSIDE,
+        ("COMPLETION_ONCE",),
+        Met.ASYNC_LOAD,
+        incidents=("LMCache#4355", "vllm#43226", "vllm#55286", "vllm#54518"),
+    ),
+    Obligation(
+        "load-comes-to-its-end",
+        _BOTH,
+        "get_transfer_results",
+        "Each asynchronous load is reported at last, as done or as failed; until then its blocks and its request wait.",
+        ("base.py, get_block_ids_with_load_errors", "scheduler.py, _update_waiting_for_remote_kv"),
+        Seen.OUTSIDE,
+        ("LIVENESS", Check.ENDS),
+        Met.ASYNC_LOAD,
+        incidents=("vllm#46283", "vllm#56640", "LMCache#5047", "vllm#52838"),
+    ),
+    Obligation(
+        "kept-blocks-are-let-go",
+        _BOTH,
+        "request_finished, get_transfer_results",
+        'Who answers True "assumes responsibility": the blocks stay until one `finished_sending` names the '
+        "request. Nobody else is ever named there.",
+        ("base.py, request_finished", "scheduler.py, _free_request"),
+        Seen.OUTSIDE,
+        ("COMPLETION_ONCE", "LIVENESS"),
+        Met.KEPT,
+        incidents=("vllm#46240", "vllm#43226", "vllm#48616", "vllm#58188", "vllm#50754"),
+    ),
+    Obligation(
+        "blocks-come-back",
+        _SCHEDULER,
+        "bind_gpu_block_pool",
+        "References that a connector takes on blocks are given back: an idle engine has all its blocks.",
+        ("base.py, bind_gpu_block_pool", "v1/core/block_pool.py, free_blocks"),
+        Seen.CONTENT,
+        (Check.BLOCKS_RETURNED,),
+        incidents=("vllm#46283", "vllm#43433", "vllm#49796"),
+    ),
+    Obligation(
+        "steps-while-pending",
+        _SCHEDULER,
+        "has_pending_push_work",
+        "While a connector has work that needs steps and no request is left, it says so; else the engine sleeps "
+        "and the work waits for the next request.",
+        ("base.py, has_pending_push_work", "scheduler.py, has_requests"),
+        Seen.CONTENT,
+        (Check.RESTS,),
+        incidents=("vllm#43433", "vllm#42611"),
+        limit="work that holds no block",
+    ),
+    Obligation(
+        "pending-frees-are-true",
+        _SCHEDULER,
+        "has_pending_block_frees",
+        "True stops a preemption, because a transfer is about to release blocks. It must come true.",
+        ("base.py, has_pending_block_frees", "scheduler.py, schedule"),
+        Seen.OUTSIDE,
+        (Check.ENDS,),
+        stories=("preempted and resumed", "preempted and resumed, asynchronously"),
+        incidents=("vllm#49674",),
+    ),
+    Obligation(
+        "session-table-is-replaced",
+        _SCHEDULER,
+        "update_state_after_alloc, build_connector_meta",
+        "A session's next turn comes without `on_new_request` and without a lookup: blocks are allocated, and the "
+        "whole table stands in `NewRequestData` with tokens computed. It replaces the one before.",
+        ("scheduler.py, _update_request_as_session", "scheduler.py, _handle_stopped_request"),
+        Seen.DECODER,
+        ("TABLE_EQ", "SRC_BLOCK_OWNED", Check.KV_RIGHT, "RECORDED"),
+        stories=("next turn of a session",),
+        incidents=("vllm#53861",),
+    ),
+    Obligation(
+        "id-is-no-identity",
+        _SCHEDULER,
+        "on_new_request, request_finished",
+        "The id of a request that has ended may come again with other tokens; nothing of the first may reach the "
+        "second.",
+        ("scheduler.py, add_request",),
+        Seen.CONTENT,
+        (Check.KV_RIGHT, "RECORDED", "COMPLETION_ONCE"),
+        stories=("an id used again",),
+        incidents=("vllm#10583", "vllm#27987", "vllm#49796", "vllm#51637"),
+    ),
+    Obligation(
+        "reset-forgets",
+        _SCHEDULER,
+        "reset_cache",
+        "After True nothing is served that was stored before, also nothing that was on its way. False is passed "
+        "on to whoever asked; None counts as success.",
+        ("base.py, reset_cache", "scheduler.py, reset_connector_cache"),
+        Seen.CONTENT,
+        (Check.RESET_HONOURED,),
+        Met.RESET,
+        incidents=("vllm#57727", "vllm#42695"),
+    ),
+    Obligation(
+        "reset-at-any-time",
+        _SCHEDULER,
+        "reset_cache",
+        "It may be called twice, and with copies on their way; what is told of these later is still understood.",
+        ("scheduler.py, reset_prefix_cache",),
+        Seen.OUTSIDE,
+        ("RECORDED", Check.ENDS),
+        stories=("reset while idle", "reset while running", "reset that spares the connector"),
+        incidents=("vllm#48090", "vllm#41956"),
+    ),
+    Obligation(
+        "failed-loads-are-reported",
+        _WORKER,
+        "get_block_ids_with_load_errors, get_transfer_results",
+        "A load that did not fill a block names it, no later than the step in which the request is reported; who "
+        'is in `failed_recving` must "also appear in finished_recving".',
+        ("base.py, get_block_ids_with_load_errors", "base.py, KVConnectorTransferResults"),
+        Seen.CONTENT,
+        (Check.KV_RIGHT, "COMPLETION_ONCE", "ROLLBACK_OBSERVED"),
+        Met.FAILED_LOAD,
+        incidents=("vllm#52234", "LMCache#3388", "vllm#39732", "vllm#52838"),
+        limit="that a failed copy looks like one that succeeded, unless its KV is read",
+    ),
+    Obligation(
+        "load-precedes-the-read",
+        _WORKER,
+        "start_load_kv, wait_for_layer_load",
+        "What was answered as not asynchronous is in its blocks when a layer has been waited for.",
+        ("base.py, start_load_kv", "base.py, wait_for_layer_load"),
+        Seen.CONTENT,
+        (Check.KV_RIGHT,),
+        Met.LOAD,
+        incidents=("vllm#34616", "vllm#50696"),
+        limit="order of streams on a device",
+        may_share_its_cause=True,
+    ),
+    Obligation(
+        "saves-keep-their-source",
+        _WORKER,
+        "wait_for_save",
+        '"Async saves must retain their source blocks until completion is reported to the scheduler. Otherwise, '
+        'wait for saves to finish before returning."',
+        ("base.py, wait_for_save",),
+        Seen.DECODER,
+        ("SRC_BLOCK_STABLE", "BLOCK_REUSE_FENCED", Check.KV_RIGHT),
+        Met.SAVE,
+        incidents=("vllm#52360", "vllm#45704", "vllm#54193"),
+        limit="what is saved wrongly and never loaded",
+        may_share_its_cause=True,
+    ),
+    Obligation(
+        "hit-sources-add-up",
+        _SCHEDULER,
+        "get_external_cache_hit_sources",
+        '"Counts must sum to num_external_tokens"; else the hit is counted as unspecified.',
+        ("base.py, get_external_cache_hit_sources",),
+        Seen.CONTENT,
+        (Check.HIT_SOURCES,),
+        Met.LOAD,
+    ),
+    Obligation(
+        "shutdown-completes",
+        _BOTH,
+        "shutdown",
+        "Asynchronous work is completed and everything cleaned up; it does not raise.",
+        ("base.py, shutdown",),
+        Seen.OUTSIDE,
+        (Check.SHUTS_DOWN,),
+        limit="what is left behind",
+    ),
+    Obligation(
+        "events-are-true",
+        _SCHEDULER,
+        "take_events",
+        "A stored block is announced when it can be served, and its removal when it cannot.",
+        ("base.py, take_events",),
+        Seen.NOT_AT_ALL,
+        incidents=("vllm#57159",),
+    ),
+    Obligation(
+        "device-order",
+        _WORKER,
+        "start_load_kv, save_kv_layer, finish_forward",
+        "Copies on a device are ordered with the model's reads and writes.",
+        ("base.py, finish_forward", "base.py, save_kv_layer"),
+        Seen.NOT_AT_ALL,
+        incidents=("vllm#45704", "vllm#47282", "vllm#50696"),
+        limit="digests of pages in production show that bytes changed, not in which order",
+    ),
+)
+
+OBLIGATIONS: Final[Mapping[str, Obligation]] = MappingProxyType({each.name: each for each in _ALL})
+"""By name, in the order of a request's life as far as there is one."""

@@ -1,0 +1,71 @@
+"""`kvledger conformance`: its report, its exit codes, and what it says where a connector cannot be run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.scheduler
+
+ONE_RUN = ("--seeds", "0", "--only", "a plain prompt, each lookup asked twice")
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a folder of its own, with the small connector at hand."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "conformance")
+
+
+def test_a_broken_obligation_is_told_with_its_run_and_its_log(run: Any) -> None:
+    """The line that plays it again does, and the log is one for the other commands."""
+    mistake = ("--extra-config", '{"mistake": "writes into the output"}')
+    told = run("conformance", "small_cache:SmallCache", *mistake, *ONE_RUN)
+    assert told.exit_code == 1
+    assert "broken      metadata-leaves-the-output (build_connector_meta), in a plain prompt" in told.out
+    assert "OUTPUT_UNCHANGED: free_encoder_mm_hashes of the scheduler's output" in told.out
+    assert "again: kvledger conformance small_cache:SmallCache" in told.out
+    (log,) = (line.partition("kvledger show ")[2] for line in told.out.splitlines() if line.startswith("    log: "))
+    assert run("verify", log).exit_code == 0
+
+
+def test_nothing_broken_is_exit_code_0_and_says_what_was_not_judged(run: Any) -> None:
+    """As JSON, every obligation has a line."""
+    told = run("conformance", "--json", "small_cache:SmallCache", *ONE_RUN)
+    assert told.exit_code == 0, told.err
+    objects = told.objects()
+    reasons = {each["obligation"]: each["reason"] for each in objects if each["type"] == "obligation"}
+    assert reasons["hooks-do-not-raise"] == ""
+    assert reasons["loaded-kv-is-right"] == "nothing was loaded"
+    last = objects[-1]
+    assert (last["type"], last["verdict"], last["num_runs"], last["num_broken"]) == ("conformance", "sound", 1, 0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("small_cache:Nobody",), "Class Nobody not found in small_cache"),
+        (("Unheard",), "Unsupported connector type: Unheard"),
+        (("small_cache:SmallCache", "--extra-config", "[]"), "is no JSON object"),
+        (("small_cache:SmallCache", "--only", "a tale"), "no such run; there are"),
+        (("SimpleCPUOffloadConnector", "--extra-config", '{"cpu_bytes_to_use": "much"}'), "cannot be started"),
+    ],
+)
+def test_what_cannot_be_run_is_said_and_is_wrong_usage(run: Any, arguments: tuple[str, ...], message: str) -> None:
+    """With what it was given."""
+    told = run("conformance", *arguments)
+    assert told.exit_code == 64
+    assert message in told.err
+
+
+def test_a_worker_that_cannot_run_here_leaves_the_schedulers_side(run: Any) -> None:
+    """A note says why, and what is about bytes is not judged."""
+    told = run("conformance", "--json", "small_cache:NoWorkerHere", "--seeds", "0", "--only", "a prefix that is stored")
+    assert told.exit_code == 0, told.out
+    (remark,) = (each["text"] for each in told.objects() if each["type"] == "remark")
+    assert "its worker cannot run here (RuntimeError: no device)" in remark
+    reasons = {each["obligation"]: each for each in told.objects() if each["type"] == "obligation"}
+    assert reasons["loaded-kv-is-right"]["reason"] == "its worker does not run here"
+    assert reasons["load-is-reported-once"]["verdict"] == "kept"
