@@ -71,8 +71,11 @@ class Transfers:
         if request_id:
             yield (request_id, self._tracker.ordinal(request_id)), copy
             return
+        first_block = copy.first_block
         for life, blocks in groupby(copy.block_ids, lambda block_id: self._given_to.get(block_id, _NOBODY)):
-            yield life, msgspec.structs.replace(copy, block_ids=tuple(blocks))
+            part = tuple(blocks)
+            yield life, msgspec.structs.replace(copy, block_ids=part, first_block=first_block)
+            first_block += len(part) if first_block >= 0 else 0
 
     def _observe(self, life: tuple[str, int], copy: said.Transferred, *, is_inferred: bool) -> None:
         request_id, ordinal = life

@@ -1,0 +1,46 @@
+"""VLLM's own connectors, and kvledger's, unmodified: what is known of each is what the report says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvledger.adapters.conformance.runs import findings, played, runs, unassigned
+from kvledger.adapters.conformance.subject import Subject
+
+pytestmark = pytest.mark.scheduler
+
+OFFLOADING = {"cpu_bytes_to_use": 100 * 4096}
+EXAMPLE = {"shared_storage_path": "{run_dir}"}
+LEDGER = {"log_dir": None, "host_bytes": 1 << 20, "chunk_size": 16}
+
+
+def broken(name: str, extra_config: dict[str, Any], folder: Path, *names: str, seeds: range = range(0)) -> set[str]:
+    """The obligations that the connector breaks in these runs; in all where none is named."""
+    subject = Subject.named(name, extra_config)
+    outcomes = [played(run, subject, folder) for run in runs(seeds) if not names or run.name in names]
+    assert unassigned(outcomes) == []
+    return {finding.obligation.name for finding in findings(outcomes) if finding.verdict == "broken"}
+
+
+def test_the_session_of_offloading_connector_is_found(tmp_path: Path) -> None:
+    """In the log, and where its KV is read; `tests/adapters/recorder/test_session_defect.py` has it alone."""
+    story = "next turn of a session"
+    assert broken("OffloadingConnector", OFFLOADING, tmp_path, story, "a plain prompt") == {
+        "loaded-kv-is-right",
+        "table-is-the-requests",
+        "session-table-is-replaced",
+    }
+
+
+def test_copies_of_blocks_that_two_requests_share_stand_where_they_stand(tmp_path: Path) -> None:
+    """ExampleConnector names no request, so the blocks say for whom a copy is, part by part."""
+    assert broken("ExampleConnector", EXAMPLE, tmp_path, "two with one prefix") == set()
+
+
+@pytest.mark.long
+def test_kvledger_keeps_the_contract(tmp_path: Path) -> None:
+    """All of it, over all stories and some worlds."""
+    assert broken("kvledger.adapters.vllm:KVLedgerConnector", LEDGER, tmp_path, seeds=range(20)) == set()
