@@ -91,6 +91,13 @@ class Extension:
         """
         return None
 
+    def figures(self, payload: msgspec.Struct) -> Mapping[str, int]:
+        """What `stats` counts of an event: what it is in plain words -> how much.
+
+        Amounts are added up; of a name that ends in `_ns`, which is a duration in nanoseconds, percentiles are shown.
+        """
+        return {}
+
     # --- its events
 
     @classmethod

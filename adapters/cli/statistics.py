@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 from collections import Counter
 from collections.abc import Callable
@@ -41,7 +42,10 @@ class Statistics:
     events: Counter[str] = attrs.field(factory=Counter)
     event_bytes: Counter[str] = attrs.field(factory=Counter)
     percentiles: dict[str, Percentiles] = attrs.field(factory=dict)
-    """`load_time_ns`, `save_time_ns`, `recovery_time_ns`, `events_per_step`, `bytes_per_step`."""
+    """`load_time_ns`, `save_time_ns`, `recovery_time_ns`, `events_per_step`, `bytes_per_step`, and of extensions what
+    ends in `_ns`, behind the extension's name and a slash."""
+    of_extensions: Counter[str] = attrs.field(factory=Counter)
+    """What extensions count besides, named likewise."""
     top: list[tuple[int, str, int]] = attrs.field(factory=list)
     """(tokens recomputed, request id, ordinal), the most first."""
 
@@ -81,6 +85,7 @@ class Counting:
             for name in ("load_time_ns", "save_time_ns", "recovery_time_ns", "events_per_step", "bytes_per_step")
         }
 
+        self._extensions = {extension.name: extension for extension in core.extensions}
         self._counts: dict[type[e.Event], Callable[..., None]] = {
             e.StepScheduled: self._count_step,
             e.TransferReported: self._count_report,
@@ -89,6 +94,7 @@ class Counting:
             e.PrefillCompleted: self._recover,
             e.RequestArrived: self._never_recover,
             e.RequestFinished: self._never_recover,
+            **dict.fromkeys((e.ExtensionObserved, e.ExtensionNoted, e.ExtensionDecided), self._count_of_extension),
         }
 
     def take(self, batch: Batch) -> None:
@@ -172,9 +178,22 @@ class Counting:
 
     def _count_report(self, event: e.TransferReported) -> None:
         job = self._projections.transfers.get(event.job_id)
-        if job is not None:
+        if job is not None and event.duration_ns:  # nobody says how long it took in a log of another connector
             name = "load_time_ns" if job.kind == "load" else "save_time_ns"
             self._percentiles[name].add(event.duration_ns)
+
+    def _count_of_extension(self, event: e.ExtensionEvent) -> None:
+        extension = self._extensions.get(event.extension)
+        payload = None if extension is None else extension.payload_of(event)
+        if extension is None or payload is None:
+            return
+        with contextlib.suppress(Exception):  # somebody else's code
+            for what, amount in extension.figures(payload).items():
+                name = f"{extension.name}/{what}"
+                if what.endswith("_ns"):
+                    self._statistics.percentiles.setdefault(name, Percentiles()).add(amount)
+                else:
+                    self._statistics.of_extensions[name] += amount
 
     def _count_deferral(self, _event: e.LookupDeferred) -> None:
         self._statistics.num_deferrals += 1

@@ -90,6 +90,9 @@ def _show_json(output: Output, log: StoredLog | None, statistics: Statistics) ->
     output.record("total", {"path": path, **total(statistics.sums), "differences": statistics.differences})
     for name, percentiles in statistics.percentiles.items():
         output.record("percentiles", {"path": path, "of": name, **percentiles.summary()})
+    for name, amount in sorted(statistics.of_extensions.items()):
+        extension, _, what = name.partition("/")
+        output.record("figure", {"path": path, "extension": extension, "what": what, "amount": amount})
     for event_id, count in statistics.events.most_common():
         num_bytes = statistics.event_bytes[event_id]
         output.record("events", {"path": path, "event": event_id, "num_events": count, "num_bytes": num_bytes})
@@ -157,6 +160,9 @@ def _show_text(output: Output, log: StoredLog | None, statistics: Statistics) ->
     )
     broken = f"{plural(figures.num_violations, 'rule')} broken, {plural(figures.num_hook_failures, 'hook')} failed"
     output.field("faults", broken, "red" if figures.num_violations + figures.num_hook_failures else "")
+    for name, amount in sorted(statistics.of_extensions.items()):
+        extension, _, what = name.partition("/")
+        output.field(extension, f"{what}: {amount}")
     output.line()
     _show_percentiles(output, statistics)
     output.line()
@@ -187,7 +193,9 @@ def _show_percentiles(output: Output, statistics: Statistics) -> None:
     rows = []
     for name, percentiles in statistics.percentiles.items():
         say = duration if name.endswith("_ns") else str
-        rows.append([_NAMES[name], str(percentiles.count), *map(say, _values(percentiles))])
+        rows.append(
+            [_NAMES.get(name, name.removesuffix("_ns")), str(percentiles.count), *map(say, _values(percentiles))]
+        )
     output.table(columns, rows)
 
 

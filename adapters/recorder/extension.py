@@ -49,6 +49,10 @@ class Recorder(RecorderEvents):
         """What the workers had been given."""
         return words.evidence(events, configuration)
 
+    def figures(self, payload: msgspec.Struct) -> Mapping[str, int]:
+        """Time in hooks, answers, copies."""
+        return words.figures(payload)
+
     def under_way(self, event: e.Event) -> str | None:
         """The call that the wrapped connector is in."""
         return words.under_way(event)

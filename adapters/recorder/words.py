@@ -80,6 +80,26 @@ def words(payload: msgspec.Struct) -> str | None:
     return None if say is None else say(payload)
 
 
+def figures(payload: msgspec.Struct) -> Mapping[str, int]:
+    """Time in the connector's hooks, what it answered, and what it gave its workers to copy."""
+    match payload:
+        case said.LookupReturned():
+            num = payload.num_external_tokens
+            answer = "to ask again" if num is None else "with tokens" if num else "without tokens"
+            return {"get_num_new_matched_tokens_ns": payload.duration_ns, f"answers {answer}": 1}
+        case said.EndReturned():
+            kept = {"ended requests whose blocks are kept": 1} if payload.keeps_blocks else {}
+            return {"request_finished_ns": payload.duration_ns, **kept}
+        case said.Returned():
+            return {f"{payload.hook}_ns": payload.duration_ns}
+        case said.TransferredFor():
+            return figures(payload.copy)
+        case said.Transferred():
+            direction = "load" if payload.is_load else "save"
+            return {f"copies to {direction}": 1, f"blocks to {direction}": len(payload.block_ids)}
+    return {}
+
+
 def _slow(hook: str, duration_ns: int) -> str:
     return f"{hook} took {duration_ns / 1e6:.0f} ms" if duration_ns > SLOW_NS else ""
 
