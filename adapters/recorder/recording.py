@@ -46,9 +46,7 @@ class Recording:
         self._requests: dict[str, Request] = {}
         self._admits = False
         self._notice = Noticing(log, keys, speculates=speculates)
-        self._reader = StepReader(
-            self._projections, self._requests, self._notice.keys, log.observe, speculates=speculates
-        )
+        self._reader = StepReader(self._projections, self._requests, None, log.observe, speculates=speculates)
         self._transfers = Transfers(log, num_workers)
         self._loads_of_steps: deque[tuple[int, ...]] = deque()
         """Of each step whose output has not been seen: the loads within it."""

@@ -33,11 +33,12 @@ class StepReader:
         self,
         projections: Projections,
         requests: dict[str, Request],
-        sync_keys: Callable[[Request], None],
+        sync_keys: Callable[[Request], None] | None,
         observe: Callable[[e.Event], object],
         *,
         speculates: bool,
     ) -> None:
+        """`sync_keys` makes the keys of a request's whole chunks known; None: nobody asks which chunks have settled."""
         self._projections = projections
         self._tracker = projections.tracker
         self._encoder = StepEncoder(projections)
@@ -161,6 +162,8 @@ class StepReader:
 
         A steady request fills its next chunk at a step that can be told in advance, so it is looked at then.
         """
+        if self._sync_keys is None:
+            return ()
         now = self._tracker.num_steps
         settled: list[tuple[int, int, int]] = []
         for ordinal, num_computed_tokens, num_tokens, _ in advanced:
@@ -194,7 +197,8 @@ class StepReader:
             self._processed[record.request_id] = num_settled_tokens
         if num_settled_tokens < threshold:
             return threshold
-        self._sync_keys(request)
+        if self._sync_keys is not None:
+            self._sync_keys(request)
         entry = self._encoder.settled(record, num_settled_tokens)
         if entry is None:
             return threshold
