@@ -76,6 +76,7 @@ class ExtensionContract(abc.ABC):
         for payload, event in zip(payloads, events, strict=True):
             assert extension.payload_of(event) == payload
             assert isinstance(extension.words(payload), str | None)
+            assert all(isinstance(amount, int) for amount in extension.figures(payload).values())
             assert isinstance(extension.under_way(event), str | None)
             assert all(isinstance(line, str) for line in extension.evidence([(1, event)], self.configurations[0]))
             assert msgspec.msgpack.decode(event.payload) == msgspec.to_builtins(payload)

@@ -90,6 +90,25 @@ def test_why_names_what_was_saved_where_the_connector_offers_less(record: Record
     assert "load 1 has arrived" in text
 
 
+def test_stats_counts_calls_answers_and_copies(log: Path, said: Said) -> None:
+    """Time in each hook of the connector, and what it gave its workers, each as often as it is in the log."""
+    _, out = said("stats", log, "--json")
+    records = [json.loads(line) for line in out.splitlines()]
+    figures = {each["what"]: each["amount"] for each in records if each["type"] == "figure"}
+    calls = {each["of"]: each["count"] for each in records if each["type"] == "percentiles"}
+    events = {each["event"]: each["num_events"] for each in records if each["type"] == "events"}
+    assert calls["recorder/get_num_new_matched_tokens_ns"] == events["lookup.requested"]
+    assert figures["answers with tokens"] + figures["answers without tokens"] == events["lookup.requested"]
+    assert calls["recorder/update_state_after_alloc_ns"] == events["blocks.allocated"]
+    assert calls["recorder/build_connector_meta_ns"] == events["step.scheduled"]
+    assert calls["load_time_ns"] == 0  # which nobody has measured
+    assert figures["copies to load"] == events["load.issued"]
+    assert figures["blocks to save"] >= figures["copies to save"] > 0
+    _, text = said("stats", log)
+    assert f"copies to save: {figures['copies to save']}" in text
+    assert "recorder/build_connector_meta " in text
+
+
 @pytest.mark.parametrize("command", ["stats", "replay"])
 def test_other_commands_read_it(log: Path, said: Said, command: str) -> None:
     """Without a remark about an extension that is not there."""
