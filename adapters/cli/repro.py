@@ -89,7 +89,7 @@ def run(arguments: argparse.Namespace, output: Output) -> ExitCode:
     try:
         with output.progress(log, "leaving out what it does not need"):
             story, reduced = _told(log, arguments, kept, incidents, request_id)
-    except NotReenactable as error:
+    except (NotReenactable, ModuleNotFoundError) as error:
         raise CommandFailed(f"{log.path} cannot be driven again: {error}", ExitCode.USAGE) from error
     source = test_source(reduced.recording, story)
     if output.is_json:
@@ -155,10 +155,10 @@ def _told(
     request_id: str | None,
 ) -> tuple[Story, Reduced]:
     recording = record(log.configuration, events)
-    if recording.wrapped is not None and (arguments.core or arguments.pin):
+    if recording.wrapped is not None and arguments.core:
         raise CommandFailed(
-            f"--core and --pin are for logs of KVLedgerConnector; this one is of {recording.wrapped_name}, and a test "
-            "of its calls asks for the recorded answers in any case",
+            f"--core is for logs of KVLedgerConnector; this one is of {recording.wrapped_name}, which decides "
+            "itself: leave --core out",
             ExitCode.USAGE,
         )
     if incidents:
@@ -207,7 +207,7 @@ def _remarks(
 ) -> Iterator[str]:
     wrapped = reduced.recording.wrapped_name
     if wrapped:
-        yield from _remarks_on_wrapped(wrapped, reduced)
+        yield from _remarks_on_wrapped(wrapped, arguments, reduced)
         return
     if reduced.num_left_out:
         yield (
@@ -250,8 +250,10 @@ def _remarks(
         yield f"Not re-enacted: {_few(left_out)}."
 
 
-def _remarks_on_wrapped(wrapped: str, reduced: Reduced) -> Iterator[str]:
-    if reduced.recurs:
+def _remarks_on_wrapped(wrapped: str, arguments: argparse.Namespace, reduced: Reduced) -> Iterator[str]:
+    if arguments.pin or arguments.all:
+        yield "Nothing was left out."
+    elif reduced.recurs:
         yield (
             f"Left out: {plural(reduced.num_left_out, 'request')} and every hook call without which {wrapped} still "
             "goes wrong in the same way, answers as recorded, and is asked what vLLM could ask."

@@ -15,7 +15,7 @@ import attrs
 from kvledger.adapters.repro.calls import HookCall, hook_calls
 from kvledger.adapters.repro.driving import reenact
 from kvledger.adapters.repro.playable import could_be_played
-from kvledger.adapters.repro.recording import Recording, ended_transfers
+from kvledger.adapters.repro.recording import NotReenactable, Recording, ended_transfers
 from kvledger.adapters.repro.reduction import Reduced, restrict
 from kvledger.adapters.repro.reenactment import HOOK_FAILED, Reenactment
 from kvledger.lifecycle import events as e
@@ -33,11 +33,17 @@ def reduce_calls(recording: Recording, *, rules: Collection[str], request_id: st
     be what vLLM could have done.
 
     Raises:
-        NotReenactable: the connector cannot be made here.
+        NotReenactable: the connector cannot be made here, or answers from what is not made again.
     """
     whole = reenact(recording)
     wanted = _wrong(whole, rules, request_id)
     recurs = {rule for rule, _ in wanted} >= set(rules)
+    if whole.other_answers and not recurs and not keep_all:
+        raise NotReenactable(
+            f"{whole.other_answers[0]}. {recording.wrapped_name} answers from what no recording has: files of its "
+            "workers, another process, what an engine before has left. Record it from its first call, with nothing "
+            "stored; --all writes the test nevertheless"
+        )
     if keep_all or not recurs or not rules:
         return Reduced(recording, recurs=recurs, num_left_out=0)
     allowed = {trouble.rule for trouble in whole.troubles}

@@ -11,12 +11,9 @@ from typing import TYPE_CHECKING
 
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiKVConnectorWorkerMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingWorkerMetadata
-from vllm.v1.simple_kv_offload.metadata import SimpleCPUOffloadWorkerMetadata
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerMetadata
-
-_STORE = "store "
 
 
 def worker_metadata(completed: Mapping[str, int], children: Sequence[object] = ()) -> KVConnectorWorkerMetadata | None:
@@ -38,6 +35,4 @@ def worker_metadata(completed: Mapping[str, int], children: Sequence[object] = (
             for of_child, child in zip(of_children, children, strict=True)
         )
         return MultiKVConnectorWorkerMetadata(tuple(told))
-    if all(job.startswith(_STORE) for job in completed):
-        return SimpleCPUOffloadWorkerMetadata({int(job.removeprefix(_STORE)): n for job, n in completed.items()})
     return OffloadingWorkerMetadata({int(job): count for job, count in completed.items()})

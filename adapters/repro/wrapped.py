@@ -52,6 +52,21 @@ class WrappedUnderTest(ConnectorUnderTest):
                 "what it needs, put its module on PYTHONPATH, write what the log leaves out into the test's `wrapped`"
             ) from error
         self.connector: Any = self.recorder
+        self._refuse_blocks(self.recorder.wrapped)
+
+    def _refuse_blocks(self, wrapped: Any) -> None:  # noqa: ANN401 -- any connector
+        """One that is given vLLM's own blocks keeps and frees them: there are none here.
+
+        (`kv_connector/v1/base.py`, bind_gpu_block_pool, 0.32).
+        """
+        children = getattr(wrapped, "_connectors", ())
+        for child in children:
+            self._refuse_blocks(child)
+        if not children and "bind_gpu_block_pool" in vars(type(wrapped)):
+            raise NotReenactable(
+                f"{type(wrapped).__name__} works on vLLM's own blocks, which no recording has; a world of the "
+                "simulated engine with its seed plays it again (kvledger.adapters.simulation)"
+            )
 
     @property
     def _store(self) -> Any:  # noqa: ANN401 -- as there

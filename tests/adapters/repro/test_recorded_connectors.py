@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,13 @@ import attrs
 import msgspec
 import pytest
 from sim.faults import CLIENT_FAULTS
+from sim.in_tree import Example, SimpleCPU
 from sim.recorded import events_of
 from sim.settings import draw
 from sim.world import World
 
 from kvledger.adapters.cli.main import main
+from kvledger.adapters.exit_codes import ExitCode
 from kvledger.adapters.recorder.extension import Recorder
 from kvledger.adapters.recorder.said import CHILD
 from kvledger.adapters.repro import NotReenactable, Recording, record, reenact, workers_reported
@@ -129,6 +132,32 @@ def test_repro_writes_a_test_that_fails_as_the_connector_did(
     assert workers_reported(0).__class__ not in kinds, "what the workers reported is not needed"
 
 
+def test_answers_can_be_asked_for_where_nothing_went_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`--pin`; with another answer in the recording the test fails."""
+    engine = SimulatedEngine(
+        contender=Recorded(inner=Offloading()),
+        num_blocks=20,
+        host_bytes=1 << 22,
+        chunk_size=16,
+        enable_prefix_caching=False,
+        log_dir=tmp_path,
+    )
+    for request_id in ("a", "b"):
+        engine.add(request_id, range(40), 3)
+        engine.run()
+    engine.shutdown()
+    (log,) = (log for log in tmp_path.iterdir() if "worker" not in log.name)
+    assert main(["repro", str(log), "b", "--pin"]) == 0
+    namespace: dict[str, Any] = {"__name__": "generated"}
+    exec(compile(capsys.readouterr().out, "generated", "exec"), namespace)  # noqa: S102 -- it is ours
+    test = namespace["test_the_recorded_calls_get_the_recorded_answers"]
+    test()
+    assert list(namespace["RECORDING"].answers.values()) == [32]
+    namespace["RECORDING"] = attrs.evolve(namespace["RECORDING"], answers={})
+    with pytest.raises(AssertionError):  # with pytest's own words, which code that is run here has not
+        test()
+
+
 def test_what_was_raised_in_a_hook_is_raised_again() -> None:
     """At the same call; a reset between two steps preempts, and the next step names whom."""
     engine = SimulatedEngine(contender=Recorded(inner=Offloading()), num_blocks=20, host_bytes=1 << 22, chunk_size=16)
@@ -167,6 +196,42 @@ def test_a_connector_that_cannot_be_made_here_is_named() -> None:
     gone = attrs.evolve(recording, wrapped=msgspec.structs.replace(recording.wrapped, kv_transfer=elsewhere))
     with pytest.raises(NotReenactable, match=r"Elsewhere cannot be made .* put its module on PYTHONPATH"):
         reenact(gone)
+
+
+def test_a_connector_on_vllms_own_blocks_is_declined() -> None:
+    """Also as a child of MultiConnector."""
+    simple = SimpleCPU()
+    for inner in (simple, Several(children=(simple, NamedConnector(name="Witness", module="sim.witness")))):
+        engine = SimulatedEngine(contender=Recorded(inner=inner), num_blocks=20, host_bytes=1 << 20, chunk_size=16)
+        log = engine.scheduler.connector.recording  # type: ignore[union-attr]
+        engine.shutdown()
+        with pytest.raises(NotReenactable, match="SimpleCPUOffloadConnector works on vLLM's own blocks"):
+            reenact(record(log.log.configuration, events_of(log)))
+
+
+def test_answers_from_where_nothing_is_made_again_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """ExampleConnector looks into files that its workers wrote; the test is written for who asks for it."""
+    inner = Example()
+    example = Recorded(inner=inner, name="KVLedgerRecorder")
+    engine = SimulatedEngine(
+        contender=example,
+        num_blocks=20,
+        host_bytes=1 << 20,
+        chunk_size=16,
+        enable_prefix_caching=False,
+        log_dir=tmp_path,
+    )
+    for request_id, num_tokens in (("a", 16), ("b", 1)):
+        engine.add(request_id, range(num_tokens), 1)
+        engine.run()
+    engine.shutdown()
+    (directory,) = inner._directories
+    shutil.rmtree(directory.name)
+    (log,) = (log for log in tmp_path.iterdir() if "worker" not in log.name)
+    assert main(["repro", str(log)]) == ExitCode.USAGE
+    assert "b is answered 0 tokens in the lookup of event" in capsys.readouterr().err
+    assert main(["repro", str(log), "--all"]) == 0
+    assert "def test_last_token_holds" in capsys.readouterr().out
 
 
 def test_calls_that_vllm_could_not_make_are_told_apart() -> None:
