@@ -1,8 +1,8 @@
 """How a connector of vLLM's own lives: many worlds with a recorder around it, and what happened in each.
 
 `python tests/sim/survey.py --connector simple-late --first 0 --seeds 200`. A seed decides the world: its clients, what
-they and the engine do to it, and with `--hybrid` the windows of its layers. Whatever is raised in a recorded world is
-tried again without the recorder, so that one can tell whose it is.
+they and the engine do to it, with `--hybrid` the windows of its layers; `--sessions` are of another kind. Whatever is
+raised in a recorded world is tried again without the recorder, so that one can tell whose it is.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import random
 import sys
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +26,7 @@ import attrs
 
 if TYPE_CHECKING:
     from kvledger.adapters.simulation.contenders import Contender
-    from sim.world import World
+    from kvledger.adapters.simulation.engine import SimulatedEngine
 
 WITHIN = {"load_mode": "sync", "save_mode": "sync", "max_silent_ms": 0}
 """Of kvledger as the wrapped one: how many steps a copy beside the steps takes is not fixed."""
@@ -54,7 +54,7 @@ def connectors() -> Mapping[str, Callable[[], Contender]]:
 class Lived:
     """What became of a world."""
 
-    world: World | None
+    faults: Sequence[str]
     raised: str = ""
     """The last line of the traceback, and where it was raised."""
     broken: tuple[str, ...] = ()
@@ -69,36 +69,97 @@ class Lived:
 def live(seed: int, inner: Contender, *, is_recorded: bool, faults: frozenset[str], **settings: Any) -> Lived:
     """A world, and what the recorders say of it."""
     from kvledger.adapters.simulation.contenders import Recorded
-    from sim.recorded import audited, recordings
     from sim.settings import draw
     from sim.world import World
 
-    name = "KVLedgerRecorder" if inner.name == "ExampleConnector" else "KVLedgerRecorderHMA"
-    contender = Recorded(inner=inner, name=name) if is_recorded else inner
+    contender = Recorded(inner=inner, name=recorder_of(inner)) if is_recorded else inner
     drawn = {**draw(random.Random(f"settings {seed}")).connector, **WITHIN}
     world, raised = None, ""
     try:
         with World(seed, contender=contender, faults=faults, connector=drawn, **settings) as world:
             world.run()
     except Exception as error:  # noqa: BLE001 -- whatever it is, it is told with the seed
-        frame = traceback.extract_tb(error.__traceback__)[-1]
-        raised = f"{type(error).__name__} at {Path(frame.filename).name}:{frame.lineno}: {error}"
-    broken: list[str] = []
-    if world is not None and hasattr(world, "engine"):
-        for recording in recordings(world.engine.scheduler.connector):
-            audit = audited(recording)
-            broken += [
-                f"{found.rule}: {found.sequence} {found.request_id} {found.detail}" for found in audit.violations
-            ]
-            broken += [f"divergence: {found}" for found in (*audit.divergences, *audit.reference_differences)]
-            broken += ["unfoldable"] if audit.unfoldable else []
-    return Lived(world, raised, tuple(broken))
+        raised = place_of(error)
+    if world is None:
+        return Lived((), raised)
+    return Lived(world.fault_names, raised, tuple(broken_in(world.engine)))
 
 
-def survey(name: str, seeds: range, faults: frozenset[str], *, is_hybrid: bool) -> Iterator[tuple[int, Lived, str]]:
+def recorder_of(inner: Contender) -> str:
+    """Which of the two stands around it."""
+    return "KVLedgerRecorder" if inner.name == "ExampleConnector" else "KVLedgerRecorderHMA"
+
+
+def place_of(error: Exception) -> str:
+    """Class, place and message of what was raised."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__} at {Path(frame.filename).name}:{frame.lineno}: {error}"
+
+
+def broken_in(engine: SimulatedEngine) -> Iterator[str]:
+    """What the rules say of the logs of all recorders in an engine."""
+    from sim.recorded import audited, recordings
+
+    for recording in recordings(engine.scheduler.connector):
+        audit = audited(recording)
+        yield from (f"{each.rule}: {each.sequence} {each.request_id} {each.detail}" for each in audit.violations)
+        yield from (f"divergence: {found}" for found in (*audit.divergences, *audit.reference_differences))
+        if audit.unfoldable:
+            yield f"unfoldable: {audit.unfoldable}"
+
+
+def live_sessions(seed: int, inner: Contender, *, is_recorded: bool) -> Lived:
+    """Streaming sessions of two or three turns, and others who say the same from the beginning, in a small pool."""
+    from kvledger.adapters.simulation.contenders import Recorded
+    from kvledger.adapters.simulation.engine import SimulatedEngine, block_bytes
+
+    rng = random.Random(f"sessions {seed}")
+    engine = SimulatedEngine(
+        contender=Recorded(inner=inner, name=recorder_of(inner)) if is_recorded else inner,
+        num_blocks=rng.choice([16, 24, 40]),
+        max_model_len=200,
+        max_num_batched_tokens=rng.choice([32, 256]),
+        enable_prefix_caching=inner.name != "ExampleConnector",
+        async_scheduling=rng.random() < 0.4,
+        host_bytes=block_bytes(16) * rng.choice([8, 60, 400]),
+    )
+    raised = ""
+    try:
+        turns = {f"session{number}": rng.choice([2, 3]) for number in range(3)}
+        said: dict[str, list[int]] = {name: [] for name in turns}
+        for step in range(150):
+            name = rng.choice(list(turns))
+            if turns[name] and rng.random() < 0.1:
+                turns[name] -= 1
+                tokens = [rng.randrange(30000) for _ in range(rng.randrange(5, 40))]
+                said[name] += tokens
+                engine.add(name, tokens, rng.randrange(1, 12), resumable=turns[name] > 0)
+            elif rng.random() < 0.15 and said[name]:
+                heard = said[name] + engine.outputs[name]
+                engine.add(f"r{step}", (heard if rng.random() < 0.5 else said[name])[:120], rng.randrange(1, 20))
+            if engine.scheduler.has_requests():
+                engine.step()
+            else:
+                engine.update()
+        for name, num_left in turns.items():
+            if num_left:
+                engine.add(name, [7], 1)
+        engine.run(3000)
+    except Exception as error:  # noqa: BLE001 -- whatever it is, it is told with the seed
+        raised = place_of(error)
+    return Lived((), raised, tuple(broken_in(engine)))
+
+
+def survey(
+    name: str, seeds: range, faults: frozenset[str], *, is_hybrid: bool, in_sessions: bool
+) -> Iterator[tuple[int, Lived, str]]:
     """(Seed, what became of its world, what is raised without a recorder)."""
     make = connectors()[name]
     for seed in seeds:
+        if in_sessions:
+            lived = live_sessions(seed, make(), is_recorded=True)
+            yield seed, lived, live_sessions(seed, make(), is_recorded=False).raised if lived.raised else ""
+            continue
         rng = random.Random(f"survey {seed}")
         settings: dict[str, Any] = {"fragile_steps": rng.random() < 0.5}
         if "simple" in name or name == "multi":
@@ -122,17 +183,18 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=100, help="how many worlds")
     parser.add_argument("--faults", nargs="*", default=[], help="beyond clients who go away and come all at once")
     parser.add_argument("--hybrid", action="store_true", help="models with sliding windows")
+    parser.add_argument("--sessions", action="store_true", help="streaming sessions in the place of other clients")
     arguments = parser.parse_args()
     logging.disable(logging.CRITICAL)
     seeds = range(arguments.first, arguments.first + arguments.seeds)
     counts: Counter[str] = Counter()
-    for seed, lived, plain in survey(
-        arguments.connector, seeds, CLIENT_FAULTS | set(arguments.faults), is_hybrid=arguments.hybrid
-    ):
+    faults = CLIENT_FAULTS | set(arguments.faults)
+    kinds = {"is_hybrid": arguments.hybrid, "in_sessions": arguments.sessions}
+    for seed, lived, plain in survey(arguments.connector, seeds, faults, **kinds):
         counts[lived.kind.split(": ")[0]] += 1
         if lived.kind == "well":
             continue
-        print(f"seed {seed} ({', '.join(lived.world.fault_names) if lived.world else ''}): {lived.raised or 'ended'}")
+        print(f"seed {seed} ({', '.join(lived.faults)}): {lived.raised or 'ended'}")
         if lived.raised:
             print(f"  without the recorder: {plain or 'ends well'}")
         for detail in lived.broken[:3]:
