@@ -20,6 +20,8 @@ from kvledger.adapters.recorder.rules.exclusive import (
     LoadXorStores,
     SrcBlockStable,
 )
+from kvledger.adapters.recorder.rules.resumed import ResumeCoversOutput
+from kvledger.adapters.recorder.rules.saves import StoreContiguous
 
 _CHECKERS = (
     LastToken,
@@ -32,6 +34,8 @@ _CHECKERS = (
     ChunkComplete,
     CompletionOnce,
     Liveness,
+    StoreContiguous,
+    ResumeCoversOutput,
 )
 RULES: Mapping[str, Callable[[], Any]] = MappingProxyType({checker.rule: checker for checker in _CHECKERS})
 
@@ -51,13 +55,11 @@ LEFT_OUT: Mapping[str, str] = MappingProxyType(
             _SLOTS,
         ),
         **dict.fromkeys(
-            (
-                *("CURSOR_LE_FRONTIER", "STORE_CONTIGUOUS"),
-                *("SETTLED_SAVED", "RESET_EPOCH", "FAILED_LOAD_TAINT"),
-            ),
+            ("CURSOR_LE_FRONTIER", "SETTLED_SAVED", "RESET_EPOCH", "FAILED_LOAD_TAINT"),
             _CHUNKS,
         ),
-        **dict.fromkeys(("LONGEST_HIT", "LOOKUP_PURE", "DEFER_BOUNDED"), _HITS),
+        **dict.fromkeys(("LONGEST_HIT", "DEFER_BOUNDED"), _HITS),
+        "LOOKUP_PURE": f"{_HITS}; where asking has moved what is saved, STORE_CONTIGUOUS says so",
         **dict.fromkeys(("RELEASE_ALL", "DELAY_FREE_CONTRACT"), _KEPT),
         **dict.fromkeys(RULES, ""),
     }

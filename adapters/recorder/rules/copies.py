@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import ClassVar
 
 from kvledger.adapters.recorder import said
@@ -12,7 +12,7 @@ from kvledger.lifecycle.audit import Check, Model, Moment, Violation
 from kvledger.lifecycle.windows import NULL_BLOCK
 
 
-class _Tables:
+class Tables:
     """The last block table of each life: a copy may read blocks that its request has just lost."""
 
     def begin_checks(self, model: Model) -> Iterable[tuple[type[e.Event], Check]]:
@@ -41,6 +41,18 @@ class _Tables:
             return None
         return table if copy.group < 0 else table[copy.group :: self._num_groups]
 
+    @staticmethod
+    def places(copy: said.Transferred, table: Sequence[int]) -> Iterator[int | None]:
+        """Where each block of the copy stands, behind the one before; None, and no more, for one that does not."""
+        start, end = copy.first_block, copy.first_block + 1
+        for block_id in copy.block_ids:
+            places = range(start, min(end, len(table)))
+            place = next((at for at in places if block_id == table[at] or NULL_BLOCK in (block_id, table[at])), None)
+            yield place
+            if place is None:
+                return
+            start, end = place + 1, len(table)
+
 
 class TableEq:
     """TABLE_EQ: a copy's blocks stand in the request's table, in the order of the copy.
@@ -55,7 +67,7 @@ class TableEq:
 
     def checks(self, model: Model) -> Iterable[tuple[type[e.Event], Check]]:
         """By class of event."""
-        self._tables = _Tables()
+        self._tables = Tables()
         return [*self._tables.begin_checks(model), (e.ExtensionObserved, self._said)]
 
     def _said(self, event: e.ExtensionObserved, moment: Moment) -> list[Violation] | None:
@@ -65,13 +77,11 @@ class TableEq:
         table = self._tables.of(copy, moment)
         if table is None:
             return None
-        start, end = copy.first_block, copy.first_block + 1
-        for block_id in copy.block_ids:
-            places = range(start, min(end, len(table)))
-            place = next((at for at in places if block_id == table[at] or NULL_BLOCK in (block_id, table[at])), None)
+        start = copy.first_block
+        for block_id, place in zip(copy.block_ids, self._tables.places(copy, table), strict=False):
             if place is None:
                 return [_violation(self.rule, moment, _misplaced(copy, block_id, start, table))]
-            start, end = place + 1, len(table)
+            start = place + 1
         return None
 
 
@@ -87,7 +97,7 @@ class SrcBlockOwned:
 
     def checks(self, model: Model) -> Iterable[tuple[type[e.Event], Check]]:
         """By class of event."""
-        self._tables = _Tables()
+        self._tables = Tables()
         return [*self._tables.begin_checks(model), (e.ExtensionObserved, self._said)]
 
     def _said(self, event: e.ExtensionObserved, moment: Moment) -> list[Violation] | None:

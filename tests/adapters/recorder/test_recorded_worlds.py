@@ -52,6 +52,8 @@ class Case:
     recorded: Contender
     faults: frozenset[str] = CLIENT_FAULTS
     num_recorders: int = 1
+    defects: frozenset[str] = frozenset()
+    """Rules that the connector is known to break."""
     settings: Mapping[str, Any] = {}
     """Of the engine, where the seed is not to decide."""
 
@@ -91,7 +93,11 @@ CASES = {
     "MultiConnector over two": around(
         Several(children=(LateOffloading(num_questions=1), SimpleCPU(num_questions=3))), settings=SHARED
     ),
-    "LMCacheMPConnector": around(LMCacheMP(chunk_size=16), recorder="KVLedgerRecorder"),
+    "LMCacheMPConnector": around(
+        LMCacheMP(chunk_size=16),
+        recorder="KVLedgerRecorder",
+        defects=frozenset({"STORE_CONTIGUOUS", "RESUME_COVERS_OUTPUT"}),  # see test_lmcache_defects.py
+    ),
 }
 MET_IN = {"OffloadingConnector": 3, "a cache that fails beside the steps": 24, "a cache that fails within steps": 23}
 SHORT = {"OffloadingConnector": (3, 7, 133), "kvledger": (5,), "ExampleConnector": (202, 210)}
@@ -132,10 +138,10 @@ def test_a_recorded_world_is_the_world_without_a_recorder(name: str, seed: int) 
     for recording in found:
         assert not recording.log.is_ended
         audit = audited(recording)
-        assert audit.violations == []
+        assert {violation.rule for violation in audit.violations} <= case.defects
+        assert audit.is_sound or audit.violations
         assert list(audit.divergences) == []
         assert list(audit.reference_differences) == []
-        assert audit.is_sound
         arrived = [event for _, event in events_of(recording) if isinstance(event, e.RequestArrived)]
         assert [event.request_id for event in arrived] == [life.request_id for life in recorded.lives]
 

@@ -126,6 +126,16 @@ def test_a_save_of_a_foreign_block_breaks_src_block_owned(saved: Log) -> None:
     assert saved.named(with_said(saved.events, place, block_ids=foreign, first_block=-1)) == {"SRC_BLOCK_OWNED"}
 
 
+@pytest.mark.parametrize("request_id", ["a", "b"])
+def test_a_save_that_leaves_out_what_nobody_has_saved_breaks_store_contiguous(saved: Log, request_id: str) -> None:
+    """The third request saves nothing of what it has in common with the first, and that is no hole."""
+    place, _, copy = next(
+        found for found in said(saved.events, Transferred) if not found[2].is_load and found[1].request_id == request_id
+    )
+    later = with_said(saved.events, place, first_block=copy.first_block + 1, block_ids=copy.block_ids[1:])
+    assert saved.named(later) == {"STORE_CONTIGUOUS"}
+
+
 def heard(log: Log) -> tuple[int, e.ExtensionNoted]:
     """Where vLLM hears of the end of the load."""
     return next((place, event) for place, event, told in said(log.events, VLLMHeard) if told.finished_recving)

@@ -1,0 +1,151 @@
+"""What a preempted request is told of what the connector has of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, ClassVar
+
+import attrs
+
+from kvledger.adapters.recorder import said
+from kvledger.adapters.recorder.payloads import payload_of
+from kvledger.lifecycle import Core
+from kvledger.lifecycle import events as e
+from kvledger.lifecycle.audit import Check, Model, Moment, Start, Violation
+
+MAX_KEYS = 1 << 20
+"""After so many different ones it is no longer known how much the connector can hold."""
+NEVER = -1
+
+
+@attrs.frozen
+class _Held:
+    """Tokens of a request that the connector was seen to have."""
+
+    num_tokens: int
+    saved_at: int
+    """How many blocks had been saved, of everybody, when the first of these was."""
+    sequence: int
+    """The event that shows it."""
+
+
+@attrs.define
+class _Account:
+    """One life."""
+
+    held: _Held | None = None
+    is_resumed: bool = False
+    has_been_offered: bool = False
+    """Since its last preemption."""
+    num_computed_tokens: int = 0
+    """When it was last looked up."""
+    num_tokens: int = 0
+
+
+class ResumeCoversOutput:
+    """RESUME_COVERS_OUTPUT: a preempted request is looked up with all its tokens, and is given what is there.
+
+    The second half is a matter of speed: what is there and not given is computed again.
+
+    Verifies: the core's rule of this name; and that a resumed request is offered something where the connector had
+    offered this very request more than twice of what is computed, and since that was saved too little else was to have
+    driven it out: no more than what something that was offered later was seen to survive.
+    Does not verify: the second half for what the request itself has saved and was never offered, for nothing says when
+    that is done; where a load of it has failed; with several groups of layers; after a reset, of what was before it.
+    """
+
+    rule: ClassVar[str] = "RESUME_COVERS_OUTPUT"
+
+    def __init__(self) -> None:
+        self._core: Any = Core.standard().rules[self.rule]()
+        self._knows_all = True
+        self._forget()
+
+    def _forget(self) -> None:
+        self._accounts: dict[int, _Account] = {}
+        self._seen_at: dict[bytes, int] = {}
+        """Key of a block -> different blocks saved when somebody who has it was last looked up or saved."""
+        self._saved_at: dict[bytes, int] = {}
+        """Key of a block -> blocks saved, the same ones again included, when it was last saved."""
+        self._num_saved_blocks = 0
+        self._num_survived = 0
+        """The most different blocks that were saved after something that was offered later."""
+
+    def begin(self, _start: Start) -> None:
+        """What was offered before is not known, and is not needed."""
+
+    def checks(self, model: Model) -> Iterable[tuple[type[e.Event], Check]]:
+        """By class of event."""
+        self._block_size = model.configuration.block_size
+        self._knows_all = len(model.configuration.windows) == 1
+        return [
+            *self._core.checks(model),
+            (e.ExtensionObserved, self._said),
+            (e.BlocksAllocated, self._allocated),
+            (e.RequestPreempted, self._preempted),
+            (e.SessionContinued, self._over),
+            (e.RequestReleased, self._over),
+            (e.CacheReset, self._reset),
+        ]
+
+    def _reset(self, _event: e.CacheReset, _moment: Moment) -> None:
+        self._forget()
+
+    def _over(self, event: e.SessionContinued | e.RequestReleased, moment: Moment) -> None:
+        if moment.life is not None:
+            self._accounts.pop(moment.life.ordinal, None)
+
+    def _preempted(self, _event: e.RequestPreempted, moment: Moment) -> None:
+        account = None if moment.life is None else self._accounts.get(moment.life.ordinal)
+        if account is not None:
+            account.is_resumed, account.has_been_offered = True, False
+
+    def _said(self, event: e.ExtensionObserved, moment: Moment) -> None:
+        told, life = payload_of(event), moment.life
+        if not self._knows_all or life is None:
+            return
+        if isinstance(told, said.LookupReturned):
+            account = self._accounts.setdefault(life.ordinal, _Account())
+            account.num_computed_tokens, account.num_tokens = told.num_computed_tokens, told.num_tokens
+            if told.num_external_tokens:
+                account.has_been_offered = True
+                self._offered(account, told.num_computed_tokens + told.num_external_tokens, life.keys, moment)
+        elif isinstance(told, said.Transferred) and not told.is_load:
+            first = max(told.first_block, 0)
+            for key in life.keys[first : first + len(told.block_ids)]:
+                self._saved_at[key] = self._num_saved_blocks
+            self._num_saved_blocks += len(told.block_ids)
+        else:
+            return
+        if len(self._seen_at) > MAX_KEYS:
+            self._knows_all = False
+            self._forget()
+        # A lookup or a save may keep what it concerns from being driven out; whether it does is not known.
+        self._seen_at.update(dict.fromkeys(life.keys, len(self._saved_at)))
+
+    def _offered(self, account: _Account, num_tokens: int, keys: Sequence[bytes], moment: Moment) -> None:
+        """The connector has so many tokens of somebody."""
+        keys = keys[: num_tokens // self._block_size]
+        if keys and keys[-1] in self._seen_at:
+            self._num_survived = max(self._num_survived, len(self._saved_at) - self._seen_at[keys[-1]])
+        saved_at = min((self._saved_at.get(key, NEVER) for key in keys), default=NEVER)
+        account.held = None if saved_at == NEVER else _Held(num_tokens, saved_at, moment.sequence)
+
+    def _allocated(self, event: e.BlocksAllocated, moment: Moment) -> list[Violation] | None:
+        life = moment.life
+        account = None if life is None else self._accounts.get(life.ordinal)
+        if life is None or account is None or not account.is_resumed or account.held is None:
+            return None
+        account.is_resumed = False
+        held = account.held
+        num_tokens = min(held.num_tokens, account.num_tokens - 1)
+        has_survived = self._num_saved_blocks - held.saved_at <= self._num_survived
+        if account.has_been_offered or life.num_failed_loads or not has_survived:
+            return None
+        if num_tokens <= 2 * account.num_computed_tokens + self._block_size:
+            return None
+        detail = (
+            f"nothing is loaded after its preemption, though the connector had {held.num_tokens} of its tokens: "
+            f"all but {account.num_computed_tokens} are computed again"
+        )
+        return [Violation(self.rule, moment.sequence, event.request_id, life.generation, detail, (held.sequence,))]

@@ -1,0 +1,146 @@
+"""What is saved of a request, in which order, where a decoder has read that from the connector's metadata."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import ClassVar
+
+import attrs
+
+from kvledger.adapters.recorder import said
+from kvledger.adapters.recorder.payloads import payload_of
+from kvledger.adapters.recorder.rules.copies import Tables
+from kvledger.lifecycle import events as e
+from kvledger.lifecycle.audit import Check, Model, Moment, Start, Violation
+
+MAX_KEYS = 1 << 20
+"""After so many different ones it is no longer known what is stored."""
+
+
+@attrs.define
+class _Account:
+    """What became of one life's blocks."""
+
+    num_blocks: int = 0
+    """From the first on, each of which is saved, or was when somebody looked."""
+    nameless: list[int] = attrs.field(factory=list)
+    """Places of saved blocks whose keys are not known yet."""
+    hits: list[int] = attrs.field(factory=list)
+    """Tokens that each answer since the last preemption said are there."""
+
+
+class StoreContiguous:
+    """STORE_CONTIGUOUS: what is saved of a request leaves no hole, for nobody gets behind one.
+
+    A matter of speed: right KV behind a hole is computed again by everybody, and nobody reads wrong KV.
+
+    Verifies: each block before the last one that a copy saves was saved for a request with the same tokens, was
+    loaded, or lay in a hit that was answered; once for each hole. If what lookups answered, added up, is where the copy
+    begins, the finding says that asking has moved it.
+    Does not verify: anything in a log that does not begin at its beginning, or after a copy of which the log does not
+    say of which tokens; groups with a window; whether what was stored is still there; that anything is saved at all.
+    """
+
+    rule: ClassVar[str] = "STORE_CONTIGUOUS"
+
+    def __init__(self) -> None:
+        self._accounts: dict[int, _Account] = {}
+        self._stored: set[bytes] = set()
+        self._knows_all = True
+
+    def begin(self, _start: Start) -> None:
+        """What was saved before is not known."""
+        self._knows_all = False
+
+    def checks(self, model: Model) -> Iterable[tuple[type[e.Event], Check]]:
+        """By class of event."""
+        self._tables = Tables()
+        self._block_size = model.configuration.block_size
+        self._group = next((group for group, window in enumerate(model.configuration.windows) if not window), None)
+        return [
+            *self._tables.begin_checks(model),
+            (e.ChunkKeysObserved, self._named),
+            (e.RequestPreempted, self._preempted),
+            (e.SessionContinued, self._continued),
+            (e.RequestReleased, self._released),
+            (e.ExtensionObserved, self._said),
+            (e.ExtensionNoted, self._noted),
+        ]
+
+    def _account(self, moment: Moment) -> _Account:
+        """Of the event's request; one that nobody keeps, where there is none."""
+        return _Account() if moment.life is None else self._accounts.setdefault(moment.life.ordinal, _Account())
+
+    def _preempted(self, _event: e.RequestPreempted, moment: Moment) -> None:
+        self._account(moment).hits.clear()
+
+    def _continued(self, event: e.SessionContinued, moment: Moment) -> None:
+        if moment.life is not None:  # other tokens follow
+            account, num_blocks = self._account(moment), event.num_computed_tokens // self._block_size
+            account.num_blocks = min(account.num_blocks, num_blocks)
+            account.nameless = [place for place in account.nameless if place < num_blocks]
+
+    def _released(self, event: e.RequestReleased, _moment: Moment) -> None:
+        self._accounts.pop(event.ordinal, None)
+
+    def _named(self, _event: e.ChunkKeysObserved, moment: Moment) -> None:
+        life = moment.life
+        account = None if life is None else self._accounts.get(life.ordinal)
+        if life is not None and account is not None and account.nameless:
+            named = [place for place in account.nameless if place < len(life.keys)]
+            account.nameless = [place for place in account.nameless if place >= len(life.keys)]
+            self._store(life.keys[place] for place in named)
+
+    def _store(self, keys: Iterable[bytes]) -> None:
+        self._stored.update(keys)
+        if len(self._stored) > MAX_KEYS:
+            self._knows_all = False
+            self._stored.clear()
+
+    def _said(self, event: e.ExtensionObserved, moment: Moment) -> list[Violation] | None:
+        told = payload_of(event)
+        if not self._knows_all or moment.life is None:
+            return None
+        if isinstance(told, said.LookupReturned) and told.num_external_tokens:
+            account, hit = self._account(moment), told.num_computed_tokens + told.num_external_tokens
+            account.hits.append(hit)
+            self._store(moment.life.keys[: hit // self._block_size])
+        elif isinstance(told, said.Transferred) and told.first_block < 0:
+            self._knows_all = False
+        elif isinstance(told, said.Transferred) and told.group == self._group:
+            return self._copied(told, moment)
+        return None
+
+    def _noted(self, event: e.ExtensionNoted, moment: Moment) -> None:
+        told = payload_of(event)
+        if isinstance(told, said.Undecoded):
+            self._knows_all = False
+        elif isinstance(told, said.TransferredFor) and not told.copy.is_load:
+            life = moment.life_of(told.request_id)
+            if life is None or told.copy.first_block < 0:
+                self._knows_all = False
+            else:  # its table is gone: all that may be saved counts as saved
+                self._store(life.keys[told.copy.first_block :])
+
+    def _copied(self, copy: said.Transferred, moment: Moment) -> list[Violation] | None:
+        life, table = moment.life, self._tables.of(copy, moment)
+        if life is None or table is None:
+            return None
+        copied = [place for place in self._tables.places(copy, table) if place is not None]
+        if len(copied) < len(copy.block_ids):  # TABLE_EQ says what is wrong with it
+            copied = list(range(copy.first_block, copy.first_block + len(copy.block_ids)))
+        account, keys = self._account(moment), life.keys
+        left_out = set(range(account.num_blocks, min(len(keys), copied[-1]))).difference(copied)
+        holes = () if copy.is_load else sorted(place for place in left_out if keys[place] not in self._stored)
+        account.num_blocks = max(account.num_blocks, copied[-1] + 1)
+        self._store(keys[place] for place in copied if place < len(keys))
+        account.nameless += [place for place in copied if place >= len(keys)]
+        if not holes:
+            return None
+        detail = (
+            f"copy {copy.job} saves from block {copied[0]} of the request on, but nobody has saved block {holes[0]}: "
+            "what lies behind it is never found"
+        )
+        if len(account.hits) > 1 and sum(account.hits) // self._block_size == copied[0]:
+            detail += f"; {len(account.hits)} answers add up to where it begins, so asking has moved it"
+        return [Violation(self.rule, moment.sequence, life.request_id, life.generation, detail, ())]

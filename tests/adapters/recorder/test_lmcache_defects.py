@@ -1,0 +1,86 @@
+"""Two defects of vLLM 0.32's LMCacheMPConnector, unmodified, on vLLM's scheduler: the recorder's log names them.
+
+Each answered lookup adds to what the connector takes for stored (LMCache issue 4508), and a preempted request is
+answered that there is nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from sim.lmcache_mp import LMCacheMP
+from sim.recorded import audited, said_in
+
+from kvledger.adapters.recorder.said import LookupReturned
+from kvledger.adapters.simulation.contenders import Recorded
+
+pytestmark = pytest.mark.scheduler
+
+Record = Callable[..., tuple[Any, Any]]
+LMCACHE = Recorded(inner=LMCacheMP(chunk_size=16), name="KVLedgerRecorder")
+
+
+def started(record: Record) -> tuple[Any, Any]:
+    """An engine whose server has 48 tokens of the request that comes next, and has been seen to keep far more."""
+    engine, recording = record(contender=LMCACHE, num_blocks=20, enable_prefix_caching=False)
+    for request_id, first, num_tokens in (
+        ("old", 5000, 32),
+        *((f"large-{number}", 300 * number, 250) for number in range(1, 6)),
+        ("old again", 5000, 40),
+        ("before", 0, 48),
+    ):
+        engine.add(request_id, range(first, first + num_tokens), 2)
+        engine.run()
+    return engine, recording
+
+
+@pytest.mark.parametrize("num_answers", [2, 3])
+def test_a_lookup_that_is_repeated_leaves_a_hole_in_what_is_stored(record: Record, num_answers: int) -> None:
+    """It waits for another one's blocks. Named with the hole, and that asking made it; nothing else is named."""
+    engine, recording = started(record)
+    engine.add("other", range(2000, 2270), 6)
+    for _ in range(8 - num_answers):
+        engine.step()
+    engine.add("waits", range(200), 2)
+    engine.run()
+    (violation,) = audited(recording).violations
+    assert (violation.rule, violation.request_id) == ("STORE_CONTIGUOUS", "waits")
+    assert f"saves from block {3 * num_answers} of the request on, but nobody has saved block 3" in violation.detail
+    assert f"{num_answers} answers add up to where it begins" in violation.detail
+
+
+def test_a_lookup_that_is_made_once_leaves_none(record: Record) -> None:
+    """The same request, which waits for nobody."""
+    engine, recording = started(record)
+    engine.add("waits", range(200), 2)
+    engine.run()
+    assert audited(recording).violations == []
+
+
+def crowd(engine: Any, num_outputs: int) -> None:
+    """Two requests decode; with enough outputs there are not blocks for both."""
+    engine.add("first", range(1000, 1140), num_outputs)
+    engine.add("second", range(100), num_outputs)
+    engine.run()
+
+
+def test_a_preempted_request_is_given_nothing_of_what_is_there(record: Record) -> None:
+    """Named with the tokens that the connector had; nothing else is named."""
+    engine, recording = started(record)
+    crowd(engine, 100)
+    assert engine.num_preemptions > 0
+    (violation,) = audited(recording).violations
+    assert (violation.rule, violation.request_id) == ("RESUME_COVERS_OUTPUT", "second")
+    assert "nothing is loaded after its preemption, though the connector had 48 of its tokens" in violation.detail
+    offers = {told.num_external_tokens for told in said_in(recording, LookupReturned) if told.num_tokens > 140}
+    assert offers == {0}
+
+
+def test_without_a_preemption_nothing_is_named(record: Record) -> None:
+    """The same requests, which end before the blocks do."""
+    engine, recording = started(record)
+    crowd(engine, 10)
+    assert engine.num_preemptions == 0
+    assert audited(recording).violations == []
