@@ -345,7 +345,10 @@ class Chronicle:
             for name, value in msgspec.structs.asdict(event).items()
             if name != "time_ns"
         }
-        text = words(event, self.projections.core) or _text(event)
+        text = words(event, self.projections.core)
+        if not text and isinstance(event, e.ExtensionEvent):
+            return  # another event tells it
+        text = text or _text(event)
         is_trouble = isinstance(event, _TROUBLE)
         self._listener.happened(Moment(event.id, sequence, self.now_ns, request_id, life, text, is_trouble, fields))
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import csv
 import json
+from collections import Counter
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -107,6 +109,18 @@ def test_stats_counts_calls_answers_and_copies(log: Path, said: Said) -> None:
     _, text = said("stats", log)
     assert f"copies to save: {figures['copies to save']}" in text
     assert "recorder/build_connector_meta " in text
+
+
+def test_moments_of_an_export_are_in_words(log: Path, said: Said) -> None:
+    """What a decision tells as well is none of them; all events are in a table of their own."""
+    _, out = said("export", log, "--csv", "moments")
+    kinds = Counter(row["kind"] for row in csv.DictReader(out.splitlines()))
+    texts = {row["text"] for row in csv.DictReader(out.splitlines())}
+    assert kinds["extension.observed"] > 0
+    assert not {text for text in texts if text.startswith(("extension.", "recorder 1: returned"))}
+    assert any("gives its workers a copy: save" in text for text in texts)
+    _, events = said("export", log, "--csv", "events")
+    assert events.count("lookup_returned") > 3
 
 
 @pytest.mark.parametrize("command", ["stats", "replay"])
