@@ -203,6 +203,7 @@ def event_section(event: type[events.Event], written_by: dict[str, list[str]], f
 # --- configuration ---------------------------------------------------------------------------------------------------
 
 TYPES = {
+    "Literal['off', 'all'] | Annotated[float, pydantic.Field(ge=0, le=1)]": '`"off"`, `"all"`, or a number from 0 to 1',
     "pydantic.PositiveInt": "integer, at least 1",
     "pydantic.PositiveInt | None": "integer, at least 1, or null",
     "pydantic.ByteSize": 'bytes: integer, or string such as `"4GiB"`',

@@ -681,6 +681,27 @@ class ExtensionNoted(Event, frozen=True, tag=41):
 
 ExtensionEvent = ExtensionObserved | ExtensionDecided | ExtensionNoted
 
+
+@observation("pages.digested")
+class PagesDigested(Event, frozen=True, tag=42):
+    """A worker has made digests of whole blocks: of what a save was about to read, or of what a load has brought.
+
+    `digests[i]` is of block `first_block + i` of the request's table, over its bytes in all layers of a group: 64 bits,
+    signed. `stored[i]` is what the host held of it before the load; empty of a save, and where nobody looked.
+    """
+
+    request_id: str
+    ordinal: int
+    generation: int
+    rank: int
+    is_load: bool
+    group: int
+    first_block: int
+    digests: tuple[int, ...]
+    stored: tuple[int, ...]
+    time_ns: int
+
+
 STANDARD_EVENTS: tuple[type[Event], ...] = (
     RequestArrived,
     ChunkKeysObserved,
@@ -724,5 +745,6 @@ STANDARD_EVENTS: tuple[type[Event], ...] = (
     ExtensionDecided,
     ExtensionStopped,
     ExtensionNoted,
+    PagesDigested,
 )
 """Every event of the standard core."""

@@ -24,6 +24,7 @@ from kvledger.adapters.recorder.description import described
 from kvledger.adapters.recorder.extension import Recorder
 from kvledger.adapters.recorder.forwarding import forwards_everything
 from kvledger.adapters.recorder.log import RecorderLog
+from kvledger.adapters.recorder.page_digests import RecordedPages, taken_out
 from kvledger.adapters.recorder.recording import Recording
 from kvledger.adapters.recorder.settings import RecorderSettings
 from kvledger.adapters.recorder.stats import RecordedPromMetrics, RecordedStats, enveloped, opened
@@ -37,6 +38,7 @@ from kvledger.lifecycle import ConfigurationError, Core, LedgerConfiguration
 from kvledger.storage.events import Durability
 
 if TYPE_CHECKING:
+    import torch
     from vllm.config import VllmConfig
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -61,6 +63,18 @@ def _configuration(kv_cache_config: KVCacheConfig, groups: Groups) -> LedgerConf
         async_saves=True,
         max_silent_steps=_NEVER,
         max_silent_ms=_NEVER,
+    )
+
+
+def _recorded_pages(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, share: float) -> RecordedPages | None:
+    """None of a model that is not recorded either."""
+    if describe_groups(vllm_config, kv_cache_config).declined:
+        return None
+    return RecordedPages(
+        vllm_config.parallel_config.rank,
+        share,
+        block_size=versions.block_size(kv_cache_config),
+        num_blocks=kv_cache_config.num_blocks,
     )
 
 
@@ -89,6 +103,10 @@ class KVLedgerRecorder(KVConnectorBase_V1):
         """None on workers."""
         self.working: WorkerRecording | None = None
         """None in the scheduler's process, and where logs are kept in memory: nobody could read a worker's."""
+        self.pages: RecordedPages | None = None
+        """Who digests them on a worker; None where nobody asked for that."""
+        if role is KVConnectorRole.WORKER and settings.digest_share:
+            self.pages = _recorded_pages(vllm_config, kv_cache_config, settings.digest_share)
         if role is KVConnectorRole.SCHEDULER:
             self.recording = self._begin(vllm_config, kv_cache_config, settings)
         elif settings.log_dir is not None and settings.durability is not Durability.MEMORY:
@@ -161,6 +179,8 @@ class KVLedgerRecorder(KVConnectorBase_V1):
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """For a step; vLLM asks the outer connector whether it has any."""
         super().bind_connector_metadata(connector_metadata)
+        if self.pages is not None:
+            self.pages.step_begins(connector_metadata)
         if self.working is None:
             self.wrapped.bind_connector_metadata(connector_metadata)
             return
@@ -204,6 +224,39 @@ class KVLedgerRecorder(KVConnectorBase_V1):
             if side is not None:
                 side.shutdown()
 
+    # --- worker, where digests are made ------------------------------------------------------------
+
+    def _on_worker(self, hook: str, *arguments: object) -> Any:
+        forward = getattr(self.wrapped, hook)
+        return forward(*arguments) if self.working is None else self.working.call(hook, forward, arguments)
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> Any:
+        """Learn where pages lie."""
+        if self.pages is not None:
+            self.pages.register(kv_caches)
+        return self._on_worker("register_kv_caches", kv_caches)
+
+    def wait_for_save(self) -> Any:
+        """What the step has computed is there."""
+        if self.pages is not None:
+            self.pages.step_has_computed()
+        return self._on_worker("wait_for_save")
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
+        """Loads that have come."""
+        results = self._on_worker("get_transfer_results", finished_req_ids)
+        if self.pages is not None:
+            self.pages.received(results.finished_recving or (), results.failed_recving or ())
+        return results
+
+    def build_connector_worker_meta(self) -> Any:
+        """With the digests, where there are any."""
+        told = self._on_worker("build_connector_worker_meta")
+        if self.pages is None:
+            return told
+        self.pages.reported(told)
+        return self.pages.enveloped(told)
+
     # --- scheduler ---------------------------------------------------------------------------------
 
     @property
@@ -244,6 +297,7 @@ class KVLedgerRecorder(KVConnectorBase_V1):
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """What the workers report."""
+        self._recorded.digested(taken_out(connector_output))
         self._recorded.workers_report(connector_output)
         _, duration_ns = self._timed("update_connector_output", None, connector_output)
         self._recorded.vllm_hears(connector_output, duration_ns)

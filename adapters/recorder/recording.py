@@ -7,7 +7,7 @@ read in a later hook. Nothing here may raise, and nothing here decides anything.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
+    from kvledger.adapters.recorder.page_digests import DigestedCopy
+
 _Ends = TypeVar("_Ends", bound=said.WorkersReported)
 _COMPUTING = frozenset({RequestState.CHUNKED_PREFILL, RequestState.RUNNING})
 
@@ -48,6 +50,8 @@ class Recording:
         self._notice = Noticing(log, keys, speculates=speculates)
         self._reader = StepReader(self._projections, self._requests, None, log.observe, speculates=speculates)
         self._transfers = Transfers(log, num_workers)
+        self._loaded_to: dict[str, int] = {}
+        """Request -> tokens up to which its last load fills its blocks."""
         self._loads_of_steps: deque[tuple[int, ...]] = deque()
         """Of each step whose output has not been seen: the loads within it."""
         log.observe(e.LogNote("recorder started", log.now()))
@@ -148,6 +152,8 @@ class Recording:
         if record is not None and record.state in _COMPUTING:
             self._notice.next_turn(request)
         block_ids = tuple(versions.flat_table(blocks.get_block_ids()))
+        answer = self._projections.lookups.pending(request.request_id)
+        self._loaded_to[request.request_id] = 0 if answer is None else answer.num_computed_tokens + num_external_tokens
         self._observe(e.BlocksAllocated(request.request_id, block_ids, num_external_tokens, self.log.now()))
         self._transfers.given((request.request_id, self._tracker.ordinal(request.request_id)), block_ids)
         self.log.commit()
@@ -173,6 +179,7 @@ class Recording:
     def end_returned(self, request: Request, answer: Any, duration_ns: int) -> None:
         """Whether its blocks are to be kept."""
         self._requests.pop(request.request_id, None)
+        self._loaded_to.pop(request.request_id, None)
         if not self.log.is_ended and self._tracker.get(request.request_id) is not None:
             returned = said.EndReturned(bool(answer[0]), duration_ns)
             self._observe(Recorder.observed(request.request_id, returned, self.log.now()))
@@ -201,6 +208,23 @@ class Recording:
         if scheduler_output.total_num_scheduled_tokens or within:
             self._loads_of_steps.append(within)
         self.log.commit()
+
+    @guarded(default=None)
+    def digested(self, copies: Iterable[DigestedCopy]) -> None:
+        """What workers have found of whole blocks: what a load had not filled to its end is left out."""
+        if self.log.is_ended:
+            return
+        for copy in copies:
+            record = self._tracker.get(copy.request_id)
+            if record is None:
+                continue
+            tokens = self._loaded_to.get(copy.request_id, 0)
+            if not copy.is_load:
+                tokens = self._tracker.num_computed_tokens(record)
+            digests = copy.digests[: max(0, tokens // self.log.configuration.block_size - copy.first_block)]
+            if digests:
+                is_load, group, first, now = copy.is_load, copy.group, copy.first_block, self.log.now()
+                self._observe(e.PagesDigested(*record.life, copy.rank, is_load, group, first, digests, (), now))
 
     @guarded(default=None)
     def workers_report(self, output: KVConnectorOutput) -> None:

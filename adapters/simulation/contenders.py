@@ -174,7 +174,11 @@ class Recorded(Contender):
             "kv_connector_module_path": "kvledger.adapters.recorder",
             "kv_role": "kv_both",
             **kv_transfer,
-            "kv_connector_extra_config": {"log_dir": extra_config.get("log_dir"), "connector": inner},
+            "kv_connector_extra_config": {
+                "log_dir": extra_config.get("log_dir"),
+                "digests": extra_config.get("digests", "off"),
+                "connector": inner,
+            },
         }
 
     def prepared(self, worker: KVConnectorBase_V1) -> KVConnectorBase_V1:

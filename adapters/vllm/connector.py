@@ -118,6 +118,7 @@ class KVLedgerConnector(KVConnectorBase_V1, SupportsHMA):
             clock=type(self).clock,
         )
         self._scheduler_side.journal.loads_must_not_fail = loads_must_not_fail
+        self._scheduler_side.digested.share = settings.digest_share
         self._stats = StatsSource(self._scheduler_side)
         messages.info(
             "recording",

@@ -6,7 +6,7 @@ They are the same for the connector and for the recorder.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Self
+from typing import Annotated, Any, Literal, Self
 
 import pydantic
 
@@ -42,6 +42,15 @@ class LogSettings(pydantic.BaseModel):
 
     memory_log_bytes: pydantic.ByteSize = pydantic.ByteSize(64 * 1024**2)
     """With durability memory: the newest events that are kept."""
+
+    digests: Literal["off", "all"] | Annotated[float, pydantic.Field(ge=0, le=1)] = "off"
+    """Of which part of what is copied 64 bits are written for each whole block, so that `verify` names where bytes
+    changed: off, all, or a share between 0 and 1. Workers read every such block once more."""
+
+    @property
+    def digest_share(self) -> float:
+        """The same as a number."""
+        return {"off": 0.0, "all": 1.0}[self.digests] if isinstance(self.digests, str) else self.digests
 
     @pydantic.field_validator("segment_bytes")
     @classmethod

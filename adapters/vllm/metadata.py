@@ -20,6 +20,8 @@ class PageJob:
     job_id: int
     block_ids: tuple[int, ...]
     slots: tuple[int, ...]
+    pages: tuple[int, ...] = ()
+    """Of each pair that is to be digested its place in the request's flat table, of each other -1; empty: none is."""
 
 
 @attrs.frozen(slots=False)
@@ -62,6 +64,12 @@ class JobReport:
     error: str = ""
     is_repeated: bool = False
     """Whether this was told before, and was asked for again."""
+    pages: tuple[int, ...] = ()
+    """What was digested, by place in the request's flat table."""
+    digests: tuple[int, ...] = ()
+    """Of the blocks of these pages: before a save, after a load."""
+    stored_digests: tuple[int, ...] = ()
+    """Of their slots before a load; empty of a save."""
 
 
 @attrs.frozen(slots=False)

@@ -15,6 +15,7 @@ from msgspec.structs import astuple
 from kvledger.adapters.vllm import versions
 from kvledger.adapters.vllm.chunk_keys import ChunkKeySource
 from kvledger.adapters.vllm.contract import breach_of_answer
+from kvledger.adapters.vllm.digests import DigestedPages
 from kvledger.adapters.vllm.event_log import OpenedLog
 from kvledger.adapters.vllm.guard import guarded
 from kvledger.adapters.vllm.journal import NOT_WRITTEN, Journal
@@ -76,6 +77,7 @@ class SchedulerSide:
         self._requests: dict[str, Request] = {}
         self.prefix_cache = PrefixCache(configuration.block_size)
         self._num_failures_seen = 0
+        self.digested = DigestedPages(self._projections)
         self._admits = False
         self._notice = Noticing(self.journal, keys, speculates=speculates, zeroes_new_blocks=zeroes_new_blocks)
         self._reader = StepReader(
@@ -252,7 +254,7 @@ class SchedulerSide:
     def _hand_out(self) -> StepJobs:
         ready = self.journal.ready()
         try:
-            jobs = step_jobs(ready)
+            jobs = step_jobs(ready, self.digested.of_job)
         except Exception as error:  # noqa: BLE001 -- the scheduler counts on these jobs: each is reported as failed
             self.hook_failed("build_connector_meta", "", error)
             ready = self.journal.ready()
@@ -316,6 +318,7 @@ class SchedulerSide:
     def _take_up_output(self, connector_output: KVConnectorOutput) -> None:
         worker_meta = connector_output.kv_connector_worker_meta
         if isinstance(worker_meta, WorkerReports):
+            self._take_digests(worker_meta)
             self._take_reports(worker_meta)
             disagreement = self.compare(worker_meta.starts)
             if disagreement:  # too late to refuse the start
@@ -325,6 +328,13 @@ class SchedulerSide:
     def _take_load_errors(self, invalid_block_ids: frozenset[int]) -> None:
         if not self.journal.is_disabled:
             self._notice.load_errors(invalid_block_ids, tuple(self._requests.values()))
+
+    @guarded(default=None, hook_name="update_connector_output")
+    def _take_digests(self, worker_reports: WorkerReports) -> None:
+        """Before the reports, which settle their jobs."""
+        if not self.journal.is_disabled:
+            for digested in self.digested.events(worker_reports.reports, self.journal.now()):
+                self.journal.observe(digested)
 
     def _take_reports(self, worker_reports: WorkerReports) -> None:
         by_job: dict[tuple[int, bool], dict[int, JobReport]] = {}

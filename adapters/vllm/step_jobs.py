@@ -5,7 +5,7 @@ It knows decisions and metadata, no requests and nothing of vLLM's.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from kvledger.adapters.vllm.metadata import PageJob, StepJobs
 from kvledger.lifecycle import PageJob as Issued
@@ -16,10 +16,14 @@ from kvledger.lifecycle.windows import NO_SLOT
 NO_JOBS = StepJobs()
 
 
-def step_jobs(ready: Ready) -> StepJobs:
-    """What goes out with a step."""
+def step_jobs(ready: Ready, pages_of: Callable[[Issued], tuple[int, ...]]) -> StepJobs:
+    """What goes out with a step; `pages_of` says which pages of a job are digested."""
     if not any(ready):
         return NO_JOBS
+
+    def page_jobs(jobs: Iterable[Issued]) -> tuple[PageJob, ...]:
+        return tuple(_page_job(job, pages_of(job)) for job in jobs)
+
     loads = [job for job in ready.jobs if isinstance(job, e.LoadIssued)]
     saves = [job for job in ready.jobs if isinstance(job, e.SaveIssued) and not job.before_forward]
     hurried = [
@@ -30,11 +34,11 @@ def step_jobs(ready: Ready) -> StepJobs:
     return StepJobs(
         awaited=tuple(awaited.job_id for awaited in ready.awaited if awaited.before_forward),
         asked_after=tuple(awaited.job_id for awaited in ready.awaited if not awaited.before_forward),
-        saves_before_forward=_page_jobs(hurried),
-        loads=_page_jobs(job for job in loads if not job.is_async),
-        saves=_page_jobs(job for job in saves if not job.is_async),
-        async_loads=_page_jobs(job for job in loads if job.is_async),
-        async_saves=_page_jobs(job for job in saves if job.is_async),
+        saves_before_forward=page_jobs(hurried),
+        loads=page_jobs(job for job in loads if not job.is_async),
+        saves=page_jobs(job for job in saves if not job.is_async),
+        async_loads=page_jobs(job for job in loads if job.is_async),
+        async_saves=page_jobs(job for job in saves if job.is_async),
         undeliverable_block_ids=ready.block_ids,
         failed_loads=tuple(ready.failed.values()),
         finished_saves=tuple(ready.sent.values()),
@@ -51,12 +55,8 @@ def no_copies(ready: Ready) -> StepJobs:
     )
 
 
-def _page_jobs(jobs: Iterable[Issued]) -> tuple[PageJob, ...]:
-    return tuple(_page_job(job) for job in jobs)
-
-
-def _page_job(job: Issued) -> PageJob:
+def _page_job(job: Issued, pages: tuple[int, ...]) -> PageJob:
     if NO_SLOT not in job.slots:
-        return PageJob(job.job_id, job.block_ids, job.slots)
+        return PageJob(job.job_id, job.block_ids, job.slots, pages)
     copied = [(block_id, slot) for block_id, slot in zip(job.block_ids, job.slots, strict=True) if slot != NO_SLOT]
-    return PageJob(job.job_id, tuple(block_id for block_id, _ in copied), tuple(slot for _, slot in copied))
+    return PageJob(job.job_id, tuple(block_id for block_id, _ in copied), tuple(slot for _, slot in copied), pages)

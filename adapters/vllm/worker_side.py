@@ -14,11 +14,14 @@ from kvledger.adapters.vllm import versions
 from kvledger.adapters.vllm.beside import CopiesBeside
 from kvledger.adapters.vllm.messages import messages
 from kvledger.adapters.vllm.metadata import JobReport, PageJob, StepJobs, WorkerReports, WorkerStart
+from kvledger.adapters.vllm.worker_digests import WorkerDigests
 from kvledger.storage.kv import (
+    BlockLayout,
     CopyEngine,
     CopyResult,
     HostPool,
     OverlappingCopyEngine,
+    PageDigests,
     PendingCopy,
     describe_blocks,
     make_copy_engine,
@@ -29,6 +32,17 @@ if TYPE_CHECKING:
     import torch
 
 _Engine = TypeVar("_Engine")
+
+
+def describe_pages(kv_caches: Mapping[str, torch.Tensor], num_blocks: int) -> BlockLayout:
+    """Where every block's pages lie in the tensors that vLLM registers."""
+    tensors = versions.registered_tensors(dict(kv_caches))
+    dimensions = {name: versions.block_dimension(t.shape, num_blocks) for name, t in tensors.items()}
+    return describe_blocks(
+        tensors,
+        num_blocks=num_blocks,
+        block_dims={name: dimension for name, dimension in dimensions.items() if dimension is not None},
+    )
 
 
 class WorkerSide:
@@ -53,6 +67,7 @@ class WorkerSide:
         self._engine: CopyEngine | None = None
         self._overlapping: OverlappingCopyEngine | None = None
         self._copies = CopiesBeside(rank)
+        self._digests: WorkerDigests | None = None
         self._step: StepJobs | None = None
         self._executed: set[int] = set()
         self._reports: list[JobReport] = []
@@ -65,15 +80,10 @@ class WorkerSide:
         if self._declined:
             self._start_to_report = WorkerStart(self._rank, 0, 0, copies_beside=False, declined=self._declined)
             return
-        tensors = versions.registered_tensors(dict(kv_caches))
-        dimensions = {name: versions.block_dimension(t.shape, self._num_blocks) for name, t in tensors.items()}
-        layout = describe_blocks(
-            tensors,
-            num_blocks=self._num_blocks,
-            block_dims={name: dimension for name, dimension in dimensions.items() if dimension is not None},
-        )
-        is_cuda = any(tensor.is_cuda for tensor in tensors.values())
+        layout = describe_pages(kv_caches, self._num_blocks)
+        is_cuda = layout.device.type == "cuda"
         self._pool = HostPool(self._num_slots, layout.block_bytes, pin=is_cuda)
+        self._digests = WorkerDigests(PageDigests(layout, self._pool))
         self._engine = make_copy_engine(layout, self._pool)
         if self._overlaps:
             self._overlapping = make_overlapping_engine(layout, self._pool)
@@ -126,6 +136,8 @@ class WorkerSide:
     def take_reports(self) -> WorkerReports | None:
         """The reports since the last call; None where there are none."""
         reports, self._reports = [*self._reports, *self._copies.take_done()], []
+        if self._digests is not None:
+            reports = self._digests.told_with(reports)
         start = self.take_start()
         starts = () if start is None else (start,)
         return WorkerReports(tuple(reports), starts) if reports or starts else None
@@ -162,9 +174,11 @@ class WorkerSide:
             self._reports += self._copies.tell_again(jobs.asked_after)
 
     def _begin_save(self, job: PageJob) -> PendingCopy:
+        self._awake(self._digests).before_save(job)
         return self._awake(self._overlapping).start_save(job.block_ids, job.slots)
 
     def _begin_load(self, job: PageJob) -> PendingCopy:
+        self._awake(self._digests).before_load(job)
         return self._awake(self._overlapping).start_load(job.slots, job.block_ids)
 
     def _start(self, job: PageJob, begin: Callable[[], PendingCopy]) -> None:
@@ -175,11 +189,22 @@ class WorkerSide:
 
     def _save(self, job: PageJob) -> None:
         if self._is_first(job):
-            self._copy(job, lambda engine: engine.save(job.block_ids, job.slots))
+            self._copy(job, partial(self._save_now, job))
 
     def _load(self, job: PageJob) -> None:
-        if self._is_first(job) and not self._copy(job, lambda engine: engine.load(job.slots, job.block_ids)):
+        if self._is_first(job) and not self._copy(job, partial(self._load_now, job)):
             self._failed_block_ids.update(job.block_ids)
+
+    def _save_now(self, job: PageJob) -> CopyResult:
+        self._awake(self._digests).before_save(job)
+        return self._awake(self._engine).save(job.block_ids, job.slots)
+
+    def _load_now(self, job: PageJob) -> CopyResult:
+        digests = self._awake(self._digests)
+        digests.before_load(job)
+        result = self._awake(self._engine).load(job.slots, job.block_ids)
+        digests.after_load(job.job_id)
+        return result
 
     def _is_first(self, job: PageJob) -> bool:
         if job.job_id in self._executed:
@@ -187,9 +212,9 @@ class WorkerSide:
         self._executed.add(job.job_id)
         return True
 
-    def _copy(self, job: PageJob, copy: Callable[[CopyEngine], CopyResult]) -> bool:
+    def _copy(self, job: PageJob, copy: Callable[[], CopyResult]) -> bool:
         try:
-            report = self._copies.done(job.job_id, copy(self._awake(self._engine)))
+            report = self._copies.done(job.job_id, copy())
         except Exception as error:  # noqa: BLE001 -- a failed copy costs its request the cache, not the worker its life
             report = self._copies.failed(job.job_id, error)
         self._reports.append(report)

@@ -215,6 +215,15 @@ FACTS: Mapping[str, Mapping[str, Why]] = MappingProxyType(
             "cause": _CAUSE,
         },
         "extension.noted": {**_EXTENSION, "time_ns": _CLOCK},
+        "pages.digested": {
+            **dict.fromkeys(("request_id", "ordinal", "generation"), "the connector's word on whose copy it is"),
+            **dict.fromkeys(
+                ("rank", "is_load", "group", "first_block"),
+                "says which bytes: others are compared with others, or none",
+            ),
+            **dict.fromkeys(("digests", "stored"), ("BYTES_UNCHANGED",)),
+            "time_ns": _CLOCK,
+        },
         "extension.stopped": {
             **dict.fromkeys(("extension", "extension_version"), "the code that raised may be another one by now"),
             **dict.fromkeys(("where", "error"), _PEOPLE),

@@ -9,6 +9,7 @@ from kvledger.storage.extras import require
 
 require(__name__, "torch")
 
+from kvledger.storage.kv.digests import PageDigests
 from kvledger.storage.kv.engine import CopyEngine, CopyResult, make_copy_engine
 from kvledger.storage.kv.errors import StorageError
 from kvledger.storage.kv.host_memory import HostMemory, available_memory
@@ -24,6 +25,7 @@ __all__ = [
     "HostPool",
     "LayerPages",
     "OverlappingCopyEngine",
+    "PageDigests",
     "PageSegment",
     "PendingCopy",
     "StorageError",

@@ -136,4 +136,5 @@ def draw_connector(rng: random.Random, num_slots: int) -> dict[str, object]:
         "save_mode": rng.choice(["sync", "async"]),
         "max_deferred_lookups": rng.choice([0, 8]),
         "max_silent_ms": rng.choice([0, 100]),
+        "digests": rng.choice(["all", 0.5, "off"]),
     }

@@ -1,5 +1,6 @@
 """Keys: what is saved under which key, and what is found under it."""
 
+from kvledger.lifecycle.audit.keys.bytes_unchanged import BytesUnchanged
 from kvledger.lifecycle.audit.keys.chunk_complete import ChunkComplete
 from kvledger.lifecycle.audit.keys.cursor_le_frontier import CursorLeFrontier
 from kvledger.lifecycle.audit.keys.failed_load_taint import FailedLoadTaint
@@ -16,4 +17,5 @@ CHECKERS = (
     SettledSaved,
     ResetEpoch,
     FailedLoadTaint,
+    BytesUnchanged,
 )

@@ -620,11 +620,11 @@ def test_jobs_that_cannot_be_handed_out(
         delay(engine)
     original, lost = scheduler_side.step_jobs, []
 
-    def fail_with_a_load(ready: Any) -> Any:
+    def fail_with_a_load(ready: Any, *more: Any) -> Any:
         if any(isinstance(job, e.LoadIssued) for job in ready.jobs) and len(lost) < num_failures:
             lost.append([job.job_id for job in ready.jobs])
             raise RuntimeError(BROKEN)
-        return original(ready)
+        return original(ready, *more)
 
     monkeypatch.setattr(scheduler_side, "step_jobs", fail_with_a_load)
     crowd(engine)
@@ -672,12 +672,12 @@ def test_what_is_copied_out_of_blocks_that_a_step_took_without_waiting_is_not_of
     lost: list[int] = []
 
     def fail_with_a_fence(original: Callable[..., Any]) -> Callable[..., Any]:
-        def build(ready: Any) -> Any:
+        def build(ready: Any, *more: Any) -> Any:
             fences = [awaited.job_id for awaited in ready.awaited if awaited.before_forward]
             if fences and lost in ([], fences):
                 lost[:] = fences
                 raise RuntimeError(BROKEN)
-            return original(ready)
+            return original(ready, *more)
 
         return build
 

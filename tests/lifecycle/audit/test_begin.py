@@ -139,7 +139,7 @@ _NOTHING_TO_TAKE_OVER = {
     "SLOT_EXCLUSIVE", "HIT_PINNED", "WAITING_KEPT", "LONGEST_HIT", "ALLOC_MATCHES_LOOKUP", "COMPLETION_ONCE",
     # What they do not know they do not judge.
     "LAST_TOKEN", "TOKEN_CONSERVATION", "DELAY_FREE_CONTRACT", "TABLE_EQ", "RESUME_COVERS_OUTPUT", "ROLLBACK_OBSERVED",
-    "KEY_IDENTITY",
+    "KEY_IDENTITY", "BYTES_UNCHANGED",
     "LIVENESS",  # the first step tells who is overdue; the time of what came before it could be later than its own
 }  # fmt: skip
 

@@ -64,6 +64,11 @@ def further_story() -> tuple[Driver, list[SequencedEvent]]:
         driver.finish(request_id, 16, 34)
     driver.settle_all()
     driver.step()
+    for request_id, is_load, stored in (("c", False, ()), ("d", True, (5, 6))):
+        driver.start(request_id, keys, 33, range(40, 43))
+        driver.observe(e.PagesDigested(*driver.record(request_id).life, 0, is_load, 0, 0, (5, 6), stored, 94))
+        driver.finish(request_id, 16, 34)
+        driver.settle_all()
     driver.ledger.commit()
     recorded = driver.sink.events()
     (cause,) = [its for its, event in recorded if isinstance(event, e.LogNote) and event.text == "observed"]

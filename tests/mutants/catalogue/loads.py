@@ -36,6 +36,8 @@ FAILING = Worlds(
     settings=(("num_steps", 120), ("enable_prefix_caching", False), ("async_scheduling", False)),
 )
 
+DIGESTED = Worlds(connector=(("digests", "all"), ("load_mode", "async")))
+
 
 @mutant("ALLOC_MATCHES_LOOKUP", "vllm#34616", scene=Worlds())
 def counted_from_blocks(touch: Touch) -> Sequence[Patch]:
@@ -227,3 +229,32 @@ def one_group_answers_for_all(touch: Touch) -> Sequence[Patch]:
         )
 
     return [wrapped(lookups, "last_boundary", last_boundary), wrapped(loads, "_slots_seen", slots_seen)]
+
+
+@mutant("BYTES_UNCHANGED", "Mooncake#3140", "vllm#54363", scene=DIGESTED)
+def a_bit_falls_over_in_the_host_pool(touch: Touch) -> Sequence[Patch]:
+    """One bit of a slot is another when it is loaded than when it was saved."""
+
+    def begin_load(original: Any, side: WorkerSide, job: Any) -> Any:
+        slots = [slot for slot, page in zip(job.slots, job.pages, strict=False) if page >= 0]
+        if slots:
+            touch()
+            side._pool.buffer[slots[0], 0] ^= 1  # type: ignore[union-attr]
+        return original(side, job)
+
+    return [wrapped(WorkerSide, "_begin_load", begin_load)]
+
+
+@mutant("BYTES_UNCHANGED", "vllm#57912", "LMCache#4558", scene=DIGESTED)
+def two_blocks_of_a_load_change_places(touch: Touch) -> Sequence[Patch]:
+    """The first two slots of a load go into one another's blocks."""
+
+    def begin_load(original: Any, side: WorkerSide, job: Any) -> Any:
+        if len(job.slots) < 2 or len(job.pages) < 2 or min(job.pages[:2]) < 0:
+            return original(side, job)
+        touch()
+        first, second, *others = job.slots
+        side._digests.before_load(job)  # type: ignore[union-attr]
+        return side._overlapping.start_load((second, first, *others), job.block_ids)  # type: ignore[union-attr]
+
+    return [wrapped(WorkerSide, "_begin_load", begin_load)]

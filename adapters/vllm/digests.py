@@ -1,0 +1,84 @@
+"""Which pages of a job are digested, and what the log is told of them. The scheduler's side of `storage/kv/digests.py`.
+
+Whole blocks only: behind the valid tokens of one that is part-filled lies what happens to lie there. A slot is digested
+in every copy or in none, so that what a load brings can be compared with what was saved there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from kvledger.adapters.vllm.metadata import JobReport
+from kvledger.lifecycle import PageJob as Issued
+from kvledger.lifecycle import Projections
+from kvledger.lifecycle import events as e
+from kvledger.lifecycle.windows import NO_SLOT
+
+NOT_DIGESTED = -1
+_SPREADS = 0x9E3779B97F4A7C15
+"""Odd, so that the numbers of slots spread evenly over 64 bits."""
+_ALL = 1 << 64
+
+
+class DigestedPages:
+    """Of one engine."""
+
+    share: float = 0
+    """Of the slots: 0 none, 1 all."""
+
+    def __init__(self, projections: Projections) -> None:
+        self._transfers = projections.transfers
+        self._geometry = projections.geometry
+        self._num_groups = len(projections.configuration.windows)
+
+    def of_job(self, job: Issued) -> tuple[int, ...]:
+        """Place in the request's flat table of each block that is copied, or `NOT_DIGESTED`; empty where all are."""
+        if not self.share or isinstance(job, e.TailSaveIssued):
+            return ()
+        size = self._geometry.block_size
+        if isinstance(job, e.LoadIssued):
+            pages = self._geometry.pages_spanning(job.first_token, job.num_tokens)
+            whole = range(-(-job.first_token // size), (job.first_token + job.num_tokens) // size)
+            places = [page if page // self._num_groups in whole else NOT_DIGESTED for page in pages]
+        else:
+            ends = {(chunk + 1) * self._geometry.chunk_size for chunk in job.chunks}
+            is_part = 0 < self._geometry.chunk_size < size
+            places = [
+                page if not is_part or (page // self._num_groups + 1) * size in ends else NOT_DIGESTED
+                for page in self._geometry.pages_of(job.chunks)
+            ]
+        copied = [
+            (place if slot * _SPREADS % _ALL < self.share * _ALL else NOT_DIGESTED)
+            for place, slot in zip(places, job.slots, strict=False)
+            if slot != NO_SLOT
+        ]
+        if len(places) != len(job.slots):  # a handler of somebody else's made the job, and it is refused elsewhere
+            return ()
+        return tuple(copied) if any(place != NOT_DIGESTED for place in copied) else ()
+
+    def events(self, reports: Iterable[JobReport], time_ns: int) -> Iterator[e.PagesDigested]:
+        """What the workers have found, one event for blocks in a row; nothing of jobs that are settled already."""
+        for report in reports:
+            job = self._transfers.get(report.job_id)
+            if job is None or not report.digests:
+                continue
+            for group, run in self._runs(report):
+                digests = tuple(digest for _, digest, _ in run)
+                stored = tuple(digest for _, _, digest in run if digest is not None)
+                is_load, first_block = job.kind.value == "load", run[0][0]
+                yield e.PagesDigested(*job.life, report.rank, is_load, group, first_block, digests, stored, time_ns)
+
+    def _runs(self, report: JobReport) -> Iterator[tuple[int, list[tuple[int, int, int | None]]]]:
+        """(group, [(block, digest, digest of its slot)]), blocks ascending without a gap."""
+        by_group: dict[int, list[tuple[int, int, int | None]]] = {}
+        stored = report.stored_digests or (None,) * len(report.digests)
+        for page, digest, of_slot in zip(report.pages, report.digests, stored, strict=True):
+            by_group.setdefault(page % self._num_groups, []).append((page // self._num_groups, digest, of_slot))
+        for group, found in sorted(by_group.items()):
+            run: list[tuple[int, int, int | None]] = []
+            for each in sorted(found):
+                if run and each[0] != run[-1][0] + 1:
+                    yield group, run
+                    run = []
+                run.append(each)
+            yield group, run

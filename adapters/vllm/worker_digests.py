@@ -1,0 +1,94 @@
+"""Digests on a worker: of what a save is about to read, of what a slot held and what a load has brought.
+
+A digest that cannot be made is left out; no copy depends on one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
+
+import attrs
+
+from kvledger.adapters.vllm.messages import messages
+from kvledger.adapters.vllm.metadata import JobReport, PageJob
+
+if TYPE_CHECKING:
+    import torch
+
+    from kvledger.storage.kv import PageDigests
+
+
+@attrs.define
+class _Found:
+    """Of one job; the digests stay on their device until they are told."""
+
+    pages: tuple[int, ...]
+    block_ids: tuple[int, ...]
+    digests: torch.Tensor | None = None
+    stored: torch.Tensor | None = None
+
+
+class WorkerDigests:
+    """Of one rank, by job, from its start to its report."""
+
+    def __init__(self, digests: PageDigests) -> None:
+        self._digests = digests
+        self._found: dict[int, _Found] = {}
+
+    def before_save(self, job: PageJob) -> None:
+        """The save is about to read its blocks."""
+        self._guarded(job, self._save)
+
+    def before_load(self, job: PageJob) -> None:
+        """The load is about to read its slots."""
+        self._guarded(job, self._load)
+
+    def after_load(self, job_id: int) -> None:
+        """The load has come, and nobody has used it."""
+        found = self._found.get(job_id)
+        if found is not None and found.stored is not None and found.digests is None:
+            try:
+                found.digests = self._digests.of_blocks(found.block_ids)
+            except Exception as error:  # noqa: BLE001 -- see above
+                self._not_made(job_id, error)
+
+    def told_with(self, reports: Iterable[JobReport]) -> list[JobReport]:
+        """The same reports, with what was found of the copies that succeeded."""
+        return [self._told_with(report) for report in reports]
+
+    def _told_with(self, report: JobReport) -> JobReport:
+        if report.done:
+            self.after_load(report.job_id)
+        found = self._found.pop(report.job_id, None)
+        if found is None or found.digests is None or not report.done:
+            return report
+        stored = () if found.stored is None else tuple(found.stored.tolist())
+        return attrs.evolve(report, pages=found.pages, digests=tuple(found.digests.tolist()), stored_digests=stored)
+
+    def _guarded(self, job: PageJob, make: Callable[[_Found, tuple[int, ...]], None]) -> None:
+        if not job.pages:
+            return
+        chosen = [
+            (page, block, slot)
+            for page, block, slot in zip(job.pages, job.block_ids, job.slots, strict=True)
+            if page >= 0
+        ]
+        pages, block_ids, slots = zip(*chosen, strict=True)
+        found = _Found(pages, block_ids)
+        try:
+            make(found, slots)
+        except Exception as error:  # noqa: BLE001 -- see above
+            self._not_made(job.job_id, error)
+        else:
+            self._found[job.job_id] = found
+
+    def _save(self, found: _Found, _slots: tuple[int, ...]) -> None:
+        found.digests = self._digests.of_blocks(found.block_ids)
+
+    def _load(self, found: _Found, slots: tuple[int, ...]) -> None:
+        found.stored = self._digests.of_slots(slots)
+
+    def _not_made(self, job_id: int, error: Exception) -> None:
+        self._found.pop(job_id, None)
+        messages.warning("digests of pages could not be made; the copy goes on", job_id=job_id, error=str(error))

@@ -1,0 +1,166 @@
+"""BYTES_UNCHANGED: what a load brings is what was saved of these tokens, and a full block stays as it is."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
+from typing import ClassVar
+
+import msgspec
+
+from kvledger.lifecycle import events as e
+from kvledger.lifecycle.audit.checker import Violation, violation
+from kvledger.lifecycle.audit.model import Model
+from kvledger.lifecycle.audit.model.lives import Life
+from kvledger.lifecycle.audit.model.moment import Check, Moment
+
+MAX_PAGES = 1 << 16
+"""Pages of which it is remembered what was saved; the oldest are forgotten first."""
+_MAX_IMAGES = 16
+"""Of one page; what was computed several times may differ in its last bits, each time."""
+
+_Page = tuple[bytes, int, int, int]
+"""(key of the chunk in which the block ends, block, group, rank)."""
+_Place = tuple[int, int, int]
+"""(rank, group, block)."""
+
+
+class _OfLife(msgspec.Struct):
+    """What was digested in one life."""
+
+    ordinal: int
+    generation: int
+    seen: dict[_Place, tuple[int, int]] = {}
+    """Digest and event, of this generation."""
+    was_cut: bool = False
+    """Whether its tokens were replaced, so that its keys say nothing of what it saved before."""
+
+
+class BytesUnchanged:
+    """Where digests of pages are in the log, a load brings what some save of the same tokens read.
+
+    Verifies: that the host's copy before a load, and the blocks after it, have a digest with which a block of the same
+    chunk, at the same place, of the same group and rank was saved since the last reset; and that two digests of one
+    full block of a request are equal while it keeps its blocks. The first differing place is named, and whether the
+    bytes were another in the host's memory already.
+    Does not verify: pages of which no digest was made, part-filled blocks, tokens whose saves are not in the log, or
+    lie more than 65536 pages back; that what was computed is right.
+    """
+
+    rule: ClassVar[str] = "BYTES_UNCHANGED"
+
+    def __init__(self) -> None:
+        self._saved: OrderedDict[_Page, dict[int, int]] = OrderedDict()
+        self._of: dict[str, _OfLife] = {}
+        self._first_ordinal = 0
+        """Lives before it may be from before a reset."""
+        self._next_ordinal = 0
+
+    def checks(self, model: Model) -> Iterable[tuple[type[e.Event], Check]]:
+        """By class of event."""
+
+        def digested(event: e.PagesDigested, moment: Moment) -> list[Violation] | None:
+            life = model.lives.of(event.ordinal)
+            self._next_ordinal = max(self._next_ordinal, event.ordinal + 1)
+            for number, (digest, stored) in enumerate(zip(event.digests, event.stored, strict=False)):
+                if digest != stored:
+                    detail = f"the host held {_hex(stored)}, and it was loaded as {_hex(digest)}"
+                    return [violation(self.rule, moment, f"{_where(event, number)}: {detail}")]
+            if life is None or event.ordinal < self._first_ordinal:
+                return None
+            return list(self._differences(event, moment, life, model)) or None
+
+        return [
+            (e.PagesDigested, digested),
+            (e.RequestArrived, self._arrived),
+            (e.SessionContinued, self._cut),
+            (e.TokensRolledBack, self._rolled_back),
+            (e.RequestReleased, self._released),
+            (e.CacheReset, self._reset),
+        ]
+
+    def _arrived(self, event: e.RequestArrived, _moment: Moment) -> None:
+        self._of.pop(event.request_id, None)
+        self._next_ordinal = max(self._next_ordinal, event.ordinal + 1)
+
+    def _cut(self, event: e.SessionContinued, moment: Moment) -> None:
+        if moment.life is not None:
+            of_life = self._of.setdefault(event.request_id, _OfLife(moment.life.ordinal, moment.life.generation))
+            of_life.was_cut = True
+            of_life.seen.clear()
+
+    def _rolled_back(self, event: e.TokensRolledBack, _moment: Moment) -> None:
+        if event.request_id in self._of:
+            self._of[event.request_id].seen.clear()
+
+    def _released(self, event: e.RequestReleased, _moment: Moment) -> None:
+        of_life = self._of.get(event.request_id)
+        if of_life is not None and of_life.ordinal == event.ordinal:
+            del self._of[event.request_id]
+
+    def _reset(self, _event: e.CacheReset, _moment: Moment) -> None:
+        self._saved.clear()
+        self._of.clear()
+        self._first_ordinal = self._next_ordinal
+
+    def _differences(self, event: e.PagesDigested, moment: Moment, life: Life, model: Model) -> Iterator[Violation]:
+        of_life = self._of_generation(event)
+        keeps_blocks = event.generation == life.generation == of_life.generation
+        size, chunk_size = model.configuration.block_size, model.configuration.chunk_size
+        for number, digest in enumerate(event.digests):
+            block = event.first_block + number
+            chunk = ((block + 1) * size - 1) // chunk_size
+            detail, evidence = "", 0
+            if chunk < len(life.keys):
+                page = (life.keys[chunk], block, event.group, event.rank)
+                detail, evidence = self._of_page(page, digest, of_life, event, moment.sequence)
+            if not detail and keeps_blocks:
+                before, evidence = of_life.seen.setdefault((event.rank, event.group, block), (digest, moment.sequence))
+                if before != digest:
+                    detail = f"is {_hex(digest)} now and was {_hex(before)}, while the request kept its blocks"
+            if detail:
+                yield violation(self.rule, moment, f"{_where(event, number)}: {detail}", evidence)
+                return  # what follows is mostly the same mistake
+
+    def _of_generation(self, event: e.PagesDigested) -> _OfLife:
+        of_life = self._of.get(event.request_id)
+        if of_life is None or of_life.ordinal != event.ordinal:
+            of_life = self._of[event.request_id] = _OfLife(event.ordinal, event.generation)
+        elif event.generation > of_life.generation:
+            of_life.generation = event.generation
+            of_life.seen.clear()
+        return of_life
+
+    def _of_page(
+        self, page: _Page, digest: int, of_life: _OfLife, event: e.PagesDigested, sequence: int
+    ) -> tuple[str, int]:
+        if event.is_load:
+            return ("", 0) if of_life.was_cut else self._compared(page, digest, event)
+        if of_life.was_cut:
+            self._saved.pop(page, None)
+        else:
+            self._remember(page, digest, sequence)
+        return "", 0
+
+    def _remember(self, page: _Page, digest: int, sequence: int) -> None:
+        images = self._saved.setdefault(page, {})
+        images.setdefault(digest, sequence)
+        self._saved.move_to_end(page)
+        if len(self._saved) > MAX_PAGES:
+            self._saved.popitem(last=False)
+
+    def _compared(self, page: _Page, digest: int, event: e.PagesDigested) -> tuple[str, int]:
+        images = self._saved.get(page)
+        if images is None or len(images) > _MAX_IMAGES or digest in images:
+            return "", 0
+        saved = ", ".join(map(_hex, images))
+        found = "the host held and gave back" if event.stored else "it was loaded as"
+        return f"was saved as {saved}; {found} {_hex(digest)}", next(reversed(images.values()))
+
+
+def _where(event: e.PagesDigested, number: int) -> str:
+    return f"block {event.first_block + number} of the table, group {event.group}, rank {event.rank}"
+
+
+def _hex(digest: int) -> str:
+    return f"{digest & (1 << 64) - 1:016x}"
