@@ -8,6 +8,7 @@ from __future__ import annotations
 from itertools import zip_longest
 
 import attrs
+import msgspec
 
 from kvledger.adapters.cli.output import Output, event_fields, event_text, plain
 from kvledger.adapters.cli.state import show_state
@@ -60,7 +61,18 @@ def _is_same(event: Event | None, other: Event | None, *, exact: bool) -> bool:
     if exact or type(event) is not type(other) or event is None or other is None:
         return event == other
     names = (name for name in field_names(type(event)) if name not in _TIMES)
-    return all(getattr(event, name) == getattr(other, name) for name in names)
+    return all(_without_times(getattr(event, name)) == _without_times(getattr(other, name)) for name in names)
+
+
+def _without_times(value: object) -> object:
+    """A payload of an extension without durations; anything else as it is."""
+    if not isinstance(value, bytes):
+        return value
+    try:
+        fields = msgspec.msgpack.decode(value)
+    except msgspec.DecodeError:
+        return value
+    return {name: each for name, each in fields.items() if name not in _TIMES} if isinstance(fields, dict) else value
 
 
 def _show(sequence: int, event: Event | None, other: Event | None, output: Output) -> None:

@@ -22,6 +22,7 @@ from kvledger.lifecycle.codec import vocabulary_header
 
 pytestmark = pytest.mark.scheduler
 
+WITNESS = NamedConnector(name="Witness", module="sim.witness")
 Said = Callable[..., tuple[int, str]]
 Record = Callable[..., tuple[Any, Any]]
 
@@ -121,6 +122,21 @@ def test_moments_of_an_export_are_in_words(log: Path, said: Said) -> None:
     assert any("gives its workers a copy: save" in text for text in texts)
     _, events = said("export", log, "--csv", "events")
     assert events.count("lookup_returned") > 3
+
+
+def test_two_logs_of_the_same_requests_differ_in_times_alone(record: Record, tmp_path: Path, said: Said) -> None:
+    """How long a hook took is one of them; another answer is not."""
+    logs = []
+    for number, num_tokens in enumerate((20, 20, 21)):
+        engine, recording = record(WITNESS, log_dir=str(tmp_path / str(number)))
+        engine.add("a", range(num_tokens), 3)
+        engine.run()
+        engine.shutdown()
+        logs.append(recording.log.log.directory)
+    exit_code, out = said("replay", logs[0], "--diff", logs[1])
+    assert (exit_code, "are equal, but for times" in out) == (0, True)
+    exit_code, out = said("replay", logs[0], "--diff", logs[2])
+    assert "the logs differ at event" in out
 
 
 @pytest.mark.parametrize("command", ["stats", "replay"])
