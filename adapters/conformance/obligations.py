@@ -33,6 +33,8 @@ class Check(enum.StrEnum):
 
     KV_RIGHT = "KV_RIGHT"
     """No request reads KV that is not that of its tokens, and each is told the tokens that the model says."""
+    ENGINE_LIVES = "ENGINE_LIVES"
+    """What the connector did leads to no error in vLLM's scheduler, which asserts much of it."""
     ENDS = "ENDS"
     """Every request ends, and the engine comes to rest."""
     BLOCKS_RETURNED = "BLOCKS_RETURNED"
@@ -99,10 +101,10 @@ _ALL: Final = (
         "hooks-do-not-raise",
         _BOTH,
         "every hook",
-        "No hook raises. An exception in one ends the engine, and every request in it.",
+        "No hook raises, and none leads vLLM to an error of its own. Either ends the engine, and every request in it.",
         ("v1/engine/core.py, run_busy_loop",),
         Seen.OUTSIDE,
-        ("RECORDED",),
+        ("RECORDED", Check.ENGINE_LIVES),
         incidents=("LMCache#2158", "vllm#49285", "vllm#52211", "vllm#43884", "vllm#55209", "vllm#39732"),
     ),
     Obligation(
@@ -197,7 +199,7 @@ _ALL: Final = (
         "It is called once in each step, also in one that schedules nothing, and may have work for the workers there.",
         ("scheduler.py, schedule",),
         Seen.OUTSIDE,
-        ("RECORDED", Check.ENDS),
+        ("RECORDED", Check.ENGINE_LIVES, Check.ENDS),
         stories=("empty steps",),
         incidents=("vllm#42611",),
     ),
@@ -280,7 +282,7 @@ _ALL: Final = (
         "A request may end before it was scheduled, while it waits, loads, or is preempted; there may be no blocks.",
         ("scheduler.py, finish_requests",),
         Seen.OUTSIDE,
-        ("RECORDED", Check.ENDS),
+        ("RECORDED", Check.ENGINE_LIVES, Check.ENDS),
         stories=("aborted before its first step", "aborted while it runs", "aborted during a load"),
         incidents=("vllm#49285", "vllm#44100", "vllm#25067", "LMCache#4512"),
     ),
@@ -395,7 +397,7 @@ _ALL: Final = (
         "It may be called twice, and with copies on their way; what is told of these later is still understood.",
         ("scheduler.py, reset_prefix_cache",),
         Seen.OUTSIDE,
-        ("RECORDED", Check.ENDS),
+        ("RECORDED", Check.ENGINE_LIVES, Check.ENDS),
         stories=("reset while idle", "reset while running", "reset that spares the connector"),
         incidents=("vllm#48090", "vllm#41956"),
     ),

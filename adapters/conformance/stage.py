@@ -156,8 +156,11 @@ class Stage:
 
     def forget_locally(self) -> None:
         """VLLM's own cache forgets; the connector's does not, and is not told."""
-        with self.watched():
-            self.engine.scheduler.reset_prefix_cache()
+        self._reset_scheduler(running=False)
+
+    def forget_locally_while_running(self) -> None:
+        """The same, and everybody who runs is preempted for that."""
+        self._reset_scheduler(running=True)
 
     def reset(self, *, running: bool = False) -> None:
         """Both caches forget. Where nobody runs and all agree, the model has other weights from now on."""
@@ -171,8 +174,7 @@ class Stage:
 
         connector.reset_cache = heard
         try:
-            with self.watched():
-                is_done = self.engine.scheduler.reset_prefix_cache(running, reset_connector=True)
+            is_done = self._reset_scheduler(running, reset_connector=True)
         finally:
             connector.reset_cache = reset_cache
         if is_done and answers == [True] and not running and not self.is_busy:
@@ -196,6 +198,17 @@ class Stage:
         except Exception as error:  # noqa: BLE001 -- whatever it is, it is reported
             if not self._is_over:  # after another error it may be a consequence
                 self.broken.append(Broken(Check.SHUTS_DOWN, f"shutdown raised {_told(error)}"))
+
+    def _reset_scheduler(self, running: bool, **options: bool) -> bool:
+        """Whether it is done. Where blocks are held it may be refused, with an error for who asked for it."""
+        with self.watched():
+            try:
+                return self.engine.scheduler.reset_prefix_cache(running, **options)
+            except RuntimeError as error:
+                if not running or _is_of_connector(error):
+                    raise
+                self.remarks.append("vLLM refused to reset its cache: blocks are held for a copy or a load")
+                return False
 
     # --- what is looked at --------------------------------------------------------------------------
 
@@ -264,7 +277,7 @@ class Stage:
             if _is_of_connector(error):
                 self.broken.append(Broken("RECORDED", f"a hook raised {_told(error)}"))
             else:
-                self.broken.append(Broken(Check.ENDS, f"the engine died of {_told(error)}"))
+                self.broken.append(Broken(Check.ENGINE_LIVES, f"the engine died of {_told(error)}"))
             raise RunOver from error
 
 

@@ -170,13 +170,14 @@ def reset_at_once(stage: Stage) -> None:
 
 
 def reset_running(stage: Stage) -> None:
-    """Everybody who runs is preempted, and both caches forget."""
+    """Everybody who runs is preempted, and both caches forget; twice at once, and again some steps later."""
     prompt = _stored(stage)
     stage.add("a", [*prompt, *tokens(2, 10)], 30)
     stage.add("b", tokens(3, 50), 30)
-    stage.step(6)
+    stage.step(2)
     while stage.waits_for_load and stage.is_busy:  # vLLM refuses a reset then
         stage.step()
+    stage.reset(running=True)
     stage.reset(running=True)
     stage.step(3)
     stage.reset(running=True)
@@ -190,8 +191,7 @@ def own_reset(stage: Stage) -> None:
     stage.step(6)
     while stage.waits_for_load and stage.is_busy:
         stage.step()
-    with stage.watched():
-        stage.engine.scheduler.reset_prefix_cache(reset_running_requests=True)
+    stage.forget_locally_while_running()
 
 
 def empty_steps(stage: Stage) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -16,11 +18,16 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.v1.request import RequestStatus
 
-from kvledger.adapters.simulation.contenders import Contender, Offloading
+from kvledger.adapters.simulation.contenders import Contender
+from kvledger.adapters.simulation.in_tree import LateOffloading, SimpleCPU
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.scheduler import Scheduler
 
+_ON_CPU: Mapping[str, Contender] = MappingProxyType(
+    {"OffloadingConnector": LateOffloading(num_questions=2), "SimpleCPUOffloadConnector": SimpleCPU(num_questions=2)}
+)
+"""By class; their copies are under way for some steps, so that what happens meanwhile is met."""
 RUN_DIR = "{run_dir}"
 """In a string of the extra configuration: a directory that is empty when a run begins. The next run must not find what
 one leaves outside of the process."""
@@ -127,8 +134,9 @@ class Subject(Contender):
     def prepared(self, worker: KVConnectorBase_V1) -> KVConnectorBase_V1:
         """Where a connector of vLLM's copies on a device, the copies happen on CPU tensors."""
         for connector in connectors_in(worker):
-            if type(connector).__name__ == "OffloadingConnector":
-                Offloading().prepared(connector)
+            contender = _ON_CPU.get(type(connector).__name__)
+            if contender is not None:
+                contender.prepared(connector)
         return worker
 
 

@@ -36,7 +36,7 @@ WINDOWS = ((0, 48), (48, 0), (0, 64), (17, 0), (0, 32, 80))
 def connectors() -> Mapping[str, Callable[[], Contender]]:
     """Name -> how to make who is recorded."""
     from kvledger.adapters.simulation.contenders import Offloading, Several
-    from sim.in_tree import Example, LateOffloading, SimpleCPU
+    from kvledger.adapters.simulation.in_tree import Example, LateOffloading, SimpleCPU
 
     return {
         "offloading": Offloading,

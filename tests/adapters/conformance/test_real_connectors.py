@@ -40,7 +40,18 @@ def test_copies_of_blocks_that_two_requests_share_stand_where_they_stand(tmp_pat
     assert broken("ExampleConnector", EXAMPLE, tmp_path, "two with one prefix") == set()
 
 
+SESSION = {"loaded-kv-is-right", "table-is-the-requests", "session-table-is-replaced"}
+RESETS = {"hooks-do-not-raise", "reset-at-any-time"}
+KNOWN = {
+    "kvledger.adapters.vllm:KVLedgerConnector": (LEDGER, set()),
+    "SimpleCPUOffloadConnector": ({"cpu_bytes_to_use": 100 * 512}, set()),
+    "OffloadingConnector": (OFFLOADING, SESSION | RESETS),
+}
+
+
 @pytest.mark.long
-def test_kvledger_keeps_the_contract(tmp_path: Path) -> None:
-    """All of it, over all stories and some worlds."""
-    assert broken("kvledger.adapters.vllm:KVLedgerConnector", LEDGER, tmp_path, seeds=range(20)) == set()
+@pytest.mark.parametrize("name", KNOWN)
+def test_what_is_known_of_a_connector_is_what_is_found(name: str, tmp_path: Path) -> None:
+    """Over all stories and some worlds."""
+    extra_config, known = KNOWN[name]
+    assert broken(name, extra_config, tmp_path, seeds=range(20)) == known

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from sim.in_tree import Example, SimpleCPU
 from sim.recorded import audited, events_of, said_in
 from vllm.v1.simple_kv_offload.metadata import SimpleCPUOffloadMetadata
 
@@ -20,6 +19,7 @@ from kvledger.adapters.recorder.said import (
     Undecoded,
 )
 from kvledger.adapters.simulation.contenders import Contender, NamedConnector, Offloading, Recorded, Several
+from kvledger.adapters.simulation.in_tree import Example, SimpleCPU
 from kvledger.lifecycle import events as e
 
 pytestmark = pytest.mark.scheduler
@@ -121,7 +121,7 @@ def test_example_connector_takes_whole_prompts_from_the_first_block_on(record: R
 
 def nixl(name: str) -> Contender:
     """The scheduler's side of it."""
-    return NamedConnector(name=name, module="sim.in_tree")
+    return NamedConnector(name=name, module="sim.nixl")
 
 
 REMOTE = {

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 from log_torture.mounts import fill, run_on_small_disk
-from sim.in_tree import LateOffloading
 from sim.recorded import recordings
 
 from kvledger.adapters.cli.main import main
 from kvledger.adapters.simulation.contenders import Recorded
 from kvledger.adapters.simulation.engine import SimulatedEngine
+from kvledger.adapters.simulation.in_tree import LateOffloading
 
 pytestmark = pytest.mark.scheduler
 

@@ -10,13 +10,13 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from sim.in_tree import Example
 from sim.recorded import audited, events_of, said_in
 
 from kvledger.adapters.recorder.said import LookupReturned
 from kvledger.adapters.repro import record, reenact
 from kvledger.adapters.simulation.contenders import Contender, Offloading, Recorded
 from kvledger.adapters.simulation.engine import SimulatedEngine
+from kvledger.adapters.simulation.in_tree import Example
 
 pytestmark = pytest.mark.scheduler
 

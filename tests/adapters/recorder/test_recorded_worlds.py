@@ -14,7 +14,6 @@ import attrs
 import pytest
 from sim.contenders import BesideNeighbour
 from sim.faults import CLIENT_FAULTS
-from sim.in_tree import Example, LateOffloading, SimpleCPU
 from sim.lmcache_mp import LMCacheMP
 from sim.recorded import audited, events_of, recordings, said_in
 from sim.settings import draw
@@ -22,6 +21,7 @@ from sim.world import World
 
 from kvledger.adapters.recorder.said import LookupReturned, Transferred
 from kvledger.adapters.simulation.contenders import Contender, NamedConnector, Offloading, Recorded, Several
+from kvledger.adapters.simulation.in_tree import Example, LateOffloading, SimpleCPU
 from kvledger.lifecycle import events as e
 
 pytestmark = pytest.mark.scheduler

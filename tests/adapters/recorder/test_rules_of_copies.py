@@ -7,11 +7,11 @@ from typing import Any
 
 import msgspec
 import pytest
-from sim.in_tree import LateOffloading, SimpleCPU
 from sim.recorded import audited, events_of
 
 from kvledger.adapters.recorder.extension import Recorder
 from kvledger.adapters.recorder.said import JOB, Transferred, TransferredFor, TransfersAwaited, TransfersEnded
+from kvledger.adapters.simulation.in_tree import LateOffloading, SimpleCPU
 from kvledger.lifecycle import events as e
 
 pytestmark = pytest.mark.scheduler

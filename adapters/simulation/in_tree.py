@@ -2,7 +2,7 @@
 
 SimpleCPUOffloadConnector: its scheduler side and the book-keeping of its worker are vLLM's; its copies run on CUDA
 streams, in whose place `LateCopies` copies the same bytes between CPU tensors, some questions later. ExampleConnector
-is whole. Of NIXL there is the scheduler's side alone.
+is whole.
 """
 
 from __future__ import annotations
@@ -10,19 +10,16 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterable
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import attrs
 import torch
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import NixlPullConnector, NixlPushConnector
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.v1.kv_offload.base import TransferResult
 from vllm.v1.simple_kv_offload import worker as simple_worker
 
 from kvledger.adapters.simulation.contenders import Contender, Offloading, TensorCopies
-from sim.witness import PlainWitness
 
 
 class LateCopies:
@@ -123,7 +120,7 @@ class SimpleCPU(Contender):
 
 @attrs.frozen
 class Example(Contender):
-    """ExampleConnector, which keeps prompts in files; where attention layers would call it, its last hook does here."""
+    """ExampleConnector, which keeps prompts in files."""
 
     name: str = "ExampleConnector"
     _directories: list[tempfile.TemporaryDirectory[str]] = attrs.field(factory=list, eq=False, repr=False)
@@ -138,24 +135,6 @@ class Example(Contender):
             **kv_transfer,
             "kv_connector_extra_config": {"shared_storage_path": self._directories[-1].name},
         }
-
-    def prepared(self, worker: KVConnectorBase_V1) -> KVConnectorBase_V1:
-        """Give it the layers as a forward would."""
-        side: Any = worker
-        layers: dict[str, torch.Tensor] = {}
-        start_load_kv, wait_for_save = side.start_load_kv, side.wait_for_save
-
-        def load(_forward_context: object) -> None:
-            named = {name: SimpleNamespace(kv_cache=layer) for name, layer in layers.items()}
-            start_load_kv(SimpleNamespace(attn_metadata=dict.fromkeys(layers), no_compile_layers=named))
-
-        def save() -> None:
-            for name, layer in layers.items():
-                side.save_kv_layer(name, layer, None)
-            wait_for_save()
-
-        side.register_kv_caches, side.start_load_kv, side.wait_for_save = layers.update, load, save
-        return worker
 
 
 @attrs.frozen
@@ -206,20 +185,3 @@ class _LateTensorCopies(TensorCopies):
             _, job_id, submit, source, destination = entry
             submit(job_id, source, destination)
             self._late.remove(entry)
-
-
-class _WithoutWorker:
-    """The scheduler's side of a NIXL connector; the worker's needs the library and a peer, and does nothing here."""
-
-    def __new__(cls, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> Any:
-        """Somebody who does nothing in the worker's place."""
-        is_worker = role is KVConnectorRole.WORKER
-        return PlainWitness(vllm_config, role, kv_cache_config) if is_worker else super().__new__(cls)
-
-
-class PullWithoutWorker(_WithoutWorker, NixlPullConnector):
-    """One engine reads from the other."""
-
-
-class PushWithoutWorker(_WithoutWorker, NixlPushConnector):
-    """One engine writes into the other."""
