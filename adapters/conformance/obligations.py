@@ -398,7 +398,7 @@ _ALL: Final = (
         ("scheduler.py, reset_prefix_cache",),
         Seen.OUTSIDE,
         ("RECORDED", Check.ENGINE_LIVES, Check.ENDS),
-        stories=("reset while idle", "reset while running", "reset that spares the connector"),
+        stories=("reset while idle", "reset while running", "reset twice in a row", "reset that spares the connector"),
         incidents=("vllm#48090", "vllm#41956"),
     ),
     Obligation(

@@ -183,6 +183,15 @@ def reset_running(stage: Stage) -> None:
     stage.reset(running=True)
 
 
+def reset_twice(stage: Stage) -> None:
+    """Twice in a row while saves are under way, with nobody who loads."""
+    stage.add("a", tokens(1, 90), 30)
+    stage.add("b", tokens(3, 50), 30)
+    stage.step(2)
+    stage.reset(running=True)
+    stage.reset(running=True)
+
+
 def own_reset(stage: Stage) -> None:
     """VLLM's cache forgets while requests run, the connector's is spared."""
     prompt = _stored(stage)
@@ -247,6 +256,7 @@ STORIES: Final[Mapping[str, Play]] = MappingProxyType(
         "reset while idle": Play(reset_idle),
         "reset at once": Play(reset_at_once),
         "reset while running": Play(reset_running),
+        "reset twice in a row": Play(reset_twice),
         "reset that spares the connector": Play(own_reset),
         "empty steps": Play(empty_steps),
         "more prompts than room": Play(full_cache),
