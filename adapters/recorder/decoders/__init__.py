@@ -38,6 +38,7 @@ COMPLETED: Mapping[str, Callable[[Any], Iterator[tuple[str, int]]]] = MappingPro
     {
         "OffloadingWorkerMetadata": offloading.completed,
         "SimpleCPUOffloadWorkerMetadata": simple_cpu.completed,
+        "RecordedReports": lambda envelope: completed(envelope.wrapped),  # of a recorder inside of the one that asks
         "MultiKVConnectorWorkerMetadata": lambda metadata: multi.completed(metadata, completed),
     }
 )
