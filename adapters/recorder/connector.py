@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 _NEVER = 1 << 40
-"""How long a recorded load may be silent until this core would do something about it."""
+"""How long a recorded load may be silent, how often it may fail or an answer be put off, until this core objects."""
 
 
 def _configuration(kv_cache_config: KVCacheConfig, groups: Groups) -> LedgerConfiguration:
@@ -61,6 +61,8 @@ def _configuration(kv_cache_config: KVCacheConfig, groups: Groups) -> LedgerConf
         windows=(0,) if groups.declined else groups.windows,
         async_load_tokens=0,
         async_saves=True,
+        max_deferred_lookups=_NEVER,
+        max_failed_loads=_NEVER,
         max_silent_steps=_NEVER,
         max_silent_ms=_NEVER,
     )

@@ -98,12 +98,14 @@ def place_of(error: Exception) -> str:
 
 def broken_in(engine: SimulatedEngine) -> Iterator[str]:
     """What the rules say of the logs of all recorders in an engine."""
-    from sim.recorded import audited, recordings
+    from kvledger.lifecycle.events import ExtensionStopped
+    from sim.recorded import audited, events_of, recordings
 
     for recording in recordings(engine.scheduler.connector):
         audit = audited(recording)
         yield from (f"{each.rule}: {each.sequence} {each.request_id} {each.detail}" for each in audit.violations)
         yield from (f"divergence: {found}" for found in (*audit.divergences, *audit.reference_differences))
+        yield from (f"stopped: {each}" for _, each in events_of(recording) if isinstance(each, ExtensionStopped))
         if audit.unfoldable:
             yield f"unfoldable: {audit.unfoldable}"
 

@@ -142,6 +142,7 @@ def test_a_recorded_world_is_the_world_without_a_recorder(name: str, seed: int) 
         assert audit.is_sound or audit.violations
         assert list(audit.divergences) == []
         assert list(audit.reference_differences) == []
+        assert not [event for _, event in events_of(recording) if isinstance(event, e.ExtensionStopped)]
         arrived = [event for _, event in events_of(recording) if isinstance(event, e.RequestArrived)]
         assert [event.request_id for event in arrived] == [life.request_id for life in recorded.lives]
 
