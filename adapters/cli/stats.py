@@ -12,10 +12,11 @@ from kvledger.adapters.cli.output import Output
 from kvledger.adapters.cli.percentiles import RELATIVE_ERROR, Percentiles
 from kvledger.adapters.cli.statistics import Counting, Statistics
 from kvledger.adapters.cli.why import show_total, total
-from kvledger.adapters.cli.words import duration, plural, size
+from kvledger.adapters.cli.words import decides_elsewhere, duration, plural, size
 from kvledger.adapters.exit_codes import ExitCode
 from kvledger.adapters.reading.logs import StoredLog
 from kvledger.adapters.reading.window import Window
+from kvledger.lifecycle import Figures
 
 _NS_PER_S = 1_000_000_000
 
@@ -144,20 +145,8 @@ def _show_text(output: Output, log: StoredLog | None, statistics: Statistics) ->
         f"{plural(figures.num_preemptions, 'time')}; tokens recovered {figures.num_tokens_recovered}, "
         f"retained {figures.num_tokens_retained}, recomputed {figures.num_tokens_recomputed}",
     )
-    for what, count, num_bytes, duration_ns in (
-        ("saved", plural(figures.num_chunks_saved, "chunk"), figures.num_bytes_saved, figures.save_duration_ns),
-        ("loaded", plural(figures.num_tokens_loaded, "token"), figures.num_bytes_loaded, figures.load_duration_ns),
-    ):
-        output.field(what, f"{count}, {size(num_bytes)}{_bandwidth(num_bytes, duration_ns)}")
-    output.field(
-        "not saved",
-        f"{plural(figures.num_chunks_declined, 'chunk')} declined, {plural(figures.num_saves_failed, 'save')} failed",
-    )
-    output.field(
-        "lost",
-        f"{plural(figures.num_chunks_evicted, 'chunk')} evicted, {figures.num_chunks_tainted} tainted, "
-        f"{plural(figures.num_loads_failed, 'load')} failed",
-    )
+    if log is None or not decides_elsewhere(log):
+        _show_saved(output, figures)
     broken = f"{plural(figures.num_violations, 'rule')} broken, {plural(figures.num_hook_failures, 'hook')} failed"
     output.field("faults", broken, "red" if figures.num_violations + figures.num_hook_failures else "")
     for name, amount in sorted(statistics.of_extensions.items()):
@@ -173,6 +162,23 @@ def _show_text(output: Output, log: StoredLog | None, statistics: Statistics) ->
         output.table({"request": "left", "tokens computed again": "right"}, rows)
     output.line()
     _show_events(output, statistics)
+
+
+def _show_saved(output: Output, figures: Figures) -> None:
+    for what, count, num_bytes, duration_ns in (
+        ("saved", plural(figures.num_chunks_saved, "chunk"), figures.num_bytes_saved, figures.save_duration_ns),
+        ("loaded", plural(figures.num_tokens_loaded, "token"), figures.num_bytes_loaded, figures.load_duration_ns),
+    ):
+        output.field(what, f"{count}, {size(num_bytes)}{_bandwidth(num_bytes, duration_ns)}")
+    output.field(
+        "not saved",
+        f"{plural(figures.num_chunks_declined, 'chunk')} declined, {plural(figures.num_saves_failed, 'save')} failed",
+    )
+    output.field(
+        "lost",
+        f"{plural(figures.num_chunks_evicted, 'chunk')} evicted, {figures.num_chunks_tainted} tainted, "
+        f"{plural(figures.num_loads_failed, 'load')} failed",
+    )
 
 
 def _bandwidth(num_bytes: int, duration_ns: int) -> str:

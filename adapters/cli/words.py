@@ -61,6 +61,11 @@ def written_by(log: StoredLog) -> str:
     return text + recorded + ("" if rank is None else f", worker {rank} of engine {header.get('engine_id')}")
 
 
+def decides_elsewhere(log: StoredLog) -> bool:
+    """Whether another connector saves and loads: then what kvledger would count of its own copies is not in the log."""
+    return any(extension.declaration().replaces for extension in log.core.extensions)
+
+
 def duration(nanoseconds: int) -> str:
     """A duration in its natural unit."""
     if nanoseconds < _NS_PER_MS:

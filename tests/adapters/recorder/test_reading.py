@@ -110,6 +110,7 @@ def test_stats_counts_calls_answers_and_copies(log: Path, said: Said) -> None:
     _, text = said("stats", log)
     assert f"copies to save: {figures['copies to save']}" in text
     assert "recorder/build_connector_meta " in text
+    assert "not saved" not in text  # which only the connector knows
 
 
 def test_moments_of_an_export_are_in_words(log: Path, said: Said) -> None:
