@@ -19,6 +19,7 @@ from kvledger.adapters.core import composed_core
 from kvledger.adapters.exit_codes import CommandFailed, ExitCode
 from kvledger.adapters.reading.logs import StoredLog
 from kvledger.adapters.reading.window import Window
+from kvledger.adapters.reading.workers import rank_of
 from kvledger.adapters.repro.call_reduction import reduce_calls
 from kvledger.adapters.repro.calls import end_of_call, hook_calls
 from kvledger.adapters.repro.from_log import record
@@ -65,6 +66,11 @@ def run(arguments: argparse.Namespace, output: Output) -> ExitCode:
     """Write one test file."""
     log, window = selected_one(arguments, output)
     request_id = window.request_id
+    if rank_of(log) is not None:
+        message = (
+            f"{log.path} is worker {rank_of(log)}'s log of its calls; give its scheduler's log, which lies beside it"
+        )
+        raise CommandFailed(message, ExitCode.USAGE)
     last = min(filter(None, (arguments.at, window.last_sequence)), default=None)
     if arguments.pin and request_id is None:
         raise CommandFailed("--pin needs a REQUEST: whose answers are to be pinned?", ExitCode.USAGE)

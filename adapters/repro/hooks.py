@@ -31,7 +31,12 @@ class HookRun:
     def __init__(self, recording: Recording, connector: ConnectorUnderTest) -> None:
         self._recording = recording
         self._connector = connector
-        self._record = SchedulerRecord(is_async=runs_async(recording.observations, recording.configuration.chunk_size))
+        wrapped = recording.wrapped
+        self._record = SchedulerRecord(
+            is_async=runs_async(recording.observations, recording.configuration.chunk_size)
+            if wrapped is None
+            else wrapped.async_scheduling
+        )
         self._adaptation = Adaptation(recording)
         self._outcome = Reenactment(recording.configuration, connector.core)
         self._overdue: list[int] = []

@@ -76,6 +76,7 @@ def without_times_and_keys(events: Events) -> list[Any]:
         ("OffloadingConnector", 7),
         ("a cache that fails beside the steps", 24),
         ("MultiConnector", 26),
+        pytest.param("MultiConnector", 170, id="one request, two steps in flight"),
         *(
             pytest.param(name, seed, marks=pytest.mark.long, id=f"{name}-{seed}")
             for name in INNER
@@ -147,6 +148,9 @@ def test_answers_can_be_asked_for_where_nothing_went_wrong(tmp_path: Path, capsy
         engine.run()
     engine.shutdown()
     (log,) = (log for log in tmp_path.iterdir() if "worker" not in log.name)
+    (of_worker,) = (other for other in tmp_path.iterdir() if other != log)
+    assert main(["repro", str(of_worker)]) == ExitCode.USAGE
+    assert "give its scheduler's log" in capsys.readouterr().err
     assert main(["repro", str(log), "b", "--pin"]) == 0
     namespace: dict[str, Any] = {"__name__": "generated"}
     exec(compile(capsys.readouterr().out, "generated", "exec"), namespace)  # noqa: S102 -- it is ours
