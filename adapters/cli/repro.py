@@ -67,9 +67,7 @@ def run(arguments: argparse.Namespace, output: Output) -> ExitCode:
     log, window = selected_one(arguments, output)
     request_id = window.request_id
     if rank_of(log) is not None:
-        message = (
-            f"{log.path} is worker {rank_of(log)}'s log of its calls; give its scheduler's log, which lies beside it"
-        )
+        message = f"{log.path} is worker {rank_of(log)}'s log of its calls; give the scheduler's log beside it"
         raise CommandFailed(message, ExitCode.USAGE)
     last = min(filter(None, (arguments.at, window.last_sequence)), default=None)
     if arguments.pin and request_id is None:

@@ -33,6 +33,8 @@ def record(configuration: LedgerConfiguration, events: Iterable[Recorded]) -> Re
     jobs: dict[int, tuple[int, str]] = {}
     answers: dict[int, int | None] = {}
     for sequence, event in events:
+        if isinstance(event, e.PagesDigested):  # what pages held cannot be made again
+            continue
         if not event.is_decision:
             observations.append((sequence, event))
         elif isinstance(event, JOB_ISSUED):
@@ -50,8 +52,11 @@ def record(configuration: LedgerConfiguration, events: Iterable[Recorded]) -> Re
     return with_guesses(recording)
 
 
-_DONE_AGAIN = (e.EffectsDelivered, e.ExtensionObserved, e.HookFailed, e.LogNote, e.TransferReported)
-"""What a recorder writes of what the wrapped connector did."""
+_DONE_AGAIN = (
+    *(e.EffectsDelivered, e.ExtensionObserved, e.HookFailed, e.LogNote, e.TransferReported),
+    e.PagesDigested,
+)
+"""What a recorder writes of what the wrapped connector and its workers did."""
 
 
 def _of_recorder(configuration: LedgerConfiguration, events: Sequence[Recorded], wrapped: Began) -> Recording:

@@ -31,7 +31,7 @@ from kvledger.lifecycle import events as e
 pytestmark = pytest.mark.scheduler
 
 Events = list[tuple[int, e.Event]]
-WITHIN = {"load_mode": "sync", "save_mode": "sync", "max_silent_ms": 0}
+WITHIN = {"load_mode": "sync", "save_mode": "sync", "max_silent_ms": 0, "digests": "off"}
 FAILS = {"num_tokens": 60, "failure_share": 0.4, "seed": 1, "num_steps": 2}
 THEIRS = {"num_tokens": 48, "num_steps": 2, "seed": 1}
 INNER: dict[str, Contender] = {
@@ -150,7 +150,7 @@ def test_answers_can_be_asked_for_where_nothing_went_wrong(tmp_path: Path, capsy
     (log,) = (log for log in tmp_path.iterdir() if "worker" not in log.name)
     (of_worker,) = (other for other in tmp_path.iterdir() if other != log)
     assert main(["repro", str(of_worker)]) == ExitCode.USAGE
-    assert "give its scheduler's log" in capsys.readouterr().err
+    assert "give the scheduler's log" in capsys.readouterr().err
     assert main(["repro", str(log), "b", "--pin"]) == 0
     namespace: dict[str, Any] = {"__name__": "generated"}
     exec(compile(capsys.readouterr().out, "generated", "exec"), namespace)  # noqa: S102 -- it is ours
