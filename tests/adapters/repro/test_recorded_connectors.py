@@ -12,7 +12,6 @@ import attrs
 import msgspec
 import pytest
 from sim.faults import CLIENT_FAULTS
-from sim.in_tree import Example, SimpleCPU
 from sim.recorded import events_of
 from sim.settings import draw
 from sim.world import World
@@ -26,6 +25,7 @@ from kvledger.adapters.repro.call_reduction import minimal
 from kvledger.adapters.repro.playable import could_be_played
 from kvledger.adapters.simulation.contenders import Contender, NamedConnector, Offloading, Recorded, Several
 from kvledger.adapters.simulation.engine import SimulatedEngine
+from kvledger.adapters.simulation.in_tree import Example, SimpleCPU
 from kvledger.lifecycle import events as e
 
 pytestmark = pytest.mark.scheduler
