@@ -150,6 +150,7 @@ class KVLedgerRecorder(KVConnectorBase_V1):
             is_child=is_child(),
             speculates=versions.uses_speculation(vllm_config),
             num_workers=vllm_config.parallel_config.world_size,
+            digests=bool(settings.digest_share),
         )
         recording.describe(
             lambda: described(

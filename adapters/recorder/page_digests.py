@@ -28,13 +28,15 @@ _SPREADS, _ALL = 0x9E3779B97F4A7C15, 1 << 64
 
 @attrs.frozen(slots=False)
 class DigestedCopy:
-    """Blocks in a row, as one rank had them."""
+    """Blocks in a row of one copy, as one rank had them. Where they stand in the table only the scheduler knows."""
 
     request_id: str
+    job: str
     rank: int
     is_load: bool
     group: int
-    first_block: int
+    first: int
+    """Where in the copy they begin."""
     digests: tuple[int, ...]
 
 
@@ -58,7 +60,11 @@ _NOTHING: tuple[DigestedCopy, ...] = ()
 
 
 class RecordedPages:
-    """Of one rank; `share` of the places in a table are digested, so that a page always is or never."""
+    """Of one rank; `share` of the places in a table are digested, so that a page always is or never.
+
+    Where a copy leaves blocks out, the places behind these are taken for earlier ones: such a page may be digested when
+    it is saved and not when it is loaded.
+    """
 
     def __init__(self, rank: int, share: float, *, block_size: int, num_blocks: int) -> None:
         self._rank = rank
@@ -133,17 +139,18 @@ class RecordedPages:
             return
         for request_id, copy in copies:
             for first, blocks in self._runs(copy):
-                digested = DigestedCopy(request_id, self._rank, copy.is_load, copy.group, first, ())
+                digested = DigestedCopy(request_id, copy.job, self._rank, copy.is_load, copy.group, first, ())
                 self._found.append((digested, self._digests.of_blocks(blocks)))
 
     def _runs(self, copy: said.Transferred) -> Iterable[tuple[int, list[int]]]:
-        """Blocks in a row that are digested, with the place of the first."""
+        """Blocks in a row that are digested, with the number of the first in the copy."""
         run: list[int] = []
-        for place, block_id in enumerate((*copy.block_ids, None), copy.first_block):
+        for number, block_id in enumerate((*copy.block_ids, None)):
+            place = copy.first_block + number
             if block_id is not None and place * _SPREADS % _ALL < self._share * _ALL:
                 run.append(block_id)
             elif run:
-                yield place - len(run), run
+                yield number - len(run), run
                 run = []
 
 

@@ -40,7 +40,14 @@ class Recording:
     """One method for each hook as it begins, one for its answer where it has one; both end with a commit."""
 
     def __init__(
-        self, log: RecorderLog, keys: KeySource, *, is_child: bool, speculates: bool, num_workers: int
+        self,
+        log: RecorderLog,
+        keys: KeySource,
+        *,
+        is_child: bool,
+        speculates: bool,
+        num_workers: int,
+        digests: bool = False,
     ) -> None:
         self.log = log
         self._projections = log.projections
@@ -49,7 +56,7 @@ class Recording:
         self._admits = False
         self._notice = Noticing(log, keys, speculates=speculates)
         self._reader = StepReader(self._projections, self._requests, None, log.observe, speculates=speculates)
-        self._transfers = Transfers(log, num_workers)
+        self._transfers = Transfers(log, num_workers, digests=digests)
         self._loaded_to: dict[str, int] = {}
         """Request -> tokens up to which its last load fills its blocks."""
         self._loads_of_steps: deque[tuple[int, ...]] = deque()
@@ -221,10 +228,12 @@ class Recording:
             tokens = self._loaded_to.get(copy.request_id, 0)
             if not copy.is_load:
                 tokens = self._tracker.num_computed_tokens(record)
-            digests = copy.digests[: max(0, tokens // self.log.configuration.block_size - copy.first_block)]
-            if digests:
-                is_load, group, first, now = copy.is_load, copy.group, copy.first_block, self.log.now()
-                self._observe(e.PagesDigested(*record.life, copy.rank, is_load, group, first, digests, (), now))
+            num_full_blocks = tokens // self.log.configuration.block_size
+            for life, first, found in self._transfers.placed(copy):
+                digests = found[: max(0, num_full_blocks - first)]
+                if digests and life[1] == record.ordinal:
+                    is_load, group, now = copy.is_load, copy.group, self.log.now()
+                    self._observe(e.PagesDigested(*life, copy.rank, is_load, group, first, digests, (), now))
 
     @guarded(default=None)
     def workers_report(self, output: KVConnectorOutput) -> None:

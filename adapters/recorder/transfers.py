@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from itertools import groupby
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
@@ -17,16 +17,25 @@ from kvledger.adapters.recorder import decoders, said
 from kvledger.adapters.recorder.extension import Recorder
 from kvledger.adapters.recorder.log import RecorderLog
 from kvledger.lifecycle import events as e
+from kvledger.lifecycle.windows import NULL_BLOCK
 
+if TYPE_CHECKING:
+    from kvledger.adapters.recorder.page_digests import DigestedCopy
+
+Life = tuple[str, int, int]
+"""Request id, ordinal and generation."""
 _Result = TypeVar("_Result")
 _NOBODY = ("", -1)
+_MAX_PLACED = 1 << 12
+"""Copies of which it is remembered where their blocks stand; of older ones no digests are recorded."""
 
 
 class Transfers:
     """Ends with the first metadata that no decoder understands; the rest is still recorded."""
 
-    def __init__(self, log: RecorderLog, num_workers: int) -> None:
+    def __init__(self, log: RecorderLog, num_workers: int, *, digests: bool) -> None:
         self._log = log
+        self._digests = digests
         self._num_workers = num_workers
         self._tracker = log.tracker
         self._tables = log.projections.blocks
@@ -35,6 +44,8 @@ class Transfers:
         """Block -> (request id, ordinal) of the life that was given it last."""
         self._reports: Counter[str] = Counter()
         """Job -> workers that have done it, until all have."""
+        self._placed: dict[tuple[str, str, bool, int], tuple[Life, tuple[int, ...]]] = {}
+        """Request id, job, direction and group of a copy -> whose it is, and where in the table each block stood."""
 
     def given(self, life: tuple[str, int], block_ids: Iterable[int]) -> None:
         """The life's request may use these blocks."""
@@ -56,6 +67,36 @@ class Transfers:
         for request_id, copy in self._read(metadata, lambda: list(decoders.copies(metadata, block_size))) or ():
             for life, part in self._for_whom(request_id, copy):
                 self._observe(life, part, is_inferred=not request_id)
+            if self._digests:
+                self._place(request_id, copy)
+
+    def _place(self, request_id: str, copy: said.Transferred) -> None:
+        """Remember it for the digests; blocks that are stored already may be left out between those of a copy."""
+        record = self._tracker.get(request_id)
+        if record is None or copy.first_block < 0 or copy.group < 0:
+            return
+        whole = self._tables.held(request_id) or self._tables.lost(request_id)
+        table = tuple(whole[copy.group :: len(self._log.configuration.windows)])
+        places, place = [], copy.first_block - 1
+        for block_id in copy.block_ids:
+            found = None if block_id == NULL_BLOCK else _index(table, block_id, place + 1)
+            place = place + 1 if found is None else found
+            places.append(-1 if found is None else found)
+        self._placed[request_id, copy.job, copy.is_load, copy.group] = record.life, tuple(places)
+        while len(self._placed) > _MAX_PLACED:
+            del self._placed[next(iter(self._placed))]
+
+    def placed(self, copy: DigestedCopy) -> Iterator[tuple[Life, int, tuple[int, ...]]]:
+        """Whose blocks were digested, where in the table they stand in a row, and their digests."""
+        life, places = self._placed.get((copy.request_id, copy.job, copy.is_load, copy.group), (None, ()))
+        if life is None:
+            return
+        found = enumerate(zip(places[copy.first :], copy.digests, strict=False))
+        # As many as stand one behind the other have the same distance to their number.
+        for distance, run in groupby(found, lambda each: each[1][0] - each[0] if each[1][0] >= 0 else None):
+            if distance is not None:
+                row = [each for _, each in run]
+                yield life, row[0][0], tuple(digest for _, digest in row)
 
     def reported(self, worker_metadata: object) -> None:
         """This is what the workers say, on top of what vLLM hears."""
@@ -104,3 +145,10 @@ class Transfers:
                 error=str(error),
             )
             return None
+
+
+def _index(table: tuple[int, ...], block_id: int, start: int) -> int | None:
+    try:
+        return table.index(block_id, max(start, 0))
+    except ValueError:
+        return None

@@ -105,7 +105,7 @@ class _Told(KVConnectorWorkerMetadata):
 
 def test_envelopes_of_several_ranks_are_put_together_as_the_connector_does() -> None:
     """What it said itself, and all digests."""
-    copies = [DigestedCopy("a", rank, False, 0, 0, (rank,)) for rank in (0, 1, 2)]
+    copies = [DigestedCopy("a", "1", rank, False, 0, 0, (rank,)) for rank in (0, 1, 2)]
     first, second, third = (
         RecordedReports(told, (copy,)) for told, copy in zip((_Told(0), None, _Told(2)), copies, strict=True)
     )
