@@ -14,7 +14,7 @@ from kvledger.lifecycle import ConfigurationError
 from kvledger.storage.events import Durability
 
 MIN_SEGMENT_BYTES = 16 * 1024
-"""Each segment begins with a header of about 9 kB, vocabulary and configuration; smaller ones hold little else."""
+"""Each segment begins with a header of about 10 kB, vocabulary and configuration; smaller ones hold little else."""
 
 
 class LogSettings(pydantic.BaseModel):
@@ -32,7 +32,7 @@ class LogSettings(pydantic.BaseModel):
     """With durability disk: the most that a machine failure can lose."""
 
     segment_bytes: pydantic.ByteSize = pydantic.ByteSize(64 * 1024**2)
-    """Size at which the log begins a new file, at least 16 KiB: each begins with a header of about 9 kB."""
+    """Size at which the log begins a new file, at least 16 KiB: each begins with a header of about 10 kB."""
 
     max_log_bytes: pydantic.ByteSize | None = None
     """What all logs in `log_dir` together may take, plus one segment: the oldest are retired. null: no limit."""
@@ -56,7 +56,7 @@ class LogSettings(pydantic.BaseModel):
     @classmethod
     def _check_segment_bytes(cls, segment_bytes: pydantic.ByteSize) -> pydantic.ByteSize:
         if segment_bytes < MIN_SEGMENT_BYTES:
-            message = f"each segment begins with a header of about 9 kB; say at least {MIN_SEGMENT_BYTES} bytes"
+            message = f"each segment begins with a header of about 10 kB; say at least {MIN_SEGMENT_BYTES} bytes"
             raise ValueError(message)
         return segment_bytes
 

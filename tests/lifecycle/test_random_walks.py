@@ -58,6 +58,7 @@ def test_the_random_walks_reach_what_they_are_for() -> None:
     assert num_loads_checked > 20
     never = {
         e.LoadRefused,  # where a hook fails
+        e.PagesDigested,  # a walk has no bytes
         *(e.BlockTableObserved, e.DecisionWithheld, e.HookFailed, e.LogNote, e.RequestQuarantined, e.WindowLeft),
         *(e.ExtensionObserved, e.ExtensionNoted, e.ExtensionDecided, e.ExtensionStopped),
     }

@@ -199,12 +199,12 @@ def test_all_logs_of_a_directory_keep_to_their_size_while_one_is_written(
 
 
 def test_segments_that_are_hardly_more_than_headers_are_refused_with_the_figures(tmp_path: Path) -> None:
-    """Each would hold a frame or two; the smallest that is allowed has as much room as its header takes."""
-    with pytest.raises(ConfigurationError, match=r"segment_bytes: .*header of about 9 kB; say at least 16384 bytes"):
+    """Each would hold a frame or two; the smallest that is allowed has two thirds of the room that its header takes."""
+    with pytest.raises(ConfigurationError, match=r"segment_bytes: .*header of about 10 kB; say at least 16384 bytes"):
         ConnectorSettings.from_extra_config({"segment_bytes": 16383})
     _open(tmp_path, _observations()[0], []).store.close()
     (segment,) = tmp_path.glob("*/*.kvlog")
-    assert 8_000 < segment.stat().st_size < 9_500
+    assert 9_000 < segment.stat().st_size < 10_500
 
 
 def test_a_size_that_holds_no_segment_is_refused_with_the_figures() -> None:

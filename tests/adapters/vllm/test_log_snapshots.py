@@ -20,7 +20,7 @@ from kvledger.storage.events import retire
 
 @pytest.fixture
 def log(tmp_path: Path) -> Path:
-    """Let a journal write what a walk saw, into many segments: each begins with a header of 9 kB."""
+    """Let a journal write what a walk saw, into many segments: each begins with a header of 10 kB."""
     walk = Walk(5, chunk_size=8, block_size=16)
     walk.run(150)
     settings = ConnectorSettings.from_extra_config({"log_dir": str(tmp_path / "logs"), "segment_bytes": 16_384})
