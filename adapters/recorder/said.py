@@ -5,9 +5,12 @@ Each is the payload of an event of the extension; see there. All numbers are tok
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
+
+from kvledger.lifecycle.windows import NULL_BLOCK
 
 
 class Began(msgspec.Struct, frozen=True):
@@ -115,6 +118,17 @@ class Transferred(msgspec.Struct, frozen=True):
     block_ids: tuple[int, ...]
     ends_with: str = ""
     """One of `ENDS`; empty where the log does not show it."""
+
+    def places(self, table: Sequence[int]) -> Iterator[int | None]:
+        """Where in a table each block stands, behind the one before; None, and no more, for one that does not."""
+        start, end = self.first_block, self.first_block + 1
+        for block_id in self.block_ids:
+            places = range(start, min(end, len(table)))
+            place = next((at for at in places if block_id == table[at] or NULL_BLOCK in (block_id, table[at])), None)
+            yield place
+            if place is None:
+                return
+            start, end = place + 1, len(table)
 
 
 class TransferredFor(msgspec.Struct, frozen=True):

@@ -26,6 +26,7 @@ Life = tuple[str, int, int]
 """Request id, ordinal and generation."""
 _Result = TypeVar("_Result")
 _NOBODY = ("", -1)
+NO_PLACE = -1
 _MAX_PLACED = 1 << 12
 """Copies of which it is remembered where their blocks stand; of older ones no digests are recorded."""
 
@@ -77,12 +78,11 @@ class Transfers:
             return
         whole = self._tables.held(request_id) or self._tables.lost(request_id)
         table = tuple(whole[copy.group :: len(self._log.configuration.windows)])
-        places, place = [], copy.first_block - 1
-        for block_id in copy.block_ids:
-            found = None if block_id == NULL_BLOCK else _index(table, block_id, place + 1)
-            place = place + 1 if found is None else found
-            places.append(-1 if found is None else found)
-        self._placed[request_id, copy.job, copy.is_load, copy.group] = record.life, tuple(places)
+        places = tuple(
+            NO_PLACE if place is None or block_id == NULL_BLOCK else place
+            for block_id, place in zip(copy.block_ids, copy.places(table), strict=False)
+        )
+        self._placed[request_id, copy.job, copy.is_load, copy.group] = record.life, places
         while len(self._placed) > _MAX_PLACED:
             del self._placed[next(iter(self._placed))]
 
@@ -93,7 +93,7 @@ class Transfers:
             return
         found = enumerate(zip(places[copy.first :], copy.digests, strict=False))
         # As many as stand one behind the other have the same distance to their number.
-        for distance, run in groupby(found, lambda each: each[1][0] - each[0] if each[1][0] >= 0 else None):
+        for distance, run in groupby(found, lambda each: None if each[1][0] == NO_PLACE else each[1][0] - each[0]):
             if distance is not None:
                 row = [each for _, each in run]
                 yield life, row[0][0], tuple(digest for _, digest in row)
@@ -145,10 +145,3 @@ class Transfers:
                 error=str(error),
             )
             return None
-
-
-def _index(table: tuple[int, ...], block_id: int, start: int) -> int | None:
-    try:
-        return table.index(block_id, max(start, 0))
-    except ValueError:
-        return None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import ClassVar
 
 from kvledger.adapters.recorder import said
@@ -41,18 +41,6 @@ class Tables:
             return None
         return table if copy.group < 0 else table[copy.group :: self._num_groups]
 
-    @staticmethod
-    def places(copy: said.Transferred, table: Sequence[int]) -> Iterator[int | None]:
-        """Where each block of the copy stands, behind the one before; None, and no more, for one that does not."""
-        start, end = copy.first_block, copy.first_block + 1
-        for block_id in copy.block_ids:
-            places = range(start, min(end, len(table)))
-            place = next((at for at in places if block_id == table[at] or NULL_BLOCK in (block_id, table[at])), None)
-            yield place
-            if place is None:
-                return
-            start, end = place + 1, len(table)
-
 
 class TableEq:
     """TABLE_EQ: a copy's blocks stand in the request's table, in the order of the copy.
@@ -78,7 +66,7 @@ class TableEq:
         if table is None:
             return None
         start = copy.first_block
-        for block_id, place in zip(copy.block_ids, self._tables.places(copy, table), strict=False):
+        for block_id, place in zip(copy.block_ids, copy.places(table), strict=False):
             if place is None:
                 return [_violation(self.rule, moment, _misplaced(copy, block_id, start, table))]
             start = place + 1

@@ -126,7 +126,7 @@ class StoreContiguous:
         life, table = moment.life, self._tables.of(copy, moment)
         if life is None or table is None:
             return None
-        copied = [place for place in self._tables.places(copy, table) if place is not None]
+        copied = [place for place in copy.places(table) if place is not None]
         if len(copied) < len(copy.block_ids):  # TABLE_EQ says what is wrong with it
             copied = list(range(copy.first_block, copy.first_block + len(copy.block_ids)))
         account, keys = self._account(moment), life.keys
