@@ -14,7 +14,7 @@ from sim.recorded import audited, events_of, said_in
 
 from kvledger.adapters.recorder.said import LookupReturned
 from kvledger.adapters.repro import record, reenact
-from kvledger.adapters.simulation.contenders import Contender, Offloading, Recorded
+from kvledger.adapters.simulation.contenders import Contender, NamedConnector, Offloading, Recorded, Several
 from kvledger.adapters.simulation.engine import SimulatedEngine
 from kvledger.adapters.simulation.in_tree import Example
 
@@ -134,3 +134,24 @@ def test_example_connector_offers_less_than_nothing_for_one_token() -> None:
     engine.shutdown()
     assert [told.num_external_tokens for told in said_in(recording, LookupReturned)] == [0, -16]
     assert "LAST_TOKEN" in {violation.rule for violation in audited(recording).violations}
+
+
+def test_a_sibling_loads_into_a_block_that_offloading_connector_still_saves() -> None:
+    """It is told of the blocks that are given for another child's load, and overlooks them (vllm#46951)."""
+    theirs = NamedConnector(
+        name="Neighbour", module="sim.neighbour", options={"num_tokens": 48, "num_steps": 2, "seed": 1}
+    )
+    contender = Recorded(inner=Several(children=(Offloading(), theirs)))
+    engine: Any = SimulatedEngine(
+        contender=contender, num_blocks=5, host_bytes=1 << 22, chunk_size=16, max_model_len=64
+    )
+    engine.add("a", range(20), 13)  # its last step fills its second block
+    for _ in range(13):
+        engine.step()
+    engine.add("theirs", range(100, 150), 2)
+    engine.step()
+    recording = engine.scheduler.connector.recording
+    engine.shutdown()
+    (found,) = audited(recording).violations
+    assert (found.rule, found.request_id) == ("BLOCK_REUSE_FENCED", "a")
+    assert "is given away, which save 0/1 still reads" in found.detail

@@ -63,6 +63,8 @@ def around(inner: Contender, *, recorder: str = "KVLedgerRecorderHMA", **options
     return Case(inner, Recorded(inner=inner, name=recorder), **options)
 
 
+UNFENCED = frozenset({"BLOCK_REUSE_FENCED"})
+"""Of OffloadingConnector, whose sibling loads into a block that a save still reads; see test_findings.py."""
 CASES = {
     # Resets that spare the connector (seed 169) and ids that are used again (178) let it raise from
     # build_connector_meta in 0.32, with a recorder and without.
@@ -73,17 +75,19 @@ CASES = {
     "a cache that fails beside the steps": around(neighbour({**FAILS, "num_steps": 2})),
     "MultiConnector": around(BesideNeighbour(options=THEIRS)),
     "MultiConnector over OffloadingConnector": around(
-        Several(children=(Offloading(), neighbour(THEIRS))),
+        Several(children=(Offloading(), neighbour(THEIRS))), defects=UNFENCED
     ),
     "children of MultiConnector": Case(
         Several(children=(neighbour(THEIRS), Offloading())),
         Several(children=(Recorded(inner=neighbour(THEIRS)), Recorded(inner=Offloading()))),
         num_recorders=2,
+        defects=UNFENCED,
     ),
     "a recorded child of a recorded MultiConnector": Case(
         Several(children=(Offloading(), neighbour(THEIRS))),
         Recorded(inner=Several(children=(Recorded(inner=Offloading()), neighbour(THEIRS)))),
         num_recorders=2,
+        defects=UNFENCED,
     ),
     "SimpleCPUOffloadConnector": around(SimpleCPU(num_questions=2), faults=RESETS, settings=SHARED),
     "SimpleCPUOffloadConnector, hybrid": around(SimpleCPU(num_questions=1), settings={**SHARED, "windows": (0, 48)}),
@@ -91,7 +95,9 @@ CASES = {
     # It saves prompts before all of their chunks are computed, and cannot load what was preempted.
     "ExampleConnector": around(Example(), recorder="KVLedgerRecorder", faults=frozenset(), settings=WHOLE),
     "MultiConnector over two": around(
-        Several(children=(LateOffloading(num_questions=1), SimpleCPU(num_questions=3))), settings=SHARED
+        Several(children=(LateOffloading(num_questions=1), SimpleCPU(num_questions=3))),
+        settings=SHARED,
+        defects=UNFENCED,
     ),
     "LMCacheMPConnector": around(
         LMCacheMP(chunk_size=16),
