@@ -17,7 +17,16 @@ from kvledger.adapters.cli.output import Output, plain
 from kvledger.adapters.cli.selection import add_request, count, event_number
 from kvledger.adapters.cli.state import show_state
 from kvledger.adapters.cli.timeline import Group, Timeline, known
-from kvledger.adapters.cli.words import duration, event_range, milliseconds, plural, size, state_change, written_by
+from kvledger.adapters.cli.words import (
+    decides_elsewhere,
+    duration,
+    event_range,
+    milliseconds,
+    plural,
+    size,
+    state_change,
+    written_by,
+)
 from kvledger.adapters.exit_codes import CommandFailed, ExitCode
 from kvledger.adapters.reading.index import LogIndex, index_for
 from kvledger.adapters.reading.logs import StoredLog
@@ -44,6 +53,7 @@ _COLUMNS = {
     "saved chunks": "right",
     "failures": "right",
 }
+_SAVED = "saved chunks"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -294,13 +304,15 @@ def _show_summary(
     outcome_words = ", ".join(f"{count} {outcome}" for outcome, count in outcomes.most_common())
     output.field("requests", f"{len(summaries)}: {outcome_words}" if outcomes else "none")
     if figures is not None:
-        _show_figures(output, figures)
+        _show_figures(output, figures, has_own_copies=not decides_elsewhere(log))
     if summaries:
         output.line()
         listed = summaries[-limit:] if limit else summaries
         if len(listed) < len(summaries):
             output.line(f"the last {len(listed)} of {len(summaries)}; --limit 0 lists all", style="dim")
-        output.table(_COLUMNS, [_request_row(summary) for summary in listed])
+        columns = {name: side for name, side in _COLUMNS.items() if name != _SAVED or not decides_elsewhere(log)}
+        rows = (dict(zip(_COLUMNS, _request_row(summary), strict=True)) for summary in listed)
+        output.table(columns, [[row[name] for name in columns] for row in rows])
 
 
 def _show_header(output: Output, log: StoredLog, duration_ns: int) -> None:
@@ -335,16 +347,18 @@ def _show_configuration(output: Output, configuration: LedgerConfiguration) -> N
     output.field("policies", ", ".join(policies))
 
 
-def _show_figures(output: Output, figures: Figures) -> None:
+def _show_figures(output: Output, figures: Figures, *, has_own_copies: bool) -> None:
     output.field(
         "preempted",
         f"{plural(figures.num_preemptions, 'time')}; tokens recovered {figures.num_tokens_recovered}, "
         f"retained {figures.num_tokens_retained}, recomputed {figures.num_tokens_recomputed}",
     )
-    saved = f"{plural(figures.num_chunks_saved, 'chunk')}, {size(figures.num_bytes_saved)}"
-    output.field("saved", f"{saved} in {duration(figures.save_duration_ns)}")
-    loaded = f"{plural(figures.num_tokens_loaded, 'token')}, {size(figures.num_bytes_loaded)}"
-    output.field("loaded", f"{loaded} in {duration(figures.load_duration_ns)}")
+    loaded = plural(figures.num_tokens_loaded, "token")
+    if has_own_copies:
+        saved = f"{plural(figures.num_chunks_saved, 'chunk')}, {size(figures.num_bytes_saved)}"
+        output.field("saved", f"{saved} in {duration(figures.save_duration_ns)}")
+        loaded += f", {size(figures.num_bytes_loaded)} in {duration(figures.load_duration_ns)}"
+    output.field("loaded", loaded)
     failures = {
         "load": (figures.num_loads_failed, ""),
         "save": (figures.num_saves_failed, ""),

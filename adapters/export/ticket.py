@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from kvledger.adapters.cli.ends import ending_text, num_open_requests, sound_text
 from kvledger.adapters.cli.output import Output, event_text
 from kvledger.adapters.cli.verify import Findings
-from kvledger.adapters.cli.words import duration, plural, size
+from kvledger.adapters.cli.words import decides_elsewhere, duration, plural, size, written_by
 from kvledger.adapters.exit_codes import ExitCode
 from kvledger.adapters.export import reasons
 from kvledger.adapters.export.drawing import Span
@@ -68,7 +68,7 @@ def write_page(log: StoredLog, window: Window, output: Output) -> Iterator[str]:
         facts=_facts(log, window, chronicle.now_ns)
         | {"end": ending_text(log.ending, num_open_requests(audit.projections))},
         figures_of=_figures_of(window),
-        figures=_figures(audit.projections.totals.figures, gathering),
+        figures=_figures(log, audit.projections.totals.figures, gathering),
         remarks=found.remarks,
         findings=findings[:MAX_FINDINGS],
         num_findings_left_out=_num_found(audit, found) - len(findings[:MAX_FINDINGS]),
@@ -148,8 +148,7 @@ def _divergences(audit: Audit, found: Findings) -> Iterator[Finding]:
 
 def _facts(log: StoredLog, window: Window, now_ns: int) -> dict[str, str]:
     header, configuration = log.header, log.configuration
-    versions = f"kvledger {header.get('kvledger_version', 'unknown')}, vLLM {header.get('vllm_version', 'unknown')}"
-    facts = {"log": str(log.path), "written by": versions}
+    facts = {"log": str(log.path), "written by": written_by(log)}
     opened_at = header.get("opened_at_unix_ns")
     if isinstance(opened_at, int):
         facts["opened"] = f"{dt.datetime.fromtimestamp(opened_at / 1e9, tz=dt.UTC):%Y-%m-%d %H:%M:%S} UTC"
@@ -174,7 +173,7 @@ def _figures_of(window: Window) -> str:
     return "The log in figures" if window.is_everything else "The whole log in figures, all requests"
 
 
-def _figures(figures: Figures, gathering: Gathering) -> dict[str, str]:
+def _figures(log: StoredLog, figures: Figures, gathering: Gathering) -> dict[str, str]:
     outcomes = ", ".join(f"{count:,} {outcome}" for outcome, count in gathering.outcomes.most_common())
     loaded, saved = duration(figures.load_duration_ns), duration(figures.save_duration_ns)
     failures = {
@@ -189,7 +188,7 @@ def _figures(figures: Figures, gathering: Gathering) -> dict[str, str]:
         "retained": figures.num_tokens_retained,
         "recomputed": figures.num_tokens_recomputed,
     }
-    return {
+    shown = {
         "requests in this part": f"{gathering.num_requests:,}: {outcomes}" if outcomes else "none",
         "preemptions": f"{figures.num_preemptions:,}",
         "tokens after preemption": ", ".join(f"{count:,} {name}" for name, count in after_preemption.items()),
@@ -199,3 +198,7 @@ def _figures(figures: Figures, gathering: Gathering) -> dict[str, str]:
         "left the cache": f"{figures.num_chunks_evicted:,} evicted, {figures.num_chunks_tainted:,} tainted",
         "failed": failed or "nothing",
     }
+    if decides_elsewhere(log):
+        del shown["saved"], shown["left the cache"]
+        shown["loaded"] = f"{figures.num_tokens_loaded:,} tokens"
+    return shown

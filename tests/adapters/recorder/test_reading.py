@@ -65,6 +65,21 @@ def test_show_counts_equal_answers_of_a_request_that_waits(log: Path, said: Said
     assert any(group["num_moments"] > 2 for group in lookups)
 
 
+def test_what_would_be_kvledgers_own_copies_is_neither_shown_nor_on_the_page(
+    log: Path, said: Said, tmp_path: Path
+) -> None:
+    """What the connector saved, and how many bytes, is not in the log; a zero would say that it was nothing."""
+    _, out = said("show", log)
+    assert "recording OffloadingConnector" in out
+    assert "\nloaded " in out
+    assert "saved" not in out
+    page = tmp_path / "page.html"
+    said("export", log, "--html", "-o", page)
+    text = page.read_text()
+    assert "recording OffloadingConnector" in text
+    assert "left the cache" not in text
+
+
 def test_why_says_what_was_not_offered_and_that_more_is_not_known(log: Path, said: Said) -> None:
     """The tokens add up, as for kvledger itself."""
     exit_code, out = said("why", log, "a")
