@@ -14,6 +14,7 @@ import attrs
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerMetadata
 
 from kvledger.adapters.recorder import decoders, said
+from kvledger.adapters.vllm.digests import is_chosen
 from kvledger.adapters.vllm.guard import guarded
 from kvledger.adapters.vllm.messages import messages
 from kvledger.adapters.vllm.worker_side import describe_pages
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     import torch
 
 Copy = tuple[str, said.Transferred]
-_SPREADS, _ALL = 0x9E3779B97F4A7C15, 1 << 64
 
 
 @attrs.frozen(slots=False)
@@ -147,7 +147,7 @@ class RecordedPages:
         run: list[int] = []
         for number, block_id in enumerate((*copy.block_ids, None)):
             place = copy.first_block + number
-            if block_id is not None and place * _SPREADS % _ALL < self._share * _ALL:
+            if block_id is not None and is_chosen(place, self._share):
                 run.append(block_id)
             elif run:
                 yield number - len(run), run

@@ -16,8 +16,13 @@ from kvledger.lifecycle.windows import NO_SLOT
 
 NOT_DIGESTED = -1
 _SPREADS = 0x9E3779B97F4A7C15
-"""Odd, so that the numbers of slots spread evenly over 64 bits."""
+"""Odd, so that numbers spread evenly over 64 bits."""
 _ALL = 1 << 64
+
+
+def is_chosen(number: int, share: float) -> bool:
+    """Whether a slot or place is among the share of all that is digested; always the same ones."""
+    return number * _SPREADS % _ALL < share * _ALL
 
 
 class DigestedPages:
@@ -48,7 +53,7 @@ class DigestedPages:
                 for page in self._geometry.pages_of(job.chunks)
             ]
         copied = [
-            (place if slot * _SPREADS % _ALL < self.share * _ALL else NOT_DIGESTED)
+            (place if is_chosen(slot, self.share) else NOT_DIGESTED)
             for place, slot in zip(places, job.slots, strict=False)
             if slot != NO_SLOT
         ]

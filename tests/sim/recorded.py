@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from kvledger.adapters.recorder.extension import Recorder
@@ -32,10 +32,18 @@ def events_of(recording: Any) -> list[tuple[int, e.Event]]:
     return [pair for frame in store.read() for pair in enumerate(decoder.decode(frame.payload), frame.first_sequence)]
 
 
+def payloads_in(events: Iterable[tuple[int, e.Event]], kind: type[Any]) -> Iterator[tuple[int, Any, Any]]:
+    """(Place, event, what it says) of the recorder's own events of a kind."""
+    for place, (_, event) in enumerate(events):
+        if isinstance(event, e.ExtensionObserved | e.ExtensionNoted):
+            payload = Recorder.payload_of(event)
+            if type(payload) is kind:
+                yield place, event, payload
+
+
 def said_in(recording: Any, kind: type[Any]) -> list[Any]:
     """What the recorder has written in words of its own, of one kind."""
-    its = (event for _, event in events_of(recording) if isinstance(event, e.ExtensionObserved | e.ExtensionNoted))
-    return [said for said in map(Recorder.payload_of, its) if type(said) is kind]
+    return [payload for _, _, payload in payloads_in(events_of(recording), kind)]
 
 
 def audited(recording: Any, events: list[tuple[int, e.Event]] | None = None) -> Audit:

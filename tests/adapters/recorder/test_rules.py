@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import attrs
 import msgspec
 import pytest
-from sim.recorded import audited, events_of
+from sim.recorded import audited, events_of, payloads_in
 
 from kvledger.adapters.recorder.extension import Recorder
 from kvledger.adapters.recorder.rules.ends import MAX_SILENT_NS
@@ -57,15 +57,6 @@ def served(record: Record, *, as_child: bool) -> Log:
     return Log(recording, events_of(recording))
 
 
-def said(events: Events, kind: type[Any]) -> Iterator[tuple[int, Any, Any]]:
-    """(Place, event, what it says) of the recorder's own events of a kind."""
-    for place, (_, event) in enumerate(events):
-        if isinstance(event, e.ExtensionObserved | e.ExtensionNoted):
-            payload = Recorder.payload_of(event)
-            if type(payload) is kind:
-                yield place, event, payload
-
-
 def with_said(events: Events, place: int, **changes: Any) -> Events:
     """The same events, one of which says something else."""
     sequence, event = events[place]
@@ -95,13 +86,13 @@ def test_nothing_is_named_where_nothing_is_altered(saved: Log, record: Record) -
 )
 def test_an_answer_that_vllm_cannot_take_breaks_last_token(saved: Log, wrong: dict[str, Any]) -> None:
     """Less than nothing, all tokens within the step, more than there are, or nothing and beside the steps."""
-    place = next(place for place, event, _ in said(saved.events, LookupReturned) if event.request_id == "a")
+    place = next(place for place, event, _ in payloads_in(saved.events, LookupReturned) if event.request_id == "a")
     assert "LAST_TOKEN" in saved.named(with_said(saved.events, place, **wrong))
 
 
 def test_an_answer_up_to_the_last_token_keeps_it(saved: Log) -> None:
     """One is left to compute; beside the steps vLLM computes the last one again by itself."""
-    place = next(place for place, event, _ in said(saved.events, LookupReturned) if event.request_id == "a")
+    place = next(place for place, event, _ in payloads_in(saved.events, LookupReturned) if event.request_id == "a")
     for right in ({"num_external_tokens": 63, "is_async": False}, {"num_external_tokens": 64, "is_async": True}):
         assert "LAST_TOKEN" not in saved.named(with_said(saved.events, place, **right))
 
@@ -111,7 +102,7 @@ def test_a_copy_of_the_wrong_place_breaks_table_eq(saved: Log, is_load: bool) ->
     """Two of its own blocks change places."""
     place, _, copy = next(
         found
-        for found in said(saved.events, Transferred)
+        for found in payloads_in(saved.events, Transferred)
         if found[2].is_load is is_load and len(found[2].block_ids) > 1
     )
     first, second, *others = copy.block_ids
@@ -120,7 +111,7 @@ def test_a_copy_of_the_wrong_place_breaks_table_eq(saved: Log, is_load: bool) ->
 
 def test_a_save_of_a_foreign_block_breaks_src_block_owned(saved: Log) -> None:
     """Also where the metadata does not say at which place of the table it stands."""
-    place, _, copy = next(found for found in said(saved.events, Transferred) if not found[2].is_load)
+    place, _, copy = next(found for found in payloads_in(saved.events, Transferred) if not found[2].is_load)
     foreign = (59, *copy.block_ids[1:])
     assert saved.named(with_said(saved.events, place, block_ids=foreign)) == {"TABLE_EQ", "SRC_BLOCK_OWNED"}
     assert saved.named(with_said(saved.events, place, block_ids=foreign, first_block=-1)) == {"SRC_BLOCK_OWNED"}
@@ -130,7 +121,9 @@ def test_a_save_of_a_foreign_block_breaks_src_block_owned(saved: Log) -> None:
 def test_a_save_that_leaves_out_what_nobody_has_saved_breaks_store_contiguous(saved: Log, request_id: str) -> None:
     """The third request saves nothing of what it has in common with the first, and that is no hole."""
     place, _, copy = next(
-        found for found in said(saved.events, Transferred) if not found[2].is_load and found[1].request_id == request_id
+        found
+        for found in payloads_in(saved.events, Transferred)
+        if not found[2].is_load and found[1].request_id == request_id
     )
     later = with_said(saved.events, place, first_block=copy.first_block + 1, block_ids=copy.block_ids[1:])
     assert saved.named(later) == {"STORE_CONTIGUOUS"}
@@ -138,7 +131,7 @@ def test_a_save_that_leaves_out_what_nobody_has_saved_breaks_store_contiguous(sa
 
 def heard(log: Log) -> tuple[int, e.ExtensionNoted]:
     """Where vLLM hears of the end of the load."""
-    return next((place, event) for place, event, told in said(log.events, VLLMHeard) if told.finished_recving)
+    return next((place, event) for place, event, told in payloads_in(log.events, VLLMHeard) if told.finished_recving)
 
 
 def renumbered(events: Events) -> Events:
@@ -183,8 +176,8 @@ def test_a_load_without_an_end_breaks_liveness(record: Record) -> None:
 
 def test_what_a_finished_request_keeps_is_owed_one_end(saved: Log) -> None:
     """OffloadingConnector keeps blocks or not; `finished.held` ends when vLLM hears of it."""
-    kept = [event.request_id for _, event, told in said(saved.events, EndReturned) if told.keeps_blocks]
-    sent = [event.request_id for _, event, _ in said(saved.events, Sent)]
+    kept = [event.request_id for _, event, told in payloads_in(saved.events, EndReturned) if told.keeps_blocks]
+    sent = [event.request_id for _, event, _ in payloads_in(saved.events, Sent)]
     assert sorted(kept) == sorted(sent)
     released = [event.request_id for _, event in saved.events if isinstance(event, e.RequestReleased)]
     assert sorted(released) == ["a", "again", "b"]

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
 import pytest
-from sim.recorded import audited, events_of
+from sim.recorded import audited, events_of, payloads_in
 
 from kvledger.adapters.recorder.extension import Recorder
 from kvledger.adapters.recorder.said import JOB, Transferred, TransferredFor, TransfersAwaited, TransfersEnded
@@ -27,15 +27,6 @@ def named(recording: Any, events: Events) -> dict[str, str]:
     for each in audited(recording, numbered).violations:
         found[each.rule] = f"{found.get(each.rule, '')}{each.detail}. "
     return found
-
-
-def told(events: Events, kind: type[Any]) -> Iterator[tuple[int, Any, Any]]:
-    """(Place, event, what it says) of the recorder's own events of a kind."""
-    for place, (_, event) in enumerate(events):
-        if isinstance(event, e.ExtensionObserved | e.ExtensionNoted):
-            payload = Recorder.payload_of(event)
-            if type(payload) is kind:
-                yield place, event, payload
 
 
 def saying(event: Any, payload: msgspec.Struct, **changes: Any) -> tuple[int, e.Event]:
@@ -62,7 +53,7 @@ def loaded(record: Record) -> tuple[Any, Events]:
 
 def the_load(events: Events) -> tuple[int, Any, Transferred]:
     """The load of several blocks, with what is cached before it."""
-    return next(found for found in told(events, Transferred) if found[2].is_load and len(found[2].block_ids) > 2)
+    return next(found for found in payloads_in(events, Transferred) if found[2].is_load and len(found[2].block_ids) > 2)
 
 
 def test_nothing_is_named_where_nothing_is_altered(loaded: tuple[Any, Events]) -> None:
@@ -150,7 +141,7 @@ def test_a_load_into_what_a_save_reads_breaks_src_block_stable(loaded: tuple[Any
     found = named(recording, [*events[:place], save, *events[place:]])
     assert "still reads" in found["SRC_BLOCK_STABLE"]
     assert "LOAD_XOR_STORES" not in found
-    ended = saying(*next((each, said) for _, each, said in told(events, TransfersEnded)), jobs=("save",))
+    ended = saying(*next((each, said) for _, each, said in payloads_in(events, TransfersEnded)), jobs=("save",))
     found = named(recording, [*events[:place], save, ended, *events[place:]])
     assert "SRC_BLOCK_STABLE" not in found
 
@@ -158,7 +149,7 @@ def test_a_load_into_what_a_save_reads_breaks_src_block_stable(loaded: tuple[Any
 def test_a_save_before_the_step_that_computes_breaks_chunk_complete(loaded: tuple[Any, Events]) -> None:
     """Blocks are there, and nothing in them."""
     recording, events = loaded
-    place, event, _ = next(found for found in told(events, Transferred) if not found[2].is_load)
+    place, event, _ = next(found for found in payloads_in(events, Transferred) if not found[2].is_load)
     given = next(number for number, (_, each) in enumerate(events) if isinstance(each, e.BlocksAllocated))
     found = named(recording, [*events[: given + 1], (0, event), *events[given + 1 : place], *events[place + 1 :]])
     assert "of which 0 are computed" in found["CHUNK_COMPLETE"]
@@ -172,7 +163,7 @@ def test_blocks_that_are_given_away_under_a_save_break_block_reuse_fenced(record
     engine.run()
     events = events_of(recording)
     assert named(recording, events) == {}
-    awaited = [(place, event, said) for place, event, said in told(events, TransfersAwaited)]
+    awaited = [(place, event, said) for place, event, said in payloads_in(events, TransfersAwaited)]
     for place, event, said in awaited:
         events[place] = saying(event, said, jobs=())
     assert "is given away, which save" in named(recording, events)["BLOCK_REUSE_FENCED"]
@@ -186,7 +177,7 @@ def test_what_a_save_of_nobody_reads_is_not_given_away_either(record: Record) ->
         engine.run()
     events = events_of(recording)
     assert named(recording, events) == {}
-    place, event, said = next(iter(told(events, TransferredFor)))
+    place, event, said = next(iter(payloads_in(events, TransferredFor)))
     given = next(
         each.block_ids[-1]
         for number, (_, each) in enumerate(events)
