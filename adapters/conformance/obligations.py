@@ -36,7 +36,9 @@ class Check(enum.StrEnum):
     ENGINE_LIVES = "ENGINE_LIVES"
     """What the connector did leads to no error in vLLM's scheduler, which asserts much of it."""
     ENDS = "ENDS"
-    """Every request ends, and the engine comes to rest."""
+    """Every request ends."""
+    COMES_TO_REST = "COMES_TO_REST"
+    """When no request is left, the engine sooner or later sees no reason to step again."""
     BLOCKS_RETURNED = "BLOCKS_RETURNED"
     """When the engine has come to rest, every block but the null block is free."""
     RESTS = "RESTS"
@@ -336,10 +338,10 @@ _ALL: Final = (
         _SCHEDULER,
         "has_pending_push_work",
         "While a connector has work that needs steps and no request is left, it says so; else the engine sleeps "
-        "and the work waits for the next request.",
+        "and the work waits for the next request. That work comes to its end; else the engine steps for ever.",
         ("base.py, has_pending_push_work", "scheduler.py, has_requests"),
         Seen.CONTENT,
-        (Check.RESTS,),
+        (Check.RESTS, Check.COMES_TO_REST),
         incidents=("vllm#43433", "vllm#42611"),
         limit="work that holds no block",
     ),

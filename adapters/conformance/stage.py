@@ -133,6 +133,9 @@ class Stage:
                     self.engine.update()
         if is_stranded(self.engine.scheduler):
             self.remarks.append("vLLM has stranded its queue (vllm#57841, #45388): not judged to the end")
+        elif not self.engine.scheduler.requests:
+            detail = f"no request is left, and after {MAX_STEPS} steps the engine still has a reason to step again"
+            self.broken.append(Broken(Check.COMES_TO_REST, detail))
         else:
             left = ", ".join(f"{key} {each.status.name}" for key, each in self.engine.scheduler.requests.items())
             self.broken.append(Broken(Check.ENDS, f"still busy after {MAX_STEPS} steps: {left}"))

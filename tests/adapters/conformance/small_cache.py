@@ -42,11 +42,15 @@ class SmallCache(KVConnectorBase_V1):
         self._pages: dict[bytes, list[torch.Tensor]] = {}
         self._received: list[str] = []
         self._sent: list[str] = []
+        self._held: list[Any] = []
+        self._num_empty_steps = 0
+        self._pool: Any = None
 
     # --- scheduler ------------------------------------------------------------------------------
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
         """Look at nothing."""
+        self._pool = gpu_block_pool
         if self._mistake == "keeps a block for ever":
             gpu_block_pool.touch([gpu_block_pool.blocks[5]])
 
@@ -85,6 +89,10 @@ class SmallCache(KVConnectorBase_V1):
         """Hand over what has begun."""
         if self._mistake == "writes into the output":
             scheduler_output.free_encoder_mm_hashes.append("mine")
+        self._num_empty_steps = 0 if scheduler_output.num_scheduled_tokens else self._num_empty_steps + 1
+        if self._num_empty_steps > 3:  # with "sleeps on blocks" alone any are held
+            self._pool.free_blocks(self._held)
+            self._held = []
         work = Work(tuple(self._loads), tuple(self._saves))
         self._loads, self._saves = [], []
         return work
@@ -99,6 +107,9 @@ class SmallCache(KVConnectorBase_V1):
         if self._mistake == "wants blocks" and not block_ids:
             message = "a request without blocks"
             raise IndexError(message)
+        if self._mistake == "sleeps on blocks":
+            self._held += (held := [self._pool.blocks[block_id] for block_id in block_ids])
+            self._pool.touch(held)
         num_settled = min(request.num_computed_tokens - request.num_in_flight_tokens, request.num_tokens - 1)
         number = min(num_settled // BLOCK, len(block_ids), len(request.block_hashes))
         keys = tuple(request.block_hashes[: max(0, number)])
@@ -107,6 +118,10 @@ class SmallCache(KVConnectorBase_V1):
         self._saving[request.request_id] = keys
         self._saves.append((request.request_id, keys, tuple(block_ids[:number])))
         return True, None
+
+    def has_pending_push_work(self) -> bool:
+        """All is done when it is told."""
+        return self._mistake == "never rests"
 
     def reset_cache(self) -> bool:
         """Forget, also what is on its way."""

@@ -29,6 +29,8 @@ MISTAKES = {
     "tells of a load twice": ("load-is-reported-once", "an id used again", True),
     "never lets go": ("kept-blocks-are-let-go", "a plain prompt", False),
     "keeps a block for ever": ("blocks-come-back", "a plain prompt", False),
+    "sleeps on blocks": ("steps-while-pending", "a plain prompt", False),
+    "never rests": ("steps-while-pending", "a plain prompt", False),
     "wants blocks": ("abort-from-everywhere", "aborted before its first step", False),
     "forgets nothing": ("reset-forgets", "reset while idle", False),
     "raises at the end": ("shutdown-completes", "a plain prompt", False),

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 from sim.recorded import audited, events_of, said_in
 
-from kvledger.adapters.recorder.said import LookupReturned
+from kvledger.adapters.recorder.said import LookupReturned, TransferredFor
 from kvledger.adapters.repro import record, reenact
 from kvledger.adapters.simulation.contenders import Contender, NamedConnector, Offloading, Recorded, Several
-from kvledger.adapters.simulation.engine import SimulatedEngine
-from kvledger.adapters.simulation.in_tree import Example
+from kvledger.adapters.simulation.engine import SimulatedEngine, block_bytes
+from kvledger.adapters.simulation.in_tree import Example, SimpleCPU
 
 pytestmark = pytest.mark.scheduler
 
@@ -155,3 +155,31 @@ def test_a_sibling_loads_into_a_block_that_offloading_connector_still_saves() ->
     (found,) = audited(recording).violations
     assert (found.rule, found.request_id) == ("BLOCK_REUSE_FENCED", "a")
     assert "is given away, which save 0/1 still reads" in found.detail
+
+
+@pytest.mark.parametrize("is_recorded", [False, True])
+def test_a_lazy_engine_is_never_idle(is_recorded: bool) -> None:
+    """Two prompts of two blocks in a pool of three, and a host pool of two: each empty step stores a block again."""
+    inner = SimpleCPU(is_lazy=True, num_questions=1)
+    engine: Any = SimulatedEngine(
+        contender=Recorded(inner=inner) if is_recorded else inner,
+        num_blocks=4,
+        host_bytes=3 * block_bytes(16),
+        chunk_size=16,
+        max_model_len=64,
+    )
+    for request_id, first in (("a", 0), ("b", 200)):
+        engine.add(request_id, range(first, first + 32), 1)
+    num_steps = 100
+    for _ in range(num_steps):
+        assert engine.scheduler.has_requests()
+        engine.step()
+    assert not engine.scheduler.requests
+    assert engine.finish_reasons.keys() == {"a", "b"}
+    connector = engine.scheduler.connector
+    assert connector.has_pending_push_work()
+    if is_recorded:
+        stored = [told.copy for told in said_in(connector.recording, TransferredFor) if not told.copy.is_load]
+        assert len(stored) > num_steps * 0.9
+        assert len({tuple(copy.block_ids) for copy in stored}) <= 3
+        assert audited(connector.recording).violations == []
