@@ -23,7 +23,7 @@ from kvledger.adapters.exit_codes import CommandFailed, ExitCode
 from kvledger.adapters.reading.streams import StreamUrl, parse_address, stream_errors
 
 if TYPE_CHECKING:
-    from kvledger.storage.events.jetstream import Access, LogProgress, NewStream, Shipper, ShippingReport
+    from kvledger.storage.events.nats import Access, LogProgress, NewStream, Shipper, ShippingReport
 
 
 _UNITS_S: Final = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
@@ -86,7 +86,7 @@ def run(arguments: argparse.Namespace, output: Output) -> ExitCode:
     if not arguments.log.exists() and not arguments.follow:
         raise CommandFailed(f"{arguments.log}: there is nothing; give a directory", ExitCode.USAGE)
     address = parse_address(arguments.to)
-    from kvledger.storage.events.jetstream import Shipper, label_of  # noqa: PLC0415 - a fifth of a second
+    from kvledger.storage.events.nats import Shipper, label_of  # noqa: PLC0415 - a fifth of a second
 
     shipper = Shipper(
         arguments.log,
@@ -153,7 +153,7 @@ def _show(report: ShippingReport, exit_code: ExitCode, output: Output) -> None:
 
 def _list(url: StreamUrl, access: Access, output: Output) -> ExitCode:
     address = parse_address(url)
-    from kvledger.storage.events.jetstream import logs_in_stream  # noqa: PLC0415
+    from kvledger.storage.events.nats import logs_in_stream  # noqa: PLC0415
 
     with stream_errors():
         logs = logs_in_stream(address, access=access)
@@ -183,7 +183,7 @@ def _list(url: StreamUrl, access: Access, output: Output) -> ExitCode:
 
 def _access(arguments: argparse.Namespace) -> Access:
     with stream_errors():
-        from kvledger.storage.events.jetstream import Access  # noqa: PLC0415
+        from kvledger.storage.events.nats import Access  # noqa: PLC0415
 
     given = {
         "creds_file": arguments.creds,
@@ -199,7 +199,7 @@ def _access(arguments: argparse.Namespace) -> Access:
 
 
 def _new_stream(arguments: argparse.Namespace) -> NewStream | None:
-    from kvledger.storage.events.jetstream import NewStream  # noqa: PLC0415
+    from kvledger.storage.events.nats import NewStream  # noqa: PLC0415
 
     if not arguments.create_stream:
         return None

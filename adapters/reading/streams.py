@@ -21,7 +21,7 @@ from kvledger.adapters.exit_codes import CommandFailed, ExitCode
 from kvledger.storage.events import LogError
 
 if TYPE_CHECKING:
-    from kvledger.storage.events.jetstream import StreamAddress
+    from kvledger.storage.events.nats import StreamAddress
 
 _REFRESH_EVERY_S: Final = 1.0
 _SCHEMES: Final = ("nats://", "tls://")
@@ -51,7 +51,7 @@ def parse_address(url: StreamUrl) -> StreamAddress:
         CommandFailed: it is none, or the NATS client is not installed.
     """
     with stream_errors():
-        from kvledger.storage.events.jetstream import StreamAddress  # noqa: PLC0415 - a fifth of a second
+        from kvledger.storage.events.nats import StreamAddress  # noqa: PLC0415 - a fifth of a second
 
         return StreamAddress.parse(url.text)
 
@@ -63,7 +63,7 @@ def mirrored_logs(url: StreamUrl, directory: Path | None, *, newest: bool) -> li
         CommandFailed: that did not work.
     """
     address = parse_address(url)
-    from kvledger.storage.events.jetstream import mirror  # noqa: PLC0415
+    from kvledger.storage.events.nats import mirror  # noqa: PLC0415
 
     with stream_errors(), _progress(f"fetching from {address}") as on_progress:
         return mirror(address, directory, newest=newest, on_progress=on_progress, on_skipped=_remark)
@@ -72,7 +72,7 @@ def mirrored_logs(url: StreamUrl, directory: Path | None, *, newest: bool) -> li
 def keep_mirrored(url: StreamUrl, directory: Path | None, *, newest: bool) -> None:
     """Bring the mirror up to date again and again beside this thread, for a command that follows a log."""
     address = parse_address(url)
-    from kvledger.storage.events.jetstream import mirror  # noqa: PLC0415
+    from kvledger.storage.events.nats import mirror  # noqa: PLC0415
 
     def refresh() -> None:
         while True:
@@ -89,7 +89,7 @@ def keep_mirrored(url: StreamUrl, directory: Path | None, *, newest: bool) -> No
 def stream_errors() -> Iterator[None]:
     """Turn what a stream can run into, and a missing NATS client, into `CommandFailed`."""
     try:
-        from kvledger.storage.events.jetstream import StreamRefused, StreamUnavailable  # noqa: PLC0415
+        from kvledger.storage.events.nats import StreamRefused, StreamUnavailable  # noqa: PLC0415
     except ModuleNotFoundError as error:
         raise CommandFailed(str(error), ExitCode.REFUSED) from error
     try:

@@ -20,7 +20,7 @@ import nats
 from nats_server import NatsServer, segments_of
 
 from kvledger.storage.events import SegmentEventStore
-from kvledger.storage.events.jetstream import Access, NewStream, Shipper, StreamAddress, mirror
+from kvledger.storage.events.nats import Access, NewStream, Shipper, StreamAddress, mirror
 
 _LIVE_FRAMES = 300
 _LIVE_INTERVAL_S = 0.02

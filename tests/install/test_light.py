@@ -120,7 +120,7 @@ def test_the_first_example_is_short() -> None:
             "import kvledger.storage.kv",
             'kvledger.storage.kv needs torch, not installed here: pip install "kvledger[connector]"',
         ),
-        ("import kvledger.storage.events.jetstream", f"kvledger.storage.events.jetstream {INSTALL_NATS}"),
+        ("import kvledger.storage.events.nats", f"kvledger.storage.events.nats {INSTALL_NATS}"),
         (DRIVE_CONNECTOR, f"driving the real connector needs {INSTALL_CONNECTOR}"),
     ],
 )
@@ -139,7 +139,7 @@ def test_a_stream_names_the_extra_for_streams(light_python: Path, tmp_path: Path
     """Before any server is asked."""
     ended = run(kvledger_of(light_python), *arguments, cwd=tmp_path)
     assert ended.returncode == REFUSED
-    assert ended.stderr == f"kvledger: kvledger.storage.events.jetstream {INSTALL_NATS}\n"
+    assert ended.stderr == f"kvledger: kvledger.storage.events.nats {INSTALL_NATS}\n"
 
 
 def test_conformance_names_the_extra(light_python: Path, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import pytest
 from nats_server import NatsServer, fill, segments_of, write_log
 
 from kvledger.storage.events import LogError, SegmentEventStore, read_log
-from kvledger.storage.events.jetstream import (
+from kvledger.storage.events.nats import (
     Access,
     NewStream,
     StreamAddress,

@@ -14,7 +14,7 @@ from urllib.parse import unquote, urlsplit
 
 import attrs
 
-from kvledger.storage.events.jetstream.errors import StreamRefused
+from kvledger.storage.events.nats.errors import StreamRefused
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -17,8 +17,8 @@ from nats.errors import Error as NatsError
 from nats.errors import NoRespondersError, UnexpectedEOF
 from nats.js.errors import APIError, ServerError, ServiceUnavailableError
 
-from kvledger.storage.events.jetstream.errors import StreamError, StreamRefused, StreamUnavailable
-from kvledger.storage.events.jetstream.messages import SUBJECT_PREFIX
+from kvledger.storage.events.nats.errors import StreamError, StreamRefused, StreamUnavailable
+from kvledger.storage.events.nats.messages import SUBJECT_PREFIX
 from kvledger.storage.extras import require
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from nats.js import JetStreamContext
 
-    from kvledger.storage.events.jetstream.address import Access, StreamAddress
+    from kvledger.storage.events.nats.address import Access, StreamAddress
 
 __all__ = ["ANSWER_WITHIN_S", "Connection", "connect"]
 

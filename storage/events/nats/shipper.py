@@ -14,19 +14,19 @@ from typing import TYPE_CHECKING, Final
 import attrs
 
 from kvledger.storage.events.errors import LogError
-from kvledger.storage.events.jetstream.connection import ANSWER_WITHIN_S, Connection, connect
-from kvledger.storage.events.jetstream.errors import StreamUnavailable
-from kvledger.storage.events.jetstream.session import Session
-from kvledger.storage.events.jetstream.shipment import LogProgress
-from kvledger.storage.events.jetstream.stream import NewStream
-from kvledger.storage.events.jetstream.tail import num_bytes_behind
+from kvledger.storage.events.nats.connection import ANSWER_WITHIN_S, Connection, connect
+from kvledger.storage.events.nats.errors import StreamUnavailable
+from kvledger.storage.events.nats.session import Session
+from kvledger.storage.events.nats.shipment import LogProgress
+from kvledger.storage.events.nats.stream import NewStream
+from kvledger.storage.events.nats.tail import num_bytes_behind
 from kvledger.storage.events.segment_file import segment_paths
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from kvledger.storage.events.jetstream.address import Access, StreamAddress
+    from kvledger.storage.events.nats.address import Access, StreamAddress
 
 __all__ = ["Shipper", "ShippingReport"]
 

@@ -15,15 +15,15 @@ from typing import TYPE_CHECKING, Final
 import attrs
 import msgspec
 
-from kvledger.storage.events.jetstream.errors import StreamRefused, StreamUnavailable
-from kvledger.storage.events.jetstream.messages import Piece, message_headers, num_header_bytes
+from kvledger.storage.events.nats.errors import StreamRefused, StreamUnavailable
+from kvledger.storage.events.nats.messages import Piece, message_headers, num_header_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from nats.aio.msg import Msg
 
-    from kvledger.storage.events.jetstream.connection import Connection
+    from kvledger.storage.events.nats.connection import Connection
 
 __all__ = ["BatchResult", "Publisher", "fits"]
 

@@ -9,14 +9,14 @@ import attrs
 from nats.js.errors import APIError, NotFoundError
 
 from kvledger.storage.events.errors import LogDamaged, LogTooNew
-from kvledger.storage.events.jetstream.errors import StreamRefused, StreamUnavailable
-from kvledger.storage.events.jetstream.messages import SUBJECT_PREFIX, Piece, piece_of_message
+from kvledger.storage.events.nats.errors import StreamRefused, StreamUnavailable
+from kvledger.storage.events.nats.messages import SUBJECT_PREFIX, Piece, piece_of_message
 from kvledger.storage.events.segment_file import SegmentHeader, decode_header
 
 if TYPE_CHECKING:
     from nats.js.api import RawStreamMsg
 
-    from kvledger.storage.events.jetstream.connection import Connection
+    from kvledger.storage.events.nats.connection import Connection
 
 __all__ = [
     "CheckedStream",

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from nats_server import NatsServer, Proxy, start_cluster
 
-from kvledger.storage.events.jetstream import Access, NewStream, Shipper, ShippingReport, StreamAddress
+from kvledger.storage.events.nats import Access, NewStream, Shipper, ShippingReport, StreamAddress
 
 
 @pytest.fixture

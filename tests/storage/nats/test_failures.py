@@ -22,7 +22,7 @@ from nats_server import NatsServer, Proxy, fill, segments_in_stream, segments_of
 from processes import finished, started, wait_until
 
 from kvledger.storage.events import SegmentEventStore
-from kvledger.storage.events.jetstream import (
+from kvledger.storage.events.nats import (
     Access,
     NewStream,
     ShippingReport,
@@ -30,8 +30,8 @@ from kvledger.storage.events.jetstream import (
     StreamUnavailable,
     mirror,
 )
-from kvledger.storage.events.jetstream.messages import message_headers
-from kvledger.storage.events.jetstream.tail import LogTail
+from kvledger.storage.events.nats.messages import message_headers
+from kvledger.storage.events.nats.tail import LogTail
 
 Ship = Any
 

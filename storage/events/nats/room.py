@@ -10,13 +10,13 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any, Final
 
-from kvledger.storage.events.jetstream.errors import StreamUnavailable
-from kvledger.storage.events.jetstream.messages import Piece, message_headers, num_header_bytes
+from kvledger.storage.events.nats.errors import StreamUnavailable
+from kvledger.storage.events.nats.messages import Piece, message_headers, num_header_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from kvledger.storage.events.jetstream.connection import Connection
+    from kvledger.storage.events.nats.connection import Connection
 
 __all__ = ["Room"]
 

@@ -12,13 +12,13 @@ from kvledger.storage.extras import require
 
 require(__name__, "nats")
 
-from kvledger.storage.events.jetstream.address import DEFAULT_STREAM, Access, StreamAddress, is_stream_url
-from kvledger.storage.events.jetstream.errors import LogForked, StreamError, StreamRefused, StreamUnavailable
-from kvledger.storage.events.jetstream.messages import label_of
-from kvledger.storage.events.jetstream.mirror import default_mirror_directory, logs_in_stream, mirror
-from kvledger.storage.events.jetstream.shipment import LogProgress
-from kvledger.storage.events.jetstream.shipper import Shipper, ShippingReport
-from kvledger.storage.events.jetstream.stream import LogInStream, NewStream
+from kvledger.storage.events.nats.address import DEFAULT_STREAM, Access, StreamAddress, is_stream_url
+from kvledger.storage.events.nats.errors import LogForked, StreamError, StreamRefused, StreamUnavailable
+from kvledger.storage.events.nats.messages import label_of
+from kvledger.storage.events.nats.mirror import default_mirror_directory, logs_in_stream, mirror
+from kvledger.storage.events.nats.shipment import LogProgress
+from kvledger.storage.events.nats.shipper import Shipper, ShippingReport
+from kvledger.storage.events.nats.stream import LogInStream, NewStream
 
 __all__ = [
     "DEFAULT_STREAM",

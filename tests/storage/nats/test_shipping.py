@@ -15,7 +15,7 @@ from google_crc32c import value as crc32c
 from nats_server import NatsServer, fill, segments_in_stream, segments_of, write_log
 
 from kvledger.storage.events import SegmentEventStore, read_log
-from kvledger.storage.events.jetstream import (
+from kvledger.storage.events.nats import (
     Access,
     NewStream,
     StreamAddress,

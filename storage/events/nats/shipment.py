@@ -12,19 +12,19 @@ from typing import TYPE_CHECKING, Final
 import attrs
 
 from kvledger.storage.events.errors import LogDamaged, LogError
-from kvledger.storage.events.jetstream.errors import StreamRefused, StreamUnavailable
-from kvledger.storage.events.jetstream.messages import Piece, message_headers, num_header_bytes, subject_of
-from kvledger.storage.events.jetstream.publisher import BatchResult, Publisher, fits
-from kvledger.storage.events.jetstream.room import Room
-from kvledger.storage.events.jetstream.stream import last_piece, subjects_of_log
-from kvledger.storage.events.jetstream.tail import LogTail, num_bytes_behind
+from kvledger.storage.events.nats.errors import StreamRefused, StreamUnavailable
+from kvledger.storage.events.nats.messages import Piece, message_headers, num_header_bytes, subject_of
+from kvledger.storage.events.nats.publisher import BatchResult, Publisher, fits
+from kvledger.storage.events.nats.room import Room
+from kvledger.storage.events.nats.stream import last_piece, subjects_of_log
+from kvledger.storage.events.nats.tail import LogTail, num_bytes_behind
 from kvledger.storage.events.segment_file import segment_paths
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
 
-    from kvledger.storage.events.jetstream.connection import Connection
+    from kvledger.storage.events.nats.connection import Connection
     from kvledger.storage.events.reader import Damage
 
 __all__ = ["LogProgress", "Shipment"]

@@ -18,10 +18,10 @@ from nats.errors import TimeoutError as NatsTimeoutError
 from nats.js.api import AckPolicy, ConsumerConfig, DeliverPolicy
 from nats.js.errors import APIError
 
-from kvledger.storage.events.jetstream.errors import NothingToRead, StreamRefused, StreamUnavailable
-from kvledger.storage.events.jetstream.messages import RETIRED, piece_of_message
-from kvledger.storage.events.jetstream.retired import dropped_by_stream, record_of_message
-from kvledger.storage.events.jetstream.stream import stored_message
+from kvledger.storage.events.nats.errors import NothingToRead, StreamRefused, StreamUnavailable
+from kvledger.storage.events.nats.messages import RETIRED, piece_of_message
+from kvledger.storage.events.nats.retired import dropped_by_stream, record_of_message
+from kvledger.storage.events.nats.stream import stored_message
 from kvledger.storage.events.retirement import RETIREMENTS_NAME
 from kvledger.storage.events.segment_file import decode_header
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from nats.aio.msg import Msg
 
-    from kvledger.storage.events.jetstream.connection import Connection
+    from kvledger.storage.events.nats.connection import Connection
 
 __all__ = ["LOCK_NAME", "LogMirror"]
 

@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from kvledger.storage.events.errors import LogError
-from kvledger.storage.events.jetstream.address import Access, StreamAddress
-from kvledger.storage.events.jetstream.connection import connect
-from kvledger.storage.events.jetstream.errors import NothingToRead, StreamRefused
-from kvledger.storage.events.jetstream.log_mirror import LOCK_NAME, LogMirror
-from kvledger.storage.events.jetstream.retired import reason_to_drop
-from kvledger.storage.events.jetstream.stream import LogInStream, find_logs, subjects_of_log
+from kvledger.storage.events.nats.address import Access, StreamAddress
+from kvledger.storage.events.nats.connection import connect
+from kvledger.storage.events.nats.errors import NothingToRead, StreamRefused
+from kvledger.storage.events.nats.log_mirror import LOCK_NAME, LogMirror
+from kvledger.storage.events.nats.retired import reason_to_drop
+from kvledger.storage.events.nats.stream import LogInStream, find_logs, subjects_of_log
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Iterator

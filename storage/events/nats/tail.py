@@ -18,9 +18,9 @@ from kvledger.storage.events.frames import (
     next_chain_hash,
     parse_frame,
 )
-from kvledger.storage.events.jetstream.errors import LogForked
-from kvledger.storage.events.jetstream.messages import Piece
-from kvledger.storage.events.jetstream.retired import record_between
+from kvledger.storage.events.nats.errors import LogForked
+from kvledger.storage.events.nats.messages import Piece
+from kvledger.storage.events.nats.retired import record_between
 from kvledger.storage.events.reader import Damage, LogReader
 from kvledger.storage.events.segment_file import (
     SegmentHeader,

@@ -6,16 +6,16 @@ from typing import TYPE_CHECKING
 
 import attrs
 
-from kvledger.storage.events.jetstream.publisher import Publisher
-from kvledger.storage.events.jetstream.room import Room
-from kvledger.storage.events.jetstream.shipment import LogProgress, Shipment
-from kvledger.storage.events.jetstream.stream import CheckedStream, NewStream, ensure_stream
+from kvledger.storage.events.nats.publisher import Publisher
+from kvledger.storage.events.nats.room import Room
+from kvledger.storage.events.nats.shipment import LogProgress, Shipment
+from kvledger.storage.events.nats.stream import CheckedStream, NewStream, ensure_stream
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
     from pathlib import Path
 
-    from kvledger.storage.events.jetstream.connection import Connection
+    from kvledger.storage.events.nats.connection import Connection
 
 __all__ = ["Session"]
 

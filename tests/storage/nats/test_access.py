@@ -17,7 +17,7 @@ from nats_server import NatsServer, segments_in_stream, segments_of, write_log
 from nats_server.certificates import Authority
 
 from kvledger.storage.events import SegmentEventStore
-from kvledger.storage.events.jetstream import (
+from kvledger.storage.events.nats import (
     Access,
     NewStream,
     StreamAddress,
