@@ -18,8 +18,8 @@ from rich.console import Console
 from rich.progress import Progress
 
 from kvledger.adapters.cli.output import Output
-from kvledger.adapters.cli.words import plural
 from kvledger.adapters.exit_codes import CommandFailed, ExitCode
+from kvledger.adapters.logs.amounts import plural
 from kvledger.storage.extras import CONNECTOR, require
 
 if TYPE_CHECKING:

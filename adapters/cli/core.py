@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 
+from kvledger.adapters.cli.options import add_handlers, chosen_core
 from kvledger.adapters.cli.output import Output
-from kvledger.adapters.cli.selection import add_handlers, chosen_core
 from kvledger.adapters.core import installed_extensions
 from kvledger.adapters.exit_codes import ExitCode
-from kvledger.adapters.reading.logs import StoredLog, open_log
-from kvledger.adapters.reading.sources import find_logs, one_of
-from kvledger.adapters.reading.streams import log_argument
+from kvledger.adapters.logs.log import StoredLog, open_log
+from kvledger.adapters.logs.sources import find_logs, one_of
+from kvledger.adapters.logs.streams import log_argument
 from kvledger.lifecycle import Core
 from kvledger.lifecycle.events import ExtensionStopped
 

@@ -10,18 +10,19 @@ from itertools import zip_longest
 import attrs
 import msgspec
 
-from kvledger.adapters.cli.output import Output, event_fields, event_text, plain
+from kvledger.adapters.cli.output import Output
 from kvledger.adapters.cli.state import show_state
 from kvledger.adapters.exit_codes import ExitCode
-from kvledger.adapters.reading.logs import StoredLog
-from kvledger.adapters.reading.window import Window
+from kvledger.adapters.logs.describe import event_fields, event_text, plain
+from kvledger.adapters.logs.log import StoredLog
+from kvledger.adapters.logs.selection import Selection
 from kvledger.lifecycle import Projections
 from kvledger.lifecycle.events import Event, field_names
 
 _TIMES = frozenset({"time_ns", "duration_ns"})
 
 
-def compare(log: StoredLog, other: StoredLog, window: Window, output: Output, *, exact: bool) -> ExitCode:
+def compare(log: StoredLog, other: StoredLog, selection: Selection, output: Output, *, exact: bool) -> ExitCode:
     """Compare two logs event by event; equal logs are sound, others diverged."""
     _compare_configurations(log, other, output)
     projections = Projections(log.core, log.configuration)
@@ -29,7 +30,7 @@ def compare(log: StoredLog, other: StoredLog, window: Window, output: Output, *,
     with output.progress(log, "comparing"):
         for ours, theirs in zip_longest(log.trusted_events(), other.trusted_events()):
             sequence, event = ours or (last + 1, None)
-            if window.is_over(sequence):
+            if selection.is_over(sequence):
                 break
             recorded = None if theirs is None else theirs[1]
             if not _is_same(event, recorded, exact=exact):

@@ -11,22 +11,22 @@ from pathlib import Path
 from typing import IO
 
 from kvledger.adapters.cli.finding import selected, selected_one
+from kvledger.adapters.cli.options import add_handlers
 from kvledger.adapters.cli.output import Output
-from kvledger.adapters.cli.selection import add_handlers
 from kvledger.adapters.cli.streams import OutputFailed
-from kvledger.adapters.cli.words import plural, size
 from kvledger.adapters.exit_codes import CommandFailed, ExitCode
 from kvledger.adapters.export.perfetto import EngineTrace, TraceFile
 from kvledger.adapters.export.tables import EVENTS, NAMES, Tables, WriteRow, column_names
 from kvledger.adapters.export.target import CannotWrite, open_target
 from kvledger.adapters.export.telling import tell
 from kvledger.adapters.export.ticket import write_page
-from kvledger.adapters.reading.logs import StoredLog
-from kvledger.adapters.reading.window import Window
+from kvledger.adapters.logs.amounts import plural, size
+from kvledger.adapters.logs.log import StoredLog
+from kvledger.adapters.logs.selection import Selection
 
 _ALL_TABLES = "all"
 
-_Selected = list[tuple[StoredLog, Window]]
+_Selected = list[tuple[StoredLog, Selection]]
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -77,8 +77,8 @@ def _export(arguments: argparse.Namespace, logs: _Selected, file: IO[bytes], out
     if arguments.perfetto:
         _export_trace(logs, file, output)
     elif arguments.html:
-        for log, window in logs:
-            for piece in write_page(log, window, output):
+        for log, selection in logs:
+            for piece in write_page(log, selection, output):
                 file.write(piece.encode())
     elif arguments.csv:
         with _csv_writer(file, arguments.csv) as write:
@@ -92,30 +92,30 @@ def _export_trace(logs: _Selected, file: IO[bytes], output: Output) -> None:
     trace = TraceFile(file.write)
     opened = [_opened_at(log) for log, _ in logs]
     first = min((at for at in opened if at is not None), default=0)
-    for number, ((log, window), opened_at) in enumerate(zip(logs, opened, strict=True)):
+    for number, ((log, selection), opened_at) in enumerate(zip(logs, opened, strict=True)):
         shift_ns = 0 if opened_at is None else opened_at - first
         label = log.path.name if len(logs) > 1 else ""
         engine = EngineTrace(trace, engine=number, label=label, shift_ns=shift_ns)
         with output.progress(log, "exporting"):
-            chronicle = tell(log, window, engine, output.remark)
+            chronicle = tell(log, selection, engine, output.remark)
         engine.end(chronicle.now_ns)
     about = {
         "exported_by": "kvledger export --perfetto",
         "trace_begins_at_unix_ns": first or None,
-        "logs": [_about(log, window) for log, window in logs],
+        "logs": [_about(log, selection) for log, selection in logs],
     }
     trace.end(about)
 
 
-def _about(log: StoredLog, window: Window) -> dict[str, object]:
+def _about(log: StoredLog, selection: Selection) -> dict[str, object]:
     return {
         "path": str(log.path),
         "kvledger_version": log.header.get("kvledger_version"),
         "vllm_version": log.header.get("vllm_version"),
         "opened_at_unix_ns": log.header.get("opened_at_unix_ns"),
-        "first_event": window.first_sequence,
-        "last_event": window.last_sequence or log.last_sequence,
-        "request_id": window.request_id,
+        "first_event": selection.first_sequence,
+        "last_event": selection.last_sequence or log.last_sequence,
+        "request_id": selection.request_id,
         "num_damaged_places": len(log.damage),
         "num_skipped": dict(log.skipped),
     }
@@ -125,13 +125,13 @@ def _about(log: StoredLog, window: Window) -> dict[str, object]:
 
 
 def _export_tables(logs: _Selected, writers: Mapping[str, WriteRow], output: Output) -> None:
-    for log, window in logs:
+    for log, selection in logs:
         tables = Tables(log.path.name, _opened_at(log), writers)
         also = None
         if EVENTS in writers:
-            also = tables.event_of(window)
+            also = tables.event_of(selection)
         with output.progress(log, "exporting"):
-            tell(log, window, tables, output.remark, also=also)
+            tell(log, selection, tables, output.remark, also=also)
 
 
 def _export_all_tables(logs: _Selected, folder: Path | None, output: Output, *, overwrite: bool) -> list[Path]:

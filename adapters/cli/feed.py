@@ -7,11 +7,11 @@ from collections.abc import Iterator
 
 import attrs
 
-from kvledger.adapters.cli.ends import num_open_requests
 from kvledger.adapters.cli.output import Output
-from kvledger.adapters.cli.words import decision_words, words
-from kvledger.adapters.reading.logs import Batch, StoredLog
-from kvledger.adapters.reading.under_way import UnderWay, under_way
+from kvledger.adapters.logs.describe import decision_words, words
+from kvledger.adapters.logs.ending import num_open_requests
+from kvledger.adapters.logs.log import Batch, StoredLog
+from kvledger.adapters.logs.under_way import UnderWay, under_way
 from kvledger.lifecycle import Core, LedgerConfiguration, Projections
 from kvledger.lifecycle import events as e
 

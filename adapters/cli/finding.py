@@ -7,33 +7,33 @@ import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
+from kvledger.adapters.cli.options import chosen_core, selection_of
 from kvledger.adapters.cli.output import Output
-from kvledger.adapters.cli.selection import chosen_core, window
 from kvledger.adapters.exit_codes import CommandFailed, ExitCode
-from kvledger.adapters.reading.index import index_for
-from kvledger.adapters.reading.logs import StoredLog, open_log
-from kvledger.adapters.reading.sources import one_of
-from kvledger.adapters.reading.window import Window
+from kvledger.adapters.logs.index import index_for
+from kvledger.adapters.logs.log import StoredLog, open_log
+from kvledger.adapters.logs.selection import Selection
+from kvledger.adapters.logs.sources import one_of
 from kvledger.lifecycle import Core
 from kvledger.lifecycle import events as e
 
 _MAX_CANDIDATES = 20
 
 
-def selected(arguments: argparse.Namespace, output: Output) -> Iterator[tuple[StoredLog, Window]]:
+def selected(arguments: argparse.Namespace, output: Output) -> Iterator[tuple[StoredLog, Selection]]:
     """Each log that the arguments mean, opened, with what they select of it. A request is in one of the logs."""
     core = chosen_core(arguments)
     if arguments.request is not None:
         log, request_id = find_request(arguments, output, core)
-        yield log, window(arguments, log, output, request_id)
+        yield log, selection_of(arguments, log, output, request_id)
         return
     for path in arguments.logs:
         with output.apart_from_others(path):
             log = _opened(path, arguments, core)
-            yield log, window(arguments, log, output)
+            yield log, selection_of(arguments, log, output)
 
 
-def selected_one(arguments: argparse.Namespace, output: Output) -> tuple[StoredLog, Window]:
+def selected_one(arguments: argparse.Namespace, output: Output) -> tuple[StoredLog, Selection]:
     """The one log that the arguments mean, opened, with what they select of it.
 
     Raises:

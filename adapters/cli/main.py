@@ -21,12 +21,12 @@ from typing import Any, NoReturn
 
 import attrs
 
-from kvledger.adapters.cli import selection
+from kvledger.adapters.cli.options import add_options
 from kvledger.adapters.cli.output import Output
 from kvledger.adapters.cli.streams import OutputFailed, guard_standard_streams, silence_standard_streams
 from kvledger.adapters.exit_codes import CommandFailed, ExitCode, gravest, unreadable_text
-from kvledger.adapters.reading.sources import find_logs
-from kvledger.adapters.reading.streams import StreamUrl, keep_mirrored, log_argument
+from kvledger.adapters.logs.sources import find_logs
+from kvledger.adapters.logs.streams import StreamUrl, keep_mirrored, log_argument
 
 _EXIT_CODES = "exit codes: 0 sound, 1 rule broken, 2 damaged or unreadable, 3 diverged, 4 end missing, 64 wrong usage"
 
@@ -119,7 +119,7 @@ def build_parser() -> argparse.ArgumentParser:
     options = _CommandParser(add_help=False, parents=[json])
     options.add_argument("--newest", action="store_true", help="of a directory of logs, read only the newest")
     options.add_argument("--mirror", metavar="DIR", type=Path, help="where the files of a stream's logs are kept")
-    selection.add_options(options)
+    add_options(options)
     commands = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=_CommandParser)
     for name, command in COMMANDS.items():
         parents = [common, options] if command.is_reading else [json]

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import cast
 
 import attrs
 import msgspec
@@ -17,8 +16,10 @@ from rich.text import Text
 
 from kvledger.adapters.cli.streams import notice_reader
 from kvledger.adapters.exit_codes import CommandFailed, ExitCode, unreadable_text
-from kvledger.adapters.reading.logs import StoredLog
-from kvledger.lifecycle.events import Event, ExtensionEvent
+from kvledger.adapters.logs.ending import ending_text, under_way_text
+from kvledger.adapters.logs.log import StoredLog
+from kvledger.adapters.logs.under_way import last_under_way
+from kvledger.storage.events import HowEnded
 
 _PIPED_WIDTH = 100_000
 """Nothing is wrapped or cut for a program that reads."""
@@ -127,50 +128,25 @@ class Output:
                 log.on_bytes = None
 
 
-def plain(value: object) -> object:
-    """JSON values: bytes as hex, everything that has fields or members as mappings and lists."""
-    if isinstance(value, msgspec.Struct):
-        value = msgspec.structs.asdict(value)
-    elif attrs.has(type(value)):
-        value = attrs.asdict(cast("attrs.AttrsInstance", value), recurse=False)
-    if isinstance(value, bytes):
-        return value.hex()
-    if isinstance(value, str):
-        return value
-    if isinstance(value, Mapping):
-        return {str(key): plain(item) for key, item in value.items()}
-    return [plain(item) for item in value] if isinstance(value, Iterable) else value
-
-
-def event_fields(event: Event | None) -> dict[str, object] | None:
-    """An event as a JSON object: its id, its version and its fields."""
-    if event is None:
-        return None
-    return {"event": event.id, "version": event.version, **plain_fields(event)}
-
-
-def plain_fields(event: Event) -> dict[str, object]:
-    """The fields of an event as JSON values; of an extension's own what it says, where that can be read."""
-    return {name: plain(value) for name, value in _fields(event).items()}
-
-
-def _fields(event: Event) -> dict[str, object]:
-    fields = msgspec.structs.asdict(event)
-    if isinstance(event, ExtensionEvent):
-        with contextlib.suppress(msgspec.DecodeError):
-            fields["payload"] = msgspec.msgpack.decode(event.payload)
-    return fields
-
-
-def event_text(event: Event) -> str:
-    """An event in one line for people."""
-    fields = ", ".join(f"{name}={_short(value)}" for name, value in _fields(event).items())
-    return f"{event.id}  {fields}"
-
-
-def _short(value: object) -> str:
-    if isinstance(value, bytes):
-        return value.hex()
-    if isinstance(value, tuple):
-        return "(" + ", ".join(_short(item) for item in value) + ")"
-    return str(value)
+def show_ending(output: Output, log: StoredLog, num_open: int | None) -> None:
+    """Tell it, as a field of its own or as an object."""
+    ending = log.ending
+    call = None if ending.how is HowEnded.CLOSED else last_under_way(log.core, log.last_events)
+    if output.is_json:
+        missing = None if ending.missing is None else attrs.asdict(ending.missing)
+        output.record(
+            "end",
+            {
+                "path": str(log.path),
+                "end": ending.how.value,
+                "detail": ending.detail,
+                "missing": missing,
+                "num_open_requests": num_open,
+                "under_way": None if call is None else attrs.asdict(call),
+            },
+        )
+        return
+    style = {HowEnded.CLOSED: "", HowEnded.OPEN: ""}.get(ending.how, "yellow")
+    output.field("end", ending_text(ending, num_open), style if ending.missing is None else "red")
+    if call is not None:
+        output.field("then", under_way_text(call, log), "yellow")

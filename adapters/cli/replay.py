@@ -6,14 +6,14 @@ import argparse
 
 from kvledger.adapters.cli.difference import compare
 from kvledger.adapters.cli.finding import selected_one
-from kvledger.adapters.cli.output import Output, event_fields
-from kvledger.adapters.cli.selection import add_handlers, event_number
+from kvledger.adapters.cli.options import add_handlers, event_number
+from kvledger.adapters.cli.output import Output
 from kvledger.adapters.cli.state import show_state
-from kvledger.adapters.cli.words import other_code_remarks
 from kvledger.adapters.exit_codes import CommandFailed, ExitCode
-from kvledger.adapters.reading.logs import StoredLog, open_log
-from kvledger.adapters.reading.sources import find_logs, one_of
-from kvledger.adapters.reading.streams import log_argument
+from kvledger.adapters.logs.describe import event_fields
+from kvledger.adapters.logs.log import StoredLog, open_log
+from kvledger.adapters.logs.sources import find_logs, one_of
+from kvledger.adapters.logs.streams import log_argument
 from kvledger.lifecycle.audit import Audit
 
 
@@ -60,7 +60,7 @@ def _remark_beginning(log: StoredLog, output: Output) -> None:
         output.remark(f"replayed from event {log.start_sequence + 1} on, from a snapshot")
     elif log.begins_late:
         output.remark(f"the log begins with event {log.first_sequence}; without those before nothing can be replayed")
-    for remark in (*log.start_remarks, *other_code_remarks(log)):
+    for remark in (*log.start_remarks, *log.other_code_remarks):
         output.remark(remark)
 
 

@@ -12,14 +12,13 @@ from importlib.metadata import PackageNotFoundError, version
 import attrs
 
 from kvledger.adapters.cli.finding import selected_one
+from kvledger.adapters.cli.options import add_handlers, add_request, event_number
 from kvledger.adapters.cli.output import Output
-from kvledger.adapters.cli.selection import add_handlers, add_request, event_number
-from kvledger.adapters.cli.words import plural
 from kvledger.adapters.core import composed_core
 from kvledger.adapters.exit_codes import CommandFailed, ExitCode
-from kvledger.adapters.reading.logs import StoredLog
-from kvledger.adapters.reading.window import Window
-from kvledger.adapters.reading.workers import rank_of
+from kvledger.adapters.logs.amounts import plural
+from kvledger.adapters.logs.log import StoredLog
+from kvledger.adapters.logs.selection import Selection
 from kvledger.adapters.repro.call_reduction import reduce_calls
 from kvledger.adapters.repro.calls import end_of_call, hook_calls
 from kvledger.adapters.repro.from_log import record
@@ -64,21 +63,21 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace, output: Output) -> ExitCode:
     """Write one test file."""
-    log, window = selected_one(arguments, output)
-    request_id = window.request_id
-    if rank_of(log) is not None:
-        message = f"{log.path} is worker {rank_of(log)}'s log of its calls; give the scheduler's log beside it"
+    log, selection = selected_one(arguments, output)
+    request_id = selection.request_id
+    if log.worker_rank is not None:
+        message = f"{log.path} is worker {log.worker_rank}'s log of its calls; give the scheduler's log beside it"
         raise CommandFailed(message, ExitCode.USAGE)
-    last = min(filter(None, (arguments.at, window.last_sequence)), default=None)
+    last = min(filter(None, (arguments.at, selection.last_sequence)), default=None)
     if arguments.pin and request_id is None:
         raise CommandFailed("--pin needs a REQUEST: whose answers are to be pinned?", ExitCode.USAGE)
     with output.progress(log, "looking for the incident"):
         events = _until(log.trusted_events(), last)
         findings = find_incidents(log.configuration, events, request_id, _core(log, arguments))
     _tell_limits(log, output)
-    incidents = [] if arguments.pin else [i for i in findings.incidents if i.sequence >= window.first_sequence]
+    incidents = [] if arguments.pin else [i for i in findings.incidents if i.sequence >= selection.first_sequence]
     if not incidents and not arguments.pin:
-        raise CommandFailed(_nothing(log, window, findings), ExitCode.USAGE)
+        raise CommandFailed(_nothing(log, selection, findings), ExitCode.USAGE)
     end = last or log.trusted_sequence
     if incidents:
         end = min(end, incidents[-1].sequence + _NUM_EVENTS_BEHIND)
@@ -135,8 +134,8 @@ def _tell_limits(log: StoredLog, output: Output) -> None:
         output.remark(f"only events up to {log.trusted_sequence} can be re-enacted; the next ones are missing")
 
 
-def _nothing(log: StoredLog, window: Window, findings: Findings) -> str:
-    request_id = window.request_id
+def _nothing(log: StoredLog, selection: Selection, findings: Findings) -> str:
+    request_id = selection.request_id
     if not findings.is_known:
         return f"{request_id} is not in the part of {log.path} that can be re-enacted (events 1–{log.trusted_sequence})"
     whose = "in this log" if request_id is None else f"with {request_id}"

@@ -13,8 +13,8 @@ from pathlib import Path
 import attrs
 
 from kvledger.adapters.cli.output import Output
-from kvledger.adapters.cli.words import plural, size
 from kvledger.adapters.exit_codes import CommandFailed, ExitCode
+from kvledger.adapters.logs.amounts import plural, size
 from kvledger.storage.events import LogError, Retirement, retire, retire_logs
 from kvledger.storage.events.segment_file import segment_paths
 

@@ -18,9 +18,9 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from kvledger.adapters.cli.output import Output
-from kvledger.adapters.cli.words import plural, size
 from kvledger.adapters.exit_codes import CommandFailed, ExitCode
-from kvledger.adapters.reading.streams import StreamUrl, parse_address, stream_errors
+from kvledger.adapters.logs.amounts import plural, size
+from kvledger.adapters.logs.streams import StreamUrl, parse_address, stream_errors
 
 if TYPE_CHECKING:
     from kvledger.storage.events.nats import Access, LogProgress, NewStream, Shipper, ShippingReport

@@ -10,30 +10,22 @@ from collections.abc import Callable, Iterator, Sequence
 
 import attrs
 
-from kvledger.adapters.cli.ends import show_ending, under_way_text
 from kvledger.adapters.cli.feed import Feed, Line, follow
 from kvledger.adapters.cli.finding import selected, selected_one
-from kvledger.adapters.cli.output import Output, plain
-from kvledger.adapters.cli.selection import add_request, count, event_number
+from kvledger.adapters.cli.options import add_request, count, event_number
+from kvledger.adapters.cli.output import Output, show_ending
 from kvledger.adapters.cli.state import show_state
-from kvledger.adapters.cli.timeline import Group, Timeline, known
-from kvledger.adapters.cli.words import (
-    decides_elsewhere,
-    duration,
-    event_range,
-    milliseconds,
-    plural,
-    size,
-    state_change,
-    written_by,
-)
 from kvledger.adapters.exit_codes import CommandFailed, ExitCode
-from kvledger.adapters.reading.index import LogIndex, index_for
-from kvledger.adapters.reading.logs import StoredLog
-from kvledger.adapters.reading.requests import Requests, RequestSummary
-from kvledger.adapters.reading.sources import one_of
-from kvledger.adapters.reading.under_way import UnderWay
-from kvledger.adapters.reading.window import Window
+from kvledger.adapters.logs.amounts import duration, event_range, milliseconds, plural, size
+from kvledger.adapters.logs.describe import plain, state_change
+from kvledger.adapters.logs.ending import under_way_text
+from kvledger.adapters.logs.index import LogIndex, index_for
+from kvledger.adapters.logs.log import StoredLog
+from kvledger.adapters.logs.requests import Requests, RequestSummary
+from kvledger.adapters.logs.selection import Selection
+from kvledger.adapters.logs.sources import one_of
+from kvledger.adapters.logs.timeline import Group, Timeline, known
+from kvledger.adapters.logs.under_way import UnderWay
 from kvledger.lifecycle import Figures, LedgerConfiguration, Projections, SequencedEvent
 from kvledger.lifecycle import events as e
 
@@ -80,16 +72,16 @@ def run(arguments: argparse.Namespace, output: Output) -> ExitCode:
         return _follow(*selected_one(arguments, output), output)
     if arguments.at is not None and arguments.request is None:
         one_of(arguments.logs, arguments.log)
-    for number, (log, window) in enumerate(selected(arguments, output)):
+    for number, (log, selection) in enumerate(selected(arguments, output)):
         if number and not output.is_json:
             output.line()
         with output.apart_from_others(log.path):
             if arguments.at is not None:
-                _show_state_at(log, arguments.at, window.request_id, output)
-            elif window.request_id is not None:
-                _show_request(log, window, window.request_id, output)
+                _show_state_at(log, arguments.at, selection.request_id, output)
+            elif selection.request_id is not None:
+                _show_request(log, selection, selection.request_id, output)
             else:
-                _show_log(log, window, arguments.limit, output)
+                _show_log(log, selection, arguments.limit, output)
             for damage in log.damage:
                 output.remark(f"{damage.kind} in {damage.segment} at byte {damage.offset}: {damage.detail}")
     return ExitCode.SOUND
@@ -98,7 +90,7 @@ def run(arguments: argparse.Namespace, output: Output) -> ExitCode:
 def _show_state_at(log: StoredLog, at: int, request_id: str | None, output: Output) -> None:
     projections = _start(log, output)
     with output.progress(log, "reading"):
-        events = _until(log.trusted_events(), Window(last_sequence=at))
+        events = _until(log.trusted_events(), Selection(last_sequence=at))
         last = _take_each(events, lambda sequence, event: projections.fold(event, sequence), output)
     if last < at:
         output.remark(f"the log can be folded up to event {last}, not to {at}")
@@ -130,9 +122,9 @@ def _take_each(events: Iterator[SequencedEvent], take: Callable[[int, e.Event], 
     return last
 
 
-def _until(events: Iterator[SequencedEvent], window: Window) -> Iterator[SequencedEvent]:
+def _until(events: Iterator[SequencedEvent], selection: Selection) -> Iterator[SequencedEvent]:
     for at, event in events:
-        if window.is_over(at):
+        if selection.is_over(at):
             return
         yield at, event
 
@@ -140,19 +132,19 @@ def _until(events: Iterator[SequencedEvent], window: Window) -> Iterator[Sequenc
 # --- one request --------------------------------------------------------------------------------
 
 
-def _show_request(log: StoredLog, window: Window, request_id: str, output: Output) -> None:
+def _show_request(log: StoredLog, selection: Selection, request_id: str, output: Output) -> None:
     timeline = Timeline(log.configuration, request_id, known(log.core, log.configuration))
     index = index_for(log, output, request_id)
     if index is not None and index.contents.is_whole:
         with contextlib.closing(index):
-            for event in _until(_events_of_lives(index, request_id), window):
+            for event in _until(_events_of_lives(index, request_id), selection):
                 timeline.take(*event)
             log.damage[:] = index.contents.damage
     else:
         with output.progress(log, "reading"):
-            _take_each(_until(log.events(), window), _noticing_gaps(timeline), output)
+            _take_each(_until(log.events(), selection), _noticing_gaps(timeline), output)
     timeline.finish()
-    groups = [group for group in timeline.groups if group.last_sequence >= window.first_sequence]
+    groups = [group for group in timeline.groups if group.last_sequence >= selection.first_sequence]
     _show_timeline(output, request_id, groups)
 
 
@@ -162,14 +154,14 @@ def _events_of_lives(index: LogIndex, request_id: str) -> Iterator[SequencedEven
         yield from index.events_between(span.first_sequence, span.last_sequence)
 
 
-def _follow(log: StoredLog, window: Window, output: Output) -> ExitCode:
+def _follow(log: StoredLog, selection: Selection, output: Output) -> ExitCode:
     feed = Feed(log.core, log.configuration)
     before = told = None
     for batch in follow(log, output):
         for line in feed.flush() if batch is None else feed.take_all(batch):
-            if window.is_over(line.first_sequence):
+            if selection.is_over(line.first_sequence):
                 return ExitCode.SOUND
-            if window.holds(line.first_sequence) and window.request_id in {None, line.request_id}:
+            if selection.holds(line.first_sequence) and selection.request_id in {None, line.request_id}:
                 _show_line(output, line)
         if batch is not None:
             log.last_events = tuple(batch.numbered())
@@ -238,8 +230,8 @@ def _show_timeline(output: Output, request_id: str, groups: list[Group]) -> None
 # --- the whole log ------------------------------------------------------------------------------
 
 
-def _show_log(log: StoredLog, window: Window, limit: int, output: Output) -> None:
-    index = index_for(log, output) if window.last_sequence is None else None
+def _show_log(log: StoredLog, selection: Selection, limit: int, output: Output) -> None:
+    index = index_for(log, output) if selection.last_sequence is None else None
     if index is not None:
         with contextlib.closing(index):
             contents = index.contents
@@ -248,7 +240,7 @@ def _show_log(log: StoredLog, window: Window, limit: int, output: Output) -> Non
             log.judge_ending(contents.last_sequence, contents.head_hash)
             first = max(1, contents.last_sequence - _MAX_IN_FRAME)
             log.last_events = tuple(index.events_between(first, contents.last_sequence))
-            summaries = list(index.summaries(window.first_sequence))
+            summaries = list(index.summaries(selection.first_sequence))
             _show_summary(output, log, summaries, contents.figures, contents.last_time_ns, limit)
         return
     requests = Requests()
@@ -258,11 +250,11 @@ def _show_log(log: StoredLog, window: Window, limit: int, output: Output) -> Non
         requests.take(event)
         if projections is not None and log.start_sequence < at <= log.trusted_sequence:
             projections.fold(event, at)
-        if at < window.first_sequence:
+        if at < selection.first_sequence:
             requests.forget_ended(event)
 
     with output.progress(log, "reading"):
-        _take_each(_until(log.events(), window), take, output)
+        _take_each(_until(log.events(), selection), take, output)
     if projections is None:
         _show_summary(output, log, requests.summaries, None, 0, limit)
         return
@@ -304,13 +296,13 @@ def _show_summary(
     outcome_words = ", ".join(f"{count} {outcome}" for outcome, count in outcomes.most_common())
     output.field("requests", f"{len(summaries)}: {outcome_words}" if outcomes else "none")
     if figures is not None:
-        _show_figures(output, figures, has_own_copies=not decides_elsewhere(log))
+        _show_figures(output, figures, has_own_copies=not log.decides_elsewhere)
     if summaries:
         output.line()
         listed = summaries[-limit:] if limit else summaries
         if len(listed) < len(summaries):
             output.line(f"the last {len(listed)} of {len(summaries)}; --limit 0 lists all", style="dim")
-        columns = {name: side for name, side in _COLUMNS.items() if name != _SAVED or not decides_elsewhere(log)}
+        columns = {name: side for name, side in _COLUMNS.items() if name != _SAVED or not log.decides_elsewhere}
         rows = (dict(zip(_COLUMNS, _request_row(summary), strict=True)) for summary in listed)
         output.table(columns, [[row[name] for name in columns] for row in rows])
 
@@ -318,7 +310,7 @@ def _show_summary(
 def _show_header(output: Output, log: StoredLog, duration_ns: int) -> None:
     header = log.header
     output.field("log", str(log.path))
-    output.field("written by", written_by(log))
+    output.field("written by", log.written_by)
     opened_at = header.get("opened_at_unix_ns")
     if isinstance(opened_at, int):
         opened = dt.datetime.fromtimestamp(opened_at / 1e9, tz=dt.UTC)

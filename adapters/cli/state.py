@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import attrs
 
-from kvledger.adapters.cli.output import Output, plain
-from kvledger.adapters.cli.words import plural
+from kvledger.adapters.cli.output import Output
+from kvledger.adapters.logs.amounts import plural
+from kvledger.adapters.logs.describe import plain
 from kvledger.lifecycle import Projections, RequestRecord, TrustRegion
 
 _COLUMNS = {

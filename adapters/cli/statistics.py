@@ -9,11 +9,10 @@ from collections.abc import Callable
 
 import attrs
 
-from kvledger.adapters.cli.ends import num_open_requests
 from kvledger.adapters.cli.percentiles import Percentiles
-from kvledger.adapters.cli.selection import time_of
-from kvledger.adapters.reading.logs import Batch
-from kvledger.adapters.reading.window import Window
+from kvledger.adapters.logs.ending import num_open_requests
+from kvledger.adapters.logs.log import Batch
+from kvledger.adapters.logs.selection import Selection, time_of
 from kvledger.adapters.reasons import Accounts, Story, Sums
 from kvledger.lifecycle import Core, Figures, LedgerConfiguration, Projections
 from kvledger.lifecycle import events as e
@@ -67,10 +66,10 @@ class Statistics:
 class Counting:
     """Folds one log. Feed it batches in order; `result` at the end."""
 
-    def __init__(self, core: Core, configuration: LedgerConfiguration, window: Window) -> None:
-        self._window = window
+    def __init__(self, core: Core, configuration: LedgerConfiguration, selection: Selection) -> None:
+        self._window = selection
         self._projections = Projections(core, configuration)
-        self._accounts = Accounts(configuration, request_id=window.request_id, on_end=self._ended)
+        self._accounts = Accounts(configuration, request_id=selection.request_id, on_end=self._ended)
         self._encoder = EventEncoder()
         self._is_foldable = True
         self._expected = 1
@@ -98,7 +97,7 @@ class Counting:
         }
 
     def take(self, batch: Batch) -> None:
-        """Take up what one frame holds, as far as it is in the window."""
+        """Take up what one frame holds, as far as it is in the selection."""
         has_step = False
         for sequence, event in batch.numbered():
             if self._window.is_over(sequence):
@@ -141,7 +140,7 @@ class Counting:
         return self._is_foldable
 
     def _begin(self) -> None:
-        """The window begins: what was counted before is subtracted in the end."""
+        """The selection begins: what was counted before is subtracted in the end."""
         if self._before is None:
             self._before = (self._accounts.sums(), attrs.evolve(self._projections.totals.figures))
             self._first_ns = self._time_ns

@@ -6,16 +6,15 @@ import argparse
 
 import attrs
 
-from kvledger.adapters.cli.ends import show_ending
 from kvledger.adapters.cli.finding import selected
-from kvledger.adapters.cli.output import Output
+from kvledger.adapters.cli.output import Output, show_ending
 from kvledger.adapters.cli.percentiles import RELATIVE_ERROR, Percentiles
 from kvledger.adapters.cli.statistics import Counting, Statistics
 from kvledger.adapters.cli.why import show_total, total
-from kvledger.adapters.cli.words import decides_elsewhere, duration, plural, size
 from kvledger.adapters.exit_codes import ExitCode
-from kvledger.adapters.reading.logs import StoredLog
-from kvledger.adapters.reading.window import Window
+from kvledger.adapters.logs.amounts import duration, plural, size
+from kvledger.adapters.logs.log import StoredLog
+from kvledger.adapters.logs.selection import Selection
 from kvledger.lifecycle import Figures
 
 _NS_PER_S = 1_000_000_000
@@ -28,11 +27,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace, output: Output) -> ExitCode:
     """Sum up each log, and all of them."""
     whole = Statistics()
-    for log, window in selected(arguments, output):
+    for log, selection in selected(arguments, output):
         if whole.num_logs and not output.is_json:
             output.line()
         with output.apart_from_others(log.path):
-            statistics = _count(log, window, output)
+            statistics = _count(log, selection, output)
             _show(output, log, statistics)
             whole.add(statistics)
             for damage in log.damage:
@@ -44,11 +43,11 @@ def run(arguments: argparse.Namespace, output: Output) -> ExitCode:
     return ExitCode.DIVERGED if whole.differences else ExitCode.SOUND
 
 
-def _count(log: StoredLog, window: Window, output: Output) -> Statistics:
-    counting = Counting(log.core, log.configuration, window)
+def _count(log: StoredLog, selection: Selection, output: Output) -> Statistics:
+    counting = Counting(log.core, log.configuration, selection)
     with output.progress(log, "counting"):
         for batch in log.batches():
-            if window.is_over(batch.first_sequence):
+            if selection.is_over(batch.first_sequence):
                 break
             counting.take(batch)
     statistics = counting.result()
@@ -145,7 +144,7 @@ def _show_text(output: Output, log: StoredLog | None, statistics: Statistics) ->
         f"{plural(figures.num_preemptions, 'time')}; tokens recovered {figures.num_tokens_recovered}, "
         f"retained {figures.num_tokens_retained}, recomputed {figures.num_tokens_recomputed}",
     )
-    if log is None or not decides_elsewhere(log):
+    if log is None or not log.decides_elsewhere:
         _show_saved(output, figures)
     broken = f"{plural(figures.num_violations, 'rule')} broken, {plural(figures.num_hook_failures, 'hook')} failed"
     output.field("faults", broken, "red" if figures.num_violations + figures.num_hook_failures else "")

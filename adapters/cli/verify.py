@@ -9,16 +9,18 @@ from contextlib import contextmanager
 
 import attrs
 
-from kvledger.adapters.cli.ends import num_open_requests, show_ending, sound_text
 from kvledger.adapters.cli.finding import selected
-from kvledger.adapters.cli.output import Output, event_fields, event_text, plain
-from kvledger.adapters.cli.selection import add_handlers
-from kvledger.adapters.cli.words import other_code_remarks, plural, retired_remarks, size, written_by
+from kvledger.adapters.cli.options import add_handlers
+from kvledger.adapters.cli.output import Output, show_ending
 from kvledger.adapters.exit_codes import ExitCode, gravest
-from kvledger.adapters.reading.logs import LogDamage, StoredLog, open_log
-from kvledger.adapters.reading.window import Window
-from kvledger.adapters.reading.workers import WorkerCalls, rank_of, troubles_of_workers
-from kvledger.lifecycle import Divergence, Extension, LedgerConfiguration
+from kvledger.adapters.logs.amounts import plural, size
+from kvledger.adapters.logs.describe import event_fields, event_text, plain
+from kvledger.adapters.logs.ending import num_open_requests, sound_text
+from kvledger.adapters.logs.log import StoredLog, open_log
+from kvledger.adapters.logs.selection import Selection
+from kvledger.adapters.logs.verification import Findings
+from kvledger.adapters.logs.workers import WorkerCalls, troubles_of_workers
+from kvledger.lifecycle import LedgerConfiguration
 from kvledger.lifecycle.audit import Audit, Violation
 from kvledger.lifecycle.events import Event
 from kvledger.storage.events import HowEnded
@@ -27,10 +29,6 @@ _MAX_SHOWN = 20
 """Of each kind for people; programs get all that is kept."""
 _NO_CONFIGURATION = LedgerConfiguration(block_size=1, chunk_size=1, num_slots=1)
 """For the audit of a log whose configuration is lost: it is given no event."""
-_HEADER_LOST = (
-    "no copy of the log's header is intact, and the configuration stood there: events were decoded as this version "
-    "writes them, and neither rules nor decisions can be judged"
-)
 _OBJECTS_PER_COLLECTION = 200_000
 
 
@@ -43,11 +41,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace, output: Output) -> ExitCode:
     """Verify each log; the exit code is that of the worst."""
     codes: list[ExitCode] = []
-    for log, window in selected(arguments, output):
+    for log, selection in selected(arguments, output):
         if codes and not output.is_json:
             output.line()
         with output.apart_from_others(log.path):
-            codes.append(_verify(log, window, output, verbose=arguments.verbose))
+            codes.append(_verify(log, selection, output, verbose=arguments.verbose))
     if output.tells_many and not output.is_json:
         num_sound, num_logs, num_unreadable = codes.count(ExitCode.SOUND), len(arguments.logs), len(output.failures)
         unreadable = f", {num_unreadable} unreadable" if num_unreadable else ""
@@ -60,23 +58,23 @@ def run(arguments: argparse.Namespace, output: Output) -> ExitCode:
     return gravest(codes)
 
 
-def _verify(log: StoredLog, window: Window, output: Output, *, verbose: bool) -> ExitCode:
+def _verify(log: StoredLog, selection: Selection, output: Output, *, verbose: bool) -> ExitCode:
     def is_selected(violation: Violation) -> bool:
-        return window.holds(violation.sequence) and window.holds_request(violation.request_id)
+        return selection.holds(violation.sequence) and selection.holds_request(violation.request_id)
 
-    keeps = None if window.is_everything else is_selected
+    keeps = None if selection.is_everything else is_selected
     start = log.start()
     configuration = log.configuration if log.header else _NO_CONFIGURATION
     audit = Audit(log.core, configuration, keeps=keeps, start=start)
-    of_worker = None if rank_of(log) is None else WorkerCalls()
+    of_worker = None if log.worker_rank is None else WorkerCalls()
     with output.progress(log, "verifying"), _rare_collections():
         if log.header:
             frames = log.trusted_frames()
-            audit.run_frames(frames if of_worker is None else of_worker.taking(frames), at=window.last_sequence)
+            audit.run_frames(frames if of_worker is None else of_worker.taking(frames), at=selection.last_sequence)
         else:
             for _ in log.frames():
                 pass
-    findings = Findings.of(log, audit, window, _of_workers(log, of_worker))
+    findings = Findings.of(log, audit, selection, _of_workers(log, of_worker))
     if output.is_json:
         _show_json(output, log, audit, findings)
     else:
@@ -89,7 +87,7 @@ def _of_workers(log: StoredLog, calls: WorkerCalls | None) -> tuple[str, ...]:
     if calls is None:
         return tuple(f"worker {rank} {trouble}" for rank, trouble in troubles_of_workers(log).items())
     trouble = calls.trouble(is_over=log.ending.how is not HowEnded.OPEN)
-    return (f"worker {rank_of(log)} {trouble}",) if trouble else ()
+    return (f"worker {log.worker_rank} {trouble}",) if trouble else ()
 
 
 @contextmanager
@@ -103,121 +101,6 @@ def _rare_collections() -> Iterator[None]:
     finally:
         gc.set_threshold(*thresholds)
         gc.unfreeze()
-
-
-@attrs.frozen
-class Findings:
-    """What is wrong with the selected part of a log."""
-
-    damage: tuple[LogDamage, ...]
-    divergences: tuple[Divergence, ...]
-    num_divergences: int
-    """Where everything is selected, also those that were not kept."""
-    reference_differences: tuple[Divergence, ...]
-    remarks: tuple[str, ...]
-    of_workers: tuple[str, ...]
-    """Where a worker failed or stayed; no fault of the log."""
-    exit_code: ExitCode
-
-    @classmethod
-    def of(cls, log: StoredLog, audit: Audit, window: Window, of_workers: tuple[str, ...] = ()) -> Findings:
-        """Those of an audit that has come to its end."""
-        damage = tuple(d for d in log.damage if d.sequence is None or window.holds(d.sequence))
-        divergences = tuple(d for d in audit.divergences if _is_selected(d, window))
-        differences = tuple(d for d in audit.reference_differences if _is_selected(d, window))
-        if damage:
-            exit_code = ExitCode.DAMAGED
-        elif audit.num_violations:
-            exit_code = ExitCode.RULE_BROKEN
-        elif divergences or differences or audit.unfoldable is not None or _has_more(audit, window):
-            exit_code = ExitCode.DIVERGED
-        elif log.ending.missing is not None:
-            exit_code = ExitCode.END_MISSING
-        else:
-            exit_code = ExitCode.SOUND
-        remarks = _remarks(log, window, audit)
-        if _has_more(audit, window):
-            kept, found = len(audit.divergences), audit.divergences.num_found
-            remarks.append(
-                f"{found} decisions diverge, of which the first {kept} are kept; the rest may be selected, too"
-            )
-        num_divergences = audit.divergences.num_found if window.is_everything else len(divergences)
-        return cls(damage, divergences, num_divergences, differences, tuple(remarks), of_workers, exit_code)
-
-
-def _has_more(audit: Audit, window: Window) -> bool:
-    """Whether divergences that were not kept could be selected."""
-    return not window.is_everything and audit.divergences.num_found > len(audit.divergences)
-
-
-def _is_selected(divergence: Divergence, window: Window) -> bool:
-    event = divergence.recorded or divergence.decided
-    return window.holds(divergence.sequence) and window.holds_request(getattr(event, "request_id", ""))
-
-
-def _remarks(log: StoredLog, window: Window, audit: Audit) -> list[str]:
-    remarks = []
-    if not window.is_everything:
-        end = "the end" if window.last_sequence is None else f"event {window.last_sequence}"
-        whose = "" if window.request_id is None else f" that concerns {window.request_id}"
-        remarks.append(f"only what was found from event {window.first_sequence} to {end}{whose} is told")
-    remarks += retired_remarks(log.retired)
-    if log.skipped:
-        skipped = ", ".join(f"{count} {event_id}" for event_id, count in sorted(log.skipped.items()))
-        remarks.append(
-            f"events that this version does not know were skipped: {skipped}; what follows from them is missing, so "
-            "rules may seem broken that are not"
-        )
-    remarks += log.start_remarks
-    if log.start_sequence:
-        remarks.append(
-            f"rules and decisions were checked from event {log.start_sequence + 1} on, from a snapshot, whose state is "
-            "trusted"
-        )
-    elif log.header and log.begins_late:
-        remarks.append(
-            f"the log begins with event {log.first_sequence}: what came before was retired or is in another file, "
-            "so neither rules nor decisions could be checked"
-        )
-    if not log.header:
-        remarks.append(_HEADER_LOST)
-    is_told = log.header and (log.start_sequence > 0 or not log.begins_late)
-    if is_told and log.trusted_sequence < log.last_sequence and not window.is_over(log.last_sequence):
-        remarks.append(
-            f"rules and decisions were checked up to event {log.trusted_sequence}; the next ones are missing"
-        )
-    remarks += _of_extensions(log, audit)
-    table = log.core.table_fingerprint()
-    if log.header.get("table_fingerprint", table) != table:
-        remarks.append("the log was written with another transition table; divergences may come from that")
-    used = log.core.handler_fingerprint()
-    written_with = log.header.get("handler_fingerprint", used)
-    if written_with != used and not log.core.absent:
-        remarks.append(
-            "the log was written with other handlers than were asked here, so divergences may come from that; "
-            f"name them with --handlers: it was written with {written_with}"
-        )
-    return remarks + other_code_remarks(log)
-
-
-def _of_extensions(log: StoredLog, audit: Audit) -> Iterator[str]:
-    for extension in log.core.absent:
-        yield _absence(extension, audit)
-    for rule, reason in audit.not_judged.items():
-        yield f"rule {rule} of an extension could not be judged, or not to the end: {reason}"
-
-
-def _absence(extension: Extension, audit: Audit) -> str:
-    declared = extension.declaration()
-    events = audit.projections.totals.figures.num_extension_events
-    rules = f"; its rules {', '.join(declared.rules)} were not checked" if declared.rules else ""
-    return (
-        f"the log was written with extension {extension.name} {extension.version} ({declared.made_by}), which is not "
-        f"here. Its sub-states follow the rows in the header, {plural(events, 'event')} of extensions "
-        f"{'was' if events == 1 else 'were'} taken up{rules}. What was decided upon "
-        f"{plural(audit.num_unjudged, 'observation')} it may have influenced: that was not decided again. Install it, "
-        "or name it with --extensions"
-    )
 
 
 def _show_json(output: Output, log: StoredLog, audit: Audit, findings: Findings) -> None:
@@ -264,7 +147,7 @@ def _show_json(output: Output, log: StoredLog, audit: Audit, findings: Findings)
 
 def _show_text(output: Output, log: StoredLog, audit: Audit, findings: Findings, *, verbose: bool) -> None:
     output.field("log", str(log.path))
-    output.field("written by", written_by(log))
+    output.field("written by", log.written_by)
     frames = f"in {plural(log.num_frames, 'frame')}, {size(log.num_bytes)}"
     output.field("events", f"{log.num_events} {frames}")
     num_damaged = len(findings.damage)

@@ -7,15 +7,15 @@ from collections.abc import Sequence
 
 import attrs
 
-from kvledger.adapters.cli.causes import Cause, Chain
 from kvledger.adapters.cli.finding import selected_one
+from kvledger.adapters.cli.options import add_request, event_number
 from kvledger.adapters.cli.output import Output
-from kvledger.adapters.cli.reason_words import MEANINGS, reason_text
-from kvledger.adapters.cli.selection import add_request, event_number
-from kvledger.adapters.cli.words import milliseconds, plural
 from kvledger.adapters.exit_codes import CommandFailed, ExitCode
-from kvledger.adapters.reading.stories import Told, tell
-from kvledger.adapters.reading.window import Window
+from kvledger.adapters.logs.amounts import milliseconds, plural
+from kvledger.adapters.logs.explanation import Cause, Chain
+from kvledger.adapters.logs.reason_text import MEANINGS, reason_text
+from kvledger.adapters.logs.selection import Selection
+from kvledger.adapters.logs.stories import Told, tell
 from kvledger.adapters.reasons import BY_DESIGN, LoadFate, Reason, Story, Sums
 
 _MAX_LOOKUPS = 3
@@ -34,11 +34,11 @@ def run(arguments: argparse.Namespace, output: Output) -> ExitCode:
     """Tell one request's story."""
     if arguments.request is None:
         raise CommandFailed("name a request: its id or a unique beginning; `kvledger show` lists them", ExitCode.USAGE)
-    log, window = selected_one(arguments, output)
-    request_id = window.request_id or ""
-    told = tell(log, window, request_id, output)
+    log, selection = selected_one(arguments, output)
+    request_id = selection.request_id or ""
+    told = tell(log, selection, request_id, output)
     lives = [Life(story, Chain(story, told, log.core, log.configuration).causes()) for story in told.stories]
-    chosen = _chosen(lives, arguments, window, output)
+    chosen = _chosen(lives, arguments, selection, output)
     if output.is_json:
         _show_json(output, chosen, told, log.configuration.chunk_size)
     else:
@@ -59,9 +59,9 @@ class Life:
     causes: list[Cause]
 
 
-def _chosen(lives: Sequence[Life], arguments: argparse.Namespace, window: Window, output: Output) -> list[Life]:
+def _chosen(lives: Sequence[Life], arguments: argparse.Namespace, selection: Selection, output: Output) -> list[Life]:
     chosen = [
-        attrs.evolve(life, causes=[cause for cause in life.causes if cause.last_sequence >= window.first_sequence])
+        attrs.evolve(life, causes=[cause for cause in life.causes if cause.last_sequence >= selection.first_sequence])
         for life in lives
     ]
     if arguments.lookup is not None:

@@ -16,7 +16,7 @@ from kvledger.adapters.conformance.stage import Broken, RunOver, Stage, StepCloc
 from kvledger.adapters.conformance.stories import STORIES
 from kvledger.adapters.conformance.subject import Subject, log_directories
 from kvledger.adapters.conformance.traffic import settings, traffic
-from kvledger.adapters.reading.logs import open_log
+from kvledger.adapters.logs.log import open_log
 from kvledger.adapters.recorder import said
 from kvledger.adapters.recorder.extension import Recorder
 from kvledger.lifecycle import Core

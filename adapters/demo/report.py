@@ -9,7 +9,7 @@ from typing import Any
 import attrs
 
 from kvledger.adapters.demo.workload import Workload
-from kvledger.adapters.reading.logs import open_log
+from kvledger.adapters.logs.log import open_log
 from kvledger.lifecycle import Figures, Projections
 from kvledger.lifecycle import events as e
 

@@ -11,9 +11,9 @@ from collections.abc import Callable
 
 import msgspec
 
-from kvledger.adapters.cli.words import words
 from kvledger.adapters.export.held_blocks import HeldBlocks
 from kvledger.adapters.export.records import Copy, Gauges, Life, Listener, Lookup, Moment, StateSpan, Step
+from kvledger.adapters.logs.describe import words
 from kvledger.lifecycle import Projections, RequestRecord, RequestState
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.windows import NO_SLOT

@@ -9,10 +9,10 @@ from collections.abc import Iterator, Sequence
 
 import attrs
 
-from kvledger.adapters.cli.words import duration, plural, ranges, size
 from kvledger.adapters.export.gathering import SERIES, Sample, Told
 from kvledger.adapters.export.markup import element, escaped, fragment, lines
 from kvledger.adapters.export.records import Copy, Lookup, Moment, StateSpan
+from kvledger.adapters.logs.amounts import duration, plural, ranges, size
 
 _NUM_COLUMNS = 800
 _TICKS = 8

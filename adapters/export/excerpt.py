@@ -6,7 +6,7 @@ Stands between the chronicle, which needs the whole log to know the state, and a
 from __future__ import annotations
 
 from kvledger.adapters.export.records import Copy, Gauges, Life, Listener, Lookup, Moment, StateSpan, Step
-from kvledger.adapters.reading.window import Window
+from kvledger.adapters.logs.selection import Selection
 
 
 class Excerpt(Listener):
@@ -16,10 +16,10 @@ class Excerpt(Listener):
     Steps, counts and moments that concern no request pass for every choice of a request.
     """
 
-    def __init__(self, listener: Listener, window: Window) -> None:
+    def __init__(self, listener: Listener, selection: Selection) -> None:
         self._listener = listener
-        self._window = window
-        self._has_begun = window.first_sequence == 1
+        self._window = selection
+        self._has_begun = selection.first_sequence == 1
         self._before: dict[Life | StateSpan | Copy, None] = {}
         """What began before and goes on, in that order."""
 

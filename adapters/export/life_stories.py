@@ -6,9 +6,9 @@ from collections.abc import Collection, Mapping
 
 import attrs
 
-from kvledger.adapters.cli.timeline import Group, Timeline, known
-from kvledger.adapters.reading.logs import StoredLog
-from kvledger.adapters.reading.window import Window
+from kvledger.adapters.logs.log import StoredLog
+from kvledger.adapters.logs.selection import Selection
+from kvledger.adapters.logs.timeline import Group, Timeline, known
 from kvledger.lifecycle import Projections
 from kvledger.lifecycle import events as e
 
@@ -36,7 +36,7 @@ class LifeStories:
 
 
 def read_stories(
-    log: StoredLog, window: Window, request_ids: Collection[str], evidence: Collection[int]
+    log: StoredLog, selection: Selection, request_ids: Collection[str], evidence: Collection[int]
 ) -> LifeStories:
     """Read the log again; all timelines share one fold, and only those of known requests are asked."""
     shared = known(log.core, log.configuration)
@@ -45,7 +45,7 @@ def read_stories(
     stories = LifeStories()
     expected = 1
     for sequence, event in log.events():
-        if window.is_over(sequence):
+        if selection.is_over(sequence):
             break
         if sequence in evidence:
             stories.evidence[sequence] = event
@@ -61,7 +61,7 @@ def read_stories(
             shared.fold(event, sequence)
         except Exception:  # noqa: BLE001 -- the first reading has said so
             break
-    stories.take(timelines, window.first_sequence)
+    stories.take(timelines, selection.first_sequence)
     return stories
 
 

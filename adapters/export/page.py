@@ -13,13 +13,14 @@ from importlib import resources
 
 import attrs
 
-from kvledger.adapters.cli.timeline import Group
-from kvledger.adapters.cli.words import duration, event_range, milliseconds, plural, state_change
 from kvledger.adapters.export.drawing import Span, draw_rows, in_time
 from kvledger.adapters.export.gathering import Gathering, Told
 from kvledger.adapters.export.life_stories import LifeStories
 from kvledger.adapters.export.markup import cell, element, escaped, fragment, table
 from kvledger.adapters.export.records import Life, Moment
+from kvledger.adapters.logs.amounts import duration, event_range, milliseconds, plural
+from kvledger.adapters.logs.describe import state_change
+from kvledger.adapters.logs.timeline import Group
 
 _LEGEND = (
     ("s-new", "new"),

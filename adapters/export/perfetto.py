@@ -11,8 +11,8 @@ from operator import attrgetter
 
 import msgspec
 
-from kvledger.adapters.cli.words import ranges
 from kvledger.adapters.export.records import Copy, Gauges, Life, Listener, Lookup, Moment, StateSpan, Step
+from kvledger.adapters.logs.amounts import ranges
 
 _ENGINE, _REQUESTS = 1, 2
 _STEPS, _TROUBLE, _CACHE, _COPIES = 11, 12, 13, 14

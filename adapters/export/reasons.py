@@ -5,14 +5,14 @@ The reasons themselves are found in `kvledger.adapters.reasons` and told as `kvl
 
 from __future__ import annotations
 
-from kvledger.adapters.cli.causes import Cause, Chain
-from kvledger.adapters.cli.output import Output
-from kvledger.adapters.cli.reason_words import MEANINGS
-from kvledger.adapters.cli.words import milliseconds, plural
 from kvledger.adapters.export.markup import cell, element, escaped, table
-from kvledger.adapters.reading import stories
-from kvledger.adapters.reading.logs import StoredLog
-from kvledger.adapters.reading.window import Window
+from kvledger.adapters.logs import stories
+from kvledger.adapters.logs.amounts import milliseconds, plural
+from kvledger.adapters.logs.explanation import Cause, Chain
+from kvledger.adapters.logs.log import StoredLog
+from kvledger.adapters.logs.progress import Progress
+from kvledger.adapters.logs.reason_text import MEANINGS
+from kvledger.adapters.logs.selection import Selection
 from kvledger.adapters.reasons import BY_DESIGN, Accounts, LoadFate, Reason, Sums
 from kvledger.lifecycle.events import Event
 
@@ -23,9 +23,9 @@ _MAX_CAUSES = 400
 class Reasons:
     """Keeps the accounts of the selected part of a log while it is told; give it every event in order."""
 
-    def __init__(self, log: StoredLog, window: Window) -> None:
-        self._window = window
-        self._accounts = Accounts(log.configuration, request_id=window.request_id)
+    def __init__(self, log: StoredLog, selection: Selection) -> None:
+        self._window = selection
+        self._accounts = Accounts(log.configuration, request_id=selection.request_id)
         self._before: Sums | None = None
         self._expected = 1
 
@@ -79,13 +79,13 @@ def totals(sums: Sums) -> str:
     return table(head, rows) + f'<p class="dim">{escaped(balance)}</p>\n{wrong}'
 
 
-def causes(log: StoredLog, window: Window, request_id: str, output: Output) -> str:
+def causes(log: StoredLog, selection: Selection, request_id: str, output: Progress) -> str:
     """The chain of causes of each life of a request, as `kvledger why` tells it."""
-    told = stories.tell(log, window, request_id, output)
+    told = stories.tell(log, selection, request_id, output)
     parts = []
     for number, story in enumerate(told.stories, 1):
         chain = Chain(story, told, log.core, log.configuration).causes()
-        chosen = [cause for cause in chain if cause.last_sequence >= window.first_sequence]
+        chosen = [cause for cause in chain if cause.last_sequence >= selection.first_sequence]
         if len(told.stories) > 1:
             parts.append(f"<h3>life {number} of {len(told.stories)}</h3>\n")
         head: list[tuple[str, str | None]] = [("ms", "number"), ("events", "number"), ("what happened, and why", None)]

@@ -13,10 +13,9 @@ from typing import Any
 import attrs
 import msgspec
 
-from kvledger.adapters.cli.output import plain_fields
-from kvledger.adapters.cli.selection import time_of
 from kvledger.adapters.export.records import Copy, Life, Listener, Lookup, Moment, StateSpan, Step
-from kvledger.adapters.reading.window import Window
+from kvledger.adapters.logs.describe import plain_fields
+from kvledger.adapters.logs.selection import Selection, time_of
 from kvledger.lifecycle import RequestState
 from kvledger.lifecycle.events import Event
 
@@ -236,7 +235,7 @@ class Tables(Listener):
         """A row of `moments`."""
         self._row("moments", moment)
 
-    def event_of(self, window: Window) -> Callable[[int, Event], None]:
+    def event_of(self, selection: Selection) -> Callable[[int, Event], None]:
         """Takes events and makes a row of `events` of each that is selected."""
         write = self._write[EVENTS]
 
@@ -245,7 +244,7 @@ class Tables(Listener):
             if time_ns is not None:
                 self._now_ns = time_ns
             request_id = getattr(event, "request_id", "")
-            if window.holds(sequence) and window.request_id in {None, request_id}:
+            if selection.holds(sequence) and selection.request_id in {None, request_id}:
                 write(map(_cell, self._event_cells(sequence, event, request_id)))
 
         return take

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from kvledger.adapters.cli.words import plural
 from kvledger.adapters.export.chronicle import Chronicle
 from kvledger.adapters.export.excerpt import Excerpt
 from kvledger.adapters.export.records import Listener
-from kvledger.adapters.reading.logs import StoredLog
-from kvledger.adapters.reading.window import Window
+from kvledger.adapters.logs.amounts import plural
+from kvledger.adapters.logs.log import StoredLog
+from kvledger.adapters.logs.selection import Selection
 from kvledger.lifecycle import Projections, SequencedEvent
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit import Audit
@@ -20,7 +20,7 @@ Take = Callable[[int, e.Event], None]
 
 def tell(
     log: StoredLog,
-    window: Window,
+    selection: Selection,
     listener: Listener,
     remark: Remark,
     *,
@@ -31,13 +31,13 @@ def tell(
 
     Args:
         log: the opened log.
-        window: what is selected of it.
+        selection: what is selected of it.
         listener: whom to tell.
         remark: told, in a sentence, what the reader of the result should know.
         audit: holds the rules against the events before the first gap, in the same reading.
         also: given each event before it is told.
     """
-    excerpt = Excerpt(listener, window)
+    excerpt = Excerpt(listener, selection)
     chronicle = Chronicle(Projections(log.core, log.configuration) if audit is None else audit.projections, excerpt)
     expected, is_first = 1, True
     current: SequencedEvent | None = None
@@ -55,8 +55,8 @@ def tell(
 
     is_whole = True
     for frame in log.frames():
-        events = [(sequence, event) for sequence, event in frame if not window.is_over(sequence)]
-        is_whole = not window.is_over(log.last_sequence)
+        events = [(sequence, event) for sequence, event in frame if not selection.is_over(sequence)]
+        is_whole = not selection.is_over(log.last_sequence)
         error = _take_frame(events, take, audit if log.last_sequence <= log.trusted_sequence else None)
         if error and current is not None:  # what was told before it is still worth having
             sequence, event = current

@@ -8,10 +8,6 @@ from __future__ import annotations
 import datetime as dt
 from collections.abc import Iterator
 
-from kvledger.adapters.cli.ends import ending_text, num_open_requests, sound_text
-from kvledger.adapters.cli.output import Output, event_text
-from kvledger.adapters.cli.verify import Findings
-from kvledger.adapters.cli.words import decides_elsewhere, duration, plural, size, written_by
 from kvledger.adapters.exit_codes import ExitCode
 from kvledger.adapters.export import reasons
 from kvledger.adapters.export.drawing import Span
@@ -19,8 +15,13 @@ from kvledger.adapters.export.gathering import Gathering
 from kvledger.adapters.export.life_stories import LifeStories, read_stories
 from kvledger.adapters.export.page import Finding, Page, render
 from kvledger.adapters.export.telling import tell
-from kvledger.adapters.reading.logs import StoredLog
-from kvledger.adapters.reading.window import Window
+from kvledger.adapters.logs.amounts import duration, plural, size
+from kvledger.adapters.logs.describe import event_text
+from kvledger.adapters.logs.ending import ending_text, num_open_requests, sound_text
+from kvledger.adapters.logs.log import StoredLog
+from kvledger.adapters.logs.progress import Progress
+from kvledger.adapters.logs.selection import Selection
+from kvledger.adapters.logs.verification import Findings
 from kvledger.lifecycle import Figures
 from kvledger.lifecycle.audit import Audit, Violation
 
@@ -39,35 +40,35 @@ _VERDICTS = {
 }
 
 
-def write_page(log: StoredLog, window: Window, output: Output) -> Iterator[str]:
+def write_page(log: StoredLog, selection: Selection, output: Progress) -> Iterator[str]:
     """The page about the selected part of a log, piece by piece."""
 
     def is_selected(violation: Violation) -> bool:
-        return window.holds(violation.sequence) and window.holds_request(violation.request_id)
+        return selection.holds(violation.sequence) and selection.holds_request(violation.request_id)
 
     gathering = Gathering()
-    accounts = reasons.Reasons(log, window)
-    keeps = None if window.is_everything else is_selected
+    accounts = reasons.Reasons(log, selection)
+    keeps = None if selection.is_everything else is_selected
     audit = Audit(log.core, log.configuration, keeps=keeps)
     with output.progress(log, "reading"):
-        chronicle = tell(log, window, gathering, output.remark, audit=audit, also=accounts.take)
-    found = Findings.of(log, audit, window)
+        chronicle = tell(log, selection, gathering, output.remark, audit=audit, also=accounts.take)
+    found = Findings.of(log, audit, selection)
     violations = audit.violations[:MAX_FINDINGS]
     request_ids = _most_interesting(gathering, log)
     evidence = {sequence for item in violations for sequence in (*item.evidence, item.sequence)}
     with output.progress(log, "reading once more"):
-        stories = read_stories(log, window, request_ids, evidence)
+        stories = read_stories(log, selection, request_ids, evidence)
     findings = [*_damage(found), *_breaches(violations, stories), *_divergences(audit, found)]
     verdict, style = _VERDICTS[found.exit_code.name]
     if found.exit_code in {ExitCode.SOUND, ExitCode.END_MISSING}:
         verdict = sound_text(log.ending) + verdict
     page = Page(
-        title=f"kvledger · {window.request_id or log.path.name}",
+        title=f"kvledger · {selection.request_id or log.path.name}",
         verdict=verdict,
         verdict_style=style,
-        facts=_facts(log, window, chronicle.now_ns)
+        facts=_facts(log, selection, chronicle.now_ns)
         | {"end": ending_text(log.ending, num_open_requests(audit.projections))},
-        figures_of=_figures_of(window),
+        figures_of=_figures_of(selection),
         figures=_figures(log, audit.projections.totals.figures, gathering),
         remarks=found.remarks,
         findings=findings[:MAX_FINDINGS],
@@ -77,21 +78,23 @@ def write_page(log: StoredLog, window: Window, output: Output) -> Iterator[str]:
             f"was made again; {len(log.core.not_checked)} rules cannot be decided from a log: kvledger verify "
             "--verbose lists them."
         ),
-        span=_span(gathering, window, chronicle.now_ns),
+        span=_span(gathering, selection, chronicle.now_ns),
         gathering=gathering,
         stories=stories,
-        opened_request=window.request_id,
-        sections=tuple(_reasons(log, window, accounts, output)),
+        opened_request=selection.request_id,
+        sections=tuple(_reasons(log, selection, accounts, output)),
         footer=f"Made by kvledger export --html from {log.path}. Times are milliseconds since the log was opened; "
         "this page holds everything it shows and fetches nothing.",
     )
     yield from render(page)
 
 
-def _reasons(log: StoredLog, window: Window, accounts: reasons.Reasons, output: Output) -> Iterator[tuple[str, str]]:
+def _reasons(
+    log: StoredLog, selection: Selection, accounts: reasons.Reasons, output: Progress
+) -> Iterator[tuple[str, str]]:
     yield "Why tokens were computed", reasons.totals(accounts.sums())
-    if window.request_id is not None:
-        yield "What led to what", reasons.causes(log, window, window.request_id, output)
+    if selection.request_id is not None:
+        yield "What led to what", reasons.causes(log, selection, selection.request_id, output)
 
 
 def _most_interesting(gathering: Gathering, log: StoredLog) -> list[str]:
@@ -100,10 +103,10 @@ def _most_interesting(gathering: Gathering, log: StoredLog) -> list[str]:
     return list(dict.fromkeys(told.life.request_id for told in by_interest))[:allowed]
 
 
-def _span(gathering: Gathering, window: Window, now_ns: int) -> Span:
-    first = 0 if window.first_sequence == 1 else gathering.first_ns or 0
+def _span(gathering: Gathering, selection: Selection, now_ns: int) -> Span:
+    first = 0 if selection.first_sequence == 1 else gathering.first_ns or 0
     requests = gathering.requests
-    if window.request_id is None or not requests:
+    if selection.request_id is None or not requests:
         return Span(first, now_ns)
     # One request: its own time and a little around it.
     begin = max(first, min(told.life.arrived_ns for told in requests))
@@ -146,16 +149,16 @@ def _divergences(audit: Audit, found: Findings) -> Iterator[Finding]:
         yield Finding(f"Today's code decides otherwise at event {divergence.sequence}", "", evidence)
 
 
-def _facts(log: StoredLog, window: Window, now_ns: int) -> dict[str, str]:
+def _facts(log: StoredLog, selection: Selection, now_ns: int) -> dict[str, str]:
     header, configuration = log.header, log.configuration
-    facts = {"log": str(log.path), "written by": written_by(log)}
+    facts = {"log": str(log.path), "written by": log.written_by}
     opened_at = header.get("opened_at_unix_ns")
     if isinstance(opened_at, int):
         facts["opened"] = f"{dt.datetime.fromtimestamp(opened_at / 1e9, tz=dt.UTC):%Y-%m-%d %H:%M:%S} UTC"
-    last = min(window.last_sequence or log.last_sequence, log.last_sequence)
-    part = "the whole log" if window.is_everything else f"events {window.first_sequence} to {last}"
-    if window.request_id is not None:
-        part += f", request {window.request_id} only"
+    last = min(selection.last_sequence or log.last_sequence, log.last_sequence)
+    part = "the whole log" if selection.is_everything else f"events {selection.first_sequence} to {last}"
+    if selection.request_id is not None:
+        part += f", request {selection.request_id} only"
     slots, ranks = plural(configuration.num_slots, "slot"), plural(configuration.num_ranks, "rank")
     facts |= {
         "covers": f"{duration(now_ns)}: {part}",
@@ -167,10 +170,10 @@ def _facts(log: StoredLog, window: Window, now_ns: int) -> dict[str, str]:
     return facts
 
 
-def _figures_of(window: Window) -> str:
-    if window.last_sequence is not None:
-        return f"All requests in figures, from the beginning to event {window.last_sequence}"
-    return "The log in figures" if window.is_everything else "The whole log in figures, all requests"
+def _figures_of(selection: Selection) -> str:
+    if selection.last_sequence is not None:
+        return f"All requests in figures, from the beginning to event {selection.last_sequence}"
+    return "The log in figures" if selection.is_everything else "The whole log in figures, all requests"
 
 
 def _figures(log: StoredLog, figures: Figures, gathering: Gathering) -> dict[str, str]:
@@ -198,7 +201,7 @@ def _figures(log: StoredLog, figures: Figures, gathering: Gathering) -> dict[str
         "left the cache": f"{figures.num_chunks_evicted:,} evicted, {figures.num_chunks_tainted:,} tainted",
         "failed": failed or "nothing",
     }
-    if decides_elsewhere(log):
+    if log.decides_elsewhere:
         del shown["saved"], shown["left the cache"]
         shown["loaded"] = f"{figures.num_tokens_loaded:,} tokens"
     return shown

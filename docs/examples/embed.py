@@ -3,7 +3,7 @@
 import sys
 from pathlib import Path
 
-from kvledger.adapters.reading.logs import open_log
+from kvledger.adapters.logs.log import open_log
 from kvledger.adapters.reasons import Accounts
 from kvledger.lifecycle import Channel, Core, Ledger, LedgerConfiguration, Scheduled, StepEncoder, log_header
 from kvledger.lifecycle import events as e

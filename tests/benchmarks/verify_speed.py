@@ -32,7 +32,7 @@ from benchmarks.served_logs import MIXES, Mix, serve
 from rich.console import Console
 from rich.table import Table
 
-from kvledger.adapters.reading.logs import StoredLog, open_log
+from kvledger.adapters.logs.log import StoredLog, open_log
 from kvledger.lifecycle import Core
 from kvledger.lifecycle.audit import Audit
 from kvledger.lifecycle.audit.checker import AnyChecker, checks_of

@@ -19,7 +19,7 @@ PROMISED = {
 }
 """Modules, as `kvledger.lifecycle` says."""
 PROMISED_OF_ADAPTERS = {
-    "kvledger.adapters.reading.logs.open_log",
+    "kvledger.adapters.logs.log.open_log",
     "kvledger.adapters.reasons.Accounts",
     # Of the connector itself: an example shows the log that it would write.
     "kvledger.adapters.vllm.configuration.ConnectorSettings",

@@ -16,7 +16,7 @@ import pytest
 from kvledger.adapters.demo.engine import start
 from kvledger.adapters.demo.meter import RecomputationMeter
 from kvledger.adapters.demo.workload import Workload, connector
-from kvledger.adapters.reading.logs import open_log
+from kvledger.adapters.logs.log import open_log
 from kvledger.lifecycle import Core
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit import Audit

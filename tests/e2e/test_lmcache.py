@@ -17,7 +17,7 @@ from e2e.engines import Reference, settle
 from kvledger.adapters.cli.main import main
 from kvledger.adapters.demo.engine import generate, start
 from kvledger.adapters.demo.workload import Workload
-from kvledger.adapters.reading.logs import open_log
+from kvledger.adapters.logs.log import open_log
 from kvledger.adapters.recorder.extension import Recorder
 from kvledger.adapters.recorder.said import Transferred
 from kvledger.lifecycle import events as e

@@ -12,8 +12,7 @@ from kvledger.adapters.cli.main import main
 from kvledger.adapters.demo.engine import generate, start
 from kvledger.adapters.demo.workload import Workload, connector
 from kvledger.adapters.exit_codes import ExitCode
-from kvledger.adapters.reading.logs import open_log
-from kvledger.adapters.reading.workers import rank_of
+from kvledger.adapters.logs.log import open_log
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit import Audit
 
@@ -35,7 +34,7 @@ def recorded(inner: dict[str, Any], log_dir: Path) -> dict[str, Any]:
 
 def logs_in(log_dir: Path) -> dict[int | None, Path]:
     """Rank -> the log of its worker; None: the scheduler's."""
-    return {rank_of(open_log(path)): path for path in log_dir.iterdir()}
+    return {open_log(path).worker_rank: path for path in log_dir.iterdir()}
 
 
 def test_an_engine_that_a_worker_ends_ends_as_it_would_and_the_log_says_where(

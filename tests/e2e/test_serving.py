@@ -29,7 +29,7 @@ from processes import finished, started
 from e2e.engines import Reference, read_sound_log
 from kvledger.adapters.cli.main import main
 from kvledger.adapters.demo.workload import Workload, connector
-from kvledger.adapters.reading.logs import open_log
+from kvledger.adapters.logs.log import open_log
 from kvledger.lifecycle import events as e
 from kvledger.storage.events import HowEnded, read_ending
 

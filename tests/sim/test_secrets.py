@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvledger.adapters.reading.logs import open_log
+from kvledger.adapters.logs.log import open_log
 from kvledger.adapters.simulation.engine import BLOCK_SIZE, SimulatedEngine, block_bytes
 from kvledger.lifecycle import events as e
 

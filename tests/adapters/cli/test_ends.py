@@ -156,7 +156,7 @@ def test_an_index_of_a_large_log_does_not_hide_how_it_ended(
     run: Any, cut_off: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """`show` of a log that is too large to be read each time asks for its end all the same."""
-    monkeypatch.setattr("kvledger.adapters.reading.index.INDEX_FROM_BYTES", 0)
+    monkeypatch.setattr("kvledger.adapters.logs.index.INDEX_FROM_BYTES", 0)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     for _ in range(2):
         (end,) = run("show", cut_off, "--json").objects("end")

@@ -17,10 +17,10 @@ import msgspec
 import pytest
 from lifecycle_driver import Driver, Walk
 
-from kvledger.adapters.reading import index as index_module
-from kvledger.adapters.reading import index_builder, index_file
-from kvledger.adapters.reading.index import build_index, index_path, open_index
-from kvledger.adapters.reading.logs import open_log
+from kvledger.adapters.logs import index as index_module
+from kvledger.adapters.logs import index_builder, index_file
+from kvledger.adapters.logs.index import build_index, index_path, open_index
+from kvledger.adapters.logs.log import open_log
 from kvledger.adapters.reasons.life import Tail
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.codec import EventEncoder

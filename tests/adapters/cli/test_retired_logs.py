@@ -10,7 +10,7 @@ import attrs
 import pytest
 from lifecycle_driver import Walk
 
-from kvledger.adapters.reading import index as index_module
+from kvledger.adapters.logs import index as index_module
 from kvledger.adapters.vllm.snapshots import LogSnapshots
 from kvledger.lifecycle import Core, Ledger, ProjectionSpec
 from kvledger.lifecycle import events as e

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from lifecycle_driver import Driver, keys_of
 
-from kvledger.adapters.cli.selection import Moment, moment
+from kvledger.adapters.cli.options import Moment, moment
 from kvledger.lifecycle import events as e
 
 REQUEST = "chat-17-b6"

@@ -8,7 +8,7 @@ from typing import Any
 import attrs
 from lifecycle_driver import Driver, keys_of
 
-from kvledger.adapters.cli.output import plain
+from kvledger.adapters.logs.describe import plain
 from kvledger.lifecycle import Core, fold
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.codec import EventEncoder

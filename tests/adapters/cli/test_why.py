@@ -11,7 +11,7 @@ import pytest
 from lifecycle_driver import Driver, Walk, keys_of
 
 from kvledger.adapters.cli import why as why_module
-from kvledger.adapters.reading import index as index_module
+from kvledger.adapters.logs import index as index_module
 from kvledger.adapters.reasons import Sums
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.codec import EventEncoder

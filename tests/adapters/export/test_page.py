@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from headless_browser import Page
 
-from kvledger.adapters.reading.sources import find_logs
+from kvledger.adapters.logs.sources import find_logs
 from kvledger.lifecycle import events as e
 
 REQUEST = "chat-17-b6"

@@ -12,8 +12,8 @@ import pytest
 from lifecycle_driver import Driver
 from trace_importer import NotImportable, Trace, read_trace
 
-from kvledger.adapters.reading.logs import open_log
-from kvledger.adapters.reading.sources import find_logs
+from kvledger.adapters.logs.log import open_log
+from kvledger.adapters.logs.sources import find_logs
 from kvledger.lifecycle import Core
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.projections import Projections

@@ -10,7 +10,7 @@ from headless_browser import Page
 from perfetto_ui import open_in_perfetto
 from trace_importer import read_trace
 
-from kvledger.adapters.reading.sources import find_logs
+from kvledger.adapters.logs.sources import find_logs
 
 pytestmark = pytest.mark.xdist_group("browser")
 

@@ -16,7 +16,7 @@ from processes import started
 from sim.recorded import events_of
 
 from kvledger.adapters.cli.main import main
-from kvledger.adapters.reading.under_way import last_under_way
+from kvledger.adapters.logs.under_way import last_under_way
 from kvledger.adapters.recorder.extension import Recorder
 from kvledger.adapters.simulation.contenders import NamedConnector
 from kvledger.lifecycle import Core

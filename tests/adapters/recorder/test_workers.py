@@ -16,8 +16,8 @@ from sim.witness import PlainWitness
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 
 from kvledger.adapters.cli.main import main
-from kvledger.adapters.reading.logs import open_log
-from kvledger.adapters.reading.workers import logs_of_workers, rank_of
+from kvledger.adapters.logs.log import open_log
+from kvledger.adapters.logs.workers import logs_of_workers
 from kvledger.adapters.recorder import said
 from kvledger.adapters.recorder.payloads import payload_of
 from kvledger.adapters.recorder.worker_recording import carries_work
@@ -134,7 +134,7 @@ def test_a_workers_log_says_whose_it_is(record: Record, tmp_path: Path) -> None:
         started, *_ = said_in(path)
         assert (started.rank, started.connector) == (rank, "Witness")
         assert started.engine_id == engine.vllm_config.kv_transfer_config.engine_id
-        assert rank_of(open_log(path)) == rank
+        assert open_log(path).worker_rank == rank
         assert f"recording Witness, worker {rank} of engine {started.engine_id}" in verdict(path)
         assert main(["verify", str(path)]) == main(["show", str(path)]) == main(["stats", str(path)]) == 0
     beside = logs_of_workers(open_log(scheduler_log(tmp_path)))
@@ -237,7 +237,7 @@ def test_children_of_a_multi_connector_write_a_log_each(record: Record, tmp_path
     found = {}
     for path in tmp_path.iterdir():
         log = open_log(path)
-        if rank_of(log) is None:
+        if log.worker_rank is None:
             ((rank, of_worker),) = logs_of_workers(log).items()
             found[log.header["connector"]] = open_log(of_worker).header["connector"], rank
     assert found == {"OffloadingConnector": ("OffloadingConnector", 0), "Witness": ("Witness", 0)}

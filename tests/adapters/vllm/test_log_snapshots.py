@@ -10,7 +10,7 @@ import pytest
 from lifecycle_driver import Walk
 
 from kvledger.adapters.cli.main import main
-from kvledger.adapters.reading.logs import open_log
+from kvledger.adapters.logs.log import open_log
 from kvledger.adapters.vllm.configuration import ConnectorSettings
 from kvledger.adapters.vllm.event_log import open_event_log
 from kvledger.adapters.vllm.journal import Journal

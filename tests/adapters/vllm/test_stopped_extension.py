@@ -10,7 +10,7 @@ from sim.starving import live
 from starvation_guard import StarvationGuard, Starving, StarvingKept, StarvingRequests, Watching
 
 from kvledger.adapters.cli.main import main
-from kvledger.adapters.reading.logs import open_log
+from kvledger.adapters.logs.log import open_log
 from kvledger.lifecycle import Core, Extension, ProjectionSpec, RequestState, StateHandler, Turn
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit import Audit

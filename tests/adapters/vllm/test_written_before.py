@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from processes import killed_on_failure
 
-from kvledger.adapters.reading.logs import open_log
+from kvledger.adapters.logs.log import open_log
 from kvledger.adapters.simulation.engine import SimulatedEngine
 from kvledger.lifecycle import events as e
 

@@ -11,8 +11,8 @@ import zlib
 import attrs
 import msgspec
 
-from kvledger.adapters.reading.requests import RequestSummary
-from kvledger.adapters.reading.story_codec import counter
+from kvledger.adapters.logs.requests import RequestSummary
+from kvledger.adapters.logs.story_codec import counter
 from kvledger.adapters.reasons import State
 from kvledger.lifecycle import Core, LedgerConfiguration
 from kvledger.lifecycle.snapshots import state_fingerprint

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import msgspec
 
-from kvledger.adapters.reading.index_file import (
+from kvledger.adapters.logs.index_file import (
     INDEX_FORMAT,
     SCHEMA,
     Contents,
@@ -25,16 +25,16 @@ from kvledger.adapters.reading.index_file import (
     index_path,
     log_id_of,
 )
-from kvledger.adapters.reading.index_memory import (
+from kvledger.adapters.logs.index_memory import (
     IndexMemory,
     LifeSpan,
     decode_memory,
     encode_memory,
     memory_fingerprint,
 )
-from kvledger.adapters.reading.logs import Batch, StoredLog
-from kvledger.adapters.reading.requests import Requests
-from kvledger.adapters.reading.story_codec import encode_story
+from kvledger.adapters.logs.log import Batch, StoredLog
+from kvledger.adapters.logs.requests import Requests
+from kvledger.adapters.logs.story_codec import encode_story
 from kvledger.adapters.reasons import Accounts, Story
 from kvledger.lifecycle import Projections
 from kvledger.lifecycle import events as e

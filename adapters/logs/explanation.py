@@ -10,9 +10,10 @@ from collections.abc import Iterator, Sequence
 
 import attrs
 
-from kvledger.adapters.cli.reason_words import count_by_reason, reason_text, told_together
-from kvledger.adapters.cli.words import plural, words
-from kvledger.adapters.reading.stories import Told, Witness
+from kvledger.adapters.logs.amounts import plural
+from kvledger.adapters.logs.describe import words
+from kvledger.adapters.logs.reason_text import count_by_reason, reason_text, told_together
+from kvledger.adapters.logs.stories import Told, Witness
 from kvledger.adapters.reasons import Admission, Lookup, Reason, Recomputation, Span, Story
 from kvledger.adapters.reasons.spans import joined
 from kvledger.lifecycle import Core, LedgerConfiguration

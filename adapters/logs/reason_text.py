@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from kvledger.adapters.cli.words import duration, plural, ranges, words_of_core
-from kvledger.adapters.reading.stories import Told
+from kvledger.adapters.logs.amounts import duration, plural, ranges
+from kvledger.adapters.logs.describe import words_of_core
+from kvledger.adapters.logs.stories import Told
 from kvledger.adapters.reasons import BY_DESIGN, ChunkFact, ChunkStatus, Reason, Span
 from kvledger.lifecycle import events as e
 

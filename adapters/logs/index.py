@@ -14,12 +14,12 @@ from pathlib import Path
 import attrs
 import msgspec
 
-from kvledger.adapters.reading.index_builder import BATCHES_PER_PLACE, earlier_contents, write_index
-from kvledger.adapters.reading.index_file import Contents, index_path
-from kvledger.adapters.reading.listener import Listener
-from kvledger.adapters.reading.logs import Batch, StoredLog
-from kvledger.adapters.reading.requests import RequestSummary
-from kvledger.adapters.reading.story_codec import decode_story
+from kvledger.adapters.logs.index_builder import BATCHES_PER_PLACE, earlier_contents, write_index
+from kvledger.adapters.logs.index_file import Contents, index_path
+from kvledger.adapters.logs.log import Batch, StoredLog
+from kvledger.adapters.logs.progress import Progress
+from kvledger.adapters.logs.requests import RequestSummary
+from kvledger.adapters.logs.story_codec import decode_story
 from kvledger.adapters.reasons import Story
 from kvledger.lifecycle import events as e
 
@@ -133,7 +133,7 @@ class LogIndex:
         return iter(()) if row is None else self._log.batches_from(*row)
 
 
-def index_for(log: StoredLog, output: Listener, request: str | None = None) -> LogIndex | None:
+def index_for(log: StoredLog, output: Progress, request: str | None = None) -> LogIndex | None:
     """The index of a log that is large enough to need one, built if need be; None where reading is quick.
 
     For a question about one `request` (its id or a beginning of it) an index of the log as it was earlier will do, if

@@ -1,15 +1,15 @@
-"""To whom long readings tell how far they are: a terminal, a page, nobody."""
+"""Progress callbacks of long readings: a terminal, a page, nobody."""
 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
 from typing import Protocol
 
-from kvledger.adapters.reading.logs import StoredLog
+from kvledger.adapters.logs.log import StoredLog
 
 
-class Listener(Protocol):
-    """What a reader of logs may be told besides results."""
+class Progress(Protocol):
+    """What a reader of logs reports besides its results."""
 
     def progress(self, log: StoredLog, what: str, /) -> AbstractContextManager[None]:
         """Show how much of the log is read while the context lasts; `what` is being done."""

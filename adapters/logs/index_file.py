@@ -8,7 +8,7 @@ from pathlib import Path
 
 import attrs
 
-from kvledger.adapters.reading.logs import LogDamage, StoredLog
+from kvledger.adapters.logs.log import LogDamage, StoredLog
 from kvledger.lifecycle import Figures
 
 INDEX_FORMAT = 7

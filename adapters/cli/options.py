@@ -18,11 +18,10 @@ import attrs
 from kvledger.adapters.cli.output import Output
 from kvledger.adapters.core import composed_core, installed_extensions
 from kvledger.adapters.exit_codes import CommandFailed, ExitCode
-from kvledger.adapters.reading.index import index_for
-from kvledger.adapters.reading.logs import StoredLog
-from kvledger.adapters.reading.window import Window
+from kvledger.adapters.logs.index import index_for
+from kvledger.adapters.logs.log import StoredLog
+from kvledger.adapters.logs.selection import Selection, time_of
 from kvledger.lifecycle import ConfigurationError, Core, SequencedEvent
-from kvledger.lifecycle.events import Event
 
 _UNIT_NS = {"ns": 1, "us": 10**3, "ms": 10**6, "s": 10**9, "m": 60 * 10**9, "h": 3600 * 10**9, "d": 86400 * 10**9}
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)(ns|us|ms|s|m|h|d)")
@@ -142,7 +141,9 @@ def add_request(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def window(arguments: argparse.Namespace, log: StoredLog, output: Output, request_id: str | None = None) -> Window:
+def selection_of(
+    arguments: argparse.Namespace, log: StoredLog, output: Output, request_id: str | None = None
+) -> Selection:
     """What the arguments select of `log`; `request_id` is the whole id that was found for the one asked for.
 
     Raises:
@@ -150,7 +151,7 @@ def window(arguments: argparse.Namespace, log: StoredLog, output: Output, reques
     """
     since, until = arguments.since, arguments.until
     if since is None and until is None:
-        return Window(request_id=request_id)
+        return Selection(request_id=request_id)
     first = since.value if since is not None and since.kind == "event" else 1
     last = until.value if until is not None and until.kind == "event" else None
     since_ns, until_ns = _since_opening_ns(since, log), _since_opening_ns(until, log)
@@ -166,7 +167,7 @@ def window(arguments: argparse.Namespace, log: StoredLog, output: Output, reques
     if last is not None and last < first:
         asked = " ".join(f"--{name} {value.text}" for name, value in (("since", since), ("until", until)) if value)
         raise CommandFailed(f"{log.path}: {asked} selects no event", ExitCode.USAGE)
-    return Window(first, last, request_id)
+    return Selection(first, last, request_id)
 
 
 def _since_opening_ns(asked: Moment | None, log: StoredLog) -> int | None:
@@ -199,8 +200,3 @@ def _last_until(events: Iterator[SequencedEvent], time_ns: int) -> int | None:
         if at_ns is not None and at_ns > time_ns:
             return number - 1
     return None
-
-
-def time_of(event: Event) -> int | None:
-    """Nanoseconds since the log was opened; None for a decision, which happens at the time of what it was made on."""
-    return getattr(event, "time_ns", None)

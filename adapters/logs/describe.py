@@ -1,24 +1,17 @@
-"""Numbers and events in plain words."""
+"""Events in English, and their fields as JSON and as one line of text. It must not know of logs."""
 
 from __future__ import annotations
 
 import contextlib
-import datetime as dt
-import itertools
-from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Mapping
+from typing import cast
 
+import attrs
 import msgspec
 
-from kvledger.adapters.reading.workers import rank_of
+from kvledger.adapters.logs.amounts import plural, ranges
 from kvledger.lifecycle import Core, MissReason
 from kvledger.lifecycle import events as e
-from kvledger.storage.events import Retirement
-
-if TYPE_CHECKING:
-    from kvledger.adapters.reading.logs import StoredLog
-
-_NS_PER_US, _NS_PER_MS, _NS_PER_S = 1_000, 1_000_000, 1_000_000_000
 
 MISS_REASONS: dict[str, str] = {
     MissReason.COMPLETE: "nothing is missing",
@@ -34,81 +27,11 @@ MISS_REASONS: dict[str, str] = {
 }
 
 
-def plural(count: int, noun: str) -> str:
-    """`1 block`, `2 blocks`."""
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
-
-
-def retired_remarks(retired: Sequence[Retirement]) -> list[str]:
-    """Which events of a log were retired, when and why; one remark for each reason in a row."""
-    remarks = []
-    for reason, run in itertools.groupby(retired, key=lambda each: each.reason):
-        segments = list(run)
-        first, last = segments[0], segments[-1]
-        at = dt.datetime.fromtimestamp(last.retired_at_unix_ns / 1e9, tz=dt.UTC)
-        how_many = f"{plural(len(segments), 'segment')}, the last at {at:%Y-%m-%dT%H:%M:%SZ}"
-        events = f"events {first.first_sequence}–{last.last_sequence}"
-        remarks.append(f"{events} were retired by {reason} ({how_many}); what is left follows from the recorded hash")
-    return remarks
-
-
-def written_by(log: StoredLog) -> str:
-    """The versions that wrote a log, and whose it is where it is not the scheduler's."""
-    header = log.header
-    text = f"kvledger {header.get('kvledger_version', 'unknown')}, vLLM {header.get('vllm_version', 'unknown')}"
-    rank, connector = rank_of(log), header.get("connector")
-    recorded = f", recording {connector}" if connector else ""
-    return text + recorded + ("" if rank is None else f", worker {rank} of engine {header.get('engine_id')}")
-
-
-def decides_elsewhere(log: StoredLog) -> bool:
-    """Whether another connector saves and loads: then what kvledger would count of its own copies is not in the log."""
-    return any(extension.declaration().replaces for extension in log.core.extensions)
-
-
-def duration(nanoseconds: int) -> str:
-    """A duration in its natural unit."""
-    if nanoseconds < _NS_PER_MS:
-        return f"{nanoseconds / _NS_PER_US:.1f} µs"
-    if nanoseconds < _NS_PER_S:
-        return f"{nanoseconds / _NS_PER_MS:.1f} ms"
-    return f"{nanoseconds / _NS_PER_S:.2f} s"
-
-
-def size(num_bytes: int) -> str:
-    """A size in its natural binary unit."""
-    for unit, num_bits in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
-        if num_bytes >= 1 << num_bits:
-            return f"{num_bytes / (1 << num_bits):.1f} {unit}"
-    return f"{num_bytes} B"
-
-
-def milliseconds(time_ns: int) -> str:
-    """A moment, in milliseconds since the log was opened."""
-    return f"{time_ns / _NS_PER_MS:.3f}"
-
-
-def event_range(first_sequence: int, last_sequence: int) -> str:
-    """`7` or `7–9`."""
-    return str(first_sequence) if first_sequence == last_sequence else f"{first_sequence}–{last_sequence}"
-
-
 def state_change(before: str | None, after: str | None) -> str:
     """`running`, `running → preempted`, `finished → released`; a life that begins has no state before."""
     if before is None:
         return after or ""
     return before if before == after else f"{before} → {after or 'released'}"
-
-
-def ranges(numbers: Iterable[int]) -> str:
-    """`0–2, 5` for 0, 1, 2, 5."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][1] + 1:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
-    return ", ".join(str(first) if first == last else f"{first}–{last}" for first, last in runs)
 
 
 def _lookup(answer: e.LookupAnswered) -> str:
@@ -270,7 +193,50 @@ def decision_words(decisions: Iterable[e.Event], core: Core) -> list[str]:
     return phrases
 
 
-def other_code_remarks(log: StoredLog) -> list[str]:
-    """That what was decided is decided again by other code, which is no divergence by itself."""
-    other = log.core.other_code(log.header) if log.header else ""
-    return [f"decided again by other code ({other}); a divergence may come from that"] if other else []
+def plain(value: object) -> object:
+    """JSON values: bytes as hex, everything that has fields or members as mappings and lists."""
+    if isinstance(value, msgspec.Struct):
+        value = msgspec.structs.asdict(value)
+    elif attrs.has(type(value)):
+        value = attrs.asdict(cast("attrs.AttrsInstance", value), recurse=False)
+    if isinstance(value, bytes):
+        return value.hex()
+    if isinstance(value, str):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    return [plain(item) for item in value] if isinstance(value, Iterable) else value
+
+
+def event_fields(event: e.Event | None) -> dict[str, object] | None:
+    """An event as a JSON object: its id, its version and its fields."""
+    if event is None:
+        return None
+    return {"event": event.id, "version": event.version, **plain_fields(event)}
+
+
+def plain_fields(event: e.Event) -> dict[str, object]:
+    """The fields of an event as JSON values; of an extension's own what it says, where that can be read."""
+    return {name: plain(value) for name, value in _fields(event).items()}
+
+
+def _fields(event: e.Event) -> dict[str, object]:
+    fields = msgspec.structs.asdict(event)
+    if isinstance(event, e.ExtensionEvent):
+        with contextlib.suppress(msgspec.DecodeError):
+            fields["payload"] = msgspec.msgpack.decode(event.payload)
+    return fields
+
+
+def event_text(event: e.Event) -> str:
+    """An event in one line for people."""
+    fields = ", ".join(f"{name}={_short(value)}" for name, value in _fields(event).items())
+    return f"{event.id}  {fields}"
+
+
+def _short(value: object) -> str:
+    if isinstance(value, bytes):
+        return value.hex()
+    if isinstance(value, tuple):
+        return "(" + ", ".join(_short(item) for item in value) + ")"
+    return str(value)

@@ -10,10 +10,10 @@ from collections.abc import Iterator, Mapping
 
 import attrs
 
-from kvledger.adapters.reading.index import LogIndex, index_for
-from kvledger.adapters.reading.listener import Listener
-from kvledger.adapters.reading.logs import StoredLog
-from kvledger.adapters.reading.window import Window
+from kvledger.adapters.logs.index import LogIndex, index_for
+from kvledger.adapters.logs.log import StoredLog
+from kvledger.adapters.logs.progress import Progress
+from kvledger.adapters.logs.selection import Selection
 from kvledger.adapters.reasons import Accounts, Story
 from kvledger.lifecycle import events as e
 
@@ -42,16 +42,16 @@ class Told:
         return None if witness is None else witness.time_ns
 
 
-def tell(log: StoredLog, window: Window, request_id: str, output: Listener) -> Told:
-    """The stories of a request, as far as the window reaches. What came before the window counts, too."""
-    index = index_for(log, output, request_id) if window.last_sequence is None else None
+def tell(log: StoredLog, selection: Selection, request_id: str, output: Progress) -> Told:
+    """The stories of a request, as far as the selection reaches. What came before the selection counts, too."""
+    index = index_for(log, output, request_id) if selection.last_sequence is None else None
     if index is not None:
         with contextlib.closing(index):
             if index.contents.is_whole:
                 log.damage[:] = index.contents.damage
                 return _from_index(index, request_id)
     with output.progress(log, "finding the reasons"):
-        stories = _fold(log, window, request_id)
+        stories = _fold(log, selection, request_id)
     with output.progress(log, "finding the events"):
         return _from_log(log, stories)
 
@@ -63,11 +63,11 @@ def _from_index(index: LogIndex, request_id: str) -> Told:
     return Told(stories, witnesses, names)
 
 
-def _fold(log: StoredLog, window: Window, request_id: str) -> tuple[Story, ...]:
+def _fold(log: StoredLog, selection: Selection, request_id: str) -> tuple[Story, ...]:
     ended: list[Story] = []
     accounts = Accounts(log.configuration, request_id=request_id, on_end=ended.append, keeps_stories=True)
     for sequence, event in noticing_gaps(log.events(), accounts):
-        if window.is_over(sequence):
+        if selection.is_over(sequence):
             break
         accounts.take(sequence, event)
     return (*ended, *accounts.stories)

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import attrs
 
+from kvledger.lifecycle.events import Event
+
 
 @attrs.frozen
-class Window:
+class Selection:
     """The selected part of one log, as event numbers."""
 
     first_sequence: int = 1
@@ -34,3 +36,8 @@ class Window:
     def holds_request(self, request_id: str) -> bool:
         """Whether a finding about `request_id` is selected; one about no request (empty) always is."""
         return not request_id or self.request_id in {None, request_id}
+
+
+def time_of(event: Event) -> int | None:
+    """Nanoseconds since the log was opened; None for a decision, which happens at the time of what it was made on."""
+    return getattr(event, "time_ns", None)

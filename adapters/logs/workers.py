@@ -11,7 +11,7 @@ from pathlib import Path
 import attrs
 
 from kvledger.adapters.exit_codes import CommandFailed
-from kvledger.adapters.reading.logs import StoredLog, open_log
+from kvledger.adapters.logs.log import StoredLog, open_log
 from kvledger.adapters.recorder.payloads import payload_of
 from kvledger.adapters.recorder.said import Called, Returned
 from kvledger.lifecycle import SequencedEvent
@@ -72,16 +72,10 @@ class WorkerCalls:
         return f"never returned from {where}" if is_over else f"is in {where}"
 
 
-def rank_of(log: StoredLog) -> int | None:
-    """Of a worker's log; None of a scheduler's."""
-    rank = log.header.get("worker_rank")
-    return rank if isinstance(rank, int) else None
-
-
 def logs_of_workers(log: StoredLog) -> dict[int, Path]:
     """The logs of a scheduler's workers by rank, where they lie in the same directory."""
     engine_id = log.header.get("engine_id")
-    if engine_id is None or rank_of(log) is not None or not log.path.is_dir():
+    if engine_id is None or log.worker_rank is not None or not log.path.is_dir():
         return {}
     opened_at, connector = _opened_at(log.header), log.header.get("connector")
     found: dict[int, tuple[tuple[bool, int], Path]] = {}

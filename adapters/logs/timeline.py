@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import attrs
 
-from kvledger.adapters.cli.words import decision_words, duration, plural, size, words
+from kvledger.adapters.logs.amounts import duration, plural, size
+from kvledger.adapters.logs.describe import decision_words, words
 from kvledger.lifecycle import Core, LedgerConfiguration, Projections, RequestState, SequencedEvent
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.windows import NO_SLOT

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import time
 
-import attrs
-
-from kvledger.adapters.cli.output import Output
-from kvledger.adapters.cli.words import duration, milliseconds, plural
-from kvledger.adapters.reading.logs import StoredLog
-from kvledger.adapters.reading.under_way import UnderWay, last_under_way
+from kvledger.adapters.logs.amounts import duration, milliseconds, plural
+from kvledger.adapters.logs.log import StoredLog
+from kvledger.adapters.logs.under_way import UnderWay
 from kvledger.lifecycle import Projections, RequestState
 from kvledger.storage.events import HowEnded, LogEnding
 
@@ -48,30 +45,6 @@ def ending_text(ending: LogEnding, num_open: int | None) -> str:
 def sound_text(ending: LogEnding) -> str:
     """What may be said of a log in which nothing is wrong."""
     return "sound, but its end is missing" if ending.missing is not None else _SOUND[ending.how]
-
-
-def show_ending(output: Output, log: StoredLog, num_open: int | None) -> None:
-    """Tell it, as a field of its own or as an object."""
-    ending = log.ending
-    call = None if ending.how is HowEnded.CLOSED else last_under_way(log.core, log.last_events)
-    if output.is_json:
-        missing = None if ending.missing is None else attrs.asdict(ending.missing)
-        output.record(
-            "end",
-            {
-                "path": str(log.path),
-                "end": ending.how.value,
-                "detail": ending.detail,
-                "missing": missing,
-                "num_open_requests": num_open,
-                "under_way": None if call is None else attrs.asdict(call),
-            },
-        )
-        return
-    style = {HowEnded.CLOSED: "", HowEnded.OPEN: ""}.get(ending.how, "yellow")
-    output.field("end", ending_text(ending, num_open), style if ending.missing is None else "red")
-    if call is not None:
-        output.field("then", under_way_text(call, log), "yellow")
 
 
 def under_way_text(call: UnderWay, log: StoredLog) -> str:

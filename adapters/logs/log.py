@@ -1,6 +1,6 @@
 """From a path to events: finds the log, decodes its frames, and keeps account of all that is damaged or lost.
 
-The only room of the command line that knows frames and segments.
+The only module above the event store that knows frames and segments.
 """
 
 from __future__ import annotations
@@ -168,6 +168,31 @@ class StoredLog:
                 ExitCode.DAMAGED,
             )
         return self._configuration
+
+    @property
+    def worker_rank(self) -> int | None:
+        """Of a worker's log; None of a scheduler's."""
+        rank = self.header.get("worker_rank")
+        return rank if isinstance(rank, int) else None
+
+    @property
+    def written_by(self) -> str:
+        """The versions that wrote the log, and whose it is where it is not the scheduler's."""
+        header, rank = self.header, self.worker_rank
+        text = f"kvledger {header.get('kvledger_version', 'unknown')}, vLLM {header.get('vllm_version', 'unknown')}"
+        recorded = f", recording {header['connector']}" if header.get("connector") else ""
+        return text + recorded + ("" if rank is None else f", worker {rank} of engine {header.get('engine_id')}")
+
+    @property
+    def decides_elsewhere(self) -> bool:
+        """Whether another connector saves and loads: what kvledger would count of its own copies is not in the log."""
+        return any(extension.declaration().replaces for extension in self.core.extensions)
+
+    @property
+    def other_code_remarks(self) -> list[str]:
+        """That what was decided is decided again by other code, which is no divergence by itself."""
+        other = self.core.other_code(self.header) if self.header else ""
+        return [f"decided again by other code ({other}); a divergence may come from that"] if other else []
 
     @property
     def skipped(self) -> Mapping[str, int]:

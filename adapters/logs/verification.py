@@ -1,0 +1,153 @@
+"""The verdict of an audit: all that is wrong with the selected part of a log, and what could not be judged.
+
+For the terminal and for the page. It must not know how either shows it.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import itertools
+from collections.abc import Iterator, Sequence
+
+import attrs
+
+from kvledger.adapters.exit_codes import ExitCode
+from kvledger.adapters.logs.amounts import plural
+from kvledger.adapters.logs.log import LogDamage, StoredLog
+from kvledger.adapters.logs.selection import Selection
+from kvledger.lifecycle import Divergence, Extension
+from kvledger.lifecycle.audit import Audit
+from kvledger.storage.events import Retirement
+
+_HEADER_LOST = (
+    "no copy of the log's header is intact, and the configuration stood there: events were decoded as this version "
+    "writes them, and neither rules nor decisions can be judged"
+)
+
+
+@attrs.frozen
+class Findings:
+    """What is wrong with the selected part of a log."""
+
+    damage: tuple[LogDamage, ...]
+    divergences: tuple[Divergence, ...]
+    num_divergences: int
+    """Where everything is selected, also those that were not kept."""
+    reference_differences: tuple[Divergence, ...]
+    remarks: tuple[str, ...]
+    of_workers: tuple[str, ...]
+    """Where a worker failed or stayed; no fault of the log."""
+    exit_code: ExitCode
+
+    @classmethod
+    def of(cls, log: StoredLog, audit: Audit, selection: Selection, of_workers: tuple[str, ...] = ()) -> Findings:
+        """Those of an audit that has come to its end."""
+        damage = tuple(d for d in log.damage if d.sequence is None or selection.holds(d.sequence))
+        divergences = tuple(d for d in audit.divergences if _is_selected(d, selection))
+        differences = tuple(d for d in audit.reference_differences if _is_selected(d, selection))
+        if damage:
+            exit_code = ExitCode.DAMAGED
+        elif audit.num_violations:
+            exit_code = ExitCode.RULE_BROKEN
+        elif divergences or differences or audit.unfoldable is not None or _has_more(audit, selection):
+            exit_code = ExitCode.DIVERGED
+        elif log.ending.missing is not None:
+            exit_code = ExitCode.END_MISSING
+        else:
+            exit_code = ExitCode.SOUND
+        remarks = _remarks(log, selection, audit)
+        if _has_more(audit, selection):
+            kept, found = len(audit.divergences), audit.divergences.num_found
+            remarks.append(
+                f"{found} decisions diverge, of which the first {kept} are kept; the rest may be selected, too"
+            )
+        num_divergences = audit.divergences.num_found if selection.is_everything else len(divergences)
+        return cls(damage, divergences, num_divergences, differences, tuple(remarks), of_workers, exit_code)
+
+
+def _has_more(audit: Audit, selection: Selection) -> bool:
+    """Whether divergences that were not kept could be selected."""
+    return not selection.is_everything and audit.divergences.num_found > len(audit.divergences)
+
+
+def _is_selected(divergence: Divergence, selection: Selection) -> bool:
+    event = divergence.recorded or divergence.decided
+    return selection.holds(divergence.sequence) and selection.holds_request(getattr(event, "request_id", ""))
+
+
+def _remarks(log: StoredLog, selection: Selection, audit: Audit) -> list[str]:
+    remarks = []
+    if not selection.is_everything:
+        end = "the end" if selection.last_sequence is None else f"event {selection.last_sequence}"
+        whose = "" if selection.request_id is None else f" that concerns {selection.request_id}"
+        remarks.append(f"only what was found from event {selection.first_sequence} to {end}{whose} is told")
+    remarks += _retired(log.retired)
+    if log.skipped:
+        skipped = ", ".join(f"{count} {event_id}" for event_id, count in sorted(log.skipped.items()))
+        remarks.append(
+            f"events that this version does not know were skipped: {skipped}; what follows from them is missing, so "
+            "rules may seem broken that are not"
+        )
+    remarks += log.start_remarks
+    if log.start_sequence:
+        remarks.append(
+            f"rules and decisions were checked from event {log.start_sequence + 1} on, from a snapshot, whose state is "
+            "trusted"
+        )
+    elif log.header and log.begins_late:
+        remarks.append(
+            f"the log begins with event {log.first_sequence}: what came before was retired or is in another file, "
+            "so neither rules nor decisions could be checked"
+        )
+    if not log.header:
+        remarks.append(_HEADER_LOST)
+    is_told = log.header and (log.start_sequence > 0 or not log.begins_late)
+    if is_told and log.trusted_sequence < log.last_sequence and not selection.is_over(log.last_sequence):
+        remarks.append(
+            f"rules and decisions were checked up to event {log.trusted_sequence}; the next ones are missing"
+        )
+    remarks += _of_extensions(log, audit)
+    table = log.core.table_fingerprint()
+    if log.header.get("table_fingerprint", table) != table:
+        remarks.append("the log was written with another transition table; divergences may come from that")
+    used = log.core.handler_fingerprint()
+    written_with = log.header.get("handler_fingerprint", used)
+    if written_with != used and not log.core.absent:
+        remarks.append(
+            "the log was written with other handlers than were asked here, so divergences may come from that; "
+            f"name them with --handlers: it was written with {written_with}"
+        )
+    return remarks + log.other_code_remarks
+
+
+def _retired(retired: Sequence[Retirement]) -> list[str]:
+    """Which events of a log were retired, when and why; one remark for each reason in a row."""
+    remarks = []
+    for reason, run in itertools.groupby(retired, key=lambda each: each.reason):
+        segments = list(run)
+        first, last = segments[0], segments[-1]
+        at = dt.datetime.fromtimestamp(last.retired_at_unix_ns / 1e9, tz=dt.UTC)
+        how_many = f"{plural(len(segments), 'segment')}, the last at {at:%Y-%m-%dT%H:%M:%SZ}"
+        events = f"events {first.first_sequence}–{last.last_sequence}"
+        remarks.append(f"{events} were retired by {reason} ({how_many}); what is left follows from the recorded hash")
+    return remarks
+
+
+def _of_extensions(log: StoredLog, audit: Audit) -> Iterator[str]:
+    for extension in log.core.absent:
+        yield _absence(extension, audit)
+    for rule, reason in audit.not_judged.items():
+        yield f"rule {rule} of an extension could not be judged, or not to the end: {reason}"
+
+
+def _absence(extension: Extension, audit: Audit) -> str:
+    declared = extension.declaration()
+    events = audit.projections.totals.figures.num_extension_events
+    rules = f"; its rules {', '.join(declared.rules)} were not checked" if declared.rules else ""
+    return (
+        f"the log was written with extension {extension.name} {extension.version} ({declared.made_by}), which is not "
+        f"here. Its sub-states follow the rows in the header, {plural(events, 'event')} of extensions "
+        f"{'was' if events == 1 else 'were'} taken up{rules}. What was decided upon "
+        f"{plural(audit.num_unjudged, 'observation')} it may have influenced: that was not decided again. Install it, "
+        "or name it with --extensions"
+    )
