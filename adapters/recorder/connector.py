@@ -24,7 +24,8 @@ from kvledger.adapters.recorder.description import described
 from kvledger.adapters.recorder.extension import Recorder
 from kvledger.adapters.recorder.forwarding import forwards_everything
 from kvledger.adapters.recorder.log import RecorderLog
-from kvledger.adapters.recorder.page_digests import RecordedPages, taken_out
+from kvledger.adapters.recorder.page_digests import AskedPages, RecordedPages, taken_out
+from kvledger.adapters.recorder.page_digests import opened as opened_pages
 from kvledger.adapters.recorder.recording import Recording
 from kvledger.adapters.recorder.settings import RecorderSettings
 from kvledger.adapters.recorder.stats import RecordedPromMetrics, RecordedStats, enveloped, opened
@@ -68,18 +69,6 @@ def _configuration(kv_cache_config: KVCacheConfig, groups: Groups) -> LedgerConf
     )
 
 
-def _recorded_pages(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, share: float) -> RecordedPages | None:
-    """None of a model that is not recorded either."""
-    if describe_groups(vllm_config, kv_cache_config).declined:
-        return None
-    return RecordedPages(
-        vllm_config.parallel_config.rank,
-        share,
-        block_size=versions.block_size(kv_cache_config),
-        num_blocks=kv_cache_config.num_blocks,
-    )
-
-
 @forwards_everything
 class KVLedgerRecorder(KVConnectorBase_V1):
     """Records any connector; for models with one group of layers, or with vLLM's hybrid memory switched off.
@@ -107,8 +96,12 @@ class KVLedgerRecorder(KVConnectorBase_V1):
         """None in the scheduler's process, and where logs are kept in memory: nobody could read a worker's."""
         self.pages: RecordedPages | None = None
         """Who digests them on a worker; None where nobody asked for that."""
-        if role is KVConnectorRole.WORKER and settings.digest_share:
-            self.pages = _recorded_pages(vllm_config, kv_cache_config, settings.digest_share)
+        if (
+            role is KVConnectorRole.WORKER
+            and settings.digest_share
+            and not describe_groups(vllm_config, kv_cache_config).declined
+        ):
+            self.pages = RecordedPages(vllm_config.parallel_config.rank, kv_cache_config.num_blocks)
         if role is KVConnectorRole.SCHEDULER:
             self.recording = self._begin(vllm_config, kv_cache_config, settings)
         elif settings.log_dir is not None and settings.durability is not Durability.MEMORY:
@@ -150,7 +143,7 @@ class KVLedgerRecorder(KVConnectorBase_V1):
             is_child=is_child(),
             speculates=versions.uses_speculation(vllm_config),
             num_workers=vllm_config.parallel_config.world_size,
-            digests=bool(settings.digest_share),
+            digest_share=settings.digest_share,
         )
         recording.describe(
             lambda: described(
@@ -184,11 +177,10 @@ class KVLedgerRecorder(KVConnectorBase_V1):
         super().bind_connector_metadata(connector_metadata)
         if self.pages is not None:
             self.pages.step_begins(connector_metadata)
-        if self.working is None:
-            self.wrapped.bind_connector_metadata(connector_metadata)
-            return
-        self.working.step_begins(connector_metadata)
-        self.working.call("bind_connector_metadata", self.wrapped.bind_connector_metadata, (connector_metadata,))
+        metadata = opened_pages(connector_metadata)
+        if self.working is not None:
+            self.working.step_begins(metadata)
+        self._on_worker("bind_connector_metadata", metadata)
 
     def clear_connector_metadata(self) -> None:
         """The step is over."""
@@ -228,6 +220,10 @@ class KVLedgerRecorder(KVConnectorBase_V1):
                 side.shutdown()
 
     # --- worker, where digests are made ------------------------------------------------------------
+
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> Any:
+        """The wrapped connector sees its own."""
+        return self._on_worker("handle_preemptions", opened_pages(kv_connector_metadata))
 
     def _on_worker(self, hook: str, *arguments: object) -> Any:
         forward = getattr(self.wrapped, hook)
@@ -295,12 +291,12 @@ class KVLedgerRecorder(KVConnectorBase_V1):
         self._recorded.step(scheduler_output)
         metadata: KVConnectorMetadata
         metadata, duration_ns = self._timed("build_connector_meta", None, scheduler_output)
-        self._recorded.built(metadata, duration_ns)
-        return metadata
+        asked = self._recorded.built(metadata, duration_ns)
+        return AskedPages(metadata, asked) if asked else metadata
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """What the workers report."""
-        self._recorded.digested(taken_out(connector_output))
+        self._recorded.digested(taken_out(connector_output), connector_output)
         self._recorded.workers_report(connector_output)
         _, duration_ns = self._timed("update_connector_output", None, connector_output)
         self._recorded.vllm_hears(connector_output, duration_ns)

@@ -1,8 +1,10 @@
-"""Digests of the pages that a wrapped connector copies, on their way from the workers to the scheduler's log.
+"""Digests of the pages that a wrapped connector copies: asked for by the scheduler, found by the workers.
 
-A worker reads from the connector's metadata, by its decoder, which blocks a step saves and loads. What is saved is
-digested when the step has computed and before the connector is asked to end its saves; what is loaded, when it is
-reported. It never touches a page, and where it fails there are no digests.
+The scheduler's side knows whose blocks a step saves and loads, and hands them to the workers in an envelope around the
+connector's metadata. What is saved is digested when the step has computed and before the connector is asked to end its
+saves; what is loaded, when it is reported. What was found travels back in an envelope around the connector's own worker
+metadata. Both are taken off before the connector sees them. No page is ever touched, and where this fails there are no
+digests.
 """
 
 from __future__ import annotations
@@ -11,10 +13,9 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import attrs
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
 from kvledger.adapters.recorder import decoders, said
-from kvledger.adapters.vllm.digests import is_chosen
 from kvledger.adapters.vllm.guard import guarded
 from kvledger.adapters.vllm.messages import messages
 from kvledger.adapters.vllm.worker_side import describe_pages
@@ -23,20 +24,35 @@ from kvledger.storage.kv import PageDigests
 if TYPE_CHECKING:
     import torch
 
-Copy = tuple[str, said.Transferred]
+
+@attrs.frozen(slots=False)
+class CopiedPages:
+    """Blocks of a copy that stand in a row in the table of a request, all of them full."""
+
+    number: int
+    """Of the scheduler's side, which alone knows where they stand."""
+    request_id: str
+    job: str
+    is_load: bool
+    ends_with: str
+    """As of the copy, see `said.ENDS`."""
+    block_ids: tuple[int, ...]
 
 
 @attrs.frozen(slots=False)
-class DigestedCopy:
-    """Blocks in a row of one copy, as one rank had them. Where they stand in the table only the scheduler knows."""
+class AskedPages(KVConnectorMetadata):
+    """The wrapped connector's own metadata, in an envelope with what the workers are to digest."""
 
-    request_id: str
-    job: str
+    wrapped: KVConnectorMetadata
+    pages: tuple[CopiedPages, ...]
+
+
+@attrs.frozen(slots=False)
+class FoundDigests:
+    """What one rank has found of them, one digest for each block."""
+
+    number: int
     rank: int
-    is_load: bool
-    group: int
-    first: int
-    """Where in the copy they begin."""
     digests: tuple[int, ...]
 
 
@@ -45,7 +61,7 @@ class RecordedReports(KVConnectorWorkerMetadata):
     """The wrapped connector's own metadata of its workers, in an envelope with the digests."""
 
     wrapped: KVConnectorWorkerMetadata | None
-    digested: tuple[DigestedCopy, ...]
+    digested: tuple[FoundDigests, ...]
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> RecordedReports:
         """Both ranks'; the wrapped connector's are put together as it does."""
@@ -56,27 +72,21 @@ class RecordedReports(KVConnectorWorkerMetadata):
         return RecordedReports(wrapped, self.digested + other.digested)
 
 
-_NOTHING: tuple[DigestedCopy, ...] = ()
+_NOTHING: tuple[FoundDigests, ...] = ()
 
 
 class RecordedPages:
-    """Of one rank; `share` of the places in a table are digested, so that a page always is or never.
+    """Of one rank."""
 
-    Where a copy leaves blocks out, the places behind these are taken for earlier ones: such a page may be digested when
-    it is saved and not when it is loaded.
-    """
-
-    def __init__(self, rank: int, share: float, *, block_size: int, num_blocks: int) -> None:
+    def __init__(self, rank: int, num_blocks: int) -> None:
         self._rank = rank
-        self._share = share
-        self._block_size = block_size
         self._num_blocks = num_blocks
         self._digests: PageDigests | None = None
-        self._of_step: list[Copy] = []
+        self._of_step: list[CopiedPages] = []
         """To be digested when the step has computed."""
-        self._loading: list[Copy] = []
+        self._loading: list[CopiedPages] = []
         """To be digested when they are reported."""
-        self._found: list[tuple[DigestedCopy, torch.Tensor]] = []
+        self._found: list[tuple[int, torch.Tensor]] = []
 
     def hook_failed(self, hook: str, _request_id: str, error: Exception) -> None:
         """Called by the guard: no more digests."""
@@ -93,13 +103,8 @@ class RecordedPages:
     def step_begins(self, metadata: object) -> None:
         """What is to be copied in this step."""
         self._of_step = []
-        if self._digests is None:
-            return
-        for request_id, copy in decoders.copies(metadata, self._block_size):
-            if not request_id or copy.first_block < 0 or copy.group < 0:
-                continue  # whose bytes they are is not known here
-            later = copy.is_load and copy.ends_with != said.STEP
-            (self._loading if later else self._of_step).append((request_id, copy))
+        for copied in metadata.pages if isinstance(metadata, AskedPages) else ():
+            (self._loading if copied.is_load and copied.ends_with != said.STEP else self._of_step).append(copied)
 
     @guarded(default=None)
     def step_has_computed(self) -> None:
@@ -110,13 +115,13 @@ class RecordedPages:
     @guarded(default=None)
     def received(self, request_ids: Iterable[str], failed: Iterable[str]) -> None:
         """The loads of these requests have come; of others it is known that they have not."""
-        self._ended(lambda request_id, _: request_id in set(request_ids), failed)
+        self._ended(lambda copied: copied.request_id in set(request_ids), failed)
 
     @guarded(default=None)
     def reported(self, worker_metadata: object) -> None:
         """The jobs in it are done."""
         jobs = {job for job, _ in decoders.completed(worker_metadata)} if self._loading else ()
-        self._ended(lambda _, copy: copy.job in jobs, ())
+        self._ended(lambda copied: copied.job in jobs, ())
 
     def enveloped(self, worker_metadata: KVConnectorWorkerMetadata | None) -> RecordedReports | None:
         """The wrapped connector's metadata, and what was found since the last call."""
@@ -124,37 +129,27 @@ class RecordedPages:
         return None if worker_metadata is None and not found else RecordedReports(worker_metadata, found)
 
     @guarded(default=_NOTHING)
-    def _taken(self) -> tuple[DigestedCopy, ...]:
+    def _taken(self) -> tuple[FoundDigests, ...]:
         found, self._found = self._found, []
-        return tuple(attrs.evolve(copy, digests=tuple(digests.tolist())) for copy, digests in found)
+        return tuple(FoundDigests(number, self._rank, tuple(digests.tolist())) for number, digests in found)
 
-    def _ended(self, has_ended: Callable[[str, said.Transferred], bool], failed: Iterable[str]) -> None:
+    def _ended(self, has_ended: Callable[[CopiedPages], bool], failed: Iterable[str]) -> None:
         lost = set(failed)
-        ended = [each for each in self._loading if has_ended(*each)]
-        self._loading = [each for each in self._loading if each not in ended and each[0] not in lost]
-        self._digest([each for each in ended if each[0] not in lost])
+        here = [each for each in self._loading if each.request_id not in lost]
+        self._loading = [each for each in here if not has_ended(each)]
+        self._digest(each for each in here if has_ended(each))
 
-    def _digest(self, copies: Iterable[Copy]) -> None:
-        if self._digests is None:
-            return
-        for request_id, copy in copies:
-            for first, blocks in self._runs(copy):
-                digested = DigestedCopy(request_id, copy.job, self._rank, copy.is_load, copy.group, first, ())
-                self._found.append((digested, self._digests.of_blocks(blocks)))
-
-    def _runs(self, copy: said.Transferred) -> Iterable[tuple[int, list[int]]]:
-        """Blocks in a row that are digested, with the number of the first in the copy."""
-        run: list[int] = []
-        for number, block_id in enumerate((*copy.block_ids, None)):
-            place = copy.first_block + number
-            if block_id is not None and is_chosen(place, self._share):
-                run.append(block_id)
-            elif run:
-                yield number - len(run), run
-                run = []
+    def _digest(self, copies: Iterable[CopiedPages]) -> None:
+        if self._digests is not None:
+            self._found += [(copied.number, self._digests.of_blocks(copied.block_ids)) for copied in copies]
 
 
-def taken_out(output: Any) -> tuple[DigestedCopy, ...]:
+def opened(metadata: KVConnectorMetadata) -> KVConnectorMetadata:
+    """The wrapped connector's own."""
+    return metadata.wrapped if isinstance(metadata, AskedPages) else metadata
+
+
+def taken_out(output: Any) -> tuple[FoundDigests, ...]:
     """The digests in what the workers report, which then is what the wrapped connector's own workers said."""
     reports = getattr(output, "kv_connector_worker_meta", None)
     if not isinstance(reports, RecordedReports):

@@ -30,9 +30,10 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
-    from kvledger.adapters.recorder.page_digests import DigestedCopy
+    from kvledger.adapters.recorder.page_digests import CopiedPages, FoundDigests
 
 _Ends = TypeVar("_Ends", bound=said.WorkersReported)
+_NOTHING: tuple[CopiedPages, ...] = ()
 _COMPUTING = frozenset({RequestState.CHUNKED_PREFILL, RequestState.RUNNING})
 
 
@@ -47,7 +48,7 @@ class Recording:
         is_child: bool,
         speculates: bool,
         num_workers: int,
-        digests: bool = False,
+        digest_share: float = 0,
     ) -> None:
         self.log = log
         self._projections = log.projections
@@ -56,7 +57,7 @@ class Recording:
         self._admits = False
         self._notice = Noticing(log, keys, speculates=speculates)
         self._reader = StepReader(self._projections, self._requests, None, log.observe, speculates=speculates)
-        self._transfers = Transfers(log, num_workers, digests=digests)
+        self._transfers = Transfers(log, num_workers, digest_share=digest_share)
         self._loaded_to: dict[str, int] = {}
         """Request -> tokens up to which its last load fills its blocks."""
         self._loads_of_steps: deque[tuple[int, ...]] = deque()
@@ -94,14 +95,15 @@ class Recording:
         self.log.hook_failed(hook, "" if request is None else request.request_id, error)
         self.log.commit()
 
-    @guarded(default=None)
-    def built(self, metadata: object, duration_ns: int) -> None:
-        """What the workers are given with this step, as far as a decoder understands it."""
+    @guarded(default=_NOTHING)
+    def built(self, metadata: object, duration_ns: int) -> tuple[CopiedPages, ...]:
+        """What the workers are given with this step, as far as a decoder understands it; what they are to digest."""
         if self.log.is_ended:
-            return
-        self._transfers.built(metadata)
+            return ()
+        asked = self._transfers.built(metadata, self._loaded_to)
         self._observe(Recorder.noted(said.Returned("build_connector_meta", duration_ns), self.log.now()))
         self.log.commit()
+        return asked
 
     @guarded(default=None)
     def returned(self, hook: str, duration_ns: int) -> None:
@@ -162,7 +164,7 @@ class Recording:
         answer = self._projections.lookups.pending(request.request_id)
         self._loaded_to[request.request_id] = 0 if answer is None else answer.num_computed_tokens + num_external_tokens
         self._observe(e.BlocksAllocated(request.request_id, block_ids, num_external_tokens, self.log.now()))
-        self._transfers.given((request.request_id, self._tracker.ordinal(request.request_id)), block_ids)
+        self._transfers.given(request.request_id, block_ids)
         self.log.commit()
 
     @guarded(default=None)
@@ -217,23 +219,12 @@ class Recording:
         self.log.commit()
 
     @guarded(default=None)
-    def digested(self, copies: Iterable[DigestedCopy]) -> None:
-        """What workers have found of whole blocks: what a load had not filled to its end is left out."""
-        if self.log.is_ended:
-            return
-        for copy in copies:
-            record = self._tracker.get(copy.request_id)
-            if record is None:
-                continue
-            tokens = self._loaded_to.get(copy.request_id, 0)
-            if not copy.is_load:
-                tokens = self._tracker.num_computed_tokens(record)
-            num_full_blocks = tokens // self.log.configuration.block_size
-            for life, first, found in self._transfers.placed(copy):
-                digests = found[: max(0, num_full_blocks - first)]
-                if digests and life[1] == record.ordinal:
-                    is_load, group, now = copy.is_load, copy.group, self.log.now()
-                    self._observe(e.PagesDigested(*life, copy.rank, is_load, group, first, digests, (), now))
+    def digested(self, pages: Iterable[FoundDigests], output: KVConnectorOutput) -> None:
+        """What workers have found."""
+        if not self.log.is_ended:
+            invalid_block_ids = set(output.invalid_block_ids or ())
+            for found in pages:
+                self._transfers.digested(found, invalid_block_ids)
 
     @guarded(default=None)
     def workers_report(self, output: KVConnectorOutput) -> None:

@@ -7,96 +7,131 @@ last. It must not know what any connector's metadata looks like.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby
-from typing import TYPE_CHECKING, TypeVar
+from typing import NamedTuple, TypeVar
 
 import msgspec
 
 from kvledger.adapters.recorder import decoders, said
 from kvledger.adapters.recorder.extension import Recorder
 from kvledger.adapters.recorder.log import RecorderLog
+from kvledger.adapters.recorder.page_digests import CopiedPages, FoundDigests
+from kvledger.adapters.vllm.digests import is_chosen
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.windows import NULL_BLOCK
-
-if TYPE_CHECKING:
-    from kvledger.adapters.recorder.page_digests import DigestedCopy
 
 Life = tuple[str, int, int]
 """Request id, ordinal and generation."""
 _Result = TypeVar("_Result")
-_NOBODY = ("", -1)
-NO_PLACE = -1
-_MAX_PLACED = 1 << 12
-"""Copies of which it is remembered where their blocks stand; of older ones no digests are recorded."""
+_NOBODY = ("", -1, 0)
+_NOT_ASKED = (None, _NOBODY, 0, 0)
+_MANY = 1 << 40
+_MAX_ASKED = 1 << 12
+"""Rows of blocks that workers were asked to digest; what they say of older ones is not recorded."""
+
+
+class _Page(NamedTuple):
+    """A block as it was given."""
+
+    life: Life
+    place: int
+    """In the flat table; see `lifecycle/windows.py`."""
 
 
 class Transfers:
     """Ends with the first metadata that no decoder understands; the rest is still recorded."""
 
-    def __init__(self, log: RecorderLog, num_workers: int, *, digests: bool) -> None:
+    def __init__(self, log: RecorderLog, num_workers: int, *, digest_share: float) -> None:
         self._log = log
-        self._digests = digests
+        self._digest_share = digest_share
         self._num_workers = num_workers
         self._tracker = log.tracker
         self._tables = log.projections.blocks
         self._decodes = True
-        self._given_to: dict[int, tuple[str, int]] = {}
-        """Block -> (request id, ordinal) of the life that was given it last."""
+        self._given: dict[int, _Page] = {}
+        """Block -> whose it was made last."""
         self._reports: Counter[str] = Counter()
         """Job -> workers that have done it, until all have."""
-        self._placed: dict[tuple[str, str, bool, int], tuple[Life, tuple[int, ...]]] = {}
-        """Request id, job, direction and group of a copy -> whose it is, and where in the table each block stood."""
+        self._num_asked = 0
+        self._asked: dict[int, tuple[CopiedPages, Life, int, int]] = {}
+        """Number -> what is to be digested; whose, in which group and from where in its table on."""
 
-    def given(self, life: tuple[str, int], block_ids: Iterable[int]) -> None:
-        """The life's request may use these blocks."""
-        self._given_to.update(dict.fromkeys(block_ids, life))
+    def given(self, request_id: str, block_ids: Sequence[int]) -> None:
+        """The request may use these blocks, the last of its table."""
+        record = self._tracker.get(request_id)
+        if record is not None:
+            first = len(self._tables.held(request_id)) - len(block_ids)
+            life = record.life
+            self._given.update((block_id, _Page(life, place)) for place, block_id in enumerate(block_ids, first))
 
     def step(self, event: e.StepScheduled) -> None:
         """So may those that the step extends."""
         for ordinal, block_ids in event.extended:
             record = self._tracker.of(ordinal)
             if record is not None:
-                self.given((record.request_id, ordinal), block_ids)
+                self.given(record.request_id, block_ids)
 
-    def built(self, metadata: object) -> None:
-        """This is what the workers are given."""
+    def built(self, metadata: object, loaded_to: Mapping[str, int]) -> tuple[CopiedPages, ...]:
+        """This is what the workers are given; what they are to digest of it, where anything is to be."""
         jobs = self._read(metadata, lambda: tuple(decoders.awaited(metadata)))
         if jobs:
             self._log.observe(Recorder.noted(said.TransfersAwaited(jobs), self._log.now()))
         block_size = self._log.configuration.block_size
+        asked: list[CopiedPages] = []
         for request_id, copy in self._read(metadata, lambda: list(decoders.copies(metadata, block_size))) or ():
             for life, part in self._for_whom(request_id, copy):
                 self._observe(life, part, is_inferred=not request_id)
-            if self._digests:
-                self._place(request_id, copy)
+            if self._digest_share:
+                asked += self._ask(request_id, copy, loaded_to)
+        return tuple(asked)
 
-    def _place(self, request_id: str, copy: said.Transferred) -> None:
-        """Remember it for the digests; blocks that are stored already may be left out between those of a copy."""
+    def _ask(self, request_id: str, copy: said.Transferred, loaded_to: Mapping[str, int]) -> Iterator[CopiedPages]:
+        """Blocks that stand in a row in one group of a table, of the full and chosen ones."""
+        num_groups = len(self._log.configuration.windows)
         record = self._tracker.get(request_id)
-        if record is None or copy.first_block < 0 or copy.group < 0:
-            return
-        whole = self._tables.held(request_id) or self._tables.lost(request_id)
-        table = tuple(whole[copy.group :: len(self._log.configuration.windows)])
-        places = tuple(
-            NO_PLACE if place is None or block_id == NULL_BLOCK else place
-            for block_id, place in zip(copy.block_ids, copy.places(table), strict=False)
-        )
-        self._placed[request_id, copy.job, copy.is_load, copy.group] = record.life, places
-        while len(self._placed) > _MAX_PLACED:
-            del self._placed[next(iter(self._placed))]
+        table = enumerate(() if record is None else self._tables.held(request_id))
+        places = {} if record is None else {block_id: _Page(record.life, place) for place, block_id in table}
+        row: list[int] = []
+        begins: tuple[Life, int, int] | None = None
+        for block_id in (*copy.block_ids, NULL_BLOCK):
+            page = places.get(block_id) or self._given.get(block_id)
+            stands = None
+            if page is not None and block_id != NULL_BLOCK:
+                block, group = divmod(page.place, num_groups)
+                if block < self._num_full_blocks(page.life, copy, loaded_to) and is_chosen(block, self._digest_share):
+                    stands = page.life, group, block
+            if begins is not None and stands != (*begins[:2], begins[2] + len(row)):
+                yield self._asked_for(copy, *begins, tuple(row))
+                row, begins = [], None
+            if stands is not None:
+                begins = begins or stands
+                row.append(block_id)
 
-    def placed(self, copy: DigestedCopy) -> Iterator[tuple[Life, int, tuple[int, ...]]]:
-        """Whose blocks were digested, where in the table they stand in a row, and their digests."""
-        life, places = self._placed.get((copy.request_id, copy.job, copy.is_load, copy.group), (None, ()))
-        if life is None:
-            return
-        found = enumerate(zip(places[copy.first :], copy.digests, strict=False))
-        # As many as stand one behind the other have the same distance to their number.
-        for distance, run in groupby(found, lambda each: None if each[1][0] == NO_PLACE else each[1][0] - each[0]):
-            if distance is not None:
-                row = [each for _, each in run]
-                yield life, row[0][0], tuple(digest for _, digest in row)
+    def _asked_for(
+        self, copy: said.Transferred, life: Life, group: int, first_block: int, block_ids: tuple[int, ...]
+    ) -> CopiedPages:
+        self._num_asked += 1
+        pages = CopiedPages(self._num_asked, life[0], copy.job, copy.is_load, copy.ends_with, block_ids)
+        self._asked[pages.number] = pages, life, group, first_block
+        while len(self._asked) > _MAX_ASKED:
+            del self._asked[next(iter(self._asked))]
+        return pages
+
+    def _num_full_blocks(self, life: Life, copy: said.Transferred, loaded_to: Mapping[str, int]) -> int:
+        """Of what is loaded, those that it fills; of what is saved, those that are computed by this step's end."""
+        record = self._tracker.of(life[1])
+        if record is None or record.life != life:
+            return 0 if copy.is_load else _MANY  # nothing is computed for it any more, and what was saved of it is full
+        num_tokens = loaded_to.get(life[0], 0) if copy.is_load else self._tracker.num_computed_tokens(record)
+        return num_tokens // self._log.configuration.block_size
+
+    def digested(self, found: FoundDigests, invalid_block_ids: set[int]) -> None:
+        """This is what a worker has found; of what could not be loaded there is nothing to say."""
+        pages, life, group, first_block = self._asked.get(found.number, _NOT_ASKED)
+        if pages is not None and invalid_block_ids.isdisjoint(pages.block_ids):
+            is_load, now = pages.is_load, self._log.now()
+            self._log.observe(e.PagesDigested(*life, found.rank, is_load, group, first_block, found.digests, (), now))
 
     def reported(self, worker_metadata: object) -> None:
         """This is what the workers say, on top of what vLLM hears."""
@@ -113,10 +148,14 @@ class Transfers:
             yield (request_id, self._tracker.ordinal(request_id)), copy
             return
         first_block = copy.first_block
-        for life, blocks in groupby(copy.block_ids, lambda block_id: self._given_to.get(block_id, _NOBODY)):
+        for life, blocks in groupby(copy.block_ids, self._whose):
             part = tuple(blocks)
             yield life, msgspec.structs.replace(copy, block_ids=part, first_block=first_block)
             first_block += len(part) if first_block >= 0 else 0
+
+    def _whose(self, block_id: int) -> tuple[str, int]:
+        page = self._given.get(block_id)
+        return _NOBODY[:2] if page is None else page.life[:2]
 
     def _observe(self, life: tuple[str, int], copy: said.Transferred, *, is_inferred: bool) -> None:
         request_id, ordinal = life

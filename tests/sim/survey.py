@@ -37,6 +37,7 @@ def connectors() -> Mapping[str, Callable[[], Contender]]:
     """Name -> how to make who is recorded."""
     from kvledger.adapters.simulation.contenders import Offloading, Several
     from kvledger.adapters.simulation.in_tree import Example, LateOffloading, SimpleCPU
+    from sim.lmcache_mp import LMCacheMP
 
     return {
         "offloading": Offloading,
@@ -46,6 +47,7 @@ def connectors() -> Mapping[str, Callable[[], Contender]]:
         "simple-lazy": lambda: SimpleCPU(is_lazy=True),
         "simple-lazy-late": lambda: SimpleCPU(is_lazy=True, num_questions=3),
         "example": Example,
+        "lmcache": lambda: LMCacheMP(chunk_size=16),
         "multi": lambda: Several(children=(LateOffloading(num_questions=1), SimpleCPU(num_questions=3))),
     }
 
@@ -73,7 +75,7 @@ def live(seed: int, inner: Contender, *, is_recorded: bool, faults: frozenset[st
     from sim.world import World
 
     contender = Recorded(inner=inner, name=recorder_of(inner)) if is_recorded else inner
-    drawn = {**draw(random.Random(f"settings {seed}")).connector, **WITHIN}
+    drawn = {**draw(random.Random(f"settings {seed}")).connector, **WITHIN, "digests": "all"}
     world, raised = None, ""
     try:
         with World(seed, contender=contender, faults=faults, connector=drawn, **settings) as world:
@@ -87,7 +89,7 @@ def live(seed: int, inner: Contender, *, is_recorded: bool, faults: frozenset[st
 
 def recorder_of(inner: Contender) -> str:
     """Which of the two stands around it."""
-    return "KVLedgerRecorder" if inner.name == "ExampleConnector" else "KVLedgerRecorderHMA"
+    return "KVLedgerRecorder" if inner.name in {"ExampleConnector", "LMCacheMPConnector"} else "KVLedgerRecorderHMA"
 
 
 def place_of(error: Exception) -> str:

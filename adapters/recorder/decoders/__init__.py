@@ -26,19 +26,22 @@ COPIES: Mapping[str, Callable[[Any, int], Copies]] = MappingProxyType(
         "MultiKVConnectorMetadata": lambda metadata, block_size: multi.copies(
             metadata, lambda child: copies(child, block_size)
         ),
+        # Of a recorder inside of the one that asks, as is the next one and `RecordedReports`.
+        "AskedPages": lambda envelope, block_size: copies(envelope.wrapped, block_size),
     }
 )
 AWAITED: Mapping[str, Callable[[Any], Iterator[str]]] = MappingProxyType(
     {
         "OffloadingConnectorMetadata": offloading.awaited,
         "MultiKVConnectorMetadata": lambda metadata: multi.awaited(metadata, awaited),
+        "AskedPages": lambda envelope: awaited(envelope.wrapped),
     }
 )
 COMPLETED: Mapping[str, Callable[[Any], Iterator[tuple[str, int]]]] = MappingProxyType(
     {
         "OffloadingWorkerMetadata": offloading.completed,
         "SimpleCPUOffloadWorkerMetadata": simple_cpu.completed,
-        "RecordedReports": lambda envelope: completed(envelope.wrapped),  # of a recorder inside of the one that asks
+        "RecordedReports": lambda envelope: completed(envelope.wrapped),
         "MultiKVConnectorWorkerMetadata": lambda metadata: multi.completed(metadata, completed),
     }
 )

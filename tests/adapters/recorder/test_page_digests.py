@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
+import attrs
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from sim.lmcache_mp import SERVERS, LMCacheMP
 from sim.recorded import audited, events_of
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerMetadata
 
-from kvledger.adapters.recorder.page_digests import DigestedCopy, RecordedReports
-from kvledger.adapters.simulation.hashed_model import CorruptKV
+from kvledger.adapters.recorder.page_digests import FoundDigests, RecordedReports
+from kvledger.adapters.simulation.contenders import Contender, Offloading, Recorded
+from kvledger.adapters.simulation.hashed_model import HashedModel
+from kvledger.adapters.simulation.in_tree import Example, SimpleCPU
 from kvledger.lifecycle import events as e
 
 pytestmark = pytest.mark.scheduler
@@ -51,22 +58,76 @@ def test_what_is_loaded_is_what_was_saved(record: Record) -> None:
     assert audited(recording).is_sound
 
 
-def test_a_byte_that_changes_in_the_connectors_memory_is_named(record: Record) -> None:
-    """With the block, before the model reads it."""
-    engine, recording = record(digests="all")
+def spoil_rows(tensors: Iterable[torch.Tensor], block: int) -> None:
+    """One byte of a block, where blocks are rows in the order of their table; rows that are zero hold nothing."""
+    for tensor in tensors:
+        stored = tensor.flatten(1).any(dim=1).nonzero().flatten()
+        tensor[stored[block]].view(torch.uint8).flatten()[0] ^= 1
+
+
+def spoil_chunk(connector: Any, block: int) -> None:
+    """One byte of a block in the chunk of two that LMCache's server has."""
+    server = SERVERS[connector.worker_adapter._url]
+    chunk = next(pages for (_, key), pages in server.chunks.items() if len(key) == (block // 2 + 1) * 32)
+    for page in chunk:
+        page[block % 2].view(torch.uint8).flatten()[0] ^= 1
+
+
+def spoil_files(connector: Any, block: int) -> None:
+    """One byte of a block in each layer's file of a prompt."""
+    for file in Path(connector._storage_path).rglob("*.safetensors"):
+        tensors = load_file(file)
+        tensors["kv_cache"][16 * block].view(torch.uint8).flatten()[0] ^= 1
+        save_file(tensors, file)
+
+
+@attrs.frozen
+class Case:
+    """A connector, and how bytes of what it holds are changed behind its back."""
+
+    inner: Contender
+    spoil: Callable[[Any, int], None]
+    recorder: str = "KVLedgerRecorderHMA"
+    options: Mapping[str, Any] = {}
+
+
+CASES = {
+    "OffloadingConnector": Case(
+        Offloading(), lambda connector, block: spoil_rows(connector.connector_worker.worker._host, block)
+    ),
+    "SimpleCPUOffloadConnector": Case(
+        SimpleCPU(num_questions=1),
+        lambda connector, block: spoil_rows(connector.worker_handler.cpu_kv_caches.values(), block),
+    ),
+    "ExampleConnector": Case(Example(), spoil_files, "KVLedgerRecorder", {"enable_prefix_caching": False}),
+    "LMCacheMPConnector": Case(LMCacheMP(), spoil_chunk, "KVLedgerRecorder"),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_bytes_that_change_in_what_the_connector_holds_are_named(
+    record: Record, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """With the request that loads them and the block; real models do not look at what they read."""
+    case = CASES[name]
+    monkeypatch.setattr(HashedModel, "_check", lambda *_: None)
+    engine, recording = record(
+        contender=Recorded(inner=case.inner, name=case.recorder), digests="all", num_blocks=24, **case.options
+    )
     prompt = list(range(100))
     engine.add("first", prompt, 3)
     engine.run()
-    engine.scheduler.reset_prefix_cache()
-    copies = engine.worker.wrapped.connector_worker.worker
-    for page in copies._host:
-        page[:, 0] ^= 1
+    engine.add("other", range(500, 500 + 360), 3)
+    engine.run()
+    case.spoil(engine.worker.wrapped, 2)
     engine.add("second", prompt, 3)
-    with pytest.raises(CorruptKV):
-        engine.run()
+    engine.run()
+    (load,) = [event for event in digested(recording) if event.is_load]
+    assert (load.request_id, load.first_block, len(load.digests)) == ("second", 0, 6)
     (violation,) = audited(recording).violations
     assert violation.rule == "BYTES_UNCHANGED"
-    assert "block 0 of the table" in violation.detail
+    assert violation.request_id == "second"
+    assert violation.detail.startswith("block 2 of the table, group 0, rank 0: was saved as")
 
 
 def test_a_share_digests_the_same_places_of_all(record: Record) -> None:
@@ -105,7 +166,7 @@ class _Told(KVConnectorWorkerMetadata):
 
 def test_envelopes_of_several_ranks_are_put_together_as_the_connector_does() -> None:
     """What it said itself, and all digests."""
-    copies = [DigestedCopy("a", "1", rank, False, 0, 0, (rank,)) for rank in (0, 1, 2)]
+    copies = [FoundDigests(1, rank, (rank,)) for rank in (0, 1, 2)]
     first, second, third = (
         RecordedReports(told, (copy,)) for told, copy in zip((_Told(0), None, _Told(2)), copies, strict=True)
     )
