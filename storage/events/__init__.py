@@ -23,7 +23,6 @@ from kvledger.storage.events.frames import Frame, FrameKind
 from kvledger.storage.events.memory import MemoryEventStore
 from kvledger.storage.events.protocol import EventStore
 from kvledger.storage.events.reader import Damage, LogReader, read_log
-from kvledger.storage.events.recovery import RecoveryReport
 from kvledger.storage.events.retention import Retention, retire, retire_logs
 from kvledger.storage.events.retirement import Retirement
 from kvledger.storage.events.segments import SegmentEventStore
@@ -47,7 +46,6 @@ __all__ = [
     "LogTooNew",
     "MemoryEventStore",
     "MissingEnd",
-    "RecoveryReport",
     "Retention",
     "Retirement",
     "SegmentEventStore",

@@ -18,7 +18,6 @@ import attrs
 
 from kvledger.storage.events.errors import AppendConflict, LogClosed
 from kvledger.storage.events.frames import FRAME_HEADER_BYTES, check_append
-from kvledger.storage.events.reappend import sequence_of_repeated
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -118,11 +117,10 @@ class BacklogEventStore:
     def _append(self, payload: bytes, num_events: int, expected_sequence: int | None) -> int:
         self._check_open()
         if expected_sequence is not None and expected_sequence != self._next_sequence:
-            return self._repeat(payload, num_events, expected_sequence)
+            raise AppendConflict.at(expected_sequence, self._next_sequence)
         first_sequence = self._next_sequence
         if not self._waiting:
             try:
-                # The expected sequence makes a repetition harmless where a store cannot tell whether a write succeeded.
                 self._store.append(payload, num_events, expected_sequence=first_sequence)
             except OSError as error:
                 return self._keep_after(error, _Waiting(first_sequence, num_events, payload))
@@ -259,27 +257,9 @@ class BacklogEventStore:
         self._store.note_unwritten(self._next_sequence - self._store.next_sequence, str(error))
         self._on_trouble(error, self._num_events_backlogged)
 
-    def _repeat(self, payload: bytes, num_events: int, expected_sequence: int) -> int:
-        """Answer an append that repeats an earlier one, which may be written, waiting or lost."""
-        for frame in self._waiting:
-            if frame.first_sequence == expected_sequence and (frame.payload, frame.num_events) == (payload, num_events):
-                return expected_sequence
-        if expected_sequence > self._next_sequence or expected_sequence >= self._store.next_sequence:
-            msg = (
-                f"append expected sequence {expected_sequence}, where no equal frame waits to be written; "
-                f"append at {self._next_sequence}"
-            )
-            raise AppendConflict(msg)
-        try:
-            return sequence_of_repeated(self._store, payload, num_events, expected_sequence)
-        except OSError as error:
-            self._on_trouble(error, self._num_events_backlogged)
-            msg = f"append expected sequence {expected_sequence}, which cannot be read to compare: {error}"
-            raise AppendConflict(msg) from error
-
     def _check_open(self) -> None:
         if self._closed:
-            msg = "the log was closed; open it again to append"
+            msg = "the log was closed; begin another one to append"
             raise LogClosed(msg)
 
 

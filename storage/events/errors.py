@@ -10,10 +10,7 @@ class LogError(Exception):
 
 
 class LogDamaged(LogError):
-    """The stored bytes are not what was written.
-
-    Nothing is appended to such a log; `read_log` still shows what is intact.
-    """
+    """The stored bytes are not what was written; `read_log` still shows what is intact."""
 
 
 class LogTooNew(LogError):
@@ -25,7 +22,12 @@ class LogLocked(LogError):
 
 
 class AppendConflict(LogError):
-    """`expected_sequence` names a place where other bytes are stored, or that the log has not reached."""
+    """`expected_sequence` is not where the log ends: writer and log count differently."""
+
+    @classmethod
+    def at(cls, expected_sequence: int, next_sequence: int) -> AppendConflict:
+        """The log ends before `next_sequence`."""
+        return cls(f"append expected sequence {expected_sequence}, the log goes on with {next_sequence}")
 
 
 class LogClosed(LogError):

@@ -8,9 +8,8 @@ from collections import deque
 from typing import TYPE_CHECKING, Final
 
 from kvledger.storage.events.durability import Durability
-from kvledger.storage.events.errors import LogClosed
+from kvledger.storage.events.errors import AppendConflict, LogClosed
 from kvledger.storage.events.frames import Frame, FrameKind, check_append, encode_frame
-from kvledger.storage.events.reappend import sequence_of_repeated
 from kvledger.storage.events.segment_file import NO_PREVIOUS_HASH, decode_header, encode_header
 
 if TYPE_CHECKING:
@@ -56,7 +55,7 @@ class MemoryEventStore:
         """Append one frame; see `EventStore.append`."""
         self._check_open()
         if expected_sequence is not None and expected_sequence != self._next_sequence:
-            return sequence_of_repeated(self, payload, num_events, expected_sequence)
+            raise AppendConflict.at(expected_sequence, self._next_sequence)
         return self._append(FrameKind.EVENTS, payload, num_events)
 
     def append_gap(self, num_events: int, reason: str) -> int:

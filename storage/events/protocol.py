@@ -32,12 +32,11 @@ class EventStore(Protocol):
     def append(self, payload: bytes, num_events: int, *, expected_sequence: int | None = None) -> int:
         """Append `num_events` events as one frame, whole or not at all, and return the first one's sequence number.
 
-        With `expected_sequence` an append can be repeated safely: if this very payload already stands there, nothing is
-        written and its sequence number is returned.
+        `expected_sequence` is where the caller thinks that the log ends.
 
         Raises:
             ValueError: `num_events` is not positive, or the payload is larger than a frame holds.
-            AppendConflict: other bytes stand at `expected_sequence`, or the log has not reached it.
+            AppendConflict: the log ends elsewhere than at `expected_sequence`.
             LogClosed: the store was closed.
             OSError: it could not be written; the log is as it was before.
 

@@ -30,7 +30,6 @@ __all__ = ["Retention", "retire", "retire_logs"]
 
 _PARTS_OF_A_LOG: Final = (
     "*.kvlog",
-    "*.kvlog.torn-*",
     f"*{SNAPSHOT_SUFFIX}",
     "*.unfinished",
     RETIREMENTS_NAME,

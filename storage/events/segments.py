@@ -2,7 +2,8 @@
 
 A frame is one `write(2)`, made inline, so a killed process loses nothing that it had logged. A write that fails is
 rolled back to the last good offset. The hot path is `append`; everything else may be slow. The bytes are described in
-`segment_file` and `frames`, damage and reading in `reader`, the repair of a torn tail in `recovery`.
+`segment_file` and `frames`, damage and reading in `reader`. A log has one writer in its life: each start of an engine
+begins another one, so nothing is ever appended behind what a crash has left.
 """
 
 from __future__ import annotations
@@ -16,15 +17,12 @@ from typing import TYPE_CHECKING, Final
 import attrs
 
 from kvledger.storage.events.durability import Durability
-from kvledger.storage.events.end_record import END_RECORD_NAME, EndRecord, RecordedEnd, read_end_record
-from kvledger.storage.events.ending import MissingEnd, judge_ending
-from kvledger.storage.events.errors import LogClosed, LogDamaged, LogError
+from kvledger.storage.events.end_record import END_RECORD_NAME, EndRecord, RecordedEnd
+from kvledger.storage.events.errors import AppendConflict, LogClosed, LogDamaged, LogError
 from kvledger.storage.events.files import make_directory
 from kvledger.storage.events.frames import MAX_EVENTS, MAX_PAYLOAD_BYTES, FrameKind, check_append, encode_frame
 from kvledger.storage.events.group_sync import GroupSync
 from kvledger.storage.events.reader import LogReader
-from kvledger.storage.events.reappend import sequence_of_repeated
-from kvledger.storage.events.recovery import LogEnd, RecoveryReport, recover
 from kvledger.storage.events.segment_file import (
     NO_PREVIOUS_HASH,
     decode_header,
@@ -46,12 +44,24 @@ __all__ = ["SegmentEventStore"]
 
 _EVENTS: Final = int(FrameKind.EVENTS)
 _GAP: Final = int(FrameKind.GAP)
-_DEFAULT_SEGMENT_BYTES: Final = 64 << 20
-_DEFAULT_SYNC_INTERVAL_MS: Final = 50.0
 
 
 @attrs.frozen
-class _Settings:
+class LogEnd:
+    """Where a log ends: file, offset behind the last frame, next sequence number, and the two hashes (16 bytes)."""
+
+    segment: Path
+    offset: int
+    next_sequence: int
+    chain_hash: bytes
+    """What the next frame follows from: `head_hash`, or the hash of a newer segment's header."""
+    head_hash: bytes
+
+
+@attrs.frozen
+class StoreSettings:
+    """See `SegmentEventStore.create`."""
+
     durability: Durability
     segment_bytes: int
     sync_interval_ms: float
@@ -69,10 +79,7 @@ class _Settings:
 
 
 class SegmentEventStore:
-    """An `EventStore` in a directory. Use `create` or `open`.
-
-    `recovery` says what opening found; `header` is the mapping given to `create`, with `log_id` added.
-    """
+    """An `EventStore` in a directory, made by `create`. `header` is the mapping given there, with `log_id` added."""
 
     def __init__(
         self,
@@ -80,14 +87,11 @@ class SegmentEventStore:
         lock: int,
         header: Mapping[str, object],
         end: LogEnd,
-        recovery: RecoveryReport,
-        settings: _Settings,
-        recorded: RecordedEnd,
+        settings: StoreSettings,
     ) -> None:
         """Take over a locked directory whose log ends at `end`."""
         self.directory: Final = directory
         self.header: Final = dict(header)
-        self.recovery: Final = recovery
         self.durability: Final = settings.durability
         self._segment_bytes = settings.segment_bytes
         self._retention = settings.retention
@@ -96,6 +100,7 @@ class SegmentEventStore:
         self._rollback_pending = False
         self._unused_segment: Path | None = None
         in_use = read_header(end.segment)
+        recorded = RecordedEnd(in_use.log_id, end.segment.name, end.next_sequence, end.head_hash.hex())
         self._record = EndRecord(directory, recorded, durable=settings.durability is Durability.DISK)
         self._segment = end.segment
         self._first_frame_offset, self._segment_number = in_use.num_bytes, in_use.segment_number
@@ -113,8 +118,8 @@ class SegmentEventStore:
         directory: Path,
         header: Mapping[str, object],
         durability: Durability = Durability.OS,
-        segment_bytes: int = _DEFAULT_SEGMENT_BYTES,
-        sync_interval_ms: float = _DEFAULT_SYNC_INTERVAL_MS,
+        segment_bytes: int = 64 << 20,
+        sync_interval_ms: float = 50.0,
         retention: Retention | None = None,
     ) -> SegmentEventStore:
         """Begin a log in `directory`, which is made if need be; `header` holds JSON values.
@@ -129,7 +134,7 @@ class SegmentEventStore:
             OSError: it cannot be written there.
 
         """
-        settings = _Settings(Durability(durability), segment_bytes, sync_interval_ms, retention)
+        settings = StoreSettings(Durability(durability), segment_bytes, sync_interval_ms, retention)
         log_id = uuid.uuid4().hex
         block = encode_header(log_id, 1, NO_PREVIOUS_HASH, header, 1)
         directory = Path(directory)
@@ -141,9 +146,7 @@ class SegmentEventStore:
                 segment = write_segment(directory, 1, block, durable=settings.durability is Durability.DISK)
                 chain_hash = decode_header(block, segment.name).chain_hash
                 end = LogEnd(segment, len(block), 1, chain_hash, chain_hash)
-                whole_header = {**header, "log_id": log_id}
-                recorded = RecordedEnd(log_id, segment.name, 1, chain_hash.hex())
-                return cls(directory, lock, whole_header, end, RecoveryReport(), settings, recorded)
+                return cls(directory, lock, {**header, "log_id": log_id}, end, settings)
             except BaseException:
                 for name in (segment_name(1), END_RECORD_NAME):
                     (directory / name).unlink(missing_ok=True)
@@ -151,51 +154,6 @@ class SegmentEventStore:
         except BaseException:
             unlock(lock)
             raise
-
-    @classmethod
-    def open(
-        cls,
-        directory: Path,
-        durability: Durability = Durability.OS,
-        segment_bytes: int = _DEFAULT_SEGMENT_BYTES,
-        sync_interval_ms: float = _DEFAULT_SYNC_INTERVAL_MS,
-        retention: Retention | None = None,
-    ) -> SegmentEventStore:
-        """Go on with the log in `directory`. Every frame is verified first; a torn tail is laid aside, see `recovery`.
-
-        Where events are missing at its end, and something knows of them, a gap takes their sequence numbers first.
-
-        Raises:
-            ValueError: a setting makes no sense.
-            LogError: there is no log.
-            LogDamaged: the log is damaged elsewhere than at its tail.
-            LogTooNew: a later version wrote it.
-            LogLocked: another writer is at work there.
-            OSError: it cannot be written there.
-
-        """
-        settings = _Settings(Durability(durability), segment_bytes, sync_interval_ms, retention)
-        directory = Path(directory)
-        if not directory.is_dir():
-            msg = f"{directory} is no directory; create the log first, or give its directory"
-            raise LogError(msg)
-        lock = lock_directory(directory)
-        try:
-            reader, end, recovery = recover(directory)
-            recorded, missing = _recorded_so_far(directory, str(reader.header["log_id"]), end)
-            store = cls(directory, lock, reader.header, end, recovery, settings, recorded)
-        except BaseException:
-            unlock(lock)
-            raise
-        try:
-            if missing is not None:
-                reason = f"the end was missing when the log was opened again: {missing.detail}"
-                store.append_gap(min(max(1, missing.num_events), MAX_EVENTS), reason)
-                store._note_end(num_unwritten=0, reason="")
-        except BaseException:
-            store.close()
-            raise
-        return store
 
     @property
     def next_sequence(self) -> int:
@@ -213,10 +171,9 @@ class SegmentEventStore:
         return self._end[3]
 
     def append(self, payload: bytes, num_events: int, *, expected_sequence: int | None = None) -> int:
-        """Append one frame; see `EventStore.append`. A repeated append reads the segment that holds it."""
+        """Append one frame; see `EventStore.append`."""
         if expected_sequence is not None and expected_sequence != self._end[1]:
-            self._check_open()
-            return sequence_of_repeated(self, payload, num_events, expected_sequence)
+            raise AppendConflict.at(expected_sequence, self._end[1])
         return self._append(_EVENTS, payload, num_events)
 
     def append_gap(self, num_events: int, reason: str) -> int:
@@ -361,7 +318,7 @@ class SegmentEventStore:
 
     def _check_open(self) -> None:
         if self._closed:
-            msg = f"{self.directory}: the log was closed; open it again to append"
+            msg = f"{self.directory}: the log was closed; begin another one to append"
             raise LogClosed(msg)
 
     def _refuse_damage(self, reader: LogReader) -> None:
@@ -372,20 +329,5 @@ class SegmentEventStore:
 
 def _check_empty(directory: Path) -> None:
     if segment_paths(directory):
-        msg = f"{directory} holds a log already; open it, or create the new one in another directory"
+        msg = f"{directory} holds a log already; create the new one in another directory"
         raise LogError(msg)
-
-
-def _recorded_so_far(directory: Path, log_id: str, end: LogEnd) -> tuple[RecordedEnd, MissingEnd | None]:
-    """What the record of a log says that is opened again, and what is missing. Raises `LogDamaged` at a contradiction.
-
-    What is known to be missing stays in the record until it stands in the log.
-    """
-    ending = judge_ending(directory, log_id, end.next_sequence, end.head_hash, was_open=False)
-    if ending.contradiction:
-        msg = f"{directory}: {ending.contradiction}, the log has {end.head_hash.hex()}; nothing is appended to it"
-        raise LogDamaged(msg)
-    recorded = None if ending.missing is None else read_end_record(directory)
-    if recorded is None:
-        recorded = RecordedEnd(log_id, end.segment.name, end.next_sequence, end.head_hash.hex())
-    return attrs.evolve(recorded, is_closed=False), ending.missing

@@ -20,11 +20,9 @@ from log_torture.writer import Plan, write
 
 Moment = Literal["before", "middle", "after"]
 
-TORN = b"\xf5Kthe first bytes of a frame"
-
 
 def kill_at_each_change(directory: Path, plan: Plan, moment: Moment) -> int:
-    """Die in creating, appending, rolling over, retiring and reopening; returns how many changes there were."""
+    """Die in creating, appending, rolling over, retiring and closing; returns how many changes there were."""
     whole = run_until_killed(KillPoint(), lambda acknowledge: write(directory, plan, acknowledge))
     assert not whole.was_killed
     assert check_log(directory, whole.last_acknowledged) == whole.last_acknowledged
@@ -37,25 +35,6 @@ def kill_at_each_change(directory: Path, plan: Plan, moment: Moment) -> int:
         if directory.exists():
             check_log(directory, killed.last_acknowledged)
     return whole.num_calls
-
-
-def kill_at_each_change_of_a_torn_log(directory: Path, moment: Moment) -> int:
-    """Die in opening a torn log; the torn bytes stay. Returns how many changes there were."""
-    plan = Plan(num_sessions=1)
-    torn = directory.with_name("torn")
-    last = run_until_killed(KillPoint(), lambda acknowledge: write(torn, plan, acknowledge)).last_acknowledged
-    with max(torn.glob("*.kvlog")).open("ab") as segment:
-        segment.write(TORN)
-    (torn / "00000000000000000099.unfinished").write_bytes(b"KVLED")
-    shutil.copytree(torn, directory)
-    num_calls = run_until_killed(KillPoint(), lambda acknowledge: write(directory, plan, acknowledge)).num_calls
-    for number in range(num_calls):
-        shutil.rmtree(directory)
-        shutil.copytree(torn, directory)
-        killed = run_until_killed(KillPoint(number, moment), lambda acknowledge: write(directory, plan, acknowledge))
-        check_log(directory, max(last, killed.last_acknowledged))
-        assert any(TORN in path.read_bytes() for path in directory.iterdir()), "the torn bytes are gone"
-    return num_calls
 
 
 def kill_at_each_change_in_retiring(whole: Path, directory: Path, max_bytes: int, moment: Moment) -> int:
@@ -85,6 +64,6 @@ def kill_at_each_change_in_retiring(whole: Path, directory: Path, max_bytes: int
 
 
 def kill_at_random(directory: Path, seed: int, num_kills: int) -> Counter[str]:
-    """Random plans, random moments, all on the same log; returns how often each outcome came."""
+    """Random plans, random moments; returns how often each outcome came."""
     chance = random.Random(seed)
     return Counter(kill_once(directory, chance) for _ in range(num_kills))

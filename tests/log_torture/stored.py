@@ -2,17 +2,36 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 
 import attrs
 
-from kvledger.storage.events import Frame, LogReader, SegmentEventStore
+from kvledger.storage.events import Durability, Frame, LogReader, SegmentEventStore
 from kvledger.storage.events.frames import frame_bytes
 from kvledger.storage.events.segment_file import read_header
+from kvledger.storage.events.segments import LogEnd, StoreSettings
+from kvledger.storage.events.writer_lock import lock_directory
 
 Place = tuple[int, int]
 """Segment, and frame in it, both counted from 0."""
+
+
+def reopened(log: Path, *, segment_bytes: int = 64 << 20) -> SegmentEventStore:
+    """Return a writer that goes on behind the last intact frame of a closed log. The product never does: each start of
+    an engine begins another log. It spares tests a writer that stays open.
+    """
+    lock = lock_directory(log)
+    reader = LogReader(log, settle_seconds=0)
+    for _ in reader:
+        pass
+    assert reader.tail is not None
+    assert reader.head_hash is not None
+    segment, offset = reader.tail
+    os.truncate(segment, offset)
+    end = LogEnd(segment, offset, reader.next_sequence, reader.chain_hash or reader.head_hash, reader.head_hash)
+    return SegmentEventStore(log, lock, reader.header, end, StoreSettings(Durability.OS, segment_bytes, 50.0, None))
 
 
 @attrs.define

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import attrs
 
@@ -16,12 +15,11 @@ Acknowledge = Callable[[int], None]
 
 @attrs.frozen
 class Plan:
-    """What a writer does: so many sessions of opening the log, appending, and closing it (or not)."""
+    """What a writer does with a log: create it, append, close it."""
 
     durability: Durability = Durability.OS
     segment_bytes: int = 540
-    num_sessions: int = 2
-    num_appends: int = 6
+    num_appends: int = 12
     flush_every: int = 3
     max_bytes: int | None = None
     """Retention: what the log may take."""
@@ -37,34 +35,22 @@ def num_events_of(sequence: int) -> int:
     return 1 + sequence % 3
 
 
-def open_or_create(directory: Path, plan: Plan) -> SegmentEventStore:
-    """Go on with the log if there is one."""
-    settings: dict[str, Any] = {
-        "durability": plan.durability,
-        "segment_bytes": plan.segment_bytes,
-        "sync_interval_ms": 60_000,
-        "retention": Retention(plan.max_bytes),
-    }
-    if any(directory.glob("*.kvlog")):
-        return SegmentEventStore.open(directory, **settings)
-    return SegmentEventStore.create(directory, {"block_size": 16}, **settings)
-
-
 def write(directory: Path, plan: Plan, acknowledge: Acknowledge) -> None:
     """Carry out the plan."""
-    for _ in range(plan.num_sessions):
-        store = open_or_create(directory, plan)
-        for number in range(plan.num_appends):
-            sequence = store.next_sequence
-            if sequence % 11 == 7:
-                store.append_gap(num_events_of(sequence), payload_of(sequence).decode())
-            else:
-                store.append(payload_of(sequence), num_events_of(sequence), expected_sequence=sequence)
-            if plan.durability is Durability.OS:
-                acknowledge(store.next_sequence - 1)
-            elif number % plan.flush_every == 0:
-                store.flush()
-                acknowledge(store.next_sequence - 1)
-        last = store.next_sequence - 1
-        store.close()
-        acknowledge(last)
+    store = SegmentEventStore.create(
+        directory, {"block_size": 16}, plan.durability, plan.segment_bytes, 60_000, Retention(plan.max_bytes)
+    )
+    for number in range(plan.num_appends):
+        sequence = store.next_sequence
+        if sequence % 11 == 7:
+            store.append_gap(num_events_of(sequence), payload_of(sequence).decode())
+        else:
+            store.append(payload_of(sequence), num_events_of(sequence), expected_sequence=sequence)
+        if plan.durability is Durability.OS:
+            acknowledge(store.next_sequence - 1)
+        elif number % plan.flush_every == 0:
+            store.flush()
+            acknowledge(store.next_sequence - 1)
+    last = store.next_sequence - 1
+    store.close()
+    acknowledge(last)

@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 from lifecycle_driver import Driver
+from log_torture import reopened
 from processes import run_and_kill
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.codec import EventEncoder
-from kvledger.storage.events import BacklogEventStore, SegmentEventStore
+from kvledger.storage.events import BacklogEventStore
 
 LATE = e.RequestArrived("late", 100, 7, 10**9)
 
@@ -23,7 +24,7 @@ def cut_off(log: Path) -> Path:
     """The story's log, gone on with by a process that was killed: two requests are open."""
 
     def go_on() -> None:
-        SegmentEventStore.open(log).append(EventEncoder().encode([LATE]), 1)
+        reopened(log).append(EventEncoder().encode([LATE]), 1)
 
     run_and_kill(go_on)
     return log
@@ -76,7 +77,7 @@ def test_a_log_that_was_cut_off_is_sound_up_to_there(run: Any, cut_off: Path) ->
 
 def test_a_log_that_is_being_written_is_sound_so_far(run: Any, log: Path) -> None:
     """Whoever holds the writer's lock may still write."""
-    store = SegmentEventStore.open(log)
+    store = reopened(log)
     result = run("verify", log)
     store.close()
     assert result.exit_code == 0
@@ -131,7 +132,7 @@ def test_events_that_could_not_be_written_give_4_also_after_sigkill(run: Any, lo
     """They waited in memory for a disk that stayed full; how many, from which one on, and why, is told."""
 
     def fill_up() -> None:
-        store = BacklogEventStore(SegmentEventStore.open(log))
+        store = BacklogEventStore(reopened(log))
         first = store.next_sequence
         (log / "first").write_text(str(first))
         num_bytes = next(log.glob("*.kvlog")).stat().st_size

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from lifecycle_driver import Driver, Walk
+from log_torture import reopened
 from processes import started
 
 from kvledger.adapters.cli.feed import Feed
@@ -26,7 +27,7 @@ REQUEST = "chat-17-b6"
 @pytest.fixture
 def writer(log: Path) -> Iterator[SegmentEventStore]:
     """Somebody who goes on with the story's log."""
-    store = SegmentEventStore.open(log, segment_bytes=1)
+    store = reopened(log, segment_bytes=1)
     yield store
     store.close()
 

@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 import pytest
 from lifecycle_driver import Driver, Walk
+from log_torture import reopened
 
 from kvledger.adapters.logs import index as index_module
 from kvledger.adapters.logs import index_builder, index_file
@@ -24,7 +25,6 @@ from kvledger.adapters.logs.log import open_log
 from kvledger.adapters.reasons.life import Tail
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.codec import EventEncoder
-from kvledger.storage.events import SegmentEventStore
 from kvledger.storage.events.retention import retire
 from kvledger.storage.events.segment_file import segment_paths
 
@@ -118,7 +118,7 @@ def test_a_request_that_has_ended_is_told_from_an_earlier_index(
     log = tools.write_log(tmp_path / "log", story.observed, story.configuration)
     told = {name: run("show", log, name).out for name in ("chat-17", "chat-9")}
     before = index_path(open_log(log)).stat().st_mtime_ns
-    store = SegmentEventStore.open(log)
+    store = reopened(log)
     later = e.RequestArrived("late", 99, 7, 10**9)
     store.append(EventEncoder().encode([later]), 1)
     store.close()
@@ -200,7 +200,7 @@ def test_an_index_is_private_and_leaves_no_scraps(log: Path, cache: Path) -> Non
 
 def append(log: Path, events: list[e.Event]) -> None:
     """Write more events into a log that was closed."""
-    store = SegmentEventStore.open(log)
+    store = reopened(log)
     encoder = EventEncoder()
     for event in events:
         store.append(encoder.encode([event]), 1)

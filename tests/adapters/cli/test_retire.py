@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lifecycle_driver import Driver
-
-from kvledger.storage.events import SegmentEventStore
+from log_torture import reopened
 
 
 def test_retired_segments_are_told_and_deleted_ones_are_damage(
@@ -40,7 +39,7 @@ def test_retire_refuses_what_makes_no_sense(run: Any, tools: Any, story: Driver,
     for arguments in (["--max-bytes", "2parsecs"], ["--max-age", "30"], []):
         assert run("retire", log, *arguments).exit_code == 64
     assert run("retire", next(log.glob("*.kvlog")), "--max-bytes", "1").exit_code == 64
-    store = SegmentEventStore.open(log)
+    store = reopened(log)
     result = run("retire", log, "--max-bytes", "1")
     assert (result.exit_code, "being written by pid" in result.err) == (2, True)
     store.close()

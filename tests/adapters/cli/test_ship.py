@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 from lifecycle_driver import Driver
+from log_torture import reopened
 from nats_server import NatsServer, segments_in_stream, segments_of
 from processes import started
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.codec import EventEncoder
-from kvledger.storage.events import SegmentEventStore
 
 Run = Any
 Tools = Any
@@ -179,7 +179,7 @@ def test_a_stream_can_be_followed(server: NatsServer, run: Run, log: Path) -> No
         assert process.stdout is not None
         while json.loads(process.stdout.readline())["request_id"] != "chat-9":
             pass
-        store = SegmentEventStore.open(log)
+        store = reopened(log)
         store.append(EventEncoder().encode([e.RequestArrived("late", 100, 7, 10**9)]), 1)
         store.close()
         assert run("ship", log, "--to", server.url).exit_code == 0

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 from lifecycle_driver import Driver
+from log_torture import reopened
 
 from kvledger.adapters.core import composed_core
 from kvledger.lifecycle import Core
@@ -333,7 +334,7 @@ def test_many_violations_are_cut_for_people_and_whole_for_programs(run: Any, too
 def test_the_verdict_names_the_head_of_the_chain(run: Any, log: Path) -> None:
     """Noted elsewhere, it makes a log that was rewritten as a whole detectable."""
     (verdict,) = run("verify", "--json", log).objects("verdict")
-    store = SegmentEventStore.open(log)
+    store = reopened(log)
     assert verdict["head_hash"] == store.head_hash.hex()
     store.close()
 

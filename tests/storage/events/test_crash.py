@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from log_torture import Plan
-from log_torture.every_change import Moment, kill_at_each_change, kill_at_each_change_of_a_torn_log, kill_at_random
+from log_torture.every_change import Moment, kill_at_each_change, kill_at_random
 
 from kvledger.storage.events import Durability
 
@@ -22,24 +22,14 @@ _NUM_KILLS = 40
 def test_a_writer_killed_at_any_change_of_a_file_loses_nothing_acknowledged(
     tmp_path: Path, small_process: Executor, durability: Durability, moment: Moment, max_bytes: int | None
 ) -> None:
-    """Every call that changes a file is a place to die: in creating, appending, rolling over, retiring, reopening."""
+    """Every call that changes a file is a place to die: in creating, appending, rolling over, retiring, closing."""
     plan = Plan(durability, max_bytes=max_bytes)
-    assert small_process.submit(kill_at_each_change, tmp_path / "log", plan, moment).result() > 40
+    assert small_process.submit(kill_at_each_change, tmp_path / "log", plan, moment).result() > 35
 
 
-@pytest.mark.parametrize("moment", ["before", "middle", "after"])
-def test_a_writer_killed_while_it_lays_a_torn_tail_aside_loses_nothing(
-    tmp_path: Path, small_process: Executor, moment: Moment
-) -> None:
-    """Opening a torn log is killed at each of its changes of a file, and the next opening finds all that was there,
-    the torn bytes included.
-    """
-    assert small_process.submit(kill_at_each_change_of_a_torn_log, tmp_path / "log", moment).result() > 10
-
-
-def test_writers_killed_at_random_one_after_the_other_leave_one_unbroken_chain(
+def test_writers_killed_at_random_lose_nothing_acknowledged(
     tmp_path: Path, small_process: Executor, random_seed: int
 ) -> None:
-    """A sample of `make torture`: random plans, random moments, all on the same log."""
+    """A sample of `make torture`: random plans, random moments."""
     outcomes = small_process.submit(kill_at_random, tmp_path / "log", random_seed, _NUM_KILLS).result()
     assert any(outcome.startswith("killed") for outcome in outcomes)

@@ -1,4 +1,4 @@
-"""Any mix of appending, closing, reopening and losing bytes at the end behaves like a list."""
+"""Any mix of appends behaves like a list."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from kvledger.storage.events import FrameKind, SegmentEventStore, read_log
 
-_FRAME_HEADER_BYTES = 39
 _SEGMENT_BYTES = 640
 
 
@@ -45,46 +44,6 @@ class LogModel(RuleBasedStateMachine):
         """Account for a loss."""
         place = self.store.append_gap(num_events, reason)
         self.expected.append((place, num_events, FrameKind.GAP, reason.encode(errors="replace")))
-
-    @rule(data=st.data())
-    def append_again(self, data: st.DataObject) -> None:
-        """Repeat what is there."""
-        events = [frame for frame in self.expected if frame[2] is FrameKind.EVENTS]
-        if events:
-            place, num_events, _, payload = data.draw(st.sampled_from(events))
-            assert self.store.append(payload, num_events, expected_sequence=place) == place
-
-    @rule()
-    def reopen(self) -> None:
-        """Close and open."""
-        head = self.store.head_hash
-        self.store.close()
-        self.store = SegmentEventStore.open(self.directory, segment_bytes=_SEGMENT_BYTES)
-        assert (self.store.head_hash, self.store.recovery.num_bytes_cut) == (head, 0)
-
-    @rule(num_bytes=st.integers(1, 300))
-    def lose_bytes_at_the_end(self, num_bytes: int) -> None:
-        """Cut the last segment, as a power cut may, but not the first segment's header; open again: a gap says so."""
-        self.store.close()
-        last = max(self.directory.glob("*.kvlog"))
-        in_last = [frame for frame in self.expected if frame[0] >= int(last.stem)]
-        frames_start = last.stat().st_size - sum(_FRAME_HEADER_BYTES + len(frame[3]) for frame in in_last)
-        lowest = frames_start if int(last.stem) == 1 else 0
-        size = max(lowest, last.stat().st_size - num_bytes)
-        with last.open("r+b") as file:
-            file.truncate(size)
-        end = frames_start
-        for frame in in_last:
-            end += _FRAME_HEADER_BYTES + len(frame[3])
-            if end > size:
-                self.expected = [kept for kept in self.expected if kept[0] < frame[0]]
-                break
-        before = self.store.next_sequence
-        self.store = SegmentEventStore.open(self.directory, segment_bytes=_SEGMENT_BYTES)
-        if self._next_sequence() < before:  # the record of the end knows how far the log had come
-            *_, gap = self.store.read()
-            assert gap.payload.startswith(b"the end was missing when the log was opened again")
-            self.expected.append((self._next_sequence(), before - self._next_sequence(), FrameKind.GAP, gap.payload))
 
     @invariant()
     def the_log_is_the_list(self) -> None:

@@ -11,15 +11,15 @@ import pytest
 from log_torture import Plan, payload_of, write
 from log_torture.power import Image, PowerLoss
 
-from kvledger.storage.events import Durability, HowEnded, LogDamaged, LogReader, SegmentEventStore, read_ending
+from kvledger.storage.events import Durability, HowEnded, LogReader, SegmentEventStore, read_ending
 from kvledger.storage.events.group_sync import GroupSync
 
-_PLAN = Plan(Durability.DISK, num_sessions=2, num_appends=8)
+_PLAN = Plan(Durability.DISK, num_appends=16)
 
 
 @pytest.fixture
 def images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Image]:
-    """Write a log with rollovers and a reopening; return what a machine may find after each change of a file."""
+    """Write a log with rollovers; return what a machine may find after each change of a file."""
     monkeypatch.setattr(GroupSync, "_run", lambda _self: None)  # syncs come from the writer alone: the same each time
     found: list[Image] = []
     power = PowerLoss(tmp_path / "log", found.append)
@@ -42,8 +42,8 @@ def _sequences_read(directory: Path) -> tuple[LogReader, list[int]]:
 
 
 def test_a_machine_that_loses_power_keeps_everything_that_was_flushed(tmp_path: Path, images: list[Image]) -> None:
-    """Each image is read and opened: what was flushed is there, nothing else than was written is read, and what is
-    missing or torn stands behind it. Without a hole of zeros the log is opened and goes on.
+    """Each image is read: what was flushed is there, nothing else than was written is read, and what is missing or
+    torn stands behind it. More than a torn tail is where a hole of zeros is.
     """
     outcomes: Counter[str] = Counter()
     directory = tmp_path / "found"
@@ -64,22 +64,12 @@ def test_a_machine_that_loses_power_keeps_everything_that_was_flushed(tmp_path: 
         assert reader.damage or not ending.contradiction, where
         assert ending.missing is None or ending.missing.first_sequence > image.last_acknowledged, where
         outcomes[ending.how] += 1
-        try:
-            store = SegmentEventStore.open(directory)
-        except LogDamaged:
+        if {damage.kind for damage in reader.damage} - {"torn_tail"}:
             assert image.lost == "an earlier write, not the last" or not acknowledged, where
-            outcomes["opens for reading only"] += 1
-            continue
-        place = store.append(b"afterwards", 1)
-        store.close()
-        assert place > image.last_acknowledged, where
-        assert [frame.first_sequence for frame in LogReader(directory)][-1] == place, where
-        assert LogReader(directory).damage == []
-        outcomes["goes on"] += 1
-    assert outcomes["goes on"] > 50
+            outcomes["a hole"] += 1
     assert outcomes[HowEnded.CLOSED] > 0
     assert outcomes[HowEnded.CUT_OFF] > 50
-    assert outcomes["opens for reading only"] > 0
+    assert outcomes["a hole"] > 0
 
 
 def test_the_names_of_new_directories_are_on_disk_when_a_log_is_made(

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import random
+import subprocess
 import sys
 import tracemalloc
 from pathlib import Path
 
 import pytest
+from log_torture import reopened
 from processes import started
 
-from kvledger.storage.events import Frame, FrameKind, LogDamaged, LogError, LogReader, SegmentEventStore, read_log
+from kvledger.storage.events import Frame, FrameKind, LogError, LogReader, SegmentEventStore, read_log
 from kvledger.storage.events.frames import encode_frame
 from kvledger.storage.events.segment_file import decode_header
 
@@ -82,8 +84,6 @@ def test_a_frame_rewritten_with_a_good_checksum_breaks_the_chain(tmp_path: Path)
     start = data.index(b"two") - _HEADER_BYTES
     segment.write_bytes(data[:start] + forged + data[start + len(forged) :])
     assert _frames_and_damage(tmp_path)[1] == [("chain_broken", 5)]
-    with pytest.raises(LogDamaged, match="chain_broken"):
-        SegmentEventStore.open(tmp_path)
 
 
 def test_a_segment_rewritten_to_its_end_does_not_fit_the_next_one(tmp_path: Path) -> None:
@@ -134,14 +134,16 @@ def test_what_is_no_log_is_said_so(tmp_path: Path) -> None:
 
 def test_a_log_is_read_while_another_process_writes_it(tmp_path: Path) -> None:
     """Each reading is an undamaged beginning of the log, never shorter than the one before, across new segments."""
-    SegmentEventStore.create(tmp_path, {}).close()
     code = (
         "import sys; from kvledger.storage.events import *\n"
-        "store = SegmentEventStore.open(sys.argv[1], segment_bytes=20000)\n"
+        "store = SegmentEventStore.create(sys.argv[1], {}, segment_bytes=20000)\n"
+        "print('begun', flush=True)\n"
         "for number in range(3000): store.append(b'%d,' % number * (number % 300), 1)\n"
     )
     num_read = 0
-    with started([sys.executable, "-c", code, tmp_path]) as child:
+    with started([sys.executable, "-c", code, tmp_path], stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == "begun\n"
         while child.poll() is None:
             reader = read_log(tmp_path, from_sequence=max(1, num_read))
             for frame in reader:
@@ -157,7 +159,7 @@ def test_a_log_is_read_while_another_process_writes_it(tmp_path: Path) -> None:
 def test_reading_changes_nothing(two_segment_log: tuple[Path, list[Frame]]) -> None:
     """No lock is taken and no byte is written, also for a torn log that a writer holds."""
     directory, frames = two_segment_log
-    store = SegmentEventStore.open(directory)
+    store = reopened(directory)
     segment = max(directory.glob("*.kvlog"))
     with segment.open("ab") as file:
         file.write(b"\xf5K torn")

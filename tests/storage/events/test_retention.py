@@ -77,7 +77,6 @@ def test_a_log_is_kept_to_a_size_while_it_is_written(tmp_path: Path) -> None:
     assert reader.retired[0].first_sequence == 1
     assert reader.retired[-1].last_sequence + 1 == frames[0].first_sequence > 1000
     assert {retirement.reason for retirement in reader.retired} == {"size"}
-    SegmentEventStore.open(tmp_path).close()
 
 
 def test_segments_that_are_too_old_go_and_others_stay(tmp_path: Path) -> None:
@@ -141,8 +140,6 @@ def test_a_segment_deleted_by_hand_is_missing_and_not_retired(tmp_path: Path) ->
         assert [(damage.kind, damage.sequence) for damage in reader.damage] == [("missing_segment", 1)] or (
             [(damage.kind, damage.sequence) for damage in reader.damage] == [("missing_segment", int(victim.stem))]
         )
-        with pytest.raises(LogDamaged, match="missing_segment"):
-            SegmentEventStore.open(log)
 
 
 def test_a_log_that_does_not_follow_from_the_recorded_hash_is_found_out(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The store on disk: segments, recovery, refusals, one writer, and what happens when the file system says no."""
+"""The store on disk: segments, refusals, one writer, and what happens when the file system says no."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from processes import finished
 
 from kvledger.storage.events import (
     Durability,
-    Frame,
     LogDamaged,
     LogError,
     LogLocked,
@@ -84,95 +83,21 @@ def test_a_large_first_frame_follows_from_the_noted_head(tmp_path: Path) -> None
     store.close()
 
 
-def test_a_reopened_log_continues_its_chain_across_segments(tmp_path: Path) -> None:
-    """Open, append, close, many times with small segments: one unbroken chain, one header, one log id."""
-    store = SegmentEventStore.create(tmp_path, {"block_size": 16}, segment_bytes=550)
-    header = store.header
-    for number in range(12):
-        store.append(b"payload %d" % number, 1)
-        head = store.head_hash
-        store.close()
-        store = SegmentEventStore.open(tmp_path, segment_bytes=550)
-        assert (store.head_hash, store.next_sequence, store.header) == (head, number + 2, header)
-        assert (store.recovery.num_bytes_cut, store.recovery.num_frames) == (0, number + 1)
-    store.close()
-    assert len(_verified_payloads(tmp_path)) == 12
-
-
-def test_a_log_cut_at_any_byte_of_its_tail_opens_and_goes_on(two_segment_log: tuple[Path, list[Frame]]) -> None:
-    """Whatever length the last segment has: whole frames stay, the rest is kept and reported, appending works."""
-    directory, frames = two_segment_log
-    last = max(directory.glob("*.kvlog"))
-    whole = last.read_bytes()
-    frame_start = len(whole) - 39 - len(frames[2].payload)
-    for num_bytes in range(len(whole) + 1):
-        last.write_bytes(whole[:num_bytes])
-        (directory / "log.end").unlink()  # as if nobody knew how far the log had come; else a gap would say so
-        store = SegmentEventStore.open(directory)
-        kept = frames if num_bytes == len(whole) else frames[:2]
-        assert list(store.read()) == kept
-        report = store.recovery
-        if num_bytes in {frame_start, len(whole)}:
-            assert report.num_bytes_cut == 0
-        else:
-            cut_at = frame_start if num_bytes > frame_start else 0
-            assert (report.segment, report.first_lost_sequence) == (last.name, 5)
-            assert report.num_bytes_cut == num_bytes - cut_at
-            assert report.kept_as is not None
-            assert report.kept_as.name == f"{last.name}.torn-{cut_at}"
-            assert report.kept_as.read_bytes() == whole[cut_at:num_bytes]
-            report.kept_as.unlink()
-        next_sequence = store.next_sequence
-        assert next_sequence == kept[-1].next_sequence
-        assert store.append(b"afterwards", 1) == next_sequence
-        store.close()
-        assert _verified_payloads(directory) == [*(frame.payload for frame in kept), b"afterwards"]
-        if not last.exists():  # a cut header: the log went on in the first segment
-            first = min(directory.glob("*.kvlog"))
-            first.write_bytes(first.read_bytes()[: -39 - len(b"afterwards")])
-
-
-def test_what_is_cut_twice_at_one_place_is_kept_twice(tmp_path: Path) -> None:
-    """A second torn tail at the same offset does not overwrite the first."""
-    SegmentEventStore.create(tmp_path, {}).close()
-    segment = next(tmp_path.glob("*.kvlog"))
-    for torn in (b"\xf5Kone", b"\xf5Ktwo"):
-        with segment.open("ab") as file:
-            file.write(torn)
-        SegmentEventStore.open(tmp_path).close()
-    assert sorted(path.read_bytes() for path in tmp_path.glob("*.torn-*")) == [b"\xf5Kone", b"\xf5Ktwo"]
-
-
-def test_a_cut_before_the_tail_is_refused_and_nothing_is_changed(two_segment_log: tuple[Path, list[Frame]]) -> None:
-    """However the first of two segments is cut, opening names the place and touches no file."""
-    directory, _ = two_segment_log
-    first = min(directory.glob("*.kvlog"))
-    whole = first.read_bytes()
-    for num_bytes in range(len(whole)):
-        first.write_bytes(whole[:num_bytes])
-        before = {path.name: path.read_bytes() for path in directory.glob("*.kvlog*")}
-        with pytest.raises(LogDamaged, match="0000"):
-            SegmentEventStore.open(directory)
-        assert {path.name: path.read_bytes() for path in directory.glob("*.kvlog*")} == before
-
-
 def test_a_corrupt_frame_in_the_middle_is_refused_by_its_place(tmp_path: Path) -> None:
-    """Appending behind damage would bury it; the message says where it is, and reading still shows the rest."""
+    """The message says where it is, and reading a damaged log as it is still shows the rest."""
     store = SegmentEventStore.create(tmp_path, {})
     for payload in (b"one", b"two", b"three"):
         store.append(payload, 1)
     store.close()
     segment = next(tmp_path.glob("*.kvlog"))
     segment.write_bytes(segment.read_bytes().replace(b"two", b"TWO"))
-    with pytest.raises(LogDamaged, match=r"corrupt_frame at offset \d+ \(sequence 2\)"):
-        SegmentEventStore.open(tmp_path)
-    with pytest.raises(LogDamaged, match="sequence"):
+    with pytest.raises(LogDamaged, match=r"corrupt_frame at offset \d+: .*sequence 2 are lost"):
         list(store.read())
     assert [frame.payload for frame in read_log(tmp_path)] == [b"one", b"three"]
 
 
 def test_a_later_format_says_which_version_it_needs(tmp_path: Path) -> None:
-    """An intact header of format 7, or one copy, is `LogTooNew`, for the writer and for the reader."""
+    """An intact header of format 7, or one copy, is `LogTooNew`."""
     SegmentEventStore.create(tmp_path, {}).close()
     segment = next(tmp_path.glob("*.kvlog"))
     data = segment.read_bytes()
@@ -182,12 +107,10 @@ def test_a_later_format_says_which_version_it_needs(tmp_path: Path) -> None:
     for block in (2 * later, later, bytes(len(later)) + later):
         segment.write_bytes(block)
         with pytest.raises(LogTooNew, match="knows format 7"):
-            SegmentEventStore.open(tmp_path)
-        with pytest.raises(LogTooNew, match="knows format 7"):
             read_log(tmp_path)
 
 
-def test_a_log_whose_oldest_segments_were_retired_opens_and_verifies(tmp_path: Path) -> None:
+def test_a_log_whose_oldest_segments_were_retired_verifies(tmp_path: Path) -> None:
     """Whole segments gone from the front leave a log that goes on from their hash; reading says what is gone."""
     store = SegmentEventStore.create(tmp_path, {}, segment_bytes=1)
     for payload in (b"one", b"two", b"three"):
@@ -195,12 +118,8 @@ def test_a_log_whose_oldest_segments_were_retired_opens_and_verifies(tmp_path: P
     store.close()
     num_bytes = sum(path.stat().st_size for path in tmp_path.glob("*.kvlog"))
     assert len(retire(tmp_path, max_bytes=num_bytes - 1)) == 1
-    store = SegmentEventStore.open(tmp_path)
-    assert store.append(b"four", 1) == 4
-    assert [frame.payload for frame in store.read()] == [b"two", b"three", b"four"]
-    store.close()
     reader = read_log(tmp_path)
-    assert [frame.first_sequence for frame in reader] == [2, 3, 4]
+    assert [frame.first_sequence for frame in reader] == [2, 3]
     assert reader.damage == []
     assert [(retired.first_sequence, retired.last_sequence) for retired in reader.retired] == [(1, 1)]
 
@@ -214,16 +133,12 @@ def test_memory_durability_points_to_the_memory_store(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_create_and_open_do_not_take_each_others_place(tmp_path: Path) -> None:
-    """Creating over a log, and opening what is none, are refused; a refusal leaves no lock behind."""
-    with pytest.raises(LogError, match="create the log first"):
-        SegmentEventStore.open(tmp_path / "nothing")
-    with pytest.raises(LogError, match="holds no log segment"):
-        SegmentEventStore.open(tmp_path)
+def test_a_log_is_not_created_over_another_one(tmp_path: Path) -> None:
+    """It is refused; a refusal leaves no lock behind."""
     SegmentEventStore.create(tmp_path, {}).close()
     with pytest.raises(LogError, match="holds a log already"):
         SegmentEventStore.create(tmp_path, {})
-    SegmentEventStore.open(tmp_path).close()
+    assert retire(tmp_path, max_bytes=0) == []
 
 
 @pytest.mark.parametrize("header", [{"log_id": "mine"}, {"key": object()}, {"key": 1 << 70}, {"key": "x" * (2 << 20)}])
@@ -238,12 +153,12 @@ def test_a_second_writer_is_refused_and_told_the_pid(tmp_path: Path) -> None:
     """In this process and in another one; the lock goes with its holder."""
     store = SegmentEventStore.create(tmp_path, {})
     with pytest.raises(LogLocked, match=f"pid {os.getpid()};"):
-        SegmentEventStore.open(tmp_path)
-    code = "import sys; from kvledger.storage.events import *; SegmentEventStore.open(sys.argv[1])"
+        SegmentEventStore.create(tmp_path, {})
+    code = "import sys; from kvledger.storage.events import *; SegmentEventStore.create(sys.argv[1], {})"
     child = finished([sys.executable, "-c", code, tmp_path])
     assert f"LogLocked: {tmp_path}: the log is being written by pid {os.getpid()};" in child.stderr
     store.close()
-    SegmentEventStore.open(tmp_path).close()
+    assert retire(tmp_path, max_bytes=0) == []
 
 
 def test_a_write_that_stops_half_way_is_rolled_back(tmp_path: Path, file_size_limit: Limit) -> None:
@@ -311,7 +226,7 @@ def test_an_interrupt_between_write_and_commit_is_rolled_back(tmp_path: Path, mo
 def test_a_read_only_directory_refuses_new_segments_and_loses_nothing(
     tmp_path: Path, read_only_directory: Callable[[], AbstractContextManager[None]]
 ) -> None:
-    """The segment in use stays in use; opening there says that it is not permitted."""
+    """The segment in use stays in use."""
     store = SegmentEventStore.create(Path(), {}, segment_bytes=480)
     store.append(b"x" * 100, 1)
     with read_only_directory():
@@ -320,8 +235,6 @@ def test_a_read_only_directory_refuses_new_segments_and_loses_nothing(
         assert store.append(b"fits", 1) == 2
     store.append(b"y" * 100, 1)
     store.close()
-    with read_only_directory(), pytest.raises(PermissionError):
-        SegmentEventStore.open(Path())
     assert _verified_payloads(tmp_path) == [b"x" * 100, b"fits", b"y" * 100]
     assert list(tmp_path.glob("*.unfinished")) == []
 

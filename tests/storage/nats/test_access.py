@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from log_torture import reopened
 from nats_server import NatsServer, segments_in_stream, segments_of, write_log
 from nats_server.certificates import Authority
 
-from kvledger.storage.events import SegmentEventStore
 from kvledger.storage.events.nats import (
     Access,
     NewStream,
@@ -92,7 +92,7 @@ def test_a_log_that_may_not_be_shipped_does_not_keep_the_others(
     """A log that was moved here from another host stays under that host's subject, which this one may not write."""
     moved = write_log(tmp_path / "logs" / "a-moved", chance, 20)
     ship(moved, guarded.url, access=ADMIN, label="host-b")
-    store = SegmentEventStore.open(moved)
+    store = reopened(moved)
     for _ in range(100):
         store.append(b"more", 1)
     store.close()

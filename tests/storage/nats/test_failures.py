@@ -16,6 +16,7 @@ from typing import Any
 
 import nats
 import pytest
+from log_torture import reopened
 from nats.errors import Error as NatsError
 from nats.js.errors import APIError
 from nats_server import NatsServer, Proxy, fill, segments_in_stream, segments_of, write_log
@@ -129,7 +130,7 @@ def test_a_shipper_killed_at_random_points_is_gone_on_with(
     before = set(tmp_path.rglob("*"))
     num_killed_in_the_middle = 0
     while num_killed_in_the_middle < 3:
-        store = SegmentEventStore.open(log, segment_bytes=300_000)
+        store = reopened(log, segment_bytes=300_000)
         fill(store, chance, 4_000)
         store.close()
         enough = num_messages(server) + chance.randrange(1, 2_000)
@@ -170,7 +171,7 @@ def test_a_shipper_that_is_told_to_stop_ships_the_rest_and_says_how_it_stands(
         [*command, "--create-stream", "--follow"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
         wait_until(lambda: num_messages(server) >= 100)
-        store = SegmentEventStore.open(log, segment_bytes=20_000)
+        store = reopened(log, segment_bytes=20_000)
         fill(store, chance, 500)
         store.close()
         process.send_signal(signal.SIGTERM)
@@ -222,7 +223,7 @@ def test_two_shippers_beyond_the_duplicate_window_double_nothing(
     log = write_log(tmp_path / "log", chance, 300)
     window = NewStream(duplicate_window_s=0.1)
     ship(log, server.url, new_stream=window)
-    store = SegmentEventStore.open(log, segment_bytes=20_000)
+    store = reopened(log, segment_bytes=20_000)
     fill(store, chance, 100)
     store.close()
     time.sleep(0.3)

@@ -12,9 +12,10 @@ from typing import Any
 
 import nats
 import pytest
+from log_torture import reopened
 from nats_server import NatsServer, fill, segments_of, write_log
 
-from kvledger.storage.events import LogError, SegmentEventStore, read_log
+from kvledger.storage.events import LogError, read_log
 from kvledger.storage.events.nats import (
     Access,
     NewStream,
@@ -43,7 +44,7 @@ def test_only_what_is_missing_is_fetched(server: NatsServer, ship: Ship, tmp_pat
     ship(log, server.url)
     (copy,), num_known = fetch(server, tmp_path / "mirror")
     assert num_known == 0
-    store = SegmentEventStore.open(log, segment_bytes=20_000)
+    store = reopened(log, segment_bytes=20_000)
     fill(store, chance, 100)
     store.close()
     num_shipped = 300 + len(segments_of(copy))
@@ -60,7 +61,7 @@ def test_what_an_interrupted_run_left_is_gone_on_with(
     log = write_log(tmp_path / "log", chance, 100)
     ship(log, server.url)
     (copy,), _ = fetch(server, tmp_path / "mirror")
-    store = SegmentEventStore.open(log, segment_bytes=20_000)
+    store = reopened(log, segment_bytes=20_000)
     fill(store, chance, 200)
     store.close()
     ship(log, server.url)

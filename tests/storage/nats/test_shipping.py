@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from google_crc32c import value as crc32c
+from log_torture import reopened
 from nats_server import NatsServer, fill, segments_in_stream, segments_of, write_log
 
 from kvledger.storage.events import SegmentEventStore, read_log
@@ -62,7 +63,7 @@ def test_a_log_that_grew_is_gone_on_with(server: NatsServer, ship: Ship, tmp_pat
     """Only what is new is shipped, across the restart of its writer."""
     log = write_log(tmp_path / "log", chance, 100)
     ship(log, server.url)
-    store = SegmentEventStore.open(log, segment_bytes=20_000)
+    store = reopened(log, segment_bytes=20_000)
     fill(store, chance, 100)
     store.close()
     report = ship(log, server.url)
@@ -149,7 +150,7 @@ def test_segments_retired_before_shipping_are_named_as_lost(
     log = write_log(tmp_path / "log", chance, 20)
     ship(log, server.url)
     shipped = segments_of(log)
-    store = SegmentEventStore.open(log, segment_bytes=2_000)
+    store = reopened(log, segment_bytes=2_000)
     fill(store, chance, 200)
     store.close()
     for name in list(segments_of(log))[:4]:
@@ -209,7 +210,7 @@ def test_a_torn_tail_is_not_shipped_and_is_gone_on_behind(
     assert report.is_damaged
     assert "torn_tail" in report.logs[0].problem
     assert segments_in_stream(server.url)[segment.name] == whole
-    store = SegmentEventStore.open(log)
+    store = reopened(log)
     fill(store, chance, 20)
     store.close()
     report = ship(log, server.url)
@@ -231,7 +232,7 @@ def test_a_log_that_lost_what_was_shipped_is_refused(
     report = ship(log, server.url)
     assert report.is_damaged
     assert "the stream holds" in report.logs[0].problem
-    store = SegmentEventStore.open(log)
+    store = reopened(log)
     fill(store, chance, 3)
     store.close()
     report = ship(log, server.url)
@@ -247,7 +248,7 @@ def test_two_copies_of_a_log_that_went_on_differently_are_not_mixed(
     log = write_log(tmp_path / "log", chance, 50)
     shutil.copytree(log, tmp_path / "copy")
     for directory in (log, tmp_path / "copy"):
-        store = SegmentEventStore.open(directory)
+        store = reopened(directory)
         fill(store, chance, 20)
         store.close()
     assert ship(log, server.url).is_complete
@@ -298,7 +299,7 @@ def test_a_log_stays_under_the_subject_it_began_with(
     """A host that was renamed, or a copy of the log shipped from elsewhere, begins no second copy in the stream."""
     log = write_log(tmp_path / "log", chance, 100)
     ship(log, server.url, label="old-name")
-    store = SegmentEventStore.open(log)
+    store = reopened(log)
     fill(store, chance, 20)
     store.close()
     report = ship(log, server.url, label="new-name")
