@@ -96,23 +96,21 @@ class KVLedgerRecorder(KVConnectorBase_V1):
         """None in the scheduler's process, and where logs are kept in memory: nobody could read a worker's."""
         self.pages: RecordedPages | None = None
         """Who digests them on a worker; None where nobody asked for that."""
-        if (
-            role is KVConnectorRole.WORKER
-            and settings.digest_share
-            and not describe_groups(vllm_config, kv_cache_config).declined
-        ):
-            self.pages = RecordedPages(vllm_config.parallel_config.rank, kv_cache_config.num_blocks)
+        groups = describe_groups(vllm_config, kv_cache_config)
+        configuration = _configuration(kv_cache_config, groups)
         if role is KVConnectorRole.SCHEDULER:
-            self.recording = self._begin(vllm_config, kv_cache_config, settings)
-        elif settings.log_dir is not None and settings.durability is not Durability.MEMORY:
-            self.working = self._begin_working(vllm_config, kv_cache_config, settings)
+            self.recording = self._begin(vllm_config, kv_cache_config, settings, groups, configuration)
+            return
+        if settings.digest_share and not groups.declined:
+            self.pages = RecordedPages(vllm_config.parallel_config.rank, kv_cache_config.num_blocks)
+        if settings.log_dir is not None and settings.durability is not Durability.MEMORY:
+            self.working = self._begin_working(vllm_config, settings, configuration)
 
     def _begin_working(
-        self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, settings: RecorderSettings
+        self, vllm_config: VllmConfig, settings: RecorderSettings, configuration: LedgerConfiguration
     ) -> WorkerRecording:
         engine_id, connector = transfer_of(vllm_config).engine_id or "", type(self.wrapped).__name__
         rank = vllm_config.parallel_config.rank
-        configuration = _configuration(kv_cache_config, describe_groups(vllm_config, kv_cache_config))
         core = Core.standard().extended(Recorder())
         opened_log = open_event_log(
             core, settings, configuration, worker=WorkerOfLog(engine_id, rank), connector=connector
@@ -120,9 +118,14 @@ class KVLedgerRecorder(KVConnectorBase_V1):
         log = RecorderLog(core, configuration, opened_log, type(self).clock)
         return WorkerRecording(log, said.WorkerStarted(engine_id, rank, connector))
 
-    def _begin(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, settings: RecorderSettings) -> Recording:
-        groups = describe_groups(vllm_config, kv_cache_config)
-        configuration = _configuration(kv_cache_config, groups)
+    def _begin(
+        self,
+        vllm_config: VllmConfig,
+        kv_cache_config: KVCacheConfig,
+        settings: RecorderSettings,
+        groups: Groups,
+        configuration: LedgerConfiguration,
+    ) -> Recording:
         core = Core.standard().extended(Recorder())
         opened_log = open_event_log(
             core,

@@ -106,14 +106,21 @@ class Noticing:
         )
 
     def preemptions(self, requests: Mapping[str, Request]) -> None:
-        """Record those of all that hold blocks.
+        """Record those of a reset, which preempts all that run, without a hook.
 
-        A reset preempts all that run, without a hook; their blocks may be given away before they are looked up.
+        Their blocks may be given away before they are looked up. Nobody runs then before the next step: the first who
+        does says that there was no reset (`v1/core/sched/scheduler.py`, reset_prefix_cache, 0.32).
         """
-        for record in [record for record in self._tracker if record.blocks is not BlocksRegion.NONE]:
+        preempted = []
+        for record in self._tracker:
             request = requests.get(record.request_id)
-            if request is not None:
-                self.preemption(request)
+            if request is None or record.blocks is BlocksRegion.NONE:
+                continue
+            if versions.is_running(request):
+                return
+            preempted.append(request)
+        for request in preempted:
+            self.preemption(request)
 
     def preemptions_of_step(self, scheduler_output: SchedulerOutput, requests: Mapping[str, Request]) -> None:
         """Record those that the step names."""

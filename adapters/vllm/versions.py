@@ -142,6 +142,11 @@ def token_hasher(vllm_config: VllmConfig) -> Callable[[Request, bytes, int, int]
     return hash_tokens
 
 
+def is_running(request: Request) -> bool:
+    """Whether the scheduler has it among those that run."""
+    return request.status.name == "RUNNING"
+
+
 def preempted_request_ids(scheduler_output: SchedulerOutput) -> Sequence[str]:
     """Requests preempted since the last step, in a fixed order (`SchedulerOutput.preempted_req_ids` is a set)."""
     return sorted(scheduler_output.preempted_req_ids or ())
