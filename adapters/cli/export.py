@@ -16,9 +16,9 @@ from kvledger.adapters.cli.output import Output
 from kvledger.adapters.cli.streams import OutputFailed
 from kvledger.adapters.exit_codes import CommandFailed, ExitCode
 from kvledger.adapters.export.perfetto import EngineTrace, TraceFile
-from kvledger.adapters.export.tables import EVENTS, NAMES, Tables, WriteRow, column_names
+from kvledger.adapters.export.reading import read_trace
+from kvledger.adapters.export.tables import COLUMNS, EVENTS, Tables, WriteRow
 from kvledger.adapters.export.target import CannotWrite, open_target
-from kvledger.adapters.export.telling import tell
 from kvledger.adapters.export.ticket import write_page
 from kvledger.adapters.logs.amounts import plural, size
 from kvledger.adapters.logs.log import StoredLog
@@ -39,8 +39,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="TABLE",
         nargs="?",
         const="requests",
-        choices=(*NAMES, _ALL_TABLES),
-        help=f"a table: {', '.join(NAMES)} (default: requests); or {_ALL_TABLES}, into the folder named with -o",
+        choices=(*COLUMNS, _ALL_TABLES),
+        help=f"a table: {', '.join(COLUMNS)} (default: requests); or {_ALL_TABLES}, into the folder named with -o",
     )
     parser.add_argument("-o", "--output", metavar="FILE", type=Path, help="where to write; default: stdout")
     add_handlers(parser)
@@ -97,8 +97,8 @@ def _export_trace(logs: _Selected, file: IO[bytes], output: Output) -> None:
         label = log.path.name if len(logs) > 1 else ""
         engine = EngineTrace(trace, engine=number, label=label, shift_ns=shift_ns)
         with output.progress(log, "exporting"):
-            chronicle = tell(log, selection, engine, output.remark)
-        engine.end(chronicle.now_ns)
+            read = read_trace(log, selection, engine, output.remark)
+        engine.end(read.now_ns)
     about = {
         "exported_by": "kvledger export --perfetto",
         "trace_begins_at_unix_ns": first or None,
@@ -131,7 +131,7 @@ def _export_tables(logs: _Selected, writers: Mapping[str, WriteRow], output: Out
         if EVENTS in writers:
             also = tables.event_of(selection)
         with output.progress(log, "exporting"):
-            tell(log, selection, tables, output.remark, also=also)
+            read_trace(log, selection, tables, output.remark, also=also)
 
 
 def _export_all_tables(logs: _Selected, folder: Path | None, output: Output, *, overwrite: bool) -> list[Path]:
@@ -143,11 +143,11 @@ def _export_all_tables(logs: _Selected, folder: Path | None, output: Output, *, 
         folder.mkdir(exist_ok=True)
     except OSError as error:
         raise CannotWrite(f"{folder}: {error.strerror}; name a folder that can be made") from error
-    paths = [folder / f"{name}.csv" for name in NAMES]
+    paths = [folder / f"{name}.csv" for name in COLUMNS]
     with contextlib.ExitStack() as files:
         writers = {
             name: files.enter_context(_csv_writer(files.enter_context(open_target(path, overwrite=overwrite)), name))
-            for name, path in zip(NAMES, paths, strict=True)
+            for name, path in zip(COLUMNS, paths, strict=True)
         }
         _export_tables(logs, writers, output)
     return paths
@@ -159,7 +159,7 @@ def _csv_writer(file: IO[bytes], table: str) -> Iterator[WriteRow]:
     text = io.TextIOWrapper(file, encoding="utf-8", newline="", write_through=False)
     try:
         writer = csv.writer(text)
-        writer.writerow(column_names(table))
+        writer.writerow(COLUMNS[table])
         yield writer.writerow
     finally:
         try:

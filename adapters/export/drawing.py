@@ -11,7 +11,7 @@ import attrs
 
 from kvledger.adapters.export.gathering import SERIES, Sample, Told
 from kvledger.adapters.export.markup import element, escaped, fragment, lines
-from kvledger.adapters.export.records import Copy, Lookup, Moment, StateSpan
+from kvledger.adapters.export.spans import Copy, Instant, Lookup, StateSpan
 from kvledger.adapters.logs.amounts import duration, plural, ranges, size
 
 _NUM_COLUMNS = 800
@@ -50,8 +50,8 @@ def draw_rows(span: Span, samples: Sequence[Sample], requests: Sequence[Told]) -
         yield _row(span, told)
 
 
-def moment_words(time_ns: int) -> str:
-    """A moment, for a tooltip."""
+def time_text(time_ns: int) -> str:
+    """A time, for a tooltip."""
     return f"{time_ns / 1e6:,.3f} ms"
 
 
@@ -103,15 +103,15 @@ def _curve(span: Span, samples: Sequence[Sample], index: int, name: str) -> str:
 
 
 def _row(span: Span, told: Told) -> str:
-    life = told.life
+    incarnation = told.incarnation
     marks = [_state(span, state) for state in told.states]
     marks += [_copy(span, copy) for copy in told.copies]
     marks += [_lookup(span, lookup) for lookup in told.lookups]
-    marks += [_moment(span, moment) for moment in told.moments]
-    has_trouble = any(moment.is_trouble for moment in told.moments) or bool(life.num_failures)
-    flags = f"{' trouble' if has_trouble else ''}{' preempted' if life.num_preemptions else ''}"
-    name = escaped(life.request_id)
-    label = f'<a class="label" href="#{fragment(life.request_id)}" title="{name}">{name}</a>'
+    marks += [_instant(span, instant) for instant in told.instants]
+    has_trouble = any(instant.is_trouble for instant in told.instants) or bool(incarnation.num_failures)
+    flags = f"{' trouble' if has_trouble else ''}{' preempted' if incarnation.num_preemptions else ''}"
+    name = escaped(incarnation.request_id)
+    label = f'<a class="label" href="#{fragment(incarnation.request_id)}" title="{name}">{name}</a>'
     return (
         f'<div class="row life{flags}" data-request="{name}" {in_time(told)}>{label}'
         f'<svg height="24" role="img" aria-label="{escaped(_in_short(told))}">{"".join(marks)}</svg></div>\n'
@@ -120,21 +120,21 @@ def _row(span: Span, told: Told) -> str:
 
 def in_time(told: Told) -> str:
     """Attributes that tell when a request was there."""
-    last = max((state.last_ns for state in told.states), default=told.life.arrived_ns)
-    return f'data-from-ms="{told.life.arrived_ns / 1e6}" data-to-ms="{last / 1e6}"'
+    last = max((state.last_ns for state in told.states), default=told.incarnation.since_ns)
+    return f'data-from-ms="{told.incarnation.since_ns / 1e6}" data-to-ms="{last / 1e6}"'
 
 
 def _in_short(told: Told) -> str:
     states = ", ".join(state.state for state in told.states[:20])
-    return f"{told.life.request_id}: {states}"
+    return f"{told.incarnation.request_id}: {states}"
 
 
 def _state(span: Span, state: StateSpan) -> str:
     begin, end = span.share(state.since_ns), span.share(state.last_ns)
-    goes_on = "goes on" if state.until_ns is None else f"until {moment_words(state.until_ns)} by {state.left_by}"
+    goes_on = "goes on" if state.until_ns is None else f"until {time_text(state.until_ns)} by {state.left_by}"
     title = lines(
-        f"{state.life.request_id}: {state.state}, {duration(state.last_ns - state.since_ns)}",
-        f"since {moment_words(state.since_ns)} by {state.cause} (event {state.sequence}), {goes_on}",
+        f"{state.request_id}: {state.state}, {duration(state.duration_ns)}",
+        f"since {time_text(state.since_ns)} by {state.cause} (event {state.sequence}), {goes_on}",
         f"generation {state.generation}; computed {state.num_computed_tokens} → {state.num_computed_tokens_at_end} "
         f"tokens",
     )
@@ -145,7 +145,7 @@ def _state(span: Span, state: StateSpan) -> str:
 
 
 def _copy(span: Span, copy: Copy) -> str:
-    begin, end = span.share(copy.issued_ns), span.share(copy.last_ns)
+    begin, end = span.share(copy.since_ns), span.share(copy.last_ns)
     style = copy.kind.replace(" ", "-") + ("" if copy.outcome in {"completed", "open"} else " failed")
     what = (
         f"tokens {copy.first_token}–{copy.first_token + (copy.num_tokens or 0) - 1}"
@@ -157,8 +157,8 @@ def _copy(span: Span, copy: Copy) -> str:
     beside = "beside the steps" if copy.is_async else "before the forward" if copy.before_forward else "in its step"
     ranks = f"; ranks {ranges(sorted(copy.ranks_failed))} failed" if copy.ranks_failed else ""
     title = lines(
-        f"{copy.kind} {copy.job_id} of {copy.request_id}: {copy.outcome}, {duration(copy.last_ns - copy.issued_ns)}",
-        f"from {moment_words(copy.issued_ns)} (event {copy.sequence}), {beside}; {what}",
+        f"{copy.kind} {copy.job_id} of {copy.request_id}: {copy.outcome}, {duration(copy.duration_ns)}",
+        f"from {time_text(copy.since_ns)} (event {copy.sequence}), {beside}; {what}",
         f"{plural(copy.num_pages, 'page')}, {size(copy.num_bytes)} in {duration(copy.worker_ns)} of work{ranks}",
         copy.error,
     )
@@ -174,15 +174,15 @@ def _lookup(span: Span, lookup: Lookup) -> str:
     else:
         answer = f"{lookup.num_hit_tokens} are saved, {lookup.num_external_tokens} offered; {lookup.miss_reason}"
     title = lines(
-        f"lookup of {lookup.request_id} at {moment_words(lookup.time_ns)} (event {lookup.sequence})",
+        f"lookup of {lookup.request_id} at {time_text(lookup.time_ns)} (event {lookup.sequence})",
         f"{lookup.num_tokens} tokens, {lookup.num_computed_tokens} of them computed: {answer}",
     )
     x = span.percent(lookup.time_ns)
     return f'<line class="lookup" x1="{x}" x2="{x}" y1="0" y2="4"><title>{title}</title></line>'
 
 
-def _moment(span: Span, moment: Moment) -> str:
-    title = lines(f"{moment.kind} at {moment_words(moment.time_ns)} (event {moment.sequence})", moment.text)
-    style, radius = ("m-trouble", 4) if moment.is_trouble else ("m-note", 2.5)
-    x = span.percent(moment.time_ns)
+def _instant(span: Span, instant: Instant) -> str:
+    title = lines(f"{instant.kind} at {time_text(instant.time_ns)} (event {instant.sequence})", instant.text)
+    style, radius = ("m-trouble", 4) if instant.is_trouble else ("m-note", 2.5)
+    x = span.percent(instant.time_ns)
     return f'<circle class="{style}" cx="{x}" cy="9" r="{radius}"><title>{title}</title></circle>'

@@ -10,11 +10,11 @@ from collections import Counter
 
 import attrs
 
-from kvledger.adapters.export.records import Copy, Gauges, Life, Listener, Lookup, Moment, StateSpan
+from kvledger.adapters.export.spans import Copy, Gauges, Incarnation, Instant, Lookup, Span, StateSpan, Visitor
 
 MAX_REQUESTS = 300
 """Drawn at most."""
-MAX_MOMENTS = 200
+MAX_INSTANTS = 200
 """Listed at most."""
 _MAX_SAVES = 200
 """Of one request that are drawn at most, as long as they went well."""
@@ -24,13 +24,13 @@ _MAX_SAMPLES = 4096
 
 @attrs.define(eq=False)
 class Told:
-    """What is known of one life."""
+    """What is known of one incarnation of a request."""
 
-    life: Life
+    incarnation: Incarnation
     states: list[StateSpan] = attrs.field(factory=list)
     copies: list[Copy] = attrs.field(factory=list)
     lookups: list[Lookup] = attrs.field(factory=list)
-    moments: list[Moment] = attrs.field(factory=list)
+    instants: list[Instant] = attrs.field(factory=list)
     num_saves: int = 0
     has_ended: bool = False
     num_left_out: int = 0
@@ -39,8 +39,8 @@ class Told:
     @property
     def interest(self) -> tuple[int, int, int, int]:
         """The more, the rather it is shown: trouble, failures, preemptions, then who came first."""
-        num_troubles = sum(moment.is_trouble for moment in self.moments)
-        return num_troubles, self.life.num_failures, self.life.num_preemptions, -self.life.ordinal
+        num_troubles = sum(instant.is_trouble for instant in self.instants)
+        return num_troubles, self.incarnation.num_failures, self.incarnation.num_preemptions, -self.incarnation.ordinal
 
 
 @attrs.frozen
@@ -55,22 +55,22 @@ SERIES = ("running", "preempted, recovering", "blocks held", "host slots used", 
 """What the curves of a page count."""
 
 
-class Gathering(Listener):
+class Gathering(Visitor):
     """Keeps what a page of at most `max_requests` requests needs."""
 
     def __init__(self, max_requests: int = MAX_REQUESTS) -> None:
         self._max_requests = max_requests
-        self._told: dict[Life, Told] = {}
+        self._told: dict[int, Told] = {}
         self._num_ended = 0
         """Of those."""
         self.outcomes: Counter[str] = Counter()
         """How the requests ended -> how many of them."""
         self.num_requests = 0
         self.samples: list[Sample] = []
-        self.troubles: list[Moment] = []
+        self.troubles: list[Instant] = []
         self.num_troubles = 0
-        self.others: list[Moment] = []
-        """Moments of the engine: resets, notes, missing events."""
+        self.others: list[Instant] = []
+        """Instants of the engine: resets, notes, missing events."""
         self.first_ns: int | None = None
         """The earliest time told of, where a log is told from its middle."""
 
@@ -78,39 +78,43 @@ class Gathering(Listener):
     def requests(self) -> list[Told]:
         """The ones to show, in the order of their arrival."""
         shown = sorted(self._told.values(), key=lambda told: told.interest, reverse=True)[: self._max_requests]
-        return sorted(shown, key=lambda told: told.life.ordinal)
+        return sorted(shown, key=lambda told: told.incarnation.ordinal)
 
     @property
     def num_left_out(self) -> int:
         """Requests that are not shown."""
         return self.num_requests - min(len(self._told), self._max_requests)
 
-    def life_began(self, life: Life) -> None:
+    def began(self, span: Span) -> None:
         """Another request."""
-        self.num_requests += 1
-        self._told[life] = Told(life)
+        if isinstance(span, Incarnation):
+            self.num_requests += 1
+            self._told[span.ordinal] = Told(span)
 
-    def life_ended(self, life: Life) -> None:
-        """How it went; what nothing happened to makes room."""
-        self.outcomes[life.outcome] += 1
-        told = self._told.get(life)
+    def ended(self, span: Span) -> None:
+        """A bar; of a request, how it went."""
+        match span:
+            case Incarnation():
+                self._end_incarnation(span)
+            case StateSpan() if (told := self._told.get(span.ordinal)) is not None:
+                told.states.append(span)
+            case Copy() if (told := self._of(span.ordinal)) is not None:
+                self._take_copy(told, span)
+
+    def _of(self, ordinal: int | None) -> Told | None:
+        return None if ordinal is None else self._told.get(ordinal)
+
+    def _end_incarnation(self, incarnation: Incarnation) -> None:
+        """What nothing happened to is left out when there are too many."""
+        self.outcomes[incarnation.outcome] += 1
+        told = self._told.get(incarnation.ordinal)
         if told is not None:
             told.has_ended = True
             self._num_ended += 1
             if self._num_ended >= 2 * self._max_requests:
                 self._prune()
 
-    def state_ended(self, span: StateSpan) -> None:
-        """A bar."""
-        told = self._told.get(span.life)
-        if told is not None:
-            told.states.append(span)
-
-    def copy_ended(self, copy: Copy) -> None:
-        """A bar, unless there are too many ordinary ones."""
-        told = None if copy.life is None else self._told.get(copy.life)
-        if told is None:
-            return
+    def _take_copy(self, told: Told, copy: Copy) -> None:
         is_ordinary = copy.kind == "save" and copy.outcome == "completed"
         told.num_saves += is_ordinary
         if is_ordinary and told.num_saves > _MAX_SAVES:
@@ -120,7 +124,7 @@ class Gathering(Listener):
 
     def looked_up(self, lookup: Lookup) -> None:
         """A mark, where the answer is a new one."""
-        told = None if lookup.life is None else self._told.get(lookup.life)
+        told = self._of(lookup.ordinal)
         if told is None or lookup.is_repeated:
             return
         if len(told.lookups) >= _MAX_LOOKUPS:
@@ -128,17 +132,17 @@ class Gathering(Listener):
         else:
             told.lookups.append(lookup)
 
-    def happened(self, moment: Moment) -> None:
+    def happened(self, instant: Instant) -> None:
         """A mark, and a line in the list of what went wrong."""
-        if moment.is_trouble:
+        if instant.is_trouble:
             self.num_troubles += 1
-            if len(self.troubles) < MAX_MOMENTS:
-                self.troubles.append(moment)
-        elif not moment.request_id and len(self.others) < MAX_MOMENTS:
-            self.others.append(moment)
-        told = None if moment.life is None else self._told.get(moment.life)
-        if told is not None and moment.kind != "chunk.evicted" and len(told.moments) < MAX_MOMENTS:
-            told.moments.append(moment)
+            if len(self.troubles) < MAX_INSTANTS:
+                self.troubles.append(instant)
+        elif not instant.request_id and len(self.others) < MAX_INSTANTS:
+            self.others.append(instant)
+        told = self._of(instant.ordinal)
+        if told is not None and instant.kind != "chunk.evicted" and len(told.instants) < MAX_INSTANTS:
+            told.instants.append(instant)
 
     def counted(self, time_ns: int, gauges: Gauges) -> None:
         """A point of the curves."""
@@ -150,7 +154,7 @@ class Gathering(Listener):
             in_state["preempted"] + in_state["recovering"],
             gauges.num_blocks_held,
             gauges.num_slots_used,
-            gauges.num_loads + gauges.num_saves,
+            gauges.num_loads_in_flight + gauges.num_saves_in_flight,
         )
         if self.samples and self.samples[-1].values == values:
             return
@@ -165,5 +169,5 @@ class Gathering(Listener):
         """Forget the least interesting half of those that have ended; something may still happen to the others."""
         ended = sorted((told for told in self._told.values() if told.has_ended), key=lambda told: told.interest)
         for told in ended[: -self._max_requests]:
-            del self._told[told.life]
+            del self._told[told.incarnation.ordinal]
         self._num_ended = self._max_requests

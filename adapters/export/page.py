@@ -17,7 +17,7 @@ from kvledger.adapters.export.drawing import Span, draw_rows, in_time
 from kvledger.adapters.export.gathering import Gathering, Told
 from kvledger.adapters.export.life_stories import LifeStories
 from kvledger.adapters.export.markup import cell, element, escaped, fragment, table
-from kvledger.adapters.export.records import Life, Moment
+from kvledger.adapters.export.spans import Incarnation, Instant
 from kvledger.adapters.logs.amounts import duration, event_range, milliseconds, plural
 from kvledger.adapters.logs.describe import state_change
 from kvledger.adapters.logs.timeline import Group
@@ -148,7 +148,7 @@ def _findings(page: Page) -> Iterator[str]:
     yield '<section id="findings">\n<h2>What is wrong</h2>\n'
     if not page.findings:
         yield '<p class="good">Nothing that the log can decide.</p>\n'
-    shown = {told.life.request_id for told in page.gathering.requests}
+    shown = {told.incarnation.request_id for told in page.gathering.requests}
     for finding in page.findings:
         link = ""
         if finding.request_id in shown:
@@ -215,7 +215,7 @@ def _life_stories(page: Page) -> Iterator[str]:
     yield f'<section id="requests">\n<h2>{escaped(plural(len(requests), "request"))}</h2>\n'
     told_ids: set[str] = set()
     for told in requests:
-        name = told.life.request_id
+        name = told.incarnation.request_id
         is_open = page.opened_request == name or len(requests) == 1
         has_groups = name in page.stories.groups
         if has_groups and name in told_ids:
@@ -233,8 +233,8 @@ def _life_stories(page: Page) -> Iterator[str]:
 
 
 def _life_story(told: Told, body: str, *, is_open: bool) -> str:
-    life = told.life
-    has_trouble = bool(life.num_failures) or any(moment.is_trouble for moment in told.moments)
+    life = told.incarnation
+    has_trouble = bool(life.num_failures) or any(instant.is_trouble for instant in told.instants)
     style = f"life-story{' trouble' if has_trouble else ''}{' preempted' if life.num_preemptions else ''}"
     facts = "".join(f"<span><small>{name}</small>{escaped(value)}</span>" for name, value in _life_facts(life).items())
     name = escaped(life.request_id)
@@ -245,11 +245,11 @@ def _life_story(told: Told, body: str, *, is_open: bool) -> str:
     )
 
 
-def _life_facts(life: Life) -> dict[str, str]:
-    took = "not finished" if life.finished_ns is None else duration(life.finished_ns - life.arrived_ns)
+def _life_facts(life: Incarnation) -> dict[str, str]:
+    took = "not finished" if life.finished_ns is None else duration(life.finished_ns - life.since_ns)
     return {
         "outcome": life.outcome,
-        "arrived, ms": milliseconds(life.arrived_ns),
+        "arrived, ms": milliseconds(life.since_ns),
         "took": took,
         "tokens (prompt)": f"{life.num_tokens} ({life.num_prompt_tokens})",
         "preempted": plural(life.num_preemptions, "time"),
@@ -274,7 +274,7 @@ def _groups(groups: Sequence[Group], num_left_out: int) -> str:
 def _states(told: Told) -> str:
     rows = [
         cell(milliseconds(state.since_ns), "number")
-        + cell(duration(state.last_ns - state.since_ns), "number")
+        + cell(duration(state.duration_ns), "number")
         + cell(state.state, "state")
         + cell(f"{state.cause} (event {state.sequence})")
         + cell(f"{state.num_computed_tokens} → {state.num_computed_tokens_at_end}", "number")
@@ -306,7 +306,7 @@ def _moments(page: Page) -> Iterator[str]:
     yield "</section>\n"
 
 
-def _moment_row(moment: Moment) -> str:
+def _moment_row(moment: Instant) -> str:
     link = ""
     if moment.request_id:
         name = escaped(moment.request_id)

@@ -24,14 +24,14 @@ class Reasons:
     """Keeps the accounts of the selected part of a log while it is told; give it every event in order."""
 
     def __init__(self, log: StoredLog, selection: Selection) -> None:
-        self._window = selection
+        self._selection = selection
         self._accounts = Accounts(log.configuration, request_id=selection.request_id)
         self._before: Sums | None = None
         self._expected = 1
 
     def take(self, sequence: int, event: Event) -> None:
         """Take up the next event of the log."""
-        if self._before is None and sequence >= self._window.first_sequence:
+        if self._before is None and sequence >= self._selection.first_sequence:
             self._before = self._accounts.sums()
         if sequence != self._expected:
             self._accounts.lose()

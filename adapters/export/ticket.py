@@ -14,7 +14,7 @@ from kvledger.adapters.export.drawing import Span
 from kvledger.adapters.export.gathering import Gathering
 from kvledger.adapters.export.life_stories import LifeStories, read_stories
 from kvledger.adapters.export.page import Finding, Page, render
-from kvledger.adapters.export.telling import tell
+from kvledger.adapters.export.reading import read_trace
 from kvledger.adapters.logs.amounts import duration, plural, size
 from kvledger.adapters.logs.describe import event_text
 from kvledger.adapters.logs.ending import ending_text, num_open_requests, sound_text
@@ -51,7 +51,7 @@ def write_page(log: StoredLog, selection: Selection, output: Progress) -> Iterat
     keeps = None if selection.is_everything else is_selected
     audit = Audit(log.core, log.configuration, keeps=keeps)
     with output.progress(log, "reading"):
-        chronicle = tell(log, selection, gathering, output.remark, audit=audit, also=accounts.take)
+        trace = read_trace(log, selection, gathering, output.remark, audit=audit, also=accounts.take)
     found = Findings.of(log, audit, selection)
     violations = audit.violations[:MAX_FINDINGS]
     request_ids = _most_interesting(gathering, log)
@@ -66,7 +66,7 @@ def write_page(log: StoredLog, selection: Selection, output: Progress) -> Iterat
         title=f"kvledger · {selection.request_id or log.path.name}",
         verdict=verdict,
         verdict_style=style,
-        facts=_facts(log, selection, chronicle.now_ns)
+        facts=_facts(log, selection, trace.now_ns)
         | {"end": ending_text(log.ending, num_open_requests(audit.projections))},
         figures_of=_figures_of(selection),
         figures=_figures(log, audit.projections.totals.figures, gathering),
@@ -78,7 +78,7 @@ def write_page(log: StoredLog, selection: Selection, output: Progress) -> Iterat
             f"was made again; {len(log.core.not_checked)} rules cannot be decided from a log: kvledger verify "
             "--verbose lists them."
         ),
-        span=_span(gathering, selection, chronicle.now_ns),
+        span=_span(gathering, selection, trace.now_ns),
         gathering=gathering,
         stories=stories,
         opened_request=selection.request_id,
@@ -100,7 +100,7 @@ def _reasons(
 def _most_interesting(gathering: Gathering, log: StoredLog) -> list[str]:
     allowed = max(1, min(MAX_STORIES, _WORK_OF_STORIES // max(1, log.num_events)))
     by_interest = sorted(gathering.requests, key=lambda told: told.interest, reverse=True)
-    return list(dict.fromkeys(told.life.request_id for told in by_interest))[:allowed]
+    return list(dict.fromkeys(told.incarnation.request_id for told in by_interest))[:allowed]
 
 
 def _span(gathering: Gathering, selection: Selection, now_ns: int) -> Span:
@@ -109,7 +109,7 @@ def _span(gathering: Gathering, selection: Selection, now_ns: int) -> Span:
     if selection.request_id is None or not requests:
         return Span(first, now_ns)
     # One request: its own time and a little around it.
-    begin = max(first, min(told.life.arrived_ns for told in requests))
+    begin = max(first, min(told.incarnation.since_ns for told in requests))
     end = max((state.last_ns for told in requests for state in told.states), default=now_ns)
     margin = (end - begin) // 50
     return Span(max(0, begin - margin), min(now_ns, end + margin))

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from kvledger.adapters.export.tables import NAMES, column_names
+from kvledger.adapters.export.tables import COLUMNS
 from kvledger.adapters.logs.log import open_log
 from kvledger.adapters.logs.sources import find_logs
 from kvledger.lifecycle import Core
@@ -119,20 +119,20 @@ def test_all_tables_are_written_into_a_folder(run: Any, log: Path, tmp_path: Pat
     """One file each, all in one reading of the log."""
     folder = tmp_path / "tables"
     assert run("export", log, "--csv", "all", "-o", folder).exit_code == 0
-    assert sorted(path.name for path in folder.iterdir()) == sorted(f"{name}.csv" for name in NAMES)
-    for name in NAMES:
+    assert sorted(path.name for path in folder.iterdir()) == sorted(f"{name}.csv" for name in COLUMNS)
+    for name in COLUMNS:
         single = table(run, log, name, tmp_path / "t.csv")
         assert rows_of((folder / f"{name}.csv").read_bytes().decode()) == single
-        assert (folder / f"{name}.csv").read_text().splitlines()[0].split(",") == list(column_names(name))
+        assert (folder / f"{name}.csv").read_text().splitlines()[0].split(",") == list(COLUMNS[name])
 
 
 def test_every_column_is_documented() -> None:
     """docs/export.md lists each table with its columns, in their order."""
     page = (Path(__file__).resolve().parents[3] / "docs" / "export.md").read_text()
-    for name in NAMES:
+    for name in COLUMNS:
         section = page.split(f"### `{name}`")[1].split("\n#")[0]
         listed = [line.split("|")[1].strip().strip("`") for line in section.splitlines() if line.startswith("| `")]
-        assert ["log", *listed, "utc"] == list(column_names(name)), name
+        assert ["log", *listed, "utc"] == list(COLUMNS[name]), name
 
 
 def test_logs_of_several_engines_are_told_apart_by_the_first_column(
@@ -155,7 +155,7 @@ def test_the_tables_of_worlds_add_up_to_the_figures_of_their_logs(
             print(f"seed {seed}, log {number}")
             folder = tmp_path / f"{seed}-{number}"
             assert run("export", path, "--csv", "all", "-o", folder).exit_code == 0
-            tables = {name: rows_of((folder / f"{name}.csv").read_bytes().decode()) for name in NAMES}
+            tables = {name: rows_of((folder / f"{name}.csv").read_bytes().decode()) for name in COLUMNS}
             stored = open_log(path)
             projections = Projections(Core.standard(), stored.configuration)
             for sequence, event in stored.events():

@@ -1,7 +1,6 @@
-"""What a log is told as: lives of requests with their states, copies, lookups, steps and moments.
+"""What a trace of a log is made of: spans (requests, their states, copies), instants, lookups, steps, counts.
 
-Spans are told when they begin and again, filled in, when they end, so that whoever writes a stream need not remember
-them. Times are nanoseconds since the log was opened and never run backwards. Nothing here knows a file format.
+Times are nanoseconds since the log was opened and never run backwards. Nothing here knows a file format.
 """
 
 from __future__ import annotations
@@ -11,21 +10,35 @@ from collections.abc import Mapping
 import attrs
 
 
-@attrs.define(eq=False)
-class Life:
-    """One life of a request id, from its arrival to its release. `ordinal` is unique in the log."""
+@attrs.define(eq=False, kw_only=True)
+class Span:
+    """Something that lasts. It is filled in until it ends."""
 
     request_id: str
-    ordinal: int
     sequence: int
-    """Of the event of its arrival."""
-    arrived_ns: int
+    """Of the event that began it."""
+    since_ns: int
+    until_ns: int | None = None
+    """None while it lasts, and where the log ends before it does."""
+    last_ns: int = 0
+    """The end, or how far the log reaches."""
+
+    @property
+    def duration_ns(self) -> int:
+        """As far as the log reaches; known at the end."""
+        return self.last_ns - self.since_ns
+
+
+@attrs.define(eq=False, kw_only=True)
+class Incarnation(Span):
+    """A request id from an arrival to its release. `ordinal` is unique in the log."""
+
+    ordinal: int
     num_prompt_tokens: int
     num_tokens: int
     outcome: str = ""
-    """vLLM's status at the end; the last state where the log does not tell an end."""
+    """vLLM's status at the end; the last state where the log does not have an end."""
     finished_ns: int | None = None
-    released_ns: int | None = None
     first_running_ns: int | None = None
     """When every token of the prompt was computed or in flight for the first time."""
     num_preemptions: int = 0
@@ -41,41 +54,33 @@ class Life:
     """State -> how long it was in it."""
 
 
-@attrs.define(eq=False)
-class StateSpan:
+@attrs.define(eq=False, kw_only=True)
+class StateSpan(Span):
     """A request in one state and generation."""
 
-    life: Life
+    incarnation: Incarnation
+    ordinal: int
     state: str
     generation: int
-    sequence: int
-    """Of the event that led here."""
     cause: str
-    """Id of that event."""
-    since_ns: int
+    """Id of the event that led here."""
     num_computed_tokens: int
     num_tokens: int
-    until_ns: int | None = None
-    """None while it lasts, and where the log ends before it does."""
-    last_ns: int = 0
-    """The end, or how far the log reaches."""
     num_computed_tokens_at_end: int = 0
     left_by: str = ""
     """Id of the event that ended it."""
 
 
-@attrs.define(eq=False)
-class Copy:
+@attrs.define(eq=False, kw_only=True)
+class Copy(Span):
     """One transfer job, from the decision to its settlement. `kind` is `load`, `save` or `tail save`."""
 
+    incarnation: Incarnation | None
+    """None where the log lacks the request's arrival."""
+    ordinal: int | None
     kind: str
     job_id: int
-    request_id: str
-    life: Life | None
-    """None where the log does not tell the request's arrival."""
     generation: int
-    sequence: int
-    issued_ns: int
     num_pages: int
     slots: tuple[int, ...]
     block_ids: tuple[int, ...]
@@ -83,13 +88,11 @@ class Copy:
     num_tokens: int | None
     chunks: tuple[int, ...]
     is_async: bool
-    """Whether it runs beside the steps."""
+    """Whether steps go on meanwhile."""
     before_forward: bool
     """Whether it must be done before the step's forward, because its blocks are free already."""
-    settled_ns: int | None = None
-    last_ns: int = 0
     outcome: str = "open"
-    """`completed`, `failed`, `given up` (a rank never told), or `open`."""
+    """`completed`, `failed`, `given up` (a rank never reported), or `open`."""
     error: str = ""
     ranks_done: list[int] = attrs.field(factory=list)
     ranks_failed: list[int] = attrs.field(factory=list)
@@ -98,7 +101,7 @@ class Copy:
     """Time that the workers measured, added up over their reports."""
 
 
-@attrs.frozen
+@attrs.frozen(kw_only=True)
 class Lookup:
     """What the scheduler asked and was answered."""
 
@@ -106,7 +109,8 @@ class Lookup:
     """Of the answer."""
     time_ns: int
     request_id: str
-    life: Life | None
+    ordinal: int | None
+    """None where the log lacks the request's arrival."""
     generation: int
     num_computed_tokens: int
     num_tokens: int
@@ -124,14 +128,31 @@ class Lookup:
     """Whether question and answer are those of the request's lookup before: who waits is asked about at every step."""
 
 
+@attrs.frozen(kw_only=True)
+class Instant:
+    """Something that happened at once. `kind` is the event's id, or `events.lost`."""
+
+    kind: str
+    sequence: int
+    time_ns: int
+    request_id: str
+    ordinal: int | None
+    """None where it is of no request, or the log lacks the request's arrival."""
+    text: str
+    """In plain words."""
+    is_trouble: bool
+    """Whether something went wrong here."""
+    fields: Mapping[str, object]
+
+
 @attrs.frozen
 class Gauges:
-    """What can be counted at one moment."""
+    """What can be counted at one instant."""
 
     num_requests: Mapping[str, int]
     """State -> requests."""
     num_blocks_held: int
-    """Distinct blocks in the block tables of requests. How many there are in all, the log does not tell."""
+    """Distinct blocks in the block tables of requests. How many there are in all, the log does not say."""
     num_slots_free: int
     num_slots_used: int
     """Slots of the host pool that hold a chunk or a tail, or that a copy reads or writes."""
@@ -139,10 +160,8 @@ class Gauges:
     """The same in bytes, by what a page took in the last complete copy; None before there was one."""
     num_chunks_cached: int
     """Chunks that can be loaded."""
-    num_loads: int
-    """In flight."""
-    num_saves: int
-    """In flight."""
+    num_loads_in_flight: int
+    num_saves_in_flight: int
 
 
 @attrs.frozen
@@ -158,54 +177,26 @@ class Step:
     gauges: Gauges
 
 
-@attrs.frozen
-class Moment:
-    """Something that happened at once. `kind` is the event's id, or `events.lost`."""
+class Visitor:
+    """Visits a trace in the order of the log. Everything is ignored until a subclass wants it."""
 
-    kind: str
-    sequence: int
-    time_ns: int
-    request_id: str
-    life: Life | None
-    text: str
-    """In plain words."""
-    is_trouble: bool
-    """Whether something went wrong here."""
-    fields: Mapping[str, object]
+    def began(self, span: Span) -> None:
+        """A request arrived, entered a state (or another generation of it), or a copy was issued."""
 
+    def ended(self, span: Span) -> None:
+        """It is over, or the log ends; of a request its states before itself."""
 
-class Listener:
-    """Told of a log, in the order of the log. Everything is ignored until a subclass wants it."""
-
-    def life_began(self, life: Life) -> None:
-        """A request arrived."""
-
-    def life_ended(self, life: Life) -> None:
-        """It is released, its id begins another life, or the log ends."""
-
-    def state_began(self, span: StateSpan) -> None:
-        """A request entered a state, or another generation of it."""
-
-    def state_ended(self, span: StateSpan) -> None:
-        """It left it, or the log ends."""
-
-    def copy_began(self, copy: Copy) -> None:
-        """A transfer job was issued."""
-
-    def copy_ended(self, copy: Copy) -> None:
-        """It was settled, or the log ends."""
+    def happened(self, instant: Instant) -> None:
+        """Something happened at once."""
 
     def looked_up(self, lookup: Lookup) -> None:
         """A lookup was answered."""
 
-    def step_scheduled(self, step: Step) -> None:
+    def stepped(self, step: Step) -> None:
         """A step and the decisions on it are complete."""
 
-    def happened(self, moment: Moment) -> None:
-        """Something happened at once."""
-
     def counted(self, time_ns: int, gauges: Gauges) -> None:
-        """An observation and the decisions on it are complete; told where something may have changed the counts."""
+        """An observation and the decisions on it are complete."""
 
     def idle(self, time_ns: int) -> None:
         """No request is left that could be scheduled."""
