@@ -43,7 +43,7 @@ def compare(log: StoredLog, other: StoredLog, selection: Selection, output: Outp
             last = sequence
     for read in (log, other):
         for damage in read.damage:
-            output.remark(f"{read.path}: {damage.kind} in {damage.segment} at byte {damage.offset}: {damage.detail}")
+            output.remark(f"{read.path}: {damage}")
     if output.is_json:
         output.record("equal", {"num_events": last, "path": str(log.path), "other_path": str(other.path)})
     else:

@@ -102,6 +102,11 @@ class Output:
         """Something the reader should know that is no result; goes to stderr."""
         sys.stderr.write(f"kvledger: {text}\n")
 
+    def damage_of(self, log: StoredLog) -> None:
+        """Remark on everything that is damaged in what was read of a log."""
+        for damage in log.damage:
+            self.remark(str(damage))
+
     @contextlib.contextmanager
     def progress(self, log: StoredLog, what: str) -> Iterator[None]:
         """Show how much of the log is read, when stderr is a terminal."""

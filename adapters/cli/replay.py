@@ -46,8 +46,7 @@ def run(arguments: argparse.Namespace, output: Output) -> ExitCode:
     if arguments.at is not None and last < arguments.at:
         output.remark(f"the log can be replayed up to event {last}, not to {arguments.at}")
     show_state(output, audit.projections, last, window.request_id)
-    for damage in log.damage:
-        output.remark(f"{damage.kind} in {damage.segment} at byte {damage.offset}: {damage.detail}")
+    output.damage_of(log)
     _remark_beginning(log, output)
     _show_divergence(audit, output)
     if log.damage:

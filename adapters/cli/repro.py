@@ -125,7 +125,7 @@ def _tell_limits(log: StoredLog, output: Output) -> None:
         )
         raise CommandFailed(message, ExitCode.USAGE)
     for damage in log.damage:
-        output.remark(f"{damage.kind} in {damage.segment} at byte {damage.offset}: {damage.detail}")
+        output.remark(str(damage))
     for event_id, number in log.skipped.items():
         output.remark(
             f"{plural(number, 'event')} of the kind {event_id} were skipped; what they led to is not re-enacted"

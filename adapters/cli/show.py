@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import datetime as dt
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
@@ -82,16 +83,18 @@ def run(arguments: argparse.Namespace, output: Output) -> ExitCode:
                 _show_request(log, selection, selection.request_id, output)
             else:
                 _show_log(log, selection, arguments.limit, output)
-            for damage in log.damage:
-                output.remark(f"{damage.kind} in {damage.segment} at byte {damage.offset}: {damage.detail}")
+            output.damage_of(log)
     return ExitCode.SOUND
 
 
 def _show_state_at(log: StoredLog, at: int, request_id: str | None, output: Output) -> None:
     projections = _start(log, output)
     with output.progress(log, "reading"):
-        events = _until(log.trusted_events(), Selection(last_sequence=at))
-        last = _take_each(events, lambda sequence, event: projections.fold(event, sequence), output)
+        last = _take_each(
+            itertools.takewhile(lambda numbered: numbered[0] <= at, log.trusted_events()),
+            lambda sequence, event: projections.fold(event, sequence),
+            output,
+        )
     if last < at:
         output.remark(f"the log can be folded up to event {last}, not to {at}")
     show_state(output, projections, last, request_id)
@@ -122,13 +125,6 @@ def _take_each(events: Iterator[SequencedEvent], take: Callable[[int, e.Event], 
     return last
 
 
-def _until(events: Iterator[SequencedEvent], selection: Selection) -> Iterator[SequencedEvent]:
-    for at, event in events:
-        if selection.is_over(at):
-            return
-        yield at, event
-
-
 # --- one request --------------------------------------------------------------------------------
 
 
@@ -137,12 +133,13 @@ def _show_request(log: StoredLog, selection: Selection, request_id: str, output:
     index = index_for(log, output, request_id)
     if index is not None and index.contents.is_whole:
         with contextlib.closing(index):
-            for event in _until(_events_of_lives(index, request_id), selection):
-                timeline.take(*event)
+            for event in _events_of_lives(index, request_id):
+                if not selection.is_over(event[0]):
+                    timeline.take(*event)
             log.damage[:] = index.contents.damage
     else:
         with output.progress(log, "reading"):
-            _take_each(_until(log.events(), selection), _noticing_gaps(timeline), output)
+            _take_each(_with_gaps(log, selection, timeline), timeline.take, output)
     timeline.finish()
     groups = [group for group in timeline.groups if group.last_sequence >= selection.first_sequence]
     _show_timeline(output, request_id, groups)
@@ -194,17 +191,12 @@ def _show_line(output: Output, line: Line) -> None:
     output.line(text, "red" if line.num_broken else "")
 
 
-def _noticing_gaps(timeline: Timeline) -> Callable[[int, e.Event], None]:
-    expected = 1
-
-    def take(at: int, event: e.Event) -> None:
-        nonlocal expected
-        if at != expected:
-            timeline.lose(expected, at - 1)
-        timeline.take(at, event)
-        expected = at + 1
-
-    return take
+def _with_gaps(log: StoredLog, selection: Selection, timeline: Timeline) -> Iterator[SequencedEvent]:
+    """The selected events; before the first of a batch, the timeline learns what is missing there."""
+    for batch in log.batches(selection.last_sequence):
+        if batch.gap is not None:
+            timeline.lose(batch.gap)
+        yield from batch.numbered()
 
 
 def _show_timeline(output: Output, request_id: str, groups: list[Group]) -> None:
@@ -254,7 +246,7 @@ def _show_log(log: StoredLog, selection: Selection, limit: int, output: Output) 
             requests.forget_ended(event)
 
     with output.progress(log, "reading"):
-        _take_each(_until(log.events(), selection), take, output)
+        _take_each(log.events(selection.last_sequence), take, output)
     if projections is None:
         _show_summary(output, log, requests.summaries, None, 0, limit)
         return

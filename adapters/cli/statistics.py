@@ -67,12 +67,11 @@ class Counting:
     """Folds one log. Feed it batches in order; `result` at the end."""
 
     def __init__(self, core: Core, configuration: LedgerConfiguration, selection: Selection) -> None:
-        self._window = selection
+        self._selection = selection
         self._projections = Projections(core, configuration)
         self._accounts = Accounts(configuration, request_id=selection.request_id, on_end=self._ended)
         self._encoder = EventEncoder()
         self._is_foldable = True
-        self._expected = 1
         self._time_ns = 0
         self._first_ns: int | None = None
         self._before: tuple[Sums, Figures] | None = None
@@ -97,23 +96,20 @@ class Counting:
         }
 
     def take(self, batch: Batch) -> None:
-        """Take up what one frame holds, as far as it is in the selection."""
+        """Take up what one frame holds."""
         has_step = False
+        if batch.gap is not None:
+            self._accounts.lose()
         for sequence, event in batch.numbered():
-            if self._window.is_over(sequence):
-                break
-            if sequence != self._expected:
-                self._accounts.lose()
-            self._expected = sequence + 1
             time_ns = time_of(event)
             self._time_ns = self._time_ns if time_ns is None else time_ns
-            if sequence >= self._window.first_sequence:
+            if sequence >= self._selection.first_sequence:
                 self._begin()
                 has_step |= isinstance(event, e.StepScheduled)
                 if self._is_told(event):
                     self._count(event)
             self._fold(sequence, event)
-        if self._before is not None and self._window.request_id is None:
+        if self._before is not None and self._selection.request_id is None:
             self._count_frame(batch, has_step=has_step)
 
     def result(self) -> Statistics:
@@ -122,7 +118,7 @@ class Counting:
         self._begin()
         before_sums, before_figures = self._before or (Sums(), Figures())
         sums, figures = self._accounts.sums(), self._projections.totals.figures
-        is_comparable = self._is_foldable and self._window.request_id is None
+        is_comparable = self._is_foldable and self._selection.request_id is None
         result.differences = sums.differences(figures if is_comparable else None)
         for story in self._accounts.stories:
             self._ended(story)
@@ -154,7 +150,7 @@ class Counting:
                 self._is_foldable = False
 
     def _is_told(self, event: e.Event) -> bool:
-        wanted = self._window.request_id
+        wanted = self._selection.request_id
         if wanted is None:
             return True
         if isinstance(event, e.TransferReported):

@@ -34,8 +34,7 @@ def run(arguments: argparse.Namespace, output: Output) -> ExitCode:
             statistics = _count(log, selection, output)
             _show(output, log, statistics)
             whole.add(statistics)
-            for damage in log.damage:
-                output.remark(f"{damage.kind} in {damage.segment} at byte {damage.offset}: {damage.detail}")
+            output.damage_of(log)
     if whole.num_logs > 1:
         if not output.is_json:
             output.line()
@@ -46,9 +45,7 @@ def run(arguments: argparse.Namespace, output: Output) -> ExitCode:
 def _count(log: StoredLog, selection: Selection, output: Output) -> Statistics:
     counting = Counting(log.core, log.configuration, selection)
     with output.progress(log, "counting"):
-        for batch in log.batches():
-            if selection.is_over(batch.first_sequence):
-                break
+        for batch in log.batches(selection.last_sequence):
             counting.take(batch)
     statistics = counting.result()
     if not counting.is_foldable:

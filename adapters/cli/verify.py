@@ -154,8 +154,7 @@ def _show_text(output: Output, log: StoredLog, audit: Audit, findings: Findings,
     damaged = f"{plural(num_damaged, 'place')} damaged" if num_damaged else f"intact, head {log.head_hash}"
     output.field("chain", damaged, "red" if num_damaged else "green")
     for damage in findings.damage[:_MAX_SHOWN]:
-        at = "" if damage.sequence is None else f", event {damage.sequence}"
-        output.line(f"  {damage.kind} in {damage.segment} at byte {damage.offset}{at}: {damage.detail}")
+        output.line(f"  {damage}")
     _show_more(output, num_damaged)
     show_ending(output, log, num_open_requests(audit.projections) if log.header else None)
     num_broken = len(audit.num_violations)

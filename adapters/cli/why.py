@@ -44,8 +44,7 @@ def run(arguments: argparse.Namespace, output: Output) -> ExitCode:
     else:
         is_whole = arguments.lookup is None and arguments.at is None
         _show_text(output, request_id, chosen, is_whole=is_whole)
-    for damage in log.damage:
-        output.remark(f"{damage.kind} in {damage.segment} at byte {damage.offset}: {damage.detail}")
+    output.damage_of(log)
     if any(story.sums.differences() for story in told.stories):
         return ExitCode.DIVERGED
     return ExitCode.SOUND

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 
 import attrs
 
-from kvledger.adapters.logs.log import StoredLog
+from kvledger.adapters.logs.log import Gap, StoredLog
 from kvledger.adapters.logs.selection import Selection
 from kvledger.adapters.logs.timeline import Group, Timeline, known
 from kvledger.lifecycle import Projections
@@ -51,7 +51,7 @@ def read_stories(
             stories.evidence[sequence] = event
         if sequence != expected:
             for timeline in active.values():
-                timeline.lose(expected, sequence - 1)
+                timeline.lose(Gap(expected, sequence - 1))
         expected = sequence + 1
         own = getattr(event, "request_id", "")
         if own in timelines:

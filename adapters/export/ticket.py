@@ -122,8 +122,7 @@ def _num_found(audit: Audit, found: Findings) -> int:
 
 def _damage(found: Findings) -> Iterator[Finding]:
     for damage in found.damage:
-        at = "" if damage.sequence is None else f", event {damage.sequence}"
-        yield Finding(f"{damage.kind} in {damage.segment} at byte {damage.offset}{at}", damage.detail)
+        yield Finding(damage.place, damage.detail)
 
 
 def _breaches(violations: list[Violation], stories: LifeStories) -> Iterator[Finding]:

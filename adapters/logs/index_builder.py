@@ -127,7 +127,6 @@ class _Builder:
             log.configuration, on_end=self._write_story, keeps_stories=True, state=self._memory.accounts
         )
         self._is_foldable = True
-        self._last_sequence = 0 if earlier is None else earlier.last_sequence
 
     def build(self) -> None:
         """Read everything."""
@@ -160,6 +159,8 @@ class _Builder:
                 row = (batch.first_sequence, memory.time_ns, batch.segment, batch.offset)
                 self._connection.execute("INSERT INTO places VALUES (?, ?, ?, ?)", row)
             memory.num_batches += 1
+            if batch.gap is not None:
+                self._accounts.lose()
             for sequence, event in batch.numbered():
                 self._take(sequence, event)
 
@@ -212,9 +213,6 @@ class _Builder:
             self._lives[event.request_id] = LifeSpan(self._requests.summaries.pop(), sequence, sequence)
         else:
             self._note(sequence, event)
-        if sequence != self._last_sequence + 1:
-            self._accounts.lose()
-        self._last_sequence = sequence
         self._accounts.take(sequence, event)
         if self._is_foldable and self._log.start_sequence < sequence <= self._log.trusted_sequence:
             try:

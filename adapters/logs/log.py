@@ -6,7 +6,6 @@ The only module above the event store that knows frames and segments.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import chain
 from pathlib import Path
 
 import attrs
@@ -57,6 +56,28 @@ class LogDamage:
     detail: str
     num_bytes: int
 
+    @property
+    def place(self) -> str:
+        """What is damaged, and where."""
+        at = "" if self.sequence is None else f", event {self.sequence}"
+        return f"{self.kind} in {self.segment} at byte {self.offset}{at}"
+
+    def __str__(self) -> str:
+        return f"{self.place}: {self.detail}"
+
+
+@attrs.frozen
+class Gap:
+    """Events that are not in the log, or cannot be read."""
+
+    first_sequence: int
+    last_sequence: int
+
+    @property
+    def is_beginning(self) -> bool:
+        """Whether the log's oldest events are missing: most often they were retired, or are in another segment."""
+        return self.first_sequence == 1
+
 
 @attrs.define
 class Batch:
@@ -67,11 +88,24 @@ class Batch:
     segment: str
     offset: int
     end_offset: int
+    gap: Gap | None = None
+    """What is missing before it; None also where reading began in the midst of the log."""
 
     @property
     def events(self) -> Sequence[Event]:
         """The events alone."""
         return self.decoded.events
+
+    @property
+    def last_sequence(self) -> int:
+        """Of the last event of the frame."""
+        return self.first_sequence + self.decoded.num_events - 1
+
+    def up_to(self, sequence: int) -> Batch:
+        """The same without the events behind that one."""
+        events = [event for at, event in self.numbered() if at <= sequence]
+        skipped = tuple(place for place in self.decoded.skipped if self.first_sequence + place <= sequence)
+        return attrs.evolve(self, decoded=DecodedFrame(events, skipped))
 
     def numbered(self) -> Iterator[SequencedEvent]:
         """The events with their numbers."""
@@ -252,19 +286,24 @@ class StoredLog:
         """Size of the log's files now."""
         return sum(file.stat().st_size for file in self.files())
 
-    def events(self) -> Iterator[SequencedEvent]:
-        """Every event that can be read, in order. A jump in the sequence numbers means that some cannot."""
-        for events in self.frames():
-            yield from events
+    def events(self, until: int | None = None) -> Iterator[SequencedEvent]:
+        """Every event that can be read, in order, up to the event `until`."""
+        for batch in self.batches(until):
+            yield from batch.numbered()
 
     def frames(self) -> Iterator[Iterable[SequencedEvent]]:
         """The same, one frame's events at a time, for who reads many."""
-        for frame, decoded in self._intact():
-            yield decoded.numbered(frame.first_sequence)
+        return (batch.numbered() for batch in self._intact())
 
-    def batches(self) -> Iterator[Batch]:
-        """The same, with the place of each frame, so that it can be read again from there."""
-        yield from self._batches(self._intact())
+    def batches(self, until: int | None = None) -> Iterator[Batch]:
+        """The same, with the place of each frame, and with what is missing before it."""
+        for batch in self._intact():
+            if until is None or batch.last_sequence <= until:
+                yield batch
+                continue
+            if batch.first_sequence <= until:
+                yield batch.up_to(until)
+            return
 
     def batches_behind(self, sequence: int, head_hash: str) -> Iterator[Batch]:
         """The batches behind an event up to which an earlier reading found nothing missing. Counts these alone.
@@ -276,17 +315,7 @@ class StoredLog:
         Raises:
             LogError: what stands behind it in the log does not follow from it.
         """
-        frames = self._intact(behind=sequence)
-        for first in frames:
-            frame, _ = first
-            if next_chain_hash(bytes.fromhex(head_hash), frame) != frame.chain_hash:
-                raise LogError(f"{self.path}: event {frame.first_sequence} does not follow from chain hash {head_hash}")
-            yield from self._batches(chain([first], frames))
-
-    def _batches(self, frames: Iterable[tuple[Frame, DecodedFrame]]) -> Iterator[Batch]:
-        for frame, decoded in frames:
-            segment, offset = self._reader.place
-            yield Batch(frame.first_sequence, decoded, segment, offset, offset + frame_bytes(frame))
+        yield from self._intact(behind=sequence, head_hash=head_hash)
 
     def batches_from(self, segment: str, offset: int) -> Iterator[Batch]:
         """The batches from a place on that an earlier reading gave, as far as they can be read. Reports no damage."""
@@ -309,7 +338,7 @@ class StoredLog:
             if self.start_sequence < self.last_sequence <= self.trusted_sequence:
                 yield events
 
-    def _intact(self, *, behind: int = 0) -> Iterator[tuple[Frame, DecodedFrame]]:
+    def _intact(self, *, behind: int = 0, head_hash: str = "") -> Iterator[Batch]:
         self._reader.from_sequence = behind + 1
         self.ending, self._was_open = _NOT_READ, is_being_written(self.path)
         self.damage.clear()
@@ -317,8 +346,8 @@ class StoredLog:
         self.first_sequence = self.last_sequence = 0
         self.trusted_sequence = behind or self.start_sequence
         self._decoder.num_skipped.clear()
-        num_taken = 0
-        last_decoded = None
+        num_taken, expected = 0, behind + 1
+        last: Batch | None = None
         for frame in self._reader:
             num_taken = self._take_damage(num_taken)
             self._count(frame)
@@ -339,16 +368,20 @@ class StoredLog:
             self.num_events += decoded.num_events
             if frame.first_sequence == self.trusted_sequence + 1:
                 self.trusted_sequence += frame.num_events
-            last_decoded = frame, decoded
-            yield last_decoded
-        if last_decoded is not None:
-            frame, decoded = last_decoded
-            self.last_events = tuple(decoded.numbered(frame.first_sequence))
+            if last is None and head_hash and next_chain_hash(bytes.fromhex(head_hash), frame) != frame.chain_hash:
+                raise LogError(f"{self.path}: event {frame.first_sequence} does not follow from chain hash {head_hash}")
+            gap = None if frame.first_sequence == expected else Gap(expected, frame.first_sequence - 1)
+            expected = frame.next_sequence
+            segment, offset = self._reader.place
+            last = Batch(frame.first_sequence, decoded, segment, offset, offset + frame_bytes(frame), gap)
+            yield last
+        if last is not None:
+            self.last_events = tuple(last.numbered())
         self._take_damage(num_taken)
         if self.judge_ending(self._reader.next_sequence - 1, self.head_hash).contradiction:
             place, offset = self._reader.tail or (self.path, 0)
-            last, detail = self._reader.next_sequence - 1, self.ending.contradiction
-            self.damage.append(LogDamage("chain_broken", place.name, offset, last, detail, 0))
+            sequence, detail = self._reader.next_sequence - 1, self.ending.contradiction
+            self.damage.append(LogDamage("chain_broken", place.name, offset, sequence, detail, 0))
 
     def _count(self, frame: Frame) -> None:
         num_bytes = frame_bytes(frame)

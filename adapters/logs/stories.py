@@ -6,7 +6,7 @@ It must not tell the story: it answers what an event was, when, and whose an ord
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 import attrs
 
@@ -66,21 +66,12 @@ def _from_index(index: LogIndex, request_id: str) -> Told:
 def _fold(log: StoredLog, selection: Selection, request_id: str) -> tuple[Story, ...]:
     ended: list[Story] = []
     accounts = Accounts(log.configuration, request_id=request_id, on_end=ended.append, keeps_stories=True)
-    for sequence, event in noticing_gaps(log.events(), accounts):
-        if selection.is_over(sequence):
-            break
-        accounts.take(sequence, event)
-    return (*ended, *accounts.stories)
-
-
-def noticing_gaps(events: Iterator[tuple[int, e.Event]], accounts: Accounts) -> Iterator[tuple[int, e.Event]]:
-    """The events, and a word to the accounts wherever some are missing before one."""
-    expected = 1
-    for sequence, event in events:
-        if sequence != expected:
+    for batch in log.batches(selection.last_sequence):
+        if batch.gap is not None:
             accounts.lose()
-        yield sequence, event
-        expected = sequence + 1
+        for sequence, event in batch.numbered():
+            accounts.take(sequence, event)
+    return (*ended, *accounts.stories)
 
 
 def _from_log(log: StoredLog, stories: tuple[Story, ...]) -> Told:
@@ -88,9 +79,7 @@ def _from_log(log: StoredLog, stories: tuple[Story, ...]) -> Told:
     witnesses: dict[int, Witness] = {}
     names: dict[int, str] = {}
     last = max(wanted, default=0)
-    for batch in log.batches():
-        if batch.first_sequence > last:
-            break
+    for batch in log.batches(last):
         for sequence, event, time_ns in batch.timed():
             if sequence in wanted:
                 witnesses[sequence] = Witness(sequence, event, time_ns)

@@ -9,6 +9,7 @@ import attrs
 
 from kvledger.adapters.logs.amounts import duration, plural, size
 from kvledger.adapters.logs.describe import decision_words, words
+from kvledger.adapters.logs.log import Gap
 from kvledger.lifecycle import Core, LedgerConfiguration, Projections, RequestState, SequencedEvent
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.windows import NO_SLOT
@@ -121,13 +122,12 @@ class Timeline:
             if isinstance(event, e.LoadIssued):
                 self._from_tail[event.job_id] = self._num_tokens_from_tail(event)
 
-    def lose(self, first_sequence: int, last_sequence: int) -> None:
+    def lose(self, gap: Gap) -> None:
         """Say that events are missing here."""
         self._close()
-        self._moment = None
         now = self._tracker.time_ns
-        text = f"events {first_sequence}–{last_sequence} are lost; what follows is told without knowing them"
-        self.groups.append(Group("lost", first_sequence, last_sequence, now, now, None, None, None, [text]))
+        text = f"events {gap.first_sequence}–{gap.last_sequence} are missing; what follows is described without them"
+        self.groups.append(Group("lost", gap.first_sequence, gap.last_sequence, now, now, None, None, None, [text]))
 
     def finish(self) -> None:
         """Take up the last observation."""

@@ -155,7 +155,7 @@ def test_lost_events_are_a_group_of_their_own(run: Any, tools: Any, story: Drive
     store.close()
     result = run("show", tmp_path / "gap", REQUEST)
     assert result.exit_code == 0
-    assert "events 5–7 are lost" in result.out
+    assert "events 5–7 are missing" in result.out
     assert "lost_events" in result.err
 
 
