@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import csv
 import io
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO
@@ -23,6 +24,7 @@ from kvledger.adapters.export.ticket import write_page
 from kvledger.adapters.logs.amounts import plural, size
 from kvledger.adapters.logs.log import StoredLog
 from kvledger.adapters.logs.selection import Selection
+from kvledger.adapters.logs.visible import visible
 
 _ALL_TABLES = "all"
 
@@ -160,7 +162,10 @@ def _csv_writer(file: IO[bytes], table: str) -> Iterator[WriteRow]:
     try:
         writer = csv.writer(text)
         writer.writerow(COLUMNS[table])
-        yield writer.writerow
+        if file is sys.stdout.buffer and sys.stdout.isatty():
+            yield lambda row: writer.writerow(visible(cell) if isinstance(cell, str) else cell for cell in row)
+        else:
+            yield writer.writerow
     finally:
         try:
             text.flush()

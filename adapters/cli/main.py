@@ -27,6 +27,7 @@ from kvledger.adapters.cli.streams import OutputFailed, guard_standard_streams, 
 from kvledger.adapters.exit_codes import CommandFailed, ExitCode, gravest, unreadable_text
 from kvledger.adapters.logs.sources import find_logs
 from kvledger.adapters.logs.streams import StreamUrl, keep_mirrored, log_argument
+from kvledger.adapters.logs.visible import remark
 
 _EXIT_CODES = "exit codes: 0 sound, 1 rule broken, 2 damaged or unreadable, 3 diverged, 4 end missing, 64 wrong usage"
 
@@ -139,7 +140,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OutputFailed as failure:
         if not failure.is_reader_gone:
             with contextlib.suppress(OutputFailed):
-                sys.stderr.write(f"kvledger: the output cannot be written: {failure}; make room, or write elsewhere\n")
+                remark(f"the output cannot be written: {failure}; make room, or write elsewhere")
         silence_standard_streams()
         return (ExitCode.BROKEN_PIPE if failure.is_reader_gone else ExitCode.CANNOT_WRITE).value
     except KeyboardInterrupt:
@@ -157,10 +158,10 @@ def _run(argv: Sequence[str] | None) -> int:
     except SystemExit as exit_:  # argparse, after --help, --version or wrong usage
         return exit_.code if isinstance(exit_.code, int) else ExitCode.SOUND.value
     except CommandFailed as failure:
-        sys.stderr.write(f"kvledger: {failure}\n")
+        remark(str(failure))
         return failure.exit_code.value
     except OSError as error:
-        sys.stderr.write(f"kvledger: {unreadable_text(error)}\n")
+        remark(unreadable_text(error))
         return ExitCode.DAMAGED.value
     except Exception as error:  # noqa: BLE001 -- the last place that can say it in words
         _report_mistake(error)
@@ -172,10 +173,10 @@ def _report_mistake(error: Exception) -> None:
     if os.environ.get("KVLEDGER_TRACEBACK"):
         traceback.print_exception(error)
     place = traceback.extract_tb(error.__traceback__)[-1]
-    sys.stderr.write(
-        f"kvledger: a mistake in kvledger itself, and no judgement of the log: {type(error).__name__}: "
+    remark(
+        f"a mistake in kvledger itself, and no judgement of the log: {type(error).__name__}: "
         f"{error} ({Path(place.filename).name}:{place.lineno}). Please report it with this line, the command and, if "
-        "you may share it, the log; KVLEDGER_TRACEBACK=1 prints the traceback\n"
+        "you may share it, the log; KVLEDGER_TRACEBACK=1 prints the traceback"
     )
 
 
@@ -184,7 +185,7 @@ def _logs(arguments: argparse.Namespace) -> list[Path]:
     if isinstance(arguments.log, StreamUrl) and getattr(arguments, "follow", False):
         keep_mirrored(arguments.log, arguments.mirror, newest=arguments.newest)
     if arguments.newest and len(logs) > 1:
-        sys.stderr.write(f"kvledger: reading {logs[-1]}, the newest of {len(logs)} logs in {arguments.log}\n")
+        remark(f"reading {logs[-1]}, the newest of {len(logs)} logs in {arguments.log}")
         return logs[-1:]
     return logs
 

@@ -19,6 +19,7 @@ from kvledger.adapters.exit_codes import CommandFailed, ExitCode, unreadable_tex
 from kvledger.adapters.logs.ending import ending_text, under_way_text
 from kvledger.adapters.logs.log import StoredLog
 from kvledger.adapters.logs.under_way import last_under_way
+from kvledger.adapters.logs.visible import remark, visible
 from kvledger.storage.events import HowEnded
 
 _PIPED_WIDTH = 100_000
@@ -27,7 +28,7 @@ _BYTES_PER_UPDATE = 1 << 18
 
 
 class Output:
-    """Writes to stdout, and remarks and progress to stderr."""
+    """Writes to stdout, and remarks and progress to stderr; nothing that a log holds reaches a terminal unseen."""
 
     def __init__(self, *, is_json: bool) -> None:
         self.is_json = is_json
@@ -50,15 +51,15 @@ class Output:
     def record(self, type_name: str, fields: Mapping[str, object]) -> None:
         """One JSON line."""
         line = msgspec.json.encode({"type": type_name, **fields}, enc_hook=str)
-        sys.stdout.write(line.decode() + "\n")
+        sys.stdout.write(visible(line.decode()) + "\n")
 
     def line(self, text: str = "", style: str = "") -> None:
         """One line for people; never interpreted as markup."""
-        self._console.print(Text(text, style=style))
+        self._console.print(Text(visible(text), style=style))
 
     def field(self, name: str, value: str, style: str = "") -> None:
         """A name and what stands behind it, aligned with its neighbours."""
-        self._console.print(Text.assemble((f"{name:<11} ", "dim"), (value, style)))
+        self._console.print(Text.assemble((f"{name:<11} ", "dim"), (visible(value), style)))
 
     def table(self, columns: Mapping[str, str], rows: list[list[str]]) -> None:
         """Columns (name -> "left" or "right") and rows of plain text."""
@@ -66,7 +67,7 @@ class Output:
         for name, justify in columns.items():
             table.add_column(name, justify="right" if justify == "right" else "left", overflow="fold")
         for row in rows:
-            table.add_row(*(Text(cell) for cell in row))
+            table.add_row(*(Text(visible(cell)) for cell in row))
         if self._console.is_terminal:
             self._console.print(table)
             return
@@ -100,7 +101,7 @@ class Output:
 
     def remark(self, text: str) -> None:
         """Something the reader should know that is no result; goes to stderr."""
-        sys.stderr.write(f"kvledger: {text}\n")
+        remark(text)
 
     def damage_of(self, log: StoredLog) -> None:
         """Remark on everything that is damaged in what was read of a log."""

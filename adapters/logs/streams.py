@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from kvledger.adapters.exit_codes import CommandFailed, ExitCode
+from kvledger.adapters.logs.visible import remark
 from kvledger.storage.events import LogError
 
 if TYPE_CHECKING:
@@ -66,7 +67,7 @@ def mirrored_logs(url: StreamUrl, directory: Path | None, *, newest: bool) -> li
     from kvledger.storage.events.nats import mirror  # noqa: PLC0415
 
     with stream_errors(), _progress(f"fetching from {address}") as on_progress:
-        return mirror(address, directory, newest=newest, on_progress=on_progress, on_skipped=_remark)
+        return mirror(address, directory, newest=newest, on_progress=on_progress, on_skipped=remark)
 
 
 def keep_mirrored(url: StreamUrl, directory: Path | None, *, newest: bool) -> None:
@@ -80,7 +81,7 @@ def keep_mirrored(url: StreamUrl, directory: Path | None, *, newest: bool) -> No
             try:
                 mirror(address, directory, newest=newest)
             except (LogError, OSError) as error:
-                _remark(str(error))
+                remark(str(error))
 
     threading.Thread(target=refresh, name="kvledger-mirror", daemon=True).start()
 
@@ -100,10 +101,6 @@ def stream_errors() -> Iterator[None]:
         raise CommandFailed(str(error), ExitCode.TRY_AGAIN) from error
     except LogError as error:
         raise CommandFailed(str(error), ExitCode.DAMAGED) from error
-
-
-def _remark(text: str) -> None:
-    sys.stderr.write(f"kvledger: {text}\n")
 
 
 @contextlib.contextmanager
