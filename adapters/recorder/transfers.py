@@ -87,26 +87,22 @@ class Transfers:
         return tuple(asked)
 
     def _ask(self, request_id: str, copy: said.Transferred, loaded_to: Mapping[str, int]) -> Iterator[CopiedPages]:
-        """Blocks that stand in a row in one group of a table, of the full and chosen ones."""
+        """The full and chosen blocks, those together that stand in a row in one group of a table."""
         num_groups = len(self._log.configuration.windows)
         record = self._tracker.get(request_id)
         table = enumerate(() if record is None else self._tables.held(request_id))
         places = {} if record is None else {block_id: _Page(record.life, place) for place, block_id in table}
-        row: list[int] = []
-        begins: tuple[Life, int, int] | None = None
-        for block_id in (*copy.block_ids, NULL_BLOCK):
+        found = []
+        for block_id in copy.block_ids:
             page = places.get(block_id) or self._given.get(block_id)
-            stands = None
             if page is not None and block_id != NULL_BLOCK:
                 block, group = divmod(page.place, num_groups)
                 if block < self._num_full_blocks(page.life, copy, loaded_to) and is_chosen(block, self._digest_share):
-                    stands = page.life, group, block
-            if begins is not None and stands != (*begins[:2], begins[2] + len(row)):
-                yield self._asked_for(copy, *begins, tuple(row))
-                row, begins = [], None
-            if stands is not None:
-                begins = begins or stands
-                row.append(block_id)
+                    found.append((page.life, group, block, block_id))
+        numbered = enumerate(sorted(found))
+        for _, row in groupby(numbered, lambda each: (*each[1][:2], each[1][2] - each[0])):
+            pages = [page for _, page in row]
+            yield self._asked_for(copy, *pages[0][:3], tuple(block_id for *_, block_id in pages))
 
     def _asked_for(
         self, copy: said.Transferred, life: Life, group: int, first_block: int, block_ids: tuple[int, ...]

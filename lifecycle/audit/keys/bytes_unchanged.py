@@ -16,6 +16,8 @@ from kvledger.lifecycle.audit.model.moment import Check, Moment
 
 MAX_PAGES = 1 << 16
 """Pages of which it is remembered what was saved; the oldest are forgotten first."""
+_MAX_ENDED = 1 << 10
+"""Lives of which it is remembered what their pages were called when they ended: a connector may save those later."""
 _MAX_IMAGES = 16
 """Of one page; what was computed several times may differ in its last bits, each time."""
 
@@ -30,6 +32,8 @@ class _OfLife(msgspec.Struct):
 
     ordinal: int
     generation: int
+    keys: list[bytes]
+    """The life's own."""
     seen: dict[_Place, tuple[int, int]] = {}
     """Digest and event, of this generation."""
     was_cut: bool = False
@@ -52,6 +56,8 @@ class BytesUnchanged:
     def __init__(self) -> None:
         self._saved: OrderedDict[_Page, dict[int, int]] = OrderedDict()
         self._of: dict[str, _OfLife] = {}
+        self._ended: OrderedDict[int, _OfLife] = OrderedDict()
+        """By ordinal."""
         self._first_ordinal = 0
         """Lives before it may be from before a reset."""
         self._next_ordinal = 0
@@ -66,9 +72,11 @@ class BytesUnchanged:
                 if digest != stored:
                     detail = f"the host held {_hex(stored)}, and it was loaded as {_hex(digest)}"
                     return [violation(self.rule, moment, f"{_where(event, number)}: {detail}")]
-            if life is None or event.ordinal < self._first_ordinal:
+            of_life = self._ended.get(event.ordinal) if life is None else self._of_generation(event, life)
+            if of_life is None or event.ordinal < self._first_ordinal:
                 return None
-            return list(self._differences(event, moment, life, model)) or None
+            keeps_blocks = life is not None and event.generation == life.generation == of_life.generation
+            return list(self._differences(event, moment, of_life, model, keeps_blocks=keeps_blocks)) or None
 
         return [
             (e.PagesDigested, digested),
@@ -80,12 +88,12 @@ class BytesUnchanged:
         ]
 
     def _arrived(self, event: e.RequestArrived, _moment: Moment) -> None:
-        self._of.pop(event.request_id, None)
+        self._end(self._of.pop(event.request_id, None))
         self._next_ordinal = max(self._next_ordinal, event.ordinal + 1)
 
     def _cut(self, event: e.SessionContinued, moment: Moment) -> None:
         if moment.life is not None:
-            of_life = self._of.setdefault(event.request_id, _OfLife(moment.life.ordinal, moment.life.generation))
+            of_life = self._of.setdefault(event.request_id, _of(moment.life))
             of_life.was_cut = True
             of_life.seen.clear()
 
@@ -93,26 +101,33 @@ class BytesUnchanged:
         if event.request_id in self._of:
             self._of[event.request_id].seen.clear()
 
-    def _released(self, event: e.RequestReleased, _moment: Moment) -> None:
-        of_life = self._of.get(event.request_id)
-        if of_life is not None and of_life.ordinal == event.ordinal:
-            del self._of[event.request_id]
+    def _released(self, event: e.RequestReleased, moment: Moment) -> None:
+        if moment.life is not None and moment.life.ordinal == event.ordinal:
+            self._end(self._of.pop(event.request_id, None) or _of(moment.life))
+
+    def _end(self, of_life: _OfLife | None) -> None:
+        if of_life is not None:
+            of_life.seen.clear()
+            self._ended[of_life.ordinal] = of_life
+            if len(self._ended) > _MAX_ENDED:
+                self._ended.popitem(last=False)
 
     def _reset(self, _event: e.CacheReset, _moment: Moment) -> None:
         self._saved.clear()
         self._of.clear()
+        self._ended.clear()
         self._first_ordinal = self._next_ordinal
 
-    def _differences(self, event: e.PagesDigested, moment: Moment, life: Life, model: Model) -> Iterator[Violation]:
-        of_life = self._of_generation(event)
-        keeps_blocks = event.generation == life.generation == of_life.generation
+    def _differences(
+        self, event: e.PagesDigested, moment: Moment, of_life: _OfLife, model: Model, *, keeps_blocks: bool
+    ) -> Iterator[Violation]:
         size, chunk_size = model.configuration.block_size, model.configuration.chunk_size
         for number, digest in enumerate(event.digests):
             block = event.first_block + number
             chunk = ((block + 1) * size - 1) // chunk_size
             detail, evidence = "", 0
-            if chunk < len(life.keys):
-                page = (life.keys[chunk], block, event.group, event.rank)
+            if chunk < len(of_life.keys):
+                page = (of_life.keys[chunk], block, event.group, event.rank)
                 detail, evidence = self._of_page(page, digest, of_life, event, moment.sequence)
             if not detail and keeps_blocks:
                 before, evidence = of_life.seen.setdefault((event.rank, event.group, block), (digest, moment.sequence))
@@ -122,10 +137,10 @@ class BytesUnchanged:
                 yield violation(self.rule, moment, f"{_where(event, number)}: {detail}", evidence)
                 return  # what follows is mostly the same mistake
 
-    def _of_generation(self, event: e.PagesDigested) -> _OfLife:
+    def _of_generation(self, event: e.PagesDigested, life: Life) -> _OfLife:
         of_life = self._of.get(event.request_id)
         if of_life is None or of_life.ordinal != event.ordinal:
-            of_life = self._of[event.request_id] = _OfLife(event.ordinal, event.generation)
+            of_life = self._of[event.request_id] = _OfLife(event.ordinal, event.generation, life.keys)
         elif event.generation > of_life.generation:
             of_life.generation = event.generation
             of_life.seen.clear()
@@ -156,6 +171,10 @@ class BytesUnchanged:
         saved = ", ".join(map(_hex, images))
         found = "the host held and gave back" if event.stored else "it was loaded as"
         return f"was saved as {saved}; {found} {_hex(digest)}", next(reversed(images.values()))
+
+
+def _of(life: Life) -> _OfLife:
+    return _OfLife(life.ordinal, life.generation, life.keys)
 
 
 def _where(event: e.PagesDigested, number: int) -> str:

@@ -130,6 +130,27 @@ def test_bytes_that_change_in_what_the_connector_holds_are_named(
     assert violation.detail.startswith("block 2 of the table, group 0, rank 0: was saved as")
 
 
+def test_what_is_saved_after_its_request_has_ended_is_compared_as_well(
+    record: Record, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With `lazy_offload` blocks are saved when nobody uses them any more."""
+    monkeypatch.setattr(HashedModel, "_check", lambda *_: None)
+    engine, recording = record(SimpleCPU(is_lazy=True), digests="all", num_blocks=24)
+    engine.add("first", range(100), 3)
+    engine.run()
+    engine.add("other", range(500, 500 + 250), 60)
+    engine.run()
+    (save,) = [event for event in digested(recording) if event.request_id == "first"]
+    assert (save.is_load, save.first_block, len(save.digests)) == (False, 0, 6)
+    for tensor in engine.worker.wrapped.worker_handler.cpu_kv_caches.values():
+        tensor[:, 0] ^= 1
+    engine.add("second", range(100), 3)
+    engine.run()
+    (violation,) = audited(recording).violations
+    assert (violation.rule, violation.request_id) == ("BYTES_UNCHANGED", "second")
+    assert "block 3 of the table" in violation.detail  # those before it are still in vLLM's own cache
+
+
 def test_a_share_digests_the_same_places_of_all(record: Record) -> None:
     """So that a load has its save in the log."""
     engine, recording = record(digests=0.5)

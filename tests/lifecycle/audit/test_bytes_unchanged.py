@@ -97,6 +97,18 @@ def test_any_of_several_saves_of_the_same_tokens_is_right() -> None:
     assert story.found() == []
 
 
+def test_what_an_ended_request_left_behind_may_be_saved_later() -> None:
+    """By connectors that save what is free and still cached; its tokens are known."""
+    story = Story()
+    story.digested("a", (11,))
+    life = story.driver.record("a").life
+    story.second()
+    assert story.driver.projections.tracker.get("a") is None
+    story.driver.observe(e.PagesDigested(*life, 0, False, 0, 1, (12,), (), 7))
+    (violation,) = story.loaded((11, 13)).found()
+    assert "block 1 of the table, group 0, rank 0: was saved as 000000000000000c" in violation.detail
+
+
 @pytest.mark.parametrize("more", [{"rank": 1}, {"group": 1}, {"first_block": 2}])
 def test_nothing_is_said_of_pages_that_were_not_digested_before(more: dict[str, int]) -> None:
     """Of another rank, another group, another place."""
