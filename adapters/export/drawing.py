@@ -41,11 +41,11 @@ class Span:
         return _percent(self.share(time_ns))
 
 
-def draw_rows(span: Span, samples: Sequence[Sample], requests: Sequence[Told]) -> Iterator[str]:
-    """The axis, the curves, and a row per request."""
+def draw_rows(span: Span, samples: Sequence[Sample], requests: Sequence[Told], curves: Sequence[str]) -> Iterator[str]:
+    """The axis, the curves of these names, and a row per request."""
     yield _axis(span)
-    for index, name in enumerate(SERIES):
-        yield _curve(span, samples, index, name)
+    for name in curves:
+        yield _curve(span, samples, SERIES.index(name), name)
     for told in requests:
         yield _row(span, told)
 

@@ -10,7 +10,7 @@ from collections import Counter
 
 import attrs
 
-from kvledger.adapters.export.spans import Copy, Gauges, Incarnation, Instant, Lookup, Span, StateSpan, Visitor
+from kvledger.adapters.export.spans import Call, Copy, Gauges, Incarnation, Instant, Lookup, Span, StateSpan, Visitor
 
 MAX_REQUESTS = 300
 """Drawn at most."""
@@ -43,6 +43,15 @@ class Told:
         return num_troubles, self.incarnation.num_failures, self.incarnation.num_preemptions, -self.incarnation.ordinal
 
 
+@attrs.define
+class Calls:
+    """Those of one name."""
+
+    longest: Call
+    num_calls: int = 0
+    total_ns: int = 0
+
+
 @attrs.frozen
 class Sample:
     """Counts at one moment, or the most of them around it."""
@@ -51,7 +60,8 @@ class Sample:
     values: tuple[int, ...]
 
 
-SERIES = ("running", "preempted, recovering", "blocks held", "host slots used", "copies in flight")
+SLOTS = "host slots used"
+SERIES = ("running", "preempted, recovering", "blocks held", SLOTS, "copies in flight")
 """What the curves of a page count."""
 
 
@@ -67,6 +77,8 @@ class Gathering(Visitor):
         """How the requests ended -> how many of them."""
         self.num_requests = 0
         self.samples: list[Sample] = []
+        self.calls: dict[tuple[str, str], Calls] = {}
+        """Extension and name -> how long calls took."""
         self.troubles: list[Instant] = []
         self.num_troubles = 0
         self.others: list[Instant] = []
@@ -100,6 +112,8 @@ class Gathering(Visitor):
                 told.states.append(span)
             case Copy() if (told := self._of(span.ordinal)) is not None:
                 self._take_copy(told, span)
+            case Call():
+                self._take_call(span)
 
     def _of(self, ordinal: int | None) -> Told | None:
         return None if ordinal is None else self._told.get(ordinal)
@@ -121,6 +135,12 @@ class Gathering(Visitor):
             told.num_left_out += 1
         else:
             told.copies.append(attrs.evolve(copy, slots=(), block_ids=()))  # which would be most of a page's memory
+
+    def _take_call(self, call: Call) -> None:
+        calls = self.calls.setdefault((call.extension, call.name), Calls(call))
+        calls.num_calls += 1
+        calls.total_ns += call.duration_ns
+        calls.longest = max(calls.longest, call, key=lambda each: each.duration_ns)
 
     def looked_up(self, lookup: Lookup) -> None:
         """A mark, where the answer is a new one."""

@@ -14,7 +14,7 @@ from importlib import resources
 import attrs
 
 from kvledger.adapters.export.drawing import Span, draw_rows, in_time
-from kvledger.adapters.export.gathering import Gathering, Told
+from kvledger.adapters.export.gathering import SERIES, SLOTS, Calls, Gathering, Told
 from kvledger.adapters.export.life_stories import LifeStories
 from kvledger.adapters.export.markup import cell, element, escaped, fragment, table
 from kvledger.adapters.export.spans import Incarnation, Instant
@@ -34,6 +34,7 @@ _LEGEND = (
     ("c-tail-save", "tail save"),
     ("c-save failed", "failed copy"),
 )
+_LEGEND_OF_SAVES = _LEGEND[-3:-1]
 _LEGEND_OF_MARKS = (
     '<li><svg width="10" height="10"><circle class="m-trouble" cx="5" cy="5" r="4"/></svg>something went wrong</li>'
     '<li><svg width="10" height="10"><circle class="m-note" cx="5" cy="5" r="3"/></svg>something else happened</li>'
@@ -93,6 +94,8 @@ class Page:
     stories: LifeStories
     opened_request: str | None
     """The request that the page is about."""
+    decides_elsewhere: bool
+    """Whether another connector saves: chunks and slots are not in the log."""
     sections: Sequence[tuple[str, str]] = ()
     """(heading, markup) of further sections, between the findings and the timeline."""
     footer: str = ""
@@ -117,6 +120,7 @@ def render(page: Page) -> Iterator[str]:
         yield f"<section>\n<h2>{escaped(heading)}</h2>\n{markup}</section>\n"
     yield from _timeline(page)
     yield from _life_stories(page)
+    yield from _calls(page.gathering)
     yield from _moments(page)
     yield f"</main>\n<footer><p>{escaped(page.footer)}</p></footer>\n"
     yield f'<div id="tip" role="tooltip" hidden></div>\n<script>{script}</script>\n</body>\n</html>\n'
@@ -191,13 +195,15 @@ def _timeline(page: Page) -> Iterator[str]:
     yield '<label><input type="checkbox" id="only-visible"> in this part of the time</label>'
     yield '<span id="shown" class="dim"></span>'
     yield '<span class="dim">Ctrl + wheel or a double click zooms</span></div>\n'
-    yield f'<ul class="legend">{"".join(_legend_entry(style, name) for style, name in _LEGEND)}'
+    legend = [entry for entry in _LEGEND if not (page.decides_elsewhere and entry in _LEGEND_OF_SAVES)]
+    yield f'<ul class="legend">{"".join(_legend_entry(style, name) for style, name in legend)}'
     yield f"{_LEGEND_OF_MARKS}</ul>\n"
     yield (
         f'<div class="timeline" tabindex="0" data-first-ms="{span.first_ns / 1e6}" '
         f'data-length-ms="{span.length_ns / 1e6}"><div class="rows">\n'
     )
-    yield from draw_rows(span, gathering.samples, requests)
+    curves = [name for name in SERIES if not (page.decides_elsewhere and name == SLOTS)]
+    yield from draw_rows(span, gathering.samples, requests, curves)
     yield "</div></div>\n</section>\n"
 
 
@@ -228,15 +234,16 @@ def _life_stories(page: Page) -> Iterator[str]:
                 f"<code>--request {escaped(name)}</code></p>"
             )
         told_ids.add(name)
-        yield _life_story(told, body, is_open=is_open)
+        yield _life_story(told, body, is_open=is_open, saves=not page.decides_elsewhere)
     yield "</section>\n"
 
 
-def _life_story(told: Told, body: str, *, is_open: bool) -> str:
+def _life_story(told: Told, body: str, *, is_open: bool, saves: bool) -> str:
     life = told.incarnation
     has_trouble = bool(life.num_failures) or any(instant.is_trouble for instant in told.instants)
     style = f"life-story{' trouble' if has_trouble else ''}{' preempted' if life.num_preemptions else ''}"
-    facts = "".join(f"<span><small>{name}</small>{escaped(value)}</span>" for name, value in _life_facts(life).items())
+    named = _life_facts(life, saves=saves).items()
+    facts = "".join(f"<span><small>{name}</small>{escaped(value)}</span>" for name, value in named)
     name = escaped(life.request_id)
     opened = " open" if is_open else ""
     return (
@@ -245,7 +252,10 @@ def _life_story(told: Told, body: str, *, is_open: bool) -> str:
     )
 
 
-def _life_facts(life: Incarnation) -> dict[str, str]:
+def _life_facts(life: Incarnation, *, saves: bool) -> dict[str, str]:
+    loaded = {"loaded": f"{life.num_tokens_loaded} tokens"}
+    if saves:
+        loaded = {"loaded, saved": f"{life.num_tokens_loaded} tokens, {plural(life.num_chunks_saved, 'chunk')}"}
     took = "not finished" if life.finished_ns is None else duration(life.finished_ns - life.since_ns)
     return {
         "outcome": life.outcome,
@@ -253,7 +263,7 @@ def _life_facts(life: Incarnation) -> dict[str, str]:
         "took": took,
         "tokens (prompt)": f"{life.num_tokens} ({life.num_prompt_tokens})",
         "preempted": plural(life.num_preemptions, "time"),
-        "loaded, saved": f"{life.num_tokens_loaded} tokens, {plural(life.num_chunks_saved, 'chunk')}",
+        **loaded,
         "failures": str(life.num_failures),
     }
 
@@ -283,6 +293,39 @@ def _states(told: Told) -> str:
     return table(_STATE_HEAD, rows)
 
 
+# --- calls --------------------------------------------------------------------------------------
+
+
+def _calls(gathering: Gathering) -> Iterator[str]:
+    if not gathering.calls:
+        return
+    yield '<section id="calls">\n<h2>How long calls took</h2>\n'
+    numbers = ("calls", "together", "each", "longest", "its end, ms", "event")
+    head: list[tuple[str, str | None]] = [("call", None), *((name, "number") for name in numbers), ("request", None)]
+    by_time = sorted(gathering.calls.items(), key=lambda named: named[1].total_ns, reverse=True)
+    yield table(head, [_call_row(f"{extension}: {name}", calls) for (extension, name), calls in by_time])
+    yield "</section>\n"
+
+
+def _call_row(name: str, calls: Calls) -> str:
+    longest = calls.longest
+    return (
+        cell(name, "mono")
+        + cell(f"{calls.num_calls:,}", "number")
+        + cell(duration(calls.total_ns), "number")
+        + cell(duration(calls.total_ns // calls.num_calls), "number")
+        + cell(duration(longest.duration_ns), "number")
+        + cell(milliseconds(longest.last_ns), "number")
+        + cell(longest.sequence, "number")
+        + _of_request(longest.request_id)
+    )
+
+
+def _of_request(request_id: str) -> str:
+    link = f'<a href="#{fragment(request_id)}">{escaped(request_id)}</a>' if request_id else ""
+    return element("td", link, class_="mono")
+
+
 # --- moments ------------------------------------------------------------------------------------
 
 
@@ -307,14 +350,10 @@ def _moments(page: Page) -> Iterator[str]:
 
 
 def _moment_row(moment: Instant) -> str:
-    link = ""
-    if moment.request_id:
-        name = escaped(moment.request_id)
-        link = f'<a href="#{fragment(moment.request_id)}">{name}</a>'
     return (
         cell(milliseconds(moment.time_ns), "number")
         + cell(moment.sequence, "number")
         + cell(moment.kind, "bad" if moment.is_trouble else None)
-        + element("td", link, class_="mono")
+        + _of_request(moment.request_id)
         + cell(moment.text)
     )

@@ -82,6 +82,7 @@ def write_page(log: StoredLog, selection: Selection, output: Progress) -> Iterat
         gathering=gathering,
         stories=stories,
         opened_request=selection.request_id,
+        decides_elsewhere=log.decides_elsewhere,
         sections=tuple(_reasons(log, selection, accounts, output)),
         footer=f"Made by kvledger export --html from {log.path}. Times are milliseconds since the log was opened; "
         "this page holds everything it shows and fetches nothing.",
@@ -158,11 +159,12 @@ def _facts(log: StoredLog, selection: Selection, now_ns: int) -> dict[str, str]:
     part = "the whole log" if selection.is_everything else f"events {selection.first_sequence} to {last}"
     if selection.request_id is not None:
         part += f", request {selection.request_id} only"
-    slots, ranks = plural(configuration.num_slots, "slot"), plural(configuration.num_ranks, "rank")
+    chunks = f", chunk {configuration.chunk_size} tokens, {plural(configuration.num_slots, 'slot')}"
+    chunks = "" if log.decides_elsewhere else f"{chunks}, {plural(configuration.num_ranks, 'rank')}"
     facts |= {
         "covers": f"{duration(now_ns)}: {part}",
         "read": f"{plural(log.num_events, 'event')} in {plural(log.num_frames, 'frame')}, {size(log.num_bytes)}",
-        "sizes": f"block {configuration.block_size} tokens, chunk {configuration.chunk_size} tokens, {slots}, {ranks}",
+        "sizes": f"block {configuration.block_size} tokens{chunks}",
     }
     if log.head_hash:
         facts["chain's head"] = log.head_hash
