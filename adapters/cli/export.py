@@ -8,6 +8,7 @@ import csv
 import io
 import sys
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import IO
 
@@ -20,7 +21,6 @@ from kvledger.adapters.export.perfetto import EngineTrace, TraceFile
 from kvledger.adapters.export.reading import read_trace
 from kvledger.adapters.export.tables import COLUMNS, EVENTS, Tables, WriteRow
 from kvledger.adapters.export.target import CannotWrite, open_target
-from kvledger.adapters.export.ticket import write_page
 from kvledger.adapters.logs.amounts import plural, size
 from kvledger.adapters.logs.log import StoredLog
 from kvledger.adapters.logs.selection import Selection
@@ -79,6 +79,8 @@ def _export(arguments: argparse.Namespace, logs: _Selected, file: IO[bytes], out
     if arguments.perfetto:
         _export_trace(logs, file, output)
     elif arguments.html:
+        from kvledger.adapters.export.page import write_page  # noqa: PLC0415 - templates take a seventh of a second
+
         for log, selection in logs:
             for piece in write_page(log, selection, output):
                 file.write(piece.encode())
@@ -129,9 +131,7 @@ def _about(log: StoredLog, selection: Selection) -> dict[str, object]:
 def _export_tables(logs: _Selected, writers: Mapping[str, WriteRow], output: Output) -> None:
     for log, selection in logs:
         tables = Tables(log.path.name, _opened_at(log), writers)
-        also = None
-        if EVENTS in writers:
-            also = tables.event_of(selection)
+        also = partial(tables.take_events, selection=selection) if EVENTS in writers else None
         with output.progress(log, "exporting"):
             read_trace(log, selection, tables, output.remark, also=also)
 

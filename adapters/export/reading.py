@@ -2,29 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from kvledger.adapters.export.spans import Visitor
 from kvledger.adapters.export.trace import Trace
 from kvledger.adapters.logs.amounts import plural
-from kvledger.adapters.logs.log import StoredLog
+from kvledger.adapters.logs.log import Batch, StoredLog
 from kvledger.adapters.logs.selection import Selection
-from kvledger.lifecycle import Projections, SequencedEvent
-from kvledger.lifecycle import events as e
+from kvledger.lifecycle import Projections
 from kvledger.lifecycle.audit import Audit
-
-Remark = Callable[[str], None]
-Take = Callable[[int, e.Event], None]
 
 
 def read_trace(
     log: StoredLog,
     selection: Selection,
     visitor: Visitor,
-    remark: Remark,
+    remark: Callable[[str], None],
     *,
     audit: Audit | None = None,
-    also: Take | None = None,
+    also: Callable[[Batch], None] | None = None,
 ) -> Trace:
     """Read the log from its beginning and show the visitor the selected part.
 
@@ -34,51 +30,37 @@ def read_trace(
         visitor: who is shown it.
         remark: given, in a sentence, what the reader of the result should know.
         audit: holds the rules against the events before the first gap, in the same reading.
-        also: given each event before the trace takes it.
+        also: given each batch before the trace takes it.
     """
     trace = Trace(Projections(log.core, log.configuration) if audit is None else audit.projections, visitor, selection)
-    expected, is_first = 1, True
-    current: SequencedEvent | None = None
-
-    def take(sequence: int, event: e.Event) -> None:
-        nonlocal expected, is_first, current
-        current = sequence, event
-        if sequence != expected:
-            trace.take_gap(expected, sequence - 1, is_trouble=not is_first)
-        expected, is_first = sequence + 1, False
-        if also is not None:
-            also(sequence, event)
-        trace.take(sequence, event)
-
-    is_whole = True
-    for frame in log.frames():
-        events = [(sequence, event) for sequence, event in frame if not selection.is_over(sequence)]
-        is_whole = not selection.is_over(log.last_sequence)
-        error = _take_frame(events, take, audit if log.last_sequence <= log.trusted_sequence else None)
-        if error and current is not None:  # what was read before it is still worth having
-            sequence, event = current
-            remark(f"event {sequence} ({event.id}) cannot be folded: {error}; what follows is left out")
-            is_whole = False
-        if not is_whole:
+    error = ""
+    for batch in log.batches(selection.last_sequence):
+        error = _take(batch, trace, audit if log.last_sequence <= log.trusted_sequence else None, also)
+        if error:  # what was read before it is still worth having
+            remark(f"{trace.current} cannot be folded: {error}; what follows is left out")
             break
-    if audit is not None and is_whole:
+    if audit is not None and not error and not selection.is_over(log.last_sequence):
         audit.finish()
     trace.finish()
     for event_id, count in sorted(log.skipped.items()):
         remark(f"{plural(count, 'event')} of the kind {event_id}, which this version does not know, were left out")
     for damage in log.damage:
-        remark(f"{damage.kind} in {damage.segment} at byte {damage.offset}: {damage.detail}")
+        remark(str(damage))
     return trace
 
 
-def _take_frame(events: Sequence[SequencedEvent], take: Take, audit: Audit | None) -> str:
-    """Take these events, by way of an audit if there is one; what cannot be folded ends it with a reason."""
-    if audit is not None:
-        audit.take_frame(events, around=take)
-        return "" if audit.unfoldable is None else audit.unfoldable.error
+def _take(batch: Batch, trace: Trace, audit: Audit | None, also: Callable[[Batch], None] | None) -> str:
+    """Take up a batch, by way of an audit if there is one; the reason, where it cannot be folded."""
     try:
-        for sequence, event in events:
-            take(sequence, event)
+        if batch.gap is not None:
+            trace.take_gap(batch.gap)
+        if also is not None:
+            also(batch)
+        if audit is not None:
+            audit.take_frame(batch.numbered(), around=trace.take)
+            return "" if audit.unfoldable is None else audit.unfoldable.error
+        for sequence, event in batch.numbered():
+            trace.take(sequence, event)
     except OSError:  # of a visitor: its file cannot be written
         raise
     except Exception as error:  # noqa: BLE001 -- whatever it is, a log must not end the command

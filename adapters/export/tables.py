@@ -12,9 +12,10 @@ from typing import Any
 
 import msgspec
 
-from kvledger.adapters.export.spans import Call, Copy, Incarnation, Instant, Lookup, Span, StateSpan, Step, Visitor
+from kvledger.adapters.export.spans import Copy, Incarnation, Instant, Lookup, Span, StateSpan, Step, Visitor
 from kvledger.adapters.logs.describe import plain_fields
-from kvledger.adapters.logs.selection import Selection, time_of
+from kvledger.adapters.logs.log import Batch
+from kvledger.adapters.logs.selection import Selection
 from kvledger.lifecycle import RequestState
 from kvledger.lifecycle.events import Event
 
@@ -145,12 +146,10 @@ class Tables(Visitor):
         self._opened_at = opened_at_ns
         self._write = write_row
         self._encode = msgspec.json.Encoder().encode
-        self._now_ns = 0
 
     def ended(self, span: Span) -> None:
-        """A row of `requests`, `states` or `transfers`; calls are rows of `events`."""
-        if not isinstance(span, Call):
-            self._row(span, span.since_ns)
+        """A row of `requests`, `states` or `transfers`."""
+        self._row(span, span.since_ns)
 
     def looked_up(self, lookup: Lookup) -> None:
         """A row of `lookups`."""
@@ -164,28 +163,21 @@ class Tables(Visitor):
         """A row of `moments`."""
         self._row(instant, instant.time_ns)
 
-    def event_of(self, selection: Selection) -> Callable[[int, Event], None]:
-        """Takes events and makes a row of `events` of each that is selected."""
+    def take_events(self, batch: Batch, selection: Selection) -> None:
+        """A row of `events` for each that is selected."""
         write = self._write[EVENTS]
-
-        def take(sequence: int, event: Event) -> None:
-            time_ns = time_of(event)
-            if time_ns is not None:
-                self._now_ns = time_ns
+        for sequence, event, time_ns in batch.timed():
             request_id = getattr(event, "request_id", "")
             if selection.holds(sequence) and selection.request_id in {None, request_id}:
-                write(map(_cell, self._event_cells(sequence, event, request_id)))
+                write(map(_cell, self._event_cells(sequence, event, time_ns, request_id)))
 
-        return take
-
-    def _event_cells(self, sequence: int, event: Event, request_id: str) -> Iterable[object]:
+    def _event_cells(self, sequence: int, event: Event, time_ns: int, request_id: str) -> Iterable[object]:
         shown = {"time_ns", "request_id", "cause"}
         fields = {name: value for name, value in plain_fields(event).items() if name not in shown}
         kind = "decision" if event.is_decision else "observation"
         rest = self._encode(fields).decode()
-        time = milliseconds(self._now_ns)
-        cause = getattr(event, "cause", None)
-        return self._log, sequence, time, event.id, kind, request_id, cause, rest, self._utc(self._now_ns)
+        time, cause = milliseconds(time_ns), getattr(event, "cause", None)
+        return self._log, sequence, time, event.id, kind, request_id, cause, rest, self._utc(time_ns)
 
     def _row(self, record: object, time_ns: int) -> None:
         table, columns = _TABLES[type(record)]

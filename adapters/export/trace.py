@@ -12,19 +12,9 @@ from collections.abc import Callable
 
 import msgspec
 
-from kvledger.adapters.export.spans import (
-    Call,
-    Copy,
-    Gauges,
-    Incarnation,
-    Instant,
-    Lookup,
-    Span,
-    StateSpan,
-    Step,
-    Visitor,
-)
-from kvledger.adapters.logs.describe import figures_of_extension, words
+from kvledger.adapters.export.spans import Copy, Gauges, Incarnation, Instant, Lookup, Span, StateSpan, Step, Visitor
+from kvledger.adapters.logs.describe import words
+from kvledger.adapters.logs.log import Gap
 from kvledger.adapters.logs.selection import Selection
 from kvledger.lifecycle import Projections, RequestRecord, RequestState
 from kvledger.lifecycle import events as e
@@ -40,9 +30,8 @@ _TROUBLE = (
 _INSTANTS = (
     *_TROUBLE,
     *(e.ChunkEvicted, e.CacheReset, e.LogNote, e.TokensRolledBack, e.SessionContinued, e.SaveDeclined),
-    *(e.TransferAwaited, e.BlockTableObserved),
+    *(e.TransferAwaited, e.BlockTableObserved, e.ExtensionObserved, e.ExtensionDecided, e.ExtensionNoted),
 )
-_OF_EXTENSIONS = (e.ExtensionObserved, e.ExtensionDecided, e.ExtensionNoted)
 _KINDS: dict[type[e.Event], str] = {e.LoadIssued: "load", e.SaveIssued: "save", e.TailSaveIssued: "tail save"}
 _SETTLED = (e.LoadCompleted, e.LoadFailed, e.SaveCompleted, e.SaveFailed)
 
@@ -59,6 +48,8 @@ class Trace:
         self.projections = projections
         self.now_ns = 0
         """The latest time seen. Times that run backwards, as in a damaged log, are taken as this."""
+        self.current = "the first event"
+        """The event that is taken up, for who reports that it cannot be."""
         self._visitor = visitor
         self._selection = selection
         self._is_inside = False
@@ -85,11 +76,11 @@ class Trace:
             **dict.fromkeys(_KINDS, self._issued),
             **dict.fromkeys(_SETTLED, self._settled),
             **dict.fromkeys(_INSTANTS, self._happened),
-            **dict.fromkeys(_OF_EXTENSIONS, self._of_extension),
         }
 
     def take(self, sequence: int, event: e.Event) -> None:
         """Take up the next event of the log."""
+        self.current = f"event {sequence} ({event.id})"
         self._reach(sequence)
         if not event.is_decision:
             self._complete()
@@ -107,20 +98,20 @@ class Trace:
         if handler is not None:
             handler(event, sequence)
 
-    def take_gap(self, first_sequence: int, last_sequence: int, *, is_trouble: bool = True) -> None:
-        """Say that events are missing here. Oldest ones that were retired are no trouble."""
+    def take_gap(self, gap: Gap) -> None:
+        """Events are missing here. That the oldest are is no trouble: most often they were retired."""
         self._complete()
-        self._reach(last_sequence)
+        self._reach(gap.last_sequence)
         self._show_instant(
             Instant(
                 kind=LOST,
-                sequence=first_sequence,
+                sequence=gap.first_sequence,
                 time_ns=self.now_ns,
                 request_id="",
                 ordinal=None,
-                text=f"events {first_sequence}–{last_sequence} are missing; what follows does not know them",
-                is_trouble=is_trouble,
-                fields={"first_sequence": first_sequence, "last_sequence": last_sequence},
+                text=f"events {gap.first_sequence}–{gap.last_sequence} are missing; what follows does not know them",
+                is_trouble=not gap.is_beginning,
+                fields={"first_sequence": gap.first_sequence, "last_sequence": gap.last_sequence},
             )
         )
 
@@ -368,22 +359,6 @@ class Trace:
                 incarnation.num_chunks_saved += len(copy.chunks) * is_complete
             incarnation.num_failures += not is_complete
         self._end(copy, is_over=is_over)
-
-    # --- extensions ---------------------------------------------------------------------------
-
-    def _of_extension(self, event: e.ExtensionEvent, sequence: int) -> None:
-        for what, duration_ns in figures_of_extension(event, self.projections.core).items():
-            if what.endswith("_ns"):
-                call = Call(
-                    request_id=getattr(event, "request_id", ""),
-                    sequence=sequence,
-                    since_ns=max(0, self.now_ns - duration_ns),
-                    extension=event.extension,
-                    name=what.removesuffix("_ns"),
-                )
-                self._begin(call)
-                self._end(call)
-        self._happened(event, sequence)
 
     # --- instants and steps -------------------------------------------------------------------
 

@@ -94,10 +94,6 @@ class Page:
         )
         self.command("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
 
-    def without_scripts(self) -> None:
-        """From now on pages are opened as where scripts are forbidden."""
-        self.command("Emulation.setScriptExecutionDisabled", value=True)
-
     def open(self, address: str) -> None:
         """Open an address and wait until it is loaded."""
         self.console.clear()
@@ -138,16 +134,6 @@ class Page:
         x, y = self.middle(selector)
         for kind in ("mousePressed", "mouseReleased"):
             self.command("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
-
-    def hover(self, selector: str) -> None:
-        """Move the mouse over what a selector finds first."""
-        x, y = self.middle(selector)
-        self.command("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
-
-    def press(self, key: str) -> None:
-        """Press a key, as `Tab`."""
-        for kind in ("keyDown", "keyUp"):
-            self.command("Input.dispatchKeyEvent", type=kind, key=key, code=key)
 
     def middle(self, selector: str) -> tuple[float, float]:
         """Where what a selector finds first is in the window, scrolled into view."""

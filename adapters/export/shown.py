@@ -1,0 +1,143 @@
+"""What a page shows of a log, gathered in bounded memory.
+
+A page is read by a person: of thousands of requests the ones that something happened to are kept, and what is left out
+is counted. It must not know how a page looks.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import attrs
+
+from kvledger.adapters.export.spans import Copy, Gauges, Incarnation, Instant, Lookup, Span, StateSpan, Visitor
+
+MAX_REQUESTS = 300
+MAX_INSTANTS = 200
+"""Of the engine, and of each request."""
+_MAX_ORDINARY = 200
+"""Lookups, and saves that went well, of one request."""
+_MAX_SAMPLES = 4096
+SERIES = ("running", "preempted, recovering", "blocks held", "host slots used", "copies in flight")
+"""What the curves of a page count."""
+
+
+@attrs.define(eq=False)
+class Request:
+    """What is shown of one incarnation of a request."""
+
+    incarnation: Incarnation
+    states: list[StateSpan] = attrs.field(factory=list)
+    copies: list[Copy] = attrs.field(factory=list)
+    lookups: list[Lookup] = attrs.field(factory=list)
+    instants: list[Instant] = attrs.field(factory=list)
+    num_saves: int = 0
+    num_left_out: int = 0
+    """Ordinary saves and lookups that are not drawn."""
+
+    @property
+    def num_troubles(self) -> int:
+        """How often something went wrong."""
+        return sum(instant.is_trouble for instant in self.instants) + self.incarnation.num_failures
+
+    @property
+    def interest(self) -> tuple[int, int, int]:
+        """The more, the rather it is shown: trouble, preemptions, then who came first."""
+        return self.num_troubles, self.incarnation.num_preemptions, -self.incarnation.ordinal
+
+
+class Shown(Visitor):
+    """Keeps what a page needs of at most `MAX_REQUESTS` requests."""
+
+    def __init__(self) -> None:
+        self._requests: dict[int | None, Request] = {}
+        self._ended: list[Request] = []
+        self.outcomes: Counter[str] = Counter()
+        """How the requests ended -> how many of them."""
+        self.num_requests = 0
+        self.samples: list[tuple[int, tuple[int, ...]]] = []
+        """(time, what `SERIES` counts), or the most of it around that time."""
+        self.troubles: list[Instant] = []
+        self.others: list[Instant] = []
+        """What else happened to the engine: resets, notes."""
+        self.num_instants_left_out = 0
+        self.first_ns: int | None = None
+        """The earliest time seen, where a log is shown from its middle."""
+
+    @property
+    def requests(self) -> list[Request]:
+        """The ones to show, in the order of their arrival."""
+        shown = sorted(self._requests.values(), key=lambda request: request.interest, reverse=True)[:MAX_REQUESTS]
+        return sorted(shown, key=lambda request: request.incarnation.ordinal)
+
+    def began(self, span: Span) -> None:
+        """Another request."""
+        if isinstance(span, Incarnation):
+            self.num_requests += 1
+            self._requests[span.ordinal] = Request(span)
+
+    def ended(self, span: Span) -> None:
+        """A bar; of a request, how it went."""
+        match span:
+            case Incarnation():
+                self.outcomes[span.outcome] += 1
+                self._ended.append(self._requests[span.ordinal])
+                if len(self._ended) >= 2 * MAX_REQUESTS:
+                    self._forget_ordinary()
+            case StateSpan():
+                self._requests[span.ordinal].states.append(span)
+            case Copy() if (request := self._requests.get(span.ordinal)) is not None:
+                is_ordinary = span.kind == "save" and span.outcome == "completed"
+                request.num_saves += is_ordinary
+                if is_ordinary and request.num_saves > _MAX_ORDINARY:
+                    request.num_left_out += 1
+                else:  # without what would be most of a page's memory
+                    request.copies.append(attrs.evolve(span, slots=(), block_ids=()))
+
+    def looked_up(self, lookup: Lookup) -> None:
+        """A mark, where the answer is a new one."""
+        request = self._requests.get(lookup.ordinal)
+        if request is None or lookup.is_repeated:
+            return
+        if len(request.lookups) < _MAX_ORDINARY:
+            request.lookups.append(lookup)
+        else:
+            request.num_left_out += 1
+
+    def happened(self, instant: Instant) -> None:
+        """A mark, and a line in the list of what happened."""
+        if instant.is_trouble or not instant.request_id:
+            instants = self.troubles if instant.is_trouble else self.others
+            if len(instants) < MAX_INSTANTS:
+                instants.append(instant)
+            else:
+                self.num_instants_left_out += 1
+        request = self._requests.get(instant.ordinal)
+        if request is not None and instant.kind != "chunk.evicted" and len(request.instants) < MAX_INSTANTS:
+            request.instants.append(instant)
+
+    def counted(self, time_ns: int, gauges: Gauges) -> None:
+        """A point of the curves."""
+        if self.first_ns is None:
+            self.first_ns = time_ns
+        in_state = gauges.num_requests
+        values = (
+            in_state["running"] + in_state["chunked_prefill"],
+            in_state["preempted"] + in_state["recovering"],
+            gauges.num_blocks_held,
+            gauges.num_slots_used,
+            gauges.num_loads_in_flight + gauges.num_saves_in_flight,
+        )
+        if self.samples and self.samples[-1][1] == values:
+            return
+        self.samples.append((time_ns, values))
+        if len(self.samples) > 2 * _MAX_SAMPLES:
+            pairs = zip(self.samples[::2], self.samples[1::2], strict=False)
+            self.samples = [(at, tuple(map(max, first, second))) for (at, first), (_, second) in pairs]
+
+    def _forget_ordinary(self) -> None:
+        """Of those that have ended; to the others something may still happen."""
+        self._ended.sort(key=lambda request: request.interest, reverse=True)
+        for request in self._ended[MAX_REQUESTS:]:
+            del self._requests[request.incarnation.ordinal]
+        del self._ended[MAX_REQUESTS:]
