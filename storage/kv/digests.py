@@ -6,7 +6,7 @@ another order have another digest, but nobody is kept from making two pages with
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -15,7 +15,8 @@ from kvledger.storage.kv.pool import HostPool
 
 __all__ = ["PageDigests"]
 
-_WORD_BYTES = 8
+_WORD = torch.int64
+_LOW_HALF = (1 << 32) - 1
 _BLOCKS_AT_ONCE = 128
 """So that what is worked on stays small beside the KV cache."""
 _PLACE, _FIRST, _SECOND = (
@@ -28,36 +29,25 @@ class PageDigests:
     """Of the blocks of a layout, and of the slots of a pool."""
 
     def __init__(self, layout: BlockLayout, pool: HostPool | None = None) -> None:
-        self._layout = layout
         self._pool = pool
         self._sizes = [segment.num_bytes for layer in layout.layers for segment in layer.segments]
+        self._runs = [
+            _rows(layer.storage, layer.num_blocks, segment) for layer in layout.layers for segment in layer.segments
+        ]
+        places = torch.arange(1, -(-max(self._sizes, default=0) // _WORD.itemsize) + 1)
+        self._weights = _mixed(places * _PLACE) | 1
+        self._weights_of_blocks = self._weights.to(layout.device)
 
     def of_blocks(self, block_ids: Sequence[int]) -> torch.Tensor:
         """One int64 for each block, on the device where the pages are. Reads behind what was begun on its stream."""
-        device = self._layout.device
-        return _concatenated(
-            (_digested(self._pages(torch.tensor(ids, device=device)), len(ids), device) for ids in _batches(block_ids)),
-            device,
-        )
+        return _digested(self._runs, block_ids, self._weights_of_blocks)
 
     def of_slots(self, slots: Sequence[int]) -> torch.Tensor:
         """One int64 for each slot of the pool, on the host."""
         if self._pool is None:
             message = "these digests were made for no pool of slots; give one to PageDigests"
             raise ValueError(message)
-        buffer, device = self._pool.buffer, torch.device("cpu")
-        return _concatenated(
-            (
-                _digested(torch.split(buffer[list(ids)], self._sizes, dim=1), len(ids), device)
-                for ids in _batches(slots)
-            ),
-            device,
-        )
-
-    def _pages(self, block_ids: torch.Tensor) -> Iterator[torch.Tensor]:
-        for layer in self._layout.layers:
-            for segment in layer.segments:
-                yield _rows(layer.storage, layer.num_blocks, segment)[block_ids]
+        return _digested(torch.split(self._pool.buffer, self._sizes, dim=1), slots, self._weights)
 
 
 def _rows(storage: torch.Tensor, num_blocks: int, segment: PageSegment) -> torch.Tensor:
@@ -66,25 +56,30 @@ def _rows(storage: torch.Tensor, num_blocks: int, segment: PageSegment) -> torch
     return torch.as_strided(storage, size, stride, segment.offset_bytes)
 
 
-def _batches(ids: Sequence[int]) -> Iterator[Sequence[int]]:
-    return (ids[first : first + _BLOCKS_AT_ONCE] for first in range(0, len(ids), _BLOCKS_AT_ONCE))
+def _digested(runs: Sequence[torch.Tensor], ids: Sequence[int], weights: torch.Tensor) -> torch.Tensor:
+    """Of these rows of all runs.
+
+    A run is the sum of its words, each mixed with an odd number that its place decides: another word makes another sum,
+    and so do two that change places, but for one pair of places in 2^32. Runs are mixed one after the other.
+    """
+    parts = []
+    for first in range(0, len(ids), _BLOCKS_AT_ONCE):
+        rows = torch.tensor(ids[first : first + _BLOCKS_AT_ONCE], device=weights.device)
+        total = torch.zeros(len(rows), dtype=torch.int64, device=weights.device)
+        for run in runs:
+            words = _words(run.index_select(0, rows))
+            of_places = weights[: words.shape[1]]
+            words *= of_places
+            words ^= (words >> 32) & _LOW_HALF  # else a word's highest bit would be lost among others
+            words *= of_places
+            total = _mixed(total + words.sum(dim=1))
+        parts.append(total)
+    return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64, device=weights.device)
 
 
-def _concatenated(parts: Iterable[torch.Tensor], device: torch.device) -> torch.Tensor:
-    found = list(parts)
-    return torch.cat(found) if found else torch.empty(0, dtype=torch.int64, device=device)
-
-
-def _digested(runs: Iterable[torch.Tensor], num_rows: int, device: torch.device) -> torch.Tensor:
-    """The sum of all words, each mixed with its place: one that is changed, or at another place, changes the sum."""
-    total, place = torch.zeros(num_rows, dtype=torch.int64, device=device), 1
-    for run in runs:
-        padding = -run.shape[1] % _WORD_BYTES
-        words = (torch.nn.functional.pad(run, (0, padding)) if padding else run.contiguous()).view(torch.int64)
-        places = torch.arange(place, place + words.shape[1], device=device) * _PLACE
-        total += _mixed(words + places).sum(dim=1)
-        place += words.shape[1]
-    return _mixed(total)
+def _words(rows: torch.Tensor) -> torch.Tensor:
+    padding = -rows.shape[1] % _WORD.itemsize
+    return (torch.nn.functional.pad(rows, (0, padding)) if padding else rows).view(_WORD)
 
 
 def _mixed(words: torch.Tensor) -> torch.Tensor:

@@ -57,6 +57,17 @@ def test_the_order_of_bytes_counts(num_bytes: int) -> None:
     assert digests.of_slots([0]).item() != before
 
 
+@pytest.mark.parametrize("bit", [0, 31, 32, 63])
+def test_words_that_differ_in_one_bit_may_not_change_places(bit: int) -> None:
+    """Also not in the highest, where products of odd numbers differ in nothing but that bit."""
+    _, pool, digests = digested(LAYOUTS[0])
+    words = pool.buffer[0, :16].view(torch.int64)
+    words[0], words[1] = 5, 5 ^ (1 << bit if bit < 63 else -(1 << 63))
+    before = digests.of_slots([0]).item()
+    words[0], words[1] = words[1].item(), words[0].item()
+    assert digests.of_slots([0]).item() != before
+
+
 def test_many_blocks_are_digested_in_pieces() -> None:
     """In their order; none are none."""
     _, _, digests = digested(LAYOUTS[0])
