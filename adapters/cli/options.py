@@ -9,22 +9,19 @@ from __future__ import annotations
 import argparse
 import contextlib
 import datetime as dt
-import re
 from collections.abc import Iterator
 from typing import Literal
 
 import attrs
 
 from kvledger.adapters.cli.output import Output
+from kvledger.adapters.cli.quantities import duration_ns
 from kvledger.adapters.core import composed_core, installed_extensions
 from kvledger.adapters.exit_codes import CommandFailed, ExitCode
 from kvledger.adapters.logs.index import index_for
 from kvledger.adapters.logs.log import StoredLog
 from kvledger.adapters.logs.selection import Selection, time_of
 from kvledger.lifecycle import ConfigurationError, Core, SequencedEvent
-
-_UNIT_NS = {"ns": 1, "us": 10**3, "ms": 10**6, "s": 10**9, "m": 60 * 10**9, "h": 3600 * 10**9, "d": 86400 * 10**9}
-_DURATION = re.compile(r"(\d+(?:\.\d+)?)(ns|us|ms|s|m|h|d)")
 
 
 @attrs.frozen
@@ -44,9 +41,8 @@ def moment(text: str) -> Moment:
     """
     if text.isdecimal() and int(text) > 0:
         return Moment("event", int(text), text)
-    parts = _DURATION.findall(text)
-    if parts and "".join(number + unit for number, unit in parts) == text:
-        value = sum(round(float(number) * _UNIT_NS[unit]) for number, unit in parts)
+    value = duration_ns(text)
+    if value is not None:
         return Moment("since_opening_ns", value, text)
     try:
         at = dt.datetime.fromisoformat(text)

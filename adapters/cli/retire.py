@@ -7,35 +7,16 @@ why, and that the rest follows from it. A log that is being written is left to i
 from __future__ import annotations
 
 import argparse
-import re
 from pathlib import Path
 
 import attrs
 
 from kvledger.adapters.cli.output import Output
+from kvledger.adapters.cli.quantities import num_bytes, seconds
 from kvledger.adapters.exit_codes import CommandFailed, ExitCode
 from kvledger.adapters.logs.amounts import plural, size
 from kvledger.storage.events import LogError, Retirement, retire, retire_logs
 from kvledger.storage.events.segment_file import segment_paths
-
-_UNITS = {"": 1, "b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
-_SECONDS = {"m": 60, "h": 3600, "d": 86400}
-
-
-def num_bytes(text: str) -> int:
-    """`500MiB`, `2GiB`, `1000000`."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text)
-    if match is None or match[2].lower() not in _UNITS:
-        raise argparse.ArgumentTypeError(f"{text!r} is no size; write it as 2GiB, 500MiB or in bytes")
-    return int(float(match[1]) * _UNITS[match[2].lower()])
-
-
-def seconds(text: str) -> float:
-    """`30d`, `12h`, `90m`."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([mhd])", text)
-    if match is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is no age; write it as 30d, 12h or 90m")
-    return float(match[1]) * _SECONDS[match[2]]
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

@@ -1,33 +1,29 @@
-"""`kvledger ship`: copies the logs of this machine into a NATS JetStream stream, and tells what a stream holds."""
+"""`kvledger ship`: copies the logs of this machine into a NATS JetStream stream, and lists what a stream holds."""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
 import contextlib
-import re
 import signal
 import socket
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 import attrs
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from kvledger.adapters.cli.output import Output
+from kvledger.adapters.cli.quantities import num_bytes, seconds
 from kvledger.adapters.exit_codes import CommandFailed, ExitCode
 from kvledger.adapters.logs.amounts import plural, size
 from kvledger.adapters.logs.streams import StreamUrl, parse_address, stream_errors
 
 if TYPE_CHECKING:
-    from kvledger.storage.events.nats import Access, LogProgress, NewStream, Shipper, ShippingReport
-
-
-_UNITS_S: Final = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
-_UNITS_B: Final = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
+    from kvledger.storage.events.nats import Access, Shipper, ShippingReport
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -40,7 +36,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     where.add_argument("--list", metavar="URL", type=StreamUrl, help="list the logs of a stream instead")
     until = parser.add_mutually_exclusive_group()
     until.add_argument("--once", action="store_true", help="ship what is there and end (the default)")
-    until.add_argument("--follow", action="store_true", help="go on until stopped; take up new logs, too")
+    until.add_argument("--follow", action="store_true", help="go on until stopped; ship new logs, too")
     parser.add_argument("--label", help="the second-last part of the subjects; default: this host's name")
     parser.add_argument(
         "--give-up-after", metavar="DURATION", type=seconds, default=60.0, help="without --follow; default: 60s"
@@ -62,7 +58,7 @@ def _add_new_stream(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--create-stream", action="store_true", help="make it, as the other options here say")
     group.add_argument("--replicas", metavar="N", type=int, default=1, help="1, 3 or 5; default: 1")
     group.add_argument("--max-age", metavar="DURATION", type=seconds, default=0.0, help="how long to keep: 30d")
-    group.add_argument("--max-bytes", metavar="SIZE", type=num_bytes, default=0, help="how much to keep: 500G")
+    group.add_argument("--max-bytes", metavar="SIZE", type=num_bytes, default=0, help="how much to keep: 500GiB")
     group.add_argument(
         "--discard",
         choices=("new", "old"),
@@ -86,17 +82,23 @@ def run(arguments: argparse.Namespace, output: Output) -> ExitCode:
     if not arguments.log.exists() and not arguments.follow:
         raise CommandFailed(f"{arguments.log}: there is nothing; give a directory", ExitCode.USAGE)
     address = parse_address(arguments.to)
-    from kvledger.storage.events.nats import Shipper, label_of  # noqa: PLC0415 - a fifth of a second
+    from kvledger.storage.events.nats import Shipper, label_of, new_stream  # noqa: PLC0415 - a fifth of a second
 
+    new = new_stream(
+        num_replicas=arguments.replicas,
+        max_age_s=arguments.max_age,
+        max_bytes=arguments.max_bytes,
+        keeps_newest=arguments.discard == "old",
+    )
     shipper = Shipper(
         arguments.log,
         attrs.evolve(address, log_id=None),
         access,
         label_of(arguments.label or socket.gethostname()),
         follow=arguments.follow,
-        new_stream=_new_stream(arguments),
+        new_stream=new if arguments.create_stream else None,
         give_up_after_s=arguments.give_up_after,
-        on_remark=_remark(output),
+        on_remark=lambda log, text: output.remark(text if log is None else f"{log.directory}: {text}"),
     )
     with stream_errors(), _progress(shipper):
         report = asyncio.run(_ship(shipper))
@@ -185,44 +187,14 @@ def _access(arguments: argparse.Namespace) -> Access:
     with stream_errors():
         from kvledger.storage.events.nats import Access  # noqa: PLC0415
 
-    given = {
-        "creds_file": arguments.creds,
-        "nkey_file": arguments.nkey,
-        "user": arguments.user,
-        "tls_ca": arguments.tls_ca,
-        "tls_cert": arguments.tls_cert,
-        "tls_key": arguments.tls_key,
-    }
-    return attrs.evolve(
-        Access.from_environment(), **{name: value for name, value in given.items() if value is not None}
+    return Access.from_environment(
+        creds_file=arguments.creds,
+        nkey_file=arguments.nkey,
+        user=arguments.user,
+        tls_ca=arguments.tls_ca,
+        tls_cert=arguments.tls_cert,
+        tls_key=arguments.tls_key,
     )
-
-
-def _new_stream(arguments: argparse.Namespace) -> NewStream | None:
-    from kvledger.storage.events.nats import NewStream  # noqa: PLC0415
-
-    if not arguments.create_stream:
-        return None
-    return NewStream(
-        num_replicas=arguments.replicas,
-        max_age_s=arguments.max_age,
-        max_bytes=arguments.max_bytes,
-        keeps_newest=arguments.discard == "old",
-    )
-
-
-class _Remarks:
-    """Says on stderr what somebody should know, with the log that it is about."""
-
-    def __init__(self, output: Output) -> None:
-        self._output = output
-
-    def __call__(self, log: LogProgress | None, text: str) -> None:
-        self._output.remark(text if log is None else f"{log.directory}: {text}")
-
-
-def _remark(output: Output) -> _Remarks:
-    return _Remarks(output)
 
 
 @contextlib.contextmanager
@@ -247,19 +219,3 @@ def _progress(shipper: Shipper) -> Iterator[None]:
 
         shipper.on_progress = update
         yield
-
-
-def seconds(text: str) -> float:
-    """`90s`, `15m`, `12h`, `30d`, `4w`."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhdw])", text)
-    if match is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is no duration; give a number and s, m, h, d or w, as in 30d")
-    return float(match[1]) * _UNITS_S[match[2]]
-
-
-def num_bytes(text: str) -> int:
-    """`500G`, `64M`, `1048576`; powers of 1024."""
-    match = re.fullmatch(r"(\d+)([kmgt]?)(?:i?b)?", text.lower())
-    if match is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is no size; give a number and K, M, G or T, as in 500G")
-    return int(match[1]) * _UNITS_B[match[2]]

@@ -71,7 +71,7 @@ def mirrored_logs(url: StreamUrl, directory: Path | None, *, newest: bool) -> li
 
 
 def keep_mirrored(url: StreamUrl, directory: Path | None, *, newest: bool) -> None:
-    """Bring the mirror up to date again and again beside this thread, for a command that follows a log."""
+    """Bring the mirror up to date again and again in a thread of its own, for a command that follows a log."""
     address = parse_address(url)
     from kvledger.storage.events.nats import mirror  # noqa: PLC0415
 
@@ -104,9 +104,9 @@ def stream_errors() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _progress(what: str) -> Iterator[Callable[[int, int], None] | None]:
+def _progress(what: str) -> Iterator[Callable[[int, int], None]]:
     if not sys.stderr.isatty():
-        yield None
+        yield lambda _num_messages, _num_messages_in_all: None
         return
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(file=sys.stderr), transient=True) as progress:

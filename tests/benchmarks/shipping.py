@@ -20,7 +20,7 @@ import nats
 from nats_server import NatsServer, segments_of
 
 from kvledger.storage.events import SegmentEventStore
-from kvledger.storage.events.nats import Access, NewStream, Shipper, StreamAddress, mirror
+from kvledger.storage.events.nats import Access, Shipper, StreamAddress, mirror, new_stream
 
 _LIVE_FRAMES = 300
 _LIVE_INTERVAL_S = 0.02
@@ -50,7 +50,7 @@ def _bulk(directory: Path, server: NatsServer, num_frames: int, num_bytes: int) 
     store.close()
     total = sum(map(len, segments_of(directory / "log").values()))
     address = StreamAddress.parse(server.url)
-    shipper = Shipper(directory / "log", address, Access(), "bench", new_stream=NewStream())
+    shipper = Shipper(directory / "log", address, Access(), "bench", new_stream=new_stream())
     began = _now()
     report = asyncio.run(shipper.run())
     _print("shipped", began, num_frames, total)
@@ -68,7 +68,7 @@ async def _live(directory: Path, server: NatsServer) -> None:
     """How long after its `append` a frame is in the stream, at the pace of an engine."""
     store = SegmentEventStore.create(directory / "live" / "log", {})
     address = StreamAddress.parse(server.url)
-    shipper = Shipper(directory / "live", address, Access(), "live", new_stream=NewStream(), follow=True)
+    shipper = Shipper(directory / "live", address, Access(), "live", new_stream=new_stream(), follow=True)
     running = asyncio.ensure_future(shipper.run())
     client = await nats.connect(server.url)
     subscription = await client.subscribe("kvledger.log.live.*")

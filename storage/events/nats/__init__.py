@@ -12,13 +12,13 @@ from kvledger.storage.extras import require
 
 require(__name__, "nats")
 
-from kvledger.storage.events.nats.address import DEFAULT_STREAM, Access, StreamAddress, is_stream_url
+from kvledger.storage.events.nats.address import DEFAULT_STREAM, Access, StreamAddress
 from kvledger.storage.events.nats.errors import LogForked, StreamError, StreamRefused, StreamUnavailable
 from kvledger.storage.events.nats.messages import label_of
 from kvledger.storage.events.nats.mirror import default_mirror_directory, logs_in_stream, mirror
 from kvledger.storage.events.nats.shipment import LogProgress
 from kvledger.storage.events.nats.shipper import Shipper, ShippingReport
-from kvledger.storage.events.nats.stream import LogInStream, NewStream
+from kvledger.storage.events.nats.stream import LogInStream, new_stream
 
 __all__ = [
     "DEFAULT_STREAM",
@@ -26,7 +26,6 @@ __all__ = [
     "LogForked",
     "LogInStream",
     "LogProgress",
-    "NewStream",
     "Shipper",
     "ShippingReport",
     "StreamAddress",
@@ -34,8 +33,8 @@ __all__ = [
     "StreamRefused",
     "StreamUnavailable",
     "default_mirror_directory",
-    "is_stream_url",
     "label_of",
     "logs_in_stream",
     "mirror",
+    "new_stream",
 ]

@@ -1,4 +1,4 @@
-"""Where a stream is and who asks for it: ``nats://host:4222/STREAM/LOG_ID``, and the credentials beside it.
+"""Where a stream is and who asks for it: ``nats://host:4222/STREAM/LOG_ID``, and credentials.
 
 Credentials come from options or from the environment variables that the `nats` command reads, too. They are never
 shown: not in messages, not in `repr`.
@@ -9,8 +9,8 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING
-from urllib.parse import unquote, urlsplit
+from typing import TYPE_CHECKING, Final
+from urllib.parse import unquote
 
 import attrs
 
@@ -19,24 +19,35 @@ from kvledger.storage.events.nats.errors import StreamRefused
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["DEFAULT_STREAM", "Access", "StreamAddress", "is_stream_url"]
+__all__ = ["DEFAULT_STREAM", "Access", "StreamAddress"]
 
-DEFAULT_STREAM = "KVLEDGER"
+DEFAULT_STREAM: Final = "KVLEDGER"
 
-_SCHEMES = ("nats", "tls")
-_DEFAULT_PORT = 4222
-_STREAM_NAME = re.compile(r"[A-Za-z0-9_-]+")
-_LOG_ID = re.compile(r"[0-9a-f]{1,32}")
-
-
-def is_stream_url(text: str) -> bool:
-    """Return whether `text` means a stream and no path."""
-    return text.partition("://")[0] in _SCHEMES and "://" in text
+_DEFAULT_PORT: Final = 4222
+_HOST: Final = r"(?:\[[0-9A-Fa-f:.]+\]|[^\s,:/@\[\]]+)(?::\d{1,5})?"
+_URL: Final = re.compile(
+    r"(?P<scheme>nats|tls)://(?:(?P<user>[^:/]*)(?::(?P<password>[^/]*))?@)?"
+    rf"(?P<hosts>{_HOST}(?:,{_HOST})*)(?:/(?P<stream>[A-Za-z0-9_-]+))?(?:/(?P<log_id>[0-9A-Fa-f]{{1,32}}))?/?"
+)
+_MUST_BE: Final = (
+    "nats://[user[:password]@]host[:port][,host[:port]…][/STREAM[/LOG_ID]] or the same with tls://; a stream's name "
+    "has letters, digits, '_' and '-', a log's id (or the beginning of one) up to 32 hex digits"
+)
+_VARIABLES: Final = {
+    "creds_file": "NATS_CREDS",
+    "nkey_file": "NATS_NKEY",
+    "user": "NATS_USER",
+    "password": "NATS_PASSWORD",
+    "token": "NATS_TOKEN",
+    "tls_ca": "NATS_CA",
+    "tls_cert": "NATS_CERT",
+    "tls_key": "NATS_KEY",
+}
 
 
 @attrs.frozen
 class StreamAddress:
-    """Servers of one cluster, a stream, and a log in it (or the beginning of its id; None: all logs).
+    """Servers of one cluster (``host:port``), a stream, and a log in it (or the beginning of its id; None: all logs).
 
     A user without a password is a token. `str()` shows neither.
     """
@@ -50,32 +61,20 @@ class StreamAddress:
 
     @classmethod
     def parse(cls, url: str) -> StreamAddress:
-        """Read ``nats://[user[:password]@]host[:port][,host[:port]…][/STREAM[/LOG_ID]]``; ``tls://`` insists on TLS.
-
-        Raises:
-            StreamRefused: it is no such address.
-
-        """
-        scheme, _, rest = url.partition("://")
-        authority, _, path = rest.partition("/")
-        names = [name for name in path.split("/") if name]
-        if scheme not in _SCHEMES or not authority or len(names) > len(("STREAM", "LOG_ID")):
-            raise _not_an_address(url, "it must look like nats://host:4222/STREAM/LOG_ID")
-        userinfo, _, hosts = authority.rpartition("@")
-        user, has_password, password = userinfo.partition(":")
-        stream = names[0] if names else DEFAULT_STREAM
-        log_id = names[1].lower() if len(names) > 1 else None
-        if not _STREAM_NAME.fullmatch(stream):
-            raise _not_an_address(url, f"{stream!r} is no stream name: letters, digits, '_' and '-'")
-        if log_id is not None and not _LOG_ID.fullmatch(log_id):
-            raise _not_an_address(url, f"{log_id!r} is no log id, nor the beginning of one: up to 32 hex digits")
+        """Read a URL; ``tls://`` insists on TLS. Raises `StreamRefused` if it is no address of a stream."""
+        found = _URL.fullmatch(url)
+        if found is None:
+            scheme, _, rest = url.partition("://")
+            shown = f"{scheme}://{rest.rpartition('@')[2]}"
+            raise StreamRefused(f"{shown}: no address of a stream; it must look like {_MUST_BE}")
+        hosts = found["hosts"].split(",")
         return cls(
-            tuple(_host(url, host) for host in hosts.split(",")),
-            scheme == "tls",
-            stream,
-            log_id,
-            unquote(user) or None,
-            unquote(password) if has_password else None,
+            tuple(host if re.search(r":\d+$", host) else f"{host}:{_DEFAULT_PORT}" for host in hosts),
+            found["scheme"] == "tls",
+            found["stream"] or DEFAULT_STREAM,
+            found["log_id"] and found["log_id"].lower(),
+            unquote(found["user"] or "") or None,
+            None if found["password"] is None else unquote(found["password"]),
         )
 
     @property
@@ -85,23 +84,22 @@ class StreamAddress:
 
     def __str__(self) -> str:
         """The address without user and password."""
-        scheme = "tls" if self.needs_tls else "nats"
         path = self.stream if self.log_id is None else f"{self.stream}/{self.log_id}"
-        return f"{scheme}://{','.join(self.hosts)}/{path}"
+        return f"{'tls' if self.needs_tls else 'nats'}://{','.join(self.hosts)}/{path}"
 
 
 @attrs.frozen
 class Access:
-    """How to be let in: a credentials file, an nkey seed file, or user and password or a token; and what TLS needs."""
+    """A credentials file, an nkey seed file, user and password, or a token; and what TLS needs."""
 
-    creds_file: Path | None = None
-    nkey_file: Path | None = None
+    creds_file: Path | None = attrs.field(default=None, converter=attrs.converters.optional(Path))
+    nkey_file: Path | None = attrs.field(default=None, converter=attrs.converters.optional(Path))
     user: str | None = None
     password: str | None = attrs.field(default=None, repr=False)
     token: str | None = attrs.field(default=None, repr=False)
-    tls_ca: Path | None = None
-    tls_cert: Path | None = None
-    tls_key: Path | None = None
+    tls_ca: Path | None = attrs.field(default=None, converter=attrs.converters.optional(Path))
+    tls_cert: Path | None = attrs.field(default=None, converter=attrs.converters.optional(Path))
+    tls_key: Path | None = attrs.field(default=None, converter=attrs.converters.optional(Path))
 
     def with_user_of(self, address: StreamAddress) -> Access:
         """Return this access with the user and password, or the token, that the address names; they go first."""
@@ -112,37 +110,8 @@ class Access:
         return attrs.evolve(self, user=address.user, password=address.password, token=None)
 
     @classmethod
-    def from_environment(cls, environment: Mapping[str, str] | None = None) -> Access:
-        """Read NATS_CREDS, NATS_NKEY, NATS_USER, NATS_PASSWORD, NATS_TOKEN, NATS_CA, NATS_CERT and NATS_KEY."""
-        given = os.environ if environment is None else environment
-
-        def file(name: str) -> Path | None:
-            return Path(given[name]) if given.get(name) else None
-
-        return cls(
-            creds_file=file("NATS_CREDS"),
-            nkey_file=file("NATS_NKEY"),
-            user=given.get("NATS_USER") or None,
-            password=given.get("NATS_PASSWORD") or None,
-            token=given.get("NATS_TOKEN") or None,
-            tls_ca=file("NATS_CA"),
-            tls_cert=file("NATS_CERT"),
-            tls_key=file("NATS_KEY"),
-        )
-
-
-def _host(url: str, host: str) -> str:
-    try:
-        parts = urlsplit(f"//{host}")
-        name, port = parts.hostname, parts.port or _DEFAULT_PORT
-    except ValueError as error:
-        raise _not_an_address(url, str(error)) from error
-    if not name:
-        raise _not_an_address(url, "a host is missing")
-    return f"[{name}]:{port}" if ":" in name else f"{name}:{port}"
-
-
-def _not_an_address(url: str, reason: str) -> StreamRefused:
-    scheme, _, rest = url.partition("://")
-    shown = f"{scheme}://{rest.rpartition('@')[2]}"
-    return StreamRefused(f"{shown}: no address of a stream: {reason}")
+    def from_environment(cls, environment: Mapping[str, str] | None = None, **given: object) -> Access:
+        """Read the variables NATS_CREDS, NATS_NKEY, NATS_USER, …; what is `given` and not None goes first."""
+        variables = os.environ if environment is None else environment
+        found: dict[str, object] = {field: variables.get(name) or None for field, name in _VARIABLES.items()}
+        return cls(**(found | {field: value for field, value in given.items() if value is not None}))  # type: ignore[arg-type]

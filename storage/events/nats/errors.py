@@ -12,7 +12,7 @@ class StreamError(LogError):
 
 
 class StreamUnavailable(StreamError):
-    """No server, no answer, no room in the stream: nothing is lost, and trying again later is right."""
+    """No server, no answer, no capacity in the stream: nothing is lost, and trying again later is right."""
 
 
 class StreamRefused(StreamError):

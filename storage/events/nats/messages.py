@@ -9,8 +9,8 @@ header                       what
 ``Kvledger-Segment``         file name of the segment
 ``Kvledger-Offset``          where the bytes begin in it; 0 is the header block
 ``Kvledger-Sequence``        first sequence number in the message
-``Kvledger-Retired``         behind a gap: the record of the segments that were retired before they
-                             were shipped
+``Kvledger-Retired``         behind a gap: the retirement (JSON) of the segments that were retired before
+                             they were shipped
 ``Nats-Msg-Id``              the chain hash in hex. It covers the log's identity and everything before,
                              so equal ids mean equal histories, and a fork is never taken for a repetition
 ============================ ==========================================================================
@@ -31,34 +31,33 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 __all__ = [
-    "MESSAGE_ID",
-    "OFFSET",
+    "EXPECTED_LAST_ID",
+    "EXPECTED_SUBJECT_SEQUENCE",
     "RETIRED",
-    "SEGMENT",
-    "SEQUENCE",
     "SUBJECT_PREFIX",
-    "Piece",
+    "Record",
     "label_of",
     "message_headers",
-    "num_header_bytes",
-    "piece_of_message",
+    "num_message_bytes",
+    "record_of_message",
     "subject_of",
 ]
 
 SUBJECT_PREFIX: Final = "kvledger.log"
-SEGMENT: Final = "Kvledger-Segment"
-OFFSET: Final = "Kvledger-Offset"
-SEQUENCE: Final = "Kvledger-Sequence"
 RETIRED: Final = "Kvledger-Retired"
-MESSAGE_ID: Final = "Nats-Msg-Id"
+EXPECTED_SUBJECT_SEQUENCE: Final = "Nats-Expected-Last-Subject-Sequence"
+EXPECTED_LAST_ID: Final = "Nats-Expected-Last-Msg-Id"
 
-_NO_LABEL_LETTERS = re.compile(r"[^A-Za-z0-9_-]+")
-_FIRST_HEADER_LINE = len("NATS/1.0\r\n")
-_SEGMENT_NAME = re.compile(r"\d{20}\.kvlog")
+_MESSAGE_ID: Final = "Nats-Msg-Id"
+_SEGMENT: Final = "Kvledger-Segment"
+_OFFSET: Final = "Kvledger-Offset"
+_SEQUENCE: Final = "Kvledger-Sequence"
+_NO_LABEL_LETTERS: Final = re.compile(r"[^A-Za-z0-9_-]+")
+_SEGMENT_NAME: Final = re.compile(r"\d{20}\.kvlog")
 
 
 @attrs.frozen
-class Piece:
+class Record:
     """What one message carries: the bytes at `offset` of `segment`; the chain hash (16 bytes) is the one behind them.
 
     For a header block `next_sequence` is `first_sequence`.
@@ -71,7 +70,7 @@ class Piece:
     next_sequence: int
     chain_hash: bytes
     retired: str = ""
-    """With a header block behind a gap: the record of what was retired there."""
+    """With a header block behind a gap: the retirement of what is missing there."""
 
     @property
     def end(self) -> int:
@@ -103,35 +102,37 @@ def subject_of(label: str, log_id: str) -> str:
     return f"{SUBJECT_PREFIX}.{label}.{log_id}"
 
 
-def message_headers(piece: Piece) -> dict[str, str]:
+def message_headers(record: Record) -> dict[str, str]:
     """Return the headers that a message has whatever the stream holds."""
     headers = {
-        MESSAGE_ID: piece.message_id,
-        SEGMENT: piece.segment,
-        OFFSET: str(piece.offset),
-        SEQUENCE: str(piece.first_sequence),
+        _MESSAGE_ID: record.message_id,
+        _SEGMENT: record.segment,
+        _OFFSET: str(record.offset),
+        _SEQUENCE: str(record.first_sequence),
     }
-    return headers | {RETIRED: piece.retired} if piece.retired else headers
+    return headers | {RETIRED: record.retired} if record.retired else headers
 
 
-def num_header_bytes(headers: Mapping[str, str]) -> int:
-    """Return what the headers take on the wire; they count towards the server's `max_payload`."""
-    return _FIRST_HEADER_LINE + sum(len(f"{name}: {value}\r\n") for name, value in headers.items()) + len("\r\n")
+def num_message_bytes(record: Record) -> int:
+    """Return what counts towards the server's `max_payload`: the headers, what they expect included, and the data."""
+    headers = message_headers(record) | {EXPECTED_LAST_ID: record.message_id}
+    lines = ("NATS/1.0", *(f"{name}: {value}" for name, value in headers.items()), "")
+    return sum(len(line) + len("\r\n") for line in lines) + len(record.data)
 
 
-def piece_of_message(headers: Mapping[str, str] | None, data: bytes) -> Piece | str:
+def record_of_message(headers: Mapping[str, str] | None, data: bytes) -> Record | str:
     """Return what a stored message carries, or the reason why it is none of ours."""
-    segment = (headers or {}).get(SEGMENT, "")
-    offset = (headers or {}).get(OFFSET, "")
+    segment = (headers or {}).get(_SEGMENT, "")
+    offset = (headers or {}).get(_OFFSET, "")
     if not _SEGMENT_NAME.fullmatch(segment) or not offset.isdecimal():
-        return f"its headers name no place in a log ({SEGMENT}: {segment!r}, {OFFSET}: {offset!r})"
+        return f"its headers name no place in a log ({_SEGMENT}: {segment!r}, {_OFFSET}: {offset!r})"
     if int(offset) == 0:
         try:
             header = decode_header(data, segment)
         except LogDamaged as error:
             return str(error)
-        return Piece(segment, 0, data, header.first_sequence, header.first_sequence, header.chain_hash)
+        return Record(segment, 0, data, header.first_sequence, header.first_sequence, header.chain_hash)
     frame = parse_frame(data, 0)
     if not isinstance(frame, Frame):
         return f"it holds no intact frame: {frame}"
-    return Piece(segment, int(offset), data, frame.first_sequence, frame.next_sequence, frame.chain_hash)
+    return Record(segment, int(offset), data, frame.first_sequence, frame.next_sequence, frame.chain_hash)

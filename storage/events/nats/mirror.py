@@ -2,7 +2,7 @@
 
 A mirror is a directory of log directories. Its segments are the stream's messages one behind the other, so a hole, a
 repetition or foreign bytes in the stream show as what they are. Beside the segments stands ``mirror.json``: how far the
-mirror has come. It is believed only if the stream confirms it, else the mirror is discarded and fetched again.
+mirror has come. It is trusted only if the stream confirms it, else the mirror is discarded and fetched again.
 """
 
 from __future__ import annotations
@@ -11,23 +11,42 @@ import asyncio
 import contextlib
 import fcntl
 import os
+import shutil
+import time
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Final, Literal
+
+import attrs
+import msgspec
+from nats.errors import Error as NatsError
+from nats.errors import TimeoutError as NatsTimeoutError
+from nats.js.api import AckPolicy, ConsumerConfig, DeliverPolicy, DiscardPolicy, StreamConfig
+from nats.js.errors import NotFoundError
 
 from kvledger.storage.events.errors import LogError
 from kvledger.storage.events.nats.address import Access, StreamAddress
 from kvledger.storage.events.nats.connection import connect
-from kvledger.storage.events.nats.errors import NothingToRead, StreamRefused
-from kvledger.storage.events.nats.log_mirror import LOCK_NAME, LogMirror
-from kvledger.storage.events.nats.retired import reason_to_drop
+from kvledger.storage.events.nats.errors import NothingToRead
+from kvledger.storage.events.nats.messages import RETIRED, record_of_message
 from kvledger.storage.events.nats.stream import LogInStream, find_logs, subjects_of_log
+from kvledger.storage.events.retirement import Retirement, write_retirement
+from kvledger.storage.events.segment_file import NO_PREVIOUS_HASH, decode_header
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Iterator
+    from collections.abc import Callable, Iterator
+
+    from nats.aio.msg import Msg
+
+    from kvledger.storage.events.nats.connection import Connection
 
 __all__ = ["default_mirror_directory", "logs_in_stream", "mirror"]
 
-Answer = TypeVar("Answer")
+_LOCK_NAME: Final = "mirror.lock"
+_NOTE_NAME: Final = "mirror.json"
+_BATCH: Final = 256
+_MAX_BYTES_UNDER_WAY: Final = 64 << 20
+_NOTE_EVERY_S: Final = 1.0
+_INACTIVE_AFTER_S: Final = 60.0
 
 
 def default_mirror_directory(address: StreamAddress) -> Path:
@@ -37,21 +56,31 @@ def default_mirror_directory(address: StreamAddress) -> Path:
     return cache / "kvledger" / "nats" / host / address.stream
 
 
+def logs_in_stream(address: StreamAddress, *, access: Access | None = None) -> list[LogInStream]:
+    """Return what logs the stream holds, the one opened last at the end. Raises like `mirror`."""
+
+    async def find() -> list[LogInStream]:
+        async with connect(address, access or Access.from_environment(), "kvledger ship --list") as connection:
+            return await find_logs(connection, address.log_id or "")
+
+    return asyncio.run(find())
+
+
 def mirror(
     address: StreamAddress,
     directory: Path | None = None,
     *,
     access: Access | None = None,
     newest: bool = False,
-    on_progress: Callable[[int, int], None] | None = None,
-    on_skipped: Callable[[str], None] | None = None,
+    on_progress: Callable[[int, int], None] = lambda _num_messages, _num_messages_in_all: None,
+    on_skipped: Callable[[str], None] = lambda _reason: None,
 ) -> list[Path]:
     """Bring the mirror of the addressed log, or of every log of the stream, up to date; return the log directories.
 
     `directory` (default: `default_mirror_directory`) gets a folder for each log; folders are made for their owner only.
     With `newest` only the log that was opened last is fetched. `on_progress(num_messages, num_messages_in_all)` is
-    called now and then; `on_skipped` is told of a log of several that cannot be read. An interrupted run is
-    gone on with.
+    called now and then, `on_skipped(reason)` for a log of several that cannot be read. An interrupted run is gone on
+    with.
 
     Raises:
         StreamRefused: credentials, permissions, a missing stream, or a log id that is not in it, or not only once.
@@ -61,96 +90,241 @@ def mirror(
 
     """
     directory = default_mirror_directory(address) if directory is None else directory
-    work = _mirror(
-        address,
-        directory,
-        access or Access.from_environment(),
-        on_progress or (lambda _done, _all: None),
-        on_skipped or (lambda _reason: None),
-        newest=newest,
-    )
-    return _run(work)
 
+    async def fetch() -> list[Path]:
+        async with connect(address, access or Access.from_environment(), "kvledger mirror") as connection:
+            subjects = await _subjects(connection, newest=newest)
+            configuration = (await connection.jetstream.stream_info(address.stream)).config
+            fetched: list[Path] = []
+            num_all, num_done = sum(subjects.values()), 0
+            for subject, num_messages in sorted(subjects.items()):
+                log = directory / subject.rpartition(".")[2]
 
-def logs_in_stream(address: StreamAddress, *, access: Access | None = None) -> list[LogInStream]:
-    """Return what logs the stream holds, the one opened last at the end. Raises like `mirror`."""
-
-    async def find() -> list[LogInStream]:
-        async with connect(address, access or Access.from_environment(), "kvledger ship --list") as connection:
-            return await find_logs(connection, address.log_id or "")
-
-    return _run(find())
-
-
-def _run(work: Coroutine[object, object, Answer]) -> Answer:
-    return asyncio.run(work)
-
-
-async def _mirror(
-    address: StreamAddress,
-    directory: Path,
-    access: Access,
-    on_progress: Callable[[int, int], None],
-    on_skipped: Callable[[str], None],
-    *,
-    newest: bool,
-) -> list[Path]:
-    async with connect(address, access, "kvledger mirror") as connection:
-        subjects = await subjects_of_log(connection, address.log_id or "")
-        _check_found(address, subjects)
-        drop_reason = reason_to_drop((await connection.request(f"STREAM.INFO.{address.stream}"))["config"])
-        if newest and len(subjects) > 1:
-            last = (await find_logs(connection, address.log_id or ""))[-1]
-            subjects = {last.subject: last.num_messages}
-        fetched: list[Path] = []
-        num_all, num_done = sum(subjects.values()), 0
-        for subject, num_messages in sorted(subjects.items()):
-            log = directory / subject.rpartition(".")[2]
-            _prepare(log)
-            with _locked(log):
-                before = num_done
-
-                def count(num: int, before: int = before) -> None:
+                def count(num: int, before: int = num_done) -> None:
                     on_progress(min(num_all, before + num), num_all)
 
                 try:
-                    await LogMirror(connection, subject, log, count, drop_reason).bring_up_to_date(num_messages)
+                    with _locked(log):
+                        await _LogMirror(connection, configuration, subject, log, count).bring_up_to_date(num_messages)
                     fetched.append(log)
                 except NothingToRead as error:
                     if len(subjects) == 1:
                         raise
                     on_skipped(str(error))
-            num_done += num_messages
-            on_progress(num_done, num_all)
-        if not fetched:
-            raise NothingToRead(f"{address}: no log of the stream can be read")
-        return fetched
+                num_done += num_messages
+                on_progress(num_done, num_all)
+            if not fetched:
+                raise NothingToRead(f"{address}: no log of the stream can be read")
+            return fetched
+
+    return asyncio.run(fetch())
 
 
-def _check_found(address: StreamAddress, subjects: dict[str, int]) -> None:
-    ids = [subject.rpartition(".")[2] for subject in subjects]
+async def _subjects(connection: Connection, *, newest: bool) -> dict[str, int]:
+    """The subjects (-> number of messages) of the logs that are meant."""
+    wanted = connection.address.log_id
+    subjects = await subjects_of_log(connection, wanted or "")
+    ids = sorted(subject.rpartition(".")[2] for subject in subjects)
     if not subjects:
-        what = "no log" if address.log_id is None else f"no log whose id begins with {address.log_id}"
-        raise StreamRefused(f"{address}: the stream holds {what}; 'kvledger ship --list' shows what it holds")
-    if address.log_id is not None and len(subjects) > 1:
-        raise StreamRefused(f"{address}: several logs have such an id ({', '.join(sorted(ids))}); give more of it")
+        what = "no log" if wanted is None else f"no log whose id begins with {wanted}"
+        raise connection.refused(f"the stream holds {what}; 'kvledger ship --list' shows what it holds")
+    if wanted is not None and len(subjects) > 1:
+        raise connection.refused(f"several logs have such an id ({', '.join(ids)}); give more of it")
     if len(set(ids)) < len(ids):
         twice = sorted({log_id for log_id in ids if ids.count(log_id) > 1})
-        raise StreamRefused(f"{address}: {', '.join(twice)} is there under several subjects; purge all but one of them")
-
-
-def _prepare(log: Path) -> None:
-    if log.is_dir() and not (log / LOCK_NAME).exists() and any(log.iterdir()):
-        raise LogError(f"{log}: is no mirror, and would be overwritten; give another directory for mirrors")
-    log.mkdir(mode=0o700, parents=True, exist_ok=True)
+        raise connection.refused(f"{', '.join(twice)} is there under several subjects; purge all but one of them")
+    if newest:
+        last = (await find_logs(connection, wanted or ""))[-1]
+        return {last.subject: last.num_messages}
+    return subjects
 
 
 @contextlib.contextmanager
-def _locked(directory: Path) -> Iterator[None]:
+def _locked(log: Path) -> Iterator[None]:
     """One run at a time; a second one waits, and then finds little to do."""
-    descriptor = os.open(directory / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    if log.is_dir() and not (log / _LOCK_NAME).exists() and any(log.iterdir()):
+        raise LogError(f"{log}: is no mirror, and would be overwritten; give another directory for mirrors")
+    log.mkdir(mode=0o700, parents=True, exist_ok=True)
+    descriptor = os.open(log / _LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
     finally:
         os.close(descriptor)
+
+
+class _Note(msgspec.Struct):
+    """How far a mirror has come: the message that came last, and the size of every segment."""
+
+    stream_sequence: int
+    segments: dict[str, int]
+
+
+@attrs.define
+class _LogMirror:
+    """Brings one log's directory up to date: finds out what is missing, appends it, and notes how far that is.
+
+    Writes what the stream holds, also where it does not fit.
+    """
+
+    connection: Connection
+    configuration: StreamConfig
+    subject: str
+    directory: Path
+    on_progress: Callable[[int], None]
+    _segments: dict[str, int] = attrs.field(factory=dict, init=False)
+    _consumer_sequence: int = attrs.field(default=0, init=False)
+    _noted_at: float = attrs.field(default=0.0, init=False)
+
+    async def bring_up_to_date(self, num_messages: int) -> None:
+        """Fetch what is missing of the `num_messages` that the stream holds. Raises as `mirror` does."""
+        start = await self._confirmed_end()
+        if not start:
+            self._discard()
+        num_new = await self._fetch(start + 1, num_messages)
+        if not self._segments:
+            raise NothingToRead(
+                f"{self.connection.address}: of {self.subject} the stream holds {num_new} messages and no beginning of "
+                "a segment: the older ones were dropped (max_age, max_bytes, a purge). Read it where it was written"
+            )
+
+    async def _confirmed_end(self) -> int:
+        """The stream sequence up to which the mirror holds the stream; 0 if that is not known to be so."""
+        try:
+            note = msgspec.json.decode((self.directory / _NOTE_NAME).read_bytes(), type=_Note)
+        except (OSError, msgspec.MsgspecError):
+            return 0
+        try:
+            message = await self.connection.jetstream.get_msg(self.connection.address.stream, seq=note.stream_sequence)
+        except NotFoundError:
+            return 0
+        if message.subject != self.subject or not note.segments:
+            return 0
+        for name, num_bytes in note.segments.items():
+            segment = self.directory / name
+            if Path(name).name != name or not segment.is_file() or segment.stat().st_size < num_bytes:
+                return 0
+        last, data = self.directory / max(note.segments), message.data or b""
+        end = note.segments[last.name]
+        with last.open("rb") as file:
+            file.seek(max(0, end - len(data)))
+            if file.read(len(data)) != data:
+                return 0
+        # What an interrupted run wrote behind that is fetched again.
+        for segment in self.directory.glob("*.kvlog"):
+            if segment.name not in note.segments:
+                segment.unlink()
+        os.truncate(last, end)
+        self._segments = dict(note.segments)
+        return note.stream_sequence
+
+    def _discard(self) -> None:
+        for path in self.directory.iterdir():
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            elif path.name != _LOCK_NAME:
+                path.unlink()
+
+    async def _fetch(self, first_stream_sequence: int, num_messages: int) -> int:
+        """Append every message from there on that the stream holds now; return how many there were."""
+        connection, stream = self.connection, self.connection.address.stream
+        wanted = ConsumerConfig(
+            description="kvledger mirror",
+            deliver_policy=DeliverPolicy.BY_START_SEQUENCE,
+            opt_start_seq=first_stream_sequence,
+            ack_policy=AckPolicy.NONE,
+            mem_storage=True,
+            num_replicas=1,
+            inactive_threshold=_INACTIVE_AFTER_S,
+        )
+        jetstream = connection.jetstream
+        # Pulled and not pushed in order: a push consumer needs more permissions, and nats-py answers its flow control
+        # four times a second.
+        consumer = await jetstream.pull_subscribe(self.subject, stream=stream, config=wanted, pending_bytes_limit=0)
+        batch = max(1, min(_BATCH, _MAX_BYTES_UNDER_WAY // connection.client.max_payload))
+        info = await consumer.consumer_info()
+        num_left, num_fetched = info.num_pending or 0, 0
+        num_already = max(0, num_messages - num_left)
+        self.on_progress(num_already)
+        while num_left > 0:
+            try:
+                messages = await consumer.fetch(min(batch, num_left), timeout=connection.answer_within_s)
+            except NatsTimeoutError as error:
+                raise connection.unavailable(
+                    f"{num_left} messages of {self.subject} did not come; try again"
+                ) from error
+            num_left = self._write(messages)
+            num_fetched += len(messages)
+            self.on_progress(num_already + num_fetched)
+        with contextlib.suppress(NatsError):
+            await jetstream.delete_consumer(stream, info.name)
+        return num_fetched
+
+    def _write(self, messages: list[Msg]) -> int:
+        """Append the messages' bytes, note how far that is, and return how many messages are to come."""
+        name, pending = max(self._segments, default=""), bytearray()
+        for message in messages:
+            self._consumer_sequence += 1
+            if message.metadata.sequence.consumer != self._consumer_sequence:
+                raise self.connection.unavailable("messages were lost on the way; try again")
+            record = record_of_message(message.headers, message.data)
+            if not isinstance(record, str) and record.is_header:
+                self._append(name, pending)
+                name, pending = record.segment, bytearray()
+                self._write_retirement(message)
+                self._segments.setdefault(name, 0)
+            if name:
+                pending += message.data
+        self._append(name, pending)
+        last = messages[-1].metadata
+        if time.monotonic() - self._noted_at >= _NOTE_EVERY_S or not last.num_pending:
+            self._write_note(last.sequence.stream)
+        return last.num_pending or 0
+
+    def _write_retirement(self, message: Msg) -> None:
+        """Write down why sequences before this header block are missing, as far as that is known."""
+        header = decode_header(message.data, self.subject)
+        try:
+            retirement = msgspec.json.decode((message.headers or {}).get(RETIRED, ""), type=Retirement)
+            known = retirement if retirement.log_id == header.log_id else None
+        except msgspec.MsgspecError:
+            known = None
+        is_beginning = not self._segments and header.first_sequence > 1
+        reason = _reason_to_drop(self.configuration)
+        if is_beginning and reason is not None and (known is None or known.first_sequence > 1):
+            known = Retirement(
+                log="",
+                log_id=header.log_id,
+                segment="",
+                first_sequence=1,
+                last_sequence=header.first_sequence - 1,
+                previous_head_hash=NO_PREVIOUS_HASH.hex(),
+                head_hash=header.previous_head_hash.hex(),
+                num_bytes=0,
+                reason=reason,
+                retired_at_unix_ns=int(message.metadata.timestamp.timestamp() * 1e9),
+            )
+        if known is not None:
+            write_retirement(self.directory, known)
+
+    def _append(self, name: str, data: bytes | bytearray) -> None:
+        if data:
+            with (self.directory / name).open("ab") as file:
+                file.write(data)
+            self._segments[name] += len(data)
+
+    def _write_note(self, stream_sequence: int) -> None:
+        if not self._segments:
+            return
+        self._noted_at = time.monotonic()
+        unfinished = self.directory / f"{_NOTE_NAME}.unfinished"
+        unfinished.write_bytes(msgspec.json.encode(_Note(stream_sequence, self._segments)))
+        unfinished.replace(self.directory / _NOTE_NAME)
+
+
+def _reason_to_drop(configuration: StreamConfig) -> Literal["age", "size"] | None:
+    """Why a stream with this configuration drops its oldest messages, None if it does not."""
+    if configuration.max_age:
+        return "age"
+    is_bounded = (configuration.max_bytes or -1) > 0 or (configuration.max_msgs or -1) > 0
+    return "size" if is_bounded and configuration.discard == DiscardPolicy.OLD else None

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from nats_server import NatsServer, Proxy, start_cluster
 
-from kvledger.storage.events.nats import Access, NewStream, Shipper, ShippingReport, StreamAddress
+from kvledger.storage.events.nats import Access, Shipper, ShippingReport, StreamAddress, new_stream
 
 
 @pytest.fixture
@@ -71,7 +71,7 @@ class Ship:
         self, path: Path, url: str, *, access: Access | None = None, label: str = "host", **settings: object
     ) -> Shipper:
         """A shipper that makes the stream if it is missing."""
-        settings.setdefault("new_stream", NewStream())
+        settings.setdefault("new_stream", new_stream())
         return Shipper(
             path,
             StreamAddress.parse(url),

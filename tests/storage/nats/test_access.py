@@ -19,7 +19,6 @@ from nats_server.certificates import Authority
 
 from kvledger.storage.events.nats import (
     Access,
-    NewStream,
     StreamAddress,
     StreamRefused,
     StreamUnavailable,
@@ -98,7 +97,7 @@ def test_a_log_that_may_not_be_shipped_does_not_keep_the_others(
     store.close()
     own = write_log(tmp_path / "logs" / "b-own", chance, 600)
     report = ship(tmp_path / "logs", guarded.url, access=SHIPPER, label="host-a", new_stream=None)
-    assert [log.is_refused for log in report.logs] == [True, False]
+    assert [log.problem_kind for log in report.logs] == ["refused", ""]
     url = guarded.url.replace("nats://", "nats://admin:admin@")
     assert segments_in_stream(url, report.logs[1].log_id) == segments_of(own)
 
@@ -299,4 +298,3 @@ def test_the_environment_names_what_the_nats_command_reads() -> None:
     given = {"NATS_USER": "u", "NATS_PASSWORD": "p", "NATS_CA": "/ca.pem", "NATS_CREDS": ""}
     access = Access.from_environment(given)
     assert (access.user, access.password, access.tls_ca, access.creds_file) == ("u", "p", Path("/ca.pem"), None)
-    assert NewStream().configuration("S")["num_replicas"] == 1

@@ -1,4 +1,4 @@
-"""Files made of a stream: what the stream holds, fetched once, believed only when the stream confirms it."""
+"""Files made of a stream: what the stream holds, fetched once, trusted only when the stream confirms it."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from nats_server import NatsServer, fill, segments_of, write_log
 from kvledger.storage.events import LogError, read_log
 from kvledger.storage.events.nats import (
     Access,
-    NewStream,
     StreamAddress,
     StreamRefused,
     default_mirror_directory,
     logs_in_stream,
     mirror,
+    new_stream,
 )
 from kvledger.storage.events.segment_file import read_header
 
@@ -256,7 +256,7 @@ def test_a_stream_that_drops_the_oldest_is_read_while_it_does(
 ) -> None:
     """`--discard old`: the newest segments, whole, and a warning when shipping."""
     log = write_log(tmp_path / "log", chance, 1_000, segment_bytes=5_000)
-    ship(log, server.url, new_stream=NewStream(max_bytes=200_000, keeps_newest=True))
+    ship(log, server.url, new_stream=new_stream(max_bytes=200_000, keeps_newest=True))
     assert any("drops its oldest" in remark for remark in ship.remarks)
     (copy,), _ = fetch(server, tmp_path / "mirror")
     found, whole = segments_of(copy), segments_of(log)
@@ -307,7 +307,7 @@ def test_what_a_stream_dropped_by_its_limits_is_recorded_and_what_was_deleted_is
 ) -> None:
     """A bounded stream loses its oldest messages as a matter of course; an unbounded one does not."""
     log = write_log(tmp_path / "log", chance, 300)
-    ship(log, server.url, new_stream=NewStream(max_age_s=86400))
+    ship(log, server.url, new_stream=new_stream(max_age_s=86400))
     asyncio.run(delete(server, range(1, 20)))
     (copy,), _ = fetch(server, tmp_path / "mirror")
     (line,) = map(json.loads, (copy / "retired.jsonl").read_text().splitlines())
