@@ -15,7 +15,7 @@ from sim.recorded import audited, events_of
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerMetadata
 
 from kvledger.adapters.recorder.page_digests import FoundDigests, RecordedReports
-from kvledger.adapters.simulation.contenders import Contender, Offloading, Recorded
+from kvledger.adapters.simulation.contenders import Contender, NamedConnector, Offloading, Recorded
 from kvledger.adapters.simulation.hashed_model import HashedModel
 from kvledger.adapters.simulation.in_tree import Example, SimpleCPU
 from kvledger.lifecycle import events as e
@@ -175,6 +175,39 @@ def test_without_the_key_nothing_is_digested_or_put_into_an_envelope(record: Rec
     serve(engine)
     assert engine.worker.pages is None
     assert digested(recording) == []
+
+
+@pytest.mark.parametrize("name", ["PullWithoutWorker", "PushWithoutWorker"])
+def test_what_nixl_receives_is_digested_when_its_worker_reports_it(record: Record, name: str) -> None:
+    """The full blocks behind those that are cached here; its worker needs a peer, and reports in this test alone."""
+    engine, recording = record(NamedConnector(name=name, module="sim.nixl"), digests="all")
+    engine.add("before", range(40), 1)
+    engine.run()
+    request = engine.add("a", range(64), 3)
+    request.kv_transfer_params = {
+        "do_remote_prefill": True,
+        "remote_block_ids": ([3, 4, 5, 6],),
+        "remote_engine_id": "elsewhere",
+        "remote_request_id": "theirs",
+        "remote_host": "localhost",
+        "remote_port": 1,
+        "tp_size": 1,
+    }
+    metadata = engine.scheduler.schedule().kv_connector_metadata
+    (pages,) = metadata.pages
+    table = next(
+        event.block_ids
+        for _, event in events_of(recording)
+        if isinstance(event, e.BlocksAllocated) and event.request_id == "a"
+    )
+    assert (pages.request_id, pages.is_load, pages.block_ids) == ("a", True, table[2:4])
+    worker = engine.worker.pages
+    worker.step_begins(metadata)
+    worker.step_has_computed()
+    assert worker.enveloped(None) is None
+    worker.received({"a"}, ())
+    (found,) = worker.enveloped(None).digested
+    assert (found.number, len(found.digests)) == (pages.number, 2)
 
 
 class _Told(KVConnectorWorkerMetadata):
