@@ -261,7 +261,8 @@ class Recording:
             record = self._tracker.get(request_id)
             if record is not None and record.state is RequestState.FINISHED:
                 self._observe(Recorder.observed(request_id, said.Sent(), self.log.now()))
-        self.log.ledger.advance(self.log.ledger.ready(Channel.VLLM))
+        for channel in Channel:  # what failed, too: vLLM knows it now, and may look the request up before the next step
+            self.log.ledger.advance(self.log.ledger.ready(channel))
         self.log.commit()
 
     @guarded(default=None)

@@ -13,6 +13,7 @@ import contextlib
 import importlib
 import itertools
 import logging
+import random
 import sys
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
@@ -36,6 +37,9 @@ class Server:
     num_polls: int
     """How often a lookup is answered that it is not known yet."""
     chunk_size: int
+    rng: random.Random
+    failure_share: float
+    """Of the retrieves: they fill a part of their blocks with nonsense, and say so of all."""
     chunks: OrderedDict[Key, list[torch.Tensor]] = attrs.field(factory=OrderedDict)
     locked: dict[str, list[Key]] = attrs.field(factory=dict)
 
@@ -141,6 +145,7 @@ class WorkerAdapter:
         self._kv_caches: list[torch.Tensor] = []
         self._retrieved: set[str] = set()
         self._returned: set[str] = set()
+        self._failed_block_ids: set[int] = set()
 
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """Of all layers."""
@@ -171,6 +176,11 @@ class WorkerAdapter:
                     tensor[[block_ids[place] for place in written]] = pages[written]
             self._server.locked.pop(request_id, None)
             self._retrieved.add(request_id)
+            if self._server.rng.random() < self._server.failure_share:
+                failed = [block_id for block_id in op.block_ids if block_id not in left_out]
+                for tensor in self._kv_caches:
+                    tensor[failed[self._server.rng.randrange(len(failed)) :]] = -1
+                self._failed_block_ids.update(op.block_ids)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
         """Everybody who has ended, once for each id; and who was retrieved."""
@@ -180,8 +190,9 @@ class WorkerAdapter:
         return sent, retrieved
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """None: what is locked can be retrieved."""
-        return set()
+        """Of the retrieves that failed since the last call, all of them, as the client says it."""
+        failed, self._failed_block_ids = self._failed_block_ids, set()
+        return failed
 
     def shutdown(self) -> None:
         """Nobody comes back to this server."""
@@ -248,12 +259,15 @@ class LMCacheMP(Contender):
     num_polls: int = 0
     chunk_size: int = 32
     """Tokens."""
+    failure_share: float = 0.0
 
     def kv_transfer(self, extra_config: dict[str, Any], kv_transfer: dict[str, Any]) -> dict[str, Any]:  # noqa: ARG002
         """The address of a new server."""
         import_connector()
         host, port = f"here://{next(_NUMBERS)}", 1
-        SERVERS[f"{host}:{port}"] = Server(self.num_chunks, self.num_polls, self.chunk_size)
+        SERVERS[f"{host}:{port}"] = Server(
+            self.num_chunks, self.num_polls, self.chunk_size, random.Random(1), self.failure_share
+        )
         return {
             "kv_connector": self.name,
             "kv_role": "kv_both",

@@ -1,8 +1,9 @@
 """How a connector of vLLM's own lives: many worlds with a recorder around it, and what happened in each.
 
 `python tests/sim/survey.py --connector simple-late --first 0 --seeds 200`. A seed decides the world: its clients, what
-they and the engine do to it, with `--hybrid` the windows of its layers; `--sessions` are of another kind. Whatever is
-raised in a recorded world is tried again without the recorder, so that one can tell whose it is.
+they and the engine do to it, with `--hybrid` the windows of its layers; `--sessions` are of another kind. With
+`--failing-loads` half of the requests are loaded by another cache in the same `MultiConnector`, whose loads fail as the
+seed says, since no worker of vLLM's own can be told to; LMCache's fail because its server does. Whatever is raised in a recorded world is tried again without the recorder, so that one can tell whose it is.
 """
 
 from __future__ import annotations
@@ -75,6 +76,8 @@ def live(seed: int, inner: Contender, *, is_recorded: bool, faults: frozenset[st
     from sim.world import World
 
     contender = Recorded(inner=inner, name=recorder_of(inner)) if is_recorded else inner
+    if "neighbour" in settings:
+        settings["neighbour"] = contender  # half of the requests are theirs
     drawn = {**draw(random.Random(f"settings {seed}")).connector, **WITHIN, "digests": "all"}
     world, raised = None, ""
     try:
@@ -89,7 +92,26 @@ def live(seed: int, inner: Contender, *, is_recorded: bool, faults: frozenset[st
 
 def recorder_of(inner: Contender) -> str:
     """Which of the two stands around it."""
-    return "KVLedgerRecorder" if inner.name in {"ExampleConnector", "LMCacheMPConnector"} else "KVLedgerRecorderHMA"
+    whole = {inner.name, *(child.name for child in getattr(inner, "children", ()))}
+    return "KVLedgerRecorder" if whole & {"ExampleConnector", "LMCacheMPConnector"} else "KVLedgerRecorderHMA"
+
+
+def failing(inner: Contender, rng: random.Random, settings: dict[str, Any]) -> Contender:
+    """The same with loads that fail, and what vLLM is to do then; `settings` of the world are added to."""
+    from kvledger.adapters.simulation.contenders import NamedConnector, Several
+
+    settings["load_failure_policy"] = rng.choice(["recompute", "fail"])
+    share, is_first = rng.choice([0.3, 1.0]), rng.random() < 0.5
+    if inner.name == "LMCacheMPConnector":
+        return attrs.evolve(inner, failure_share=share)  # type: ignore[call-arg] # it is that one
+    # Within a step only where nothing is shared: vLLM 0.32 lets others read what failed there, whoever loads it.
+    is_shared = settings.setdefault("enable_prefix_caching", False) or settings.get("windows")
+    settings |= {} if is_shared else {"async_scheduling": False}
+    options = {"num_tokens": rng.choice([20, 48, 90]), "num_steps": rng.choice([1, 4] if is_shared else [0, 1, 4])}
+    options |= {"failure_share": share, "seed": rng.random()}
+    cache = NamedConnector(name="Neighbour", module="sim.neighbour", options=options)
+    settings["neighbour"] = several = Several(children=(cache, inner) if is_first else (inner, cache))
+    return several
 
 
 def place_of(error: Exception) -> str:
@@ -155,7 +177,7 @@ def live_sessions(seed: int, inner: Contender, *, is_recorded: bool) -> Lived:
 
 
 def survey(
-    name: str, seeds: range, faults: frozenset[str], *, is_hybrid: bool, in_sessions: bool
+    name: str, seeds: range, faults: frozenset[str], *, is_hybrid: bool, in_sessions: bool, loads_fail: bool = False
 ) -> Iterator[tuple[int, Lived, str]]:
     """(Seed, what became of its world, what is raised without a recorder)."""
     make = connectors()[name]
@@ -172,8 +194,9 @@ def survey(
             settings["enable_prefix_caching"] = False  # it writes over what is cached, and says so
         if is_hybrid:
             settings["windows"] = rng.choice(WINDOWS)
-        lived = live(seed, make(), is_recorded=True, faults=faults, **settings)
-        plain = live(seed, make(), is_recorded=False, faults=faults, **settings).raised if lived.raised else ""
+        inner = failing(make(), rng, settings) if loads_fail else make()
+        lived = live(seed, inner, is_recorded=True, faults=faults, **settings)
+        plain = live(seed, inner, is_recorded=False, faults=faults, **settings).raised if lived.raised else ""
         yield seed, lived, plain
 
 
@@ -188,12 +211,14 @@ def main() -> int:
     parser.add_argument("--faults", nargs="*", default=[], help="beyond clients who go away and come all at once")
     parser.add_argument("--hybrid", action="store_true", help="models with sliding windows")
     parser.add_argument("--sessions", action="store_true", help="streaming sessions in the place of other clients")
+    parser.add_argument("--failing-loads", action="store_true", help="another cache beside it, whose loads fail")
     arguments = parser.parse_args()
     logging.disable(logging.CRITICAL)
     seeds = range(arguments.first, arguments.first + arguments.seeds)
     counts: Counter[str] = Counter()
     faults = CLIENT_FAULTS | set(arguments.faults)
     kinds = {"is_hybrid": arguments.hybrid, "in_sessions": arguments.sessions}
+    kinds["loads_fail"] = arguments.failing_loads
     for seed, lived, plain in survey(arguments.connector, seeds, faults, **kinds):
         counts[lived.kind.split(": ")[0]] += 1
         if lived.kind == "well":

@@ -44,7 +44,8 @@ class CompletionOnce:
     (`v1/core/sched/scheduler.py`, _update_from_kv_xfer_finished, 0.32).
 
     Verifies: each id in `finished_recving` and `failed_recving` is of a request that waits for a load, each in
-    `finished_sending` of one whose blocks are kept; each of them once.
+    `finished_sending` of one whose blocks are kept; each of them once. A load that is reported of a request that has
+    ended frees its blocks, also those that were to be kept: nobody may name it after that.
     Does not verify: ids of nobody who was ever owed anything, where the recorder stands in a `MultiConnector` or the
     log does not begin at its beginning: they may be owed by others; that an end comes (LIVENESS).
     """
@@ -87,10 +88,11 @@ class CompletionOnce:
         told = payload_of(event)
         if not isinstance(told, said.VLLMHeard):
             return None
-        received = dict.fromkeys((*told.finished_recving, *told.failed_recving))
-        return self._check(received, told.finished_sending, moment)
+        return self._check(dict.fromkeys((*told.finished_recving, *told.failed_recving)), told.finished_sending, moment)
 
     def _check(self, received: Iterable[str], sent: Iterable[str], moment: Moment) -> Iterator[Violation]:
+        freed = [each for each in received if self._is_alone and self._owed.kept.pop(each, None)]
+        self._ended.update({(request_id, True): moment.sequence for request_id in freed})
         for ids, owed, was_kept, what in (
             (received, self._owed.waiting, False, "an asynchronous load"),
             (sent, self._owed.kept, True, "blocks that are kept"),
@@ -125,6 +127,7 @@ class Liveness:
         if isinstance(told, said.VLLMHeard):
             for request_id in (*told.finished_recving, *told.failed_recving):
                 self._owed.waiting.pop(request_id, None)
+                self._owed.kept.pop(request_id, None)  # it has ended, and vLLM frees it now
             for request_id in told.finished_sending:
                 self._owed.kept.pop(request_id, None)
 

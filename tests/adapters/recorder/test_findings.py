@@ -16,7 +16,9 @@ from kvledger.adapters.recorder.said import LookupReturned, TransferredFor
 from kvledger.adapters.repro import record, reenact
 from kvledger.adapters.simulation.contenders import Contender, NamedConnector, Offloading, Recorded, Several
 from kvledger.adapters.simulation.engine import SimulatedEngine, block_bytes
+from kvledger.adapters.simulation.hashed_model import CorruptKV
 from kvledger.adapters.simulation.in_tree import Example, SimpleCPU
+from kvledger.lifecycle import events as e
 
 pytestmark = pytest.mark.scheduler
 
@@ -155,6 +157,29 @@ def test_a_sibling_loads_into_a_block_that_offloading_connector_still_saves() ->
     (found,) = audited(recording).violations
     assert (found.rule, found.request_id) == ("BLOCK_REUSE_FENCED", "a")
     assert "is given away, which save 0/1 still reads" in found.detail
+
+
+@pytest.mark.parametrize("policy", ["recompute", "fail"])
+def test_what_a_siblings_failed_load_left_is_stored_by_offloading_connector(policy: str) -> None:
+    """And loaded by who comes with the same prompt; the log says that the load failed, and no rule names the store."""
+    theirs = NamedConnector(name="Neighbour", module="sim.neighbour", options={"num_tokens": 32, "num_failures": 1})
+    engine: Any = SimulatedEngine(
+        contender=Recorded(inner=Several(children=(Offloading(), theirs))),
+        num_blocks=20,
+        host_bytes=1 << 22,
+        chunk_size=16,
+        enable_prefix_caching=False,
+        kv_transfer={"kv_load_failure_policy": policy},
+    )
+    engine.add("theirs", range(40), 1)
+    engine.run()
+    assert engine.finish_reasons == {"theirs": "length" if policy == "recompute" else "error"}
+    engine.add("ours", range(40), 1)
+    with pytest.raises(CorruptKV, match="ours reads wrong KV"):
+        engine.run()
+    recording = engine.scheduler.connector.recording
+    assert [event.request_id for _, event in events_of(recording) if isinstance(event, e.LoadFailed)] == ["theirs"]
+    assert audited(recording).violations == []
 
 
 @pytest.mark.parametrize("is_recorded", [False, True])

@@ -1,7 +1,7 @@
-"""Two defects of vLLM 0.32's LMCacheMPConnector, unmodified, on vLLM's scheduler: the recorder's log names them.
+"""Defects of vLLM 0.32's LMCacheMPConnector, unmodified, on vLLM's scheduler: the recorder's log names them.
 
-Each answered lookup adds to what the connector takes for stored (LMCache issue 4508), and a preempted request is
-answered that there is nothing.
+Each answered lookup adds to what the connector takes for stored (LMCache issue 4508), a preempted request is
+answered that there is nothing, and neither of vLLM's policies survives a load that fails.
 """
 
 from __future__ import annotations
@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 from sim.lmcache_mp import LMCacheMP
 from sim.recorded import audited, said_in
+from vllm.v1.request import RequestStatus
 
-from kvledger.adapters.recorder.said import LookupReturned
+from kvledger.adapters.recorder import KVLedgerRecorder
+from kvledger.adapters.recorder.said import LookupReturned, Transferred
 from kvledger.adapters.simulation.contenders import Recorded
 
 pytestmark = pytest.mark.scheduler
@@ -84,3 +86,48 @@ def test_without_a_preemption_nothing_is_named(record: Record) -> None:
     crowd(engine, 10)
     assert engine.num_preemptions == 0
     assert audited(recording).violations == []
+
+
+def with_a_failed_load(record: Record, policy: str) -> tuple[Any, Any]:
+    """A prompt is stored; who comes with it again is to load it, and the server fails."""
+    contender = Recorded(inner=LMCacheMP(chunk_size=16, failure_share=1.0), name="KVLedgerRecorder")
+    engine, recording = record(
+        contender=contender,
+        num_blocks=20,
+        enable_prefix_caching=False,
+        kv_transfer={"kv_load_failure_policy": policy},
+    )
+    engine.add("before", range(64), 2)
+    engine.run()
+    engine.add("loads", range(80), 2)
+    return engine, recording
+
+
+def test_a_request_whose_load_failed_waits_for_ever(record: Record, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With "recompute": it is offered the same again, and what vLLM takes up of it is handed to no worker."""
+    now_ns = 0
+
+    def clock() -> int:
+        nonlocal now_ns
+        now_ns += 1_000_000_000
+        return now_ns
+
+    monkeypatch.setattr(KVLedgerRecorder, "clock", staticmethod(clock))
+    engine, recording = with_a_failed_load(record, "recompute")
+    for _ in range(100):
+        engine.step()
+    assert engine.scheduler.requests["loads"].status is RequestStatus.WAITING_FOR_REMOTE_KVS
+    assert [told.num_external_tokens for told in said_in(recording, LookupReturned)] == [0, 64, 64]
+    assert [copy.is_load for copy in said_in(recording, Transferred)].count(True) == 1
+    (violation,) = audited(recording).violations
+    assert (violation.rule, violation.request_id) == ("LIVENESS", "loads")
+
+
+def test_a_load_that_fails_ends_the_engine(record: Record) -> None:
+    """With "fail": the connector keeps the blocks of the request, which vLLM frees when it hears of the load."""
+    engine, recording = with_a_failed_load(record, "fail")
+    with pytest.raises(AssertionError):
+        engine.run()
+    assert engine.finish_reasons["loads"] == "error"
+    (violation,) = audited(recording).violations
+    assert (violation.rule, violation.request_id) == ("COMPLETION_ONCE", "loads")
