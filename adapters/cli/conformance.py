@@ -44,6 +44,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--seeds", metavar="N", type=_count, default=50, help="how many worlds of random traffic; 50")
     parser.add_argument("--first", metavar="N", type=_count, default=0, help="the seed of the first; 0")
+    parser.add_argument(
+        "--lose",
+        metavar="MODULE:FUNCTION",
+        help="called with the connector's scheduler's side and its worker's, loses what they hold: loads fail then",
+    )
     parser.add_argument("--only", metavar="RUN", help='play this run alone: the name of a story, or "world 17"')
     parser.add_argument(
         "-o",
@@ -137,7 +142,7 @@ def _subject(arguments: argparse.Namespace, first: Run, directory: Path) -> tupl
     from kvledger.adapters.conformance.subject import Subject
 
     try:
-        subject = Subject.named(arguments.connector, arguments.extra_config)
+        subject = Subject.named(arguments.connector, arguments.extra_config, arguments.lose)
     except Exception as error:
         message = f"{arguments.connector}: {type(error).__name__}: {error}; say MODULE:CLASS of a connector of vLLM's"
         raise CommandFailed(message, ExitCode.USAGE) from error
@@ -214,7 +219,8 @@ def _show_json(
 
 def _again(arguments: argparse.Namespace, run_name: str) -> str:
     extra = ["--extra-config", json.dumps(arguments.extra_config)] if arguments.extra_config else []
-    return shlex.join(["kvledger", "conformance", arguments.connector, *extra, "--only", run_name])
+    lose = ["--lose", arguments.lose] if arguments.lose else []
+    return shlex.join(["kvledger", "conformance", arguments.connector, *extra, *lose, "--only", run_name])
 
 
 def _shown(path: Path) -> str:

@@ -66,7 +66,7 @@ class Met(enum.StrEnum):
     SAVE = "no save of its is in the log: it made none, or no decoder reads its metadata"
     KEPT = "it kept no blocks of a request that ended"
     ASYNC_LOAD = "it loaded nothing beside the steps"
-    FAILED_LOAD = "no load of its failed"
+    FAILED_LOAD = "no load of its failed; with --lose some do"
     RESET = "it reported no reset as done"
     WORKER = "its worker does not run here"
 
@@ -411,8 +411,12 @@ _ALL: Final = (
         'is in `failed_recving` must "also appear in finished_recving".',
         ("base.py, get_block_ids_with_load_errors", "base.py, KVConnectorTransferResults"),
         Seen.CONTENT,
-        (Check.KV_RIGHT, "COMPLETION_ONCE", "ROLLBACK_OBSERVED"),
+        (
+            *(Check.KV_RIGHT, "RECORDED", Check.ENGINE_LIVES, Check.ENDS),
+            *("LIVENESS", "COMPLETION_ONCE", "ROLLBACK_OBSERVED"),
+        ),
         Met.FAILED_LOAD,
+        stories=("what is stored is lost",),
         incidents=("vllm#52234", "LMCache#3388", "vllm#39732", "vllm#52838"),
         limit="that a failed copy looks like one that succeeded, unless its KV is read",
     ),

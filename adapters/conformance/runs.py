@@ -114,6 +114,8 @@ def played(run: Run, subject: Subject, directory: Path) -> Outcome:
         met.update(_met(event for _, event in open_log(path, _CORE).trusted_events()))
     if not broken:
         shutil.rmtree(log_dir, ignore_errors=True)
+    elif stage.has_lost:
+        met.add(Met.FAILED_LOAD)  # in whichever way it was noticed
     of_scheduler = next((path for path in logs if "-worker-" not in path.name), None)
     log_path = of_scheduler if broken else None
     return Outcome(

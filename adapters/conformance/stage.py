@@ -81,6 +81,9 @@ class Stage:
         self.broken: list[Broken] = []
         self.met: set[Met] = set()
         self.remarks: list[str] = []
+        self.has_lost = False
+        """Whether the connector was made to lose what it had offered."""
+        self._subject = subject
         self._clock = clock
         self._asks_twice = asks_twice
         self._expected: dict[str, tuple[list[int], int, int]] = {}
@@ -185,6 +188,19 @@ class Stage:
             self._was_reset = True
             for model in self.engine.models:
                 model.weights += 1
+
+    def lose(self) -> None:
+        """As soon as vLLM takes up what the connector offers, that is lost; not without a function that can do it."""
+        connector: Any = self.engine.scheduler.connector
+        worker, take_up = self.engine.workers[0], connector.update_state_after_alloc
+
+        def taken_up(request: Request, blocks: Any, num_external_tokens: int) -> None:
+            take_up(request, blocks, num_external_tokens)
+            if num_external_tokens and not self.has_lost and self._subject.lose is not None:
+                self.has_lost = True
+                self._subject.lose(connector.wrapped, getattr(worker, "wrapped", worker))
+
+        connector.update_state_after_alloc = taken_up
 
     def end(self) -> None:
         """The story is told: everybody ends, and nothing is left."""

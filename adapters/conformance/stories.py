@@ -225,6 +225,16 @@ def full_cache(stage: Stage) -> None:
     stage.add("last again", [*tokens(15, 6 * _BLOCK), *tokens(20, 10)], 5)
 
 
+def lost(stage: Stage) -> None:
+    """What was offered is lost before it is loaded; then the prompt comes once more."""
+    prompt = _stored(stage)
+    stage.lose()
+    stage.add("again", prompt, 6)
+    stage.settle()
+    stage.forget_locally()
+    stage.add("and again", [*prompt, *tokens(3, 20)], 6)
+
+
 @attrs.frozen
 class Play:
     """A story, and the engine that it wants."""
@@ -260,6 +270,7 @@ STORIES: Final[Mapping[str, Play]] = MappingProxyType(
         "reset that spares the connector": Play(own_reset),
         "empty steps": Play(empty_steps),
         "more prompts than room": Play(full_cache),
+        "what is stored is lost": Play(lost),
     }
 )
 """By name, as a report tells it and `--only` takes it."""

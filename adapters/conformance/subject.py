@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import pkgutil
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -86,16 +87,19 @@ class Subject(Contender):
     extra_config: dict[str, Any] = attrs.field(factory=dict)
     has_worker: bool = True
     """Whether its worker runs; else `AbsentWorker` does."""
+    lose: Callable[[Any, Any], object] | None = None
+    """Given its scheduler's side and its worker's, loses what it holds, so that loads that were offered fail."""
 
     @classmethod
-    def named(cls, name: str, extra_config: dict[str, Any]) -> Subject:
-        """From "module:Class", or the name of a connector that vLLM registers.
+    def named(cls, name: str, extra_config: dict[str, Any], lose: str | None = None) -> Subject:
+        """From "module:Class", or the name of a connector that vLLM registers; `lose` from "module:function".
 
         Raises:
             Exception: whatever importing it raises; vLLM does not know it, or refuses its class.
         """
         module, _, connector = name.rpartition(":")
-        subject = cls(name=connector, module=module or None, extra_config=extra_config)
+        function = None if lose is None else pkgutil.resolve_name(lose)
+        subject = cls(name=connector, module=module or None, extra_config=extra_config, lose=function)
         KVConnectorFactory.get_connector_class(subject._transfer())
         return subject
 

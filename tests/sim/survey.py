@@ -3,7 +3,8 @@
 `python tests/sim/survey.py --connector simple-late --first 0 --seeds 200`. A seed decides the world: its clients, what
 they and the engine do to it, with `--hybrid` the windows of its layers; `--sessions` are of another kind. With
 `--failing-loads` half of the requests are loaded by another cache in the same `MultiConnector`, whose loads fail as the
-seed says, since no worker of vLLM's own can be told to; LMCache's fail because its server does. Whatever is raised in a recorded world is tried again without the recorder, so that one can tell whose it is.
+seed says, since no worker of vLLM's own can be told to; LMCache's fail because its server does. Whatever is raised in a
+recorded world is tried again without the recorder, so that one can tell whose it is.
 """
 
 from __future__ import annotations

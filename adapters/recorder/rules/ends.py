@@ -91,8 +91,9 @@ class CompletionOnce:
         return self._check(dict.fromkeys((*told.finished_recving, *told.failed_recving)), told.finished_sending, moment)
 
     def _check(self, received: Iterable[str], sent: Iterable[str], moment: Moment) -> Iterator[Violation]:
-        freed = [each for each in received if self._is_alone and self._owed.kept.pop(each, None)]
-        self._ended.update({(request_id, True): moment.sequence for request_id in freed})
+        for request_id in self._owed.kept.keys() & set(received) if self._is_alone else ():  # who has ended
+            del self._owed.kept[request_id]
+            self._ended[request_id, True] = moment.sequence
         for ids, owed, was_kept, what in (
             (received, self._owed.waiting, False, "an asynchronous load"),
             (sent, self._owed.kept, True, "blocks that are kept"),

@@ -42,6 +42,7 @@ class SmallCache(KVConnectorBase_V1):
         self._pages: dict[bytes, list[torch.Tensor]] = {}
         self._received: list[str] = []
         self._sent: list[str] = []
+        self._failed_block_ids: set[int] = set()
         self._held: list[Any] = []
         self._num_empty_steps = 0
         self._pool: Any = None
@@ -99,6 +100,8 @@ class SmallCache(KVConnectorBase_V1):
 
     def update_connector_output(self, connector_output: Any) -> None:
         """What was saved can be loaded."""
+        if connector_output.invalid_block_ids:
+            self._stored.clear()
         for request_id in connector_output.finished_sending or ():
             self._stored.update(self._saving.pop(request_id, ()))
 
@@ -141,7 +144,9 @@ class SmallCache(KVConnectorBase_V1):
         for request_id, keys, block_ids in self._work().loads:
             places = block_ids[::-1] if self._mistake == "loads in another order" else block_ids
             for key, block in zip(keys, places, strict=True):
-                for layer, page in zip(self._layers, self._pages[key], strict=True):
+                if key not in self._pages and not self._mistake.startswith("hides what failed"):
+                    self._failed_block_ids.add(block)
+                for layer, page in zip(self._layers, self._pages.get(key, ()), strict=key in self._pages):
                     layer[block] = page
             if self._is_async:
                 self._received.append(request_id)
@@ -172,6 +177,11 @@ class SmallCache(KVConnectorBase_V1):
             self._told = bool(received)
         return sent, received
 
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """What was not there any more."""
+        failed, self._failed_block_ids = self._failed_block_ids, set()
+        return failed
+
     def shutdown(self) -> None:
         """Nothing to close."""
         if self._mistake == "raises at the end":
@@ -182,6 +192,11 @@ class SmallCache(KVConnectorBase_V1):
         metadata = self._get_connector_metadata()
         assert isinstance(metadata, Work)
         return metadata
+
+
+def lose(_scheduler: SmallCache, worker: SmallCache) -> None:
+    """What its worker holds."""
+    worker._pages.clear()
 
 
 class NoWorkerHere(SmallCache):

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import attrs
 import pytest
+from sim.broken_copies import break_copies
 
 from kvledger.adapters.conformance.runs import findings, played, runs, unassigned
 from kvledger.adapters.conformance.subject import Subject
@@ -38,6 +43,34 @@ def test_the_session_of_offloading_connector_is_found(tmp_path: Path) -> None:
 def test_copies_of_blocks_that_two_requests_share_stand_where_they_stand(tmp_path: Path) -> None:
     """ExampleConnector names no request, so the blocks say for whom a copy is, part by part."""
     assert broken("ExampleConnector", EXAMPLE, tmp_path, "two with one prefix") == set()
+
+
+def lose_copies(_scheduler: Any, worker: Any) -> None:
+    """KVLedgerConnector's next load fails, as where the host's memory is gone."""
+    break_copies(SimpleNamespace(worker=worker), "load", 1)
+
+
+def lose_files(scheduler: Any, _worker: Any) -> None:
+    """Of ExampleConnector."""
+    shutil.rmtree(scheduler._storage_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "extra_config", "lose", "known"),
+    [
+        ("kvledger.adapters.vllm:KVLedgerConnector", LEDGER, lose_copies, set()),
+        ("ExampleConnector", EXAMPLE, lose_files, {"hooks-do-not-raise", "failed-loads-are-reported"}),
+    ],
+)
+def test_what_becomes_of_loads_that_fail_is_judged(
+    name: str, extra_config: dict[str, Any], lose: Callable[[Any, Any], None], known: set[str], tmp_path: Path
+) -> None:
+    """Ours says which blocks it could not fill; ExampleConnector raises from `start_load_kv`."""
+    subject = attrs.evolve(Subject.named(name, extra_config), lose=lose)
+    outcomes = [played(run, subject, tmp_path) for run in runs(range(0)) if run.story == "what is stored is lost"]
+    found = {finding.obligation.name: finding.verdict for finding in findings(outcomes)}
+    assert {name for name, verdict in found.items() if verdict == "broken"} == known
+    assert found["failed-loads-are-reported"] != "not judged"
 
 
 SESSION = {"loaded-kv-is-right", "table-is-the-requests", "session-table-is-replaced"}
