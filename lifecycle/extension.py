@@ -95,6 +95,7 @@ class Extension:
         """What `stats` counts of an event: what it is in plain words -> how much.
 
         Amounts are added up; of a name that ends in `_ns`, which is a duration in nanoseconds, percentiles are shown.
+        `export` draws such a duration as a call that ends with the event.
         """
         return {}
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import heapq
 from collections import Counter
 from collections.abc import Callable
@@ -10,6 +9,7 @@ from collections.abc import Callable
 import attrs
 
 from kvledger.adapters.cli.percentiles import Percentiles
+from kvledger.adapters.logs.describe import figures_of_extension
 from kvledger.adapters.logs.ending import num_open_requests
 from kvledger.adapters.logs.log import Batch
 from kvledger.adapters.logs.selection import Selection, time_of
@@ -82,8 +82,7 @@ class Counting:
             name: self._statistics.percentiles.setdefault(name, Percentiles())
             for name in ("load_time_ns", "save_time_ns", "recovery_time_ns", "events_per_step", "bytes_per_step")
         }
-
-        self._extensions = {extension.name: extension for extension in core.extensions}
+        self._core = core
         self._counts: dict[type[e.Event], Callable[..., None]] = {
             e.StepScheduled: self._count_step,
             e.TransferReported: self._count_report,
@@ -178,17 +177,12 @@ class Counting:
             self._percentiles[name].add(event.duration_ns)
 
     def _count_of_extension(self, event: e.ExtensionEvent) -> None:
-        extension = self._extensions.get(event.extension)
-        payload = None if extension is None else extension.payload_of(event)
-        if extension is None or payload is None:
-            return
-        with contextlib.suppress(Exception):  # somebody else's code
-            for what, amount in extension.figures(payload).items():
-                name = f"{extension.name}/{what}"
-                if what.endswith("_ns"):
-                    self._statistics.percentiles.setdefault(name, Percentiles()).add(amount)
-                else:
-                    self._statistics.of_extensions[name] += amount
+        for what, amount in figures_of_extension(event, self._core).items():
+            name = f"{event.extension}/{what}"
+            if what.endswith("_ns"):
+                self._statistics.percentiles.setdefault(name, Percentiles()).add(amount)
+            else:
+                self._statistics.of_extensions[name] += amount
 
     def _count_deferral(self, _event: e.LookupDeferred) -> None:
         self._statistics.num_deferrals += 1

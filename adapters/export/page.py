@@ -21,7 +21,7 @@ from kvledger.adapters.export import reasons
 from kvledger.adapters.export.histories import History, read_histories
 from kvledger.adapters.export.picture import NUM_COLUMNS, Axis, curves
 from kvledger.adapters.export.reading import read_trace
-from kvledger.adapters.export.shown import Request, Shown
+from kvledger.adapters.export.shown import SLOTS, Request, Shown
 from kvledger.adapters.export.spans import Incarnation
 from kvledger.adapters.logs.amounts import duration, event_range, milliseconds, plural, ranges, size
 from kvledger.adapters.logs.describe import event_text, state_change
@@ -41,6 +41,13 @@ _MAX_HISTORIES = 60
 _WORK_OF_HISTORIES = 20_000_000
 """Events times histories: beyond that a page would take minutes, so fewer are shown."""
 _MAX_CAUSES = 400
+_NUMBERS = frozenset(
+    (
+        *("ms", "event", "events", "took", "computed tokens", "left to compute", "computed again"),
+        *("calls", "together", "each", "longest", "its end, ms"),
+    )
+)
+"""Columns that are aligned to the right."""
 
 _VERDICTS = {
     ExitCode.SOUND: (": every rule that a log can decide is kept", "good"),
@@ -114,10 +121,12 @@ def write_page(log: StoredLog, selection: Selection, output: Progress) -> Iterat
         num_unmarked=sum(request.num_left_out for request in requests),
         percent=axis.percent,
         ticks=axis.ticks(),
-        curves=curves(axis, shown.samples),
+        curves=[curve for curve in curves(axis, shown.samples) if not (log.decides_elsewhere and curve[0] == SLOTS)],
         num_columns=NUM_COLUMNS,
+        decides_elsewhere=log.decides_elsewhere,
         opened_request=selection.request_id,
-        entries=list(_entries(requests, histories)),
+        entries=list(_entries(requests, histories, saves=not log.decides_elsewhere)),
+        calls=sorted(shown.calls.items(), key=lambda named: named[1].total_ns, reverse=True),
         instants=sorted([*shown.troubles, *shown.others], key=lambda instant: instant.sequence),
         num_instants_left_out=shown.num_instants_left_out,
     )
@@ -140,7 +149,7 @@ def _template() -> jinja2.Template:
         "fragment": lambda request_id: f"request={visible(request_id)}",
         "event_range": event_range,
         "state_change": state_change,
-        "numbers": ("ms", "event", "events", "took", "computed tokens", "left to compute", "computed again"),
+        "numbers": _NUMBERS,
     }
     return environment.get_template("page.html")
 
@@ -162,23 +171,26 @@ class _Entry:
     """Whether no incarnation of the same id is before it."""
 
 
-def _entries(requests: Sequence[Request], histories: Mapping[str, History]) -> Iterator[_Entry]:
+def _entries(requests: Sequence[Request], histories: Mapping[str, History], *, saves: bool) -> Iterator[_Entry]:
     seen: set[str] = set()
     for request in requests:
         name = request.incarnation.request_id
-        yield _Entry(request, _request_facts(request.incarnation), histories.get(name), name not in seen)
+        yield _Entry(request, _request_facts(request.incarnation, saves=saves), histories.get(name), name not in seen)
         seen.add(name)
 
 
-def _request_facts(request: Incarnation) -> dict[str, str]:
+def _request_facts(request: Incarnation, *, saves: bool) -> dict[str, str]:
     finished = request.finished_ns
+    loaded = {"loaded": f"{request.num_tokens_loaded} tokens"}
+    if saves:
+        loaded = {"loaded, saved": f"{request.num_tokens_loaded} tokens, {plural(request.num_chunks_saved, 'chunk')}"}
     return {
         "outcome": request.outcome,
         "arrived, ms": milliseconds(request.since_ns),
         "took": "not finished" if finished is None else duration(finished - request.since_ns),
         "tokens (prompt)": f"{request.num_tokens} ({request.num_prompt_tokens})",
         "preempted": plural(request.num_preemptions, "time"),
-        "loaded, saved": f"{request.num_tokens_loaded} tokens, {plural(request.num_chunks_saved, 'chunk')}",
+        **loaded,
         "failures": str(request.num_failures),
     }
 
@@ -247,11 +259,12 @@ def _facts(log: StoredLog, selection: Selection, now_ns: int) -> dict[str, str]:
     part = "the whole log" if selection.is_everything else f"events {selection.first_sequence} to {last}"
     if selection.request_id is not None:
         part += f", request {selection.request_id} only"
-    slots, ranks = plural(configuration.num_slots, "slot"), plural(configuration.num_ranks, "rank")
+    chunks = f", chunk {configuration.chunk_size} tokens, {plural(configuration.num_slots, 'slot')}"
+    chunks = "" if log.decides_elsewhere else f"{chunks}, {plural(configuration.num_ranks, 'rank')}"
     facts |= {
         "covers": f"{duration(now_ns)}: {part}",
         "read": f"{plural(log.num_events, 'event')} in {plural(log.num_frames, 'frame')}, {size(log.num_bytes)}",
-        "sizes": f"block {configuration.block_size} tokens, chunk {configuration.chunk_size} tokens, {slots}, {ranks}",
+        "sizes": f"block {configuration.block_size} tokens{chunks}",
     }
     if log.head_hash:
         facts["chain's head"] = log.head_hash

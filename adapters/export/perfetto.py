@@ -11,11 +11,22 @@ from operator import attrgetter
 
 import msgspec
 
-from kvledger.adapters.export.spans import Copy, Gauges, Incarnation, Instant, Lookup, Span, StateSpan, Step, Visitor
+from kvledger.adapters.export.spans import (
+    Call,
+    Copy,
+    Gauges,
+    Incarnation,
+    Instant,
+    Lookup,
+    Span,
+    StateSpan,
+    Step,
+    Visitor,
+)
 from kvledger.adapters.logs.amounts import ranges
 
 _ENGINE, _REQUESTS = 1, 2
-_STEPS, _TROUBLE, _CACHE, _COPIES = 11, 12, 13, 14
+_STEPS, _TROUBLE, _CACHE, _COPIES, _FIRST_EXTENSION = 11, 12, 13, 14, 20
 _FIRST_REQUEST = 100
 _ENGINE_BITS = 24
 """Process and thread ids of engine n begin at n << 24: Perfetto names threads by their id alone."""
@@ -74,6 +85,8 @@ class EngineTrace(Visitor):
         """Ordinals of the requests that are shown now."""
         self._gone: dict[str, list[Instant]] = {}
         """Kind -> chunks that left the cache since the last observation."""
+        self._calls: dict[str, Call | None] = {}
+        """Extension -> its last call, in the order of their tracks."""
         suffix = f" {label}" if label else ""
         for number, name in ((_ENGINE, "engine"), (_REQUESTS, "requests")):
             self._metadata("process_name", number, 0, {"name": name + suffix})
@@ -96,6 +109,8 @@ class EngineTrace(Visitor):
                 self._begin_state(span)
             case Copy():
                 self._begin_copy(span)
+            case Call():
+                self._begin_call(span)
 
     def ended(self, span: Span) -> None:
         """The slice ends; of a request, there is no more to say."""
@@ -107,6 +122,9 @@ class EngineTrace(Visitor):
                 self._end_state(span)
             case Copy():
                 self._end_copy(span)
+            case Call():
+                track = _FIRST_EXTENSION + list(self._calls).index(span.extension)
+                self._event("E", "call", span.name, span.last_ns, _ENGINE, track)
 
     def _begin_state(self, span: StateSpan) -> None:
         """Where a preempted request runs again, the arrow from its preemption ends."""
@@ -172,6 +190,21 @@ class EngineTrace(Visitor):
             arguments["error"] = copy.error
         more: dict[str, object] = {"id2": {"local": hex(copy.job_id)}}
         self._event("e", "copy", copy.kind, copy.last_ns, _ENGINE, _COPIES, arguments, more)
+
+    def _begin_call(self, call: Call) -> None:
+        """Behind the one before: slices of a track nest, and who measured it had another clock."""
+        if call.extension not in self._calls:
+            self._calls[call.extension] = None
+            track = _FIRST_EXTENSION + len(self._calls) - 1
+            self._metadata("thread_name", _ENGINE, track, {"name": f"calls, {call.extension}"})
+            self._metadata("thread_sort_index", _ENGINE, track, {"sort_index": track})
+        before, self._calls[call.extension] = self._calls[call.extension], call
+        since_ns = call.since_ns if before is None else max(call.since_ns, before.last_ns)
+        arguments: dict[str, object] = {"sequence": call.sequence}
+        if call.request_id:
+            arguments["request_id"] = call.request_id
+        track = _FIRST_EXTENSION + list(self._calls).index(call.extension)
+        self._event("B", "call", call.name, since_ns, _ENGINE, track, arguments)
 
     # --- instants -----------------------------------------------------------------------------
 

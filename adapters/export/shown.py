@@ -10,7 +10,7 @@ from collections import Counter
 
 import attrs
 
-from kvledger.adapters.export.spans import Copy, Gauges, Incarnation, Instant, Lookup, Span, StateSpan, Visitor
+from kvledger.adapters.export.spans import Call, Copy, Gauges, Incarnation, Instant, Lookup, Span, StateSpan, Visitor
 
 MAX_REQUESTS = 300
 MAX_INSTANTS = 200
@@ -18,7 +18,8 @@ MAX_INSTANTS = 200
 _MAX_ORDINARY = 200
 """Lookups, and saves that went well, of one request."""
 _MAX_SAMPLES = 4096
-SERIES = ("running", "preempted, recovering", "blocks held", "host slots used", "copies in flight")
+SLOTS = "host slots used"
+SERIES = ("running", "preempted, recovering", "blocks held", SLOTS, "copies in flight")
 """What the curves of a page count."""
 
 
@@ -46,6 +47,15 @@ class Request:
         return self.num_troubles, self.incarnation.num_preemptions, -self.incarnation.ordinal
 
 
+@attrs.define
+class Calls:
+    """Those of one extension and name."""
+
+    longest: Call
+    num_calls: int = 0
+    total_ns: int = 0
+
+
 class Shown(Visitor):
     """Keeps what a page needs of at most `MAX_REQUESTS` requests."""
 
@@ -57,6 +67,7 @@ class Shown(Visitor):
         self.num_requests = 0
         self.samples: list[tuple[int, tuple[int, ...]]] = []
         """(time, what `SERIES` counts), or the most of it around that time."""
+        self.calls: dict[str, Calls] = {}
         self.troubles: list[Instant] = []
         self.others: list[Instant] = []
         """What else happened to the engine: resets, notes."""
@@ -93,6 +104,11 @@ class Shown(Visitor):
                     request.num_left_out += 1
                 else:  # without what would be most of a page's memory
                     request.copies.append(attrs.evolve(span, slots=(), block_ids=()))
+            case Call():
+                calls = self.calls.setdefault(f"{span.extension}: {span.name}", Calls(span))
+                calls.num_calls += 1
+                calls.total_ns += span.duration_ns
+                calls.longest = max(calls.longest, span, key=lambda call: call.duration_ns)
 
     def looked_up(self, lookup: Lookup) -> None:
         """A mark, where the answer is a new one."""

@@ -101,6 +101,14 @@ class Copy(Span):
     """Time that the workers measured, added up over their reports."""
 
 
+@attrs.define(eq=False, kw_only=True)
+class Call(Span):
+    """Something that an extension's figures say took time: a hook of a recorded connector. Shown when it is over."""
+
+    extension: str
+    name: str
+
+
 @attrs.frozen(kw_only=True)
 class Lookup:
     """What the scheduler asked and was answered."""
@@ -181,7 +189,7 @@ class Visitor:
     """Visits a trace in the order of the log. Everything is ignored until a subclass wants it."""
 
     def began(self, span: Span) -> None:
-        """A request arrived, entered a state (or another generation of it), or a copy was issued."""
+        """A request arrived, entered a state (or another generation of it), a copy was issued, a call was made."""
 
     def ended(self, span: Span) -> None:
         """It is over, or the log ends; of a request its states before itself."""

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from kvledger.adapters.export.spans import Copy, Incarnation, Instant, Lookup, Span, StateSpan, Step, Visitor
+from kvledger.adapters.export.spans import Call, Copy, Incarnation, Instant, Lookup, Span, StateSpan, Step, Visitor
 from kvledger.adapters.logs.describe import plain_fields
 from kvledger.adapters.logs.log import Batch
 from kvledger.adapters.logs.selection import Selection
@@ -148,8 +148,9 @@ class Tables(Visitor):
         self._encode = msgspec.json.Encoder().encode
 
     def ended(self, span: Span) -> None:
-        """A row of `requests`, `states` or `transfers`."""
-        self._row(span, span.since_ns)
+        """A row of `requests`, `states` or `transfers`; calls are rows of `events`."""
+        if not isinstance(span, Call):
+            self._row(span, span.since_ns)
 
     def looked_up(self, lookup: Lookup) -> None:
         """A row of `lookups`."""

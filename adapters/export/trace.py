@@ -12,8 +12,19 @@ from collections.abc import Callable
 
 import msgspec
 
-from kvledger.adapters.export.spans import Copy, Gauges, Incarnation, Instant, Lookup, Span, StateSpan, Step, Visitor
-from kvledger.adapters.logs.describe import words
+from kvledger.adapters.export.spans import (
+    Call,
+    Copy,
+    Gauges,
+    Incarnation,
+    Instant,
+    Lookup,
+    Span,
+    StateSpan,
+    Step,
+    Visitor,
+)
+from kvledger.adapters.logs.describe import figures_of_extension, words
 from kvledger.adapters.logs.log import Gap
 from kvledger.adapters.logs.selection import Selection
 from kvledger.lifecycle import Projections, RequestRecord, RequestState
@@ -30,8 +41,9 @@ _TROUBLE = (
 _INSTANTS = (
     *_TROUBLE,
     *(e.ChunkEvicted, e.CacheReset, e.LogNote, e.TokensRolledBack, e.SessionContinued, e.SaveDeclined),
-    *(e.TransferAwaited, e.BlockTableObserved, e.ExtensionObserved, e.ExtensionDecided, e.ExtensionNoted),
+    *(e.TransferAwaited, e.BlockTableObserved),
 )
+_OF_EXTENSIONS = (e.ExtensionObserved, e.ExtensionDecided, e.ExtensionNoted)
 _KINDS: dict[type[e.Event], str] = {e.LoadIssued: "load", e.SaveIssued: "save", e.TailSaveIssued: "tail save"}
 _SETTLED = (e.LoadCompleted, e.LoadFailed, e.SaveCompleted, e.SaveFailed)
 
@@ -76,6 +88,7 @@ class Trace:
             **dict.fromkeys(_KINDS, self._issued),
             **dict.fromkeys(_SETTLED, self._settled),
             **dict.fromkeys(_INSTANTS, self._happened),
+            **dict.fromkeys(_OF_EXTENSIONS, self._of_extension),
         }
 
     def take(self, sequence: int, event: e.Event) -> None:
@@ -359,6 +372,22 @@ class Trace:
                 incarnation.num_chunks_saved += len(copy.chunks) * is_complete
             incarnation.num_failures += not is_complete
         self._end(copy, is_over=is_over)
+
+    # --- extensions ---------------------------------------------------------------------------
+
+    def _of_extension(self, event: e.ExtensionEvent, sequence: int) -> None:
+        for what, duration_ns in figures_of_extension(event, self.projections.core).items():
+            if what.endswith("_ns"):
+                call = Call(
+                    request_id=getattr(event, "request_id", ""),
+                    sequence=sequence,
+                    since_ns=max(0, self.now_ns - duration_ns),
+                    extension=event.extension,
+                    name=what.removesuffix("_ns"),
+                )
+                self._begin(call)
+                self._end(call)
+        self._happened(event, sequence)
 
     # --- instants and steps -------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ import attrs
 import msgspec
 
 from kvledger.adapters.logs.amounts import plural, ranges
-from kvledger.lifecycle import Core, MissReason
+from kvledger.lifecycle import Core, Extension, MissReason
 from kvledger.lifecycle import events as e
 
 MISS_REASONS: dict[str, str] = {
@@ -88,9 +88,22 @@ def _allocated(event: e.BlocksAllocated) -> str:
     return f"got {plural(len(event.block_ids), 'block')}{taken}"
 
 
-def _of_extension(event: e.ExtensionEvent, core: Core) -> str:
+def figures_of_extension(event: e.ExtensionEvent, core: Core) -> Mapping[str, int]:
+    """What the event's extension counts of it, as `Extension.figures` says."""
+    extension, payload = _read(event, core)
+    with contextlib.suppress(Exception):  # somebody else's code
+        if extension is not None and payload is not None:
+            return extension.figures(payload)
+    return {}
+
+
+def _read(event: e.ExtensionEvent, core: Core) -> tuple[Extension | None, msgspec.Struct | None]:
     extension = next((each for each in core.extensions if each.name == event.extension), None)
-    payload = None if extension is None else extension.payload_of(event)
+    return extension, None if extension is None else extension.payload_of(event)
+
+
+def _of_extension(event: e.ExtensionEvent, core: Core) -> str:
+    extension, payload = _read(event, core)
     with contextlib.suppress(Exception):  # somebody else's code; the fields say it as well
         said = None if extension is None or payload is None else extension.words(payload)
         if said is not None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from sim.recorded import CORE, events_of
+from trace_importer import read_trace
 
 from kvledger.adapters.recorder.rules import LEFT_OUT
 from kvledger.adapters.simulation.contenders import NamedConnector
@@ -77,7 +78,8 @@ def test_what_would_be_kvledgers_own_copies_is_neither_shown_nor_on_the_page(
     said("export", log, "--html", "-o", page)
     text = page.read_text()
     assert "recording OffloadingConnector" in text
-    assert "left the cache" not in text
+    for own in ("left the cache", "0 chunks", "chunk 16 tokens", "host slots", "tail save"):
+        assert own not in text
 
 
 def test_why_says_what_was_not_offered_and_that_more_is_not_known(log: Path, said: Said) -> None:
@@ -126,6 +128,32 @@ def test_stats_counts_calls_answers_and_copies(log: Path, said: Said) -> None:
     assert f"copies to save: {figures['copies to save']}" in text
     assert "recorder/build_connector_meta " in text
     assert "not saved" not in text  # which only the connector knows
+
+
+def test_calls_are_slices_of_a_track_and_lines_of_the_page(log: Path, said: Said, tmp_path: Path) -> None:
+    """As many of each hook as `stats` counts, one behind the other, as long as the log says."""
+    _, out = said("stats", log, "--json")
+    records = [json.loads(line) for line in out.splitlines()]
+    counts = {each["of"]: each["count"] for each in records if each["type"] == "percentiles"}
+    said("export", log, "--perfetto", "-o", tmp_path / "trace.json")
+    calls = [found for found in read_trace(tmp_path / "trace.json").slices if found.category == "call"]
+    assert {found.track for found in calls} == {"calls, recorder"}
+    counted = Counter(f"recorder/{found.name}_ns" for found in calls)
+    assert counted == {name: count for name, count in counts.items() if name.startswith("recorder/")}
+    longest = max(each["max"] for each in records if each.get("of") == "recorder/build_connector_meta_ns")
+    took = [found.end_ns - found.begin_ns for found in calls if found.name == "build_connector_meta" and found.end_ns]
+    assert max(took) == longest
+    said("export", log, "--html", "-o", tmp_path / "page.html")
+    text = (tmp_path / "page.html").read_text()
+    num_steps = counted["recorder/build_connector_meta_ns"]
+    assert f'recorder: build_connector_meta</td><td class="number">{num_steps}</td>' in text
+
+
+def test_calls_of_another_request_are_left_out(log: Path, said: Said, tmp_path: Path) -> None:
+    """Those of no request stay, as steps do."""
+    said("export", log, "--perfetto", "--request", "a", "-o", tmp_path / "trace.json")
+    calls = [found for found in read_trace(tmp_path / "trace.json").slices if found.category == "call"]
+    assert {found.args.get("request_id") for found in calls} == {"a", None}
 
 
 def test_moments_of_an_export_are_in_words(log: Path, said: Said) -> None:
