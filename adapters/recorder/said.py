@@ -73,7 +73,7 @@ class Called(msgspec.Struct, frozen=True, omit_defaults=True):
     step: int = -1
     """Counted as the scheduler's log counts its steps, from 0; -1: before the first step or after the last."""
     layer: str = ""
-    """Of a hook for one layer, which is written only when it raises."""
+    """Of a hook for one layer, which is written for the first of a step, and where it raises."""
 
 
 class Reported(msgspec.Struct, frozen=True, omit_defaults=True):

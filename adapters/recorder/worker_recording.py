@@ -1,7 +1,7 @@
 """What a worker does, in a log of its own beside the scheduler's: each call before it is made, and how it returned.
 
-Steps for which the scheduler has handed nothing over, and the hooks of single layers, are written only when they
-raise: they come too often to be free. Nothing here may raise, and nothing here looks at bytes.
+Steps for which the scheduler has handed nothing over, and hooks for single layers behind the first of a step, are
+written only when they raise: they come too often to be free. Nothing here may raise, and nothing here looks at bytes.
 """
 
 from __future__ import annotations
@@ -50,6 +50,8 @@ class WorkerRecording:
         self._metadata: object = None
         """Of the step that runs."""
         self._is_written = True
+        self._first_layers: set[str] = set()
+        """Hooks that were called for a layer of this step."""
         log.observe(Recorder.noted(started, log.now()))
         log.commit()
 
@@ -81,6 +83,7 @@ class WorkerRecording:
         if metadata is not self._metadata:
             self._metadata = metadata
             self._step += 1
+            self._first_layers.clear()
             self._is_written = carries_work(metadata)
 
     @guarded(default=None)
@@ -101,7 +104,13 @@ class WorkerRecording:
     def _begins(self, hook: str, args: tuple[Any, ...]) -> bool:
         if hook == "handle_preemptions" and args:
             self.step_begins(args[0])
-        if hook not in _WRITTEN or not self._is_written or self.log.is_ended:
+        if hook in _BY_LAYER:
+            if hook in self._first_layers:
+                return False
+            self._first_layers.add(hook)
+        elif hook not in _WRITTEN:
+            return False
+        if not self._is_written or self.log.is_ended:
             return False
         self._write_call(hook, args)
         self.log.commit()

@@ -59,7 +59,10 @@ LEFT_OUT: Mapping[str, str] = MappingProxyType(
             _CHUNKS,
         ),
         **dict.fromkeys(("LONGEST_HIT", "DEFER_BOUNDED"), _HITS),
-        "LOOKUP_PURE": f"{_HITS}; where asking has moved what is saved, STORE_CONTIGUOUS says so",
+        "LOOKUP_PURE": (
+            "between two lookups of a request a step lies, in which the connector may evict and other engines may "
+            "store, and neither is in the log; where asking has moved what is saved, STORE_CONTIGUOUS says so"
+        ),
         **dict.fromkeys(("RELEASE_ALL", "DELAY_FREE_CONTRACT"), _KEPT),
         **dict.fromkeys(RULES, ""),
     }

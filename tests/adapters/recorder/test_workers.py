@@ -106,7 +106,7 @@ def verdict(path: Path) -> str:
 def test_each_call_of_a_worker_is_in_its_log_before_the_connector_has_it(
     record: Record, on_worker_hook: Any, tmp_path: Path
 ) -> None:
-    """Read by the connector itself, in each of its hooks; those of layers are not written."""
+    """Read by the connector itself, in each of its hooks; of those for layers, the first of each step."""
     seen: dict[str, set[object]] = {}
 
     def look(hook: str) -> None:
@@ -121,8 +121,11 @@ def test_each_call_of_a_worker_is_in_its_log_before_the_connector_has_it(
     assert {WRITTEN_AS.get(hook, hook): names for hook, names in seen.items() if hook not in LAYER_HOOKS} == {
         hook: {hook} for hook in written
     }
-    assert set(LAYER_HOOKS) <= set(seen)
-    assert not {each.hook for each in said_in(worker_log(tmp_path)) if isinstance(each, said.Called)} & set(LAYER_HOOKS)
+    assert {hook: seen[hook] for hook in LAYER_HOOKS} == {hook: {hook, None} for hook in LAYER_HOOKS}
+    calls = [each for each in said_in(worker_log(tmp_path)) if isinstance(each, said.Called)]
+    for hook in LAYER_HOOKS:
+        in_layers = [(each.step, each.layer) for each in calls if each.hook == hook]
+        assert in_layers == [(step, layer_names()[0][0]) for step in range(3)]
 
 
 def test_a_workers_log_says_whose_it_is(record: Record, tmp_path: Path) -> None:
@@ -183,13 +186,14 @@ def test_what_a_worker_raises_reaches_vllm_and_both_logs_tell(
     assert "rule broken" in verdict(worker_log(tmp_path))
 
 
+@pytest.mark.parametrize("killed_in", ["wait_for_save", "wait_for_layer_load"])
 def test_a_worker_that_is_killed_in_a_hook_leaves_the_call_behind(
-    record: Record, on_worker_hook: Any, tmp_path: Path
+    record: Record, on_worker_hook: Any, killed_in: str, tmp_path: Path
 ) -> None:
     """In a process of its own, which nothing ends but the signal."""
 
     def die(hook: str) -> None:
-        if hook == "wait_for_save":
+        if hook == killed_in:
             os.kill(os.getpid(), signal.SIGKILL)
 
     child = os.fork()
@@ -199,7 +203,8 @@ def test_a_worker_that_is_killed_in_a_hook_leaves_the_call_behind(
         use(engine)
         os._exit(1)  # it should not come here
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
-    told = "worker 0 never returned from wait_for_save of step 0"
+    layer = f" for {layer_names()[0][0]}" * (killed_in in LAYER_HOOKS)
+    told = f"worker 0 never returned from {killed_in}{layer} of step 0"
     for path in (scheduler_log(tmp_path), worker_log(tmp_path)):
         assert told in verdict(path)
         assert "sound up to where it was cut off, but 1 worker" in verdict(path)
