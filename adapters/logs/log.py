@@ -32,7 +32,7 @@ from kvledger.storage.events import (
     read_log,
 )
 from kvledger.storage.events.frames import frame_bytes, next_chain_hash
-from kvledger.storage.events.jump import frames_from
+from kvledger.storage.events.reader import frames_from
 from kvledger.storage.events.segment_file import segment_paths
 
 BytesRead = Callable[[int], None]

@@ -12,16 +12,11 @@ DamageKind = Literal[
     "torn_tail",
     "corrupt_frame",
     "sequence_gap",
-    "reordered_frames",
-    "duplicate_frame",
-    "foreign_frame",
     "chain_broken",
     "corrupt_header",
     "cut_segment",
     "missing_segment",
-    "renamed_segment",
-    "duplicate_segment",
-    "foreign_segment",
+    "misplaced_segment",
 ]
 
 DAMAGE_KINDS: Final[dict[DamageKind, str]] = {
@@ -29,19 +24,13 @@ DAMAGE_KINDS: Final[dict[DamageKind, str]] = {
     "corrupt_frame": "bytes that are no frame; intact ones or another segment stand behind them, or all of its bytes "
     "are there and differ",
     "sequence_gap": "frames are missing within a segment, and no byte is damaged",
-    "reordered_frames": "frames stand before or behind their place; they are read in their place",
-    "duplicate_frame": "a copy of a frame that stands elsewhere; it is left out",
-    "foreign_frame": "an intact frame that the writer of this log did not put here: what stands around it follows "
-    "from something else; it is left out",
     "chain_broken": "a frame or header is intact and does not follow from what stands before it: one of the two was "
-    "not written by the writer of this log",
+    "not written there by the writer of this log; frames that what stands behind them contradicts are left out",
     "corrupt_header": "a segment's header is damaged: one copy, and the other one is read; or both, and the frames "
     "behind them are found again",
     "cut_segment": "frames are missing at the end of a segment, which is not the last one, and no byte is damaged",
     "missing_segment": "no segment holds these sequences, and no record says that they were retired",
-    "renamed_segment": "a segment's name and header name different sequences; it is read where the header says",
-    "duplicate_segment": "a second copy of a segment; what the first one holds is left out",
-    "foreign_segment": "a segment of another log; it is left out",
+    "misplaced_segment": "a segment of another log, or under another name than its header says; it is left out",
 }
 """Each kind and its meaning."""
 

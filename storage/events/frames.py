@@ -40,6 +40,7 @@ __all__ = [
     "check_append",
     "declared_frame",
     "encode_frame",
+    "follows",
     "frame_bytes",
     "next_chain_hash",
     "parse_frame",
@@ -119,6 +120,13 @@ def next_chain_hash(previous_hash: bytes, frame: Frame) -> bytes:
     """Return the chain hash that `frame` has if it follows `previous_hash` (16 bytes)."""
     fields = _pack_fields(len(frame.payload), frame.kind, frame.first_sequence, frame.num_events)
     return blake2b(previous_hash + fields + frame.payload, digest_size=CHAIN_HASH_BYTES).digest()
+
+
+def follows(frame: Frame, sequence: int | None, chain_hash: bytes | None) -> bool:
+    """Whether `frame` is the one that comes at `sequence` behind `chain_hash` (16 bytes; None: not known, any does)."""
+    if sequence is not None and frame.first_sequence != sequence:
+        return False
+    return chain_hash is None or next_chain_hash(chain_hash, frame) == frame.chain_hash
 
 
 def frame_bytes(frame: Frame) -> int:

@@ -19,6 +19,8 @@ from kvledger.storage.events.frames import (
     MAX_SEQUENCE,
     Frame,
     declared_frame,
+    follows,
+    frame_bytes,
     parse_frame,
 )
 
@@ -83,8 +85,10 @@ class SegmentBytes:
         self._load(offset, num_bytes)
         return parse_frame(self._window, 0)
 
-    def find_frame(self, start: int, minimum_sequence: int = 1, maximum_sequence: int | None = None) -> int | None:
-        """Return the offset of the first intact frame at or behind `start`, or None.
+    def find_frame(
+        self, start: int, minimum_sequence: int = 1, maximum_sequence: int | None = None
+    ) -> tuple[int, Frame] | None:
+        """Return the first intact frame at or behind `start` with its offset, or None.
 
         A frame counts only if its first sequence number is at least `minimum_sequence` and below `maximum_sequence`.
         The bounds are looked at before the CRC, so a false marker costs little.
@@ -107,21 +111,26 @@ class SegmentBytes:
             header = self.read(offset, FRAME_HEADER_BYTES)
             first_sequence = int.from_bytes(header[11:19], "little")
             plausible = minimum_sequence <= first_sequence < upper_bound
-            if plausible and isinstance(self.frame_at(offset), Frame):
-                return offset
+            frame = self.frame_at(offset) if plausible else ""
+            if isinstance(frame, Frame):
+                return offset, frame
             offset += 1
         return None
 
-    def frames(self, start: int) -> Iterator[tuple[int, Frame]]:
-        """Every intact frame at or behind `start`, with its offset; what is none is passed over."""
-        offset: int | None = start
-        while offset is not None:
-            frame = self.frame_at(offset) if offset < self.num_bytes else ""
-            if isinstance(frame, Frame):
-                yield offset, frame
-                offset += FRAME_HEADER_BYTES + len(frame.payload)
-            else:
-                offset = self.find_frame(offset + 1)
+    def frames(
+        self, offset: int, sequence: int | None = None, chain_hash: bytes | None = None
+    ) -> Iterator[tuple[int, Frame]]:
+        """Yield what stands from `offset` on, as long as each frame is intact and follows from the one before.
+
+        The first one comes at `sequence` behind `chain_hash` (16 bytes); None: not known, any does.
+        """
+        while offset < self.num_bytes:
+            frame = self.frame_at(offset)
+            if not isinstance(frame, Frame) or not follows(frame, sequence, chain_hash):
+                return
+            yield offset, frame
+            offset += frame_bytes(frame)
+            sequence, chain_hash = frame.next_sequence, frame.chain_hash
 
     def ends_with_whole_frame(self, offset: int) -> bool:
         """Whether what stands at `offset` says it is a frame that ends with the file, and its end is not zeros.

@@ -199,43 +199,34 @@ def test_a_dropped_frame_is_a_gap_or_a_cut_segment(stored: Stored, tmp_path: Pat
         assert reports == ([] if gone == stored.written[-1] else expected)
 
 
-def test_swapped_frames_are_read_in_order_and_reported_as_moved(stored: Stored, tmp_path: Path) -> None:
-    """Any two frames, neighbours or not, in one segment or in two: nothing is lost, nothing else is said."""
+@pytest.mark.parametrize("segment_bytes", [489, 1 << 20])
+def test_swapped_frames_cost_little_more_than_themselves(tmp_path: Path, segment_bytes: int) -> None:
+    """Any two frames, neighbours or not, in one segment or in two: what is read is in order, and all else is named."""
+    payloads = [b"%d" % number * (10 + number) for number in range(9)]
+    stored = Stored.write(tmp_path / "sound", payloads, _NUM_EVENTS, segment_bytes)
     for first, second in itertools.combinations(stored.places(), 2):
         log = stored.copy()
         one, two = log.segments[first[0]].frames, log.segments[second[0]].frames
         one[first[1]], two[second[1]] = two[second[1]], one[first[1]]
         frames, reports = _damaged(log, tmp_path)
-        assert {report[0] for report in reports} == {"reordered_frames"}, (first, second, reports)
-        assert frames == stored.written, (first, second)
-        if second[0] == first[0] and second[1] == first[1] + 1:
-            offset, sequence = stored.segments[first[0]].offset_of(first[1]), stored.frame(second).first_sequence
-            assert reports == [("reordered_frames", stored.segments[first[0]].name, offset, sequence)]
+        assert frames == [frame for frame in stored.written if frame in frames], (first, second)
+        assert len(frames) >= len(stored.written) - 3, (first, second)
+        assert {report[0] for report in reports} <= {"chain_broken", "sequence_gap", "cut_segment"}
+        assert ("chain_broken", stored.segments[second[0]].name) in [report[:2] for report in reports]
 
 
-def test_a_shuffled_segment_is_read_in_order(stored: Stored, tmp_path: Path) -> None:
-    """Every order of three frames."""
-    for segment in range(len(stored.segments)):
-        for order in itertools.permutations(range(3)):
-            log = stored.copy()
-            log.segments[segment].frames = [log.segments[segment].frames[frame] for frame in order]
-            frames, reports = _damaged(log, tmp_path)
-            assert frames == stored.written, order
-            assert {report[0] for report in reports} == ({"reordered_frames"} if list(order) != [0, 1, 2] else set())
-
-
-def test_a_repeated_frame_is_a_duplicate_wherever_it_is_put(stored: Stored, tmp_path: Path) -> None:
+def test_a_repeated_frame_is_left_out_wherever_it_is_put(stored: Stored, tmp_path: Path) -> None:
     """A copy of any frame at any place, before or behind the frame itself: one report, of one of the two."""
     for place, gap in itertools.product(stored.places(), stored.gaps()):
         log = stored.copy()
-        copied = stored.segments[place[0]].frames[place[1]]
+        copied, sequence = stored.segments[place[0]].frames[place[1]], stored.sequence_at(gap)
         offset, name = log.segments[gap[0]].offset_of(gap[1]), log.segments[gap[0]].name
         log.segments[gap[0]].frames.insert(gap[1], copied)
         frames, reports = _damaged(log, tmp_path)
         assert frames == stored.written, (place, gap)
         if gap == place:  # the copy stands directly before the frame: the second one counts as the copy
-            offset += len(copied)
-        assert reports == [("duplicate_frame", name, offset, stored.frame(place).first_sequence)], (place, gap)
+            offset, sequence = offset + len(copied), stored.frame(place).next_sequence
+        assert reports == [("chain_broken", name, offset, sequence)], (place, gap)
 
 
 def _foreign_frames(stored: Stored, other: Stored, gap: Place) -> Iterator[tuple[str, bytes, int]]:
@@ -251,7 +242,7 @@ def _foreign_frames(stored: Stored, other: Stored, gap: Place) -> Iterator[tuple
         )
 
 
-def test_a_frame_that_somebody_put_in_is_foreign(stored: Stored, other: Stored, tmp_path: Path) -> None:
+def test_a_frame_that_somebody_put_in_is_left_out(stored: Stored, other: Stored, tmp_path: Path) -> None:
     """Forged with a good CRC, or copied from another log, with any sequence number, at any place: left out, and said.
 
     At the very end of the log nothing tells whether it or what stands before it is wrong.
@@ -268,11 +259,11 @@ def test_a_frame_that_somebody_put_in_is_foreign(stored: Stored, other: Stored, 
                 assert reports == [(kind, name, offset, end)], (gap, what)
                 assert frames[:-1] == stored.written
             else:
-                assert reports == [("foreign_frame", name, offset, sequence)], (gap, what)
+                assert reports == [("chain_broken", name, offset, end)], (gap, what)
                 assert frames == stored.written, (gap, what)
 
 
-def test_a_frame_in_the_place_of_another_is_foreign_and_says_what_is_lost(stored: Stored, tmp_path: Path) -> None:
+def test_a_frame_in_the_place_of_another_is_left_out_and_what_is_lost_is_said(stored: Stored, tmp_path: Path) -> None:
     """A frame overwritten by one that follows from nothing: its events are lost, all others are read."""
     for place in stored.places():
         log, lost = stored.copy(), stored.frame(place)
@@ -280,10 +271,8 @@ def test_a_frame_in_the_place_of_another_is_foreign_and_says_what_is_lost(stored
         offset, name = log.segments[place[0]].offset_of(place[1]), log.segments[place[0]].name
         log.segments[place[0]].frames[place[1]] = forged
         frames, reports = _damaged(log, tmp_path)
-        if lost == stored.written[-1]:
-            assert reports == [("chain_broken", name, offset, lost.first_sequence)]
-        else:
-            assert reports == [("foreign_frame", name, offset, lost.first_sequence)], place
+        assert reports == [("chain_broken", name, offset, lost.first_sequence)], place
+        if lost != stored.written[-1]:
             assert frames == _without(stored.written, lost)
 
 
@@ -318,7 +307,7 @@ def test_a_removed_segment_is_missing_with_its_sequences(stored: Stored, tmp_pat
         assert reports == ([] if is_last else [("missing_segment", following, 0, lost[0].first_sequence)])
 
 
-def test_a_segment_of_another_log_is_foreign(stored: Stored, other: Stored, tmp_path: Path) -> None:
+def test_a_segment_of_another_log_is_misplaced(stored: Stored, other: Stored, tmp_path: Path) -> None:
     """Beside the log's own, or in the place of one: its events are not mixed in, and what it replaced is missing."""
     for number, segment in enumerate(other.segments):
         log = stored.copy()
@@ -326,28 +315,33 @@ def test_a_segment_of_another_log_is_foreign(stored: Stored, other: Stored, tmp_
         log.segments.append(beside)
         frames, reports = _damaged(log, tmp_path)
         sequence = other.frame((number, 0)).first_sequence
-        assert (frames, reports) == (stored.written, [("foreign_segment", beside.name, 0, sequence)])
+        assert (frames, reports) == (stored.written, [("misplaced_segment", beside.name, 0, sequence)])
         log = stored.copy()
         log.segments[number] = _named(segment, stored.segments[number].name)
         frames, reports = _damaged(log, tmp_path)
         lost = [stored.frame((number, frame)) for frame in range(3)]
         assert frames == _without(stored.written, *lost)
         is_last = number == len(stored.segments) - 1
-        assert [report[0] for report in reports] == ["foreign_segment", *([] if is_last else ["missing_segment"])]
+        assert [report[0] for report in reports] == ["misplaced_segment", *([] if is_last else ["missing_segment"])]
 
 
-def test_a_renamed_segment_is_read_where_it_belongs(stored: Stored, tmp_path: Path) -> None:
+def test_a_renamed_segment_is_left_out_and_says_its_name(stored: Stored, tmp_path: Path) -> None:
     """Whatever name it has: before, between or behind the others."""
     for number, sequence in itertools.product(range(len(stored.segments)), (0, 2, 8, 14, 999)):
-        log = stored.copy()
-        log.segments[number] = _named(log.segments[number], f"{sequence:020d}.kvlog")
+        log, name = stored.copy(), f"{sequence:020d}.kvlog"
+        renamed = log.segments[number] = _named(log.segments[number], name)
         frames, reports = _damaged(log, tmp_path)
-        first = stored.frame((number, 0)).first_sequence
-        assert (frames, reports) == (stored.written, [("renamed_segment", f"{sequence:020d}.kvlog", 0, first)])
+        lost = [stored.frame((number, frame)) for frame in range(len(renamed.frames))]
+        assert frames == _without(stored.written, *lost)
+        is_last = number == len(stored.segments) - 1
+        following = (
+            [] if is_last else [("missing_segment", stored.segments[number + 1].name, 0, lost[0].first_sequence)]
+        )
+        assert reports == [("misplaced_segment", name, 0, lost[0].first_sequence), *following]
 
 
 def test_a_segment_that_is_there_twice_is_read_once(stored: Stored, tmp_path: Path) -> None:
-    """A copy under another name, whole or without its end, costs nothing; a longer copy gives what it has more."""
+    """A copy under another name, whole or without its end, costs nothing."""
     for number, segment in enumerate(stored.segments):
         first = stored.frame((number, 0)).first_sequence
         for sequence, num_frames in itertools.product((0, 2, 999), (1, 3)):
@@ -355,10 +349,7 @@ def test_a_segment_that_is_there_twice_is_read_once(stored: Stored, tmp_path: Pa
             copy = _named(segment, f"{sequence:020d}.kvlog")
             copy.frames = copy.frames[:num_frames]
             log.segments.append(copy)
-            frames, reports = _damaged(log, tmp_path)
-            assert frames == stored.written
-            assert sorted({report[0] for report in reports}) == ["duplicate_segment", "renamed_segment"]
-            assert {report[1:] for report in reports} == {(copy.name, 0, first)}
+            assert _damaged(log, tmp_path) == (stored.written, [("misplaced_segment", copy.name, 0, first)])
 
 
 @pytest.mark.parametrize("page", ["log-format.md", "cli.md"])
