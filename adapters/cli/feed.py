@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import attrs
 
 from kvledger.adapters.cli.output import Output
-from kvledger.adapters.logs.describe import decision_words, words
+from kvledger.adapters.logs.describe import describe, describe_decisions
 from kvledger.adapters.logs.ending import num_open_requests
 from kvledger.adapters.logs.log import Batch, StoredLog
 from kvledger.adapters.logs.under_way import UnderWay, under_way
@@ -93,9 +93,9 @@ class Feed:
                 )
 
     def _text(self, observation: e.Event | None, request_id: str, decisions: list[e.Event]) -> str:
-        told = words(observation, self._core) if observation is not None else ""
+        told = describe(observation, self._core) if observation is not None else ""
         loud = [decision for decision in decisions if not isinstance(decision, _QUIET)]
-        text = "; ".join(([told] if told else []) + decision_words(loud if not told else decisions, self._core))
+        text = "; ".join(([told] if told else []) + describe_decisions(loud if not told else decisions, self._core))
         if any(isinstance(decision, e.LookupAnswered | e.LookupDeferred) for decision in decisions):
             # A waiting request is asked about at every step: only a new answer is news.
             repeated = self._last_lookup.get(request_id) == text

@@ -13,7 +13,7 @@ from kvledger.adapters.logs.describe import figures_of_extension
 from kvledger.adapters.logs.ending import num_open_requests
 from kvledger.adapters.logs.log import Batch
 from kvledger.adapters.logs.selection import Selection, time_of
-from kvledger.adapters.reasons import Accounts, Story, Sums
+from kvledger.adapters.reasons import Accounts, RequestHistory, Sums
 from kvledger.lifecycle import Core, Figures, LedgerConfiguration, Projections
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.codec import EventEncoder
@@ -119,7 +119,7 @@ class Counting:
         sums, figures = self._accounts.sums(), self._projections.totals.figures
         is_comparable = self._is_foldable and self._selection.request_id is None
         result.differences = sums.differences(figures if is_comparable else None)
-        for story in self._accounts.stories:
+        for story in self._accounts.histories:
             self._ended(story)
         result.sums = sums.since(before_sums)
         for field in attrs.fields(Figures):
@@ -208,7 +208,7 @@ class Counting:
             self._percentiles["bytes_per_step"].add(self._since_step[1])
             self._since_step = [0, 0]
 
-    def _ended(self, story: Story) -> None:
+    def _ended(self, story: RequestHistory) -> None:
         if story.sums.num_recomputed and self._before is not None:
             self._statistics.top.append((story.sums.num_recomputed, story.request_id, story.ordinal))
             if len(self._statistics.top) > 8 * MAX_TOP:

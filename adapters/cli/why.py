@@ -11,15 +11,15 @@ from kvledger.adapters.cli.finding import selected_one
 from kvledger.adapters.cli.options import add_request, event_number
 from kvledger.adapters.cli.output import Output
 from kvledger.adapters.exit_codes import CommandFailed, ExitCode
-from kvledger.adapters.logs.amounts import milliseconds, plural
-from kvledger.adapters.logs.explanation import Cause, Chain
-from kvledger.adapters.logs.reason_text import MEANINGS, reason_text
-from kvledger.adapters.logs.selection import Selection
-from kvledger.adapters.logs.stories import Told, tell
-from kvledger.adapters.reasons import BY_DESIGN, LoadFate, Reason, Story, Sums
+from kvledger.adapters.logs.amounts import event_range, milliseconds, plural
+from kvledger.adapters.logs.explanation import Cause, balance, causes_of, reason_text, sums_by_reason
+from kvledger.adapters.logs.histories import Histories, read_histories
+from kvledger.adapters.reasons import LoadFate, RequestHistory, Sums
 
 _MAX_LOOKUPS = 3
-"""Of the different answers that a waiting request got in a row, people are told the last ones."""
+"""Of the different answers that a waiting request got in a row, people are shown the last ones."""
+_Chain = tuple[RequestHistory, Sequence[Cause]]
+"""Of one incarnation."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -31,90 +31,76 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, output: Output) -> ExitCode:
-    """Tell one request's story."""
+    """Explain one request."""
     if arguments.request is None:
         raise CommandFailed("name a request: its id or a unique beginning; `kvledger show` lists them", ExitCode.USAGE)
     log, selection = selected_one(arguments, output)
-    request_id = selection.request_id or ""
-    told = tell(log, selection, request_id, output)
-    lives = [Life(story, Chain(story, told, log.core, log.configuration).causes()) for story in told.stories]
-    chosen = _chosen(lives, arguments, selection, output)
-    if output.is_json:
-        _show_json(output, chosen, told, log.configuration.chunk_size)
-    else:
-        is_whole = arguments.lookup is None and arguments.at is None
-        _show_text(output, request_id, chosen, is_whole=is_whole)
-    output.damage_of(log)
-    if any(story.sums.differences() for story in told.stories):
-        return ExitCode.DIVERGED
-    return ExitCode.SOUND
-
-
-@attrs.frozen
-class Life:
-    """One life of a request and its causes."""
-
-    story: Story
-    causes: list[Cause]
-
-
-def _chosen(lives: Sequence[Life], arguments: argparse.Namespace, selection: Selection, output: Output) -> list[Life]:
-    chosen = [
-        attrs.evolve(life, causes=[cause for cause in life.causes if cause.last_sequence >= selection.first_sequence])
-        for life in lives
+    histories = read_histories(log, selection, selection.request_id or "", output)
+    chains = [
+        (history, causes_of(history, histories, log.core, log.configuration)) for history in histories.of_incarnations
     ]
     if arguments.lookup is not None:
-        num_before = 0
-        for life in lives:
-            for cause in life.causes:
-                if cause.what == "lookup":
-                    num_before += cause.num_times
-                    if num_before >= arguments.lookup:
-                        return [attrs.evolve(life, causes=[cause])]
-        raise CommandFailed(f"there were {plural(num_before, 'lookup')}, not {arguments.lookup}", ExitCode.USAGE)
-    if arguments.at is not None:
-        return [_at(chosen, arguments.at, output)]
-    return chosen
+        chosen = [_lookup(chains, arguments.lookup)]
+    else:
+        first = selection.first_sequence
+        chosen = [(history, [cause for cause in causes if cause.last_sequence >= first]) for history, causes in chains]
+        if arguments.at is not None:
+            chosen = [_at(chosen, arguments.at, output)]
+    if output.is_json:
+        _show_json(output, chosen, histories, log.configuration.chunk_size)
+    else:
+        output.line(selection.request_id or "", style="bold")
+        _show_text(output, chosen, is_whole=arguments.lookup is None and arguments.at is None)
+    output.damage_of(log)
+    is_balanced = not any(history.sums.differences() for history in histories.of_incarnations)
+    return ExitCode.SOUND if is_balanced else ExitCode.DIVERGED
 
 
-def _at(lives: Sequence[Life], at: int, output: Output) -> Life:
-    for life in lives:
-        parts = [cause for cause in life.causes if cause.sequence <= at <= cause.last_sequence or at in cause.evidence]
+def _lookup(chains: Sequence[_Chain], number: int) -> _Chain:
+    num_before = 0
+    for history, causes in chains:
+        for cause in causes:
+            if cause.what == "lookup":
+                num_before += cause.num_times
+                if num_before >= number:
+                    return history, [cause]
+    raise CommandFailed(f"there were {plural(num_before, 'lookup')}, not {number}", ExitCode.USAGE)
+
+
+def _at(chains: Sequence[_Chain], at: int, output: Output) -> _Chain:
+    for history, causes in chains:
+        parts = [cause for cause in causes if cause.sequence <= at <= cause.last_sequence or at in cause.evidence]
         if parts:
-            return attrs.evolve(life, causes=parts)
-    before = [(life, cause) for life in lives for cause in life.causes if cause.last_sequence < at]
+            return history, parts
+    before = [(history, cause) for history, causes in chains for cause in causes if cause.last_sequence < at]
     if not before:
         raise CommandFailed(f"nothing had happened to the request by event {at}", ExitCode.USAGE)
-    output.remark(f"event {at} is no part of the request's story; this is what happened to it before")
-    life, cause = before[-1]
-    return attrs.evolve(life, causes=[cause])
+    output.remark(f"event {at} is no part of the request's history; this is what happened to it before")
+    history, cause = before[-1]
+    return history, [cause]
 
 
 # --- for programs -------------------------------------------------------------------------------
 
 
-def _show_json(output: Output, lives: Sequence[Life], told: Told, chunk_size: int) -> None:
-    for life in lives:
-        whose = {"request_id": life.story.request_id, "ordinal": life.story.ordinal}
-        for cause in life.causes:
+def _show_json(output: Output, chains: Sequence[_Chain], histories: Histories, chunk_size: int) -> None:
+    for history, causes in chains:
+        whose = {"request_id": history.request_id, "ordinal": history.ordinal}
+        for cause in causes:
             fields = attrs.asdict(cause, filter=lambda field, _: field.name not in {"spans", "reasons"})
             output.record("cause", {**whose, **fields})
             for span in cause.spans:
-                text = reason_text([span], told, chunk_size, cause.time_ns)
-                output.record(
-                    "reason",
-                    {
-                        **whose,
-                        "of": cause.what,
-                        "sequence": cause.sequence,
-                        "reason": span.reason,
-                        "first_token": span.first_token,
-                        "num_tokens": span.num_tokens,
-                        "evidence": span.evidence,
-                        "text": text,
-                    },
-                )
-        output.record("total", {**whose, **total(life.story.sums), "num_left_out": life.story.num_left_out})
+                fields = {
+                    "of": cause.what,
+                    "sequence": cause.sequence,
+                    "reason": span.reason,
+                    "first_token": span.first_token,
+                    "num_tokens": span.num_tokens,
+                    "evidence": span.evidence,
+                    "text": reason_text([span], histories, chunk_size, cause.time_ns),
+                }
+                output.record("reason", {**whose, **fields})
+        output.record("total", {**whose, **total(history.sums), "num_left_out": history.num_left_out})
 
 
 def total(sums: Sums) -> dict[str, object]:
@@ -140,67 +126,41 @@ def total(sums: Sums) -> dict[str, object]:
 # --- for people ---------------------------------------------------------------------------------
 
 
-def _show_text(output: Output, request_id: str, lives: Sequence[Life], *, is_whole: bool) -> None:
-    output.line(request_id, style="bold")
-    for number, life in enumerate(lives, 1):
-        if len(lives) > 1:
-            output.line(f"life {number} of {len(lives)}", style="bold")
-        causes, num_hidden = _without_many_lookups(life.causes) if is_whole else (life.causes, 0)
+def _show_text(output: Output, chains: Sequence[_Chain], *, is_whole: bool) -> None:
+    for number, (history, all_causes) in enumerate(chains, 1):
+        if len(chains) > 1:
+            output.line(f"life {number} of {len(chains)}", style="bold")
+        causes = _without_many_lookups(all_causes) if is_whole else all_causes
         for cause in causes:
-            output.line(f"{milliseconds(cause.time_ns):>12}  {_events(cause):>11}  {cause.text}")
+            events = event_range(cause.sequence, cause.last_sequence)
+            output.line(f"{milliseconds(cause.time_ns):>12}  {events:>11}  {cause.text}")
             for reason in (*cause.reasons, *cause.notes):
                 output.line(f"{'':>27}  {reason}", style="dim")
+        num_hidden = len(all_causes) - len(causes)
         if num_hidden:
             output.line(
                 f"{plural(num_hidden, 'more lookup')} with other answers in between; --json has them", style="dim"
             )
-        if life.story.num_left_out:
-            output.line(f"{plural(life.story.num_left_out, 'entry')} of a very long story left out", style="dim")
+        if history.num_left_out:
+            output.line(f"{history.num_left_out} more of its causes were not kept", style="dim")
         if is_whole:
             output.line()
-            show_total(output, life.story.sums, life.story.sums.differences())
+            show_total(output, history.sums, history.sums.differences())
 
 
-def _without_many_lookups(causes: Sequence[Cause]) -> tuple[list[Cause], int]:
-    kept: list[Cause] = []
-    num_hidden = 0
-    for index, cause in enumerate(causes):
-        following = causes[index + 1 : index + 1 + _MAX_LOOKUPS]
-        if len(following) == _MAX_LOOKUPS and all(other.what == "lookup" for other in (cause, *following)):
-            num_hidden += 1
-        else:
-            kept.append(cause)
-    return kept, num_hidden
-
-
-def _events(cause: Cause) -> str:
-    return str(cause.sequence) if cause.sequence == cause.last_sequence else f"{cause.sequence}–{cause.last_sequence}"
+def _without_many_lookups(causes: Sequence[Cause]) -> list[Cause]:
+    is_lookup = [cause.what == "lookup" for cause in causes]
+    length = _MAX_LOOKUPS + 1
+    return [cause for at, cause in enumerate(causes) if is_lookup[at : at + length] != [True] * length]
 
 
 def show_total(output: Output, sums: Sums, differences: Sequence[str]) -> None:
     """The table of tokens by reason, and whether it adds up."""
-    misses = sums.misses()
-    reasons = [reason for reason in Reason if misses[reason] or sums.recomputed[reason] or sums.computed_twice[reason]]
-    reasons.sort(key=lambda reason: (reason in BY_DESIGN, -sums.recomputed[reason], -misses[reason]))
     columns = {"reason": "left", "left to compute": "right", "computed again": "right", "what it means": "left"}
-    rows = [
-        [
-            reason.value,
-            str(misses[reason]),
-            str(sums.recomputed[reason] + sums.computed_twice[reason]),
-            MEANINGS[reason],
-        ]
-        for reason in reasons
-    ]
-    again = sums.recomputed.total() + sums.computed_twice.total()
-    rows.append(["all", str(misses.total()), str(again), ""])
+    found = sums_by_reason(sums)
+    rows = [[reason.value, str(missed), str(again), reason.meaning] for reason, missed, again in found]
+    rows.append(["all", str(sum(missed for _, missed, _ in found)), str(sum(again for *_, again in found)), ""])
     output.table(columns, rows)
-    under_way = sums.to_load[LoadFate.UNDER_WAY]
-    coming = f" + {under_way} still to be loaded" if under_way else ""
-    coming += f" + {sums.num_elsewhere} from elsewhere" if sums.num_elsewhere else ""
-    output.line(
-        f"{plural(sums.num_needed, 'token')} at {plural(sums.num_admissions, 'admission')} = {sums.num_retained} from "
-        f"vLLM's prefix cache + {sums.to_load[LoadFate.LOADED]} loaded{coming} + {misses.total()} left to compute"
-    )
+    output.line(balance(sums))
     for difference in differences:
         output.line(f"THIS DOES NOT ADD UP, which is a fault of kvledger: {difference}", style="bold red")

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from kvledger.adapters.logs import stories
-from kvledger.adapters.logs.amounts import plural
-from kvledger.adapters.logs.explanation import Cause, Chain
+from kvledger.adapters.logs.explanation import Cause, balance, causes_of, sums_by_reason
+from kvledger.adapters.logs.histories import read_histories
 from kvledger.adapters.logs.log import Batch, StoredLog
 from kvledger.adapters.logs.progress import Progress
-from kvledger.adapters.logs.reason_text import MEANINGS
 from kvledger.adapters.logs.selection import Selection
-from kvledger.adapters.reasons import BY_DESIGN, Accounts, LoadFate, Reason, Sums
+from kvledger.adapters.reasons import Accounts, Sums
 
 
 class Reasons:
@@ -37,26 +35,18 @@ class Reasons:
 
 def totals(sums: Sums) -> dict[str, object]:
     """The table of tokens by reason, and that it adds up."""
-    misses = sums.misses()
-    again = sums.recomputed + sums.computed_twice
-    found = [reason for reason in Reason if misses[reason] or again[reason]]
-    found.sort(key=lambda reason: (reason in BY_DESIGN, -again[reason], -misses[reason]))
-    rows = [(reason.value, misses[reason], again[reason], MEANINGS[reason]) for reason in found]
-    loaded, under_way = sums.to_load[LoadFate.LOADED], sums.to_load[LoadFate.UNDER_WAY]
-    coming = f" + {under_way:,} still to be loaded" if under_way else ""
-    coming += f" + {sums.num_elsewhere:,} from elsewhere" if sums.num_elsewhere else ""
+    found = sums_by_reason(sums)
+    rows = [(reason.value, missed, again, reason.meaning) for reason, missed, again in found]
+    all_missed, all_again = sum(missed for _, missed, _ in found), sum(again for *_, again in found)
     return {
-        "reasons": [*rows, ("all", misses.total(), again.total(), "")] if rows else [],
-        "balance": (
-            f"{sums.num_needed:,} tokens at {plural(sums.num_admissions, 'admission')} = {sums.num_retained:,} from "
-            f"vLLM's prefix cache + {loaded:,} loaded{coming} + {misses.total():,} left to compute"
-        ),
+        "reasons": [*rows, ("all", all_missed, all_again, "")] if rows else [],
+        "balance": balance(sums),
         "differences": sums.differences(),
     }
 
 
 def causes(log: StoredLog, selection: Selection, request_id: str, output: Progress) -> list[list[Cause]]:
     """The chain of causes of each incarnation of a request, as `kvledger why` shows it."""
-    told = stories.tell(log, selection, request_id, output)
-    chains = [Chain(story, told, log.core, log.configuration).causes() for story in told.stories]
+    histories = read_histories(log, selection, request_id, output)
+    chains = [causes_of(each, histories, log.core, log.configuration) for each in histories.of_incarnations]
     return [[cause for cause in chain if cause.last_sequence >= selection.first_sequence] for chain in chains]

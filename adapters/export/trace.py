@@ -24,7 +24,7 @@ from kvledger.adapters.export.spans import (
     Step,
     Visitor,
 )
-from kvledger.adapters.logs.describe import figures_of_extension, words
+from kvledger.adapters.logs.describe import describe, figures_of_extension
 from kvledger.adapters.logs.log import Gap
 from kvledger.adapters.logs.selection import Selection
 from kvledger.lifecycle import Projections, RequestRecord, RequestState
@@ -392,7 +392,7 @@ class Trace:
     # --- instants and steps -------------------------------------------------------------------
 
     def _happened(self, event: e.Event, sequence: int) -> None:
-        text = words(event, self.projections.core)
+        text = describe(event, self.projections.core)
         if not text and isinstance(event, e.ExtensionEvent):
             return  # another event says it
         request_id: str = getattr(event, "request_id", "")

@@ -180,23 +180,23 @@ _WORDS: dict[type[e.Event], Callable[..., str]] = {
 }
 
 
-def words(event: e.Event, core: Core) -> str:
+def describe(event: e.Event, core: Core) -> str:
     """An event in plain words, empty where another part of the line tells it."""
     if isinstance(event, e.ExtensionObserved | e.ExtensionNoted | e.ExtensionDecided):
         return _of_extension(event, core)
-    return words_of_core(event)
+    return describe_core_event(event)
 
 
-def words_of_core(event: e.Event) -> str:
+def describe_core_event(event: e.Event) -> str:
     """The same of an event that is no extension's."""
     say = _WORDS.get(type(event))
     return "" if say is None else say(event)
 
 
-def decision_words(decisions: Iterable[e.Event], core: Core) -> list[str]:
+def describe_decisions(decisions: Iterable[e.Event], core: Core) -> list[str]:
     """What was decided, one phrase each; chunks are counted."""
     decisions = tuple(decisions)
-    phrases = [phrase for decision in decisions if (phrase := words(decision, core))]
+    phrases = [phrase for decision in decisions if (phrase := describe(decision, core))]
     num_evicted = sum(isinstance(decision, e.ChunkEvicted) for decision in decisions)
     num_tainted = sum(isinstance(decision, e.ChunkTainted) for decision in decisions)
     if num_evicted:

@@ -1,23 +1,64 @@
-"""The story of a request as a chain of causes: what happened, in order, and why, each in plain words.
+"""Why the tokens of a request were computed, in English: a chain of causes in the order of the log.
 
-What the log does not record is called an inference.
+Each has its reasons; what the log does not record is called inferred.
 """
 
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 import attrs
 
-from kvledger.adapters.logs.amounts import plural
-from kvledger.adapters.logs.describe import words
-from kvledger.adapters.logs.reason_text import count_by_reason, reason_text, told_together
-from kvledger.adapters.logs.stories import Told, Witness
-from kvledger.adapters.reasons import Admission, Lookup, Reason, Recomputation, Span, Story
+from kvledger.adapters.logs.amounts import duration, plural, ranges
+from kvledger.adapters.logs.describe import describe, describe_core_event
+from kvledger.adapters.logs.histories import Histories, NamedEvent
+from kvledger.adapters.reasons import (
+    BY_DESIGN,
+    Admission,
+    ChunkFact,
+    ChunkStatus,
+    LoadFate,
+    Lookup,
+    Reason,
+    Recomputation,
+    RequestHistory,
+    Span,
+    Sums,
+)
 from kvledger.adapters.reasons.spans import joined
 from kvledger.lifecycle import Core, LedgerConfiguration
 from kvledger.lifecycle import events as e
+
+_PROVEN = frozenset(
+    {
+        Reason.UNSAVED,
+        Reason.EVICTED,
+        Reason.TAINTED,
+        Reason.RESET,
+        Reason.STALE,
+        Reason.LOAD_FAILED,
+        Reason.QUARANTINED,
+        Reason.NOT_TAKEN_UP,
+        Reason.NOT_DELIVERED,
+        Reason.HOOK_FAILED,
+        Reason.WITHHELD,
+        Reason.ROLLED_BACK,
+    }
+)
+"""Their evidence is more than the lookup itself."""
+_WITHOUT_CHUNKS = BY_DESIGN | {Reason.RECORDED}
+_SINCE_ANSWER = frozenset({Reason.NOT_TAKEN_UP, Reason.WITHHELD})
+"""What was offered, and why it was left."""
+_SINCE_LOOKUP = frozenset({Reason.LOAD_FAILED, Reason.NOT_DELIVERED, Reason.ROLLED_BACK, Reason.UNKNOWN})
+"""What a lookup cannot know."""
+_COMPUTED_AGAIN = {"recomputed": "", "computed_twice": " after a rollback"}
+_ONLY_IF_ANY = frozenset({"still to be loaded", "from elsewhere"})
+_WHY_DECLINED = {
+    e.POOL_FULL: "the host pool had no room",
+    e.UNFILLED: "a load had failed into blocks that it relies on",
+}
 
 
 @attrs.define
@@ -40,51 +81,80 @@ class Cause:
     """What extensions add."""
 
 
-class Chain:
-    """Makes the causes of one life."""
+def causes_of(
+    history: RequestHistory, histories: Histories, core: Core, configuration: LedgerConfiguration
+) -> list[Cause]:
+    """The chain of one incarnation."""
+    return _Chain(history, histories, core, configuration).causes()
 
-    def __init__(self, story: Story, told: Told, core: Core, configuration: LedgerConfiguration) -> None:
-        self._story = story
-        self._told = told
-        self._core = core
-        self._configuration = configuration
+
+def sums_by_reason(sums: Sums) -> list[tuple[Reason, int, int]]:
+    """Each reason that counts something, with its tokens left to compute and computed again; misses and most first."""
+    missed, again = sums.misses(), sums.recomputed + sums.computed_twice
+    found = [(reason, missed[reason], again[reason]) for reason in Reason if missed[reason] or again[reason]]
+    return sorted(found, key=lambda row: (row[0] in BY_DESIGN, -row[2], -row[1]))
+
+
+def balance(sums: Sums) -> str:
+    """Where the tokens that requests needed came from, as an equation."""
+    parts = {
+        "from vLLM's prefix cache": sums.num_retained,
+        "loaded": sums.to_load[LoadFate.LOADED],
+        "still to be loaded": sums.to_load[LoadFate.UNDER_WAY],
+        "from elsewhere": sums.num_elsewhere,
+        "left to compute": sums.misses().total(),
+    }
+    shown = [f"{count:,} {name}" for name, count in parts.items() if count or name not in _ONLY_IF_ANY]
+    return f"{sums.num_needed:,} tokens at {plural(sums.num_admissions, 'admission')} = {' + '.join(shown)}"
+
+
+@attrs.frozen
+class _Chain:
+    """Makes the causes of one incarnation."""
+
+    history: RequestHistory
+    histories: Histories
+    core: Core
+    configuration: LedgerConfiguration
 
     def causes(self) -> list[Cause]:
         """All of them, in the order of the log."""
         causes = [
-            *self._moments(),
-            *map(self._lookup, self._story.lookups),
-            *map(self._admission, self._story.admissions),
+            *self._happenings(),
+            *map(self._lookup, self.history.lookups),
+            *map(self._admission, self.history.admissions),
         ]
         causes.sort(key=lambda cause: cause.last_sequence)
-        self._add_evidence(causes)
-        # What has no words is told by another cause.
+        self._add_notes(causes)
+        # What has no words is said by another cause.
         causes = [cause for cause in causes if cause.text or cause.notes]
-        return _merged(causes, [self._recomputed(again) for again in self._story.recomputations])
+        return _merged(causes, [self._recomputed(again) for again in self.history.recomputations])
 
-    def _add_evidence(self, causes: Sequence[Cause]) -> None:
+    def _add_notes(self, causes: Sequence[Cause]) -> None:
         """What extensions know besides."""
         known: list[tuple[int, e.Event]] = []
         for cause in causes:
-            witness = self._told.witnesses.get(cause.last_sequence)
-            if witness is None:
+            named = self.histories.events.get(cause.last_sequence)
+            if named is None:
                 continue
-            known.append((witness.sequence, witness.event))
-            for extension in self._core.extensions:
+            known.append((named.sequence, named.event))
+            for extension in self.core.extensions:
                 with contextlib.suppress(Exception):  # somebody else's code; the causes stand without it
-                    cause.notes += extension.evidence(tuple(known), self._configuration)
+                    cause.notes += extension.evidence(tuple(known), self.configuration)
 
     # --- what happened to the request -------------------------------------------------------------
 
-    def _moments(self) -> Iterator[Cause]:
-        witnesses = [self._told.witnesses[number] for number in self._story.moments if number in self._told.witnesses]
-        for index, witness in enumerate(witnesses):
-            if not isinstance(witness.event, e.StepScheduled):
-                yield self._moment(witness, witnesses[:index], witnesses[index + 1 :])
+    def _happenings(self) -> Iterator[Cause]:
+        events = [self.histories.events[at] for at in self.history.moments if at in self.histories.events]
+        for index, named in enumerate(events):
+            if not isinstance(named.event, e.StepScheduled):
+                yield self._happening(named, events[:index], events[index + 1 :])
 
-    def _moment(self, witness: Witness, before: Sequence[Witness], after: Sequence[Witness]) -> Cause:
-        event = witness.event
-        cause = Cause(event.id, witness.sequence, witness.sequence, witness.time_ns, self._words(event))
+    def _happening(self, named: NamedEvent, before: Sequence[NamedEvent], after: Sequence[NamedEvent]) -> Cause:
+        event = named.event
+        text = describe(event, self.core)
+        text = text if isinstance(event, e.ExtensionEvent) else text or event.id
+        cause = Cause(event.id, named.sequence, named.sequence, named.time_ns, text)
         if isinstance(event, e.RequestPreempted):
             step = next((other for other in after if isinstance(other.event, e.StepScheduled)), None)
             self._explain_preemption(cause, before, step)
@@ -100,11 +170,7 @@ class Chain:
             cause.evidence = (getattr(event, "cause", 0),)
         return cause
 
-    def _words(self, event: e.Event) -> str:
-        text = words(event, self._core)
-        return text if isinstance(event, e.ExtensionEvent) else text or event.id
-
-    def _explain_preemption(self, cause: Cause, before: Sequence[Witness], step: Witness | None) -> None:
+    def _explain_preemption(self, cause: Cause, before: Sequence[NamedEvent], step: NamedEvent | None) -> None:
         last = before[-1] if before else None
         if last is not None and isinstance(last.event, e.CacheReset) and last.time_ns == cause.time_ns:
             cause.evidence = (last.sequence,)
@@ -115,14 +181,14 @@ class Chain:
             return
         cause.evidence = (step.sequence,)
         event = step.event
-        # Whoever is not told of decodes one token, so the step's sum tells how many there are.
+        # A request that is not listed decodes one token, so the step's sum gives how many there are.
         steady = event.num_scheduled_tokens - sum(scheduled for _, _, scheduled, _ in event.advanced)
         num_requests = len(event.advanced) + max(0, steady)
         ran = f"{plural(num_requests, 'request')} ran {plural(event.num_scheduled_tokens, 'token')}"
         others = [
-            f"{self._told.names.get(ordinal) or f'number {ordinal}'} ({len(block_ids)})"
+            f"{self.histories.names.get(ordinal) or f'number {ordinal}'} ({len(block_ids)})"
             for ordinal, block_ids in event.extended
-            if ordinal != self._story.ordinal
+            if ordinal != self.history.ordinal
         ]
         cause.text += f". In step {event.step} (event {step.sequence}) {ran}"
         if others:
@@ -132,25 +198,25 @@ class Chain:
             )
         else:
             cause.text += (
-                ", and nobody else got a block that the log tells of; a reset of the prefix cache, or a request that "
+                ", and nobody else got a block that the log records; a reset of the prefix cache, or a request that "
                 "was preempted itself, looks like this (inferred)"
             )
 
-    # --- lookups and admissions -------------------------------------------------------------------
+    # --- lookups, admissions, steps ---------------------------------------------------------------
 
     def _lookup(self, lookup: Lookup) -> Cause:
-        witness = self._told.witnesses.get(lookup.last_sequence)
-        text = "asked what can be loaded" if witness is None else words(witness.event, self._core)
+        named = self.histories.events.get(lookup.last_sequence)
+        text = "asked what can be loaded" if named is None else describe(named.event, self.core)
         if lookup.num_times > 1:
             text += f" — {lookup.num_times} times"
-        time_ns = 0 if witness is None else witness.time_ns
+        time_ns = 0 if named is None else named.time_ns
         cause = Cause("lookup", lookup.first_sequence, lookup.last_sequence, time_ns, text, lookup.num_times)
         cause.spans = lookup.spans
         cause.reasons = self._texts(lookup.spans, time_ns)
         return cause
 
     def _admission(self, admission: Admission) -> Cause:
-        time_ns = self._told.time_ns(admission.sequence) or 0
+        time_ns = self.histories.time_ns(admission.sequence) or 0
         num_left = sum(span.num_tokens for span in admission.missed)
         parts = [f"{admission.num_retained} of them from vLLM's prefix cache"] if admission.num_retained else []
         parts += [f"{admission.num_taken_up} to be loaded"] if admission.num_taken_up else []
@@ -159,29 +225,22 @@ class Chain:
         text = f"admitted with {plural(admission.num_tokens, 'token')}: {', '.join(parts)}"
         cause = Cause("admission", admission.sequence, admission.sequence, time_ns, text, spans=admission.missed)
         cause.evidence = (admission.answer_sequence,) if admission.answer_sequence else ()
-        # The lookup before has told the others already.
+        # The lookup before has the others already.
         new = [span for span in admission.missed if span.reason in _SINCE_ANSWER or not admission.answer_sequence]
         cause.reasons = self._texts(new, time_ns)
         return cause
 
     def _recomputed(self, again: Recomputation) -> Cause:
-        time_ns = self._told.time_ns(again.sequence) or 0
+        time_ns = self.histories.time_ns(again.sequence) or 0
         what = "computed_twice" if again.after_rollback else "recomputed"
         cause = Cause(what, again.sequence, again.sequence, time_ns, "", spans=again.spans)
-        since_lookup = [span for span in again.spans if span.reason in _SINCE_LOOKUP]
-        cause.reasons = self._texts(since_lookup, time_ns)
+        cause.reasons = self._texts([span for span in again.spans if span.reason in _SINCE_LOOKUP], time_ns)
         return cause
 
     def _texts(self, spans: Sequence[Span], before_ns: int) -> list[str]:
         return [
-            reason_text(group, self._told, self._configuration.chunk_size, before_ns) for group in told_together(spans)
+            reason_text(group, self.histories, self.configuration.chunk_size, before_ns) for group in _groups(spans)
         ]
-
-
-_SINCE_ANSWER = frozenset({Reason.NOT_TAKEN_UP, Reason.WITHHELD})
-"""What was offered, and why it was left."""
-_SINCE_LOOKUP = frozenset({Reason.LOAD_FAILED, Reason.NOT_DELIVERED, Reason.ROLLED_BACK, Reason.UNKNOWN})
-"""What a lookup cannot have told."""
 
 
 def _merged(causes: Sequence[Cause], recomputed: Sequence[Cause]) -> list[Cause]:
@@ -189,7 +248,7 @@ def _merged(causes: Sequence[Cause], recomputed: Sequence[Cause]) -> list[Cause]
     result: list[Cause] = []
     for cause in sorted((*causes, *recomputed), key=lambda cause: cause.last_sequence):
         last = result[-1] if result else None
-        if last is not None and cause.what == last.what and cause.what in {"recomputed", "computed_twice"}:
+        if last is not None and cause.what == last.what and cause.what in _COMPUTED_AGAIN:
             last.last_sequence = cause.last_sequence
             last.num_times += 1
             last.spans = joined((*last.spans, *cause.spans))
@@ -197,10 +256,112 @@ def _merged(causes: Sequence[Cause], recomputed: Sequence[Cause]) -> list[Cause]
         else:
             result.append(cause)
     for cause in result:
-        if cause.what in {"recomputed", "computed_twice"}:
-            num_tokens = sum(span.num_tokens for span in cause.spans)
+        if cause.what in _COMPUTED_AGAIN:
+            tokens: Counter[Reason] = Counter()
+            for span in cause.spans:
+                tokens[span.reason] += span.num_tokens
             steps = "" if cause.num_times == 1 else f" in {plural(cause.num_times, 'step')}"
-            text = f"computed {plural(num_tokens, 'token')} again{steps}"
-            rolled_back = " after a rollback" if cause.what == "computed_twice" else ""
-            cause.text = f"{text}{rolled_back}: {count_by_reason(cause.spans)}"
+            by_reason = ", ".join(f"{plural(count, 'token')} {reason}" for reason, count in tokens.items())
+            again = f"computed {plural(tokens.total(), 'token')} again{steps}"
+            cause.text = f"{again}{_COMPUTED_AGAIN[cause.what]}: {by_reason}"
     return result
+
+
+# --- reasons ------------------------------------------------------------------------------------
+
+
+def _groups(spans: Sequence[Span]) -> Iterator[list[Span]]:
+    """Neighbours with one reason that one and the same request or event led to."""
+    group: list[Span] = []
+    for span in spans:
+        if group and (group[-1].end_token != span.first_token or _whose(group[-1]) != _whose(span)):
+            yield group
+            group = []
+        group.append(span)
+    if group:
+        yield group
+
+
+def _whose(span: Span) -> tuple[object, ...]:
+    fact = span.fact
+    if span.reason is Reason.BEHIND_GAP or span.reason in BY_DESIGN:
+        return (span.reason,)
+    if fact is None:
+        return (span.reason, span.evidence)
+    return (span.reason, fact.status, fact.request_id, fact.cause, fact.detail, fact.earlier is None)
+
+
+def reason_text(spans: Sequence[Span], histories: Histories, chunk_size: int, before_ns: int | None) -> str:
+    """Why these tokens, which have one reason, were left to compute. `before_ns`: when they were missed."""
+    first, reason = spans[0], spans[0].reason
+    where = _where(first.first_token, spans[-1].end_token, None if reason in _WITHOUT_CHUNKS else chunk_size)
+    facts = [span.fact for span in spans if span.fact is not None]
+    if facts and reason is not Reason.BEHIND_GAP:
+        return f"{where}: {_fact_text(reason, facts, histories, before_ns)}"
+    if not first.evidence or reason not in _PROVEN:
+        return f"{where}: {reason.meaning}"
+    named = histories.events.get(first.evidence[0])
+    event = None if named is None else named.event
+    what = ""
+    if isinstance(event, e.LoadFailed | e.RequestQuarantined | e.InvariantViolated | e.HookFailed):
+        what = f": {describe_core_event(event)}"
+    proof = _when(first.evidence[:1], histories, before_ns).removeprefix(" at ")
+    return f"{where}: {reason.meaning} ({proof}{what})"
+
+
+def _where(first_token: int, end_token: int, chunk_size: int | None) -> str:
+    tokens = f"token {first_token}" if end_token == first_token + 1 else f"tokens {first_token}–{end_token - 1}"
+    if chunk_size is None:
+        return tokens
+    chunks = range(first_token // chunk_size, -(-end_token // chunk_size))
+    return f"{tokens} (chunk{'' if len(chunks) == 1 else 's'} {ranges(chunks)})"
+
+
+def _fact_text(reason: Reason, facts: Sequence[ChunkFact], histories: Histories, before_ns: int | None) -> str:
+    fact = facts[0]
+    when = _when([one.sequence for one in facts], histories, before_ns)
+    who = _who(fact, histories)
+    if reason is Reason.EVICTED:
+        text = f"evicted for a save of {who}{when}"
+    elif reason is Reason.DECLINED:
+        text = f"not saved by {who}{when}, because {_WHY_DECLINED.get(fact.detail, fact.detail)}"
+    elif reason is Reason.SAVE_FAILED:
+        text = f"save {fact.job_id} by {who} failed{when}: {fact.detail}"
+    elif reason in {Reason.SAVING, Reason.DEFERRAL_EXHAUSTED}:
+        text = f"save {fact.job_id} by {who}, issued{when}, was still under way"
+        if reason is Reason.DEFERRAL_EXHAUSTED:
+            text += ", after the scheduler had waited as often as is allowed"
+    elif reason is Reason.UNSAVED:
+        text = f"known to {who}{when}, and no save had been issued"
+    else:
+        text = f"{reason.meaning}{when}"
+    return text + _earlier_text(fact.earlier, histories, before_ns)
+
+
+def _earlier_text(fact: ChunkFact | None, histories: Histories, before_ns: int | None) -> str:
+    if fact is None:
+        return ""
+    when = _when([fact.sequence], histories, before_ns)
+    if fact.status is ChunkStatus.SAVED:
+        return f"; it had been saved by {_who(fact, histories)}{when}"
+    if fact.status is ChunkStatus.SAVING:
+        return f"; save {fact.job_id} of {_who(fact, histories)} was under way{when}"
+    by = f" for a save of {_who(fact, histories)}" if fact.status is ChunkStatus.EVICTED else ""
+    return f"; before, it had been {fact.status}{by}{when}" + _earlier_text(fact.earlier, histories, before_ns)
+
+
+def _who(fact: ChunkFact, histories: Histories) -> str:
+    own = {(history.request_id, history.ordinal) for history in histories.of_incarnations}
+    is_own = (fact.request_id, fact.ordinal) in own
+    return "the request itself" if is_own else f"request {fact.request_id or '(not recorded)'}"
+
+
+def _when(sequences: Sequence[int], histories: Histories, before_ns: int | None) -> str:
+    numbers = sorted({number for number in sequences if number})
+    if not numbers:
+        return ""
+    at = f" at event {numbers[0]}" if len(numbers) == 1 else f" at events {ranges(numbers)}"
+    time_ns = histories.time_ns(numbers[-1])
+    if time_ns is None or before_ns is None or time_ns >= before_ns:
+        return at
+    return f"{at}, {duration(before_ns - time_ns)} before"

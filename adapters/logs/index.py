@@ -20,7 +20,7 @@ from kvledger.adapters.logs.log import Batch, StoredLog
 from kvledger.adapters.logs.progress import Progress
 from kvledger.adapters.logs.requests import RequestSummary
 from kvledger.adapters.logs.story_codec import decode_story
-from kvledger.adapters.reasons import Story
+from kvledger.adapters.reasons import RequestHistory
 from kvledger.lifecycle import events as e
 
 INDEX_FROM_BYTES = 32 << 20
@@ -86,8 +86,8 @@ class LogIndex:
         row = self._connection.execute("SELECT request_id FROM lives WHERE ordinal = ?", (ordinal,)).fetchone()
         return "" if row is None else str(row[0])
 
-    def stories(self, request_id: str) -> list[Story]:
-        """The stories of an id's lives, in the order in which they ended."""
+    def histories(self, request_id: str) -> list[RequestHistory]:
+        """The histories of an id's lives, in the order in which they ended."""
         rows = self._connection.execute("SELECT story FROM stories WHERE request_id = ? ORDER BY rowid", (request_id,))
         return [decode_story(story) for (story,) in rows]
 

@@ -35,7 +35,7 @@ from kvledger.adapters.logs.index_memory import (
 from kvledger.adapters.logs.log import Batch, StoredLog
 from kvledger.adapters.logs.requests import Requests
 from kvledger.adapters.logs.story_codec import encode_story
-from kvledger.adapters.reasons import Accounts, Story
+from kvledger.adapters.reasons import Accounts, RequestHistory
 from kvledger.lifecycle import Projections
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.snapshots import capture, restore
@@ -124,7 +124,7 @@ class _Builder:
         self._lives = self._memory.lives
         self._requests = Requests({request_id: life.summary for request_id, life in self._lives.items()})
         self._accounts = Accounts(
-            log.configuration, on_end=self._write_story, keeps_stories=True, state=self._memory.accounts
+            log.configuration, on_end=self._write_story, keeps_histories=True, state=self._memory.accounts
         )
         self._is_foldable = True
 
@@ -169,7 +169,7 @@ class _Builder:
         self._requests.finish(self._projections)
         for life in self._lives.values():
             self._write(life)
-        for story in self._accounts.stories:
+        for story in self._accounts.histories:
             self._write_story(story, is_over=False)
         self._connection.execute("INSERT INTO log VALUES (?)", (msgspec.msgpack.encode(self._contents(extent)),))
 
@@ -235,7 +235,7 @@ class _Builder:
         elif isinstance(event, e.RequestReleased):
             self._write(self._lives.pop(event.request_id))
 
-    def _write_story(self, story: Story, *, is_over: bool = True) -> None:
+    def _write_story(self, story: RequestHistory, *, is_over: bool = True) -> None:
         row = (story.request_id, encode_story(story), is_over)
         self._connection.execute("INSERT INTO stories VALUES (?, ?, ?)", row)
 

@@ -8,17 +8,17 @@ from typing import Any, get_args
 
 import msgspec
 
-from kvledger.adapters.reasons import Story
+from kvledger.adapters.reasons import RequestHistory
 
 
-def encode_story(story: Story) -> bytes:
+def encode_story(story: RequestHistory) -> bytes:
     """For an index."""
     return zlib.compress(msgspec.msgpack.encode(story), 1)
 
 
-def decode_story(stored: bytes) -> Story:
+def decode_story(stored: bytes) -> RequestHistory:
     """The other way round."""
-    return msgspec.msgpack.decode(zlib.decompress(stored), type=Story, dec_hook=counter)
+    return msgspec.msgpack.decode(zlib.decompress(stored), type=RequestHistory, dec_hook=counter)
 
 
 def counter(counter_type: type, counts: dict[str, int]) -> Counter[Any]:

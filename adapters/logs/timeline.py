@@ -8,7 +8,7 @@ from __future__ import annotations
 import attrs
 
 from kvledger.adapters.logs.amounts import duration, plural, size
-from kvledger.adapters.logs.describe import decision_words, words
+from kvledger.adapters.logs.describe import describe, describe_decisions
 from kvledger.adapters.logs.log import Gap
 from kvledger.lifecycle import Core, LedgerConfiguration, Projections, RequestState, SequencedEvent
 from kvledger.lifecycle import events as e
@@ -186,7 +186,7 @@ class Timeline:
         decisions = [decision for _, decision in moment.decisions]
         group.num_chunks_saved += sum(len(d.chunks) for d in decisions if isinstance(d, e.SaveIssued))
         loud = (decision for decision in decisions if not isinstance(decision, _QUIET_DECISIONS))
-        group.texts += decision_words(loud, self._core)
+        group.texts += describe_decisions(loud, self._core)
 
     def _close_report(self, moment: _Moment, event: e.TransferReported) -> None:
         job = self._jobs[event.job_id]
@@ -257,7 +257,7 @@ class Timeline:
         decisions = [decision for _, decision in moment.decisions]
         texts = [text] if text else []
         if what not in {"prefill", "decode"}:
-            texts += decision_words(decisions, self._core)
+            texts += describe_decisions(decisions, self._core)
         group = Group(
             what,
             moment.sequence,
@@ -280,7 +280,7 @@ class Timeline:
         return group
 
     def _observation_text(self, event: e.Event) -> str:
-        text = words(event, self._core)
+        text = describe(event, self._core)
         if not text and not isinstance(event, e.LookupRequested | e.ExtensionObserved):
             text = event.id
         if isinstance(event, e.RequestArrived):

@@ -1,7 +1,7 @@
 """Why tokens were missed and computed again: every one of them has exactly one reason, and the reasons add up.
 
 A fold of its own over the log, beside the projections and on purpose without them: what it says is compared with the
-totals. It reads no clock and does no I/O; times are looked up by whoever tells the story. `docs/reasons.md` defines
+totals. It reads no clock and does no I/O; times are looked up by whoever tells the history. `docs/reasons.md` defines
 what is counted.
 """
 
@@ -9,8 +9,8 @@ from kvledger.adapters.reasons.accounts import Accounts
 from kvledger.adapters.reasons.chunk_history import ChunkFact, ChunkStatus
 from kvledger.adapters.reasons.memory import State
 from kvledger.adapters.reasons.reason import BY_DESIGN, Reason
+from kvledger.adapters.reasons.request_history import Admission, Lookup, Recomputation, RequestHistory
 from kvledger.adapters.reasons.spans import Span
-from kvledger.adapters.reasons.story import Admission, Lookup, Recomputation, Story
 from kvledger.adapters.reasons.sums import LoadFate, OfferFate, Sums
 
 __all__ = [
@@ -24,8 +24,8 @@ __all__ = [
     "OfferFate",
     "Reason",
     "Recomputation",
+    "RequestHistory",
     "Span",
     "State",
-    "Story",
     "Sums",
 ]

@@ -17,7 +17,7 @@ from kvledger.adapters.reasons.explain import Explainer
 from kvledger.adapters.reasons.life import UNBORN, Life
 from kvledger.adapters.reasons.memory import Memory, State
 from kvledger.adapters.reasons.moments import Moments
-from kvledger.adapters.reasons.story import Story
+from kvledger.adapters.reasons.request_history import RequestHistory
 from kvledger.adapters.reasons.sums import OfferFate, Sums
 from kvledger.lifecycle import LedgerConfiguration
 from kvledger.lifecycle import events as e
@@ -31,8 +31,8 @@ class Accounts:
         configuration: LedgerConfiguration,
         *,
         request_id: str | None = None,
-        on_end: Callable[[Story], None] | None = None,
-        keeps_stories: bool = False,
+        on_end: Callable[[RequestHistory], None] | None = None,
+        keeps_histories: bool = False,
         state: State | None = None,
     ) -> None:
         """Start with nothing, or where others stopped.
@@ -40,19 +40,19 @@ class Accounts:
         Args:
             configuration: as in the log's header.
             request_id: the one request whose accounts are kept; None for all of them.
-            on_end: told of each life of a request when it is over; `stories` has the others.
-            keeps_stories: whether stories hold more than sums.
+            on_end: told of each life of a request when it is over; `histories` has the others.
+            keeps_histories: whether histories hold more than sums.
             state: what other accounts of the same requests of this log remembered; these change it.
         """
         self._chunk_size = configuration.chunk_size
         self._on_end = on_end
         self.state = State() if state is None else state
         """Everything that these accounts know, as of the last event."""
-        memory = Memory(self.state, request_id, keeps_stories=keeps_stories)
-        self._lives, self._history = memory.lives, memory.history
-        self._chunk_events = ChunkEvents(configuration.chunk_size, self._lives, self._history)
+        memory = Memory(self.state, request_id, keeps_histories=keeps_histories)
+        self._lives, self._chunks = memory.lives, memory.chunks
+        self._chunk_events = ChunkEvents(configuration.chunk_size, self._lives, self._chunks)
         self._admissions = Admissions(memory, Explainer(configuration, memory))
-        self._moments = Moments(memory) if keeps_stories else None
+        self._moments = Moments(memory) if keeps_histories else None
         self._folds: Mapping[type[e.Event], Callable[..., None]] = {
             **self._chunk_events.folds(),
             **self._admissions.folds(),
@@ -76,7 +76,7 @@ class Accounts:
 
     def lose(self) -> None:
         """Events are missing here, or the log begins late: what was remembered cannot be relied upon."""
-        self._history.forget()
+        self._chunks.forget()
         self.state.is_blind = True
         for life in self._lives:
             life.version += 1
@@ -93,16 +93,16 @@ class Accounts:
         return sums
 
     @property
-    def stories(self) -> list[Story]:
+    def histories(self) -> list[RequestHistory]:
         """Of the lives that are not over."""
-        return [self._story(life) for life in self._lives if self._lives.is_kept(life.request_id)]
+        return [self._request_history(life) for life in self._lives if self._lives.is_kept(life.request_id)]
 
-    def _story(self, life: Life) -> Story:
+    def _request_history(self, life: Life) -> RequestHistory:
         sums = self._admissions.undecided(life)
         sums.add(life.sums)
-        if life.story is None:
-            return Story(life.request_id, life.ordinal, sums)
-        return attrs.evolve(life.story, ordinal=life.ordinal, sums=sums)
+        if life.history is None:
+            return RequestHistory(life.request_id, life.ordinal, sums)
+        return attrs.evolve(life.history, ordinal=life.ordinal, sums=sums)
 
     # --- a request's life ------------------------------------------------------------------------
 
@@ -153,7 +153,7 @@ class Accounts:
             return
         self._admissions.leave(life)
         if self._on_end is not None:
-            self._on_end(self._story(life))
+            self._on_end(self._request_history(life))
         self.state.ended.add(life.sums)
         self._admissions.end(life)
 

@@ -10,8 +10,8 @@ from kvledger.adapters.reasons.explain import Explainer
 from kvledger.adapters.reasons.life import Answer, Life
 from kvledger.adapters.reasons.memory import Load, Memory
 from kvledger.adapters.reasons.reason import Reason
+from kvledger.adapters.reasons.request_history import Admission, Lookup
 from kvledger.adapters.reasons.spans import Span, joined, replaced, within
-from kvledger.adapters.reasons.story import Admission, Lookup
 from kvledger.adapters.reasons.sums import LoadFate, OfferFate, Sums
 from kvledger.lifecycle import events as e
 
@@ -100,7 +100,7 @@ class Admissions:
                 spans = before.spans  # what happened in between makes no difference
             first_chunk = event.num_hit_tokens // self._explainer.configuration.chunk_size
             watch = Watch(tuple(key for chunk, key in life.keys.items() if chunk >= first_chunk))
-            self._memory.history.watch(watch)
+            self._memory.chunks.watch(watch)
             life.answer = Answer(sequence, event, spans, life.version, watch)
         self._tell_lookup(life, life.last_lookup, event, sequence, spans)
         life.last_lookup = event
@@ -121,21 +121,21 @@ class Admissions:
     def _settle_answer(self, life: Life, fate: OfferFate) -> None:
         if life.answer is not None:
             life.sums.offered[fate] += life.answer.event.num_external_tokens
-            self._memory.history.unwatch(life.answer.watch)
+            self._memory.chunks.unwatch(life.answer.watch)
             life.answer = None
 
     @staticmethod
     def _tell_lookup(
         life: Life, before: e.Event | None, event: e.LookupAnswered | e.LookupDeferred, sequence: int, spans: _Spans
     ) -> None:
-        story = life.story
-        if story is None:
+        history = life.history
+        if history is None:
             return
-        last = story.lookups[-1] if story.lookups else None
+        last = history.lookups[-1] if history.lookups else None
         if last is not None and _is_same(before, event) and _is_told_alike(last.spans, spans):
             last.last_sequence, last.num_times = sequence, last.num_times + 1
         else:
-            story.keep(story.lookups, Lookup(sequence, sequence, isinstance(event, e.LookupDeferred), spans))
+            history.keep(history.lookups, Lookup(sequence, sequence, isinstance(event, e.LookupDeferred), spans))
 
     # --- allocations -----------------------------------------------------------------------------
 
@@ -152,7 +152,7 @@ class Admissions:
             if not life.is_computing and life.admission is None:
                 life.allocated_without_answer = sequence
             return
-        self._memory.history.unwatch(answer.watch)
+        self._memory.chunks.unwatch(answer.watch)
         life.is_computing, life.last_lookup = False, None
         offered = answer.event.num_external_tokens
         num_taken_up = max(0, min(event.num_external_tokens, offered))
@@ -201,8 +201,8 @@ class Admissions:
         sums.num_taken_up += num_taken_up
         for span in missed:
             sums.missed[span.reason] += span.num_tokens
-        if life.story is not None:
-            life.story.keep(life.story.admissions, admission)
+        if life.history is not None:
+            life.history.keep(life.history.admissions, admission)
         return admission
 
     @staticmethod
@@ -260,7 +260,7 @@ class Admissions:
             self._prove(loaded, admission, evidence)
 
     def _settle(self, load: Load, fate: LoadFate) -> Life | None:
-        """Count what became of a load; returns its life, unless that is over and its story told."""
+        """Count what became of a load; returns its life, unless that is over and its history told."""
         life = None if load.is_life_over else self._lives.get(load.request_id)
         sums = self._memory.state.ended if life is None else life.sums
         sums.to_load[fate] += load.num_tokens
@@ -295,7 +295,7 @@ class Admissions:
 
 def _admission_of(life: Life, load: Load) -> Admission | None:
     """The one that a load is for, as long as it is told of."""
-    told = [life.admission] if life.story is None else life.story.admissions
+    told = [life.admission] if life.history is None else life.history.admissions
     return next((entry for entry in reversed(told) if entry is not None and entry.sequence == load.admission), None)
 
 

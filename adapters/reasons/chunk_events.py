@@ -13,10 +13,10 @@ from kvledger.lifecycle import events as e
 class ChunkEvents:
     """Folds everything that is told about chunks."""
 
-    def __init__(self, chunk_size: int, lives: Lives, history: ChunkHistory) -> None:
+    def __init__(self, chunk_size: int, lives: Lives, chunks: ChunkHistory) -> None:
         self._chunk_size = chunk_size
         self._lives = lives
-        self._history = history
+        self._chunks = chunks
 
     def folds(self) -> Mapping[type[e.Event], Callable[..., None]]:
         """Event class -> fold."""
@@ -38,19 +38,19 @@ class ChunkEvents:
         """A request ends: of the chunks that it did not compute, nobody need know."""
         size = self._chunk_size
         beyond = (key for chunk, key in life.keys.items() if (chunk + 1) * size > num_settled_tokens)
-        self._history.forget_known(beyond, life.request_id)
+        self._chunks.forget_known(beyond, life.request_id)
 
     def _keys_observed(self, event: e.ChunkKeysObserved, sequence: int) -> None:
         life = self._lives.any(event.request_id)
         life.version += 1
         life.cut_keys(event.first_chunk)
         life.keys.update(enumerate(event.keys, event.first_chunk))
-        self._history.known(event.keys, sequence, event.request_id, life.ordinal)
+        self._chunks.known(event.keys, sequence, event.request_id, life.ordinal)
 
     def _save_issued(self, event: e.SaveIssued, sequence: int) -> None:
         life = self._lives.any(event.request_id)
         keys = (life.keys[chunk] for chunk in event.chunks if chunk in life.keys)
-        self._history.save_issued(keys, _saving(event, sequence, life))
+        self._chunks.save_issued(keys, _saving(event, sequence, life))
 
     def _tail_save_issued(self, event: e.TailSaveIssued, sequence: int) -> None:
         life = self._lives.changed(event.request_id)
@@ -59,11 +59,11 @@ class ChunkEvents:
             life.tail = Tail(event.first_token, event.first_token + event.num_tokens, fact)
 
     def _save_completed(self, event: e.SaveCompleted, sequence: int) -> None:
-        self._history.save_settled(event.job_id, sequence, event.cause, None)
+        self._chunks.save_settled(event.job_id, sequence, event.cause, None)
         self._settle_tail(event, sequence, ChunkStatus.SAVED, "")
 
     def _save_failed(self, event: e.SaveFailed, sequence: int) -> None:
-        self._history.save_settled(event.job_id, sequence, event.cause, event.error)
+        self._chunks.save_settled(event.job_id, sequence, event.cause, event.error)
         self._settle_tail(event, sequence, ChunkStatus.SAVE_FAILED, event.error)
 
     def _settle_tail(
@@ -85,14 +85,14 @@ class ChunkEvents:
             life.tail = Tail(first_token, max(life.mark, first_token), fact)
             return
         keys = (life.keys[chunk] for chunk in sorted(life.keys) if chunk >= event.first_chunk)
-        self._history.declined(keys, event.num_chunks, fact)
+        self._chunks.declined(keys, event.num_chunks, fact)
 
     def _evicted(self, event: e.ChunkEvicted, sequence: int) -> None:
         fact = ChunkFact(ChunkStatus.EVICTED, sequence, event.request_id, cause=event.cause)
-        self._history.left(event.key, fact)
+        self._chunks.left(event.key, fact)
 
     def _tainted(self, event: e.ChunkTainted, sequence: int) -> None:
-        self._history.left(event.key, ChunkFact(ChunkStatus.TAINTED, sequence, cause=event.cause))
+        self._chunks.left(event.key, ChunkFact(ChunkStatus.TAINTED, sequence, cause=event.cause))
 
     def _progressed(self, event: e.PrefillAdvanced | e.PrefillCompleted, _sequence: int) -> None:
         life = self._lives.get(event.request_id)
@@ -101,7 +101,7 @@ class ChunkEvents:
             life.tail = None  # it has been used
 
     def _reset(self, _event: e.CacheReset, sequence: int) -> None:
-        self._history.reset(sequence)
+        self._chunks.reset(sequence)
         for life in self._lives:
             life.version += 1
             if life.is_computing or life.admission is not None:

@@ -48,7 +48,7 @@ class ChunkFact(msgspec.Struct, frozen=True, array_like=True, gc=False):
     cause: int = 0
     """The observation that the event was decided upon; it has the time."""
     earlier: ChunkFact | None = None
-    """What the chunk was before, where that is part of the story."""
+    """What the chunk was before, where that is part of the history."""
 
     def after(self, earlier: ChunkFact | None) -> ChunkFact:
         """The same with what came before it."""
@@ -136,7 +136,7 @@ class ChunkHistory:
         for key in kept:
             before = self.get(key)
             if before is None or before.status is not ChunkStatus.SAVED:  # pages of windows may be added to a chunk
-                self._put(key, fact.after(_story(before)))
+                self._put(key, fact.after(_request_history(before)))
 
     def save_settled(self, job_id: int, sequence: int, cause: int, error: str | None) -> None:
         """A save is done, or failed with `error`."""
@@ -161,7 +161,7 @@ class ChunkHistory:
             before = self.get(key)
             if before is None or before.status not in _IN_POOL:
                 num_chunks -= 1
-                self._put(key, fact.after(_story(before)))
+                self._put(key, fact.after(_request_history(before)))
 
     def left(self, key: bytes, fact: ChunkFact) -> None:
         """A chunk was evicted or tainted."""
@@ -203,7 +203,7 @@ class ChunkHistory:
             watch.is_changed = True
 
 
-def _story(before: ChunkFact | None) -> ChunkFact | None:
+def _request_history(before: ChunkFact | None) -> ChunkFact | None:
     """What of the past is worth telling once a save was tried again: that it had been saved, and how it left."""
     if before is None or before.status in _STORY:
         return before

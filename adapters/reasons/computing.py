@@ -8,8 +8,8 @@ from kvledger.adapters.reasons.admissions import Admissions
 from kvledger.adapters.reasons.life import Life
 from kvledger.adapters.reasons.lives import Lives
 from kvledger.adapters.reasons.reason import Reason
+from kvledger.adapters.reasons.request_history import Admission, Recomputation
 from kvledger.adapters.reasons.spans import Span, replaced, within
-from kvledger.adapters.reasons.story import Admission, Recomputation
 from kvledger.lifecycle import events as e
 
 
@@ -75,8 +75,8 @@ class Computing:
 
     @staticmethod
     def _tell(life: Life, sequence: int, spans: tuple[Span, ...], *, after_rollback: bool) -> None:
-        if life.story is not None:
-            life.story.keep(life.story.recomputations, Recomputation(sequence, spans, after_rollback))
+        if life.history is not None:
+            life.history.keep(life.history.recomputations, Recomputation(sequence, spans, after_rollback))
 
     def _rolled_back(self, event: e.TokensRolledBack, sequence: int) -> None:
         life = self._lives.changed(event.request_id)

@@ -159,7 +159,7 @@ class _Behind:
         key = life.keys.get(chunk)
         if key is None:
             return self._without_key(first_token, end_token)
-        fact = self.explainer.memory.history.get(key)
+        fact = self.explainer.memory.chunks.get(key)
         if self._is_first_missing(first_token):
             return self._first_missing(first_token, end_token, fact)
         is_told = fact is not None and fact.status is not ChunkStatus.KNOWN

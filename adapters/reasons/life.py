@@ -6,8 +6,8 @@ import attrs
 
 from kvledger.adapters.reasons.chunk_history import ChunkFact, Watch
 from kvledger.adapters.reasons.reason import Reason
+from kvledger.adapters.reasons.request_history import Admission, RequestHistory
 from kvledger.adapters.reasons.spans import Span
-from kvledger.adapters.reasons.story import Admission, Story
 from kvledger.adapters.reasons.sums import Sums
 from kvledger.lifecycle import events as e
 
@@ -83,7 +83,7 @@ class Life:
     taken_back_reason: Reason = Reason.ROLLED_BACK
     sums: Sums = attrs.field(factory=Sums)
     """What is counted of this life; once it is over, those of the whole log."""
-    story: Story | None = None
+    history: RequestHistory | None = None
     """All there is to tell, where it is kept."""
 
     def cut_keys(self, first_chunk: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from kvledger.adapters.reasons.life import UNBORN, Life
-from kvledger.adapters.reasons.story import Story
+from kvledger.adapters.reasons.request_history import RequestHistory
 from kvledger.adapters.reasons.sums import Sums
 
 
@@ -15,16 +15,16 @@ class Lives:
     Others are followed for the sake of the chunks that they save.
     """
 
-    def __init__(self, lives: dict[str, Life], only: str | None = None, *, keeps_stories: bool = False) -> None:
+    def __init__(self, lives: dict[str, Life], only: str | None = None, *, keeps_histories: bool = False) -> None:
         self._lives = lives
         self._only = only
-        self._keeps_stories = keeps_stories
+        self._keeps_histories = keeps_histories
         self._by_ordinal: dict[int, Life] = {}
         for life in self:
             if life.ordinal != UNBORN and self.is_kept(life.request_id):
                 self._by_ordinal[life.ordinal] = life
-            if life.story is not None and life.admission is not None:
-                life.story.admissions[-1] = life.admission  # one object, which goes on being told
+            if life.history is not None and life.admission is not None:
+                life.history.admissions[-1] = life.admission  # one object, which goes on being told
 
     def __iter__(self) -> Iterator[Life]:
         return iter(self._lives.values())
@@ -76,6 +76,6 @@ class Lives:
 
     def _new(self, request_id: str) -> Life:
         life = self._lives[request_id] = Life(request_id)
-        if self._keeps_stories and self.is_kept(request_id):
-            life.story = Story(request_id, UNBORN, Sums())
+        if self._keeps_histories and self.is_kept(request_id):
+            life.history = RequestHistory(request_id, UNBORN, Sums())
         return life

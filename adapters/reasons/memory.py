@@ -44,10 +44,10 @@ class State(msgspec.Struct, forbid_unknown_fields=True):
 class Memory:
     """The state, and what is found in it by pointing: one object for all who fold into it."""
 
-    def __init__(self, state: State, only: str | None, *, keeps_stories: bool) -> None:
+    def __init__(self, state: State, only: str | None, *, keeps_histories: bool) -> None:
         self.state = state
-        self.lives = Lives(state.lives, only, keeps_stories=keeps_stories)
-        self.history = ChunkHistory(state.chunks)
+        self.lives = Lives(state.lives, only, keeps_histories=keeps_histories)
+        self.chunks = ChunkHistory(state.chunks)
         for life in self.lives:
             if life.answer is not None:
-                self.history.watch(life.answer.watch)
+                self.chunks.watch(life.answer.watch)

@@ -1,4 +1,4 @@
-"""What happened to a request, as numbers of events: what a story is told along, beside lookups and steps."""
+"""What happened to a request, as numbers of events: what a history is told along, beside lookups and steps."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _OF_A_REQUEST = (
 
 
 class Moments:
-    """Adds to the stories of the lives that are kept."""
+    """Adds to the histories of the lives that are kept."""
 
     def __init__(self, memory: Memory) -> None:
         self._lives = memory.lives
@@ -47,14 +47,14 @@ class Moments:
     def _step(self, _event: e.StepScheduled, sequence: int) -> None:
         # The step for which blocks were taken is recorded right behind the preemption.
         for life in map(self._lives.get, self._preempted):
-            if life is not None and life.story is not None and life.preempted:  # else another one has its id by now
-                life.story.keep(life.story.moments, sequence)
+            if life is not None and life.history is not None and life.preempted:  # else another one has its id by now
+                life.history.keep(life.history.moments, sequence)
         self._preempted.clear()
 
     def _of_all(self, _event: e.Event, sequence: int) -> None:
         for life in self._lives:
-            if life.story is not None:
-                life.story.keep(life.story.moments, sequence)
+            if life.history is not None:
+                life.history.keep(life.history.moments, sequence)
 
     def _hook_failed(self, event: e.HookFailed, sequence: int) -> None:
         if event.request_id:
@@ -65,12 +65,12 @@ class Moments:
     def _answered(self, event: e.LookupAnswered | e.LookupDeferred, _sequence: int) -> None:
         # An extension that answers does so in an event of its own; a lookup tells it, and folds what repeats.
         life = self._lives.get(event.request_id)
-        if life is not None and life.story is not None and life.story.moments[-1:] == [event.cause]:
-            life.story.moments.pop()
+        if life is not None and life.history is not None and life.history.moments[-1:] == [event.cause]:
+            life.history.moments.pop()
 
     def _of_a_request(self, event: e.RequestEvent | e.HookFailed | e.InvariantViolated, sequence: int) -> None:
         life = self._lives.get(event.request_id)
-        if life is not None and life.story is not None:
-            life.story.keep(life.story.moments, sequence)
+        if life is not None and life.history is not None:
+            life.history.keep(life.history.moments, sequence)
             if isinstance(event, e.RequestPreempted):
                 self._preempted.append(event.request_id)

@@ -1,71 +1,56 @@
-"""The reasons. Each token that an admission leaves to compute has exactly one of them."""
+"""The reasons: each token that an admission leaves to compute has exactly one. docs/reasons.md has their proofs."""
 
 from __future__ import annotations
 
 import enum
+from typing import Self
 
 
 class Reason(enum.StrEnum):
-    """Why a token was left to compute."""
+    """Why a token was left to compute; `meaning` says so of several tokens."""
 
-    NEW = "new"
-    """Nobody had computed it before, as far as the log tells. No miss."""
-    LAST_TOKEN = "last_token"  # noqa: S105 -- a token of a model
-    """The last known token is always computed, because the next one is sampled from it. No miss."""
-    PARTIAL_CHUNK = "partial_chunk"
-    """Behind the last whole chunk, so it has no key; only the tail of a preempted request covers such tokens."""
+    meaning: str
 
-    UNSAVED = "unsaved"
-    """Its chunk was known, or computed before, and no save of it had been issued: it had not settled by then."""
-    SAVING = "saving"
-    """The save of its chunk was still under way."""
-    DEFERRAL_EXHAUSTED = "deferral_exhausted"
-    """Likewise, and the scheduler had been asked to wait as often as is allowed."""
-    DECLINED = "declined"
-    """Its chunk was not saved, because the host pool had no room or a load had failed into its blocks."""
-    SAVE_FAILED = "save_failed"
-    EVICTED = "evicted"
-    TAINTED = "tainted"
-    """A load of its chunk had failed."""
-    RESET = "reset"
-    """Its chunk was saved, or being saved, when the cache was reset."""
-    STALE = "stale"
-    """It was computed before a reset and not saved by then, so it could not be saved any more."""
-    BEHIND_GAP = "behind_gap"
-    """Its chunk was there, behind one that was not; a prefix ends at the first that is missing."""
+    def __new__(cls, value: str, meaning: str) -> Self:  # noqa: D102 -- as of any enumeration with a second value
+        reason = str.__new__(cls, value)
+        reason._value_ = value
+        reason.meaning = meaning
+        return reason
 
-    WINDOW = "window"
-    """Its chunk was there, but not what a sliding window sees at any later boundary."""
-    LIMITED = "limited"
-    """A policy allows less than what was there."""
-    LOAD_FAILED = "load_failed"
-    """It was to be loaded and the load failed, or the load before had failed and the request had to compute first."""
-    QUARANTINED = "quarantined"
-    """The request gets no help from the cache any more."""
-    UNALIGNED = "unaligned"
-    """The local prefix does not end at a block, and loads are whole pages."""
-    RIVAL_LOAD = "rival_load"
-    """Another request's load was under way; with several groups of layers there is one at a time."""
-    NO_KEY = "no_key"
-    """A whole chunk whose key was not known."""
-
-    RECORDED = "recorded"
-    """The recorded connector did not offer it; why is not in the log."""
-
-    NOT_TAKEN_UP = "not_taken_up"
-    """It was offered, and the scheduler took fewer tokens."""
-    NOT_DELIVERED = "not_delivered"
-    """It was taken up, and no load was issued, because a rule was broken."""
-    HOOK_FAILED = "hook_failed"
-    """No lookup was recorded: a hook of the connector raised."""
-    WITHHELD = "withheld"
-    """Decided, and kept from the scheduler because the log could not be written; it was answered 0 instead."""
-    NO_LOOKUP = "no_lookup"
-    """No lookup was recorded, and nothing tells why."""
-    ROLLED_BACK = "rolled_back"
-    """The scheduler took computed tokens back, and no failed load tells why."""
-    UNKNOWN = "unknown"
-    """The log does not tell, as where events are lost."""
+    NEW = "new", "nobody had computed them before"
+    LAST_TOKEN = "last_token", "the last known token is always computed, because the next one is sampled from it"
+    PARTIAL_CHUNK = "partial_chunk", "behind the last whole chunk, so nothing is saved under a key"
+    UNSAVED = "unsaved", "no save had been issued: they had not settled by then"
+    SAVING = "saving", "their save was still under way"
+    DEFERRAL_EXHAUSTED = (
+        "deferral_exhausted",
+        "their save was still under way, after the scheduler had waited as often as is allowed",
+    )
+    DECLINED = "declined", "not saved, because the host pool had no room or a load had failed into their blocks"
+    SAVE_FAILED = "save_failed", "their save failed"
+    EVICTED = "evicted", "saved and evicted"
+    TAINTED = "tainted", "tainted: a load of them had failed"
+    RESET = "reset", "lost to a cache reset"
+    STALE = "stale", "computed before a cache reset and not saved by then"
+    BEHIND_GAP = (
+        "behind_gap",
+        "saved, but behind a chunk that was not there; a prefix ends at the first that is missing",
+    )
+    WINDOW = "window", "saved, but not what a sliding window sees at any later boundary"
+    LIMITED = "limited", "saved, but a policy allows no more"
+    LOAD_FAILED = "load_failed", "their load failed, or the load before had failed and the request had to compute first"
+    QUARANTINED = "quarantined", "the request was quarantined: the cache is disabled for it"
+    UNALIGNED = "unaligned", "saved, but the local prefix did not end at a block"
+    RIVAL_LOAD = "rival_load", "saved, but another request's load was under way, and there is one at a time"
+    NO_KEY = "no_key", "the keys of their chunks were not known"
+    RECORDED = "recorded", "not offered by the recorded connector; why is not in the log"
+    NOT_TAKEN_UP = "not_taken_up", "offered, and not taken up by the scheduler"
+    NOT_DELIVERED = "not_delivered", "taken up, and not loaded, because a rule was broken"
+    HOOK_FAILED = "hook_failed", "no lookup was recorded, because a hook failed"
+    WITHHELD = "withheld", "withheld from the scheduler, because the event log could not be written"
+    NO_LOOKUP = "no_lookup", "no lookup was recorded"
+    ROLLED_BACK = "rolled_back", "taken back by the scheduler"
+    UNKNOWN = "unknown", "not known: the log lacks events"
 
 
 BY_DESIGN = frozenset({Reason.NEW, Reason.LAST_TOKEN, Reason.PARTIAL_CHUNK})

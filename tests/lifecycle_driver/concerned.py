@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvledger.adapters.reasons import Accounts, LoadFate, Reason, Story, Sums
+from kvledger.adapters.reasons import Accounts, LoadFate, Reason, RequestHistory, Sums
 from kvledger.lifecycle import Core, LedgerConfiguration, fold
 from kvledger.lifecycle import events as e
 
@@ -56,7 +56,7 @@ PROOFS: dict[Reason, tuple[type[e.Event], ...]] = {
 """What the first proof of each reason must be, where nothing is lost."""
 
 
-def check_proofs(events: Sequence[tuple[int, e.Event]], stories: Sequence[Story]) -> None:
+def check_proofs(events: Sequence[tuple[int, e.Event]], stories: Sequence[RequestHistory]) -> None:
     """Every reason is proven by an event of the kind that it needs, from before the tokens were missed."""
     by_sequence = dict(events)
     for story in stories:
@@ -103,13 +103,13 @@ def concerning(events: Sequence[tuple[int, e.Event]], request_id: str) -> list[t
 
 def stories_of(
     events: Sequence[tuple[int, e.Event]], configuration: LedgerConfiguration, request_id: str | None = None
-) -> list[Story]:
+) -> list[RequestHistory]:
     """The stories of all requests, or of one, in the order in which they ended."""
-    ended: list[Story] = []
-    accounts = Accounts(configuration, request_id=request_id, on_end=ended.append, keeps_stories=True)
+    ended: list[RequestHistory] = []
+    accounts = Accounts(configuration, request_id=request_id, on_end=ended.append, keeps_histories=True)
     for sequence, event in events:
         accounts.take(sequence, event)
-    return ended + accounts.stories
+    return ended + accounts.histories
 
 
 def check_reasons(events: Sequence[tuple[int, e.Event]], configuration: LedgerConfiguration) -> Sums:
@@ -133,7 +133,7 @@ def _reported_later(whole: Sums, sums: Sums, events: Sequence[tuple[int, e.Event
         whole.to_load += later
 
 
-def check_stories(events: Sequence[tuple[int, e.Event]], configuration: LedgerConfiguration) -> list[Story]:
+def check_stories(events: Sequence[tuple[int, e.Event]], configuration: LedgerConfiguration) -> list[RequestHistory]:
     """Each story adds up and is proven, together they are the whole, and each is the same from what concerns it."""
     stories = stories_of(events, configuration)
     whole = Sums()

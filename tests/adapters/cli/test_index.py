@@ -283,7 +283,7 @@ def forged(stored: bytes, forge: Callable[[Any], object]) -> bytes:
 def forget_admissions(memory: Any) -> None:
     """A request is admitted, and its story has never heard of it."""
     life = memory["accounts"]["lives"]["chat-17-b6"]
-    life["admission"], life["story"]["admissions"] = life["story"]["admissions"][0], []
+    life["admission"], life["history"]["admissions"] = life["history"]["admissions"][0], []
 
 
 FORGERIES: dict[str, Callable[[bytes], bytes]] = {

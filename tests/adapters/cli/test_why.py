@@ -143,7 +143,7 @@ def test_one_lookup_or_one_event_can_be_asked_for(run: Any, evicted: tuple[Path,
     assert "preempted with 32 settled tokens" in at.out
     between = run("why", log, "a", "--at", number_of(driver, e.RequestArrived, 2))
     assert "preempted with 32 settled tokens" in between.out
-    assert "is no part of the request's story" in between.err
+    assert "is no part of the request's history" in between.err
 
 
 def test_a_request_must_be_named_and_known(run: Any, evicted: tuple[Path, Driver]) -> None:

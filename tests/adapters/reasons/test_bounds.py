@@ -7,7 +7,7 @@ from lifecycle_driver.concerned import stories_of
 
 from kvledger.adapters.reasons import Reason
 from kvledger.adapters.reasons.chunk_history import ChunkFact, ChunkHistory, ChunkStatus, Watch
-from kvledger.adapters.reasons.story import MAX_KEPT
+from kvledger.adapters.reasons.request_history import MAX_KEPT
 
 
 def test_of_chunks_that_are_gone_the_latest_are_remembered() -> None:

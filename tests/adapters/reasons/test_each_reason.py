@@ -7,12 +7,12 @@ import pytest
 from lifecycle_driver import Driver, keys_of
 from lifecycle_driver.concerned import check_proofs, check_reasons, stories_of
 
-from kvledger.adapters.reasons import Accounts, ChunkStatus, Reason, Span, Story, Sums
+from kvledger.adapters.reasons import Accounts, ChunkStatus, Reason, RequestHistory, Span, Sums
 from kvledger.adapters.reasons.spans import joined
 from kvledger.lifecycle import events as e
 
 
-def story_of(driver: Driver, request_id: str = "a") -> Story:
+def story_of(driver: Driver, request_id: str = "a") -> RequestHistory:
     """The story of the last life of a request, from what was committed; the whole log adds up."""
     driver.ledger.commit()
     events = driver.sink.events()
@@ -20,14 +20,14 @@ def story_of(driver: Driver, request_id: str = "a") -> Story:
     return [story for story in stories_of(events, driver.configuration) if story.request_id == request_id][-1]
 
 
-def missed(story: Story, admission: int = -1) -> list[tuple[int, int, Reason]]:
+def missed(story: RequestHistory, admission: int = -1) -> list[tuple[int, int, Reason]]:
     """What an admission left to compute, without the last token: first token, end, reason."""
     spans = [span for span in story.admissions[admission].missed if span.reason is not Reason.LAST_TOKEN]
     bare = (attrs.evolve(span, evidence=(), fact=None) for span in spans)
     return [(span.first_token, span.end_token, span.reason) for span in joined(bare)]
 
 
-def span_with(story: Story, reason: Reason) -> Span:
+def span_with(story: RequestHistory, reason: Reason) -> Span:
     """The first span of the last admission with this reason."""
     return next(span for span in story.admissions[-1].spans if span.reason is reason)
 
@@ -456,11 +456,11 @@ def test_behind_lost_events_what_is_not_known_is_unknown() -> None:
     events = driver.sink.events()
     arrival = next(sequence for sequence, event in events if getattr(event, "request_id", "") == "c")
     late = [(sequence, event) for sequence, event in events if sequence >= arrival]
-    accounts = Accounts(driver.configuration, keeps_stories=True)
+    accounts = Accounts(driver.configuration, keeps_histories=True)
     accounts.lose()
     for sequence, event in late:
         accounts.take(sequence, event)
-    story = next(story for story in accounts.stories if story.request_id == "c")
+    story = next(story for story in accounts.histories if story.request_id == "c")
     assert missed(story) == [(0, 8, Reason.EVICTED), (8, 32, Reason.UNKNOWN)]
 
 

@@ -121,9 +121,9 @@ def any_event(event_class: type[e.Event]) -> st.SearchStrategy[e.Event]:
 def test_no_event_makes_the_accounts_fail(events: list[e.Event]) -> None:
     """A forged or damaged log gives odd reasons, never none, and the sums still add up."""
     ended = []
-    accounts = Accounts(LedgerConfiguration(16, 8, 10), on_end=ended.append, keeps_stories=True)
+    accounts = Accounts(LedgerConfiguration(16, 8, 10), on_end=ended.append, keeps_histories=True)
     for sequence, event in enumerate(events, 1):
         accounts.take(sequence, event)
     assert accounts.sums().differences() == []
-    for story in (*ended, *accounts.stories):
+    for story in (*ended, *accounts.histories):
         assert story.sums.differences() == []

@@ -1,6 +1,6 @@
 """All there is to tell about one life of a request, as plain values that can be stored.
 
-It names events by their sequence numbers and does not repeat them: whoever tells the story reads them from the log.
+It names events by their sequence numbers and does not repeat them: whoever tells the history reads them from the log.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from kvledger.adapters.reasons.spans import Span
 from kvledger.adapters.reasons.sums import Sums
 
 MAX_KEPT = 512
-"""Of each kind of entry the first are kept, and the last one; `Story.num_left_out` counts the others."""
+"""Of each kind of entry the first are kept, and the last one; `RequestHistory.num_left_out` counts the others."""
 
 _Entry = TypeVar("_Entry")
 
@@ -64,7 +64,7 @@ class Recomputation:
 
 
 @attrs.define
-class Story:
+class RequestHistory:
     """One life. `moments` are the sequence numbers of what happened to it, in order."""
 
     request_id: str
