@@ -16,11 +16,11 @@ from kvledger.adapters.cli.finding import selected, selected_one
 from kvledger.adapters.cli.options import add_handlers
 from kvledger.adapters.cli.output import Output
 from kvledger.adapters.cli.streams import OutputFailed
+from kvledger.adapters.cli.target import CannotWrite, open_target
 from kvledger.adapters.exit_codes import CommandFailed, ExitCode
 from kvledger.adapters.export.perfetto import EngineTrace, TraceFile
 from kvledger.adapters.export.reading import read_trace
 from kvledger.adapters.export.tables import COLUMNS, EVENTS, Tables, WriteRow
-from kvledger.adapters.export.target import CannotWrite, open_target
 from kvledger.adapters.logs.amounts import plural, size
 from kvledger.adapters.logs.log import StoredLog
 from kvledger.adapters.logs.selection import Selection

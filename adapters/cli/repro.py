@@ -1,40 +1,37 @@
-"""`kvledger repro`: an incident as a test file, on stdout."""
+"""`kvledger repro`: an incident as a test, and a log beside it."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import shlex
-import sys
-from collections.abc import Iterable, Iterator, Sequence
-from importlib.metadata import PackageNotFoundError, version
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 
 import attrs
 
 from kvledger.adapters.cli.finding import selected_one
-from kvledger.adapters.cli.options import add_handlers, add_request, event_number
+from kvledger.adapters.cli.options import add_handlers, add_request
 from kvledger.adapters.cli.output import Output
-from kvledger.adapters.core import composed_core
+from kvledger.adapters.cli.target import CannotWrite, open_target
 from kvledger.adapters.exit_codes import CommandFailed, ExitCode
 from kvledger.adapters.logs.amounts import plural
 from kvledger.adapters.logs.log import StoredLog
 from kvledger.adapters.logs.selection import Selection
-from kvledger.adapters.repro.call_reduction import reduce_calls
 from kvledger.adapters.repro.calls import end_of_call, hook_calls
-from kvledger.adapters.repro.from_log import record
-from kvledger.adapters.repro.incident import Findings, Incident, find_incidents
-from kvledger.adapters.repro.recording import NotReenactable
-from kvledger.adapters.repro.reduction import Reduced, reduce
-from kvledger.adapters.repro.source import Story, test_source
-from kvledger.adapters.repro.wrapped import RECORDER
-from kvledger.lifecycle import Core, SequencedEvent
-from kvledger.lifecycle import events as e
+from kvledger.adapters.repro.core import CoreRun
+from kvledger.adapters.repro.incidents import Findings, find_incidents
+from kvledger.adapters.repro.outcome import NEVER_EXCUSED, Trouble
+from kvledger.adapters.repro.recording import NotRerunnable, Recording, record
+from kvledger.adapters.repro.reduce import Reduced, reduce
+from kvledger.adapters.repro.rerun import rerun
+from kvledger.adapters.repro.write import Description, log_bytes, test_source, with_numbered_keys
+from kvledger.lifecycle import SequencedEvent
 
-_MANY_OBSERVATIONS = 20_000
 _MAX_EVENTS = 2_000_000
 """They are held in memory, and tried again and again."""
-_NUM_EVENTS_BEHIND = 20_000
-"""What follows an incident says what a call was about that failed before it was recorded."""
+_MAX_EVENTS_OF_A_CALL = 20_000
 _MAX_NAMED = 10
 _PLAYED_BACK = frozenset(
     {
@@ -54,7 +51,15 @@ _PLAYED_BACK = frozenset(
 def configure(parser: argparse.ArgumentParser) -> None:
     """What only this command has."""
     add_request(parser)
-    parser.add_argument("--at", metavar="EVENT", type=event_number, help="end with this event of the log")
+    parser.add_argument(
+        "-o",
+        "--output",
+        metavar="FILE",
+        type=Path,
+        default=Path("test_incident.py"),
+        help="the test to write (default: test_incident.py); the log that it runs again is written beside it",
+    )
+    parser.add_argument("--force", action="store_true", help="replace FILE if it exists, and the log beside it")
     parser.add_argument("--core", action="store_true", help="drive the core alone: no vLLM, milliseconds")
     parser.add_argument("--pin", action="store_true", help="pin the answers that the request got, whatever went wrong")
     add_handlers(parser)
@@ -62,82 +67,96 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, output: Output) -> ExitCode:
-    """Write one test file."""
+    """Write a test and its log."""
+    if arguments.output.suffix != ".py":
+        raise CommandFailed(f"{arguments.output} is no Python file; name one such as test_incident.py", ExitCode.USAGE)
     log, selection = selected_one(arguments, output)
-    request_id = selection.request_id
     if log.worker_rank is not None:
         message = f"{log.path} is worker {log.worker_rank}'s log of its calls; give the scheduler's log beside it"
         raise CommandFailed(message, ExitCode.USAGE)
-    last = min(filter(None, (arguments.at, selection.last_sequence)), default=None)
-    if arguments.pin and request_id is None:
+    if arguments.pin and selection.request_id is None:
         raise CommandFailed("--pin needs a REQUEST: whose answers are to be pinned?", ExitCode.USAGE)
-    with output.progress(log, "looking for the incident"):
-        events = _until(log.trusted_events(), last)
-        findings = find_incidents(log.configuration, events, request_id, _core(log, arguments))
-    _tell_limits(log, output)
-    incidents = [] if arguments.pin else [i for i in findings.incidents if i.sequence >= selection.first_sequence]
-    if not incidents and not arguments.pin:
+    findings = _look(log, selection, output)
+    incidents = [found for found in findings.incidents if found.sequence >= selection.first_sequence]
+    incident = None if arguments.pin or not incidents else incidents[0]
+    if incident is None and not arguments.pin:
         raise CommandFailed(_nothing(log, selection, findings), ExitCode.USAGE)
-    end = last or log.trusted_sequence
-    if incidents:
-        end = min(end, incidents[-1].sequence + _NUM_EVENTS_BEHIND)
-    if end > _MAX_EVENTS:
-        message = (
-            f"the incident is {end} events into {log.path}; a story of more than {_MAX_EVENTS} cannot be told by a "
-            "test. Give a log that begins nearer to it, or an earlier incident with --at"
-        )
-        raise CommandFailed(message, ExitCode.USAGE)
-    with output.progress(log, "reading"):
-        kept = list(itertools.takewhile(lambda entry: entry[0] <= end, log.trusted_events()))
     try:
-        with output.progress(log, "leaving out what it does not need"):
-            story, reduced = _told(log, arguments, kept, incidents, request_id)
-    except (NotReenactable, ModuleNotFoundError) as error:
-        raise CommandFailed(f"{log.path} cannot be driven again: {error}", ExitCode.USAGE) from error
-    source = test_source(reduced.recording, story)
+        recording, events = _recorded(log, selection, incident, output)
+        with output.progress(log, "leaving out what is not needed"):
+            reduced = _reduced(log, recording, arguments, incident, selection)
+    except (NotRerunnable, ModuleNotFoundError) as error:
+        raise CommandFailed(f"{log.path} cannot be run again: {error}", ExitCode.USAGE) from error
+    about = Description(
+        incident=incident,
+        request_id=selection.request_id or "",
+        excused=() if incident is None else _excused(findings, incident),
+        wrapped=recording.wrapped_name,
+        on_core=arguments.core,
+        handlers=arguments.handlers,
+        origin=f"kvledger {log.header.get('kvledger_version', 'unknown')} with vLLM "
+        f"{log.header.get('vllm_version', 'unknown')}",
+        command=_command(arguments),
+        remarks=list(_remarks(log, arguments, incident, recording, reduced)),
+    )
+    kept = events if reduced.events is None else reduced.events
+    beside = arguments.output.with_suffix(".kvlog")
+    content = log_bytes(log.core, recording.configuration, log.header, kept)
+    _write({arguments.output: test_source(about).encode(), beside: content}, overwrite=arguments.force)
+    for later in incidents[1:] if incident else ():
+        output.remark(f"{later.rule} was broken later, at event {later.sequence}: --since {later.sequence} takes that")
     if output.is_json:
-        output.record("repro", _fields(story, reduced, source))
+        fields = {
+            "test": str(arguments.output),
+            "log": str(beside),
+            "incident": incident and attrs.asdict(incident, filter=attrs.filters.exclude("hook")),
+            "num_events": len(kept),
+            "num_requests_left_out": reduced.num_left_out,
+            "recurs": reduced.recurs,
+        }
+        output.record("repro", fields)
     else:
-        sys.stdout.write(source)
-    if len(reduced.recording.observations) > _MANY_OBSERVATIONS:
-        output.remark(f"the file has {len(reduced.recording.observations)} observations; --at EVENT ends it earlier")
+        left_out = f", {plural(reduced.num_left_out, 'request')} left out" if reduced.num_left_out else ""
+        output.remark(f"wrote {arguments.output} and {beside}, {plural(len(kept), 'event')}{left_out}")
     return ExitCode.SOUND
 
 
-def _core(log: StoredLog, arguments: argparse.Namespace) -> Core:
-    """Of the engine; kvledger's own or a recorder's."""
-    is_recorders = any(extension.name == "recorder" for extension in log.core.extensions)
-    return composed_core(arguments.handlers, (RECORDER,) if is_recorders else ())
+def _write(files: Mapping[Path, bytes], *, overwrite: bool) -> None:
+    """All of them or none."""
+    try:
+        with contextlib.ExitStack() as stack:
+            for path, content in files.items():
+                stack.enter_context(open_target(path, overwrite=overwrite)).write(content)
+    except CannotWrite as error:
+        raise CommandFailed(str(error), ExitCode.USAGE) from error
 
 
-def _until(events: Iterable[SequencedEvent], last: int | None) -> Iterator[SequencedEvent]:
-    """Events up to `last`; the rest is read all the same, for the log's damage."""
-    for sequence, event in events:
-        if last is None or sequence <= last:
-            yield sequence, event
-
-
-def _tell_limits(log: StoredLog, output: Output) -> None:
+def _look(log: StoredLog, selection: Selection, output: Output) -> Findings:
+    """What went wrong in the selected part."""
+    with output.progress(log, "looking for the incident"):
+        # What is behind it is read all the same, for the log's damage.
+        events = (entry for entry in log.trusted_events() if not selection.is_over(entry[0]))
+        findings = find_incidents(log.configuration, with_numbered_keys(events), selection.request_id, log.core)
     if log.begins_late:
         message = (
-            f"{log.path} begins with event {log.first_sequence}; without those before, nothing can be re-enacted: give "
+            f"{log.path} begins with event {log.first_sequence}; without those before, nothing can be run again: give "
             "the whole log directory, or a log that was not cut by retention"
         )
         raise CommandFailed(message, ExitCode.USAGE)
+    if log.skipped:
+        message = f"{log.path} has events that are not known here ({', '.join(log.skipped)}): use a newer kvledger"
+        raise CommandFailed(message, ExitCode.USAGE)
     for damage in log.damage:
         output.remark(str(damage))
-    for event_id, number in log.skipped.items():
-        output.remark(
-            f"{plural(number, 'event')} of the kind {event_id} were skipped; what they led to is not re-enacted"
-        )
     if log.trusted_sequence < log.last_sequence:
-        output.remark(f"only events up to {log.trusted_sequence} can be re-enacted; the next ones are missing")
+        output.remark(f"only events up to {log.trusted_sequence} can be run again; the next ones are missing")
+    return findings
 
 
 def _nothing(log: StoredLog, selection: Selection, findings: Findings) -> str:
     request_id = selection.request_id
     if not findings.is_known:
-        return f"{request_id} is not in the part of {log.path} that can be re-enacted (events 1–{log.trusted_sequence})"
+        return f"{request_id} is not in the part of {log.path} that can be run again (events 1–{log.trusted_sequence})"
     whose = "in this log" if request_id is None else f"with {request_id}"
     message = f"nothing went wrong {whose} as far as the rules tell"
     others = [name for name, _ in findings.others.most_common(_MAX_NAMED) if name]
@@ -150,123 +169,101 @@ def _nothing(log: StoredLog, selection: Selection, findings: Findings) -> str:
     return f"{message}. To pin the answers that a request got: --pin"
 
 
-def _told(
-    log: StoredLog,
-    arguments: argparse.Namespace,
-    events: Sequence[SequencedEvent],
-    incidents: Sequence[Incident],
-    request_id: str | None,
-) -> tuple[Story, Reduced]:
+def _recorded(
+    log: StoredLog, selection: Selection, incident: Trouble | None, output: Output
+) -> tuple[Recording, list[SequencedEvent]]:
+    """Everything up to the end of the call in which it happened, or of the selected part."""
+    end = selection.last_sequence or log.trusted_sequence
+    if incident is not None:
+        end = min(end, incident.sequence + _MAX_EVENTS_OF_A_CALL)
+    if end > _MAX_EVENTS:
+        raise NotRerunnable(
+            f"the incident is {end} events into it, and a test takes {_MAX_EVENTS} at most: give a log that begins "
+            "nearer to it, or an earlier incident with --until"
+        )
+    with output.progress(log, "reading"):
+        numbered = with_numbered_keys(log.trusted_events())
+        events = list(itertools.takewhile(lambda entry: entry[0] <= end, numbered))
     recording = record(log.configuration, events)
-    if recording.wrapped is not None and arguments.core:
-        raise CommandFailed(
-            f"--core is for logs of KVLedgerConnector; this one is of {recording.wrapped_name}, which decides "
-            "itself: leave --core out",
-            ExitCode.USAGE,
+    if incident is None:
+        return recording, events
+    lost = next((event for sequence, event in _left_over(recording) if sequence == incident.sequence), None)
+    if lost is not None:
+        raise NotRerunnable(
+            f"{incident.detail}, in event {incident.sequence}, before anything was recorded of the call, so it "
+            "cannot be made again; correct it where the error says it was raised"
         )
-    if incidents:
-        recording = recording.until(end_of_call(recording.observations, incidents[-1].sequence))
-        request_id = request_id or incidents[0].request_id
-    end = recording.observations[-1][0]
-    rules = {incident.rule for incident in incidents}
-    if recording.wrapped is not None:
-        reduced = reduce_calls(recording, rules=rules, request_id=request_id or "", keep_all=arguments.all)
-    else:
-        reduced = reduce(
-            recording,
-            [(sequence, event) for sequence, event in events if sequence <= end or event.is_decision],
-            rules=rules,
-            request_id=request_id or "",
-            keep_all=arguments.all,
-            handlers=arguments.handlers,
-        )
-    story = Story(
-        request_id=request_id or "",
-        incidents=incidents,
-        pinned_answers=_answers(events, request_id or "") if arguments.pin else (),
-        wrapped=recording.wrapped_name,
-        on_core=arguments.core,
-        handlers=arguments.handlers,
-        origin=f"kvledger {log.header.get('kvledger_version', 'unknown')} with vLLM "
-        f"{log.header.get('vllm_version', 'unknown')}",
-        command=_command(arguments),
-        remarks=list(_remarks(log, arguments, reduced, incidents)),
+    end = end_of_call(recording.observations, incident.sequence)
+    behind = next((sequence for sequence, _ in recording.observations if sequence > end), events[-1][0] + 1)
+    events = [entry for entry in events if entry[0] < behind]
+    return record(log.configuration, events), events
+
+
+def _left_over(recording: Recording) -> Iterable[SequencedEvent]:
+    return hook_calls(recording.observations)[1]
+
+
+def _reduced(
+    log: StoredLog, recording: Recording, arguments: argparse.Namespace, incident: Trouble | None, selection: Selection
+) -> Reduced:
+    is_wrapped = recording.wrapped is not None
+    if is_wrapped and arguments.core:
+        raise NotRerunnable(f"--core is for kvledger's own logs, and {recording.wrapped_name} decides itself")
+    if arguments.all:
+        return Reduced(None, recurs=None)
+    reduced = reduce(
+        recording,
+        rerun if is_wrapped else lambda some: CoreRun(some, log.core).run(),
+        rule="" if incident is None else incident.rule,
+        request_id=selection.request_id or ("" if incident is None else incident.request_id),
+        leaves_out_calls=is_wrapped or arguments.core,
     )
-    if arguments.pin and not story.pinned_answers:
-        raise CommandFailed(f"{request_id} was never looked up, so there is nothing to pin", ExitCode.USAGE)
-    return story, reduced
+    if is_wrapped and not reduced.recurs and reduced.other_answers:
+        raise NotRerunnable(
+            f"{reduced.other_answers[0]}. {recording.wrapped_name} answers from what no recording has: files of its "
+            "workers, another process, what an engine before has left. Record it from its first call, with nothing "
+            "stored; --all writes the test nevertheless"
+        )
+    return reduced
 
 
-def _answers(events: Iterable[SequencedEvent], request_id: str) -> list[int | None]:
-    return [
-        event.num_external_tokens if isinstance(event, e.LookupAnswered) else None
-        for _, event in events
-        if isinstance(event, e.LookupAnswered | e.LookupDeferred) and event.request_id == request_id
-    ]
+def _excused(findings: Findings, incident: Trouble) -> set[str]:
+    before = {rule for rule, sequence in findings.first_breaches.items() if sequence <= incident.sequence}
+    return (before & NEVER_EXCUSED) - {incident.rule}
 
 
 def _remarks(
-    log: StoredLog, arguments: argparse.Namespace, reduced: Reduced, incidents: Sequence[Incident]
+    log: StoredLog, arguments: argparse.Namespace, incident: Trouble | None, recording: Recording, reduced: Reduced
 ) -> Iterator[str]:
-    wrapped = reduced.recording.wrapped_name
-    if wrapped:
-        yield from _remarks_on_wrapped(wrapped, arguments, reduced)
-        return
-    if reduced.num_left_out:
+    who = recording.wrapped_name or "the core"
+    if reduced.recurs is False and incident is not None:
         yield (
-            f"Left out: {plural(reduced.num_left_out, 'request')}, without which the core decides the same and breaks "
-            "the same rules."
+            f"{who[0].upper()}{who[1:]}, run again with what is installed here, does not go wrong: it was mended, or "
+            "the cause is not in the log. So nothing was left out."
+            if recording.wrapped is not None
+            else "With this kvledger the core alone does not break the rule: it was mended, or the fault is in what "
+            "the adapter makes of hook calls. So nothing was left out."
         )
-    yield "Chunk keys have names of their own, and times of steps that say nothing are spread evenly."
-    if not reduced.recurs and not arguments.pin:
+    elif reduced.num_left_out:
         yield (
-            f"With kvledger {_version()} the core alone does not break the rules: it was mended, or the fault is in "
-            "what the adapter makes of hook calls. So nothing was left out."
+            f"Left out: {plural(reduced.num_left_out, 'request')}, without which {who} still does the same. Event "
+            "numbers of the log beside this file differ from those above."
         )
+    yield "Chunk keys have numbers in the place of hashes."
     ours = log.core.handler_fingerprint()
-    if log.header.get("handler_fingerprint", ours) != ours:
+    if recording.wrapped is None and log.header.get("handler_fingerprint", ours) != ours:
         yield "The engine had other state handlers: where they are your own, name them with --handlers."
-    played_back = [incident.rule for incident in incidents if incident.rule in _PLAYED_BACK]
-    if played_back:
+    if recording.wrapped is None and incident is not None and incident.rule in _PLAYED_BACK:
         yield (
-            f"{' and '.join(played_back)} may be broken by what was observed alone: by vLLM, by a worker, or by an "
-            "adapter that took something for something else. What was observed is played back, and a test of it fails "
-            "as long as it stands here."
+            f"{incident.rule} may be broken by what was observed alone: by vLLM, by a worker, or by an adapter that "
+            "took something for something else. What was observed is played back, and a test of it fails as long as "
+            "it stands in the log."
         )
-    if reduced.recording.speculates and not arguments.core:
+    if recording.wrapped is None and recording.speculates and not arguments.core:
         yield "The engine decoded speculatively: drafts that were taken back show in counts only."
-    calls, left_over = hook_calls(reduced.recording.observations)
-    left_out = [f"event {sequence}, {event.id}" for sequence, event in left_over]
-    left_out += [
-        f"event {call.sequence}, {call.hook}"
-        for call in calls
-        if isinstance(call.main, e.HookFailed) and call.hook not in {"get_kv_connector_stats", "has_pending_push_work"}
-    ]
-    kept = {sequence for sequence, _ in reduced.recording.observations}
-    guessed = [f"event {sequence}" for sequence in reduced.recording.guessed if sequence in kept]
-    if guessed:
-        yield (
-            "A log does not have what a call was about that failed before it was recorded. Guessed from what came "
-            f"before and after: {_few(guessed)}."
-        )
-    if left_out:
-        yield f"Not re-enacted: {_few(left_out)}."
-
-
-def _remarks_on_wrapped(wrapped: str, arguments: argparse.Namespace, reduced: Reduced) -> Iterator[str]:
-    if arguments.pin or arguments.all:
-        yield "Nothing was left out."
-    elif reduced.recurs:
-        yield (
-            f"Left out: {plural(reduced.num_left_out, 'request')} and every hook call without which {wrapped} still "
-            "goes wrong in the same way, answers as recorded, and is asked what vLLM could ask."
-        )
-    else:
-        yield (
-            f"{wrapped}, made again with what is installed here, does not go wrong: another version, a cause before "
-            "the log began or in its workers, or a thread of its own. So nothing was left out."
-        )
-    yield "Chunk keys have names of their own, and times of steps that say nothing are spread evenly."
+    left_over = [f"event {sequence}, {event.id}" for sequence, event in _left_over(recording)]
+    if left_over:
+        yield f"Of these nothing can be made again: {_few(left_over)}."
 
 
 def _few(things: Sequence[str]) -> str:
@@ -276,25 +273,7 @@ def _few(things: Sequence[str]) -> str:
 def _command(arguments: argparse.Namespace) -> str:
     words = ["kvledger", "repro", str(arguments.log)]
     words += [arguments.request] if arguments.request else []
-    words += ["--at", str(arguments.at)] if arguments.at else []
+    words += ["-o", str(arguments.output)]
     words += [word for name in arguments.handlers for word in ("--handlers", name)]
     words += [f"--{name}" for name in ("core", "pin", "all") if getattr(arguments, name)]
     return shlex.join(words)
-
-
-def _fields(story: Story, reduced: Reduced, source: str) -> dict[str, object]:
-    return {
-        "request_id": story.request_id,
-        "incidents": [attrs.asdict(incident) for incident in story.incidents],
-        "num_observations": len(reduced.recording.observations),
-        "num_requests_left_out": reduced.num_left_out,
-        "recurs_on_core": reduced.recurs,
-        "source": source,
-    }
-
-
-def _version() -> str:
-    try:
-        return version("kvledger")
-    except PackageNotFoundError:
-        return "(not installed)"

@@ -1,41 +1,21 @@
-"""Incidents as tests: a log's observations, driven once more into the core or into the real connector.
+"""Incidents as tests: a log's observations, run again on the core or on the real connector.
 
-`kvledger repro` writes a test that imports from here; so may tests written by hand. vLLM is imported by `reenact` and
-`ConnectorUnderTest` only.
+`kvledger repro` writes a test that imports from here. vLLM is imported by `rerun` only; tests written by hand find the
+connector without an engine in `connector.py`.
 """
 
-from kvledger.adapters.repro.connector import ConnectorUnderTest, ScheduledRequest, Step
-from kvledger.adapters.repro.core import reenact_core
-from kvledger.adapters.repro.driving import reenact
-from kvledger.adapters.repro.from_log import record
-from kvledger.adapters.repro.recording import (
-    NotReenactable,
-    Recording,
-    Wrapped,
-    quiet_steps,
-    report,
-    step,
-    transfers_ended,
-    workers_reported,
-)
-from kvledger.adapters.repro.reenactment import HOOK_FAILED, Reenactment, Trouble
+from kvledger.adapters.repro.outcome import HOOK_FAILED, Rerun, Trouble
+from kvledger.adapters.repro.recording import NotRerunnable, Recording, read_recording, record
+from kvledger.adapters.repro.rerun import rerun, rerun_core
 
 __all__ = [
     "HOOK_FAILED",
-    "ConnectorUnderTest",
-    "NotReenactable",
+    "NotRerunnable",
     "Recording",
-    "Reenactment",
-    "ScheduledRequest",
-    "Step",
+    "Rerun",
     "Trouble",
-    "Wrapped",
-    "quiet_steps",
+    "read_recording",
     "record",
-    "reenact",
-    "reenact_core",
-    "report",
-    "step",
-    "transfers_ended",
-    "workers_reported",
+    "rerun",
+    "rerun_core",
 ]

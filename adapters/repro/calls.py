@@ -11,7 +11,8 @@ from typing import TypeVar
 
 import attrs
 
-from kvledger.adapters.repro.recording import Recorded, reported_by_workers
+from kvledger.adapters.repro.recording import reported_by_workers
+from kvledger.lifecycle import SequencedEvent
 from kvledger.lifecycle import events as e
 
 _MAIN: dict[type[e.Event], str] = {
@@ -44,12 +45,12 @@ class HookCall:
 
     hook: str
     sequence: int
-    """Of what the call is about; of its failure where it came to nothing."""
+    """Of what the call is about."""
     request_id: str
     """Empty where the call concerns the step."""
     main: e.Event
-    """What the call is about; its failure where nothing else was recorded."""
-    observed: tuple[Recorded, ...]
+    """What the call is about; its failure where the hook records nothing else."""
+    observed: tuple[SequencedEvent, ...]
     """In order, `main` included, and the failure where there was one."""
 
     @property
@@ -86,7 +87,7 @@ def could_not_be_written(event: e.Event) -> bool:
     return isinstance(event, e.DecisionWithheld) and not event.rule
 
 
-def hook_calls(observations: Sequence[Recorded]) -> tuple[list[HookCall], list[Recorded]]:
+def hook_calls(observations: Sequence[SequencedEvent]) -> tuple[list[HookCall], list[SequencedEvent]]:
     """The calls in order, and the observations that belong to none of them."""
     grouping = _Grouping(observations)
     grouping.run()
@@ -94,12 +95,12 @@ def hook_calls(observations: Sequence[Recorded]) -> tuple[list[HookCall], list[R
 
 
 class _Grouping:
-    def __init__(self, observations: Sequence[Recorded]) -> None:
+    def __init__(self, observations: Sequence[SequencedEvent]) -> None:
         self._entries = observations
         self._at = 0
-        self._noticed: list[Recorded] = []
+        self._noticed: list[SequencedEvent] = []
         self.calls: list[HookCall] = []
-        self.left_over: list[Recorded] = []
+        self.left_over: list[SequencedEvent] = []
 
     def run(self) -> None:
         while self._at < len(self._entries):
@@ -109,9 +110,7 @@ class _Grouping:
     def _take(self, sequence: int, event: e.Event) -> None:
         hook = _MAIN.get(type(event))
         if is_withheld(event) and self.calls and not self._noticed:
-            last = self.calls[-1]
-            self.calls[-1] = attrs.evolve(last, observed=(*last.observed, (sequence, event)))
-            self._at += 1
+            self._add_to_last_call(sequence, event)
         elif isinstance(event, e.EffectsDelivered):
             self._delivered(sequence, event)
         elif hook is not None:
@@ -148,8 +147,16 @@ class _Grouping:
         elif to_vllm(event):
             self._call(hook, sequence, "", event, 1)
         else:
-            self.left_over.append((sequence, event))
-            self._at += 1
+            self._leave_over(sequence, event)
+
+    def _add_to_last_call(self, sequence: int, event: e.Event) -> None:
+        last = self.calls[-1]
+        self.calls[-1] = attrs.evolve(last, observed=(*last.observed, (sequence, event)))
+        self._at += 1
+
+    def _leave_over(self, sequence: int, event: e.Event) -> None:
+        self.left_over.append((sequence, event))
+        self._at += 1
 
     def _call(self, hook: str, sequence: int, request_id: str, main: e.Event, num_entries: int) -> None:
         observed = (*self._noticed, *self._entries[self._at : self._at + num_entries])
@@ -212,11 +219,11 @@ class _Grouping:
         elif event.hook in _HOOKS_WITHOUT_OBSERVATIONS:
             self._call(_HOOKS_WITHOUT_OBSERVATIONS[event.hook], sequence, "", event, 1)
         elif self._belongs_to_last_call(hook, event):
-            last = self.calls[-1]
-            self.calls[-1] = attrs.evolve(last, observed=(*last.observed, (sequence, event)))
-            self._at += 1
-        else:
-            self._call(hook, sequence, event.request_id, event, 1)
+            self._add_to_last_call(sequence, event)
+        else:  # what it noticed will be noticed by the next call
+            self.left_over += [entry for entry in self._noticed if isinstance(entry[1], e.HookFailed)]
+            self._noticed = [entry for entry in self._noticed if not isinstance(entry[1], e.HookFailed)]
+            self._leave_over(sequence, event)
 
     def _belongs_to_last_call(self, hook: str, event: e.HookFailed) -> bool:
         """Whether it failed after it had recorded what it is about; then there is a call already."""
@@ -243,7 +250,7 @@ class _Grouping:
         )
 
 
-def end_of_call(observations: Sequence[Recorded], sequence: int) -> int:
+def end_of_call(observations: Sequence[SequencedEvent], sequence: int) -> int:
     """The last observation of the hook call during which this event was recorded."""
     calls, _ = hook_calls(observations)
     ends = [call.last_sequence for call in calls if call.first_sequence <= sequence]

@@ -1,146 +1,83 @@
-"""A real `KVLedgerConnector` without an engine: one method per hook, real vLLM objects made from plain values.
+"""The scheduler's half of a real connector without an engine: one method per hook, vLLM's objects from plain values.
 
-vLLM is imported when the first one is made. It must not know recordings; see `hooks.py` for who drives it.
+It must not know how a recording is played; see `hooks.py` for that.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import attrs
+import torch
+from vllm.config import CacheConfig, DeviceConfig, KVTransferConfig, VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheTensor,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+)
+from vllm.v1.request import Request, RequestStatus
 
 from kvledger.adapters.core import composed_core
-from kvledger.adapters.repro.recording import NotReenactable
-from kvledger.lifecycle import LedgerConfiguration, SequencedEvent
+from kvledger.adapters.recorder.connector import KVLedgerRecorder, KVLedgerRecorderHMA
+from kvledger.adapters.recorder.extension import Recorder
+from kvledger.adapters.recorder.said import Began, WorkersReported
+from kvledger.adapters.repro import vllm_objects
+from kvledger.adapters.repro.recording import NotRerunnable
+from kvledger.adapters.repro.vllm_objects import Step, tables
+from kvledger.adapters.simulation.engine import vllm_config
+from kvledger.adapters.simulation.tiny_model import MAX_MODEL_LEN
+from kvledger.adapters.vllm import KVLedgerConnector
+from kvledger.adapters.vllm.configuration import LARGE_LOAD_BYTES
+from kvledger.adapters.vllm.metadata import JobReport, StepJobs
+from kvledger.lifecycle import Core, LedgerConfiguration, SequencedEvent
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.codec import EventDecoder
-from kvledger.storage.extras import CONNECTOR, require
-
-if TYPE_CHECKING:
-    from vllm.v1.core.sched.output import SchedulerOutput
-    from vllm.v1.request import Request
-
-    from kvledger.adapters.repro.vllm_objects import Engine
-    from kvledger.adapters.vllm.metadata import JobReport, StepJobs
-    from kvledger.adapters.vllm.scheduler_side import SchedulerSide
 
 _NUM_BLOCKS = 1 << 20
 """The scheduler's half never touches a block, so there may be as many as a log can name."""
-_RECENT_BYTES = 1 << 12
+_RECENT_BYTES = 1 << 22
 """Events are read after every call; what was read may be forgotten."""
 
 
-@attrs.frozen
-class ScheduledRequest:
-    """What a step does for one request."""
+class SchedulerHalf:
+    """The hooks, the requests that they read, and the log that they write."""
 
-    request_id: str
-    num_computed_tokens: int
-    num_scheduled_tokens: int
-    new_block_ids: tuple[int, ...] = ()
-    is_new: bool = False
-    """Whether it stands among the step's new requests; model runner V2 lists resumed ones there as well."""
-    is_resumed: bool = False
-    """Whether a cached one brings a table that replaces the old one (model runner V1)."""
-
-
-@attrs.frozen
-class Step:
-    """What `build_connector_meta` is told."""
-
-    scheduled: Sequence[ScheduledRequest] = ()
-    preempted_request_ids: frozenset[str] = frozenset()
-    block_tables: dict[str, Sequence[int]] = attrs.field(factory=dict)
-    """The scheduler's own table of each scheduled request."""
-    zeroed_block_ids: tuple[int, ...] = ()
-    ended_request_ids: frozenset[str] = frozenset()
-    """Since the step before."""
-    admitted_request_ids: tuple[str, ...] = ()
-    """In the order in which they were given blocks; vLLM counts their tokens behind those of who ran already."""
-
-
-class ConnectorUnderTest:
-    """The scheduler's half of the connector.
-
-    Args:
-        configuration: as in the header of a log.
-        speculates: whether the engine decodes speculatively.
-        zeroes_new_blocks: whether the worker zeroes new blocks.
-        handlers: state handlers of one's own, as "module:Class".
-
-    Raises:
-        NotReenactable: the connector makes another configuration of it.
-    """
-
-    def __init__(
-        self,
-        configuration: LedgerConfiguration,
-        *,
-        speculates: bool = False,
-        zeroes_new_blocks: bool = False,
-        handlers: Sequence[str] = (),
-    ) -> None:
-        require("driving the real connector", *CONNECTOR)
-        from kvledger.adapters.repro import vllm_objects  # noqa: PLC0415 -- only here vLLM is needed
-
+    def __init__(self, configuration: LedgerConfiguration, core: Core) -> None:
         self.configuration = configuration
-        self.is_log_written = True
-        """What the connector is to think of its log; it is in memory, and has everything."""
-        engine = vllm_objects.Engine(
-            configuration, speculates=speculates, zeroes_new_blocks=zeroes_new_blocks, num_blocks=_NUM_BLOCKS
-        )
-        self._begin(engine)
-        settings = {**engine.extra_config(), "handlers": list(handlers), "memory_log_bytes": _RECENT_BYTES}
-        self.connector = engine.connector(settings, lambda: self.now_ns)
-        made = self._side.ledger.projections.configuration
-        if made != configuration:
-            different = [
-                f"{name} {given!r} became {getattr(made, name)!r}"
-                for name, given in attrs.asdict(configuration).items()
-                if getattr(made, name) != given
-            ]
-            raise NotReenactable(f"the connector cannot be started as it was: {', '.join(different)}")
-        self._side.journal.is_behind = lambda: not self.is_log_written
-        self.core = composed_core(handlers)
+        self.core = core
         """With which its log is read."""
-
-    def _begin(self, engine: Engine) -> None:
-        """Before there is a connector."""
-        self._engine = engine
         self.now_ns = 0
         """The time that the connector reads from its clock."""
         self.requests: dict[str, Request] = {}
         """By id; what the connector reads of them is set before a hook is called."""
+        self._cache = CacheConfig(block_size=configuration.block_size)
+        hash_function = get_hash_fn_by_name(self._cache.prefix_caching_hash_algo)
+        init_none_hash(hash_function)
+        self._block_hasher = get_request_block_hasher(configuration.block_size, hash_function)
         self._decoder: EventDecoder | None = None
         self._next_sequence = 1
         self._is_closed = False
+        self.connector: Any
 
-    @property
-    def _side(self) -> SchedulerSide:
-        return self.connector.scheduler_side
-
-    @property
     def _store(self) -> Any:  # noqa: ANN401 -- whichever store it is, its header is read
-        return self._side.log.store
-
-    def _commit(self) -> None:
-        self._side.journal.commit()
-
-    @property
-    def _vllm(self) -> Any:  # noqa: ANN401 -- a module
-        from kvledger.adapters.repro import vllm_objects  # noqa: PLC0415 -- as above
-
-        return vllm_objects
+        """Commit what waits for a frame, and give the log's store."""
+        raise NotImplementedError
 
     def take_events(self) -> list[SequencedEvent]:
         """The events that the connector wrote since the last call; what waits for a frame is committed first."""
-        if not self._is_closed:
-            self._commit()
-        decoder = self._decoder = self._decoder or EventDecoder(self.core, self._store.header)
+        store = self._store()
+        decoder = self._decoder = self._decoder or EventDecoder(self.core, store.header)
         events = [
             (sequence, event)
-            for frame in self._store.read(self._next_sequence)
+            for frame in store.read(self._next_sequence)
             for sequence, event in enumerate(decoder.decode(frame.payload), frame.first_sequence)
             if sequence >= self._next_sequence
         ]
@@ -157,44 +94,31 @@ class ConnectorUnderTest:
 
     def get_num_new_matched_tokens(self, request_id: str, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Ask what can be loaded."""
-        return self.connector.get_num_new_matched_tokens(self.requests[request_id], num_computed_tokens)
+        answer: tuple[int | None, bool] = self.connector.get_num_new_matched_tokens(
+            self.requests[request_id], num_computed_tokens
+        )
+        return answer
 
     def update_state_after_alloc(self, request_id: str, block_ids: Sequence[int], num_external_tokens: int) -> None:
         """Give blocks: the whole flat table."""
-        blocks = self._vllm.kv_cache_blocks(block_ids, len(self.configuration.windows))
+        blocks = vllm_objects.kv_cache_blocks(block_ids, len(self.configuration.windows))
         self.connector.update_state_after_alloc(self.requests[request_id], blocks, num_external_tokens)
 
     def build_connector_meta(self, step: Step) -> StepJobs:
         """One engine step; returns its jobs."""
-        output: SchedulerOutput = self._vllm.scheduler_output(step, self.requests, len(self.configuration.windows))
-        return self.connector.build_connector_meta(output)
-
-    def update_connector_output(
-        self, reports: Iterable[JobReport] = (), load_errors: Iterable[int] = (), heard: Iterable[int] = ()
-    ) -> None:
-        """What the workers report; and the lives, by ordinal, of which they tell vLLM as they were to."""
-        told = self._side.journal.obligations.state.told
-        finished = {told[ordinal] for ordinal in heard if ordinal in told}
-        self.connector.update_connector_output(self._vllm.connector_output(tuple(reports), set(load_errors), finished))
+        output = vllm_objects.scheduler_output(step, self.requests, len(self.configuration.windows))
+        jobs: StepJobs = self.connector.build_connector_meta(output)
+        return jobs
 
     def request_finished(self, request_id: str, status: str, block_ids: Sequence[int]) -> None:
         """A request ends."""
         request = self.requests[request_id]
-        request.status = self._vllm.status(status)
-        groups = self._vllm.tables(block_ids, len(self.configuration.windows))
-        self.connector.request_finished_all_groups(request, groups)
-
-    def reset_cache(self) -> None:
-        """Everything cached is stale."""
-        self.connector.reset_cache()
-
-    def get_kv_connector_stats(self) -> None:
-        """Figures are taken."""
-        self.connector.get_kv_connector_stats()
-
-    def has_pending_push_work(self) -> None:
-        """The engine asks whether to go on."""
-        self.connector.has_pending_push_work()
+        request.status = RequestStatus[status]
+        groups = tables(block_ids, len(self.configuration.windows))
+        if hasattr(self.connector, "request_finished_all_groups"):
+            self.connector.request_finished_all_groups(request, groups)
+        else:
+            self.connector.request_finished(request, groups[0])
 
     def shutdown(self) -> None:
         """The engine stops."""
@@ -204,14 +128,245 @@ class ConnectorUnderTest:
     # --- what requests look like ---------------------------------------------------------------------
 
     def accept(self, request_id: str, token_ids: Sequence[int]) -> None:
-        """Let there be a request with this prompt, without a word to the connector."""
-        self.requests[request_id] = self._engine.request(request_id, token_ids)
+        """Let there be a request with this prompt, without a call of the connector."""
+        self.requests[request_id] = Request(
+            request_id=request_id,
+            prompt_token_ids=list(token_ids),
+            sampling_params=SamplingParams(max_tokens=1, temperature=0),
+            pooling_params=None,
+            arrival_time=0.0,
+            block_hasher=self._block_hasher,
+        )
 
     def set_tokens(self, request_id: str, first: int, token_ids: Sequence[int]) -> None:
-        """Let a request have these tokens from position `first` on, and no others behind them."""
-        self._engine.set_tokens(self.requests[request_id], first, token_ids)
+        """Let a request have these tokens from `first` on, and hash its blocks again from there, as vLLM does."""
+        request = self.requests[request_id]
+        outputs: list[int] = request._output_token_ids  # noqa: SLF001 -- as vLLM's scheduler cuts a session
+        tokens: list[int] = request._all_token_ids  # noqa: SLF001
+        del outputs[max(0, len(outputs) - (len(tokens) - first)) :]
+        del tokens[first:]
+        del request.block_hashes[first // self.configuration.block_size :]
+        request.append_output_token_ids(list(token_ids))
 
-    def reports(self, report: e.TransferReported) -> list[JobReport]:
-        """What each rank says, so that together they say this."""
-        reports: list[JobReport] = self._vllm.job_reports(report)
-        return reports
+
+class ConnectorUnderTest(SchedulerHalf):
+    """Of `KVLedgerConnector`.
+
+    Args:
+        configuration: as in the header of a log.
+        speculates: whether the engine decodes speculatively.
+        zeroes_new_blocks: whether the worker zeroes new blocks.
+        handlers: state handlers of one's own, as "module:Class".
+
+    Raises:
+        NotRerunnable: the connector makes another configuration of it.
+    """
+
+    def __init__(
+        self,
+        configuration: LedgerConfiguration,
+        *,
+        speculates: bool = False,
+        zeroes_new_blocks: bool = False,
+        handlers: Sequence[str] = (),
+    ) -> None:
+        super().__init__(configuration, composed_core(handlers))
+        self.is_log_written = True
+        """What the connector is to think of its log; it is in memory, and has everything."""
+        block_bytes = _block_bytes(configuration)
+        config = VllmConfig(
+            cache_config=self._cache,
+            device_config=DeviceConfig("cpu"),
+            kv_transfer_config=KVTransferConfig(
+                kv_connector="KVLedgerConnector",
+                kv_connector_module_path="kvledger.adapters.vllm",
+                kv_role="kv_both",
+                kv_connector_extra_config={**_extra_config(configuration, block_bytes), "handlers": list(handlers)},
+            ),
+        )
+        cache_class = _ZeroingCacheConfig if zeroes_new_blocks else KVCacheConfig
+        cache = _cache_config(cache_class, configuration, block_bytes, _NUM_BLOCKS)
+        _adjust(config, num_ranks=configuration.num_ranks, is_async=False, speculates=speculates)
+        self.connector = _made(KVLedgerConnector, lambda: self.now_ns, config, cache)
+        made = self.connector.scheduler_side.ledger.projections.configuration
+        if made != configuration:
+            different = [
+                f"{name} {given!r} became {getattr(made, name)!r}"
+                for name, given in attrs.asdict(configuration).items()
+                if getattr(made, name) != given
+            ]
+            raise NotRerunnable(f"the connector cannot be started as it was: {', '.join(different)}")
+        self.connector.scheduler_side.journal.is_behind = lambda: not self.is_log_written
+
+    def _store(self) -> Any:  # noqa: ANN401 -- as there
+        if not self._is_closed:
+            self.connector.scheduler_side.journal.commit()
+        return self.connector.scheduler_side.log.store
+
+    def update_connector_output(
+        self,
+        reports: Iterable[e.TransferReported] = (),
+        load_errors: Iterable[int] = (),
+        heard: Iterable[int] = (),
+    ) -> None:
+        """What the workers report; and the ended requests, by ordinal, of which they tell vLLM as they were to."""
+        ended = self.connector.scheduler_side.journal.obligations.state.told
+        finished = {ended[ordinal] for ordinal in heard if ordinal in ended}
+        of_ranks: list[JobReport] = [of_rank for report in reports for of_rank in vllm_objects.job_reports(report)]
+        self.connector.update_connector_output(
+            vllm_objects.connector_output(tuple(of_ranks), set(load_errors), finished)
+        )
+
+
+class WrappedUnderTest(SchedulerHalf):
+    """Of a recorder around the connector that a log names.
+
+    Raises:
+        NotRerunnable: the connector cannot be made here.
+    """
+
+    def __init__(self, configuration: LedgerConfiguration, wrapped: Began, *, speculates: bool) -> None:
+        super().__init__(configuration, Core.standard().extended(Recorder()))
+        self._num_ranks = wrapped.num_ranks
+        extra_config = {"log_dir": None, "memory_log_bytes": _RECENT_BYTES, "connector": wrapped.kv_transfer}
+        num_blocks = max(1, wrapped.num_blocks)
+        width = max(2, wrapped.block_bytes // configuration.block_size)
+        try:
+            config = vllm_config(
+                num_blocks=wrapped.num_blocks,
+                block_size=configuration.block_size,
+                max_num_seqs=wrapped.max_num_seqs,
+                max_num_batched_tokens=wrapped.max_num_batched_tokens,
+                max_model_len=min(wrapped.max_model_len, MAX_MODEL_LEN),
+                enable_prefix_caching=wrapped.enable_prefix_caching,
+                async_scheduling=False,
+                kv_transfer={
+                    "kv_connector": wrapped.recorder,
+                    "kv_connector_module_path": "kvledger.adapters.recorder",
+                    "kv_role": wrapped.kv_transfer["kv_role"],
+                    "kv_connector_extra_config": extra_config,
+                },
+            )
+            cache = _cache_config(KVCacheConfig, configuration, wrapped.block_bytes, num_blocks, head_size=width // 2)
+            _adjust(config, num_ranks=wrapped.num_ranks, is_async=wrapped.async_scheduling, speculates=speculates)
+            recorder = {of.__name__: of for of in (KVLedgerRecorder, KVLedgerRecorderHMA)}[wrapped.recorder]
+            self.connector = _made(recorder, lambda: self.now_ns, config, cache)
+        except Exception as error:
+            raise NotRerunnable(
+                f"{wrapped.kv_transfer['kv_connector']} cannot be made here as it was: {type(error).__name__}: "
+                f"{error}; install what it needs, or put its module on PYTHONPATH"
+            ) from error
+        self._refuse_blocks(self.connector.wrapped)
+
+    def _refuse_blocks(self, wrapped: Any) -> None:  # noqa: ANN401 -- any connector
+        """One that is given vLLM's own blocks keeps and frees them: there are none here.
+
+        (`kv_connector/v1/base.py`, bind_gpu_block_pool, 0.32).
+        """
+        children = getattr(wrapped, "_connectors", ())
+        for child in children:
+            self._refuse_blocks(child)
+        if not children and "bind_gpu_block_pool" in vars(type(wrapped)):
+            raise NotRerunnable(
+                f"{type(wrapped).__name__} works on vLLM's own blocks, which no recording has; a world of the "
+                "simulated engine with its seed plays it again (kvledger.adapters.simulation)"
+            )
+
+    def _store(self) -> Any:  # noqa: ANN401 -- as there
+        if not self._is_closed:
+            self.connector.recording.log.commit()
+        return self.connector.recording.log.log.store
+
+    def workers_report(self, reported: WorkersReported, completed: Iterable[str]) -> None:
+        """What the workers said, with today's names of the copies that they completed."""
+        by_all = dict.fromkeys(completed, self._num_ranks)
+        self.connector.update_connector_output(vllm_objects.workers_output(reported, by_all, self.connector.wrapped))
+
+
+# --- a configuration of vLLM ------------------------------------------------------------------------
+
+
+def _adjust(config: VllmConfig, *, num_ranks: int, is_async: bool, speculates: bool) -> None:
+    """Set what vLLM would refuse without devices and a second model."""
+    config.scheduler_config.async_scheduling = is_async
+    config.parallel_config.world_size = num_ranks
+    if speculates:
+        speculation: Any = object()
+        config.speculative_config = speculation
+
+
+def _made(connector: type[Any], clock: Callable[[], int], config: VllmConfig, cache: KVCacheConfig) -> Any:  # noqa: ANN401 -- of the class
+    """The scheduler's half, with another clock."""
+    with_clock = type(connector.__name__, (connector,), {"clock": staticmethod(clock)})
+    return with_clock(config, KVConnectorRole.SCHEDULER, cache)
+
+
+def _extra_config(configuration: LedgerConfiguration, block_bytes: int) -> dict[str, Any]:
+    """`kv_connector_extra_config` that leads to the configuration."""
+    same = (
+        *("chunk_size", "max_hit_share", "chunk_statistics", "save_tails", "keep_for_preempted"),
+        *("max_deferred_lookups", "max_failed_loads", "max_silent_steps", "max_silent_ms"),
+    )
+    return {
+        "log_dir": None,
+        "memory_log_bytes": _RECENT_BYTES,
+        "host_bytes": configuration.num_slots * block_bytes * configuration.num_ranks,
+        "load_mode": {None: "sync", 0: "async"}.get(configuration.async_load_tokens, "auto"),
+        "save_mode": "async" if configuration.async_saves else "sync",
+        **{name: getattr(configuration, name) for name in same},
+    }
+
+
+class _ZeroingCacheConfig(KVCacheConfig):
+    """Of a model whose new blocks are zeroed."""
+
+    @property
+    def needs_kv_cache_zeroing(self) -> bool:
+        return True
+
+
+def _block_bytes(configuration: LedgerConfiguration) -> int:
+    """Bytes of a block for which loads of the configured size run asynchronously."""
+    granularity = configuration.block_size
+    if not configuration.async_load_tokens:
+        return 2 * granularity
+    num_blocks = configuration.async_load_tokens // configuration.block_size
+    smallest = -(-LARGE_LOAD_BYTES // num_blocks)
+    return -(-smallest // granularity) * granularity
+
+
+def _cache_config(
+    config_class: type[KVCacheConfig],
+    configuration: LedgerConfiguration,
+    block_bytes: int,
+    num_blocks: int,
+    *,
+    head_size: int = 0,
+) -> KVCacheConfig:
+    """With heads of that size, or of one that fills the block."""
+    block_size = configuration.block_size
+    width = block_bytes // block_size
+    sizes: dict[str, Any] = {"block_size": block_size, "num_kv_heads": 1, "dtype": torch.uint8}
+    groups, names = [], []
+    for number, window in enumerate(configuration.windows):
+        spec: Any
+        if window:
+            spec = SlidingWindowSpec(sliding_window=window, head_size=head_size or _halved(width), **sizes)
+        elif head_size or any(configuration.windows):
+            spec = FullAttentionSpec(head_size=head_size or _halved(width), **sizes)
+        else:
+            spec = MLAAttentionSpec(head_size=width, **sizes)
+        names.append(f"layer {number}")
+        groups.append(KVCacheGroupSpec([names[-1]], spec))
+    tensors = [
+        KVCacheTensor(size=block_bytes * num_blocks, layers=[name], layer_stride=block_bytes, block_stride=block_bytes)
+        for name in names
+    ]
+    return config_class(num_blocks=num_blocks, kv_cache_tensors=tensors, kv_cache_groups=groups)
+
+
+def _halved(width: int) -> int:
+    """The head size of a layer with keys and values."""
+    if width % 2:
+        raise NotRerunnable(f"{width} bytes a token cannot be halved into keys and values")
+    return width // 2

@@ -1,17 +1,13 @@
-"""Re-enacts a recording on the core alone: observations into a `Ledger`. No vLLM, milliseconds.
+"""Runs a recording again on the core alone: observations into a `Ledger`. No vLLM, milliseconds.
 
-Sees what decisions and projections do. What the adapter makes of hook calls is re-enacted in `hooks.py`.
+Sees what decisions and projections do. What the adapter makes of hook calls is run again in `hooks.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from kvledger.adapters.core import composed_core
-from kvledger.adapters.repro.adaptation import Adaptation
-from kvledger.adapters.repro.calls import HookCall, hook_calls, to_vllm
-from kvledger.adapters.repro.recording import JOB_ISSUED, Recording, changed, report
-from kvledger.adapters.repro.reenactment import Reenactment
+from kvledger.adapters.repro.calls import HookCall, to_vllm
+from kvledger.adapters.repro.recording import JOB_ISSUED, Recording, changed
+from kvledger.adapters.repro.run import Run
 from kvledger.lifecycle import Channel, Core, Ledger, LedgerCorrupt, SequencedEvent
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.codec import EventDecoder, vocabulary_header
@@ -20,9 +16,9 @@ from kvledger.lifecycle.codec import EventDecoder, vocabulary_header
 class _Sink:
     """Hands out what was committed, as a reader of the log would see it."""
 
-    def __init__(self, core: Core) -> None:
+    def __init__(self, decoder: EventDecoder) -> None:
         self.next_sequence = 1
-        self._decoder = EventDecoder(core, vocabulary_header(core))
+        self._decoder = decoder
         self._events: list[SequencedEvent] = []
 
     def append(self, payload: bytes, num_events: int, *, expected_sequence: int | None = None) -> int:  # noqa: ARG002
@@ -38,82 +34,52 @@ class _Sink:
         return taken
 
 
-def reenact_core(recording: Recording, *, until: int | None = None, handlers: Sequence[str] = ()) -> Reenactment:
-    """Give the recorded observations to a new ledger.
+class CoreRun(Run):
+    """Gives the recorded observations to a new ledger."""
 
-    Args:
-        recording: what was seen.
-        until: end with this event of the recorded log.
-        handlers: state handlers of one's own, as "module:Class", if the engine had any.
-    """
-    return _CoreRun(recording.until(until), handlers).run()
-
-
-class _CoreRun:
-    def __init__(self, recording: Recording, handlers: Sequence[str]) -> None:
-        self._recording = recording
-        self._configuration = recording.configuration
-        core = composed_core(handlers)
-        self._sink = _Sink(core)
-        self._ledger = Ledger(core, self._configuration, self._sink)
-        self._adaptation = Adaptation(recording)
-        self._outcome = Reenactment(self._configuration, core)
+    def __init__(self, recording: Recording, core: Core) -> None:
+        super().__init__(recording, core)
+        self._sink = _Sink(EventDecoder(core, vocabulary_header(core)))
+        self._ledger = Ledger(core, recording.configuration, self._sink)
         self._ordinals: dict[str, int] = {}
         self._missing: dict[int, int] = {}
-        self._overdue: list[int] = []
-        self._hook, self._sequence = "", 0
         self._is_corrupt = False
 
-    def run(self) -> Reenactment:
-        """All calls, then the audit's last look."""
-        calls, left_over = hook_calls(self._recording.observations)
-        self._outcome.left_out += [f"event {sequence} ({event.id})" for sequence, event in left_over]
-        for call in calls:
-            self._hook, self._sequence = call.hook, call.sequence
-            if self._is_corrupt:
-                break
-            self._reenact(call)
-        self._outcome.finish(self._hook, self._sequence)
-        return self._outcome
-
-    def _reenact(self, call: HookCall) -> None:
-        if isinstance(call.main, e.HookFailed):
-            self._outcome.left_out.append(f"the call of {call.hook} that failed before event {call.sequence}")
+    def _make(self, call: HookCall) -> bool:
+        if isinstance(call.main, e.StepScheduled):
+            for report in self._overdue_reports(call.main.time_ns):
+                self._observe(call, call.sequence, report)
         for sequence, event in call.observed:
-            if isinstance(event, e.StepScheduled):
-                self._report_overdue(event.time_ns)
             adapted = None if isinstance(event, e.HookFailed) else self._adapted(event)
             if adapted is not None:
-                self._observe(sequence, adapted)
+                self._observe(call, sequence, adapted)
+        return not self._is_corrupt
 
-    def _observe(self, sequence: int, event: e.Event) -> None:
+    def _observe(self, call: HookCall, sequence: int, event: e.Event) -> None:
         try:
             self._ledger.observe(event)
-        except Exception as error:  # noqa: BLE001 -- told as the adapter's guard tells it
-            self._tell(error, getattr(event, "request_id", ""), getattr(event, "time_ns", 0))
+        except Exception as error:  # noqa: BLE001 -- written as the adapter's guard writes it
+            self._is_corrupt = isinstance(error, LedgerCorrupt)
+            text, request_id = f"{type(error).__name__}: {error}", getattr(event, "request_id", "")
+            self._ledger.observe(e.HookFailed(call.hook, request_id, text, getattr(event, "time_ns", 0)))
         self._ledger.commit()
         events = self._sink.take()
-        self._outcome.take(events, self._hook, self._sequence)
+        self._outcome.take(events, call.hook, call.sequence)
         for _, made in events:
             if isinstance(made, JOB_ISSUED):
-                self._adaptation.issued(made, sequence)
+                self._issued(made, sequence)
             elif isinstance(made, e.LookupAnswered):
-                self._adaptation.answered(made.request_id, sequence, made.num_external_tokens)
+                self._answered(made.request_id, sequence, made.num_external_tokens)
             elif isinstance(made, e.LookupDeferred):
-                self._adaptation.answered(made.request_id, sequence, 0)
-
-    def _tell(self, error: Exception, request_id: str, time_ns: int) -> None:
-        failed = e.HookFailed(self._hook, request_id, f"{type(error).__name__}: {error}", time_ns)
-        self._is_corrupt = isinstance(error, LedgerCorrupt)
-        self._ledger.observe(failed)
+                self._answered(made.request_id, sequence, None)
 
     def _delivered(self, recorded: e.EffectsDelivered) -> e.EffectsDelivered | None:
         """What this ledger owes where the recorded one handed over."""
         if not to_vllm(recorded):
             return self._ledger.ready(Channel.WORKERS).delivered()
         ready = self._ledger.ready(Channel.VLLM)
-        told = self._ledger.projections.obligations.state.told
-        return ready._replace(heard=tuple(ordinal for ordinal in recorded.heard if ordinal in told)).delivered()
+        ended = self._ledger.projections.obligations.state.told
+        return ready._replace(heard=tuple(ordinal for ordinal in recorded.heard if ordinal in ended)).delivered()
 
     def _adapted(self, event: e.Event) -> e.Event | None:
         if isinstance(event, e.EffectsDelivered):
@@ -121,7 +87,7 @@ class _CoreRun:
         if isinstance(event, e.RequestArrived):
             self._ordinals[event.request_id] = event.ordinal
         elif isinstance(event, e.BlocksAllocated):
-            taken = self._adaptation.taken_up(event.request_id, event.num_external_tokens)
+            taken = self._taken_up(event)
             if taken != event.num_external_tokens:
                 self._missing[self._ordinals.get(event.request_id, -1)] = event.num_external_tokens - taken
                 return changed(event, num_external_tokens=taken)
@@ -130,7 +96,7 @@ class _CoreRun:
         elif isinstance(event, e.StepScheduled) and self._missing:
             return self._computing_more(event)
         elif isinstance(event, e.TransferReported):
-            job_id = self._adaptation.job(event.job_id)
+            job_id = self._job(event.job_id)
             return None if job_id is None else changed(event, job_id=job_id)
         return event
 
@@ -149,10 +115,3 @@ class _CoreRun:
         return changed(
             step, num_scheduled_tokens=num_scheduled_tokens, advanced=tuple(advanced), settled=tuple(settled)
         )
-
-    def _report_overdue(self, time_ns: int) -> None:
-        """Jobs that were not issued then are done one step after they were handed out."""
-        ranks = tuple(range(self._configuration.num_ranks))
-        for job_id in self._overdue:
-            self._observe(self._sequence, report(job_id, time_ns, ranks_done=ranks))
-        self._overdue = self._adaptation.take_unrecorded_jobs()

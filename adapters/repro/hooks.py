@@ -1,4 +1,4 @@
-"""Re-enacts a recording on the real connector: every recorded hook call is made again, with vLLM's own objects.
+"""Runs a recording again on the real connector: every recorded hook call is made again, with vLLM's own objects.
 
 The connector reads more of a request than it records. What it read is worked out from what it recorded: tokens from
 chunk keys, tokens in flight from settled ones, the batch of a step from what the step says and what it need not say.
@@ -9,42 +9,32 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from kvledger.adapters.repro.adaptation import Adaptation
-from kvledger.adapters.repro.calls import HookCall, could_not_be_written, hook_calls, is_withheld
-from kvledger.adapters.repro.connector import ConnectorUnderTest, ScheduledRequest, Step
-from kvledger.adapters.repro.live_requests import LiveRequests
-from kvledger.adapters.repro.recording import JOB_ISSUED, Recording, changed, report
-from kvledger.adapters.repro.reenactment import Reenactment
-from kvledger.adapters.repro.scheduler_record import Life, ScheduledTokens, SchedulerRecord, runs_async
+from kvledger.adapters.repro.calls import HookCall, could_not_be_written, is_withheld
+from kvledger.adapters.repro.connector import ConnectorUnderTest, SchedulerHalf
+from kvledger.adapters.repro.recording import JOB_ISSUED, Recording, changed
+from kvledger.adapters.repro.requests import LiveRequests
+from kvledger.adapters.repro.run import Run
+from kvledger.adapters.repro.scheduler import Incarnation, ScheduledTokens, SchedulerModel, runs_async
+from kvledger.adapters.repro.vllm_objects import ScheduledRequest, Step
 from kvledger.lifecycle import events as e
 
 _UNRECORDED = "unrecorded request"
 """Stands in a step for tokens of requests that the log does not know."""
 
 
-_WITHOUT_OBSERVATIONS = frozenset({"get_kv_connector_stats", "has_pending_push_work"})
+class HookRun(Run):
+    """What any connector's hooks are called with."""
 
-
-class HookRun:
-    """One re-enactment on a connector that was just made."""
-
-    def __init__(self, recording: Recording, connector: ConnectorUnderTest) -> None:
-        self._recording = recording
+    def __init__(self, recording: Recording, connector: SchedulerHalf, *, is_async: bool) -> None:
+        super().__init__(recording, connector.core)
         self._connector = connector
-        wrapped = recording.wrapped
-        self._record = SchedulerRecord(
-            is_async=runs_async(recording.observations, recording.configuration.chunk_size)
-            if wrapped is None
-            else wrapped.async_scheduling
-        )
-        self._adaptation = Adaptation(recording)
-        self._outcome = Reenactment(recording.configuration, connector.core)
-        self._overdue: list[int] = []
+        self._record = SchedulerModel(is_async=is_async)
         self._ended: set[str] = set()
         self._admitted: dict[str, None] = {}
         self._preempted: set[str] = set()
-        self._live = LiveRequests(recording, self._connector, self._record)
-        self._calls: dict[str, Callable[[HookCall, Any], None]] = {
+        self._live = LiveRequests(recording, connector, self._record)
+        of_any = connector.connector
+        self._calls: dict[str, Callable[[HookCall, Any], object]] = {
             "on_new_request": self._arrive,
             "get_num_new_matched_tokens": self._look_up,
             "update_state_after_alloc": self._allocate,
@@ -52,53 +42,30 @@ class HookRun:
             "update_connector_output": self._output,
             "request_finished": self._finish,
             "reset_cache": self._reset,
-            "get_kv_connector_stats": lambda _call, _main: self._connector.get_kv_connector_stats(),
-            "has_pending_push_work": lambda _call, _main: self._connector.has_pending_push_work(),
-            "shutdown": lambda _call, _main: self._connector.shutdown(),
+            "get_kv_connector_stats": lambda _call, _main: of_any.get_kv_connector_stats(),
+            "has_pending_push_work": lambda _call, _main: of_any.has_pending_push_work(),
+            "shutdown": lambda _call, _main: connector.shutdown(),
         }
+        self._outcome.take(connector.take_events(), "the start", 1)
 
-    def run(self) -> Reenactment:
-        """All calls, then the audit's last look."""
-        calls, left_over = hook_calls(self._recording.observations)
-        self._outcome.left_out += [f"event {sequence} ({event.id})" for sequence, event in left_over]
-        self._outcome.take(self._connector.take_events(), "the start", 1)
-        hook, sequence = "the start", 1
-        for call in calls:
-            hook, sequence = call.hook, call.sequence
-            reenact_call = self._calls.get(hook)
-            if reenact_call is None:
-                self._outcome.left_out.append(f"event {sequence}: {hook} is no hook of this connector")
-                continue
-            self._connector.now_ns = max(getattr(event, "time_ns", 0) for _, event in call.observed)
-            if isinstance(call.main, e.HookFailed) and hook not in _WITHOUT_OBSERVATIONS:
-                self._outcome.left_out.append(f"event {sequence}: {hook}, of which nothing was recorded")
-                continue
-            self._connector.is_log_written = not any(could_not_be_written(event) for _, event in call.observed)
-            self._preempted.update(event.request_id for event in call.noticed(e.RequestPreempted))
-            goes_on = self._makes(reenact_call, call)
-            self._connector.is_log_written = True
-            self._take(call)
-            if not goes_on:
-                break
-        self._outcome.finish(hook, sequence)
-        return self._outcome
+    def _make(self, call: HookCall) -> bool:
+        make = self._calls.get(call.hook)
+        if make is None:
+            self._outcome.left_out.append(f"event {call.sequence}: {call.hook} is no hook of this connector")
+            return True
+        self._connector.now_ns = max(getattr(event, "time_ns", 0) for _, event in call.observed)
+        self._preempted.update(event.request_id for event in call.noticed(e.RequestPreempted))
+        lives_on = self._calls_hook(make, call)
+        self._take(call, self._connector.take_events())
+        return lives_on
 
-    def _makes(self, reenact_call: Callable[[HookCall, Any], None], call: HookCall) -> bool:
-        """Make a call; returns whether the engine lives on, as it does whatever happens in a hook of ours."""
-        reenact_call(call, call.main)
-        return True
+    def _calls_hook(self, make: Callable[[HookCall, Any], object], call: HookCall) -> bool:
+        """Returns whether the engine lives on."""
+        raise NotImplementedError
 
-    def _take(self, call: HookCall) -> None:
-        """Read what the call made, and tell jobs and answers apart from recorded ones."""
-        events = self._connector.take_events()
+    def _take(self, call: HookCall, events: Sequence[tuple[int, e.Event]]) -> None:
+        """Take what the call wrote."""
         self._outcome.take(events, call.hook, call.sequence)
-        waiting = list(call.observed)
-        recorded: dict[int, int] = {}
-        for sequence, event in events:
-            if not event.is_decision:
-                recorded[sequence] = _recorded_sequence(event, waiting, call.sequence)
-            elif isinstance(event, JOB_ISSUED):
-                self._adaptation.issued(event, recorded.get(event.cause, call.sequence))
 
     # --- the hooks -------------------------------------------------------------------------------------
 
@@ -109,22 +76,17 @@ class HookRun:
     def _look_up(self, call: HookCall, main: e.LookupRequested) -> None:
         life = self._known(call, main.num_tokens)
         self._live.notice(call)
-        self._record.looked_up(main, call.sequence)
+        self._record.looked_up(life, main)
         self._live.write_tokens(life, main.num_tokens)
         answer, _ = self._connector.get_num_new_matched_tokens(main.request_id, main.num_computed_tokens)
-        recorded = self._recording.answers.get(call.sequence, 0)
-        if answer != recorded:
-            self._outcome.other_answers.append(
-                f"{main.request_id} is answered {answer} tokens in the lookup of event {call.sequence}, not {recorded}"
-            )
-        self._adaptation.answered(main.request_id, call.sequence, answer or 0)
+        self._answered(main.request_id, call.sequence, answer)
 
     def _allocate(self, call: HookCall, main: e.BlocksAllocated) -> None:
         life = self._known(call, len(main.block_ids) * self._recording.configuration.block_size)
         self._live.notice(call)
         for event in call.noticed(e.SessionContinued):
             self._live.next_turn(life, event)
-        taken = self._adaptation.taken_up(main.request_id, main.num_external_tokens)
+        taken = self._taken_up(main)
         life.num_missing_tokens += main.num_external_tokens - taken
         self._connector.update_state_after_alloc(main.request_id, main.block_ids, taken)
         self._record.allocated(life, main)
@@ -132,7 +94,7 @@ class HookRun:
         self._admitted[main.request_id] = None
 
     def _step(self, call: HookCall, main: e.StepScheduled) -> None:
-        self._report_overdue()
+        self._before_step()
         zeroed = self._zeroed(call)
         self._live.notice(call)
         settled = {ordinal: num_settled_tokens for ordinal, _, num_settled_tokens in main.settled}
@@ -188,35 +150,12 @@ class HookRun:
         lives = [life for event in lost if (life := self._record.get(event.request_id)) is not None]
         return tuple(block_id for life in lives for block_id in life.block_ids)
 
-    def _output(self, call: HookCall, _main: e.Event) -> None:
-        load_errors: list[int] = []
-        rolled_back: dict[str, int] = {}
-        reports: list[Any] = []
-        for _, event in call.observed:
-            if isinstance(event, e.LoadErrorsObserved):
-                load_errors += event.block_ids
-            elif isinstance(event, e.TokensRolledBack):
-                rolled_back[event.request_id] = event.num_computed_tokens
-            elif isinstance(event, e.TransferReported) and not is_withheld(event):
-                reports += self._reports(event)
-        if load_errors:
-            self._live.take_back(rolled_back)
-        heard = [ordinal for delivered in call.noticed(e.EffectsDelivered) for ordinal in delivered.heard]
-        self._connector.update_connector_output(reports, load_errors, heard)
+    def _before_step(self) -> None:
+        """What nobody recorded comes first."""
 
-    def _reports(self, event: e.TransferReported) -> list[Any]:
-        job_id = self._adaptation.job(event.job_id)
-        return [] if job_id is None else self._connector.reports(changed(event, job_id=job_id))
-
-    def _report_overdue(self) -> None:
-        """Jobs that were not issued then are done one step after they were handed out."""
-        ranks = tuple(range(self._recording.configuration.num_ranks))
-        told = [report(job_id, self._connector.now_ns, ranks_done=ranks) for job_id in self._overdue]
-        if told:
-            self._connector.update_connector_output(
-                [of_rank for job in told for of_rank in self._connector.reports(job)]
-            )
-        self._overdue = self._adaptation.take_unrecorded_jobs()
+    def _output(self, call: HookCall, main: Any) -> None:  # noqa: ANN401 -- of several kinds
+        """What the workers report."""
+        raise NotImplementedError
 
     def _finish(self, call: HookCall, main: e.RequestFinished) -> None:
         life = self._known(call, main.num_tokens)
@@ -227,22 +166,71 @@ class HookRun:
         self._record.finished(life)
         del self._connector.requests[main.request_id]
 
-    def _table_at_end(self, life: Life, main: e.RequestFinished) -> Sequence[int]:
-        configuration = self._recording.configuration
-        num_blocks = -(-main.num_settled_tokens // configuration.block_size)
-        return life.block_ids[: num_blocks * len(configuration.windows)]
+    def _table_at_end(self, life: Incarnation, _main: e.RequestFinished) -> Sequence[int]:
+        return life.block_ids
 
     def _reset(self, call: HookCall, _main: e.CacheReset) -> None:
         self._live.notice(call)
-        self._connector.reset_cache()
+        self._connector.connector.reset_cache()
 
-    def _known(self, call: HookCall, num_tokens: int) -> Life:
-        """The request that a call is about; one of which the connector was never told is there all the same."""
+    def _known(self, call: HookCall, num_tokens: int) -> Incarnation:
+        """The request that a call is about; one that never arrived is there all the same."""
         life = self._live.life(call.request_id)
         if life is None:
             life = self._record.arrived(e.RequestArrived(call.request_id, -call.sequence, num_tokens, 0))
             self._connector.accept(call.request_id, self._live.prompt(life))
         return life
+
+
+class LedgerRun(HookRun):
+    """On kvledger's own connector, whose engine lives on whatever happens in a hook."""
+
+    def __init__(self, recording: Recording, handlers: Sequence[str]) -> None:
+        connector = ConnectorUnderTest(
+            recording.configuration,
+            speculates=recording.speculates,
+            zeroes_new_blocks=recording.zeroes_new_blocks,
+            handlers=handlers,
+        )
+        self._ours = connector
+        is_async = runs_async(recording.observations, recording.configuration.chunk_size)
+        super().__init__(recording, connector, is_async=is_async)
+
+    def _calls_hook(self, make: Callable[[HookCall, Any], object], call: HookCall) -> bool:
+        self._ours.is_log_written = not any(could_not_be_written(event) for _, event in call.observed)
+        make(call, call.main)
+        self._ours.is_log_written = True
+        return True
+
+    def _take(self, call: HookCall, events: Sequence[tuple[int, e.Event]]) -> None:
+        """Tell jobs apart from recorded ones, too."""
+        super()._take(call, events)
+        waiting = list(call.observed)
+        recorded: dict[int, int] = {}
+        for sequence, event in events:
+            if not event.is_decision:
+                recorded[sequence] = _recorded_sequence(event, waiting, call.sequence)
+            elif isinstance(event, JOB_ISSUED):
+                self._issued(event, recorded.get(event.cause, call.sequence))
+
+    def _before_step(self) -> None:
+        overdue = self._overdue_reports(self._connector.now_ns)
+        if overdue:
+            self._ours.update_connector_output(overdue)
+
+    def _output(self, call: HookCall, _main: e.Event) -> None:
+        load_errors = [block_id for event in call.noticed(e.LoadErrorsObserved) for block_id in event.block_ids]
+        if load_errors:
+            self._live.take_back(call.noticed(e.TokensRolledBack))
+        reported = [event for event in call.noticed(e.TransferReported) if not is_withheld(event)]
+        reports = [changed(event, job_id=job) for event in reported if (job := self._job(event.job_id)) is not None]
+        heard = [ordinal for delivered in call.noticed(e.EffectsDelivered) for ordinal in delivered.heard]
+        self._ours.update_connector_output(reports, load_errors, heard)
+
+    def _table_at_end(self, life: Incarnation, main: e.RequestFinished) -> Sequence[int]:
+        configuration = self._recording.configuration
+        num_blocks = -(-main.num_settled_tokens // configuration.block_size)
+        return life.block_ids[: num_blocks * len(configuration.windows)]
 
 
 def _recorded_sequence(event: e.Event, waiting: list[tuple[int, e.Event]], otherwise: int) -> int:

@@ -1,33 +1,48 @@
-"""What a log says about an incident, as plain values: observations, and what later ones refer to of decisions.
+"""What a log says about an incident: observations, and what later ones refer to of decisions.
 
-It knows events only, those of the recorder among them. A recording is written into a test as a literal, so it is
-short, and the decisions themselves are not in it: the code under test makes its own.
+It knows events only, those of the recorder among them. The decisions themselves are not in it: the code under test
+makes its own.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import NamedTuple, TypeVar
 
 import attrs
 import msgspec
 
+from kvledger.adapters.logs.log import open_log
 from kvledger.adapters.recorder.extension import Recorder
-from kvledger.adapters.recorder.said import Began, TransfersEnded, WorkersReported
-from kvledger.lifecycle import LedgerConfiguration
+from kvledger.adapters.recorder.said import (
+    CHILD,
+    Began,
+    Transferred,
+    TransferredFor,
+    TransfersEnded,
+    WorkersReported,
+)
+from kvledger.lifecycle import LedgerConfiguration, SequencedEvent
 from kvledger.lifecycle import events as e
 
-Recorded = tuple[int, e.Event]
-"""An observation with its sequence number in the log that it comes from."""
-
 _Event = TypeVar("_Event", bound=e.Event)
-Wrapped = Began
-"""A connector that a recorder was around, and its engine, as the log says when it begins."""
+_Payload = TypeVar("_Payload")
 JOB_ISSUED = (e.LoadIssued, e.SaveIssued, e.TailSaveIssued)
 
 
-class NotReenactable(ValueError):
-    """A log, or a part of one, that cannot be re-enacted; the message says why."""
+class NotRerunnable(ValueError):
+    """A log, or a part of one, that cannot be run again; the message says why."""
+
+
+class Job(NamedTuple):
+    """Why a copy was issued."""
+
+    cause: int
+    """Sequence number of the observation that led to it."""
+    request_id: str
+    ordinal: int
 
 
 @attrs.frozen
@@ -35,21 +50,13 @@ class Recording:
     """A log's observations up to an incident."""
 
     configuration: LedgerConfiguration
-    observations: tuple[Recorded, ...]
-    jobs: Mapping[int, tuple[int, str]] = attrs.field(factory=dict)
-    """Job id -> (sequence number of the observation that led to it, request). Job ids of the code under test differ
-    where it decides otherwise, or where other requests were left out."""
+    observations: tuple[SequencedEvent, ...]
+    jobs: Mapping[int, Job] = attrs.field(factory=dict)
+    """By job id. Those of the code under test differ where it decides otherwise, or where requests were left out."""
     answers: Mapping[int, int | None] = attrs.field(factory=dict)
     """Sequence number of a lookup -> tokens that were answered, None where it was to be asked again; lookups that are
     not here got none."""
-    speculates: bool = False
-    """Whether the engine decoded speculatively; a log does not say so, but it shows."""
-    zeroes_new_blocks: bool = False
-    """Whether the worker zeroed new blocks before the forward."""
-    guessed: tuple[int, ...] = ()
-    """Sequence numbers of observations that are none: a call failed before it was recorded, and this is what it may
-    have been about."""
-    wrapped: Wrapped | None = None
+    wrapped: Began | None = None
     """The connector that a recorder was around, and its engine; None where the log is kvledger's own."""
     copies: Mapping[str, tuple[str, bool, int]] = attrs.field(factory=dict)
     """A wrapped connector's name for a copy that its workers completed -> (request, whether it is a load, how many of
@@ -60,17 +67,98 @@ class Recording:
         """The wrapped connector's name; empty where the log is kvledger's own."""
         return "" if self.wrapped is None else str(self.wrapped.kv_transfer["kv_connector"])
 
-    def until(self, sequence: int | None) -> Recording:
-        """The recording up to this event."""
-        if sequence is None:
-            return self
-        return attrs.evolve(
-            self,
-            observations=tuple(entry for entry in self.observations if entry[0] <= sequence),
-            jobs={job_id: reason for job_id, reason in self.jobs.items() if reason[0] <= sequence},
-            copies=self.copies,
-            answers={cause: answer for cause, answer in self.answers.items() if cause <= sequence},
+    @property
+    def speculates(self) -> bool:
+        """Whether the engine decoded speculatively: more than one token was scheduled beyond the known ones."""
+        return any(
+            scheduled > 1 and computed + scheduled > known
+            for _, event in self.observations
+            if isinstance(event, e.StepScheduled)
+            for _, computed, scheduled, known in event.advanced
         )
+
+    @property
+    def zeroes_new_blocks(self) -> bool:
+        """Whether the worker zeroed new blocks before the forward; every end says so."""
+        return any(
+            event.blocks_zeroed
+            for _, event in self.observations
+            if isinstance(event, e.RequestPreempted | e.RequestFinished)
+        )
+
+
+def read_recording(path: Path) -> Recording:
+    """The recording of a log.
+
+    Raises:
+        NotRerunnable: the log is not whole.
+        CommandFailed: it cannot be read.
+    """
+    log = open_log(path)
+    recording = record(log.configuration, log.trusted_events())
+    if log.damage:
+        raise NotRerunnable(f"{path} is not whole: {log.damage[0].detail}; write it anew with `kvledger repro`")
+    return recording
+
+
+_DONE_AGAIN = (e.EffectsDelivered, e.ExtensionObserved, e.HookFailed, e.LogNote, e.TransferReported, e.ExtensionNoted)
+"""What a recorder writes of what the wrapped connector did, and of its workers where they are not quoted."""
+
+
+def record(configuration: LedgerConfiguration, events: Iterable[SequencedEvent]) -> Recording:
+    """A recording of these events of a log, decisions included, in order and without a gap.
+
+    Raises:
+        NotRerunnable: a recorder's log lacks what the workers did.
+    """
+    events = list(events)
+    wrapped = next((found for _, event in events if (found := _payload(event, Began)) is not None), None)
+    observations: list[SequencedEvent] = []
+    ordinals: dict[str, int] = {}
+    asked: dict[str, int] = {}
+    jobs: dict[int, Job] = {}
+    answers: dict[int, int | None] = {}
+    copies: dict[str, tuple[str, bool, int]] = {}
+    counts: Counter[tuple[str, bool]] = Counter()
+    for sequence, event in events:
+        if isinstance(event, e.RequestArrived):
+            ordinals[event.request_id] = event.ordinal
+        elif isinstance(event, e.LookupRequested):
+            asked[event.request_id] = sequence
+        elif isinstance(event, e.LookupAnswered | e.LookupDeferred):
+            answer = event.num_external_tokens if isinstance(event, e.LookupAnswered) else None
+            if answer != 0 and event.request_id in asked:
+                answers[asked[event.request_id]] = answer
+        elif isinstance(event, JOB_ISSUED):
+            jobs[event.job_id] = Job(event.cause, event.request_id, ordinals.get(event.request_id, -1))
+        copy = transferred(event)
+        if copy is not None and copy[1].job not in copies:
+            request_id, is_load = copy[0], copy[1].is_load
+            copies[copy[1].job] = (request_id, is_load, counts[request_id, is_load])
+            counts[request_id, is_load] += 1
+        if event.is_decision or isinstance(event, e.PagesDigested):  # what pages held cannot be made again
+            continue
+        if wrapped is None or not isinstance(event, _DONE_AGAIN) or _is_of_workers(sequence, event):
+            observations.append((sequence, event))
+    completed = {job for _, event in observations for job in ended_transfers(event)}
+    copies = {job: copy for job, copy in copies.items() if job in completed}
+    return Recording(configuration, tuple(observations), jobs, answers, wrapped, copies)
+
+
+def _is_of_workers(sequence: int, event: e.Event) -> bool:
+    """Whether a recorder's event quotes the workers, who are not made again."""
+    if isinstance(event, e.LogNote) and event.text.startswith(CHILD):
+        raise NotRerunnable(
+            "the recorder stood inside of MultiConnector, whose other children's reports are in its log as well; "
+            "put the recorder around MultiConnector, or around the connector alone"
+        )
+    reported = reported_by_workers(event)
+    if reported is not None and reported.unread:
+        raise NotRerunnable(
+            f"what the workers reported in event {sequence} is not known: {reported.unread}; add its decoder to "
+            "kvledger.adapters.recorder.decoders, and the way back to kvledger.adapters.repro.vllm_objects"
+        )
+    return reported is not None or bool(ended_transfers(event))
 
 
 def changed(event: _Event, **fields: object) -> _Event:
@@ -78,79 +166,28 @@ def changed(event: _Event, **fields: object) -> _Event:
     return msgspec.structs.replace(event, **fields)
 
 
-def step(
-    number: int,
-    time_ns: int,
-    *,
-    num_scheduled_tokens: int,
-    advanced: tuple[tuple[int, int, int, int], ...] = (),
-    paused: tuple[int, ...] = (),
-    extended: tuple[tuple[int, tuple[int, ...]], ...] = (),
-    settled: tuple[tuple[int, int, int], ...] = (),
-) -> e.StepScheduled:
-    """`step.scheduled` with defaults for what a step need not say."""
-    return e.StepScheduled(number, num_scheduled_tokens, advanced, paused, extended, settled, time_ns)
-
-
-def workers_reported(time_ns: int, **fields: Any) -> e.ExtensionNoted:  # noqa: ANN401 -- of several kinds
-    """What the workers of a recorded connector reported; `fields` as in `WorkersReported`."""
-    return Recorder.noted(WorkersReported(**fields), time_ns)
-
-
-def transfers_ended(time_ns: int, *jobs: str) -> e.ExtensionNoted:
-    """Copies of a recorded connector that all workers have completed."""
-    return Recorder.noted(TransfersEnded(jobs), time_ns)
-
-
 def ended_transfers(event: e.Event) -> tuple[str, ...]:
     """The copies of a recorded connector that an event says are completed."""
-    told = Recorder.payload_of(event) if isinstance(event, e.ExtensionNoted) else None
-    return told.jobs if type(told) is TransfersEnded else ()
+    ended = _payload(event, TransfersEnded)
+    return () if ended is None else ended.jobs
 
 
 def reported_by_workers(event: e.Event) -> WorkersReported | None:
     """What an event says that the workers of a recorded connector reported; None of any other event."""
-    if not isinstance(event, e.ExtensionNoted):
+    return _payload(event, WorkersReported)
+
+
+def transferred(event: e.Event) -> tuple[str, Transferred] | None:
+    """(request, copy) where an event is about a copy of a wrapped connector."""
+    copy = _payload(event, Transferred)
+    if copy is not None and isinstance(event, e.ExtensionObserved):
+        return event.request_id, copy
+    of_ended = _payload(event, TransferredFor)
+    return None if of_ended is None else (of_ended.request_id, of_ended.copy)
+
+
+def _payload(event: e.Event, kind: type[_Payload]) -> _Payload | None:
+    if not isinstance(event, e.ExtensionObserved | e.ExtensionNoted) or event.extension != Recorder.name:
         return None
-    told = Recorder.payload_of(event)
-    return told if type(told) is WorkersReported else None
-
-
-_REPORT = e.TransferReported(
-    0, (0,), (), is_repeated=False, num_bytes=0, duration_ns=0, error="", withheld="", time_ns=0
-)
-
-
-def report(job_id: int, time_ns: int, **fields: object) -> e.TransferReported:
-    """`transfer.reported` by one rank that is done, with other values in `fields`."""
-    return changed(_REPORT, job_id=job_id, time_ns=time_ns, **fields)
-
-
-def quiet_steps(
-    first: int, last: int, *, step: int, count: int, num_scheduled_tokens: int, from_ns: int, to_ns: int
-) -> Iterable[Recorded]:
-    """A run of steps that say nothing: everybody decodes as expected, or nobody is there.
-
-    Args:
-        first: sequence number of the first of them.
-        last: sequence number of the last of them; those between are spread evenly.
-        step: number of the first step.
-        count: how many.
-        num_scheduled_tokens: of each.
-        from_ns: time of the first.
-        to_ns: time of the last; those between are spread evenly.
-    """
-    intervals = max(1, count - 1)
-    for number in range(count):
-        yield (
-            first + (last - first) * number // intervals,
-            e.StepScheduled(
-                step=step + number,
-                num_scheduled_tokens=num_scheduled_tokens,
-                advanced=(),
-                paused=(),
-                extended=(),
-                settled=(),
-                time_ns=from_ns + (to_ns - from_ns) * number // intervals,
-            ),
-        )
+    payload = Recorder.payload_of(event)
+    return payload if type(payload) is kind else None

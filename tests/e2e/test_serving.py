@@ -176,9 +176,9 @@ def test_the_incident_of_the_readme_costs_no_engine_its_life(
     assert "LOOKUP_PURE at event" in capsys.readouterr().out
     monkeypatch.syspath_prepend(str(EXAMPLES))
     request_id = withheld[0].request_id
-    assert main(["repro", str(log_path), request_id, "--handlers", CACHED_ANSWER]) == 0
-    (tmp_path / "test_incident.py").write_text(capsys.readouterr().out)
-    run = finished([sys.executable, "-m", "pytest", "-q", "-p", "no:randomly", tmp_path / "test_incident.py"])
+    test = tmp_path / "test_incident.py"
+    assert main(["repro", str(log_path), request_id, "--handlers", CACHED_ANSWER, "-o", str(test)]) == 0
+    run = finished([sys.executable, "-m", "pytest", "-q", "-p", "no:randomly", test])
     assert run.returncode == 1, run.stdout
     assert re.search("FAILED .*::test_lookup_pure_holds", run.stdout), run.stdout
 

@@ -40,7 +40,8 @@ for command in (
     ["core"], ["core", log], ["stats", log],
     ["replay", log], ["replay", log, *handlers], ["replay", log, "--diff", log],
     ["export", log, "--html", "-o", "page.html"], ["export", log, "--perfetto", "-o", "trace.json"],
-    ["export", log, "--csv", "-o", "tables"], ["retire", log, "--max-bytes", "2GiB", "--dry-run"], ["repro", log],
+    ["export", log, "--csv", "-o", "tables"], ["retire", log, "--max-bytes", "2GiB", "--dry-run"],
+    ["repro", log, "-o", "test_incident.py"],
 ):
     exit_code = main(command)
     print("ended", exit_code, *command, file=sys.stderr)
@@ -49,10 +50,9 @@ print("loaded", *sorted({name.partition(".")[0] for name in sys.modules}), file=
 """Every command that reads a log, in one process."""
 
 DRIVE_CONNECTOR = """
-from kvledger.adapters.repro import ConnectorUnderTest
-from kvledger.lifecycle import LedgerConfiguration
+from kvledger.adapters.repro import rerun
 
-ConnectorUnderTest(LedgerConfiguration(block_size=16, chunk_size=16, num_slots=4))
+rerun(None)
 """
 
 

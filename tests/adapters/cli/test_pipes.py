@@ -23,7 +23,6 @@ COMMANDS = [
     "stats LOG",
     "replay LOG",
     "export LOG --csv events",
-    "repro LOG chat-17 --pin",
     "retire LOG --max-bytes 1KiB --dry-run",
     "ship --help",
 ]
@@ -41,7 +40,6 @@ MORE_COMMANDS = [
     "replay LOG --diff LOG",
     "export LOG --perfetto",
     "export LOG --html",
-    "repro LOG chat-17 --pin --json",
 ]
 
 

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import runpy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import attrs
 import pytest
 from lifecycle_driver import Driver, keys_of
 
+from kvledger.adapters.repro import read_recording, rerun_core
+from kvledger.adapters.repro.outcome import Trouble
+from kvledger.adapters.repro.write import Description, test_source
 from kvledger.lifecycle import events as e
 
 BROKEN = "ALLOC_MATCHES_LOOKUP"
@@ -20,147 +26,205 @@ def broken_log(story: Driver, tools: Any, tmp_path: Path) -> Path:
     return tools.write_log(tmp_path / "broken", events, story.configuration)
 
 
-def namespace_of(source: str) -> dict[str, Any]:
-    """What a generated file defines."""
-    namespace: dict[str, Any] = {}
-    exec(compile(source, "generated", "exec"), namespace)  # noqa: S102 -- it was written just now
-    return namespace
+@pytest.fixture
+def test_path(tmp_path: Path) -> Path:
+    """Where the test is written."""
+    return tmp_path / "test_incident.py"
 
 
-def checks_of(source: str) -> dict[str, Any]:
-    """The test functions of a generated file."""
-    return {name: function for name, function in namespace_of(source).items() if name.startswith("test_")}
+@pytest.fixture
+def repro(run: Any, test_path: Path) -> Callable[..., Any]:
+    """`kvledger repro ... --core -o test_incident.py`."""
+    return lambda *arguments: run("repro", *arguments, "--core", "-o", test_path)
 
 
-def test_a_broken_rule_becomes_a_test_that_breaks_it(run: Any, broken_log: Path) -> None:
+def only_test(path: Path) -> Callable[[], None]:
+    """The test function of a written file."""
+    (test,) = [value for name, value in runpy.run_path(str(path)).items() if name.startswith("test_")]
+    return test  # type: ignore[no-any-return]
+
+
+def test_a_broken_rule_becomes_a_test_that_breaks_it(repro: Any, broken_log: Path, test_path: Path) -> None:
     """What vLLM took up is part of the recording, so the rule stays broken; the message names rule, hook and event."""
-    result = run("repro", broken_log, "chat-17", "--core")
-    assert result.exit_code == 0
-    (test,) = [test for name, test in checks_of(result.out).items() if BROKEN.lower() in name]
+    assert repro(broken_log, "chat-17").exit_code == 0
     with pytest.raises(AssertionError, match=rf"{BROKEN} was broken of chat-17-b6 in update_state_after_alloc"):
-        test()
+        only_test(test_path)()
 
 
-def test_the_docstring_tells_the_incident(run: Any, broken_log: Path) -> None:
-    """Rule, event, request, detail, versions and the command, so that the file explains itself."""
-    source = run("repro", broken_log, "chat-17", "--core").out
-    docstring = namespace_of(source)["__doc__"]
+def test_the_test_is_short_and_its_docstring_says_what_went_wrong(
+    repro: Any, broken_log: Path, test_path: Path
+) -> None:
+    """Rule, event, request, detail, versions and the command."""
+    repro(broken_log, "chat-17")
+    docstring = " ".join(runpy.run_path(str(test_path))["__doc__"].split())
     assert f"broke {BROKEN} for chat-17-b6 at event" in docstring
     assert "80 external tokens were taken up, 64 had been answered" in docstring
     assert "kvledger 0.1.0 with vLLM 0.32.0" in docstring
-    assert f"kvledger repro {broken_log} chat-17 --core" in docstring
+    assert f"kvledger repro {broken_log} chat-17 -o {test_path} --core" in docstring
+    code = test_path.read_text().rpartition('"""\n\nfrom __future__')[2]
+    assert len(code.splitlines()) <= 15
 
 
-def test_the_recording_ends_with_the_incident(run: Any, broken_log: Path) -> None:
-    """What came later had nothing to do with it."""
-    source = run("repro", broken_log, "chat-17", "--core").out
-    observations = namespace_of(source)["RECORDING"].observations
+def test_the_log_beside_it_is_one_for_every_command(run: Any, repro: Any, broken_log: Path, test_path: Path) -> None:
+    """It ends with the incident, names the request, and `verify` finds the same rule broken and nothing else."""
+    repro(broken_log, "chat-17")
+    log = test_path.with_suffix(".kvlog")
+    observations = read_recording(log).observations
     assert isinstance(observations[-1][1], e.BlocksAllocated)
-    assert "chat-9" not in source
+    verified = run("verify", log, "--json").objects("verdict")
+    assert [found["verdict"] for found in verified] == ["rule_broken"]
+    shown = run("show", log)
+    assert "chat-17-b6" in shown.out
+    assert "chat-9" not in shown.out
+    assert run("why", log, "chat-17").exit_code == 0
 
 
-def test_chunk_keys_of_the_log_are_not_in_the_file(run: Any, broken_log: Path) -> None:
-    """They have names of their own: equal names for equal keys is all that matters."""
-    source = run("repro", broken_log, "chat-17", "--core").out
-    keys = namespace_of(source)["RECORDING"].observations[1][1].keys
-    assert keys == (b"k1", b"k2", b"k3", b"k4", b"k5")
-    assert not any(key.hex() in source or repr(key) in source for key in keys_of("a", 8))
+def test_chunk_keys_of_the_log_are_in_neither_file(repro: Any, broken_log: Path, test_path: Path) -> None:
+    """They are numbered: equal numbers for equal keys is all that matters."""
+    repro(broken_log, "chat-17", "--all")
+    recording = read_recording(test_path.with_suffix(".kvlog"))
+    (first, *_) = [event.keys for _, event in recording.observations if isinstance(event, e.ChunkKeysObserved)]
+    assert [int.from_bytes(key, "big") for key in first] == [1, 2, 3, 4, 5]
+    content = test_path.read_bytes() + test_path.with_suffix(".kvlog").read_bytes()
+    assert not any(key in content or key.hex().encode() in content for key in keys_of("a", 8))
 
 
-def test_without_a_request_the_first_incident_of_the_log_is_taken(run: Any, broken_log: Path) -> None:
+def test_nothing_is_replaced_without_a_word(run: Any, repro: Any, broken_log: Path, test_path: Path) -> None:
+    """Neither of the two files; with --force both are."""
+    log = test_path.with_suffix(".kvlog")
+    log.write_text("mine")
+    refused = repro(broken_log)
+    assert refused.exit_code == 64
+    assert f"{log} exists already" in refused.err
+    assert not test_path.exists()
+    assert repro(broken_log, "--force").exit_code == 0
+    assert read_recording(log).observations
+    assert "is no Python file" in run("repro", broken_log, "-o", log).err
+
+
+def test_without_a_request_the_first_incident_of_the_log_is_taken(
+    repro: Any, broken_log: Path, test_path: Path
+) -> None:
     """On call one knows the log, not always the request."""
-    result = run("repro", broken_log, "--core")
-    assert result.exit_code == 0
-    assert BROKEN in result.out
+    assert repro(broken_log).exit_code == 0
+    assert BROKEN in test_path.read_text()
 
 
-def test_the_answers_of_a_request_can_be_pinned(run: Any, log: Path) -> None:
-    """Nothing went wrong: the test says what the request was answered, and passes."""
-    result = run("repro", log, "chat-17", "--core", "--pin")
-    assert result.exit_code == 0
-    (test,) = checks_of(result.out).values()
-    test()
-    assert "== [0, 64, 64, 64]" in result.out
+def test_the_answers_of_a_request_can_be_pinned(repro: Any, log: Path, test_path: Path) -> None:
+    """Nothing went wrong, and the test passes; under a policy that allows less it fails and says which lookup."""
+    assert repro(log, "chat-17", "--pin").exit_code == 0
+    only_test(test_path)()
+    recording = read_recording(test_path.with_suffix(".kvlog"))
+    stricter = attrs.evolve(recording, configuration=attrs.evolve(recording.configuration, max_hit_share=0.1))
+    assert "chat-17-b6 is answered 4 tokens in the lookup of event" in rerun_core(stricter).other_answers[0]
 
 
-def test_a_pinned_answer_that_changes_is_noticed(run: Any, log: Path) -> None:
-    """Under a policy that allows less, the answers are other ones."""
-    source = run("repro", log, "chat-17", "--core", "--pin").out
-    (test,) = checks_of(source.replace("chunk_size=8", "chunk_size=8, max_hit_share=0.1")).values()
-    with pytest.raises(AssertionError):
-        test()
-
-
-def test_where_nothing_went_wrong_pinning_is_offered(run: Any, log: Path) -> None:
+def test_where_nothing_went_wrong_pinning_is_offered(repro: Any, log: Path, test_path: Path) -> None:
     """No file is written, which a script sees by the exit code."""
-    result = run("repro", log, "chat-17", "--core")
-    assert (result.exit_code, result.out) == (64, "")
+    result = repro(log, "chat-17")
+    assert (result.exit_code, test_path.exists()) == (64, False)
     assert "nothing went wrong with chat-17-b6" in result.err
     assert "--pin" in result.err
 
 
-def test_others_with_whom_something_went_wrong_are_named(run: Any, broken_log: Path) -> None:
+def test_others_with_whom_something_went_wrong_are_named(repro: Any, broken_log: Path) -> None:
     """The incident may be another request's."""
-    result = run("repro", broken_log, "chat-9", "--core")
+    result = repro(broken_log, "chat-9")
     assert result.exit_code == 64
     assert "something did with chat-17-b6" in result.err
 
 
-def test_an_unknown_request_is_refused(run: Any, log: Path) -> None:
-    """As by every command."""
-    result = run("repro", log, "nobody")
+def test_what_cannot_be_meant_is_refused(repro: Any, log: Path) -> None:
+    """As by every command; and whose answers?"""
+    assert "no request begins with 'nobody'" in repro(log, "nobody").err
+    assert "--pin needs a REQUEST" in repro(log, "--pin").err
+    assert repro(log, "--pin").exit_code == 64
+
+
+def test_a_call_of_which_nothing_was_recorded_cannot_be_made_again(
+    repro: Any, story: Driver, tools: Any, tmp_path: Path
+) -> None:
+    """The log has the hook's name and the error, which is quoted."""
+    failed = e.HookFailed("on_new_request", "odd", "KeyError in f, g.py:1", 1)
+    log = tools.write_log(tmp_path / "failed", [*story.observed, failed], story.configuration)
+    result = repro(log)
     assert result.exit_code == 64
-    assert "no request begins with 'nobody'" in result.err
+    assert "hook on_new_request raised: KeyError in f, g.py:1" in result.err
+    assert "before anything was recorded of the call" in result.err
 
 
-def test_pinning_needs_a_request(run: Any, log: Path) -> None:
-    """Whose answers?"""
-    result = run("repro", log, "--pin")
-    assert result.exit_code == 64
-    assert "--pin needs a REQUEST" in result.err
-
-
-def test_a_log_that_begins_late_is_refused(run: Any, story: Driver, tools: Any, tmp_path: Path) -> None:
-    """Without what came before, nothing can be re-enacted."""
+def test_a_log_that_begins_late_is_refused(repro: Any, story: Driver, tools: Any, tmp_path: Path) -> None:
+    """Without what came before, nothing can be run again."""
     directory = tools.write_log(tmp_path / "log", story.observed, story.configuration, segment_bytes=1 << 10)
     late = sorted(directory.glob("*.kvlog"))[1]
-    result = run("repro", late, "chat-17")
-    assert (result.exit_code, result.out) == (64, "")
+    result = repro(late, "chat-17")
+    assert result.exit_code == 64
     assert "begins with event" in result.err
 
 
-def test_damage_behind_the_incident_does_not_matter(run: Any, broken_log: Path) -> None:
-    """The last frame is torn: it is told, and the test is written."""
+def test_damage_behind_the_incident_does_not_matter(repro: Any, broken_log: Path, test_path: Path) -> None:
+    """The last frame is torn: that is said, and the test is written."""
     (segment,) = broken_log.glob("*.kvlog")
     segment.write_bytes(segment.read_bytes()[:-3])
-    result = run("repro", broken_log, "chat-17", "--core")
+    result = repro(broken_log, "chat-17")
     assert result.exit_code == 0
     assert "torn_tail" in result.err
-    assert BROKEN in result.out
+    assert BROKEN in test_path.read_text()
 
 
-def test_damage_before_the_incident_ends_the_story(run: Any, broken_log: Path) -> None:
-    """Behind a gap nothing is known, so nothing can be re-enacted."""
+def test_nothing_behind_a_gap_is_looked_at(repro: Any, broken_log: Path) -> None:
+    """What the state was there is not known."""
     (segment,) = broken_log.glob("*.kvlog")
     content = bytearray(segment.read_bytes())
     content[-600] ^= 0xFF  # well behind the header
     segment.write_bytes(content)
-    result = run("repro", broken_log, "chat-17", "--core")
+    result = repro(broken_log, "chat-17")
     assert result.exit_code == 64
-    assert "can be re-enacted" in result.err
+    assert "can be run again" in result.err
 
 
-def test_a_story_can_be_ended_earlier(run: Any, broken_log: Path) -> None:
+def test_a_log_that_is_damaged_beside_its_test_is_refused(repro: Any, broken_log: Path, test_path: Path) -> None:
+    """A test that passes because half of its log is gone would be worse than none."""
+    repro(broken_log, "chat-17")
+    log = test_path.with_suffix(".kvlog")
+    log.write_bytes(log.read_bytes()[:-3])
+    with pytest.raises(ValueError, match=r"is not whole: .* write it anew"):
+        only_test(test_path)()
+
+
+def test_one_can_end_earlier(repro: Any, broken_log: Path) -> None:
     """Before the incident there is none."""
-    result = run("repro", broken_log, "chat-17", "--core", "--at", "20")
+    result = repro(broken_log, "chat-17", "--until", "20")
     assert result.exit_code == 64
     assert "nothing went wrong" in result.err
 
 
-def test_programs_get_an_object(run: Any, broken_log: Path) -> None:
-    """The source and the facts in one line of JSON."""
-    result = run("repro", broken_log, "chat-17", "--core", "--json")
-    (found,) = result.objects("repro")
-    assert BROKEN in {incident["rule"] for incident in found["incidents"]}
-    assert found["recurs_on_core"] is True
-    assert f'trouble("{BROKEN}"' in found["source"]
+def test_programs_get_an_object(repro: Any, broken_log: Path, test_path: Path) -> None:
+    """The paths and the facts in one line of JSON."""
+    (found,) = repro(broken_log, "chat-17", "--json").objects("repro")
+    assert (found["test"], found["log"]) == (str(test_path), str(test_path.with_suffix(".kvlog")))
+    assert found["incident"]["rule"] == BROKEN
+    assert found["recurs"] is True
+
+
+def source(detail: str = "it broke", *, excused: tuple[str, ...] = (), handlers: tuple[str, ...] = ()) -> str:
+    """A test of an incident."""
+    incident = Trouble("LAST_TOKEN", 19, "r", detail)
+    about = Description(incident, "r", excused, "", True, handlers, "kvledger 0.1.0", "kvledger repro LOG", ())
+    return test_source(about)
+
+
+@pytest.mark.parametrize(
+    "detail", ['says "no"', '"""', "back\\slash", "ends with \\", 'ends with "', "line\nbreak", "x" * 300, "ünïcode"]
+)
+def test_whatever_an_incident_says_can_be_in_the_test(detail: str, test_path: Path) -> None:
+    """The file stays a Python file that says it."""
+    test_path.write_text(source(detail))
+    docstring = runpy.run_path(str(test_path))["__doc__"]
+    assert detail.rsplit(maxsplit=1)[-1][:40].replace('"""', "'''") in docstring
+
+
+def test_only_the_incidents_rule_is_asked_for() -> None:
+    """And no hook may fail but where one failed then; with the handlers that the engine had."""
+    call = 'rerun_core(LOG, handlers=("m:C",)).trouble("LAST_TOKEN", besides={"HOOK_FAILED"})'
+    assert call in source(excused=("HOOK_FAILED",), handlers=("m:C",))

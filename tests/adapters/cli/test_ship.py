@@ -73,7 +73,6 @@ COMMANDS = [
     ["replay", "--at", "30"],
     ["export", "--perfetto"],
     ["export", "--csv"],
-    ["repro", "chat-17", "--core", "--pin"],
 ]
 
 

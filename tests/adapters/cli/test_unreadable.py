@@ -27,7 +27,7 @@ COMMANDS = [
     "replay LOG",
     "export LOG --csv",
     "export LOG --html",
-    "repro LOG",
+    "repro LOG -o test_incident.py",
 ]
 
 

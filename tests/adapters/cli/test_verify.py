@@ -122,7 +122,7 @@ def test_without_any_header_events_are_still_read_and_it_is_said_what_cannot_be_
         ("export", log, "--csv", "events"),
         ("export", log, "--perfetto"),
         ("export", log, "--html"),
-        ("repro", log),
+        ("repro", log, "-o", "test_incident.py"),
     ):
         refused = run(*arguments)
         assert refused.exit_code == 2, arguments

@@ -13,7 +13,7 @@ import pytest
 from sim.recorded import audited, events_of, said_in
 
 from kvledger.adapters.recorder.said import LookupReturned, TransferredFor
-from kvledger.adapters.repro import record, reenact
+from kvledger.adapters.repro import record, rerun
 from kvledger.adapters.simulation.contenders import Contender, NamedConnector, Offloading, Recorded, Several
 from kvledger.adapters.simulation.engine import SimulatedEngine, block_bytes
 from kvledger.adapters.simulation.hashed_model import CorruptKV
@@ -122,7 +122,7 @@ def test_the_log_names_the_hook_and_is_driven_again(name: str) -> None:
     engine.shutdown()
     (found,) = [violation for violation in audited(recording).violations if violation.rule == "RECORDED"]
     assert found.detail.startswith(f"hook {hook} raised: {error.__name__}")
-    troubles = reenact(record(recording.log.configuration, events_of(recording))).troubles
+    troubles = rerun(record(recording.log.configuration, events_of(recording))).troubles
     assert found.detail in {trouble.detail for trouble in troubles}
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 
-from kvledger.adapters.repro import report, step
 from kvledger.adapters.repro.calls import end_of_call, hook_calls
 from kvledger.lifecycle import events as e
 
@@ -17,9 +16,19 @@ def calls_of(*events: e.Event) -> list[tuple[str, int]]:
     return [(call.hook, len(call.observed)) for call in calls]
 
 
+def step(number: int) -> e.StepScheduled:
+    """A step that says nothing."""
+    return e.StepScheduled(number, 0, (), (), (), (), 0)
+
+
+def report(job_id: int) -> e.TransferReported:
+    """One rank is done."""
+    return e.TransferReported.by((0,), job_id, 0)
+
+
 KEYS = e.ChunkKeysObserved("r", 0, (b"k",))
 LOOKUP = e.LookupRequested("r", 0, 9, 0)
-STEP = step(0, 0, num_scheduled_tokens=0)
+STEP = step(0)
 
 
 def preempted(request_id: str) -> e.RequestPreempted:
@@ -65,26 +74,31 @@ def test_one_output_holds_a_report_once() -> None:
     events = (
         e.LoadErrorsObserved((1,), 0),
         e.TokensRolledBack("r", 0, 0),
-        report(1, 0),
-        report(2, 0),
-        report(1, 0),
+        report(1),
+        report(2),
+        report(1),
     )
     assert calls_of(*events) == [("update_connector_output", 4), ("update_connector_output", 1)]
 
 
 def test_a_failure_behind_what_was_recorded_belongs_to_it() -> None:
     """A report at which the ledger failed is recorded, and so is the end of a request in the second attempt."""
-    assert calls_of(report(1, 0), failed("update_connector_output")) == [("update_connector_output", 2)]
+    assert calls_of(report(1), failed("update_connector_output")) == [("update_connector_output", 2)]
     finished = e.RequestFinished("r", "FINISHED_ABORTED", 0, 9, 0)
     assert calls_of(failed("request_finished", "r"), finished) == [("request_finished", 2)]
     corrupt = failed("record_step", error="LedgerCorrupt: folding failed")
     assert calls_of(STEP, corrupt) == [("build_connector_meta", 2)]
 
 
-def test_a_failure_before_anything_was_recorded_is_a_call_of_its_own() -> None:
+def test_of_a_call_that_failed_before_anything_was_recorded_the_next_one_notices_what_it_noticed() -> None:
     """A step that could not be recorded follows one that could."""
-    assert calls_of(STEP, failed("record_step"), STEP) == [("build_connector_meta", 1)] * 3
-    assert calls_of(failed("take_up", "r"), STEP) == [("update_state_after_alloc", 1), ("build_connector_meta", 1)]
+    lost = failed("record_step")
+    calls, left_over = hook_calls(list(enumerate([STEP, preempted("r"), KEYS, lost, LOOKUP], 1)))
+    assert [(call.hook, len(call.observed)) for call in calls] == [
+        ("build_connector_meta", 1),
+        ("get_num_new_matched_tokens", 3),
+    ]
+    assert left_over == [(4, lost)]
 
 
 def test_a_call_goes_on_without_keys() -> None:
@@ -93,7 +107,7 @@ def test_a_call_goes_on_without_keys() -> None:
 
 
 def test_what_a_start_says_of_the_log_before_belongs_to_no_call() -> None:
-    """It depends on what lies in `log_dir`; any other note is named as not re-enacted."""
+    """It depends on what lies in `log_dir`; any other note is named as not run again."""
     before, other = e.LogNote(f"{e.LOG_BEFORE}logs/1, was cut off", 0), e.LogNote("declined: why", 0)
     calls, left_over = hook_calls([(1, e.LogNote("connector started", 0)), (2, before), (3, other), (4, LOOKUP)])
     assert [call.hook for call in calls] == ["get_num_new_matched_tokens"]

@@ -1,16 +1,15 @@
 """An incident becomes a test that fails with the mistake that led to it, and passes without.
 
-The mistakes are made while an engine runs. Of each log a test is written, with the mistake mended; then pytest runs all
-of these tests in a process of its own, each once with the mistake and once without.
+The mistakes are made while an engine runs: those of the simulation in what the core decides, others in the adapter,
+where they raise. A test is written of the log where the mistake is mended, and once more where it is not: then what is
+not needed can be left out.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import re
+import runpy
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,38 +17,75 @@ import pytest
 from processes import finished
 from sim.checks.rules import allowed_rules
 from sim.logs import read_end
+from sim.test_mutants import MUTANTS
 from sim.world import World
 
+from kvledger.adapters.cli.main import main
 from kvledger.adapters.core import composed_core
-from kvledger.adapters.repro.incident import find_incidents
+from kvledger.adapters.exit_codes import ExitCode
+from kvledger.adapters.repro import read_recording
+from kvledger.adapters.repro.incidents import find_incidents
 from kvledger.adapters.simulation.engine import SimulatedEngine
+from kvledger.adapters.vllm import scheduler_side
+from kvledger.adapters.vllm.chunk_keys import ChunkKeySource
+from kvledger.adapters.vllm.noticing import Noticing
+from kvledger.adapters.vllm.step_reader import StepReader
+from kvledger.lifecycle import Core, Ledger
 from kvledger.lifecycle import events as e
 
-pytestmark = [pytest.mark.scheduler, pytest.mark.xdist_group("incidents")]
+pytestmark = pytest.mark.scheduler
 
 TESTS = Path(__file__).parents[2]
 NUM_SEEDS = 40
+Patch = tuple[Any, str, Callable[..., Any]]
 
 
-def load_mistakes() -> Any:
-    """The module beside this one, which the other process takes for a plugin."""
-    import importlib.util
+def _raising(owner: Any, name: str, when: Callable[..., bool]) -> Patch:
+    original = getattr(owner, name)
 
-    spec = importlib.util.spec_from_file_location("mistakes", Path(__file__).with_name("mistakes.py"))
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    def call(*arguments: Any, **options: Any) -> Any:
+        if when(*arguments, **options):
+            message = "a mistake that is made on purpose"
+            raise ZeroDivisionError(message)
+        return original(*arguments, **options)
 
-
-@pytest.fixture(scope="module")
-def mistakes() -> Any:
-    """All mistakes."""
-    return load_mistakes()
+    return owner, name, call
 
 
-def world_with(patch: tuple[Any, str, Any], first_seed: int) -> tuple[Any, str]:
+OF_THE_CORE: dict[str, tuple[Patch, int]] = {
+    attribute: ((owner, attribute, mutant), first_seed)
+    for owner, attribute, mutant, _ in MUTANTS.values()
+    for wanted, first_seed in (("save_on_finish", 0), ("_reset", 4), ("settle", 30))
+    if attribute == wanted
+}
+"""Name -> what is replaced by what, and the first world that is tried."""
+
+IN_THE_ADAPTER: dict[str, Patch] = {
+    "keys_of_odd": _raising(ChunkKeySource, "keys", lambda _, request, *__: request.num_prompt_tokens == 33),
+    "step_with_loads": _raising(
+        scheduler_side, "step_jobs", lambda ready, *_: any(isinstance(job, e.LoadIssued) for job in ready.jobs)
+    ),
+}
+"""Name -> a function of the adapter that raises for some requests, and when."""
+
+BEFORE_ANYTHING_IS_RECORDED: dict[str, Patch] = {
+    "step_of_resumed": _raising(
+        StepReader,
+        "_advance",
+        lambda self, _, request_id, num_computed_tokens, *__: (
+            self._requests[request_id].num_preemptions > 0 and num_computed_tokens > 0
+        ),
+    ),
+    "keys_of_preempted": _raising(Noticing, "keys", lambda _, request: request.num_preemptions > 0),
+    "end_of_long": _raising(Noticing, "num_written_tokens", lambda *arguments: arguments[-1] > 80),
+    "odd_arrival": _raising(
+        Ledger, "observe", lambda _, event: isinstance(event, e.RequestArrived) and event.num_prompt_tokens == 33
+    ),
+}
+"""The same, where the log has nothing of the call but that it failed."""
+
+
+def world_with(patch: Patch, first_seed: int) -> tuple[Any, str]:
     """The log of the first world that breaks a rule because of the mistake, and whose request it was."""
     for seed in range(first_seed, first_seed + NUM_SEEDS):
         with pytest.MonkeyPatch.context() as mistaken, World(seed) as world:
@@ -60,16 +96,16 @@ def world_with(patch: tuple[Any, str, Any], first_seed: int) -> tuple[Any, str]:
             except AssertionError:  # wrong KV was read: the log up to there is what an operator has
                 world.side.ledger.commit()
                 log = read_end(world.side)
-        allowed = allowed_rules(world)
-        for incident in find_incidents(log.configuration, log.events, None).incidents:
-            whose = find_incidents(log.configuration, log.events, incident.request_id or None).incidents
+        allowed, core = allowed_rules(world), Core.standard()
+        for incident in find_incidents(log.configuration, log.events, None, core).incidents:
+            whose = find_incidents(log.configuration, log.events, incident.request_id or None, core).incidents
             # What a fault of the world breaks stays broken: a test of that is another matter.
             if not any(of_request.rule in allowed for of_request in whose):
                 return log, incident.request_id
     pytest.fail(f"no world breaks a rule because of {patch[1]}")
 
 
-def engine_with(patch: tuple[Any, str, Any]) -> tuple[Any, list[tuple[int, e.Event]]]:
+def log_of_engine(patch: Patch, tools: Any, directory: Path) -> Path:
     """The log of a small engine, in which the mistake makes hooks raise."""
     with pytest.MonkeyPatch.context() as mistaken:
         mistaken.setattr(*patch)
@@ -82,84 +118,67 @@ def engine_with(patch: tuple[Any, str, Any]) -> tuple[Any, list[tuple[int, e.Eve
     side.ledger.commit()
     end = read_end(side)
     engine.shutdown()
-    return end.configuration, end.events
+    assert any(isinstance(event, e.HookFailed) for _, event in end.events)
+    written: Path = tools.write_log(directory, [event for _, event in end.events], end.configuration)
+    return written
 
 
-@pytest.fixture(scope="module")
-def generated(mistakes: Any, tools: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with one generated test file for each mistake."""
-    folder = tmp_path_factory.mktemp("generated")
-    logs = tmp_path_factory.mktemp("logs")
-    wanted: dict[str, list[str]] = {}
-    for name, (patch, first_seed) in mistakes.OF_THE_CORE.items():
-        log, request_id = world_with(patch, first_seed)
-        directory = tools.write_log(logs / name, [event for _, event in log.events], log.configuration)
-        wanted[str(folder / f"test_{name}.py")] = [str(directory), *([request_id] if request_id else [])]
-    for name, patch in mistakes.IN_THE_ADAPTER.items():
-        configuration, events = engine_with(patch)
-        assert any(isinstance(event, e.HookFailed) for _, event in events), name
-        directory = tools.write_log(logs / name, [event for _, event in events], configuration)
-        wanted[str(folder / f"test_{name}.py")] = [str(directory)]
-    write_tests(wanted)
-    return folder
+def run_tests(path: Path) -> None:
+    """Every test of a written file."""
+    for name, value in runpy.run_path(str(path)).items():
+        if name.startswith("test_"):
+            value()
 
 
-def write_tests(wanted: Mapping[str, list[str]]) -> None:
-    """`kvledger repro ... > path` for each path, in a process that never imports vLLM."""
-    script = """
-import contextlib, json, pathlib, sys
-from kvledger.adapters.cli.main import main
-
-for path, arguments in json.loads(sys.argv[1]).items():
-    with pathlib.Path(path).open("w") as file, contextlib.redirect_stdout(file):
-        exit_code = main(["repro", *arguments])
-    assert exit_code == 0, path
-assert "vllm" not in sys.modules
-"""
-    run = finished([sys.executable, "-c", script, json.dumps(wanted)])
-    assert run.returncode == 0, run.stderr
+def assert_fails_with_the_mistake_alone(path: Path, patch: Patch) -> None:
+    """What is asked for is the mistake, not the recorded consequences."""
+    run_tests(path)
+    with pytest.MonkeyPatch.context() as mistaken:
+        mistaken.setattr(*patch)
+        with pytest.raises(AssertionError, match="was broken"):
+            run_tests(path)
 
 
-@pytest.fixture(scope="module")
-def outcomes(generated: Path) -> dict[str, dict[str, list[str]]]:
-    """With the mistake or mended -> file name -> how each of its tests ended, in the order of the file."""
-    run = finished(
-        [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-p",
-            "mistakes",
-            "-v",
-            "--no-header",
-            "-p",
-            "no:cacheprovider",
-            str(generated),
-        ],
-        cwd=generated,
-        env={
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), str(TESTS), os.environ.get("PYTHONPATH", "")]),
-        },
-    )
-    found: dict[str, dict[str, list[str]]] = {"mistaken": {}, "mended": {}}
-    ended = re.findall(r"test_(\w+)\.py::test_\S+\[(\w+)\] (\w+)", run.stdout.split("= FAILURES =")[0])
-    for name, which, how in ended:
-        found[which].setdefault(name, []).append(how)
-    assert ended, run.stdout + run.stderr
-    return found
+@pytest.mark.parametrize("name", OF_THE_CORE)
+def test_an_incident_of_the_core_comes_back_with_the_mistake_alone(name: str, tools: Any, tmp_path: Path) -> None:
+    """Of the whole log, and of what is left of it where it can be tried what the incident needs."""
+    patch, first_seed = OF_THE_CORE[name]
+    log, request_id = world_with(patch, first_seed)
+    directory = tools.write_log(tmp_path / "log", [event for _, event in log.events], log.configuration)
+    arguments = ["repro", str(directory), *([request_id] if request_id else [])]
+    whole, reduced = tmp_path / "test_whole.py", tmp_path / "test_reduced.py"
+    assert main([*arguments, "-o", str(whole)]) == 0
+    with pytest.MonkeyPatch.context() as mistaken:
+        mistaken.setattr(*patch)
+        assert main([*arguments, "-o", str(reduced)]) == 0
+    sizes = [len(read_recording(path.with_suffix(".kvlog")).observations) for path in (whole, reduced)]
+    assert sizes[1] < sizes[0], sizes
+    assert_fails_with_the_mistake_alone(whole, patch)
+    assert_fails_with_the_mistake_alone(reduced, patch)
+    # Outside of a test folder nobody has told the linter that tests assert.
+    for command in (["format", "--check"], ["check", "--ignore", "S101,INP001"]):
+        options = ["--config", str(TESTS.parent / "pyproject.toml"), "--no-cache"]
+        ended = finished([sys.executable, "-m", "ruff", *command, *options, str(whole), str(reduced)])
+        assert ended.returncode == 0 or "No module named ruff" in ended.stderr, ended.stdout + ended.stderr
 
 
-def test_with_the_mistake_each_incident_comes_back(outcomes: Any, mistakes: Any) -> None:
-    """Every generated file fails, and the first failure is the recorded one."""
-    assert {name: found[0] for name, found in outcomes["mistaken"].items()} == dict.fromkeys(mistakes.ALL, "FAILED")
+@pytest.mark.parametrize("name", IN_THE_ADAPTER)
+def test_a_hook_that_failed_fails_again_with_the_mistake_alone(name: str, tools: Any, tmp_path: Path) -> None:
+    """It recorded what the call was about, before or after."""
+    patch = IN_THE_ADAPTER[name]
+    path = tmp_path / "test_hook.py"
+    assert main(["repro", str(log_of_engine(patch, tools, tmp_path / "log")), "-o", str(path)]) == 0
+    assert_fails_with_the_mistake_alone(path, patch)
 
 
-def test_without_the_mistake_no_incident_comes_back(outcomes: Any, mistakes: Any) -> None:
-    """Every generated file passes: what is asked for is the mistake, not the recorded consequences."""
-    assert {name: set(found) for name, found in outcomes["mended"].items()} == {
-        name: {"PASSED"} for name in mistakes.ALL
-    }
+@pytest.mark.parametrize("name", BEFORE_ANYTHING_IS_RECORDED)
+def test_a_call_of_which_nothing_was_recorded_is_not_guessed(
+    name: str, tools: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The error is quoted instead, and where it was raised."""
+    log = log_of_engine(BEFORE_ANYTHING_IS_RECORDED[name], tools, tmp_path / "log")
+    assert main(["repro", str(log), "-o", str(tmp_path / "test_hook.py")]) == ExitCode.USAGE
+    assert "before anything was recorded of the call" in capsys.readouterr().err
 
 
 def test_the_cause_comes_before_what_was_withheld_because_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,18 +199,3 @@ def test_the_cause_comes_before_what_was_withheld_because_of_it(monkeypatch: pyt
     for request_id in withheld:
         incidents = find_incidents(log.configuration, log.events, request_id, composed_core(handlers)).incidents
         assert [incident.rule for incident in incidents][:2] == ["LOOKUP_PURE", "VLLM_CONTRACT"]
-
-
-def test_generated_files_can_go_into_a_test_suite(generated: Path) -> None:
-    """Formatted as the project is, and without complaints of its linter."""
-    project = TESTS.parent / "pyproject.toml"
-    # Outside of a test folder nobody has told the linter that tests assert.
-    for command in (["format", "--check"], ["check", "--ignore", "S101,INP001"]):
-        run = finished(
-            [sys.executable, "-m", "ruff", *command, "--config", str(project), "--no-cache", *_python_files(generated)]
-        )
-        assert run.returncode == 0 or "No module named ruff" in run.stderr, run.stdout + run.stderr
-
-
-def _python_files(folder: Path) -> list[str]:
-    return [str(path) for path in sorted(folder.glob("*.py"))]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import runpy
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -19,10 +20,9 @@ from sim.world import World
 from kvledger.adapters.cli.main import main
 from kvledger.adapters.exit_codes import ExitCode
 from kvledger.adapters.recorder.extension import Recorder
-from kvledger.adapters.recorder.said import CHILD
-from kvledger.adapters.repro import NotReenactable, Recording, record, reenact, workers_reported
-from kvledger.adapters.repro.call_reduction import minimal
-from kvledger.adapters.repro.playable import could_be_played
+from kvledger.adapters.recorder.said import CHILD, WorkersReported
+from kvledger.adapters.repro import NotRerunnable, read_recording, record, rerun
+from kvledger.adapters.repro.scheduler import could_be_scheduled
 from kvledger.adapters.simulation.contenders import Contender, NamedConnector, Offloading, Recorded, Several
 from kvledger.adapters.simulation.engine import SimulatedEngine
 from kvledger.adapters.simulation.in_tree import Example, SimpleCPU
@@ -88,7 +88,7 @@ def test_a_recorded_connector_made_again_writes_the_same_log(name: str, seed: in
     """Event by event: what it is asked, answers and copies, and what vLLM hears. No worker is there."""
     recording = recorded_world(INNER[name], seed)
     events = events_of(recording)
-    outcome = reenact(record(recording.log.configuration, events))
+    outcome = rerun(record(recording.log.configuration, events))
     for recorded, again in zip(without_times_and_keys(events), without_times_and_keys(outcome.events), strict=False):
         assert again == recorded
     assert outcome.left_out == []
@@ -112,25 +112,27 @@ def hold_session(log_dir: Path | None = None) -> Any:
     return engine.scheduler.connector.recording  # type: ignore[union-attr]
 
 
-def test_repro_writes_a_test_that_fails_as_the_connector_did(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def checks_of(path: Path) -> dict[str, Callable[[], None]]:
+    """The test functions of a written file."""
+    return {name: value for name, value in runpy.run_path(str(path)).items() if name.startswith("test_")}
+
+
+def test_repro_writes_a_test_that_fails_as_the_connector_did(tmp_path: Path) -> None:
     """The recorded answers come again, and so does the incident; requests and calls that it does not need are gone."""
     hold_session(tmp_path)
     (log,) = (log for log in tmp_path.iterdir() if "worker" not in log.name)
-    assert main(["repro", str(log)]) == 0
-    source = capsys.readouterr().out
-    namespace: dict[str, Any] = {"__name__": "generated"}
-    exec(compile(source, "generated", "exec"), namespace)  # noqa: S102 -- it is ours
-    tests = {name: test for name, test in namespace.items() if name.startswith("test_")}
-    tests.pop("test_the_recorded_calls_get_the_recorded_answers")()
+    test_path = tmp_path / "test_incident.py"
+    assert main(["repro", str(log), "-o", str(test_path)]) == 0
+    tests = checks_of(test_path)
+    tests.pop("test_lookups_get_the_recorded_answers")()
     (incident,) = tests.values()
     with pytest.raises(AssertionError, match="TABLE_EQ was broken of session in build_connector_meta"):
         incident()
-    recording: Recording = namespace["RECORDING"]
+    recording = read_recording(test_path.with_suffix(".kvlog"))
     kinds = [type(event) for _, event in recording.observations]
     assert kinds.count(e.RequestArrived) == 1
-    assert workers_reported(0).__class__ not in kinds, "what the workers reported is not needed"
+    assert e.ExtensionNoted not in kinds, "what the workers reported is not needed"
+    assert main(["verify", str(test_path.with_suffix(".kvlog"))]) == ExitCode.RULE_BROKEN
 
 
 def test_answers_can_be_asked_for_where_nothing_went_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -149,17 +151,16 @@ def test_answers_can_be_asked_for_where_nothing_went_wrong(tmp_path: Path, capsy
     engine.shutdown()
     (log,) = (log for log in tmp_path.iterdir() if "worker" not in log.name)
     (of_worker,) = (other for other in tmp_path.iterdir() if other != log)
-    assert main(["repro", str(of_worker)]) == ExitCode.USAGE
+    test_path = tmp_path / "test_incident.py"
+    assert main(["repro", str(of_worker), "-o", str(test_path)]) == ExitCode.USAGE
     assert "give the scheduler's log" in capsys.readouterr().err
-    assert main(["repro", str(log), "b", "--pin"]) == 0
-    namespace: dict[str, Any] = {"__name__": "generated"}
-    exec(compile(capsys.readouterr().out, "generated", "exec"), namespace)  # noqa: S102 -- it is ours
-    test = namespace["test_the_recorded_calls_get_the_recorded_answers"]
+    assert main(["repro", str(log), "b", "--pin", "-o", str(test_path)]) == 0
+    (test,) = checks_of(test_path).values()
     test()
-    assert list(namespace["RECORDING"].answers.values()) == [32]
-    namespace["RECORDING"] = attrs.evolve(namespace["RECORDING"], answers={})
-    with pytest.raises(AssertionError):  # with pytest's own words, which code that is run here has not
-        test()
+    recording = read_recording(test_path.with_suffix(".kvlog"))
+    assert list(recording.answers.values()) == [32]
+    (other,) = rerun(attrs.evolve(recording, answers={})).other_answers
+    assert "b is answered 32 tokens" in other
 
 
 def test_what_was_raised_in_a_hook_is_raised_again() -> None:
@@ -173,7 +174,7 @@ def test_what_was_raised_in_a_hook_is_raised_again() -> None:
         engine.step()
     log = engine.scheduler.connector.recording  # type: ignore[union-attr]
     engine.shutdown()
-    outcome = reenact(record(log.log.configuration, events_of(log)))
+    outcome = rerun(record(log.log.configuration, events_of(log)))
     (trouble,) = outcome.troubles
     assert (trouble.rule, trouble.hook) == ("HOOK_FAILED", "build_connector_meta")
     assert "AssertionError" in trouble.detail
@@ -186,8 +187,8 @@ def test_a_log_that_cannot_be_driven_again_says_why(why: str) -> None:
     events = events_of(recording)
     spoilt: e.Event = e.LogNote(f"{CHILD}, its reports concern other connectors as well", 0)
     if "Foreign" in why:
-        spoilt = workers_reported(0, unread="Foreign")
-    with pytest.raises(NotReenactable, match=why):
+        spoilt = Recorder.noted(WorkersReported(unread="Foreign"), 0)
+    with pytest.raises(NotRerunnable, match=why):
         record(recording.log.configuration, [*events, (events[-1][0] + 1, spoilt)])
 
 
@@ -198,8 +199,8 @@ def test_a_connector_that_cannot_be_made_here_is_named() -> None:
     assert recording.wrapped is not None
     elsewhere = {**recording.wrapped.kv_transfer, "kv_connector": "Elsewhere", "kv_connector_module_path": "elsewhere"}
     gone = attrs.evolve(recording, wrapped=msgspec.structs.replace(recording.wrapped, kv_transfer=elsewhere))
-    with pytest.raises(NotReenactable, match=r"Elsewhere cannot be made .* put its module on PYTHONPATH"):
-        reenact(gone)
+    with pytest.raises(NotRerunnable, match=r"Elsewhere cannot be made .* put its module on PYTHONPATH"):
+        rerun(gone)
 
 
 def test_a_connector_on_vllms_own_blocks_is_declined() -> None:
@@ -209,8 +210,8 @@ def test_a_connector_on_vllms_own_blocks_is_declined() -> None:
         engine = SimulatedEngine(contender=Recorded(inner=inner), num_blocks=20, host_bytes=1 << 20, chunk_size=16)
         log = engine.scheduler.connector.recording  # type: ignore[union-attr]
         engine.shutdown()
-        with pytest.raises(NotReenactable, match="SimpleCPUOffloadConnector works on vLLM's own blocks"):
-            reenact(record(log.log.configuration, events_of(log)))
+        with pytest.raises(NotRerunnable, match="SimpleCPUOffloadConnector works on vLLM's own blocks"):
+            rerun(record(log.log.configuration, events_of(log)))
 
 
 def test_answers_from_where_nothing_is_made_again_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -232,17 +233,18 @@ def test_answers_from_where_nothing_is_made_again_are_said(tmp_path: Path, capsy
     (directory,) = inner._directories
     shutil.rmtree(directory.name)
     (log,) = (log for log in tmp_path.iterdir() if "worker" not in log.name)
-    assert main(["repro", str(log)]) == ExitCode.USAGE
+    test_path = tmp_path / "test_incident.py"
+    assert main(["repro", str(log), "-o", str(test_path)]) == ExitCode.USAGE
     assert "b is answered 0 tokens in the lookup of event" in capsys.readouterr().err
-    assert main(["repro", str(log), "--all"]) == 0
-    assert "def test_last_token_holds" in capsys.readouterr().out
+    assert main(["repro", str(log), "--all", "-o", str(test_path)]) == 0
+    assert "def test_last_token_holds" in test_path.read_text()
 
 
 def test_calls_that_vllm_could_not_make_are_told_apart() -> None:
     """Without the lookup before blocks are given, without the step that computed the first tokens."""
     log = hold_session()
     recording = record(log.log.configuration, events_of(log))
-    assert could_be_played(recording)
+    assert could_be_scheduled(recording.observations, 16)
     is_left_out: tuple[Callable[[e.Event], bool], ...] = (
         lambda event: isinstance(event, e.LookupRequested),
         lambda event: isinstance(event, e.StepScheduled) and event.step == 0,
@@ -250,20 +252,7 @@ def test_calls_that_vllm_could_not_make_are_told_apart() -> None:
     )
     for leaves_out in is_left_out:
         observations = tuple(entry for entry in recording.observations if not leaves_out(entry[1]))
-        assert not could_be_played(attrs.evolve(recording, observations=observations))
-
-
-def test_what_is_minimal_holds_and_nothing_of_it_can_be_spared() -> None:
-    """In the order of the whole."""
-    tried: list[list[int]] = []
-
-    def holds(some: Any) -> bool:
-        tried.append(list(some))
-        return {3, 11, 12} <= set(some)
-
-    assert minimal(range(20), holds) == [3, 11, 12]
-    assert [3, 11] in tried
-    assert len(tried) < 60
+        assert not could_be_scheduled(observations, 16)
 
 
 def test_secrets_of_the_configuration_are_not_in_the_log() -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from kvledger.adapters.repro.scheduler_record import SchedulerRecord
+from kvledger.adapters.repro.scheduler import SchedulerModel
 from kvledger.lifecycle import events as e
 
 
 def test_a_request_for_which_fewer_tokens_are_loaded_decodes_in_the_steps_that_do_not_name_it() -> None:
     """The log has only its last token to compute; here 16 tokens more are computed with it, once."""
-    record = SchedulerRecord(is_async=False)
+    record = SchedulerModel(is_async=False)
     life = record.arrived(e.RequestArrived("a", 0, 33, 1))
     life.num_missing_tokens = 16
     for number, advanced in enumerate([((0, 32, 1, 33),), (), ()]):

@@ -1,4 +1,4 @@
-"""Where an export goes: a file that appears whole or not at all, compressed where its name ends in `.gz`, or stdout."""
+"""What a command writes: a file that appears whole or not at all, compressed if its name ends in `.gz`; or stdout."""
 
 from __future__ import annotations
 

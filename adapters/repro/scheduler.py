@@ -1,6 +1,6 @@
-"""What vLLM's scheduler must have known about its requests, read back from what it told the connector.
+"""What vLLM's scheduler must have known about its requests, read back from what the connector observed.
 
-Counts that no event tells (known tokens between two of them, tokens in flight) are estimated, and corrected by every
+Counts that are in no event (known tokens between two of them, tokens in flight) are estimated, and corrected by every
 event that says more. It knows events only.
 """
 
@@ -15,14 +15,14 @@ from kvledger.lifecycle import events as e
 
 
 @attrs.define(eq=False)
-class Life:
-    """One life of a request id, as the scheduler saw it."""
+class Incarnation:
+    """One incarnation of a request id, as the scheduler saw it."""
 
     request_id: str
     ordinal: int
     num_prompt_tokens: int
     num_tokens: int
-    """Prompt and output, as last told."""
+    """Prompt and output, as last observed."""
     keys: list[bytes] = attrs.field(factory=list)
     block_ids: list[int] = attrs.field(factory=list)
     num_preemptions: int = 0
@@ -35,8 +35,6 @@ class Life:
     """The local prefix hit of its last lookup."""
     num_tokens_at_start: int = 0
     """Where its next step begins, if blocks were given since the last one: local and external tokens."""
-    last_lookup: int = 0
-    """Sequence number of that."""
     num_missing_tokens: int = 0
     """Fewer tokens were taken up than recorded, because the code under test answered fewer."""
 
@@ -45,7 +43,7 @@ class Life:
 class ScheduledTokens:
     """One request's part of a step."""
 
-    life: Life
+    life: Incarnation
     num_computed_tokens: int
     num_scheduled_tokens: int
     num_tokens: int | None
@@ -53,21 +51,21 @@ class ScheduledTokens:
     new_block_ids: tuple[int, ...]
 
 
-class SchedulerRecord:
-    """Folds observations; asked before a hook is called, told after."""
+class SchedulerModel:
+    """Folds observations; asked before a hook is called, updated after."""
 
     def __init__(self, *, is_async: bool) -> None:
         self._is_async = is_async
-        self._by_id: dict[str, Life] = {}
-        self._by_ordinal: dict[int, Life] = {}
-        self._running: dict[int, Life] = {}
+        self._by_id: dict[str, Incarnation] = {}
+        self._by_ordinal: dict[int, Incarnation] = {}
+        self._running: dict[int, Incarnation] = {}
         """By ordinal, in the order in which vLLM lists them."""
         self._computed = ComputedTokens()
 
-    def __iter__(self) -> Iterator[Life]:
+    def __iter__(self) -> Iterator[Incarnation]:
         return iter(self._by_id.values())
 
-    def get(self, request_id: str) -> Life | None:
+    def get(self, request_id: str) -> Incarnation | None:
         """The life of an id that has not ended."""
         return self._by_id.get(request_id)
 
@@ -79,7 +77,9 @@ class SchedulerRecord:
         life = self.get(getattr(event, "request_id", ""))
         if life is None:
             return
-        if isinstance(event, e.RequestPreempted):
+        if isinstance(event, e.LookupRequested):
+            self.looked_up(life, event)
+        elif isinstance(event, e.RequestPreempted):
             self.preempted(life, event)
         elif isinstance(event, e.BlocksAllocated):
             self.allocated(life, event)
@@ -90,34 +90,22 @@ class SchedulerRecord:
         elif isinstance(event, e.RequestFinished):
             self.finished(life)
 
-    def by_ordinal(self, ordinal: int) -> Life | None:
+    def by_ordinal(self, ordinal: int) -> Incarnation | None:
         """The life with this ordinal."""
         return self._by_ordinal.get(ordinal)
 
-    def arrived(self, event: e.RequestArrived) -> Life:
+    def arrived(self, event: e.RequestArrived) -> Incarnation:
         """A request begins."""
-        life = Life(event.request_id, event.ordinal, event.num_prompt_tokens, event.num_prompt_tokens)
+        life = Incarnation(event.request_id, event.ordinal, event.num_prompt_tokens, event.num_prompt_tokens)
         self._by_id[event.request_id] = self._by_ordinal[event.ordinal] = life
         self._computed.tell(life.ordinal, 0)
         return life
 
-    def told_keys(self, event: e.ChunkKeysObserved) -> None:
-        """Keys replace what was known from there."""
-        life = self._by_id.get(event.request_id)
-        if life is not None:
-            life.keys[event.first_chunk :] = event.keys
-
-    def looked_up(self, event: e.LookupRequested, sequence: int) -> None:
+    def looked_up(self, life: Incarnation, event: e.LookupRequested) -> None:
         """It was asked what can be loaded."""
-        life = self._by_id.get(event.request_id)
-        if life is not None:
-            life.num_tokens, life.num_local_tokens, life.last_lookup = (
-                event.num_tokens,
-                event.num_computed_tokens,
-                sequence,
-            )
+        life.num_tokens, life.num_local_tokens = event.num_tokens, event.num_computed_tokens
 
-    def preempted(self, life: Life, event: e.RequestPreempted) -> None:
+    def preempted(self, life: Incarnation, event: e.RequestPreempted) -> None:
         """Its blocks are gone."""
         life.num_tokens = event.num_tokens
         life.num_preemptions += 1
@@ -127,18 +115,18 @@ class SchedulerRecord:
         life.block_ids = []
         self._running.pop(life.ordinal, None)
 
-    def continued(self, life: Life, event: e.SessionContinued, chunk_size: int) -> None:
+    def continued(self, life: Incarnation, event: e.SessionContinued, chunk_size: int) -> None:
         """The next turn of a session."""
         self._computed.tell(life.ordinal, event.num_computed_tokens)
         life.num_tokens, life.num_prompt_tokens = event.num_tokens, event.num_prompt_tokens
         del life.keys[event.num_computed_tokens // chunk_size :]
         self._running.pop(life.ordinal, None)
 
-    def rolled_back(self, life: Life, num_computed_tokens: int) -> None:
+    def rolled_back(self, life: Incarnation, num_computed_tokens: int) -> None:
         """Fewer tokens count as computed."""
         self._computed.tell(life.ordinal, num_computed_tokens)
 
-    def allocated(self, life: Life, event: e.BlocksAllocated) -> None:
+    def allocated(self, life: Incarnation, event: e.BlocksAllocated) -> None:
         """The whole table is new."""
         start = life.num_local_tokens + event.num_external_tokens
         # Once more where it waited for its load, without anything to take up.
@@ -147,7 +135,7 @@ class SchedulerRecord:
         life.is_admitted = True
         self._running.pop(life.ordinal, None)
 
-    def finished(self, life: Life) -> None:
+    def finished(self, life: Incarnation) -> None:
         """It ends."""
         self._computed.tell(life.ordinal, self.num_computed_tokens(life))
         self._running.pop(life.ordinal, None)
@@ -172,7 +160,7 @@ class SchedulerRecord:
                 found.append(ScheduledTokens(life, self.num_computed_tokens(life), 1, None, blocks))
         return found
 
-    def paused(self, event: e.StepScheduled) -> list[Life]:
+    def paused(self, event: e.StepScheduled) -> list[Incarnation]:
         """Those who were expected in the step and are not in it."""
         return [life for ordinal in event.paused if (life := self._by_ordinal.get(ordinal)) is not None]
 
@@ -180,10 +168,10 @@ class SchedulerRecord:
         """As vLLM lists running requests; where the step says otherwise of those that it names, as the step says."""
         places = {ordinal: place for place, ordinal in enumerate(self._running)}
         ordered = sorted(scheduled, key=lambda part: places.get(part.life.ordinal, len(places)))
-        ordered = _as_told(ordered, [part for part in scheduled if part.num_tokens is not None])
+        ordered = _in_order_of(ordered, [part for part in scheduled if part.num_tokens is not None])
         extended = {ordinal: place for place, (ordinal, _) in enumerate(event.extended)}
         with_blocks = [part for part in ordered if part.life.ordinal in extended]
-        ordered = _as_told(ordered, sorted(with_blocks, key=lambda part: extended[part.life.ordinal]))
+        ordered = _in_order_of(ordered, sorted(with_blocks, key=lambda part: extended[part.life.ordinal]))
         taken = {part.life.ordinal for part in ordered} & self._running.keys()
         lives = iter([part.life for part in ordered if part.life.ordinal in taken])
         self._running = {
@@ -203,25 +191,25 @@ class SchedulerRecord:
             life.last_step, life.num_tokens_of_last_step = self._computed.num_steps, part.num_scheduled_tokens
             self._running.setdefault(life.ordinal, life)
 
-    def num_computed_tokens(self, life: Life) -> int:
+    def num_computed_tokens(self, life: Incarnation) -> int:
         """Computed or in flight, after the last step."""
         return self._computed.count(life.ordinal)
 
-    def num_tokens_in_flight(self, life: Life) -> int:
+    def num_tokens_in_flight(self, life: Incarnation) -> int:
         """Tokens of the step before, where its output is not there yet."""
         if not self._is_async or life.last_step != self._computed.num_steps:
             return 0
         return life.num_tokens_of_last_step
 
-    def num_known_tokens(self, life: Life) -> int:
+    def num_known_tokens(self, life: Incarnation) -> int:
         """Prompt and output, where no event says: one more than computed, or as many with a step in flight."""
         return max(life.num_tokens, self.num_computed_tokens(life) + (0 if self._is_async else 1) * life.was_scheduled)
 
 
-def _as_told(ordered: list[ScheduledTokens], told: list[ScheduledTokens]) -> list[ScheduledTokens]:
-    """The same with those that were told of in the order in which they were told of."""
-    named = {part.life.ordinal for part in told}
-    following = iter(told)
+def _in_order_of(ordered: list[ScheduledTokens], some: list[ScheduledTokens]) -> list[ScheduledTokens]:
+    """The same with these in their own order."""
+    named = {part.life.ordinal for part in some}
+    following = iter(some)
     return [next(following) if part.life.ordinal in named else part for part in ordered]
 
 
@@ -230,7 +218,7 @@ def runs_async(observations: Sequence[tuple[int, e.Event]], chunk_size: int) -> 
 
     Then a step computes behind all known tokens, and a chunk is known to be settled one step after it was filled.
     """
-    record = SchedulerRecord(is_async=False)
+    record = SchedulerModel(is_async=False)
     for _, event in observations:
         if not isinstance(event, e.StepScheduled):
             life = record.get(event.request_id) if isinstance(event, e.RequestFinished) else None
@@ -246,3 +234,50 @@ def runs_async(observations: Sequence[tuple[int, e.Event]], chunk_size: int) -> 
             return True
         record.stepped(event, scheduled)
     return False
+
+
+def could_be_scheduled(observations: Sequence[tuple[int, e.Event]], chunk_size: int) -> bool:
+    """Whether each call is one that vLLM could make after those before it.
+
+    Tokens come from steps and loads, blocks after a lookup. The rules of the core ask the rest.
+    """
+    record = SchedulerModel(is_async=False)
+    looked_up: set[int] = set()
+    for _, event in observations:
+        if isinstance(event, e.StepScheduled):
+            if not all(_goes_on(record, *entry[:2]) for entry in event.advanced):
+                return False
+            record.stepped(event, record.scheduled(event))
+            continue
+        if isinstance(event, e.RequestEvent) and not _is_possible(record, looked_up, event):
+            return False
+        record.fold(event, chunk_size)
+    return True
+
+
+def _is_possible(record: SchedulerModel, looked_up: set[int], event: e.RequestEvent) -> bool:
+    """Whether this can happen to the request now; notes what can happen to it next."""
+    life = record.get(event.request_id)
+    if life is None:
+        return isinstance(event, e.RequestArrived)
+    computed = record.num_computed_tokens(life)
+    if isinstance(event, e.LookupRequested):
+        looked_up.add(life.ordinal)
+    elif isinstance(event, e.RequestPreempted):
+        looked_up.discard(life.ordinal)
+    elif isinstance(event, e.BlocksAllocated):
+        return life.ordinal in looked_up
+    elif isinstance(event, e.SessionContinued):
+        return event.num_computed_tokens <= computed
+    elif isinstance(event, e.RequestFinished):
+        return event.num_settled_tokens <= max(computed, life.num_tokens_at_start)
+    return True
+
+
+def _goes_on(record: SchedulerModel, ordinal: int, num_computed_tokens: int) -> bool:
+    """Whether a request can be computed from there on; where all of a prompt was loaded, the last token is again."""
+    life = record.by_ordinal(ordinal)
+    if life is None or not life.block_ids:
+        return False
+    computed, start = record.num_computed_tokens(life), life.num_tokens_at_start
+    return num_computed_tokens in ({computed, start, start - 1} if life.is_admitted else {computed})

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import attrs
 import pytest
 from lifecycle_driver import Driver, keys_of
 
-from kvledger.adapters.repro import Recording, record, reenact_core
-from kvledger.adapters.repro.reduction import reduce, restrict
+from kvledger.adapters.repro import record, rerun_core
+from kvledger.adapters.repro.reduce import Reduced, minimal, reduce, restrict
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.projections.chunk_index import ChunkIndex
 from kvledger.lifecycle.replay import SequencedEvent
@@ -40,36 +40,25 @@ def crowd() -> tuple[Driver, list[SequencedEvent]]:
     return driver, list(enumerate(driver.observed, 1))
 
 
-def recorded(driver: Driver, events: list[SequencedEvent]) -> Recording:
+def reduced(driver: Driver, events: list[SequencedEvent]) -> Reduced:
     """Up to the end, where the promised chunk is evicted."""
-    return record(driver.configuration, events)
-
-
-def requests_of(recording: Recording) -> list[str]:
-    """Who arrives."""
-    return [event.request_id for _, event in recording.observations if isinstance(event, e.RequestArrived)]
+    recording = record(driver.configuration, events)
+    return reduce(recording, rerun_core, rule=RULE, request_id="reader", leaves_out_calls=True)
 
 
 @pytest.mark.usefixtures("unpinned")
-def test_requests_that_can_be_spared_are_left_out() -> None:
-    """What is left breaks the same rule; who evicts and whose chunk is evicted stay."""
+def test_what_can_be_spared_is_left_out() -> None:
+    """What is left breaks the same rule when it is read back; who evicts and whose chunk is evicted stay."""
     driver, events = crowd()
-    reduced = reduce(recorded(driver, events), events, rules={RULE}, request_id="reader")
-    assert reduced.recurs
-    assert {"reader", "writer", "hog"} <= set(requests_of(reduced.recording))
-    assert "bystander" not in requests_of(reduced.recording)
-    assert reduced.num_left_out == 5 - len(requests_of(reduced.recording))
-    assert RULE in {trouble.rule for trouble in reenact_core(reduced.recording).troubles}
-
-
-@pytest.mark.usefixtures("unpinned")
-def test_everything_is_kept_on_demand() -> None:
-    """--all."""
-    driver, events = crowd()
-    recording = recorded(driver, events)
-    reduced = reduce(recording, events, rules={RULE}, request_id="reader", keep_all=True)
-    assert reduced.recurs
-    assert reduced.recording == recording
+    found = reduced(driver, events)
+    assert found.recurs
+    assert found.events is not None
+    left = record(driver.configuration, found.events)
+    arrived = [event.request_id for _, event in left.observations if isinstance(event, e.RequestArrived)]
+    assert {"reader", "writer", "hog"} == set(arrived)
+    assert found.num_left_out == 2
+    assert RULE in {trouble.rule for trouble in rerun_core(left).troubles}
+    assert len(left.observations) < len([event for _, event in events if not event.is_decision])
 
 
 def test_where_it_does_not_recur_nothing_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,10 +66,22 @@ def test_where_it_does_not_recur_nothing_is_left_out(monkeypatch: pytest.MonkeyP
     with monkeypatch.context() as mistaken:
         mistaken.setattr(ChunkIndex, "_answered", lambda _self, _event, _sequence: None)
         driver, events = crowd()
-    recording = recorded(driver, events)
-    reduced = reduce(recording, events, rules={RULE}, request_id="reader")
-    assert not reduced.recurs
-    assert reduced.recording == recording
+    found = reduced(driver, events)
+    assert (found.recurs, found.events) == (False, None)
+
+
+def test_what_is_minimal_holds_and_nothing_of_it_can_be_spared() -> None:
+    """In the order of the whole."""
+    tried: list[list[int]] = []
+
+    def holds(some: Sequence[int]) -> bool:
+        tried.append(list(some))
+        return {3, 11, 12} <= set(some)
+
+    assert minimal(range(20), holds) == [3, 11, 12]
+    assert [3, 11] in tried
+    assert len(tried) < 60
+    assert minimal(range(20), lambda _: True) == []
 
 
 def test_steps_count_only_who_is_left() -> None:
@@ -105,7 +106,7 @@ def test_reports_follow_the_jobs_of_who_is_left() -> None:
     driver.step(("a", 17, 1, 18), ("b", 17, 1, 18), settled=[("a", 0, 17), ("b", 0, 17)])
     driver.report(2)
     recording = record(driver.configuration, list(enumerate(driver.observed, 1)))
-    outcome = reenact_core(restrict(recording, {1}))
+    outcome = rerun_core(restrict(recording, {1}))
     (saved,) = [event for _, event in outcome.events if isinstance(event, e.SaveCompleted)]
     assert (saved.request_id, saved.job_id) == ("b", 1)
     assert outcome.troubles == []
@@ -120,9 +121,10 @@ def test_a_smaller_answer_is_taken_up_as_far_as_it_goes() -> None:
     driver.allocate("reader", (1, 2, 3), 32)
     driver.step(("reader", 32, 8, 40))
     recording = record(driver.configuration, list(enumerate(driver.observed, 1)))
+    (lookup,) = recording.answers
     stricter = attrs.evolve(recording, configuration=attrs.evolve(recording.configuration, max_hit_share=0.5))
-    outcome = reenact_core(stricter)
-    assert outcome.answers("reader") == [20]
+    outcome = rerun_core(stricter)
+    assert outcome.other_answers == [f"reader is answered 20 tokens in the lookup of event {lookup}, not 32"]
     assert outcome.troubles == []
     (first_step,) = [event for _, event in outcome.events if isinstance(event, e.StepScheduled)][-1:]
     assert first_step.advanced == ((1, 20, 20, 40),)

@@ -1,4 +1,4 @@
-"""A log that is re-enacted through the hooks of the real connector is the same log, but for names and times.
+"""A log that is run again through the hooks of the real connector is the same log, but for names and times.
 
 Worlds as in `sim/`, with everything that goes wrong in them: preemptions, evictions, resets, aborts, failed copies,
 reports that come late, twice or never, both model runners, one and two steps in flight, sliding windows.
@@ -16,7 +16,7 @@ from sim.hybrid_world import HybridWorld
 from sim.settings import draw
 from sim.world import World
 
-from kvledger.adapters.repro import Reenactment, record, reenact, reenact_core
+from kvledger.adapters.repro import Rerun, record, rerun, rerun_core
 from kvledger.lifecycle import Core, LedgerConfiguration
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.codec import EventDecoder
@@ -58,7 +58,7 @@ def without_log_before(events: list[tuple[int, e.Event]]) -> list[tuple[int, e.E
     return moved
 
 
-def assert_same(tools: Any, recorded: list[tuple[int, e.Event]], outcome: Reenactment, told_by: str) -> None:
+def assert_same(tools: Any, recorded: list[tuple[int, e.Event]], outcome: Rerun, told_by: str) -> None:
     """Every event, in order, with its sequence number, and nothing that is not told."""
     expected, found = tools.without_names(without_log_before(recorded)), tools.without_names(outcome.events)
     for want, got in zip(expected, found, strict=False):
@@ -80,7 +80,7 @@ def test_a_world_is_the_same_when_its_hook_calls_are_made_again(tools: Any, seed
         logs = [log for log in (*world.dead_logs, world.log) if log.events]
     for log in logs:
         recording = record(log.configuration, log.events)
-        assert_same(tools, log.events, reenact(recording), f"make sim SEED={seed}")
+        assert_same(tools, log.events, rerun(recording), f"make sim SEED={seed}")
 
 
 @pytest.mark.parametrize("seed", range(NUM_HYBRID_WORLDS))
@@ -90,7 +90,7 @@ def test_a_world_with_sliding_windows_is_the_same(tools: Any, seed: int) -> None
     world.run()
     configuration, events = events_of(world.engine)
     world.engine.shutdown()
-    assert_same(tools, events, reenact(record(configuration, events)), f"hybrid seed {seed}")
+    assert_same(tools, events, rerun(record(configuration, events)), f"hybrid seed {seed}")
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -99,7 +99,7 @@ def test_the_core_decides_the_same(seed: int) -> None:
     with World(seed) as world:
         world.run()
         log = world.log
-    outcome = reenact_core(record(log.configuration, log.events))
+    outcome = rerun_core(record(log.configuration, log.events))
     recorded = [event for _, event in log.events if event.is_decision]
     found = [event for _, event in outcome.events if event.is_decision]
     assert [type(event) for event in found] == [type(event) for event in recorded]
@@ -119,4 +119,4 @@ def test_another_story_is_told_apart(tools: Any) -> None:
     changed = replace(event, num_prompt_tokens=event.num_prompt_tokens + 1)  # type: ignore[attr-defined]
     observations = (*recording.observations[:place], (sequence, changed), *recording.observations[place + 1 :])
     with pytest.raises(AssertionError):
-        assert_same(tools, log.events, reenact(attrs.evolve(recording, observations=observations)), "")
+        assert_same(tools, log.events, rerun(attrs.evolve(recording, observations=observations)), "")

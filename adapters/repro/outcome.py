@@ -1,4 +1,4 @@
-"""What came of a re-enactment: the events that the code under test made, audited, and where in the story it made them.
+"""What came of a rerun: the events that the code under test made, audited, and during which recorded calls.
 
 It knows events and rules. It must not know how the events were brought about.
 """
@@ -15,83 +15,75 @@ from kvledger.lifecycle.audit import RECORDED, Audit, Violation
 
 HOOK_FAILED = "HOOK_FAILED"
 """Stands for a rule: no hook raises."""
-
-
 UNFOLDABLE = "UNFOLDABLE"
 """Stands for a rule: every event that was written can be folded."""
 NEVER_EXCUSED = frozenset({HOOK_FAILED, UNFOLDABLE, Rule.HANDLER_RAISED.value})
 """Whatever happens, this must not."""
 
 
-def rule_of(violation: Violation) -> str:
-    """The rule that was broken, also where the audit passes on what the connector noticed itself."""
-    if violation.rule != RECORDED:
-        return violation.rule
-    return HOOK_FAILED if violation.detail.startswith("hook ") else violation.detail.partition(":")[0]
+@attrs.frozen
+class Trouble:
+    """A rule that was broken: in a log, or by the code under test in a rerun of one."""
+
+    rule: str
+    sequence: int
+    """Of the event in the log; in a rerun, of the recorded observation during whose call it happened."""
+    request_id: str
+    """Empty where it belongs to no single request."""
+    detail: str
+    hook: str = ""
+    """In a rerun, the call."""
+
+    def __str__(self) -> str:
+        of = f" of {self.request_id}" if self.request_id else ""
+        return f"{self.rule} was broken{of} in {self.hook}, which makes event {self.sequence} again: {self.detail}"
 
 
 class Watch:
-    """An audit that goes on telling what a log says of itself where it cannot be folded any more.
+    """An audit that goes on where a log cannot be folded any more, by what the log says of itself.
 
     A log that broken code wrote may not fold with that code, and neither do its decisions come about again.
     """
 
     def __init__(self, configuration: LedgerConfiguration, core: Core) -> None:
-        self._found: list[Violation] = []
+        self._found: list[Trouble] = []
         self.audit = Audit(core, configuration, keeps=self._look_at)
 
-    def take(self, events: Sequence[SequencedEvent]) -> list[Violation]:
+    def take(self, events: Sequence[SequencedEvent]) -> list[Trouble]:
         """What is wrong with the events of one call."""
         was_foldable = self.audit.unfoldable is None
         self.audit.take_frame(events)
-        new = self.new()
         unfoldable = self.audit.unfoldable
         if unfoldable is None:
-            return new
+            return self.new()
         for sequence, event in events:
             if was_foldable and sequence < unfoldable.sequence:
                 continue
             if isinstance(event, e.HookFailed):
                 detail = f"hook {event.hook} raised: {event.error}"
-                new.append(Violation(RECORDED, sequence, event.request_id, None, detail, ()))
+                self._found.append(Trouble(HOOK_FAILED, sequence, event.request_id, detail))
             elif isinstance(event, e.InvariantViolated):
-                detail = f"{event.rule}: {event.detail}"
-                new.append(Violation(RECORDED, sequence, event.request_id, None, detail, ()))
+                self._found.append(Trouble(event.rule, sequence, event.request_id, event.detail))
             elif was_foldable and sequence == unfoldable.sequence:
                 request_id = getattr(event, "request_id", "")
-                new.append(Violation(UNFOLDABLE, sequence, request_id, None, str(unfoldable), ()))
-        return new
+                self._found.append(Trouble(UNFOLDABLE, sequence, request_id, str(unfoldable)))
+        return self.new()
 
-    def new(self) -> list[Violation]:
+    def new(self) -> list[Trouble]:
         """What the audit has found since it was last asked."""
         new, self._found = self._found, []
         return new
 
     def _look_at(self, violation: Violation) -> bool:
-        self._found.append(violation)
+        rule = violation.rule
+        if rule == RECORDED:  # the connector noticed it itself
+            rule = HOOK_FAILED if violation.detail.startswith("hook ") else violation.detail.partition(":")[0]
+        self._found.append(Trouble(rule, violation.sequence, violation.request_id, violation.detail))
         return False  # the audit need not keep it, too
 
 
-@attrs.frozen
-class Trouble:
-    """A rule that the code under test broke."""
-
-    rule: str
-    request_id: str
-    detail: str
-    hook: str
-    recorded_sequence: int
-    """Of the observation during whose re-enactment it happened, in the log that was recorded."""
-
-    def __str__(self) -> str:
-        of = f" of {self.request_id}" if self.request_id else ""
-        return (
-            f"{self.rule} was broken{of} in {self.hook}, which re-enacts event {self.recorded_sequence}: {self.detail}"
-        )
-
-
 @attrs.define
-class Reenactment:
+class Rerun:
     """Gathers events call by call. `events` have the sequence numbers of the new log."""
 
     configuration: LedgerConfiguration
@@ -100,7 +92,7 @@ class Reenactment:
     events: list[SequencedEvent] = attrs.field(factory=list, init=False)
     troubles: list[Trouble] = attrs.field(factory=list, init=False)
     left_out: list[str] = attrs.field(factory=list, init=False)
-    """What could not be re-enacted, in words."""
+    """What could not be run again, in words."""
     other_answers: list[str] = attrs.field(factory=list, init=False)
     """Lookups that were answered otherwise than recorded, in words."""
     _watch: Watch = attrs.field(init=False)
@@ -109,31 +101,28 @@ class Reenactment:
         self._watch = Watch(self.configuration, self.core)
 
     def take(self, events: Iterable[SequencedEvent], hook: str, recorded_sequence: int) -> None:
-        """Take up what one call made."""
+        """Fold what one call made."""
         made = list(events)
         self.events += made
-        self._tell(self._watch.take(made), hook, recorded_sequence)
+        self._add(self._watch.take(made), hook, recorded_sequence)
 
     def finish(self, hook: str, recorded_sequence: int) -> None:
         """No more calls: decisions that are missing are noticed now."""
         self._watch.audit.finish()
-        self._tell(self._watch.new(), hook, recorded_sequence)
+        self._add(self._watch.new(), hook, recorded_sequence)
 
-    def _tell(self, violations: Iterable[Violation], hook: str, recorded_sequence: int) -> None:
-        for violation in violations:
-            self.troubles.append(
-                Trouble(rule_of(violation), violation.request_id, violation.detail, hook, recorded_sequence)
-            )
+    def _add(self, troubles: Iterable[Trouble], hook: str, recorded_sequence: int) -> None:
+        self.troubles += [attrs.evolve(trouble, hook=hook, sequence=recorded_sequence) for trouble in troubles]
 
     def trouble(self, rule: str, *, besides: Collection[str] = ()) -> str:
-        """What is wrong, empty where nothing is: a breach of this rule, or one that no story excuses.
+        """What is wrong, empty where nothing is: a breach of this rule, or one that nothing excuses.
 
         Other rules are not asked for. Where the code decides otherwise than it did then, what vLLM did next was an
         answer to something else, and may well break them.
 
         Args:
             rule: that the recorded incident broke.
-            besides: of what no story excuses, what happened in the recorded log, too.
+            besides: of what nothing excuses, what happened in the recorded log, too.
         """
         never = NEVER_EXCUSED.difference(besides)
         found = [trouble for trouble in self.troubles if trouble.rule == rule or trouble.rule in never]
@@ -142,11 +131,3 @@ class Reenactment:
         found.sort(key=lambda trouble: trouble.rule != rule)
         more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
         return f"{found[0]}{more}"
-
-    def answers(self, request_id: str) -> list[int | None]:
-        """What the lookups of a request were answered, None where they were deferred."""
-        return [
-            event.num_external_tokens if isinstance(event, e.LookupAnswered) else None
-            for _, event in self.events
-            if isinstance(event, e.LookupAnswered | e.LookupDeferred) and event.request_id == request_id
-        ]
