@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import random
 import signal
 import subprocess
@@ -31,7 +32,9 @@ from kvledger.storage.events.nats import (
     mirror,
     new_stream,
 )
+from kvledger.storage.events.nats.connection import connect
 from kvledger.storage.events.nats.messages import message_headers
+from kvledger.storage.events.nats.publisher import BatchResult, publish
 from kvledger.storage.events.nats.tail import LogTail
 
 Ship = Any
@@ -119,6 +122,18 @@ def test_a_network_that_swallows_everything_is_left_and_gone_on_with(
     shipping.wait_for(400)
     assert shipping.stop().is_complete
     assert segments_in_stream(server.url) == segments_of(tmp_path / "log")
+
+
+def test_a_log_that_is_shortened_while_it_is_followed_is_stopped(
+    server: NatsServer, ship: Ship, tmp_path: Path, chance: random.Random
+) -> None:
+    """Nothing is wrong with what is left of the file; the stream has more."""
+    log = write_log(tmp_path / "log", chance, 50)
+    shipping = Shipping(lambda: ship.make(log, server.url, follow=True))
+    shipping.wait_for(50)
+    os.truncate(max(log.glob("*.kvlog")), (max(log.glob("*.kvlog"))).stat().st_size - 1)
+    wait_until(lambda: any("the stream holds the frame" in remark for remark in ship.remarks))
+    assert shipping.stop().is_damaged
 
 
 def test_a_shipper_killed_at_random_points_is_gone_on_with(
@@ -283,6 +298,22 @@ def test_what_is_out_of_order_is_refused_by_the_server(
     assert segments_in_stream(server.url) == segments_of(log)
 
 
+def test_of_a_batch_in_the_wrong_place_nothing_is_stored(
+    server: NatsServer, tmp_path: Path, chance: random.Random
+) -> None:
+    """Each message expects the one before it, so when the first is refused, all are."""
+    tail = LogTail(write_log(tmp_path / "log", chance, 5))
+    make_stream(server)
+
+    async def publish_there() -> BatchResult:
+        async with connect(StreamAddress.parse(server.url), Access(), "test") as connection:
+            return await publish(connection, f"kvledger.log.host.{tail.log_id}", tail.read(100, 1 << 20), 7)
+
+    result = asyncio.run(publish_there())
+    assert (result.num_stored, result.is_repetition, result.problem) == (0, False, None)
+    assert num_messages(server) == 0
+
+
 def make_stream(server: NatsServer) -> None:
     """The stream as a shipper makes it."""
 
@@ -384,12 +415,13 @@ def test_a_foreign_message_on_a_logs_subject_stops_the_shipper_with_its_number(
     assert b"".join(segments_of(copy).values()) == b"".join(segments_of(log).values()) + b"hello"
 
 
+@pytest.mark.parametrize("duplicate_window_s", [120, 0.1])
 def test_the_stream_of_a_server_that_lost_its_end_is_filled_again(
-    server: NatsServer, ship: Ship, tmp_path: Path, chance: random.Random
+    server: NatsServer, ship: Ship, tmp_path: Path, chance: random.Random, duplicate_window_s: float
 ) -> None:
     """Acknowledged is not for ever: the files still have it. What a server remembers wrongly deceives nobody."""
     log = write_log(tmp_path / "log", chance, 200)
-    ship(log, server.url)
+    ship(log, server.url, new_stream=new_stream(duplicate_window_s=duplicate_window_s))
 
     async def forget() -> None:
         client = await nats.connect(server.url)
@@ -401,7 +433,8 @@ def test_the_stream_of_a_server_that_lost_its_end_is_filled_again(
     asyncio.run(forget())
     left = segments_in_stream(server.url)
     assert left != segments_of(log)
-    # It still knows the ids of what it lost, and nats-server 2.9 knows no last message of the subject any more.
+    time.sleep(0.3 if duplicate_window_s < 1 else 0)
+    # It may know the ids of what it lost, and nats-server 2.9 knows no last message of the subject any more.
     with pytest.raises(StreamUnavailable, match="deleted"):
         ship(log, server.url, give_up_after_s=0)
     assert segments_in_stream(server.url) == left
