@@ -39,6 +39,7 @@ __all__ = [
     "label_of",
     "message_headers",
     "num_message_bytes",
+    "record_of_frame",
     "record_of_message",
     "subject_of",
 ]
@@ -92,6 +93,11 @@ class Record:
         return f"{what} at byte {self.offset} of {self.segment}"
 
 
+def record_of_frame(segment: str, offset: int, data: bytes, frame: Frame) -> Record:
+    """Return the record of a frame; `data` is the whole of it."""
+    return Record(segment, offset, data, frame.first_sequence, frame.next_sequence, frame.chain_hash)
+
+
 def label_of(name: str) -> str:
     """Return `name` as one token of a subject: what a subject may not hold becomes ``_``."""
     return _NO_LABEL_LETTERS.sub("_", name).strip("_") or "unnamed"
@@ -135,4 +141,4 @@ def record_of_message(headers: Mapping[str, str] | None, data: bytes) -> Record 
     frame = parse_frame(data, 0)
     if not isinstance(frame, Frame):
         return f"it holds no intact frame: {frame}"
-    return Record(segment, int(offset), data, frame.first_sequence, frame.next_sequence, frame.chain_hash)
+    return record_of_frame(segment, int(offset), data, frame)

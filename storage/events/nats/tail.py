@@ -13,9 +13,9 @@ import attrs
 import msgspec
 
 from kvledger.storage.events.errors import LogDamaged, LogError
-from kvledger.storage.events.frames import Frame, frame_bytes, next_chain_hash
+from kvledger.storage.events.frames import frame_bytes
 from kvledger.storage.events.nats.errors import LogForked
-from kvledger.storage.events.nats.messages import Record
+from kvledger.storage.events.nats.messages import Record, record_of_frame
 from kvledger.storage.events.reader import Damage, LogReader
 from kvledger.storage.events.retirement import read_retirements, retired_between
 from kvledger.storage.events.segment_bytes import SegmentBytes
@@ -135,15 +135,11 @@ class LogTail:
         except FileNotFoundError:
             return True
         with data:
-            while last.end < data.num_bytes:
-                frame = data.frame_at(last.end)
-                if not isinstance(frame, Frame) or not _follows(frame, last):
-                    return False  # Something that is no frame, or none yet.
-                block = data.read(last.end, frame_bytes(frame))
-                first, following = frame.first_sequence, frame.next_sequence
-                last = Record(last.segment, last.end, block, first, following, frame.chain_hash)
-                yield last
-            return True
+            end = last.end
+            for offset, frame in data.frames(end, last.next_sequence, last.chain_hash):
+                end = offset + frame_bytes(frame)
+                yield record_of_frame(last.segment, offset, data.read(offset, frame_bytes(frame)), frame)
+            return end >= data.num_bytes  # Otherwise there is something that is no frame, or none yet.
 
     def _successor(self) -> Path | None:
         """The segment to go on in. Usually one look: in a whole log its name is known."""
@@ -176,10 +172,6 @@ class LogTail:
         self.lost[expected] = first - 1
         retired = _retirement(self.directory, self.log_id, expected, first)
         return Record(segment.name, 0, block, first, first, header.chain_hash, retired)
-
-
-def _follows(frame: Frame, last: Record) -> bool:
-    return frame.first_sequence == last.next_sequence and next_chain_hash(last.chain_hash, frame) == frame.chain_hash
 
 
 def _retirement(directory: Path, log_id: str, first_sequence: int, end_sequence: int) -> str:
