@@ -18,17 +18,12 @@ from kvledger.adapters.logs.describe import event_fields, event_text, plain
 from kvledger.adapters.logs.ending import num_open_requests, sound_text
 from kvledger.adapters.logs.log import StoredLog, open_log
 from kvledger.adapters.logs.selection import Selection
-from kvledger.adapters.logs.verification import Findings
-from kvledger.adapters.logs.workers import WorkerCalls, troubles_of_workers
-from kvledger.lifecycle import LedgerConfiguration
+from kvledger.adapters.logs.verification import Findings, Verification
 from kvledger.lifecycle.audit import Audit, Violation
 from kvledger.lifecycle.events import Event
-from kvledger.storage.events import HowEnded
 
 _MAX_SHOWN = 20
 """Of each kind for people; programs get all that is kept."""
-_NO_CONFIGURATION = LedgerConfiguration(block_size=1, chunk_size=1, num_slots=1)
-"""For the audit of a log whose configuration is lost: it is given no event."""
 _OBJECTS_PER_COLLECTION = 200_000
 
 
@@ -59,35 +54,17 @@ def run(arguments: argparse.Namespace, output: Output) -> ExitCode:
 
 
 def _verify(log: StoredLog, selection: Selection, output: Output, *, verbose: bool) -> ExitCode:
-    def is_selected(violation: Violation) -> bool:
-        return selection.holds(violation.sequence) and selection.holds_request(violation.request_id)
-
-    keeps = None if selection.is_everything else is_selected
-    start = log.start()
-    configuration = log.configuration if log.header else _NO_CONFIGURATION
-    audit = Audit(log.core, configuration, keeps=keeps, start=start)
-    of_worker = None if log.worker_rank is None else WorkerCalls()
+    verification = Verification(log, selection)
+    audit = verification.audit
     with output.progress(log, "verifying"), _rare_collections():
-        if log.header:
-            frames = log.trusted_frames()
-            audit.run_frames(frames if of_worker is None else of_worker.taking(frames), at=selection.last_sequence)
-        else:
-            for _ in log.frames():
-                pass
-    findings = Findings.of(log, audit, selection, _of_workers(log, of_worker))
+        for batch in log.batches(selection.last_sequence):
+            verification.take(batch)
+    findings = verification.findings()
     if output.is_json:
         _show_json(output, log, audit, findings)
     else:
         _show_text(output, log, audit, findings, verbose=verbose)
     return findings.exit_code
-
-
-def _of_workers(log: StoredLog, calls: WorkerCalls | None) -> tuple[str, ...]:
-    """What went wrong in workers: in the one whose log this is, or in those whose logs lie beside."""
-    if calls is None:
-        return tuple(f"worker {rank} {trouble}" for rank, trouble in troubles_of_workers(log).items())
-    trouble = calls.trouble(is_over=log.ending.how is not HowEnded.OPEN)
-    return (f"worker {log.worker_rank} {trouble}",) if trouble else ()
 
 
 @contextmanager

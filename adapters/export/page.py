@@ -29,7 +29,7 @@ from kvledger.adapters.logs.ending import ending_text, num_open_requests, sound_
 from kvledger.adapters.logs.log import StoredLog
 from kvledger.adapters.logs.progress import Progress
 from kvledger.adapters.logs.selection import Selection
-from kvledger.adapters.logs.verification import Findings
+from kvledger.adapters.logs.verification import Findings, Verification
 from kvledger.adapters.logs.visible import visible
 from kvledger.lifecycle import Figures
 from kvledger.lifecycle.audit import Audit, Violation
@@ -71,21 +71,19 @@ class Finding:
 
 def write_page(log: StoredLog, selection: Selection, output: Progress) -> Iterator[str]:
     """The page about the selected part of a log, piece by piece."""
-
-    def is_selected(violation: Violation) -> bool:
-        return selection.holds(violation.sequence) and selection.holds_request(violation.request_id)
-
     shown = Shown()
     accounts = reasons.Reasons(log, selection)
-    audit = Audit(log.core, log.configuration, keeps=None if selection.is_everything else is_selected)
+    verification = Verification(log, selection)
+    audit = verification.audit
     with output.progress(log, "reading"):
-        trace = read_trace(log, selection, shown, output.remark, audit=audit, also=accounts.take)
-    found = Findings.of(log, audit, selection)
+        trace = read_trace(log, selection, shown, output.remark, verification=verification, also=accounts.take)
+    found = verification.findings()
     violations = audit.violations[:_MAX_FINDINGS]
     evidence = {sequence for item in violations for sequence in (*item.evidence, item.sequence)}
     with output.progress(log, "reading once more"):
         histories, proof = read_histories(log, selection, _most_interesting(shown, log), evidence)
-    findings = [*_damage(found), *_breaches(violations, proof), *_divergences(audit, found)]
+    of_workers = [Finding(trouble, "") for trouble in found.of_workers]
+    findings = [*of_workers, *_damage(found), *_breaches(violations, proof), *_divergences(audit, found)]
     requests = shown.requests
     axis = _axis(shown, requests, selection, trace.now_ns)
     verdict, verdict_style = _VERDICTS[found.exit_code]
@@ -217,7 +215,7 @@ def _axis(shown: Shown, requests: Sequence[Request], selection: Selection, now_n
 
 def _num_found(audit: Audit, found: Findings) -> int:
     divergences = len(found.divergences) + len(found.reference_differences) + (audit.unfoldable is not None)
-    return len(found.damage) + audit.num_violations.total() + divergences
+    return len(found.of_workers) + len(found.damage) + audit.num_violations.total() + divergences
 
 
 def _damage(found: Findings) -> Iterator[Finding]:

@@ -9,8 +9,8 @@ from kvledger.adapters.export.trace import Trace
 from kvledger.adapters.logs.amounts import plural
 from kvledger.adapters.logs.log import Batch, StoredLog
 from kvledger.adapters.logs.selection import Selection
+from kvledger.adapters.logs.verification import Verification
 from kvledger.lifecycle import Projections
-from kvledger.lifecycle.audit import Audit
 
 
 def read_trace(
@@ -19,7 +19,7 @@ def read_trace(
     visitor: Visitor,
     remark: Callable[[str], None],
     *,
-    audit: Audit | None = None,
+    verification: Verification | None = None,
     also: Callable[[Batch], None] | None = None,
 ) -> Trace:
     """Read the log from its beginning and show the visitor the selected part.
@@ -29,18 +29,20 @@ def read_trace(
         selection: what is selected of it.
         visitor: who is shown it.
         remark: given, in a sentence, what the reader of the result should know.
-        audit: holds the rules against the events before the first gap, in the same reading.
+        verification: holds the rules against the log in the same reading.
         also: given each batch before the trace takes it.
     """
-    trace = Trace(Projections(log.core, log.configuration) if audit is None else audit.projections, visitor, selection)
+    if verification is None:
+        projections = log.start() or Projections(log.core, log.configuration)
+    else:
+        projections = verification.audit.projections
+    trace = Trace(projections, visitor, selection)
     error = ""
     for batch in log.batches(selection.last_sequence):
-        error = _take(batch, trace, audit if log.last_sequence <= log.trusted_sequence else None, also)
+        error = _take(batch, trace, log, verification, also)
         if error:  # what was read before it is still worth having
             remark(f"{trace.current} cannot be folded: {error}; what follows is left out")
             break
-    if audit is not None and not error and not selection.is_over(log.last_sequence):
-        audit.finish()
     trace.finish()
     for event_id, count in sorted(log.skipped.items()):
         remark(f"{plural(count, 'event')} of the kind {event_id}, which this version does not know, were left out")
@@ -49,16 +51,24 @@ def read_trace(
     return trace
 
 
-def _take(batch: Batch, trace: Trace, audit: Audit | None, also: Callable[[Batch], None] | None) -> str:
-    """Take up a batch, by way of an audit if there is one; the reason, where it cannot be folded."""
+def _take(
+    batch: Batch,
+    trace: Trace,
+    log: StoredLog,
+    verification: Verification | None,
+    also: Callable[[Batch], None] | None,
+) -> str:
+    """Take up a batch, by way of an audit where it is audited; the reason, where it cannot be folded."""
     try:
         if batch.gap is not None:
             trace.take_gap(batch.gap)
         if also is not None:
             also(batch)
-        if audit is not None:
-            audit.take_frame(batch.numbered(), around=trace.take)
-            return "" if audit.unfoldable is None else audit.unfoldable.error
+        if log.last_sequence <= log.start_sequence:
+            return ""  # it is in the snapshot
+        if verification is not None and verification.take(batch, around=trace.take):
+            unfoldable = verification.audit.unfoldable
+            return "" if unfoldable is None else unfoldable.error
         for sequence, event in batch.numbered():
             trace.take(sequence, event)
     except OSError:  # of a visitor: its file cannot be written

@@ -58,7 +58,7 @@ class Trace:
 
     def __init__(self, projections: Projections, visitor: Visitor, selection: Selection) -> None:
         self.projections = projections
-        self.now_ns = 0
+        self.now_ns = projections.tracker.time_ns
         """The latest time seen. Times that run backwards, as in a damaged log, are taken as this."""
         self.current = "the first event"
         """The event that is taken up, for who reports that it cannot be."""
@@ -90,6 +90,9 @@ class Trace:
             **dict.fromkeys(_INSTANTS, self._happened),
             **dict.fromkeys(_OF_EXTENSIONS, self._of_extension),
         }
+
+        for record in self._tracker:  # where it begins at a snapshot
+            self._begin_state(0, "", self._begin_incarnation(0, record), record, 0)
 
     def take(self, sequence: int, event: e.Event) -> None:
         """Take up the next event of the log."""
@@ -214,7 +217,7 @@ class Trace:
             self._end_state(span, event.id, num_computed)
         # While it decodes, only the steps say how many tokens it has; what takes its blocks lets that be forgotten.
         keeps_tokens = isinstance(event, e.RequestPreempted | e.TokensRolledBack)
-        self._begin_state(sequence, event, incarnation, record, num_computed if keeps_tokens else 0)
+        self._begin_state(sequence, event.id, incarnation, record, num_computed if keeps_tokens else 0)
 
     def _begin_incarnation(self, sequence: int, record: RequestRecord) -> Incarnation:
         incarnation = Incarnation(
@@ -230,7 +233,7 @@ class Trace:
         return incarnation
 
     def _begin_state(
-        self, sequence: int, event: e.Event, incarnation: Incarnation, record: RequestRecord, num_tokens_before: int
+        self, sequence: int, cause: str, incarnation: Incarnation, record: RequestRecord, num_tokens_before: int
     ) -> None:
         num_computed = self._tracker.num_computed_tokens(record)
         span = StateSpan(
@@ -241,7 +244,7 @@ class Trace:
             ordinal=record.ordinal,
             state=record.state.value,
             generation=record.generation,
-            cause=event.id,
+            cause=cause,
             num_computed_tokens=num_computed,
             num_tokens=max(record.num_tokens, num_computed, num_tokens_before),
         )
@@ -443,6 +446,8 @@ class _HeldBlocks:
         self._blocks = projections.blocks
         self._tables: dict[int, array[int]] = {}
         self._references: Counter[int] = Counter()
+        for record in projections.tracker:
+            self.look(record.ordinal)
 
     def __len__(self) -> int:
         return len(self._references)

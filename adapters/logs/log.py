@@ -335,8 +335,13 @@ class StoredLog:
     def trusted_frames(self) -> Iterator[Iterable[SequencedEvent]]:
         """The same, one frame's events at a time."""
         for events in self.frames():
-            if self.start_sequence < self.last_sequence <= self.trusted_sequence:
+            if self.is_trusted:
                 yield events
+
+    @property
+    def is_trusted(self) -> bool:
+        """Whether what was just read can be folded: nothing is missing between it and the log's first or a snapshot."""
+        return self.start_sequence < self.last_sequence <= self.trusted_sequence
 
     def _intact(self, *, behind: int = 0, head_hash: str = "") -> Iterator[Batch]:
         self._reader.from_sequence = behind + 1

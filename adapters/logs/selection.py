@@ -37,6 +37,10 @@ class Selection:
         """Whether a finding about `request_id` is selected; one about no request (empty) always is."""
         return not request_id or self.request_id in {None, request_id}
 
+    def concerns(self, sequence: int, request_id: str) -> bool:
+        """Whether a finding at that event about that request (empty: about none) is selected."""
+        return self.holds(sequence) and self.holds_request(request_id)
+
 
 def time_of(event: Event) -> int | None:
     """Nanoseconds since the log was opened; None for a decision, which happens at the time of what it was made on."""

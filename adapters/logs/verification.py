@@ -1,28 +1,80 @@
-"""The verdict of an audit: all that is wrong with the selected part of a log, and what could not be judged.
+"""The audit of a stored log: all that is wrong with the selected part of it, and what could not be judged.
 
-For the terminal and for the page. It must not know how either shows it.
+For the terminal and for the page, which read the log themselves. It must not know how either shows it.
 """
 
 from __future__ import annotations
 
 import datetime as dt
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import attrs
 
 from kvledger.adapters.exit_codes import ExitCode
 from kvledger.adapters.logs.amounts import plural
-from kvledger.adapters.logs.log import LogDamage, StoredLog
+from kvledger.adapters.logs.log import Batch, LogDamage, StoredLog
 from kvledger.adapters.logs.selection import Selection
-from kvledger.lifecycle import Divergence, Extension
-from kvledger.lifecycle.audit import Audit
-from kvledger.storage.events import Retirement
+from kvledger.adapters.logs.workers import WorkerCalls, troubles_of_workers
+from kvledger.lifecycle import Divergence, Extension, LedgerConfiguration
+from kvledger.lifecycle.audit import Audit, Violation
+from kvledger.lifecycle.events import Event
+from kvledger.storage.events import HowEnded, Retirement
 
+Around = Callable[[int, Event], None]
+
+_NO_CONFIGURATION = LedgerConfiguration(block_size=1, chunk_size=1, num_slots=1)
+"""For the audit of a log whose configuration is lost: it is given no event."""
 _HEADER_LOST = (
     "no copy of the log's header is intact, and the configuration stood there: events were decoded as this version "
     "writes them, and neither rules nor decisions can be judged"
 )
+
+
+class Verification:
+    """Holds the rules against the selected part of a log, from its first event or its first snapshot to the first gap.
+
+    Begin one before the log is read, and give it every batch up to the end of the selection.
+    """
+
+    def __init__(self, log: StoredLog, selection: Selection) -> None:
+        def is_selected(violation: Violation) -> bool:
+            return selection.concerns(violation.sequence, violation.request_id)
+
+        self._log = log
+        self._selection = selection
+        start = log.start()
+        configuration = log.configuration if log.header else _NO_CONFIGURATION
+        keeps = None if selection.is_everything else is_selected
+        self.audit = Audit(log.core, configuration, keeps=keeps, start=start)
+        self._calls = None if log.worker_rank is None else WorkerCalls()
+
+    def take(self, batch: Batch, around: Around | None = None) -> bool:
+        """Take up the batch that was just read; False where it cannot be judged, because events before it are missing.
+
+        See `Audit.take_frame` for `around`.
+        """
+        if not self._log.header or not self._log.is_trusted:
+            return False
+        events = list(batch.numbered())
+        self.audit.take_frame(events, around)
+        if self._calls is not None:
+            self._calls.take(events)
+        return True
+
+    def findings(self) -> Findings:
+        """All of them, when the log has been read."""
+        if not self._selection.is_over(self._log.last_sequence):
+            # Else a decision that the next event would show to be missing is still part of what was asked for.
+            self.audit.finish()
+        return Findings.of(self._log, self.audit, self._selection, self._of_workers())
+
+    def _of_workers(self) -> tuple[str, ...]:
+        """What went wrong in workers: in the one whose log this is, or in those with logs in the same directory."""
+        if self._calls is None:
+            return tuple(f"worker {rank} {trouble}" for rank, trouble in troubles_of_workers(self._log).items())
+        trouble = self._calls.trouble(is_over=self._log.ending.how is not HowEnded.OPEN)
+        return (f"worker {self._log.worker_rank} {trouble}",) if trouble else ()
 
 
 @attrs.frozen
@@ -40,7 +92,7 @@ class Findings:
     exit_code: ExitCode
 
     @classmethod
-    def of(cls, log: StoredLog, audit: Audit, selection: Selection, of_workers: tuple[str, ...] = ()) -> Findings:
+    def of(cls, log: StoredLog, audit: Audit, selection: Selection, of_workers: tuple[str, ...]) -> Findings:
         """Those of an audit that has come to its end."""
         damage = tuple(d for d in log.damage if d.sequence is None or selection.holds(d.sequence))
         divergences = tuple(d for d in audit.divergences if _is_selected(d, selection))
@@ -72,7 +124,7 @@ def _has_more(audit: Audit, selection: Selection) -> bool:
 
 def _is_selected(divergence: Divergence, selection: Selection) -> bool:
     event = divergence.recorded or divergence.decided
-    return selection.holds(divergence.sequence) and selection.holds_request(getattr(event, "request_id", ""))
+    return selection.concerns(divergence.sequence, getattr(event, "request_id", ""))
 
 
 def _remarks(log: StoredLog, selection: Selection, audit: Audit) -> list[str]:

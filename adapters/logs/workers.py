@@ -42,13 +42,6 @@ class WorkerCalls:
             elif isinstance(event, e.ExtensionNoted):
                 self._take_payload(sequence, payload_of(event))
 
-    def taking(self, frames: Iterable[Iterable[SequencedEvent]]) -> Iterator[list[SequencedEvent]]:
-        """The same frames, for who reads them as well."""
-        for frame in frames:
-            events = list(frame)
-            self.take(events)
-            yield events
-
     def _take_payload(self, sequence: int, payload: object) -> None:
         if isinstance(payload, Called):
             if self.failed is not None and self.last is not None and payload.step > self.last.step:

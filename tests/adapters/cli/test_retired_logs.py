@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -103,6 +104,17 @@ def test_verify_finds_in_what_is_left_what_it_finds_in_the_whole(run: Any, retir
     assert expected, "the walk plays doubled reports"
     assert result.objects("violation") == expected
     assert result.exit_code == whole.exit_code
+
+
+def test_the_page_judges_what_is_left_as_verify_does(run: Any, retired: Retired) -> None:
+    """The same breaches, judged from the same snapshot; what was there then is drawn."""
+    violations = run("verify", "--json", retired.log).objects("violation")
+    page = html.unescape(run("export", "--html", retired.log).out)
+    assert "were checked from event" in page
+    for violation in violations:
+        assert f"{violation['rule']} at event {violation['sequence']}" in page
+    requests = run("export", retired.log, "--csv").out.splitlines()
+    assert any(row.split(",")[3] == "0" for row in requests[1:]), "who was there in the snapshot"
 
 
 def test_what_other_code_has_folded_is_not_believed_unless_that_is_asked_for(run: Any, miscounted: Retired) -> None:

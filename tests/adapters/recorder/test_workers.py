@@ -208,6 +208,9 @@ def test_a_worker_that_is_killed_in_a_hook_leaves_the_call_behind(
     for path in (scheduler_log(tmp_path), worker_log(tmp_path)):
         assert told in verdict(path)
         assert "sound up to where it was cut off, but 1 worker" in verdict(path)
+        page = tmp_path / f"{path.name}.html"
+        assert main(["export", str(path), "--html", "-o", str(page)]) == 0
+        assert told in page.read_text()
 
 
 def test_a_step_that_hands_nothing_over_is_not_written(
