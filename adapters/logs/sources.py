@@ -13,7 +13,7 @@ from pathlib import Path
 from kvledger.adapters.exit_codes import CommandFailed, ExitCode, unreadable_text
 from kvledger.adapters.logs.streams import StreamUrl, mirrored_logs
 from kvledger.storage.events import LogError, read_log
-from kvledger.storage.events.end_record import traces_of_log
+from kvledger.storage.events.reader import traces_of_log
 from kvledger.storage.events.segment_file import segment_paths
 
 _MAX_NAMED = 10

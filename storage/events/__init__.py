@@ -8,7 +8,6 @@ log as it is. `testing.EventStoreContract` is for stores written elsewhere.
 from __future__ import annotations
 
 from kvledger.storage.events.backlog import BacklogEventStore
-from kvledger.storage.events.durability import Durability
 from kvledger.storage.events.ending import (
     HowEnded,
     LogEnding,
@@ -18,15 +17,22 @@ from kvledger.storage.events.ending import (
     judge_ending,
     read_ending,
 )
-from kvledger.storage.events.errors import AppendConflict, LogClosed, LogDamaged, LogError, LogLocked, LogTooNew
 from kvledger.storage.events.frames import Frame, FrameKind
 from kvledger.storage.events.memory import MemoryEventStore
-from kvledger.storage.events.protocol import EventStore
 from kvledger.storage.events.reader import Damage, LogReader, read_log
-from kvledger.storage.events.retention import Retention, retire, retire_logs
-from kvledger.storage.events.retirement import Retirement
+from kvledger.storage.events.retention import Retention, Retirement, retire, retire_logs
 from kvledger.storage.events.segments import SegmentEventStore
 from kvledger.storage.events.snapshots import Snapshot, find_snapshot, load_snapshot, write_snapshot
+from kvledger.storage.events.store import (
+    AppendConflict,
+    Durability,
+    EventStore,
+    LogClosed,
+    LogDamaged,
+    LogError,
+    LogLocked,
+    LogTooNew,
+)
 
 __all__ = [
     "AppendConflict",

@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING, Final
 
 import attrs
 
-from kvledger.storage.events.errors import AppendConflict, LogClosed
 from kvledger.storage.events.frames import FRAME_HEADER_BYTES, check_append
+from kvledger.storage.events.store import AppendConflict, LogClosed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from kvledger.storage.events.frames import Frame
-    from kvledger.storage.events.protocol import EventStore
+    from kvledger.storage.events.store import EventStore
 
 __all__ = ["BacklogEventStore"]
 

@@ -16,12 +16,11 @@ import msgspec
 from google_crc32c import value as crc32c
 
 from kvledger.storage.events.files import read_file, sync_directory
-from kvledger.storage.events.retirement import RETIREMENTS_NAME, read_retirements
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = ["END_RECORD_NAME", "EndRecord", "RecordedEnd", "read_end_record", "traces_of_log"]
+__all__ = ["END_RECORD_NAME", "EndRecord", "RecordedEnd", "read_end_record"]
 
 END_RECORD_NAME: Final = "log.end"
 _NAME: Final = b"KVLEDGEREND"
@@ -92,22 +91,6 @@ def read_end_record(directory: Path) -> RecordedEnd | None:
         return msgspec.json.decode(body, type=RecordedEnd)
     except (OSError, ValueError, msgspec.MsgspecError):
         return None
-
-
-def traces_of_log(directory: Path) -> str:
-    """What a directory without segments says of the log that was there; empty: nothing, or it was retired altogether.
-
-    Raises `OSError`.
-    """
-    name = directory.absolute().name
-    if any(each.log == name for each in read_retirements(directory / os.pardir)):
-        return ""
-    recorded = read_end_record(directory)
-    if recorded is not None:
-        return f"{END_RECORD_NAME} speaks of {recorded.segment} and of events up to {recorded.end_sequence - 1}"
-    # A directory of logs has such a record, too: of the logs that are gone from it.
-    retired = [each for each in read_retirements(directory) if each.log == name]
-    return f"{RETIREMENTS_NAME} speaks of events up to {retired[-1].last_sequence}" if retired else ""
 
 
 def _encode(recorded: RecordedEnd) -> bytes:

@@ -7,10 +7,9 @@ import uuid
 from collections import deque
 from typing import TYPE_CHECKING, Final
 
-from kvledger.storage.events.durability import Durability
-from kvledger.storage.events.errors import AppendConflict, LogClosed
 from kvledger.storage.events.frames import Frame, FrameKind, check_append, encode_frame
 from kvledger.storage.events.segment_file import NO_PREVIOUS_HASH, decode_header, encode_header
+from kvledger.storage.events.store import AppendConflict, Durability, LogClosed
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

@@ -16,10 +16,9 @@ from typing import TYPE_CHECKING
 import attrs
 
 from kvledger.storage.events.damage import Damage, DamageKind, sequences
-from kvledger.storage.events.end_record import traces_of_log
-from kvledger.storage.events.errors import LogDamaged, LogError
+from kvledger.storage.events.end_record import END_RECORD_NAME, read_end_record
 from kvledger.storage.events.frames import Frame, follows, frame_bytes
-from kvledger.storage.events.retirement import Retirement, read_retirements, retired_between
+from kvledger.storage.events.retention import RETIREMENTS_NAME, Retirement, read_retirements, retired_between
 from kvledger.storage.events.segment_bytes import SegmentBytes
 from kvledger.storage.events.segment_file import (
     ONE_COPY_DAMAGED,
@@ -29,11 +28,12 @@ from kvledger.storage.events.segment_file import (
     segment_name,
     segment_paths,
 )
+from kvledger.storage.events.store import LogDamaged, LogError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["Damage", "DamageKind", "LogReader", "frames_from", "read_log"]
+__all__ = ["Damage", "DamageKind", "LogReader", "frames_from", "read_log", "traces_of_log"]
 
 _SETTLE_ATTEMPTS = 5
 
@@ -335,6 +335,22 @@ def read_log(path: Path, *, from_sequence: int = 1) -> LogReader:
 
     """
     return LogReader(Path(path), from_sequence)
+
+
+def traces_of_log(directory: Path) -> str:
+    """What a directory without segments says of the log that was there; empty: nothing, or it was retired altogether.
+
+    Raises `OSError`.
+    """
+    name = directory.absolute().name
+    if any(each.log == name for each in read_retirements(directory.absolute().parent)):
+        return ""
+    recorded = read_end_record(directory)
+    if recorded is not None:
+        return f"{END_RECORD_NAME} speaks of {recorded.segment} and of events up to {recorded.end_sequence - 1}"
+    # A directory of logs has such a record, too: of the logs that are gone from it.
+    retired = [each for each in read_retirements(directory) if each.log == name]
+    return f"{RETIREMENTS_NAME} speaks of events up to {retired[-1].last_sequence}" if retired else ""
 
 
 def frames_from(path: Path, segment: str, offset: int) -> Iterator[tuple[Frame, str, int]]:

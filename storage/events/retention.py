@@ -2,6 +2,10 @@
 
 Of a log that is being written the last segment stays; one that is closed may go altogether. The age of a segment is
 the time since it was last written to. Nothing that is no part of a log is touched.
+
+The record: `retired.jsonl` in a log's directory, one line a segment, on disk before the segment is deleted; in a
+directory of logs, the same for the last segments of logs that are gone altogether. With it a log without its beginning
+can be told from one out of which somebody took something. A line that a crash tore is passed over.
 """
 
 from __future__ import annotations
@@ -13,21 +17,31 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Final, Literal
 
 import attrs
+import msgspec
 
 from kvledger.storage.events.end_record import END_RECORD_NAME
-from kvledger.storage.events.errors import LogDamaged, LogError, LogLocked
-from kvledger.storage.events.files import sync_directory
-from kvledger.storage.events.reader import LogReader
-from kvledger.storage.events.retirement import RETIREMENTS_NAME, Retirement, read_retirements, write_retirement
+from kvledger.storage.events.files import append_line, read_file, sync_directory
+from kvledger.storage.events.segment_bytes import SegmentBytes
 from kvledger.storage.events.segment_file import SNAPSHOT_SUFFIX, SegmentHeader, read_header, segment_paths
+from kvledger.storage.events.store import LogDamaged, LogError, LogLocked
 from kvledger.storage.events.writer_lock import LOCK_NAME, lock_directory, unlock
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
-__all__ = ["Retention", "retire", "retire_logs"]
+__all__ = [
+    "RETIREMENTS_NAME",
+    "Retention",
+    "Retirement",
+    "read_retirements",
+    "retire",
+    "retire_logs",
+    "retired_between",
+    "write_retirement",
+]
 
+RETIREMENTS_NAME: Final = "retired.jsonl"
 _PARTS_OF_A_LOG: Final = (
     "*.kvlog",
     f"*{SNAPSHOT_SUFFIX}",
@@ -42,6 +56,65 @@ Trouble = Callable[[OSError | LogError], None]
 
 def _ignore(_error: OSError | LogError) -> None:
     """Tell nobody."""
+
+
+@attrs.frozen
+class Retirement:
+    """One retired segment. `log` is the name of its directory; hashes are hexadecimal."""
+
+    log: str
+    log_id: str
+    segment: str
+    first_sequence: int
+    last_sequence: int
+    previous_head_hash: str
+    """The chain hash before its first frame, as its header named it."""
+    head_hash: str
+    """The chain hash of its last frame, which the next segment's header names."""
+    num_bytes: int
+    reason: Literal["age", "size"]
+    retired_at_unix_ns: int
+
+
+def write_retirement(directory: Path, retirement: Retirement) -> None:
+    """Append to the record in `directory`; it is on disk when this returns. Raises `OSError`."""
+    append_line(directory / RETIREMENTS_NAME, msgspec.json.encode(retirement))
+
+
+def read_retirements(directory: Path) -> list[Retirement]:
+    """The record in `directory`, in the order in which it was written; empty where there is none."""
+    try:
+        lines = read_file(directory / RETIREMENTS_NAME).splitlines()
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    found = []
+    for line in lines:
+        try:
+            found.append(msgspec.json.decode(line, type=Retirement))
+        except msgspec.MsgspecError:
+            continue
+    return found
+
+
+def retired_between(
+    retirements: Sequence[Retirement], log_id: object, first_sequence: int, end_sequence: int
+) -> list[Retirement] | None:
+    """The retirements that account for `first_sequence` up to before `end_sequence`, without a hole, in order.
+
+    They may begin earlier. None: there is a hole, or one does not follow from the other.
+    """
+    by_first = {each.first_sequence: each for each in retirements if each.log_id == log_id}
+    chain: list[Retirement] = []
+    for begin in sorted(by_first):
+        each = by_first[begin]
+        if each.last_sequence < first_sequence or begin >= end_sequence:
+            continue
+        if not chain and begin > first_sequence:
+            return None
+        if chain and (chain[-1].last_sequence + 1 != begin or chain[-1].head_hash != each.previous_head_hash):
+            return None
+        chain.append(each)
+    return chain if chain and chain[-1].last_sequence == end_sequence - 1 else None
 
 
 @attrs.define(eq=False)
@@ -85,10 +158,11 @@ class _Log:
                 msg = f"{self.segments[1]}: does not follow {self.segments[0].name}; nothing of this log is retired"
                 raise LogDamaged(msg)
             return following.first_sequence - 1, following.previous_head_hash.hex()
-        reader = LogReader(self.segments[0], settle_seconds=0)
-        for _ in reader:
-            pass
-        return reader.next_sequence - 1, (reader.head_hash or header.chain_hash).hex()
+        sequence, chain_hash = header.first_sequence, header.chain_hash
+        with SegmentBytes(self.segments[0]) as data:
+            for _, frame in data.frames(header.num_bytes, sequence, chain_hash):
+                sequence, chain_hash = frame.next_sequence, frame.chain_hash
+        return sequence - 1, chain_hash.hex()
 
 
 def retire(
@@ -240,7 +314,7 @@ def _size(path: Path) -> int:
 
 def _bytes_of(directory: Path) -> int:
     """What a log takes; its records are not counted, since they are never deleted for room."""
-    files: Iterable[Path] = (file for pattern in _PARTS_OF_A_LOG for file in directory.glob(pattern))
+    files = (file for pattern in _PARTS_OF_A_LOG for file in directory.glob(pattern))
     return sum(_size(file) for file in files if file.name not in _RECORDS)
 
 

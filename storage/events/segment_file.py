@@ -30,9 +30,9 @@ import msgspec
 from google_crc32c import extend as extend_crc32c
 from google_crc32c import value as crc32c
 
-from kvledger.storage.events.errors import LogDamaged, LogError, LogTooNew
 from kvledger.storage.events.files import open_for_reading, sync_directory, write_file
 from kvledger.storage.events.frames import CHAIN_HASH_BYTES
+from kvledger.storage.events.store import LogDamaged, LogError, LogTooNew
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

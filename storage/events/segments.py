@@ -16,9 +16,7 @@ from typing import TYPE_CHECKING, Final
 
 import attrs
 
-from kvledger.storage.events.durability import Durability
 from kvledger.storage.events.end_record import END_RECORD_NAME, EndRecord, RecordedEnd
-from kvledger.storage.events.errors import AppendConflict, LogClosed, LogDamaged, LogError
 from kvledger.storage.events.files import make_directory
 from kvledger.storage.events.frames import MAX_EVENTS, MAX_PAYLOAD_BYTES, FrameKind, check_append, encode_frame
 from kvledger.storage.events.group_sync import GroupSync
@@ -32,6 +30,7 @@ from kvledger.storage.events.segment_file import (
     segment_paths,
     write_segment,
 )
+from kvledger.storage.events.store import AppendConflict, Durability, LogClosed, LogDamaged, LogError
 from kvledger.storage.events.writer_lock import lock_directory, unlock
 
 if TYPE_CHECKING:

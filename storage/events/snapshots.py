@@ -17,10 +17,10 @@ import attrs
 import msgspec
 from google_crc32c import value as crc32c
 
-from kvledger.storage.events.errors import LogError
 from kvledger.storage.events.files import read_file, write_file
 from kvledger.storage.events.reader import LogReader
 from kvledger.storage.events.segment_file import SNAPSHOT_SUFFIX
+from kvledger.storage.events.store import LogError
 
 if TYPE_CHECKING:
     from pathlib import Path

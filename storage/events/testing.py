@@ -13,14 +13,14 @@ from __future__ import annotations
 import abc
 from typing import TYPE_CHECKING
 
-from kvledger.storage.events.errors import AppendConflict, LogClosed
 from kvledger.storage.events.frames import FrameKind, next_chain_hash
+from kvledger.storage.events.store import AppendConflict, LogClosed
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from kvledger.storage.events.protocol import EventStore
+    from kvledger.storage.events.store import EventStore
 
 __all__ = ["EventStoreContract"]
 

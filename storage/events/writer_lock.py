@@ -8,7 +8,7 @@ import os
 import time
 from typing import TYPE_CHECKING
 
-from kvledger.storage.events.errors import LogLocked
+from kvledger.storage.events.store import LogLocked
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 from kvledger.storage.events import read_log, retire
-from kvledger.storage.events.retirement import read_retirements
+from kvledger.storage.events.retention import read_retirements
 from log_torture.kill_points import KillPoint, run_until_killed
 from log_torture.run import kill_once
 from log_torture.verdict import check_log

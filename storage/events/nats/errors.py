@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvledger.storage.events.errors import LogError
+from kvledger.storage.events.store import LogError
 
 __all__ = ["LogForked", "NothingToRead", "StreamError", "StreamRefused", "StreamUnavailable"]
 

@@ -23,9 +23,9 @@ from typing import TYPE_CHECKING, Final
 
 import attrs
 
-from kvledger.storage.events.errors import LogDamaged
 from kvledger.storage.events.frames import Frame, parse_frame
 from kvledger.storage.events.segment_file import decode_header
+from kvledger.storage.events.store import LogDamaged
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -23,14 +23,14 @@ from nats.errors import TimeoutError as NatsTimeoutError
 from nats.js.api import AckPolicy, ConsumerConfig, DeliverPolicy, DiscardPolicy, StreamConfig
 from nats.js.errors import NotFoundError
 
-from kvledger.storage.events.errors import LogError
 from kvledger.storage.events.nats.address import Access, StreamAddress
 from kvledger.storage.events.nats.connection import connect
 from kvledger.storage.events.nats.errors import NothingToRead
 from kvledger.storage.events.nats.messages import RETIRED, record_of_message
 from kvledger.storage.events.nats.stream import LogInStream, find_logs, subjects_of_log
-from kvledger.storage.events.retirement import Retirement, write_retirement
+from kvledger.storage.events.retention import Retirement, write_retirement
 from kvledger.storage.events.segment_file import NO_PREVIOUS_HASH, decode_header
+from kvledger.storage.events.store import LogError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

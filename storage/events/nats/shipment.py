@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Final, Literal
 
 import attrs
 
-from kvledger.storage.events.errors import LogDamaged, LogError
 from kvledger.storage.events.nats.errors import StreamRefused, StreamUnavailable
 from kvledger.storage.events.nats.messages import Record, num_message_bytes, subject_of
 from kvledger.storage.events.nats.publisher import BatchResult, publish
 from kvledger.storage.events.nats.stream import check_capacity, last_record, subjects_of_log
 from kvledger.storage.events.nats.tail import LogTail, num_bytes_behind
 from kvledger.storage.events.segment_file import segment_paths
+from kvledger.storage.events.store import LogDamaged, LogError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Final
 
 import attrs
 
-from kvledger.storage.events.errors import LogError
 from kvledger.storage.events.nats.connection import ANSWER_WITHIN_S, Connection, connect
 from kvledger.storage.events.nats.errors import StreamUnavailable
 from kvledger.storage.events.nats.shipment import LogProgress, Shipment
 from kvledger.storage.events.nats.stream import ensure_stream, warnings_about
 from kvledger.storage.events.nats.tail import num_bytes_behind
 from kvledger.storage.events.segment_file import segment_paths
+from kvledger.storage.events.store import LogError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

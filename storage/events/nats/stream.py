@@ -9,10 +9,10 @@ import attrs
 from nats.js.api import DiscardPolicy, RetentionPolicy, StorageType, StreamConfig
 from nats.js.errors import NotFoundError
 
-from kvledger.storage.events.errors import LogDamaged, LogTooNew
 from kvledger.storage.events.nats.errors import StreamUnavailable
 from kvledger.storage.events.nats.messages import SUBJECT_PREFIX, Record, num_message_bytes, record_of_message
 from kvledger.storage.events.segment_file import SegmentHeader, decode_header
+from kvledger.storage.events.store import LogDamaged, LogTooNew
 
 if TYPE_CHECKING:
     from kvledger.storage.events.nats.connection import Connection

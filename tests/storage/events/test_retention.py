@@ -24,7 +24,7 @@ from kvledger.storage.events import (
     retire,
     retire_logs,
 )
-from kvledger.storage.events.retirement import RETIREMENTS_NAME, read_retirements
+from kvledger.storage.events.retention import RETIREMENTS_NAME, read_retirements
 
 _SEGMENT_BYTES = 1000
 _BUDGET = 4000

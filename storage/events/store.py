@@ -1,10 +1,11 @@
-"""What every event store promises. `testing.EventStoreContract` proves it of a store.
+"""What every event store promises, and what it refuses. `testing.EventStoreContract` proves it of a store.
 
-A store is opaque to what it stores: a payload is bytes, and the meaning of events is another room's business.
+A store is opaque to what it stores: a payload is bytes. I/O trouble stays the `OSError` that the operating system gave.
 """
 
 from __future__ import annotations
 
+import enum
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
@@ -12,7 +13,56 @@ if TYPE_CHECKING:
 
     from kvledger.storage.events.frames import Frame
 
-__all__ = ["EventStore"]
+__all__ = [
+    "AppendConflict",
+    "Durability",
+    "EventStore",
+    "LogClosed",
+    "LogDamaged",
+    "LogError",
+    "LogLocked",
+    "LogTooNew",
+]
+
+
+class Durability(enum.StrEnum):
+    """What a frame outlives once `append` has returned."""
+
+    MEMORY = "memory"
+    """Nothing: the frame is gone with the process. Only `MemoryEventStore` offers it."""
+    OS = "os"
+    """The process, also when it is killed. A power cut loses what the kernel had not yet written back."""
+    DISK = "disk"
+    """The machine, once the next grouped `fdatasync` is through; `flush` waits for one."""
+
+
+class LogError(Exception):
+    """Base of every refusal of an event store."""
+
+
+class LogDamaged(LogError):
+    """The stored bytes are not what was written; `read_log` still shows what is intact."""
+
+
+class LogTooNew(LogError):
+    """The log was written in a format that this version cannot read."""
+
+
+class LogLocked(LogError):
+    """Another writer holds the log."""
+
+
+class AppendConflict(LogError):
+    """`expected_sequence` is not where the log ends: writer and log count differently."""
+
+    @classmethod
+    def at(cls, expected_sequence: int, next_sequence: int) -> AppendConflict:
+        """The log ends before `next_sequence`."""
+        return cls(f"append expected sequence {expected_sequence}, the log goes on with {next_sequence}")
+
+
+class LogClosed(LogError):
+    """The store was closed; it can still be read."""
 
 
 class EventStore(Protocol):
