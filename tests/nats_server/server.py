@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import shutil
 import socket
 import subprocess
+from collections.abc import Awaitable, Callable, Iterable
 from pathlib import Path
+from typing import TypeVar
 
+import nats
+from nats.js import JetStreamContext
 from processes import wait_until
+
+Answer = TypeVar("Answer")
 
 
 def find_nats_server() -> str | None:
@@ -94,6 +101,29 @@ class NatsServer:
             self._process.kill()
             self._process.wait()
             self._process = None
+
+    def asked(self, ask: Callable[[JetStreamContext], Awaitable[Answer]]) -> Answer:
+        """What JetStream answers to the client library alone."""
+
+        async def run() -> Answer:
+            async with await nats.connect(self.url) as client:
+                return await ask(client.jetstream())
+
+        return asyncio.run(run())
+
+    def make_stream(self, **settings: object) -> None:
+        """Make the stream as somebody else would, with settings of the client library's `StreamConfig`."""
+        wanted = {"name": "KVLEDGER", "subjects": ["kvledger.log.>"], **settings}
+        self.asked(lambda jetstream: jetstream.add_stream(**wanted))
+
+    def delete_messages(self, numbers: Iterable[int]) -> None:
+        """Delete messages of the stream by hand."""
+
+        async def delete(jetstream: JetStreamContext) -> None:
+            for number in numbers:
+                await jetstream.delete_msg("KVLEDGER", number)
+
+        self.asked(delete)
 
     def restart(self) -> None:
         """Kill it and start it over the same files."""

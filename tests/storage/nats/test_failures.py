@@ -15,10 +15,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import nats
 import pytest
 from log_torture import reopened
 from nats.errors import Error as NatsError
+from nats.js import JetStreamContext
 from nats.js.errors import APIError
 from nats_server import NatsServer, Proxy, fill, segments_in_stream, segments_of, write_log
 from processes import finished, started, wait_until
@@ -162,18 +162,9 @@ def test_a_shipper_killed_at_random_points_is_gone_on_with(
 
 def num_messages(server: NatsServer) -> int:
     """How many messages the stream has; 0 if there is no stream yet."""
-
-    async def ask() -> int:
-        client = await nats.connect(server.url)
-        try:
-            info = await client.jetstream().stream_info("KVLEDGER")
-            return info.state.messages
-        except APIError:
-            return 0
-        finally:
-            await client.close()
-
-    return asyncio.run(ask())
+    with contextlib.suppress(APIError):
+        return server.asked(lambda jetstream: jetstream.stream_info("KVLEDGER")).state.messages
+    return 0
 
 
 def test_a_shipper_that_is_told_to_stop_ships_the_rest_and_says_how_it_stands(
@@ -248,27 +239,27 @@ def test_two_shippers_beyond_the_duplicate_window_double_nothing(
     assert segments_in_stream(server.url) == segments_of(log)
 
 
-async def send(server: NatsServer, tail: LogTail, indices: list[int], *, is_batch: bool) -> list[str]:
+def send(server: NatsServer, tail: LogTail, indices: list[int], *, is_batch: bool) -> list[str]:
     """Send some of a log's records as a shipper would, and return what the server answered to each."""
-    tail.seek(None)
     records = tail.read(100, 1 << 20)
-    subject = f"kvledger.log.host.{tail.log_id}"
-    client = await nats.connect(server.url)
-    jetstream = client.jetstream()
-    answers = []
-    for index in indices:
+
+    async def answer(jetstream: JetStreamContext, index: int) -> str:
         headers = message_headers(records[index])
         if is_batch and index:
             headers["Nats-Expected-Last-Msg-Id"] = records[index - 1].message_id
         else:
             headers["Nats-Expected-Last-Subject-Sequence"] = str(index)
         try:
+            subject = f"kvledger.log.host.{tail.log_id}"
             acknowledged = await jetstream.publish(subject, records[index].data, headers=headers)
-            answers.append("repeated" if acknowledged.duplicate else "stored")
         except APIError as error:
-            answers.append(str(error.err_code))
-    await client.close()
-    return answers
+            return str(error.err_code)
+        return "repeated" if acknowledged.duplicate else "stored"
+
+    async def answers(jetstream: JetStreamContext) -> list[str]:
+        return [await answer(jetstream, index) for index in indices]
+
+    return server.asked(answers)
 
 
 @pytest.mark.parametrize("is_batch", [False, True])
@@ -277,22 +268,11 @@ def test_what_is_out_of_order_is_refused_by_the_server(
 ) -> None:
     """A record is taken only behind the one before it, and a repetition is recognised as one."""
     log = write_log(tmp_path / "log", chance, 5)
-    make_stream(server)
-    tail = LogTail(log)
-    answers = asyncio.run(send(server, tail, [0, 2, 1, 1, 0, 3, 2, 4, 3, 4], is_batch=is_batch))
+    server.make_stream()
+    answers = send(server, LogTail(log), [0, 2, 1, 1, 0, 3, 2, 4, 3, 4], is_batch=is_batch)
     refused = "10070" if is_batch else "10071"
-    assert answers == [
-        "stored",
-        refused,
-        "stored",
-        "repeated",
-        "repeated",
-        refused,
-        "stored",
-        refused,
-        "stored",
-        "stored",
-    ]
+    expected = ["stored", refused, "stored", "repeated", "repeated", refused, "stored", refused, "stored", "stored"]
+    assert answers == expected
     report = ship(log, server.url)
     assert report.is_complete
     assert segments_in_stream(server.url) == segments_of(log)
@@ -303,7 +283,7 @@ def test_of_a_batch_in_the_wrong_place_nothing_is_stored(
 ) -> None:
     """Each message expects the one before it, so when the first is refused, all are."""
     tail = LogTail(write_log(tmp_path / "log", chance, 5))
-    make_stream(server)
+    server.make_stream()
 
     async def publish_there() -> BatchResult:
         async with connect(StreamAddress.parse(server.url), Access(), "test") as connection:
@@ -314,23 +294,12 @@ def test_of_a_batch_in_the_wrong_place_nothing_is_stored(
     assert num_messages(server) == 0
 
 
-def make_stream(server: NatsServer) -> None:
-    """The stream as a shipper makes it."""
-
-    async def make() -> None:
-        client = await nats.connect(server.url)
-        await client.jetstream().add_stream(name="KVLEDGER", subjects=["kvledger.log.*.*"])
-        await client.close()
-
-    asyncio.run(make())
-
-
 def test_other_logs_in_between_do_not_disturb(
     server: NatsServer, ship: Ship, tmp_path: Path, chance: random.Random
 ) -> None:
     """Three hosts ship at once into one stream: their batches break each other, and nothing is lost or doubled."""
     logs = [write_log(tmp_path / name, chance, 1_500) for name in ("a", "b", "c")]
-    make_stream(server)
+    server.make_stream()
     shippings = [Shipping(lambda log=log: ship.make(log, server.url, label=log.name, follow=True)) for log in logs]
     reports = [shipping.stop() for shipping in shippings]
     assert all(report.is_complete for report in reports)
@@ -340,22 +309,12 @@ def test_other_logs_in_between_do_not_disturb(
 
 def leader_of(servers: list[NatsServer]) -> tuple[NatsServer, int] | None:
     """The server that leads the stream, and how many messages it has; None while there is neither."""
-
-    async def ask() -> tuple[NatsServer, int] | None:
-        try:
-            client = await nats.connect([server.url for server in servers], connect_timeout=1)
-        except (NatsError, OSError):
-            return None
-        try:
-            info = await client.jetstream(timeout=0.5).stream_info("KVLEDGER")
+    for server in servers:
+        with contextlib.suppress(NatsError, OSError):
+            info = server.asked(lambda jetstream: jetstream.stream_info("KVLEDGER"))
             leader = info.cluster.leader if info.cluster else None
             return (servers[int(leader)], info.state.messages) if leader else None
-        except NatsError:
-            return None
-        finally:
-            await client.close()
-
-    return asyncio.run(ask())
+    return None
 
 
 def test_a_cluster_that_loses_its_leader_is_gone_on_with(
@@ -401,13 +360,7 @@ def test_a_foreign_message_on_a_logs_subject_stops_the_shipper_with_its_number(
     log = write_log(tmp_path / "log", chance, 20)
     subject = ship(log, server.url).logs[0].subject
 
-    async def intrude() -> int:
-        client = await nats.connect(server.url)
-        acknowledged = await client.jetstream().publish(subject, b"hello")
-        await client.close()
-        return acknowledged.seq
-
-    number = asyncio.run(intrude())
+    number = server.asked(lambda jetstream: jetstream.publish(subject, b"hello")).seq
     report = ship(log, server.url)
     assert report.is_damaged
     assert f"message {number}" in report.logs[0].problem
@@ -423,14 +376,7 @@ def test_the_stream_of_a_server_that_lost_its_end_is_filled_again(
     log = write_log(tmp_path / "log", chance, 200)
     ship(log, server.url, new_stream=new_stream(duplicate_window_s=duplicate_window_s))
 
-    async def forget() -> None:
-        client = await nats.connect(server.url)
-        jetstream = client.jetstream()
-        for number in range(150, 201 + len(segments_of(log))):
-            await jetstream.delete_msg("KVLEDGER", number)
-        await client.close()
-
-    asyncio.run(forget())
+    server.delete_messages(range(150, 201 + len(segments_of(log))))
     left = segments_in_stream(server.url)
     assert left != segments_of(log)
     time.sleep(0.3 if duplicate_window_s < 1 else 0)

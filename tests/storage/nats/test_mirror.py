@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import json
 import random
@@ -10,9 +9,9 @@ import stat
 from pathlib import Path
 from typing import Any
 
-import nats
 import pytest
 from log_torture import reopened
+from nats.js import JetStreamContext
 from nats_server import NatsServer, fill, segments_of, write_log
 
 from kvledger.storage.events import LogError, read_log
@@ -184,21 +183,13 @@ def test_the_list_says_who_wrote_what_up_to_where(
     assert (found.last.next_sequence, found.last.chain_hash) == (reader.next_sequence, reader.head_hash)
 
 
-async def delete(server: NatsServer, numbers: range) -> None:
-    """Delete messages of the stream."""
-    client = await nats.connect(server.url)
-    for number in numbers:
-        await client.jetstream().delete_msg("KVLEDGER", number)
-    await client.close()
-
-
 def test_a_hole_in_the_stream_shows_in_the_files(
     server: NatsServer, ship: Ship, tmp_path: Path, chance: random.Random
 ) -> None:
     """Nobody patches it over: reading the mirror names the missing sequences."""
     log = write_log(tmp_path / "log", chance, 50)
     ship(log, server.url)
-    asyncio.run(delete(server, range(10, 13)))
+    server.delete_messages(range(10, 13))
     (copy,), _ = fetch(server, tmp_path / "mirror")
     reader = read_log(copy)
     for _ in reader:
@@ -212,7 +203,7 @@ def test_a_stream_that_dropped_its_oldest_messages_gives_the_segments_that_are_w
     """What is left of a segment without its header cannot be read; from the next header on all is there."""
     log = write_log(tmp_path / "log", chance, 500)
     ship(log, server.url)
-    asyncio.run(delete(server, range(1, 20)))
+    server.delete_messages(range(1, 20))
     (copy,), _ = fetch(server, tmp_path / "mirror")
     whole = segments_of(log)
     whole.pop(min(whole))
@@ -227,7 +218,7 @@ def test_a_stream_without_any_beginning_of_a_log_says_so(
 ) -> None:
     """Instead of an empty log."""
     ship(write_log(tmp_path / "log", chance, 20, segment_bytes=1 << 20), server.url)
-    asyncio.run(delete(server, range(1, 5)))
+    server.delete_messages(range(1, 5))
     with pytest.raises(LogError, match="no beginning of a segment"):
         fetch(server, tmp_path / "mirror")
 
@@ -240,7 +231,7 @@ def test_of_several_logs_one_that_cannot_be_read_does_not_keep_the_others(
     ship(first, server.url)
     write_log(tmp_path / "logs" / "2", chance, 20)
     first_id, second_id = (log.log_id for log in ship(tmp_path / "logs", server.url).logs)
-    asyncio.run(delete(server, range(1, 3)))
+    server.delete_messages(range(1, 3))
     skipped: list[str] = []
     address = StreamAddress.parse(server.url)
     copies = mirror(address, tmp_path / "mirror", access=Access(), on_skipped=skipped.append)
@@ -308,24 +299,21 @@ def test_what_a_stream_dropped_by_its_limits_is_recorded_and_what_was_deleted_is
     """A bounded stream loses its oldest messages as a matter of course; an unbounded one does not."""
     log = write_log(tmp_path / "log", chance, 300)
     ship(log, server.url, new_stream=new_stream(max_age_s=86400))
-    asyncio.run(delete(server, range(1, 20)))
+    server.delete_messages(range(1, 20))
     (copy,), _ = fetch(server, tmp_path / "mirror")
     (line,) = map(json.loads, (copy / "retired.jsonl").read_text().splitlines())
     first = read_header(min(copy.glob("*.kvlog")))
     assert (line["first_sequence"], line["last_sequence"]) == (1, first.first_sequence - 1)
     assert (line["head_hash"], line["reason"]) == (first.previous_head_hash.hex(), "age")
-    asyncio.run(change(server, max_age=0))
+    server.asked(keep_for_ever)
     (copy,), _ = fetch(server, tmp_path / "other")
     assert not (copy / "retired.jsonl").exists()
 
 
-async def change(server: NatsServer, **settings: object) -> None:
-    """Change the stream."""
-    client = await nats.connect(server.url)
-    jetstream = client.jetstream()
+async def keep_for_ever(jetstream: JetStreamContext) -> None:
+    """Change the stream: it drops nothing."""
     configuration = (await jetstream.stream_info("KVLEDGER")).config
-    await jetstream.update_stream(configuration, **settings)
-    await client.close()
+    await jetstream.update_stream(configuration, max_age=0)
 
 
 def test_mirrors_live_in_the_users_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import nats
 import pytest
 from google_crc32c import value as crc32c
 from log_torture import reopened
@@ -353,14 +352,7 @@ def test_a_full_stream_refuses_and_loses_nothing(
             ship(tmp_path / "log", server.url, new_stream=new_stream(max_bytes=max_bytes), give_up_after_s=0)
         (stored,) = segments_in_stream(server.url).values()
         assert whole.startswith(stored)
-        asyncio.run(delete_stream(server))
-
-
-async def delete_stream(server: NatsServer) -> None:
-    """Delete it with all that it holds."""
-    client = await nats.connect(server.url)
-    await client.jetstream().delete_stream("KVLEDGER")
-    await client.close()
+        server.asked(lambda jetstream: jetstream.delete_stream("KVLEDGER"))
 
 
 def test_the_heads_of_files_and_stream_are_the_same(
@@ -434,7 +426,7 @@ def test_a_stream_that_would_lose_frames_is_refused(
 ) -> None:
     """Before anything is sent, with the setting named."""
     settings, word = UNFIT[case]
-    make_stream(server, settings)
+    server.make_stream(**settings)
     with pytest.raises(StreamRefused, match=word):
         ship(write_log(tmp_path / "log", chance, 10), server.url)
 
@@ -451,7 +443,7 @@ def test_what_a_stream_may_lose_is_said_and_shipped(
 ) -> None:
     """An operator may want that, and should know."""
     settings, word = RISKY[case]
-    make_stream(server, settings)
+    server.make_stream(**settings)
     assert ship(write_log(tmp_path / "log", chance, 10), server.url).is_complete
     assert any(word in remark for remark in ship.remarks)
 
@@ -463,17 +455,3 @@ def test_a_missing_stream_is_made_only_when_allowed(
     log = write_log(tmp_path / "log", chance, 10)
     with pytest.raises(StreamRefused, match="--create-stream"):
         ship(log, f"{server.url}/KVLEGDER", new_stream=None)
-
-
-def make_stream(server: NatsServer, settings: dict[str, object]) -> None:
-    """Make the stream as somebody else would, with settings of JetStream's API."""
-    import json
-
-    async def make() -> None:
-        client = await nats.connect(server.url)
-        wanted = {"name": "KVLEDGER", "subjects": ["kvledger.log.>"], "max_msgs_per_subject": -1, "num_replicas": 1}
-        answer = await client.request("$JS.API.STREAM.CREATE.KVLEDGER", json.dumps({**wanted, **settings}).encode())
-        assert "error" not in json.loads(answer.data), answer.data
-        await client.close()
-
-    asyncio.run(make())
