@@ -11,6 +11,7 @@ from kvledger.adapters.cli.output import Output
 from kvledger.adapters.logs.describe import describe, describe_decisions
 from kvledger.adapters.logs.ending import num_open_requests
 from kvledger.adapters.logs.log import Batch, StoredLog
+from kvledger.adapters.logs.observation import Observation
 from kvledger.adapters.logs.under_way import UnderWay, under_way
 from kvledger.lifecycle import Core, LedgerConfiguration, Projections
 from kvledger.lifecycle import events as e
@@ -35,67 +36,47 @@ class Line:
 
 
 class Feed:
-    """Folds a log and tells each observation once the next one has come, or `flush` is called."""
+    """Folds a log and gives a line for each request that an observation concerns."""
 
     def __init__(self, core: Core, configuration: LedgerConfiguration) -> None:
         self.under_way: UnderWay | None = None
         """What is under way behind the last event."""
         self._core = core
         self._projections = Projections(core, configuration)
-        self._sequence = 0
-        self._observation: e.Event | None = None
-        self._decisions: dict[str, list[e.Event]] = {}
-        self._states: dict[str, str | None] = {}
         self._last_lookup: dict[str, str] = {}
-
-    def take(self, sequence: int, event: e.Event) -> Iterator[Line]:
-        """Take up an event; tell the observation before it if this is the next."""
-        if not event.is_decision:
-            yield from self.flush()
-            self._sequence, self._observation = sequence, event
-        request_id = getattr(event, "request_id", "")
-        self._states.setdefault(request_id, self._state(request_id))
-        if event.is_decision:
-            self._decisions.setdefault(request_id, []).append(event)
-        self._projections.fold(event, sequence)
-        self.under_way = under_way(self._core, event, sequence, self.under_way)
-
-    def take_all(self, batch: Batch) -> Iterator[Line]:
-        """Take up a batch."""
-        for sequence, event in batch.numbered():
-            yield from self.take(sequence, event)
 
     @property
     def num_open_requests(self) -> int:
         """The requests that had not finished so far."""
         return num_open_requests(self._projections)
 
-    def flush(self) -> Iterator[Line]:
-        """Tell what has been taken up and not told: its decisions are all there, for a frame holds them together."""
-        observation, self._observation = self._observation, None
-        decisions, self._decisions = self._decisions, {}
-        states, self._states = self._states, {}
-        if observation is None:
+    def take(self, observation: Observation) -> Iterator[Line]:
+        """Take up the next observation."""
+        own = getattr(observation.event, "request_id", "")
+        decisions: dict[str, list[e.Event]] = {own: []}
+        for _, event in observation.decisions:
+            decisions.setdefault(getattr(event, "request_id", ""), []).append(event)
+        states = {request_id: self._state(request_id) for request_id in decisions}
+        for sequence, event in observation:
+            self._projections.fold(event, sequence)
+            self.under_way = under_way(self._core, event, sequence, self.under_way)
+        if observation.event.is_decision:
             return
-        own = getattr(observation, "request_id", "")
-        for request_id in dict.fromkeys((own, *decisions)):
-            concerning = decisions.get(request_id, [])
-            text = self._text(observation if request_id == own else None, request_id, concerning)
+        time_ns = getattr(observation.event, "time_ns", self._projections.tracker.time_ns)
+        for request_id, concerning in decisions.items():
+            text = self._text(observation.event if request_id == own else None, request_id, concerning)
             if text:
-                yield Line(
-                    self._sequence,
-                    getattr(observation, "time_ns", self._projections.tracker.time_ns),
-                    request_id,
-                    states.get(request_id),
-                    self._state(request_id),
-                    text,
-                    sum(isinstance(event, e.InvariantViolated | e.HookFailed) for event in (observation, *concerning)),
+                num_broken = sum(
+                    isinstance(event, e.InvariantViolated | e.HookFailed) for event in (observation.event, *concerning)
                 )
+                state = self._state(request_id)
+                yield Line(observation.sequence, time_ns, request_id, states[request_id], state, text, num_broken)
 
     def _text(self, observation: e.Event | None, request_id: str, decisions: list[e.Event]) -> str:
-        told = describe(observation, self._core) if observation is not None else ""
-        loud = [decision for decision in decisions if not isinstance(decision, _QUIET)]
-        text = "; ".join(([told] if told else []) + describe_decisions(loud if not told else decisions, self._core))
+        parts = [describe(observation, self._core)] if observation is not None else []
+        if not any(parts):
+            decisions = [decision for decision in decisions if not isinstance(decision, _QUIET)]
+        text = "; ".join(filter(None, (*parts, *describe_decisions(decisions, self._core))))
         if any(isinstance(decision, e.LookupAnswered | e.LookupDeferred) for decision in decisions):
             # A waiting request is asked about at every step: only a new answer is news.
             repeated = self._last_lookup.get(request_id) == text

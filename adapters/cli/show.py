@@ -20,12 +20,13 @@ from kvledger.adapters.exit_codes import CommandFailed, ExitCode
 from kvledger.adapters.logs.amounts import duration, event_range, milliseconds, plural, size
 from kvledger.adapters.logs.describe import plain, state_change
 from kvledger.adapters.logs.ending import under_way_text
-from kvledger.adapters.logs.index import LogIndex, index_for
-from kvledger.adapters.logs.log import StoredLog
+from kvledger.adapters.logs.index import index_for
+from kvledger.adapters.logs.log import Batch, StoredLog
+from kvledger.adapters.logs.observation import observations
 from kvledger.adapters.logs.requests import Requests, RequestSummary
 from kvledger.adapters.logs.selection import Selection
 from kvledger.adapters.logs.sources import one_of
-from kvledger.adapters.logs.timeline import Group, Timeline, known
+from kvledger.adapters.logs.timeline import Group, Timelines
 from kvledger.adapters.logs.under_way import UnderWay
 from kvledger.lifecycle import Figures, LedgerConfiguration, Projections, SequencedEvent
 from kvledger.lifecycle import events as e
@@ -117,7 +118,7 @@ def _take_each(events: Iterator[SequencedEvent], take: Callable[[int, e.Event], 
         try:
             take(sequence, event)
         except Exception as error:  # noqa: BLE001 -- what was read before it is still worth showing
-            output.remark(f"event {sequence} ({event.id}) cannot be folded: {error!r}; what follows is left out")
+            output.remark(_unfoldable(sequence, event, error))
             for _ in events:  # to the end, for the log's figures and its damage
                 pass
             break
@@ -125,42 +126,54 @@ def _take_each(events: Iterator[SequencedEvent], take: Callable[[int, e.Event], 
     return last
 
 
+def _unfoldable(sequence: int, event: e.Event, error: Exception) -> str:
+    return f"event {sequence} ({event.id}) cannot be folded: {error!r}; what follows is left out"
+
+
 # --- one request --------------------------------------------------------------------------------
 
 
 def _show_request(log: StoredLog, selection: Selection, request_id: str, output: Output) -> None:
-    timeline = Timeline(log.configuration, request_id, known(log.core, log.configuration))
+    timelines = Timelines(log.core, log.configuration, [request_id])
     index = index_for(log, output, request_id)
     if index is not None and index.contents.is_whole:
         with contextlib.closing(index):
-            for event in _events_of_lives(index, request_id):
-                if not selection.is_over(event[0]):
-                    timeline.take(*event)
+            for span in index.spans(request_id):  # what happened before and between makes no difference to it
+                events = index.events_between(span.first_sequence, span.last_sequence)
+                for observation in observations(event for event in events if not selection.is_over(event[0])):
+                    timelines.take(observation)
             log.damage[:] = index.contents.damage
     else:
         with output.progress(log, "reading"):
-            _take_each(_with_gaps(log, selection, timeline), timeline.take, output)
-    timeline.finish()
-    groups = [group for group in timeline.groups if group.last_sequence >= selection.first_sequence]
-    _show_timeline(output, request_id, groups)
+            _take_observations(log.batches(selection.last_sequence), timelines, output)
+    groups = timelines.groups[request_id]
+    _show_timeline(output, request_id, [group for group in groups if group.last_sequence >= selection.first_sequence])
 
 
-def _events_of_lives(index: LogIndex, request_id: str) -> Iterator[SequencedEvent]:
-    """Everything that happened while the request lived; what happened before and between makes no difference to it."""
-    for span in index.spans(request_id):
-        yield from index.events_between(span.first_sequence, span.last_sequence)
+def _take_observations(batches: Iterator[Batch], timelines: Timelines, output: Output) -> None:
+    for batch in batches:
+        if batch.gap is not None:
+            timelines.lose(batch.gap)
+        for observation in observations(batch.numbered()):
+            try:
+                timelines.take(observation)
+            except Exception as error:  # noqa: BLE001 -- what was read before it is still worth showing
+                output.remark(_unfoldable(observation.sequence, observation.event, error))
+                for _ in batches:  # to the end, for the log's figures and its damage
+                    pass
+                return
 
 
 def _follow(log: StoredLog, selection: Selection, output: Output) -> ExitCode:
     feed = Feed(log.core, log.configuration)
     before = told = None
     for batch in follow(log, output):
-        for line in feed.flush() if batch is None else feed.take_all(batch):
-            if selection.is_over(line.first_sequence):
-                return ExitCode.SOUND
-            if selection.holds(line.first_sequence) and selection.request_id in {None, line.request_id}:
-                _show_line(output, line)
         if batch is not None:
+            for line in (line for observation in observations(batch.numbered()) for line in feed.take(observation)):
+                if selection.is_over(line.first_sequence):
+                    return ExitCode.SOUND
+                if selection.holds(line.first_sequence) and selection.request_id in {None, line.request_id}:
+                    _show_line(output, line)
             log.last_events = tuple(batch.numbered())
             continue
         # A call lasts less than two looks, but where it hangs.
@@ -189,14 +202,6 @@ def _show_line(output: Output, line: Line) -> None:
     states = state_change(line.state_before, line.state_after)
     text = f"{milliseconds(line.time_ns):>12}  {line.first_sequence:>8}  {line.request_id}  {states}  {line.text}"
     output.line(text, "red" if line.num_broken else "")
-
-
-def _with_gaps(log: StoredLog, selection: Selection, timeline: Timeline) -> Iterator[SequencedEvent]:
-    """The selected events; before the first of a batch, the timeline learns what is missing there."""
-    for batch in log.batches(selection.last_sequence):
-        if batch.gap is not None:
-            timeline.lose(batch.gap)
-        yield from batch.numbered()
 
 
 def _show_timeline(output: Output, request_id: str, groups: list[Group]) -> None:

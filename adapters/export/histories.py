@@ -7,8 +7,9 @@ from collections.abc import Collection, Sequence
 import attrs
 
 from kvledger.adapters.logs.log import StoredLog
+from kvledger.adapters.logs.observation import observations
 from kvledger.adapters.logs.selection import Selection
-from kvledger.adapters.logs.timeline import Group, Timeline, known
+from kvledger.adapters.logs.timeline import Group, Timelines
 from kvledger.lifecycle import events as e
 
 _MAX_GROUPS = 500
@@ -27,41 +28,25 @@ class History:
 def read_histories(
     log: StoredLog, selection: Selection, request_ids: Collection[str], evidence: Collection[int]
 ) -> tuple[dict[str, History], dict[int, e.Event]]:
-    """The histories of these requests by id, and the events with these numbers.
-
-    All timelines share one fold, and only those of requests that are there now are asked.
-    """
-    shared = known(log.core, log.configuration)
-    timelines = {name: Timeline(log.configuration, name, shared) for name in request_ids}
-    active: dict[str, Timeline] = {}
+    """The histories of these requests by id, and the events with these numbers."""
+    timelines = Timelines(log.core, log.configuration, request_ids)
     events: dict[int, e.Event] = {}
     for batch in log.batches(selection.last_sequence):
+        events.update(numbered for numbered in batch.numbered() if numbered[0] in evidence)
         if batch.gap is not None:
-            for timeline in active.values():
-                timeline.lose(batch.gap)
-        for sequence, event in batch.numbered():
-            if sequence in evidence:
-                events[sequence] = event
-            own = getattr(event, "request_id", "")
-            if own in timelines:
-                active[own] = timelines[own]
-            for name, timeline in tuple(active.items()):
-                timeline.look(sequence, event)
-                # Who is gone has seen its end by the next observation.
-                if not event.is_decision and name != own and shared.tracker.get(name) is None:
-                    del active[name]
-            try:
-                shared.fold(event, sequence)
-            except Exception:  # noqa: BLE001 -- the first reading has said so
-                return _histories(timelines, selection), events
+            timelines.lose(batch.gap)
+        try:
+            for observation in observations(batch.numbered()):
+                timelines.take(observation)
+        except Exception:  # noqa: BLE001 -- the first reading has said so
+            break
     return _histories(timelines, selection), events
 
 
-def _histories(timelines: dict[str, Timeline], selection: Selection) -> dict[str, History]:
+def _histories(timelines: Timelines, selection: Selection) -> dict[str, History]:
     histories = {}
-    for name, timeline in timelines.items():
-        timeline.finish()
-        groups = [group for group in timeline.groups if group.last_sequence >= selection.first_sequence]
+    for name, all_groups in timelines.groups.items():
+        groups = [group for group in all_groups if group.last_sequence >= selection.first_sequence]
         num_left_out = max(0, len(groups) - 2 * _MAX_GROUPS)
         kept = [*groups[:_MAX_GROUPS], *groups[-_MAX_GROUPS:]] if num_left_out else groups
         histories[name] = History(kept, num_left_out)

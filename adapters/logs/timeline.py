@@ -1,15 +1,18 @@
-"""The life of one request as groups of events: an observation with all that was decided on it, told in words.
+"""The life of one request as groups of events: an observation with all that was decided on it, in words.
 
 Steps in which a request only computes and saves are gathered into one group, and so are equal lookups.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import attrs
 
 from kvledger.adapters.logs.amounts import duration, plural, size
 from kvledger.adapters.logs.describe import describe, describe_decisions
 from kvledger.adapters.logs.log import Gap
+from kvledger.adapters.logs.observation import Observation
 from kvledger.lifecycle import Core, LedgerConfiguration, Projections, RequestState, SequencedEvent
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.windows import NO_SLOT
@@ -21,7 +24,7 @@ _NO_ANSWER = "asked what can be loaded; the log has no answer"
 
 @attrs.define
 class Group:
-    """Events that are told together. Times in nanoseconds since the log was opened."""
+    """Events that are shown together. Times in nanoseconds since the log was opened."""
 
     what: str
     """A stable word: `arrived`, `lookup`, `prefill`, `decode`, `transfer`, the observation's id, or `lost`."""
@@ -67,89 +70,118 @@ class Group:
         return "; ".join(parts)
 
 
+class Timelines:
+    """Folds a log and keeps the groups of some request ids, through all their incarnations.
+
+    Each projection here makes a request's part from that request's own events alone. So what happened before the
+    request arrived may be left out; the host pool, which everybody shares, is not here.
+    """
+
+    def __init__(self, core: Core, configuration: LedgerConfiguration, request_ids: Iterable[str]) -> None:
+        self._known = Projections(core, configuration, only=("extensions", "sub_states", "tracker", "blocks", "tails"))
+        self._timelines = {name: _Timeline(name, self._known, configuration.num_ranks) for name in request_ids}
+        self._active: dict[str, _Timeline] = {}
+        """Those of requests that are there now: of all others there is nothing to ask."""
+        self._gap: Gap | None = None
+
+    @property
+    def groups(self) -> dict[str, list[Group]]:
+        """The groups so far of each request id."""
+        return {name: timeline.groups for name, timeline in self._timelines.items()}
+
+    def lose(self, gap: Gap) -> None:
+        """Events are missing here."""
+        self._gap = gap
+        for timeline in self._active.values():
+            timeline.lose(gap)
+
+    def take(self, observation: Observation) -> None:
+        """Take up the next observation of the log."""
+        own = getattr(observation.event, "request_id", "")
+        timeline = self._timelines.get(own)
+        if timeline is not None:
+            if self._gap is not None and not timeline.groups:
+                timeline.lose(self._gap)  # in which its id may have been used before
+            self._active[own] = timeline
+        for timeline in self._active.values():
+            timeline.begin(observation)
+        for sequence, event in observation:
+            if isinstance(event, e.LoadIssued) and event.request_id in self._active:
+                self._active[event.request_id].note_tail(event)
+            self._known.fold(event, sequence)
+        for name, timeline in tuple(self._active.items()):
+            timeline.end()
+            if self._known.tracker.get(name) is None:
+                del self._active[name]
+
+
 @attrs.define
 class _Moment:
-    """An observation, and what was so before it."""
+    """An observation as it concerns one request, and what was so before it."""
 
     sequence: int
     event: e.Event
+    decisions: list[SequencedEvent]
     state_before: str | None
     num_computed_before: int
-    decisions: list[SequencedEvent] = attrs.field(factory=list)
+
+    @property
+    def last_sequence(self) -> int:
+        return self.decisions[-1][0] if self.decisions else self.sequence
 
 
-def known(core: Core, configuration: LedgerConfiguration) -> Projections:
-    """The projections that a life is told from: each makes a request's part from that request's own events alone.
+class _Timeline:
+    """The groups of one request id."""
 
-    So what happened before the request arrived may be left out; the host pool, which everybody shares, is not here.
-    """
-    return Projections(core, configuration, only=("extensions", "sub_states", "tracker", "blocks", "tails"))
-
-
-class Timeline:
-    """Folds a log and keeps the groups of one request id, through all its lives."""
-
-    def __init__(self, configuration: LedgerConfiguration, request_id: str, known: Projections) -> None:
-        """`known` may be shared by several timelines; then each looks at an event before it is folded there."""
+    def __init__(self, request_id: str, known: Projections, num_ranks: int) -> None:
         self.request_id = request_id
         self.groups: list[Group] = []
-        self._num_ranks = configuration.num_ranks
+        self._num_ranks = num_ranks
         self._known = known
         self._core = known.core
-        self._tracker = self._known.tracker
+        self._tracker = known.tracker
         self._moment: _Moment | None = None
         self._jobs: dict[int, e.LoadIssued | e.SaveIssued | e.TailSaveIssued] = {}
         self._from_tail: dict[int, int] = {}
         """Id of a load -> tokens that it reads from the request's saved tail."""
-        self._num_lives = 0
-
-    def take(self, sequence: int, event: e.Event) -> None:
-        """Take up the next event of the log."""
-        self.look(sequence, event)
-        self._known.fold(event, sequence)
-
-    def look(self, sequence: int, event: e.Event) -> None:
-        """The same where somebody else folds what is known, right after this."""
-        if not event.is_decision:
-            self._close()
-            record = self._tracker.get(self.request_id)
-            num_computed = 0 if record is None else self._tracker.num_computed_tokens(record)
-            self._moment = _Moment(sequence, event, None if record is None else record.path, num_computed)
-        elif self._moment is not None and self._concerns(event):
-            self._moment.decisions.append((sequence, event))
-            if isinstance(event, e.LoadIssued | e.SaveIssued | e.TailSaveIssued):
-                self._jobs[event.job_id] = event
-            if isinstance(event, e.LoadIssued):
-                self._from_tail[event.job_id] = self._num_tokens_from_tail(event)
+        self._num_incarnations = 0
 
     def lose(self, gap: Gap) -> None:
         """Say that events are missing here."""
-        self._close()
         now = self._tracker.time_ns
         text = f"events {gap.first_sequence}–{gap.last_sequence} are missing; what follows is described without them"
         self.groups.append(Group("lost", gap.first_sequence, gap.last_sequence, now, now, None, None, None, [text]))
 
-    def finish(self) -> None:
-        """Take up the last observation."""
-        self._close()
+    def begin(self, observation: Observation) -> None:
+        """Note what is so before an observation is folded."""
+        if observation.event.is_decision:
+            self._moment = None
+            return
+        record = self._tracker.get(self.request_id)
+        state, num_computed = (None, 0) if record is None else (record.path, self._tracker.num_computed_tokens(record))
+        concerning: list[SequencedEvent] = []
+        for sequence, event in observation.decisions:
+            if isinstance(event, e.ExtensionStopped):
+                concerns = state is not None
+            elif isinstance(event, e.ChunkTainted):
+                concerns = bool(concerning)
+            else:
+                concerns = getattr(event, "request_id", None) == self.request_id
+            if concerns:
+                concerning.append((sequence, event))
+                if isinstance(event, e.LoadIssued | e.SaveIssued | e.TailSaveIssued):
+                    self._jobs[event.job_id] = event
+        self._moment = _Moment(observation.sequence, observation.event, concerning, state, num_computed)
 
-    def _concerns(self, event: e.Event) -> bool:
-        if isinstance(event, e.ExtensionStopped):
-            return self._moment is not None and self._moment.state_before is not None
-        if isinstance(event, e.ChunkTainted):
-            return self._moment is not None and bool(self._moment.decisions)
-        return getattr(event, "request_id", None) == self.request_id
-
-    def _num_tokens_from_tail(self, load: e.LoadIssued) -> int:
+    def note_tail(self, load: e.LoadIssued) -> None:
+        """Note what a load reads from the saved tail, before it is folded."""
         record = self._tracker.get(self.request_id)
         tail = None if record is None else self._known.tails.saved(record.ordinal)
-        if tail is None or (set(tail.slots) - {NO_SLOT}).isdisjoint(load.slots):
-            return 0
-        return load.first_token + load.num_tokens - max(tail.first_token, load.first_token)
+        if tail is not None and not (set(tail.slots) - {NO_SLOT}).isdisjoint(load.slots):
+            self._from_tail[load.job_id] = load.first_token + load.num_tokens - max(tail.first_token, load.first_token)
 
-    # --- from a moment to a group -------------------------------------------------------------
-
-    def _close(self) -> None:
+    def end(self) -> None:
+        """Make a group of the observation, which is folded now, or add it to the last one."""
         moment, self._moment = self._moment, None
         if moment is None:
             return
@@ -194,7 +226,7 @@ class Timeline:
         last = self.groups[-1] if self.groups else None
         is_quiet = not isinstance(job, e.LoadIssued) and all(isinstance(d, e.SaveCompleted) for d in settled)
         if is_quiet and not event.ranks_failed and last is not None and last.what in {"prefill", "decode"}:
-            last.last_sequence = moment.decisions[-1][0] if moment.decisions else moment.sequence
+            last.last_sequence = moment.last_sequence
         else:
             last = self._add(moment, "transfer", "")
             if not settled:
@@ -246,7 +278,7 @@ class Timeline:
         if not all(isinstance(decision, _QUIET_DECISIONS) for _, decision in moment.decisions):
             return None
         last.num_moments += 1
-        last.last_sequence = moment.decisions[-1][0] if moment.decisions else moment.sequence
+        last.last_sequence = moment.last_sequence
         last.until_ns = self._tracker.time_ns
         record = self._tracker.get(self.request_id)
         last.state_after = None if record is None else record.path
@@ -261,7 +293,7 @@ class Timeline:
         group = Group(
             what,
             moment.sequence,
-            moment.decisions[-1][0] if moment.decisions else moment.sequence,
+            moment.last_sequence,
             getattr(moment.event, "time_ns", self._tracker.time_ns),
             getattr(moment.event, "time_ns", self._tracker.time_ns),
             moment.state_before,
@@ -284,8 +316,8 @@ class Timeline:
         if not text and not isinstance(event, e.LookupRequested | e.ExtensionObserved):
             text = event.id
         if isinstance(event, e.RequestArrived):
-            self._num_lives += 1
-            return text if self._num_lives == 1 else f"{text}, life {self._num_lives} of this id"
+            self._num_incarnations += 1
+            return text if self._num_incarnations == 1 else f"{text}, life {self._num_incarnations} of this id"
         if isinstance(event, e.RequestPreempted):
             num_blocks = len(self._known.blocks.lost(self.request_id))
             return f"{text}, lost {plural(num_blocks, 'block')}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,8 @@ from lifecycle_driver import Driver, Walk
 from log_torture import reopened
 from processes import started
 
-from kvledger.adapters.cli.feed import Feed
+from kvledger.adapters.cli.feed import Feed, Line
+from kvledger.adapters.logs.observation import observations
 from kvledger.lifecycle import Core
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.codec import EventEncoder
@@ -81,10 +82,15 @@ def test_a_request_alone_can_be_followed_up_to_a_moment(run: Any, log: Path) -> 
     assert any("running → preempted  preempted with 64 settled tokens" in line for line in lines)
 
 
+def lines_of(feed: Feed, events: Sequence[e.Event]) -> list[Line]:
+    """What the feed gives of the events, which begin a log."""
+    return [line for observation in observations(enumerate(events, 1)) for line in feed.take(observation)]
+
+
 def test_polls_with_the_same_answer_are_told_once(story: Driver) -> None:
     """A waiting request is asked about at every step."""
     feed = Feed(Core.standard(), story.configuration)
-    told = [line for number, event in enumerate(story.observed, 1) for line in feed.take(number, event)]
+    told = lines_of(feed, story.observed)
     lookups = [line for line in told if line.text.startswith("asked what can be loaded of 65 tokens")]
     assert len(lookups) == 1
     assert not any("computed" in line.text and line.text.startswith("save 1") for line in told)
@@ -97,8 +103,7 @@ def test_every_breach_and_every_change_of_state_is_told(seed: int) -> None:
     walk = Walk(seed, chunk_size=16, block_size=16)
     walk.run(60)
     feed = Feed(Core.standard(), walk.driver.configuration)
-    lines = [line for number, event in enumerate(walk.driver.observed, 1) for line in feed.take(number, event)]
-    lines += feed.flush()
+    lines = lines_of(feed, walk.driver.observed)
     broken = sum(isinstance(event, e.InvariantViolated) for event in walk.driver.observed)
     assert sum(line.num_broken for line in lines) == broken
     preempted = sum(isinstance(event, e.RequestPreempted) for event in walk.driver.observed)
