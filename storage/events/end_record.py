@@ -1,4 +1,4 @@
-"""The record of a log's end: a small file beside the segments that says how far the log got, and if it was closed.
+"""The record of a log's end: a small file next to the segments that says how far the log got, and if it was closed.
 
 `log.end` is written whole when the log is made, and from then on only overwritten in place, so that it can be written
 on a disk that is full: how many events wait and cannot be written is known also after SIGKILL. It is rewritten when the

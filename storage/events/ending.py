@@ -1,8 +1,8 @@
 """How a log ended: closed, cut off, still open, or not known; and what is known to be missing at its end.
 
-Judged from what lies beside the segments: the record of the end (`log.end`), the writer's lock, and snapshots, each of
-which lies beside a segment. It must not know what events mean. Whoever has read the log says how far it goes
-(`judge_ending`); for others its last segment is read (`read_ending`).
+Judged from the files next to the segments: the record of the end (`log.end`), the writer's lock, and snapshots, each of
+which has a segment. It must not know what events mean. A caller that has read the log says how far it goes
+(`judge_ending`); for others the last segment is read (`read_ending`).
 """
 
 from __future__ import annotations
@@ -71,9 +71,9 @@ class LogEnding:
     detail: str = ""
     """Why that is not known; or of a log that is open, what is the matter with it."""
     missing: MissingEnd | None = None
-    """None also where nobody knows."""
+    """None also where that is not known."""
     contradiction: str = ""
-    """The log goes as far as its record says, with another chain hash there: its end was written by somebody else."""
+    """The log goes as far as its record says, with another chain hash there: another writer wrote its end."""
 
 
 def is_being_written(directory: Path) -> bool:
@@ -129,7 +129,7 @@ def judge_ending(
         log_id: the id in its headers.
         next_sequence: the sequence number behind its last event.
         head_hash: the chain hash there; None: not known.
-        was_open: whether somebody was writing it when reading began.
+        was_open: whether it was being written when reading began.
     """
     recorded = read_end_record(directory)
     if recorded is not None and recorded.log_id != log_id:
@@ -139,7 +139,7 @@ def judge_ending(
         return LogEnding(HowEnded.OPEN, waiting)
     missing = _missing_segment(directory, next_sequence, recorded)
     if recorded is None:
-        detail = f"no record of it ({END_RECORD_NAME}) lies beside the segments; a copy or a mirror has none"
+        detail = f"the log has no record of its end ({END_RECORD_NAME}); copies and mirrors have none"
         return LogEnding(HowEnded.UNKNOWN, detail, missing)
     missing = missing or _missing_events(next_sequence, recorded)
     how = HowEnded.CLOSED if recorded.is_closed else HowEnded.CUT_OFF
@@ -150,7 +150,7 @@ def judge_ending(
 
 
 def _missing_segment(directory: Path, next_sequence: int, recorded: RecordedEnd | None) -> MissingEnd | None:
-    """The newest segment that something speaks of and that is not there. Older ones the reader misses itself."""
+    """The newest segment that a file names and that is not there. The reader reports older ones."""
     named = {path.with_suffix(".kvlog").name: path.name for path in directory.glob(f"*{SNAPSHOT_SUFFIX}")}
     if recorded is not None:
         named[recorded.segment] = END_RECORD_NAME
@@ -164,7 +164,7 @@ def _missing_segment(directory: Path, next_sequence: int, recorded: RecordedEnd 
         lost = f"what came from sequence {next_sequence} on"
         if recorded is not None and num_events:
             lost = _from_to(next_sequence, recorded)
-        detail = f"{named[name]} speaks of it; no segment holds {lost}"
+        detail = f"{named[name]} names it; no segment holds {lost}"
         return MissingEnd("missing_segment", name, next_sequence, num_events, detail)
     return None
 
@@ -175,7 +175,7 @@ def _missing_events(next_sequence: int, recorded: RecordedEnd) -> MissingEnd | N
         return None
     if next_sequence < recorded.next_sequence:
         lost = _from_to(next_sequence, recorded)
-        detail = f"cut behind a frame: no segment holds {lost}, of which {END_RECORD_NAME} speaks"
+        detail = f"cut at the end of a frame: no segment holds {lost}, which {END_RECORD_NAME} counts"
         return MissingEnd("cut_segment", recorded.segment, next_sequence, num_events, detail)
     return MissingEnd("unwritten_events", recorded.segment, next_sequence, num_events, _waiting(recorded))
 

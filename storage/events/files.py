@@ -65,7 +65,7 @@ def append_line(path: Path, line: bytes) -> None:
     """Append one line to a file, on disk before this returns.
 
     A line that a crash had left half written is ended first, so that it spoils only itself. Raises `OSError`; what was
-    written until then is taken back, where that can be done.
+    written until then is removed, where that can be done.
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
     try:

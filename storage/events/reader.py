@@ -195,7 +195,7 @@ class LogReader:
                 offset = self._behind_damage(segment, data, offset)
 
     def _enter_segment(self, segment: Path, data: SegmentBytes) -> int | None:
-        """Take up the segment's header; return the offset of its first frame, or None if there is none."""
+        """Read the segment's header; return the offset of its first frame, or None if there is none."""
         header, begins = self._header_of(segment), self._begins(segment)
         if begins is not None and begins > self.next_sequence:
             self._account_for_missing(segment, begins, header)
@@ -226,7 +226,7 @@ class LogReader:
         return None if found is None else offset
 
     def _account_for_missing(self, segment: Path, first_sequence: int, header: SegmentHeader | None) -> None:
-        """Sequences are in no segment: they were retired, which a record tells, or something is wrong."""
+        """Sequences are in no segment: they were retired, which is recorded, or they are missing."""
         records = read_retirements(self.path)
         retired = retired_between(records, self._log_id, self.next_sequence, first_sequence)
         if retired is not None:
@@ -237,14 +237,9 @@ class LogReader:
             return
         lost = f"{sequences(self.next_sequence, first_sequence)} are in no segment"
         before = None if self.tail is None else self._header_of(self.tail[0])
-        if (
-            self.tail is not None
-            and before is not None
-            and before.segment_number is not None
-            and header is not None
-            and header.segment_number == before.segment_number + 1
-        ):
-            detail = f"cut behind a frame: {lost}, and the next segment is the one that followed"
+        numbers = [None if each is None else each.segment_number for each in (before, header)]
+        if self.tail is not None and numbers[0] is not None and numbers[1] == numbers[0] + 1:
+            detail = f"cut at the end of a frame: {lost}, and the next segment is the one that followed"
             self._report("cut_segment", self.tail[0], self.tail[1], detail, 0)
             return
         self._report("missing_segment", segment, 0, f"{lost}, and no record says that they were retired", 0)
@@ -305,7 +300,7 @@ class LogReader:
     def _more_comes(self, segment: Path, data: SegmentBytes, offset: int) -> bool:
         """Look again at a last segment's end, and for its successor; return whether to read on.
 
-        The writer may be in the middle of the frame at `offset`, or may have gone on to a new segment by now.
+        The writer may be in the middle of the frame at `offset`, or in a new segment by now.
         """
         if self._successor is not None:
             return False
@@ -338,7 +333,7 @@ def read_log(path: Path, *, from_sequence: int = 1) -> LogReader:
 
 
 def traces_of_log(directory: Path) -> str:
-    """What a directory without segments says of the log that was there; empty: nothing, or it was retired altogether.
+    """What a directory without segments says of the log that was there; empty: nothing, or all of it was retired.
 
     Raises `OSError`.
     """
@@ -347,17 +342,17 @@ def traces_of_log(directory: Path) -> str:
         return ""
     recorded = read_end_record(directory)
     if recorded is not None:
-        return f"{END_RECORD_NAME} speaks of {recorded.segment} and of events up to {recorded.end_sequence - 1}"
+        return f"{END_RECORD_NAME} names {recorded.segment} and events up to {recorded.end_sequence - 1}"
     # A directory of logs has such a record, too: of the logs that are gone from it.
     retired = [each for each in read_retirements(directory) if each.log == name]
-    return f"{RETIREMENTS_NAME} speaks of events up to {retired[-1].last_sequence}" if retired else ""
+    return f"{RETIREMENTS_NAME} names events up to {retired[-1].last_sequence}" if retired else ""
 
 
 def frames_from(path: Path, segment: str, offset: int) -> Iterator[tuple[Frame, str, int]]:
     """Yield the frames of the log at `path` from a noted place on, each with its segment and offset.
 
-    For whoever noted where a frame stands and wants it again. It judges nothing: reading ends where a frame is not
-    intact, or does not follow.
+    For callers that noted where a frame stands. No damage is reported: reading ends where a frame is not intact or does
+    not follow.
     """
     sequence: int | None = None
     chain_hash: bytes | None = None

@@ -5,7 +5,7 @@ the time since it was last written to. Nothing that is no part of a log is touch
 
 The record: `retired.jsonl` in a log's directory, one line a segment, on disk before the segment is deleted; in a
 directory of logs, the same for the last segments of logs that are gone altogether. With it a log without its beginning
-can be told from one out of which somebody took something. A line that a crash tore is passed over.
+can be distinguished from one whose segments were deleted by hand. A line that a crash tore is passed over.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ Trouble = Callable[[OSError | LogError], None]
 
 
 def _ignore(_error: OSError | LogError) -> None:
-    """Tell nobody."""
+    """Report to nobody."""
 
 
 @attrs.frozen
@@ -168,7 +168,7 @@ class _Log:
 def retire(
     directory: Path, *, max_bytes: int | None = None, max_age_seconds: float | None = None, dry_run: bool = False
 ) -> list[Retirement]:
-    """Retire the oldest segments of one log that nobody writes, until it keeps to both limits.
+    """Retire the oldest segments of one log that is not being written, until it keeps to both limits.
 
     The last segment stays. Returns what was retired, or with `dry_run` what would be.
 
@@ -313,15 +313,15 @@ def _size(path: Path) -> int:
 
 
 def _bytes_of(directory: Path) -> int:
-    """What a log takes; its records are not counted, since they are never deleted for room."""
+    """The size of a log; its records are not counted, since they are never deleted."""
     files = (file for pattern in _PARTS_OF_A_LOG for file in directory.glob(pattern))
     return sum(_size(file) for file in files if file.name not in _RECORDS)
 
 
 class Retention:
-    """Keeps the log that a store writes, and with `all_logs` those beside it, to its limits, in a thread of its own.
+    """Keeps the log that a store writes, with `all_logs` all in its directory, to limits, in a thread of its own.
 
-    A store calls `start` when it is opened and when it goes on in a new segment. What cannot be deleted is told to
+    A store calls `start` when it is opened and when it goes on in a new segment. What cannot be deleted is reported to
     `on_trouble`, from that thread, and tried again the next time.
     """
 
@@ -343,7 +343,7 @@ class Retention:
     def start(self, directory: Path, segment_bytes: int) -> None:
         """Begin to keep the limits of the log in `directory`, whose last segment may grow to `segment_bytes`.
 
-        Room is made for that beforehand: while this runs, one segment more may be filled, and so the limit is exceeded
+        That much is retired beforehand: while this runs, one segment more may be filled, and so the limit is exceeded
         by no more than one. Waits for the time before, so that it does not become two.
         """
         self.wait()

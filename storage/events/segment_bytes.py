@@ -1,6 +1,6 @@
 """The frames in one segment file, through a window of a mebibyte, so that a segment of any size is read in that much.
 
-The file is read with `pread` and not mapped: a writer that takes back half a frame shortens it, and a shortened mapping
+The file is read with `pread` and not mapped: a writer that rolls back half a frame shortens it, and a shortened mapping
 kills its reader.
 """
 

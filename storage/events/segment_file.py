@@ -61,7 +61,7 @@ NO_PREVIOUS_HASH = bytes(CHAIN_HASH_BYTES)
 ONE_COPY_DAMAGED = "one of the segment header's two copies is damaged; the other one is intact"
 UNFINISHED_SUFFIX = ".unfinished"
 SNAPSHOT_SUFFIX = ".snapshot"
-"""Of what lies beside a segment, under its name."""
+"""Of the file next to a segment, under its name."""
 
 _MAGIC = b"KVLEDGER"
 _PREFIX = struct.Struct("<8sHII")

@@ -188,7 +188,7 @@ class SegmentEventStore:
         self._refuse_damage(reader)
 
     def note_unwritten(self, num_events: int, reason: str) -> None:
-        """Note that events wait to be written, in room that is there also on a full disk; see `EventStore`."""
+        """Note that events wait to be written, in space that is reserved also on a full disk; see `EventStore`."""
         if not self._closed:
             self._note_end(num_events, reason)
 
@@ -264,7 +264,7 @@ class SegmentEventStore:
             return  # Still pending: the next append tries again before it writes, and opening would cut the tail.
 
     def _start_segment(self) -> None:
-        """Go on in a new segment. Raises `OSError`, and then the old one stays in use."""
+        """Begin a new segment. Raises `OSError`, and then the old one stays in use."""
         offset, next_sequence, _, head_hash = self._end
         if self._sync is not None:
             # A crash must never find a new segment behind a torn one.
@@ -310,7 +310,7 @@ class SegmentEventStore:
             )
 
     def _remove_unused_segment(self) -> None:
-        """Take back a segment that was made and not gone on to. Raises `OSError`."""
+        """Remove a segment that was made and is not used. Raises `OSError`."""
         if self._unused_segment is not None:
             self._unused_segment.unlink(missing_ok=True)
             self._unused_segment = None

@@ -1,9 +1,9 @@
-"""Snapshots beside a log: what somebody believed at one place of it, so that reading can begin there.
+"""Snapshots of a log: the state at one place of it, so that reading can begin there.
 
-A snapshot lies beside the segment that its place is in, as ``{first_sequence of the segment:020d}.snapshot``, and goes
+A snapshot lies next to the segment that its place is in, as ``{first_sequence of the segment:020d}.snapshot``, and goes
 when that segment is retired. It is never needed, and never trusted: it counts only if its CRC holds, if it was made of
-this log, if the log still has, at its place, the frame with the hash that it names, and if whoever reads it says that
-the state means today what it meant then (`fingerprint`). What the state is, this room does not know.
+this log, if the log still has, at its place, the frame with the hash that it names, and if the reader says that
+the state means today what it meant then (`fingerprint`). What the state is, this module must not know.
 
 The file: magic ``KVLEDGERSNAP``, CRC-32C (4 bytes, little-endian) of the rest, a msgpack map.
 """
@@ -47,7 +47,7 @@ class Snapshot:
 
 
 def write_snapshot(segment: Path, snapshot: Snapshot) -> Path:
-    """Write a snapshot beside `segment`; it appears whole or not at all. Raises `OSError`.
+    """Write a snapshot next to `segment`; it appears whole or not at all. Raises `OSError`.
 
     It is not synced: one that a machine failure spoils is known by its CRC, and nothing depends on it.
     """

@@ -58,7 +58,7 @@ class AppendConflict(LogError):
     @classmethod
     def at(cls, expected_sequence: int, next_sequence: int) -> AppendConflict:
         """The log ends before `next_sequence`."""
-        return cls(f"append expected sequence {expected_sequence}, the log goes on with {next_sequence}")
+        return cls(f"append expected sequence {expected_sequence}, the log ends before {next_sequence}")
 
 
 class LogClosed(LogError):
@@ -98,7 +98,7 @@ class EventStore(Protocol):
     def note_unwritten(self, num_events: int, reason: str) -> None:
         """Note how many events from `next_sequence` on were taken and cannot be written, and why; 0: none any more.
 
-        For whoever reads a log whose writer was killed meanwhile. Never raises; a store may have no place for it.
+        For readers of a log whose writer was killed meanwhile. Never raises; a store may have no place for it.
         """
 
     def read(self, from_sequence: int = 1) -> Iterator[Frame]:

@@ -65,7 +65,7 @@ def unlock(descriptor: int) -> None:
 
 
 def _lock(descriptor: int) -> None:
-    """Take the lock; again, if somebody who asks whether the log is being written has it for a moment."""
+    """Take the lock; again, if a process that asks whether the log is being written has it for a moment."""
     for _ in range(_ATTEMPTS - 1):
         with contextlib.suppress(BlockingIOError):
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -97,16 +97,13 @@ def test_a_file_cut_at_any_byte_is_a_torn_tail_or_says_what_is_lost(stored: Stor
             assert reports == ([] if is_last and size in starts else expected), size
 
 
-@pytest.mark.parametrize("bit", [0, 7])
-def test_a_flipped_bit_is_a_corrupt_header_or_a_corrupt_frame_at_its_place(
-    stored: Stored, tmp_path: Path, bit: int
-) -> None:
+def test_a_flipped_bit_is_a_corrupt_header_or_a_corrupt_frame_at_its_place(stored: Stored, tmp_path: Path) -> None:
     """A header costs no event; a frame costs its own. At the log's end a broken marker or length reads as torn."""
     for number, segment in enumerate(stored.segments):
         data = segment.header + b"".join(segment.frames)
         stored.write_to(tmp_path / "log")
         for offset in range(len(data)):
-            flipped = data[:offset] + bytes([data[offset] ^ 1 << bit]) + data[offset + 1 :]
+            flipped = data[:offset] + bytes([data[offset] ^ 1 << offset % 8]) + data[offset + 1 :]
             (tmp_path / "log" / segment.name).write_bytes(flipped)
             frames, reports = _read(tmp_path / "log")
             if offset < len(segment.header):

@@ -75,17 +75,6 @@ def test_damage_says_which_sequences_are_lost(tmp_path: Path) -> None:
     assert "sequences 3 to 4 are lost" in damage.detail
 
 
-def test_a_frame_rewritten_with_a_good_checksum_breaks_the_chain(tmp_path: Path) -> None:
-    """CRC and own hash recomputed by a forger: the next frame does not follow any more."""
-    frames = _write_log(tmp_path, [b"one", b"two", b"three"])
-    segment = _only_segment(tmp_path)
-    data = segment.read_bytes()
-    forged, _ = encode_frame(FrameKind.EVENTS, 3, 2, b"TWO", frames[0].chain_hash)
-    start = data.index(b"two") - _HEADER_BYTES
-    segment.write_bytes(data[:start] + forged + data[start + len(forged) :])
-    assert _frames_and_damage(tmp_path)[1] == [("chain_broken", 5)]
-
-
 def test_a_segment_rewritten_to_its_end_does_not_fit_the_next_one(tmp_path: Path) -> None:
     """A forger who chains a whole segment anew is found out by the hash that the next header names."""
     _write_log(tmp_path, [b"one", b"two"], segment_bytes=1)
