@@ -17,9 +17,11 @@ from rich.text import Text
 from kvledger.adapters.cli.streams import notice_reader
 from kvledger.adapters.exit_codes import CommandFailed, ExitCode, unreadable_text
 from kvledger.adapters.logs.ending import ending_text, under_way_text
+from kvledger.adapters.logs.facts import figures_in_words
 from kvledger.adapters.logs.log import StoredLog
 from kvledger.adapters.logs.under_way import last_under_way
 from kvledger.adapters.logs.visible import remark, visible
+from kvledger.lifecycle import Figures
 from kvledger.storage.events import HowEnded
 
 _PIPED_WIDTH = 100_000
@@ -60,6 +62,13 @@ class Output:
     def field(self, name: str, value: str, style: str = "") -> None:
         """A name and what stands behind it, aligned with its neighbours."""
         self._console.print(Text.assemble((f"{name:<11} ", "dim"), (visible(value), style)))
+
+    def figures(self, figures: Figures, *, has_own_copies: bool, num_deferrals: int | None = None) -> None:
+        """What the cache did, a field each."""
+        has_faults = figures.num_violations + figures.num_hook_failures > 0
+        lines = figures_in_words(figures, has_own_copies=has_own_copies, num_deferrals=num_deferrals)
+        for name, text in lines.items():
+            self.field(name, text, "red" if name == "faults" and has_faults else "")
 
     def table(self, columns: Mapping[str, str], rows: list[list[str]]) -> None:
         """Columns (name -> "left" or "right") and rows of plain text."""

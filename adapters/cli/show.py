@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import datetime as dt
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -17,9 +16,10 @@ from kvledger.adapters.cli.options import add_request, count, event_number
 from kvledger.adapters.cli.output import Output, show_ending
 from kvledger.adapters.cli.state import show_state
 from kvledger.adapters.exit_codes import CommandFailed, ExitCode
-from kvledger.adapters.logs.amounts import duration, event_range, milliseconds, plural, size
+from kvledger.adapters.logs.amounts import event_range, milliseconds
 from kvledger.adapters.logs.describe import plain, state_change
 from kvledger.adapters.logs.ending import under_way_text
+from kvledger.adapters.logs.facts import facts_of
 from kvledger.adapters.logs.index import index_for
 from kvledger.adapters.logs.log import Batch, StoredLog
 from kvledger.adapters.logs.observation import observations
@@ -28,7 +28,7 @@ from kvledger.adapters.logs.selection import Selection
 from kvledger.adapters.logs.sources import one_of
 from kvledger.adapters.logs.timeline import Group, Timelines
 from kvledger.adapters.logs.under_way import UnderWay
-from kvledger.lifecycle import Figures, LedgerConfiguration, Projections, SequencedEvent
+from kvledger.lifecycle import Figures, Projections, SequencedEvent
 from kvledger.lifecycle import events as e
 
 _MAX_LISTED = 200
@@ -288,12 +288,13 @@ def _show_summary(
         for summary in summaries:
             output.record("request", attrs.asdict(summary))
         return
-    _show_header(output, log, duration_ns)
+    for name, text in facts_of(log, duration_ns).items():
+        output.field(name, text, "red" if name == "sizes" and not log.header else "")
     show_ending(output, log, num_open)
     outcome_words = ", ".join(f"{count} {outcome}" for outcome, count in outcomes.most_common())
     output.field("requests", f"{len(summaries)}: {outcome_words}" if outcomes else "none")
     if figures is not None:
-        _show_figures(output, figures, has_own_copies=not log.decides_elsewhere)
+        output.figures(figures, has_own_copies=not log.decides_elsewhere)
     if summaries:
         output.line()
         listed = summaries[-limit:] if limit else summaries
@@ -302,60 +303,6 @@ def _show_summary(
         columns = {name: side for name, side in _COLUMNS.items() if name != _SAVED or not log.decides_elsewhere}
         rows = (dict(zip(_COLUMNS, _request_row(summary), strict=True)) for summary in listed)
         output.table(columns, [[row[name] for name in columns] for row in rows])
-
-
-def _show_header(output: Output, log: StoredLog, duration_ns: int) -> None:
-    header = log.header
-    output.field("log", str(log.path))
-    output.field("written by", log.written_by)
-    opened_at = header.get("opened_at_unix_ns")
-    if isinstance(opened_at, int):
-        opened = dt.datetime.fromtimestamp(opened_at / 1e9, tz=dt.UTC)
-        output.field("opened", f"{opened:%Y-%m-%d %H:%M:%S} UTC, covers {duration(duration_ns)}")
-    if header:
-        _show_configuration(output, log.configuration)
-    else:
-        output.field("sizes", "not known: no copy of the log's header is intact", "red")
-    output.field("events", f"{log.num_events} in {plural(log.num_frames, 'frame')}, {size(log.num_bytes)}")
-
-
-def _show_configuration(output: Output, configuration: LedgerConfiguration) -> None:
-    output.field(
-        "sizes",
-        f"block {configuration.block_size} tokens, chunk {configuration.chunk_size} tokens, "
-        f"{plural(configuration.num_slots, 'slot')}, {plural(configuration.num_ranks, 'rank')}",
-    )
-    if len(configuration.windows) > 1:
-        seen = ", ".join("all tokens" if not size else f"{size} tokens" for size in configuration.windows)
-        output.field("groups", f"{len(configuration.windows)}, which see {seen}")
-    policies = ["longest prefix"]
-    if configuration.max_hit_share < 1:
-        policies.append(f"at most {configuration.max_hit_share:.0%} of the prompt")
-    if configuration.chunk_statistics:
-        policies.append("chunk statistics")
-    output.field("policies", ", ".join(policies))
-
-
-def _show_figures(output: Output, figures: Figures, *, has_own_copies: bool) -> None:
-    output.field(
-        "preempted",
-        f"{plural(figures.num_preemptions, 'time')}; tokens recovered {figures.num_tokens_recovered}, "
-        f"retained {figures.num_tokens_retained}, recomputed {figures.num_tokens_recomputed}",
-    )
-    loaded = plural(figures.num_tokens_loaded, "token")
-    if has_own_copies:
-        saved = f"{plural(figures.num_chunks_saved, 'chunk')}, {size(figures.num_bytes_saved)}"
-        output.field("saved", f"{saved} in {duration(figures.save_duration_ns)}")
-        loaded += f", {size(figures.num_bytes_loaded)} in {duration(figures.load_duration_ns)}"
-    output.field("loaded", loaded)
-    failures = {
-        "load": (figures.num_loads_failed, ""),
-        "save": (figures.num_saves_failed, ""),
-        "rule": (figures.num_violations, " broken"),
-        "hook": (figures.num_hook_failures, ""),
-    }
-    failed = ", ".join(f"{plural(count, noun)}{how}" for noun, (count, how) in failures.items() if count)
-    output.field("failures", failed or "none", "red" if failed else "")
 
 
 def _request_row(summary: RequestSummary) -> list[str]:

@@ -15,7 +15,6 @@ from kvledger.adapters.exit_codes import ExitCode
 from kvledger.adapters.logs.amounts import duration, plural, size
 from kvledger.adapters.logs.log import StoredLog
 from kvledger.adapters.logs.selection import Selection
-from kvledger.lifecycle import Figures
 
 _NS_PER_S = 1_000_000_000
 
@@ -132,19 +131,8 @@ def _show_text(output: Output, log: StoredLog | None, statistics: Statistics) ->
         f"{rates['requests']:.2f} requests, {rates['steps']:.1f} steps, {rates['tokens_scheduled']:.0f} tokens, "
         f"{rates['lookups']:.1f} lookups, {rates['events']:.0f} events, {size(round(rates['log_bytes']))} of log",
     )
-    deferred = f", {plural(statistics.num_deferrals, 'deferral')}"
-    output.field(
-        "lookups", f"{figures.num_lookups} answered{deferred}; {plural(figures.num_tokens_hit, 'token')} offered"
-    )
-    output.field(
-        "preempted",
-        f"{plural(figures.num_preemptions, 'time')}; tokens recovered {figures.num_tokens_recovered}, "
-        f"retained {figures.num_tokens_retained}, recomputed {figures.num_tokens_recomputed}",
-    )
-    if log is None or not log.decides_elsewhere:
-        _show_saved(output, figures)
-    broken = f"{plural(figures.num_violations, 'rule')} broken, {plural(figures.num_hook_failures, 'hook')} failed"
-    output.field("faults", broken, "red" if figures.num_violations + figures.num_hook_failures else "")
+    has_own_copies = log is None or not log.decides_elsewhere
+    output.figures(figures, has_own_copies=has_own_copies, num_deferrals=statistics.num_deferrals)
     for name, amount in sorted(statistics.of_extensions.items()):
         extension, _, what = name.partition("/")
         output.field(extension, f"{what}: {amount}")
@@ -158,27 +146,6 @@ def _show_text(output: Output, log: StoredLog | None, statistics: Statistics) ->
         output.table({"request": "left", "tokens computed again": "right"}, rows)
     output.line()
     _show_events(output, statistics)
-
-
-def _show_saved(output: Output, figures: Figures) -> None:
-    for what, count, num_bytes, duration_ns in (
-        ("saved", plural(figures.num_chunks_saved, "chunk"), figures.num_bytes_saved, figures.save_duration_ns),
-        ("loaded", plural(figures.num_tokens_loaded, "token"), figures.num_bytes_loaded, figures.load_duration_ns),
-    ):
-        output.field(what, f"{count}, {size(num_bytes)}{_bandwidth(num_bytes, duration_ns)}")
-    output.field(
-        "not saved",
-        f"{plural(figures.num_chunks_declined, 'chunk')} declined, {plural(figures.num_saves_failed, 'save')} failed",
-    )
-    output.field(
-        "lost",
-        f"{plural(figures.num_chunks_evicted, 'chunk')} evicted, {figures.num_chunks_tainted} tainted, "
-        f"{plural(figures.num_loads_failed, 'load')} failed",
-    )
-
-
-def _bandwidth(num_bytes: int, duration_ns: int) -> str:
-    return f" in {duration(duration_ns)} ({size(num_bytes * _NS_PER_S // duration_ns)}/s)" if duration_ns else ""
 
 
 _NAMES = {

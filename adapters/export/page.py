@@ -8,7 +8,6 @@ past the escaping could not run and nothing can be fetched.
 from __future__ import annotations
 
 import base64
-import datetime as dt
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import resources
@@ -26,6 +25,7 @@ from kvledger.adapters.export.spans import Incarnation
 from kvledger.adapters.logs.amounts import duration, event_range, milliseconds, plural, ranges, size
 from kvledger.adapters.logs.describe import event_text, state_change
 from kvledger.adapters.logs.ending import ending_text, num_open_requests, sound_text
+from kvledger.adapters.logs.facts import facts_of, figures_in_words
 from kvledger.adapters.logs.log import StoredLog
 from kvledger.adapters.logs.progress import Progress
 from kvledger.adapters.logs.selection import Selection
@@ -98,8 +98,7 @@ def write_page(log: StoredLog, selection: Selection, output: Progress) -> Iterat
         path=log.path,
         verdict=verdict,
         verdict_style=verdict_style,
-        facts=_facts(log, selection, trace.now_ns)
-        | {"end": ending_text(log.ending, num_open_requests(audit.projections))},
+        facts=_facts(log, selection, audit, trace.now_ns),
         remarks=found.remarks,
         findings=findings[:_MAX_FINDINGS],
         num_findings_left_out=_num_found(audit, found) - len(findings[:_MAX_FINDINGS]),
@@ -247,26 +246,15 @@ def _divergences(audit: Audit, found: Findings) -> Iterator[Finding]:
 # --- facts and figures --------------------------------------------------------------------------
 
 
-def _facts(log: StoredLog, selection: Selection, now_ns: int) -> dict[str, str]:
-    header, configuration = log.header, log.configuration
-    facts = {"log": str(log.path), "written by": log.written_by}
-    opened_at = header.get("opened_at_unix_ns")
-    if isinstance(opened_at, int):
-        facts["opened"] = f"{dt.datetime.fromtimestamp(opened_at / 1e9, tz=dt.UTC):%Y-%m-%d %H:%M:%S} UTC"
+def _facts(log: StoredLog, selection: Selection, audit: Audit, now_ns: int) -> dict[str, str]:
     last = min(selection.last_sequence or log.last_sequence, log.last_sequence)
     part = "the whole log" if selection.is_everything else f"events {selection.first_sequence} to {last}"
     if selection.request_id is not None:
         part += f", request {selection.request_id} only"
-    chunks = f", chunk {configuration.chunk_size} tokens, {plural(configuration.num_slots, 'slot')}"
-    chunks = "" if log.decides_elsewhere else f"{chunks}, {plural(configuration.num_ranks, 'rank')}"
-    facts |= {
-        "covers": f"{duration(now_ns)}: {part}",
-        "read": f"{plural(log.num_events, 'event')} in {plural(log.num_frames, 'frame')}, {size(log.num_bytes)}",
-        "sizes": f"block {configuration.block_size} tokens{chunks}",
-    }
+    facts = {**facts_of(log, now_ns), "shown": part}
     if log.head_hash:
         facts["chain's head"] = log.head_hash
-    return facts
+    return facts | {"end": ending_text(log.ending, num_open_requests(audit.projections))}
 
 
 def _figures_of(selection: Selection) -> str:
@@ -277,30 +265,8 @@ def _figures_of(selection: Selection) -> str:
 
 def _figures(log: StoredLog, figures: Figures, shown: Shown) -> dict[str, str]:
     outcomes = ", ".join(f"{count:,} {outcome}" for outcome, count in shown.outcomes.most_common())
-    loaded, saved = duration(figures.load_duration_ns), duration(figures.save_duration_ns)
-    failures = {
-        "load": figures.num_loads_failed,
-        "save": figures.num_saves_failed,
-        "hook": figures.num_hook_failures,
-        "recorded breach": figures.num_violations,
+    requests = f"{shown.num_requests:,}: {outcomes}" if outcomes else "none"
+    return {
+        "requests in this part": requests,
+        **figures_in_words(figures, has_own_copies=not log.decides_elsewhere),
     }
-    failed = ", ".join(plural(count, name) for name, count in failures.items() if count)
-    after_preemption = {
-        "recovered": figures.num_tokens_recovered,
-        "retained": figures.num_tokens_retained,
-        "recomputed": figures.num_tokens_recomputed,
-    }
-    facts = {
-        "requests in this part": f"{shown.num_requests:,}: {outcomes}" if outcomes else "none",
-        "preemptions": f"{figures.num_preemptions:,}",
-        "tokens after preemption": ", ".join(f"{count:,} {name}" for name, count in after_preemption.items()),
-        "lookups": f"{figures.num_lookups:,}, which offered {figures.num_tokens_hit:,} tokens",
-        "loaded": f"{figures.num_tokens_loaded:,} tokens, {size(figures.num_bytes_loaded)} in {loaded}",
-        "saved": f"{plural(figures.num_chunks_saved, 'chunk')}, {size(figures.num_bytes_saved)} in {saved}",
-        "left the cache": f"{figures.num_chunks_evicted:,} evicted, {figures.num_chunks_tainted:,} tainted",
-        "failed": failed or "nothing",
-    }
-    if log.decides_elsewhere:
-        del facts["saved"], facts["left the cache"]
-        facts["loaded"] = f"{figures.num_tokens_loaded:,} tokens"
-    return facts

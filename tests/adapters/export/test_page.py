@@ -79,7 +79,7 @@ def test_the_essentials_are_there_without_scripts(story_page: Path) -> None:
         "preempted with 64 settled tokens, lost 4 blocks",
         "load 3 starts: tokens 0–63 into 4 blocks (7–10)",
         "running → preempted",
-        "64 recovered, 0 retained, 0 recomputed",
+        "tokens recovered 64, retained 0, recomputed 0",
     ):
         assert essential in text
 
