@@ -17,7 +17,7 @@ from kvledger.adapters.conformance.stories import STORIES
 from kvledger.adapters.conformance.subject import Subject, log_directories
 from kvledger.adapters.conformance.traffic import settings, traffic
 from kvledger.adapters.logs.log import open_log
-from kvledger.adapters.recorder import said
+from kvledger.adapters.recorder import payloads
 from kvledger.adapters.recorder.extension import Recorder
 from kvledger.lifecycle import Core
 from kvledger.lifecycle import events as e
@@ -148,11 +148,11 @@ def _met(events: Iterator[e.Event]) -> Iterator[Met]:
 
 
 def _met_in(payload: object) -> Iterator[Met]:
-    if isinstance(payload, said.LookupReturned):
+    if isinstance(payload, payloads.LookupReturned):
         yield from (Met.LOOKUP, *((Met.ANSWER,) if payload.num_external_tokens else ()))
-    elif isinstance(payload, said.EndReturned) and payload.keeps_blocks:
+    elif isinstance(payload, payloads.EndReturned) and payload.keeps_blocks:
         yield Met.KEPT
-    elif isinstance(payload, said.Transferred):
+    elif isinstance(payload, payloads.Transferred):
         yield from (Met.COPY, *(() if payload.is_load else (Met.SAVE,)))
 
 

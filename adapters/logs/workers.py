@@ -12,8 +12,7 @@ import attrs
 
 from kvledger.adapters.exit_codes import CommandFailed
 from kvledger.adapters.logs.log import StoredLog, open_log
-from kvledger.adapters.recorder.payloads import payload_of
-from kvledger.adapters.recorder.said import Called, Returned
+from kvledger.adapters.recorder.payloads import Called, Returned, payload_of
 from kvledger.lifecycle import SequencedEvent
 from kvledger.lifecycle import events as e
 from kvledger.storage.events import LogError, is_being_written, read_log

@@ -19,7 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from kvledger.adapters.recorder import said
+from kvledger.adapters.recorder import payloads
 from kvledger.adapters.recorder.description import described
 from kvledger.adapters.recorder.extension import Recorder
 from kvledger.adapters.recorder.forwarding import forwards_everything
@@ -116,7 +116,7 @@ class KVLedgerRecorder(KVConnectorBase_V1):
             core, settings, configuration, worker=WorkerOfLog(engine_id, rank), connector=connector
         )
         log = RecorderLog(core, configuration, opened_log, type(self).clock)
-        return WorkerRecording(log, said.WorkerStarted(engine_id, rank, connector))
+        return WorkerRecording(log, payloads.WorkerStarted(engine_id, rank, connector))
 
     def _begin(
         self,

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from kvledger.adapters.recorder.said import Began
+from kvledger.adapters.recorder.payloads import RecordingStarted
 from kvledger.adapters.vllm import versions
 
 if TYPE_CHECKING:
@@ -19,7 +19,9 @@ _SECRET = re.compile(r"secret|token|password|passwd|credential|key|auth|salt", r
 _CREDENTIALS = re.compile(r"://[^/@\s]+@")
 
 
-def described(recorder: str, config: VllmConfig, kv_cache_config: KVCacheConfig, transfer: KVTransferConfig) -> Began:
+def described(
+    recorder: str, config: VllmConfig, kv_cache_config: KVCacheConfig, transfer: KVTransferConfig
+) -> RecordingStarted:
     """Describe the wrapped connector and its engine.
 
     Args:
@@ -29,7 +31,7 @@ def described(recorder: str, config: VllmConfig, kv_cache_config: KVCacheConfig,
         transfer: of the wrapped connector.
     """
     scheduler = config.scheduler_config
-    return Began(
+    return RecordingStarted(
         recorder=recorder,
         kv_transfer={
             "kv_connector": transfer.kv_connector,

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from kvledger.adapters.recorder import said, words
+from kvledger.adapters.recorder import payloads, words
 from kvledger.adapters.recorder.payloads import RecorderEvents
 from kvledger.adapters.recorder.rules import LEFT_OUT, RULES
 from kvledger.lifecycle import (
@@ -67,7 +67,7 @@ def _release(turn: Turn) -> None:
 def _answer(turn: Turn, event: e.ExtensionObserved) -> None:
     """Say in the core's words what the connector has answered."""
     told = Recorder.payload_of(event)
-    if not isinstance(told, said.LookupReturned):
+    if not isinstance(told, payloads.LookupReturned):
         return
     record, asked = turn.record, (told.num_computed_tokens, told.num_tokens)
     if told.num_external_tokens is None:
@@ -171,9 +171,9 @@ class Finished(StateHandler):
     def extension_observed(self, turn: Turn, event: e.ExtensionObserved) -> None:
         """The connector has answered, or lets go."""
         told = Recorder.payload_of(event)
-        if isinstance(told, said.EndReturned) and told.keeps_blocks:
+        if isinstance(told, payloads.EndReturned) and told.keeps_blocks:
             turn.decide(e.BlocksHeld(*turn.record.life, turn.cause))
-        elif isinstance(told, said.EndReturned | said.Sent):
+        elif isinstance(told, payloads.EndReturned | payloads.Sent):
             _release(turn)
 
     def transfer_settled(self, turn: Turn, _job: object) -> None:

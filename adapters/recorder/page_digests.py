@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import attrs
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
-from kvledger.adapters.recorder import decoders, said
+from kvledger.adapters.recorder import decoders, payloads
 from kvledger.adapters.vllm.guard import guarded
 from kvledger.adapters.vllm.messages import messages
 from kvledger.adapters.vllm.worker_side import describe_pages
@@ -35,7 +35,7 @@ class CopiedPages:
     job: str
     is_load: bool
     ends_with: str
-    """As of the copy, see `said.ENDS`."""
+    """As of the copy, see `payloads.ENDS`."""
     block_ids: tuple[int, ...]
 
 
@@ -104,7 +104,7 @@ class RecordedPages:
         """What is to be copied in this step."""
         self._of_step = []
         for copied in metadata.pages if isinstance(metadata, AskedPages) else ():
-            (self._loading if copied.is_load and copied.ends_with != said.STEP else self._of_step).append(copied)
+            (self._loading if copied.is_load and copied.ends_with != payloads.STEP else self._of_step).append(copied)
 
     @guarded(default=None)
     def step_has_computed(self) -> None:

@@ -1,13 +1,171 @@
-"""The recorder's events; apart from the rest of the extension, so that its rules can read them."""
+"""The recorder's own events: a wrapped connector's answers, its workers' reports, its copies.
+
+Each is the payload of an event of the extension, and apart from it so that its rules can read them. All numbers are
+tokens but where they say otherwise.
+"""
 
 from __future__ import annotations
 
-from typing import ClassVar
+from collections.abc import Iterator, Sequence
+from typing import Any, ClassVar
 
 import msgspec
 
-from kvledger.adapters.recorder import said
 from kvledger.lifecycle import Extension
+from kvledger.lifecycle.windows import NULL_BLOCK
+
+
+class RecordingStarted(msgspec.Struct, frozen=True):
+    """What is wrapped and in what engine, as vLLM's configuration says it; texts that may be secrets are left out."""
+
+    recorder: str
+    """The recorder's class."""
+    kv_transfer: dict[str, Any]
+    """What `--kv-transfer-config` would say without the recorder."""
+    num_blocks: int
+    block_bytes: int
+    """Of one block on one rank, over all layers."""
+    num_ranks: int
+    enable_prefix_caching: bool
+    async_scheduling: bool
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+
+
+class LookupReturned(msgspec.Struct, frozen=True):
+    """What `get_num_new_matched_tokens` returned. The question stands before it, as `lookup.requested`."""
+
+    num_computed_tokens: int
+    num_tokens: int
+    num_external_tokens: int | None
+    """None: vLLM is to ask again."""
+    is_async: bool
+    duration_ns: int
+
+
+class EndReturned(msgspec.Struct, frozen=True):
+    """What `request_finished` returned: whether vLLM is to keep the blocks until it hears of the request again."""
+
+    keeps_blocks: bool
+    duration_ns: int
+
+
+class Returned(msgspec.Struct, frozen=True):
+    """A hook that answers nothing about one request has returned."""
+
+    hook: str
+    duration_ns: int
+
+
+class WorkerStarted(msgspec.Struct, frozen=True):
+    """The first event of a worker's log: whose it is. The header has the same."""
+
+    engine_id: str
+    """Of vLLM; the log of the scheduler has it in its header."""
+    rank: int
+    connector: str
+    """The class that is wrapped."""
+
+
+class Called(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A hook of the wrapped connector is about to be called: by a worker, or one for which no observation stands."""
+
+    hook: str
+    step: int = -1
+    """Counted as the scheduler's log counts its steps, from 0; -1: before the first step or after the last."""
+    layer: str = ""
+    """Of a hook for one layer, which is written for the first of a step, and where it raises."""
+
+
+class Reported(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What one worker's hook answered for the scheduler, where that is anything; request ids and blocks."""
+
+    hook: str
+    finished_sending: tuple[str, ...] = ()
+    finished_recving: tuple[str, ...] = ()
+    failed_recving: tuple[str, ...] = ()
+    invalid_block_ids: tuple[int, ...] = ()
+
+
+class WorkersReported(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What `update_connector_output` is given; request ids and blocks."""
+
+    finished_sending: tuple[str, ...] = ()
+    finished_recving: tuple[str, ...] = ()
+    failed_recving: tuple[str, ...] = ()
+    invalid_block_ids: tuple[int, ...] = ()
+    unread: str = ""
+    """The class of the workers' metadata, where it is not known what it says."""
+
+
+class ReportedToVLLM(WorkersReported, frozen=True, omit_defaults=True):
+    """The same after the hook, which may have changed it: what vLLM acts upon. Not written where nothing is in it."""
+
+
+class Sent(msgspec.Struct, frozen=True):
+    """VLLM hears that nothing reads the blocks of the ended request any more, and frees them."""
+
+
+class Transferred(msgspec.Struct, frozen=True):
+    """A copy that the connector's metadata hands to its workers, as a decoder reads it."""
+
+    job: str
+    """The connector's own name for it."""
+    is_load: bool
+    group: int
+    """Of the KV cache, counted from 0; -1 where the metadata does not say."""
+    first_block: int
+    """Where in the request's table the blocks begin; -1 where the metadata does not say."""
+    block_ids: tuple[int, ...]
+    ends_with: str = ""
+    """One of `ENDS`; empty where the log does not show it."""
+
+    def places(self, table: Sequence[int]) -> Iterator[int | None]:
+        """Where in a table each block stands, behind the one before; None, and no more, for one that does not."""
+        start, end = self.first_block, self.first_block + 1
+        for block_id in self.block_ids:
+            places = range(start, min(end, len(table)))
+            place = next((at for at in places if block_id == table[at] or NULL_BLOCK in (block_id, table[at])), None)
+            yield place
+            if place is None:
+                return
+            start, end = place + 1, len(table)
+
+
+class TransferredFor(msgspec.Struct, frozen=True):
+    """A copy for a request that is over or holds these blocks no more, or, without an id, for nobody."""
+
+    request_id: str
+    copy: Transferred
+
+
+class TransfersEnded(msgspec.Struct, frozen=True):
+    """Copies, by their jobs, which all workers have reported to be done."""
+
+    jobs: tuple[str, ...]
+
+
+class TransfersAwaited(msgspec.Struct, frozen=True):
+    """Copies, by their jobs, which the workers finish before this step computes anything."""
+
+    jobs: tuple[str, ...]
+
+
+STEP, JOB, REQUEST = ENDS = ("step", "job", "request")
+"""When a copy is done: before the next step begins, when the workers report its job, when vLLM hears of its request."""
+
+
+class Undecoded(msgspec.Struct, frozen=True):
+    """The decoder did not understand the connector's metadata; from here on copies are not recorded."""
+
+    metadata: str
+    """Its class."""
+    error: str
+
+
+CHILD = "inside of MultiConnector"
+"""Begins the note of a recorder that is not alone: vLLM's reports are of its siblings' requests as well."""
 
 
 class RecorderEvents(Extension):
@@ -15,21 +173,21 @@ class RecorderEvents(Extension):
 
     name = "recorder"
     events: ClassVar[dict[str, type[msgspec.Struct]]] = {
-        "began": said.Began,
-        "lookup_returned": said.LookupReturned,
-        "end_returned": said.EndReturned,
-        "returned": said.Returned,
-        "worker_started": said.WorkerStarted,
-        "called": said.Called,
-        "reported": said.Reported,
-        "workers_reported": said.WorkersReported,
-        "vllm_heard": said.VLLMHeard,
-        "sent": said.Sent,
-        "transferred": said.Transferred,
-        "transferred_for": said.TransferredFor,
-        "transfers_ended": said.TransfersEnded,
-        "transfers_awaited": said.TransfersAwaited,
-        "undecoded": said.Undecoded,
+        "recording_started": RecordingStarted,
+        "lookup_returned": LookupReturned,
+        "end_returned": EndReturned,
+        "returned": Returned,
+        "worker_started": WorkerStarted,
+        "called": Called,
+        "reported": Reported,
+        "workers_reported": WorkersReported,
+        "reported_to_vllm": ReportedToVLLM,
+        "sent": Sent,
+        "transferred": Transferred,
+        "transferred_for": TransferredFor,
+        "transfers_ended": TransfersEnded,
+        "transfers_awaited": TransfersAwaited,
+        "undecoded": Undecoded,
     }
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
-from kvledger.adapters.recorder import said
+from kvledger.adapters.recorder import payloads
 from kvledger.adapters.recorder.decoders import COMPLETED
 from kvledger.adapters.recorder.extension import Recorder
 from kvledger.adapters.recorder.log import RecorderLog
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from kvledger.adapters.recorder.page_digests import CopiedPages, FoundDigests
 
-_Ends = TypeVar("_Ends", bound=said.WorkersReported)
+_Ends = TypeVar("_Ends", bound=payloads.WorkersReported)
 _NOTHING: tuple[CopiedPages, ...] = ()
 _COMPUTING = frozenset({RequestState.CHUNKED_PREFILL, RequestState.RUNNING})
 
@@ -64,13 +64,13 @@ class Recording:
         """Of each step whose output has not been seen: the loads within it."""
         log.observe(e.LogNote("recorder started", log.now()))
         if is_child:
-            log.observe(e.LogNote(f"{said.CHILD}, its reports concern other connectors as well", log.now()))
+            log.observe(e.LogNote(f"{payloads.CHILD}, its reports concern other connectors as well", log.now()))
         log.commit()
 
     @guarded(default=None)
-    def describe(self, began: Callable[[], said.Began]) -> None:
+    def describe(self, started: Callable[[], payloads.RecordingStarted]) -> None:
         """What is wrapped, so that its calls can be made again."""
-        self._observe(Recorder.noted(began(), self.log.now()))
+        self._observe(Recorder.noted(started(), self.log.now()))
         self.log.commit()
 
     def decline(self, reason: str) -> None:
@@ -101,7 +101,7 @@ class Recording:
         if self.log.is_ended:
             return ()
         asked = self._transfers.built(metadata, self._loaded_to)
-        self._observe(Recorder.noted(said.Returned("build_connector_meta", duration_ns), self.log.now()))
+        self._observe(Recorder.noted(payloads.Returned("build_connector_meta", duration_ns), self.log.now()))
         self.log.commit()
         return asked
 
@@ -109,7 +109,7 @@ class Recording:
     def returned(self, hook: str, duration_ns: int) -> None:
         """It has returned, and what it returned is nobody's business but its workers'."""
         if not self.log.is_ended:
-            self._observe(Recorder.noted(said.Returned(hook, duration_ns), self.log.now()))
+            self._observe(Recorder.noted(payloads.Returned(hook, duration_ns), self.log.now()))
             self.log.commit()
 
     # --- one request ---------------------------------------------------------------------------
@@ -141,7 +141,7 @@ class Recording:
         if self.log.is_ended:
             return
         num_external_tokens, is_async = answer
-        returned = said.LookupReturned(
+        returned = payloads.LookupReturned(
             num_computed_tokens, request.num_tokens, num_external_tokens, bool(is_async), duration_ns
         )
         self._observe(Recorder.observed(request.request_id, returned, self.log.now()))
@@ -190,7 +190,7 @@ class Recording:
         self._requests.pop(request.request_id, None)
         self._loaded_to.pop(request.request_id, None)
         if not self.log.is_ended and self._tracker.get(request.request_id) is not None:
-            returned = said.EndReturned(bool(answer[0]), duration_ns)
+            returned = payloads.EndReturned(bool(answer[0]), duration_ns)
             self._observe(Recorder.observed(request.request_id, returned, self.log.now()))
             self.log.commit()
 
@@ -231,7 +231,7 @@ class Recording:
         """What the workers say, before the wrapped connector hears it."""
         if not self.log.is_ended:
             metadata = output.kv_connector_worker_meta
-            reported = _ends(said.WorkersReported, output)
+            reported = _ends(payloads.WorkersReported, output)
             if metadata is not None and type(metadata).__name__ not in COMPLETED:
                 reported = msgspec.structs.replace(reported, unread=type(metadata).__name__)
             self._observe(Recorder.noted(reported, self.log.now()))
@@ -243,9 +243,9 @@ class Recording:
         """What is left of that, and what was added; vLLM acts upon it now."""
         if self.log.is_ended:
             return
-        self._observe(Recorder.noted(said.Returned("update_connector_output", duration_ns), self.log.now()))
-        told = _ends(said.VLLMHeard, output)
-        if told != said.VLLMHeard():
+        self._observe(Recorder.noted(payloads.Returned("update_connector_output", duration_ns), self.log.now()))
+        told = _ends(payloads.ReportedToVLLM, output)
+        if told != payloads.ReportedToVLLM():
             self._observe(Recorder.noted(told, self.log.now()))
         if told.invalid_block_ids:
             self._notice.load_errors(told.invalid_block_ids, tuple(self._requests.values()))
@@ -260,7 +260,7 @@ class Recording:
         for request_id in told.finished_sending:
             record = self._tracker.get(request_id)
             if record is not None and record.state is RequestState.FINISHED:
-                self._observe(Recorder.observed(request_id, said.Sent(), self.log.now()))
+                self._observe(Recorder.observed(request_id, payloads.Sent(), self.log.now()))
         for channel in Channel:  # what failed, too: vLLM knows it now, and may look the request up before the next step
             self.log.ledger.advance(self.log.ledger.ready(channel))
         self.log.commit()
@@ -277,7 +277,7 @@ class Recording:
     def shutting_down(self) -> None:
         """The wrapped connector is to let go of everything, which may take it long."""
         if not self.log.is_ended:
-            self._observe(Recorder.noted(said.Called("shutdown"), self.log.now()))
+            self._observe(Recorder.noted(payloads.Called("shutdown"), self.log.now()))
             self.log.commit()
 
     @guarded(default=None)

@@ -13,7 +13,7 @@ from typing import NamedTuple, TypeVar
 
 import msgspec
 
-from kvledger.adapters.recorder import decoders, said
+from kvledger.adapters.recorder import decoders, payloads
 from kvledger.adapters.recorder.extension import Recorder
 from kvledger.adapters.recorder.log import RecorderLog
 from kvledger.adapters.recorder.page_digests import CopiedPages, FoundDigests
@@ -76,7 +76,7 @@ class Transfers:
         """This is what the workers are given; what they are to digest of it, where anything is to be."""
         jobs = self._read(metadata, lambda: tuple(decoders.awaited(metadata)))
         if jobs:
-            self._log.observe(Recorder.noted(said.TransfersAwaited(jobs), self._log.now()))
+            self._log.observe(Recorder.noted(payloads.TransfersAwaited(jobs), self._log.now()))
         block_size = self._log.configuration.block_size
         asked: list[CopiedPages] = []
         for request_id, copy in self._read(metadata, lambda: list(decoders.copies(metadata, block_size))) or ():
@@ -86,7 +86,7 @@ class Transfers:
                 asked += self._ask(request_id, copy, loaded_to)
         return tuple(asked)
 
-    def _ask(self, request_id: str, copy: said.Transferred, loaded_to: Mapping[str, int]) -> Iterator[CopiedPages]:
+    def _ask(self, request_id: str, copy: payloads.Transferred, loaded_to: Mapping[str, int]) -> Iterator[CopiedPages]:
         """The full and chosen blocks, those together that stand in a row in one group of a table."""
         num_groups = len(self._log.configuration.windows)
         record = self._tracker.get(request_id)
@@ -105,7 +105,7 @@ class Transfers:
             yield self._asked_for(copy, *pages[0][:3], tuple(block_id for *_, block_id in pages))
 
     def _asked_for(
-        self, copy: said.Transferred, life: Life, group: int, first_block: int, block_ids: tuple[int, ...]
+        self, copy: payloads.Transferred, life: Life, group: int, first_block: int, block_ids: tuple[int, ...]
     ) -> CopiedPages:
         self._num_asked += 1
         pages = CopiedPages(self._num_asked, life[0], copy.job, copy.is_load, copy.ends_with, block_ids)
@@ -114,7 +114,7 @@ class Transfers:
             del self._asked[next(iter(self._asked))]
         return pages
 
-    def _num_full_blocks(self, life: Life, copy: said.Transferred, loaded_to: Mapping[str, int]) -> int:
+    def _num_full_blocks(self, life: Life, copy: payloads.Transferred, loaded_to: Mapping[str, int]) -> int:
         """Of what is loaded, those that it fills; of what is saved, those that are computed by this step's end."""
         record = self._tracker.of(life[1])
         if record is None or record.life != life:
@@ -137,9 +137,11 @@ class Transfers:
         if ended:
             for job in ended:
                 del self._reports[job]
-            self._log.observe(Recorder.noted(said.TransfersEnded(ended), self._log.now()))
+            self._log.observe(Recorder.noted(payloads.TransfersEnded(ended), self._log.now()))
 
-    def _for_whom(self, request_id: str, copy: said.Transferred) -> Iterator[tuple[tuple[str, int], said.Transferred]]:
+    def _for_whom(
+        self, request_id: str, copy: payloads.Transferred
+    ) -> Iterator[tuple[tuple[str, int], payloads.Transferred]]:
         if request_id:
             yield (request_id, self._tracker.ordinal(request_id)), copy
             return
@@ -153,15 +155,15 @@ class Transfers:
         page = self._given.get(block_id)
         return _NOBODY[:2] if page is None else page.life[:2]
 
-    def _observe(self, life: tuple[str, int], copy: said.Transferred, *, is_inferred: bool) -> None:
+    def _observe(self, life: tuple[str, int], copy: payloads.Transferred, *, is_inferred: bool) -> None:
         request_id, ordinal = life
         is_over = ordinal < 0 or self._tracker.ordinal(request_id) != ordinal
         if is_over or (is_inferred and not self._has(request_id, copy)):
-            self._log.observe(Recorder.noted(said.TransferredFor(request_id, copy), self._log.now()))
+            self._log.observe(Recorder.noted(payloads.TransferredFor(request_id, copy), self._log.now()))
         else:
             self._log.observe(Recorder.observed(request_id, copy, self._log.now()))
 
-    def _has(self, request_id: str, copy: said.Transferred) -> bool:
+    def _has(self, request_id: str, copy: payloads.Transferred) -> bool:
         """Whether it holds the blocks, or has just lost them."""
         return set(copy.block_ids) <= {*self._tables.held(request_id), *self._tables.lost(request_id)}
 
@@ -172,7 +174,7 @@ class Transfers:
             return decode()
         except Exception as error:  # noqa: BLE001 -- another version of the connector
             self._decodes = False
-            undecoded = said.Undecoded(type(metadata).__name__, type(error).__name__)
+            undecoded = payloads.Undecoded(type(metadata).__name__, type(error).__name__)
             self._log.observe(Recorder.noted(undecoded, self._log.now()))
             self._log.messages.warning(
                 "the connector's metadata is not what the recorder knows; its copies are not recorded",

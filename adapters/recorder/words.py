@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from kvledger.adapters.recorder import said
+from kvledger.adapters.recorder import payloads
 from kvledger.adapters.recorder.payloads import payload_of
 from kvledger.lifecycle import LedgerConfiguration, MissReason, SequencedEvent
 from kvledger.lifecycle import events as e
@@ -44,32 +44,32 @@ def under_way(event: e.Event) -> str | None:
     if isinstance(event, e.HookFailed | e.LogNote):
         return ""
     payload = payload_of(event) if isinstance(event, e.ExtensionEvent) else None
-    if isinstance(payload, said.Called):
+    if isinstance(payload, payloads.Called):
         step = "" if payload.step < 0 else f" of step {payload.step}"
         return f"in {payload.hook}{f' for {payload.layer}' * bool(payload.layer)}{step}"
-    if type(payload) is said.WorkersReported:
+    if type(payload) is payloads.WorkersReported:
         return "in update_connector_output"
-    return "" if isinstance(payload, said.LookupReturned | said.EndReturned | said.Returned) else None
+    return "" if isinstance(payload, payloads.LookupReturned | payloads.EndReturned | payloads.Returned) else None
 
 
 _WORDS: Mapping[type[msgspec.Struct], Callable[[Any], str]] = MappingProxyType(
     {
-        said.LookupReturned: lambda answer: _slow("get_num_new_matched_tokens", answer.duration_ns),
-        said.Returned: lambda returned: _slow(returned.hook, returned.duration_ns),
-        said.EndReturned: lambda answer: (
+        payloads.LookupReturned: lambda answer: _slow("get_num_new_matched_tokens", answer.duration_ns),
+        payloads.Returned: lambda returned: _slow(returned.hook, returned.duration_ns),
+        payloads.EndReturned: lambda answer: (
             "the connector wants its blocks kept"
             if answer.keeps_blocks
             else _slow("request_finished", answer.duration_ns)
         ),
-        said.Sent: lambda _: "vLLM is told that the connector needs its blocks no more",
-        said.Transferred: lambda copy: f"the connector gives its workers a copy: {_copy(copy)}",
-        said.TransferredFor: lambda each: (
+        payloads.Sent: lambda _: "vLLM is told that the connector needs its blocks no more",
+        payloads.Transferred: lambda copy: f"the connector gives its workers a copy: {_copy(copy)}",
+        payloads.TransferredFor: lambda each: (
             f"the connector gives its workers a copy for request {each.request_id}, which is over: {_copy(each.copy)}"
         ),
-        said.TransfersEnded: lambda ended: f"the workers have done {', '.join(ended.jobs)}",
-        said.TransfersAwaited: lambda awaited: f"the workers finish {', '.join(awaited.jobs)} before this step",
-        said.WorkersReported: lambda ends: _ends("the workers report: ", ends),
-        said.VLLMHeard: lambda ends: _ends("vLLM is told: ", ends),
+        payloads.TransfersEnded: lambda ended: f"the workers have done {', '.join(ended.jobs)}",
+        payloads.TransfersAwaited: lambda awaited: f"the workers finish {', '.join(awaited.jobs)} before this step",
+        payloads.WorkersReported: lambda ends: _ends("the workers report: ", ends),
+        payloads.ReportedToVLLM: lambda ends: _ends("vLLM is told: ", ends),
     }
 )
 
@@ -83,18 +83,18 @@ def words(payload: msgspec.Struct) -> str | None:
 def figures(payload: msgspec.Struct) -> Mapping[str, int]:
     """Time in the connector's hooks, what it answered, and what it gave its workers to copy."""
     match payload:
-        case said.LookupReturned():
+        case payloads.LookupReturned():
             num = payload.num_external_tokens
             answer = "to ask again" if num is None else "with tokens" if num else "without tokens"
             return {"get_num_new_matched_tokens_ns": payload.duration_ns, f"answers {answer}": 1}
-        case said.EndReturned():
+        case payloads.EndReturned():
             kept = {"ended requests whose blocks are kept": 1} if payload.keeps_blocks else {}
             return {"request_finished_ns": payload.duration_ns, **kept}
-        case said.Returned():
+        case payloads.Returned():
             return {f"{payload.hook}_ns": payload.duration_ns}
-        case said.TransferredFor():
+        case payloads.TransferredFor():
             return figures(payload.copy)
-        case said.Transferred():
+        case payloads.Transferred():
             direction = "load" if payload.is_load else "save"
             return {f"copies to {direction}": 1, f"blocks to {direction}": len(payload.block_ids)}
     return {}
@@ -104,7 +104,7 @@ def _slow(hook: str, duration_ns: int) -> str:
     return f"{hook} took {duration_ns / 1e6:.0f} ms" if duration_ns > SLOW_NS else ""
 
 
-def _copy(copy: said.Transferred) -> str:
+def _copy(copy: payloads.Transferred) -> str:
     num_blocks = len(copy.block_ids)
     blocks = ", ".join(map(str, copy.block_ids[:_MAX_NAMED])) + ", …" * (num_blocks > _MAX_NAMED)
     where = f"from block {copy.first_block} of its table on" if copy.first_block >= 0 else "of its table"
@@ -113,7 +113,7 @@ def _copy(copy: said.Transferred) -> str:
     return f"{verb} {copy.job}, {num_blocks} block{'s' * (num_blocks != 1)} ({blocks}){group}, {where}"
 
 
-def _ends(who: str, ends: said.WorkersReported) -> str:
+def _ends(who: str, ends: payloads.WorkersReported) -> str:
     told = (
         ("blocks of {} are needed no more", ends.finished_sending),
         ("the load of {} has arrived", ends.finished_recving),
@@ -134,7 +134,7 @@ def evidence(events: Sequence[SequencedEvent], configuration: LedgerConfiguratio
             yield f"its workers had been given {saved[1]}; whether that is still there is not in the log"
     elif isinstance(event, e.ExtensionObserved):
         payload = payload_of(event)
-        if isinstance(payload, said.EndReturned) and payload.keeps_blocks:
+        if isinstance(payload, payloads.EndReturned) and payload.keeps_blocks:
             saved = _saved(events, configuration)
             yield "what for is not in the log" if saved is None else f"its workers had been given {saved[1]}"
 
@@ -145,7 +145,7 @@ def _saved(events: Sequence[SequencedEvent], configuration: LedgerConfiguration)
     last = 0
     for sequence, event in events:
         payload = payload_of(event) if isinstance(event, e.ExtensionObserved) else None
-        if isinstance(payload, said.Transferred) and not payload.is_load:
+        if isinstance(payload, payloads.Transferred) and not payload.is_load:
             num_blocks[payload.group] += len(payload.block_ids)
             last = sequence
     if not num_blocks:

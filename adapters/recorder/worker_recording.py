@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 
-from kvledger.adapters.recorder import said
+from kvledger.adapters.recorder import payloads
 from kvledger.adapters.recorder.extension import Recorder
 from kvledger.adapters.recorder.log import RecorderLog
 from kvledger.adapters.vllm.guard import guarded
@@ -44,7 +44,7 @@ _NOTHING: Final[Mapping[str, Any]] = MappingProxyType({})
 class WorkerRecording:
     """The calls of one rank."""
 
-    def __init__(self, log: RecorderLog, started: said.WorkerStarted) -> None:
+    def __init__(self, log: RecorderLog, started: payloads.WorkerStarted) -> None:
         self.log = log
         self._step = _NOWHERE
         self._metadata: object = None
@@ -119,7 +119,7 @@ class WorkerRecording:
     def _write_call(self, hook: str, args: tuple[Any, ...]) -> None:
         step = _NOWHERE if self._metadata is None else self._step
         layer = str(args[0]) if hook in _BY_LAYER and args else ""
-        self.log.observe(Recorder.noted(said.Called(hook, step, layer), self.log.now()))
+        self.log.observe(Recorder.noted(payloads.Called(hook, step, layer), self.log.now()))
 
     @guarded(default=None)
     def _raised(self, hook: str, args: tuple[Any, ...], error: Exception, *, is_written: bool) -> None:
@@ -138,7 +138,7 @@ class WorkerRecording:
         if reported is not None:
             self.log.observe(Recorder.noted(reported, self.log.now()))
         if is_written:
-            self.log.observe(Recorder.noted(said.Returned(hook, self.log.now() - began_ns), self.log.now()))
+            self.log.observe(Recorder.noted(payloads.Returned(hook, self.log.now() - began_ns), self.log.now()))
         self.log.commit()
 
 
@@ -162,7 +162,7 @@ def _is_work(field: object) -> bool:
     return True
 
 
-def _reported(hook: str, answer: Any) -> said.Reported | None:
+def _reported(hook: str, answer: Any) -> payloads.Reported | None:
     """What an answer tells the scheduler; None where that is nothing."""
     if not answer:
         return None
@@ -171,8 +171,8 @@ def _reported(hook: str, answer: Any) -> said.Reported | None:
     elif hook == "get_transfer_results":
         ends = (answer.finished_sending, answer.finished_recving, answer.failed_recving)
     elif hook == "get_block_ids_with_load_errors":
-        return said.Reported(hook, invalid_block_ids=tuple(sorted(answer)))
+        return payloads.Reported(hook, invalid_block_ids=tuple(sorted(answer)))
     else:
         return None
-    told = said.Reported(hook, *(tuple(sorted(found or ())) for found in ends))
-    return None if told == said.Reported(hook) else told
+    told = payloads.Reported(hook, *(tuple(sorted(found or ())) for found in ends))
+    return None if told == payloads.Reported(hook) else told

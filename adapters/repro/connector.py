@@ -28,7 +28,7 @@ from vllm.v1.request import Request, RequestStatus
 from kvledger.adapters.core import composed_core
 from kvledger.adapters.recorder.connector import KVLedgerRecorder, KVLedgerRecorderHMA
 from kvledger.adapters.recorder.extension import Recorder
-from kvledger.adapters.recorder.said import Began, WorkersReported
+from kvledger.adapters.recorder.payloads import RecordingStarted, WorkersReported
 from kvledger.adapters.repro import vllm_objects
 from kvledger.adapters.repro.recording import NotRerunnable
 from kvledger.adapters.repro.vllm_objects import Step, tables
@@ -225,7 +225,7 @@ class WrappedUnderTest(SchedulerHalf):
         NotRerunnable: the connector cannot be made here.
     """
 
-    def __init__(self, configuration: LedgerConfiguration, wrapped: Began, *, speculates: bool) -> None:
+    def __init__(self, configuration: LedgerConfiguration, wrapped: RecordingStarted, *, speculates: bool) -> None:
         super().__init__(configuration, Core.standard().extended(Recorder()))
         self._num_ranks = wrapped.num_ranks
         extra_config = {"log_dir": None, "memory_log_bytes": _RECENT_BYTES, "connector": wrapped.kv_transfer}

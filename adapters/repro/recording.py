@@ -16,9 +16,9 @@ import msgspec
 
 from kvledger.adapters.logs.log import open_log
 from kvledger.adapters.recorder.extension import Recorder
-from kvledger.adapters.recorder.said import (
+from kvledger.adapters.recorder.payloads import (
     CHILD,
-    Began,
+    RecordingStarted,
     Transferred,
     TransferredFor,
     TransfersEnded,
@@ -56,7 +56,7 @@ class Recording:
     answers: Mapping[int, int | None] = attrs.field(factory=dict)
     """Sequence number of a lookup -> tokens that were answered, None where it was to be asked again; lookups that are
     not here got none."""
-    wrapped: Began | None = None
+    wrapped: RecordingStarted | None = None
     """The connector that a recorder was around, and its engine; None where the log is kvledger's own."""
     copies: Mapping[str, tuple[str, bool, int]] = attrs.field(factory=dict)
     """A wrapped connector's name for a copy that its workers completed -> (request, whether it is a load, how many of
@@ -112,7 +112,7 @@ def record(configuration: LedgerConfiguration, events: Iterable[SequencedEvent])
         NotRerunnable: a recorder's log lacks what the workers did.
     """
     events = list(events)
-    wrapped = next((found for _, event in events if (found := _payload(event, Began)) is not None), None)
+    wrapped = next((found for _, event in events if (found := _payload(event, RecordingStarted)) is not None), None)
     observations: list[SequencedEvent] = []
     ordinals: dict[str, int] = {}
     asked: dict[str, int] = {}

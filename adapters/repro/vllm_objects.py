@@ -17,7 +17,7 @@ from vllm.v1.core.sched.output import CachedRequestData, KVConnectorBlockState, 
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
-from kvledger.adapters.recorder.said import WorkersReported
+from kvledger.adapters.recorder.payloads import WorkersReported
 from kvledger.adapters.vllm.metadata import JobReport, WorkerReports
 from kvledger.lifecycle import events as e
 

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from kvledger.adapters.recorder.said import Began, WorkersReported
+from kvledger.adapters.recorder.payloads import RecordingStarted, WorkersReported
 from kvledger.adapters.repro.calls import HookCall
 from kvledger.adapters.repro.connector import WrappedUnderTest
 from kvledger.adapters.repro.hooks import HookRun
@@ -21,7 +21,7 @@ from kvledger.lifecycle import events as e
 class WrappedRun(HookRun):
     """Plays what vLLM and the workers did; an exception of the connector's ends it, as it ended the engine."""
 
-    def __init__(self, recording: Recording, wrapped: Began) -> None:
+    def __init__(self, recording: Recording, wrapped: RecordingStarted) -> None:
         connector = WrappedUnderTest(recording.configuration, wrapped, speculates=recording.speculates)
         super().__init__(recording, connector, is_async=wrapped.async_scheduling)
         self._wrapped = connector

@@ -22,7 +22,7 @@ from kvledger.adapters.demo.engine import generate, start
 from kvledger.adapters.demo.workload import Workload
 from kvledger.adapters.logs.log import open_log
 from kvledger.adapters.recorder.extension import Recorder
-from kvledger.adapters.recorder.said import Transferred
+from kvledger.adapters.recorder.payloads import Transferred
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit import Audit
 

@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Any
 
 from kvledger.adapters.recorder.decoders import example, lmcache_mp, multi, nixl, offloading, simple_cpu
-from kvledger.adapters.recorder.said import Transferred
+from kvledger.adapters.recorder.payloads import Transferred
 
 Copies = Iterator[tuple[str, Transferred]]
 """(request id, copy); the id is empty where the metadata names no request, or several."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from kvledger.adapters.recorder.said import Transferred
+from kvledger.adapters.recorder.payloads import Transferred
 
 
 def copies(

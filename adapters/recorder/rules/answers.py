@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import ClassVar
 
-from kvledger.adapters.recorder import said
+from kvledger.adapters.recorder import payloads
 from kvledger.adapters.recorder.payloads import payload_of
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit import Check, Model, Moment, Violation
@@ -29,7 +29,7 @@ class LastToken:
 
     def _said(self, event: e.ExtensionObserved, moment: Moment) -> list[Violation] | None:
         told = payload_of(event)
-        if not isinstance(told, said.LookupReturned) or told.num_external_tokens is None:
+        if not isinstance(told, payloads.LookupReturned) or told.num_external_tokens is None:
             return None
         answer, most = told.num_external_tokens, told.num_tokens - told.num_computed_tokens - (not told.is_async)
         if answer < 0 or answer > max(most, 0):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import ClassVar
 
-from kvledger.adapters.recorder import said
+from kvledger.adapters.recorder import payloads
 from kvledger.adapters.recorder.payloads import payload_of
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit import Check, Model, Moment, Violation
@@ -33,7 +33,7 @@ class Tables:
     def _released(self, event: e.RequestReleased, _moment: Moment) -> None:
         self._last.pop(event.ordinal, None)
 
-    def of(self, copy: said.Transferred, moment: Moment) -> Sequence[int] | None:
+    def of(self, copy: payloads.Transferred, moment: Moment) -> Sequence[int] | None:
         """The blocks of the copy's group, or of all, in token order; None where the life holds and has lost none."""
         life = moment.life
         table = None if life is None else self._model.tables.of(life.ordinal) or self._last.get(life.ordinal)
@@ -60,7 +60,7 @@ class TableEq:
 
     def _said(self, event: e.ExtensionObserved, moment: Moment) -> list[Violation] | None:
         copy = payload_of(event)
-        if not isinstance(copy, said.Transferred) or copy.first_block < 0:
+        if not isinstance(copy, payloads.Transferred) or copy.first_block < 0:
             return None
         table = self._tables.of(copy, moment)
         if table is None:
@@ -90,7 +90,7 @@ class SrcBlockOwned:
 
     def _said(self, event: e.ExtensionObserved, moment: Moment) -> list[Violation] | None:
         copy = payload_of(event)
-        if not isinstance(copy, said.Transferred) or copy.is_load:
+        if not isinstance(copy, payloads.Transferred) or copy.is_load:
             return None
         table = self._tables.of(copy, moment)
         if table is None:
@@ -103,7 +103,7 @@ class SrcBlockOwned:
         return [_violation(self.rule, moment, detail)]
 
 
-def _misplaced(copy: said.Transferred, block_id: int, start: int, table: Sequence[int]) -> str:
+def _misplaced(copy: payloads.Transferred, block_id: int, start: int, table: Sequence[int]) -> str:
     if start > copy.first_block:
         return (
             f"copy {copy.job} takes block {block_id} behind block {start - 1} of the request, where it does not stand"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import ClassVar
 
-from kvledger.adapters.recorder import said
+from kvledger.adapters.recorder import payloads
 from kvledger.adapters.recorder.payloads import payload_of
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit import Check, Model, Moment, Start, Violation
@@ -33,7 +33,7 @@ class _Owed:
 
     def _said(self, event: e.ExtensionObserved, moment: Moment) -> None:
         told = payload_of(event)
-        if isinstance(told, said.EndReturned) and told.keeps_blocks:
+        if isinstance(told, payloads.EndReturned) and told.keeps_blocks:
             self.kept[event.request_id] = moment.sequence, event.time_ns
 
 
@@ -73,7 +73,7 @@ class CompletionOnce:
         ]
 
     def _noted(self, event: e.LogNote, _moment: Moment) -> None:
-        if event.text.startswith(said.CHILD):
+        if event.text.startswith(payloads.CHILD):
             self._is_alone = False
 
     def _arrived(self, event: e.RequestArrived, _moment: Moment) -> None:
@@ -86,7 +86,7 @@ class CompletionOnce:
 
     def _reported(self, event: e.ExtensionNoted, moment: Moment) -> Iterator[Violation] | None:
         told = payload_of(event)
-        if not isinstance(told, said.VLLMHeard):
+        if not isinstance(told, payloads.ReportedToVLLM):
             return None
         return self._check(dict.fromkeys((*told.finished_recving, *told.failed_recving)), told.finished_sending, moment)
 
@@ -125,7 +125,7 @@ class Liveness:
 
     def _reported(self, event: e.ExtensionNoted, _moment: Moment) -> None:
         told = payload_of(event)
-        if isinstance(told, said.VLLMHeard):
+        if isinstance(told, payloads.ReportedToVLLM):
             for request_id in (*told.finished_recving, *told.failed_recving):
                 self._owed.waiting.pop(request_id, None)
                 self._owed.kept.pop(request_id, None)  # it has ended, and vLLM frees it now

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import ClassVar
 
+from kvledger.adapters.recorder.payloads import STEP
 from kvledger.adapters.recorder.rules.under_way import Begun, RuleOfCopies
-from kvledger.adapters.recorder.said import STEP
 from kvledger.lifecycle.audit import Moment, Violation
 from kvledger.lifecycle.windows import NULL_BLOCK
 

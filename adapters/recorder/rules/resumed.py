@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import attrs
 
-from kvledger.adapters.recorder import said
+from kvledger.adapters.recorder import payloads
 from kvledger.adapters.recorder.payloads import payload_of
 from kvledger.lifecycle import Core
 from kvledger.lifecycle import events as e
@@ -104,13 +104,13 @@ class ResumeCoversOutput:
         told, life = payload_of(event), moment.life
         if not self._knows_all or life is None:
             return
-        if isinstance(told, said.LookupReturned):
+        if isinstance(told, payloads.LookupReturned):
             account = self._accounts.setdefault(life.ordinal, _Account())
             account.num_computed_tokens, account.num_tokens = told.num_computed_tokens, told.num_tokens
             if told.num_external_tokens:
                 account.has_been_offered = True
                 self._offered(account, told.num_computed_tokens + told.num_external_tokens, life.keys, moment)
-        elif isinstance(told, said.Transferred) and not told.is_load:
+        elif isinstance(told, payloads.Transferred) and not told.is_load:
             first = max(told.first_block, 0)
             for key in life.keys[first : first + len(told.block_ids)]:
                 self._saved_at[key] = self._num_saved_blocks

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import attrs
 
-from kvledger.adapters.recorder import said
+from kvledger.adapters.recorder import payloads
 from kvledger.adapters.recorder.payloads import payload_of
 from kvledger.adapters.recorder.rules.copies import Tables
 from kvledger.lifecycle import events as e
@@ -101,28 +101,28 @@ class StoreContiguous:
         told = payload_of(event)
         if not self._knows_all or moment.life is None:
             return None
-        if isinstance(told, said.LookupReturned) and told.num_external_tokens:
+        if isinstance(told, payloads.LookupReturned) and told.num_external_tokens:
             account, hit = self._account(moment), told.num_computed_tokens + told.num_external_tokens
             account.hits.append(hit)
             self._store(moment.life.keys[: hit // self._block_size])
-        elif isinstance(told, said.Transferred) and told.first_block < 0:
+        elif isinstance(told, payloads.Transferred) and told.first_block < 0:
             self._knows_all = False
-        elif isinstance(told, said.Transferred) and told.group == self._group:
+        elif isinstance(told, payloads.Transferred) and told.group == self._group:
             return self._copied(told, moment)
         return None
 
     def _noted(self, event: e.ExtensionNoted, moment: Moment) -> None:
         told = payload_of(event)
-        if isinstance(told, said.Undecoded):
+        if isinstance(told, payloads.Undecoded):
             self._knows_all = False
-        elif isinstance(told, said.TransferredFor) and not told.copy.is_load:
+        elif isinstance(told, payloads.TransferredFor) and not told.copy.is_load:
             life = moment.life_of(told.request_id)
             if life is None or told.copy.first_block < 0:
                 self._knows_all = False
             else:  # its table is gone: all that may be saved counts as saved
                 self._store(life.keys[told.copy.first_block :])
 
-    def _copied(self, copy: said.Transferred, moment: Moment) -> list[Violation] | None:
+    def _copied(self, copy: payloads.Transferred, moment: Moment) -> list[Violation] | None:
         life, table = moment.life, self._tables.of(copy, moment)
         if life is None or table is None:
             return None

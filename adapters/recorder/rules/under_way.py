@@ -1,7 +1,7 @@
 """Which copies are under way, and which blocks are given to be filled; what the rules about both have in common.
 
 A copy is under way from the metadata that hands it to the workers until the log tells its end: by its job, by its
-request, or because its step is over (`said.ENDS`). One whose end no log shows is over at once.
+request, or because its step is over (`payloads.ENDS`). One whose end no log shows is over at once.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 from typing import ClassVar, NamedTuple
 
-from kvledger.adapters.recorder import said
+from kvledger.adapters.recorder import payloads
 from kvledger.adapters.recorder.payloads import payload_of
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit import Check, Model, Moment, Violation
@@ -24,7 +24,7 @@ class Begun(NamedTuple):
     request_id: str
     ordinal: int
     """Of the life; -1 where it is nobody's who still has the blocks."""
-    copy: said.Transferred
+    copy: payloads.Transferred
 
     @property
     def block_ids(self) -> frozenset[int]:
@@ -83,7 +83,7 @@ class RuleOfCopies:
 
     def _observed(self, event: e.ExtensionObserved, moment: Moment) -> list[Violation] | None:
         copy = payload_of(event)
-        if not isinstance(copy, said.Transferred):
+        if not isinstance(copy, payloads.Transferred):
             return None
         ordinal = -1 if moment.life is None else moment.life.ordinal
         return self._begin(Begun(moment.sequence, event.request_id, ordinal, copy), moment)
@@ -98,19 +98,19 @@ class RuleOfCopies:
 
     def _noted(self, event: e.ExtensionNoted, moment: Moment) -> list[Violation] | None:
         told = payload_of(event)
-        if isinstance(told, said.TransferredFor):
+        if isinstance(told, payloads.TransferredFor):
             return self._begin(Begun(moment.sequence, told.request_id, -1, told.copy), moment)
-        if isinstance(told, said.Returned):
+        if isinstance(told, payloads.Returned):
             if told.hook == "build_connector_meta":
                 found = list(self.step_built(moment)) if self.given and self._under_way else None
                 self.given.clear()
                 return found
-        elif isinstance(told, said.TransfersEnded | said.TransfersAwaited):
-            if isinstance(told, said.TransfersAwaited):
+        elif isinstance(told, payloads.TransfersEnded | payloads.TransfersAwaited):
+            if isinstance(told, payloads.TransfersAwaited):
                 self._awaited = frozenset(told.jobs)
             for job in told.jobs:
                 self._under_way.pop(job, None)
-        elif isinstance(told, said.VLLMHeard):
+        elif isinstance(told, payloads.ReportedToVLLM):
             self._hear({*told.finished_recving, *told.failed_recving}, is_load=True)
             self._hear(set(told.finished_sending), is_load=False)
         return None
@@ -119,7 +119,7 @@ class RuleOfCopies:
         if request_ids:
             self._end(
                 lambda begun: (
-                    begun.copy.ends_with == said.REQUEST
+                    begun.copy.ends_with == payloads.REQUEST
                     and begun.copy.is_load is is_load
                     and begun.request_id in request_ids
                 )
@@ -157,7 +157,7 @@ class RuleOfCopies:
     def _step(self, event: e.StepScheduled, _moment: Moment) -> None:
         self._awaited = frozenset()
         if self._under_way:
-            self._end(lambda begun: begun.copy.ends_with == said.STEP)
+            self._end(lambda begun: begun.copy.ends_with == payloads.STEP)
         for ordinal, block_ids in event.extended:
             self.given.update(dict.fromkeys(block_ids, ordinal))
         self.given.pop(NULL_BLOCK, None)

@@ -10,7 +10,7 @@ from sim.recorded import audited, events_of, said_in
 from vllm.v1.simple_kv_offload.metadata import SimpleCPUOffloadMetadata
 
 from kvledger.adapters.recorder.extension import Recorder
-from kvledger.adapters.recorder.said import (
+from kvledger.adapters.recorder.payloads import (
     EndReturned,
     Transferred,
     TransferredFor,

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from sim.recorded import audited, events_of, said_in
 
-from kvledger.adapters.recorder.said import LookupReturned, TransferredFor
+from kvledger.adapters.recorder.payloads import LookupReturned, TransferredFor
 from kvledger.adapters.repro import record, rerun
 from kvledger.adapters.simulation.contenders import Contender, NamedConnector, Offloading, Recorded, Several
 from kvledger.adapters.simulation.engine import SimulatedEngine, block_bytes

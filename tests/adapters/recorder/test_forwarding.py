@@ -16,7 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
 from kvledger.adapters.recorder import KVLedgerRecorder, KVLedgerRecorderHMA
 from kvledger.adapters.recorder.forwarding import NOT_FORWARDED, forwards_everything, public_names
-from kvledger.adapters.recorder.said import CHILD
+from kvledger.adapters.recorder.payloads import CHILD
 from kvledger.adapters.recorder.stats import RecordedPromMetrics
 from kvledger.adapters.simulation.contenders import NamedConnector, Offloading, Recorded, Several
 from kvledger.adapters.simulation.engine import SimulatedEngine

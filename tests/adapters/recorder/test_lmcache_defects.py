@@ -15,7 +15,7 @@ from sim.recorded import audited, said_in
 from vllm.v1.request import RequestStatus
 
 from kvledger.adapters.recorder import KVLedgerRecorder
-from kvledger.adapters.recorder.said import LookupReturned, Transferred
+from kvledger.adapters.recorder.payloads import LookupReturned, Transferred
 from kvledger.adapters.simulation.contenders import Recorded
 
 pytestmark = pytest.mark.scheduler

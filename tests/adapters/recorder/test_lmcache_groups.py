@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from kvledger.adapters.recorder import decoders
-from kvledger.adapters.recorder.said import Transferred
+from kvledger.adapters.recorder.payloads import Transferred
 
 BLOCK_SIZE = 16
 STORE, RETRIEVE = "STORE", "RETRIEVE"

@@ -19,7 +19,7 @@ from sim.recorded import audited, events_of, recordings, said_in
 from sim.settings import draw
 from sim.world import World
 
-from kvledger.adapters.recorder.said import LookupReturned, Transferred
+from kvledger.adapters.recorder.payloads import LookupReturned, Transferred
 from kvledger.adapters.simulation.contenders import Contender, NamedConnector, Offloading, Recorded, Several
 from kvledger.adapters.simulation.in_tree import Example, LateOffloading, SimpleCPU
 from kvledger.lifecycle import events as e

@@ -11,8 +11,8 @@ import pytest
 from sim.recorded import audited, events_of, payloads_in
 
 from kvledger.adapters.recorder.extension import Recorder
+from kvledger.adapters.recorder.payloads import EndReturned, LookupReturned, ReportedToVLLM, Sent, Transferred
 from kvledger.adapters.recorder.rules.ends import MAX_SILENT_NS
-from kvledger.adapters.recorder.said import EndReturned, LookupReturned, Sent, Transferred, VLLMHeard
 from kvledger.adapters.simulation.contenders import NamedConnector, Offloading, Recorded, Several
 from kvledger.lifecycle import events as e
 
@@ -131,7 +131,9 @@ def test_a_save_that_leaves_out_what_nobody_has_saved_breaks_store_contiguous(sa
 
 def heard(log: Log) -> tuple[int, e.ExtensionNoted]:
     """Where vLLM hears of the end of the load."""
-    return next((place, event) for place, event, told in payloads_in(log.events, VLLMHeard) if told.finished_recving)
+    return next(
+        (place, event) for place, event, told in payloads_in(log.events, ReportedToVLLM) if told.finished_recving
+    )
 
 
 def renumbered(events: Events) -> Events:

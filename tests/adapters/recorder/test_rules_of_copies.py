@@ -10,7 +10,7 @@ import pytest
 from sim.recorded import audited, events_of, payloads_in
 
 from kvledger.adapters.recorder.extension import Recorder
-from kvledger.adapters.recorder.said import JOB, Transferred, TransferredFor, TransfersAwaited, TransfersEnded
+from kvledger.adapters.recorder.payloads import JOB, Transferred, TransferredFor, TransfersAwaited, TransfersEnded
 from kvledger.adapters.simulation.in_tree import LateOffloading, SimpleCPU
 from kvledger.lifecycle import events as e
 

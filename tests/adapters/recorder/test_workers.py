@@ -18,7 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadat
 from kvledger.adapters.cli.main import main
 from kvledger.adapters.logs.log import open_log
 from kvledger.adapters.logs.workers import logs_of_workers
-from kvledger.adapters.recorder import said
+from kvledger.adapters.recorder import payloads
 from kvledger.adapters.recorder.payloads import payload_of
 from kvledger.adapters.recorder.worker_recording import carries_work
 from kvledger.adapters.simulation.contenders import NamedConnector, Offloading, Recorded, Several
@@ -111,7 +111,7 @@ def test_each_call_of_a_worker_is_in_its_log_before_the_connector_has_it(
 
     def look(hook: str) -> None:
         last = said_in(worker_log(tmp_path))[-1]
-        seen.setdefault(hook, set()).add(last.hook if isinstance(last, said.Called) else None)
+        seen.setdefault(hook, set()).add(last.hook if isinstance(last, payloads.Called) else None)
 
     on_worker_hook(look)
     engine, _ = record(WITNESS, log_dir=str(tmp_path))
@@ -122,7 +122,7 @@ def test_each_call_of_a_worker_is_in_its_log_before_the_connector_has_it(
         hook: {hook} for hook in written
     }
     assert {hook: seen[hook] for hook in LAYER_HOOKS} == {hook: {hook, None} for hook in LAYER_HOOKS}
-    calls = [each for each in said_in(worker_log(tmp_path)) if isinstance(each, said.Called)]
+    calls = [each for each in said_in(worker_log(tmp_path)) if isinstance(each, payloads.Called)]
     for hook in LAYER_HOOKS:
         in_layers = [(each.step, each.layer) for each in calls if each.hook == hook]
         assert in_layers == [(step, layer_names()[0][0]) for step in range(3)]
@@ -171,7 +171,9 @@ def test_what_a_worker_raises_reaches_vllm_and_both_logs_tell(
         serve()
     assert caught.value is error
     on_worker_hook(lambda _hook: None)
-    *_, called, failed = (each for each in said_in(worker_log(tmp_path)) if type(each) in (said.Called, e.HookFailed))
+    *_, called, failed = (
+        each for each in said_in(worker_log(tmp_path)) if type(each) in (payloads.Called, e.HookFailed)
+    )
     name = WRITTEN_AS.get(hook, hook)
     assert (called.hook, failed.hook) == (name, name)
     assert called.step == (-1 if hook == "register_kv_caches" else 0)

@@ -20,7 +20,7 @@ from sim.world import World
 from kvledger.adapters.cli.main import main
 from kvledger.adapters.exit_codes import ExitCode
 from kvledger.adapters.recorder.extension import Recorder
-from kvledger.adapters.recorder.said import CHILD, WorkersReported
+from kvledger.adapters.recorder.payloads import CHILD, WorkersReported
 from kvledger.adapters.repro import NotRerunnable, read_recording, record, rerun
 from kvledger.adapters.repro.scheduler import could_be_scheduled
 from kvledger.adapters.simulation.contenders import Contender, NamedConnector, Offloading, Recorded, Several
@@ -59,7 +59,7 @@ def without_times_and_keys(events: Events) -> list[Any]:
     for sequence, event in events:
         fields = {name: getattr(event, name) for name in event.__struct_fields__ if name != "time_ns"}
         if isinstance(event, e.ExtensionObserved | e.ExtensionNoted):
-            if event.name == "began":
+            if event.name == "recording_started":
                 continue
             fields["payload"] = msgspec.structs.asdict(Recorder.payload_of(event))
             fields["payload"].pop("duration_ns", None)
