@@ -98,23 +98,23 @@ def _examine(arguments: argparse.Namespace, output: Output) -> ExitCode:
     show(arguments, output, outcomes, findings, remarks)
     for outcome, broken in unassigned:
         if output.is_json:
-            output.record("beside", {"run": outcome.run.name, **_told(broken)})
+            output.record("beside", {"run": outcome.run.name, **_broken_fields(broken)})
         else:
             output.field(
                 "beside", f"{broken.check} in {outcome.run.name}, event {broken.event}: {broken.detail}", "red"
             )
     counts = {word: sum(finding.verdict == word for finding in findings) for word in _STYLES}
-    told = ", ".join(f"{count} {word}" for word, count in counts.items())
+    summary = ", ".join(f"{count} {word}" for word, count in counts.items())
     if output.is_json:
         keys = {f"num_{word.replace(' ', '_')}": count for word, count in counts.items()}
         verdict = {"verdict": exit_code.name.lower(), "exit_code": exit_code.value, "num_runs": len(outcomes)}
         output.record("conformance", {**verdict, **keys})
     else:
-        output.field("verdict", told, "bold red" if is_broken else "bold green")
+        output.field("verdict", summary, "bold red" if is_broken else "bold green")
     return exit_code
 
 
-def _told(broken: Broken) -> dict[str, object]:
+def _broken_fields(broken: Broken) -> dict[str, object]:
     return {"check": broken.check, "detail": broken.detail, "sequence": broken.event}
 
 
@@ -205,7 +205,7 @@ def _show_json(
         broken_in = [
             {
                 "run": outcome.run.name,
-                **_told(broken),
+                **_broken_fields(broken),
                 "log": None if outcome.log is None else str(outcome.log),
                 "again": _again(arguments, outcome.run.name),
             }

@@ -55,7 +55,7 @@ def run(arguments: argparse.Namespace, output: Output) -> ExitCode:
         raise CommandFailed("say which format is wanted: --perfetto, --html or --csv", ExitCode.USAGE)
     path: Path | None = arguments.output
     if output.is_json and path is None:
-        raise CommandFailed("--json tells what was written, so name a file with -o", ExitCode.USAGE)
+        raise CommandFailed("--json lists what was written, so name a file with -o", ExitCode.USAGE)
     logs = [selected_one(arguments, output)] if arguments.html else list(selected(arguments, output))
     try:
         if arguments.csv == _ALL_TABLES:

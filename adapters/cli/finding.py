@@ -85,7 +85,7 @@ def request_ids(log: StoredLog, beginning: str, output: Output) -> dict[str, Non
         with contextlib.closing(index):
             if not index.contents.describes(log):
                 output.remark(
-                    f"the log has grown since its index was built: told up to event {index.contents.last_sequence}"
+                    f"the log has grown since its index was built: described up to event {index.contents.last_sequence}"
                 )
             return dict.fromkeys(index.request_ids(beginning) or index.request_ids(""))
     known: dict[str, None] = {}

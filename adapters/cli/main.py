@@ -44,7 +44,7 @@ class Command:
 COMMANDS: Mapping[str, Command] = MappingProxyType(
     {
         "verify": Command("check a log in every way"),
-        "show": Command("show a log, or one request's life"),
+        "show": Command("show a log, or the timeline of a request"),
         "why": Command("say why a request was preempted, missed the cache, computed again"),
         "stats": Command("sum up what the cache did, with a reason for every missed and recomputed token"),
         "replay": Command("fold a log and decide again"),
@@ -153,7 +153,7 @@ def _run(argv: Sequence[str] | None) -> int:
         arguments = build_parser().parse_args(argv)
         arguments.logs = _logs(arguments) if arguments.is_reading else []
         output = Output(is_json=arguments.json)
-        output.tells_many = len(arguments.logs) > 1
+        output.has_many_logs = len(arguments.logs) > 1
         return int(gravest([arguments.run(arguments, output), *output.failures]))
     except SystemExit as exit_:  # argparse, after --help, --version or wrong usage
         return exit_.code if isinstance(exit_.code, int) else ExitCode.SOUND.value

@@ -1,7 +1,7 @@
 """What part of a log was asked for: --since, --until and --request.
 
-A selection limits what is told, never what is known: the state at a moment is made from everything before it, so
-commands read from the log's beginning and speak only of the events that are selected.
+A selection limits what is shown, never what is known: the state at a moment is made from everything before it, so
+commands read from the log's beginning and show only the events that are selected.
 """
 
 from __future__ import annotations

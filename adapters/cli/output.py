@@ -34,7 +34,7 @@ class Output:
 
     def __init__(self, *, is_json: bool) -> None:
         self.is_json = is_json
-        self.tells_many = False
+        self.has_many_logs = False
         """Whether the command is about several logs."""
         self.failures: list[ExitCode] = []
         """What went wrong with some of several logs; part of the command's exit code."""
@@ -91,12 +91,12 @@ class Output:
 
     @contextlib.contextmanager
     def apart_from_others(self, path: Path) -> Iterator[None]:
-        """A log of many that cannot be read is named, and costs the exit code; the others are told all the same."""
+        """A log of many that cannot be read is named, and costs the exit code; the others are shown all the same."""
         try:
             yield
         except (CommandFailed, OSError) as error:
             is_unreadable = isinstance(error, OSError) or error.exit_code is ExitCode.DAMAGED
-            if not self.tells_many or not is_unreadable:
+            if not self.has_many_logs or not is_unreadable:
                 raise
             self.unreadable(path, error)
 

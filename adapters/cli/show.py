@@ -1,4 +1,4 @@
-"""`kvledger show`: what is in a log, and the life of one request in it."""
+"""`kvledger show`: what is in a log, and the timeline of one request in it."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_request(parser)
     parser.add_argument("--at", metavar="EVENT", type=event_number, help="show the state after this event instead")
     parser.add_argument(
-        "-f", "--follow", action="store_true", help="go on with what is appended, as long as somebody writes it"
+        "-f", "--follow", action="store_true", help="keep printing new events, as long as somebody writes the log"
     )
     parser.add_argument(
         "--limit",
@@ -166,7 +166,7 @@ def _take_observations(batches: Iterator[Batch], timelines: Timelines, output: O
 
 def _follow(log: StoredLog, selection: Selection, output: Output) -> ExitCode:
     feed = Feed(log.core, log.configuration)
-    before = told = None
+    before = shown = None
     for batch in follow(log, output):
         if batch is not None:
             for line in (line for observation in observations(batch.numbered()) for line in feed.take(observation)):
@@ -177,9 +177,9 @@ def _follow(log: StoredLog, selection: Selection, output: Output) -> ExitCode:
             log.last_events = tuple(batch.numbered())
             continue
         # A call lasts less than two looks, but where it hangs.
-        if feed.under_way not in {None, told} and feed.under_way == before:
-            told = feed.under_way
-            _show_under_way(output, log, told)
+        if feed.under_way not in {None, shown} and feed.under_way == before:
+            shown = feed.under_way
+            _show_under_way(output, log, shown)
         before = feed.under_way
         output.flush()
     log.look_at_end()

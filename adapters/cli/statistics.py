@@ -105,7 +105,7 @@ class Counting:
             if sequence >= self._selection.first_sequence:
                 self._begin()
                 has_step |= isinstance(event, e.StepScheduled)
-                if self._is_told(event):
+                if self._is_selected(event):
                     self._count(event)
             self._fold(sequence, event)
         if self._before is not None and self._selection.request_id is None:
@@ -148,7 +148,7 @@ class Counting:
             except Exception:  # noqa: BLE001 -- a forged log; what needs no state is still counted
                 self._is_foldable = False
 
-    def _is_told(self, event: e.Event) -> bool:
+    def _is_selected(self, event: e.Event) -> bool:
         wanted = self._selection.request_id
         if wanted is None:
             return True
@@ -208,8 +208,8 @@ class Counting:
             self._percentiles["bytes_per_step"].add(self._since_step[1])
             self._since_step = [0, 0]
 
-    def _ended(self, story: RequestHistory) -> None:
-        if story.sums.num_recomputed and self._before is not None:
-            self._statistics.top.append((story.sums.num_recomputed, story.request_id, story.ordinal))
+    def _ended(self, history: RequestHistory) -> None:
+        if history.sums.num_recomputed and self._before is not None:
+            self._statistics.top.append((history.sums.num_recomputed, history.request_id, history.ordinal))
             if len(self._statistics.top) > 8 * MAX_TOP:
                 self._statistics.top = heapq.nlargest(MAX_TOP, self._statistics.top)

@@ -1,7 +1,7 @@
 """Standard output and error as a command needs them: whoever reads them may go away at any moment.
 
 A write that fails raises `OutputFailed`, which is no `Exception`: what survives a fault in a log must not survive this
-and tell it as a fault of the log. It must not know what is written.
+and be reported as a fault of the log. It must not know what is written.
 """
 
 from __future__ import annotations

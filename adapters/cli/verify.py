@@ -41,7 +41,7 @@ def run(arguments: argparse.Namespace, output: Output) -> ExitCode:
             output.line()
         with output.apart_from_others(log.path):
             codes.append(_verify(log, selection, output, verbose=arguments.verbose))
-    if output.tells_many and not output.is_json:
+    if output.has_many_logs and not output.is_json:
         num_sound, num_logs, num_unreadable = codes.count(ExitCode.SOUND), len(arguments.logs), len(output.failures)
         unreadable = f", {num_unreadable} unreadable" if num_unreadable else ""
         output.line()

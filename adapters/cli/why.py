@@ -129,7 +129,7 @@ def total(sums: Sums) -> dict[str, object]:
 def _show_text(output: Output, chains: Sequence[_Chain], *, is_whole: bool) -> None:
     for number, (history, all_causes) in enumerate(chains, 1):
         if len(chains) > 1:
-            output.line(f"life {number} of {len(chains)}", style="bold")
+            output.line(f"incarnation {number} of {len(chains)}", style="bold")
         causes = _without_many_lookups(all_causes) if is_whole else all_causes
         for cause in causes:
             events = event_range(cause.sequence, cause.last_sequence)

@@ -94,7 +94,7 @@ def _run(workload: Workload, directory: Path, log_dir: Path, progress: Console) 
     logged = LoggedRun.read(log_path)
     # Flushed, so that the words stay in order where both streams go to one place.
     if logged.request_to_show:
-        print("\nA preempted request, as its log tells it", flush=True)
+        print("\nTimeline of a preempted request", flush=True)
         kvledger(["show", str(log_path), logged.request_to_show])
     print("\nThe whole log, checked", flush=True)
     verify_exit_code = kvledger(["verify", str(log_path)])

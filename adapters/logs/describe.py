@@ -28,7 +28,7 @@ MISS_REASONS: dict[str, str] = {
 
 
 def state_change(before: str | None, after: str | None) -> str:
-    """`running`, `running → preempted`, `finished → released`; a life that begins has no state before."""
+    """`running`, `running → preempted`, `finished → released`; an incarnation that begins has no state before."""
     if before is None:
         return after or ""
     return before if before == after else f"{before} → {after or 'released'}"
@@ -39,6 +39,8 @@ def _lookup(answer: e.LookupAnswered) -> str:
     if answer.miss_reason == MissReason.RECORDED:
         offered = plural(answer.num_external_tokens, "token")
         return f"asked what can be loaded of {answer.num_tokens} tokens{local}: the recorded connector offers {offered}"
+    if answer.miss_reason == MissReason.COMPLETE and not answer.num_hit_tokens:
+        return f"asked what can be loaded of {answer.num_tokens} tokens{local}: no whole chunk, nothing to load"
     why = MISS_REASONS.get(answer.miss_reason, answer.miss_reason)
     if answer.miss_cause:
         why += f" (event {answer.miss_cause})"
@@ -51,22 +53,22 @@ def _lookup(answer: e.LookupAnswered) -> str:
 def _load(load: e.LoadIssued) -> str:
     last = load.first_token + load.num_tokens - 1
     blocks = plural(len(load.block_ids), "block")
-    into = f"into {blocks} ({ranges(load.block_ids)}){_beside(load)}"
+    into = f"into {blocks} ({ranges(load.block_ids)}){_async(load)}"
     return f"load {load.job_id} starts: tokens {load.first_token}–{last} {into}"
 
 
-def _beside(job: e.LoadIssued | e.SaveIssued) -> str:
-    return ", beside the steps" if job.is_async else ""
+def _async(job: e.LoadIssued | e.SaveIssued) -> str:
+    return ", asynchronously" if job.is_async else ""
 
 
 def _awaited(event: e.TransferAwaited) -> str:
-    why = "its blocks were taken" if event.before_forward else "nobody has said a word about it"
+    why = "its blocks were taken" if event.before_forward else "no rank has reported it"
     return f"the next step waits for job {event.job_id}: {why}"
 
 
 def _save(save: e.SaveIssued) -> str:
     blocks = plural(len(save.block_ids), "block")
-    hurry = ", before they are overwritten" if save.before_forward else _beside(save)
+    hurry = ", before they are overwritten" if save.before_forward else _async(save)
     chunks = f"chunk{'' if len(save.chunks) == 1 else 's'} {ranges(save.chunks)}"
     return f"save {save.job_id} starts: {chunks} from {blocks} ({ranges(save.block_ids)}){hurry}"
 
@@ -84,7 +86,7 @@ def _declined(save: e.SaveDeclined) -> str:
 
 
 def _allocated(event: e.BlocksAllocated) -> str:
-    taken = f", {plural(event.num_external_tokens, 'offered token')} taken up" if event.num_external_tokens else ""
+    taken = f", {plural(event.num_external_tokens, 'offered token')} claimed" if event.num_external_tokens else ""
     return f"got {plural(len(event.block_ids), 'block')}{taken}"
 
 
@@ -105,33 +107,33 @@ def _read(event: e.ExtensionEvent, core: Core) -> tuple[Extension | None, msgspe
 def _of_extension(event: e.ExtensionEvent, core: Core) -> str:
     extension, payload = _read(event, core)
     with contextlib.suppress(Exception):  # somebody else's code; the fields say it as well
-        said = None if extension is None or payload is None else extension.words(payload)
-        if said is not None:
-            return said
-    return f"{event.extension} {event.extension_version}: {event.name}{_said(event.payload)}"
+        text = None if extension is None or payload is None else extension.words(payload)
+        if text is not None:
+            return text
+    return f"{event.extension} {event.extension_version}: {event.name}{_payload_text(event.payload)}"
 
 
-def _said(payload: bytes) -> str:
+def _payload_text(payload: bytes) -> str:
     try:
-        said = msgspec.msgpack.decode(payload)
+        fields = msgspec.msgpack.decode(payload)
     except msgspec.DecodeError:
         return f", {plural(len(payload), 'byte')} that are no msgpack"
-    if not isinstance(said, dict):
-        return f" ({said})"
-    return f" ({', '.join(f'{name} {value}' for name, value in said.items())})" if said else ""
+    if not isinstance(fields, dict):
+        return f" ({fields})"
+    return f" ({', '.join(f'{name} {value}' for name, value in fields.items())})" if fields else ""
 
 
 def _delivered(event: e.EffectsDelivered) -> str:
-    told = (
+    reported = (
         ("jobs", event.job_ids),
         ("reminders of jobs", event.awaited),
         ("unfilled blocks", event.block_ids),
-        ("failed loads of lives", event.failed),
-        ("free blocks of lives", event.sent),
-        ("arrived loads of lives", event.received),
-        ("heard of lives", event.heard),
+        ("failed loads of requests", event.failed),
+        ("free blocks of requests", event.sent),
+        ("arrived loads of requests", event.received),
+        ("loads that workers reported, of requests", event.heard),
     )
-    return "handed over: " + "; ".join(f"{what} {', '.join(map(str, which))}" for what, which in told if which)
+    return "reported to vLLM: " + "; ".join(f"{what} {', '.join(map(str, which))}" for what, which in reported if which)
 
 
 _WORDS: dict[type[e.Event], Callable[..., str]] = {
@@ -150,11 +152,11 @@ _WORDS: dict[type[e.Event], Callable[..., str]] = {
     e.RequestFinished: lambda event: f"finished ({event.status}) with {plural(event.num_tokens, 'token')}",
     e.HookFailed: lambda event: f"hook {event.hook} FAILED: {event.error}",
     e.DecisionWithheld: lambda event: f"withheld from vLLM: {event.detail}",
-    e.LoadRefused: lambda _: "vLLM took up an answer whose load will not be; it is told",
+    e.LoadRefused: lambda _: "vLLM claimed an answer that cannot be loaded; reported as failed",
     e.EffectsDelivered: _delivered,
     e.CacheReset: lambda _: "cache reset: everything saved before is stale",
     e.LogNote: lambda event: f"note: {event.text}",
-    # Decisions. Progress is left out, because the state tells it.
+    # Decisions. Progress is left out: the state shows it.
     e.LookupAnswered: _lookup,
     e.LookupDeferred: lambda event: (
         f"asked what can be loaded of {event.num_tokens} tokens: to be asked again"
@@ -170,8 +172,8 @@ _WORDS: dict[type[e.Event], Callable[..., str]] = {
     e.SaveCompleted: lambda event: f"save {event.job_id} is done",
     e.SaveFailed: lambda event: f"save {event.job_id} failed: {event.error}",
     e.SaveDeclined: _declined,
-    e.RequestReleased: lambda _: "released, nothing is owed any more",
-    e.RequestQuarantined: lambda event: f"quarantined ({event.reason}): no more help from the cache",
+    e.RequestReleased: lambda _: "released; no transfers outstanding",
+    e.RequestQuarantined: lambda event: f"quarantined ({event.reason}): cache disabled for this request",
     e.ExtensionStopped: lambda event: (
         f"extension {event.extension} {event.extension_version} is STOPPED, it takes no part from here on: "
         f"{event.where} raised {event.error}"
@@ -181,7 +183,7 @@ _WORDS: dict[type[e.Event], Callable[..., str]] = {
 
 
 def describe(event: e.Event, core: Core) -> str:
-    """An event in plain words, empty where another part of the line tells it."""
+    """An event in plain words, empty where another part of the line says it."""
     if isinstance(event, e.ExtensionObserved | e.ExtensionNoted | e.ExtensionDecided):
         return _of_extension(event, core)
     return describe_core_event(event)
@@ -202,7 +204,7 @@ def describe_decisions(decisions: Iterable[e.Event], core: Core) -> list[str]:
     if num_evicted:
         phrases.append(f"{plural(num_evicted, 'older chunk')} evicted to make room")
     if num_tainted:
-        phrases.append(f"{plural(num_tainted, 'chunk')} tainted, not offered again until saved anew")
+        phrases.append(f"{plural(num_tainted, 'chunk')} tainted, not offered until saved again")
     return phrases
 
 

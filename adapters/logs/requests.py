@@ -10,7 +10,7 @@ from kvledger.lifecycle import events as e
 
 @attrs.define
 class RequestSummary:
-    """One life of a request id, as far as the log tells. Times in nanoseconds since the log was opened."""
+    """One incarnation of a request id, as far as the log shows. Times in nanoseconds since the log was opened."""
 
     request_id: str
     ordinal: int
@@ -51,7 +51,7 @@ class Requests:
                 del self._current[found.request_id]
 
     def forget_ended(self, event: e.Event) -> None:
-        """Leave out the request that ends with this event: its life is before what was asked for."""
+        """Leave out the request that ends with this event: it was there before what was asked for."""
         if isinstance(event, e.RequestFinished):
             ended = self._current.pop(event.request_id, None)
             if ended is not None:

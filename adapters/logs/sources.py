@@ -59,7 +59,7 @@ def one_of(logs: Sequence[Path], asked: Path | StreamUrl) -> Path:
 
 
 def _may_be_log(path: Path) -> bool:
-    """Whether it is a log, was one whose segments are gone, or cannot be looked at: whoever opens it tells."""
+    """Whether it is a log, was one whose segments are gone, or cannot be looked at: opening it says why."""
     try:
         if path.is_dir():
             return bool(segment_paths(path) or traces_of_log(path))

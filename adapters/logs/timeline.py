@@ -1,4 +1,4 @@
-"""The life of one request as groups of events: an observation with all that was decided on it, in words.
+"""The timeline of a request as groups of events: an observation with all that was decided on it, in words.
 
 Steps in which a request only computes and saves are gathered into one group, and so are equal lookups.
 """
@@ -317,7 +317,7 @@ class _Timeline:
             text = event.id
         if isinstance(event, e.RequestArrived):
             self._num_incarnations += 1
-            return text if self._num_incarnations == 1 else f"{text}, life {self._num_incarnations} of this id"
+            return text if self._num_incarnations == 1 else f"{text}, incarnation {self._num_incarnations} of this id"
         if isinstance(event, e.RequestPreempted):
             num_blocks = len(self._known.blocks.lost(self.request_id))
             return f"{text}, lost {plural(num_blocks, 'block')}"

@@ -1,4 +1,4 @@
-"""What is under way where a log ends, as extensions tell from its events. It must not know what any event means."""
+"""What is under way where a log ends, as extensions see it from its events. It must not know what any event means."""
 
 from __future__ import annotations
 

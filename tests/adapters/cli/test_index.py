@@ -124,7 +124,7 @@ def test_a_request_that_has_ended_is_told_from_an_earlier_index(
     store.close()
     ended = run("show", log, "chat-17")
     assert ended.out == told["chat-17"]
-    assert f"told up to event {len(story.observed)}" in ended.err
+    assert f"described up to event {len(story.observed)}" in ended.err
     assert index_path(open_log(log)).stat().st_mtime_ns == before
     assert run("show", log, "chat-9").out == told["chat-9"]
     assert index_path(open_log(log)).stat().st_mtime_ns > before

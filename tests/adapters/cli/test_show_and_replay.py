@@ -128,7 +128,7 @@ def test_an_id_that_is_used_again_is_shown_with_all_its_lives(run: Any, tools: A
         driver.arrive("a", 5)
         driver.finish("a", 0, 5)
     log = tools.write_log(tmp_path / "log", driver.observed, driver.configuration)
-    assert "life 2 of this id" in run("show", log, "a").out
+    assert "incarnation 2 of this id" in run("show", log, "a").out
 
 
 def test_broken_rules_and_failures_stand_out_in_a_timeline(run: Any, tools: Any, tmp_path: Path) -> None:
@@ -141,7 +141,7 @@ def test_broken_rules_and_failures_stand_out_in_a_timeline(run: Any, tools: Any,
     out = run("show", log, "a").out
     assert "hook update_state_after_alloc FAILED: KeyError: 3" in out
     assert "ALLOC_MATCHES_LOOKUP BROKEN: tokens were taken up that no lookup answered" in out
-    assert "no more help from the cache" in out
+    assert "cache disabled for this request" in out
     groups = run("show", "--json", log, "a").objects("group")
     assert [group["num_broken"] for group in groups] == [0, 0, 1]
 

@@ -124,8 +124,8 @@ def test_a_request_with_several_lives_is_told_life_by_life(run: Any, tools: Any,
         driver.finish("a", 0, num_tokens)
     log = tools.write_log(tmp_path / "log", driver.observed, driver.configuration)
     out = run("why", log, "a").out
-    assert out.index("life 1 of 2") < out.index("20 tokens at 1 admission") < out.index("life 2 of 2")
-    assert out.index("life 2 of 2") < out.index("30 tokens at 1 admission")
+    assert out.index("incarnation 1 of 2") < out.index("20 tokens at 1 admission") < out.index("incarnation 2 of 2")
+    assert out.index("incarnation 2 of 2") < out.index("30 tokens at 1 admission")
     assert [total["ordinal"] for total in run("why", "--json", log, "a").objects("total")] == [0, 1]
 
 
