@@ -33,19 +33,6 @@ _MAX_EVENTS = 2_000_000
 """They are held in memory, and tried again and again."""
 _MAX_EVENTS_OF_A_CALL = 20_000
 _MAX_NAMED = 10
-_PLAYED_BACK = frozenset(
-    {
-        "ALLOC_MATCHES_LOOKUP",
-        "BLOCK_REUSE_FENCED",
-        "COMPLETION_ONCE",
-        "LEGAL_TRANSITION",
-        "RESUME_COVERS_OUTPUT",
-        "ROLLBACK_OBSERVED",
-        "TABLE_EQ",
-        "TOKEN_CONSERVATION",
-    }
-)
-"""Rules that are broken by what is observed as well as by what is decided."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -97,7 +84,7 @@ def run(arguments: argparse.Namespace, output: Output) -> ExitCode:
         origin=f"kvledger {log.header.get('kvledger_version', 'unknown')} with vLLM "
         f"{log.header.get('vllm_version', 'unknown')}",
         command=_command(arguments),
-        remarks=list(_remarks(log, arguments, incident, recording, reduced)),
+        remarks=list(_remarks(log, incident, recording, reduced)),
     )
     kept = events if reduced.events is None else reduced.events
     beside = arguments.output.with_suffix(".kvlog")
@@ -157,8 +144,8 @@ def _nothing(log: StoredLog, selection: Selection, findings: Findings) -> str:
     request_id = selection.request_id
     if not findings.is_known:
         return f"{request_id} is not in the part of {log.path} that can be run again (events 1–{log.trusted_sequence})"
-    whose = "in this log" if request_id is None else f"with {request_id}"
-    message = f"nothing went wrong {whose} as far as the rules tell"
+    whose = "in this log" if request_id is None else f"for {request_id}"
+    message = f"no rule was broken and no hook failed {whose}"
     others = [name for name, _ in findings.others.most_common(_MAX_NAMED) if name]
     if others:
         message += f"; something did with {', '.join(others)}"
@@ -232,9 +219,7 @@ def _excused(findings: Findings, incident: Trouble) -> set[str]:
     return (before & NEVER_EXCUSED) - {incident.rule}
 
 
-def _remarks(
-    log: StoredLog, arguments: argparse.Namespace, incident: Trouble | None, recording: Recording, reduced: Reduced
-) -> Iterator[str]:
+def _remarks(log: StoredLog, incident: Trouble | None, recording: Recording, reduced: Reduced) -> Iterator[str]:
     who = recording.wrapped_name or "the core"
     if reduced.recurs is False and incident is not None:
         yield (
@@ -253,14 +238,6 @@ def _remarks(
     ours = log.core.handler_fingerprint()
     if recording.wrapped is None and log.header.get("handler_fingerprint", ours) != ours:
         yield "The engine had other state handlers: where they are your own, name them with --handlers."
-    if recording.wrapped is None and incident is not None and incident.rule in _PLAYED_BACK:
-        yield (
-            f"{incident.rule} may be broken by what was observed alone: by vLLM, by a worker, or by an adapter that "
-            "took something for something else. What was observed is played back, and a test of it fails as long as "
-            "it stands in the log."
-        )
-    if recording.wrapped is None and recording.speculates and not arguments.core:
-        yield "The engine decoded speculatively: drafts that were taken back show in counts only."
     left_over = [f"event {sequence}, {event.id}" for sequence, event in _left_over(recording)]
     if left_over:
         yield f"Of these nothing can be made again: {_few(left_over)}."

@@ -28,12 +28,10 @@ _HOOK_OF_FAILURE = {"take_up": "update_state_after_alloc", "record_step": "build
 """Names under which parts of hooks fail."""
 _PARTS_AT_THE_END = {
     "promised_blocks": "update_state_after_alloc",
-    "tell_undeliverable": "update_state_after_alloc",
     "update_state_after_alloc": "update_state_after_alloc",
     "build_connector_meta": "build_connector_meta",
 }
-"""Parts that come after what the call is about, so that their failure is told behind it."""
-_HOOKS_WITHOUT_OBSERVATIONS = {"take": "get_kv_connector_stats", "has_pending_push_work": "has_pending_push_work"}
+"""Parts that come after what the call is about, so that their failure stands behind it."""
 
 
 _Event = TypeVar("_Event", bound=e.Event)
@@ -49,7 +47,7 @@ class HookCall:
     request_id: str
     """Empty where the call concerns the step."""
     main: e.Event
-    """What the call is about; its failure where the hook records nothing else."""
+    """What the call is about."""
     observed: tuple[SequencedEvent, ...]
     """In order, `main` included, and the failure where there was one."""
 
@@ -76,7 +74,7 @@ def is_withheld(event: e.Event) -> bool:
 
 
 def to_vllm(event: e.EffectsDelivered) -> bool:
-    """Whether vLLM was told itself, and not by the workers."""
+    """Whether it was handed to vLLM directly, and not by way of the workers."""
     return bool(event.received or event.heard)
 
 
@@ -216,8 +214,6 @@ class _Grouping:
         if event.hook == "chunk_keys" or self._is_tried_again(event):  # the call goes on
             self._noticed.append((sequence, event))
             self._at += 1
-        elif event.hook in _HOOKS_WITHOUT_OBSERVATIONS:
-            self._call(_HOOKS_WITHOUT_OBSERVATIONS[event.hook], sequence, "", event, 1)
         elif self._belongs_to_last_call(hook, event):
             self._add_to_last_call(sequence, event)
         else:  # what it noticed will be noticed by the next call

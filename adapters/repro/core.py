@@ -87,7 +87,7 @@ class CoreRun(Run):
         if isinstance(event, e.RequestArrived):
             self._ordinals[event.request_id] = event.ordinal
         elif isinstance(event, e.BlocksAllocated):
-            taken = self._taken_up(event)
+            taken = self._loadable(event)
             if taken != event.num_external_tokens:
                 self._missing[self._ordinals.get(event.request_id, -1)] = event.num_external_tokens - taken
                 return changed(event, num_external_tokens=taken)

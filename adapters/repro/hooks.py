@@ -33,7 +33,6 @@ class HookRun(Run):
         self._admitted: dict[str, None] = {}
         self._preempted: set[str] = set()
         self._live = LiveRequests(recording, connector, self._record)
-        of_any = connector.connector
         self._calls: dict[str, Callable[[HookCall, Any], object]] = {
             "on_new_request": self._arrive,
             "get_num_new_matched_tokens": self._look_up,
@@ -42,8 +41,6 @@ class HookRun(Run):
             "update_connector_output": self._output,
             "request_finished": self._finish,
             "reset_cache": self._reset,
-            "get_kv_connector_stats": lambda _call, _main: of_any.get_kv_connector_stats(),
-            "has_pending_push_work": lambda _call, _main: of_any.has_pending_push_work(),
             "shutdown": lambda _call, _main: connector.shutdown(),
         }
         self._outcome.take(connector.take_events(), "the start", 1)
@@ -55,12 +52,12 @@ class HookRun(Run):
             return True
         self._connector.now_ns = max(getattr(event, "time_ns", 0) for _, event in call.observed)
         self._preempted.update(event.request_id for event in call.noticed(e.RequestPreempted))
-        lives_on = self._calls_hook(make, call)
+        goes_on = self._calls_hook(make, call)
         self._take(call, self._connector.take_events())
-        return lives_on
+        return goes_on
 
     def _calls_hook(self, make: Callable[[HookCall, Any], object], call: HookCall) -> bool:
-        """Returns whether the engine lives on."""
+        """Returns whether the engine goes on."""
         raise NotImplementedError
 
     def _take(self, call: HookCall, events: Sequence[tuple[int, e.Event]]) -> None:
@@ -70,26 +67,26 @@ class HookRun(Run):
     # --- the hooks -------------------------------------------------------------------------------------
 
     def _arrive(self, _call: HookCall, main: e.RequestArrived) -> None:
-        life = self._record.arrived(main)
-        self._connector.on_new_request(main.request_id, self._live.prompt(life))
+        incarnation = self._record.arrived(main)
+        self._connector.on_new_request(main.request_id, self._live.prompt(incarnation))
 
     def _look_up(self, call: HookCall, main: e.LookupRequested) -> None:
-        life = self._known(call, main.num_tokens)
+        incarnation = self._known(call, main.num_tokens)
         self._live.notice(call)
-        self._record.looked_up(life, main)
-        self._live.write_tokens(life, main.num_tokens)
+        self._record.looked_up(incarnation, main)
+        self._live.write_tokens(incarnation, main.num_tokens)
         answer, _ = self._connector.get_num_new_matched_tokens(main.request_id, main.num_computed_tokens)
         self._answered(main.request_id, call.sequence, answer)
 
     def _allocate(self, call: HookCall, main: e.BlocksAllocated) -> None:
-        life = self._known(call, len(main.block_ids) * self._recording.configuration.block_size)
+        incarnation = self._known(call, len(main.block_ids) * self._recording.configuration.block_size)
         self._live.notice(call)
         for event in call.noticed(e.SessionContinued):
-            self._live.next_turn(life, event)
-        taken = self._taken_up(main)
-        life.num_missing_tokens += main.num_external_tokens - taken
+            self._live.next_turn(incarnation, event)
+        taken = self._loadable(main)
+        incarnation.num_missing_tokens += main.num_external_tokens - taken
         self._connector.update_state_after_alloc(main.request_id, main.block_ids, taken)
-        self._record.allocated(life, main)
+        self._record.allocated(incarnation, main)
         self._admitted.pop(main.request_id, None)
         self._admitted[main.request_id] = None
 
@@ -100,18 +97,20 @@ class HookRun(Run):
         settled = {ordinal: num_settled_tokens for ordinal, _, num_settled_tokens in main.settled}
         observed = {event.request_id: event.block_ids for event in call.noticed(e.BlockTableObserved)}
         scheduled = [
-            part for part in self._record.scheduled(main) if self._live.life(part.life.request_id) is part.life
+            part
+            for part in self._record.scheduled(main)
+            if self._live.incarnation(part.incarnation.request_id) is part.incarnation
         ]
         block_tables: dict[str, Sequence[int]] = {}
         for part in scheduled:
-            life = part.life
-            self._live.prepare(part, settled.get(life.ordinal))
-            life.block_ids = [*observed.get(life.request_id, life.block_ids), *part.new_block_ids]
-            block_tables[life.request_id] = life.block_ids
-        for life in self._record.paused(main):  # the connector still looks whether they have filled a chunk
-            if self._live.life(life.request_id) is life:
-                paused = ScheduledTokens(life, self._record.num_computed_tokens(life), 0, None, ())
-                self._live.prepare(paused, settled.get(life.ordinal))
+            incarnation = part.incarnation
+            self._live.prepare(part, settled.get(incarnation.ordinal))
+            incarnation.block_ids = [*observed.get(incarnation.request_id, incarnation.block_ids), *part.new_block_ids]
+            block_tables[incarnation.request_id] = incarnation.block_ids
+        for incarnation in self._record.paused(main):  # the connector still looks whether they have filled a chunk
+            if self._live.incarnation(incarnation.request_id) is incarnation:
+                paused = ScheduledTokens(incarnation, self._record.num_computed_tokens(incarnation), 0, None, ())
+                self._live.prepare(paused, settled.get(incarnation.ordinal))
         parts = self._in_order(main, scheduled)
         num_unknown = main.num_scheduled_tokens - sum(part.num_scheduled_tokens for part in parts)
         if num_unknown > 0:
@@ -126,19 +125,19 @@ class HookRun(Run):
     def _in_order(self, step: e.StepScheduled, scheduled: Sequence[ScheduledTokens]) -> list[ScheduledRequest]:
         """As vLLM lists them: new ones, running ones, and resumed ones at either end."""
         num_new = 0
-        while num_new < len(scheduled) and scheduled[num_new].life.is_admitted:
+        while num_new < len(scheduled) and scheduled[num_new].incarnation.is_admitted:
             num_new += 1
         rest = scheduled[num_new:]
-        running = self._record.in_running_order(step, [part for part in rest if not part.life.is_admitted])
-        resumed = [part for part in rest if part.life.is_admitted]
+        running = self._record.in_running_order(step, [part for part in rest if not part.incarnation.is_admitted])
+        resumed = [part for part in rest if part.incarnation.is_admitted]
         return [
             ScheduledRequest(
-                part.life.request_id,
+                part.incarnation.request_id,
                 part.num_computed_tokens,
                 part.num_scheduled_tokens,
                 part.new_block_ids,
                 is_new=number < num_new,
-                is_resumed=number >= num_new and part.life.is_admitted,
+                is_resumed=number >= num_new and part.incarnation.is_admitted,
             )
             for number, part in enumerate([*scheduled[:num_new], *running, *resumed])
         ]
@@ -147,8 +146,10 @@ class HookRun(Run):
         if not self._recording.zeroes_new_blocks:
             return ()
         lost = [event for event in call.noticed(e.RequestPreempted) if event.blocks_zeroed]
-        lives = [life for event in lost if (life := self._record.get(event.request_id)) is not None]
-        return tuple(block_id for life in lives for block_id in life.block_ids)
+        incarnations = [
+            incarnation for event in lost if (incarnation := self._record.get(event.request_id)) is not None
+        ]
+        return tuple(block_id for incarnation in incarnations for block_id in incarnation.block_ids)
 
     def _before_step(self) -> None:
         """What nobody recorded comes first."""
@@ -158,16 +159,16 @@ class HookRun(Run):
         raise NotImplementedError
 
     def _finish(self, call: HookCall, main: e.RequestFinished) -> None:
-        life = self._known(call, main.num_tokens)
+        incarnation = self._known(call, main.num_tokens)
         self._live.notice(call)
-        self._live.end(life, main)
+        self._live.end(incarnation, main)
         self._ended.add(main.request_id)
-        self._connector.request_finished(main.request_id, main.status, self._table_at_end(life, main))
-        self._record.finished(life)
+        self._connector.request_finished(main.request_id, main.status, self._table_at_end(incarnation, main))
+        self._record.finished(incarnation)
         del self._connector.requests[main.request_id]
 
-    def _table_at_end(self, life: Incarnation, _main: e.RequestFinished) -> Sequence[int]:
-        return life.block_ids
+    def _table_at_end(self, incarnation: Incarnation, _main: e.RequestFinished) -> Sequence[int]:
+        return incarnation.block_ids
 
     def _reset(self, call: HookCall, _main: e.CacheReset) -> None:
         self._live.notice(call)
@@ -175,15 +176,15 @@ class HookRun(Run):
 
     def _known(self, call: HookCall, num_tokens: int) -> Incarnation:
         """The request that a call is about; one that never arrived is there all the same."""
-        life = self._live.life(call.request_id)
-        if life is None:
-            life = self._record.arrived(e.RequestArrived(call.request_id, -call.sequence, num_tokens, 0))
-            self._connector.accept(call.request_id, self._live.prompt(life))
-        return life
+        incarnation = self._live.incarnation(call.request_id)
+        if incarnation is None:
+            incarnation = self._record.arrived(e.RequestArrived(call.request_id, -call.sequence, num_tokens, 0))
+            self._connector.accept(call.request_id, self._live.prompt(incarnation))
+        return incarnation
 
 
 class LedgerRun(HookRun):
-    """On kvledger's own connector, whose engine lives on whatever happens in a hook."""
+    """On kvledger's own connector, whose engine goes on whatever happens in a hook."""
 
     def __init__(self, recording: Recording, handlers: Sequence[str]) -> None:
         connector = ConnectorUnderTest(
@@ -227,10 +228,10 @@ class LedgerRun(HookRun):
         heard = [ordinal for delivered in call.noticed(e.EffectsDelivered) for ordinal in delivered.heard]
         self._ours.update_connector_output(reports, load_errors, heard)
 
-    def _table_at_end(self, life: Incarnation, main: e.RequestFinished) -> Sequence[int]:
+    def _table_at_end(self, incarnation: Incarnation, main: e.RequestFinished) -> Sequence[int]:
         configuration = self._recording.configuration
         num_blocks = -(-main.num_settled_tokens // configuration.block_size)
-        return life.block_ids[: num_blocks * len(configuration.windows)]
+        return incarnation.block_ids[: num_blocks * len(configuration.windows)]
 
 
 def _recorded_sequence(event: e.Event, waiting: list[tuple[int, e.Event]], otherwise: int) -> int:

@@ -37,103 +37,107 @@ class LiveRequests:
         self._rewritten: dict[int, int] = {}
         """Ordinal -> the first chunk whose tokens are other ones since they were last written."""
 
-    def life(self, request_id: str) -> Incarnation | None:
+    def incarnation(self, request_id: str) -> Incarnation | None:
         """The incarnation of a request that the connector knows."""
         return self._record.get(request_id) if request_id in self._requests else None
 
-    def request(self, life: Incarnation) -> Request:
+    def request(self, incarnation: Incarnation) -> Request:
         """VLLM's own object."""
-        return self._requests[life.request_id]
+        return self._requests[incarnation.request_id]
 
-    def prompt(self, life: Incarnation) -> list[int]:
+    def prompt(self, incarnation: Incarnation) -> list[int]:
         """The tokens with which a request arrives, as the keys say that are observed later."""
-        keys = self._keys_of_turn(life)
+        keys = self._keys_of_turn(incarnation)
         if self._ahead:
-            life.keys = keys
-        return token_ids(str(life.ordinal), keys, range(life.num_prompt_tokens), self._chunk_size)
+            incarnation.keys = keys
+        return token_ids(str(incarnation.ordinal), keys, range(incarnation.num_prompt_tokens), self._chunk_size)
 
-    def _keys_of_turn(self, life: Incarnation) -> list[bytes]:
+    def _keys_of_turn(self, incarnation: Incarnation) -> list[bytes]:
         """All keys that are observed of it until its next turn, as a list of its own."""
-        turns = self._keys_of_turns.get(life.ordinal)
+        turns = self._keys_of_turns.get(incarnation.ordinal)
         return list(turns.pop(0)) if turns else []
 
     def notice(self, call: HookCall) -> None:
         """As when the call noticed keys and preemptions."""
         for event in call.noticed(e.ChunkKeysObserved):
-            life = self._record.get(event.request_id)
-            if life is not None and not self._ahead:
-                self._rewrite(life, min(len(life.keys), event.first_chunk))
-                life.keys[event.first_chunk :] = event.keys
+            incarnation = self._record.get(event.request_id)
+            if incarnation is not None and not self._ahead:
+                self._rewrite(incarnation, min(len(incarnation.keys), event.first_chunk))
+                incarnation.keys[event.first_chunk :] = event.keys
         for preemption in call.noticed(e.RequestPreempted):
-            life = self.life(preemption.request_id)
-            if life is not None:
-                self._preempt(life, preemption)
+            incarnation = self.incarnation(preemption.request_id)
+            if incarnation is not None:
+                self._preempt(incarnation, preemption)
 
-    def next_turn(self, life: Incarnation, event: e.SessionContinued) -> None:
+    def next_turn(self, incarnation: Incarnation, event: e.SessionContinued) -> None:
         """As when a streaming session goes on; keys behind the cut are the new turn's, as the call has noticed them."""
-        keys = self._keys_of_turn(life) if self._ahead else life.keys[:]
-        self._record.continued(life, event, self._chunk_size)
-        life.keys = keys
-        self._rewrite(life, event.num_computed_tokens // self._chunk_size)
-        request = self.request(life)
+        keys = self._keys_of_turn(incarnation) if self._ahead else incarnation.keys[:]
+        self._record.continued(incarnation, event, self._chunk_size)
+        incarnation.keys = keys
+        self._rewrite(incarnation, event.num_computed_tokens // self._chunk_size)
+        request = self.request(incarnation)
         request.num_computed_tokens = event.num_computed_tokens
         request.num_prompt_tokens = event.num_prompt_tokens
-        self.write_tokens(life, event.num_tokens)
+        self.write_tokens(incarnation, event.num_tokens)
 
     def take_back(self, rollbacks: Iterable[e.TokensRolledBack]) -> None:
         """As when vLLM has taken back what followed a failed load."""
         rolled_back = {event.request_id: event.num_computed_tokens for event in rollbacks}
-        for life in self._record:
-            if life.request_id in rolled_back:
-                self._record.rolled_back(life, rolled_back[life.request_id])
-            if life.request_id in self._requests:
-                self._requests[life.request_id].num_computed_tokens = self._record.num_computed_tokens(life)
+        for incarnation in self._record:
+            if incarnation.request_id in rolled_back:
+                self._record.rolled_back(incarnation, rolled_back[incarnation.request_id])
+            if incarnation.request_id in self._requests:
+                self._requests[incarnation.request_id].num_computed_tokens = self._record.num_computed_tokens(
+                    incarnation
+                )
 
     def prepare(self, part: ScheduledTokens, num_settled_tokens: int | None) -> None:
         """As when a step was built, which said that so many tokens were settled, or nothing."""
-        life, request = part.life, self.request(part.life)
+        incarnation, request = part.incarnation, self.request(part.incarnation)
         request.num_computed_tokens = part.num_computed_tokens
-        request.num_in_flight_tokens = self._record.num_tokens_in_flight(life)
+        request.num_in_flight_tokens = self._record.num_tokens_in_flight(incarnation)
         if num_settled_tokens is not None and not self._has_windows:
             request.num_in_flight_tokens = max(0, part.num_computed_tokens - num_settled_tokens)
-        estimated = self._as_keyed(life, self._record.num_known_tokens(life))
-        self.write_tokens(life, estimated if part.num_tokens is None else part.num_tokens)
+        estimated = self._as_keyed(incarnation, self._record.num_known_tokens(incarnation))
+        self.write_tokens(incarnation, estimated if part.num_tokens is None else part.num_tokens)
 
-    def end(self, life: Incarnation, event: e.RequestFinished) -> None:
+    def end(self, incarnation: Incarnation, event: e.RequestFinished) -> None:
         """As when it ended."""
-        request = self.request(life)
-        self.write_tokens(life, event.num_tokens)
-        request.num_in_flight_tokens = 0 if self._speculates else self._record.num_tokens_in_flight(life)
-        request.num_computed_tokens = min(event.num_settled_tokens, self._record.num_computed_tokens(life))
+        request = self.request(incarnation)
+        self.write_tokens(incarnation, event.num_tokens)
+        request.num_in_flight_tokens = 0 if self._speculates else self._record.num_tokens_in_flight(incarnation)
+        request.num_computed_tokens = min(event.num_settled_tokens, self._record.num_computed_tokens(incarnation))
 
-    def write_tokens(self, life: Incarnation, num_tokens: int) -> None:
+    def write_tokens(self, incarnation: Incarnation, num_tokens: int) -> None:
         """Let it have so many tokens, those of the chunks whose keys are known."""
-        request = self.request(life)
-        first = min(num_tokens, request.num_tokens, self._rewritten.pop(life.ordinal, num_tokens) * self._chunk_size)
+        request = self.request(incarnation)
+        first = min(
+            num_tokens, request.num_tokens, self._rewritten.pop(incarnation.ordinal, num_tokens) * self._chunk_size
+        )
         if first == num_tokens == request.num_tokens:
             return
-        tokens = token_ids(str(life.ordinal), life.keys, range(first, num_tokens), self._chunk_size)
-        self._connector.set_tokens(life.request_id, first, tokens)
+        tokens = token_ids(str(incarnation.ordinal), incarnation.keys, range(first, num_tokens), self._chunk_size)
+        self._connector.set_tokens(incarnation.request_id, first, tokens)
 
-    def _rewrite(self, life: Incarnation, first_chunk: int) -> None:
-        self._rewritten[life.ordinal] = min(self._rewritten.get(life.ordinal, first_chunk), first_chunk)
+    def _rewrite(self, incarnation: Incarnation, first_chunk: int) -> None:
+        self._rewritten[incarnation.ordinal] = min(self._rewritten.get(incarnation.ordinal, first_chunk), first_chunk)
 
-    def _preempt(self, life: Incarnation, event: e.RequestPreempted) -> None:
-        request = self.request(life)
+    def _preempt(self, incarnation: Incarnation, event: e.RequestPreempted) -> None:
+        request = self.request(incarnation)
         request.num_in_flight_tokens = 0
         if self._speculates:
-            written = min(self._record.num_computed_tokens(life), event.num_tokens - 1)
+            written = min(self._record.num_computed_tokens(incarnation), event.num_tokens - 1)
             request.num_in_flight_tokens = max(0, written - event.num_settled_tokens)
-        self._record.preempted(life, event)
-        request.num_preemptions = life.num_preemptions
+        self._record.preempted(incarnation, event)
+        request.num_preemptions = incarnation.num_preemptions
         request.num_computed_tokens = 0
-        self.write_tokens(life, event.num_tokens)
+        self.write_tokens(incarnation, event.num_tokens)
 
-    def _as_keyed(self, life: Incarnation, num_tokens: int) -> int:
+    def _as_keyed(self, incarnation: Incarnation, num_tokens: int) -> int:
         """As many tokens as agree with the chunks whose keys are known."""
         if self._ahead:
             return num_tokens
-        least = len(life.keys) * self._chunk_size
+        least = len(incarnation.keys) * self._chunk_size
         return max(least, min(num_tokens, least + self._chunk_size - 1))
 
 

@@ -1,7 +1,7 @@
 """Makes recorded calls again, one by one, also where the code under test decides otherwise than the recorded code did.
 
 The scheduler and the workers that were recorded reacted to the decisions of their time. Where today's answer is
-smaller, the scheduler takes up less; reports go to the jobs that were issued for the same reason now; jobs that were
+smaller, the scheduler loads less; reports go to the jobs that were issued for the same reason now; jobs that were
 not issued are not reported, and jobs that are new are reported as done. It knows events and a recording only.
 """
 
@@ -43,7 +43,7 @@ class Run:
         return self._outcome
 
     def _make(self, call: HookCall) -> bool:
-        """Make a call, and take what it wrote; returns whether the engine lives on."""
+        """Make a call, and take what it wrote; returns whether the engine goes on."""
         raise NotImplementedError
 
     # --- where something else is decided ----------------------------------------------------------------
@@ -58,8 +58,8 @@ class Run:
             )
         self._shortfall[request_id] = max(0, (recorded or 0) - (num_external_tokens or 0))
 
-    def _taken_up(self, event: e.BlocksAllocated) -> int:
-        """How many of the recorded external tokens the scheduler can take up."""
+    def _loadable(self, event: e.BlocksAllocated) -> int:
+        """How many of the recorded external tokens the scheduler can load."""
         return max(0, event.num_external_tokens - self._shortfall.pop(event.request_id, 0))
 
     def _issued(self, job: e.LoadIssued | e.SaveIssued | e.TailSaveIssued, recorded_cause: int) -> None:

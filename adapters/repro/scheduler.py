@@ -36,14 +36,14 @@ class Incarnation:
     num_tokens_at_start: int = 0
     """Where its next step begins, if blocks were given since the last one: local and external tokens."""
     num_missing_tokens: int = 0
-    """Fewer tokens were taken up than recorded, because the code under test answered fewer."""
+    """Fewer tokens were loaded than recorded, because the code under test answered fewer."""
 
 
 @attrs.frozen
 class ScheduledTokens:
     """One request's part of a step."""
 
-    life: Incarnation
+    incarnation: Incarnation
     num_computed_tokens: int
     num_scheduled_tokens: int
     num_tokens: int | None
@@ -66,81 +66,83 @@ class SchedulerModel:
         return iter(self._by_id.values())
 
     def get(self, request_id: str) -> Incarnation | None:
-        """The life of an id that has not ended."""
+        """The incarnation of an id that has not ended."""
         return self._by_id.get(request_id)
 
     def fold(self, event: e.Event, chunk_size: int) -> None:
-        """Take up any event but a step."""
+        """Fold any event but a step."""
         if isinstance(event, e.RequestArrived):
             self.arrived(event)
             return
-        life = self.get(getattr(event, "request_id", ""))
-        if life is None:
+        incarnation = self.get(getattr(event, "request_id", ""))
+        if incarnation is None:
             return
         if isinstance(event, e.LookupRequested):
-            self.looked_up(life, event)
+            self.looked_up(incarnation, event)
         elif isinstance(event, e.RequestPreempted):
-            self.preempted(life, event)
+            self.preempted(incarnation, event)
         elif isinstance(event, e.BlocksAllocated):
-            self.allocated(life, event)
+            self.allocated(incarnation, event)
         elif isinstance(event, e.SessionContinued):
-            self.continued(life, event, chunk_size)
+            self.continued(incarnation, event, chunk_size)
         elif isinstance(event, e.TokensRolledBack):
-            self.rolled_back(life, event.num_computed_tokens)
+            self.rolled_back(incarnation, event.num_computed_tokens)
         elif isinstance(event, e.RequestFinished):
-            self.finished(life)
+            self.finished(incarnation)
 
     def by_ordinal(self, ordinal: int) -> Incarnation | None:
-        """The life with this ordinal."""
+        """The incarnation with this ordinal."""
         return self._by_ordinal.get(ordinal)
 
     def arrived(self, event: e.RequestArrived) -> Incarnation:
         """A request begins."""
-        life = Incarnation(event.request_id, event.ordinal, event.num_prompt_tokens, event.num_prompt_tokens)
-        self._by_id[event.request_id] = self._by_ordinal[event.ordinal] = life
-        self._computed.tell(life.ordinal, 0)
-        return life
+        incarnation = Incarnation(event.request_id, event.ordinal, event.num_prompt_tokens, event.num_prompt_tokens)
+        self._by_id[event.request_id] = self._by_ordinal[event.ordinal] = incarnation
+        self._computed.tell(incarnation.ordinal, 0)
+        return incarnation
 
-    def looked_up(self, life: Incarnation, event: e.LookupRequested) -> None:
+    def looked_up(self, incarnation: Incarnation, event: e.LookupRequested) -> None:
         """It was asked what can be loaded."""
-        life.num_tokens, life.num_local_tokens = event.num_tokens, event.num_computed_tokens
+        incarnation.num_tokens, incarnation.num_local_tokens = event.num_tokens, event.num_computed_tokens
 
-    def preempted(self, life: Incarnation, event: e.RequestPreempted) -> None:
+    def preempted(self, incarnation: Incarnation, event: e.RequestPreempted) -> None:
         """Its blocks are gone."""
-        life.num_tokens = event.num_tokens
-        life.num_preemptions += 1
-        self._computed.tell(life.ordinal, 0)
-        life.is_admitted = False
-        life.num_missing_tokens = 0
-        life.block_ids = []
-        self._running.pop(life.ordinal, None)
+        incarnation.num_tokens = event.num_tokens
+        incarnation.num_preemptions += 1
+        self._computed.tell(incarnation.ordinal, 0)
+        incarnation.is_admitted = False
+        incarnation.num_missing_tokens = 0
+        incarnation.block_ids = []
+        self._running.pop(incarnation.ordinal, None)
 
-    def continued(self, life: Incarnation, event: e.SessionContinued, chunk_size: int) -> None:
+    def continued(self, incarnation: Incarnation, event: e.SessionContinued, chunk_size: int) -> None:
         """The next turn of a session."""
-        self._computed.tell(life.ordinal, event.num_computed_tokens)
-        life.num_tokens, life.num_prompt_tokens = event.num_tokens, event.num_prompt_tokens
-        del life.keys[event.num_computed_tokens // chunk_size :]
-        self._running.pop(life.ordinal, None)
+        self._computed.tell(incarnation.ordinal, event.num_computed_tokens)
+        incarnation.num_tokens, incarnation.num_prompt_tokens = event.num_tokens, event.num_prompt_tokens
+        del incarnation.keys[event.num_computed_tokens // chunk_size :]
+        self._running.pop(incarnation.ordinal, None)
 
-    def rolled_back(self, life: Incarnation, num_computed_tokens: int) -> None:
+    def rolled_back(self, incarnation: Incarnation, num_computed_tokens: int) -> None:
         """Fewer tokens count as computed."""
-        self._computed.tell(life.ordinal, num_computed_tokens)
+        self._computed.tell(incarnation.ordinal, num_computed_tokens)
 
-    def allocated(self, life: Incarnation, event: e.BlocksAllocated) -> None:
+    def allocated(self, incarnation: Incarnation, event: e.BlocksAllocated) -> None:
         """The whole table is new."""
-        start = life.num_local_tokens + event.num_external_tokens
-        # Once more where it waited for its load, without anything to take up.
-        life.num_tokens_at_start = max(start, life.num_tokens_at_start) if life.is_admitted else start
-        life.block_ids = list(event.block_ids)
-        life.is_admitted = True
-        self._running.pop(life.ordinal, None)
+        start = incarnation.num_local_tokens + event.num_external_tokens
+        # Once more where it waited for its load, without anything to load.
+        incarnation.num_tokens_at_start = (
+            max(start, incarnation.num_tokens_at_start) if incarnation.is_admitted else start
+        )
+        incarnation.block_ids = list(event.block_ids)
+        incarnation.is_admitted = True
+        self._running.pop(incarnation.ordinal, None)
 
-    def finished(self, life: Incarnation) -> None:
+    def finished(self, incarnation: Incarnation) -> None:
         """It ends."""
-        self._computed.tell(life.ordinal, self.num_computed_tokens(life))
-        self._running.pop(life.ordinal, None)
-        if self._by_id.get(life.request_id) is life:
-            del self._by_id[life.request_id]
+        self._computed.tell(incarnation.ordinal, self.num_computed_tokens(incarnation))
+        self._running.pop(incarnation.ordinal, None)
+        if self._by_id.get(incarnation.request_id) is incarnation:
+            del self._by_id[incarnation.request_id]
 
     def scheduled(self, event: e.StepScheduled) -> list[ScheduledTokens]:
         """Everybody in a step: those that it names, in its order, then those it expects, in vLLM's order."""
@@ -148,69 +150,78 @@ class SchedulerModel:
         found = []
         named = set()
         for ordinal, num_computed_tokens, num_scheduled_tokens, num_tokens in event.advanced:
-            life = self._by_ordinal.get(ordinal)
-            if life is not None:
-                missing, life.num_missing_tokens = life.num_missing_tokens, 0
+            incarnation = self._by_ordinal.get(ordinal)
+            if incarnation is not None:
+                missing, incarnation.num_missing_tokens = incarnation.num_missing_tokens, 0
                 counts = (num_computed_tokens - missing, num_scheduled_tokens + missing, num_tokens)
-                found.append(ScheduledTokens(life, *counts, extended.get(ordinal, ())))
+                found.append(ScheduledTokens(incarnation, *counts, extended.get(ordinal, ())))
                 named.add(ordinal)
-        for ordinal, life in self._running.items():
+        for ordinal, incarnation in self._running.items():
             if ordinal in self._computed.decoding and ordinal not in event.paused and ordinal not in named:
                 blocks = extended.get(ordinal, ())
-                found.append(ScheduledTokens(life, self.num_computed_tokens(life), 1, None, blocks))
+                found.append(ScheduledTokens(incarnation, self.num_computed_tokens(incarnation), 1, None, blocks))
         return found
 
     def paused(self, event: e.StepScheduled) -> list[Incarnation]:
         """Those who were expected in the step and are not in it."""
-        return [life for ordinal in event.paused if (life := self._by_ordinal.get(ordinal)) is not None]
+        return [incarnation for ordinal in event.paused if (incarnation := self._by_ordinal.get(ordinal)) is not None]
 
     def in_running_order(self, event: e.StepScheduled, scheduled: list[ScheduledTokens]) -> list[ScheduledTokens]:
         """As vLLM lists running requests; where the step says otherwise of those that it names, as the step says."""
         places = {ordinal: place for place, ordinal in enumerate(self._running)}
-        ordered = sorted(scheduled, key=lambda part: places.get(part.life.ordinal, len(places)))
+        ordered = sorted(scheduled, key=lambda part: places.get(part.incarnation.ordinal, len(places)))
         ordered = _in_order_of(ordered, [part for part in scheduled if part.num_tokens is not None])
         extended = {ordinal: place for place, (ordinal, _) in enumerate(event.extended)}
-        with_blocks = [part for part in ordered if part.life.ordinal in extended]
-        ordered = _in_order_of(ordered, sorted(with_blocks, key=lambda part: extended[part.life.ordinal]))
-        taken = {part.life.ordinal for part in ordered} & self._running.keys()
-        lives = iter([part.life for part in ordered if part.life.ordinal in taken])
+        with_blocks = [part for part in ordered if part.incarnation.ordinal in extended]
+        ordered = _in_order_of(ordered, sorted(with_blocks, key=lambda part: extended[part.incarnation.ordinal]))
+        taken = {part.incarnation.ordinal for part in ordered} & self._running.keys()
+        incarnations = iter([part.incarnation for part in ordered if part.incarnation.ordinal in taken])
         self._running = {
-            life.ordinal: life
-            for life in [next(lives) if ordinal in taken else life for ordinal, life in self._running.items()]
+            incarnation.ordinal: incarnation
+            for incarnation in [
+                next(incarnations) if ordinal in taken else incarnation
+                for ordinal, incarnation in self._running.items()
+            ]
         }
         return ordered
 
     def stepped(self, event: e.StepScheduled, scheduled: list[ScheduledTokens]) -> None:
-        """Take up a step."""
+        """Fold a step."""
         self._computed.step(event)
         for part in scheduled:
-            life = part.life
+            incarnation = part.incarnation
             if part.num_tokens is not None:
-                life.num_tokens = part.num_tokens
-            life.was_scheduled, life.is_admitted = True, False
-            life.last_step, life.num_tokens_of_last_step = self._computed.num_steps, part.num_scheduled_tokens
-            self._running.setdefault(life.ordinal, life)
+                incarnation.num_tokens = part.num_tokens
+            incarnation.was_scheduled, incarnation.is_admitted = True, False
+            incarnation.last_step, incarnation.num_tokens_of_last_step = (
+                self._computed.num_steps,
+                part.num_scheduled_tokens,
+            )
+            self._running.setdefault(incarnation.ordinal, incarnation)
 
-    def num_computed_tokens(self, life: Incarnation) -> int:
+    def num_computed_tokens(self, incarnation: Incarnation) -> int:
         """Computed or in flight, after the last step."""
-        return self._computed.count(life.ordinal)
+        return self._computed.count(incarnation.ordinal)
 
-    def num_tokens_in_flight(self, life: Incarnation) -> int:
+    def num_tokens_in_flight(self, incarnation: Incarnation) -> int:
         """Tokens of the step before, where its output is not there yet."""
-        if not self._is_async or life.last_step != self._computed.num_steps:
+        if not self._is_async or incarnation.last_step != self._computed.num_steps:
             return 0
-        return life.num_tokens_of_last_step
+        return incarnation.num_tokens_of_last_step
 
-    def num_known_tokens(self, life: Incarnation) -> int:
+    def num_known_tokens(self, incarnation: Incarnation) -> int:
         """Prompt and output, where no event says: one more than computed, or as many with a step in flight."""
-        return max(life.num_tokens, self.num_computed_tokens(life) + (0 if self._is_async else 1) * life.was_scheduled)
+        return max(
+            incarnation.num_tokens,
+            self.num_computed_tokens(incarnation) + (0 if self._is_async else 1) * incarnation.was_scheduled,
+        )
 
 
 def _in_order_of(ordered: list[ScheduledTokens], some: list[ScheduledTokens]) -> list[ScheduledTokens]:
     """The same with these in their own order."""
-    named = {part.life.ordinal for part in some}
+    named = {part.incarnation.ordinal for part in some}
     following = iter(some)
-    return [next(following) if part.life.ordinal in named else part for part in ordered]
+    return [next(following) if part.incarnation.ordinal in named else part for part in ordered]
 
 
 def runs_async(observations: Sequence[tuple[int, e.Event]], chunk_size: int) -> bool:
@@ -221,15 +232,15 @@ def runs_async(observations: Sequence[tuple[int, e.Event]], chunk_size: int) -> 
     record = SchedulerModel(is_async=False)
     for _, event in observations:
         if not isinstance(event, e.StepScheduled):
-            life = record.get(event.request_id) if isinstance(event, e.RequestFinished) else None
-            if life is not None and record.num_computed_tokens(life) >= event.num_tokens:  # type: ignore[attr-defined]
+            incarnation = record.get(event.request_id) if isinstance(event, e.RequestFinished) else None
+            if incarnation is not None and record.num_computed_tokens(incarnation) >= event.num_tokens:  # type: ignore[attr-defined]
                 return True
             record.fold(event, chunk_size)
             continue
         if any(computed >= known for _, computed, _, known in event.advanced):
             return True
         scheduled = record.scheduled(event)
-        counts = {part.life.ordinal: part.num_computed_tokens for part in scheduled if part.num_tokens is None}
+        counts = {part.incarnation.ordinal: part.num_computed_tokens for part in scheduled if part.num_tokens is None}
         if any(counts.get(ordinal) == num_settled_tokens + 1 for ordinal, _, num_settled_tokens in event.settled):
             return True
         record.stepped(event, scheduled)
@@ -257,27 +268,27 @@ def could_be_scheduled(observations: Sequence[tuple[int, e.Event]], chunk_size: 
 
 def _is_possible(record: SchedulerModel, looked_up: set[int], event: e.RequestEvent) -> bool:
     """Whether this can happen to the request now; notes what can happen to it next."""
-    life = record.get(event.request_id)
-    if life is None:
+    incarnation = record.get(event.request_id)
+    if incarnation is None:
         return isinstance(event, e.RequestArrived)
-    computed = record.num_computed_tokens(life)
+    computed = record.num_computed_tokens(incarnation)
     if isinstance(event, e.LookupRequested):
-        looked_up.add(life.ordinal)
+        looked_up.add(incarnation.ordinal)
     elif isinstance(event, e.RequestPreempted):
-        looked_up.discard(life.ordinal)
+        looked_up.discard(incarnation.ordinal)
     elif isinstance(event, e.BlocksAllocated):
-        return life.ordinal in looked_up
+        return incarnation.ordinal in looked_up
     elif isinstance(event, e.SessionContinued):
         return event.num_computed_tokens <= computed
     elif isinstance(event, e.RequestFinished):
-        return event.num_settled_tokens <= max(computed, life.num_tokens_at_start)
+        return event.num_settled_tokens <= max(computed, incarnation.num_tokens_at_start)
     return True
 
 
 def _goes_on(record: SchedulerModel, ordinal: int, num_computed_tokens: int) -> bool:
     """Whether a request can be computed from there on; where all of a prompt was loaded, the last token is again."""
-    life = record.by_ordinal(ordinal)
-    if life is None or not life.block_ids:
+    incarnation = record.by_ordinal(ordinal)
+    if incarnation is None or not incarnation.block_ids:
         return False
-    computed, start = record.num_computed_tokens(life), life.num_tokens_at_start
-    return num_computed_tokens in ({computed, start, start - 1} if life.is_admitted else {computed})
+    computed, start = record.num_computed_tokens(incarnation), incarnation.num_tokens_at_start
+    return num_computed_tokens in ({computed, start, start - 1} if incarnation.is_admitted else {computed})

@@ -100,7 +100,7 @@ def workers_output(reported: WorkersReported, completed: Mapping[str, int], conn
     Args:
         reported: requests and blocks.
         completed: copy, as the recorder's decoders name it -> workers that have done it.
-        connector: that is told; its children's copies go to them.
+        connector: who receives it; its children's copies go to them.
     """
     return KVConnectorOutput(
         finished_sending=set(reported.finished_sending) or None,

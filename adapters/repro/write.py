@@ -22,10 +22,6 @@ from kvledger.storage.events import SegmentEventStore
 
 _WIDTH = 116
 _KEY = re.compile(r"\b[0-9a-f]{32}\b")
-_ASKED = (
-    "The test fails where it goes wrong as it did, and where a hook or a handler raises that did not. What vLLM and "
-    "the workers did is part of the recording: a fault of theirs stays, and the test asks whether {} copes with it."
-)
 _KEPT_OF_HEADER = ("vllm_version", "opened_at_unix_ns")
 
 
@@ -123,36 +119,22 @@ test_source.__test__ = False  # type: ignore[attr-defined]  # pytest takes a fun
 
 
 def _docstring(about: Description) -> str:
-    calls = "observations are given to the core" if about.on_core else "hook calls are made to the real connector"
+    calls = "Observations are given to the core" if about.on_core else "Hook calls are made to the real connector"
     if about.incident is None:
-        paragraphs = [
-            f"The recorded answers to the lookups of {about.request_id}, once more.",
-            f"The recorded {calls} once more, and must get the recorded answers.",
-        ]
+        paragraphs = [f"The recorded answers to the lookups of {about.request_id}, once more."]
     else:
         rule, of = about.incident.rule, f" for {about.incident.request_id}" if about.incident.request_id else ""
-        asked = _ASKED.format(about.wrapped or "kvledger")
         what = f"made a hook fail{of}" if rule == HOOK_FAILED else f"broke {rule}{of}"
-        paragraphs = [
-            f"What {what} at event {about.incident.sequence}, once more.",
-            about.incident.detail,
-            f"The recorded {calls} once more, and what it writes is audited. {asked}",
-        ]
+        paragraphs = [f"What {what} at event {about.incident.sequence}, once more.", about.incident.detail]
     paragraphs.append(
-        "What was recorded is in the log beside this file, which `kvledger show` and `why` read. It comes from "
-        f"{about.origin}. Both files were written by:"
+        f"{calls} as they were recorded in the log beside this file, which comes from {about.origin}. What vLLM and "
+        "the workers did is part of it: a fault of theirs stays. Both files were written by:"
     )
-    filled = [textwrap.fill(_quotable(p), _WIDTH, break_long_words=False) for p in paragraphs]
-    remarks = [textwrap.fill(_quotable(p), _WIDTH, break_long_words=False) for p in about.remarks]
-    command = textwrap.fill(
-        _quotable(about.command),
-        _WIDTH,
-        initial_indent="    ",
-        subsequent_indent="        ",
-        break_long_words=False,
-        break_on_hyphens=False,
+    filled = [textwrap.fill(_quotable(text), _WIDTH, break_long_words=False) for text in (*paragraphs, *about.remarks)]
+    command = textwrap.indent(
+        textwrap.fill(_quotable(about.command), _WIDTH - 4, break_long_words=False, break_on_hyphens=False), "    "
     )
-    return "\n\n".join([*filled, command, *remarks])
+    return "\n\n".join([*filled[: len(paragraphs)], command, *filled[len(paragraphs) :]])
 
 
 def _quotable(text: str) -> str:

@@ -123,7 +123,7 @@ def test_where_nothing_went_wrong_pinning_is_offered(repro: Any, log: Path, test
     """No file is written, which a script sees by the exit code."""
     result = repro(log, "chat-17")
     assert (result.exit_code, test_path.exists()) == (64, False)
-    assert "nothing went wrong with chat-17-b6" in result.err
+    assert "no rule was broken and no hook failed for chat-17-b6" in result.err
     assert "--pin" in result.err
 
 
@@ -196,7 +196,7 @@ def test_one_can_end_earlier(repro: Any, broken_log: Path) -> None:
     """Before the incident there is none."""
     result = repro(broken_log, "chat-17", "--until", "20")
     assert result.exit_code == 64
-    assert "nothing went wrong" in result.err
+    assert "no rule was broken" in result.err
 
 
 def test_programs_get_an_object(repro: Any, broken_log: Path, test_path: Path) -> None:

@@ -9,33 +9,15 @@ import attrs
 import msgspec
 import pytest
 
-from kvledger.lifecycle import Core, LedgerConfiguration
+from kvledger.adapters.repro.write import log_bytes
+from kvledger.lifecycle import Core, LedgerConfiguration, SequencedEvent
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.codec import EventEncoder, vocabulary_header
-from kvledger.lifecycle.replay import SequencedEvent
-from kvledger.storage.events import SegmentEventStore
 
 
-def write_log(directory: Path, events: Iterable[e.Event], configuration: LedgerConfiguration) -> Path:
-    """Write a log, one frame per observation with its decisions."""
-    header = {
-        **vocabulary_header(Core.standard()),
-        "configuration": attrs.asdict(configuration),
-        "kvledger_version": "0.1.0",
-        "vllm_version": "0.32.0",
-        "opened_at_unix_ns": 1_750_000_000_000_000_000,
-    }
-    store = SegmentEventStore.create(directory, header)
-    encoder = EventEncoder()
-    frame: list[e.Event] = []
-    for event in events:
-        if frame and not event.is_decision:
-            store.append(encoder.encode(frame), len(frame))
-            frame = []
-        frame.append(event)
-    store.append(encoder.encode(frame), len(frame))
-    store.close()
-    return directory
+def write_log(path: Path, events: Iterable[e.Event], configuration: LedgerConfiguration) -> Path:
+    """Write a log of one segment."""
+    path.write_bytes(log_bytes(Core.standard(), configuration, {"vllm_version": "0.32.0"}, enumerate(events, 1)))
+    return path
 
 
 def without_names(events: Sequence[SequencedEvent]) -> list[SequencedEvent]:

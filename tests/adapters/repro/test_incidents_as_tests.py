@@ -144,8 +144,8 @@ def test_an_incident_of_the_core_comes_back_with_the_mistake_alone(name: str, to
     """Of the whole log, and of what is left of it where it can be tried what the incident needs."""
     patch, first_seed = OF_THE_CORE[name]
     log, request_id = world_with(patch, first_seed)
-    directory = tools.write_log(tmp_path / "log", [event for _, event in log.events], log.configuration)
-    arguments = ["repro", str(directory), *([request_id] if request_id else [])]
+    log_path = tools.write_log(tmp_path / "log.kvlog", [event for _, event in log.events], log.configuration)
+    arguments = ["repro", str(log_path), *([request_id] if request_id else [])]
     whole, reduced = tmp_path / "test_whole.py", tmp_path / "test_reduced.py"
     assert main([*arguments, "-o", str(whole)]) == 0
     with pytest.MonkeyPatch.context() as mistaken:
@@ -167,7 +167,7 @@ def test_a_hook_that_failed_fails_again_with_the_mistake_alone(name: str, tools:
     """It recorded what the call was about, before or after."""
     patch = IN_THE_ADAPTER[name]
     path = tmp_path / "test_hook.py"
-    assert main(["repro", str(log_of_engine(patch, tools, tmp_path / "log")), "-o", str(path)]) == 0
+    assert main(["repro", str(log_of_engine(patch, tools, tmp_path / "log.kvlog")), "-o", str(path)]) == 0
     assert_fails_with_the_mistake_alone(path, patch)
 
 
@@ -176,7 +176,7 @@ def test_a_call_of_which_nothing_was_recorded_is_not_guessed(
     name: str, tools: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The error is quoted instead, and where it was raised."""
-    log = log_of_engine(BEFORE_ANYTHING_IS_RECORDED[name], tools, tmp_path / "log")
+    log = log_of_engine(BEFORE_ANYTHING_IS_RECORDED[name], tools, tmp_path / "log.kvlog")
     assert main(["repro", str(log), "-o", str(tmp_path / "test_hook.py")]) == ExitCode.USAGE
     assert "before anything was recorded of the call" in capsys.readouterr().err
 
