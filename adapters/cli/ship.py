@@ -8,7 +8,6 @@ import contextlib
 import signal
 import socket
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -100,8 +99,8 @@ def run(arguments: argparse.Namespace, output: Output) -> ExitCode:
         give_up_after_s=arguments.give_up_after,
         on_remark=lambda log, text: output.remark(text if log is None else f"{log.directory}: {text}"),
     )
-    with stream_errors(), _progress(shipper):
-        report = asyncio.run(_ship(shipper))
+    with stream_errors():
+        report = _ship_with_progress(shipper) if sys.stderr.isatty() else asyncio.run(_ship(shipper))
     exit_code = _exit_code(report)
     _show(report, exit_code, output)
     return exit_code
@@ -113,6 +112,25 @@ async def _ship(shipper: Shipper) -> ShippingReport:
         with contextlib.suppress(NotImplementedError, RuntimeError):  # not the main thread
             loop.add_signal_handler(number, shipper.stop)
     return await shipper.run()
+
+
+def _ship_with_progress(shipper: Shipper) -> ShippingReport:
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=Console(file=sys.stderr), transient=True) as progress:
+        task = progress.add_task("shipping", total=None)
+
+        def update() -> None:
+            shipped = sum(log.num_bytes for log in shipper.logs.values())
+            progress.update(task, completed=shipped, total=shipped + shipper.report().num_bytes_behind)
+
+        shipper.on_progress = update
+        return asyncio.run(_ship(shipper))
 
 
 def _exit_code(report: ShippingReport) -> ExitCode:
@@ -195,27 +213,3 @@ def _access(arguments: argparse.Namespace) -> Access:
         tls_cert=arguments.tls_cert,
         tls_key=arguments.tls_key,
     )
-
-
-@contextlib.contextmanager
-def _progress(shipper: Shipper) -> Iterator[None]:
-    """Show how much is shipped, when stderr is a terminal."""
-    if not sys.stderr.isatty():
-        yield
-        return
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=Console(file=sys.stderr), transient=True) as progress:
-        task = progress.add_task("shipping", total=None)
-
-        def update() -> None:
-            shipped = sum(log.num_bytes for log in shipper.logs.values())
-            progress.update(task, completed=shipped, total=shipped + shipper.report().num_bytes_behind)
-
-        shipper.on_progress = update
-        yield

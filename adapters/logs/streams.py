@@ -9,7 +9,7 @@ import contextlib
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -66,8 +66,15 @@ def mirrored_logs(url: StreamUrl, directory: Path | None, *, newest: bool) -> li
     address = parse_address(url)
     from kvledger.storage.events.nats import mirror  # noqa: PLC0415
 
-    with stream_errors(), _progress(f"fetching from {address}") as on_progress:
-        return mirror(address, directory, newest=newest, on_progress=on_progress, on_skipped=remark)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    bar = Progress(*columns, console=Console(file=sys.stderr), transient=True, disable=not sys.stderr.isatty())
+    with stream_errors(), bar:
+        task = bar.add_task(f"fetching from {address}", total=None)
+
+        def update(num_messages: int, num_all: int) -> None:
+            bar.update(task, completed=num_messages, total=num_all)
+
+        return mirror(address, directory, newest=newest, on_progress=update, on_skipped=remark)
 
 
 def keep_mirrored(url: StreamUrl, directory: Path | None, *, newest: bool) -> None:
@@ -101,18 +108,3 @@ def stream_errors() -> Iterator[None]:
         raise CommandFailed(str(error), ExitCode.TRY_AGAIN) from error
     except LogError as error:
         raise CommandFailed(str(error), ExitCode.DAMAGED) from error
-
-
-@contextlib.contextmanager
-def _progress(what: str) -> Iterator[Callable[[int, int], None]]:
-    if not sys.stderr.isatty():
-        yield lambda _num_messages, _num_messages_in_all: None
-        return
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(file=sys.stderr), transient=True) as progress:
-        task = progress.add_task(what, total=None)
-
-        def update(num_messages: int, num_all: int) -> None:
-            progress.update(task, completed=num_messages, total=num_all)
-
-        yield update
