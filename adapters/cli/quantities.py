@@ -33,7 +33,7 @@ def seconds(text: str) -> float:
     found = duration_ns(text)
     if found is None:
         raise argparse.ArgumentTypeError(
-            f"{text!r} is no duration; give numbers with s, m, h, d or w, as in 30d or 1h30m"
+            f"{text!r} is not a duration; give numbers with s, m, h, d or w, as in 30d or 1h30m"
         )
     return found / 1e9
 
@@ -46,7 +46,9 @@ def num_bytes(text: str) -> int:
     """
     found = _SIZE.fullmatch(text)
     if found is None:
-        message = f"{text!r} is no size; give bytes, or a number with K, M, G, T (powers of 1000) or KiB, MiB, GiB, TiB"
+        message = (
+            f"{text!r} is not a size; give bytes, or a number with K, M, G, T (powers of 1000) or KiB, MiB, GiB, TiB"
+        )
         raise argparse.ArgumentTypeError(message)
     number, unit, is_binary = found.groups()
     exponent = 0 if unit is None else 1 + "kmgt".index(unit.lower())

@@ -35,7 +35,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     where.add_argument("--list", metavar="URL", type=StreamUrl, help="list the logs of a stream instead")
     until = parser.add_mutually_exclusive_group()
     until.add_argument("--once", action="store_true", help="ship what is there and end (the default)")
-    until.add_argument("--follow", action="store_true", help="go on until stopped; ship new logs, too")
+    until.add_argument("--follow", action="store_true", help="keep shipping until stopped; include new logs")
     parser.add_argument("--label", help="the second-last part of the subjects; default: this host's name")
     parser.add_argument(
         "--give-up-after", metavar="DURATION", type=seconds, default=60.0, help="without --follow; default: 60s"
@@ -168,7 +168,7 @@ def _show(report: ShippingReport, exit_code: ExitCode, output: Output) -> None:
         }
         output.record("shipping", summary)
     elif report.num_bytes_behind:
-        output.remark(f"{size(report.num_bytes_behind)} are not shipped; the next start goes on there")
+        output.remark(f"{size(report.num_bytes_behind)} are not shipped yet; the next run continues there")
 
 
 def _list(url: StreamUrl, access: Access, output: Output) -> ExitCode:

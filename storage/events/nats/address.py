@@ -61,12 +61,12 @@ class StreamAddress:
 
     @classmethod
     def parse(cls, url: str) -> StreamAddress:
-        """Read a URL; ``tls://`` insists on TLS. Raises `StreamRefused` if it is no address of a stream."""
+        """Read a URL; ``tls://`` insists on TLS. Raises `StreamRefused` if it is none."""
         found = _URL.fullmatch(url)
         if found is None:
             scheme, _, rest = url.partition("://")
             shown = f"{scheme}://{rest.rpartition('@')[2]}"
-            raise StreamRefused(f"{shown}: no address of a stream; it must look like {_MUST_BE}")
+            raise StreamRefused(f"{shown}: not a stream address; it must look like {_MUST_BE}")
         hosts = found["hosts"].split(",")
         return cls(
             tuple(host if re.search(r":\d+$", host) else f"{host}:{_DEFAULT_PORT}" for host in hosts),

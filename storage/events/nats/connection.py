@@ -1,7 +1,7 @@
 """A connection to the servers for the length of a block. When it ends, so does the block; its user makes another one.
 
 Whatever NATS answers that the block does not handle leaves it as `StreamUnavailable` (try again) or `StreamRefused` (do
-not). The client library's own reconnecting is off: it would send again what was under way, and nobody would count.
+not). The client library's own reconnecting is off: it would send again what was under way, uncounted.
 """
 
 from __future__ import annotations
@@ -79,16 +79,15 @@ class Connection:
             return self.reason
         if isinstance(error, TimeoutError):
             return self.unavailable(f"no answer within {self.answer_within_s:g} s")
-        if isinstance(error, APIError) and error.err_code in _NOT_ENABLED:
-            return self.refused(str(error.description))
-        if isinstance(error, NoRespondersError | ServiceUnavailableError) and not getattr(error, "err_code", None):
+        if isinstance(error, APIError) and error.description:
+            is_passing = isinstance(error, ServiceUnavailableError | ServerError) and error.err_code not in _NOT_ENABLED
+            return self.unavailable(error.description) if is_passing else self.refused(error.description)
+        if isinstance(error, NoRespondersError | ServiceUnavailableError):
             return self.unavailable(
-                "nobody answers for JetStream: the server was started without it (nats-server -js), the account may "
-                "not use it, or the cluster has no leader now"
+                "JetStream does not respond: the server was started without it (nats-server -js), the account may not "
+                "use it, or the cluster has no leader now"
             )
-        if isinstance(error, APIError) and not isinstance(error, ServiceUnavailableError | ServerError):
-            return self.refused(str(error.description))
-        return self.unavailable(str(error.description) if isinstance(error, APIError) else _text(error))
+        return self.unavailable(_text(error))
 
 
 @contextlib.asynccontextmanager

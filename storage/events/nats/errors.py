@@ -16,7 +16,7 @@ class StreamUnavailable(StreamError):
 
 
 class StreamRefused(StreamError):
-    """Credentials, permissions, a certificate, a missing or unsuitable stream: somebody must change something first."""
+    """Credentials, permissions, a certificate, a missing or unsuitable stream: something must be changed first."""
 
 
 class NothingToRead(StreamError):

@@ -1,7 +1,7 @@
 """One message of a stream: a segment's header block or a frame, as it stands in the file. Knows bytes, no network.
 
 A log's messages, one behind the other, are its segment files byte for byte. What the headers say is a convenience for
-whoever looks at the stream with other tools, and tells a shipper where it was; what counts is the bytes.
+people who look at the stream with other tools, and the cursor of a shipper; what counts is the bytes.
 
 ============================ ==========================================================================
 header                       what
@@ -80,7 +80,7 @@ class Record:
 
     @property
     def message_id(self) -> str:
-        """What the stream knows repetitions by."""
+        """What the stream recognises a repeated message by."""
         return self.chain_hash.hex()
 
     @property

@@ -1,4 +1,4 @@
-"""Logs of a stream as files: fetches what is missing, and leaves the judging to whoever reads the files.
+"""Logs of a stream as files: fetches what is missing, and leaves the verdict to the reader of the files.
 
 A mirror is a directory of log directories. Its segments are the stream's messages one behind the other, so a hole, a
 repetition or foreign bytes in the stream show as what they are. Beside the segments stands ``mirror.json``: how far the
@@ -79,8 +79,8 @@ def mirror(
 
     `directory` (default: `default_mirror_directory`) gets a folder for each log; folders are made for their owner only.
     With `newest` only the log that was opened last is fetched. `on_progress(num_messages, num_messages_in_all)` is
-    called now and then, `on_skipped(reason)` for a log of several that cannot be read. An interrupted run is gone on
-    with.
+    called now and then, `on_skipped(reason)` for a log of several that cannot be read. An interrupted run is
+    continued.
 
     Raises:
         StreamRefused: credentials, permissions, a missing stream, or a log id that is not in it, or not only once.
@@ -143,7 +143,7 @@ async def _subjects(connection: Connection, *, newest: bool) -> dict[str, int]:
 def _locked(log: Path) -> Iterator[None]:
     """One run at a time; a second one waits, and then finds little to do."""
     if log.is_dir() and not (log / _LOCK_NAME).exists() and any(log.iterdir()):
-        raise LogError(f"{log}: is no mirror, and would be overwritten; give another directory for mirrors")
+        raise LogError(f"{log}: is not a mirror, and would be overwritten; give another directory for mirrors")
     log.mkdir(mode=0o700, parents=True, exist_ok=True)
     descriptor = os.open(log / _LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:

@@ -68,9 +68,9 @@ class Shipment:
     label: str
     progress: LogProgress
     remark: Callable[[str], None]
-    """Takes what somebody should know; the same text again and again, too."""
+    """Called with what a person should know, also repeatedly with the same text."""
     resume_at: float = attrs.field(default=0.0, init=False)
-    """Until then (monotonic) another shipper is at work on this log, and it may be left to that one."""
+    """Until then (monotonic) another shipper ships this log, and it may be left to that one."""
     retry_at: float = attrs.field(default=math.inf, init=False)
     """From then on (monotonic) `start` again: what was in the way may be gone."""
     _tail: LogTail = attrs.field(init=False)
@@ -138,7 +138,7 @@ class Shipment:
         if self.progress.problem:
             return
         if not self.progress.directory.exists():
-            self.remark(f"the log is gone from here; it was shipped up to event {self._tail.next_sequence - 1}")
+            self.remark(f"the log was deleted here; it was shipped up to event {self._tail.next_sequence - 1}")
             return
         with self._problems():
             last = self._tail.last
@@ -152,7 +152,7 @@ class Shipment:
             if damage.kind == "torn_tail" and not is_final:
                 self.remark(f"{text}; waiting for its writer")
             else:
-                self._stop("damaged", f"{text}; shipped up to event {self._tail.next_sequence - 1}, nothing behind")
+                self._stop("damaged", f"{text}; shipped up to event {self._tail.next_sequence - 1}")
 
     async def _find_place(self) -> None:
         """Ask for the last message of the log, under the subject that the stream has it under, whatever the label."""
@@ -173,19 +173,19 @@ class Shipment:
     async def _find_place_again(self, result: BatchResult, records: list[Record], before: Record | None) -> None:
         """After a record was refused in its place, or is known to the server already."""
         if self._num_fruitless > _MAX_FRUITLESS:
-            raise self.connection.unavailable(f"{self.progress.subject} does not stand still")
+            raise self.connection.unavailable(f"{self.progress.subject} keeps changing, others write to it")
         # A repeated one should be there; otherwise the stream should end where it was thought to.
         here = [before, *records][result.num_stored + result.is_repetition]
         await self._find_place()
         there = _position(self.progress.last)
         if result.is_repetition and there < _position(here):
             raise self.connection.unavailable(
-                f"messages of {self.progress.subject} were deleted, and the server takes them for repetitions when "
-                "they are sent again; it does so until its duplicate window has passed"
+                f"messages of {self.progress.subject} were deleted, and the server rejects them as duplicates "
+                "until its duplicate window has passed"
             )
         if result.is_repetition or there > _position(here):
             self.resume_at = time.monotonic() + _STANDBY_S
-            self.remark("another shipper is at work on this log; nothing is doubled, this one waits a moment")
+            self.remark("another shipper ships this log; no message is duplicated, and this shipper pauses")
 
     def _without_too_large(self, records: list[Record], before: Record | None) -> list[Record]:
         limit = self.connection.client.max_payload
@@ -198,7 +198,7 @@ class Shipment:
                 self._stop(
                     "unavailable",
                     f"{record} takes {num_bytes} bytes as a message, and the server's max_payload is {limit}; set "
-                    "max_payload in the server's configuration above that, nothing behind this is shipped before",
+                    "max_payload in the server's configuration above that; until then shipping of this log stops here",
                 )
             return records[:index]
         return records
@@ -223,7 +223,7 @@ class Shipment:
 
     def _stop(self, kind: Literal["damaged", "refused", "skipped", "unavailable"], reason: str) -> None:
         self.progress.problem_kind, self.progress.problem = kind, reason
-        self.remark(f"not shipped further: {reason}")
+        self.remark(f"shipping stopped: {reason}")
 
 
 def _position(record: Record | None) -> tuple[str, int]:

@@ -66,8 +66,8 @@ class ShippingReport:
 class Shipper:
     """Ships what is in `path`, a log's directory or a directory of logs. `await run()`; `stop()` from the same loop.
 
-    With `follow` it goes on until it is stopped, and ships new logs, too; otherwise it ends when all is shipped, and
-    gives up after `give_up_after_s` without progress. `on_remark(log, text)` is called with what somebody should know,
+    With `follow` it continues until it is stopped, and ships new logs, too; otherwise it ends when all is shipped, and
+    gives up after `give_up_after_s` without progress. `on_remark(log, text)` is called with what a person should know,
     once; `on_progress()` when something was shipped. `stop` lets it ship what is there for up to `grace_s`; a second
     `stop` does not.
     """

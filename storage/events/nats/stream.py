@@ -108,7 +108,7 @@ def _problems(configuration: StreamConfig) -> Iterator[str]:
     if configuration.retention != RetentionPolicy.LIMITS:
         yield f"its retention is '{configuration.retention}', which deletes what was read; it must be 'limits'"
     if configuration.no_ack:
-        yield "it has no_ack, so nobody knows what arrived"
+        yield "it has no_ack: messages are not acknowledged"
     if configuration.max_msgs_per_subject > 0:
         limit = configuration.max_msgs_per_subject
         yield f"max_msgs_per_subject={limit} drops the beginning of every log; make it -1"
@@ -182,14 +182,14 @@ async def last_record(connection: Connection, subject: str) -> tuple[int, Record
         message = await connection.jetstream.get_last_msg(stream, subject)
     except NotFoundError:
         raise connection.unavailable(
-            f"the server counts messages on {subject} and finds no last one. Some versions do so after messages were "
+            f"the server counts messages on {subject} but finds no last one. Some versions do so after messages were "
             "deleted by hand; restart the server that leads the stream"
         ) from None
     record = record_of_message(message.headers, message.data or b"")
     if isinstance(record, str):
         raise LogDamaged(
             f"{connection.address}: message {message.seq} on {subject} was not written by a shipper: {record}. Find "
-            f"out who did; 'nats stream rmm {stream} {message.seq}' removes it"
+            f"out what wrote it; 'nats stream rmm {stream} {message.seq}' removes it"
         )
     return message.seq or 0, record
 

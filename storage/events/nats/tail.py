@@ -55,7 +55,7 @@ class LogTail:
         return 1 if self.last is None else self.last.next_sequence
 
     def seek(self, last: Record | None) -> None:
-        """Go on behind `last`, which somebody else keeps; None: begin with the first segment there is.
+        """Continue behind `last`, which the stream holds; None: begin with the first segment there is.
 
         Raises:
             LogForked: the files have other bytes there, or end before.

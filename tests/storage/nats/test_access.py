@@ -289,7 +289,7 @@ def test_addresses_that_are_understood(url: str) -> None:
 )
 def test_addresses_that_are_refused(url: str) -> None:
     """With the address and the reason."""
-    with pytest.raises(StreamRefused, match="no address of a stream"):
+    with pytest.raises(StreamRefused, match="not a stream address"):
         StreamAddress.parse(url)
 
 

@@ -129,7 +129,7 @@ def test_a_directory_that_is_no_mirror_is_not_overwritten(
     log_id = ship(log, server.url).logs[0].log_id
     before = segments_of(log)
     log = log.rename(tmp_path / "logs" / log_id)
-    with pytest.raises(LogError, match="is no mirror"):
+    with pytest.raises(LogError, match="is not a mirror"):
         fetch(server, tmp_path / "logs")
     assert segments_of(log) == before
 

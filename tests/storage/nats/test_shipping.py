@@ -399,7 +399,7 @@ def test_a_shipped_log_may_vanish(server: NatsServer, ship: Ship, tmp_path: Path
             await asyncio.sleep(0.01)
         kept = segments_of(logs[0])
         shutil.rmtree(logs[0])
-        while not any("gone" in remark for remark in ship.remarks):  # noqa: ASYNC110
+        while not any("deleted" in remark for remark in ship.remarks):  # noqa: ASYNC110
             await asyncio.sleep(0.01)
         shipper.stop()
         return await running, kept
