@@ -338,14 +338,17 @@ def traces_of_log(directory: Path) -> str:
     Raises `OSError`.
     """
     name = directory.absolute().name
-    if any(each.log == name for each in read_retirements(directory.absolute().parent)):
-        return ""
     recorded = read_end_record(directory)
     if recorded is not None:
-        return f"{END_RECORD_NAME} names {recorded.segment} and events up to {recorded.end_sequence - 1}"
-    # A directory of logs has such a record, too: of the logs that are gone from it.
-    retired = [each for each in read_retirements(directory) if each.log == name]
-    return f"{RETIREMENTS_NAME} names events up to {retired[-1].last_sequence}" if retired else ""
+        trace = f"{END_RECORD_NAME} names {recorded.segment} and events up to {recorded.end_sequence - 1}"
+    else:
+        # A directory of logs has such a record, too: of the logs that are gone from it.
+        retired = [each for each in read_retirements(directory) if each.log == name]
+        trace = f"{RETIREMENTS_NAME} names events up to {retired[-1].last_sequence}" if retired else ""
+    # Asked last: the directory above may be closed to a user who may read this one.
+    if trace and any(each.log == name for each in read_retirements(directory.absolute().parent)):
+        return ""
+    return trace
 
 
 def frames_from(path: Path, segment: str, offset: int) -> Iterator[tuple[Frame, str, int]]:
