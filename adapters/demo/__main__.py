@@ -18,7 +18,6 @@ from rich.console import Console
 from kvledger.adapters.cli.main import main as kvledger
 from kvledger.adapters.demo.child import EngineFailed, run_engine
 from kvledger.adapters.demo.engine import EngineJob
-from kvledger.adapters.demo.narrator import Narrator
 from kvledger.adapters.demo.report import EngineFigures, LoggedRun, Report
 from kvledger.adapters.demo.workload import Workload, connector
 from kvledger.lifecycle import Figures
@@ -118,10 +117,7 @@ def _serve(
 ) -> dict[str, Any]:
     job = EngineJob(str((directory / "model").absolute()), transfer, workload)
     chatter = directory / f"vllm-{name.replace(' ', '-')}.log"
-    with Narrator(name, workload.num_requests, progress) as narrator:
-        result = run_engine(job, chatter, narrator.listen)
-        narrator.finished(result)
-    return result
+    return run_engine(job, chatter, lambda text: progress.print(f"{name}: {text}", markup=False, soft_wrap=True))
 
 
 def _summarize(report: Report, directory: Path) -> None:

@@ -1,4 +1,4 @@
-"""Runs one engine in a child process, passes on what it tells, and leaves no process behind."""
+"""Runs one engine in a child process, passes on its progress, and leaves no process behind."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from kvledger.adapters.demo.engine import ENVIRONMENT, EngineJob
 
 SECONDS_TO_END = 5.0
@@ -22,17 +24,17 @@ class EngineFailed(RuntimeError):
     """The engine's process ended without a result; the message shows the last lines of what it said."""
 
 
-def run_engine(job: EngineJob, chatter: Path, listen: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
-    """Run `job`; its stdout and stderr go to the file `chatter`, its messages to `listen`.
+def run_engine(job: EngineJob, chatter: Path, report: Callable[[str], None]) -> dict[str, Any]:
+    """Run `job`; its stdout and stderr go to the file `chatter`, its progress to `report`.
 
     Returns:
-        The result message of `engine.serve`.
+        The result of `engine.serve`.
 
     Raises:
         EngineFailed: there was no result.
     """
     read_end, write_end = os.pipe()
-    command = [sys.executable, "-m", "kvledger.adapters.demo.engine", job.to_json(), str(write_end)]
+    command = [sys.executable, "-m", "kvledger.adapters.demo.engine", msgspec.json.encode(job).decode(), str(write_end)]
     result: dict[str, Any] | None = None
     with chatter.open("wb") as output, os.fdopen(read_end) as messages:
         try:
@@ -49,11 +51,11 @@ def run_engine(job: EngineJob, chatter: Path, listen: Callable[[dict[str, Any]],
             os.close(write_end)  # the child holds the other one: the pipe ends when the child does
         try:
             for line in messages:
-                message: dict[str, Any] = json.loads(line)
-                if message["stage"] == "result":
-                    result = message
+                message: dict[str, Any] | str = json.loads(line)
+                if isinstance(message, str):
+                    report(message)
                 else:
-                    listen(message)
+                    result = message
             process.wait()
         finally:
             _end(process)

@@ -1,7 +1,7 @@
-"""One engine in a process of its own: starts vLLM, serves a workload, tells what it does as it does it.
+"""One engine in a process of its own: starts vLLM, serves a workload, reports its progress.
 
 The demo starts it as `python -m kvledger.adapters.demo.engine JOB FD`: JOB is an `EngineJob` as JSON, FD a pipe that
-takes one JSON object a line. What vLLM says goes to stdout and stderr, which the demo keeps in a file.
+takes a JSON string for each report, and at the end one object, the result. What vLLM prints, the demo keeps in a file.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import attrs
+import msgspec
 
-from kvledger.adapters.demo.meter import RecomputationMeter
 from kvledger.adapters.demo.model import make_model
+from kvledger.adapters.demo.recompute_counter import RecomputeCounter
 from kvledger.adapters.demo.workload import Workload
 
 ENVIRONMENT = {
@@ -30,9 +31,7 @@ ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "PYTHONHASHSEED": "0",  # vLLM draws the root of its block hashes from it: equal seeds, equal logs
 }
-SECONDS_BETWEEN_REPORTS = 0.2
-
-Tell = Callable[[dict[str, Any]], None]
+SECONDS_BETWEEN_REPORTS = 0.5
 
 
 @attrs.frozen
@@ -43,47 +42,33 @@ class EngineJob:
     kv_transfer_config: dict[str, Any] | None
     workload: Workload
 
-    def to_json(self) -> str:
-        """For the command line of the process."""
-        return json.dumps(attrs.asdict(self))
 
-    @classmethod
-    def from_json(cls, text: str) -> EngineJob:
-        """The job that `to_json` wrote."""
-        fields = json.loads(text)
-        return cls(fields["model"], fields["kv_transfer_config"], Workload(**fields["workload"]))
+def serve(job: EngineJob, report: Callable[[str], None]) -> dict[str, Any]:
+    """Make the model if need be, start the engine, generate greedily; returns the result."""
+    from kvledger.adapters.vllm.versions import vllm_version  # here, because it brings vLLM in
 
-
-def serve(job: EngineJob, tell: Tell) -> None:
-    """Make the model if need be, start the engine, generate greedily, and tell the result as the last message."""
-    tell({"stage": "model"})
     started = time.monotonic()
     made = make_model(Path(job.model))
-    tell({"stage": "engine", "model_made": made, "model_s": time.monotonic() - started})
+    report(f"model {'made' if made else 'found'} ({time.monotonic() - started:.1f} s)")
     started = time.monotonic()
     llm = start(job.model, job.workload, job.kv_transfer_config)
     scheduler = llm.llm_engine.engine_core.engine_core.scheduler
-    tell({"stage": "requests", "engine_s": time.monotonic() - started})
-    meter = RecomputationMeter()
-    meter.watch(scheduler, _reporter(tell, job.workload.num_requests))
+    report(f"engine started ({time.monotonic() - started:.1f} s)")
+    counter = RecomputeCounter()
+    counter.watch(scheduler, _reporting(report, job.workload.num_requests))
     started = time.monotonic()
     outputs = generate(llm, job.workload.prompts(), job.workload.max_tokens)
     duration_s = time.monotonic() - started
-    log_path = _log_path(scheduler.connector)
-    from kvledger.adapters.vllm.versions import vllm_version  # here, because it brings vLLM in
-
-    tell({"stage": "ending"})
+    log_path = None if scheduler.connector is None else str(scheduler.connector.scheduler_side.log.directory)
+    report(f"{job.workload.num_requests} requests done, {counter.num_preemptions} preemptions ({duration_s:.1f} s)")
     llm.llm_engine.engine_core.shutdown()
-    tell(
-        {
-            "stage": "result",
-            "outputs": outputs,
-            "duration_s": duration_s,
-            "log_path": log_path,
-            "vllm_version": vllm_version(),
-            **meter.figures(),
-        }
-    )
+    return {
+        "outputs": outputs,
+        "duration_s": duration_s,
+        "log_path": log_path,
+        "vllm_version": vllm_version(),
+        **counter.figures(),
+    }
 
 
 def start(model: str, workload: Workload, kv_transfer_config: dict[str, Any] | None, **more: Any) -> Any:  # noqa: ANN401 -- vllm.LLM, imported late
@@ -104,28 +89,25 @@ def generate(llm: Any, prompts: list[list[int]], max_tokens: int, **prompt_field
     return [list(output.outputs[0].token_ids) for output in llm.generate(requests, sampling, use_tqdm=False)]
 
 
-def _reporter(tell: Tell, num_requests: int) -> Callable[[RecomputationMeter], None]:
-    last = 0.0
+def _reporting(report: Callable[[str], None], num_requests: int) -> Callable[[RecomputeCounter], None]:
+    last, last_text = 0.0, ""
 
-    def report(meter: RecomputationMeter) -> None:
-        nonlocal last
-        if time.monotonic() - last >= SECONDS_BETWEEN_REPORTS:
-            last = time.monotonic()
-            num_done = num_requests - meter.num_unfinished
-            tell({"stage": "step", "num_done": num_done, "num_preemptions": meter.num_preemptions})
+    def after_step(counter: RecomputeCounter) -> None:
+        nonlocal last, last_text
+        num_done = num_requests - counter.num_unfinished
+        text = f"{num_done} of {num_requests} requests done, preemptions so far: {counter.num_preemptions}"
+        if text != last_text and time.monotonic() - last >= SECONDS_BETWEEN_REPORTS:
+            last, last_text = time.monotonic(), text
+            report(text)
 
-    return report
-
-
-def _log_path(connector: Any) -> str | None:  # noqa: ANN401 -- vLLM's or None
-    return None if connector is None else str(connector.scheduler_side.log.directory)
+    return after_step
 
 
 def main() -> None:
     """Do the job on the command line."""
-    job, descriptor = EngineJob.from_json(sys.argv[1]), int(sys.argv[2])
-    with os.fdopen(descriptor, "w", buffering=1) as pipe:
-        serve(job, lambda message: print(json.dumps(message), file=pipe))
+    job = msgspec.json.decode(sys.argv[1], type=EngineJob)
+    with os.fdopen(int(sys.argv[2]), "w", buffering=1) as pipe:
+        print(json.dumps(serve(job, lambda text: print(json.dumps(text), file=pipe))), file=pipe)
 
 
 if __name__ == "__main__":

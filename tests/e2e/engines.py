@@ -14,7 +14,7 @@ import attrs
 import pytest
 
 from kvledger.adapters.demo.engine import start
-from kvledger.adapters.demo.meter import RecomputationMeter
+from kvledger.adapters.demo.recompute_counter import RecomputeCounter
 from kvledger.adapters.demo.workload import Workload, connector
 from kvledger.adapters.logs.log import open_log
 from kvledger.lifecycle import Core
@@ -43,7 +43,7 @@ class RunningEngine:
     """A vLLM engine in this process, with a meter on its scheduler."""
 
     llm: Any
-    meter: RecomputationMeter
+    meter: RecomputeCounter
     log_path: Path | None
 
     def generate(self, prompts: Sequence[Sequence[int]], max_tokens: int, **prompt_fields: Any) -> list[list[int]]:
@@ -86,7 +86,7 @@ def running_engine(
     llm = start(str(model), workload, transfer)
     try:
         scheduler = llm.llm_engine.engine_core.engine_core.scheduler
-        meter = RecomputationMeter()
+        meter = RecomputeCounter()
         meter.watch(scheduler)
         log_path = None if log_dir is None else scheduler.connector.scheduler_side.log.directory
         yield RunningEngine(llm, meter, log_path)

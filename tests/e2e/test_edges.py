@@ -9,7 +9,7 @@ import pytest
 
 from e2e.engines import Reference, read_sound_log, running_engine, sampling
 from kvledger.adapters.demo.engine import start
-from kvledger.adapters.demo.meter import RecomputationMeter
+from kvledger.adapters.demo.recompute_counter import RecomputeCounter
 from kvledger.adapters.demo.workload import Workload, connector
 from kvledger.lifecycle import events as e
 
@@ -67,7 +67,7 @@ def test_two_ledgers_in_a_real_engine(model: Path, reference: Reference, tmp_pat
     llm = start(str(model), workload, transfer)
     try:
         scheduler = llm.llm_engine.engine_core.engine_core.scheduler
-        meter = RecomputationMeter()
+        meter = RecomputeCounter()
         meter.watch(scheduler)
         paths = [child.scheduler_side.log.directory for child in scheduler.connector.sub_connectors]
         for _ in range(2):

@@ -13,7 +13,7 @@ import attrs
 
 
 @attrs.define
-class RecomputationMeter:
+class RecomputeCounter:
     """Counts, over all requests, tokens that had been computed before a preemption and are scheduled again.
 
     Verifies: the tokens that the model's forward computes again. Does not verify: what they hold.
@@ -27,7 +27,7 @@ class RecomputationMeter:
     num_unfinished: int = 0
     _before_preemption: dict[str, int] = attrs.field(factory=dict)
 
-    def watch(self, scheduler: Any, after_step: Callable[[RecomputationMeter], None] | None = None) -> None:  # noqa: ANN401 -- vLLM's scheduler, whichever class it has
+    def watch(self, scheduler: Any, after_step: Callable[[RecomputeCounter], None] | None = None) -> None:  # noqa: ANN401 -- vLLM's scheduler, whichever class it has
         """Measure every step that `scheduler` schedules from now on."""
         schedule = scheduler.schedule
 
