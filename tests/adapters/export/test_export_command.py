@@ -22,6 +22,7 @@ from kvledger.adapters.exit_codes import ExitCode
 from kvledger.lifecycle import Core
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.codec import EventEncoder, vocabulary_header
+from kvledger.storage.events import SegmentEventStore
 
 FORMATS = ["--perfetto", "--html", "--csv"]
 
@@ -164,7 +165,7 @@ def test_events_of_a_newer_version_are_left_out_and_counted(
     vocabulary = vocabulary_header(Core.standard())["vocabulary"]
     assert isinstance(vocabulary, list)
     newer = [*vocabulary, {"id": "request.priority_changed", "version": 1, "fields": ["request_id", "priority"]}]
-    store = tools.open_log(tmp_path / "log", story.configuration, {"vocabulary": newer})
+    store = SegmentEventStore.create(tmp_path / "log", tools.header_of(story.configuration, {"vocabulary": newer}))
     unknown = msgspec.msgpack.encode([len(vocabulary), "chat-17-b6", 3])
     for number, event in enumerate(story.observed):
         encoded = EventEncoder().encode([event])
@@ -184,7 +185,7 @@ def test_a_log_that_is_still_written_is_exported_as_far_as_it_is(
     run: Any, tools: Any, story: Driver, tmp_path: Path
 ) -> None:
     """The writer is neither disturbed nor waited for."""
-    store = tools.open_log(tmp_path / "log", story.configuration)
+    store = SegmentEventStore.create(tmp_path / "log", tools.header_of(story.configuration))
     store.append(EventEncoder().encode(story.observed[:20]), 20)
     first = tmp_path / "first.csv"
     assert run("export", tmp_path / "log", "--csv", "events", "-o", first).exit_code == 0

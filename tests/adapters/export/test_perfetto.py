@@ -118,7 +118,7 @@ def test_logs_of_several_engines_stand_beside_each_other_in_time(
     """An engine that was started a second later begins a second later in the trace."""
     tools.write_log(tmp_path / "logs" / "first", story.observed, story.configuration)
     late = {"opened_at_unix_ns": 1_750_000_001_000_000_000}
-    tools.write_log(tmp_path / "logs" / "second", story.observed, story.configuration, late)
+    tools.write_log(tmp_path / "logs" / "second", story.observed, story.configuration, header=late)
     trace = export(run, tmp_path / "logs", tmp_path / "t.json")
     first, second = (
         min(found.begin_ns for found in trace.slices if found.process == f"requests {name}")

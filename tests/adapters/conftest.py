@@ -1,0 +1,72 @@
+"""Commands that are run in this process, and logs for them to read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import attrs
+import pytest
+from lifecycle_driver import Driver
+from stored_logs import header_of, play_story, replaced, tell_story, write_log
+
+from kvledger.adapters.cli.main import main
+
+
+@pytest.fixture(scope="module")
+def story() -> Driver:
+    """The story, played once."""
+    return tell_story()
+
+
+@pytest.fixture
+def log(story: Driver, tmp_path: Path) -> Path:
+    """The story as a log of one segment."""
+    return write_log(tmp_path / "log", story.observed, story.configuration)
+
+
+@attrs.frozen
+class Result:
+    """What a command printed and returned."""
+
+    exit_code: int
+    out: str
+    err: str
+
+    def objects(self, type_name: str | None = None) -> list[dict[str, object]]:
+        """The JSON objects on stdout, all or those of a type."""
+        found = [json.loads(line) for line in self.out.splitlines()]
+        return [item for item in found if type_name in {None, item["type"]}]
+
+
+Run = Callable[..., Result]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    """Run `kvledger` in this process."""
+
+    def run_main(*arguments: object) -> Result:
+        capsys.readouterr()
+        exit_code = main([str(argument) for argument in arguments])
+        captured = capsys.readouterr()
+        return Result(exit_code, captured.out, captured.err)
+
+    return run_main
+
+
+@attrs.frozen
+class Tools:
+    """What tests call by name."""
+
+    write_log = staticmethod(write_log)
+    header_of = staticmethod(header_of)
+    replaced = staticmethod(replaced)
+    play_story = staticmethod(play_story)
+
+
+@pytest.fixture(scope="session")
+def tools() -> Tools:
+    """Functions that make logs."""
+    return Tools()

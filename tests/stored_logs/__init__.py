@@ -1,0 +1,97 @@
+"""Logs on disk for tests of what reads logs: any events written as a log, and a short story to write."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+import attrs
+import msgspec
+from lifecycle_driver import Driver, keys_of
+
+from kvledger.lifecycle import Core, LedgerConfiguration
+from kvledger.lifecycle import events as e
+from kvledger.lifecycle.codec import EventEncoder, vocabulary_header
+from kvledger.storage.events import SegmentEventStore
+
+OPENED_AT = 1_750_000_000_000_000_000
+
+
+def header_of(configuration: LedgerConfiguration, changes: Mapping[str, object] | None = None) -> dict[str, object]:
+    """The header that a connector writes."""
+    return {
+        **vocabulary_header(Core.standard()),
+        "configuration": attrs.asdict(configuration),
+        "kvledger_version": "0.1.0",
+        "vllm_version": "0.32.0",
+        "block_size": configuration.block_size,
+        "opened_at_unix_ns": OPENED_AT,
+        **(changes or {}),
+    }
+
+
+def write_log(
+    directory: Path,
+    events: Iterable[e.Event],
+    configuration: LedgerConfiguration,
+    *,
+    segment_bytes: int = 1 << 20,
+    header: Mapping[str, object] | None = None,
+) -> Path:
+    """Write a log, one frame per observation with its decisions, and close it; `header` changes parts of the header."""
+    store = SegmentEventStore.create(directory, header_of(configuration, header), segment_bytes=segment_bytes)
+    encoder = EventEncoder()
+    frame: list[e.Event] = []
+    for event in events:
+        if frame and not event.is_decision:
+            store.append(encoder.encode(frame), len(frame))
+            frame = []
+        frame.append(event)
+    if frame:
+        store.append(encoder.encode(frame), len(frame))
+    store.close()
+    return directory
+
+
+def play_story(driver: Driver, request_id: str = "chat-17-b6", other_id: str = "chat-9") -> None:
+    """A request computes, decodes, is preempted, is polled, comes back by a load, ends; another one is new.
+
+    The driver needs 16 slots.
+    """
+    keys = keys_of("a", 8)
+    driver.start(request_id, keys[:5], 45, (1, 2, 3))
+    driver.keys(request_id, 5, keys[5:6])
+    driver.step((request_id, 45, 1, 46), settled=[(request_id, 0, 45)])
+    driver.settle_all()
+    for step in range(18):
+        driver.step(extended=[(request_id, (4,))] if step == 2 else ())
+    driver.keys(request_id, 6, keys[6:8])
+    driver.preempt(request_id, 64)
+    driver.settle_all()
+    for _ in range(3):
+        driver.lookup(request_id, 0, 65)
+    driver.allocate(request_id, (7, 8, 9, 10, 11), 64)
+    driver.step((request_id, 64, 1, 65))
+    driver.settle_all()
+    driver.finish(request_id, 65, 66)
+    driver.arrive(other_id, 20)
+    driver.step()
+
+
+def tell_story(request_id: str = "chat-17-b6", other_id: str = "chat-9", *, clock_rate: int = 1) -> Driver:
+    """Play it, with times that many times as long: the driver's clock ticks in microseconds, engines take more."""
+    driver = Driver(num_slots=32)
+    play_story(driver, request_id, other_id)
+    driver.ledger.commit()
+    for place, event in enumerate(driver.observed):
+        if (time_ns := getattr(event, "time_ns", None)) is not None:
+            driver.observed[place] = msgspec.structs.replace(event, time_ns=clock_rate * time_ns)
+    return driver
+
+
+def replaced(events: Sequence[e.Event], event_class: type[e.Event], index: int, **fields: object) -> list[e.Event]:
+    """The events with fields of the `index`-th event of a class replaced."""
+    changed = list(events)
+    places = [place for place, event in enumerate(changed) if type(event) is event_class]
+    changed[places[index]] = msgspec.structs.replace(changed[places[index]], **fields)
+    return changed
