@@ -1,10 +1,10 @@
 """Keeps I/O trouble away from the engine: frames that cannot be written wait in memory, in order, within a bound.
 
-They are tried again after some appends and after some time, whichever comes first; the clock is the caller's, so a run
-can be repeated. An engine that is idle appends nothing: with `retries_alone` a thread tries, which is there only while
-something waits. Sequence numbers are handed out as if the frames had been written, and are the ones they are later
-written with. When the bound is reached the newest frames are dropped, all until the backlog is written out; one GAP
-frame then stands for them. How many events wait is noted in the store, where the next start and `verify` find it.
+An append after some time tries them again; the clock is the caller's, so a run can be repeated. An engine that is idle
+appends nothing: with `retries_alone` a thread tries, which is there only while something waits. Sequence numbers are
+handed out as if the frames had been written, and are the ones they are later written with. When the bound is reached
+the newest frames are dropped, all until the backlog is written out; one GAP frame then stands for them. How many events
+wait is noted in the store, where the next start and `verify` find it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 __all__ = ["BacklogEventStore"]
 
 _DEFAULT_BACKLOG_BYTES: Final = 16 << 20
-_MAX_APPENDS_BETWEEN_ATTEMPTS: Final = 1024
 _FIRST_PAUSE_SECONDS: Final = 0.1
 _MAX_PAUSE_SECONDS: Final = 5.0
 
@@ -77,8 +76,6 @@ class BacklogEventStore:
         self._num_events_backlogged = 0
         self._num_events_lost = 0
         self._last_error: OSError | None = None
-        self._appends_until_attempt = 0
-        self._back_off_appends = 1
         self._attempt_at = 0.0
         self._pause_seconds = _FIRST_PAUSE_SECONDS
         self._next_sequence = store.next_sequence
@@ -196,8 +193,7 @@ class BacklogEventStore:
     def _keep_waiting(self, frame: _Waiting) -> int:
         self._next_sequence += frame.num_events
         self._keep(frame)
-        self._appends_until_attempt -= 1
-        if self._appends_until_attempt <= 0 or self._clock() >= self._attempt_at:
+        if self._clock() >= self._attempt_at:
             self._write_waiting()
         return frame.first_sequence
 
@@ -238,7 +234,7 @@ class BacklogEventStore:
             else:
                 self._num_backlog_bytes -= _size(frame)
                 self._num_events_backlogged -= frame.num_events
-        self._back_off_appends, self._pause_seconds = 1, _FIRST_PAUSE_SECONDS
+        self._pause_seconds = _FIRST_PAUSE_SECONDS
         self._store.note_unwritten(0, "")
         self._on_written_again(num_events_before)
 
@@ -250,8 +246,6 @@ class BacklogEventStore:
 
     def _back_off(self, error: OSError) -> None:
         self._last_error = error
-        self._appends_until_attempt = self._back_off_appends
-        self._back_off_appends = min(2 * self._back_off_appends, _MAX_APPENDS_BETWEEN_ATTEMPTS)
         self._attempt_at = self._clock() + self._pause_seconds
         self._pause_seconds = min(2 * self._pause_seconds, _MAX_PAUSE_SECONDS)
         self._store.note_unwritten(self._next_sequence - self._store.next_sequence, str(error))

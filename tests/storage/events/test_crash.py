@@ -16,8 +16,15 @@ pytestmark = pytest.mark.xdist_group("log_torture")
 _NUM_KILLS = 40
 
 
-@pytest.mark.parametrize("max_bytes", [None, 900])
-@pytest.mark.parametrize("durability", [Durability.OS, Durability.DISK])
+@pytest.mark.parametrize(
+    ("durability", "max_bytes"),
+    [
+        (Durability.OS, None),
+        (Durability.DISK, 900),
+        pytest.param(Durability.OS, 900, marks=pytest.mark.long),
+        pytest.param(Durability.DISK, None, marks=pytest.mark.long),
+    ],
+)
 @pytest.mark.parametrize("moment", ["before", "middle", "after"])
 def test_a_writer_killed_at_any_change_of_a_file_loses_nothing_acknowledged(
     tmp_path: Path, small_process: Executor, durability: Durability, moment: Moment, max_bytes: int | None

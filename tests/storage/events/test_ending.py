@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 from collections.abc import Callable
@@ -171,7 +172,9 @@ def test_events_that_wait_for_a_disk_are_known_after_the_writer_was_killed(
 
     def fill_up() -> None:
         with file_size_limit(2000):
-            store = BacklogEventStore(SegmentEventStore.create(tmp_path, {}), clock=lambda: 0.0)
+            seconds = itertools.count()
+            segments = SegmentEventStore.create(tmp_path, {})
+            store = BacklogEventStore(segments, clock=lambda: float(next(seconds)))
             for _ in range(100):
                 store.append(bytes(100), 7)
             ending = _ending(tmp_path)
