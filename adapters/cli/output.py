@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import attrs
@@ -16,12 +16,14 @@ from rich.text import Text
 
 from kvledger.adapters.cli.streams import notice_reader
 from kvledger.adapters.exit_codes import CommandFailed, ExitCode, unreadable_text
+from kvledger.adapters.logs.describe import event_fields
 from kvledger.adapters.logs.ending import ending_text, under_way_text
 from kvledger.adapters.logs.facts import figures_in_words
 from kvledger.adapters.logs.log import StoredLog
 from kvledger.adapters.logs.under_way import last_under_way
 from kvledger.adapters.logs.visible import remark, visible
-from kvledger.lifecycle import Figures
+from kvledger.lifecycle import Divergence, Figures
+from kvledger.lifecycle.audit import Audit
 from kvledger.storage.events import HowEnded
 
 _PIPED_WIDTH = 100_000
@@ -165,3 +167,27 @@ def show_ending(output: Output, log: StoredLog, num_open: int | None) -> None:
     output.field("end", ending_text(ending, num_open), style if ending.missing is None else "red")
     if call is not None:
         output.field("then", under_way_text(call, log), "yellow")
+
+
+def show_divergences(
+    output: Output, audit: Audit, found: Sequence[Divergence], differences: Sequence[Divergence], num_found: int
+) -> None:
+    """Where the code here decides otherwise, or the reference machine does; `num_found` may be more than what is kept."""
+    if output.is_json:
+        for kind, divergences in (("divergence", found), ("reference_difference", differences)):
+            for each in divergences:
+                recorded, decided = event_fields(each.recorded), event_fields(each.decided)
+                output.record(kind, {"sequence": each.sequence, "recorded": recorded, "decided": decided})
+        if audit.unfoldable is not None:
+            event, error = event_fields(audit.unfoldable.event), audit.unfoldable.error
+            output.record("unfoldable", {"sequence": audit.unfoldable.sequence, "event": event, "error": error})
+        return
+    if audit.unfoldable is not None:
+        output.field("decisions", str(audit.unfoldable), "red")
+    elif found:
+        more = f" (and {num_found - 1} more, perhaps only because of this one)" if num_found > 1 else ""
+        output.field("decisions", f"diverged {found[0]}{more}", "red")
+    else:
+        output.field("decisions", "made again, all equal", "green")
+    if differences:
+        output.field("reference", f"differs {differences[0]}", "red")

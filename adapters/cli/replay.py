@@ -7,10 +7,9 @@ import argparse
 from kvledger.adapters.cli.difference import compare
 from kvledger.adapters.cli.finding import selected_one
 from kvledger.adapters.cli.options import add_handlers, event_number
-from kvledger.adapters.cli.output import Output
+from kvledger.adapters.cli.output import Output, show_divergences
 from kvledger.adapters.cli.state import show_state
 from kvledger.adapters.exit_codes import CommandFailed, ExitCode
-from kvledger.adapters.logs.describe import event_fields
 from kvledger.adapters.logs.log import StoredLog, open_log
 from kvledger.adapters.logs.sources import find_logs, one_of
 from kvledger.adapters.logs.streams import log_argument
@@ -48,7 +47,8 @@ def run(arguments: argparse.Namespace, output: Output) -> ExitCode:
     show_state(output, audit.projections, last, window.request_id)
     output.damage_of(log)
     _remark_beginning(log, output)
-    _show_divergence(audit, output)
+    divergences = audit.divergences
+    show_divergences(output, audit, divergences, audit.reference_differences, divergences.num_found)
     if log.damage:
         return ExitCode.DAMAGED
     return ExitCode.SOUND if audit.is_sound else ExitCode.DIVERGED
@@ -61,21 +61,3 @@ def _remark_beginning(log: StoredLog, output: Output) -> None:
         output.remark(f"the log begins with event {log.first_sequence}; without those before nothing can be replayed")
     for remark in (*log.start_remarks, *log.other_code_remarks):
         output.remark(remark)
-
-
-def _show_divergence(audit: Audit, output: Output) -> None:
-    first = next(iter([*audit.divergences, *audit.reference_differences]), None)
-    if output.is_json:
-        if first is not None:
-            recorded, decided = event_fields(first.recorded), event_fields(first.decided)
-            output.record("divergence", {"sequence": first.sequence, "recorded": recorded, "decided": decided})
-        if audit.unfoldable is not None:
-            event, error = event_fields(audit.unfoldable.event), audit.unfoldable.error
-            output.record("unfoldable", {"sequence": audit.unfoldable.sequence, "event": event, "error": error})
-        return
-    if audit.unfoldable is not None:
-        output.field("decisions", str(audit.unfoldable), "red")
-    elif first is None:
-        output.field("decisions", "made again, all equal", "green")
-    else:
-        output.field("decisions", f"diverged {first}", "red")

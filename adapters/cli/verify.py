@@ -11,10 +11,10 @@ import attrs
 
 from kvledger.adapters.cli.finding import selected
 from kvledger.adapters.cli.options import add_handlers
-from kvledger.adapters.cli.output import Output, show_ending
+from kvledger.adapters.cli.output import Output, show_divergences, show_ending
 from kvledger.adapters.exit_codes import ExitCode, gravest
 from kvledger.adapters.logs.amounts import plural, size
-from kvledger.adapters.logs.describe import event_fields, event_text, plain
+from kvledger.adapters.logs.describe import event_text, plain, violation_place
 from kvledger.adapters.logs.ending import num_open_requests, sound_text
 from kvledger.adapters.logs.log import StoredLog, open_log
 from kvledger.adapters.logs.selection import Selection
@@ -86,17 +86,7 @@ def _show_json(output: Output, log: StoredLog, audit: Audit, findings: Findings)
         output.record("damage", attrs.asdict(damage))
     for violation in audit.violations:
         output.record("violation", attrs.asdict(violation))
-    for kind, found in (
-        ("divergence", findings.divergences),
-        ("reference_difference", findings.reference_differences),
-    ):
-        for divergence in found:
-            recorded, decided = event_fields(divergence.recorded), event_fields(divergence.decided)
-            output.record(kind, {"sequence": divergence.sequence, "recorded": recorded, "decided": decided})
-    if audit.unfoldable is not None:
-        event = event_fields(audit.unfoldable.event)
-        error = audit.unfoldable.error
-        output.record("unfoldable", {"sequence": audit.unfoldable.sequence, "event": event, "error": error})
+    show_divergences(output, audit, findings.divergences, findings.reference_differences, findings.num_divergences)
     for rule, reason in {**audit.not_judged, **log.core.not_checked}.items():
         output.record("not_checked", {"rule": rule, "reason": reason})
     show_ending(output, log, num_open_requests(audit.projections) if log.header else None)
@@ -143,7 +133,8 @@ def _show_text(output: Output, log: StoredLog, audit: Audit, findings: Findings,
         _show_violation(output, violation, evidence)
     _show_more(output, audit.num_violations.total())
     if log.header:
-        _show_divergence(output, audit, findings)
+        differences = findings.reference_differences
+        show_divergences(output, audit, findings.divergences, differences, findings.num_divergences)
     if verbose:
         output.field("not checked", plural(len(log.core.not_checked), "rule"))
         for rule, reason in log.core.not_checked.items():
@@ -170,26 +161,11 @@ def _show_more(output: Output, total: int) -> None:
 
 
 def _show_violation(output: Output, violation: Violation, evidence: dict[int, Event]) -> None:
-    of = f", request {violation.request_id}" if violation.request_id else ""
-    generation = "" if violation.generation is None else f", generation {violation.generation}"
-    output.line(f"  {violation.rule} at event {violation.sequence}{of}{generation}", style="bold")
+    output.line(f"  {violation_place(violation)}", style="bold")
     output.line(f"    {violation.detail}")
     for sequence in dict.fromkeys((*violation.evidence, violation.sequence)):
         if sequence in evidence:
             output.line(f"    {sequence:>8}  {event_text(evidence[sequence])}", style="dim")
-
-
-def _show_divergence(output: Output, audit: Audit, findings: Findings) -> None:
-    if audit.unfoldable is not None:
-        output.field("decisions", str(audit.unfoldable), "red")
-    elif findings.divergences:
-        num_more = findings.num_divergences - 1
-        more = f" (and {num_more} more, perhaps only because of this one)" if num_more else ""
-        output.field("decisions", f"diverged {findings.divergences[0]}{more}", "red")
-    else:
-        output.field("decisions", "made again, all equal", "green")
-    if findings.reference_differences:
-        output.field("reference", f"differs {findings.reference_differences[0]}", "red")
 
 
 def _evidence(log: StoredLog, violations: Collection[Violation]) -> dict[int, Event]:

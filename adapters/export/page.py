@@ -23,7 +23,7 @@ from kvledger.adapters.export.reading import read_trace
 from kvledger.adapters.export.shown import SLOTS, Request, Shown
 from kvledger.adapters.export.spans import Incarnation
 from kvledger.adapters.logs.amounts import duration, event_range, milliseconds, plural, ranges, size
-from kvledger.adapters.logs.describe import event_text, state_change
+from kvledger.adapters.logs.describe import event_text, state_change, violation_place
 from kvledger.adapters.logs.ending import ending_text, num_open_requests, sound_text
 from kvledger.adapters.logs.facts import facts_of, figures_in_words
 from kvledger.adapters.logs.log import StoredLog
@@ -224,12 +224,9 @@ def _damage(found: Findings) -> Iterator[Finding]:
 
 def _breaches(violations: Sequence[Violation], proof: Mapping[int, Event]) -> Iterator[Finding]:
     for item in violations:
-        of = f", request {item.request_id}" if item.request_id else ""
-        generation = "" if item.generation is None else f", generation {item.generation}"
         named = dict.fromkeys((*item.evidence, item.sequence))
         evidence = [(sequence, event_text(proof[sequence])) for sequence in named if sequence in proof]
-        title = f"{item.rule} at event {item.sequence}{of}{generation}"
-        yield Finding(title, item.detail, evidence, item.request_id)
+        yield Finding(violation_place(item), item.detail, evidence, item.request_id)
 
 
 def _divergences(audit: Audit, found: Findings) -> Iterator[Finding]:

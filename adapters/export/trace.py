@@ -125,7 +125,7 @@ class Trace:
                 time_ns=self.now_ns,
                 request_id="",
                 ordinal=None,
-                text=f"events {gap.first_sequence}–{gap.last_sequence} are missing; what follows does not know them",
+                text=str(gap),
                 is_trouble=not gap.is_beginning,
                 fields={"first_sequence": gap.first_sequence, "last_sequence": gap.last_sequence},
             )
@@ -411,7 +411,7 @@ class Trace:
                 time_ns=self.now_ns,
                 request_id=request_id,
                 ordinal=None if incarnation is None else incarnation.ordinal,
-                text=text or _text(event),
+                text=text or event.id,
                 is_trouble=isinstance(event, _TROUBLE),
                 fields={name: value.hex() if isinstance(value, bytes) else value for name, value in fields.items()},
             )
@@ -473,15 +473,3 @@ class _HeldBlocks:
                     del self._references[block_id]
         if table:
             self._tables[ordinal] = table
-
-
-def _text(event: e.Event) -> str:
-    match event:
-        case e.ChunkEvicted():
-            return f"chunk {event.key.hex()} evicted to make room for a save of {event.request_id}"
-        case e.ChunkTainted():
-            return f"chunk {event.key.hex()} tainted, not offered again until saved anew"
-        case e.LoadErrorsObserved():
-            return f"{len(event.block_ids)} blocks could not be filled"
-        case _:
-            return event.id

@@ -12,6 +12,7 @@ import msgspec
 from kvledger.adapters.logs.amounts import plural, ranges
 from kvledger.lifecycle import Core, Extension, MissReason
 from kvledger.lifecycle import events as e
+from kvledger.lifecycle.audit import Violation
 
 MISS_REASONS: dict[str, str] = {
     MissReason.COMPLETE: "nothing is missing",
@@ -154,6 +155,7 @@ _WORDS: dict[type[e.Event], Callable[..., str]] = {
     e.DecisionWithheld: lambda event: f"withheld from vLLM: {event.detail}",
     e.LoadRefused: lambda _: "vLLM claimed an answer that cannot be loaded; reported as failed",
     e.EffectsDelivered: _delivered,
+    e.LoadErrorsObserved: lambda event: f"{plural(len(event.block_ids), 'block')} could not be filled",
     e.CacheReset: lambda _: "cache reset: everything saved before is stale",
     e.LogNote: lambda event: f"note: {event.text}",
     # Decisions. Progress is left out: the state shows it.
@@ -172,6 +174,8 @@ _WORDS: dict[type[e.Event], Callable[..., str]] = {
     e.SaveCompleted: lambda event: f"save {event.job_id} is done",
     e.SaveFailed: lambda event: f"save {event.job_id} failed: {event.error}",
     e.SaveDeclined: _declined,
+    e.ChunkEvicted: lambda event: f"chunk {event.key.hex()} evicted to make room for a save of {event.request_id}",
+    e.ChunkTainted: lambda event: f"chunk {event.key.hex()} tainted, not offered until saved again",
     e.RequestReleased: lambda _: "released; no transfers outstanding",
     e.RequestQuarantined: lambda event: f"quarantined ({event.reason}): cache disabled for this request",
     e.ExtensionStopped: lambda event: (
@@ -197,15 +201,27 @@ def describe_core_event(event: e.Event) -> str:
 
 def describe_decisions(decisions: Iterable[e.Event], core: Core) -> list[str]:
     """What was decided, one phrase each; chunks are counted."""
-    decisions = tuple(decisions)
-    phrases = [phrase for decision in decisions if (phrase := describe(decision, core))]
-    num_evicted = sum(isinstance(decision, e.ChunkEvicted) for decision in decisions)
-    num_tainted = sum(isinstance(decision, e.ChunkTainted) for decision in decisions)
+    phrases = []
+    num_evicted = num_tainted = 0
+    for decision in decisions:
+        if isinstance(decision, e.ChunkEvicted):
+            num_evicted += 1
+        elif isinstance(decision, e.ChunkTainted):
+            num_tainted += 1
+        elif phrase := describe(decision, core):
+            phrases.append(phrase)
     if num_evicted:
         phrases.append(f"{plural(num_evicted, 'older chunk')} evicted to make room")
     if num_tainted:
         phrases.append(f"{plural(num_tainted, 'chunk')} tainted, not offered until saved again")
     return phrases
+
+
+def violation_place(violation: Violation) -> str:
+    """Which rule is broken, where, and by which request."""
+    of = f", request {violation.request_id}" if violation.request_id else ""
+    generation = "" if violation.generation is None else f", generation {violation.generation}"
+    return f"{violation.rule} at event {violation.sequence}{of}{generation}"
 
 
 def plain(value: object) -> object:

@@ -78,6 +78,9 @@ class Gap:
         """Whether the log's oldest events are missing: most often they were retired, or are in another segment."""
         return self.first_sequence == 1
 
+    def __str__(self) -> str:
+        return f"events {self.first_sequence}–{self.last_sequence} are missing; what follows is described without them"
+
 
 @attrs.define
 class Batch:

@@ -149,8 +149,7 @@ class _Timeline:
     def lose(self, gap: Gap) -> None:
         """Say that events are missing here."""
         now = self._tracker.time_ns
-        text = f"events {gap.first_sequence}–{gap.last_sequence} are missing; what follows is described without them"
-        self.groups.append(Group("lost", gap.first_sequence, gap.last_sequence, now, now, None, None, None, [text]))
+        self.groups.append(Group("lost", gap.first_sequence, gap.last_sequence, now, now, None, None, None, [str(gap)]))
 
     def begin(self, observation: Observation) -> None:
         """Note what is so before an observation is folded."""
