@@ -172,7 +172,7 @@ def show_ending(output: Output, log: StoredLog, num_open: int | None) -> None:
 def show_divergences(
     output: Output, audit: Audit, found: Sequence[Divergence], differences: Sequence[Divergence], num_found: int
 ) -> None:
-    """Where the code here decides otherwise, or the reference machine does; `num_found` may be more than what is kept."""
+    """Where the code here decides otherwise than the log; `num_found` may be more than what is kept."""
     if output.is_json:
         for kind, divergences in (("divergence", found), ("reference_difference", differences)):
             for each in divergences:
