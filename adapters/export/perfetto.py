@@ -11,18 +11,7 @@ from operator import attrgetter
 
 import msgspec
 
-from kvledger.adapters.export.spans import (
-    Call,
-    Copy,
-    Gauges,
-    Incarnation,
-    Instant,
-    Lookup,
-    Span,
-    StateSpan,
-    Step,
-    Visitor,
-)
+from kvledger.adapters.export.spans import Call, Copy, Gauges, Incarnation, Instant, Lookup, Span, State, Step, Visitor
 from kvledger.adapters.logs.amounts import ranges
 
 _ENGINE, _REQUESTS = 1, 2
@@ -85,15 +74,14 @@ class EngineTrace(Visitor):
         """Ordinals of the requests that are shown now."""
         self._gone: dict[str, list[Instant]] = {}
         """Kind -> chunks that left the cache since the last observation."""
-        self._calls: dict[str, Call | None] = {}
-        """Extension -> its last call, in the order of their tracks."""
+        self._calls: dict[str, tuple[int, int]] = {}
+        """Extension -> the track of its calls, and the end of the last one."""
         suffix = f" {label}" if label else ""
         for number, name in ((_ENGINE, "engine"), (_REQUESTS, "requests")):
             self._metadata("process_name", number, 0, {"name": name + suffix})
             self._metadata("process_sort_index", number, 0, {"sort_index": self._base + number})
-        for number, name in ((_STEPS, "steps"), (_TROUBLE, "what went wrong"), (_CACHE, "cache and log")):
-            self._metadata("thread_name", _ENGINE, number, {"name": name})
-            self._metadata("thread_sort_index", _ENGINE, number, {"sort_index": number})
+        for track, name in ((_STEPS, "steps"), (_TROUBLE, "what went wrong"), (_CACHE, "cache and log")):
+            self._name_track(track, name)
 
     # --- spans --------------------------------------------------------------------------------
 
@@ -102,10 +90,8 @@ class EngineTrace(Visitor):
         match span:
             case Incarnation():
                 self._tracks.add(span.ordinal)
-                track = _FIRST_REQUEST + span.ordinal
-                self._metadata("thread_name", _REQUESTS, track, {"name": span.request_id})
-                self._metadata("thread_sort_index", _REQUESTS, track, {"sort_index": span.ordinal})
-            case StateSpan():
+                self._name_track(_FIRST_REQUEST + span.ordinal, span.request_id)
+            case State():
                 self._begin_state(span)
             case Copy():
                 self._begin_copy(span)
@@ -118,15 +104,16 @@ class EngineTrace(Visitor):
             case Incarnation():
                 self._arrows.pop(span.ordinal, None)
                 self._tracks.discard(span.ordinal)
-            case StateSpan():
+            case State():
                 self._end_state(span)
             case Copy():
                 self._end_copy(span)
             case Call():
-                track = _FIRST_EXTENSION + list(self._calls).index(span.extension)
-                self._event("E", "call", span.name, span.last_ns, _ENGINE, track)
+                track, _ = self._calls[span.extension]
+                self._calls[span.extension] = track, span.last_ns
+                self._event("E", "call", span.name, span.last_ns, track)
 
-    def _begin_state(self, span: StateSpan) -> None:
+    def _begin_state(self, span: State) -> None:
         """Where a preempted request runs again, the arrow from its preemption ends."""
         more: dict[str, object] = {}
         if span.state == "preempted":
@@ -135,47 +122,30 @@ class EngineTrace(Visitor):
             more = {"bind_id": self._arrows[span.ordinal], "flow_out": True}
         elif span.state in {"running", "chunked_prefill"} and span.ordinal in self._arrows:
             more = {"bind_id": self._arrows.pop(span.ordinal), "flow_in": True}
-        arguments = {
-            "request_id": span.request_id,
-            "ordinal": span.ordinal,
-            "generation": span.generation,
-            "cause": span.cause,
-            "sequence": span.sequence,
-            "num_computed_tokens": span.num_computed_tokens,
-            "num_tokens": span.num_tokens,
-        }
-        self._event("B", "state", span.state, span.since_ns, _REQUESTS, _FIRST_REQUEST + span.ordinal, arguments, more)
+        arguments = _fields(span, "request_id", "ordinal", "generation", "cause", "sequence")
+        arguments |= _fields(span, "num_computed_tokens", "num_tokens")
+        self._event("B", "state", span.state, span.since_ns, _FIRST_REQUEST + span.ordinal, arguments, more)
 
-    def _end_state(self, span: StateSpan) -> None:
-        arguments: dict[str, object] = {"num_computed_tokens_at_end": span.num_computed_tokens_at_end}
-        if span.until_ns is None:
+    def _end_state(self, span: State) -> None:
+        is_open = span.until_ns is None
+        arguments = _fields(span, "num_computed_tokens_at_end", *([] if is_open else ["left_by"]))
+        if is_open:
             arguments["open"] = "the trace ends before this state does"
-        else:
-            arguments["left_by"] = span.left_by
-        self._event("E", "state", span.state, span.last_ns, _REQUESTS, _FIRST_REQUEST + span.ordinal, arguments)
+        self._event("E", "state", span.state, span.last_ns, _FIRST_REQUEST + span.ordinal, arguments)
 
     def _begin_copy(self, copy: Copy) -> None:
         """A load of a preempted request carries the arrow on."""
-        arguments: dict[str, object] = {
-            "job_id": copy.job_id,
-            "request_id": copy.request_id,
-            "ordinal": copy.ordinal,
-            "generation": copy.generation,
-            "sequence": copy.sequence,
-            "num_pages": copy.num_pages,
-            "slots": ranges(copy.slots),
-            "block_ids": ranges(copy.block_ids),
-            "is_async": copy.is_async,
-            "before_forward": copy.before_forward,
-        }
+        arguments = _fields(copy, "job_id", "request_id", "ordinal", "generation", "sequence", "num_pages")
+        arguments |= {"slots": ranges(copy.slots), "block_ids": ranges(copy.block_ids)}
+        arguments |= _fields(copy, "is_async", "before_forward")
         if copy.chunks:
             arguments["chunks"] = ranges(copy.chunks)
         if copy.first_token is not None:
-            arguments |= {"first_token": copy.first_token, "num_tokens": copy.num_tokens}
+            arguments |= _fields(copy, "first_token", "num_tokens")
         more: dict[str, object] = {"id2": {"local": hex(copy.job_id)}}
         if copy.kind == "load" and copy.ordinal in self._arrows:
             more |= {"bind_id": self._arrows[copy.ordinal], "flow_in": True, "flow_out": True}
-        self._event("b", "copy", copy.kind, copy.since_ns, _ENGINE, _COPIES, arguments, more)
+        self._event("b", "copy", copy.kind, copy.since_ns, _COPIES, arguments, more)
 
     def _end_copy(self, copy: Copy) -> None:
         arguments: dict[str, object] = {
@@ -189,22 +159,16 @@ class EngineTrace(Visitor):
         if copy.error:
             arguments["error"] = copy.error
         more: dict[str, object] = {"id2": {"local": hex(copy.job_id)}}
-        self._event("e", "copy", copy.kind, copy.last_ns, _ENGINE, _COPIES, arguments, more)
+        self._event("e", "copy", copy.kind, copy.last_ns, _COPIES, arguments, more)
 
     def _begin_call(self, call: Call) -> None:
         """Behind the one before: slices of a track nest, and who measured it had another clock."""
         if call.extension not in self._calls:
-            self._calls[call.extension] = None
-            track = _FIRST_EXTENSION + len(self._calls) - 1
-            self._metadata("thread_name", _ENGINE, track, {"name": f"calls, {call.extension}"})
-            self._metadata("thread_sort_index", _ENGINE, track, {"sort_index": track})
-        before, self._calls[call.extension] = self._calls[call.extension], call
-        since_ns = call.since_ns if before is None else max(call.since_ns, before.last_ns)
-        arguments: dict[str, object] = {"sequence": call.sequence}
-        if call.request_id:
-            arguments["request_id"] = call.request_id
-        track = _FIRST_EXTENSION + list(self._calls).index(call.extension)
-        self._event("B", "call", call.name, since_ns, _ENGINE, track, arguments)
+            self._calls[call.extension] = _FIRST_EXTENSION + len(self._calls), 0
+            self._name_track(self._calls[call.extension][0], f"calls, {call.extension}")
+        track, before_ns = self._calls[call.extension]
+        arguments = _fields(call, "sequence", *(["request_id"] if call.request_id else []))
+        self._event("B", "call", call.name, max(call.since_ns, before_ns), track, arguments)
 
     # --- instants -----------------------------------------------------------------------------
 
@@ -213,21 +177,15 @@ class EngineTrace(Visitor):
         track = self._track_of(lookup.ordinal)
         if lookup.is_repeated or track is None:
             return
-        arguments: dict[str, object] = {
-            "sequence": lookup.sequence,
-            "num_computed_tokens": lookup.num_computed_tokens,
-            "num_tokens": lookup.num_tokens,
-        }
+        arguments = _fields(lookup, "sequence", "num_computed_tokens", "num_tokens")
         if lookup.deferred_for_job:
-            arguments["deferred_for_job"] = lookup.deferred_for_job
+            arguments |= _fields(lookup, "deferred_for_job")
         else:
-            arguments["num_hit_tokens"] = lookup.num_hit_tokens
-            arguments["num_external_tokens"] = lookup.num_external_tokens
-            arguments["miss_reason"] = lookup.miss_reason
+            arguments |= _fields(lookup, "num_hit_tokens", "num_external_tokens", "miss_reason")
             if lookup.miss_cause:
-                arguments["miss_cause"] = lookup.miss_cause
+                arguments |= _fields(lookup, "miss_cause")
         name = "lookup deferred" if lookup.deferred_for_job else "lookup"
-        self._instant("lookup", name, lookup.time_ns, _REQUESTS, track, arguments)
+        self._instant("lookup", name, lookup.time_ns, track, arguments)
 
     def happened(self, instant: Instant) -> None:
         """On the track of the request, and on the engine's where it is of no request or went wrong."""
@@ -240,9 +198,9 @@ class EngineTrace(Visitor):
         track = self._track_of(instant.ordinal)
         if instant.is_trouble or track is None:
             of_engine = _TROUBLE if instant.is_trouble else _CACHE
-            self._instant(category, name, instant.time_ns, _ENGINE, of_engine, arguments)
+            self._instant(category, name, instant.time_ns, of_engine, arguments)
         if track is not None:
-            self._instant(category, name, instant.time_ns, _REQUESTS, track, arguments)
+            self._instant(category, name, instant.time_ns, track, arguments)
 
     def _track_of(self, ordinal: int | None) -> int | None:
         return None if ordinal is None or ordinal not in self._tracks else _FIRST_REQUEST + ordinal
@@ -256,7 +214,7 @@ class EngineTrace(Visitor):
                 "keys": " ".join(str(instant.fields["key"]) for instant in instants),
                 "for_request_ids": " ".join(dict.fromkeys(each.request_id for each in instants if each.request_id)),
             }
-            self._instant("moment", kind, instants[0].time_ns, _ENGINE, _CACHE, arguments)
+            self._instant("moment", kind, instants[0].time_ns, _CACHE, arguments)
         self._gone.clear()
 
     # --- the engine ---------------------------------------------------------------------------
@@ -264,20 +222,15 @@ class EngineTrace(Visitor):
     def stepped(self, step: Step) -> None:
         """A slice to the next step: when a step's forward ended, the log does not say."""
         self.idle(step.time_ns)
-        arguments = {
-            "step": step.step,
-            "sequence": step.sequence,
-            "num_scheduled_tokens": step.num_scheduled_tokens,
-            "num_events": step.num_events,
-        }
-        self._event("B", "step", "step", step.time_ns, _ENGINE, _STEPS, arguments)
+        arguments = _fields(step, "step", "sequence", "num_scheduled_tokens", "num_events")
+        self._event("B", "step", "step", step.time_ns, _STEPS, arguments)
         self._open_step = True
         self._count("scheduled tokens", "a step", step.time_ns, step.num_scheduled_tokens)
 
     def idle(self, time_ns: int) -> None:
         """The step's slice ends."""
         if self._open_step:
-            self._event("E", "step", "step", time_ns, _ENGINE, _STEPS)
+            self._event("E", "step", "step", time_ns, _STEPS)
             self._open_step = False
 
     def counted(self, time_ns: int, gauges: Gauges) -> None:
@@ -302,12 +255,10 @@ class EngineTrace(Visitor):
         """Where it has changed."""
         if value is not None and self._values.get((name, series)) != value:
             self._values[name, series] = value
-            self._event("C", "counter", name, time_ns, _ENGINE, _STEPS, {series: value})
+            self._event("C", "counter", name, time_ns, _STEPS, {series: value})
 
-    def _instant(
-        self, category: str, name: str, time_ns: int, process: int, thread: int, arguments: Mapping[str, object]
-    ) -> None:
-        self._event("i", category, name, time_ns, process, thread, arguments, {"s": "t"})
+    def _instant(self, category: str, name: str, time_ns: int, track: int, arguments: Mapping[str, object]) -> None:
+        self._event("i", category, name, time_ns, track, arguments, {"s": "t"})
 
     def _event(
         self,
@@ -315,19 +266,17 @@ class EngineTrace(Visitor):
         category: str,
         name: str,
         time_ns: int,
-        process: int,
-        thread: int,
+        track: int,
         arguments: Mapping[str, object] | None = None,
         more: Mapping[str, object] | None = None,
     ) -> None:
-        time_ns += self._shift
         fields: dict[str, object] = {
             "ph": phase,
             "cat": category,
             "name": name,
-            "pid": self._base + process,
-            "tid": self._base + thread,
-            "ts": msgspec.Raw(b"%d.%03d" % divmod(time_ns, 1000)),
+            "pid": self._base + _process_of(track),
+            "tid": self._base + track,
+            "ts": msgspec.Raw(b"%d.%03d" % divmod(time_ns + self._shift, 1000)),
         }
         if more:
             fields |= more
@@ -335,8 +284,22 @@ class EngineTrace(Visitor):
             fields["args"] = arguments
         self._trace.event(fields)
 
-    def _metadata(self, name: str, process: int, thread: int, arguments: Mapping[str, object]) -> None:
+    def _name_track(self, track: int, name: str) -> None:
+        """Also its place among the tracks of its process."""
+        order = track - _FIRST_REQUEST if track >= _FIRST_REQUEST else track
+        self._metadata("thread_name", _process_of(track), track, {"name": name})
+        self._metadata("thread_sort_index", _process_of(track), track, {"sort_index": order})
+
+    def _metadata(self, name: str, process: int, track: int, arguments: Mapping[str, object]) -> None:
         fields: dict[str, object] = {"ph": "M", "name": name, "pid": self._base + process}
-        if thread:
-            fields["tid"] = self._base + thread
+        if track:
+            fields["tid"] = self._base + track
         self._trace.event({**fields, "args": arguments})
+
+
+def _process_of(track: int) -> int:
+    return _REQUESTS if track >= _FIRST_REQUEST else _ENGINE
+
+
+def _fields(record: object, *names: str) -> dict[str, object]:
+    return {name: getattr(record, name) for name in names}

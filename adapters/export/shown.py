@@ -10,7 +10,7 @@ from collections import Counter
 
 import attrs
 
-from kvledger.adapters.export.spans import Call, Copy, Gauges, Incarnation, Instant, Lookup, Span, StateSpan, Visitor
+from kvledger.adapters.export.spans import Call, Copy, Gauges, Incarnation, Instant, Lookup, Span, State, Visitor
 
 MAX_REQUESTS = 300
 MAX_INSTANTS = 200
@@ -28,7 +28,7 @@ class Request:
     """What is shown of one incarnation of a request."""
 
     incarnation: Incarnation
-    states: list[StateSpan] = attrs.field(factory=list)
+    states: list[State] = attrs.field(factory=list)
     copies: list[Copy] = attrs.field(factory=list)
     lookups: list[Lookup] = attrs.field(factory=list)
     instants: list[Instant] = attrs.field(factory=list)
@@ -95,7 +95,7 @@ class Shown(Visitor):
                 self._ended.append(self._requests[span.ordinal])
                 if len(self._ended) >= 2 * MAX_REQUESTS:
                     self._forget_ordinary()
-            case StateSpan():
+            case State():
                 self._requests[span.ordinal].states.append(span)
             case Copy() if (request := self._requests.get(span.ordinal)) is not None:
                 is_ordinary = span.kind == "save" and span.outcome == "completed"

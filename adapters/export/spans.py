@@ -55,7 +55,7 @@ class Incarnation(Span):
 
 
 @attrs.define(eq=False, kw_only=True)
-class StateSpan(Span):
+class State(Span):
     """A request in one state and generation."""
 
     incarnation: Incarnation

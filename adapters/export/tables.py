@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from kvledger.adapters.export.spans import Call, Copy, Incarnation, Instant, Lookup, Span, StateSpan, Step, Visitor
+from kvledger.adapters.export.spans import Call, Copy, Incarnation, Instant, Lookup, Span, State, Step, Visitor
 from kvledger.adapters.logs.describe import plain_fields
 from kvledger.adapters.logs.log import Batch
 from kvledger.adapters.logs.selection import Selection
@@ -68,7 +68,7 @@ _TABLES: dict[type, tuple[str, dict[str, _Value]]] = {
             **_fields("num_bytes_loaded", "num_bytes_saved", "num_failures"),
         },
     ),
-    StateSpan: (
+    State: (
         "states",
         {
             **_fields("request_id", "ordinal", "generation", "state"),

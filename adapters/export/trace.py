@@ -12,18 +12,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from kvledger.adapters.export.spans import (
-    Call,
-    Copy,
-    Gauges,
-    Incarnation,
-    Instant,
-    Lookup,
-    Span,
-    StateSpan,
-    Step,
-    Visitor,
-)
+from kvledger.adapters.export.spans import Call, Copy, Gauges, Incarnation, Instant, Lookup, Span, State, Step, Visitor
 from kvledger.adapters.logs.describe import describe, figures_of_extension
 from kvledger.adapters.logs.log import Gap
 from kvledger.adapters.logs.selection import Selection
@@ -69,7 +58,7 @@ class Trace:
         self._open: dict[Span, None] = {}
         """In the order of their beginning."""
         self._incarnations: dict[str, Incarnation] = {}
-        self._states: dict[int, StateSpan] = {}
+        self._states: dict[int, State] = {}
         self._copies: dict[int, Copy] = {}
         self._num_in_state: dict[str, int] = {state.value: 0 for state in RequestState}
         self._last_answers: dict[int, tuple[object, ...]] = {}
@@ -236,7 +225,7 @@ class Trace:
         self, sequence: int, cause: str, incarnation: Incarnation, record: RequestRecord, num_tokens_before: int
     ) -> None:
         num_computed = self._tracker.num_computed_tokens(record)
-        span = StateSpan(
+        span = State(
             request_id=record.request_id,
             sequence=sequence,
             since_ns=self.now_ns,
@@ -254,7 +243,7 @@ class Trace:
             incarnation.first_running_ns = self.now_ns
         self._begin(span)
 
-    def _end_state(self, span: StateSpan, left_by: str, num_computed: int) -> None:
+    def _end_state(self, span: State, left_by: str, num_computed: int) -> None:
         del self._states[span.ordinal]
         span.left_by, span.num_computed_tokens_at_end = left_by, num_computed
         self._num_in_state[span.state] -= 1
