@@ -51,16 +51,6 @@ class HookCall:
     observed: tuple[SequencedEvent, ...]
     """In order, `main` included, and the failure where there was one."""
 
-    @property
-    def first_sequence(self) -> int:
-        """Of the first observation."""
-        return self.observed[0][0]
-
-    @property
-    def last_sequence(self) -> int:
-        """Of the last observation."""
-        return self.observed[-1][0]
-
     def noticed(self, event_class: type[_Event]) -> list[_Event]:
         """What it observed of a class."""
         return [event for _, event in self.observed if isinstance(event, event_class)]
@@ -83,6 +73,10 @@ def could_not_be_written(event: e.Event) -> bool:
     if isinstance(event, e.TransferReported):
         return event.withheld == e.Withheld.UNWRITTEN
     return isinstance(event, e.DecisionWithheld) and not event.rule
+
+
+def _continues_output(event: e.Event) -> bool:
+    return isinstance(event, e.ExtensionNoted) and not reported_by_workers(event)
 
 
 def hook_calls(observations: Sequence[SequencedEvent]) -> tuple[list[HookCall], list[SequencedEvent]]:
@@ -115,10 +109,8 @@ class _Grouping:
             self._call(hook, sequence, getattr(event, "request_id", ""), event, 1)
         elif isinstance(event, e.CacheReset):
             self._call("reset_cache", sequence, "", event, 1 + self._num_preempted_by_reset())
-        elif isinstance(event, e.ExtensionNoted | e.LoadErrorsObserved):
-            self._call("update_connector_output", sequence, "", event, self._num_lost(event))
-        elif isinstance(event, e.TransferReported):
-            self._call("update_connector_output", sequence, "", event, self._num_in_output(self._at))
+        elif isinstance(event, e.ExtensionNoted | e.LoadErrorsObserved | e.TransferReported):
+            self._call("update_connector_output", sequence, "", event, self._num_in_output(event))
         elif isinstance(event, e.HookFailed):
             self._failed(sequence, event)
         elif isinstance(event, e.LogNote):
@@ -140,8 +132,7 @@ class _Grouping:
         hook = "update_connector_output" if to_vllm(event) else "build_connector_meta"
         last = self.calls[-1] if self.calls else None
         if last is not None and last.hook == hook and not self._noticed and not last.noticed(e.EffectsDelivered):
-            self.calls[-1] = attrs.evolve(last, observed=(*last.observed, (sequence, event)))
-            self._at += 1
+            self._add_to_last_call(sequence, event)
         elif to_vllm(event):
             self._call(hook, sequence, "", event, 1)
         else:
@@ -162,52 +153,40 @@ class _Grouping:
         self._noticed = []
         self._at += num_entries
 
+    def _end_of_run(self, start: int, *kinds: type[e.Event]) -> int:
+        """Where a run of such observations ends."""
+        while start < len(self._entries) and isinstance(self._entries[start][1], kinds):
+            start += 1
+        return start
+
     def _num_preempted_by_reset(self) -> int:
         """Preemptions that the reset itself noticed, which a following step or lookup might have noticed as well."""
-        end = self._at + 1
-        last = 0
-        preempted: list[str] = []
-        while end < len(self._entries):
-            event = self._entries[end][1]
-            if isinstance(event, e.RequestPreempted):
-                preempted.append(event.request_id)
-                last = end - self._at
-            elif not isinstance(event, e.ChunkKeysObserved):
-                break
-            end += 1
+        end = self._end_of_run(self._at + 1, e.RequestPreempted, e.ChunkKeysObserved)
+        run = [event for _, event in self._entries[self._at + 1 : end]]
+        preempted = [event.request_id for event in run if isinstance(event, e.RequestPreempted)]
         follows = self._entries[end][1] if end < len(self._entries) else None
         if isinstance(follows, e.StepScheduled) and preempted == sorted(preempted):
             return 0
-        return last
+        return max((number for number, event in enumerate(run, 1) if isinstance(event, e.RequestPreempted)), default=0)
 
-    def _num_lost(self, event: e.Event) -> int:
-        """Load errors and what they led to, and the recorder's words of what the workers reported before them."""
-        entries = self._entries
-        if isinstance(event, e.LoadErrorsObserved):
-            return 1 + self._num_in_output(self._at + 1)
-        end = self._at + 1
-        for kind in (e.ExtensionNoted, e.LoadErrorsObserved, e.TokensRolledBack):
-            while end < len(entries) and isinstance(entries[end][1], kind) and not reported_by_workers(entries[end][1]):
+    def _num_in_output(self, event: e.Event) -> int:
+        """What one output of the workers holds: failed loads and what they led to, then reports, none of them twice."""
+        end = self._at
+        if isinstance(event, e.ExtensionNoted):  # of a recorder: one that quotes the workers comes first
+            end += 1
+            while end < len(self._entries) and _continues_output(self._entries[end][1]):
                 end += 1
-        return end - self._at
-
-    def _num_in_output(self, start: int) -> int:
-        """Rollbacks, then reports, none of them twice: what one output of the workers holds."""
-        end = start
-        while (
-            start == self._at + 1 and end < len(self._entries) and isinstance(self._entries[end][1], e.TokensRolledBack)
-        ):
-            end += 1
+            return self._end_of_run(self._end_of_run(end, e.LoadErrorsObserved), e.TokensRolledBack) - self._at
+        if isinstance(event, e.LoadErrorsObserved):
+            end = self._end_of_run(end + 1, e.TokensRolledBack)
         seen: set[tuple[int, bool]] = set()
-        while end < len(self._entries):
-            event = self._entries[end][1]
-            if not isinstance(event, e.TransferReported) or (event.job_id, event.is_repeated) in seen:
+        for _, report in self._entries[end:]:
+            if not isinstance(report, e.TransferReported) or is_withheld(report):
                 break
-            if is_withheld(event):
+            if (report.job_id, report.is_repeated) in seen:
                 break
-            seen.add((event.job_id, event.is_repeated))
-            end += 1
-        return end - start
+            seen.add((report.job_id, report.is_repeated))
+        return end + len(seen) - self._at
 
     def _failed(self, sequence: int, event: e.HookFailed) -> None:
         hook = _HOOK_OF_FAILURE.get(event.hook, event.hook)
@@ -236,18 +215,13 @@ class _Grouping:
 
     def _is_tried_again(self, event: e.HookFailed) -> bool:
         """The end of a request is recorded in a second attempt, by the same call."""
-        if event.hook != "request_finished" or self._at + 1 >= len(self._entries):
-            return False
-        follows = self._entries[self._at + 1][1]
-        return (
-            isinstance(follows, e.RequestFinished | e.HookFailed)
-            and follows.request_id == event.request_id
-            and getattr(follows, "hook", event.hook) == event.hook
-        )
+        follows = self._entries[self._at + 1][1] if self._at + 1 < len(self._entries) else None
+        is_end = event.hook == "request_finished" and isinstance(follows, e.RequestFinished)
+        return is_end and follows.request_id == event.request_id  # type: ignore[union-attr]
 
 
 def end_of_call(observations: Sequence[SequencedEvent], sequence: int) -> int:
     """The last observation of the hook call during which this event was recorded."""
     calls, _ = hook_calls(observations)
-    ends = [call.last_sequence for call in calls if call.first_sequence <= sequence]
+    ends = [call.observed[-1][0] for call in calls if call.observed[0][0] <= sequence]
     return ends[-1] if ends else sequence
