@@ -189,9 +189,9 @@ class LogReader:
                     self.place, offset = (segment.name, at), at + frame_bytes(frame)
                     self.head_hash = self.chain_hash = frame.chain_hash
                     self.next_sequence = frame.next_sequence
-                    if self.tail is not None and self.tail[0] is segment:
-                        self.tail = (segment, offset)
                     yield frame
+                if self.tail is not None and self.tail[0] is segment:
+                    self.tail = (segment, offset)
                 offset = self._behind_damage(segment, data, offset)
 
     def _enter_segment(self, segment: Path, data: SegmentBytes) -> int | None:

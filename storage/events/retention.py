@@ -10,6 +10,7 @@ can be distinguished from one whose segments were deleted by hand. A line that a
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections import deque
@@ -166,9 +167,14 @@ class _Log:
 
 
 def retire(
-    directory: Path, *, max_bytes: int | None = None, max_age_seconds: float | None = None, dry_run: bool = False
+    directory: Path,
+    *,
+    max_bytes: int | None = None,
+    max_age_seconds: float | None = None,
+    dry_run: bool = False,
+    is_writer: bool = False,
 ) -> list[Retirement]:
-    """Retire the oldest segments of one log that is not being written, until it keeps to both limits.
+    """Retire the oldest segments of one log that is written by nobody or by the caller, until it keeps to both limits.
 
     The last segment stays. Returns what was retired, or with `dry_run` what would be.
 
@@ -178,13 +184,11 @@ def retire(
         OSError: a file could not be deleted; what had been retired before stands in the record.
 
     """
-    lock = None if dry_run else lock_directory(directory)
-    try:
+    with contextlib.ExitStack() as locks:
+        if not dry_run and not is_writer:
+            locks.callback(unlock, lock_directory(directory))
         log = _Log.at(directory, may_vanish=False)
         return list(_retire([log], _bytes_of(directory), max_bytes, max_age_seconds, dry_run=dry_run))
-    finally:
-        if lock is not None:
-            unlock(lock)
 
 
 def retire_logs(
@@ -207,17 +211,17 @@ def retire_logs(
         OSError: `log_dir` itself cannot be read.
 
     """
-    locks: list[int] = []
     logs: list[_Log] = []
     num_bytes = 0
-    try:
+    with contextlib.ExitStack() as locks:
         for directory in sorted(path for path in log_dir.iterdir() if path.is_dir()):
             try:
                 num_bytes += _bytes_of(directory)
                 if in_use is not None and directory.samefile(in_use):
                     logs.append(_Log.at(directory, may_vanish=False))
                 elif segment_paths(directory):
-                    locks += [] if dry_run else [lock_directory(directory)]
+                    if not dry_run:
+                        locks.callback(unlock, lock_directory(directory))
                     logs.append(_Log.at(directory, may_vanish=True))
                 elif not dry_run:
                     _finish_vanishing(log_dir, directory)
@@ -226,9 +230,6 @@ def retire_logs(
             except OSError as error:
                 on_trouble(error)
         return list(_retire(logs, num_bytes, max_bytes, max_age_seconds, dry_run=dry_run, on_trouble=on_trouble))
-    finally:
-        for lock in locks:
-            unlock(lock)
 
 
 def _retire(
@@ -372,8 +373,6 @@ class Retention:
                     on_trouble=self._on_trouble,
                 )
             else:
-                log = _Log.at(directory, may_vanish=False)
-                for _ in _retire([log], _bytes_of(directory), max_bytes, self.max_age_seconds, dry_run=False):
-                    pass
+                retire(directory, max_bytes=max_bytes, max_age_seconds=self.max_age_seconds, is_writer=True)
         except (OSError, LogError) as error:
             self._on_trouble(error)

@@ -20,7 +20,6 @@ from kvledger.storage.events.frames import (
     Frame,
     declared_frame,
     follows,
-    frame_bytes,
     parse_frame,
 )
 
@@ -129,8 +128,8 @@ class SegmentBytes:
             if not isinstance(frame, Frame) or not follows(frame, sequence, chain_hash):
                 return
             yield offset, frame
-            offset += frame_bytes(frame)
-            sequence, chain_hash = frame.next_sequence, frame.chain_hash
+            offset += FRAME_HEADER_BYTES + len(frame.payload)
+            sequence, chain_hash = frame.first_sequence + frame.num_events, frame.chain_hash
 
     def ends_with_whole_frame(self, offset: int) -> bool:
         """Whether what stands at `offset` says it is a frame that ends with the file, and its end is not zeros.
