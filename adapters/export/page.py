@@ -17,11 +17,11 @@ import jinja2
 
 from kvledger.adapters.exit_codes import ExitCode
 from kvledger.adapters.export import reasons
-from kvledger.adapters.export.histories import History, read_histories
 from kvledger.adapters.export.picture import NUM_COLUMNS, Axis, curves
 from kvledger.adapters.export.reading import read_trace
 from kvledger.adapters.export.shown import SLOTS, Request, Shown
 from kvledger.adapters.export.spans import Incarnation
+from kvledger.adapters.export.timelines import RequestTimeline, read_timelines
 from kvledger.adapters.logs.amounts import duration, event_range, milliseconds, plural, ranges, size
 from kvledger.adapters.logs.describe import event_text, state_change, violation_place
 from kvledger.adapters.logs.ending import ending_text, num_open_requests, sound_text
@@ -36,10 +36,10 @@ from kvledger.lifecycle.audit import Audit, Violation
 from kvledger.lifecycle.events import Event
 
 _MAX_FINDINGS = 50
-_MAX_HISTORIES = 60
+_MAX_TIMELINES = 60
 """Requests that are shown event by event."""
-_WORK_OF_HISTORIES = 20_000_000
-"""Events times histories: beyond that a page would take minutes, so fewer are shown."""
+_WORK_OF_TIMELINES = 20_000_000
+"""Events times timelines: beyond that a page would take minutes, so fewer are shown."""
 _MAX_CAUSES = 400
 _NUMBERS = frozenset(
     (
@@ -81,7 +81,7 @@ def write_page(log: StoredLog, selection: Selection, output: Progress) -> Iterat
     violations = audit.violations[:_MAX_FINDINGS]
     evidence = {sequence for item in violations for sequence in (*item.evidence, item.sequence)}
     with output.progress(log, "reading once more"):
-        histories, proof = read_histories(log, selection, _most_interesting(shown, log), evidence)
+        timelines, proof = read_timelines(log, selection, _most_interesting(shown, log), evidence)
     of_workers = [Finding(trouble, "") for trouble in found.of_workers]
     findings = [*of_workers, *_damage(found), *_breaches(violations, proof), *_divergences(audit, found)]
     requests = shown.requests
@@ -122,7 +122,7 @@ def write_page(log: StoredLog, selection: Selection, output: Progress) -> Iterat
         num_columns=NUM_COLUMNS,
         decides_elsewhere=log.decides_elsewhere,
         opened_request=selection.request_id,
-        entries=list(_entries(requests, histories, saves=not log.decides_elsewhere)),
+        entries=list(_entries(requests, timelines, saves=not log.decides_elsewhere)),
         calls=sorted(shown.calls.items(), key=lambda named: named[1].total_ns, reverse=True),
         instants=sorted([*shown.troubles, *shown.others], key=lambda instant: instant.sequence),
         num_instants_left_out=shown.num_instants_left_out,
@@ -163,16 +163,16 @@ def _visible(value: object) -> object:
 class _Entry:
     request: Request
     facts: dict[str, str]
-    history: History | None
+    timeline: RequestTimeline | None
     is_first: bool
     """Whether no incarnation of the same id is before it."""
 
 
-def _entries(requests: Sequence[Request], histories: Mapping[str, History], *, saves: bool) -> Iterator[_Entry]:
+def _entries(requests: Sequence[Request], timelines: Mapping[str, RequestTimeline], *, saves: bool) -> Iterator[_Entry]:
     seen: set[str] = set()
     for request in requests:
         name = request.incarnation.request_id
-        yield _Entry(request, _request_facts(request.incarnation, saves=saves), histories.get(name), name not in seen)
+        yield _Entry(request, _request_facts(request.incarnation, saves=saves), timelines.get(name), name not in seen)
         seen.add(name)
 
 
@@ -193,7 +193,7 @@ def _request_facts(request: Incarnation, *, saves: bool) -> dict[str, str]:
 
 
 def _most_interesting(shown: Shown, log: StoredLog) -> list[str]:
-    allowed = max(1, min(_MAX_HISTORIES, _WORK_OF_HISTORIES // max(1, log.num_events)))
+    allowed = max(1, min(_MAX_TIMELINES, _WORK_OF_TIMELINES // max(1, log.num_events)))
     by_interest = sorted(shown.requests, key=lambda request: request.interest, reverse=True)
     return list(dict.fromkeys(request.incarnation.request_id for request in by_interest))[:allowed]
 

@@ -193,7 +193,7 @@ class EngineTrace(Visitor):
             self._gone.setdefault(instant.kind, []).append(instant)
             return
         arguments = {"text": instant.text, "sequence": instant.sequence, **instant.fields}
-        category = "trouble" if instant.is_trouble else "moment"
+        category = "trouble" if instant.is_trouble else "instant"
         name = str(instant.fields.get("rule", instant.kind))
         track = self._track_of(instant.ordinal)
         if instant.is_trouble or track is None:
@@ -214,7 +214,7 @@ class EngineTrace(Visitor):
                 "keys": " ".join(str(instant.fields["key"]) for instant in instants),
                 "for_request_ids": " ".join(dict.fromkeys(each.request_id for each in instants if each.request_id)),
             }
-            self._instant("moment", kind, instants[0].time_ns, _CACHE, arguments)
+            self._instant("instant", kind, instants[0].time_ns, _CACHE, arguments)
         self._gone.clear()
 
     # --- the engine ---------------------------------------------------------------------------

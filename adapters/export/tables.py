@@ -119,7 +119,7 @@ _TABLES: dict[type, tuple[str, dict[str, _Value]]] = {
         },
     ),
     Instant: (
-        "moments",
+        "instants",
         {
             "time_ms": _ms("time_ns"),
             **_fields("kind", "request_id", "ordinal", "is_trouble", "text", "sequence"),
@@ -161,7 +161,7 @@ class Tables(Visitor):
         self._row(step, step.time_ns)
 
     def happened(self, instant: Instant) -> None:
-        """A row of `moments`."""
+        """A row of `instants`."""
         self._row(instant, instant.time_ns)
 
     def take_events(self, batch: Batch, selection: Selection) -> None:

@@ -158,7 +158,7 @@ def test_calls_of_another_request_are_left_out(log: Path, said: Said, tmp_path: 
 
 def test_moments_of_an_export_are_in_words(log: Path, said: Said) -> None:
     """What a decision tells as well is none of them; all events are in a table of their own."""
-    _, out = said("export", log, "--csv", "moments")
+    _, out = said("export", log, "--csv", "instants")
     kinds = Counter(row["kind"] for row in csv.DictReader(out.splitlines()))
     texts = {row["text"] for row in csv.DictReader(out.splitlines())}
     assert kinds["extension.observed"] > 0

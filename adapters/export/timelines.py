@@ -17,7 +17,7 @@ _MAX_GROUPS = 500
 
 
 @attrs.frozen
-class History:
+class RequestTimeline:
     """All incarnations of one request id, in groups of events."""
 
     groups: Sequence[Group]
@@ -25,10 +25,10 @@ class History:
     """Groups between the first and the last ones."""
 
 
-def read_histories(
+def read_timelines(
     log: StoredLog, selection: Selection, request_ids: Collection[str], evidence: Collection[int]
-) -> tuple[dict[str, History], dict[int, e.Event]]:
-    """The histories of these requests by id, and the events with these numbers."""
+) -> tuple[dict[str, RequestTimeline], dict[int, e.Event]]:
+    """The timelines of these requests by id, and the events with these numbers."""
     timelines = Timelines(log.core, log.configuration, request_ids)
     events: dict[int, e.Event] = {}
     for batch in log.batches(selection.last_sequence):
@@ -40,14 +40,14 @@ def read_histories(
                 timelines.take(observation)
         except Exception:  # noqa: BLE001 -- the first reading has said so
             break
-    return _histories(timelines, selection), events
+    return _shown(timelines, selection), events
 
 
-def _histories(timelines: Timelines, selection: Selection) -> dict[str, History]:
-    histories = {}
+def _shown(timelines: Timelines, selection: Selection) -> dict[str, RequestTimeline]:
+    shown = {}
     for name, all_groups in timelines.groups.items():
         groups = [group for group in all_groups if group.last_sequence >= selection.first_sequence]
         num_left_out = max(0, len(groups) - 2 * _MAX_GROUPS)
         kept = [*groups[:_MAX_GROUPS], *groups[-_MAX_GROUPS:]] if num_left_out else groups
-        histories[name] = History(kept, num_left_out)
-    return histories
+        shown[name] = RequestTimeline(kept, num_left_out)
+    return shown
