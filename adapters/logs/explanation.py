@@ -40,7 +40,7 @@ _PROVEN = frozenset(
         Reason.STALE,
         Reason.LOAD_FAILED,
         Reason.QUARANTINED,
-        Reason.NOT_TAKEN_UP,
+        Reason.NOT_CLAIMED,
         Reason.NOT_DELIVERED,
         Reason.HOOK_FAILED,
         Reason.WITHHELD,
@@ -49,7 +49,7 @@ _PROVEN = frozenset(
 )
 """Their evidence is more than the lookup itself."""
 _WITHOUT_CHUNKS = BY_DESIGN | {Reason.RECORDED}
-_SINCE_ANSWER = frozenset({Reason.NOT_TAKEN_UP, Reason.WITHHELD})
+_SINCE_ANSWER = frozenset({Reason.NOT_CLAIMED, Reason.WITHHELD})
 """What was offered, and why it was left."""
 _SINCE_LOOKUP = frozenset({Reason.LOAD_FAILED, Reason.NOT_DELIVERED, Reason.ROLLED_BACK, Reason.UNKNOWN})
 """What a lookup cannot know."""
@@ -219,7 +219,7 @@ class _Chain:
         time_ns = self.histories.time_ns(admission.sequence) or 0
         num_left = sum(span.num_tokens for span in admission.missed)
         parts = [f"{admission.num_retained} of them from vLLM's prefix cache"] if admission.num_retained else []
-        parts += [f"{admission.num_taken_up} to be loaded"] if admission.num_taken_up else []
+        parts += [f"{admission.num_claimed} to be loaded"] if admission.num_claimed else []
         parts += [f"{admission.num_elsewhere} from elsewhere"] if admission.num_elsewhere else []
         parts.append(f"{num_left} left to compute")
         text = f"admitted with {plural(admission.num_tokens, 'token')}: {', '.join(parts)}"

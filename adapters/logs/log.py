@@ -294,10 +294,6 @@ class StoredLog:
         for batch in self.batches(until):
             yield from batch.numbered()
 
-    def frames(self) -> Iterator[Iterable[SequencedEvent]]:
-        """The same, one frame's events at a time, for who reads many."""
-        return (batch.numbered() for batch in self._intact())
-
     def batches(self, until: int | None = None) -> Iterator[Batch]:
         """The same, with the place of each frame, and with what is missing before it."""
         for batch in self._intact():
@@ -337,9 +333,9 @@ class StoredLog:
 
     def trusted_frames(self) -> Iterator[Iterable[SequencedEvent]]:
         """The same, one frame's events at a time."""
-        for events in self.frames():
+        for batch in self.batches():
             if self.is_trusted:
-                yield events
+                yield batch.numbered()
 
     @property
     def is_trusted(self) -> bool:

@@ -1,4 +1,4 @@
-"""From lookups to admissions: what was offered, taken up, loaded, and what was left to compute."""
+"""From lookups to admissions: what was offered, claimed, loaded, and what was left to compute."""
 
 from __future__ import annotations
 
@@ -155,14 +155,14 @@ class Admissions:
         self._memory.chunks.unwatch(answer.watch)
         life.is_computing, life.last_lookup = False, None
         offered = answer.event.num_external_tokens
-        num_taken_up = max(0, min(event.num_external_tokens, offered))
-        life.sums.offered[OfferFate.TAKEN_UP] += num_taken_up
-        life.sums.offered[OfferFate.NOT_TAKEN_UP] += offered - num_taken_up
+        num_claimed = max(0, min(event.num_external_tokens, offered))
+        life.sums.offered[OfferFate.CLAIMED] += num_claimed
+        life.sums.offered[OfferFate.NOT_CLAIMED] += offered - num_claimed
         first = answer.event.num_computed_tokens
-        reason, proof = (Reason.WITHHELD, life.withheld) if life.withheld else (Reason.NOT_TAKEN_UP, sequence)
-        left = Span(first + num_taken_up, first + offered, reason, (proof, answer.sequence))
+        reason, proof = (Reason.WITHHELD, life.withheld) if life.withheld else (Reason.NOT_CLAIMED, sequence)
+        left = Span(first + num_claimed, first + offered, reason, (proof, answer.sequence))
         num_retained = min(first, answer.event.num_tokens)
-        self.admit(life, sequence, answer.sequence, num_retained, num_taken_up, joined((left, *answer.spans)))
+        self.admit(life, sequence, answer.sequence, num_retained, num_claimed, joined((left, *answer.spans)))
 
     def admit_without_answer(self, life: Life, sequence: int, first_token: int, num_tokens: int) -> Admission:
         """A step starts a request about which no lookup is in the log."""
@@ -185,20 +185,20 @@ class Admissions:
         sequence: int,
         answer_sequence: int,
         num_retained: int,
-        num_taken_up: int,
+        num_claimed: int,
         missed: _Spans,
     ) -> Admission:
         """Count an admission."""
-        num_tokens = num_retained + num_taken_up + sum(span.num_tokens for span in missed)
+        num_tokens = num_retained + num_claimed + sum(span.num_tokens for span in missed)
         admission = life.admission = Admission(
-            sequence, answer_sequence, num_tokens, num_retained, num_taken_up, life.mark, missed, missed
+            sequence, answer_sequence, num_tokens, num_retained, num_claimed, life.mark, missed, missed
         )
         life.computed_end = 0
         sums = life.sums
         sums.num_admissions += 1
         sums.num_needed += num_tokens
         sums.num_retained += num_retained
-        sums.num_taken_up += num_taken_up
+        sums.num_claimed += num_claimed
         for span in missed:
             sums.missed[span.reason] += span.num_tokens
         if life.history is not None:
@@ -208,7 +208,7 @@ class Admissions:
     @staticmethod
     def start_late(life: Life, admission: Admission, first_token: int) -> None:
         """The first step starts behind what was admitted: somebody else had brought these tokens."""
-        covered = admission.num_retained + admission.num_taken_up
+        covered = admission.num_retained + admission.num_claimed
         first_token = min(first_token, admission.num_tokens)
         if first_token <= covered:
             return
@@ -280,7 +280,7 @@ class Admissions:
             )
 
     def give_up_undelivered(self, life: Life) -> None:
-        """Tokens were taken up and no load came of it."""
+        """Tokens were claimed and no load came of it."""
         num_tokens, life.undelivered = life.undelivered, 0
         if not num_tokens:
             return

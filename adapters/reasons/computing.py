@@ -93,7 +93,7 @@ class Computing:
         life.taken_back_reason, life.taken_back = reason, evidence
         if admission is not None:
             known = [span for span in admission.spans if span.reason is Reason.LOAD_FAILED]
-            end = max(life.computed_end, admission.num_retained + admission.num_taken_up)
+            end = max(life.computed_end, admission.num_retained + admission.num_claimed)
             spans = replaced(admission.spans, Span(event.num_computed_tokens, end, reason, evidence))
             for span in known:  # it proves more
                 spans = replaced(spans, span)
@@ -111,6 +111,6 @@ class Computing:
 
 def _explain_early_start(admission: Admission, sequence: int, first_token: int) -> None:
     """A step that starts before what was admitted, without a word, computes those tokens for no known reason."""
-    covered = admission.num_retained + admission.num_taken_up
+    covered = admission.num_retained + admission.num_claimed
     if first_token < covered and not any(span.first_token <= first_token < covered for span in admission.spans):
         admission.spans = replaced(admission.spans, Span(first_token, covered, Reason.UNKNOWN, (sequence,)))

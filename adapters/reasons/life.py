@@ -26,7 +26,7 @@ class Tail:
 
 @attrs.define
 class Answer:
-    """An answered lookup that no allocation has taken up, with the reasons as they were at that moment."""
+    """An answered lookup that no allocation has claimed, with the reasons as they were at that moment."""
 
     sequence: int
     event: e.LookupAnswered
@@ -61,7 +61,7 @@ class Life:
     """First and last `lookup.deferred` in a row."""
     num_deferred: int = 0
     undelivered: int = 0
-    """Tokens taken up for which no load has been issued."""
+    """Tokens claimed for which no load has been issued."""
     undelivered_sequence: int = 0
     quarantined: tuple[int, ...] = ()
     """`request.quarantined` and its cause."""

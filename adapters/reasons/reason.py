@@ -44,7 +44,7 @@ class Reason(enum.StrEnum):
     RIVAL_LOAD = "rival_load", "saved, but another request's load was under way, and there is one at a time"
     NO_KEY = "no_key", "the keys of their chunks were not known"
     RECORDED = "recorded", "not offered by the recorded connector; why is not in the log"
-    NOT_TAKEN_UP = "not_taken_up", "offered, and not claimed by the scheduler"
+    NOT_CLAIMED = "not_claimed", "offered, and not claimed by the scheduler"
     NOT_DELIVERED = "not_delivered", "claimed, and not loaded, because a rule was broken"
     HOOK_FAILED = "hook_failed", "no lookup was recorded, because a hook failed"
     WITHHELD = "withheld", "withheld from the scheduler, because the event log could not be written"

@@ -40,7 +40,7 @@ class Admission:
     """Of the lookup's answer; 0: there was none."""
     num_tokens: int
     num_retained: int
-    num_taken_up: int
+    num_claimed: int
     mark: int
     """Tokens below it had been computed before a preemption."""
     spans: tuple[Span, ...] = ()

@@ -18,8 +18,8 @@ from kvledger.lifecycle import Figures
 class OfferFate(enum.StrEnum):
     """What became of tokens that a lookup offered."""
 
-    TAKEN_UP = "taken_up"
-    NOT_TAKEN_UP = "not_taken_up"
+    CLAIMED = "claimed"
+    NOT_CLAIMED = "not_claimed"
     """Blocks were given for fewer tokens than were offered, or for none of them."""
     ASKED_AGAIN = "asked_again"
     """No blocks were given; a later lookup replaced the answer."""
@@ -31,7 +31,7 @@ class OfferFate(enum.StrEnum):
 
 
 class LoadFate(enum.StrEnum):
-    """What became of tokens that were taken up."""
+    """What became of tokens that were claimed."""
 
     LOADED = "loaded"
     FAILED = "failed"
@@ -48,7 +48,7 @@ class Sums:
     """Known tokens of the requests at their admissions."""
     num_retained: int = 0
     """Found in vLLM's own prefix cache."""
-    num_taken_up: int = 0
+    num_claimed: int = 0
     """To be loaded, as admissions tell."""
     num_elsewhere: int = 0
     """There already when the first step began: by another connector, or of a local prefix that was told as blocks."""
@@ -103,7 +103,7 @@ class Sums:
         Args:
             figures: the totals of the same events; without them only the sums themselves are compared.
         """
-        there = self.num_retained + self.num_taken_up + self.num_elsewhere
+        there = self.num_retained + self.num_claimed + self.num_elsewhere
         balances = [
             ("tokens needed", self.num_needed, there + self.missed.total()),
             ("tokens offered", self.num_offered, self.offered.total()),

@@ -45,7 +45,7 @@ PROOFS: dict[Reason, tuple[type[e.Event], ...]] = {
     Reason.RIVAL_LOAD: _LOOKUP,
     Reason.NO_KEY: _ADMISSION,
     Reason.RECORDED: _LOOKUP,
-    Reason.NOT_TAKEN_UP: (e.BlocksAllocated,),
+    Reason.NOT_CLAIMED: (e.BlocksAllocated,),
     Reason.NOT_DELIVERED: (e.InvariantViolated,),
     Reason.HOOK_FAILED: (e.HookFailed,),
     Reason.WITHHELD: (e.DecisionWithheld,),

@@ -75,7 +75,7 @@ def test_what_comes_back_whole_leaves_only_the_last_token() -> None:
     story = story_of(driver)
     assert missed(story) == []
     assert story.sums.num_recomputed == 0
-    assert story.admissions[-1].num_taken_up == 32
+    assert story.admissions[-1].num_claimed == 32
 
 
 def test_a_save_under_way_at_the_lookup_is_saving() -> None:
@@ -233,15 +233,15 @@ def test_the_chunks_of_a_failed_load_are_tainted_for_the_next_lookup_of_others()
     assert missed(story_of(driver, "b")) == [(0, 32, Reason.TAINTED)]
 
 
-def test_what_the_scheduler_does_not_take_up_is_not_taken_up() -> None:
+def test_what_the_scheduler_does_not_take_up_is_not_claimed() -> None:
     """It was offered, so it is no miss of the cache's making."""
     driver = Driver()
     preempted(driver)
     driver.settle_all()
     come_back(driver, 33, num_external_tokens=16)
     story = story_of(driver)
-    assert missed(story) == [(16, 32, Reason.NOT_TAKEN_UP)]
-    assert story.sums.recomputed == {Reason.NOT_TAKEN_UP: 16}
+    assert missed(story) == [(16, 32, Reason.NOT_CLAIMED)]
+    assert story.sums.recomputed == {Reason.NOT_CLAIMED: 16}
 
 
 def test_a_policy_that_allows_less_limits() -> None:
@@ -288,7 +288,7 @@ def test_without_a_lookup_and_without_a_cause_that_is_what_is_told() -> None:
 
 
 def test_an_offer_that_a_full_disk_withheld_is_told_as_withheld() -> None:
-    """The scheduler was answered 0, so there was nothing that it could have taken up."""
+    """The scheduler was answered 0, so there was nothing that it could have claimed."""
     driver = Driver()
     driver.save_prefix("s", keys_of("a", 4))
     driver.arrive("a", 41, keys_of("a", 5))
@@ -316,14 +316,14 @@ def test_a_deferral_that_a_full_disk_withheld_is_told_as_withheld() -> None:
 
 
 def test_a_lookup_after_the_withheld_one_has_reasons_of_its_own() -> None:
-    """The disk is there again, and what is offered is taken up or not."""
+    """The disk is there again, and what is offered is claimed or not."""
     driver = Driver()
     driver.save_prefix("s", keys_of("a", 4))
     driver.arrive("a", 33, keys_of("a", 4))
     driver.lookup("a", 0, 33)
     withhold(driver)
     come_back(driver, 33, num_external_tokens=0)
-    assert missed(story_of(driver)) == [(0, 32, Reason.NOT_TAKEN_UP)]
+    assert missed(story_of(driver)) == [(0, 32, Reason.NOT_CLAIMED)]
 
 
 def test_an_admission_that_no_lookup_preceded_is_proven_by_what_came_before_it() -> None:
@@ -339,7 +339,7 @@ def test_an_admission_that_no_lookup_preceded_is_proven_by_what_came_before_it()
     check_proofs(driver.sink.events(), [story])
 
 
-def test_taken_up_without_an_offer_is_not_delivered() -> None:
+def test_claimed_without_an_offer_is_not_delivered() -> None:
     """The broken rule is the proof."""
     driver = Driver()
     driver.arrive("a", 33, keys_of("a", 4))
@@ -480,7 +480,7 @@ def test_polls_are_one_lookup_as_long_as_nothing_changes_for_the_request() -> No
 
 @pytest.mark.parametrize("num_polls", [1, 4])
 def test_offers_are_counted_with_their_fates(num_polls: int) -> None:
-    """Every poll that offers something is counted, and only the last is taken up."""
+    """Every poll that offers something is counted, and only the last is claimed."""
     driver = Driver()
     preempted(driver)
     driver.settle_all()
@@ -490,7 +490,7 @@ def test_offers_are_counted_with_their_fates(num_polls: int) -> None:
     sums: Sums = story_of(driver).sums
     assert sums.num_offered == 32 * num_polls
     assert {fate.value: count for fate, count in (+sums.offered).items()} == {
-        "taken_up": 32,
+        "claimed": 32,
         **({"asked_again": 32 * (num_polls - 1)} if num_polls > 1 else {}),
     }
 

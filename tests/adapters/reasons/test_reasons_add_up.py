@@ -62,13 +62,13 @@ def test_the_random_walks_meet_many_reasons() -> None:
         Reason.STALE,
         Reason.SAVE_FAILED,
         Reason.LOAD_FAILED,
-        Reason.NOT_TAKEN_UP,
+        Reason.NOT_CLAIMED,
         Reason.BEHIND_GAP,
         Reason.SAVING,
         Reason.DEFERRAL_EXHAUSTED,
     }
     assert sums.to_load[LoadFate.FAILED] > 0
-    assert sums.offered[OfferFate.NOT_TAKEN_UP] > 0
+    assert sums.offered[OfferFate.NOT_CLAIMED] > 0
 
 
 @pytest.mark.parametrize("seed", SEEDS[:4])
