@@ -98,11 +98,6 @@ class SegmentHeader:
     damaged_at: int | None = None
     """The offset of a copy that is damaged, where the other one was read."""
 
-    @property
-    def copy_bytes(self) -> int:
-        """Of one copy: the offset of the second one."""
-        return self.num_bytes // 2
-
 
 def encode_header(
     log_id: str,
@@ -143,7 +138,7 @@ def decode_header(data: bytes, name: str, *, any_copy: bool = False) -> SegmentH
     while at >= 0:
         found = _decode_copy(data, at, name)
         if isinstance(found, SegmentHeader):
-            size = found.copy_bytes
+            size = found.num_bytes // 2
             break
         problem = problem or found
         at = data.find(_MAGIC, at + 1)

@@ -10,7 +10,6 @@ This room knows tensors and block ids. It must not know requests, chunks, tokens
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 from collections.abc import Mapping
 
@@ -39,16 +38,13 @@ class LayerPages:
     """The pages of one layer.
 
     `storage` is a 1-D uint8 view of the layer's whole untyped storage; it shares that memory and keeps it alive.
-    `segments` are ordered by their place in a page. `page_format` says how the bytes inside a page are to be read
-    (dtype and the page's dimensions, outermost in memory first): layers with equal formats have interchangeable
-    pages.
+    `segments` are ordered by their place in a page.
     """
 
     layer_name: str
     storage: torch.Tensor = attrs.field(eq=False, repr=False)
     segments: tuple[PageSegment, ...]
     num_blocks: int
-    page_format: str = ""
 
     @property
     def page_bytes(self) -> int:
@@ -77,18 +73,6 @@ class BlockLayout:
         """The one device that all layers lie on."""
         return self.layers[0].storage.device
 
-    def layout_fingerprint(self) -> str:
-        """A hex digest of how the bytes of a slot are to be read.
-
-        Equal fingerprints mean that a slot filled under one layout can be loaded under the other. The number of blocks
-        and where they lie in memory do not enter: they change from start to start and leave the slot's bytes alone.
-        """
-        digest = hashlib.sha256()
-        for layer in self.layers:
-            sizes = ",".join(str(segment.num_bytes) for segment in layer.segments)
-            digest.update(f"{layer.layer_name}\0{layer.page_format}\0{sizes}\n".encode())
-        return digest.hexdigest()
-
 
 @attrs.frozen
 class _Dimension:
@@ -105,7 +89,7 @@ def describe_layer(
     """Describe the pages of one layer's KV tensor.
 
     Args:
-        layer_name: The name the layer is registered under; used in messages and in the fingerprint.
+        layer_name: The name the layer is registered under; used in messages.
         tensor: Any strided tensor without overlapping elements: permuted, padded, or a view into a larger allocation.
         num_blocks: Blocks the block table may name.
         block_dim: The dimension that counts blocks. Its size is `num_blocks`, or `num_blocks * r` where the kernel's
@@ -158,10 +142,7 @@ def describe_layer(
         for index in itertools.product(*(range(dimension.size) for dimension in outer))
     )
     storage = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
-    page_format = " ".join([str(tensor.dtype).removeprefix("torch."), *(f"d{d.axis}={d.size}" for d in page)])
-    return LayerPages(
-        layer_name=layer_name, storage=storage, segments=segments, num_blocks=num_blocks, page_format=page_format
-    )
+    return LayerPages(layer_name=layer_name, storage=storage, segments=segments, num_blocks=num_blocks)
 
 
 def describe_blocks(
