@@ -5,12 +5,11 @@ It must not know how a recording is played; see `hooks.py` for that.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-import attrs
 import torch
-from vllm.config import CacheConfig, DeviceConfig, KVTransferConfig, VllmConfig
+from vllm.config import CacheConfig, DeviceConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import get_hash_fn_by_name
@@ -20,7 +19,6 @@ from vllm.v1.kv_cache_interface import (
     KVCacheConfig,
     KVCacheGroupSpec,
     KVCacheTensor,
-    MLAAttentionSpec,
     SlidingWindowSpec,
 )
 from vllm.v1.request import Request, RequestStatus
@@ -34,15 +32,16 @@ from kvledger.adapters.repro.recording import NotRerunnable
 from kvledger.adapters.repro.vllm_objects import Step, tables
 from kvledger.adapters.simulation.engine import vllm_config
 from kvledger.adapters.simulation.tiny_model import MAX_MODEL_LEN
-from kvledger.adapters.vllm import KVLedgerConnector
-from kvledger.adapters.vllm.configuration import LARGE_LOAD_BYTES
+from kvledger.adapters.vllm import KVLedgerConnector, versions
+from kvledger.adapters.vllm.chunk_keys import ChunkKeySource
+from kvledger.adapters.vllm.event_log import OpenedLog
 from kvledger.adapters.vllm.metadata import JobReport, StepJobs
-from kvledger.lifecycle import Core, LedgerConfiguration, SequencedEvent
+from kvledger.adapters.vllm.scheduler_side import SchedulerSide
+from kvledger.lifecycle import Core, LedgerConfiguration, SequencedEvent, log_header
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.codec import EventDecoder
+from kvledger.storage.events import MemoryEventStore
 
-_NUM_BLOCKS = 1 << 20
-"""The scheduler's half never touches a block, so there may be as many as a log can name."""
 _RECENT_BYTES = 1 << 22
 """Events are read after every call; what was read may be forgotten."""
 
@@ -149,6 +148,13 @@ class SchedulerHalf:
         request.append_output_token_ids(list(token_ids))
 
 
+class _Connector(KVLedgerConnector):
+    """With the scheduler's half of a log's configuration, which no configuration of vLLM has to lead to."""
+
+    def __init__(self, scheduler_side: SchedulerSide) -> None:
+        self._scheduler_side, self._worker_side = scheduler_side, None
+
+
 class ConnectorUnderTest(SchedulerHalf):
     """Of `KVLedgerConnector`.
 
@@ -157,9 +163,6 @@ class ConnectorUnderTest(SchedulerHalf):
         speculates: whether the engine decodes speculatively.
         zeroes_new_blocks: whether the worker zeroes new blocks.
         handlers: state handlers of one's own, as "module:Class".
-
-    Raises:
-        NotRerunnable: the connector makes another configuration of it.
     """
 
     def __init__(
@@ -173,30 +176,24 @@ class ConnectorUnderTest(SchedulerHalf):
         super().__init__(configuration, composed_core(handlers))
         self.is_log_written = True
         """What the connector is to think of its log; it is in memory, and has everything."""
-        block_bytes = _block_bytes(configuration)
-        config = VllmConfig(
-            cache_config=self._cache,
-            device_config=DeviceConfig("cpu"),
-            kv_transfer_config=KVTransferConfig(
-                kv_connector="KVLedgerConnector",
-                kv_connector_module_path="kvledger.adapters.vllm",
-                kv_role="kv_both",
-                kv_connector_extra_config={**_extra_config(configuration, block_bytes), "handlers": list(handlers)},
-            ),
+        config = VllmConfig(cache_config=self._cache, device_config=DeviceConfig("cpu"))
+        keys = ChunkKeySource(
+            chunk_size=configuration.chunk_size,
+            hash_block_size=configuration.block_size,
+            hash_tokens=versions.token_hasher(config),
         )
-        cache_class = _ZeroingCacheConfig if zeroes_new_blocks else KVCacheConfig
-        cache = _cache_config(cache_class, configuration, block_bytes, _NUM_BLOCKS)
-        _adjust(config, num_ranks=configuration.num_ranks, is_async=False, speculates=speculates)
-        self.connector = _made(KVLedgerConnector, lambda: self.now_ns, config, cache)
-        made = self.connector.scheduler_side.ledger.projections.configuration
-        if made != configuration:
-            different = [
-                f"{name} {given!r} became {getattr(made, name)!r}"
-                for name, given in attrs.asdict(configuration).items()
-                if getattr(made, name) != given
-            ]
-            raise NotRerunnable(f"the connector cannot be started as it was: {', '.join(different)}")
-        self.connector.scheduler_side.journal.is_behind = lambda: not self.is_log_written
+        store = MemoryEventStore(log_header(self.core, configuration), max_bytes=_RECENT_BYTES)
+        scheduler_side = SchedulerSide(
+            self.core,
+            configuration,
+            OpenedLog(store, None),
+            keys,
+            speculates=speculates,
+            zeroes_new_blocks=zeroes_new_blocks,
+            clock=lambda: self.now_ns,
+        )
+        scheduler_side.journal.is_behind = lambda: not self.is_log_written
+        self.connector = _Connector(scheduler_side)
 
     def _store(self) -> Any:  # noqa: ANN401 -- as there
         if not self._is_closed:
@@ -229,8 +226,6 @@ class WrappedUnderTest(SchedulerHalf):
         super().__init__(configuration, Core.standard().extended(Recorder()))
         self._num_ranks = wrapped.num_ranks
         extra_config = {"log_dir": None, "memory_log_bytes": _RECENT_BYTES, "connector": wrapped.kv_transfer}
-        num_blocks = max(1, wrapped.num_blocks)
-        width = max(2, wrapped.block_bytes // configuration.block_size)
         try:
             config = vllm_config(
                 num_blocks=wrapped.num_blocks,
@@ -247,10 +242,16 @@ class WrappedUnderTest(SchedulerHalf):
                     "kv_connector_extra_config": extra_config,
                 },
             )
-            cache = _cache_config(KVCacheConfig, configuration, wrapped.block_bytes, num_blocks, head_size=width // 2)
-            _adjust(config, num_ranks=wrapped.num_ranks, is_async=wrapped.async_scheduling, speculates=speculates)
+            # What vLLM would refuse without devices and a second model.
+            config.scheduler_config.async_scheduling = wrapped.async_scheduling
+            config.parallel_config.world_size = wrapped.num_ranks
+            if speculates:
+                speculation: Any = object()
+                config.speculative_config = speculation
             recorder = {of.__name__: of for of in (KVLedgerRecorder, KVLedgerRecorderHMA)}[wrapped.recorder]
-            self.connector = _made(recorder, lambda: self.now_ns, config, cache)
+            with_clock = type(wrapped.recorder, (recorder,), {"clock": staticmethod(lambda: self.now_ns)})
+            cache = _cache_config(configuration, wrapped)
+            self.connector = with_clock(config, KVConnectorRole.SCHEDULER, cache)
         except Exception as error:
             raise NotRerunnable(
                 f"{wrapped.kv_transfer['kv_connector']} cannot be made here as it was: {type(error).__name__}: "
@@ -283,90 +284,29 @@ class WrappedUnderTest(SchedulerHalf):
         self.connector.update_connector_output(vllm_objects.workers_output(reported, by_all, self.connector.wrapped))
 
 
-# --- a configuration of vLLM ------------------------------------------------------------------------
-
-
-def _adjust(config: VllmConfig, *, num_ranks: int, is_async: bool, speculates: bool) -> None:
-    """Set what vLLM would refuse without devices and a second model."""
-    config.scheduler_config.async_scheduling = is_async
-    config.parallel_config.world_size = num_ranks
-    if speculates:
-        speculation: Any = object()
-        config.speculative_config = speculation
-
-
-def _made(connector: type[Any], clock: Callable[[], int], config: VllmConfig, cache: KVCacheConfig) -> Any:  # noqa: ANN401 -- of the class
-    """The scheduler's half, with another clock."""
-    with_clock = type(connector.__name__, (connector,), {"clock": staticmethod(clock)})
-    return with_clock(config, KVConnectorRole.SCHEDULER, cache)
-
-
-def _extra_config(configuration: LedgerConfiguration, block_bytes: int) -> dict[str, Any]:
-    """`kv_connector_extra_config` that leads to the configuration."""
-    same = (
-        *("chunk_size", "max_hit_share", "chunk_statistics", "save_tails", "keep_for_preempted"),
-        *("max_deferred_lookups", "max_failed_loads", "max_silent_steps", "max_silent_ms"),
-    )
-    return {
-        "log_dir": None,
-        "memory_log_bytes": _RECENT_BYTES,
-        "host_bytes": configuration.num_slots * block_bytes * configuration.num_ranks,
-        "load_mode": {None: "sync", 0: "async"}.get(configuration.async_load_tokens, "auto"),
-        "save_mode": "async" if configuration.async_saves else "sync",
-        **{name: getattr(configuration, name) for name in same},
+def _cache_config(configuration: LedgerConfiguration, wrapped: RecordingStarted) -> KVCacheConfig:
+    """With the blocks of the recorded engine."""
+    num_blocks = max(1, wrapped.num_blocks)
+    head_size = max(2, wrapped.block_bytes // configuration.block_size) // 2
+    sizes: dict[str, Any] = {
+        "block_size": configuration.block_size,
+        "num_kv_heads": 1,
+        "head_size": head_size,
+        "dtype": torch.uint8,
     }
-
-
-class _ZeroingCacheConfig(KVCacheConfig):
-    """Of a model whose new blocks are zeroed."""
-
-    @property
-    def needs_kv_cache_zeroing(self) -> bool:
-        return True
-
-
-def _block_bytes(configuration: LedgerConfiguration) -> int:
-    """Bytes of a block for which loads of the configured size run asynchronously."""
-    granularity = configuration.block_size
-    if not configuration.async_load_tokens:
-        return 2 * granularity
-    num_blocks = configuration.async_load_tokens // configuration.block_size
-    smallest = -(-LARGE_LOAD_BYTES // num_blocks)
-    return -(-smallest // granularity) * granularity
-
-
-def _cache_config(
-    config_class: type[KVCacheConfig],
-    configuration: LedgerConfiguration,
-    block_bytes: int,
-    num_blocks: int,
-    *,
-    head_size: int = 0,
-) -> KVCacheConfig:
-    """With heads of that size, or of one that fills the block."""
-    block_size = configuration.block_size
-    width = block_bytes // block_size
-    sizes: dict[str, Any] = {"block_size": block_size, "num_kv_heads": 1, "dtype": torch.uint8}
-    groups, names = [], []
-    for number, window in enumerate(configuration.windows):
-        spec: Any
-        if window:
-            spec = SlidingWindowSpec(sliding_window=window, head_size=head_size or _halved(width), **sizes)
-        elif head_size or any(configuration.windows):
-            spec = FullAttentionSpec(head_size=head_size or _halved(width), **sizes)
-        else:
-            spec = MLAAttentionSpec(head_size=width, **sizes)
-        names.append(f"layer {number}")
-        groups.append(KVCacheGroupSpec([names[-1]], spec))
+    specs = [
+        SlidingWindowSpec(sliding_window=window, **sizes) if window else FullAttentionSpec(**sizes)
+        for window in configuration.windows
+    ]
+    names = [f"layer {number}" for number in range(len(specs))]
     tensors = [
-        KVCacheTensor(size=block_bytes * num_blocks, layers=[name], layer_stride=block_bytes, block_stride=block_bytes)
+        KVCacheTensor(
+            size=wrapped.block_bytes * num_blocks,
+            layers=[name],
+            layer_stride=wrapped.block_bytes,
+            block_stride=wrapped.block_bytes,
+        )
         for name in names
     ]
-    return config_class(num_blocks=num_blocks, kv_cache_tensors=tensors, kv_cache_groups=groups)
-
-
-def _halved(width: int) -> int:
-    """The head size of a layer with keys and values."""
-    if width % 2:
-        raise NotRerunnable(f"{width} bytes a token cannot be halved into keys and values")
-    return width // 2
+    groups = [KVCacheGroupSpec([name], spec) for name, spec in zip(names, specs, strict=True)]
+    return KVCacheConfig(num_blocks=num_blocks, kv_cache_tensors=tensors, kv_cache_groups=groups)

@@ -20,7 +20,7 @@ def rerun(recording: Recording | Path, *, handlers: Sequence[str] = ()) -> Rerun
         handlers: state handlers of one's own, as "module:Class", if the engine had any.
 
     Raises:
-        NotRerunnable: the log is not whole, or the connector cannot be configured as it was.
+        NotRerunnable: the log is not whole, or the connector that was recorded cannot be made here.
         ModuleNotFoundError: vLLM is not here.
     """
     require("driving the real connector", *CONNECTOR)

@@ -6,39 +6,16 @@ import re
 from pathlib import Path
 from typing import Any
 
-import attrs
 import pytest
 from lifecycle_driver import Driver, keys_of
 
 from kvledger.adapters.repro import record, rerun
-from kvledger.adapters.repro.connector import ConnectorUnderTest
 from kvledger.lifecycle import LedgerConfiguration
 from kvledger.lifecycle import events as e
 
 pytestmark = pytest.mark.scheduler
 
 SMALL = LedgerConfiguration(block_size=16, chunk_size=16, num_slots=8)
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {},
-        {"chunk_size": 8, "num_slots": 2048, "save_tails": False, "keep_for_preempted": False},
-        {"block_size": 128, "chunk_size": 256, "num_slots": 5000, "num_ranks": 4},
-        {"windows": (0, 48), "async_load_tokens": 0, "num_slots": 100},
-        {"windows": (17, 0, 64), "async_saves": True, "num_slots": 100},
-        {"async_load_tokens": 0, "async_saves": True, "max_silent_steps": 6, "max_silent_ms": 0},
-        {"async_load_tokens": 256, "max_hit_share": 0.5, "max_failed_loads": 1},  # 2 MiB a block
-        {"async_load_tokens": 1_048_576, "chunk_statistics": True, "max_deferred_lookups": 0},  # 512 bytes a block
-        {"block_size": 64, "chunk_size": 64, "async_load_tokens": 30 * 64},  # no whole number of bytes a token
-    ],
-)
-def test_the_configuration_of_a_log_is_the_connectors(changes: dict[str, Any]) -> None:
-    """Whatever engine wrote the log: sizes, modes, groups, ranks."""
-    configuration = attrs.evolve(SMALL, **changes)
-    connector = ConnectorUnderTest(configuration)
-    assert connector.connector.scheduler_side.ledger.projections.configuration == configuration
 
 
 def test_the_example_of_the_documents_runs() -> None:
