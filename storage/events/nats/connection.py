@@ -37,6 +37,8 @@ _CLOSE_TIMEOUT_S: Final = 1
 _PING_INTERVAL_S: Final = 10
 _MAX_GREETINGS: Final = 3
 _NOT_ENABLED: Final = (10039, 10076)
+_NO_PEERS: Final = 10005
+"""A cluster has fewer servers than replicas; one that starts has them soon."""
 _CUT_OFF: Final = (BrokenPipeError, ConnectionResetError, UnexpectedEOF)
 
 
@@ -80,7 +82,8 @@ class Connection:
         if isinstance(error, TimeoutError):
             return self.unavailable(f"no answer within {self.answer_within_s:g} s")
         if isinstance(error, APIError) and error.description:
-            is_passing = isinstance(error, ServiceUnavailableError | ServerError) and error.err_code not in _NOT_ENABLED
+            is_code = isinstance(error, ServiceUnavailableError | ServerError) and error.err_code not in _NOT_ENABLED
+            is_passing = is_code or error.err_code == _NO_PEERS
             return self.unavailable(error.description) if is_passing else self.refused(error.description)
         if isinstance(error, NoRespondersError | ServiceUnavailableError):
             return self.unavailable(

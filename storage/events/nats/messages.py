@@ -119,11 +119,10 @@ def message_headers(record: Record) -> dict[str, str]:
     return headers | {RETIRED: record.retired} if record.retired else headers
 
 
-def num_message_bytes(record: Record) -> int:
-    """Return what counts towards the server's `max_payload`: the headers, what they expect included, and the data."""
-    headers = message_headers(record) | {EXPECTED_LAST_ID: record.message_id}
+def num_message_bytes(headers: Mapping[str, str], data: bytes) -> int:
+    """Return what counts towards the server's `max_payload`."""
     lines = ("NATS/1.0", *(f"{name}: {value}" for name, value in headers.items()), "")
-    return sum(len(line) + len("\r\n") for line in lines) + len(record.data)
+    return sum(len(line) + len("\r\n") for line in lines) + len(data)
 
 
 def record_of_message(headers: Mapping[str, str] | None, data: bytes) -> Record | str:

@@ -26,6 +26,7 @@ from kvledger.storage.events.nats.messages import (
     EXPECTED_SUBJECT_SEQUENCE,
     Record,
     message_headers,
+    num_message_bytes,
 )
 
 if TYPE_CHECKING:
@@ -78,6 +79,7 @@ async def publish(
         StreamUnavailable: the server is silent; look where the stream is.
 
     """
+    messages, too_large = _messages(connection, records, last_subject_sequence)
     client = connection.client
     answers: dict[int, _Answer] = {}
     denials: list[str] = []
@@ -85,7 +87,7 @@ async def publish(
 
     async def on_answer(message: Msg) -> None:
         answers[int(message.subject.rpartition(".")[2])] = _answer(message)
-        if len(answers) == len(records):
+        if len(answers) == len(messages):
             is_complete.set()
 
     def on_denied(text: str) -> None:
@@ -98,15 +100,12 @@ async def publish(
     inbox = client.new_inbox()
     subscription = await client.subscribe(f"{inbox}.*", cb=on_answer)
     try:
-        expected = {EXPECTED_SUBJECT_SEQUENCE: str(last_subject_sequence)}
-        for index, record in enumerate(records):
-            headers = message_headers(record) | expected
-            await client.publish(subject, record.data, reply=f"{inbox}.{index}", headers=headers)
-            expected = {EXPECTED_LAST_ID: record.message_id}
+        for index, (headers, data) in enumerate(messages):
+            await client.publish(subject, data, reply=f"{inbox}.{index}", headers=headers)
         num_answers = -1
-        while not is_complete.is_set():
+        while messages and not is_complete.is_set():
             if len(answers) == num_answers:
-                silence = f"{len(records) - num_answers} of {len(records)} messages were not acknowledged"
+                silence = f"{len(messages) - num_answers} of {len(messages)} messages were not acknowledged"
                 raise connection.unavailable(f"{silence} within {connection.answer_within_s:g} s")
             num_answers = len(answers)  # As long as answers come in, wait on.
             with contextlib.suppress(TimeoutError):
@@ -117,7 +116,28 @@ async def publish(
     if denials:
         denial = connection.refused(f"{denials[0]}; docs/fleet.md lists what must be allowed")
         return BatchResult(0, last_subject_sequence, problem=denial)
-    return _result(connection, [answers[index] for index in range(len(records))], last_subject_sequence)
+    result = _result(connection, [answers[index] for index in range(len(messages))], last_subject_sequence)
+    return attrs.evolve(result, problem=too_large) if result.num_stored == len(messages) else result
+
+
+def _messages(
+    connection: Connection, records: Sequence[Record], last_subject_sequence: int
+) -> tuple[list[tuple[dict[str, str], bytes]], StreamRefused | None]:
+    """The headers and data of each record's message; up to one that is too large, and what to say of that."""
+    messages: list[tuple[dict[str, str], bytes]] = []
+    expected = {EXPECTED_SUBJECT_SEQUENCE: str(last_subject_sequence)}
+    limit = connection.client.max_payload
+    for record in records:
+        headers = message_headers(record) | expected
+        num_bytes = num_message_bytes(headers, record.data)
+        if num_bytes > limit:
+            return messages, connection.refused(
+                f"{record} takes {num_bytes} bytes as a message, and the server's max_payload is {limit}; set "
+                "max_payload in the server's configuration above that; until then shipping of this log stops here"
+            )
+        messages.append((headers, record.data))
+        expected = {EXPECTED_LAST_ID: record.message_id}
+    return messages, None
 
 
 def _answer(message: Msg) -> _Answer:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final, Literal
 import attrs
 
 from kvledger.storage.events.nats.errors import StreamRefused, StreamUnavailable
-from kvledger.storage.events.nats.messages import Record, num_message_bytes, subject_of
+from kvledger.storage.events.nats.messages import Record, subject_of
 from kvledger.storage.events.nats.publisher import BatchResult, publish
 from kvledger.storage.events.nats.stream import check_capacity, last_record, subjects_of_log
 from kvledger.storage.events.nats.tail import LogTail, num_bytes_behind
@@ -44,7 +44,7 @@ class LogProgress:
 
     `num_frames` and `num_bytes` were shipped by this process; `last` is the last record known to be in the stream.
     `problem` says why nothing more is shipped for now, `problem_kind` whether the log (or what the stream has of it) is
-    damaged, the server refuses it, it need not be shipped, or it can be later (unreadable files, a frame too large).
+    damaged, the server refuses it, it need not be shipped, or its files cannot be read now.
     `lost` has the sequences (first -> last) that were retired before they were shipped.
     """
 
@@ -105,7 +105,6 @@ class Shipment:
         with self._problems():
             records = self._tail.read(self._window, _MAX_BATCH_BYTES)
         self._note_lost()
-        records = self._without_too_large(records, before)
         if not records:
             return False
         await check_capacity(self.connection, self.configuration, records)
@@ -165,9 +164,13 @@ class Shipment:
             raise LogDamaged(f"the stream has this log under several subjects ({', '.join(known)}); purge all but one")
         if progress.subject != wanted:
             self.remark(f"the stream has it as {progress.subject}, so it is shipped there and not to {wanted}")
-        self._stream_sequence, progress.last = 0, None
-        if known:
-            self._stream_sequence, progress.last = await last_record(self.connection, progress.subject)
+        self._stream_sequence, progress.last = await last_record(self.connection, progress.subject)
+        if known and progress.last is None:
+            # nats-server 2.9 finds none after the last one was deleted by hand. The log would be shipped a second time.
+            raise self.connection.unavailable(
+                f"the server counts messages on {progress.subject} but finds no last one. Some versions do so after "
+                "messages were deleted by hand; restart the server that leads the stream"
+            )
         tail.seek(progress.last)
 
     async def _find_place_again(self, result: BatchResult, records: list[Record], before: Record | None) -> None:
@@ -186,22 +189,6 @@ class Shipment:
         if result.is_repetition or there > _position(here):
             self.resume_at = time.monotonic() + _STANDBY_S
             self.remark("another shipper ships this log; no message is duplicated, and this shipper pauses")
-
-    def _without_too_large(self, records: list[Record], before: Record | None) -> list[Record]:
-        limit = self.connection.client.max_payload
-        for index, record in enumerate(records):
-            num_bytes = num_message_bytes(record)
-            if num_bytes <= limit:
-                continue
-            self._tail.last = records[index - 1] if index else before
-            if index == 0:
-                self._stop(
-                    "unavailable",
-                    f"{record} takes {num_bytes} bytes as a message, and the server's max_payload is {limit}; set "
-                    "max_payload in the server's configuration above that; until then shipping of this log stops here",
-                )
-            return records[:index]
-        return records
 
     def _note_lost(self) -> None:
         for first, last in self._tail.lost.items():

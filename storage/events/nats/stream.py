@@ -9,8 +9,13 @@ import attrs
 from nats.js.api import DiscardPolicy, RetentionPolicy, StorageType, StreamConfig
 from nats.js.errors import NotFoundError
 
-from kvledger.storage.events.nats.errors import StreamUnavailable
-from kvledger.storage.events.nats.messages import SUBJECT_PREFIX, Record, num_message_bytes, record_of_message
+from kvledger.storage.events.nats.messages import (
+    SUBJECT_PREFIX,
+    Record,
+    message_headers,
+    num_message_bytes,
+    record_of_message,
+)
 from kvledger.storage.events.segment_file import SegmentHeader, decode_header
 from kvledger.storage.events.store import LogDamaged, LogTooNew
 
@@ -32,8 +37,8 @@ _SUBJECTS: Final = f"{SUBJECT_PREFIX}.*.*"
 _MAX_SUBJECTS: Final = 100_000
 """STREAM.INFO names no more at once (nats-server's JSMaxSubjectDetails)."""
 _LOG_ID_DIGITS: Final = 32
-_STORED_BYTES: Final = 192
-"""More than what the server adds to a message: the subject and its own record."""
+_STORED_BYTES: Final = 256
+"""More than what a stored message has besides: what it expects, the subject, and the server's own record."""
 _MAX_RESERVE_BYTES: Final = 16 << 20
 
 
@@ -147,7 +152,7 @@ async def check_capacity(connection: Connection, configuration: StreamConfig, re
     if bound <= 0 or configuration.discard == DiscardPolicy.OLD:
         return
     used = (await connection.jetstream.stream_info(connection.address.stream)).state.bytes
-    needed = sum(num_message_bytes(record) + _STORED_BYTES for record in records)
+    needed = sum(num_message_bytes(message_headers(record), record.data) + _STORED_BYTES for record in records)
     if used + needed > bound - min(bound // 20, _MAX_RESERVE_BYTES):
         raise connection.unavailable(
             f"the stream is full (max_bytes {bound}); nothing is dropped. Raise max_bytes, or purge logs that are no "
@@ -168,23 +173,18 @@ async def subjects_of_log(connection: Connection, log_id: str) -> dict[str, int]
     return {subject: num for subject, num in found.items() if subject.rpartition(".")[2].startswith(log_id)}
 
 
-async def last_record(connection: Connection, subject: str) -> tuple[int, Record]:
-    """Return the last message of a subject that has messages, and its number in the stream.
+async def last_record(connection: Connection, subject: str) -> tuple[int, Record | None]:
+    """Return the last message of a subject and its number in the stream; 0 and None if the server finds none.
 
     Raises:
         LogDamaged: it is none that a shipper writes.
-        StreamUnavailable: the server finds none. nats-server 2.9 does so after the last one was deleted by hand; who
-            took the subject for empty would ship the log a second time.
 
     """
     stream = connection.address.stream
     try:
         message = await connection.jetstream.get_last_msg(stream, subject)
     except NotFoundError:
-        raise connection.unavailable(
-            f"the server counts messages on {subject} but finds no last one. Some versions do so after messages were "
-            "deleted by hand; restart the server that leads the stream"
-        ) from None
+        return 0, None
     record = record_of_message(message.headers, message.data or b"")
     if isinstance(record, str):
         raise LogDamaged(
@@ -202,7 +202,7 @@ async def find_logs(connection: Connection, log_id: str = "") -> list[LogInStrea
         header = await _first_header(connection, subject)
         try:
             number, last = await last_record(connection, subject)
-        except (LogDamaged, StreamUnavailable):
+        except LogDamaged:
             number, last = 0, None
         logs.append(LogInStream(whole_id, label, subject, num_messages, header, last, number))
     return sorted(logs, key=lambda log: (_opened_at(log), log.last_stream_sequence))
