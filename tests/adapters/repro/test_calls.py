@@ -1,4 +1,4 @@
-"""Which observations one hook call made, told from their order alone."""
+"""Which observations one hook call made, by their order alone."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ def test_equal_keys_are_equal_again() -> None:
 
 
 def test_a_request_that_was_never_announced_is_asked_about_all_the_same() -> None:
-    """The rule that broke then breaks again: nobody told the connector of it."""
+    """The rule that broke then breaks again: the connector never knew of it."""
     driver = Driver()
     driver.observe(e.LookupRequested("stray", 0, 40, 0))
     driver.step()

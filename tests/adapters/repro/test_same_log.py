@@ -59,7 +59,7 @@ def without_log_before(events: list[tuple[int, e.Event]]) -> list[tuple[int, e.E
 
 
 def assert_same(tools: Any, recorded: list[tuple[int, e.Event]], outcome: Rerun, told_by: str) -> None:
-    """Every event, in order, with its sequence number, and nothing that is not told."""
+    """Every event, in order, with its sequence number, and nothing besides."""
     expected, found = tools.without_names(without_log_before(recorded)), tools.without_names(outcome.events)
     for want, got in zip(expected, found, strict=False):
         assert got == want, told_by
