@@ -44,7 +44,8 @@ from kvledger.lifecycle.table import Gating, Region
 from kvledger.lifecycle.upcasters import Upcasters, check_upcasters
 
 if TYPE_CHECKING:
-    from kvledger.lifecycle.audit.checker import AnyChecker
+    from kvledger.lifecycle.audit.checker import Checker
+    from kvledger.lifecycle.audit.model import Model
 
 
 class CoreError(ValueError):
@@ -76,7 +77,7 @@ class Core:
     """State -> its handlers, in the order in which they are asked."""
     projections: tuple[ProjectionSpec, ...]
     """In the order in which they fold."""
-    rules: Mapping[str, Callable[[], AnyChecker]]
+    rules: Mapping[str, Callable[[Model], Checker]]
     """Rule -> how to make its checker, in the order in which they look at an event."""
     not_checked: Mapping[str, str] = MappingProxyType({})
     """Rule that no log can decide -> why: a reader must not take silence about it for soundness."""

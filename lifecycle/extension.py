@@ -25,7 +25,8 @@ from kvledger.lifecycle.table import State
 from kvledger.lifecycle.turn import Turn
 
 if TYPE_CHECKING:
-    from kvledger.lifecycle.audit.checker import AnyChecker
+    from kvledger.lifecycle.audit.checker import Checker
+    from kvledger.lifecycle.audit.model import Model
 
 SubRow = tuple[str, str, str]
 """(source, trigger, dest). An end is a phase or a sub-state ("preempted.starving"); a trigger is an event's id, with
@@ -60,7 +61,7 @@ class Extension:
     """Rules of the core that cannot be checked where these decide -> why, or "" where a rule here has the name."""
     projections: ClassVar[tuple[ProjectionSpec, ...]] = ()
     """Folded after those that are there."""
-    rules: ClassVar[Mapping[str, Callable[[], AnyChecker]]] = {}
+    rules: ClassVar[Mapping[str, Callable[[Model], Checker]]] = {}
     """Rule -> how to make its checker."""
     not_checked: ClassVar[Mapping[str, str]] = {}
     """Rule of its own that no log can decide -> why."""

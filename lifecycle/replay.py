@@ -84,8 +84,8 @@ class ReplayedEvent:
     cause: int = 0
 
 
-Check = Callable[[Any, Any], object]
-"""Given (event, current) after the fold of the event; what it returns, if not None, goes to whoever asked for it."""
+Check = Callable[[Any], None]
+"""Given an event after the fold of it."""
 
 
 Around = Callable[[int, Event], None]
@@ -114,9 +114,8 @@ class Replay:
 
     Args:
         checks: (event class, check) pairs, done in this order after the fold of such an event.
-        current: what the checks are given beside the event; it is set before the fold.
-        on_found: given what a check returned.
-        start: what is believed before the first event; it is folded on. Default: nothing.
+        current: set before the fold of each event, for the checks to look at.
+        start: the state before the first event; it is folded on. Default: none.
     """
 
     def __init__(
@@ -127,7 +126,6 @@ class Replay:
         reference: ReferenceMachine | None = None,
         checks: Iterable[tuple[type[Event], Check]] = (),
         current: Current | None = None,
-        on_found: Callable[[Any], None] = lambda _found: None,
         start: Projections | None = None,
     ) -> None:
         self.projections = Projections(core, configuration) if start is None else start
@@ -140,7 +138,6 @@ class Replay:
         self._raised = self.projections.extensions.raised
         self.projections.extensions.on_raised = self._stop_extensions
         self._decider = Decider(core, self.projections, self._decided)
-        self._on_found = on_found
         self.num_events = 0
         self._around: Around | None = None
         self._events: Iterator[SequencedEvent] = iter(())
@@ -300,9 +297,7 @@ class Replay:
         if job is not None and expected is not None and expected != (job.work, job.source):
             self.reference_differences.append(Divergence(sequence, event, None))
         for check in checks:
-            found = check(event, current)
-            if found is not None:
-                self._on_found(found)
+            check(event)
         if self._is_extended and (following := self._next()) is not None:
             if isinstance(following[1], ExtensionStopped):  # whatever its code would do here and now
                 self._fold(*following)

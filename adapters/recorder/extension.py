@@ -7,8 +7,7 @@ tables and every tool know of such a log what they know of kvledger's own. It mu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, ClassVar
+from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
@@ -38,7 +37,7 @@ class Recorder(RecorderEvents):
         ("finished", "blocks.held", "finished.held"),
         ("finished.held", "recorder/sent", "finished"),
     )
-    rules: ClassVar[Mapping[str, Callable[[], Any]]] = RULES
+    rules = RULES
     leaves_out = LEFT_OUT
 
     def words(self, payload: msgspec.Struct) -> str | None:

@@ -6,23 +6,24 @@ not; rules that no checker can decide stand in `Core.not_checked` with the reaso
 """
 
 from kvledger.lifecycle.audit.audit import Audit, Unfoldable
-from kvledger.lifecycle.audit.checker import Checker, FrequentChecker, Violation
+from kvledger.lifecycle.audit.checker import Checker
 from kvledger.lifecycle.audit.model import Model
-from kvledger.lifecycle.audit.model.moment import Check, Moment
+from kvledger.lifecycle.audit.model.moment import EventChecks, Moment, on
 from kvledger.lifecycle.audit.model.start import Start
 from kvledger.lifecycle.audit.recorded import Recorded
+from kvledger.lifecycle.audit.violations import Violation
 
 __all__ = [
     "RECORDED",
     "Audit",
-    "Check",
     "Checker",
-    "FrequentChecker",
+    "EventChecks",
     "Model",
     "Moment",
     "Start",
     "Unfoldable",
     "Violation",
+    "on",
 ]
 
 RECORDED = Recorded.rule

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 
 import attrs
 
-from kvledger.lifecycle.audit.checker import AnyChecker, Violation, begin_in_the_middle, checks_of
+from kvledger.lifecycle.audit.checker import Checker
 from kvledger.lifecycle.audit.model import Model
 from kvledger.lifecycle.audit.of_extensions import RuleOfExtension
 from kvledger.lifecycle.audit.taken_over import taken_over
+from kvledger.lifecycle.audit.violations import Violation, Violations
 from kvledger.lifecycle.configuration import LedgerConfiguration
 from kvledger.lifecycle.core import Core
 from kvledger.lifecycle.divergences import Divergences
@@ -19,8 +19,7 @@ from kvledger.lifecycle.events import Event
 from kvledger.lifecycle.projections import Projections
 from kvledger.lifecycle.replay import Around, Replay, SequencedEvent, batches
 
-MAX_VIOLATIONS = 1000
-"""Violations that are kept; `Audit.num_violations` counts all."""
+_MakeChecker = Callable[[Model], Checker]
 _EVENTS_PER_BATCH = 256
 
 
@@ -40,7 +39,7 @@ class Audit:
     """Takes the events of one log in order and collects what is wrong with them.
 
     Without `checkers`, runs those of all rules of the core; with `keeps`, counts and collects only the violations that
-    it says True to; with `start`, what is believed before the first event, the log may begin in its middle.
+    it says True to; with `start`, the state before the first event, the log may begin in its middle.
     """
 
     def __init__(
@@ -48,30 +47,25 @@ class Audit:
         core: Core,
         configuration: LedgerConfiguration,
         *,
-        checkers: Sequence[AnyChecker] | None = None,
+        checkers: Iterable[_MakeChecker] | None = None,
         keeps: Callable[[Violation], bool] | None = None,
         start: Projections | None = None,
     ) -> None:
-        self._keeps = keeps
-        self.checkers = tuple(_checkers(core)) if checkers is None else tuple(checkers)
-        model = Model.of(core.compiled, core.gating, core.events.values(), configuration)
-        checks = [*model.folds(), *(pair for checker in self.checkers for pair in checks_of(checker, model))]
+        found = Violations(keeps)
+        self.violations = found.first
+        self.num_violations = found.counts
+        """Rule -> how often it was broken."""
+        model = Model.of(core.compiled, core.gating, core.events.values(), configuration, found)
+        self.checkers = tuple(make(model) for make in (_checkers(core) if checkers is None else checkers))
+        checks = [*model.folds(), *(check for checker in self.checkers for check in checker.checks())]
         self._replay = Replay(
-            core,
-            configuration,
-            reference=core.reference,
-            checks=checks,
-            current=model.moment,
-            on_found=self._keep_all,
-            start=start,
+            core, configuration, reference=core.reference, checks=checks, current=model.moment, start=start
         )
         if start is not None:
             known = taken_over(start)
             model.begin(known)
-            begin_in_the_middle(self.checkers, known)
-        self.violations: list[Violation] = []
-        self.num_violations: Counter[str] = Counter()
-        """Rule -> how often it was broken."""
+            for checker in self.checkers:
+                checker.begin(known)
         self.unfoldable: Unfoldable | None = None
         """Set by the first event that cannot be folded; no event after it is taken up."""
 
@@ -153,7 +147,7 @@ class Audit:
         if self.unfoldable is None:
             try:
                 self._replay.take(events, around)
-            except OSError:  # of whoever is called back: its file cannot be written
+            except OSError:  # of `around`: its file cannot be written
                 raise
             except Exception as error:
                 current = self._replay.current
@@ -162,20 +156,8 @@ class Audit:
                 # A log that was tampered with must not end its own audit.
                 self.unfoldable = Unfoldable(current.sequence, current.event, f"{type(error).__name__}: {error}")
 
-    def _keep_all(self, violations: Iterable[Violation]) -> None:
-        for violation in violations:
-            self._keep(violation)
 
-    def _keep(self, violation: Violation) -> None:
-        if self._keeps is not None and not self._keeps(violation):
-            return
-        self.num_violations[violation.rule] += 1
-        if len(self.violations) < MAX_VIOLATIONS:
-            self.violations.append(violation)
-
-
-def _checkers(core: Core) -> Iterator[AnyChecker]:
+def _checkers(core: Core) -> Iterator[_MakeChecker]:
     extension_of = {rule: extension.name for extension in core.extensions for rule in extension.rules}
     for rule, make in core.rules.items():
-        checker: Any = RuleOfExtension(rule, extension_of[rule], make) if rule in extension_of else make()
-        yield checker
+        yield partial(RuleOfExtension, rule, extension_of[rule], make) if rule in extension_of else make

@@ -6,36 +6,41 @@ know what the rule is about.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from typing import Any, TypeVar
 
-from kvledger.lifecycle.audit.checker import AnyChecker, Violation, begin_in_the_middle, checks_of
+import attrs
+
+from kvledger.lifecycle.audit.checker import Checker
 from kvledger.lifecycle.audit.model import Model
-from kvledger.lifecycle.audit.model.moment import Check, Moment
+from kvledger.lifecycle.audit.model.moment import Check, EventChecks, on
 from kvledger.lifecycle.audit.model.start import Start
+from kvledger.lifecycle.audit.violations import Violations
 from kvledger.lifecycle.errors import without_secrets
 from kvledger.lifecycle.events import Event, ExtensionStopped
 
 _Result = TypeVar("_Result")
 
 
-class RuleOfExtension:
+class RuleOfExtension(Checker):
     """The checker of such a rule, around the extension's own."""
 
-    def __init__(self, rule: str, extension: str, make: Callable[[], AnyChecker]) -> None:
-        self.rule = rule
+    rule = ""  # of each object its own
+
+    def __init__(self, rule: str, extension: str, make: Callable[[Model], Checker], model: Model) -> None:
+        super().__init__(model)
+        self.rule = rule  # type: ignore[misc]
         self.not_judged = ""
         """Why the rest of the log, or all of it, could not be judged; empty: it was."""
         self._extension = extension
-        self._moment: Moment | None = None
-        self._checker = self._run(make)
+        self._found = Violations()
+        self._checker = self._run(lambda: make(attrs.evolve(model, violations=self._found)))
 
-    def checks(self, model: Model) -> Iterable[tuple[type[Event], Check]]:
+    def checks(self) -> EventChecks:
         """Those of the extension's checker, each as long as nothing has raised."""
-        self._moment = model.moment
         checker = self._checker
-        found = [] if checker is None else self._run(lambda: list(checks_of(checker, model))) or []
-        return [(ExtensionStopped, self._stopped), *((kind, self._guarded(check)) for kind, check in found)]
+        checks = [] if checker is None else self._run(lambda: list(checker.checks())) or []
+        return [*super().checks(), *((event_class, self._guarded(check)) for event_class, check in checks)]
 
     def begin(self, start: Start) -> None:
         """Where the audit starts in the middle of a log."""
@@ -43,17 +48,22 @@ class RuleOfExtension:
         if self._extension in start.stopped_extensions:
             self.not_judged = f"its extension was stopped at event {start.stopped_extensions[self._extension]}"
         elif checker is not None:
-            self._run(lambda: begin_in_the_middle([checker], start))
+            self._run(lambda: checker.begin(start))
 
     def _guarded(self, check: Check) -> Check:
-        def guarded(event: Any, moment: Moment) -> list[Violation] | None:  # noqa: ANN401 -- of any class
-            return self._run(lambda: list(_violations(check(event, moment))))
+        def guarded(event: Any) -> None:  # noqa: ANN401 -- of any class
+            self._run(lambda: _call(check, event))
+            if not self.not_judged:
+                for violation in self._found.first:
+                    self.model.violations.add(violation)
+            self._found.first.clear()
 
         return guarded
 
-    def _stopped(self, event: ExtensionStopped, moment: Moment) -> None:
+    @on(ExtensionStopped)
+    def _stopped(self, event: ExtensionStopped) -> None:
         if event.extension == self._extension and not self.not_judged:
-            self.not_judged = f"its extension was stopped at event {moment.sequence}"
+            self.not_judged = f"its extension was stopped at event {self.moment.sequence}"
 
     def _run(self, call: Callable[[], _Result]) -> _Result | None:
         if self.not_judged:
@@ -61,14 +71,12 @@ class RuleOfExtension:
         try:
             return call()
         except Exception as error:  # noqa: BLE001 -- whatever somebody's checker raises
-            at = f" at event {self._moment.sequence}" if self._moment is not None and self._moment.sequence else ""
+            at = f" at event {self.moment.sequence}" if self.moment.sequence else ""
             self.not_judged = f"its checker raised {without_secrets(error)}{at}"
             return None
 
 
-def _violations(found: Any) -> Iterator[Violation]:  # noqa: ANN401 -- somebody's code
-    for violation in found or ():
-        if not isinstance(violation, Violation):
-            message = f"a checker returned a {type(violation).__name__}, which is no Violation"
-            raise TypeError(message)
-        yield violation
+def _call(check: Callable[[Any], object], event: Event) -> None:
+    if check(event) is not None:  # a generator, of which nothing would run, or what it found
+        message = "a check returns nothing: it says what is wrong with self.broken(...)"
+        raise TypeError(message)

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import ClassVar
-
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.audit.checker import Violation, violation
-from kvledger.lifecycle.audit.model import Model
-from kvledger.lifecycle.audit.model.moment import Moment
+from kvledger.lifecycle.audit.checker import Checker
+from kvledger.lifecycle.audit.model.moment import on
 
 
-class Recorded:
+class Recorded(Checker):
     """Every `invariant.violated` and `hook.failed` of the log counts as a broken rule.
 
     Verifies: nothing by itself; the detail begins with the rule that was guarded live, one of which (HANDLER_RAISED)
@@ -19,13 +15,12 @@ class Recorded:
     Does not verify: whether the live guard was right; that is what deciding again is for.
     """
 
-    rule: ClassVar[str] = "RECORDED"
-    looks_at: ClassVar[frozenset[type[e.Event]]] = frozenset({e.InvariantViolated, e.HookFailed})
+    rule = "RECORDED"
 
-    def check(self, moment: Moment, _model: Model) -> Iterator[Violation]:
-        """Pass it on."""
-        event = moment.event
-        if isinstance(event, e.InvariantViolated):
-            yield violation(self.rule, moment, f"{event.rule}: {event.detail}", event.cause)
-        elif isinstance(event, e.HookFailed):
-            yield violation(self.rule, moment, f"hook {event.hook} raised: {event.error}")
+    @on(e.InvariantViolated)
+    def _violated(self, event: e.InvariantViolated) -> None:
+        self.broken(f"{event.rule}: {event.detail}", event.cause)
+
+    @on(e.HookFailed)
+    def _hook_failed(self, event: e.HookFailed) -> None:
+        self.broken(f"hook {event.hook} raised: {event.error}")

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
 
 from kvledger.lifecycle.audit import blocks, jobs, keys, lives, slots, tokens
-from kvledger.lifecycle.audit.checker import AnyChecker
+from kvledger.lifecycle.audit.checker import Checker
 from kvledger.lifecycle.audit.recorded import Recorded
 
-RULES: Mapping[str, Callable[[], AnyChecker]] = MappingProxyType(
+RULES: Mapping[str, type[Checker]] = MappingProxyType(
     {
         checker.rule: checker
         for checker in (
@@ -23,4 +23,4 @@ RULES: Mapping[str, Callable[[], AnyChecker]] = MappingProxyType(
         )
     }
 )
-"""Rule -> how to make its checker."""
+"""Rule -> its checker."""

@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -34,10 +35,8 @@ from rich.table import Table
 
 from kvledger.adapters.logs.log import StoredLog, open_log
 from kvledger.lifecycle import Core
-from kvledger.lifecycle.audit import Audit
-from kvledger.lifecycle.audit.checker import AnyChecker, checks_of
-from kvledger.lifecycle.audit.model import Model
-from kvledger.lifecycle.audit.model.moment import Check, Moment
+from kvledger.lifecycle.audit import Audit, Checker, EventChecks, Model
+from kvledger.lifecycle.audit.model.moment import Check
 from kvledger.lifecycle.codec import EventDecoder
 from kvledger.lifecycle.events import Event
 from kvledger.lifecycle.projections import Projections
@@ -169,39 +168,37 @@ def _take_round(
         raise RuntimeError(message)
 
 
-class _Timed:
+class _Timed(Checker):
     """A checker whose checks are timed one by one, by the wall, with what the clock itself takes taken off."""
 
-    def __init__(self, checker: AnyChecker) -> None:
-        self.rule = checker.rule
+    def __init__(self, make: Callable[[Model], Checker], model: Model) -> None:
+        super().__init__(model)
         self.num_ns = 0
-        self._checker = checker
+        self.timed = make(model)
 
-    def checks(self, model: Model) -> Iterable[tuple[type[Event], Check]]:
+    def checks(self) -> EventChecks:
         """The same checks."""
-        return [(event_class, self._timed(check)) for event_class, check in checks_of(self._checker, model)]
+        return [(event_class, self._timed(check)) for event_class, check in self.timed.checks()]
 
     def _timed(self, check: Check) -> Check:
         clock = time.perf_counter_ns
 
-        def timed(event: Event, moment: Moment) -> object:
+        def timed(event: Event) -> None:
             started = clock()
             before = clock()
-            found = check(event, moment)
-            if found is not None:
-                found = list(found)  # type: ignore[call-overload]
+            check(event)
             ended = clock()
             # Another process's turn in between is not ours.
             self.num_ns += min(max(0, ended - before - (before - started)), _MAX_CHECK_NS)
-            return found
 
         return timed
 
 
 def _nanoseconds_of_checkers(log: StoredLog, events: Sequence[SequencedEvent]) -> dict[str, int]:
-    timed = [_Timed(make()) for make in Core.standard().rules.values()]
-    Audit(Core.standard(), log.configuration, checkers=timed).run(events)
-    return {checker.rule: checker.num_ns for checker in timed}
+    checkers = [partial(_Timed, make) for make in Core.standard().rules.values()]
+    audit = Audit(Core.standard(), log.configuration, checkers=checkers)
+    audit.run(events)
+    return {checker.timed.rule: checker.num_ns for checker in audit.checkers if isinstance(checker, _Timed)}
 
 
 def _time_audit(watch: _Stopwatch, name: str, audit: Audit, of_events: Sequence[Sequence[SequencedEvent]]) -> None:
@@ -209,7 +206,7 @@ def _time_audit(watch: _Stopwatch, name: str, audit: Audit, of_events: Sequence[
 
 
 def _audit(log: StoredLog, rules: Sequence[str] | None) -> Audit:
-    checkers = None if rules is None else [Core.standard().rules[rule]() for rule in rules]
+    checkers = None if rules is None else [Core.standard().rules[rule] for rule in rules]
     return Audit(Core.standard(), log.configuration, checkers=checkers)
 
 

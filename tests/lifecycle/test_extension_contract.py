@@ -11,7 +11,6 @@ from starvation_guard import StarvationGuard, Starving, StarvingKept, StarvingRe
 
 from kvledger.lifecycle import Extension, Projections, ProjectionSpec, RequestState, Turn
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.audit import Moment, Violation
 from kvledger.lifecycle.testing import ExtensionContract, Play
 
 
@@ -59,21 +58,21 @@ class Once(Watching):
 class Accuses(StarvingKept):
     """Finds fault with every eviction."""
 
-    def _evicted(self, _event: e.ChunkEvicted, moment: Moment) -> list[Violation]:
-        return [Violation(self.rule, moment.sequence, "", None, "", ())]
+    def _evicted(self, _event: e.ChunkEvicted) -> None:
+        self.broken("")
 
 
 class CannotJudge(StarvingKept):
     """Fails at every eviction."""
 
-    def _evicted(self, _event: e.ChunkEvicted, _moment: Moment) -> None:
+    def _evicted(self, _event: e.ChunkEvicted) -> None:
         raise KeyError
 
 
 class Overlooks(StarvingKept):
     """Finds nothing."""
 
-    def _evicted(self, _event: e.ChunkEvicted, _moment: Moment) -> None:
+    def _evicted(self, _event: e.ChunkEvicted) -> None:
         return None
 
 

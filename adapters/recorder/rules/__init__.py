@@ -6,9 +6,8 @@ rule follows what it needs by itself, from the log alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any
 
 from kvledger.adapters.recorder.rules.answers import LastToken
 from kvledger.adapters.recorder.rules.copies import SrcBlockOwned, TableEq
@@ -22,6 +21,7 @@ from kvledger.adapters.recorder.rules.exclusive import (
 )
 from kvledger.adapters.recorder.rules.resumed import ResumeCoversOutput
 from kvledger.adapters.recorder.rules.saves import StoreContiguous
+from kvledger.lifecycle.audit import Checker
 
 _CHECKERS = (
     LastToken,
@@ -37,7 +37,7 @@ _CHECKERS = (
     StoreContiguous,
     ResumeCoversOutput,
 )
-RULES: Mapping[str, Callable[[], Any]] = MappingProxyType({checker.rule: checker for checker in _CHECKERS})
+RULES: Mapping[str, type[Checker]] = MappingProxyType({checker.rule: checker for checker in _CHECKERS})
 
 _SLOTS = "where a recorded connector keeps what it saves is not in the log"
 _CHUNKS = "how a recorded connector cuts into chunks what it saves is not in the log"

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import ClassVar
-
 from kvledger.adapters.recorder import payloads
 from kvledger.adapters.recorder.payloads import payload_of
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.audit import Check, Model, Moment, Violation
+from kvledger.lifecycle.audit import Checker, on
 
 
-class LastToken:
+class LastToken(Checker):
     """LAST_TOKEN: loaded and locally cached tokens leave the engine something to compute.
 
     Verifies: no answer is negative; with what is computed it is at most the tokens that are known, which is what
@@ -21,22 +18,18 @@ class LastToken:
     Does not verify: that what was answered is there.
     """
 
-    rule: ClassVar[str] = "LAST_TOKEN"
+    rule = "LAST_TOKEN"
 
-    def checks(self, _model: Model) -> Iterable[tuple[type[e.Event], Check]]:
-        """By class of event."""
-        return [(e.ExtensionObserved, self._said)]
-
-    def _said(self, event: e.ExtensionObserved, moment: Moment) -> list[Violation] | None:
+    @on(e.ExtensionObserved)
+    def _said(self, event: e.ExtensionObserved) -> None:
         told = payload_of(event)
         if not isinstance(told, payloads.LookupReturned) or told.num_external_tokens is None:
-            return None
+            return
         answer, most = told.num_external_tokens, told.num_tokens - told.num_computed_tokens - (not told.is_async)
         if answer < 0 or answer > max(most, 0):
             detail = f"{answer} tokens were answered, {told.num_computed_tokens} of {told.num_tokens} are computed"
         elif told.is_async and not answer:
             detail = "no tokens were answered, and that they come beside the steps"
         else:
-            return None
-        generation = None if moment.life is None else moment.life.generation
-        return [Violation(self.rule, moment.sequence, event.request_id, generation, detail, ())]
+            return
+        self.broken(detail)

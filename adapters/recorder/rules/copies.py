@@ -2,47 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import ClassVar
+from collections.abc import Sequence
 
 from kvledger.adapters.recorder import payloads
 from kvledger.adapters.recorder.payloads import payload_of
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.audit import Check, Model, Moment, Violation
+from kvledger.lifecycle.audit import Checker, Model, on
 from kvledger.lifecycle.windows import NULL_BLOCK
 
 
-class Tables:
-    """The last block table of each life: a copy may read blocks that its request has just lost."""
+class RuleOfTables(Checker):
+    """A rule that asks for the last block table of each life: a copy may read blocks that its request has just lost."""
 
-    def begin_checks(self, model: Model) -> Iterable[tuple[type[e.Event], Check]]:
-        """By class of event; the model is before these."""
-        self._model = model
+    def __init__(self, model: Model) -> None:
+        super().__init__(model)
         self._num_groups = len(model.configuration.windows)
         self._last: dict[int, Sequence[int]] = {}
-        return [
-            (e.RequestPreempted, self._lost),
-            (e.RequestFinished, self._lost),
-            (e.RequestReleased, self._released),
-        ]
 
-    def _lost(self, _event: e.RequestEvent, moment: Moment) -> None:
-        if moment.life is not None:
-            self._last[moment.life.ordinal] = tuple(self._model.tables.lost_by(moment.life))
+    @on(e.RequestPreempted, e.RequestFinished)
+    def _keep_table(self, _event: e.RequestEvent) -> None:
+        if self.moment.life is not None:
+            self._last[self.moment.life.ordinal] = tuple(self.tables.lost_by(self.moment.life))
 
-    def _released(self, event: e.RequestReleased, _moment: Moment) -> None:
+    @on(e.RequestReleased)
+    def _forget_table(self, event: e.RequestReleased) -> None:
         self._last.pop(event.ordinal, None)
 
-    def of(self, copy: payloads.Transferred, moment: Moment) -> Sequence[int] | None:
+    def table_of(self, copy: payloads.Transferred) -> Sequence[int] | None:
         """The blocks of the copy's group, or of all, in token order; None where the life holds and has lost none."""
-        life = moment.life
-        table = None if life is None else self._model.tables.of(life.ordinal) or self._last.get(life.ordinal)
+        life = self.moment.life
+        table = None if life is None else self.tables.of(life.ordinal) or self._last.get(life.ordinal)
         if not table:
             return None
         return table if copy.group < 0 else table[copy.group :: self._num_groups]
 
 
-class TableEq:
+class TableEq(RuleOfTables):
     """TABLE_EQ: a copy's blocks stand in the request's table, in the order of the copy.
 
     Verifies: the first block where the copy says that it stands, each other one behind the one before; what is stored
@@ -51,29 +46,25 @@ class TableEq:
     out.
     """
 
-    rule: ClassVar[str] = "TABLE_EQ"
+    rule = "TABLE_EQ"
 
-    def checks(self, model: Model) -> Iterable[tuple[type[e.Event], Check]]:
-        """By class of event."""
-        self._tables = Tables()
-        return [*self._tables.begin_checks(model), (e.ExtensionObserved, self._said)]
-
-    def _said(self, event: e.ExtensionObserved, moment: Moment) -> list[Violation] | None:
+    @on(e.ExtensionObserved)
+    def _said(self, event: e.ExtensionObserved) -> None:
         copy = payload_of(event)
         if not isinstance(copy, payloads.Transferred) or copy.first_block < 0:
-            return None
-        table = self._tables.of(copy, moment)
+            return
+        table = self.table_of(copy)
         if table is None:
-            return None
+            return
         start = copy.first_block
         for block_id, place in zip(copy.block_ids, copy.places(table), strict=False):
             if place is None:
-                return [_violation(self.rule, moment, _misplaced(copy, block_id, start, table))]
+                self.broken(_misplaced(copy, block_id, start, table))
+                return
             start = place + 1
-        return None
 
 
-class SrcBlockOwned:
+class SrcBlockOwned(RuleOfTables):
     """SRC_BLOCK_OWNED: a save reads blocks that its request holds, or has just lost.
 
     Verifies: this for each block of each save that a decoder has read.
@@ -81,26 +72,20 @@ class SrcBlockOwned:
     say for whom they are.
     """
 
-    rule: ClassVar[str] = "SRC_BLOCK_OWNED"
+    rule = "SRC_BLOCK_OWNED"
 
-    def checks(self, model: Model) -> Iterable[tuple[type[e.Event], Check]]:
-        """By class of event."""
-        self._tables = Tables()
-        return [*self._tables.begin_checks(model), (e.ExtensionObserved, self._said)]
-
-    def _said(self, event: e.ExtensionObserved, moment: Moment) -> list[Violation] | None:
+    @on(e.ExtensionObserved)
+    def _said(self, event: e.ExtensionObserved) -> None:
         copy = payload_of(event)
         if not isinstance(copy, payloads.Transferred) or copy.is_load:
-            return None
-        table = self._tables.of(copy, moment)
+            return
+        table = self.table_of(copy)
         if table is None:
-            return None
+            return
         own = {NULL_BLOCK, *table}
         foreign = next((block for block in copy.block_ids if block not in own), None)
-        if foreign is None:
-            return None
-        detail = f"copy {copy.job} reads block {foreign}, which is not the request's"
-        return [_violation(self.rule, moment, detail)]
+        if foreign is not None:
+            self.broken(f"copy {copy.job} reads block {foreign}, which is not the request's")
 
 
 def _misplaced(copy: payloads.Transferred, block_id: int, start: int, table: Sequence[int]) -> str:
@@ -110,9 +95,3 @@ def _misplaced(copy: payloads.Transferred, block_id: int, start: int, table: Seq
         )
     stands = f"block {table[start]}" if start < len(table) else "nothing"
     return f"copy {copy.job} takes block {block_id} for block {start} of the request, where {stands} stands"
-
-
-def _violation(rule: str, moment: Moment, detail: str) -> Violation:
-    life = moment.life
-    request_id, generation = ("", None) if life is None else (life.request_id, life.generation)
-    return Violation(rule, moment.sequence, request_id, generation, detail, ())

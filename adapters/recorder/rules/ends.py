@@ -2,42 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import ClassVar
+from collections.abc import Iterable
 
 from kvledger.adapters.recorder import payloads
 from kvledger.adapters.recorder.payloads import payload_of
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.audit import Check, Model, Moment, Start, Violation
+from kvledger.lifecycle.audit import Checker, Model, Start, on
 
 MAX_SILENT_NS = 60 * 10**9
 """After so long something that vLLM waits for counts as forgotten."""
 
 
-class _Owed:
-    """Who is owed an end, by request id: vLLM knows it by nothing else."""
+class RuleOfEnds(Checker):
+    """A rule about who is owed an end, by request id: vLLM knows it by nothing else."""
 
     def __init__(self, model: Model) -> None:
-        self._lives = model.lives
+        super().__init__(model)
         self.waiting: dict[str, tuple[int, int]] = {}
         """Request id -> event that issued an asynchronous load, and its time."""
         self.kept: dict[str, tuple[int, int]] = {}
         """Request id -> event that said its blocks are kept, and its time."""
 
-    def checks(self) -> Iterable[tuple[type[e.Event], Check]]:
-        return [(e.LoadIssued, self._issued), (e.ExtensionObserved, self._said)]
-
-    def _issued(self, event: e.LoadIssued, moment: Moment) -> None:
+    @on(e.LoadIssued)
+    def _issued(self, event: e.LoadIssued) -> None:
         if event.is_async:
-            self.waiting[event.request_id] = moment.sequence, self._lives.time_ns
+            self.waiting[event.request_id] = self.moment.sequence, self.lives.time_ns
 
-    def _said(self, event: e.ExtensionObserved, moment: Moment) -> None:
+    @on(e.ExtensionObserved)
+    def _said(self, event: e.ExtensionObserved) -> None:
         told = payload_of(event)
         if isinstance(told, payloads.EndReturned) and told.keeps_blocks:
-            self.kept[event.request_id] = moment.sequence, event.time_ns
+            self.kept[event.request_id] = self.moment.sequence, event.time_ns
 
 
-class CompletionOnce:
+class CompletionOnce(RuleOfEnds):
     """COMPLETION_ONCE: vLLM hears of each asynchronous load and of each kept request once, and of nobody else.
 
     vLLM asserts that it knows whoever is named, and frees the blocks of who has ended
@@ -50,9 +48,10 @@ class CompletionOnce:
     log does not begin at its beginning: they may be owed by others; that an end comes (LIVENESS).
     """
 
-    rule: ClassVar[str] = "COMPLETION_ONCE"
+    rule = "COMPLETION_ONCE"
 
-    def __init__(self) -> None:
+    def __init__(self, model: Model) -> None:
+        super().__init__(model)
         self._ended: dict[tuple[str, bool], int] = {}
         """(request id, whether it was kept) -> event by which vLLM heard of it, until the id arrives again."""
         self._is_alone = True
@@ -61,86 +60,70 @@ class CompletionOnce:
         """What is owed from before is not known."""
         self._is_alone = False
 
-    def checks(self, model: Model) -> Iterable[tuple[type[e.Event], Check]]:
-        """By class of event."""
-        self._owed = _Owed(model)
-        return [
-            *self._owed.checks(),
-            (e.RequestArrived, self._arrived),
-            (e.BlocksAllocated, self._allocated),
-            (e.LogNote, self._noted),
-            (e.ExtensionNoted, self._reported),
-        ]
-
-    def _noted(self, event: e.LogNote, _moment: Moment) -> None:
+    @on(e.LogNote)
+    def _noted(self, event: e.LogNote) -> None:
         if event.text.startswith(payloads.CHILD):
             self._is_alone = False
 
-    def _arrived(self, event: e.RequestArrived, _moment: Moment) -> None:
+    @on(e.RequestArrived)
+    def _arrived(self, event: e.RequestArrived) -> None:
         for was_kept in (False, True):
             self._ended.pop((event.request_id, was_kept), None)
 
-    def _allocated(self, event: e.BlocksAllocated, _moment: Moment) -> None:
+    @on(e.BlocksAllocated)
+    def _allocated(self, event: e.BlocksAllocated) -> None:
         if not self._is_alone:  # another child may load into them
             self._ended.pop((event.request_id, False), None)
 
-    def _reported(self, event: e.ExtensionNoted, moment: Moment) -> Iterator[Violation] | None:
+    @on(e.ExtensionNoted)
+    def _reported(self, event: e.ExtensionNoted) -> None:
         told = payload_of(event)
-        if not isinstance(told, payloads.ReportedToVLLM):
-            return None
-        return self._check(dict.fromkeys((*told.finished_recving, *told.failed_recving)), told.finished_sending, moment)
+        if isinstance(told, payloads.ReportedToVLLM):
+            self._check(dict.fromkeys((*told.finished_recving, *told.failed_recving)), told.finished_sending)
 
-    def _check(self, received: Iterable[str], sent: Iterable[str], moment: Moment) -> Iterator[Violation]:
-        for request_id in self._owed.kept.keys() & set(received) if self._is_alone else ():  # who has ended
-            del self._owed.kept[request_id]
-            self._ended[request_id, True] = moment.sequence
+    def _check(self, received: Iterable[str], sent: Iterable[str]) -> None:
+        for request_id in self.kept.keys() & set(received) if self._is_alone else ():  # who has ended
+            del self.kept[request_id]
+            self._ended[request_id, True] = self.moment.sequence
         for ids, owed, was_kept, what in (
-            (received, self._owed.waiting, False, "an asynchronous load"),
-            (sent, self._owed.kept, True, "blocks that are kept"),
+            (received, self.waiting, False, "an asynchronous load"),
+            (sent, self.kept, True, "blocks that are kept"),
         ):
             for request_id in ids:
                 known = owed.pop(request_id, None)
                 before = self._ended.get((request_id, was_kept), 0)
                 if known is not None:
-                    self._ended[request_id, was_kept] = moment.sequence
+                    self._ended[request_id, was_kept] = self.moment.sequence
                 elif before or self._is_alone:
                     again = "a second time" if before else "who is owed none"
                     detail = f"vLLM hears of the end of {what} of {request_id!r}, {again}"
-                    yield Violation(self.rule, moment.sequence, request_id, None, detail, (before,) if before else ())
+                    self.broken(detail, before, request_id=request_id)
 
 
-class Liveness:
+class Liveness(RuleOfEnds):
     """LIVENESS: what vLLM waits for comes to its end.
 
     Verifies: at each step, that no asynchronous load and no kept blocks have been without an end for a minute.
     Does not verify: what was younger when the log ended; what an engine waits for that makes no steps any more.
     """
 
-    rule: ClassVar[str] = "LIVENESS"
+    rule = "LIVENESS"
 
-    def checks(self, model: Model) -> Iterable[tuple[type[e.Event], Check]]:
-        """By class of event."""
-        self._owed = _Owed(model)
-        return [*self._owed.checks(), (e.ExtensionNoted, self._reported), (e.StepScheduled, self._step)]
-
-    def _reported(self, event: e.ExtensionNoted, _moment: Moment) -> None:
+    @on(e.ExtensionNoted)
+    def _reported(self, event: e.ExtensionNoted) -> None:
         told = payload_of(event)
         if isinstance(told, payloads.ReportedToVLLM):
             for request_id in (*told.finished_recving, *told.failed_recving):
-                self._owed.waiting.pop(request_id, None)
-                self._owed.kept.pop(request_id, None)  # it has ended, and vLLM frees it now
+                self.waiting.pop(request_id, None)
+                self.kept.pop(request_id, None)  # it has ended, and vLLM frees it now
             for request_id in told.finished_sending:
-                self._owed.kept.pop(request_id, None)
+                self.kept.pop(request_id, None)
 
-    def _step(self, event: e.StepScheduled, moment: Moment) -> list[Violation] | None:
-        owed = self._owed
-        if not owed.waiting and not owed.kept:
-            return None
-        found = []
-        for who, what in ((owed.waiting, "its asynchronous load"), (owed.kept, "what its blocks are kept for")):
+    @on(e.StepScheduled)
+    def _step(self, event: e.StepScheduled) -> None:
+        for who, what in ((self.waiting, "its asynchronous load"), (self.kept, "what its blocks are kept for")):
             for request_id, (sequence, time_ns) in list(who.items()):
                 if event.time_ns - time_ns > MAX_SILENT_NS:
                     del who[request_id]
                     detail = f"vLLM has not heard of the end of {what} for {(event.time_ns - time_ns) // 10**9} s"
-                    found.append(Violation(self.rule, moment.sequence, request_id, None, detail, (sequence,)))
-        return found or None
+                    self.broken(detail, sequence, request_id=request_id)

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import ClassVar
-
 from kvledger.adapters.recorder.payloads import STEP
 from kvledger.adapters.recorder.rules.under_way import Begun, RuleOfCopies
-from kvledger.lifecycle.audit import Moment, Violation
 from kvledger.lifecycle.windows import NULL_BLOCK
 
 
@@ -24,13 +20,13 @@ class LoadDstExclusive(RuleOfCopies):
     writes into a block that its request has lost, which the order of the device's streams decides.
     """
 
-    rule: ClassVar[str] = "LOAD_DST_EXCLUSIVE"
+    rule = "LOAD_DST_EXCLUSIVE"
     judges_loads = True
 
-    def begins(self, begun: Begun, moment: Moment) -> Iterator[Violation]:
+    def begins(self, begun: Begun) -> None:
         """Are they given for it, and is it alone?"""
-        copy, table = begun.copy, self.model.tables.of(begun.ordinal) or ()
-        jobs = [job for job in self.model.jobs.of_life(begun.ordinal) if job.is_load]
+        copy, table = begun.copy, self.tables.of(begun.ordinal) or ()
+        jobs = [job for job in self.jobs.of_life(begun.ordinal) if job.is_load]
         given = {block_id for job in jobs for block_id in job.block_ids}
         foreign = next((block_id for block_id in copy.block_ids if block_id not in given | {NULL_BLOCK}), None)
         if foreign is not None:
@@ -42,17 +38,17 @@ class LoadDstExclusive(RuleOfCopies):
                 load = min(table.index(block_id) for block_id in given if block_id in table)
                 is_before = table.index(foreign) < load
                 why = "whose tokens vLLM counts as computed" if is_before else "which was not given for it"
-            yield self.violation(moment, begun, f"load {copy.job} fills block {foreign}, {why}")
+            self.broken(f"load {copy.job} fills block {foreign}, {why}", request_id=begun.request_id)
         if len(copy.block_ids) - copy.block_ids.count(NULL_BLOCK) > len(begun.block_ids):
-            yield self.violation(moment, begun, f"load {copy.job} fills a block twice: {list(copy.block_ids)}")
+            self.broken(f"load {copy.job} fills a block twice: {list(copy.block_ids)}", request_id=begun.request_id)
         for other in self.under_way(loads=True):
             if shared := begun.block_ids & other.block_ids:
                 detail = f"load {copy.job} fills block {min(shared)}, which load {other.copy.job} is still filling"
-                yield self.violation(moment, begun, detail, other.sequence)
+                self.broken(detail, other.sequence, request_id=begun.request_id)
 
-    def step_built(self, moment: Moment) -> Iterator[Violation]:
+    def step_built(self) -> None:
         """Is a block of a load given to somebody else?"""
-        yield from _given_away(self, moment, loads=True)
+        self.given_away(loads=True)
 
 
 class BlockReuseFenced(RuleOfCopies):
@@ -66,12 +62,12 @@ class BlockReuseFenced(RuleOfCopies):
     the metadata says that they should.
     """
 
-    rule: ClassVar[str] = "BLOCK_REUSE_FENCED"
+    rule = "BLOCK_REUSE_FENCED"
     judges_loads = False
 
-    def step_built(self, moment: Moment) -> Iterator[Violation]:
+    def step_built(self) -> None:
         """Is a block of a save given to somebody else?"""
-        yield from _given_away(self, moment, loads=False)
+        self.given_away(loads=False)
 
 
 class SrcBlockStable(RuleOfCopies):
@@ -82,15 +78,15 @@ class SrcBlockStable(RuleOfCopies):
     does no harm where it is behind what is saved; copies of a connector without a decoder, or whose end is not told.
     """
 
-    rule: ClassVar[str] = "SRC_BLOCK_STABLE"
+    rule = "SRC_BLOCK_STABLE"
     judges_loads = True
 
-    def begins(self, begun: Begun, moment: Moment) -> Iterator[Violation]:
+    def begins(self, begun: Begun) -> None:
         """Does a save read there?"""
         for save in self.under_way(loads=False):
             if shared := begun.block_ids & save.block_ids:
                 detail = f"load {begun.copy.job} fills block {min(shared)}, which save {save.copy.job} still reads"
-                yield self.violation(moment, begun, detail, save.sequence)
+                self.broken(detail, save.sequence, request_id=begun.request_id)
 
 
 class LoadXorStores(RuleOfCopies):
@@ -101,15 +97,15 @@ class LoadXorStores(RuleOfCopies):
     without a decoder, or whose end is not told.
     """
 
-    rule: ClassVar[str] = "LOAD_XOR_STORES"
+    rule = "LOAD_XOR_STORES"
     judges_loads = False
 
-    def begins(self, begun: Begun, moment: Moment) -> Iterator[Violation]:
+    def begins(self, begun: Begun) -> None:
         """Is a load filling what it reads?"""
         for load in self.under_way(loads=True):
             if load.copy.ends_with != STEP and (shared := begun.block_ids & load.block_ids):
                 detail = f"save {begun.copy.job} reads block {min(shared)}, which load {load.copy.job} is still filling"
-                yield self.violation(moment, begun, detail, load.sequence)
+                self.broken(detail, load.sequence, request_id=begun.request_id)
 
 
 class ChunkComplete(RuleOfCopies):
@@ -120,16 +116,16 @@ class ChunkComplete(RuleOfCopies):
     Does not verify: how much of a block is; saves of what was just lost; copies of a connector without a decoder.
     """
 
-    rule: ClassVar[str] = "CHUNK_COMPLETE"
+    rule = "CHUNK_COMPLETE"
     judges_loads = False
 
-    def begins(self, begun: Begun, moment: Moment) -> Iterator[Violation]:
+    def begins(self, begun: Begun) -> None:
         """Are the tokens of its blocks computed?"""
-        life, table = moment.life, self.model.tables.of(begun.ordinal)
+        life, table = self.moment.life, self.tables.of(begun.ordinal)
         if life is None or not table or life.ordinal != begun.ordinal:
             return
-        configuration, own = self.model.configuration, begun.block_ids
-        num_computed_tokens = self.model.lives.num_computed_tokens(life)
+        configuration, own = self.configuration, begun.block_ids
+        num_computed_tokens = self.lives.num_computed_tokens(life)
         num_pages = -(-num_computed_tokens // configuration.block_size) * len(configuration.windows)
         num_pages = max(num_pages, self.num_filled.get(begun.request_id, 0))
         early = next((place for place in range(num_pages, len(table)) if table[place] in own), None)
@@ -139,15 +135,4 @@ class ChunkComplete(RuleOfCopies):
                 f"save {begun.copy.job} reads block {table[early]} of the tokens from {first} on, of which "
                 f"{num_computed_tokens} are computed"
             )
-            yield self.violation(moment, begun, detail)
-
-
-def _given_away(rule: RuleOfCopies, moment: Moment, *, loads: bool) -> Iterator[Violation]:
-    for begun in rule.under_way(loads=loads):
-        taken = {block_id for block_id in begun.block_ids if rule.given.get(block_id, begun.ordinal) != begun.ordinal}
-        # What one request computes in a step others may share in that very step, and save behind it.
-        taken = taken and taken.difference(rule.model.tables.of(begun.ordinal) or ())
-        if taken:
-            what = "load {} still fills" if loads else "save {} still reads"
-            detail = f"block {min(taken)} is given away, which {what.format(begun.copy.job)}"
-            yield rule.violation(moment, begun, detail, begun.sequence)
+            self.broken(detail, request_id=begun.request_id)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any, ClassVar
+from collections.abc import Sequence
 
 import attrs
 
@@ -11,7 +10,7 @@ from kvledger.adapters.recorder import payloads
 from kvledger.adapters.recorder.payloads import payload_of
 from kvledger.lifecycle import Core
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.audit import Check, Model, Moment, Start, Violation
+from kvledger.lifecycle.audit import Checker, EventChecks, Model, on
 
 MAX_KEYS = 1 << 20
 """After so many different ones it is no longer known how much the connector can hold."""
@@ -42,7 +41,7 @@ class _Account:
     num_tokens: int = 0
 
 
-class ResumeCoversOutput:
+class ResumeCoversOutput(Checker):
     """RESUME_COVERS_OUTPUT: a preempted request is looked up with all its tokens, and is given what is there.
 
     The second half is a matter of speed: what is there and not given is computed again.
@@ -54,12 +53,14 @@ class ResumeCoversOutput:
     that is done; where a load of it has failed; with several groups of layers; after a reset, of what was before it.
     """
 
-    rule: ClassVar[str] = "RESUME_COVERS_OUTPUT"
+    rule = "RESUME_COVERS_OUTPUT"
 
-    def __init__(self) -> None:
-        self._core: Any = Core.standard().rules[self.rule]()
-        self._knows_all = True
+    def __init__(self, model: Model) -> None:
+        super().__init__(model)
+        self._core = Core.standard().rules[self.rule](model)
         self._forget()
+        self._block_size = model.configuration.block_size
+        self._knows_all = len(model.configuration.windows) == 1
 
     def _forget(self) -> None:
         self._accounts: dict[int, _Account] = {}
@@ -71,37 +72,28 @@ class ResumeCoversOutput:
         self._num_survived = 0
         """The most different blocks that were saved after something that was offered later."""
 
-    def begin(self, _start: Start) -> None:
-        """What was offered before is not known, and is not needed."""
+    def checks(self) -> EventChecks:
+        """Those of the core's rule first."""
+        return [*self._core.checks(), *super().checks()]
 
-    def checks(self, model: Model) -> Iterable[tuple[type[e.Event], Check]]:
-        """By class of event."""
-        self._block_size = model.configuration.block_size
-        self._knows_all = len(model.configuration.windows) == 1
-        return [
-            *self._core.checks(model),
-            (e.ExtensionObserved, self._said),
-            (e.BlocksAllocated, self._allocated),
-            (e.RequestPreempted, self._preempted),
-            (e.SessionContinued, self._over),
-            (e.RequestReleased, self._over),
-            (e.CacheReset, self._reset),
-        ]
-
-    def _reset(self, _event: e.CacheReset, _moment: Moment) -> None:
+    @on(e.CacheReset)
+    def _reset(self, _event: e.CacheReset) -> None:
         self._forget()
 
-    def _over(self, event: e.SessionContinued | e.RequestReleased, moment: Moment) -> None:
-        if moment.life is not None:
-            self._accounts.pop(moment.life.ordinal, None)
+    @on(e.SessionContinued, e.RequestReleased)
+    def _over(self, event: e.SessionContinued | e.RequestReleased) -> None:
+        if self.moment.life is not None:
+            self._accounts.pop(self.moment.life.ordinal, None)
 
-    def _preempted(self, _event: e.RequestPreempted, moment: Moment) -> None:
-        account = None if moment.life is None else self._accounts.get(moment.life.ordinal)
+    @on(e.RequestPreempted)
+    def _preempted(self, _event: e.RequestPreempted) -> None:
+        account = None if self.moment.life is None else self._accounts.get(self.moment.life.ordinal)
         if account is not None:
             account.is_resumed, account.has_been_offered = True, False
 
-    def _said(self, event: e.ExtensionObserved, moment: Moment) -> None:
-        told, life = payload_of(event), moment.life
+    @on(e.ExtensionObserved)
+    def _said(self, event: e.ExtensionObserved) -> None:
+        told, life = payload_of(event), self.moment.life
         if not self._knows_all or life is None:
             return
         if isinstance(told, payloads.LookupReturned):
@@ -109,7 +101,7 @@ class ResumeCoversOutput:
             account.num_computed_tokens, account.num_tokens = told.num_computed_tokens, told.num_tokens
             if told.num_external_tokens:
                 account.has_been_offered = True
-                self._offered(account, told.num_computed_tokens + told.num_external_tokens, life.keys, moment)
+                self._offered(account, told.num_computed_tokens + told.num_external_tokens, life.keys)
         elif isinstance(told, payloads.Transferred) and not told.is_load:
             first = max(told.first_block, 0)
             for key in life.keys[first : first + len(told.block_ids)]:
@@ -123,29 +115,30 @@ class ResumeCoversOutput:
         # A lookup or a save may keep what it concerns from being driven out; whether it does is not known.
         self._seen_at.update(dict.fromkeys(life.keys, len(self._saved_at)))
 
-    def _offered(self, account: _Account, num_tokens: int, keys: Sequence[bytes], moment: Moment) -> None:
+    def _offered(self, account: _Account, num_tokens: int, keys: Sequence[bytes]) -> None:
         """The connector has so many tokens of somebody."""
         keys = keys[: num_tokens // self._block_size]
         if keys and keys[-1] in self._seen_at:
             self._num_survived = max(self._num_survived, len(self._saved_at) - self._seen_at[keys[-1]])
         saved_at = min((self._saved_at.get(key, NEVER) for key in keys), default=NEVER)
-        account.held = None if saved_at == NEVER else _Held(num_tokens, saved_at, moment.sequence)
+        account.held = None if saved_at == NEVER else _Held(num_tokens, saved_at, self.moment.sequence)
 
-    def _allocated(self, event: e.BlocksAllocated, moment: Moment) -> list[Violation] | None:
-        life = moment.life
+    @on(e.BlocksAllocated)
+    def _allocated(self, event: e.BlocksAllocated) -> None:
+        life = self.moment.life
         account = None if life is None else self._accounts.get(life.ordinal)
         if life is None or account is None or not account.is_resumed or account.held is None:
-            return None
+            return
         account.is_resumed = False
         held = account.held
         num_tokens = min(held.num_tokens, account.num_tokens - 1)
         has_survived = self._num_saved_blocks - held.saved_at <= self._num_survived
         if account.has_been_offered or life.num_failed_loads or not has_survived:
-            return None
+            return
         if num_tokens <= 2 * account.num_computed_tokens + self._block_size:
-            return None
+            return
         detail = (
             f"nothing is loaded after its preemption, though the connector had {held.num_tokens} of its tokens: "
             f"all but {account.num_computed_tokens} are computed again"
         )
-        return [Violation(self.rule, moment.sequence, event.request_id, life.generation, detail, (held.sequence,))]
+        self.broken(detail, held.sequence)

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import ClassVar
 
 import attrs
 
 from kvledger.adapters.recorder import payloads
 from kvledger.adapters.recorder.payloads import payload_of
-from kvledger.adapters.recorder.rules.copies import Tables
+from kvledger.adapters.recorder.rules.copies import RuleOfTables
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.audit import Check, Model, Moment, Start, Violation
+from kvledger.lifecycle.audit import Model, Start, on
 
 MAX_KEYS = 1 << 20
 """After so many different ones it is no longer known what is stored."""
@@ -29,7 +28,7 @@ class _Account:
     """Tokens that each answer since the last preemption said are there."""
 
 
-class StoreContiguous:
+class StoreContiguous(RuleOfTables):
     """STORE_CONTIGUOUS: what is saved of a request leaves no hole, for nobody gets behind one.
 
     A matter of speed: right KV behind a hole is computed again by everybody, and nobody reads wrong KV.
@@ -41,50 +40,44 @@ class StoreContiguous:
     say of which tokens; groups with a window; whether what was stored is still there; that anything is saved at all.
     """
 
-    rule: ClassVar[str] = "STORE_CONTIGUOUS"
+    rule = "STORE_CONTIGUOUS"
 
-    def __init__(self) -> None:
+    def __init__(self, model: Model) -> None:
+        super().__init__(model)
         self._accounts: dict[int, _Account] = {}
         self._stored: set[bytes] = set()
         self._knows_all = True
+        self._block_size = model.configuration.block_size
+        self._group = next((group for group, window in enumerate(model.configuration.windows) if not window), None)
 
     def begin(self, _start: Start) -> None:
         """What was saved before is not known."""
         self._knows_all = False
 
-    def checks(self, model: Model) -> Iterable[tuple[type[e.Event], Check]]:
-        """By class of event."""
-        self._tables = Tables()
-        self._block_size = model.configuration.block_size
-        self._group = next((group for group, window in enumerate(model.configuration.windows) if not window), None)
-        return [
-            *self._tables.begin_checks(model),
-            (e.ChunkKeysObserved, self._named),
-            (e.RequestPreempted, self._preempted),
-            (e.SessionContinued, self._continued),
-            (e.RequestReleased, self._released),
-            (e.ExtensionObserved, self._said),
-            (e.ExtensionNoted, self._noted),
-        ]
-
-    def _account(self, moment: Moment) -> _Account:
+    def _account(self) -> _Account:
         """Of the event's request; one that nobody keeps, where there is none."""
-        return _Account() if moment.life is None else self._accounts.setdefault(moment.life.ordinal, _Account())
+        return (
+            _Account() if self.moment.life is None else self._accounts.setdefault(self.moment.life.ordinal, _Account())
+        )
 
-    def _preempted(self, _event: e.RequestPreempted, moment: Moment) -> None:
-        self._account(moment).hits.clear()
+    @on(e.RequestPreempted)
+    def _preempted(self, _event: e.RequestPreempted) -> None:
+        self._account().hits.clear()
 
-    def _continued(self, event: e.SessionContinued, moment: Moment) -> None:
-        if moment.life is not None:  # other tokens follow
-            account, num_blocks = self._account(moment), event.num_computed_tokens // self._block_size
+    @on(e.SessionContinued)
+    def _continued(self, event: e.SessionContinued) -> None:
+        if self.moment.life is not None:  # other tokens follow
+            account, num_blocks = self._account(), event.num_computed_tokens // self._block_size
             account.num_blocks = min(account.num_blocks, num_blocks)
             account.nameless = [place for place in account.nameless if place < num_blocks]
 
-    def _released(self, event: e.RequestReleased, _moment: Moment) -> None:
+    @on(e.RequestReleased)
+    def _released(self, event: e.RequestReleased) -> None:
         self._accounts.pop(event.ordinal, None)
 
-    def _named(self, _event: e.ChunkKeysObserved, moment: Moment) -> None:
-        life = moment.life
+    @on(e.ChunkKeysObserved)
+    def _named(self, _event: e.ChunkKeysObserved) -> None:
+        life = self.moment.life
         account = None if life is None else self._accounts.get(life.ordinal)
         if life is not None and account is not None and account.nameless:
             named = [place for place in account.nameless if place < len(life.keys)]
@@ -97,50 +90,50 @@ class StoreContiguous:
             self._knows_all = False
             self._stored.clear()
 
-    def _said(self, event: e.ExtensionObserved, moment: Moment) -> list[Violation] | None:
+    @on(e.ExtensionObserved)
+    def _said(self, event: e.ExtensionObserved) -> None:
         told = payload_of(event)
-        if not self._knows_all or moment.life is None:
-            return None
+        if not self._knows_all or self.moment.life is None:
+            return
         if isinstance(told, payloads.LookupReturned) and told.num_external_tokens:
-            account, hit = self._account(moment), told.num_computed_tokens + told.num_external_tokens
+            account, hit = self._account(), told.num_computed_tokens + told.num_external_tokens
             account.hits.append(hit)
-            self._store(moment.life.keys[: hit // self._block_size])
+            self._store(self.moment.life.keys[: hit // self._block_size])
         elif isinstance(told, payloads.Transferred) and told.first_block < 0:
             self._knows_all = False
         elif isinstance(told, payloads.Transferred) and told.group == self._group:
-            return self._copied(told, moment)
-        return None
+            self._copied(told)
 
-    def _noted(self, event: e.ExtensionNoted, moment: Moment) -> None:
+    @on(e.ExtensionNoted)
+    def _noted(self, event: e.ExtensionNoted) -> None:
         told = payload_of(event)
         if isinstance(told, payloads.Undecoded):
             self._knows_all = False
         elif isinstance(told, payloads.TransferredFor) and not told.copy.is_load:
-            life = moment.life_of(told.request_id)
+            life = self.lives.get(told.request_id)
             if life is None or told.copy.first_block < 0:
                 self._knows_all = False
             else:  # its table is gone: all that may be saved counts as saved
                 self._store(life.keys[told.copy.first_block :])
 
-    def _copied(self, copy: payloads.Transferred, moment: Moment) -> list[Violation] | None:
-        life, table = moment.life, self._tables.of(copy, moment)
+    def _copied(self, copy: payloads.Transferred) -> None:
+        life, table = self.moment.life, self.table_of(copy)
         if life is None or table is None:
-            return None
+            return
         copied = [place for place in copy.places(table) if place is not None]
         if len(copied) < len(copy.block_ids):  # TABLE_EQ says what is wrong with it
             copied = list(range(copy.first_block, copy.first_block + len(copy.block_ids)))
-        account, keys = self._account(moment), life.keys
+        account, keys = self._account(), life.keys
         left_out = set(range(account.num_blocks, min(len(keys), copied[-1]))).difference(copied)
         holes = () if copy.is_load else sorted(place for place in left_out if keys[place] not in self._stored)
         account.num_blocks = max(account.num_blocks, copied[-1] + 1)
         self._store(keys[place] for place in copied if place < len(keys))
         account.nameless += [place for place in copied if place >= len(keys)]
-        if not holes:
-            return None
-        detail = (
-            f"copy {copy.job} saves from block {copied[0]} of the request on, but nobody has saved block {holes[0]}: "
-            "what lies behind it is never found"
-        )
-        if len(account.hits) > 1 and sum(account.hits) // self._block_size == copied[0]:
-            detail += f"; {len(account.hits)} answers add up to where it begins, so asking has moved it"
-        return [Violation(self.rule, moment.sequence, life.request_id, life.generation, detail, ())]
+        if holes:
+            detail = (
+                f"copy {copy.job} saves from block {copied[0]} of the request on, but nobody has saved block "
+                f"{holes[0]}: what lies behind it is never found"
+            )
+            if len(account.hits) > 1 and sum(account.hits) // self._block_size == copied[0]:
+                detail += f"; {len(account.hits)} answers add up to where it begins, so asking has moved it"
+            self.broken(detail)

@@ -6,14 +6,14 @@ request, or because its step is over (`payloads.ENDS`). One whose end no log sho
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from itertools import chain
 from typing import ClassVar, NamedTuple
 
 from kvledger.adapters.recorder import payloads
 from kvledger.adapters.recorder.payloads import payload_of
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.audit import Check, Model, Moment, Violation
+from kvledger.lifecycle.audit import Checker, Model, on
 from kvledger.lifecycle.windows import NULL_BLOCK
 
 
@@ -32,16 +32,14 @@ class Begun(NamedTuple):
         return frozenset(self.copy.block_ids) - {NULL_BLOCK}
 
 
-class RuleOfCopies:
+class RuleOfCopies(Checker):
     """A rule about copies that begin, or about blocks that are given while copies are under way."""
 
-    rule: ClassVar[str]
     judges_loads: ClassVar[bool]
     """Whether `begins` wants loads; else it wants saves."""
 
-    def checks(self, model: Model) -> Iterable[tuple[type[e.Event], Check]]:
-        """By class of event."""
-        self.model = model
+    def __init__(self, model: Model) -> None:
+        super().__init__(model)
         self._under_way: dict[str, list[Begun]] = {}
         """Job -> its copies."""
         self._awaited: frozenset[str] = frozenset()
@@ -52,59 +50,56 @@ class RuleOfCopies:
         """Request id -> blocks at the front of its table that the next allocation does not give anew."""
         self.num_filled: dict[str, int] = {}
         """Request id -> blocks at the front of its table that were filled when it was given the others."""
-        return [
-            (e.LookupRequested, self._asked),
-            (e.BlocksAllocated, self._allocated),
-            (e.RequestReleased, self._released),
-            (e.StepScheduled, self._step),
-            (e.ExtensionObserved, self._observed),
-            (e.ExtensionNoted, self._noted),
-        ]
 
     # --- for the rules ------------------------------------------------------------------------
 
-    def begins(self, begun: Begun, moment: Moment) -> Iterator[Violation]:
+    def begins(self, begun: Begun) -> None:
         """A copy begins; the others are under way."""
-        yield from ()
 
-    def step_built(self, moment: Moment) -> Iterator[Violation]:
+    def step_built(self) -> None:
         """All copies of the step have begun, and `given` is complete."""
-        yield from ()
 
     def under_way(self, *, loads: bool) -> Iterator[Begun]:
         """Copies of one direction."""
         return (begun for begun in chain(*self._under_way.values()) if begun.copy.is_load is loads)
 
-    def violation(self, moment: Moment, begun: Begun, detail: str, *evidence: int) -> Violation:
-        """About a copy."""
-        return Violation(self.rule, moment.sequence, begun.request_id, None, detail, evidence)
+    def given_away(self, *, loads: bool) -> None:
+        """Is a block of such a copy given to somebody else?"""
+        for begun in self.under_way(loads=loads):
+            taken = {block for block in begun.block_ids if self.given.get(block, begun.ordinal) != begun.ordinal}
+            # What one request computes in a step others may share in that very step, and save behind it.
+            taken = taken and taken.difference(self.tables.of(begun.ordinal) or ())
+            if taken:
+                what = f"load {begun.copy.job} still fills" if loads else f"save {begun.copy.job} still reads"
+                detail = f"block {min(taken)} is given away, which {what}"
+                self.broken(detail, begun.sequence, request_id=begun.request_id)
 
     # --- what is under way --------------------------------------------------------------------
 
-    def _observed(self, event: e.ExtensionObserved, moment: Moment) -> list[Violation] | None:
+    @on(e.ExtensionObserved)
+    def _observed(self, event: e.ExtensionObserved) -> None:
         copy = payload_of(event)
-        if not isinstance(copy, payloads.Transferred):
-            return None
-        ordinal = -1 if moment.life is None else moment.life.ordinal
-        return self._begin(Begun(moment.sequence, event.request_id, ordinal, copy), moment)
+        if isinstance(copy, payloads.Transferred):
+            ordinal = -1 if self.moment.life is None else self.moment.life.ordinal
+            self._begin(Begun(self.moment.sequence, event.request_id, ordinal, copy))
 
-    def _begin(self, begun: Begun, moment: Moment) -> list[Violation]:
-        if begun.copy.job in self._awaited:
-            return []
-        found = list(self.begins(begun, moment)) if begun.copy.is_load is self.judges_loads else []
-        if begun.copy.ends_with:
-            self._under_way.setdefault(begun.copy.job, []).append(begun)
-        return found
+    def _begin(self, begun: Begun) -> None:
+        if begun.copy.job not in self._awaited:
+            if begun.copy.is_load is self.judges_loads:
+                self.begins(begun)
+            if begun.copy.ends_with:
+                self._under_way.setdefault(begun.copy.job, []).append(begun)
 
-    def _noted(self, event: e.ExtensionNoted, moment: Moment) -> list[Violation] | None:
+    @on(e.ExtensionNoted)
+    def _noted(self, event: e.ExtensionNoted) -> None:
         told = payload_of(event)
         if isinstance(told, payloads.TransferredFor):
-            return self._begin(Begun(moment.sequence, told.request_id, -1, told.copy), moment)
-        if isinstance(told, payloads.Returned):
+            self._begin(Begun(self.moment.sequence, told.request_id, -1, told.copy))
+        elif isinstance(told, payloads.Returned):
             if told.hook == "build_connector_meta":
-                found = list(self.step_built(moment)) if self.given and self._under_way else None
+                if self.given and self._under_way:
+                    self.step_built()
                 self.given.clear()
-                return found
         elif isinstance(told, payloads.TransfersEnded | payloads.TransfersAwaited):
             if isinstance(told, payloads.TransfersAwaited):
                 self._awaited = frozenset(told.jobs)
@@ -113,7 +108,6 @@ class RuleOfCopies:
         elif isinstance(told, payloads.ReportedToVLLM):
             self._hear({*told.finished_recving, *told.failed_recving}, is_load=True)
             self._hear(set(told.finished_sending), is_load=False)
-        return None
 
     def _hear(self, request_ids: set[str], *, is_load: bool) -> None:
         if request_ids:
@@ -135,26 +129,30 @@ class RuleOfCopies:
 
     # --- what is given ------------------------------------------------------------------------
 
-    def _asked(self, event: e.LookupRequested, _moment: Moment) -> None:
-        configuration = self.model.configuration
+    @on(e.LookupRequested)
+    def _asked(self, event: e.LookupRequested) -> None:
+        configuration = self.configuration
         self._num_own[event.request_id] = (
             event.num_computed_tokens // configuration.block_size * len(configuration.windows)
         )
 
-    def _allocated(self, event: e.BlocksAllocated, moment: Moment) -> None:
+    @on(e.BlocksAllocated)
+    def _allocated(self, event: e.BlocksAllocated) -> None:
         num_own = self._num_own.get(event.request_id)
         self._num_own[event.request_id] = len(event.block_ids)
         self.num_filled[event.request_id] = num_own or 0
-        if moment.life is not None and num_own is not None:
-            self.given.update(dict.fromkeys(event.block_ids[num_own:], moment.life.ordinal))
+        if self.moment.life is not None and num_own is not None:
+            self.given.update(dict.fromkeys(event.block_ids[num_own:], self.moment.life.ordinal))
             self.given.pop(NULL_BLOCK, None)
 
-    def _released(self, event: e.RequestReleased, moment: Moment) -> None:
-        if moment.life is not None and moment.life.ordinal == event.ordinal:
+    @on(e.RequestReleased)
+    def _released(self, event: e.RequestReleased) -> None:
+        if self.moment.life is not None and self.moment.life.ordinal == event.ordinal:
             self._num_own.pop(event.request_id, None)
             self.num_filled.pop(event.request_id, None)
 
-    def _step(self, event: e.StepScheduled, _moment: Moment) -> None:
+    @on(e.StepScheduled)
+    def _step(self, event: e.StepScheduled) -> None:
         self._awaited = frozenset()
         if self._under_way:
             self._end(lambda begun: begun.copy.ends_with == payloads.STEP)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, ClassVar
 
 import msgspec
 
 from kvledger.lifecycle import Extension, Projections, ProjectionSpec, RequestState, StateHandler, Turn
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.audit import Check, Model, Moment, Start, Violation
+from kvledger.lifecycle.audit import Checker, Model, Start, on
 
 
 class Starving(msgspec.Struct, frozen=True):
@@ -57,50 +57,49 @@ class StarvingRequests:
             del self.state.starving[ordinal]
 
 
-class StarvingKept:
+class StarvingKept(Checker):
     """STARVING_KEPT: no chunk of a starving request is evicted while one could be that is nobody's who starves.
 
     Verifies: this for every eviction, with what the audit folds itself, not with the projection above.
     Does not verify: who is called starving; chunks smaller than a block, which may share one.
     """
 
-    rule: ClassVar[str] = "STARVING_KEPT"
+    rule = "STARVING_KEPT"
+
+    def __init__(self, model: Model) -> None:
+        super().__init__(model)
+        self._starving: dict[int, int] = {}
+        """Ordinal -> event that said so."""
 
     def begin(self, start: Start) -> None:
         """Take over who is starving where an audit starts in the middle of a log."""
         self._starving |= dict.fromkeys(start.of_extensions["starving"].starving, 0)  # type: ignore[attr-defined]
 
-    def checks(self, model: Model) -> Iterable[tuple[type[e.Event], Check]]:
-        """By class of event."""
-        self._model = model
-        self._starving: dict[int, int] = {}
-        """Ordinal -> event that said so."""
-        return [(e.ExtensionDecided, self._said), (e.RequestReleased, self._ended), (e.ChunkEvicted, self._evicted)]
-
-    def _said(self, event: e.ExtensionDecided, moment: Moment) -> None:
+    @on(e.ExtensionDecided)
+    def _said(self, event: e.ExtensionDecided) -> None:
         if isinstance(StarvationGuard.payload_of(event), Starving):
-            self._starving[event.ordinal] = moment.sequence
+            self._starving[event.ordinal] = self.moment.sequence
 
-    def _ended(self, event: e.RequestReleased, _moment: Moment) -> None:
+    @on(e.RequestReleased)
+    def _ended(self, event: e.RequestReleased) -> None:
         self._starving.pop(event.ordinal, None)
 
-    def _evicted(self, event: e.ChunkEvicted, moment: Moment) -> list[Violation] | None:
-        model = self._model
-        lives = [life for ordinal in self._starving if (life := model.lives.of(ordinal))]
+    @on(e.ChunkEvicted)
+    def _evicted(self, event: e.ChunkEvicted) -> None:
+        lives = [life for ordinal in self._starving if (life := self.lives.of(ordinal))]
         kept_for = {key: life for life in lives if life.state is not RequestState.FINISHED for key in life.keys}
         if event.key not in kept_for:
-            return None
-        life, evicting = kept_for[event.key], model.lives.of(event.ordinal)
+            return
+        life, evicting = kept_for[event.key], self.lives.of(event.ordinal)
         # What is there, and not of the starving, of who saves, relied on or being read.
-        spared = model.chunks.committed.keys() - kept_for.keys() - set(evicting.keys if evicting else ())
-        read = {slot for _, job in model.jobs if job.is_load for slot in job.slots}
-        relied_on = model.promises.relied_on()
-        could_go = [k for k in spared if k not in relied_on and read.isdisjoint(model.chunks.committed[k])]
-        if not could_go:
-            return None
-        who, said = life.request_id, self._starving[life.ordinal]
-        detail = f"chunk {event.key.hex()} of starving {who!r} was evicted, {min(could_go).hex()} could have been"
-        return [Violation(self.rule, moment.sequence, who, life.generation, detail, (said, event.cause))]
+        spared = self.chunks.committed.keys() - kept_for.keys() - set(evicting.keys if evicting else ())
+        read = {slot for _, job in self.jobs if job.is_load for slot in job.slots}
+        relied_on = self.promises.relied_on()
+        could_go = [k for k in spared if k not in relied_on and read.isdisjoint(self.chunks.committed[k])]
+        if could_go:
+            who, said = life.request_id, self._starving[life.ordinal]
+            detail = f"chunk {event.key.hex()} of starving {who!r} was evicted, {min(could_go).hex()} could have been"
+            self.broken(detail, said, event.cause, request_id=who)
 
 
 class StarvationGuard(Extension):

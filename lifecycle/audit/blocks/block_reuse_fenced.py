@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import ClassVar
+from collections.abc import Iterable
 
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.audit.checker import Violation, violation
+from kvledger.lifecycle.audit.checker import Checker
 from kvledger.lifecycle.audit.model import Model
 from kvledger.lifecycle.audit.model.forgotten import LIFE
-from kvledger.lifecycle.audit.model.moment import Check, Moment
+from kvledger.lifecycle.audit.model.moment import on
 from kvledger.lifecycle.audit.model.start import Start
 from kvledger.lifecycle.states import BlocksRegion, RequestState
 from kvledger.lifecycle.windows import NULL_BLOCK
 
 
-class BlockReuseFenced:
+class BlockReuseFenced(Checker):
     """Blocks that are given to be filled are not those of a save beside the steps which no step waits for.
 
     Verifies: this for every block that an allocation or a step gives, beyond what is shared from the prefix cache,
@@ -24,11 +23,10 @@ class BlockReuseFenced:
     and forwards on the device.
     """
 
-    rule: ClassVar[str] = "BLOCK_REUSE_FENCED"
+    rule = "BLOCK_REUSE_FENCED"
 
-    _model: Model
-
-    def __init__(self) -> None:
+    def __init__(self, model: Model) -> None:
+        super().__init__(model)
         self._read_by: dict[int, int] = {}
         """Block id -> job id of a save beside the steps."""
         self._saves: dict[int, tuple[int, tuple[int, ...]]] = {}
@@ -37,73 +35,62 @@ class BlockReuseFenced:
         """Request id -> blocks at the front of its table that the next allocation does not give anew."""
         self._held: dict[str, int] = {}
         """Request id -> sequence of the event that held its blocks."""
+        model.forgotten.at((*LIFE, e.RequestPreempted, e.RequestFinished), self._num_own)
+        model.forgotten.at(LIFE, self._held)
 
     def begin(self, _start: Start) -> None:
         """Take over the saves in flight, and who holds blocks; what a finished request is saved from is held."""
-        jobs = self._model.jobs
+        jobs = self.jobs
         for job_id, job in jobs:
             if not job.is_load and job.is_async:
                 self._saves[job_id] = (0, job.block_ids)
                 self._read_by |= dict.fromkeys(job.block_ids, job_id)
-        for life in self._model.lives:
+        for life in self.lives:
             if life.state is RequestState.FINISHED and jobs.reads_blocks_of(life.ordinal):
                 self._held[life.request_id] = 0
 
-    def checks(self, model: Model) -> Iterable[tuple[type[e.Event], Check]]:
-        """By class of event."""
-        self._model = model
-        model.forgotten.at((*LIFE, e.RequestPreempted, e.RequestFinished), self._num_own)
-        model.forgotten.at(LIFE, self._held)
-        return [
-            (e.StepScheduled, self._step_scheduled),
-            (e.BlocksAllocated, self._allocated),
-            (e.SaveIssued, self._save_issued),
-            (e.SaveCompleted, self._settled),
-            (e.SaveFailed, self._settled),
-            (e.LookupRequested, self._requested),
-            (e.BlocksHeld, self._hold),
-        ]
+    @on(e.StepScheduled)
+    def _step_scheduled(self, event: e.StepScheduled) -> None:
+        if self._read_by and event.extended:
+            is_read = self._read_by.keys()
+            for ordinal, block_ids in event.extended:
+                if not is_read.isdisjoint(block_ids):
+                    self._check_given(ordinal, block_ids)
 
-    def _step_scheduled(self, event: e.StepScheduled, moment: Moment) -> list[Violation] | None:
-        return self._check_extended(event, moment) if self._read_by and event.extended else None
-
-    def _check_extended(self, event: e.StepScheduled, moment: Moment) -> list[Violation] | None:
-        is_read = self._read_by.keys()
-        given = [(ordinal, block_ids) for ordinal, block_ids in event.extended if not is_read.isdisjoint(block_ids)]
-        if not given:
-            return None
-        return [found for ordinal, block_ids in given for found in self._check_given(ordinal, block_ids, moment)]
-
-    def _allocated(self, event: e.BlocksAllocated, moment: Moment) -> Iterator[Violation] | None:
+    @on(e.BlocksAllocated)
+    def _allocated(self, event: e.BlocksAllocated) -> None:
         num_own = self._num_own.get(event.request_id)
         self._num_own[event.request_id] = len(event.block_ids)
-        if not self._read_by or moment.life is None or num_own is None:
-            return None
-        return self._check_given(moment.life.ordinal, event.block_ids[num_own:], moment)
+        if self._read_by and self.moment.life is not None and num_own is not None:
+            self._check_given(self.moment.life.ordinal, event.block_ids[num_own:])
 
-    def _save_issued(self, event: e.SaveIssued, moment: Moment) -> None:
+    @on(e.SaveIssued)
+    def _save_issued(self, event: e.SaveIssued) -> None:
         if event.is_async:
-            self._saves[event.job_id] = (moment.sequence, event.block_ids)
+            self._saves[event.job_id] = (self.moment.sequence, event.block_ids)
             read_by, job_id = self._read_by, event.job_id
             for block_id in event.block_ids:  # merging a dict made for it costs twice as much
                 read_by[block_id] = job_id
 
-    def _settled(self, event: e.SaveCompleted | e.SaveFailed, _moment: Moment) -> None:
+    @on(e.SaveCompleted, e.SaveFailed)
+    def _settled(self, event: e.SaveCompleted | e.SaveFailed) -> None:
         if self._saves:
             for block_id in self._saves.pop(event.job_id, (0, ()))[1]:
                 if self._read_by.get(block_id) == event.job_id:
                     del self._read_by[block_id]
 
-    def _requested(self, event: e.LookupRequested, moment: Moment) -> None:
-        configuration = self._model.configuration
+    @on(e.LookupRequested)
+    def _requested(self, event: e.LookupRequested) -> None:
+        configuration = self.configuration
         num_blocks = event.num_computed_tokens // configuration.block_size
         self._num_own[event.request_id] = num_blocks * len(configuration.windows)
 
-    def _hold(self, event: e.BlocksHeld, moment: Moment) -> None:
-        self._held[event.request_id] = moment.sequence
+    @on(e.BlocksHeld)
+    def _hold(self, event: e.BlocksHeld) -> None:
+        self._held[event.request_id] = self.moment.sequence
 
-    def _check_given(self, ordinal: int, block_ids: Iterable[int], moment: Moment) -> Iterator[Violation]:
-        jobs, lives = self._model.jobs, self._model.lives
+    def _check_given(self, ordinal: int, block_ids: Iterable[int]) -> None:
+        jobs, lives = self.jobs, self.lives
         for job_id in sorted({self._read_by[block] for block in block_ids if block in self._read_by}):
             job = jobs.get(job_id)
             life = None if job is None else lives.of(job.ordinal)
@@ -116,4 +103,4 @@ class BlockReuseFenced:
                 whom = lives.of(ordinal)
                 detail = f"blocks {given} are given away, but save {job_id} of {job.request_id!r} still reads them"
                 request_id = "" if whom is None else whom.request_id
-                yield violation(self.rule, moment, detail, self._saves[job_id][0], request_id=request_id)
+                self.broken(detail, self._saves[job_id][0], request_id=request_id)

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from typing import ClassVar
+from collections.abc import Sequence
 
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.audit.checker import Violation, violation
+from kvledger.lifecycle.audit.checker import Checker
 from kvledger.lifecycle.audit.model import Model
-from kvledger.lifecycle.audit.model.moment import Check, Moment
-from kvledger.lifecycle.audit.model.settled import SettledTokens
+from kvledger.lifecycle.audit.model.moment import EventChecks, on
 from kvledger.lifecycle.audit.model.start import Start
-from kvledger.lifecycle.configuration import LedgerConfiguration
-from kvledger.lifecycle.geometry import Geometry
 from kvledger.lifecycle.windows import NO_SLOT
 
 
-class GroupAgreement:
+class GroupAgreement(Checker):
     """A load ends at one token for all groups and brings each group what that token's successor sees, no more.
 
     Verifies: for every page of a load that it is copied if and only if its group sees it at the load's end; for every
@@ -25,50 +21,41 @@ class GroupAgreement:
     Does not verify: that the windows in the log's header are the model's, nor which blocks vLLM had freed.
     """
 
-    rule: ClassVar[str] = "GROUP_AGREEMENT"
+    rule = "GROUP_AGREEMENT"
 
-    def __init__(self) -> None:
-        self._settled: SettledTokens
-        self._geometry: Geometry
-        self._configuration: LedgerConfiguration
+    def __init__(self, model: Model) -> None:
+        super().__init__(model)
         self._leaving: dict[str, tuple[int, int]] = {}
         """Request id -> (settled tokens, sequence) as told since the last step."""
         self._left: dict[str, tuple[int, int]] = {}
         """The same, told right before the last step."""
         self._step_sequence = 0
 
+    def checks(self) -> EventChecks:
+        """None where no group has a window."""
+        return super().checks() if any(self.configuration.windows) else []
+
     def begin(self, start: Start) -> None:
         """Take over which windows were being left."""
         self._leaving = {request_id: (num_tokens, 0) for request_id, num_tokens in start.leaving.items()}
         self._left = {request_id: (num_tokens, 0) for request_id, num_tokens in start.left.items()}
 
-    def checks(self, model: Model) -> Iterable[tuple[type[e.Event], Check]]:
-        """By class of event; none where no group has a window."""
-        self._geometry, self._configuration = model.geometry, model.configuration
-        if not any(model.configuration.windows):
-            return []
-        self._settled = model.settled
-        return [
-            (e.WindowLeft, self._window_left),
-            (e.StepScheduled, self._step_scheduled),
-            (e.LoadIssued, self._check_load),
-            (e.SaveIssued, self._save_issued),
-            (e.TailSaveIssued, self._tail_save_issued),
-        ]
+    @on(e.WindowLeft)
+    def _window_left(self, event: e.WindowLeft) -> None:
+        if self.moment.is_legal:
+            self._leaving[event.request_id] = (event.num_settled_tokens, self.moment.sequence)
 
-    def _window_left(self, event: e.WindowLeft, moment: Moment) -> None:
-        if moment.is_legal:
-            self._leaving[event.request_id] = (event.num_settled_tokens, moment.sequence)
+    @on(e.StepScheduled)
+    def _step_scheduled(self, _event: e.StepScheduled) -> None:
+        self._left, self._leaving, self._step_sequence = self._leaving, {}, self.moment.sequence
 
-    def _step_scheduled(self, _event: e.StepScheduled, moment: Moment) -> None:
-        self._left, self._leaving, self._step_sequence = self._leaving, {}, moment.sequence
+    @on(e.SaveIssued)
+    def _save_issued(self, event: e.SaveIssued) -> None:
+        self._check_save(event, self.geometry.pages_of(event.chunks))
 
-    def _save_issued(self, event: e.SaveIssued, moment: Moment) -> Iterator[Violation]:
-        return self._check_save(event, self._geometry.pages_of(event.chunks), moment)
-
-    def _tail_save_issued(self, event: e.TailSaveIssued, moment: Moment) -> Iterator[Violation]:
-        pages = self._geometry.pages_spanning(event.first_token, event.num_tokens)
-        return self._check_save(event, pages, moment)
+    @on(e.TailSaveIssued)
+    def _tail_save_issued(self, event: e.TailSaveIssued) -> None:
+        self._check_save(event, self.geometry.pages_spanning(event.first_token, event.num_tokens))
 
     def _intact_since(self, event: e.SaveIssued | e.TailSaveIssued) -> tuple[int, int] | None:
         """What was told about pages that were being left; they must be copied before the forward."""
@@ -77,9 +64,10 @@ class GroupAgreement:
         told = self._left if event.cause == self._step_sequence else self._leaving
         return told.get(event.request_id)
 
-    def _check_load(self, event: e.LoadIssued, moment: Moment) -> Iterator[Violation]:
+    @on(e.LoadIssued)
+    def _check_load(self, event: e.LoadIssued) -> None:
         end_token = event.first_token + event.num_tokens
-        pages = self._geometry.pages_spanning(event.first_token, event.num_tokens)
+        pages = self.geometry.pages_spanning(event.first_token, event.num_tokens)
         for page, slot in zip(pages, event.slots, strict=False):
             if (slot != NO_SLOT) != self._is_seen(page, end_token):
                 what = "leaves out" if slot == NO_SLOT else "brings"
@@ -87,33 +75,28 @@ class GroupAgreement:
                 detail = (
                     f"load {event.job_id} to token {end_token} {what} {self._words(page)}, which the next token {but}"
                 )
-                yield violation(self.rule, moment, detail, event.cause)
+                self.broken(detail, event.cause)
 
-    def _check_save(
-        self,
-        event: e.SaveIssued | e.TailSaveIssued,
-        pages: Sequence[int],
-        moment: Moment,
-    ) -> Iterator[Violation]:
-        num_settled_tokens, sequence = self._intact_since(event) or self._settled.at_least(event.request_id)
+    def _check_save(self, event: e.SaveIssued | e.TailSaveIssued, pages: Sequence[int]) -> None:
+        num_settled_tokens, sequence = self._intact_since(event) or self.settled.at_least(event.request_id)
         for page, slot in zip(pages, event.slots, strict=False):
             if slot != NO_SLOT and not self._is_seen(page, num_settled_tokens):
                 detail = (
                     f"save {event.job_id} reads {self._words(page)}, "
                     f"which the window had left when {num_settled_tokens} tokens were settled"
                 )
-                yield violation(self.rule, moment, detail, sequence, event.cause)
+                self.broken(detail, sequence, event.cause)
 
     def _is_seen(self, page: int, num_tokens: int) -> bool:
         """Whether the last position of the page, or one behind it, is in the window of the token behind `num_tokens`.
 
         Counted in positions, apart from `windows.py` on purpose: a mistake there must not hide itself.
         """
-        windows, block_size = self._configuration.windows, self._configuration.block_size
+        windows, block_size = self.configuration.windows, self.configuration.block_size
         block, group = divmod(page, len(windows))
         last_position = (block + 1) * block_size - 1
         return not windows[group] or last_position > num_tokens - windows[group]
 
     def _words(self, page: int) -> str:
-        block, group = divmod(page, len(self._configuration.windows))
+        block, group = divmod(page, len(self.configuration.windows))
         return f"block {block} of group {group}"

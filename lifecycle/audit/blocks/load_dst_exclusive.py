@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import ClassVar
-
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.audit.checker import Violation, violation
+from kvledger.lifecycle.audit.checker import Checker
 from kvledger.lifecycle.audit.model import Model
-from kvledger.lifecycle.audit.model.moment import Check, Moment
+from kvledger.lifecycle.audit.model.jobs import InFlight
+from kvledger.lifecycle.audit.model.moment import on
 from kvledger.lifecycle.audit.model.start import Start
 from kvledger.lifecycle.windows import NO_SLOT
 
 
-class LoadDstExclusive:
+class LoadDstExclusive(Checker):
     """A block is the destination of at most one load in flight, and held by that load's request.
 
     Verifies: a load's blocks are those of its tokens in the request's table, each once, and no load in flight of a
@@ -23,11 +21,10 @@ class LoadDstExclusive:
     order of the copies on the device decides, which no log of the scheduler shows.
     """
 
-    rule: ClassVar[str] = "LOAD_DST_EXCLUSIVE"
+    rule = "LOAD_DST_EXCLUSIVE"
 
-    _model: Model
-
-    def __init__(self) -> None:
+    def __init__(self, model: Model) -> None:
+        super().__init__(model)
         self._filled_by: dict[int, tuple[int, int]] = {}
         """Block id -> (job id, sequence of the load)."""
         self._blocks_of: dict[int, tuple[int, ...]] = {}
@@ -35,36 +32,27 @@ class LoadDstExclusive:
     def begin(self, start: Start) -> None:
         """Take over the loads in flight of requests that still hold their blocks."""
         for job in start.jobs:
-            if job.is_load and self._model.jobs.is_own(job):
-                pairs = zip(job.slots, job.block_ids, strict=False)
-                self._blocks_of[job.job_id] = filled = tuple(block_id for slot, block_id in pairs if slot != NO_SLOT)
-                self._filled_by |= dict.fromkeys(filled, (job.job_id, 0))
+            if job.is_load and self.jobs.is_own(job):
+                self._fill(job, 0)
 
-    def checks(self, model: Model) -> Iterable[tuple[type[e.Event], Check]]:
-        """By class of event."""
-        self._model = model
-        return [
-            (e.LoadIssued, self._load_issued),
-            (e.RequestPreempted, self._blocks_taken),
-            (e.RequestFinished, self._blocks_taken),
-            (e.LoadCompleted, self._settled),
-            (e.LoadFailed, self._settled),
-        ]
+    @on(e.LoadIssued)
+    def _load_issued(self, event: e.LoadIssued) -> None:
+        self._check_load(event)
+        self._fill(event, self.moment.sequence)
 
-    def _load_issued(self, event: e.LoadIssued, moment: Moment) -> Iterator[Violation]:
-        """Compare a load's blocks with the table and with the loads in flight."""
-        yield from self._check_load(event, moment)
-        filled = _filled_blocks(event)
-        self._blocks_of[event.job_id] = filled
-        self._filled_by |= dict.fromkeys(filled, (event.job_id, moment.sequence))
+    def _fill(self, load: e.LoadIssued | InFlight, sequence: int) -> None:
+        self._blocks_of[load.job_id] = filled = _filled_blocks(load)
+        self._filled_by |= dict.fromkeys(filled, (load.job_id, sequence))
 
-    def _blocks_taken(self, event: e.RequestPreempted | e.RequestFinished, moment: Moment) -> None:
+    @on(e.RequestPreempted, e.RequestFinished)
+    def _blocks_taken(self, event: e.RequestPreempted | e.RequestFinished) -> None:
         if self._blocks_of:
-            for job_id, job in self._model.jobs:
+            for job_id, job in self.jobs:
                 if job.request_id == event.request_id:
                     self._let_go(job_id)
 
-    def _settled(self, event: e.LoadCompleted | e.LoadFailed, _moment: Moment) -> None:
+    @on(e.LoadCompleted, e.LoadFailed)
+    def _settled(self, event: e.LoadCompleted | e.LoadFailed) -> None:
         self._let_go(event.job_id)
 
     def _let_go(self, job_id: int) -> None:
@@ -72,28 +60,26 @@ class LoadDstExclusive:
             if self._filled_by.get(block_id, (0, 0))[0] == job_id:
                 del self._filled_by[block_id]
 
-    def _check_load(self, event: e.LoadIssued, moment: Moment) -> Iterator[Violation]:
-        table = self._model.tables.held_by(moment.life)
-        pages = self._model.geometry.pages_spanning(event.first_token, event.num_tokens)
+    def _check_load(self, event: e.LoadIssued) -> None:
+        table = self.tables.held_by(self.moment.life)
+        pages = self.geometry.pages_spanning(event.first_token, event.num_tokens)
         expected = tuple(table[pages.start : pages.stop])
         if event.block_ids != expected:
             detail = (
                 f"load {event.job_id} fills blocks {list(event.block_ids)}, "
                 f"in the request's table its tokens have {list(expected)}"
             )
-            yield violation(self.rule, moment, detail, event.cause)
+            self.broken(detail, event.cause)
         filled = _filled_blocks(event)
         if len(set(filled)) < len(filled):
             detail = f"load {event.job_id} fills a block twice: {list(event.block_ids)}"
-            yield violation(self.rule, moment, detail, event.cause)
+            self.broken(detail, event.cause)
         rivals = {self._filled_by[block_id] for block_id in filled if block_id in self._filled_by}
         for job_id, sequence in sorted(rivals):
             detail = f"load {event.job_id} fills blocks that load {job_id} is still filling"
-            yield violation(self.rule, moment, detail, sequence, event.cause)
+            self.broken(detail, sequence, event.cause)
 
 
-def _filled_blocks(event: e.LoadIssued) -> tuple[int, ...]:
+def _filled_blocks(load: e.LoadIssued | InFlight) -> tuple[int, ...]:
     """Without those that stand in the table for what a window does not see."""
-    if NO_SLOT not in event.slots:
-        return event.block_ids
-    return tuple(block_id for slot, block_id in zip(event.slots, event.block_ids, strict=False) if slot != NO_SLOT)
+    return tuple(block_id for slot, block_id in zip(load.slots, load.block_ids, strict=False) if slot != NO_SLOT)

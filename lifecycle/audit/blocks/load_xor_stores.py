@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import ClassVar
-
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.audit.checker import Violation, violation
+from kvledger.lifecycle.audit.checker import Checker
 from kvledger.lifecycle.audit.model import Model
-from kvledger.lifecycle.audit.model.jobs import InFlight, JobsInFlight
-from kvledger.lifecycle.audit.model.moment import Check, Moment
+from kvledger.lifecycle.audit.model.jobs import InFlight
+from kvledger.lifecycle.audit.model.moment import on
 from kvledger.lifecycle.audit.model.start import Start
 from kvledger.lifecycle.windows import NO_SLOT
 
 
-class LoadXorStores:
+class LoadXorStores(Checker):
     """No save reads a block that a load in flight is to fill: what it copies may be what was there before.
 
     Verifies: this for the blocks of every save against the loads in flight of the same request, and against loads
@@ -24,11 +21,10 @@ class LoadXorStores:
     a load begins, which does no harm where their blocks differ.
     """
 
-    rule: ClassVar[str] = "LOAD_XOR_STORES"
+    rule = "LOAD_XOR_STORES"
 
-    _jobs: JobsInFlight
-
-    def __init__(self) -> None:
+    def __init__(self, model: Model) -> None:
+        super().__init__(model)
         self._filled_by: dict[int, int] = {}
         """Block id -> job id of a load in flight."""
         self._loads: dict[int, tuple[int, e.LoadIssued | InFlight]] = {}
@@ -39,26 +35,13 @@ class LoadXorStores:
     def begin(self, start: Start) -> None:
         """Take over the loads in flight of requests that still hold their blocks."""
         for job in start.jobs:
-            if job.is_load and self._jobs.is_own(job):
+            if job.is_load and self.jobs.is_own(job):
                 # Issued before the last step, or since; that step stands before the first event of the audit, as 0.
                 self._take_up(-1 if job.since_step < start.num_steps else 0, job)
 
-    def checks(self, model: Model) -> Iterable[tuple[type[e.Event], Check]]:
-        """By class of event."""
-        self._jobs = model.jobs
-        return [
-            (e.LoadIssued, self._issued),
-            (e.LoadCompleted, self._settled),
-            (e.LoadFailed, self._settled),
-            (e.SaveIssued, self._saved),
-            (e.TailSaveIssued, self._saved),
-            (e.RequestPreempted, self._stopped),
-            (e.RequestFinished, self._stopped),
-            (e.StepScheduled, self._step_scheduled),
-        ]
-
-    def _issued(self, event: e.LoadIssued, moment: Moment) -> None:
-        self._take_up(moment.sequence, event)
+    @on(e.LoadIssued)
+    def _issued(self, event: e.LoadIssued) -> None:
+        self._take_up(self.moment.sequence, event)
 
     def _take_up(self, sequence: int, load: e.LoadIssued | InFlight) -> None:
         self._loads[load.job_id] = (sequence, load)
@@ -66,20 +49,25 @@ class LoadXorStores:
             if slot != NO_SLOT:
                 self._filled_by[block_id] = load.job_id
 
-    def _settled(self, event: e.LoadCompleted | e.LoadFailed, _moment: Moment) -> None:
+    @on(e.LoadCompleted, e.LoadFailed)
+    def _settled(self, event: e.LoadCompleted | e.LoadFailed) -> None:
         self._let_go(event.job_id)
 
-    def _saved(self, event: e.SaveIssued | e.TailSaveIssued, moment: Moment) -> Iterator[Violation] | None:
-        return self._check_save(event, moment) if self._filled_by else None
+    @on(e.SaveIssued, e.TailSaveIssued)
+    def _saved(self, event: e.SaveIssued | e.TailSaveIssued) -> None:
+        if self._filled_by:
+            self._check_save(event)
 
-    def _stopped(self, event: e.RequestPreempted | e.RequestFinished, _moment: Moment) -> None:
+    @on(e.RequestPreempted, e.RequestFinished)
+    def _stopped(self, event: e.RequestPreempted | e.RequestFinished) -> None:
         if self._loads:
             self._leaving += [
                 job_id for job_id, (_, load) in self._loads.items() if load.request_id == event.request_id
             ]
 
-    def _step_scheduled(self, _event: e.StepScheduled, moment: Moment) -> None:
-        self._step_before, self._last_step = self._last_step, moment.sequence
+    @on(e.StepScheduled)
+    def _step_scheduled(self, _event: e.StepScheduled) -> None:
+        self._step_before, self._last_step = self._last_step, self.moment.sequence
         if self._leaving:
             leaving, self._leaving = self._leaving, []
             for job_id in leaving:
@@ -91,7 +79,7 @@ class LoadXorStores:
             if self._filled_by.get(block_id) == job_id:
                 del self._filled_by[block_id]
 
-    def _check_save(self, event: e.SaveIssued | e.TailSaveIssued, moment: Moment) -> Iterator[Violation]:
+    def _check_save(self, event: e.SaveIssued | e.TailSaveIssued) -> None:
         is_first = isinstance(event, e.TailSaveIssued) or event.before_forward
         # What is decided on a step goes out with it, and so does what was decided since the step before.
         begin_of_step = self._step_before if event.cause == self._last_step else self._last_step
@@ -103,4 +91,4 @@ class LoadXorStores:
                 continue  # between two steps, of which the first one had the load in it
             if load.is_async or load.request_id == event.request_id:
                 detail = f"save {event.job_id} reads blocks that load {job_id} is still filling"
-                yield violation(self.rule, moment, detail, max(0, sequence), event.cause)
+                self.broken(detail, max(0, sequence), event.cause)

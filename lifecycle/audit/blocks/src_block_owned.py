@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
-from typing import ClassVar
 
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.audit.checker import Violation, violation
+from kvledger.lifecycle.audit.checker import Checker
 from kvledger.lifecycle.audit.model import Model
-from kvledger.lifecycle.audit.model.jobs import JobsInFlight
-from kvledger.lifecycle.audit.model.moment import Check, Moment
-from kvledger.lifecycle.audit.model.tables import Tables
-from kvledger.lifecycle.geometry import Geometry
+from kvledger.lifecycle.audit.model.moment import on
 from kvledger.lifecycle.states import RequestState
 from kvledger.lifecycle.windows import NO_SLOT, NULL_BLOCK, blocks_at
 
 _FINISHED, _PREEMPTED = RequestState.FINISHED, RequestState.PREEMPTED
 
 
-class SrcBlockOwned:
+class SrcBlockOwned(Checker):
     """The source blocks of a save are exactly those of its chunks, or of its tail, in the request's table.
 
     Verifies: the blocks, their order and number against the table that the log folds to, the chunks each once and in
@@ -31,77 +27,72 @@ class SrcBlockOwned:
     is done (SRC_BLOCK_STABLE), nor saves that a finished request should not get at all (FINISH_IS_LAST).
     """
 
-    rule: ClassVar[str] = "SRC_BLOCK_OWNED"
+    rule = "SRC_BLOCK_OWNED"
 
-    def __init__(self) -> None:
-        self._pages_per_chunk = 0
-        self._async_saves = self._forgets = False
-        self._geometry: Geometry
-        self._jobs: JobsInFlight
-        self._tables: Tables
+    def __init__(self, model: Model) -> None:
+        super().__init__(model)
+        self._pages_per_chunk = model.geometry.pages_per_chunk
+        self._async_saves = model.configuration.async_saves
+        self._forgets = model.geometry.windows.forget
 
-    def checks(self, model: Model) -> Iterable[tuple[type[e.Event], Check]]:
-        """By class of event."""
-        self._pages_per_chunk, self._geometry = model.geometry.pages_per_chunk, model.geometry
-        self._jobs, self._tables = model.jobs, model.tables
-        self._async_saves, self._forgets = model.configuration.async_saves, model.geometry.windows.forget
-        return [
-            (e.SaveIssued, self._save_issued),
-            (e.TailSaveIssued, self._check),
-        ]
-
-    def _save_issued(self, event: e.SaveIssued, moment: Moment) -> Iterable[Violation] | None:
+    @on(e.SaveIssued)
+    def _save_issued(self, event: e.SaveIssued) -> None:
         if len(event.chunks) > 1 and any(chunk >= following for chunk, following in pairwise(event.chunks)):
             detail = f"save {event.job_id} is of chunks {list(event.chunks)}, which do not follow one another"
-            return [violation(self.rule, moment, detail, event.cause)]
-        life, block_ids, in_flight = moment.life, event.block_ids, self._jobs.current
-        table = None if life is None else self._tables.of(life.ordinal)
+            self.broken(detail, event.cause)
+            return
+        life, block_ids, in_flight = self.moment.life, event.block_ids, self.jobs.current
+        table = None if life is None else self.tables.of(life.ordinal)
         if (
             event.before_forward is not (not table and not event.is_async)
-            or (event.is_async and (not self._async_saves or moment.state_before is _PREEMPTED))
+            or (event.is_async and (not self._async_saves or self.moment.state_before is _PREEMPTED))
         ) and not self._forgets:
-            return self._at_another_time(event, moment)
-        if not table and (event.before_forward or moment.state_before is _FINISHED):
-            table = self._tables.lost_by(moment.life)
+            self._at_another_time(event)
+            return
+        if not table and (event.before_forward or self.moment.state_before is _FINISHED):
+            table = self.tables.lost_by(self.moment.life)
         if table and in_flight is not None and not in_flight.leaves_out and len(event.slots) == len(block_ids):
             chunks, num_pages = event.chunks, self._pages_per_chunk
             if num_pages and len(block_ids) == num_pages * len(chunks) and chunks[0] >= 0:
                 first_page = chunks[0] * num_pages
                 if len(block_ids) == 1:  # nearly always one chunk, often of one page
                     if first_page < len(table) and table[first_page] == block_ids[0]:
-                        return None
+                        return
                 elif (len(chunks) == 1 or chunks == tuple(range(chunks[0], chunks[-1] + 1))) and _is_same(
                     table[first_page : first_page + len(block_ids)], block_ids
                 ):
-                    return None
+                    return
             else:
-                pages = self._geometry.pages_of(chunks)
+                pages = self.geometry.pages_of(chunks)
                 if pages and pages[-1] < len(table) and block_ids == blocks_at(pages, table):
-                    return None
-        return self._check(event, moment)
+                    return
+        self._check(event)
 
-    def _at_another_time(self, event: e.SaveIssued, moment: Moment) -> list[Violation] | None:
-        if moment.life is None or (moment.state_before is _FINISHED and not len(self._tables.lost_by(moment.life))):
-            return None  # of nobody, or a save that its end did not cause: LEGAL_TRANSITION and FINISH_IS_LAST name it
+    def _at_another_time(self, event: e.SaveIssued) -> None:
+        if self.moment.life is None or (
+            self.moment.state_before is _FINISHED and not len(self.tables.lost_by(self.moment.life))
+        ):
+            return  # of nobody, or a save that its end did not cause: LEGAL_TRANSITION and FINISH_IS_LAST name it
         when = "before the forward" if event.before_forward else "asynchronously" if event.is_async else "with the step"
-        has = "still has" if self._tables.of(moment.life.ordinal) else "has lost"
+        has = "still has" if self.tables.of(self.moment.life.ordinal) else "has lost"
         detail = f"save {event.job_id} copies {when} out of blocks that the request {has}"
-        return [violation(self.rule, moment, detail, event.cause)]
+        self.broken(detail, event.cause)
 
-    def _check(self, event: e.SaveIssued | e.TailSaveIssued, moment: Moment) -> Iterator[Violation]:
+    @on(e.TailSaveIssued)
+    def _check(self, event: e.SaveIssued | e.TailSaveIssued) -> None:
         """Look the tokens up in the table."""
-        table = self._tables.held_by(moment.life)
-        if moment.state_before is RequestState.FINISHED and not len(self._tables.lost_by(moment.life)):
+        table = self.tables.held_by(self.moment.life)
+        if self.moment.state_before is RequestState.FINISHED and not len(self.tables.lost_by(self.moment.life)):
             return  # a save that its end did not cause; FINISH_IS_LAST names it
         pages: Iterable[int]
         if isinstance(event, e.TailSaveIssued):
-            table = self._tables.lost_by(moment.life)
-            pages = self._geometry.pages_spanning(event.first_token, event.num_tokens)
+            table = self.tables.lost_by(self.moment.life)
+            pages = self.geometry.pages_spanning(event.first_token, event.num_tokens)
             what = f"tokens {event.first_token} to {event.first_token + event.num_tokens}"
         else:
-            if not len(table) and (event.before_forward or moment.state_before is RequestState.FINISHED):
-                table = self._tables.lost_by(moment.life)
-            pages = self._geometry.pages_of(event.chunks)
+            if not len(table) and (event.before_forward or self.moment.state_before is RequestState.FINISHED):
+                table = self.tables.lost_by(self.moment.life)
+            pages = self.geometry.pages_of(event.chunks)
             what = f"chunks {list(event.chunks)}"
         expected = tuple(table[page] if page < len(table) else None for page in pages)
         if NO_SLOT in event.slots and len(event.slots) == len(expected):
@@ -113,10 +104,10 @@ class SrcBlockOwned:
                 f"{what} lie in blocks {list(expected)} of the request's table, "
                 f"but save {event.job_id} copies {list(event.block_ids)}"
             )
-            yield violation(self.rule, moment, detail, event.cause)
+            self.broken(detail, event.cause)
         elif len(event.slots) != len(event.block_ids):
             detail = f"{len(event.block_ids)} blocks are copied to {len(event.slots)} slots"
-            yield violation(self.rule, moment, detail, event.cause)
+            self.broken(detail, event.cause)
 
 
 def _is_same(blocks: Sequence[int], block_ids: tuple[int, ...]) -> bool:

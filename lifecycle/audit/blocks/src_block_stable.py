@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import ClassVar
-
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.audit.checker import Violation, violation
+from kvledger.lifecycle.audit.checker import Checker
 from kvledger.lifecycle.audit.model import Model
-from kvledger.lifecycle.audit.model.jobs import InFlight, JobsInFlight
-from kvledger.lifecycle.audit.model.moment import Check, Moment
+from kvledger.lifecycle.audit.model.jobs import InFlight
+from kvledger.lifecycle.audit.model.moment import on
 from kvledger.lifecycle.audit.model.start import Start
 from kvledger.lifecycle.states import RequestState
 from kvledger.lifecycle.windows import blocks_at
 
 
-class SrcBlockStable:
+class SrcBlockStable(Checker):
     """At every step, each save beside the steps reads blocks that its request has, that are held, or is awaited.
 
     Verifies: the request has the save's blocks in its table, in the generation it was saved in; or it has finished
@@ -24,40 +21,33 @@ class SrcBlockStable:
     gives away; that the workers do wait.
     """
 
-    rule: ClassVar[str] = "SRC_BLOCK_STABLE"
+    rule = "SRC_BLOCK_STABLE"
 
-    def __init__(self) -> None:
+    def __init__(self, model: Model) -> None:
+        super().__init__(model)
         self._held: dict[str, int] = {}
         """Request id -> sequence of the event that held its blocks."""
         self._named: set[int] = set()
-        self._jobs: JobsInFlight
-        self._model: Model
+        model.forgotten.at((e.RequestReleased,), self._held)
 
     def begin(self, start: Start) -> None:
         """What a finished request is still saved from is held: had it not been, it was found before."""
         for life in start.lives:
-            if life.state is RequestState.FINISHED and self._jobs.reads_blocks_of(life.ordinal):
+            if life.state is RequestState.FINISHED and self.jobs.reads_blocks_of(life.ordinal):
                 self._held[life.request_id] = 0
 
-    def checks(self, model: Model) -> Iterable[tuple[type[e.Event], Check]]:
-        """By class of event."""
-        self._model, self._jobs = model, model.jobs
-        model.forgotten.at((e.RequestReleased,), self._held)
-        return [
-            (e.StepScheduled, self._step_scheduled),
-            (e.BlocksHeld, self._blocks_held),
-        ]
+    @on(e.BlocksHeld)
+    def _blocks_held(self, event: e.BlocksHeld) -> None:
+        self._held[event.request_id] = self.moment.sequence
 
-    def _blocks_held(self, event: e.BlocksHeld, moment: Moment) -> None:
-        self._held[event.request_id] = moment.sequence
+    @on(e.StepScheduled)
+    def _step_scheduled(self, _event: e.StepScheduled) -> None:
+        if not self.jobs.saves_beside and not self._named:
+            return
+        saves = [job for job_id in sorted(self.jobs.saves_beside) if (job := self.jobs.get(job_id)) is not None]
+        self._check_saves(saves)
 
-    def _step_scheduled(self, _event: e.StepScheduled, moment: Moment) -> Iterator[Violation] | None:
-        if not self._jobs.saves_beside and not self._named:
-            return None
-        saves = [job for job_id in sorted(self._jobs.saves_beside) if (job := self._jobs.get(job_id)) is not None]
-        return self._check_saves(saves, moment)
-
-    def _check_saves(self, saves: list[InFlight], moment: Moment) -> Iterator[Violation]:
+    def _check_saves(self, saves: list[InFlight]) -> None:
         """Look at every save under way."""
         self._named &= {job.job_id for job in saves}
         for job in saves:
@@ -65,18 +55,18 @@ class SrcBlockStable:
             if why and not job.is_fenced and job.job_id not in self._named:
                 self._named.add(job.job_id)
                 detail = f"save {job.job_id} reads blocks {list(job.block_ids)} beside the steps, but {why}"
-                yield violation(self.rule, moment, detail, request_id=job.request_id)
+                self.broken(detail, request_id=job.request_id)
 
     def _why_unstable(self, job: InFlight) -> str:
-        life = self._model.lives.of(job.ordinal)
+        life = self.lives.of(job.ordinal)
         if life is None:
             return "its request is gone"
         if life.state is RequestState.FINISHED:
             return "" if job.request_id in self._held else "its request has finished and the blocks are not held"
-        if not self._jobs.is_own(job):
+        if not self.jobs.is_own(job):
             return "its request has lost them"
-        table = self._model.tables.held_by(life)
-        pages = self._model.geometry.pages_of(job.chunks)
+        table = self.tables.held_by(life)
+        pages = self.geometry.pages_of(job.chunks)
         is_in_place = len(pages) > 0 and pages[-1] < len(table) and blocks_at(pages, table) == job.block_ids
         if is_in_place or set(job.block_ids) <= set(table):
             return ""

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import ClassVar
+from collections.abc import Sequence
 
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.audit.checker import Violation, violation
+from kvledger.lifecycle.audit.checker import Checker
 from kvledger.lifecycle.audit.model import Model
-from kvledger.lifecycle.audit.model.lives import Lives
-from kvledger.lifecycle.audit.model.moment import Check, Moment
-from kvledger.lifecycle.audit.model.tables import Tables
+from kvledger.lifecycle.audit.model.moment import on
 from kvledger.lifecycle.windows import NULL_BLOCK
 
 _ANY = -1
 """No number of blocks: the table is to be looked at as a whole."""
 
 
-class TableEq:
+class TableEq(Checker):
     """A request's table has a place for every token that is scheduled, and no block twice.
 
     Verifies: at each step that tells a request's counts, that the folded table reaches to its last scheduled token;
@@ -26,52 +23,39 @@ class TableEq:
     Does not verify: which block stands where, where the connector did not compare; tables of quarantined requests.
     """
 
-    rule: ClassVar[str] = "TABLE_EQ"
+    rule = "TABLE_EQ"
 
-    def __init__(self) -> None:
-        self._lives: Lives
-        self._tables: Tables
+    def __init__(self, model: Model) -> None:
+        super().__init__(model)
         self._allocated: dict[int, tuple[int, int]] = {}
         """Ordinal -> (sequence, number of blocks that do not stand twice) of an allocation since the last step."""
-        self._block_size = self._num_groups = 1
+        self._block_size = model.configuration.block_size
+        self._num_groups = len(model.configuration.windows)
 
-    def checks(self, model: Model) -> Iterable[tuple[type[e.Event], Check]]:
-        """By class of event."""
-        self._lives, self._tables = model.lives, model.tables
-        self._block_size, self._num_groups = model.configuration.block_size, len(model.configuration.windows)
-        return [
-            (e.StepScheduled, self._step_scheduled),
-            (e.BlocksAllocated, self._given),
-            (e.BlockTableObserved, self._observed),
-        ]
-
-    def _step_scheduled(self, event: e.StepScheduled, moment: Moment) -> Iterable[Violation] | None:
-        found = None
+    @on(e.StepScheduled)
+    def _step_scheduled(self, event: e.StepScheduled) -> None:
         if self._allocated:
-            found = self._check_allocated(moment)
+            self._check_allocated()
         if event.advanced:
-            too_short = self._check_reach(event, moment)
-            if too_short is not None:
-                found = [*(found or ()), *too_short]
-        return found
+            self._check_reach(event)
 
-    def _observed(self, event: e.BlockTableObserved, moment: Moment) -> list[Violation]:
-        if moment.life is not None and moment.life.ordinal in self._allocated:
-            self._allocated[moment.life.ordinal] = (self._allocated[moment.life.ordinal][0], _ANY)
+    @on(e.BlockTableObserved)
+    def _observed(self, event: e.BlockTableObserved) -> None:
+        if self.moment.life is not None and self.moment.life.ordinal in self._allocated:
+            self._allocated[self.moment.life.ordinal] = (self._allocated[self.moment.life.ordinal][0], _ANY)
         detail = f"the scheduler's table has {len(event.block_ids)} blocks and is not the one that the log folds to"
-        return [violation(self.rule, moment, detail)]
+        self.broken(detail)
 
-    def _given(self, event: e.BlocksAllocated, moment: Moment) -> list[Violation] | None:
+    @on(e.BlocksAllocated)
+    def _given(self, event: e.BlocksAllocated) -> None:
         twice = _twice(event.block_ids)
-        if moment.life is not None:
-            self._allocated[moment.life.ordinal] = (moment.sequence, _ANY if twice else len(event.block_ids))
-        if not twice:
-            return None
-        return [violation(self.rule, moment, f"blocks {twice} stand twice in the table that was given")]
+        if self.moment.life is not None:
+            self._allocated[self.moment.life.ordinal] = (self.moment.sequence, _ANY if twice else len(event.block_ids))
+        if twice:
+            self.broken(f"blocks {twice} stand twice in the table that was given")
 
-    def _check_allocated(self, moment: Moment) -> list[Violation] | None:
-        found = None
-        of_life, life_of = self._tables.of, self._lives.of
+    def _check_allocated(self) -> None:
+        of_life, life_of = self.tables.of, self.lives.of
         for ordinal, (sequence, num_blocks) in self._allocated.items():
             table = of_life(ordinal)
             if table is None or len(table) == num_blocks:  # as it was given: looked at already
@@ -79,14 +63,11 @@ class TableEq:
             life, twice = life_of(ordinal), _twice(table)
             if twice and life is not None:
                 detail = f"blocks {twice} stand in the table already and were appended once more"
-                broken = violation(self.rule, moment, detail, sequence, request_id=life.request_id)
-                found = [*(found or ()), broken]
+                self.broken(detail, sequence, request_id=life.request_id)
         self._allocated.clear()
-        return found
 
-    def _check_reach(self, event: e.StepScheduled, moment: Moment) -> list[Violation] | None:
-        found = None
-        life_of, of_life = self._lives.of, self._tables.of
+    def _check_reach(self, event: e.StepScheduled) -> None:
+        life_of, of_life = self.lives.of, self.tables.of
         block_size, num_groups = self._block_size, self._num_groups
         for ordinal, num_computed_tokens, num_scheduled_tokens, _ in event.advanced:
             num_tokens = num_computed_tokens + num_scheduled_tokens
@@ -94,12 +75,9 @@ class TableEq:
             num_blocks = 0 if table is None else len(table)
             if num_blocks * block_size < num_tokens * num_groups:
                 life = life_of(ordinal)
-                if life is None or life.quarantined:
-                    continue
-                detail = f"{num_tokens} tokens are scheduled on a table of {num_blocks} blocks of {block_size} tokens"
-                broken = violation(self.rule, moment, detail, request_id=life.request_id)
-                found = [*(found or ()), broken]
-        return found
+                if life is not None and not life.quarantined:
+                    what = f"a table of {num_blocks} blocks of {block_size} tokens"
+                    self.broken(f"{num_tokens} tokens are scheduled on {what}", request_id=life.request_id)
 
 
 def _twice(block_ids: Sequence[int]) -> list[int]:

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import ClassVar
-
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.audit.checker import Violation, violation
-from kvledger.lifecycle.audit.model import Model
-from kvledger.lifecycle.audit.model.jobs import InFlight, JobsInFlight
-from kvledger.lifecycle.audit.model.moment import Check, Moment
+from kvledger.lifecycle.audit.checker import Checker
+from kvledger.lifecycle.audit.model.moment import on
 
 _Settled = e.LoadCompleted | e.LoadFailed | e.SaveCompleted | e.SaveFailed
 
 
-class CompletionOnce:
+class CompletionOnce(Checker):
     """Every job is issued once, reported at most once by each rank, and settled once.
 
     Verifies: reports are of jobs in flight, or of saves that were given up, by ranks that have not spoken of them yet;
@@ -24,64 +19,48 @@ class CompletionOnce:
     (LIVENESS).
     """
 
-    rule: ClassVar[str] = "COMPLETION_ONCE"
+    rule = "COMPLETION_ONCE"
 
-    _jobs: JobsInFlight
+    @on(e.LoadIssued, e.SaveIssued, e.TailSaveIssued)
+    def _issued(self, event: e.LoadIssued | e.SaveIssued | e.TailSaveIssued) -> None:
+        if not self.jobs.is_new:
+            detail = f"job {event.job_id} is issued, but {self.jobs.last_id} had been reached: ids are used once"
+            self.broken(detail, event.cause)
 
-    def checks(self, model: Model) -> Iterable[tuple[type[e.Event], Check]]:
-        """By class of event."""
-        self._jobs = model.jobs
-        return [
-            (e.LoadIssued, self._issued),
-            (e.SaveIssued, self._issued),
-            (e.TailSaveIssued, self._issued),
-            (e.TransferReported, self._reported),
-            (e.LoadCompleted, self._load_settled),
-            (e.LoadFailed, self._load_settled),
-            (e.SaveCompleted, self._save_settled),
-            (e.SaveFailed, self._save_settled),
-        ]
+    @on(e.TransferReported)
+    def _reported(self, event: e.TransferReported) -> None:
+        if not self.jobs.is_plain_report:
+            self._check_report(event)
 
-    def _issued(self, event: e.LoadIssued | e.SaveIssued | e.TailSaveIssued, moment: Moment) -> list[Violation] | None:
-        if self._jobs.is_new:
-            return None
-        detail = f"job {event.job_id} is issued, but {self._jobs.last_id} had been reached: ids are used once"
-        return [violation(self.rule, moment, detail, event.cause)]
-
-    def _reported(self, event: e.TransferReported, moment: Moment) -> Iterator[Violation] | None:
-        return None if self._jobs.is_plain_report else self._check_report(event, moment)
-
-    def _check_report(self, event: e.TransferReported, moment: Moment) -> Iterator[Violation]:
-        job = self._jobs.reported
-        if job is None and event.is_repeated:
-            return
+    def _check_report(self, event: e.TransferReported) -> None:
+        job = self.jobs.reported
         if job is None:
-            detail = f"job {event.job_id} was reported, but no such job is in flight"
-            yield violation(self.rule, moment, detail)
+            if not event.is_repeated:
+                self.broken(f"job {event.job_id} was reported, but no such job is in flight")
             return
         ranks = frozenset((*event.ranks_done, *event.ranks_failed))
-        num_ranks = len(self._jobs.every_rank)
-        twice = ranks & self._jobs.told_before if not event.is_repeated else frozenset()
+        num_ranks = len(self.jobs.every_rank)
+        twice = ranks & self.jobs.told_before if not event.is_repeated else frozenset()
         if twice or len(ranks) < len(event.ranks_done) + len(event.ranks_failed):
             detail = f"job {event.job_id} was reported more than once by ranks {sorted(twice or ranks)}"
-            yield violation(self.rule, moment, detail, job.sequence, request_id=job.request_id)
+            self.broken(detail, job.sequence, request_id=job.request_id)
         foreign = sorted(ranks.difference(range(num_ranks)))
         if foreign:
             detail = f"job {event.job_id} was reported by ranks {foreign}, of {num_ranks}"
-            yield violation(self.rule, moment, detail, job.sequence, request_id=job.request_id)
+            self.broken(detail, job.sequence, request_id=job.request_id)
 
-    def _load_settled(self, event: e.LoadCompleted | e.LoadFailed, moment: Moment) -> Iterator[Violation] | None:
-        job = self._jobs.current
-        return None if job is not None and job.is_load else self._check_settlement(event, job, moment)
+    @on(e.LoadCompleted, e.LoadFailed)
+    def _load_settled(self, event: e.LoadCompleted | e.LoadFailed) -> None:
+        self._check_settlement(event, is_load=True)
 
-    def _save_settled(self, event: e.SaveCompleted | e.SaveFailed, moment: Moment) -> Iterator[Violation] | None:
-        job = self._jobs.current
-        return None if job is not None and not job.is_load else self._check_settlement(event, job, moment)
+    @on(e.SaveCompleted, e.SaveFailed)
+    def _save_settled(self, event: e.SaveCompleted | e.SaveFailed) -> None:
+        self._check_settlement(event, is_load=False)
 
-    def _check_settlement(self, event: _Settled, job: InFlight | None, moment: Moment) -> Iterator[Violation]:
+    def _check_settlement(self, event: _Settled, *, is_load: bool) -> None:
+        job = self.jobs.current
         if job is None:
-            detail = f"{event.id} for job {event.job_id}, which is not in flight"
-            yield violation(self.rule, moment, detail, event.cause)
-        else:
+            self.broken(f"{event.id} for job {event.job_id}, which is not in flight", event.cause)
+        elif job.is_load is not is_load:
             detail = f"{event.id} for job {event.job_id}, which is a {'load' if job.is_load else 'save'}"
-            yield violation(self.rule, moment, detail, job.sequence, event.cause)
+            self.broken(detail, job.sequence, event.cause)

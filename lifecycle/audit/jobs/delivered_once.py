@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from itertools import chain
-from typing import ClassVar
-
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.audit.checker import Violation, violation
+from kvledger.lifecycle.audit.checker import Checker
 from kvledger.lifecycle.audit.model import Model
-from kvledger.lifecycle.audit.model.jobs import JobsInFlight
-from kvledger.lifecycle.audit.model.moment import Check, Moment
+from kvledger.lifecycle.audit.model.moment import on
 from kvledger.lifecycle.audit.model.start import Start
 
 
-class DeliveredOnce:
+class DeliveredOnce(Checker):
     """What leaves the ledger is owed, and leaves once.
 
     Verifies: jobs that are handed out are in flight and were not handed out before; reminders were decided; a load that
@@ -24,11 +19,10 @@ class DeliveredOnce:
     in the middle of a log.
     """
 
-    rule: ClassVar[str] = "DELIVERED_ONCE"
+    rule = "DELIVERED_ONCE"
 
-    _jobs: JobsInFlight
-
-    def __init__(self) -> None:
+    def __init__(self, model: Model) -> None:
+        super().__init__(model)
         self._first_ordinal = 0
         """Of the lives that are known from their beginning."""
         self._first_job = 0
@@ -48,37 +42,20 @@ class DeliveredOnce:
         self._first_ordinal = start.num_arrived
         self._first_job = 1 + start.last_job_id
 
-    def checks(self, model: Model) -> Iterable[tuple[type[e.Event], Check]]:
-        """By class of event."""
-        self._jobs = model.jobs
-        return [
-            (e.LookupAnswered, self._answered),
-            (e.BlocksAllocated, self._allocated),
-            (e.LoadRefused, self._refused),
-            (e.LoadIssued, self._load_issued),
-            (e.TransferAwaited, self._awaited),
-            (e.TransferReported, self._reported),
-            (e.LoadCompleted, self._load_completed),
-            (e.LoadFailed, self._load_failed),
-            (e.SaveCompleted, self._settled),
-            (e.SaveFailed, self._settled),
-            (e.RequestFinished, self._finished),
-            (e.BlocksHeld, self._held),
-            (e.RequestReleased, self._released),
-            (e.EffectsDelivered, self._delivered),
-        ]
-
-    def _answered(self, event: e.LookupAnswered, _moment: Moment) -> None:
+    @on(e.LookupAnswered)
+    def _answered(self, event: e.LookupAnswered) -> None:
         (self._promised.add if event.is_async else self._promised.discard)(event.ordinal)
 
-    def _allocated(self, event: e.BlocksAllocated, moment: Moment) -> None:
-        if moment.life is not None and moment.life.ordinal in self._promised:
-            self._promised.discard(moment.life.ordinal)
+    @on(e.BlocksAllocated)
+    def _allocated(self, event: e.BlocksAllocated) -> None:
+        if self.moment.life is not None and self.moment.life.ordinal in self._promised:
+            self._promised.discard(self.moment.life.ordinal)
             if event.num_external_tokens:
-                self._waiting[moment.life.ordinal] = ""
+                self._waiting[self.moment.life.ordinal] = ""
 
-    def _refused(self, event: e.LoadRefused, moment: Moment) -> None:
-        life = moment.life_of(event.request_id)
+    @on(e.LoadRefused)
+    def _refused(self, event: e.LoadRefused) -> None:
+        life = self.lives.get(event.request_id)
         ordinal = e.NO_LIFE if life is None else life.ordinal
         if ordinal in self._promised or ordinal in self._waiting:
             self._promised.discard(ordinal)
@@ -86,91 +63,99 @@ class DeliveredOnce:
         else:
             self._unfilled.update(event.block_ids)
 
-    def _load_issued(self, event: e.LoadIssued, _moment: Moment) -> None:
+    @on(e.LoadIssued)
+    def _load_issued(self, event: e.LoadIssued) -> None:
         if not event.is_async:
             self._loads[event.job_id] = event.block_ids
 
-    def _awaited(self, event: e.TransferAwaited, _moment: Moment) -> None:
+    @on(e.TransferAwaited)
+    def _awaited(self, event: e.TransferAwaited) -> None:
         self._reminders.add(event.job_id)
 
-    def _reported(self, event: e.TransferReported, _moment: Moment) -> None:
+    @on(e.TransferReported)
+    def _reported(self, event: e.TransferReported) -> None:
         blocks = self._loads.pop(event.job_id, ())
         if event.withheld and event.withheld != e.Withheld.CONTRACT:
             self._unfilled.update(blocks)
-        job = self._jobs.current
-        if job is not None and job.is_load and self._jobs.every_rank <= job.ranks_done | job.ranks_failed:
+        job = self.jobs.current
+        if job is not None and job.is_load and self.jobs.every_rank <= job.ranks_done | job.ranks_failed:
             self._ended(job.ordinal, "failed" if job.ranks_failed else "received")
 
-    def _load_completed(self, event: e.LoadCompleted, moment: Moment) -> None:
-        self._settled(event, moment)
+    @on(e.LoadCompleted)
+    def _load_completed(self, event: e.LoadCompleted) -> None:
+        self._settled(event)
         self._ended(event.ordinal, "received")
 
-    def _load_failed(self, event: e.LoadFailed, moment: Moment) -> None:
+    @on(e.LoadFailed)
+    def _load_failed(self, event: e.LoadFailed) -> None:
         self._unfilled.update(self._loads.pop(event.job_id, ()))
-        self._settled(event, moment)
+        self._settled(event)
         self._ended(event.ordinal, "failed")
 
     def _ended(self, ordinal: int, end: str) -> None:
         if not self._waiting.get(ordinal, end):
             self._waiting[ordinal] = end
 
-    def _settled(self, event: e.LoadCompleted | e.LoadFailed | e.SaveCompleted | e.SaveFailed, _moment: Moment) -> None:
+    @on(e.SaveCompleted, e.SaveFailed)
+    def _settled(self, event: e.LoadCompleted | e.LoadFailed | e.SaveCompleted | e.SaveFailed) -> None:
         self._handed_out.discard(event.job_id)
         self._reminders.discard(event.job_id)
 
-    def _finished(self, event: e.RequestFinished, moment: Moment) -> None:
-        life = moment.life_of(event.request_id)
-        if life is not None and self._jobs.reads_blocks_of(life.ordinal):
+    @on(e.RequestFinished)
+    def _finished(self, event: e.RequestFinished) -> None:
+        life = self.moment.life
+        if life is not None and self.jobs.reads_blocks_of(life.ordinal):
             self._kept.add(life.ordinal)
 
-    def _held(self, event: e.BlocksHeld, _moment: Moment) -> None:
+    @on(e.BlocksHeld)
+    def _held(self, event: e.BlocksHeld) -> None:
         self._kept.add(event.ordinal)
 
-    def _released(self, event: e.RequestReleased, _moment: Moment) -> None:
+    @on(e.RequestReleased)
+    def _released(self, event: e.RequestReleased) -> None:
         self._promised.discard(event.ordinal)
 
     def _is_read(self, ordinal: int) -> bool:
         return any(
-            job.is_async and not job.is_load and not self._jobs.every_rank <= job.ranks_done | job.ranks_failed
-            for job in self._jobs.of_life(ordinal)
+            job.is_async and not job.is_load and not self.jobs.every_rank <= job.ranks_done | job.ranks_failed
+            for job in self.jobs.of_life(ordinal)
         )
 
-    def _delivered(self, event: e.EffectsDelivered, moment: Moment) -> Iterator[Violation]:
-        breaches = (self._jobs_given(event), self._loads_told(event), self._frees_told(event), self._blocks_told(event))
-        for detail in chain.from_iterable(breaches):
-            yield violation(self.rule, moment, detail)
-
-    def _jobs_given(self, event: e.EffectsDelivered) -> Iterator[str]:
+    @on(e.EffectsDelivered)
+    def _jobs_handed_out(self, event: e.EffectsDelivered) -> None:
         for job_id in event.job_ids:
             if job_id in self._handed_out:
-                yield f"job {job_id} is handed out a second time"
-            elif self._jobs.get(job_id) is None:
-                yield f"job {job_id} is handed out, but no such job is in flight"
+                self.broken(f"job {job_id} is handed out a second time")
+            elif self.jobs.get(job_id) is None:
+                self.broken(f"job {job_id} is handed out, but no such job is in flight")
             self._handed_out.add(job_id)
             self._loads.pop(job_id, None)
         for job_id in event.awaited:
             if job_id not in self._reminders and job_id >= self._first_job:
-                yield f"workers are reminded of job {job_id}, which nobody decided"
+                self.broken(f"workers are reminded of job {job_id}, which nobody decided")
             self._reminders.discard(job_id)
 
-    def _loads_told(self, event: e.EffectsDelivered) -> Iterator[str]:
+    @on(e.EffectsDelivered)
+    def _loads_reported(self, event: e.EffectsDelivered) -> None:
         for told, ordinals in (("received", event.received), ("failed", event.failed)):
             for ordinal in ordinals:
                 end = self._waiting.pop(ordinal, None)
                 if ordinal >= self._first_ordinal and end != told:
                     came_to = "waits for no load" if end is None else f"waits for a load that came to {end or 'no end'}"
-                    yield f"life {ordinal} is told as {told}, but it {came_to}"
+                    self.broken(f"life {ordinal} is told as {told}, but it {came_to}")
 
-    def _frees_told(self, event: e.EffectsDelivered) -> Iterator[str]:
+    @on(e.EffectsDelivered)
+    def _frees_reported(self, event: e.EffectsDelivered) -> None:
         for ordinal in event.sent:
             if self._is_read(ordinal):
-                yield f"life {ordinal} is told as sent, but a copy still reads its blocks"
+                self.broken(f"life {ordinal} is told as sent, but a copy still reads its blocks")
             elif ordinal not in self._kept and ordinal >= self._first_ordinal:
-                yield f"life {ordinal} is told as sent, but its blocks are not kept for a copy"
+                self.broken(f"life {ordinal} is told as sent, but its blocks are not kept for a copy")
             self._kept.discard(ordinal)
 
-    def _blocks_told(self, event: e.EffectsDelivered) -> Iterator[str]:
+    @on(e.EffectsDelivered)
+    def _blocks_reported(self, event: e.EffectsDelivered) -> None:
         unknown = sorted(set(event.block_ids) - self._unfilled)
         if unknown and not self._first_job:
-            yield f"blocks {unknown} are told as not filled, but no load was to"
+            self.broken(f"blocks {unknown} are told as not filled, but no load was to")
         self._unfilled.difference_update(event.block_ids)

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import ClassVar
-
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.audit.checker import Violation, violation
-from kvledger.lifecycle.audit.model import Model
-from kvledger.lifecycle.audit.model.jobs import InFlight, JobsInFlight
-from kvledger.lifecycle.audit.model.moment import Check, Moment
+from kvledger.lifecycle.audit.checker import Checker
+from kvledger.lifecycle.audit.model.jobs import InFlight
+from kvledger.lifecycle.audit.model.moment import on
 
 _Settled = e.LoadCompleted | e.LoadFailed | e.SaveCompleted | e.SaveFailed
 
 
-class RankAgreement:
+class RankAgreement(Checker):
     """A job is completed when every rank has done it and none failed; it is settled early by no single rank.
 
     Verifies: this for every settled job; that a job failed because of a report, and slots of a failed save that are
@@ -22,45 +18,32 @@ class RankAgreement:
     Does not verify: that every rank was given the same jobs; jobs given up because a rank fell silent.
     """
 
-    rule: ClassVar[str] = "RANK_AGREEMENT"
+    rule = "RANK_AGREEMENT"
 
-    def __init__(self) -> None:
-        self._jobs: JobsInFlight
+    @on(e.LoadCompleted, e.SaveCompleted)
+    def _completed(self, event: e.LoadCompleted | e.SaveCompleted) -> None:
+        job = self.jobs.current
+        if job is not None and len(job.ranks_done) != len(self.jobs.every_rank):
+            self._disagreed(event, job)
 
-    def checks(self, model: Model) -> Iterable[tuple[type[e.Event], Check]]:
-        """By class of event."""
-        self._jobs = model.jobs
-        return [
-            (e.LoadCompleted, self._completed),
-            (e.SaveCompleted, self._completed),
-            (e.LoadFailed, self._load_failed),
-            (e.SaveFailed, self._save_failed),
-        ]
+    @on(e.LoadFailed)
+    def _load_failed(self, event: e.LoadFailed) -> None:
+        job = self.jobs.current
+        if job is not None and event.cause == self.jobs.report_sequence and self._is_owing(job):
+            self._disagreed(event, job)
 
-    def _completed(self, event: e.LoadCompleted | e.SaveCompleted, moment: Moment) -> list[Violation] | None:
-        job = self._jobs.current
-        if job is None or len(job.ranks_done) == len(self._jobs.every_rank):
-            return None
-        return self._disagreed(event, job, moment)
-
-    def _load_failed(self, event: e.LoadFailed, moment: Moment) -> list[Violation] | None:
-        job = self._jobs.current
-        if job is None or event.cause != self._jobs.report_sequence or not self._is_owing(job):
-            return None
-        return self._disagreed(event, job, moment)
-
-    def _save_failed(self, event: e.SaveFailed, moment: Moment) -> list[Violation] | None:
-        job = self._jobs.current
-        if job is None or event.quiet is not self._is_owing(job):
-            return None
-        return self._disagreed(event, job, moment)
+    @on(e.SaveFailed)
+    def _save_failed(self, event: e.SaveFailed) -> None:
+        job = self.jobs.current
+        if job is not None and event.quiet is self._is_owing(job):
+            self._disagreed(event, job)
 
     def _is_owing(self, job: InFlight) -> bool:
-        return bool(self._jobs.every_rank - job.ranks_done - job.ranks_failed)
+        return bool(self.jobs.every_rank - job.ranks_done - job.ranks_failed)
 
-    def _disagreed(self, event: _Settled, job: InFlight, moment: Moment) -> list[Violation]:
+    def _disagreed(self, event: _Settled, job: InFlight) -> None:
         detail = (
-            f"{event.id} for job {event.job_id}, which {len(job.ranks_done)} of {len(self._jobs.every_rank)} ranks did "
+            f"{event.id} for job {event.job_id}, which {len(job.ranks_done)} of {len(self.jobs.every_rank)} ranks did "
             f"and {len(job.ranks_failed)} failed to do"
         )
-        return [violation(self.rule, moment, detail, job.sequence, event.cause)]
+        self.broken(detail, job.sequence, event.cause)

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
-from typing import ClassVar
 
 import msgspec
 
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.audit.checker import Violation, violation
+from kvledger.lifecycle.audit.checker import Checker
 from kvledger.lifecycle.audit.model import Model
 from kvledger.lifecycle.audit.model.lives import Life
-from kvledger.lifecycle.audit.model.moment import Check, Moment
+from kvledger.lifecycle.audit.model.moment import on
 
 MAX_PAGES = 1 << 16
 """Pages of which it is remembered what was saved; the oldest are forgotten first."""
@@ -40,7 +38,7 @@ class _OfLife(msgspec.Struct):
     """Whether its tokens were replaced, so that its keys say nothing of what it saved before."""
 
 
-class BytesUnchanged:
+class BytesUnchanged(Checker):
     """Where digests of pages are in the log, a load brings what some save of the same tokens read.
 
     Verifies: that the host's copy before a load, and the blocks after it, have a digest with which a block of the same
@@ -51,9 +49,10 @@ class BytesUnchanged:
     lie more than 65536 pages back; that what was computed is right.
     """
 
-    rule: ClassVar[str] = "BYTES_UNCHANGED"
+    rule = "BYTES_UNCHANGED"
 
-    def __init__(self) -> None:
+    def __init__(self, model: Model) -> None:
+        super().__init__(model)
         self._saved: OrderedDict[_Page, dict[int, int]] = OrderedDict()
         self._of: dict[str, _OfLife] = {}
         self._ended: OrderedDict[int, _OfLife] = OrderedDict()
@@ -62,48 +61,41 @@ class BytesUnchanged:
         """Lives before it may be from before a reset."""
         self._next_ordinal = 0
 
-    def checks(self, model: Model) -> Iterable[tuple[type[e.Event], Check]]:
-        """By class of event."""
-
-        def digested(event: e.PagesDigested, moment: Moment) -> list[Violation] | None:
-            life = model.lives.of(event.ordinal)
-            self._next_ordinal = max(self._next_ordinal, event.ordinal + 1)
-            for number, (digest, stored) in enumerate(zip(event.digests, event.stored, strict=False)):
-                if digest != stored:
-                    detail = f"the host held {_hex(stored)}, and it was loaded as {_hex(digest)}"
-                    return [violation(self.rule, moment, f"{_where(event, number)}: {detail}")]
-            of_life = self._ended.get(event.ordinal) if life is None else self._of_generation(event, life)
-            if of_life is None or event.ordinal < self._first_ordinal:
-                return None
+    @on(e.PagesDigested)
+    def _digested(self, event: e.PagesDigested) -> None:
+        life = self.lives.of(event.ordinal)
+        self._next_ordinal = max(self._next_ordinal, event.ordinal + 1)
+        for number, (digest, stored) in enumerate(zip(event.digests, event.stored, strict=False)):
+            if digest != stored:
+                detail = f"the host held {_hex(stored)}, and it was loaded as {_hex(digest)}"
+                self.broken(f"{_where(event, number)}: {detail}")
+                return
+        of_life = self._ended.get(event.ordinal) if life is None else self._of_generation(event, life)
+        if of_life is not None and event.ordinal >= self._first_ordinal:
             keeps_blocks = life is not None and event.generation == life.generation == of_life.generation
-            return list(self._differences(event, moment, of_life, model, keeps_blocks=keeps_blocks)) or None
+            self._compare(event, of_life, keeps_blocks=keeps_blocks)
 
-        return [
-            (e.PagesDigested, digested),
-            (e.RequestArrived, self._arrived),
-            (e.SessionContinued, self._cut),
-            (e.TokensRolledBack, self._rolled_back),
-            (e.RequestReleased, self._released),
-            (e.CacheReset, self._reset),
-        ]
-
-    def _arrived(self, event: e.RequestArrived, _moment: Moment) -> None:
+    @on(e.RequestArrived)
+    def _arrived(self, event: e.RequestArrived) -> None:
         self._end(self._of.pop(event.request_id, None))
         self._next_ordinal = max(self._next_ordinal, event.ordinal + 1)
 
-    def _cut(self, event: e.SessionContinued, moment: Moment) -> None:
-        if moment.life is not None:
-            of_life = self._of.setdefault(event.request_id, _of(moment.life))
+    @on(e.SessionContinued)
+    def _cut(self, event: e.SessionContinued) -> None:
+        if self.moment.life is not None:
+            of_life = self._of.setdefault(event.request_id, _of(self.moment.life))
             of_life.was_cut = True
             of_life.seen.clear()
 
-    def _rolled_back(self, event: e.TokensRolledBack, _moment: Moment) -> None:
+    @on(e.TokensRolledBack)
+    def _rolled_back(self, event: e.TokensRolledBack) -> None:
         if event.request_id in self._of:
             self._of[event.request_id].seen.clear()
 
-    def _released(self, event: e.RequestReleased, moment: Moment) -> None:
-        if moment.life is not None and moment.life.ordinal == event.ordinal:
-            self._end(self._of.pop(event.request_id, None) or _of(moment.life))
+    @on(e.RequestReleased)
+    def _released(self, event: e.RequestReleased) -> None:
+        if self.moment.life is not None and self.moment.life.ordinal == event.ordinal:
+            self._end(self._of.pop(event.request_id, None) or _of(self.moment.life))
 
     def _end(self, of_life: _OfLife | None) -> None:
         if of_life is not None:
@@ -112,29 +104,29 @@ class BytesUnchanged:
             if len(self._ended) > _MAX_ENDED:
                 self._ended.popitem(last=False)
 
-    def _reset(self, _event: e.CacheReset, _moment: Moment) -> None:
+    @on(e.CacheReset)
+    def _reset(self, _event: e.CacheReset) -> None:
         self._saved.clear()
         self._of.clear()
         self._ended.clear()
         self._first_ordinal = self._next_ordinal
 
-    def _differences(
-        self, event: e.PagesDigested, moment: Moment, of_life: _OfLife, model: Model, *, keeps_blocks: bool
-    ) -> Iterator[Violation]:
-        size, chunk_size = model.configuration.block_size, model.configuration.chunk_size
+    def _compare(self, event: e.PagesDigested, of_life: _OfLife, *, keeps_blocks: bool) -> None:
+        size, chunk_size = self.configuration.block_size, self.configuration.chunk_size
         for number, digest in enumerate(event.digests):
             block = event.first_block + number
             chunk = ((block + 1) * size - 1) // chunk_size
             detail, evidence = "", 0
             if chunk < len(of_life.keys):
                 page = (of_life.keys[chunk], block, event.group, event.rank)
-                detail, evidence = self._of_page(page, digest, of_life, event, moment.sequence)
+                detail, evidence = self._of_page(page, digest, of_life, event)
             if not detail and keeps_blocks:
-                before, evidence = of_life.seen.setdefault((event.rank, event.group, block), (digest, moment.sequence))
+                place = (event.rank, event.group, block)
+                before, evidence = of_life.seen.setdefault(place, (digest, self.moment.sequence))
                 if before != digest:
                     detail = f"is {_hex(digest)} now and was {_hex(before)}, while the request kept its blocks"
             if detail:
-                yield violation(self.rule, moment, f"{_where(event, number)}: {detail}", evidence)
+                self.broken(f"{_where(event, number)}: {detail}", evidence)
                 return  # what follows is mostly the same mistake
 
     def _of_generation(self, event: e.PagesDigested, life: Life) -> _OfLife:
@@ -146,25 +138,19 @@ class BytesUnchanged:
             of_life.seen.clear()
         return of_life
 
-    def _of_page(
-        self, page: _Page, digest: int, of_life: _OfLife, event: e.PagesDigested, sequence: int
-    ) -> tuple[str, int]:
+    def _of_page(self, page: _Page, digest: int, of_life: _OfLife, event: e.PagesDigested) -> tuple[str, int]:
         if event.is_load:
-            return ("", 0) if of_life.was_cut else self._compared(page, digest, event)
+            return ("", 0) if of_life.was_cut else self._loaded(page, digest, event)
         if of_life.was_cut:
             self._saved.pop(page, None)
         else:
-            self._remember(page, digest, sequence)
+            self._saved.setdefault(page, {}).setdefault(digest, self.moment.sequence)
+            self._saved.move_to_end(page)
+            if len(self._saved) > MAX_PAGES:
+                self._saved.popitem(last=False)
         return "", 0
 
-    def _remember(self, page: _Page, digest: int, sequence: int) -> None:
-        images = self._saved.setdefault(page, {})
-        images.setdefault(digest, sequence)
-        self._saved.move_to_end(page)
-        if len(self._saved) > MAX_PAGES:
-            self._saved.popitem(last=False)
-
-    def _compared(self, page: _Page, digest: int, event: e.PagesDigested) -> tuple[str, int]:
+    def _loaded(self, page: _Page, digest: int, event: e.PagesDigested) -> tuple[str, int]:
         images = self._saved.get(page)
         if images is None or len(images) > _MAX_IMAGES or digest in images:
             return "", 0

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from typing import ClassVar
+from collections.abc import Iterable, Sequence
 
 import attrs
 
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.audit.checker import Violation, violation
+from kvledger.lifecycle.audit.checker import Checker
 from kvledger.lifecycle.audit.model import Model
-from kvledger.lifecycle.audit.model.jobs import JobsInFlight
-from kvledger.lifecycle.audit.model.moment import Check, Moment
+from kvledger.lifecycle.audit.model.moment import on
 from kvledger.lifecycle.audit.model.start import Start
 
 
@@ -22,7 +20,7 @@ class _Failure:
     keys: tuple[bytes, ...]
 
 
-class FailedLoadTaint:
+class FailedLoadTaint(Checker):
     """A failed load taints its chunks at once; a request whose loads keep failing gets no more of them.
 
     Verifies: when the next observation comes, no chunk of a failed load is committed any more; no load is issued for a
@@ -34,9 +32,10 @@ class FailedLoadTaint:
     left unfilled.
     """
 
-    rule: ClassVar[str] = "FAILED_LOAD_TAINT"
+    rule = "FAILED_LOAD_TAINT"
 
-    def __init__(self) -> None:
+    def __init__(self, model: Model) -> None:
+        super().__init__(model)
         self._keys: dict[int, tuple[bytes, ...]] = {}
         self._failures: list[_Failure] = []
         self._unfilled: dict[int, int] = {}
@@ -47,123 +46,101 @@ class FailedLoadTaint:
         """(request id, sequence of the allocation, blocks given as computed), until the step that they are for."""
         self._spoilt: dict[int, int] = {}
         """Job id of a save in flight -> sequence of the failure that its source blocks were concerned by."""
-        self._jobs: JobsInFlight
-        self._model: Model
 
     def begin(self, start: Start) -> None:
         """Take over the loads in flight. Which blocks were unfilled is not known: the ledger doubts more than those."""
         self._keys = {job.job_id: job.keys for job in start.jobs if job.is_load}
 
-    def checks(self, model: Model) -> Iterable[tuple[type[e.Event], Check]]:
-        """By class of event."""
-        self._jobs, self._model = model.jobs, model
-        return [
-            (e.StepScheduled, self._observed),
-            (e.StepScheduled, self._step_scheduled),
-            (e.LoadErrorsObserved, self._load_errors_observed),
-            (e.LookupRequested, self._lookup_requested),
-            (e.BlocksAllocated, self._blocks_allocated),
-            (e.SaveIssued, self._save_issued),
-            (e.TailSaveIssued, self._save_issued),
-            (e.SaveCompleted, self._save_completed),
-            (e.SaveFailed, self._save_failed),
-            (e.LookupRequested, self._observed),
-            (e.TransferReported, self._observed),
-            (e.LoadIssued, self._issued),
-            (e.LoadCompleted, self._completed),
-            (e.LoadFailed, self._failed),
-        ]
-
-    def _observed(self, _event: e.Event, moment: Moment) -> Iterator[Violation] | None:
-        return self._check_failures(moment) if self._failures else None
-
-    def _check_failures(self, moment: Moment) -> Iterator[Violation]:
-        failures, self._failures = self._failures, []
-        for failure in failures:
-            if any(key in self._model.chunks for key in failure.keys):
+    @on(e.StepScheduled, e.LookupRequested, e.TransferReported)
+    def _observed(self, _event: e.Event) -> None:
+        for failure in self._failures:
+            if any(key in self.chunks for key in failure.keys):
                 detail = "its load failed, but chunks of that load can still be looked up"
-                yield violation(self.rule, moment, detail, failure.sequence, request_id=failure.request_id)
+                self.broken(detail, failure.sequence, request_id=failure.request_id)
+        self._failures.clear()
 
-    def _issued(self, event: e.LoadIssued, moment: Moment) -> list[Violation] | None:
-        self._keys[event.job_id] = () if self._jobs.current is None else self._jobs.current.keys
-        for block_id in event.block_ids if self._unfilled else ():
-            self._unfilled.pop(block_id, None)
-        maximum = self._model.configuration.max_failed_loads
-        if moment.life is None or moment.life.num_failed_loads < maximum:
-            return None
-        detail = f"load {event.job_id} is issued after {moment.life.num_failed_loads} failed ones, {maximum} may be"
-        return [violation(self.rule, moment, detail, event.cause)]
+    @on(e.LoadIssued)
+    def _issued(self, event: e.LoadIssued) -> None:
+        self._keys[event.job_id] = () if self.jobs.current is None else self.jobs.current.keys
+        if self._unfilled:
+            self._fill(event.block_ids)
+        life, maximum = self.moment.life, self.configuration.max_failed_loads
+        if life is not None and life.num_failed_loads >= maximum:
+            detail = f"load {event.job_id} is issued after {life.num_failed_loads} failed ones, {maximum} may be"
+            self.broken(detail, event.cause)
 
-    def _completed(self, event: e.LoadCompleted, _moment: Moment) -> None:
+    @on(e.LoadCompleted)
+    def _completed(self, event: e.LoadCompleted) -> None:
         self._keys.pop(event.job_id, None)
 
-    def _failed(self, event: e.LoadFailed, moment: Moment) -> None:
+    @on(e.LoadFailed)
+    def _failed(self, event: e.LoadFailed) -> None:
         keys = self._keys.pop(event.job_id, ())
-        self._failures.append(_Failure(moment.sequence, event.request_id, keys))
-        load = self._jobs.current
-        for job_id, save in self._jobs:  # the id may have been used again before the load was reported
+        self._failures.append(_Failure(self.moment.sequence, event.request_id, keys))
+        load = self.jobs.current
+        for job_id, save in self.jobs:  # the id may have been used again before the load was reported
             is_of_its_life = load is not None and save.life == load.life
             if is_of_its_life and not save.is_load and job_id > event.job_id:
-                self._spoilt[job_id] = moment.sequence
+                self._spoilt[job_id] = self.moment.sequence
 
     # --- blocks ------------------------------------------------------------------------------
 
-    def _load_errors_observed(self, event: e.LoadErrorsObserved, moment: Moment) -> None:
-        self._unfilled.update(dict.fromkeys(event.block_ids, moment.sequence))
-        for job_id, save in self._jobs:
+    @on(e.LoadErrorsObserved)
+    def _load_errors_observed(self, event: e.LoadErrorsObserved) -> None:
+        self._unfilled.update(dict.fromkeys(event.block_ids, self.moment.sequence))
+        for job_id, save in self.jobs:
             if not save.is_load and not self._unfilled.keys().isdisjoint(save.block_ids):
-                self._spoilt[job_id] = moment.sequence
+                self._spoilt[job_id] = self.moment.sequence
 
-    def _step_scheduled(self, event: e.StepScheduled, moment: Moment) -> Iterator[Violation] | None:
+    @on(e.StepScheduled)
+    def _step_scheduled(self, event: e.StepScheduled) -> None:
         if not self._unfilled:
             self._hits.clear()  # given as computed while blocks were unfilled that have been given anew since
-            return None
+            return
         for ordinal, num_computed_tokens, num_scheduled_tokens, _ in event.advanced:
-            table = self._model.tables.of(ordinal) or ()
-            first = self._model.geometry.pages_spanning(0, num_computed_tokens).stop
-            end = self._model.geometry.pages_spanning(num_computed_tokens, num_scheduled_tokens).stop
+            table = self.tables.of(ordinal) or ()
+            first = self.geometry.pages_spanning(0, num_computed_tokens).stop
+            end = self.geometry.pages_spanning(num_computed_tokens, num_scheduled_tokens).stop
             self._fill(table[first:end])
         for _, block_ids in event.extended:
             self._fill(block_ids)
-        hits, self._hits = self._hits, []
-        return self._check_hits(hits, moment)
-
-    def _check_hits(self, hits: list[tuple[str, int, Sequence[int]]], moment: Moment) -> Iterator[Violation]:
-        for request_id, sequence, block_ids in hits:
-            unfilled = [block_id for block_id in block_ids if block_id in self._unfilled]
+        for request_id, sequence, given in self._hits:
+            unfilled = [block_id for block_id in given if block_id in self._unfilled]
             if unfilled:
                 detail = f"it was given blocks {unfilled} as computed, to which nobody has written since a load failed"
-                evidence = (sequence, self._unfilled[unfilled[0]])
-                yield violation(self.rule, moment, detail, *evidence, request_id=request_id)
+                self.broken(detail, sequence, self._unfilled[unfilled[0]], request_id=request_id)
+        self._hits.clear()
 
     def _fill(self, block_ids: Iterable[int]) -> None:
         for block_id in block_ids:
             self._unfilled.pop(block_id, None)
 
-    def _lookup_requested(self, event: e.LookupRequested, _moment: Moment) -> None:
+    @on(e.LookupRequested)
+    def _lookup_requested(self, event: e.LookupRequested) -> None:
         if self._unfilled:
             self._num_local_tokens[event.request_id] = event.num_computed_tokens
 
-    def _blocks_allocated(self, event: e.BlocksAllocated, moment: Moment) -> None:
+    @on(e.BlocksAllocated)
+    def _blocks_allocated(self, event: e.BlocksAllocated) -> None:
         num_tokens = self._num_local_tokens.pop(event.request_id, None) if self._num_local_tokens else None
         if num_tokens is not None:  # who hits what another one writes in this very step is right: see the step first
-            num_hit = self._model.geometry.pages_spanning(0, num_tokens).stop
-            self._hits.append((event.request_id, moment.sequence, event.block_ids[:num_hit]))
+            num_hit = self.geometry.pages_spanning(0, num_tokens).stop
+            self._hits.append((event.request_id, self.moment.sequence, event.block_ids[:num_hit]))
             self._fill(event.block_ids[num_hit:])  # new ones; another connector may fill them, of which nothing is told
 
-    def _save_issued(self, event: e.SaveIssued | e.TailSaveIssued, moment: Moment) -> list[Violation] | None:
-        if not self._unfilled or self._unfilled.keys().isdisjoint(event.block_ids):
-            return None
-        unfilled = [block_id for block_id in event.block_ids if block_id in self._unfilled]
-        detail = f"save {event.job_id} reads blocks {unfilled}, to which nobody has written since a load failed"
-        return [violation(self.rule, moment, detail, self._unfilled[unfilled[0]], event.cause)]
+    @on(e.SaveIssued, e.TailSaveIssued)
+    def _save_issued(self, event: e.SaveIssued | e.TailSaveIssued) -> None:
+        if self._unfilled and not self._unfilled.keys().isdisjoint(event.block_ids):
+            unfilled = [block_id for block_id in event.block_ids if block_id in self._unfilled]
+            detail = f"save {event.job_id} reads blocks {unfilled}, to which nobody has written since a load failed"
+            self.broken(detail, self._unfilled[unfilled[0]], event.cause)
 
-    def _save_completed(self, event: e.SaveCompleted, moment: Moment) -> list[Violation] | None:
+    @on(e.SaveCompleted)
+    def _save_completed(self, event: e.SaveCompleted) -> None:
         failed_at = self._spoilt.pop(event.job_id, None) if self._spoilt else None
-        if failed_at is None:
-            return None
-        detail = f"save {event.job_id} is committed, but a load failed that its blocks rely on"
-        return [violation(self.rule, moment, detail, failed_at)]
+        if failed_at is not None:
+            self.broken(f"save {event.job_id} is committed, but a load failed that its blocks rely on", failed_at)
 
-    def _save_failed(self, event: e.SaveFailed, _moment: Moment) -> None:
+    @on(e.SaveFailed)
+    def _save_failed(self, event: e.SaveFailed) -> None:
         self._spoilt.pop(event.job_id, None)

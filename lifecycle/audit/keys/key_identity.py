@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
-from typing import ClassVar
+from collections.abc import Callable
 
 import msgspec
 
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.audit.checker import Violation, violation
+from kvledger.lifecycle.audit.checker import Checker
 from kvledger.lifecycle.audit.model import Model
-from kvledger.lifecycle.audit.model.moment import Check, Moment
+from kvledger.lifecycle.audit.model.moment import on
 
 MAX_KEYS = 1 << 16
 """Keys that are remembered; the oldest are forgotten first."""
@@ -48,7 +47,7 @@ class _Told(msgspec.Struct, frozen=True, gc=False):
         return self.first_chunk + number, self.keys[number - 1] if number else self.parent
 
 
-class KeyIdentity:
+class KeyIdentity(Checker):
     """The same key never names chunks at two places, or behind two different chunks.
 
     Verifies: this for the last 65536 keys of the log, over all requests; and that keys of a request come without a gap.
@@ -56,40 +55,34 @@ class KeyIdentity:
     tokens never enter the log, only keys made from them.
     """
 
-    rule: ClassVar[str] = "KEY_IDENTITY"
+    rule = "KEY_IDENTITY"
 
-    def __init__(self) -> None:
+    def __init__(self, model: Model) -> None:
+        super().__init__(model)
         self._told = _Remembered()
 
-    def checks(self, _model: Model) -> Iterable[tuple[type[e.Event], Check]]:
-        """By class of event."""
-        return [
-            (e.ChunkKeysObserved, self._observed),
-        ]
-
-    def _observed(self, event: e.ChunkKeysObserved, moment: Moment) -> list[Violation] | None:
+    @on(e.ChunkKeysObserved)
+    def _observed(self, event: e.ChunkKeysObserved) -> None:
         """Compare each key's place with where it was before."""
         first_chunk, keys, parent = event.first_chunk, event.keys, b""
         if first_chunk:
-            if moment.life is None:
-                return None
-            known = moment.life.keys
+            if self.moment.life is None:
+                return
+            known = self.moment.life.keys
             if first_chunk > len(known):
                 detail = f"keys of chunks from {first_chunk} on, but {len(known)} are known: what do they follow?"
-                return [violation(self.rule, moment, detail)]
+                self.broken(detail)
+                return
             parent = known[first_chunk - 1]
-        if self._told.add_new(_Told(first_chunk, parent, keys, moment.sequence)):
-            return None
-        return self._check_places(first_chunk, parent, keys, moment)
+        if not self._told.add_new(_Told(first_chunk, parent, keys, self.moment.sequence)):
+            self._check_places(first_chunk, parent, keys)
 
-    def _check_places(
-        self, chunk: int, parent: bytes, keys: tuple[bytes, ...], moment: Moment
-    ) -> list[Violation] | None:
+    def _check_places(self, chunk: int, parent: bytes, keys: tuple[bytes, ...]) -> None:
         """Piece by piece: some were named before, mostly the beginning of a prompt that others share."""
-        while keys and not self._told.add_new(_Told(chunk, parent, keys, moment.sequence)):
+        while keys and not self._told.add_new(_Told(chunk, parent, keys, self.moment.sequence)):
             told = self._told.of(keys[0])
             if told is None:  # one behind it is known, or stands twice
-                self._told.add_new(_Told(chunk, parent, keys[:1], moment.sequence))
+                self._told.add_new(_Told(chunk, parent, keys[:1], self.moment.sequence))
                 num_done = 1
             elif told.is_at(chunk, keys[0], parent):
                 num_done = told.num_in_common(chunk, keys)
@@ -97,11 +90,11 @@ class KeyIdentity:
                 before = told.place_of(keys[0])
                 prefix = "behind another prefix" if parent != before[1] else "behind the same chunk"
                 detail = f"key {keys[0].hex()} names chunk {chunk}, {prefix}; it had named chunk {before[0]}"
-                return [violation(self.rule, moment, detail, told.sequence)]
+                self.broken(detail, told.sequence)
+                return
             parent = keys[num_done - 1]
             chunk += num_done
             keys = keys[num_done:]
-        return None
 
 
 class _Remembered:

@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import ClassVar
-
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.audit.checker import Violation, violation
+from kvledger.lifecycle.audit.checker import Checker
 from kvledger.lifecycle.audit.model import Model
-from kvledger.lifecycle.audit.model.chunks import Chunks
 from kvledger.lifecycle.audit.model.forgotten import LIFE
-from kvledger.lifecycle.audit.model.jobs import JobsInFlight
-from kvledger.lifecycle.audit.model.lives import Lives
-from kvledger.lifecycle.audit.model.moment import Check, Moment
-from kvledger.lifecycle.audit.model.tails import Tails
+from kvledger.lifecycle.audit.model.moment import on
 from kvledger.lifecycle.states import BlocksRegion, RequestState
 
 _PREEMPTED = RequestState.PREEMPTED
 
 
-class ResetEpoch:
+class ResetEpoch(Checker):
     """After a reset the cache is empty, and only saves issued since then fill it.
 
     Verifies: every chunk of an answered hit was committed since the last reset, by a save that was issued since, and so
@@ -29,15 +22,11 @@ class ResetEpoch:
     in flight during the reset.
     """
 
-    rule: ClassVar[str] = "RESET_EPOCH"
+    rule = "RESET_EPOCH"
 
-    def __init__(self) -> None:
+    def __init__(self, model: Model) -> None:
+        super().__init__(model)
         self._reset_at = 0
-        self._jobs: JobsInFlight
-        self._chunks: Chunks
-        self._tails: Tails
-        self._lives: Lives
-        self._chunk_size = 0
         self._stale: dict[str, None] = {}
         """Requests that have held blocks since before the last reset, or lost them since."""
         self._seen: dict[str, tuple[int, int, bytes]] = {}
@@ -45,71 +34,62 @@ class ResetEpoch:
 
         A key hashes all before it, so an equal last key means equal keys: this spares the polls.
         """
-
-    def checks(self, model: Model) -> Iterable[tuple[type[e.Event], Check]]:
-        """By class of event."""
         model.forgotten.at(LIFE, self._seen, self._stale)
-        self._jobs, self._chunks, self._tails = model.jobs, model.chunks, model.tails
-        self._lives, self._chunk_size = model.lives, model.configuration.chunk_size
-        return [
-            (e.LookupAnswered, self._answered),
-            (e.SaveIssued, self._issued),
-            (e.TailSaveIssued, self._issued),
-            (e.CacheReset, self._begin_epoch),
-            (e.LookupRequested, self._begins_anew),
-            (e.BlocksAllocated, self._allocated),
-            (e.TokensRolledBack, self._rolled_back),
-        ]
+        self._chunk_size = model.configuration.chunk_size
 
-    def _answered(self, event: e.LookupAnswered, moment: Moment) -> Iterator[Violation] | None:
-        if self._jobs.epoch and event.num_hit_tokens:
-            return self._check_hit(event, moment)
-        return None
+    @on(e.LookupAnswered)
+    def _answered(self, event: e.LookupAnswered) -> None:
+        if self.jobs.epoch and event.num_hit_tokens:
+            self._check_hit(event)
 
-    def _issued(self, event: e.SaveIssued | e.TailSaveIssued, moment: Moment) -> list[Violation] | None:
-        if not self._stale or event.request_id not in self._stale:
-            return None
-        detail = f"save {event.job_id} copies what was computed on top of KV from before the reset"
-        return [violation(self.rule, moment, detail, self._reset_at, event.cause)]
+    @on(e.SaveIssued, e.TailSaveIssued)
+    def _issued(self, event: e.SaveIssued | e.TailSaveIssued) -> None:
+        if event.request_id in self._stale:
+            detail = f"save {event.job_id} copies what was computed on top of KV from before the reset"
+            self.broken(detail, self._reset_at, event.cause)
 
-    def _begins_anew(self, event: e.LookupRequested, _moment: Moment) -> None:
+    @on(e.LookupRequested)
+    def _begins_anew(self, event: e.LookupRequested) -> None:
         self._stale.pop(event.request_id, None)
 
-    def _allocated(self, event: e.BlocksAllocated, moment: Moment) -> None:
-        if moment.state_before is _PREEMPTED:
+    @on(e.BlocksAllocated)
+    def _allocated(self, event: e.BlocksAllocated) -> None:
+        if self.moment.state_before is _PREEMPTED:
             self._stale.pop(event.request_id, None)
 
-    def _rolled_back(self, event: e.TokensRolledBack, _moment: Moment) -> None:
+    @on(e.TokensRolledBack)
+    def _rolled_back(self, event: e.TokensRolledBack) -> None:
         if not event.num_computed_tokens:
             self._stale.pop(event.request_id, None)
 
-    def _begin_epoch(self, _event: e.CacheReset, moment: Moment) -> None:
-        self._reset_at = moment.sequence
+    @on(e.CacheReset)
+    def _begin_epoch(self, _event: e.CacheReset) -> None:
+        self._reset_at = self.moment.sequence
         self._seen.clear()
         self._stale.clear()
-        self._stale.update((life.request_id, None) for life in self._lives if life.blocks is not BlocksRegion.NONE)
+        self._stale.update((life.request_id, None) for life in self.lives if life.blocks is not BlocksRegion.NONE)
 
-    def _check_hit(self, event: e.LookupAnswered, moment: Moment) -> Iterator[Violation]:
+    def _check_hit(self, event: e.LookupAnswered) -> None:
         num_chunks, of_tail = divmod(event.num_hit_tokens, self._chunk_size)
-        tail = self._tails.saved(moment.life)
+        tail = self.tails.saved(self.moment.life)
         if of_tail and (tail is None or tail.end_token != event.num_hit_tokens):
             detail = f"the hit of {event.num_hit_tokens} tokens counts a tail of {of_tail}, not saved since the reset"
-            yield violation(self.rule, moment, detail, self._reset_at, event.cause)
+            self.broken(detail, self._reset_at, event.cause)
             return
-        num_removed = self._chunks.num_removed
-        keys = [] if moment.life is None else moment.life.keys
+        num_removed = self.chunks.num_removed
+        keys = [] if self.moment.life is None else self.moment.life.keys
         removed_then, num_seen, last_key = self._seen.get(event.request_id, (num_removed, 0, b""))
         is_as_seen = removed_then == num_removed and 0 < num_seen <= len(keys) and keys[num_seen - 1] == last_key
         first = num_seen if is_as_seen else 0
         for chunk, key in enumerate(keys[first:num_chunks], first):
-            if key not in self._chunks and not self._left_since(key):
+            if key not in self.chunks and not self._left_since(key):
                 detail = f"the hit of {event.num_hit_tokens} tokens counts chunk {chunk}, not saved since the reset"
-                yield violation(self.rule, moment, detail, self._reset_at, event.cause)
+                self.broken(detail, self._reset_at, event.cause)
                 return
         if 0 < num_chunks <= len(keys):
             self._seen[event.request_id] = (num_removed, num_chunks, keys[num_chunks - 1])
 
     def _left_since(self, key: bytes) -> bool:
         """Whether the chunk was evicted or tainted after the reset; a load of it is LOADABLE_AFTER_COMMIT's."""
-        departed = self._chunks.departed(key)
+        departed = self.chunks.departed(key)
         return departed is not None and departed.sequence > self._reset_at

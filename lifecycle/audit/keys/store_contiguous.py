@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
-from typing import ClassVar
+from collections.abc import Collection
 
 import msgspec
 
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.audit.checker import Violation, violation
+from kvledger.lifecycle.audit.checker import Checker
 from kvledger.lifecycle.audit.model import Model
-from kvledger.lifecycle.audit.model.chunks import Chunks
 from kvledger.lifecycle.audit.model.forgotten import LIFE
-from kvledger.lifecycle.audit.model.jobs import JobsInFlight
-from kvledger.lifecycle.audit.model.lives import Lives
-from kvledger.lifecycle.audit.model.moment import Check, Moment
+from kvledger.lifecycle.audit.model.moment import on
 from kvledger.lifecycle.audit.model.start import Start
 
 
@@ -37,7 +33,7 @@ class _Accounted(msgspec.Struct, gc=False):
             self.beyond.add(chunk)
 
 
-class StoreContiguous:
+class StoreContiguous(Checker):
     """Before a chunk of a request is saved, each chunk before it was in the pool, being saved, or declined.
 
     Verifies: this for every save, over a request's life; a chunk counts as there if it was when its tokens were told to
@@ -47,16 +43,15 @@ class StoreContiguous:
     chunk since it was there.
     """
 
-    rule: ClassVar[str] = "STORE_CONTIGUOUS"
+    rule = "STORE_CONTIGUOUS"
 
-    def __init__(self) -> None:
-        self._lives: Lives
-        self._jobs: JobsInFlight
-        self._chunks: Chunks
+    def __init__(self, model: Model) -> None:
+        super().__init__(model)
         self._accounts: dict[str, _Accounted] = {}
         self._told: list[tuple[_Accounted, str, int, int]] = []
         """(request, its id, first, end) of chunks that the last observation told of, until their fate is known."""
-        self._chunk_size = 0
+        self._chunk_size = model.configuration.chunk_size
+        model.forgotten.at(LIFE, self._accounts)
 
     def begin(self, start: Start) -> None:
         """Nothing tells what became of the chunks known by now: all count as told of."""
@@ -64,30 +59,12 @@ class StoreContiguous:
             num_chunks = len(life.keys)
             self._accounts[life.request_id] = _Accounted(num_chunks, end_chunk=num_chunks)
 
-    def checks(self, model: Model) -> Iterable[tuple[type[e.Event], Check]]:
-        """By class of event."""
-        self._chunk_size = model.configuration.chunk_size
-        self._lives, self._jobs, self._chunks = model.lives, model.jobs, model.chunks
-        model.forgotten.at(LIFE, self._accounts)
-        return [
-            (e.StepScheduled, self._step_scheduled),
-            (e.SaveIssued, self._save_issued),
-            (e.ChunkEvicted, self._evicted),
-            (e.ChunkTainted, self._evicted),
-            (e.SaveFailed, self._save_failed),
-            (e.SaveDeclined, self._declined),
-            (e.RequestPreempted, self._stopped),
-            (e.RequestFinished, self._stopped),
-            (e.TransferReported, self._reported),
-            (e.CacheReset, self._reset),
-            (e.ChunkKeysObserved, self._cut),
-        ]
-
-    def _step_scheduled(self, event: e.StepScheduled, moment: Moment) -> None:
+    @on(e.StepScheduled)
+    def _step_scheduled(self, event: e.StepScheduled) -> None:
         if self._told:
             self._look()
         if event.settled:
-            life_of, accounts = self._lives.of, self._accounts
+            life_of, accounts = self.lives.of, self._accounts
             told, chunk_size = self._told, self._chunk_size
             for ordinal, first_chunk, num_settled_tokens in event.settled:
                 life = life_of(ordinal)
@@ -106,47 +83,54 @@ class StoreContiguous:
                 elif end_chunk > account.num_chunks:
                     told.append((account, request_id, first_chunk, end_chunk))
 
-    def _stopped(self, event: e.RequestPreempted | e.RequestFinished, moment: Moment) -> None:
+    @on(e.RequestPreempted, e.RequestFinished)
+    def _stopped(self, event: e.RequestPreempted | e.RequestFinished) -> None:
         if self._told:
             self._look()
-        life = moment.life
+        life = self.moment.life
         if life is not None:
             account = self._account(event.request_id)
             account.end_chunk = min(event.num_intact_tokens // self._chunk_size, len(life.keys))
-            if life.quarantined or moment.was_stale:
+            if life.quarantined or self.moment.was_stale:
                 self._pass_over(account, 0)
             elif account.end_chunk > account.num_chunks:
                 self._told.append((account, event.request_id, 0, account.end_chunk))
 
-    def _reported(self, _event: e.TransferReported, moment: Moment) -> None:
+    @on(e.TransferReported)
+    def _reported(self, _event: e.TransferReported) -> None:
         if self._told:
             self._look()
 
-    def _reset(self, _event: e.CacheReset, moment: Moment) -> None:
+    @on(e.CacheReset)
+    def _reset(self, _event: e.CacheReset) -> None:
         self._look(is_reset=True)
 
-    def _evicted(self, event: e.ChunkEvicted | e.ChunkTainted, moment: Moment) -> None:
+    @on(e.ChunkEvicted, e.ChunkTainted)
+    def _evicted(self, event: e.ChunkEvicted | e.ChunkTainted) -> None:
         # Who was passed over because it was there still counts as that.
         self._look(keeps_told=True, gone=(event.key,))
 
-    def _save_failed(self, _event: e.SaveFailed, moment: Moment) -> None:
+    @on(e.SaveFailed)
+    def _save_failed(self, _event: e.SaveFailed) -> None:
         # The same for who was passed over because another one's save was under way.
-        if self._told and self._jobs.current is not None:
-            self._look(keeps_told=True, gone=self._jobs.current.keys)
+        if self._told and self.jobs.current is not None:
+            self._look(keeps_told=True, gone=self.jobs.current.keys)
 
-    def _declined(self, event: e.SaveDeclined, _moment: Moment) -> None:
+    @on(e.SaveDeclined)
+    def _declined(self, event: e.SaveDeclined) -> None:
         account = self._account(event.request_id)
         for chunk in range(event.first_chunk, max(account.end_chunk, event.first_chunk + event.num_chunks)):
             account.add(chunk)
 
-    def _save_issued(self, event: e.SaveIssued, moment: Moment) -> Iterator[Violation] | None:
+    @on(e.SaveIssued)
+    def _save_issued(self, event: e.SaveIssued) -> None:
         account, chunks = self._accounts.get(event.request_id), event.chunks
         if account is not None and chunks and chunks[0] == account.num_chunks and not account.beyond:
             end_chunk = account.num_chunks + len(chunks)
             if chunks[-1] == end_chunk - 1:  # one after the other, right behind the last
                 account.num_chunks = end_chunk
-                return None
-        return self._check_save(event, moment)
+                return
+        self._check_save(event)
 
     def _account(self, request_id: str) -> _Accounted:
         account = self._accounts.get(request_id)
@@ -173,10 +157,10 @@ class StoreContiguous:
         for account, request_id, first_chunk, end_chunk in told:
             if account.num_chunks >= end_chunk:  # all of it was saved
                 continue
-            whose = self._lives.get(request_id)
+            whose = self.lives.get(request_id)
             keys = () if whose is None else whose.keys
             first, end = max(first_chunk, account.num_chunks), min(end_chunk, len(keys))
-            left_out = () if is_reset else self._chunks.unsaved(keys, first, end)
+            left_out = () if is_reset else self.chunks.unsaved(keys, first, end)
             if not left_out and first == account.num_chunks < end and not account.beyond:
                 account.num_chunks = end
                 continue
@@ -184,7 +168,8 @@ class StoreContiguous:
                 if chunk not in left_out or keys[chunk] in gone:
                     account.add(chunk)
 
-    def _cut(self, event: e.ChunkKeysObserved, _moment: Moment) -> None:
+    @on(e.ChunkKeysObserved)
+    def _cut(self, event: e.ChunkKeysObserved) -> None:
         account, first_chunk = self._accounts.get(event.request_id), event.first_chunk
         if account is not None and (
             first_chunk < account.num_chunks
@@ -195,9 +180,9 @@ class StoreContiguous:
             account.beyond = {chunk for chunk in account.beyond if chunk < first_chunk}
             account.end_chunk = first_chunk
 
-    def _check_save(self, event: e.SaveIssued, moment: Moment) -> Iterator[Violation]:
+    def _check_save(self, event: e.SaveIssued) -> None:
         account = self._account(event.request_id)
-        keys = () if moment.life is None else moment.life.keys
+        keys = () if self.moment.life is None else self.moment.life.keys
         for chunk in event.chunks:
             account.add(chunk)
         last_chunk = max(event.chunks, default=0)
@@ -208,9 +193,9 @@ class StoreContiguous:
         ]
         if missing:
             detail = f"chunk {last_chunk} is saved, but chunks {missing} before it were left out without a word"
-            yield violation(self.rule, moment, detail, event.cause)
+            self.broken(detail, event.cause)
         for chunk in range(account.num_chunks, last_chunk):
             account.add(chunk)  # told once
 
     def _is_there(self, key: bytes) -> bool:
-        return key in self._chunks or key in self._chunks.saving
+        return key in self.chunks or key in self.chunks.saving

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import ClassVar
-
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.audit.checker import Violation, violation
+from kvledger.lifecycle.audit.checker import Checker
 from kvledger.lifecycle.audit.model import Model
-from kvledger.lifecycle.audit.model.jobs import JobsInFlight
-from kvledger.lifecycle.audit.model.lives import Lives
-from kvledger.lifecycle.audit.model.moment import Check, Moment
+from kvledger.lifecycle.audit.model.moment import on
 from kvledger.lifecycle.audit.model.start import Start
 from kvledger.lifecycle.states import RequestState
 
 
-class ReleaseAll:
+class ReleaseAll(Checker):
     """A request that has ended and owes nothing is released, and nobody else is.
 
     Verifies: what is released is the present life of the id, in its generation, and no job of it is in flight; by the
@@ -24,11 +19,10 @@ class ReleaseAll:
     engine keeps.
     """
 
-    rule: ClassVar[str] = "RELEASE_ALL"
+    rule = "RELEASE_ALL"
 
-    def __init__(self) -> None:
-        self._jobs: JobsInFlight
-        self._lives: Lives
+    def __init__(self, model: Model) -> None:
+        super().__init__(model)
         self._finished: dict[int, tuple[int, str]] = {}
         """Ordinal -> (sequence of the end, request id), until released."""
 
@@ -37,39 +31,34 @@ class ReleaseAll:
         ended = (life for life in start.lives if life.state is RequestState.FINISHED)
         self._finished.update((life.ordinal, (0, life.request_id)) for life in ended)
 
-    def checks(self, model: Model) -> Iterable[tuple[type[e.Event], Check]]:
-        """By class of event."""
-        self._jobs, self._lives = model.jobs, model.lives
-        return [
-            (e.RequestReleased, self._released),
-            (e.RequestFinished, self._request_finished),
-            (e.StepScheduled, self._step_scheduled),
-        ]
+    @on(e.RequestFinished)
+    def _request_finished(self, event: e.RequestFinished) -> None:
+        if self.moment.life is not None:
+            self._finished[self.moment.life.ordinal] = (self.moment.sequence, event.request_id)
 
-    def _request_finished(self, event: e.RequestFinished, moment: Moment) -> None:
-        if moment.life is not None:
-            self._finished[moment.life.ordinal] = (moment.sequence, event.request_id)
+    @on(e.StepScheduled)
+    def _step_scheduled(self, _event: e.StepScheduled) -> None:
+        if self._finished:
+            self._check_overdue()
 
-    def _step_scheduled(self, _event: e.StepScheduled, moment: Moment) -> Iterator[Violation] | None:
-        return self._check_overdue(moment) if self._finished else None
-
-    def _released(self, event: e.RequestReleased, moment: Moment) -> list[Violation] | None:
+    @on(e.RequestReleased)
+    def _released(self, event: e.RequestReleased) -> None:
         finished_at, _ = self._finished.pop(event.ordinal, (0, ""))
-        left = self._lives.get(event.request_id)
+        left = self.lives.get(event.request_id)
         if left is not None:
             detail = f"generation {event.generation} of life {event.ordinal} is released, but there is {left.name}"
-        elif self._jobs.owes(event.ordinal):
-            jobs = [job.job_id for job in self._jobs.of_life(event.ordinal)]
+        elif self.jobs.owes(event.ordinal):
+            jobs = [job.job_id for job in self.jobs.of_life(event.ordinal)]
             detail = f"released, but jobs {jobs} of it are in flight"
         else:
-            return None
-        return [violation(self.rule, moment, detail, finished_at, event.cause)]
+            return
+        self.broken(detail, finished_at, event.cause)
 
-    def _check_overdue(self, moment: Moment) -> Iterator[Violation]:
+    def _check_overdue(self) -> None:
         for ordinal, (sequence, request_id) in list(self._finished.items()):
-            if self._lives.of(ordinal) is None:
+            if self.lives.of(ordinal) is None:
                 del self._finished[ordinal]
-            elif not self._jobs.owes(ordinal):
+            elif not self.jobs.owes(ordinal):
                 del self._finished[ordinal]
                 detail = "finished and owes no transfer, but was not released by the next step"
-                yield violation(self.rule, moment, detail, sequence, request_id=request_id)
+                self.broken(detail, sequence, request_id=request_id)

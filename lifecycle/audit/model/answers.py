@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.model.forgotten import LIFE, Forgotten
-from kvledger.lifecycle.audit.model.moment import Check, Moment
+from kvledger.lifecycle.audit.model.moment import Moment, on
 
 if TYPE_CHECKING:
     from kvledger.lifecycle.audit.model.start import Start
@@ -39,9 +39,12 @@ class Answers:
     A preemption, the next turn of a session and the end take back both; a reset only what was not taken up.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, moment: Moment, forgotten: Forgotten) -> None:
+        self._moment = moment
         self._pending: dict[str, Answer] = {}
         self._allocations: dict[str, Allocation] = {}
+        taken_back: tuple[type[e.Event], ...] = (*LIFE, e.RequestPreempted, e.SessionContinued, e.RequestFinished)
+        forgotten.at(taken_back, self._pending, self._allocations)
         # The dict's own method. So the dict is changed, never replaced.
         self.allocation: Callable[[str], Allocation | None] = self._allocations.get
         """What the request's last allocation took up."""
@@ -50,27 +53,19 @@ class Answers:
         """Take over the answers that no allocation has taken up."""
         self._pending.update(start.answers)
 
-    def folds(self, forgotten: Forgotten) -> Iterable[tuple[type[e.Event], Check]]:
-        """(event class, fold), to be done as checks are; they never find anything."""
-        forgotten.at(
-            (*LIFE, e.RequestPreempted, e.SessionContinued, e.RequestFinished), self._pending, self._allocations
-        )
-        return [
-            (e.LookupAnswered, self._answered),
-            (e.BlocksAllocated, self._allocated),
-            (e.CacheReset, self._reset),
-        ]
-
-    def _answered(self, event: e.LookupAnswered, moment: Moment) -> None:
+    @on(e.LookupAnswered)
+    def _answered(self, event: e.LookupAnswered) -> None:
         life = event.request_id, event.ordinal, event.generation
         self._pending[event.request_id] = Answer(
-            moment.sequence, life, event.num_computed_tokens, event.num_external_tokens, event.is_async
+            self._moment.sequence, life, event.num_computed_tokens, event.num_external_tokens, event.is_async
         )
 
-    def _allocated(self, event: e.BlocksAllocated, moment: Moment) -> None:
+    @on(e.BlocksAllocated)
+    def _allocated(self, event: e.BlocksAllocated) -> None:
         request_id = event.request_id
         answer = self._pending.pop(request_id, None)
-        self._allocations[request_id] = Allocation(moment.sequence, answer, event.num_external_tokens)
+        self._allocations[request_id] = Allocation(self._moment.sequence, answer, event.num_external_tokens)
 
-    def _reset(self, _event: e.CacheReset, _moment: Moment) -> None:
+    @on(e.CacheReset)
+    def _reset(self, _event: e.CacheReset) -> None:
         self._pending.clear()

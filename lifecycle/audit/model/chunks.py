@@ -6,12 +6,12 @@ Made from what save, evict, taint and reset events say, and from observed keys. 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.model.jobs import InFlight, JobsInFlight
-from kvledger.lifecycle.audit.model.moment import Check, Moment
+from kvledger.lifecycle.audit.model.moment import Moment, on
 from kvledger.lifecycle.audit.model.slots import Slots
 from kvledger.lifecycle.geometry import Geometry
 from kvledger.lifecycle.windows import NO_SLOT
@@ -33,7 +33,8 @@ class Chunks:
     To be folded after the jobs in flight, which say what was saved. Committed chunks and copies need their slots.
     """
 
-    def __init__(self, jobs: JobsInFlight, geometry: Geometry, slots: Slots) -> None:
+    def __init__(self, jobs: JobsInFlight, geometry: Geometry, slots: Slots, moment: Moment) -> None:
+        self._moment = moment
         self._jobs = jobs
         self._geometry = geometry
         self._pages_per_chunk = geometry.pages_per_chunk
@@ -107,33 +108,20 @@ class Chunks:
         for job in self._jobs.given_up.values():
             self._slots.hold(job.slots)
 
-    def folds(self) -> Iterable[tuple[type[e.Event], Check]]:
-        """(event class, fold), to be done as checks are; they never find anything."""
-        return [
-            (e.LoadIssued, self._load_issued),
-            (e.SaveIssued, self._save_issued),
-            (e.TailSaveIssued, self._save_issued),
-            (e.LoadCompleted, self._load_settled),
-            (e.LoadFailed, self._load_settled),
-            (e.SaveCompleted, self._completed),
-            (e.SaveFailed, self._failed),
-            (e.TransferReported, self._reported),
-            (e.ChunkEvicted, self._evicted),
-            (e.ChunkTainted, self._tainted),
-            (e.CacheReset, self._reset),
-        ]
-
     # --- copies ----------------------------------------------------------------------------------
 
-    def _load_issued(self, event: e.LoadIssued, _moment: Moment) -> None:
+    @on(e.LoadIssued)
+    def _load_issued(self, event: e.LoadIssued) -> None:
         self._slots.hold(event.slots)
 
-    def _load_settled(self, _event: e.LoadCompleted | e.LoadFailed, _moment: Moment) -> None:
+    @on(e.LoadCompleted, e.LoadFailed)
+    def _load_settled(self, _event: e.LoadCompleted | e.LoadFailed) -> None:
         job = self._jobs.current
         if job is not None and job.is_load:
             self._slots.release(job.slots)
 
-    def _save_issued(self, event: e.SaveIssued | e.TailSaveIssued, _moment: Moment) -> None:
+    @on(e.SaveIssued, e.TailSaveIssued)
+    def _save_issued(self, event: e.SaveIssued | e.TailSaveIssued) -> None:
         self.taken = self._slots.hold_for_writing(event.slots)
         if self._jobs.current is not None:
             self._count_saving(self._jobs.current)
@@ -150,7 +138,8 @@ class Chunks:
             if left:
                 saving[key] = left
 
-    def _failed(self, event: e.SaveFailed, _moment: Moment) -> None:
+    @on(e.SaveFailed)
+    def _failed(self, event: e.SaveFailed) -> None:
         job = self._jobs.current
         if job is not None and not job.is_load:
             if job.epoch == self._jobs.epoch:
@@ -158,11 +147,13 @@ class Chunks:
             if event.quiet:
                 self._slots.release(job.slots)
 
-    def _reported(self, _event: e.TransferReported, _moment: Moment) -> None:
+    @on(e.TransferReported)
+    def _reported(self, _event: e.TransferReported) -> None:
         if self._jobs.let_go is not None:
             self._slots.release(self._jobs.let_go.slots)
 
-    def _completed(self, _event: e.SaveCompleted, _moment: Moment) -> None:
+    @on(e.SaveCompleted)
+    def _completed(self, _event: e.SaveCompleted) -> None:
         job = self._jobs.current
         if job is None or job.is_load:
             return
@@ -215,14 +206,17 @@ class Chunks:
                 self._slots.hold(slots)
                 self._commit(key, slots)
 
-    def _evicted(self, event: e.ChunkEvicted, moment: Moment) -> None:
-        self._remove(event.key, Departed("evicted", moment.sequence))
+    @on(e.ChunkEvicted)
+    def _evicted(self, event: e.ChunkEvicted) -> None:
+        self._remove(event.key, Departed("evicted", self._moment.sequence))
 
-    def _tainted(self, event: e.ChunkTainted, moment: Moment) -> None:
-        self._remove(event.key, Departed("tainted", moment.sequence))
+    @on(e.ChunkTainted)
+    def _tainted(self, event: e.ChunkTainted) -> None:
+        self._remove(event.key, Departed("tainted", self._moment.sequence))
 
-    def _reset(self, _event: e.CacheReset, moment: Moment) -> None:
-        why = Departed("reset", moment.sequence)
+    @on(e.CacheReset)
+    def _reset(self, _event: e.CacheReset) -> None:
+        why = Departed("reset", self._moment.sequence)
         for key in tuple(self._committed):
             self._remove(key, why)
         self._saving.clear()

@@ -6,14 +6,14 @@ for all of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.model.lives import Lives
-from kvledger.lifecycle.audit.model.moment import Check, Moment
+from kvledger.lifecycle.audit.model.moment import Moment, on
 from kvledger.lifecycle.geometry import Geometry
 from kvledger.lifecycle.states import BlocksRegion
 from kvledger.lifecycle.windows import NO_SLOT
@@ -65,7 +65,8 @@ class InFlight(msgspec.Struct, gc=False):
 class JobsInFlight:
     """Job id -> job, from the event that issues it to the one that settles it. To be folded after the lives."""
 
-    def __init__(self, lives: Lives, geometry: Geometry, num_ranks: int) -> None:
+    def __init__(self, lives: Lives, geometry: Geometry, num_ranks: int, moment: Moment) -> None:
+        self._moment = moment
         self._lives = lives
         self._geometry = geometry
         self.every_rank = frozenset(range(num_ranks))
@@ -144,36 +145,23 @@ class JobsInFlight:
             self._add(job)
         self.given_up.update((job.job_id, job) for job in start.given_up)
 
-    def folds(self) -> Iterable[tuple[type[e.Event], Check]]:
-        """(event class, fold), to be done as checks are; they never find anything."""
-        return [
-            (e.LoadIssued, self._load_issued),
-            (e.SaveIssued, self._save_issued),
-            (e.TailSaveIssued, self._tail_save_issued),
-            (e.TransferReported, self._reported),
-            (e.TransferAwaited, self._awaited),
-            (e.LoadCompleted, self._settled),
-            (e.LoadFailed, self._settled),
-            (e.SaveCompleted, self._settled),
-            (e.SaveFailed, self._save_failed),
-            (e.CacheReset, self._reset),
-        ]
-
-    def _load_issued(self, event: e.LoadIssued, moment: Moment) -> None:
+    @on(e.LoadIssued)
+    def _load_issued(self, event: e.LoadIssued) -> None:
         first, size = event.first_token, self._geometry.chunk_size
         chunks = tuple(range(first // size, -(-(first + event.num_tokens) // size)))
-        self._issued(event, moment, chunks, is_load=True, is_async=event.is_async)
+        self._issued(event, chunks, is_load=True, is_async=event.is_async)
 
-    def _save_issued(self, event: e.SaveIssued, moment: Moment) -> None:
-        self._issued(event, moment, event.chunks, is_load=False, is_async=event.is_async)
+    @on(e.SaveIssued)
+    def _save_issued(self, event: e.SaveIssued) -> None:
+        self._issued(event, event.chunks, is_load=False, is_async=event.is_async)
 
-    def _tail_save_issued(self, event: e.TailSaveIssued, moment: Moment) -> None:
-        self._issued(event, moment, (), is_load=False, is_async=False)
+    @on(e.TailSaveIssued)
+    def _tail_save_issued(self, event: e.TailSaveIssued) -> None:
+        self._issued(event, (), is_load=False, is_async=False)
 
     def _issued(
         self,
         event: e.LoadIssued | e.SaveIssued | e.TailSaveIssued,
-        moment: Moment,
         chunks: tuple[int, ...],
         *,
         is_load: bool,
@@ -194,7 +182,7 @@ class JobsInFlight:
                 earlier = {each for chunk in chunks for each in self._geometry.chunks_before_in_block(chunk)}
                 earlier_keys = tuple((each, known[each]) for each in sorted(earlier - set(chunks)) if each < num_keys)
         job = InFlight(
-            moment.sequence,
+            self._moment.sequence,
             event.job_id,
             request_id,
             ordinal,
@@ -230,12 +218,13 @@ class JobsInFlight:
         elif job.is_async:
             self.saves_beside.add(job_id)
 
-    def _reported(self, event: e.TransferReported, moment: Moment) -> None:
-        self.report_sequence = moment.sequence
+    @on(e.TransferReported)
+    def _reported(self, event: e.TransferReported) -> None:
+        self.report_sequence = self._moment.sequence
         self.current = self.reported = job = self.get(event.job_id)
         self.let_go = None
         if event.ranks_failed:
-            self.failure_sequence = moment.sequence
+            self.failure_sequence = self._moment.sequence
             self.is_withheld = bool(event.withheld)
         elif (
             job is not None and event.ranks_done == self._all_ranks and job.ranks_done is _NO_RANKS is job.ranks_failed
@@ -258,7 +247,8 @@ class JobsInFlight:
         job.ranks_done |= owing.intersection(event.ranks_done)
         job.ranks_failed |= owing.intersection(event.ranks_failed) - job.ranks_done
 
-    def _awaited(self, event: e.TransferAwaited, _moment: Moment) -> None:
+    @on(e.TransferAwaited)
+    def _awaited(self, event: e.TransferAwaited) -> None:
         job = self._jobs.get(event.job_id)
         if job is None:
             return
@@ -268,10 +258,10 @@ class JobsInFlight:
         job.is_asked_after |= not event.before_forward
         job.is_fenced |= event.before_forward
 
+    @on(e.LoadCompleted, e.LoadFailed, e.SaveCompleted)
     def _settled(
         self,
         event: e.LoadCompleted | e.LoadFailed | e.SaveCompleted | e.SaveFailed,
-        _moment: Moment,
     ) -> None:
         self.current = job = self._jobs.pop(event.job_id, None)
         if job is None:
@@ -286,10 +276,12 @@ class JobsInFlight:
         elif job.is_async:
             self.saves_beside.discard(job.job_id)
 
-    def _save_failed(self, event: e.SaveFailed, moment: Moment) -> None:
-        self._settled(event, moment)
+    @on(e.SaveFailed)
+    def _save_failed(self, event: e.SaveFailed) -> None:
+        self._settled(event)
         if self.current is not None and not event.quiet:
             self.given_up[event.job_id] = self.current
 
-    def _reset(self, _event: e.CacheReset, _moment: Moment) -> None:
+    @on(e.CacheReset)
+    def _reset(self, _event: e.CacheReset) -> None:
         self.epoch += 1

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.audit.model.moment import Check, Moment
+from kvledger.lifecycle.audit.model.moment import Check, EventChecks, Moment, on
 from kvledger.lifecycle.machine import CompiledRegions
 from kvledger.lifecycle.states import BlocksRegion, RequestState
 from kvledger.lifecycle.table import Gating
@@ -71,8 +71,14 @@ class Lives:
     """
 
     def __init__(
-        self, compiled: CompiledRegions, gating: Gating, events: Iterable[type[e.Event]], chunk_size: int
+        self,
+        compiled: CompiledRegions,
+        gating: Gating,
+        events: Iterable[type[e.Event]],
+        chunk_size: int,
+        moment: Moment,
     ) -> None:
+        self._moment = moment
         self._compiled, self._gating = compiled, gating
         self._events = tuple(events)
         self._chunk_size = chunk_size
@@ -116,7 +122,7 @@ class Lives:
             self.num_decoding += life.decoding_since != NEVER
             self._lives[life.request_id] = self._by_ordinal[life.ordinal] = life
 
-    def meetings(self) -> Iterable[tuple[type[e.Event], Check]]:
+    def meetings(self) -> EventChecks:
         """(event class, fold) for events of requests, to be done first of all: whom each concerns, whether it may be.
 
         Phase and blocks go where it leads; the rest follows with `folds`.
@@ -125,26 +131,6 @@ class Lives:
             (event_class, self._meeting(event_class))
             for event_class in self._events
             if issubclass(event_class, e.RequestEvent)
-        ]
-
-    def folds(self) -> Iterable[tuple[type[e.Event], Check]]:
-        """(event class, fold), to be done as checks are; they never find anything."""
-        return [
-            (e.RequestArrived, self._arrived),
-            (e.RequestReleased, self._released),
-            (e.RequestQuarantined, self._quarantined),
-            (e.LoadFailed, self._load_failed),
-            (e.ChunkKeysObserved, self._keys_observed),
-            (e.StepScheduled, self._step_scheduled),
-            (e.TransferReported, self._told_time),
-            (e.LogNote, self._told_time),
-            (e.CacheReset, self._reset),
-            (e.LookupRequested, self._lookup_requested),
-            (e.BlocksAllocated, self._told_time),
-            (e.RequestPreempted, self._preempted),
-            (e.SessionContinued, self._session_continued),
-            (e.TokensRolledBack, self._rolled_back),
-            (e.RequestFinished, self._finished),
         ]
 
     # --- phase and blocks ------------------------------------------------------------------------
@@ -161,7 +147,7 @@ class Lives:
         )
 
     def _meeting(self, event_class: type[e.Event]) -> Check:
-        get = self.get
+        get, moment = self.get, self._moment
         if event_class is e.RequestArrived:
             return self._meet_arrival
         dests = {
@@ -170,7 +156,7 @@ class Lives:
         only = dests.get(event_class.id)
         is_decided = issubclass(event_class, e.RequestDecision)
 
-        def meet(event: Any, moment: Moment) -> None:  # noqa: ANN401 -- of its class
+        def meet(event: Any) -> None:  # noqa: ANN401 -- of its class
             moment.life = life = get(event.request_id)
             if life is None:
                 moment.state_before, moment.is_legal = None, False
@@ -192,23 +178,26 @@ class Lives:
 
         return meet
 
-    def _meet_arrival(self, event: e.RequestArrived, moment: Moment) -> None:
+    def _meet_arrival(self, event: e.RequestArrived) -> None:
+        moment = self._moment
         moment.life = earlier = self.get(event.request_id)
         moment.state_before = None if earlier is None else earlier.state
         moment.is_legal = earlier is None or earlier.state is RequestState.FINISHED
 
     # --- where a life begins and ends ------------------------------------------------------------
 
-    def _arrived(self, event: e.RequestArrived, moment: Moment) -> None:
+    @on(e.RequestArrived)
+    def _arrived(self, event: e.RequestArrived) -> None:
         self.time_ns = event.time_ns
         earlier = self.get(event.request_id)
         if earlier is not None:
             self._over(earlier)
         num_tokens = event.num_prompt_tokens
-        moment.life = life = Life(event.request_id, event.ordinal, num_tokens, num_tokens)
+        self._moment.life = life = Life(event.request_id, event.ordinal, num_tokens, num_tokens)
         self._lives[event.request_id] = self._by_ordinal[event.ordinal] = life
 
-    def _released(self, event: e.RequestReleased, _moment: Moment) -> None:
+    @on(e.RequestReleased)
+    def _released(self, event: e.RequestReleased) -> None:
         life = self.in_generation(event)
         if life is not None:
             self._over(life)
@@ -221,24 +210,27 @@ class Lives:
 
     # --- what happens to it ----------------------------------------------------------------------
 
-    def _lookup_requested(self, event: e.LookupRequested, moment: Moment) -> None:
+    @on(e.LookupRequested)
+    def _lookup_requested(self, event: e.LookupRequested) -> None:
         self.time_ns = event.time_ns
-        life = moment.life
-        if life is not None and moment.is_legal:
+        life = self._moment.life
+        if life is not None and self._moment.is_legal:
             life.num_tokens = event.num_tokens
             life.stale_generation = NEVER  # vLLM asks only about requests without computed tokens
 
-    def _preempted(self, event: e.RequestPreempted, moment: Moment) -> None:
+    @on(e.RequestPreempted)
+    def _preempted(self, event: e.RequestPreempted) -> None:
         self.time_ns = event.time_ns
-        life = moment.life
+        life = self._moment.life
         if life is not None:
-            moment.was_stale = life.is_stale
+            self._moment.was_stale = life.is_stale
             life.generation += 1
             self._count(life, 0)
 
-    def _session_continued(self, event: e.SessionContinued, moment: Moment) -> None:
+    @on(e.SessionContinued)
+    def _session_continued(self, event: e.SessionContinued) -> None:
         self.time_ns = event.time_ns
-        life = moment.life
+        life = self._moment.life
         if life is not None:
             if life.is_stale and event.num_computed_tokens:
                 life.stale_generation += 1  # the next turn is computed on top of what the reset made stale
@@ -247,60 +239,68 @@ class Lives:
             del life.keys[event.num_computed_tokens // self._chunk_size :]  # other tokens follow, so other keys
             self._count(life, event.num_computed_tokens)
 
-    def _rolled_back(self, event: e.TokensRolledBack, moment: Moment) -> None:
+    @on(e.TokensRolledBack)
+    def _rolled_back(self, event: e.TokensRolledBack) -> None:
         self.time_ns = event.time_ns
-        life = moment.life
+        life = self._moment.life
         if life is not None:
             life.generation += event.num_computed_tokens == 0
             self._count(life, event.num_computed_tokens)
 
-    def _finished(self, event: e.RequestFinished, moment: Moment) -> None:
+    @on(e.RequestFinished)
+    def _finished(self, event: e.RequestFinished) -> None:
         self.time_ns = event.time_ns
-        life = moment.life
+        life = self._moment.life
         if life is not None:
-            moment.was_stale = life.is_stale
+            self._moment.was_stale = life.is_stale
             life.num_tokens = event.num_tokens
             self._count(life, self.num_computed_tokens(life))
 
-    def _load_failed(self, event: e.LoadFailed, _moment: Moment) -> None:
+    @on(e.LoadFailed)
+    def _load_failed(self, event: e.LoadFailed) -> None:
         life = self.of(event.ordinal)
         if life is not None:
             life.num_failed_loads += 1
             life.computes_first |= life.generation == event.generation
 
-    def _quarantined(self, event: e.RequestQuarantined, _moment: Moment) -> None:
+    @on(e.RequestQuarantined)
+    def _quarantined(self, event: e.RequestQuarantined) -> None:
         life = self.of(event.ordinal)
         if life is not None:
             life.quarantined = True
 
-    def _keys_observed(self, event: e.ChunkKeysObserved, moment: Moment) -> None:
-        life = moment.life
+    @on(e.ChunkKeysObserved)
+    def _keys_observed(self, event: e.ChunkKeysObserved) -> None:
+        life = self._moment.life
         if (
-            life is not None and moment.is_legal and event.first_chunk <= len(life.keys)
+            life is not None and self._moment.is_legal and event.first_chunk <= len(life.keys)
         ):  # behind a gap they would stand for other chunks
             life.keys[event.first_chunk :] = event.keys
 
-    def _reset(self, event: e.CacheReset, _moment: Moment) -> None:
+    @on(e.CacheReset)
+    def _reset(self, event: e.CacheReset) -> None:
         self.time_ns = event.time_ns
         for life in self:
             if life.blocks is not BlocksRegion.NONE:
                 life.stale_generation = life.generation
 
-    def _told_time(self, event: e.TransferReported | e.LogNote | e.BlocksAllocated, _moment: Moment) -> None:
+    @on(e.TransferReported, e.LogNote, e.BlocksAllocated)
+    def _told_time(self, event: e.TransferReported | e.LogNote | e.BlocksAllocated) -> None:
         self.time_ns = event.time_ns
 
     # --- steps -----------------------------------------------------------------------------------
 
-    def _step_scheduled(self, event: e.StepScheduled, moment: Moment) -> None:
+    @on(e.StepScheduled)
+    def _step_scheduled(self, event: e.StepScheduled) -> None:
         """Count: one token for each that decoded one before, but for those that are paused or told of."""
         self.time_ns = event.time_ns
         life_of = self.of
         legal = self._of_a_step[0]
-        moment.refused_rows = moment.rows_of_nobody = ()
+        self._moment.refused_rows = self._moment.rows_of_nobody = ()
         for ordinal in event.paused:
             life = life_of(ordinal)
             if life is None or life.decoding_since == NEVER:
-                moment.rows_of_nobody = [*moment.rows_of_nobody, ordinal]
+                self._moment.rows_of_nobody = [*self._moment.rows_of_nobody, ordinal]
             else:
                 self._count(life, self.num_computed_tokens(life))
         self.num_steps += 1
@@ -313,22 +313,22 @@ class Lives:
                 life.num_tokens = num_tokens
                 life.computes_first = False
                 if legal[life.place] != life.place:
-                    self._scheduled(life, moment)
+                    self._scheduled(life)
                 self._count(life, num_computed_tokens + num_scheduled_tokens)
                 if num_scheduled_tokens == 1 and num_computed_tokens + 1 >= num_tokens:
                     decoding.append(life)
             else:
-                moment.rows_of_nobody = [*moment.rows_of_nobody, ordinal]
+                self._moment.rows_of_nobody = [*self._moment.rows_of_nobody, ordinal]
         self.num_scheduled_tokens = num_told + self.num_decoding
         for life in decoding:
             life.decoding_since = self.num_steps
         self.num_decoding += len(decoding)
 
-    def _scheduled(self, life: Life, moment: Moment) -> None:
+    def _scheduled(self, life: Life) -> None:
         legal, refused = self._of_a_step
         dest = legal[life.place]
         if dest == _REFUSED:
-            moment.refused_rows = [*moment.refused_rows, (life, life.state, life.blocks)]
+            self._moment.refused_rows = [*self._moment.refused_rows, (life, life.state, life.blocks)]
             dest = refused[life.place]
         life.place = dest
         life.state, life.blocks = PLACES[dest]

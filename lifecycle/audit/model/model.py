@@ -12,13 +12,14 @@ from kvledger.lifecycle.audit.model.chunks import Chunks
 from kvledger.lifecycle.audit.model.forgotten import Forgotten
 from kvledger.lifecycle.audit.model.jobs import JobsInFlight
 from kvledger.lifecycle.audit.model.lives import Life, Lives
-from kvledger.lifecycle.audit.model.moment import Check, Moment
+from kvledger.lifecycle.audit.model.moment import EventChecks, Moment, checks_of
 from kvledger.lifecycle.audit.model.promises import Promises
 from kvledger.lifecycle.audit.model.settled import SettledTokens
 from kvledger.lifecycle.audit.model.slots import Slots
 from kvledger.lifecycle.audit.model.start import Start
 from kvledger.lifecycle.audit.model.tables import Tables
 from kvledger.lifecycle.audit.model.tails import Tails
+from kvledger.lifecycle.audit.violations import Violations
 from kvledger.lifecycle.configuration import LedgerConfiguration
 from kvledger.lifecycle.geometry import Geometry
 from kvledger.lifecycle.machine import CompiledRegions
@@ -33,6 +34,8 @@ class Model:
     geometry: Geometry
     request_events: Sequence[type[e.RequestEvent]]
     """The events in the life of one request."""
+    violations: Violations
+    """What checkers found."""
     moment: Moment
     forgotten: Forgotten
     lives: Lives
@@ -52,27 +55,31 @@ class Model:
         gating: Gating,
         events: Iterable[type[e.Event]],
         configuration: LedgerConfiguration,
+        violations: Violations,
     ) -> Model:
         """Before the first event."""
         request_events = [event for event in events if issubclass(event, e.RequestEvent)]
         geometry = Geometry(configuration.block_size, configuration.chunk_size, configuration.windows)
-        lives, slots = Lives(compiled, gating, request_events, geometry.chunk_size), Slots(configuration.num_slots)
-        jobs = JobsInFlight(lives, geometry, configuration.num_ranks)
+        moment, slots = Moment(), Slots(configuration.num_slots)
+        forgotten = Forgotten(moment)
+        lives = Lives(compiled, gating, request_events, geometry.chunk_size, moment)
+        jobs = JobsInFlight(lives, geometry, configuration.num_ranks, moment)
         return cls(
             configuration=configuration,
             geometry=geometry,
             request_events=request_events,
-            moment=Moment(life_of=lives.get),
-            forgotten=Forgotten(),
+            violations=violations,
+            moment=moment,
+            forgotten=forgotten,
             lives=lives,
-            tables=Tables(lives),
+            tables=Tables(lives, moment),
             jobs=jobs,
-            settled=SettledTokens(lives),
+            settled=SettledTokens(lives, moment, forgotten),
             slots=slots,
-            chunks=Chunks(jobs, geometry, slots),
-            tails=Tails(lives, slots),
-            promises=Promises(lives, geometry.chunk_size, keep_for_preempted=configuration.keep_for_preempted),
-            answers=Answers(),
+            chunks=Chunks(jobs, geometry, slots, moment),
+            tails=Tails(lives, slots, moment),
+            promises=Promises(lives, geometry.chunk_size, moment, keep_for_preempted=configuration.keep_for_preempted),
+            answers=Answers(moment, forgotten),
         )
 
     def usable_tokens(self, life: Life, num_hit_tokens: int) -> int:
@@ -91,19 +98,12 @@ class Model:
         self.promises.begin(start)
         self.answers.begin(start)
 
-    def folds(self) -> Iterable[tuple[type[e.Event], Check]]:
+    def folds(self) -> EventChecks:
         """(event class, fold), to be done before the checks of that class."""
         # First whom it concerns; then blocks and tails, which ask whose they are; then the lives, which may be over;
         # the jobs before the chunks, which ask what was saved.
-        return [
-            *self.lives.meetings(),
-            *self.forgotten.folds(),
-            *self.tables.folds(),
-            *self.tails.folds(),
-            *self.promises.folds(),
-            *self.answers.folds(self.forgotten),
-            *self.lives.folds(),
-            *self.jobs.folds(),
-            *self.settled.folds(self.forgotten),
-            *self.chunks.folds(),
-        ]
+        folded = (
+            *(self.forgotten, self.tables, self.tails, self.promises, self.answers),
+            *(self.lives, self.jobs, self.settled, self.chunks),
+        )
+        return [*self.lives.meetings(), *(fold for each in folded for fold in checks_of(each))]

@@ -1,9 +1,10 @@
-"""The event at hand, and what the log had told of its request until then: what a check is given beside the event."""
+"""The event at hand, and what was known of its request before it; and how a method says which events it looks at."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Sequence
+from types import UnionType
+from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
 import attrs
 
@@ -14,8 +15,31 @@ if TYPE_CHECKING:
     from kvledger.lifecycle.audit.model.lives import Life
 
 
-def _nobody(_request_id: str) -> Life | None:
-    return None
+Check = Callable[[Any], None]
+"""Looks at one event after the fold of the projections."""
+EventChecks = Iterable[tuple[type[Event], Check]]
+_Method = TypeVar("_Method", bound=Callable[..., None])
+
+
+def on(*event_classes: type[Event] | UnionType) -> Callable[[_Method], _Method]:
+    """Mark a method: it is to be called with each event of these classes, or of those of a union."""
+
+    def mark(method: _Method) -> _Method:
+        vars(method)["event_classes"] = [one for each in event_classes for one in get_args(each) or (each,)]
+        return method
+
+    return mark
+
+
+def checks_of(owner: object) -> EventChecks:
+    """(event class, method) of everything that is marked, in the order in which it stands, base classes first."""
+    marked = {
+        name: function.event_classes
+        for owner_class in reversed(type(owner).__mro__)
+        for name, function in vars(owner_class).items()
+        if hasattr(function, "event_classes")
+    }
+    return [(event_class, getattr(owner, name)) for name, classes in marked.items() for event_class in classes]
 
 
 @attrs.define
@@ -43,9 +67,3 @@ class Moment:
     """Of a step: whom it schedules where none can be scheduled, and where each was before."""
     rows_of_nobody: Sequence[int] = ()
     """Of a step: the ordinals of rows that concern no life, or that pause one that does not decode as before."""
-    life_of: Callable[[str], Life | None] = _nobody
-    """The present life of a request id."""
-
-
-Check = Callable[[Any, Moment], object]
-"""Looks at one event after the model has taken it up; what it returns, if not None, is what it found."""

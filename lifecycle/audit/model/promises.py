@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.model.lives import Lives
-from kvledger.lifecycle.audit.model.moment import Check, Moment
+from kvledger.lifecycle.audit.model.moment import Moment, on
 
 if TYPE_CHECKING:
     from kvledger.lifecycle.audit.model.start import Start
@@ -38,8 +38,9 @@ class Promises:
     that are over are still known.
     """
 
-    def __init__(self, lives: Lives, chunk_size: int, *, keep_for_preempted: bool) -> None:
+    def __init__(self, lives: Lives, chunk_size: int, moment: Moment, *, keep_for_preempted: bool) -> None:
         self._lives = lives
+        self._moment = moment
         self._chunk_size = chunk_size
         self._keeps = keep_for_preempted
         self._promised: dict[str, Promise] = {}
@@ -72,18 +73,8 @@ class Promises:
         self._promised.update((each, _promise(0, keys)) for each, keys in start.promised.items() if keys)
         self._waited_for.update((each, _promise(0, keys)) for each, keys in start.waited_for.items() if keys)
 
-    def folds(self) -> Iterable[tuple[type[e.Event], Check]]:
-        """(event class, fold), to be done as checks are; they never find anything."""
-        return [
-            (e.LookupAnswered, self._answered),
-            (e.BlocksAllocated, self._over),
-            (e.RequestPreempted, self._preempted),
-            (e.RequestFinished, self._over),
-            (e.RequestArrived, self._over),
-            (e.CacheReset, self._reset),
-        ]
-
-    def _answered(self, event: e.LookupAnswered, moment: Moment) -> None:
+    @on(e.LookupAnswered)
+    def _answered(self, event: e.LookupAnswered) -> None:
         request_id = event.request_id
         life = self._lives.in_generation(event)
         if life is None:
@@ -100,19 +91,22 @@ class Promises:
             return
         before = self._promised.get(request_id)
         if before is None or before.num_chunks != num_chunks or before.last_key != keys[num_chunks - 1]:
-            self._promised[request_id] = _promise(moment.sequence, keys[:num_chunks])
+            self._promised[request_id] = _promise(self._moment.sequence, keys[:num_chunks])
 
-    def _preempted(self, event: e.RequestPreempted, moment: Moment) -> None:
-        self._over(event, moment)
+    @on(e.RequestPreempted)
+    def _preempted(self, event: e.RequestPreempted) -> None:
+        self._over(event)
         life = self._lives.get(event.request_id)
         keys = [] if life is None or not self._keeps else life.keys[: event.num_intact_tokens // self._chunk_size]
         if keys:
-            self._waited_for[event.request_id] = _promise(moment.sequence, keys)
+            self._waited_for[event.request_id] = _promise(self._moment.sequence, keys)
 
-    def _over(self, event: e.RequestEvent, _moment: Moment) -> None:
+    @on(e.BlocksAllocated, e.RequestFinished, e.RequestArrived)
+    def _over(self, event: e.RequestEvent) -> None:
         self._promised.pop(event.request_id, None)
         self._waited_for.pop(event.request_id, None)
 
-    def _reset(self, _event: e.CacheReset, _moment: Moment) -> None:
+    @on(e.CacheReset)
+    def _reset(self, _event: e.CacheReset) -> None:
         self._promised.clear()
         self._waited_for.clear()

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.model.forgotten import LIFE, Forgotten
 from kvledger.lifecycle.audit.model.lives import Lives
-from kvledger.lifecycle.audit.model.moment import Check, Moment
+from kvledger.lifecycle.audit.model.moment import Moment, on
 from kvledger.lifecycle.states import RequestState
 
 _PREEMPTED = RequestState.PREEMPTED
@@ -16,9 +16,11 @@ _PREEMPTED = RequestState.PREEMPTED
 class SettledTokens:
     """Request id -> (number of settled tokens, sequence of the event that told)."""
 
-    def __init__(self, lives: Lives) -> None:
+    def __init__(self, lives: Lives, moment: Moment, forgotten: Forgotten) -> None:
+        self._moment = moment
         self._lives = lives
         self._settled: dict[str, tuple[int, int]] = {}
+        forgotten.at(LIFE, self._settled)
         # The dict's own method, because it is asked for every save. So the dict is changed, never replaced.
         self.told: Callable[[str], tuple[int, int] | None] = self._settled.get
         """The count and who told it, or None where nobody has."""
@@ -37,36 +39,32 @@ class SettledTokens:
         lives = self._lives
         self._settled.update((life.request_id, (lives.num_computed_tokens(life), 0)) for life in lives)
 
-    def folds(self, forgotten: Forgotten) -> Iterable[tuple[type[e.Event], Check]]:
-        """(event class, fold), to be done as checks are; they never find anything."""
-        forgotten.at(LIFE, self._settled)
-        return [
-            (e.StepScheduled, self._step_scheduled),
-            (e.RequestPreempted, self._preempted),
-            (e.RequestFinished, self._finished),
-            (e.SessionContinued, self._cut),
-            (e.TokensRolledBack, self._cut),
-            (e.BlocksAllocated, self._blocks_allocated),
-        ]
-
-    def _step_scheduled(self, event: e.StepScheduled, moment: Moment) -> None:
+    @on(e.StepScheduled)
+    def _step_scheduled(self, event: e.StepScheduled) -> None:
         if event.settled:
-            settled, life_of, sequence = self._settled, self._lives.of, moment.sequence
+            settled, life_of, sequence = self._settled, self._lives.of, self._moment.sequence
             for ordinal, _, num_settled_tokens in event.settled:
                 life = life_of(ordinal)
                 if life is not None:
                     settled[life.request_id] = (num_settled_tokens, sequence)
 
-    def _preempted(self, event: e.RequestPreempted, moment: Moment) -> None:
-        self._settled[event.request_id] = (event.num_intact_tokens, moment.sequence)
+    @on(e.RequestPreempted)
+    def _preempted(self, event: e.RequestPreempted) -> None:
+        self._settled[event.request_id] = (event.num_intact_tokens, self._moment.sequence)
 
-    def _finished(self, event: e.RequestFinished, moment: Moment) -> None:
-        self._settled[event.request_id] = (min(event.num_intact_tokens, event.num_tokens - 1), moment.sequence)
+    @on(e.RequestFinished)
+    def _finished(self, event: e.RequestFinished) -> None:
+        self._settled[event.request_id] = (min(event.num_intact_tokens, event.num_tokens - 1), self._moment.sequence)
 
-    def _cut(self, event: e.SessionContinued | e.TokensRolledBack, moment: Moment) -> None:
-        before, told_at = self._settled.get(event.request_id, (0, moment.sequence))
-        self._settled[event.request_id] = (min(before, event.num_computed_tokens), moment.sequence if told_at else 0)
+    @on(e.SessionContinued, e.TokensRolledBack)
+    def _cut(self, event: e.SessionContinued | e.TokensRolledBack) -> None:
+        before, told_at = self._settled.get(event.request_id, (0, self._moment.sequence))
+        self._settled[event.request_id] = (
+            min(before, event.num_computed_tokens),
+            self._moment.sequence if told_at else 0,
+        )
 
-    def _blocks_allocated(self, event: e.BlocksAllocated, moment: Moment) -> None:
-        if moment.state_before is _PREEMPTED:  # they are others than those it had: nothing is written yet
+    @on(e.BlocksAllocated)
+    def _blocks_allocated(self, event: e.BlocksAllocated) -> None:
+        if self._moment.state_before is _PREEMPTED:  # they are others than those it had: nothing is written yet
             self._settled.pop(event.request_id, None)

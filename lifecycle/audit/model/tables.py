@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.model.lives import Life, Lives
-from kvledger.lifecycle.audit.model.moment import Check, Moment
+from kvledger.lifecycle.audit.model.moment import Moment, on
 
 if TYPE_CHECKING:
     from kvledger.lifecycle.audit.model.start import Start
@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 class Tables:
     """Ordinal -> block ids, 4 bytes each. To be folded before the lives, which are forgotten when they are over."""
 
-    def __init__(self, lives: Lives) -> None:
+    def __init__(self, lives: Lives, moment: Moment) -> None:
+        self._moment = moment
         self._lives = lives
         self._held: dict[int, array[int]] = {}
         # The dict's own method, because it is asked for every save. So the dict is changed, never replaced.
@@ -43,37 +44,28 @@ class Tables:
         self._held.update((ordinal, array("I", table)) for ordinal, table in start.held.items() if len(table))
         self._lost.update((ordinal, array("I", table)) for ordinal, table in start.lost.items() if len(table))
 
-    def folds(self) -> Iterable[tuple[type[e.Event], Check]]:
-        """(event class, fold), to be done as checks are; they never find anything."""
-        return [
-            (e.RequestArrived, self._arrived),
-            (e.LookupRequested, self._asked),
-            (e.BlocksAllocated, self._replaced),
-            (e.BlockTableObserved, self._replaced),
-            (e.RequestPreempted, self._taken),
-            (e.RequestFinished, self._taken),
-            (e.StepScheduled, self._step_scheduled),
-            (e.RequestReleased, self._released),
-        ]
-
-    def _replaced(self, event: e.BlocksAllocated | e.BlockTableObserved, moment: Moment) -> None:
-        life = moment.life
+    @on(e.BlocksAllocated, e.BlockTableObserved)
+    def _replaced(self, event: e.BlocksAllocated | e.BlockTableObserved) -> None:
+        life = self._moment.life
         if life is not None:
             self._held[life.ordinal] = array("I", event.block_ids)
 
-    def _asked(self, event: e.LookupRequested, moment: Moment) -> None:
+    @on(e.LookupRequested)
+    def _asked(self, event: e.LookupRequested) -> None:
         # Who is asked about holds nothing; after a failed asynchronous load vLLM frees the blocks without a word.
-        life = moment.life
-        if life is not None and moment.is_legal:
+        life = self._moment.life
+        if life is not None and self._moment.is_legal:
             self._held.pop(life.ordinal, None)
 
-    def _taken(self, event: e.RequestPreempted | e.RequestFinished, moment: Moment) -> None:
-        life = moment.life
+    @on(e.RequestPreempted, e.RequestFinished)
+    def _taken(self, event: e.RequestPreempted | e.RequestFinished) -> None:
+        life = self._moment.life
         table = None if life is None else self._held.pop(life.ordinal, None)
         if life is not None and table is not None:
             self._lost[life.ordinal] = table
 
-    def _step_scheduled(self, event: e.StepScheduled, _moment: Moment) -> None:
+    @on(e.StepScheduled)
+    def _step_scheduled(self, event: e.StepScheduled) -> None:
         if self._lost:
             self._lost.clear()
         for ordinal, block_ids in event.extended:
@@ -84,8 +76,9 @@ class Tables:
                 else:
                     table.extend(block_ids)
 
-    def _arrived(self, event: e.RequestArrived, moment: Moment) -> None:
-        life = moment.life
+    @on(e.RequestArrived)
+    def _arrived(self, event: e.RequestArrived) -> None:
+        life = self._moment.life
         if life is not None:
             self._forget(life.ordinal)
 
@@ -93,6 +86,7 @@ class Tables:
         self._held.pop(ordinal, None)
         self._lost.pop(ordinal, None)
 
-    def _released(self, event: e.RequestReleased, _moment: Moment) -> None:
+    @on(e.RequestReleased)
+    def _released(self, event: e.RequestReleased) -> None:
         if self._lives.in_generation(event) is not None:
             self._forget(event.ordinal)

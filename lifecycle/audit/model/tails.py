@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import attrs
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.model.lives import Life, Lives
-from kvledger.lifecycle.audit.model.moment import Check, Moment
+from kvledger.lifecycle.audit.model.moment import Moment, on
 from kvledger.lifecycle.audit.model.slots import Slots
 from kvledger.lifecycle.windows import NO_SLOT
 
@@ -45,7 +44,8 @@ class Tails:
     A saved tail needs its slots.
     """
 
-    def __init__(self, lives: Lives, slots: Slots) -> None:
+    def __init__(self, lives: Lives, slots: Slots, moment: Moment) -> None:
+        self._moment = moment
         self._lives = lives
         self._slots = slots
         self._tails: dict[int, IssuedTail] = {}
@@ -87,66 +87,61 @@ class Tails:
             if tail.is_saved:
                 self._slots.hold(tail.slots)
 
-    def folds(self) -> Iterable[tuple[type[e.Event], Check]]:
-        """(event class, fold), to be done as checks are; they never find anything."""
-        return [
-            (e.TailSaveIssued, self._issued),
-            (e.SaveCompleted, self._completed),
-            (e.SaveFailed, self._save_failed),
-            (e.LoadIssued, self._load_issued),
-            (e.LoadFailed, self._load_failed),
-            (e.CacheReset, self._reset),
-            *((event_class, self._decided_away) for event_class in _DECIDED_AWAY),
-            *((event_class, self._taken_away) for event_class in _TAKEN_AWAY),
-            (e.RequestReleased, self._released),
-        ]
-
-    def _issued(self, event: e.TailSaveIssued, moment: Moment) -> None:
+    @on(e.TailSaveIssued)
+    def _issued(self, event: e.TailSaveIssued) -> None:
         if self._lives.of(event.ordinal) is not None:
             end_token = event.first_token + event.num_tokens
             self._tails[event.ordinal] = IssuedTail(
-                event.job_id, moment.sequence, event.first_token, end_token, event.slots
+                event.job_id, self._moment.sequence, event.first_token, end_token, event.slots
             )
 
-    def _completed(self, event: e.SaveCompleted, _moment: Moment) -> None:
+    @on(e.SaveCompleted)
+    def _completed(self, event: e.SaveCompleted) -> None:
         if self._tails:
             tail = self._tails.get(event.ordinal)
             if tail is not None and tail.job_id == event.job_id:
                 self._tails[event.ordinal] = attrs.evolve(tail, is_saved=True)
                 self._slots.hold(tail.slots)
 
-    def _save_failed(self, event: e.SaveFailed, moment: Moment) -> None:
+    @on(e.SaveFailed)
+    def _save_failed(self, event: e.SaveFailed) -> None:
         tail = self._tails.get(event.ordinal)
         if tail is not None and tail.job_id == event.job_id:
-            self._drop(event.ordinal, event, moment.sequence)
+            self._drop(event.ordinal, event, self._moment.sequence)
 
-    def _load_issued(self, event: e.LoadIssued, _moment: Moment) -> None:
+    @on(e.LoadIssued)
+    def _load_issued(self, event: e.LoadIssued) -> None:
         tail = self._tails.get(event.ordinal)
         if tail is not None and tail.is_saved and not (set(tail.slots) - {NO_SLOT}).isdisjoint(event.slots):
             self._tails[event.ordinal] = attrs.evolve(tail, load_id=event.job_id)
 
-    def _load_failed(self, event: e.LoadFailed, moment: Moment) -> None:
+    @on(e.LoadFailed)
+    def _load_failed(self, event: e.LoadFailed) -> None:
         tail = self._tails.get(event.ordinal)
         if tail is not None and tail.load_id == event.job_id:
-            self._drop(event.ordinal, event, moment.sequence)
+            self._drop(event.ordinal, event, self._moment.sequence)
 
-    def _reset(self, event: e.CacheReset, moment: Moment) -> None:
+    @on(e.CacheReset)
+    def _reset(self, event: e.CacheReset) -> None:
         for ordinal in tuple(self._tails):
-            self._drop(ordinal, event, moment.sequence)
+            self._drop(ordinal, event, self._moment.sequence)
 
-    def _decided_away(self, event: e.RequestDecision, moment: Moment) -> None:
+    @on(*_DECIDED_AWAY)
+    def _decided_away(self, event: e.RequestDecision) -> None:
         if self._tails:
-            self._drop(event.ordinal, event, moment.sequence)
+            self._drop(event.ordinal, event, self._moment.sequence)
 
-    def _taken_away(self, event: e.RequestEvent, moment: Moment) -> None:
+    @on(*_TAKEN_AWAY)
+    def _taken_away(self, event: e.RequestEvent) -> None:
         life = self._lives.get(event.request_id)
         if life is not None:
-            self._drop(life.ordinal, event, moment.sequence)
+            self._drop(life.ordinal, event, self._moment.sequence)
             if type(event) is e.RequestArrived:
                 self._dropped.pop(life.ordinal, None)
 
-    def _released(self, event: e.RequestReleased, moment: Moment) -> None:
-        self._drop(event.ordinal, event, moment.sequence)
+    @on(e.RequestReleased)
+    def _released(self, event: e.RequestReleased) -> None:
+        self._drop(event.ordinal, event, self._moment.sequence)
         self._dropped.pop(event.ordinal, None)
 
     def _drop(self, ordinal: int, event: e.Event, sequence: int) -> None:

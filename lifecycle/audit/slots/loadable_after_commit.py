@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import ClassVar
-
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.audit.checker import Violation, violation
-from kvledger.lifecycle.audit.model import Model
+from kvledger.lifecycle.audit.checker import Checker
 from kvledger.lifecycle.audit.model.lives import Life
-from kvledger.lifecycle.audit.model.moment import Check, Moment
+from kvledger.lifecycle.audit.model.moment import on
 from kvledger.lifecycle.audit.model.tails import IssuedTail
 from kvledger.lifecycle.windows import NO_SLOT
 
 
-class LoadableAfterCommit:
+class LoadableAfterCommit(Checker):
     """Each slot of a load holds the page it is read for: of a committed chunk of the request, or of its saved tail.
 
     A chunk is committed where the latest of commit, evict, taint and reset is commit.
@@ -26,31 +22,24 @@ class LoadableAfterCommit:
     Does not verify: the bytes in a slot.
     """
 
-    rule: ClassVar[str] = "LOADABLE_AFTER_COMMIT"
+    rule = "LOADABLE_AFTER_COMMIT"
 
-    _model: Model
-
-    def checks(self, model: Model) -> Iterable[tuple[type[e.Event], Check]]:
-        """By class of event."""
-        self._model = model
-        return [(e.LoadIssued, self._load_issued)]
-
-    def _load_issued(self, event: e.LoadIssued, moment: Moment) -> Iterator[Violation] | None:
-        life = self._model.lives.get(event.request_id)
-        if life is not None and event.slots == self._slots_of_chunks(event, life):
-            return None
-        return self._check_load(event, life, moment)
+    @on(e.LoadIssued)
+    def _load_issued(self, event: e.LoadIssued) -> None:
+        life = self.lives.get(event.request_id)
+        if life is None or event.slots != self._slots_of_chunks(event, life):
+            self._check_load(event, life)
 
     def _slots_of_chunks(self, event: e.LoadIssued, life: Life) -> tuple[int, ...] | None:
         """Where all of it lies if it is whole chunks of whole blocks; None where it is something else."""
-        geometry, num_pages = self._model.geometry, self._model.geometry.pages_per_chunk
+        geometry, num_pages = self.geometry, self.geometry.pages_per_chunk
         if not num_pages:
             return None
         chunk_size, end_token = geometry.chunk_size, event.first_token + event.num_tokens
         first_chunk, end_chunk = event.first_token // chunk_size, -(-end_token // chunk_size)
         if end_chunk > len(life.keys):
             return None
-        slots_of, found = self._model.chunks.slots_of, list[int]()
+        slots_of, found = self.chunks.slots_of, list[int]()
         for key in life.keys[first_chunk:end_chunk]:
             slots = slots_of(key)
             if slots is None:
@@ -60,8 +49,8 @@ class LoadableAfterCommit:
         skipped = pages.start - first_chunk * num_pages
         return tuple(found[skipped : skipped + len(pages)])
 
-    def _check_load(self, event: e.LoadIssued, life: Life | None, moment: Moment) -> Iterator[Violation]:
-        geometry, chunks = self._model.geometry, self._model.chunks
+    def _check_load(self, event: e.LoadIssued, life: Life | None) -> None:
+        geometry, chunks = self.geometry, self.chunks
         end_token = event.first_token + event.num_tokens
         pages = geometry.pages_spanning(event.first_token, event.num_tokens)
         if not len(pages) == len(event.slots) == len(event.block_ids):
@@ -69,27 +58,27 @@ class LoadableAfterCommit:
                 f"load {event.job_id} of tokens to {end_token} is of {len(pages)} pages, but names {len(event.slots)} "
                 f"slots and {len(event.block_ids)} blocks"
             )
-            yield violation(self.rule, moment, detail, event.cause)
+            self.broken(detail, event.cause)
             return
         keys = [] if life is None else life.keys
-        tail = self._model.tails.saved(life)
+        tail = self.tails.saved(life)
         if tail is not None and not tail.first_token < end_token <= tail.end_token:
             tail = None
-        why_no_tail, tail_sequence = self._model.tails.why_none(life)
+        why_no_tail, tail_sequence = self.tails.why_none(life)
         # What lies before the tail, or all of it, must be whole chunks: each is looked at once.
         end_chunk = -(-(end_token if tail is None else tail.first_token) // geometry.chunk_size)
         found = False
         for chunk in range(event.first_token // geometry.chunk_size, end_chunk):
             if chunk >= len(keys):
                 detail = f"load {event.job_id} needs chunk {chunk}, whose key was never observed, and {why_no_tail}"
-                yield violation(self.rule, moment, detail, tail_sequence, event.cause)
+                self.broken(detail, tail_sequence, event.cause)
                 return
             if keys[chunk] not in chunks:
                 departed = chunks.departed(keys[chunk])
                 why = "was never completely saved" if departed is None else f"is gone ({departed.reason})"
                 sequence = 0 if departed is None else departed.sequence
                 detail = f"load {event.job_id} needs chunk {chunk}, which {why}"
-                yield violation(self.rule, moment, detail, sequence, event.cause)
+                self.broken(detail, sequence, event.cause)
                 found = True
         foreign = [
             slot
@@ -101,14 +90,14 @@ class LoadableAfterCommit:
                 f"load {event.job_id} of tokens to {end_token} reads slots {foreign}, "
                 f"which do not hold the pages they are read for; {why_no_tail}"
             )
-            yield violation(self.rule, moment, detail, tail_sequence, event.cause)
+            self.broken(detail, tail_sequence, event.cause)
 
     def _is_left_out(self, slot: int) -> bool:
-        return slot == NO_SLOT and self._model.geometry.windows.forget
+        return slot == NO_SLOT and self.geometry.windows.forget
 
     def _slots_of_page(self, page: int, end_token: int, keys: list[bytes], tail: IssuedTail | None) -> list[int]:
         """Where the page lies with all tokens that the load needs of it."""
-        geometry, slots_of = self._model.geometry, self._model.chunks.slots_of
+        geometry, slots_of = self.geometry, self.chunks.slots_of
         block, group = divmod(page, len(geometry.window_sizes))
         end_token = min(end_token, (block + 1) * geometry.block_size)
         found = []

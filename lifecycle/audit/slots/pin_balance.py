@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
-from typing import ClassVar
 
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.audit.checker import Violation, violation
+from kvledger.lifecycle.audit.checker import Checker
 from kvledger.lifecycle.audit.model import Model
-from kvledger.lifecycle.audit.model.moment import Check, Moment
+from kvledger.lifecycle.audit.model.moment import EventChecks, on
 
 POOL_FULL = "pool_full"
 
 
-class PinBalance:
+class PinBalance(Checker):
     """A save is declined for want of room only where no chunk that nobody relies on could have made room.
 
     Verifies: this for every decline of `pool_full`, with what is promised, waited for, read and held as the audit
@@ -23,40 +21,38 @@ class PinBalance:
     what its windows see.
     """
 
-    rule: ClassVar[str] = "PIN_BALANCE"
+    rule = "PIN_BALANCE"
 
-    _model: Model
-
-    def __init__(self) -> None:
+    def __init__(self, model: Model) -> None:
+        super().__init__(model)
         self._preempted = (0, 0)
         """Sequence and settled tokens of the last preemption: what is declined because of it may be a tail."""
 
-    def checks(self, model: Model) -> Iterable[tuple[type[e.Event], Check]]:
-        """By class of event; none where a group has a window."""
-        self._model = model
-        if model.geometry.windows.forget:
-            return []
-        return [(e.RequestPreempted, self._was_preempted), (e.SaveDeclined, self._declined)]
+    def checks(self) -> EventChecks:
+        """None where a group has a window."""
+        return [] if self.geometry.windows.forget else super().checks()
 
-    def _was_preempted(self, event: e.RequestPreempted, moment: Moment) -> None:
-        self._preempted = (moment.sequence, event.num_intact_tokens)
+    @on(e.RequestPreempted)
+    def _was_preempted(self, event: e.RequestPreempted) -> None:
+        self._preempted = (self.moment.sequence, event.num_intact_tokens)
 
-    def _declined(self, event: e.SaveDeclined, moment: Moment) -> list[Violation] | None:
+    @on(e.SaveDeclined)
+    def _declined(self, event: e.SaveDeclined) -> None:
         if event.reason != POOL_FULL:
-            return None
-        num_pages, num_free = self._num_pages(event), self._model.slots.num_free
+            return
+        num_pages, num_free = self._num_pages(event), self.slots.num_free
         num_missing = num_pages - num_free
         if num_missing > 0 and not self._has_room(num_missing, event.request_id):
-            return None
+            return
         detail = (
             f"chunk {event.first_chunk} was declined for want of {num_pages} slots, but {num_free} were free"
             f"{', and chunks that nobody relies on could have made room' if num_missing > 0 else ''}"
         )
-        return [violation(self.rule, moment, detail, event.cause)]
+        self.broken(detail, event.cause)
 
     def _has_room(self, num_missing: int, request_id: str) -> bool:
         """Whether so many slots are needed for nothing but chunks that could be evicted."""
-        model = self._model
+        model = self.model
         life = model.lives.get(request_id)
         own = frozenset(() if life is None else life.keys)
         relied_on = model.promises.relied_on()
@@ -72,7 +68,7 @@ class PinBalance:
         return False
 
     def _num_pages(self, event: e.SaveDeclined) -> int:
-        geometry = self._model.geometry
+        geometry = self.geometry
         sequence, num_settled_tokens = self._preempted
         first_token = event.first_chunk * geometry.chunk_size
         if event.cause == sequence and geometry.num_chunks_in(num_settled_tokens) == event.first_chunk:

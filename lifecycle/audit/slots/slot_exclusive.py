@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import ClassVar
-
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.audit.checker import Violation, violation
-from kvledger.lifecycle.audit.model import Model
-from kvledger.lifecycle.audit.model.moment import Check, Moment
+from kvledger.lifecycle.audit.checker import Checker
+from kvledger.lifecycle.audit.model.moment import on
 
 
-class SlotExclusive:
+class SlotExclusive(Checker):
     """A save is given slots of the pool, each once, that hold nothing and that no other copy reads or writes.
 
     Verifies: this for the slots of every save, of chunks and of tails: against committed chunks, saved tails, copies in
@@ -19,28 +15,18 @@ class SlotExclusive:
     Does not verify: that the workers write into these slots and no others.
     """
 
-    rule: ClassVar[str] = "SLOT_EXCLUSIVE"
+    rule = "SLOT_EXCLUSIVE"
 
-    _model: Model
-
-    def checks(self, model: Model) -> Iterable[tuple[type[e.Event], Check]]:
-        """By class of event."""
-        self._model = model
-        return [(e.SaveIssued, self._issued), (e.TailSaveIssued, self._issued)]
-
-    def _issued(self, event: e.SaveIssued | e.TailSaveIssued, moment: Moment) -> list[Violation] | None:
-        if self._model.chunks.taken is None:
-            return None
-        return [self._named(slot, event, moment) for slot in sorted(set(self._model.chunks.taken))]
-
-    def _named(self, slot: int, event: e.SaveIssued | e.TailSaveIssued, moment: Moment) -> Violation:
-        holder, sequence = self._holder_of(slot, event)
-        detail = f"save {event.job_id} writes into slot {slot}, {holder}"
-        return violation(self.rule, moment, detail, sequence, event.cause)
+    @on(e.SaveIssued, e.TailSaveIssued)
+    def _issued(self, event: e.SaveIssued | e.TailSaveIssued) -> None:
+        if self.chunks.taken is not None:
+            for slot in sorted(set(self.chunks.taken)):
+                holder, sequence = self._holder_of(slot, event)
+                self.broken(f"save {event.job_id} writes into slot {slot}, {holder}", sequence, event.cause)
 
     def _holder_of(self, slot: int, event: e.SaveIssued | e.TailSaveIssued) -> tuple[str, int]:
         """Who needs it, in words, and the event that shows it (0: none)."""
-        model = self._model
+        model = self.model
         if not 0 <= slot < model.slots.num_slots:
             return f"but the pool has {model.slots.num_slots}", 0
         for job_id, job in model.jobs:

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import ClassVar
-
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.audit.checker import Violation, violation
-from kvledger.lifecycle.audit.model import Model
-from kvledger.lifecycle.audit.model.moment import Check, Moment
+from kvledger.lifecycle.audit.checker import Checker
+from kvledger.lifecycle.audit.model.moment import on
 
 
-class WaitingKept:
+class WaitingKept(Checker):
     """From its preemption until it has blocks again or ends, no whole chunk that a request had computed is evicted.
 
     Verifies: this for every eviction, where the configuration keeps for the preempted (decision 0009): a save that
@@ -20,23 +16,12 @@ class WaitingKept:
     that were tainted or are from before a reset.
     """
 
-    rule: ClassVar[str] = "WAITING_KEPT"
+    rule = "WAITING_KEPT"
 
-    _model: Model
-
-    def checks(self, model: Model) -> Iterable[tuple[type[e.Event], Check]]:
-        """By class of event."""
-        self._model = model
-        return [(e.ChunkEvicted, self._evicted)]
-
-    def _evicted(self, event: e.ChunkEvicted, moment: Moment) -> list[Violation] | None:
-        found = None
-        for request_id, promise in self._model.promises.waited_for(event.key):
-            promised = self._model.promises.to(request_id)
-            if promised is not None and event.key in promised.keys:
-                continue
-            detail = f"chunk {event.key.hex()} was evicted, though {request_id!r} was preempted and waits for it"
-            evidence = (promise.sequence, event.cause)
-            broken = violation(self.rule, moment, detail, *evidence, request_id=request_id)
-            found = [*(found or ()), broken]
-        return found
+    @on(e.ChunkEvicted)
+    def _evicted(self, event: e.ChunkEvicted) -> None:
+        for request_id, promise in self.promises.waited_for(event.key):
+            promised = self.promises.to(request_id)
+            if promised is None or event.key not in promised.keys:
+                detail = f"chunk {event.key.hex()} was evicted, though {request_id!r} was preempted and waits for it"
+                self.broken(detail, promise.sequence, event.cause, request_id=request_id)

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import ClassVar
-
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.audit.checker import Violation, violation
+from kvledger.lifecycle.audit.checker import Checker
 from kvledger.lifecycle.audit.model import Model
 from kvledger.lifecycle.audit.model.forgotten import LIFE
-from kvledger.lifecycle.audit.model.lives import Lives
-from kvledger.lifecycle.audit.model.moment import Check, Moment
+from kvledger.lifecycle.audit.model.moment import on
 
 
-class LastToken:
+class LastToken(Checker):
     """Loaded and locally cached tokens together are at most `num_tokens - 1`.
 
     Verifies: this for every answer that takes a hit of all known tokens as it is, for every load against the tokens
@@ -21,50 +17,41 @@ class LastToken:
     Does not verify: that the engine computed it.
     """
 
-    rule: ClassVar[str] = "LAST_TOKEN"
+    rule = "LAST_TOKEN"
 
-    def __init__(self) -> None:
-        self._lives: Lives
+    def __init__(self, model: Model) -> None:
+        super().__init__(model)
         self._admitted: dict[str, int] = {}
         """Request id -> sequence of an allocation that no step has used yet."""
-
-    def checks(self, model: Model) -> Iterable[tuple[type[e.Event], Check]]:
-        """By class of event."""
-        self._lives = model.lives
         model.forgotten.at((*LIFE, e.RequestPreempted), self._admitted)
-        return [
-            (e.StepScheduled, self._step_scheduled),
-            (e.LookupAnswered, self._answered),
-            (e.BlocksAllocated, self._allocated),
-            (e.LoadIssued, self._load_issued),
-        ]
 
-    def _step_scheduled(self, event: e.StepScheduled, moment: Moment) -> Iterator[Violation] | None:
-        return self._check_step(event, moment) if self._admitted else None
+    @on(e.StepScheduled)
+    def _step_scheduled(self, event: e.StepScheduled) -> None:
+        if self._admitted:
+            self._check_step(event)
 
-    def _answered(self, event: e.LookupAnswered, moment: Moment) -> list[Violation] | None:
-        if not event.num_computed_tokens + event.num_external_tokens == event.num_tokens <= event.num_hit_tokens:
-            return None
-        detail = f"all of the {event.num_tokens} tokens are answered, the last one must be computed"
-        return [violation(self.rule, moment, detail, event.cause)]
+    @on(e.LookupAnswered)
+    def _answered(self, event: e.LookupAnswered) -> None:
+        if event.num_computed_tokens + event.num_external_tokens == event.num_tokens <= event.num_hit_tokens:
+            detail = f"all of the {event.num_tokens} tokens are answered, the last one must be computed"
+            self.broken(detail, event.cause)
 
-    def _allocated(self, event: e.BlocksAllocated, moment: Moment) -> None:
-        if moment.life is not None:
-            self._admitted[event.request_id] = moment.sequence
+    @on(e.BlocksAllocated)
+    def _allocated(self, event: e.BlocksAllocated) -> None:
+        if self.moment.life is not None:
+            self._admitted[event.request_id] = self.moment.sequence
 
-    def _load_issued(self, event: e.LoadIssued, moment: Moment) -> list[Violation] | None:
-        if moment.life is None:
-            return None
-        end_token, num_tokens = event.first_token + event.num_tokens, moment.life.num_tokens
-        if end_token <= num_tokens - 1:
-            return None
-        detail = f"the load fills tokens up to {end_token}, of {num_tokens} the last one must be computed"
-        return [violation(self.rule, moment, detail, event.cause)]
+    @on(e.LoadIssued)
+    def _load_issued(self, event: e.LoadIssued) -> None:
+        life, end_token = self.moment.life, event.first_token + event.num_tokens
+        if life is not None and end_token > life.num_tokens - 1:
+            detail = f"the load fills tokens up to {end_token}, of {life.num_tokens} the last one must be computed"
+            self.broken(detail, event.cause)
 
-    def _check_step(self, event: e.StepScheduled, moment: Moment) -> Iterator[Violation]:
+    def _check_step(self, event: e.StepScheduled) -> None:
         for ordinal, num_computed_tokens, _, num_tokens in event.advanced:
-            life = self._lives.of(ordinal)
+            life = self.lives.of(ordinal)
             sequence = None if life is None else self._admitted.pop(life.request_id, None)
             if sequence is not None and life is not None and num_computed_tokens > num_tokens - 1:
                 detail = f"the request starts with {num_computed_tokens} of {num_tokens} tokens computed"
-                yield violation(self.rule, moment, detail, sequence, request_id=life.request_id)
+                self.broken(detail, sequence, request_id=life.request_id)

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import ClassVar
-
 import msgspec
 
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.audit.checker import Violation, violation
+from kvledger.lifecycle.audit.checker import Checker
 from kvledger.lifecycle.audit.model import Model
 from kvledger.lifecycle.audit.model.forgotten import LIFE
 from kvledger.lifecycle.audit.model.lives import Life
-from kvledger.lifecycle.audit.model.moment import Check, Moment
+from kvledger.lifecycle.audit.model.moment import on
 from kvledger.lifecycle.windows import NO_SLOT
 
 
@@ -27,7 +24,7 @@ class _Seen(msgspec.Struct, frozen=True, gc=False):
     num_removed: int
 
 
-class LongestHit:
+class LongestHit(Checker):
     """A recorded hit reaches as far as committed chunks of the request do without a gap, and its own saved tail behind.
 
     Verifies: this for every answer, before any limit. Where it ends for want of a chunk, that the reason is the true
@@ -38,34 +35,30 @@ class LongestHit:
     remembered.
     """
 
-    rule: ClassVar[str] = "LONGEST_HIT"
+    rule = "LONGEST_HIT"
 
-    _model: Model
-
-    def __init__(self) -> None:
+    def __init__(self, model: Model) -> None:
+        super().__init__(model)
         self._seen: dict[str, _Seen] = {}
-
-    def checks(self, model: Model) -> Iterable[tuple[type[e.Event], Check]]:
-        """By class of event."""
-        self._model = model
         model.forgotten.at(LIFE, self._seen)
-        return [(e.LookupAnswered, self._answered)]
 
-    def _answered(self, event: e.LookupAnswered, moment: Moment) -> Iterator[Violation] | None:
-        life = self._model.lives.get(event.request_id)
+    @on(e.LookupAnswered)
+    def _answered(self, event: e.LookupAnswered) -> None:
+        life = self.lives.get(event.request_id)
         if life is None:
-            return None
-        num_chunks = self._num_chunks(life)
-        hit, reason, reason_sequence = self._expected(event, life, num_chunks)
+            return
+        hit, reason, sequence = self._expected(event, life, self._num_chunks(life))
         if event.num_hit_tokens > hit or reason == "window":
-            return None  # more than is there: LOADABLE_AFTER_COMMIT, RESET_EPOCH and GROUP_AGREEMENT look at that
-        if hit == event.num_hit_tokens and reason == event.miss_reason and reason_sequence == event.miss_cause:
-            return None
-        return self._differs(event, hit, reason, reason_sequence, moment)
+            return  # more than is there: LOADABLE_AFTER_COMMIT, RESET_EPOCH and GROUP_AGREEMENT look at that
+        if hit != event.num_hit_tokens:
+            self.broken(f"a hit of {event.num_hit_tokens} tokens was found, but {hit} are there", sequence, event.cause)
+        elif reason != event.miss_reason or sequence != event.miss_cause:
+            recorded = f"the hit ends for the reason {event.miss_reason} of event {event.miss_cause}"
+            self.broken(f"{recorded}, but the log tells {reason} of event {sequence}", sequence, event.cause)
 
     def _num_chunks(self, life: Life) -> int:
         """Committed chunks from the first one on; most answers are to somebody who asks again."""
-        chunks, keys = self._model.chunks, life.keys
+        chunks, keys = self.chunks, life.keys
         if not keys:
             return 0
         seen, first = self._seen.get(life.request_id), 0
@@ -84,7 +77,7 @@ class LongestHit:
 
     def _expected(self, event: e.LookupAnswered, life: Life, num_chunks: int) -> tuple[int, str, int]:
         """(hit in tokens, reason, sequence of the event that it names), as the log tells it."""
-        model = self._model
+        model = self.model
         hit = num_chunks * model.geometry.chunk_size
         reason, sequence = self._why_chunks_end(life, num_chunks)
         tail = model.tails.saved(life)
@@ -109,14 +102,14 @@ class LongestHit:
         if num_chunks >= len(life.keys):
             return "complete", 0
         missing = life.keys[num_chunks]
-        if missing in self._model.chunks.saving:
+        if missing in self.chunks.saving:
             return "saving", 0
-        departed = self._model.chunks.departed(missing)
+        departed = self.chunks.departed(missing)
         return ("never_saved", 0) if departed is None else (departed.reason, departed.sequence)
 
     def _boundary(self, life: Life, num_tokens: int) -> int:
         """The longest prefix behind which all is stored that windows see."""
-        model, geometry = self._model, self._model.geometry
+        model, geometry = self.model, self.geometry
         tail = model.tails.saved(life)
 
         def is_stored(page: int, end_token: int) -> bool:
@@ -130,20 +123,3 @@ class LongestHit:
             return 0 <= place < len(tail.slots) and tail.slots[place] != NO_SLOT
 
         return geometry.windows.last_boundary(num_tokens, geometry.chunk_size, is_stored)
-
-    def _differs(
-        self,
-        event: e.LookupAnswered,
-        hit: int,
-        reason: str,
-        reason_sequence: int,
-        moment: Moment,
-    ) -> Iterator[Violation]:
-        if hit != event.num_hit_tokens:
-            detail = f"a hit of {event.num_hit_tokens} tokens was found, but {hit} are there"
-        else:
-            detail = (
-                f"the hit ends for the reason {event.miss_reason} of event {event.miss_cause}, "
-                f"but the log tells {reason} of event {reason_sequence}"
-            )
-        yield violation(self.rule, moment, detail, reason_sequence, event.cause)

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import ClassVar
-
 import attrs
 
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.audit.checker import Violation, violation
+from kvledger.lifecycle.audit.checker import Checker
 from kvledger.lifecycle.audit.model import Model
-from kvledger.lifecycle.audit.model.jobs import JobsInFlight
-from kvledger.lifecycle.audit.model.lives import Lives
-from kvledger.lifecycle.audit.model.moment import Check, Moment
+from kvledger.lifecycle.audit.model.moment import on
 from kvledger.lifecycle.states import BlocksRegion
 
 
@@ -27,7 +22,7 @@ class _Load:
     """Sequence of a failure that vLLM hears of only with the blocks; until then it may have scheduled more steps."""
 
 
-class RollbackObserved:
+class RollbackObserved(Checker):
     """No request goes on counting tokens as computed that a rank has reported it could not load.
 
     Verifies: at the first step after a load within a step failed (one that was not handed out: after vLLM heard of it),
@@ -37,60 +32,48 @@ class RollbackObserved:
     that vLLM hears of one that was not handed out.
     """
 
-    rule: ClassVar[str] = "ROLLBACK_OBSERVED"
+    rule = "ROLLBACK_OBSERVED"
 
-    def __init__(self) -> None:
+    def __init__(self, model: Model) -> None:
+        super().__init__(model)
         self._loads: dict[int, _Load] = {}
-        self._jobs: JobsInFlight
-        self._lives: Lives
 
-    def checks(self, model: Model) -> Iterable[tuple[type[e.Event], Check]]:
-        """By class of event."""
-        self._jobs, self._lives = model.jobs, model.lives
-        return [
-            (e.StepScheduled, self._step_scheduled),
-            (e.LoadIssued, self._issued),
-            (e.LoadCompleted, self._completed),
-            (e.LoadFailed, self._failed),
-            (e.LoadErrorsObserved, self._load_errors_observed),
-            (e.TokensRolledBack, self._rolled_back),
-            (e.RequestPreempted, self._given_up),
-            (e.RequestFinished, self._given_up),
-            (e.LookupRequested, self._given_up),
-            (e.RequestArrived, self._given_up),
-            (e.RequestReleased, self._given_up),
-        ]
+    @on(e.StepScheduled)
+    def _step_scheduled(self, event: e.StepScheduled) -> None:
+        if self._loads and any(load.failed_at for load in self._loads.values()):
+            self._check_step(event)
 
-    def _step_scheduled(self, event: e.StepScheduled, moment: Moment) -> Iterator[Violation] | None:
-        if not self._loads or not any(load.failed_at for load in self._loads.values()):
-            return None
-        return self._check_step(event, moment)
-
-    def _issued(self, event: e.LoadIssued, moment: Moment) -> None:
+    @on(e.LoadIssued)
+    def _issued(self, event: e.LoadIssued) -> None:
         if not event.is_async:
             end_token = event.first_token + event.num_tokens
-            self._loads[event.job_id] = _Load(moment.sequence, event.request_id, end_token, event.block_ids)
+            self._loads[event.job_id] = _Load(self.moment.sequence, event.request_id, end_token, event.block_ids)
 
-    def _completed(self, event: e.LoadCompleted, _moment: Moment) -> None:
+    @on(e.LoadCompleted)
+    def _completed(self, event: e.LoadCompleted) -> None:
         self._loads.pop(event.job_id, None)
 
-    def _failed(self, event: e.LoadFailed, moment: Moment) -> None:
-        if event.cause != self._jobs.failure_sequence:
+    @on(e.LoadFailed)
+    def _failed(self, event: e.LoadFailed) -> None:
+        if event.cause != self.jobs.failure_sequence:
             self._loads.pop(event.job_id, None)
-        elif event.job_id in self._loads and self._jobs.is_withheld:
-            self._loads[event.job_id].reported_late_at = moment.sequence
+        elif event.job_id in self._loads and self.jobs.is_withheld:
+            self._loads[event.job_id].reported_late_at = self.moment.sequence
         elif event.job_id in self._loads:
-            self._loads[event.job_id].failed_at = moment.sequence
+            self._loads[event.job_id].failed_at = self.moment.sequence
 
-    def _load_errors_observed(self, event: e.LoadErrorsObserved, _moment: Moment) -> None:
+    @on(e.LoadErrorsObserved)
+    def _load_errors_observed(self, event: e.LoadErrorsObserved) -> None:
         for load in self._loads.values():
             if load.reported_late_at and not set(event.block_ids).isdisjoint(load.block_ids):
                 load.failed_at = load.reported_late_at
 
-    def _rolled_back(self, event: e.TokensRolledBack, _moment: Moment) -> None:
+    @on(e.TokensRolledBack)
+    def _rolled_back(self, event: e.TokensRolledBack) -> None:
         self._forget(event.request_id, event.num_computed_tokens)
 
-    def _given_up(self, event: e.RequestEvent, _moment: Moment) -> None:
+    @on(e.RequestPreempted, e.RequestFinished, e.LookupRequested, e.RequestArrived, e.RequestReleased)
+    def _given_up(self, event: e.RequestEvent) -> None:
         if self._loads:
             self._forget(event.request_id, 0)
 
@@ -102,18 +85,18 @@ class RollbackObserved:
         ]:
             del self._loads[job_id]
 
-    def _check_step(self, event: e.StepScheduled, moment: Moment) -> Iterator[Violation]:
+    def _check_step(self, event: e.StepScheduled) -> None:
         told = {ordinal: num_computed_tokens for ordinal, num_computed_tokens, _, _ in event.advanced}
         for job_id, load in [(job_id, load) for job_id, load in self._loads.items() if load.failed_at]:
             del self._loads[job_id]
-            life = self._lives.get(load.request_id)
+            life = self.lives.get(load.request_id)
             if life is None or life.blocks is BlocksRegion.NONE:
                 continue
             # Drafts that are taken back are not recorded, but told: then the step itself says where it begins.
-            num_computed_tokens = told.get(life.ordinal, self._lives.num_computed_tokens(life))
+            num_computed_tokens = told.get(life.ordinal, self.lives.num_computed_tokens(life))
             if num_computed_tokens >= load.end_token:
                 detail = (
                     f"load {job_id} of tokens to {load.end_token} failed, "
                     f"but the request goes on with {num_computed_tokens} tokens computed"
                 )
-                yield violation(self.rule, moment, detail, load.sequence, load.failed_at, request_id=load.request_id)
+                self.broken(detail, load.sequence, load.failed_at, request_id=load.request_id)

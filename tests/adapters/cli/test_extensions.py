@@ -13,7 +13,7 @@ from kvledger.adapters.core import available_extensions, composed_core
 from kvledger.adapters.vllm.configuration import ConnectorSettings
 from kvledger.lifecycle import ConfigurationError, Core, Extension, RequestState, StateHandler
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.audit import Model
+from kvledger.lifecycle.audit import on
 from kvledger.lifecycle.codec import vocabulary_header
 from kvledger.lifecycle.handlers.running import Running
 
@@ -83,9 +83,9 @@ def test_without_it_the_rest_is_verified_and_what_is_not_is_said(run: Any, starv
 class Unsure(StarvingKept):
     """Cannot judge a preemption."""
 
-    def checks(self, model: Model) -> Any:
-        """One more."""
-        return [*super().checks(model), (e.RequestPreempted, lambda *_: {}["the prompt"])]
+    @on(e.RequestPreempted)
+    def _preempted(self, _event: e.RequestPreempted) -> None:
+        raise KeyError("the prompt")
 
 
 class UnsureGuard(StarvationGuard):

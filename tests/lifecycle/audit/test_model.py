@@ -6,15 +6,14 @@ import gc
 from collections.abc import Iterable, Iterator
 from copy import copy
 from types import FunctionType, ModuleType
-from typing import Any, ClassVar
+from typing import Any
 
 import msgspec
 from lifecycle_driver import Walk
 
 from kvledger.lifecycle import Core
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.audit import Audit, Model, Moment
-from kvledger.lifecycle.audit.model.moment import Check
+from kvledger.lifecycle.audit import Audit, Checker, EventChecks, Model, Moment
 from kvledger.lifecycle.replay import batches, fold
 
 JUDGED = tuple(
@@ -34,20 +33,21 @@ JUDGED = tuple(
 )
 
 
-class Listener:
+class EveryMoment(Checker):
     """Remembers the moment of each event."""
 
-    rule: ClassVar[str] = "LISTENER"
+    rule = "EVERY_MOMENT"
 
-    def __init__(self) -> None:
+    def __init__(self, model: Model) -> None:
+        super().__init__(model)
         self.moments: list[Moment] = []
 
-    def checks(self, model: Model) -> Iterable[tuple[type[e.Event], Check]]:
+    def checks(self) -> EventChecks:
         """All events of requests."""
-        return [(event_class, self._look) for event_class in model.request_events]
+        return [(event_class, self._look) for event_class in self.model.request_events]
 
-    def _look(self, _event: e.Event, moment: Moment) -> None:
-        self.moments.append(copy(moment))
+    def _look(self, _event: e.Event) -> None:
+        self.moments.append(copy(self.moment))
 
 
 def walked() -> Walk:
@@ -59,9 +59,12 @@ def walked() -> Walk:
 
 def test_each_moment_tells_the_states_around_its_event() -> None:
     """Checkers see the moment as it was."""
-    walk, listener = walked(), Listener()
-    Audit(Core.standard(), walk.driver.configuration, checkers=[listener]).run(enumerate(walk.driver.observed, 1))
-    moments = [moment for moment in listener.moments if moment.life is not None]
+    walk = walked()
+    audit = Audit(Core.standard(), walk.driver.configuration, checkers=[EveryMoment])
+    audit.run(enumerate(walk.driver.observed, 1))
+    (checker,) = audit.checkers
+    assert isinstance(checker, EveryMoment)
+    moments = [moment for moment in checker.moments if moment.life is not None]
     assert {moment.state_before for moment in moments if isinstance(moment.event, e.RequestArrived)} <= {
         None,
         "finished",
@@ -73,26 +76,15 @@ def test_each_moment_tells_the_states_around_its_event() -> None:
     assert {moment.state_before for moment in preempted} <= {"new", "chunked_prefill", "running", "recovering"}
 
 
-class Keeper:
-    """Keeps the model that it is given."""
-
-    rule: ClassVar[str] = "KEEPER"
-    model: Model
-
-    def checks(self, model: Model) -> Iterable[tuple[type[e.Event], Check]]:
-        """None."""
-        self.model = model
-        return []
-
-
 def test_the_model_and_the_projections_agree_on_every_life() -> None:
     """Two that are made apart: phase, blocks, generation, counts and keys, whenever an observation comes next."""
-    walk, keeper = walked(), Keeper()
-    audit = Audit(Core.standard(), walk.driver.configuration, checkers=[keeper])
+    walk = walked()
+    audit = Audit(Core.standard(), walk.driver.configuration)
+    lives = audit.checkers[0].lives
     num_compared = 0
     for batch in batches(enumerate(walk.driver.observed, 1)):
         audit.take_frame(batch)
-        tracker, chunk_keys, lives = audit.projections.tracker, audit.projections.chunk_keys, keeper.model.lives
+        tracker, chunk_keys = audit.projections.tracker, audit.projections.chunk_keys
         assert {life.ordinal for life in lives} == {record.ordinal for record in tracker}
         for record in tracker:
             life = lives.of(record.ordinal)

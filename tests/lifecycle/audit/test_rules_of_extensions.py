@@ -11,7 +11,7 @@ from starvation_guard import StarvationGuard, StarvingKept
 
 from kvledger.lifecycle import Core
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.audit import Audit, Model, Moment, Start, Violation
+from kvledger.lifecycle.audit import Audit, EventChecks, Model, Start, on
 
 NUM_RULES = len(Core.standard().rules)
 
@@ -19,42 +19,33 @@ NUM_RULES = len(Core.standard().rules)
 class RaisesWhenMade(StarvingKept):
     """Cannot begin."""
 
-    def __init__(self) -> None:
+    def __init__(self, _model: Model) -> None:
         raise KeyError("a prompt")
 
 
 class RaisesWhenAsked(StarvingKept):
     """Does not say what it looks at."""
 
-    def checks(self, _model: Model) -> Any:
+    def checks(self) -> EventChecks:
         """Nothing comes of it."""
         raise KeyError("a prompt")
 
 
 class RaisesAtAnEvent(StarvingKept):
-    """Knows no preemptions."""
+    """Knows no preemptions. What it has found at this event does not count either."""
 
-    def checks(self, model: Model) -> Any:
-        """One more."""
-        return [*super().checks(model), (e.RequestPreempted, self._preempted)]
-
-    def _preempted(self, _event: e.RequestPreempted, _moment: Moment) -> None:
+    @on(e.RequestPreempted)
+    def _preempted(self, _event: e.RequestPreempted) -> None:
+        self.broken("broken")
         raise KeyError("a prompt")
 
 
-class RaisesInItsAnswer(RaisesAtAnEvent):
-    """Is a generator, which raises when it is read."""
+class Yields(StarvingKept):
+    """Is a generator, which nobody runs."""
 
-    def _preempted(self, event: e.RequestPreempted, moment: Moment) -> Iterator[Violation]:  # type: ignore[override]
-        yield Violation(self.rule, moment.sequence, event.request_id, None, "broken", ())
-        raise KeyError("a prompt")
-
-
-class ReturnsNoViolation(RaisesAtAnEvent):
-    """Says it in words."""
-
-    def _preempted(self, _event: e.RequestPreempted, _moment: Moment) -> Iterable[str]:  # type: ignore[override]
-        return ["broken"]
+    @on(e.RequestPreempted)
+    def _preempted(self, _event: e.RequestPreempted) -> Iterator[str]:
+        yield "broken"
 
 
 class RaisesWhenItBegins(StarvingKept):
@@ -94,8 +85,7 @@ def audited(driver: Driver, core: Core, events: Iterable[tuple[int, e.Event]] | 
         (RaisesWhenMade, "KeyError in __init__, "),
         (RaisesWhenAsked, "KeyError in checks, "),
         (RaisesAtAnEvent, "KeyError in _preempted, "),
-        (RaisesInItsAnswer, "KeyError in _preempted, "),
-        (ReturnsNoViolation, "TypeError in _violations, "),
+        (Yields, "TypeError in _call, "),
     ],
 )
 def test_a_rule_that_raises_is_not_judged_and_says_why(checker: type[StarvingKept], error: str) -> None:
