@@ -88,7 +88,7 @@ class KVLedgerConnector(KVConnectorBase_V1, SupportsHMA):
                 num_slots=configuration.num_slots,
                 num_blocks=kv_cache_config.num_blocks,
                 rank=vllm_config.parallel_config.rank,
-                overlaps=configuration.copies_beside,
+                is_async=configuration.copies_beside,
                 declined=groups.declined,
             )
             return

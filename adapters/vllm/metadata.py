@@ -80,7 +80,7 @@ class WorkerStart(KVConnectorHandshakeMetadata):
     num_slots: int
     slot_bytes: int
     """What a copy of one block moves on this rank."""
-    copies_beside: bool
+    copies_async: bool
     """Whether it can copy while steps run."""
     declined: tuple[str, ...] = ()
     """Why this rank copies nothing at all; empty where it does."""

@@ -126,7 +126,7 @@ class SchedulerSide:
                 f"rank {start.rank} has a host pool of {start.num_slots} slots ({start.slot_bytes} bytes each), the "
                 f"scheduler counts on {configuration.num_slots}"
             )
-        if configuration.copies_beside and not start.copies_beside:
+        if configuration.copies_beside and not start.copies_async:
             return f"rank {start.rank} cannot copy while steps run, the scheduler counts on it"
         return ""
 

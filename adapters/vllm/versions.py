@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
 
+    from kvledger.storage.kv import BatchedCopy
+
 
 def vllm_version() -> str:
     """The installed vLLM's version; the CPU build is a distribution of its own."""
@@ -185,6 +187,15 @@ def uses_speculation(vllm_config: VllmConfig) -> bool:
 def copies_beside_steps(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> bool:
     """Whether saves can run beside the steps and take nothing from them: on a device with copy engines."""
     return vllm_config.device_config.device_type == "cuda" and not zeroes_new_blocks(kv_cache_config)
+
+
+def batched_copy() -> BatchedCopy | None:
+    """VLLM's batched copy between CUDA and host memory (`_custom_ops.py`, 0.32); None where its build has none."""
+    import torch
+    from vllm import _custom_ops
+
+    has_operator = hasattr(torch.ops._C_cache_ops, "swap_blocks_batch")  # noqa: SLF001 -- where vLLM registers it
+    return _custom_ops.swap_blocks_batch if has_operator else None
 
 
 def zeroes_new_blocks(kv_cache_config: KVCacheConfig) -> bool:

@@ -1,4 +1,4 @@
-"""The worker's half: copies pages when it is told to, and reports every job exactly once.
+"""The worker's half: copies the pages of each step's jobs, and reports every job exactly once.
 
 It knows blocks and slots, no requests. A copy that fails is reported as failed; the scheduler's side decides
 what that means.
@@ -11,27 +11,25 @@ from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from kvledger.adapters.vllm import versions
-from kvledger.adapters.vllm.beside import CopiesBeside
+from kvledger.adapters.vllm.async_copies import AsyncCopies
 from kvledger.adapters.vllm.messages import messages
 from kvledger.adapters.vllm.metadata import JobReport, PageJob, StepJobs, WorkerReports, WorkerStart
 from kvledger.adapters.vllm.worker_digests import WorkerDigests
 from kvledger.storage.kv import (
     BlockLayout,
     CopyEngine,
-    CopyResult,
     HostPool,
-    OverlappingCopyEngine,
     PageDigests,
     PendingCopy,
     describe_blocks,
     make_copy_engine,
-    make_overlapping_engine,
 )
 
 if TYPE_CHECKING:
     import torch
 
-_Engine = TypeVar("_Engine")
+_Registered = TypeVar("_Registered")
+_Begin = Callable[[PageJob, CopyEngine | None], PendingCopy]
 
 
 def describe_pages(kv_caches: Mapping[str, torch.Tensor], num_blocks: int) -> BlockLayout:
@@ -54,19 +52,19 @@ class WorkerSide:
         num_slots: int,
         num_blocks: int,
         rank: int = 0,
-        overlaps: bool = False,
+        is_async: bool = False,
         declined: tuple[str, ...] = (),
     ) -> None:
         self._num_slots = num_slots
         self._num_blocks = num_blocks
         self._rank = rank
-        self._overlaps = overlaps
+        self._is_async = is_async
         self._declined = declined
         self._start_to_report: WorkerStart | None = None
         self._pool: HostPool | None = None
         self._engine: CopyEngine | None = None
-        self._overlapping: OverlappingCopyEngine | None = None
-        self._copies = CopiesBeside(rank)
+        self._async_engine: CopyEngine | None = None
+        self._copies = AsyncCopies(rank)
         self._digests: WorkerDigests | None = None
         self._step: StepJobs | None = None
         self._executed: set[int] = set()
@@ -78,17 +76,18 @@ class WorkerSide:
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """Describe where every block's pages lie and allocate the pool. Called once, at start; may raise."""
         if self._declined:
-            self._start_to_report = WorkerStart(self._rank, 0, 0, copies_beside=False, declined=self._declined)
+            self._start_to_report = WorkerStart(self._rank, 0, 0, copies_async=False, declined=self._declined)
             return
         layout = describe_pages(kv_caches, self._num_blocks)
         is_cuda = layout.device.type == "cuda"
         self._pool = HostPool(self._num_slots, layout.block_bytes, pin=is_cuda)
         self._digests = WorkerDigests(PageDigests(layout, self._pool))
-        self._engine = make_copy_engine(layout, self._pool)
-        if self._overlaps:
-            self._overlapping = make_overlapping_engine(layout, self._pool)
+        batched_copy = versions.batched_copy() if is_cuda else None
+        self._engine = make_copy_engine(layout, self._pool, batched_copy=batched_copy)
+        if self._is_async:
+            self._async_engine = make_copy_engine(layout, self._pool, is_async=True, batched_copy=batched_copy)
         self._start_to_report = WorkerStart(
-            self._rank, self._pool.num_slots, self._pool.slot_bytes, copies_beside=self._overlapping is not None
+            self._rank, self._pool.num_slots, self._pool.slot_bytes, copies_async=self._async_engine is not None
         )
         self._messages.info(
             "host pool ready",
@@ -104,12 +103,13 @@ class WorkerSide:
         self._precede(jobs)
 
     def load(self, jobs: StepJobs) -> None:
-        """Copy in what the forward needs, start what runs beside it (`start_load_kv`)."""
+        """Copy in what the forward needs, start the asynchronous loads (`start_load_kv`)."""
         self._precede(jobs)  # in case no hook came before
         for job in jobs.loads:
-            self._load(job)
+            if not self._copy(job, self._begin_load):
+                self._failed_block_ids.update(job.block_ids)
         for job in jobs.async_loads:
-            self._start(job, partial(self._begin_load, job))
+            self._start(job, self._begin_load)
 
     def save(self, jobs: StepJobs) -> None:
         """Copy out what has settled, or start to (`wait_for_save`), after everything that had to precede.
@@ -119,9 +119,9 @@ class WorkerSide:
         """
         self.load(jobs)
         for job in jobs.saves:
-            self._save(job)
+            self._copy(job, self._begin_save)
         for job in jobs.async_saves:
-            self._start(job, partial(self._begin_save, job))
+            self._start(job, self._begin_save)
 
     def take_failed_block_ids(self) -> set[int]:
         """Blocks that were promised and are not filled."""
@@ -153,17 +153,17 @@ class WorkerSide:
 
     def close(self) -> None:
         """Finish what is under way and free the pool. May be called twice."""
-        for engine in (self._overlapping, self._engine):
+        for engine in (self._async_engine, self._engine):
             if engine is not None:
                 engine.close()
         if self._pool is not None:
             self._pool.close()
-        self._engine = self._overlapping = self._pool = None
+        self._engine = self._async_engine = self._pool = None
 
     def _precede(self, jobs: StepJobs) -> None:
         self._begin(jobs)
         for job in jobs.saves_before_forward:
-            self._save(job)
+            self._copy(job, self._begin_save)
 
     def _begin(self, jobs: StepJobs) -> None:
         if jobs is not self._step:
@@ -171,40 +171,31 @@ class WorkerSide:
             self._executed.clear()
             self._failed_block_ids.update(jobs.undeliverable_block_ids)
             self._reports += self._copies.wait_for(jobs.awaited)
-            self._reports += self._copies.tell_again(jobs.asked_after)
+            self._reports += self._copies.report_again(jobs.asked_after)
 
-    def _begin_save(self, job: PageJob) -> PendingCopy:
+    def _begin_save(self, job: PageJob, engine: CopyEngine | None) -> PendingCopy:
         self._awake(self._digests).before_save(job)
-        return self._awake(self._overlapping).start_save(job.block_ids, job.slots)
+        return self._awake(engine).start_save(job.block_ids, job.slots)
 
-    def _begin_load(self, job: PageJob) -> PendingCopy:
+    def _begin_load(self, job: PageJob, engine: CopyEngine | None) -> PendingCopy:
         self._awake(self._digests).before_load(job)
-        return self._awake(self._overlapping).start_load(job.slots, job.block_ids)
+        return self._awake(engine).start_load(job.slots, job.block_ids)
 
-    def _start(self, job: PageJob, begin: Callable[[], PendingCopy]) -> None:
+    def _start(self, job: PageJob, begin: _Begin) -> None:
         if self._is_first(job):
-            report = self._copies.start(job.job_id, begin)
+            report = self._copies.start(job.job_id, partial(begin, job, self._async_engine))
             if report is not None:
                 self._reports.append(report)
 
-    def _save(self, job: PageJob) -> None:
-        if self._is_first(job):
-            self._copy(job, partial(self._save_now, job))
-
-    def _load(self, job: PageJob) -> None:
-        if self._is_first(job) and not self._copy(job, partial(self._load_now, job)):
-            self._failed_block_ids.update(job.block_ids)
-
-    def _save_now(self, job: PageJob) -> CopyResult:
-        self._awake(self._digests).before_save(job)
-        return self._awake(self._engine).save(job.block_ids, job.slots)
-
-    def _load_now(self, job: PageJob) -> CopyResult:
-        digests = self._awake(self._digests)
-        digests.before_load(job)
-        result = self._awake(self._engine).load(job.slots, job.block_ids)
-        digests.after_load(job.job_id)
-        return result
+    def _copy(self, job: PageJob, begin: _Begin) -> bool:
+        """Copy now; whether nothing failed."""
+        if not self._is_first(job):
+            return True
+        report = self._copies.run(job.job_id, partial(begin, job, self._engine))
+        if self._digests is not None and report.done:
+            self._digests.after_load(job.job_id)
+        self._reports.append(report)
+        return report.done
 
     def _is_first(self, job: PageJob) -> bool:
         if job.job_id in self._executed:
@@ -212,19 +203,11 @@ class WorkerSide:
         self._executed.add(job.job_id)
         return True
 
-    def _copy(self, job: PageJob, copy: Callable[[], CopyResult]) -> bool:
-        try:
-            report = self._copies.done(job.job_id, copy())
-        except Exception as error:  # noqa: BLE001 -- a failed copy costs its request the cache, not the worker its life
-            report = self._copies.failed(job.job_id, error)
-        self._reports.append(report)
-        return report.done
-
-    def _awake(self, engine: _Engine | None) -> _Engine:
-        if engine is None:
+    def _awake(self, registered: _Registered | None) -> _Registered:
+        if registered is None:
             message = "no KV caches were registered, or the worker was closed"
             raise RuntimeError(message)
         if self._sleeps:
             message = "the engine sleeps and its KV memory is gone"
             raise RuntimeError(message)
-        return engine
+        return registered

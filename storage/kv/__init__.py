@@ -1,6 +1,6 @@
 """Where KV bytes live: a host pool of slots, the description of pages in KV tensors, and the engines that copy between.
 
-This room knows block ids, slots and tensors. It must not know requests, chunks, tokens or any vLLM class.
+This package knows block ids, slots and tensors. It must not know requests, chunks, tokens or any vLLM class.
 """
 
 from __future__ import annotations
@@ -9,22 +9,23 @@ from kvledger.storage.extras import require
 
 require(__name__, "torch")
 
+from kvledger.storage.kv.cuda_movers import BatchedCopy
 from kvledger.storage.kv.digests import PageDigests
-from kvledger.storage.kv.engine import CopyEngine, CopyResult, make_copy_engine
+from kvledger.storage.kv.engine import CopyEngine, CopyResult, PendingCopy
 from kvledger.storage.kv.errors import StorageError
+from kvledger.storage.kv.factory import make_copy_engine
 from kvledger.storage.kv.host_memory import HostMemory, available_memory
 from kvledger.storage.kv.layout import BlockLayout, LayerPages, PageSegment, describe_blocks, describe_layer
-from kvledger.storage.kv.pending import OverlappingCopyEngine, PendingCopy, make_overlapping_engine
 from kvledger.storage.kv.pool import HostPool, num_slots_for
 
 __all__ = [
+    "BatchedCopy",
     "BlockLayout",
     "CopyEngine",
     "CopyResult",
     "HostMemory",
     "HostPool",
     "LayerPages",
-    "OverlappingCopyEngine",
     "PageDigests",
     "PageSegment",
     "PendingCopy",
@@ -33,6 +34,5 @@ __all__ = [
     "describe_blocks",
     "describe_layer",
     "make_copy_engine",
-    "make_overlapping_engine",
     "num_slots_for",
 ]

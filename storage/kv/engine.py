@@ -1,7 +1,8 @@
-"""The port that moves whole blocks between KV tensors and host slots, and the choice of who does it.
+"""The port that moves whole blocks between KV tensors and host slots.
 
 A *page* here is one block over all layers, which is what a slot holds. Engines know block ids, slots and tensors; they
-must not know requests, chunks, tokens or any vLLM class.
+must not know requests, chunks, tokens or any vLLM class. Until a copy is done, **its source must not be written and its
+destination must not be used.**
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ import attrs
 from kvledger.storage.kv.errors import (
     BlockOutOfRange,
     DuplicateDestination,
-    LayoutUnsupported,
     PoolMismatch,
     SlotOutOfRange,
     UnequalLengths,
@@ -22,7 +22,7 @@ from kvledger.storage.kv.errors import (
 from kvledger.storage.kv.layout import BlockLayout
 from kvledger.storage.kv.pool import HostPool
 
-__all__ = ["CopyEngine", "CopyResult", "make_copy_engine"]
+__all__ = ["CopyEngine", "CopyResult", "PendingCopy"]
 
 
 @attrs.frozen
@@ -37,49 +37,39 @@ class CopyResult:
     duration_ns: int
 
 
-class CopyEngine(Protocol):
-    """Moves whole blocks; the n-th block id goes with the n-th slot.
+class PendingCopy(Protocol):
+    """A copy that was started; a `concurrent.futures.Future` is one. Letting go of this object does not stop it."""
 
-    Both calls are synchronous: when they return, the bytes are in place. A call that raises a `StorageError`
-    (`UnequalLengths`, `BlockOutOfRange`, `SlotOutOfRange`, `DuplicateDestination`, `EngineClosed`, `PoolClosed`) has
-    moved nothing. A source may be named twice, a destination may not. One engine serves one thread.
+    def done(self) -> bool:
+        """Whether `result` would return, or raise, at once. Never blocks and never raises: a failed copy is done."""
+
+    def result(self) -> CopyResult:
+        """Block until the bytes are in place. May be called again, and then returns the same.
+
+        Raises:
+            Exception: Whatever stopped the copy.
+        """
+
+
+class CopyEngine(Protocol):
+    """Starts copies of whole blocks; the n-th block id goes with the n-th slot.
+
+    A call that raises a `StorageError` (`UnequalLengths`, `BlockOutOfRange`, `SlotOutOfRange`, `DuplicateDestination`,
+    `EngineClosed`, `PoolClosed`) has moved nothing. What fails later is raised by `PendingCopy.result`. A source may be
+    named twice, a destination may not. The lists are read during the call: the caller may reuse them.
+
+    Copies of one direction finish in the order in which they were started. Between the two directions there is no
+    order: who loads a slot that is being saved waits for the save first. One engine serves one thread.
     """
 
-    def save(self, block_ids: Sequence[int], slots: Sequence[int]) -> CopyResult:
-        """Copy device blocks into host slots."""
+    def start_save(self, block_ids: Sequence[int], slots: Sequence[int]) -> PendingCopy:
+        """Begin to copy device blocks into host slots, after all that the device was given before this call."""
 
-    def load(self, slots: Sequence[int], block_ids: Sequence[int]) -> CopyResult:
-        """Copy host slots into device blocks."""
+    def start_load(self, slots: Sequence[int], block_ids: Sequence[int]) -> PendingCopy:
+        """Begin to copy host slots into device blocks, after all that the device was given before this call."""
 
     def close(self) -> None:
-        """Let go of the tensors and the pool, closing neither. Closing twice is harmless."""
-
-
-def make_copy_engine(layout: BlockLayout, pool: HostPool) -> CopyEngine:
-    """The engine for the device that the layout's tensors lie on.
-
-    Raises:
-        PoolMismatch: The pool's slots are not of the layout's block size.
-        LayoutUnsupported: No engine is written for that device.
-    """
-    # Imported here because the engines import the port.
-    if layout.device.type == "cpu":
-        from kvledger.storage.kv.cpu_engine import CpuCopyEngine  # noqa: PLC0415
-
-        return CpuCopyEngine(layout, pool)
-    if layout.device.type == "cuda":
-        from kvledger.storage.kv.cuda_engine import CudaCopyEngine  # noqa: PLC0415
-
-        return CudaCopyEngine(layout, pool)
-    raise no_engine_for(layout, "CopyEngine")
-
-
-def no_engine_for(layout: BlockLayout, port: str) -> LayoutUnsupported:
-    """The refusal of a device that no engine is written for."""
-    return LayoutUnsupported(
-        f"KV tensors lie on {layout.device}, and there are copy engines for cpu and cuda only; write one against the "
-        f"{port} protocol and prove it with kvledger.storage.kv.testing.{port}Contract"
-    )
+        """Wait for what is pending, then let go of the tensors and the pool, closing neither. Twice is harmless."""
 
 
 def check_pool(layout: BlockLayout, pool: HostPool) -> None:
@@ -96,17 +86,31 @@ def check_pairs(
 ) -> None:
     """Refuse what cannot be copied, before any byte moves."""
     if len(block_ids) != len(slots):
-        raise UnequalLengths.for_counts(len(block_ids), len(slots))
+        raise UnequalLengths(
+            f"{len(block_ids)} block ids cannot be paired with {len(slots)} slots; pass one slot for each block"
+        )
     if not block_ids:
         return
     if min(block_ids) < 0 or max(block_ids) >= num_blocks:
-        raise BlockOutOfRange.for_ids([b for b in block_ids if not 0 <= b < num_blocks], num_blocks)
+        outside = _some([b for b in block_ids if not 0 <= b < num_blocks])
+        raise BlockOutOfRange(
+            f"block ids {outside} are outside 0..{num_blocks - 1}; pass ids of this layout's {num_blocks} blocks"
+        )
     if min(slots) < 0 or max(slots) >= num_slots:
-        raise SlotOutOfRange.for_slots([s for s in slots if not 0 <= s < num_slots], num_slots)
+        outside = _some([s for s in slots if not 0 <= s < num_slots])
+        raise SlotOutOfRange(f"slots {outside} are outside 0..{num_slots - 1}; pass slots of this pool's {num_slots}")
     destinations = slots if writes_slots else block_ids
     if len(set(destinations)) != len(destinations):
-        repeated = sorted({d for d in destinations if destinations.count(d) > 1})
-        raise DuplicateDestination.for_destinations("slots" if writes_slots else "block ids", repeated)
+        repeated = _some(sorted({d for d in destinations if destinations.count(d) > 1}))
+        raise DuplicateDestination(
+            f"{'slots' if writes_slots else 'block ids'} {repeated} appear more than once as a destination; write each "
+            "of them once a call"
+        )
+
+
+def _some(values: Sequence[int], limit: int = 8) -> str:
+    more = f" and {len(values) - limit} more" if len(values) > limit else ""
+    return f"{list(values[:limit])}{more}"
 
 
 def consecutive_runs(slots: Sequence[int]) -> list[tuple[int, int]]:

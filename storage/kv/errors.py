@@ -5,8 +5,6 @@ Each message names the input, the reason and the remedy. A refusal is always rai
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 __all__ = [
     "BlockOutOfRange",
     "DuplicateDestination",
@@ -23,7 +21,7 @@ __all__ = [
 
 
 class StorageError(Exception):
-    """Base of every refusal in this room."""
+    """Base of every refusal of this package."""
 
 
 class LayoutUnsupported(StorageError):
@@ -39,14 +37,6 @@ class PoolTooSmall(StorageError):
         return cls(
             f"host_bytes={host_bytes} does not hold one slot: a slot is {slot_bytes} bytes (one block over all "
             f"layers), so at least {max(slot_bytes, 1)} bytes are needed; raise host_bytes, or offload smaller blocks"
-        )
-
-    @classmethod
-    def for_memory(cls, num_bytes: int, num_usable_bytes: int, limit: str) -> PoolTooSmall:
-        """Fewer bytes can be had than asked for."""
-        return cls(
-            f"a host pool of {num_bytes} bytes cannot be had, {num_usable_bytes} bytes can ({limit}; a twentieth, at "
-            "most 1 GiB, is left to the engine); lower host_bytes, or give the process more memory"
         )
 
 
@@ -69,42 +59,14 @@ class EngineClosed(StorageError):
 class BlockOutOfRange(StorageError):
     """A block id the layout does not have."""
 
-    @classmethod
-    def for_ids(cls, outside: Iterable[int], num_blocks: int) -> BlockOutOfRange:
-        """Name the ids that are outside and the range that is not."""
-        return cls(
-            f"block ids {_some(outside)} are outside 0..{num_blocks - 1}; pass ids of this layout's {num_blocks} blocks"
-        )
-
 
 class SlotOutOfRange(StorageError):
     """A slot the pool does not have."""
-
-    @classmethod
-    def for_slots(cls, outside: Iterable[int], num_slots: int) -> SlotOutOfRange:
-        """Name the slots that are outside and the range that is not."""
-        return cls(f"slots {_some(outside)} are outside 0..{num_slots - 1}; pass slots of this pool's {num_slots}")
 
 
 class UnequalLengths(StorageError):
     """Blocks and slots do not pair up."""
 
-    @classmethod
-    def for_counts(cls, num_block_ids: int, num_slots: int) -> UnequalLengths:
-        """Name both counts."""
-        return cls(f"{num_block_ids} block ids cannot be paired with {num_slots} slots; pass one slot for each block")
-
 
 class DuplicateDestination(StorageError):
     """Two pages would be written to the same place, and the winner would be left to chance."""
-
-    @classmethod
-    def for_destinations(cls, kind: str, repeated: Iterable[int]) -> DuplicateDestination:
-        """Name the destinations that appear more than once."""
-        return cls(f"{kind} {_some(repeated)} appear more than once as a destination; write each of them once a call")
-
-
-def _some(values: Iterable[int], limit: int = 8) -> str:
-    shown = list(values)
-    more = f" and {len(shown) - limit} more" if len(shown) > limit else ""
-    return f"{shown[:limit]}{more}"

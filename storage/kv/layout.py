@@ -5,7 +5,7 @@ of which recurs at a fixed stride from block to block. That covers K and V toget
 layers of a block packed side by side, and every dtype, since only bytes are described. Pages are moved whole: some
 attention backends interleave the tokens of a block, so a row of a page means nothing by itself.
 
-This room knows tensors and block ids. It must not know requests, chunks, tokens or any vLLM class.
+This module knows tensors and block ids. It must not know requests, chunks, tokens or any vLLM class.
 """
 
 from __future__ import annotations
@@ -53,6 +53,16 @@ class LayerPages:
 
 
 @attrs.frozen
+class BlockRun:
+    """One contiguous run of a block: absolute address for block 0, and its place in a slot. All in bytes."""
+
+    address: int
+    block_stride: int
+    num_bytes: int
+    slot_offset: int
+
+
+@attrs.frozen
 class BlockLayout:
     """The pages of all layers; one block id addresses one page in each of them."""
 
@@ -72,6 +82,29 @@ class BlockLayout:
     def device(self) -> torch.device:
         """The one device that all layers lie on."""
         return self.layers[0].storage.device
+
+    def runs(self) -> list[BlockRun]:
+        """The runs of a block in slot order; those that touch in memory as well as in the slot are one.
+
+        Addresses own no memory: whoever keeps them keeps the layout too.
+        """
+        runs: list[BlockRun] = []
+        slot_offset = 0
+        for layer in self.layers:
+            for segment in layer.segments:
+                run = BlockRun(
+                    address=layer.storage.data_ptr() + segment.offset_bytes,
+                    block_stride=segment.block_stride_bytes,
+                    num_bytes=segment.num_bytes,
+                    slot_offset=slot_offset,
+                )
+                slot_offset += run.num_bytes
+                last = runs[-1] if runs else None
+                if last and last.address + last.num_bytes == run.address and last.block_stride == run.block_stride:
+                    runs[-1] = attrs.evolve(last, num_bytes=last.num_bytes + run.num_bytes)
+                else:
+                    runs.append(run)
+        return runs
 
 
 @attrs.frozen

@@ -46,7 +46,11 @@ class HostPool:
             raise PoolTooSmall.for_budget(max(num_slots, 0) * max(slot_bytes, 0), slot_bytes)
         memory = available_memory()
         if memory is not None and num_slots * slot_bytes > memory.num_usable_bytes:
-            raise PoolTooSmall.for_memory(num_slots * slot_bytes, memory.num_usable_bytes, memory.limit)
+            raise PoolTooSmall(
+                f"a host pool of {num_slots * slot_bytes} bytes cannot be had, {memory.num_usable_bytes} bytes can "
+                f"({memory.limit}; a twentieth, at most 1 GiB, is left to the engine); lower host_bytes, or give the "
+                "process more memory"
+            )
         self.num_slots = num_slots
         self.slot_bytes = slot_bytes
         self.is_pinned = False

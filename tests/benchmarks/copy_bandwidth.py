@@ -7,11 +7,11 @@ compared, and only ratios of one run mean anything. Block ids are always in rand
 allocator with room hands them out, or `random`, as in a pool that has been full for long. Use a quiet machine: torch's
 threads wait for each other, and a busy core slows many short calls far more than one long copy.
 
-The overlapping engine is timed from the start of a copy to its end, and apart from that for how long `start_*` kept the
-caller: what a model that runs beside the copy loses to it, but for the cores and the memory bus that both want.
+Each engine is timed from the start of a copy to its end, and apart from that for how long `start_*` kept the caller:
+what a model that runs on meanwhile loses to it, but for the cores and the memory bus that both want.
 
 CPU tensors are always measured, CUDA tensors where there is a GPU: there the contiguous copy is between pinned and
-device memory, and the overlapping engine is measured with and without the driver's batched copy.
+device memory, and the asynchronous engine is measured with and without vLLM's batched copy.
 """
 
 from __future__ import annotations
@@ -32,10 +32,9 @@ from kvledger.storage.kv import (
     BlockLayout,
     CopyEngine,
     HostPool,
-    OverlappingCopyEngine,
+    PendingCopy,
     describe_blocks,
     make_copy_engine,
-    make_overlapping_engine,
 )
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -101,20 +100,19 @@ def kv_caches_of(case: Case, device: torch.device) -> dict[str, torch.Tensor]:
     }
 
 
-def contenders(layout: BlockLayout, pool: HostPool) -> dict[str, OverlappingCopyEngine | CopyEngine]:
+def contenders(layout: BlockLayout, pool: HostPool) -> dict[str, CopyEngine]:
     """The engines to compare, by name; the synchronous one first."""
-    engines: dict[str, OverlappingCopyEngine | CopyEngine] = {"synchronous": make_copy_engine(layout, pool)}
+    engines = {"synchronous": make_copy_engine(layout, pool), "async": make_copy_engine(layout, pool, is_async=True)}
     if layout.device.type != "cuda":
-        return engines | {"overlapping": make_overlapping_engine(layout, pool)}
-    from kvledger.storage.kv.cuda_engine import OverlappingCudaEngine
-
-    engines["staged"] = OverlappingCudaEngine(layout, pool, batched_from_bytes=None)
-    batched = OverlappingCudaEngine(layout, pool, batched_from_bytes=0)
-    if batched.batch_unavailable_because:
-        print(f"no batched copy: {batched.batch_unavailable_because}", file=sys.stderr)
-        batched.close()
         return engines
-    return engines | {"batched": batched}
+    from kvledger.adapters.vllm.versions import batched_copy
+    from kvledger.storage.kv.cuda import CudaCopyEngine
+
+    copy = batched_copy()
+    if copy is None:
+        print("no batched copy: this vLLM has no swap_blocks_batch", file=sys.stderr)
+        return engines
+    return engines | {"batched": CudaCopyEngine(layout, pool, is_async=True, batched_copy=copy, batched_from_bytes=0)}
 
 
 def measure(case: Case, rounds: int, device: torch.device) -> list[Row]:
@@ -169,20 +167,18 @@ def measure(case: Case, rounds: int, device: torch.device) -> list[Row]:
     return rows
 
 
-def _copy_of(
-    engine: OverlappingCopyEngine | CopyEngine, call: str, block_ids: list[int], slots: list[int]
-) -> Callable[[], object]:
-    arguments = (block_ids, slots) if call == "save" else (slots, block_ids)
-    name = call if hasattr(engine, call) else f"start_{call}"
-    return partial(getattr(engine, name), *arguments)
+def _copy_of(engine: CopyEngine, call: str, block_ids: list[int], slots: list[int]) -> Callable[[], PendingCopy]:
+    return (
+        partial(engine.start_save, block_ids, slots) if call == "save" else partial(engine.start_load, slots, block_ids)
+    )
 
 
 def _timed(call: Callable[[], object], device: torch.device) -> Timing:
     started_ns = time.perf_counter_ns()
     answer = call()
     held_ns = time.perf_counter_ns() - started_ns
-    if hasattr(answer, "is_done"):
-        answer.wait()
+    if hasattr(answer, "result"):
+        answer.result()
     elif device.type == "cuda":
         torch.cuda.synchronize(device)
     return Timing(held_ns, time.perf_counter_ns() - started_ns)

@@ -55,7 +55,7 @@ def main() -> None:
 def saved(engine: CopyEngine, digests: PageDigests, ids: list[int], num_digested: int) -> None:
     """As a worker saves."""
     found = digests.of_blocks(ids[:num_digested]) if num_digested else None
-    engine.save(ids, range(NUM_COPIED))
+    engine.start_save(ids, range(NUM_COPIED))
     if found is not None:
         found.tolist()
 
@@ -63,7 +63,7 @@ def saved(engine: CopyEngine, digests: PageDigests, ids: list[int], num_digested
 def loaded(engine: CopyEngine, digests: PageDigests, ids: list[int], num_digested: int) -> None:
     """As a worker loads."""
     stored = digests.of_slots(range(num_digested)) if num_digested else None
-    engine.load(range(NUM_COPIED), ids)
+    engine.start_load(range(NUM_COPIED), ids)
     if stored is not None:
         assert stored.tolist() == digests.of_blocks(ids[:num_digested]).tolist()
 

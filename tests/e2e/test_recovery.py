@@ -10,8 +10,7 @@ import pytest
 from e2e.engines import Reference, keep_two_steps_in_flight, read_sound_log, running_engine
 from kvledger.adapters.demo.workload import Workload
 from kvledger.lifecycle import events as e
-from kvledger.storage.kv.cpu_engine import CpuCopyEngine
-from kvledger.storage.kv.engine import CopyResult
+from kvledger.storage.kv.cpu import CpuCopyEngine
 
 pytestmark = pytest.mark.vllm
 
@@ -73,10 +72,11 @@ def test_a_load_that_copies_nothing_is_seen_in_the_outputs(
 ) -> None:
     """Equal outputs prove something only if wrong KV changes them."""
 
-    def copy_nothing(_engine: Any, slots: Any, _block_ids: Any) -> CopyResult:
-        return CopyResult(num_pages=len(slots), num_bytes=len(slots), duration_ns=1)
+    def copy_nothing(engine: CpuCopyEngine, _slots: Any, _block_ids: Any) -> Any:
+        return start_load(engine, [], [])
 
-    monkeypatch.setattr(CpuCopyEngine, "load", copy_nothing)
+    start_load = CpuCopyEngine.start_load
+    monkeypatch.setattr(CpuCopyEngine, "start_load", copy_nothing)
     workload = WORKLOAD
     with running_engine(model, workload, tmp_path) as engine:
         outputs = engine.generate(workload.prompts(), workload.max_tokens)
@@ -88,14 +88,14 @@ def test_a_load_that_fails_costs_its_request_the_cache_and_nothing_else(
     model: Path, reference: Reference, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What was promised and not delivered is recomputed by vLLM; later loads are served again."""
-    load, failures = CpuCopyEngine.load, ["no such page"]
+    start_load, failures = CpuCopyEngine.start_load, ["no such page"]
 
-    def fail_once(engine: CpuCopyEngine, slots: Any, block_ids: Any) -> CopyResult:
+    def fail_once(engine: CpuCopyEngine, slots: Any, block_ids: Any) -> Any:
         if failures:
             raise OSError(failures.pop())
-        return load(engine, slots, block_ids)
+        return start_load(engine, slots, block_ids)
 
-    monkeypatch.setattr(CpuCopyEngine, "load", fail_once)
+    monkeypatch.setattr(CpuCopyEngine, "start_load", fail_once)
     workload = WORKLOAD
     with running_engine(model, workload, tmp_path) as engine:
         outputs = engine.generate(workload.prompts(), workload.max_tokens)

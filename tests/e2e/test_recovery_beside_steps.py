@@ -10,8 +10,7 @@ import pytest
 from e2e.engines import Reference, keep_two_steps_in_flight, read_sound_log, running_engine
 from kvledger.adapters.demo.workload import Workload
 from kvledger.lifecycle import events as e
-from kvledger.storage.kv.cpu_engine import CpuCopyEngine
-from kvledger.storage.kv.engine import CopyResult
+from kvledger.storage.kv.cpu import CpuCopyEngine
 
 pytestmark = pytest.mark.vllm
 
@@ -67,10 +66,11 @@ def test_a_load_beside_the_steps_that_copies_nothing_is_seen_in_the_outputs(
 ) -> None:
     """Equal outputs prove something only if wrong KV changes them."""
 
-    def copy_nothing(_engine: Any, slots: Any, _block_ids: Any) -> CopyResult:
-        return CopyResult(num_pages=len(slots), num_bytes=len(slots), duration_ns=1)
+    def copy_nothing(engine: CpuCopyEngine, _slots: Any, _block_ids: Any) -> Any:
+        return start_load(engine, [], [])
 
-    monkeypatch.setattr(CpuCopyEngine, "load", copy_nothing)
+    start_load = CpuCopyEngine.start_load
+    monkeypatch.setattr(CpuCopyEngine, "start_load", copy_nothing)
     with running_engine(model, WORKLOAD, tmp_path, **BESIDE) as engine:
         outputs = engine.generate(WORKLOAD.prompts(), WORKLOAD.max_tokens)
     assert read_sound_log(engine.log_path).figures.num_tokens_recovered > 0
@@ -85,14 +85,14 @@ def test_a_load_beside_the_steps_that_fails_is_computed(
     expected = reference(WORKLOAD.prompts(), WORKLOAD.max_tokens)
     if async_scheduling:
         keep_two_steps_in_flight(monkeypatch)
-    load, failures = CpuCopyEngine.load, ["no such page", "no such page"]
+    start_load, failures = CpuCopyEngine.start_load, ["no such page", "no such page"]
 
-    def fail_twice(engine: CpuCopyEngine, slots: Any, block_ids: Any) -> CopyResult:
+    def fail_twice(engine: CpuCopyEngine, slots: Any, block_ids: Any) -> Any:
         if failures:
             raise OSError(failures.pop())
-        return load(engine, slots, block_ids)
+        return start_load(engine, slots, block_ids)
 
-    monkeypatch.setattr(CpuCopyEngine, "load", fail_twice)
+    monkeypatch.setattr(CpuCopyEngine, "start_load", fail_twice)
     with running_engine(model, WORKLOAD, tmp_path, **BESIDE) as engine:
         assert engine.generate(WORKLOAD.prompts(), WORKLOAD.max_tokens) == expected
         engine.settle()

@@ -15,25 +15,12 @@ class BrokenCopies:
         self._what = what
         self._failures = failures
 
-    def _copy(self, what: str, sources: Any, destinations: Any) -> Any:
-        if what == self._what and self._failures:
-            raise RuntimeError(self._failures.pop())
-        return getattr(self._inner, what)(sources, destinations)
-
-    def save(self, block_ids: Any, slots: Any) -> Any:
-        """Device to host."""
-        return self._copy("save", block_ids, slots)
-
-    def load(self, slots: Any, block_ids: Any) -> Any:
-        """Host to device."""
-        return self._copy("load", slots, block_ids)
-
     def start_save(self, block_ids: Any, slots: Any) -> Any:
-        """Device to host, beside the steps; it fails when it is waited for."""
+        """Device to host; it fails when it is waited for."""
         return self._start("save", block_ids, slots)
 
     def start_load(self, slots: Any, block_ids: Any) -> Any:
-        """Host to device, beside the steps; it fails when it is waited for."""
+        """Host to device; it fails when it is waited for."""
         return self._start("load", slots, block_ids)
 
     def _start(self, what: str, sources: Any, destinations: Any) -> Any:
@@ -52,19 +39,19 @@ class BrokenCopy:
     def __init__(self, error: str) -> None:
         self._error = error
 
-    def is_done(self) -> bool:
+    def done(self) -> bool:
         """It is over."""
         return True
 
-    def wait(self) -> Any:
+    def result(self) -> Any:
         """Tell why."""
         raise RuntimeError(self._error)
 
 
 def break_copies(engine: Any, what: str, num_failures: int) -> None:
-    """From now on: those within steps and those beside them."""
+    """From now on: synchronous and asynchronous ones."""
     side = engine.worker._worker_side
     failures = [BROKEN] * num_failures
     side._engine = BrokenCopies(side._engine, what, failures)
-    if side._overlapping is not None:
-        side._overlapping = BrokenCopies(side._overlapping, what, failures)
+    if side._async_engine is not None:
+        side._async_engine = BrokenCopies(side._async_engine, what, failures)

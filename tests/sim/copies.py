@@ -11,14 +11,18 @@ Copy = Callable[..., Any]
 
 
 class Copies:
-    """The copy calls of one worker, by name: `save`, `load`, and `start_save`, `start_load` where it has them."""
+    """The copy calls of one worker, by name.
+
+    `save` and `load` start a copy that the step waits for, `async_save` and `async_load` one that it does not.
+    """
 
     def __init__(self, worker_side: WorkerSide) -> None:
-        self._engines = [getattr(worker_side, name, None) for name in ("_engine", "_overlapping")]
+        self._engines: dict[str, Any] = {"": worker_side._engine, "async_": worker_side._async_engine}
 
     def wrap(self, name: str, around: Callable[[str, Copy], Copy]) -> None:
         """Replace the call by `around(name, call)`; the last wrap is the outermost."""
-        for engine in self._engines:
-            copy = getattr(engine, name, None)
-            if copy is not None:
-                setattr(engine, name, around(name, copy))
+        direction = name.removeprefix("async_")
+        engine = self._engines[name.removesuffix(direction)]
+        if engine is not None:
+            call = f"start_{direction}"
+            setattr(engine, call, around(name, getattr(engine, call)))

@@ -17,7 +17,7 @@ from kvledger.adapters.simulation.tiny_model import VOCABULARY_SIZE
 from kvledger.lifecycle import Core
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.codec import EventDecoder
-from sim.beside import VirtualOverlap
+from sim.virtual_copies import VirtualCopies
 
 BLOCK_SIZE = 16
 MAX_MODEL_LEN = 160
@@ -77,9 +77,9 @@ class HybridWorld:
         with self._clock.rules():
             self.engine = self._make_engine(settings)
         worker_side = self.engine.worker._worker_side
-        worker_side._overlapping.close()
+        worker_side._async_engine.close()
         rng = random.Random(f"copies {seed}")
-        worker_side._overlapping = VirtualOverlap(worker_side._engine, self._clock, rng)
+        worker_side._async_engine = VirtualCopies(worker_side._engine, self._clock, rng)
         self._shared_prefix = self._tokens(80)
         self._alive: list[str] = []
         self._num_arrived = 0
@@ -162,10 +162,10 @@ class HybridWorld:
     def _break_copies(self) -> None:
         """Let some copies fail on the worker, as a full or broken host would."""
         side = self.engine.worker._worker_side
-        shares = {"save": self.settings.failed_save_share, "start_load": self.settings.failed_load_share}
+        shares = {"start_save": self.settings.failed_save_share, "start_load": self.settings.failed_load_share}
         rng = random.Random(self.seed + 1)
         for name, share in shares.items():
-            engine = side._engine if name == "save" else side._overlapping
+            engine = side._engine if name == "start_save" else side._async_engine
             copy = getattr(engine, name)
 
             def perhaps(*arguments, copy=copy, share=share):  # noqa: ANN002, ANN001, ANN202

@@ -77,7 +77,7 @@ class PageWatch:
 
     def attach(self, copies: Copies) -> None:
         """See the copies of both engines."""
-        for name in ("save", "load", "start_save", "start_load"):
+        for name in ("save", "load", "async_save", "async_load"):
             copies.wrap(name, self._watched)
 
     def raise_if_wrong(self) -> None:
@@ -132,11 +132,7 @@ class PageWatch:
             if is_save:
                 pages = self._without_unusable(job_id, pages)
                 self._compare_blocks("saves wrong KV from", pages)
-            result = copy(*arguments)
-            if hasattr(result, "is_done"):
-                return _WatchedCopy(result, lambda: self._compare_destination(pages, is_save=is_save))
-            self._compare_destination(pages, is_save=is_save)
-            return _without_clock(result)
+            return _WatchedCopy(copy(*arguments), lambda: self._compare_destination(pages, is_save=is_save))
 
         return watched
 
@@ -180,16 +176,16 @@ class _WatchedCopy:
     _copy: Any
     _compare: Callable[[], None] | None
 
-    def is_done(self) -> bool:
+    def done(self) -> bool:
         """Whether the bytes are in place."""
-        done: bool = self._copy.is_done()
+        done: bool = self._copy.done()
         if done:
             self._seen()
         return done
 
-    def wait(self) -> Any:
+    def result(self) -> Any:
         """Return when they are."""
-        result = self._copy.wait()
+        result = self._copy.result()
         self._seen()
         return _without_clock(result)
 

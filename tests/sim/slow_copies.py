@@ -1,4 +1,4 @@
-"""An overlapping copy engine that is as slow as a test wants: no copy moves a byte before the test, or a wait, says so.
+"""A copy engine that is as slow as a test wants: no copy moves a byte before the test, or a wait, says so.
 
 What a copy reads it reads at its end, so that blocks which were overwritten too early give a wrong copy, and what it
 writes it writes then, so that blocks which were used too early are seen to be empty. No clock and no thread decides.
@@ -43,7 +43,7 @@ class SlowCopy:
         """Whether somebody finished it or made it fail."""
         return self._result is not None or self._error is not None
 
-    def is_done(self) -> bool:
+    def done(self) -> bool:
         """The worker asks, once a step."""
         if self._num_questions is not None and not self.is_over:
             if not self._num_questions:
@@ -52,7 +52,7 @@ class SlowCopy:
                 self._num_questions -= 1
         return self.is_over
 
-    def wait(self) -> CopyResult:
+    def result(self) -> CopyResult:
         """Finish it if nobody did."""
         self.was_waited_for = self.was_waited_for or not self.is_over
         self.finish()
@@ -63,7 +63,7 @@ class SlowCopy:
 
 
 class SlowCopies:
-    """Wraps an overlapping engine; copies of the kinds in `slow` pend, others are done at once.
+    """Wraps an asynchronous engine; copies of the kinds in `slow` pend, others are done at once.
 
     `num_questions` lets a copy be done without the test, after the worker has asked so often whether it is.
     """
@@ -81,12 +81,12 @@ class SlowCopies:
     def start_save(self, block_ids: Iterable[int], slots: Iterable[int]) -> SlowCopy:
         """Device to host."""
         block_ids, slots = tuple(block_ids), tuple(slots)
-        return self._start("save", block_ids, lambda: self._inner.start_save(block_ids, slots).wait())
+        return self._start("save", block_ids, lambda: self._inner.start_save(block_ids, slots).result())
 
     def start_load(self, slots: Iterable[int], block_ids: Iterable[int]) -> SlowCopy:
         """Host to device."""
         block_ids, slots = tuple(block_ids), tuple(slots)
-        return self._start("load", block_ids, lambda: self._inner.start_load(slots, block_ids).wait())
+        return self._start("load", block_ids, lambda: self._inner.start_load(slots, block_ids).result())
 
     def close(self) -> None:
         """Finish what pends, then close the wrapped engine."""
@@ -106,8 +106,8 @@ def delay(engine: Any, num_questions: int = 1) -> None:
     """Let the copies beside the steps of every rank take a step or more each, by the same count in every run."""
     for worker in engine.workers:
         side = worker._worker_side
-        if side._overlapping is not None:
-            side._overlapping = SlowCopies(side._overlapping, num_questions=num_questions)
+        if side._async_engine is not None:
+            side._async_engine = SlowCopies(side._async_engine, num_questions=num_questions)
 
 
 def slow_down(engine: Any, *slow: str) -> list[SlowCopies]:
@@ -115,6 +115,6 @@ def slow_down(engine: Any, *slow: str) -> list[SlowCopies]:
     copies = []
     for worker in engine.workers:
         side = worker._worker_side
-        side._overlapping = SlowCopies(side._overlapping, slow or ("load", "save"))
-        copies.append(side._overlapping)
+        side._async_engine = SlowCopies(side._async_engine, slow or ("load", "save"))
+        copies.append(side._async_engine)
     return copies

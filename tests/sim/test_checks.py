@@ -113,9 +113,8 @@ def _copies_that(world: World, name: str, spoil: Callable[..., None], *, before:
 
         return spoiled
 
-    watched = {name: getattr(world.copies._engines[0], name) for name in ("save", "load")}
-    for kind in watched:
-        delattr(world.copies._engines[0], kind)
+    for call in ("start_save", "start_load"):
+        delattr(world.copies._engines[""], call)
     world.copies.wrap(name, around)
     world.pages.attach(world.copies)
 
@@ -146,7 +145,7 @@ def test_a_save_of_blocks_that_somebody_else_has_is_seen_at_once() -> None:
 
 def test_a_copy_that_is_no_job_is_seen(world: World) -> None:
     """A worker that copies without being told to."""
-    world.copies._engines[0].save((1,), (0,))
+    world.copies._engines[""].start_save((1,), (0,))
     with pytest.raises(WrongPages, match="which is no job"):
         check_pages(world)
 

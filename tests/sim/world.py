@@ -24,7 +24,6 @@ from kvledger.adapters.simulation.truth import Truth
 from kvledger.adapters.simulation.vllm_mended import is_stranded, withdraw_what_is_not_computed
 from kvledger.adapters.vllm import configuration
 from kvledger.adapters.vllm.metadata import WorkerReports
-from sim.beside import VirtualOverlap
 from sim.cached_blocks import CachedBlocks
 from sim.copies import Copies
 from sim.faults import FAULTS, FailingCopies, Fault, draw_faults
@@ -32,6 +31,7 @@ from sim.logs import LogEnd, abandon, read_end
 from sim.meter import Meter
 from sim.pages import PageWatch
 from sim.settings import DIMENSIONS, MAX_MODEL_LEN, draw, widen
+from sim.virtual_copies import VirtualCopies
 
 MAX_ALIVE = 14
 MAX_STEPS = 2000
@@ -313,10 +313,10 @@ class World:
         self._by_ordinal = {}
         engine.before_update = self._let_faults_act
         if self.contender is LEDGER_CONTENDER:
-            if self.worker_side._overlapping is not None:
-                self.worker_side._overlapping.close()
+            if self.worker_side._async_engine is not None:
+                self.worker_side._async_engine.close()
                 rng = random.Random(f"copies {self.seed}")
-                self.worker_side._overlapping = VirtualOverlap(self.worker_side._engine, self.clock, rng)
+                self.worker_side._async_engine = VirtualCopies(self.worker_side._engine, self.clock, rng)
             self.copies = Copies(self.worker_side)
             self.pages = PageWatch(engine, lambda ordinal: self._by_ordinal[ordinal].truth)
             if self.log_dir is not None:

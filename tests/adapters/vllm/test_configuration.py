@@ -351,7 +351,7 @@ def test_a_worker_has_an_overlapping_engine_only_where_something_runs_beside_the
     """It costs a thread or two streams."""
     for modes, overlaps in ((("sync", "sync"), False), (("async", "sync"), True), (("sync", "async"), True)):
         engine = make_engine(num_blocks=8, chunk_size=16, load_mode=modes[0], save_mode=modes[1])
-        assert (engine.worker._worker_side._overlapping is not None) is overlaps
+        assert (engine.worker._worker_side._async_engine is not None) is overlaps
 
 
 @pytest.mark.parametrize(

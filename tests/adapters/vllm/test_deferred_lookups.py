@@ -111,10 +111,10 @@ def test_a_save_that_fails_is_not_waited_for(make_engine: Any, mode: str) -> Non
     """The next answer says that there is nothing."""
     engine = crowded(make_engine, load_mode=mode, save_mode=mode)
     side = engine.worker._worker_side
-    side._engine.save = lambda *_arguments: 1 / 0
-    side._overlapping = side._overlapping and slow_down(engine, "load")[0]
-    if side._overlapping:
-        side._overlapping.start_save = lambda *_arguments: 1 / 0
+    side._engine.start_save = lambda *_arguments: 1 / 0
+    side._async_engine = side._async_engine and slow_down(engine, "load")[0]
+    if side._async_engine:
+        side._async_engine.start_save = lambda *_arguments: 1 / 0
     preempt_all(engine)
     engine.run()
     for request_id in engine.outputs:

@@ -200,7 +200,7 @@ def test_a_load_that_fails_costs_its_request_and_not_the_engine(make_engine: Any
         message = "the host is gone"
         raise RuntimeError(message)
 
-    engine.worker._worker_side._overlapping.start_load = broken
+    engine.worker._worker_side._async_engine.start_load = broken
     for number in range(3):
         engine.add(f"r{number}", range(100 * number, 100 * number + 90), 50)
     engine.run()

@@ -13,7 +13,7 @@ import pytest
 from sim.slow_copies import SlowCopies, slow_down
 from sim.told import listen
 
-from kvledger.adapters.vllm.beside import CopiesBeside
+from kvledger.adapters.vllm.async_copies import AsyncCopies
 from kvledger.adapters.vllm.metadata import JobReport, WorkerReports
 from kvledger.lifecycle import events as e
 
@@ -43,7 +43,7 @@ def beside(make_engine: Any, **options: Any) -> Any:
 
 def make_slow(engine: Any, *what: str) -> SlowCopies:
     """From now on the copies of the first rank pend."""
-    copies: SlowCopies = engine.worker._worker_side._overlapping
+    copies: SlowCopies = engine.worker._worker_side._async_engine
     copies.slow.update(what)
     return copies
 
@@ -144,7 +144,7 @@ def test_a_worker_that_knows_nothing_of_a_copy_fails_it(make_engine: Any, async_
     make_slow(engine, "load")
     engine.add("reader", PROMPT, 2)
     engine.step()
-    engine.worker._worker_side._copies = CopiesBeside(0)
+    engine.worker._worker_side._copies = AsyncCopies(0)
     engine.run()
     assert (told.received, told.failed) == (["reader"], ["reader"])
     (failed,) = engine.logged(e.LoadFailed)

@@ -54,7 +54,7 @@ def check_at_rest(engine: Any) -> None:
 def check_saved(engine: Any, request_id: str) -> None:
     """Everything that was settled of a request can be loaded, and is right."""
     for worker in engine.workers:
-        worker._worker_side._overlapping.slow.clear()
+        worker._worker_side._async_engine.slow.clear()
     tokens = [*engine.prompts[request_id], *engine.outputs[request_id]]
     engine.add(f"reader of {request_id}", tokens, 4)
     engine.run()
@@ -217,7 +217,7 @@ def test_two_ranks_of_unlike_speed(make_engine: Any) -> None:
     engine = overlapping(make_engine, num_ranks=2)
     told = listen(engine)
     _, slow = slow_down(engine)
-    engine.workers[0]._worker_side._overlapping.slow.clear()
+    engine.workers[0]._worker_side._async_engine.slow.clear()
     engine.add("only", PROMPT, 20)
     step_until_unscheduled(engine, "only")
     engine.step()

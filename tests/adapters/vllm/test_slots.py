@@ -179,7 +179,7 @@ def scheduler_connector(num_ranks: int = 1) -> KVLedgerConnector:
 def start_of(connector: KVLedgerConnector, **changes: Any) -> WorkerStart:
     """What a worker has that agrees with the scheduler, but for `changes`."""
     num_slots = connector.scheduler_side.journal.configuration.num_slots
-    return attrs.evolve(WorkerStart(0, num_slots, slot_bytes=1536, copies_beside=True), **changes)
+    return attrs.evolve(WorkerStart(0, num_slots, slot_bytes=1536, copies_async=True), **changes)
 
 
 def test_a_worker_with_other_slots_is_refused_at_start_with_both_figures() -> None:
@@ -280,7 +280,7 @@ def test_a_slot_that_cannot_be_written_fails_one_save_and_not_every_one(make_eng
     """While others are free it is not tried again."""
     engine = make_engine(num_blocks=60, chunk_size=16, save_mode="sync", enable_prefix_caching=False)
     copies = engine.worker._worker_side._engine
-    save = copies.save
+    save = copies.start_save
 
     def failing(block_ids: Any, slots: Any) -> Any:
         if 3 in slots:
@@ -288,7 +288,7 @@ def test_a_slot_that_cannot_be_written_fails_one_save_and_not_every_one(make_eng
             raise RuntimeError(message)
         return save(block_ids, slots)
 
-    copies.save = failing
+    copies.start_save = failing
     for number in range(10):
         engine.add(str(number), range(100 * number, 100 * number + 70), 2)
         engine.run()

@@ -34,7 +34,7 @@ class FailingCopies(Fault):
 
     def attach(self) -> None:
         """Stand between the worker and its engines."""
-        for name in ("save", "start_save", "start_load", *(("load",) if self.loads_fail else ())):
+        for name in ("save", "async_save", "async_load", *(("load",) if self.loads_fail else ())):
             self.world.copies.wrap(name, self._perhaps)
 
     def _perhaps(self, name: str, copy: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,43 +1,29 @@
-"""Where the CUDA engine puts bytes, shown on CPU tensors: all but streams, events and the real driver."""
+"""Where the CUDA engine puts bytes, shown on CPU tensors: all but streams, events and vLLM's batched copy."""
 
 from __future__ import annotations
 
 import ctypes
-import sys
 from collections.abc import Callable
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from kvledger.storage.kv import HostPool, make_copy_engine
-from kvledger.storage.kv.cuda_batch import BATCH_ENTRY_POINT, BatchCopy, BatchedMover, BatchUnavailable, _entry_point
-from kvledger.storage.kv.cuda_engine import Mover, PendingCudaCopy
-from kvledger.storage.kv.cuda_staging import StagedMover
+from kvledger.storage.kv.cuda import PendingCudaCopy
+from kvledger.storage.kv.cuda_movers import BatchedMover, Mover, StagedMover
 from kvledger.storage.kv.layout import BlockLayout
 from kvledger.storage.kv.testing import DTYPES, KV_LAYOUTS, make_kv_memory, printed_seed
 from kvledger.storage.kv.testing.memory import NUM_BLOCKS, Geometry
 
-STREAM = 0x5EED
-ALL_ATTRIBUTES = ctypes.c_uint * 6
 
-
-def copy_in_cpu_memory(  # noqa: PLR0917
-    dsts: int, srcs: int, sizes: int, count: int, attrs: int, idxs: int, num_attrs: int, fail: int, stream: int
-) -> int:
-    """What `cuMemcpyBatchAsync` of CUDA 12.8 does, in the least convenient order; a copy of 13 bytes is an error."""
-    pointers, lengths = ctypes.c_void_p * count, ctypes.c_size_t * count
-    for i in reversed(range(count)):
-        if lengths.from_address(sizes)[i] == 13:
-            ctypes.c_size_t.from_address(fail).value = i
-            return 700
-        ctypes.memmove(pointers.from_address(dsts)[i], pointers.from_address(srcs)[i], lengths.from_address(sizes)[i])
-    stream_order, no_hints = 1, [0] * 5
-    asked = list(ALL_ATTRIBUTES.from_address(attrs)), num_attrs, ctypes.c_size_t.from_address(idxs).value, stream
-    return 0 if asked == ([stream_order, *no_hints], 1, 0, STREAM) else 1
-
-
-STAND_IN = BATCH_ENTRY_POINT(copy_in_cpu_memory)
+def copy_in_cpu_memory(sources: torch.Tensor, destinations: torch.Tensor, sizes: torch.Tensor) -> None:
+    """What vLLM's `swap_blocks_batch` does and demands (`_custom_ops.py`, 0.32), in the least convenient order."""
+    for tensor in (sources, destinations, sizes):
+        assert (tensor.dtype, tensor.device.type, tensor.ndim) == (torch.int64, "cpu", 1)
+        assert tensor.is_contiguous()
+    rows = list(zip(destinations.tolist(), sources.tolist(), sizes.tolist(), strict=True))
+    for destination, source, size in reversed(rows):
+        ctypes.memmove(destination, source, size)
 
 
 def staged(layout: BlockLayout, pool: HostPool) -> Mover:
@@ -46,8 +32,8 @@ def staged(layout: BlockLayout, pool: HostPool) -> Mover:
 
 
 def batched(layout: BlockLayout, pool: HostPool) -> Mover:
-    """Straight, with the stand-in for the driver."""
-    return BatchedMover(layout, pool.slot_bytes, BatchCopy(STAND_IN, STREAM))
+    """Straight, with a stand-in for vLLM's function."""
+    return BatchedMover(layout, pool.slot_bytes, copy_in_cpu_memory)
 
 
 @pytest.mark.parametrize("make_mover", [staged, batched])
@@ -70,44 +56,11 @@ def test_a_mover_moves_the_bytes_that_the_cpu_engine_moves(
     slots = [9, 2, 3, 4, 13, 0, 8]
 
     mover.move(sources, slots, pool.buffer, writes_slots=True)
-    engine.save(sources, slots)
+    engine.start_save(sources, slots)
     assert torch.equal(pool.buffer, twin_pool.buffer)
     mover.move(targets, slots, pool.buffer, writes_slots=False)
-    engine.load(slots, targets)
+    engine.start_load(slots, targets)
     assert torch.equal(memory.bytes(), twin.bytes())
-
-
-def test_a_batch_that_the_driver_refuses_is_an_error_with_its_code_and_place() -> None:
-    """The message names the code, the copy and the way to do without."""
-    memory = torch.zeros(64, dtype=torch.uint8)
-    starts, sizes = memory.data_ptr() + torch.tensor([0, 16, 32]), torch.tensor([8, 13, 8])
-    with pytest.raises(RuntimeError, match=r"3 copies failed with CUDA error 700 at copy 1.*batched_from_bytes=None"):
-        BatchCopy(STAND_IN, STREAM)(starts, starts, sizes)
-
-
-def driver_that_answers(code: int, address: int) -> SimpleNamespace:
-    """The one function that is used of `cuda.bindings.driver`, as CUDA 12.8 to 13 document it."""
-    known = {(b"cuMemcpyBatchAsync", 12080, 0): (code, address, 0)}
-    return SimpleNamespace(cuGetProcAddress=lambda *asked: known[asked])
-
-
-def test_the_entry_point_is_asked_for_in_the_version_whose_signature_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The address the driver gives is what is called."""
-    address = ctypes.cast(STAND_IN, ctypes.c_void_p).value
-    monkeypatch.setitem(sys.modules, "cuda.bindings.driver", driver_that_answers(0, address))
-    memory = torch.arange(64, dtype=torch.uint8)
-    BatchCopy(_entry_point(), STREAM)(
-        memory.data_ptr() + torch.tensor([0, 8]), memory.data_ptr() + torch.tensor([32, 48]), torch.tensor([4, 8])
-    )
-    assert memory[:16].tolist() == [32, 33, 34, 35, 4, 5, 6, 7, *range(48, 56)]
-
-
-@pytest.mark.parametrize(("code", "address"), [(1, 0), (0, 0)], ids=["older driver", "not on this platform"])
-def test_a_driver_without_the_batched_copy_says_so(monkeypatch: pytest.MonkeyPatch, code: int, address: int) -> None:
-    """Then the engine gathers."""
-    monkeypatch.setitem(sys.modules, "cuda.bindings.driver", driver_that_answers(code, address))
-    with pytest.raises(BatchUnavailable, match=r"no cuMemcpyBatchAsync of CUDA 12\.8"):
-        _entry_point()
 
 
 class BrokenEvent:
@@ -123,6 +76,6 @@ class BrokenEvent:
 def test_a_copy_that_failed_on_the_device_is_done_and_says_so_when_it_is_waited_for() -> None:
     """Asking never raises, or the failure of one copy would surface where another is asked for."""
     pending = PendingCudaCopy((BrokenEvent(), BrokenEvent()), 1, 8)
-    assert pending.is_done()
+    assert pending.done()
     with pytest.raises(RuntimeError, match="illegal memory access"):
-        pending.wait()
+        pending.result()

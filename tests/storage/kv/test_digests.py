@@ -15,7 +15,7 @@ def digested(layout: str, dtype: torch.dtype = torch.uint8) -> tuple[KVMemory, H
     """Noise in that layout, blocks 0 to 3 of it in slots 3 to 0, and who digests both."""
     memory = make_kv_memory(KV_LAYOUTS[layout], dtype, "cpu", torch.Generator().manual_seed(printed_seed()))
     pool = HostPool(4, memory.layout().block_bytes, pin=False)
-    make_copy_engine(memory.layout(), pool).save([0, 1, 2, 3], [3, 2, 1, 0])
+    make_copy_engine(memory.layout(), pool).start_save([0, 1, 2, 3], [3, 2, 1, 0])
     return memory, pool, PageDigests(memory.layout(), pool)
 
 

@@ -146,9 +146,9 @@ def test_any_described_tensor_survives_a_round_trip(case: tuple[torch.Tensor, in
     slots = list(range(num_blocks))
     order.shuffle(slots)
     before = tensor.clone()
-    engine.save(range(num_blocks), slots)
+    engine.start_save(range(num_blocks), slots)
     memory = layout.layers[0].storage
     memory.fill_(0xEE)
-    engine.load(slots, range(num_blocks))
+    engine.start_load(slots, range(num_blocks))
     assert torch.equal(tensor, before)
     assert int((memory == 0xEE).sum()) >= memory.numel() - layout.block_bytes * num_blocks

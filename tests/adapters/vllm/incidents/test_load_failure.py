@@ -41,9 +41,9 @@ def fail_loads(engine: Any, num_failures: int) -> None:
 
         return loads
 
-    side._engine.load = perhaps(side._engine.load)
-    if side._overlapping is not None:
-        side._overlapping._inner.start_load = perhaps(side._overlapping._inner.start_load)
+    side._engine.start_load = perhaps(side._engine.start_load)
+    if side._async_engine is not None:
+        side._async_engine._inner.start_load = perhaps(side._async_engine._inner.start_load)
 
 
 @pytest.fixture(params=[False, True], ids=["v1", "v2"])

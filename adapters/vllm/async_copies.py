@@ -1,4 +1,4 @@
-"""A worker's copies that run beside the steps: started in one, reported in a later one, awaited where they must be.
+"""A worker's asynchronous copies: started in one step, reported in a later one, awaited where they must be.
 
 It knows jobs, blocks and slots, no requests.
 """
@@ -12,31 +12,35 @@ import attrs
 
 from kvledger.adapters.vllm.messages import messages
 from kvledger.adapters.vllm.metadata import JobReport
-from kvledger.storage.kv import CopyResult, PendingCopy
+from kvledger.storage.kv import PendingCopy
 
 MAX_REMEMBERED = 4096
-"""Reports that can be told once more; whoever asks does so within a few steps."""
+"""Reports that can be repeated; whoever asks does so within a few steps."""
 
 
-class CopiesBeside:
-    """The pending copies of one rank, and what was told about the latest of them."""
+class AsyncCopies:
+    """The pending copies of one rank, and the latest reports."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
         self._pending: dict[int, PendingCopy] = {}
-        self._told: OrderedDict[int, JobReport] = OrderedDict()
+        self._reported: OrderedDict[int, JobReport] = OrderedDict()
+
+    def run(self, job_id: int, begin: Callable[[], PendingCopy]) -> JobReport:
+        """Begin a copy and wait for it: one that the step needs."""
+        return self.start(job_id, begin) or self._end(job_id)
 
     def start(self, job_id: int, begin: Callable[[], PendingCopy]) -> JobReport | None:
         """Begin a copy; a report only where it could not even begin."""
         try:
             self._pending[job_id] = begin()
         except Exception as error:  # noqa: BLE001 -- a failed copy costs its request the cache, not the worker its life
-            return self.failed(job_id, error)
+            return self._failed(job_id, error)
         return None
 
     def take_done(self) -> list[JobReport]:
         """Reports of the copies that have come to an end since the last call. Waits for nothing."""
-        return [self._end(job_id) for job_id in [job_id for job_id, copy in self._pending.items() if copy.is_done()]]
+        return [self._end(job_id) for job_id in [job_id for job_id, copy in self._pending.items() if copy.done()]]
 
     def wait_for(self, job_ids: Iterable[int]) -> list[JobReport]:
         """Wait for these copies; reports of those that were under way."""
@@ -46,24 +50,18 @@ class CopiesBeside:
         """Wait for every copy that is under way."""
         return self.wait_for(tuple(self._pending))
 
-    def tell_again(self, job_ids: Iterable[int]) -> list[JobReport]:
+    def report_again(self, job_ids: Iterable[int]) -> list[JobReport]:
         """What was reported about these copies. Those under way are waited for: nobody may give up on one that runs."""
-        return [self._end(job_id) if job_id in self._pending else self._recall(job_id) for job_id in job_ids]
+        return [self._end(job_id) if job_id in self._pending else self._repeated(job_id) for job_id in job_ids]
 
-    def _recall(self, job_id: int) -> JobReport:
-        told = self._told.get(job_id)
-        if told is not None:
-            return attrs.evolve(told, is_repeated=True)
+    def _repeated(self, job_id: int) -> JobReport:
+        reported = self._reported.get(job_id)
+        if reported is not None:
+            return attrs.evolve(reported, is_repeated=True)
         error = "this worker knows of no such job"
         return JobReport(job_id, self._rank, done=False, num_bytes=0, duration_ns=0, error=error, is_repeated=True)
 
-    def done(self, job_id: int, result: CopyResult) -> JobReport:
-        """The report of a copy that succeeded."""
-        report = JobReport(job_id, self._rank, done=True, num_bytes=result.num_bytes, duration_ns=result.duration_ns)
-        return self._remember(report)
-
-    def failed(self, job_id: int, error: Exception) -> JobReport:
-        """The report of a copy that failed; people are told as well."""
+    def _failed(self, job_id: int, error: Exception) -> JobReport:
         described = f"{type(error).__name__}: {error}"
         messages.error("copy failed", job_id=job_id, error=described)
         report = JobReport(job_id, self._rank, done=False, num_bytes=0, duration_ns=0, error=described)
@@ -72,12 +70,14 @@ class CopiesBeside:
     def _end(self, job_id: int) -> JobReport:
         copy = self._pending.pop(job_id)
         try:
-            return self.done(job_id, copy.wait())
+            result = copy.result()
         except Exception as error:  # noqa: BLE001 -- a failed copy costs its request the cache, not the worker its life
-            return self.failed(job_id, error)
+            return self._failed(job_id, error)
+        report = JobReport(job_id, self._rank, done=True, num_bytes=result.num_bytes, duration_ns=result.duration_ns)
+        return self._remember(report)
 
     def _remember(self, report: JobReport) -> JobReport:
-        self._told[report.job_id] = report
-        if len(self._told) > MAX_REMEMBERED:
-            self._told.popitem(last=False)
+        self._reported[report.job_id] = report
+        if len(self._reported) > MAX_REMEMBERED:
+            self._reported.popitem(last=False)
         return report

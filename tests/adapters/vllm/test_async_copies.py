@@ -1,4 +1,4 @@
-"""A worker's copies beside the steps, with the engine that really copies: begun, reported once, told again if asked."""
+"""A worker's asynchronous copies, with the engine that really copies: begun, reported once, and again if asked."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import attrs
 import pytest
 import torch
 
-from kvledger.adapters.vllm import beside
-from kvledger.adapters.vllm.beside import CopiesBeside
-from kvledger.storage.kv import CopyResult, HostPool, OverlappingCopyEngine, describe_blocks, make_overlapping_engine
+from kvledger.adapters.vllm import async_copies
+from kvledger.adapters.vllm.async_copies import AsyncCopies
+from kvledger.storage.kv import CopyEngine, CopyResult, HostPool, describe_blocks, make_copy_engine
 
 pytestmark = pytest.mark.scheduler
 
@@ -24,8 +24,8 @@ class Bench:
 
     kv: torch.Tensor
     pool: HostPool
-    engine: OverlappingCopyEngine
-    copies: CopiesBeside
+    engine: CopyEngine
+    copies: AsyncCopies
 
 
 @pytest.fixture
@@ -34,8 +34,8 @@ def bench() -> Iterator[Bench]:
     kv = torch.arange(NUM_BLOCKS * 32, dtype=torch.int64).reshape(NUM_BLOCKS, 1, 16, 2).contiguous()
     layout = describe_blocks({"layer": kv}, num_blocks=NUM_BLOCKS)
     pool = HostPool(NUM_BLOCKS, layout.block_bytes, pin=False)
-    engine = make_overlapping_engine(layout, pool)
-    yield Bench(kv, pool, engine, CopiesBeside(rank=3))
+    engine = make_copy_engine(layout, pool, is_async=True)
+    yield Bench(kv, pool, engine, AsyncCopies(rank=3))
     engine.close()
     pool.close()
 
@@ -50,11 +50,11 @@ class Gate:
         """Let it be done."""
         self._open.set()
 
-    def is_done(self) -> bool:
+    def done(self) -> bool:
         """Whether the gate is open."""
         return self._open.is_set()
 
-    def wait(self) -> CopyResult:
+    def result(self) -> CopyResult:
         """Wait for whoever opens it."""
         self._open.wait()
         return CopyResult(num_pages=1, num_bytes=7, duration_ns=1)
@@ -91,12 +91,12 @@ def test_what_fails_on_its_way_is_reported_as_failed(bench: Bench) -> None:
     class Failing:
         """A copy whose future holds what the real engine's would."""
 
-        def is_done(self) -> bool:
+        def done(self) -> bool:
             return True
 
-        def wait(self) -> CopyResult:
+        def result(self) -> CopyResult:
             bench.pool.close()
-            return bench.engine.start_save([0], [0]).wait()
+            return bench.engine.start_save([0], [0]).result()
 
     assert bench.copies.start(1, Failing) is None
     (report,) = bench.copies.take_done()
@@ -107,7 +107,7 @@ def test_what_fails_on_its_way_is_reported_as_failed(bench: Bench) -> None:
 
 def test_copies_are_taken_when_they_are_done_in_any_order_and_each_once() -> None:
     """Asking for those that are done waits for nobody."""
-    copies, gates = CopiesBeside(rank=0), [Gate(), Gate(), Gate()]
+    copies, gates = AsyncCopies(rank=0), [Gate(), Gate(), Gate()]
     for job_id, gate in enumerate(gates):
         copies.start(job_id, lambda gate=gate: gate)  # type: ignore[misc]
     assert copies.take_done() == []
@@ -121,7 +121,7 @@ def test_copies_are_taken_when_they_are_done_in_any_order_and_each_once() -> Non
 
 def test_waiting_for_some_leaves_the_others_pending() -> None:
     """Only what a step may overwrite holds it up."""
-    copies, mine, other = CopiesBeside(rank=0), Gate(), Gate()
+    copies, mine, other = AsyncCopies(rank=0), Gate(), Gate()
     copies.start(1, lambda: mine)
     copies.start(2, lambda: other)
     opener = threading.Timer(0.01, mine.open)
@@ -135,7 +135,7 @@ def test_waiting_for_some_leaves_the_others_pending() -> None:
 
 def test_waiting_for_what_is_over_or_was_never_begun_is_no_report() -> None:
     """It was reported before, or will not be here."""
-    copies, gate = CopiesBeside(rank=0), Gate()
+    copies, gate = AsyncCopies(rank=0), Gate()
     gate.open()
     copies.start(1, lambda: gate)
     copies.take_done()
@@ -143,47 +143,47 @@ def test_waiting_for_what_is_over_or_was_never_begun_is_no_report() -> None:
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_a_report_is_told_again_as_it_was(bench: Bench, fails: bool) -> None:
+def test_a_report_is_repeated_as_it_was(bench: Bench, fails: bool) -> None:
     """Marked as repeated, so that nobody takes it for a second end."""
     first = bench.copies.start(1, lambda: bench.engine.start_save([99 if fails else 0], [0]))
     first = first or bench.copies.wait_for([1])[0]
-    assert bench.copies.tell_again([1]) == [attrs.evolve(first, is_repeated=True)]
-    assert bench.copies.tell_again([1]) == [attrs.evolve(first, is_repeated=True)]
+    assert bench.copies.report_again([1]) == [attrs.evolve(first, is_repeated=True)]
+    assert bench.copies.report_again([1]) == [attrs.evolve(first, is_repeated=True)]
 
 
-def test_copies_within_a_step_can_be_told_again_too() -> None:
+def test_copies_that_were_waited_for_at_once_can_be_reported_again_too(bench: Bench) -> None:
     """Their reports may be lost like any other."""
-    copies = CopiesBeside(rank=0)
-    copies.done(1, CopyResult(num_pages=1, num_bytes=5, duration_ns=2))
-    copies.failed(2, RuntimeError("it broke"))
-    done, failed = copies.tell_again([1, 2])
-    assert (done.done, done.num_bytes, done.is_repeated) == (True, 5, True)
-    assert (failed.done, failed.error, failed.is_repeated) == (False, "RuntimeError: it broke", True)
+    first = bench.copies.run(1, lambda: bench.engine.start_save([2], [0]))
+    second = bench.copies.run(2, lambda: bench.engine.start_save([99], [0]))
+    assert (first.done, second.done) == (True, False)
+    assert bench.copies.report_again([1, 2]) == [attrs.evolve(report, is_repeated=True) for report in (first, second)]
 
 
 def test_what_still_runs_is_waited_for_when_it_is_asked_after() -> None:
     """Nobody may give up on a copy that writes. It is a first report."""
-    copies, gate = CopiesBeside(rank=0), Gate()
+    copies, gate = AsyncCopies(rank=0), Gate()
     copies.start(1, lambda: gate)
     opener = threading.Timer(0.01, gate.open)
     opener.start()
-    (report,) = copies.tell_again([1])
+    (report,) = copies.report_again([1])
     opener.join()
     assert (report.done, report.is_repeated) == (True, False)
     assert copies.take_done() == []
 
 
-def test_what_nobody_knows_is_told_as_failed() -> None:
+def test_what_nobody_knows_is_reported_as_failed() -> None:
     """A worker that was started again has no memory; its answer ends the waiting."""
-    (report,) = CopiesBeside(rank=0).tell_again([7])
+    (report,) = AsyncCopies(rank=0).report_again([7])
     assert (report.job_id, report.done, report.is_repeated) == (7, False, True)
     assert "knows of no such job" in report.error
 
 
 def test_only_the_latest_reports_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker runs for months; whoever asks does so within a few steps."""
-    monkeypatch.setattr(beside, "MAX_REMEMBERED", 2)
-    copies = CopiesBeside(rank=0)
+    monkeypatch.setattr(async_copies, "MAX_REMEMBERED", 2)
+    copies = AsyncCopies(rank=0)
     for job_id in (1, 2, 3):
-        copies.done(job_id, CopyResult(num_pages=1, num_bytes=1, duration_ns=1))
-    assert [report.done for report in copies.tell_again([1, 2, 3])] == [False, True, True]
+        gate = Gate()
+        gate.open()
+        copies.run(job_id, lambda gate=gate: gate)  # type: ignore[misc]
+    assert [report.done for report in copies.report_again([1, 2, 3])] == [False, True, True]

@@ -1,4 +1,4 @@
-"""Copies beside the steps in virtual time: bytes move as late as they may, so that whoever reuses a block is caught.
+"""Asynchronous copies in virtual time: bytes move as late as they may, so that whoever reuses a block is caught.
 
 The real engines use a thread or a device, whose pace would decide what a seed shows; `tests/storage` is about those.
 """
@@ -26,13 +26,13 @@ class VirtualCopy:
         """Whether its bytes are in place; looking changes nothing."""
         return self._move is None
 
-    def is_done(self) -> bool:
+    def done(self) -> bool:
         """Whether its time has come."""
         if self._move is not None and self._clock.now_ns >= self.due_ns:
-            self.wait()
+            self.result()
         return self._move is None
 
-    def wait(self) -> Any:
+    def result(self) -> Any:
         """Move the bytes, if that has not been done."""
         if self._move is not None:
             move, self._move = self._move, None
@@ -40,11 +40,11 @@ class VirtualCopy:
         return self._result
 
 
-class VirtualOverlap:
-    """An overlapping engine whose copies take a drawn time; those of one direction end in their order."""
+class VirtualCopies:
+    """A copy engine whose copies take a drawn time; those of one direction end in their order."""
 
     def __init__(self, engine: Any, clock: VirtualClock, rng: random.Random) -> None:
-        self._save, self._load = engine.save, engine.load
+        self._save, self._load = engine.start_save, engine.start_load
         self._clock = clock
         self._rng = rng
         self._last_due_ns = {"save": 0, "load": 0}
@@ -52,16 +52,16 @@ class VirtualOverlap:
 
     def start_save(self, block_ids: Sequence[int], slots: Sequence[int]) -> VirtualCopy:
         """Device to host."""
-        return self._start("save", lambda: self._save(block_ids, slots))
+        return self._start("save", lambda: self._save(block_ids, slots).result())
 
     def start_load(self, slots: Sequence[int], block_ids: Sequence[int]) -> VirtualCopy:
         """Host to device."""
-        return self._start("load", lambda: self._load(slots, block_ids))
+        return self._start("load", lambda: self._load(slots, block_ids).result())
 
     def close(self) -> None:
         """Finish what was started."""
         for copy in self._started:
-            copy.wait()
+            copy.result()
 
     def _start(self, direction: str, move: Callable[[], Any]) -> VirtualCopy:
         duration_ns = self._rng.choice((0, 1, 10, 30, 200)) * 1_000_000

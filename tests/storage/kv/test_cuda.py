@@ -8,11 +8,11 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from kvledger.storage.kv import HostPool, describe_blocks, make_copy_engine, make_overlapping_engine
-from kvledger.storage.kv.cuda_engine import CudaCopyEngine, OverlappingCudaEngine
+from kvledger.storage.kv import BatchedCopy, CopyEngine, HostPool, describe_blocks, make_copy_engine
+from kvledger.storage.kv.cuda import CudaCopyEngine
+from kvledger.storage.kv.cuda_movers import BatchedMover, StagedMover
 from kvledger.storage.kv.layout import BlockLayout
-from kvledger.storage.kv.pending import OverlappingCopyEngine
-from kvledger.storage.kv.testing import CopyEngineContract, OverlappingCopyEngineContract
+from kvledger.storage.kv.testing import CopyEngineContract
 
 pytestmark = pytest.mark.usefixtures("cuda")
 
@@ -26,67 +26,73 @@ def busy_stream() -> Iterator[None]:
     yield
 
 
+def batched_copy() -> BatchedCopy:
+    """VLLM's, where it is to be had."""
+    from kvledger.adapters.vllm.versions import batched_copy
+
+    copy = batched_copy()
+    if copy is None:
+        pytest.skip("this vLLM has no swap_blocks_batch")
+    return copy
+
+
 class TestCudaCopyEnginePinned(CopyEngineContract):
-    """Everything the contract asks, from and to pinned memory."""
+    """Everything the contract asks, both directions on one stream, from and to pinned memory."""
 
     device = "cuda"
     pin = True
 
-
-class TestCudaCopyEngineUnpinned(CopyEngineContract):
-    """The same without pinning."""
-
-    device = "cuda"
-
-
-class TestOverlappingCudaEngineStaged(OverlappingCopyEngineContract):
-    """Everything the contract asks, gathered through staging memory, from and to pinned memory."""
-
-    device = "cuda"
-    pin = True
-
-    def held_back(self, engine: OverlappingCopyEngine) -> Iterator[None]:
+    def held_back(self, engine: CopyEngine) -> Iterator[None]:
         """The copy waits for the stream that it was started from."""
         del engine
         return busy_stream()
 
-    def make_overlapping_engine(self, layout: BlockLayout, pool: HostPool) -> OverlappingCopyEngine:
-        """Never the driver's batched copy."""
-        return OverlappingCudaEngine(layout, pool, batched_from_bytes=None)
+
+class TestAsynchronousCudaCopyEngine(TestCudaCopyEnginePinned):
+    """The same on two streams."""
+
+    def make_engine(self, layout: BlockLayout, pool: HostPool) -> CopyEngine:
+        """Gathers."""
+        return CudaCopyEngine(layout, pool, is_async=True)
 
 
-class TestOverlappingCudaEngineBatched(TestOverlappingCudaEngineStaged):
-    """The same with the driver's batched copy, however short the runs."""
+class TestBatchedCudaCopyEngine(TestCudaCopyEnginePinned):
+    """The same from address to address, however short the runs."""
 
-    def make_overlapping_engine(self, layout: BlockLayout, pool: HostPool) -> OverlappingCopyEngine:
-        """Always the driver's batched copy, where it is to be had and the pool is one that it takes."""
-        engine = OverlappingCudaEngine(layout, pool, batched_from_bytes=0)
-        if pool.is_pinned and engine.batch_unavailable_because:
-            pytest.skip(engine.batch_unavailable_because)
-        return engine
+    def make_engine(self, layout: BlockLayout, pool: HostPool) -> CopyEngine:
+        """Always vLLM's batched copy."""
+        return CudaCopyEngine(layout, pool, is_async=True, batched_copy=batched_copy(), batched_from_bytes=0)
 
 
-class TestOverlappingCudaEngineUnpinned(OverlappingCopyEngineContract):
-    """The engine that kvledger chooses, without pinning."""
+class TestCudaCopyEngineUnpinned(CopyEngineContract):
+    """What kvledger chooses, without pinning."""
 
     device = "cuda"
 
-
-def test_cuda_tensors_get_the_overlapping_cuda_engine() -> None:
-    """The engine is chosen by where the tensors lie, and says why it gathers short runs."""
-    layout = describe_blocks({"layer": torch.zeros(4, 8, device="cuda")}, num_blocks=4)
-    engine = make_overlapping_engine(layout, HostPool(2, layout.block_bytes, pin=True))
-    assert isinstance(engine, OverlappingCudaEngine)
-    assert "32 bytes on average" in engine.batch_unavailable_because
+    def make_engine(self, layout: BlockLayout, pool: HostPool) -> CopyEngine:
+        """On two streams."""
+        return make_copy_engine(layout, pool, is_async=True)
 
 
-@pytest.mark.parametrize("batched_from_bytes", [None, 0], ids=["staged", "batched"])
-def test_copies_wait_for_the_stream_they_were_started_from(batched_from_bytes: int | None) -> None:
+@pytest.mark.parametrize(
+    ("page_bytes", "pin", "mover"),
+    [(32, True, StagedMover), (64 << 10, True, BatchedMover), (64 << 10, False, StagedMover)],
+)
+def test_long_runs_of_a_pinned_pool_go_from_address_to_address(page_bytes: int, pin: bool, mover: type) -> None:
+    """Short ones are gathered, and so is all that CUDA could not copy without waiting."""
+    layer = torch.zeros(4, page_bytes, dtype=torch.uint8, device="cuda")
+    layout = describe_blocks({"layer": layer}, num_blocks=4)
+    engine = CudaCopyEngine(layout, HostPool(2, layout.block_bytes, pin=pin), batched_copy=batched_copy())
+    assert {type(lane.mover) for lane in engine._lanes.values()} == {mover}
+
+
+@pytest.mark.parametrize("is_batched", [False, True], ids=["staged", "batched"])
+def test_copies_wait_for_the_stream_they_were_started_from(is_batched: bool) -> None:
     """Each of two streams of the caller's writes late, and each save has what its own stream wrote."""
     layer = torch.zeros(2, 1 << 18, device="cuda")
     layout = describe_blocks({"layer": layer}, num_blocks=2, block_dims={"layer": 0})
     pool = HostPool(2, layout.block_bytes, pin=True)
-    engine = OverlappingCudaEngine(layout, pool, batched_from_bytes=batched_from_bytes)
+    engine = CudaCopyEngine(layout, pool, is_async=True, batched_copy=batched_copy() if is_batched else None)
     torch.cuda.synchronize()
     pending = []
     for block_id in range(2):
@@ -95,7 +101,7 @@ def test_copies_wait_for_the_stream_they_were_started_from(batched_from_bytes: i
             layer[block_id].fill_(block_id + 1.0)
             pending.append(engine.start_save([block_id], [block_id]))
     for block_id, copy in enumerate(pending):
-        copy.wait()
+        copy.result()
         assert bool((pool.buffer[block_id].view(torch.float32) == block_id + 1.0).all())
     engine.close()
 
@@ -106,13 +112,13 @@ def test_pending_copies_that_share_the_staging_memory_do_not_mix() -> None:
     original = layer.clone()
     layout = describe_blocks({"layer": layer}, num_blocks=256, block_dims={"layer": 0})
     pool = HostPool(256, layout.block_bytes, pin=True)
-    engine = OverlappingCudaEngine(layout, pool, batched_from_bytes=None)
+    engine = CudaCopyEngine(layout, pool, is_async=True)
     slots = torch.randperm(256).tolist()
     saves = [engine.start_save(range(i, i + 32), slots[i : i + 32]) for i in range(0, 256, 32)]
-    saves[-1].wait()
+    saves[-1].result()
     layer.zero_()
     loads = [engine.start_load(slots[i : i + 32], range(i, i + 32)) for i in range(0, 256, 32)]
-    loads[-1].wait()
+    loads[-1].result()
     assert torch.equal(layer, original)
     engine.close()
 
@@ -138,10 +144,10 @@ def test_a_save_waits_for_what_the_current_stream_was_given() -> None:
     for _ in range(30):
         busy = busy @ busy / 4096
     layer.fill_(1.0)
-    engine.save(range(64), range(64))
+    engine.start_save(range(64), range(64)).result()
     assert bool((pool.buffer.view(torch.float32) == 1.0).all())
     layer.zero_()
-    engine.load(range(64), range(64))
+    engine.start_load(range(64), range(64)).result()
     assert bool((layer == 1.0).all())
 
 
@@ -153,9 +159,9 @@ def test_more_than_the_staging_buffer_holds_is_copied_in_batches() -> None:
     pool = HostPool(96, layout.block_bytes, pin=True)
     engine = make_copy_engine(layout, pool)
     slots = torch.randperm(96).tolist()
-    engine.save(range(96), slots)
+    engine.start_save(range(96), slots).result()
     for layer in layers.values():
         layer.zero_()
-    engine.load(slots, range(96))
+    engine.start_load(slots, range(96)).result()
     for name, layer in layers.items():
         assert torch.equal(layer, originals[name])

@@ -1,8 +1,10 @@
-"""Moves blocks through a device buffer that is laid out like host slots.
+"""How a CUDA engine gives a stream its copies: from address to address, or gathered through a device buffer.
 
-Blocks are gathered into the buffer, and each run of consecutive slots is then one contiguous transfer: many small
-transfers would cost more in launches than in bytes. Only contiguous memory crosses the bus, because torch stages a
-strided host tensor through a temporary that a non-blocking copy does not wait for.
+`BatchedMover` turns a call into the addresses of every run, for a function that gives them to the copy engines at
+once, so that the model keeps the cores that run kernels. `StagedMover` gathers blocks into a buffer that is laid out
+like host slots, and each run of consecutive slots is then one contiguous transfer: many small transfers would cost more
+in launches than in bytes. Only contiguous memory crosses the bus, because torch stages a strided host tensor through a
+temporary that a non-blocking copy does not wait for.
 
 Nothing here names a stream: the caller makes one current, always the same, so that each step finds the one before it
 done. Works on CPU tensors too, slowly; that is how it is tested without a GPU.
@@ -11,7 +13,8 @@ done. Works on CPU tensors too, slowly; that is how it is tested without a GPU.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import attrs
 import torch
@@ -19,10 +22,46 @@ import torch
 from kvledger.storage.kv.engine import consecutive_runs
 from kvledger.storage.kv.layout import BlockLayout
 
-__all__ = ["StagedMover"]
+__all__ = ["BatchedCopy", "BatchedMover", "Mover", "StagedMover"]
+
+BatchedCopy = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
+"""`copy(sources, destinations, sizes)`: give the current CUDA stream these copies, in stream order with what it was
+given before. The arguments are int64 addresses and sizes in bytes, contiguous in CPU memory and read during the call.
+vLLM's `_custom_ops.swap_blocks_batch` (0.32) is one: one call of the driver from CUDA 12.8 on, one for each run before.
+"""
 
 _STAGING_BYTES = 64 << 20
 """Device memory lent to staging; at least one slot, whatever its size."""
+
+
+class Mover(Protocol):
+    """Gives the current stream the copies of a whole call, destinations of which appear once."""
+
+    def move(self, block_ids: Sequence[int], slots: Sequence[int], host: torch.Tensor, *, writes_slots: bool) -> None:
+        """From blocks into slots, or the other way."""
+
+
+class BatchedMover:
+    """Turns block ids and slots into the addresses of every run. Keeps no memory alive: its owner keeps the layout."""
+
+    def __init__(self, layout: BlockLayout, slot_bytes: int, copy: BatchedCopy) -> None:
+        self._copy = copy
+        self._slot_bytes = slot_bytes
+        # On the CPU whatever torch's default device is: the driver reads these.
+        self._addresses, self._strides, self._offsets, self._sizes = (
+            torch.tensor(column, dtype=torch.int64, device="cpu")
+            for column in zip(
+                *((r.address, r.block_stride, r.slot_offset, r.num_bytes) for r in layout.runs()), strict=True
+            )
+        )
+
+    def move(self, block_ids: Sequence[int], slots: Sequence[int], host: torch.Tensor, *, writes_slots: bool) -> None:
+        """Give the stream every copy of the call. No order is kept among them, and none is needed."""
+        ids, to = (torch.tensor(list(n), dtype=torch.int64, device="cpu")[:, None] for n in (block_ids, slots))
+        blocks = (self._addresses + ids * self._strides).flatten()
+        places = (host.data_ptr() + to * self._slot_bytes + self._offsets).flatten()
+        sources, destinations = (blocks, places) if writes_slots else (places, blocks)
+        self._copy(sources, destinations, self._sizes.repeat(len(slots)))
 
 
 @attrs.frozen

@@ -1,8 +1,8 @@
-"""Copies between KV tensors in CUDA memory and host slots, beside the caller's work or with it waiting.
+"""Copies between KV tensors in CUDA memory and host slots, on streams of their own.
 
 NOT YET RUN ON A GPU. It was written against torch's documented stream rules and type-checked; its tests run only where
-`torch.cuda.is_available()`. What moves the bytes (`cuda_staging`, `cuda_batch`) is tested on CPU tensors; streams,
-events and speed are unproven until the tests have passed on a GPU.
+`torch.cuda.is_available()`. Which bytes go where (`cuda_movers`) is tested on CPU tensors; streams, events, speed and
+vLLM's batched copy are unproven until the tests have passed on a GPU.
 
 A *lane* is a stream of its own with its own way of moving bytes. A stream does one thing after the other, and from
 that come the promises: copies of a direction finish in order, and staging memory is not filled again before the
@@ -12,36 +12,23 @@ transfer that reads it is over. Two directions on two lanes use both directions 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
 
 import attrs
 import torch
 
-from kvledger.storage.kv.cuda_batch import BatchedMover, BatchUnavailable, find_batch_copy
-from kvledger.storage.kv.cuda_staging import StagedMover
+from kvledger.storage.kv.cuda_movers import BatchedCopy, BatchedMover, Mover, StagedMover
 from kvledger.storage.kv.engine import CopyResult, check_pairs, check_pool
 from kvledger.storage.kv.errors import EngineClosed
-from kvledger.storage.kv.runs import runs_of_a_block
+from kvledger.storage.kv.layout import BlockLayout
+from kvledger.storage.kv.pool import HostPool
 
-if TYPE_CHECKING:
-    from kvledger.storage.kv.layout import BlockLayout
-    from kvledger.storage.kv.pool import HostPool
-
-__all__ = ["BATCHED_FROM_BYTES", "CudaCopyEngine", "OverlappingCudaEngine"]
+__all__ = ["BATCHED_FROM_BYTES", "CudaCopyEngine"]
 
 BATCHED_FROM_BYTES = 32 << 10
 """From this mean run length on the copy engines are given the runs themselves; shorter ones are gathered by a kernel.
 
 Each run costs the copy engine a descriptor, whatever its size. vLLM measured on an H100 that kernels win up to 28 KiB.
 """
-
-
-class Mover(Protocol):
-    """Gives the current stream the copies of a whole call, destinations of which appear once."""
-
-    def move(
-        self, block_ids: Sequence[int], slots: Sequence[int], host: torch.Tensor, *, writes_slots: bool
-    ) -> None: ...
 
 
 @attrs.frozen
@@ -52,17 +39,17 @@ class PendingCudaCopy:
     _num_pages: int
     _num_bytes: int
 
-    def is_done(self) -> bool:
-        """See `PendingCopy.is_done`."""
+    def done(self) -> bool:
+        """See `PendingCopy.done`."""
         if self._events is None:
             return True
         try:
             return bool(self._events[1].query())  # type: ignore[no-untyped-call]
         except RuntimeError:
-            return True  # CUDA reports an earlier failure here: the copy is over, and `wait` says why.
+            return True  # CUDA reports an earlier failure here: the copy is over, and `result` says why.
 
-    def wait(self) -> CopyResult:
-        """See `PendingCopy.wait`."""
+    def result(self) -> CopyResult:
+        """See `PendingCopy.result`."""
         duration_ns = 0
         if self._events is not None:
             begun, over = self._events
@@ -100,8 +87,8 @@ class _Lane:
         return PendingCudaCopy(events, len(slots), len(slots) * host.shape[1])
 
 
-class OverlappingCudaEngine:
-    """An `OverlappingCopyEngine` for tensors on one CUDA device; construction raises `PoolMismatch` and `PoolClosed`.
+class CudaCopyEngine:
+    """A `CopyEngine` for tensors on one CUDA device; construction raises `PoolMismatch` and `PoolClosed`.
 
     A pool that is not pinned works, but CUDA then lets the CPU wait in `start_*`. Close the engine before giving up
     the KV tensors: torch's allocator does not see that a copy still needs them.
@@ -109,11 +96,9 @@ class OverlappingCudaEngine:
     Args:
         layout: Where the blocks lie.
         pool: Where the slots lie.
-        one_lane: Both directions on one stream: for a caller who waits for each copy, half the staging memory.
-        batched_from_bytes: Mean run length from which the driver's batched copy is used; None never uses it.
-
-    Attributes:
-        batch_unavailable_because: Why runs are gathered through staging memory; empty where they go directly.
+        is_async: A stream for each direction; else one for both, with half the staging memory.
+        batched_copy: Used for runs that are long enough, from and to a pinned pool; None: never.
+        batched_from_bytes: Mean run length that is long enough.
     """
 
     def __init__(
@@ -121,22 +106,24 @@ class OverlappingCudaEngine:
         layout: BlockLayout,
         pool: HostPool,
         *,
-        one_lane: bool = False,
-        batched_from_bytes: int | None = BATCHED_FROM_BYTES,
+        is_async: bool = False,
+        batched_copy: BatchedCopy | None = None,
+        batched_from_bytes: int = BATCHED_FROM_BYTES,
     ) -> None:
         check_pool(layout, pool)
         self._layout: BlockLayout | None = layout
         self._pool = pool
-        self.batch_unavailable_because = _why_not_batched(layout, pool, batched_from_bytes)
-        save = self._lane(layout, pool)
-        self._lanes: dict[bool, _Lane] = {True: save, False: save if one_lane else self._lane(layout, pool)}
+        is_long = layout.block_bytes // len(layout.runs()) >= batched_from_bytes
+        self._batched_copy = batched_copy if is_long and pool.is_pinned else None
+        save = self._lane(layout)
+        self._lanes: dict[bool, _Lane] = {True: save, False: self._lane(layout) if is_async else save}
 
     def start_save(self, block_ids: Sequence[int], slots: Sequence[int]) -> PendingCudaCopy:
-        """Begin to copy blocks into slots; see `OverlappingCopyEngine.start_save`."""
+        """Begin to copy blocks into slots; see `CopyEngine.start_save`."""
         return self._start(block_ids, slots, writes_slots=True)
 
     def start_load(self, slots: Sequence[int], block_ids: Sequence[int]) -> PendingCudaCopy:
-        """Begin to copy slots into blocks; see `OverlappingCopyEngine.start_load`."""
+        """Begin to copy slots into blocks; see `CopyEngine.start_load`."""
         return self._start(block_ids, slots, writes_slots=False)
 
     def close(self) -> None:
@@ -151,55 +138,20 @@ class OverlappingCudaEngine:
     def _start(self, block_ids: Sequence[int], slots: Sequence[int], *, writes_slots: bool) -> PendingCudaCopy:
         layout, host = self._layout, self._pool.buffer
         if layout is None:
-            raise EngineClosed("the copy engine was closed; make a new one")
+            raise EngineClosed("the copy engine was closed; make a new one with make_copy_engine")
         check_pairs(block_ids, slots, num_blocks=layout.num_blocks, num_slots=len(host), writes_slots=writes_slots)
         if not slots:
             return PendingCudaCopy(None, 0, 0)
         return self._lanes[writes_slots].start(block_ids, slots, host, writes_slots=writes_slots)
 
-    def _lane(self, layout: BlockLayout, pool: HostPool) -> _Lane:
+    def _lane(self, layout: BlockLayout) -> _Lane:
         stream = torch.cuda.Stream(device=layout.device)  # type: ignore[no-untyped-call]
-        if not self.batch_unavailable_because:
-            try:
-                return _Lane(stream, BatchedMover(layout, pool.slot_bytes, find_batch_copy(stream)))
-            except BatchUnavailable as reason:
-                self.batch_unavailable_because = str(reason)
+        if self._batched_copy is not None:
+            return _Lane(stream, BatchedMover(layout, self._pool.slot_bytes, self._batched_copy))
         # torch's allocator hands memory on in the order of the stream it was allocated on: that must be the user's.
         with torch.cuda.device(layout.device), torch.cuda.stream(stream):
-            return _Lane(stream, StagedMover(layout, pool.slot_bytes, pool.num_slots))
-
-
-class CudaCopyEngine:
-    """A `CopyEngine` for tensors on one CUDA device: starts a copy and waits for it."""
-
-    def __init__(self, layout: BlockLayout, pool: HostPool) -> None:
-        self._engine = OverlappingCudaEngine(layout, pool, one_lane=True)
-        self.batch_unavailable_because = self._engine.batch_unavailable_because
-
-    def save(self, block_ids: Sequence[int], slots: Sequence[int]) -> CopyResult:
-        """Copy blocks into slots; see `CopyEngine.save`."""
-        return self._engine.start_save(block_ids, slots).wait()
-
-    def load(self, slots: Sequence[int], block_ids: Sequence[int]) -> CopyResult:
-        """Copy slots into blocks; see `CopyEngine.load`."""
-        return self._engine.start_load(slots, block_ids).wait()
-
-    def close(self) -> None:
-        """Forget the tensors and give the staging memory back."""
-        self._engine.close()
+            return _Lane(stream, StagedMover(layout, self._pool.slot_bytes, self._pool.num_slots))
 
 
 def _timing_event() -> torch.cuda.Event:
     return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-
-
-def _why_not_batched(layout: BlockLayout, pool: HostPool, batched_from_bytes: int | None) -> str:
-    """What speaks against the batched copy before the driver is asked; empty if nothing does."""
-    if batched_from_bytes is None:
-        return "it was not asked for"
-    if not pool.is_pinned:
-        return "the pool is not pinned"
-    mean_bytes = layout.block_bytes // len(runs_of_a_block(layout))
-    if mean_bytes < batched_from_bytes:
-        return f"a block's runs have {mean_bytes} bytes on average, and below {batched_from_bytes} gathering is faster"
-    return ""

@@ -3,6 +3,9 @@
 A torch call costs as much as copying many KiB, so the number of calls must not grow with layers or blocks. All of a
 block's runs, whatever tensor they lie in, are therefore rows of one table over the process's address space, and a whole
 batch is one gather (`index_select`) or one scatter (`index_copy_`) that torch spreads over its threads.
+
+torch lets go of the interpreter lock meanwhile, so asynchronous copies run on one thread, first come first served. The
+cores and the memory bus are shared all the same: what is won is that nobody waits, not that the bytes move for free.
 """
 
 from __future__ import annotations
@@ -11,20 +14,20 @@ import ctypes
 import math
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import attrs
 import torch
 
 from kvledger.storage.kv.engine import CopyResult, check_pairs, check_pool, consecutive_runs
 from kvledger.storage.kv.errors import EngineClosed
-from kvledger.storage.kv.runs import BlockRun, runs_of_a_block
+from kvledger.storage.kv.layout import BlockLayout, BlockRun
+from kvledger.storage.kv.pool import HostPool
 
-if TYPE_CHECKING:
-    from kvledger.storage.kv.layout import BlockLayout
-    from kvledger.storage.kv.pool import HostPool
+__all__ = ["THREAD_NAME", "CpuCopyEngine"]
 
-__all__ = ["CpuCopyEngine"]
+THREAD_NAME = "kvledger-copy"
+"""What the name of a copying thread begins with."""
 
 _DIRECT_RUN_BYTES = 1 << 20
 """From here on a run of consecutive slots is worth a torch call of its own; shorter ones are gathered and scattered."""
@@ -112,41 +115,64 @@ class _RowGroup:
 
 
 class CpuCopyEngine:
-    """A `CopyEngine` for tensors in CPU memory; construction raises `PoolMismatch` and `PoolClosed`."""
+    """A `CopyEngine` for tensors in CPU memory; construction raises `PoolMismatch` and `PoolClosed`.
 
-    def __init__(self, layout: BlockLayout, pool: HostPool) -> None:
+    Without `is_async` a copy is done when the call that starts it returns. With it, one thread does both directions, so
+    all copies finish in the order in which they were started. A process that ends without `close` finishes what was
+    started and exits: the executor's own exit hook sees to that. A pool that is closed too early fails the copies that
+    have not begun; the memory of the one that runs stays until it is over.
+    """
+
+    def __init__(self, layout: BlockLayout, pool: HostPool, *, is_async: bool = False) -> None:
         check_pool(layout, pool)
         # The row tables own no memory: the layout held here keeps the tensors, and every call asks for the pool's.
         self._layout: BlockLayout | None = layout
         self._pool = pool
-        runs = runs_of_a_block(layout)
+        runs = layout.runs()
         lengths = sorted({run.num_bytes for run in runs})
         staging = torch.empty(max(_STAGING_BYTES, lengths[-1]), dtype=torch.uint8)
         self._groups = [
             _row_group([run for run in runs if run.num_bytes == length], layout, pool, staging) for length in lengths
         ]
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=THREAD_NAME) if is_async else None
 
-    def save(self, block_ids: Sequence[int], slots: Sequence[int]) -> CopyResult:
-        """Copy blocks into slots; see `CopyEngine.save`."""
-        return self._copy(block_ids, slots, writes_slots=True)
+    def start_save(self, block_ids: Sequence[int], slots: Sequence[int]) -> Future[CopyResult]:
+        """Begin to copy blocks into slots; see `CopyEngine.start_save`."""
+        return self._start(block_ids, slots, writes_slots=True)
 
-    def load(self, slots: Sequence[int], block_ids: Sequence[int]) -> CopyResult:
-        """Copy slots into blocks; see `CopyEngine.load`."""
-        return self._copy(block_ids, slots, writes_slots=False)
+    def start_load(self, slots: Sequence[int], block_ids: Sequence[int]) -> Future[CopyResult]:
+        """Begin to copy slots into blocks; see `CopyEngine.start_load`."""
+        return self._start(block_ids, slots, writes_slots=False)
 
     def close(self) -> None:
-        """Forget the tensors."""
+        """Finish what was started, end the thread and forget the tensors."""
         self._layout = None
+        if self._thread is not None:
+            self._thread.shutdown(wait=True)
         self._groups = []
 
-    def _copy(self, block_ids: Sequence[int], slots: Sequence[int], *, writes_slots: bool) -> CopyResult:
-        started_ns = time.perf_counter_ns()
+    def _start(self, block_ids: Sequence[int], slots: Sequence[int], *, writes_slots: bool) -> Future[CopyResult]:
         layout = self._layout
         if layout is None:
             raise EngineClosed("the copy engine was closed; make a new one with make_copy_engine")
+        ids, to = tuple(block_ids), tuple(slots)
+        num_slots = len(self._pool.buffer)
+        check_pairs(ids, to, num_blocks=layout.num_blocks, num_slots=num_slots, writes_slots=writes_slots)
+        if self._thread is not None:
+            return self._thread.submit(self._copy, layout, ids, to, writes_slots=writes_slots)
+        copied: Future[CopyResult] = Future()
+        try:
+            copied.set_result(self._copy(layout, ids, to, writes_slots=writes_slots))
+        except Exception as error:  # noqa: BLE001 -- as an executor does
+            copied.set_exception(error)
+        return copied
+
+    def _copy(
+        self, layout: BlockLayout, block_ids: Sequence[int], slots: Sequence[int], *, writes_slots: bool
+    ) -> CopyResult:
+        started_ns = time.perf_counter_ns()
         # Held until the copy is over: the row tables would not keep the memory if another thread closed the pool.
         buffer = self._pool.buffer
-        check_pairs(block_ids, slots, num_blocks=layout.num_blocks, num_slots=len(buffer), writes_slots=writes_slots)
         if len(slots) > 0:
             by_slot = sorted(range(len(slots)), key=slots.__getitem__)
             ordered_slots = [slots[i] for i in by_slot]
@@ -160,6 +186,7 @@ class CpuCopyEngine:
             with torch.inference_mode():
                 for group in self._groups:
                     group.copy(ids, targets, slot_runs, writes_slots=writes_slots)
+        del buffer
         return CopyResult(
             num_pages=len(slots),
             num_bytes=len(slots) * layout.block_bytes,
