@@ -89,8 +89,8 @@ class LedgerConfiguration:
             raise ConfigurationError(message)
 
     @property
-    def copies_beside(self) -> bool:
-        """Whether any copy may run beside the steps; where there are several groups, every load does."""
+    def copies_async(self) -> bool:
+        """Whether any copy may be asynchronous; where there are several groups, every load does."""
         return self.async_saves or self.async_load_tokens is not None or len(self.windows) > 1
 
     @property

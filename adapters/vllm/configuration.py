@@ -22,7 +22,7 @@ LARGE_LOAD_BYTES = 32 * 1024**2
 
 
 class TransferMode(enum.StrEnum):
-    """When copies run: within a step, or beside the steps."""
+    """When copies run: within a step, or asynchronously, while steps go on."""
 
     SYNC = "sync"
     ASYNC = "async"
@@ -53,11 +53,11 @@ class ConnectorSettings(LogSettings):
     """Never evict what a preempted request will come back for; a pool full of that declines new saves."""
 
     load_mode: TransferMode = TransferMode.AUTO
-    """sync: loads precede the step that needs them; async: they run beside the steps and the request waits for them;
-    auto: large ones run beside (32 MiB a rank), and all of them where only that is safe."""
+    """sync: loads precede the step that needs them; async: they run while other requests go on, and the
+    request waits for them; auto: async for large ones (32 MiB a rank), and for all where only that is safe."""
 
     save_mode: TransferMode = TransferMode.AUTO
-    """sync: what settles is copied out at the end of its step; async: beside the steps; auto: beside them on CUDA."""
+    """sync: what settles is copied out at the end of its step; async: while steps go on; auto: async on CUDA."""
 
     handlers: tuple[str, ...] = ()
     """State handlers of your own, as "module:Class"; each replaces the one of its state."""
@@ -89,8 +89,8 @@ class ConnectorSettings(LogSettings):
         block_bytes: int,
         num_ranks: int,
         windows: tuple[int, ...] = (0,),
-        copies_beside: bool = False,
-        loads_beside: bool = False,
+        supports_async_saves: bool = False,
+        needs_async_loads: bool = False,
     ) -> LedgerConfiguration:
         """Sizes in tokens and slots.
 
@@ -99,8 +99,8 @@ class ConnectorSettings(LogSettings):
             block_bytes: bytes of one block over all layers on one rank.
             num_ranks: workers that each hold a part of every block.
             windows: tokens that each group of layers sees, 0 for all.
-            copies_beside: whether the device can copy without taking anything from the steps.
-            loads_beside: whether only loads beside the steps are safe.
+            supports_async_saves: whether the device can copy without slowing the steps down.
+            needs_async_loads: whether only asynchronous loads are safe.
 
         Raises:
             ConfigurationError: chunk and block do not divide, or the pool cannot hold one chunk.
@@ -126,9 +126,9 @@ class ConnectorSettings(LogSettings):
                 max_silent_steps=self.max_silent_steps,
                 max_silent_ms=self.max_silent_ms,
                 extensions=self.extension_settings,
-                async_load_tokens=self._async_load_tokens(block_size, block_bytes, loads_beside=loads_beside),
+                async_load_tokens=self._async_load_tokens(block_size, block_bytes, needs_async_loads=needs_async_loads),
                 async_saves=self.save_mode is TransferMode.ASYNC
-                or (self.save_mode is TransferMode.AUTO and copies_beside),
+                or (self.save_mode is TransferMode.AUTO and supports_async_saves),
             )
         except ConfigurationError as error:
             message = (
@@ -166,10 +166,10 @@ class ConnectorSettings(LogSettings):
         """For a model that is not served: nothing is saved, so no size matters."""
         return LedgerConfiguration(block_size=1, chunk_size=1, num_slots=1)
 
-    def _async_load_tokens(self, block_size: int, block_bytes: int, *, loads_beside: bool) -> int | None:
+    def _async_load_tokens(self, block_size: int, block_bytes: int, *, needs_async_loads: bool) -> int | None:
         if self.load_mode is TransferMode.SYNC:
             return None
-        if self.load_mode is TransferMode.ASYNC or loads_beside:
+        if self.load_mode is TransferMode.ASYNC or needs_async_loads:
             return 0
         return -(-LARGE_LOAD_BYTES // block_bytes) * block_size
 

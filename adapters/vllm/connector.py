@@ -67,8 +67,8 @@ class KVLedgerConnector(KVConnectorBase_V1, SupportsHMA):
                 block_bytes=versions.block_bytes(kv_cache_config),
                 num_ranks=vllm_config.parallel_config.world_size,
                 windows=groups.windows,
-                copies_beside=versions.copies_beside_steps(vllm_config, kv_cache_config),
-                loads_beside=versions.needs_loads_beside_steps(vllm_config),
+                supports_async_saves=versions.supports_async_saves(vllm_config, kv_cache_config),
+                needs_async_loads=versions.needs_async_loads(vllm_config),
             )
         if configuration.async_saves and versions.zeroes_new_blocks(kv_cache_config):
             message = (
@@ -88,7 +88,7 @@ class KVLedgerConnector(KVConnectorBase_V1, SupportsHMA):
                 num_slots=configuration.num_slots,
                 num_blocks=kv_cache_config.num_blocks,
                 rank=vllm_config.parallel_config.rank,
-                is_async=configuration.copies_beside,
+                is_async=configuration.copies_async,
                 declined=groups.declined,
             )
             return
@@ -99,7 +99,7 @@ class KVLedgerConnector(KVConnectorBase_V1, SupportsHMA):
             hash_block_size=versions.hash_block_size(kv_cache_config),
             hash_tokens=versions.token_hasher(vllm_config),
         )
-        loads_must_not_fail = configuration.async_load_tokens != 0 and versions.needs_loads_beside_steps(vllm_config)
+        loads_must_not_fail = configuration.async_load_tokens != 0 and versions.needs_async_loads(vllm_config)
         if loads_must_not_fail:
             messages.warning(
                 "with async scheduling and the policy 'recompute', vLLM delivers a token computed on top of a failed "
@@ -204,13 +204,8 @@ class KVLedgerConnector(KVConnectorBase_V1, SupportsHMA):
         if jobs is not None and self._worker_side is not None:
             self._worker_side.save(jobs)
 
-    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """What `get_transfer_results` says, without telling failures apart."""
-        results = self.get_transfer_results(finished_req_ids)
-        return results.finished_sending or None, results.finished_recving or None
-
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        """What this step is to tell vLLM's scheduler; loads that succeed are told in `update_connector_output`."""
+        """What vLLM's scheduler learns with this step's output; `update_connector_output` adds loads that succeed."""
         jobs = self._jobs()
         if jobs is None:
             return KVConnectorTransferResults()
@@ -252,7 +247,7 @@ class KVLedgerConnector(KVConnectorBase_V1, SupportsHMA):
         self.scheduler_side.on_new_request(request)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """How many tokens beyond `num_computed_tokens` can be loaded, and whether beside the steps. Changes nothing."""
+        """How many tokens beyond `num_computed_tokens` can be loaded, and whether asynchronously. Changes nothing."""
         return self.scheduler_side.get_num_new_matched_tokens(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
@@ -308,15 +303,9 @@ class KVLedgerConnector(KVConnectorBase_V1, SupportsHMA):
         return ConnectorStats(data or {})
 
     @classmethod
-    def build_prom_metrics(
-        cls,
-        vllm_config: VllmConfig,
-        metric_types: dict[type[Any], type[Any]],
-        labelnames: list[str],
-        per_engine_labelvalues: dict[int, list[object]],
-    ) -> KVConnectorPromMetrics:
+    def build_prom_metrics(cls, *arguments: Any, **named: Any) -> KVConnectorPromMetrics:
         """Register `vllm:kvledger_*`."""
-        return ConnectorPrometheus(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        return ConnectorPrometheus(*arguments, **named)
 
 
 versions.register(KVLedgerConnector)

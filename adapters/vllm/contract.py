@@ -10,7 +10,7 @@ replaced by the safe one, a job is not handed out and what it promised is report
   - with what is computed at most `num_tokens` (S: `assert num_computed_tokens <= request.num_tokens`); by our own bound
     one less, for of a load within the step a token must be left to compute (S: `assert num_new_tokens > 0`)
   - asynchronous only with tokens to load (S: `assert num_external_computed_tokens > 0`)
-  - asynchronous where there are several groups: failed blocks cannot be told there (S, `_handle_invalid_blocks`)
+  - asynchronous where there are several groups: failed blocks cannot be reported there (S, `_handle_invalid_blocks`)
   - a load begins with a block, for whole pages are copied, and ends where what is saved ends: a load that is promised
     and fails may end its request (`kv_load_failure_policy`). Both are demands of our own
 `update_state_after_alloc` (B)

@@ -1,4 +1,4 @@
-"""Which pages of a job are digested, and what the log is told of them. The scheduler's side of `storage/kv/digests.py`.
+"""Which pages of a job are digested, and what the log has of them. The scheduler's side of `storage/kv/digests.py`.
 
 Whole blocks only: behind the valid tokens of one that is part-filled lies what happens to lie there. A slot is digested
 in every copy or in none, so that what a load brings can be compared with what was saved there.

@@ -61,7 +61,7 @@ class OpenedLog:
     """What this log should say of the one before it."""
 
     def close(self) -> None:
-        """Close the store, and tell people what it could not write."""
+        """Close the store, and log how much it could not write."""
         self.store.close()
         if isinstance(self.store, BacklogEventStore) and self.store.num_events_lost:
             messages.error(
@@ -90,8 +90,8 @@ def open_event_log(
         core: what is written with it.
         settings: where it goes, and how safely.
         configuration: of the ledger.
-        worker: of a log that a worker writes beside the scheduler's.
-        of_writer: what the header is to say beside what it says of every log.
+        worker: of a log that a worker writes, besides the scheduler's.
+        of_writer: more entries of the header.
 
     Raises:
         ConfigurationError: `log_dir` cannot be written, at start, when a person can still correct it.
@@ -124,23 +124,23 @@ def open_event_log(
         raise ConfigurationError(message) from error
     trouble = _Trouble(directory)
     backlog = BacklogEventStore(
-        segments, on_trouble=trouble.tell, on_written_again=trouble.tell_its_end, retries_alone=True
+        segments, on_trouble=trouble.report, on_written_again=trouble.report_end, retries_alone=True
     )
     return OpenedLog(backlog, directory, LogSnapshots(segments), remarks)
 
 
 @attrs.define
 class _Trouble:
-    """Tells people that the log cannot be written: at first, then once a minute, and when it can be again."""
+    """Reports that the log cannot be written: at first, then once a minute, and when it is written again."""
 
     directory: Path
-    _tell_at: float = 0.0
+    _report_at: float = 0.0
 
-    def tell(self, error: OSError, num_events: int) -> None:
+    def report(self, error: OSError, num_events: int) -> None:
         """An attempt failed."""
         now = time.monotonic()
-        if now >= self._tell_at:
-            self._tell_at = now + _SECONDS_BETWEEN_MESSAGES
+        if now >= self._report_at:
+            self._report_at = now + _SECONDS_BETWEEN_MESSAGES
             messages.error(
                 "the event log of kvledger cannot be written; serving goes on, events wait in memory and are tried "
                 "again: free the disk, or give back the right to write",
@@ -149,9 +149,9 @@ class _Trouble:
                 num_events_waiting=num_events,
             )
 
-    def tell_its_end(self, num_events: int) -> None:
+    def report_end(self, num_events: int) -> None:
         """Everything that waited is written."""
-        self._tell_at = 0.0
+        self._report_at = 0.0
         messages.warning(
             "the event log of kvledger is written again", log=str(self.directory), num_events_written=num_events
         )

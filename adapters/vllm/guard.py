@@ -10,21 +10,21 @@ _Parameters = ParamSpec("_Parameters")
 _Result = TypeVar("_Result")
 
 
-class TellsFailures(Protocol):
+class ReportsFailures(Protocol):
     """An object whose hooks are guarded."""
 
     def hook_failed(self, hook: str, request_id: str, error: Exception) -> None:
         """Record that a hook raised."""
 
 
-_Self = TypeVar("_Self", bound=TellsFailures)
+_Self = TypeVar("_Self", bound=ReportsFailures)
 _Hook = Callable[Concatenate[_Self, _Parameters], _Result]
 
 
 def guarded(
     *, default: _Result, hook_name: str = ""
 ) -> Callable[[_Hook[_Self, _Parameters, _Result]], _Hook[_Self, _Parameters, _Result]]:
-    """Let a hook answer `default` where it would raise, after telling `hook_failed`."""
+    """Let a hook answer `default` where it would raise, after a call of `hook_failed`."""
 
     def decorate(hook: _Hook[_Self, _Parameters, _Result]) -> _Hook[_Self, _Parameters, _Result]:
         name = hook_name or getattr(hook, "__name__", "hook").lstrip("_")

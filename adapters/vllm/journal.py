@@ -30,7 +30,7 @@ NOT_WRITTEN = "the event log could not be written"
 
 
 class Journal:
-    """Observes events, withholds jobs that may not leave, and tells people of broken rules.
+    """Observes events, withholds jobs that may not leave, and logs broken rules for people.
 
     A corrupt ledger disables it: nothing is decided any more, what is owed still comes to its end.
     """
@@ -65,7 +65,7 @@ class Journal:
 
     @property
     def has_jobs(self) -> bool:
-        """Whether a job waits for a step, a step's job for its report, or vLLM for a word.
+        """Whether a job waits for a step, a step's job for its report, or vLLM for an end.
 
         Where nothing is decided any more a job is waited for as long as it may be silent, and no longer.
         """
@@ -88,7 +88,7 @@ class Journal:
         """Record an observation and return the decisions, without jobs that break vLLM's contract.
 
         Raises:
-            LedgerCorrupt: a projection failed; to be told to `hook_failed`.
+            LedgerCorrupt: a projection failed; give it to `hook_failed`.
         """
         try:
             decisions = self.ledger.observe(event)
@@ -178,9 +178,9 @@ class Journal:
         return self.ledger.ready(Channel.WORKERS)
 
     def commit(self) -> bool:
-        """Write what was recorded since the last commit, as one frame, before vLLM is told of it.
+        """Write what was recorded since the last commit, as one frame, before vLLM acts on it.
 
-        Returns whether all of it is in the log. If not, no new copy begins: jobs that only this frame tells of are
+        Returns whether all of it is in the log. If not, no new copy begins: jobs that only this frame records are
         withheld, but for loads that vLLM would deliver a wrong token without: it has been promised them in writing.
         """
         first_sequence = self.ledger.next_sequence - self.ledger.num_uncommitted
@@ -210,7 +210,7 @@ class Journal:
             self.hook_failed("decline", "", error)
 
     def hook_failed(self, hook: str, request_id: str, error: Exception) -> None:
-        """Tell the people, tell the log, and let the request recompute."""
+        """Log it for people, record it, and let the request recompute."""
         described = f"{type(error).__name__}: {error}"
         self.messages.error("hook failed, the request recomputes", hook=hook, request_id=request_id, error=described)
         # The core sees only events, so what it says is as harmless as they.
@@ -220,12 +220,12 @@ class Journal:
         try:
             self.observe(event)
             is_sound = not self.ledger.is_corrupt
-        except Exception:  # noqa: BLE001, S110 -- telling of a failure must not become one
+        except Exception:  # noqa: BLE001, S110 -- reporting a failure must not become one
             pass
         if not is_sound and not self.is_disabled:
-            self._stand_aside()
+            self._stop_deciding()
 
-    def _stand_aside(self) -> None:
+    def _stop_deciding(self) -> None:
         """Decide nothing any more. What vLLM waits for goes out all the same, other saves do not."""
         self._disable()
         self.messages.error("the ledger is corrupt; caching is off until the engine restarts")

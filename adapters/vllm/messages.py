@@ -1,4 +1,4 @@
-"""What the connector tells people: structlog over vLLM's own logger, bound once, silent on the hot path."""
+"""Messages for operators: structlog over vLLM's own logger, bound once, silent on the hot path."""
 
 from __future__ import annotations
 

@@ -26,12 +26,12 @@ class PageJob:
 
 @attrs.frozen(slots=False)
 class StepJobs(KVConnectorMetadata):
-    """The jobs of one engine step, in the order in which they must happen, and what to tell vLLM's scheduler."""
+    """The jobs of one engine step, in the order in which they must happen, and what vLLM's scheduler is to know."""
 
     awaited: tuple[int, ...] = ()
     """Jobs that must be done before the forward, because it may overwrite their blocks."""
     asked_after: tuple[int, ...] = ()
-    """Jobs that nobody has said a word about for too long; to be reported, once more if they have been."""
+    """Jobs that some rank has not reported for too long; to be reported, again if they have been."""
     saves_before_forward: tuple[PageJob, ...] = ()
     loads: tuple[PageJob, ...] = ()
     saves: tuple[PageJob, ...] = ()
@@ -39,11 +39,11 @@ class StepJobs(KVConnectorMetadata):
     """To be started in this step, to be done at any time."""
     async_saves: tuple[PageJob, ...] = ()
     undeliverable_block_ids: tuple[int, ...] = ()
-    """Blocks that the scheduler believes will be filled and that will not be; reported as load errors."""
+    """Blocks that the scheduler counts on and that will not be filled; reported as load errors."""
     failed_loads: tuple[str, ...] = ()
-    """Requests whose asynchronous load failed on some rank; every rank tells vLLM."""
+    """Requests whose asynchronous load failed on some rank; every rank reports them to vLLM."""
     finished_saves: tuple[str, ...] = ()
-    """Finished requests out of whose blocks nobody copies any more; every rank tells vLLM."""
+    """Finished requests out of whose blocks nobody copies any more; every rank reports them to vLLM."""
 
     def __bool__(self) -> bool:
         return self != _NOTHING
@@ -63,7 +63,7 @@ class JobReport:
     duration_ns: int
     error: str = ""
     is_repeated: bool = False
-    """Whether this was told before, and was asked for again."""
+    """Whether this was reported before, and was asked for again."""
     pages: tuple[int, ...] = ()
     """What was digested, by place in the request's flat table."""
     digests: tuple[int, ...] = ()
@@ -95,7 +95,7 @@ class WorkerReports(KVConnectorWorkerMetadata):
     """In the first step, where nobody asked for it at start."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReports:
-        """Put the reports of several ranks together; the scheduler side tells them apart by rank."""
+        """Put the reports of several ranks together; each names its rank."""
         if not isinstance(other, WorkerReports):
             return self
         return WorkerReports(self.reports + other.reports, self.starts + other.starts)

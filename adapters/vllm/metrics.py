@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 COUNTERS: tuple[str, ...] = tuple(field.name for field in attrs.fields(Figures))
 GAUGES = ("num_chunks_cached", "num_slots_used", "num_slots", "num_jobs_in_flight", "num_events_lost")
 _BY_EXTENSION = "num_extension_events"
-"""Told as "num_extension_events/name", and shown with the label `extension`; no name has a slash."""
+"""Reported as "num_extension_events/name", and shown with the label `extension`; no name has a slash."""
 
 _DESCRIPTIONS = {
     "num_tokens_recovered": "Tokens of preempted requests loaded back from the host pool.",
@@ -61,7 +61,7 @@ class StatsSource:
         self._last: dict[str, int] = {}
 
     def hook_failed(self, hook: str, request_id: str, error: Exception) -> None:
-        """Figures that cannot be taken are told like any other failing hook."""
+        """Figures that cannot be taken are reported like any other failing hook."""
         self._side.hook_failed(hook, request_id, error)
 
     @guarded(default=_NO_STATS)

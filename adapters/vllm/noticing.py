@@ -59,7 +59,7 @@ class Noticing:
         self._keys = keys
         self._speculates = speculates
         self.zeroes_new_blocks = zeroes_new_blocks
-        """Whether vLLM zeroes blocks before a copy out of them; it tells which only when the step is built."""
+        """Whether vLLM zeroes blocks before a copy out of them; it says which only when the step is built."""
 
     def keys(self, request: Request) -> None:
         """Make the keys of all whole chunks known.
@@ -82,7 +82,7 @@ class Noticing:
             self._journal.observe(e.ChunkKeysObserved(request.request_id, num_known, keys))
 
     def preemption(self, request: Request, overwritten: frozenset[int] | None = None) -> None:
-        """Record a preemption; `request.num_preemptions` tells it reliably.
+        """Record a preemption; `request.num_preemptions` is reliable.
 
         Normally it is noticed in the same step's `build_connector_meta`. After
         `reset_prefix_cache(reset_running_requests=True)` the request is looked up first.
@@ -185,13 +185,13 @@ class Noticing:
             self._journal.observe(e.BlockTableObserved(record.request_id, observed, self._journal.now()))
 
     def _agree(self, folded: Sequence[int], table: Sequence[int]) -> bool:
-        """Equal, but for blocks that a window has left: vLLM nulls them without a word."""
+        """Equal, but for blocks that a window has left: vLLM nulls them without a hook."""
         windows = self._projections.geometry.windows
         if not windows.forget:
             return folded == table
         return len(folded) == len(table) and all(
-            told == known or (told == NULL_BLOCK and windows.sizes[page % windows.num_groups])
-            for page, (known, told) in enumerate(zip(folded, table, strict=True))
+            block == known or (block == NULL_BLOCK and windows.sizes[page % windows.num_groups])
+            for page, (known, block) in enumerate(zip(folded, table, strict=True))
         )
 
     def num_written_tokens(self, request: Request, num_computed_tokens: int) -> int:

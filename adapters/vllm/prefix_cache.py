@@ -44,7 +44,7 @@ class PrefixCache:
             return
         for request in requests:
             tables = self._manager.get_block_ids(request.request_id)
-            if len(tables) != 1:  # failures are told by request there, never by block
+            if len(tables) != 1:  # failures are reported by request there, never by block
                 return
             for place, block_id in enumerate(tables[0]):
                 if block_id in block_ids:

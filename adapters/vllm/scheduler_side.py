@@ -92,7 +92,7 @@ class SchedulerSide:
 
     @property
     def ledger(self) -> Ledger:
-        """What the connector believes, and its log."""
+        """The connector's state, and its log."""
         return self.journal.ledger
 
     @property
@@ -126,11 +126,11 @@ class SchedulerSide:
                 f"rank {start.rank} has a host pool of {start.num_slots} slots ({start.slot_bytes} bytes each), the "
                 f"scheduler counts on {configuration.num_slots}"
             )
-        if configuration.copies_beside and not start.copies_async:
+        if configuration.copies_async and not start.copies_async:
             return f"rank {start.rank} cannot copy while steps run, the scheduler counts on it"
         return ""
 
-    # --- hooks, in the order of a request's life; each commits before it returns --------------
+    # --- hooks, in the order in which a request meets them; each commits before it returns --------------
 
     def on_new_request(self, request: Request) -> None:
         """A request was accepted."""
@@ -148,7 +148,7 @@ class SchedulerSide:
         )
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Answer a lookup: how many tokens, and whether they come beside the steps. None asks to be asked again.
+        """Answer a lookup: how many tokens, and whether they come asynchronously. None asks to be asked again.
 
         A lookup that repeats the last one, answer and all, is written with the next frame.
         """
@@ -182,7 +182,7 @@ class SchedulerSide:
         return (decided.num_external_tokens, decided.is_async), is_repeated
 
     def _last_answer(self, request: Request) -> tuple[object, ...] | None:
-        """What a lookup of this life of the request asked and was answered last; None where something came between."""
+        """This incarnation's last lookup and its answer; None where something came between."""
         answer = self._projections.lookups.pending(request.request_id)
         return None if answer is None else astuple(answer)[:-1]
 
@@ -206,9 +206,9 @@ class SchedulerSide:
 
     @guarded(default=None, hook_name="update_state_after_alloc")
     def _refuse_load(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
-        # The scheduler now believes that these blocks will be filled. Reported as load errors, they are recomputed
+        # The scheduler now counts on these blocks being filled. Reported as load errors, they are recomputed
         # (kv_load_failure_policy "recompute") or fail this one request ("fail"). With several groups every load is
-        # asynchronous, and vLLM can be told of requests only.
+        # asynchronous, and vLLM takes reports of requests only.
         promised = self._promised_blocks(request, num_external_tokens)
         block_ids = tuple(versions.flat_table(blocks.get_block_ids()))
         if promised is not None:
@@ -297,7 +297,7 @@ class SchedulerSide:
 
     @guarded(default=_NOBODY, hook_name="update_connector_output")
     def _end_waiting(self, connector_output: KVConnectorOutput) -> tuple[str, ...]:
-        """Requests whose load has arrived; vLLM hears of others from the workers."""
+        """Requests whose load has arrived; others are reported by the workers."""
         ready, obligations = self.ledger.ready(Channel.VLLM), self.journal.obligations
         finished = (*(connector_output.finished_recving or ()), *(connector_output.finished_sending or ()))
         self._advance(ready._replace(heard=obligations.heard(finished)))
@@ -370,12 +370,12 @@ class SchedulerSide:
         return True
 
     def request_finished(self, request: Request, num_blocks: int) -> tuple[bool, None]:
-        """The request ends. Its blocks may be freed now, unless a copy out of them runs beside the steps."""
+        """The request ends. Its blocks may be freed now, unless an asynchronous copy out of them runs."""
         life = self.journal.obligations.present(request.request_id)
         if not self._finish(request, num_blocks):
             self._finish(request, 0)  # with nothing to save, so that at least nobody remembers it for ever
         self._requests.pop(request.request_id, None)
-        is_held = self.journal.obligations.is_held(life)  # and what is withheld by the commit is told of as sent
+        is_held = self.journal.obligations.is_held(life)  # and what is withheld by the commit is reported as sent
         self.journal.commit()
         return is_held, None
 
@@ -391,7 +391,7 @@ class SchedulerSide:
             return True
         self._notice.preemption(request)
         self._notice.keys(request)
-        self._reader.tell_left_at_end(record, self.journal.now())
+        self._reader.window_left_at_end(record, self.journal.now())
         # vLLM counts tokens as computed as soon as another connector begins to load them; what was scheduled is there.
         num_computed_tokens = min(request.num_computed_tokens, self._tracker.num_computed_tokens(record))
         num_written_tokens = self._notice.num_written_tokens(request, num_computed_tokens)

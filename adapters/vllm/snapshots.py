@@ -1,4 +1,4 @@
-"""Writes what the ledger believes beside each new segment of its log, so that a log can be read without its beginning.
+"""Writes the ledger's state next to each new segment of its log, so that a log can be read without its beginning.
 
 At the first commit after the log went on in a new segment. Between two of those a commit costs one comparison; a
 snapshot that cannot be written costs a message, and nothing else.
@@ -20,7 +20,7 @@ class LogSnapshots:
         self._seen = segments.segment
 
     def after_commit(self, ledger: Ledger) -> None:
-        """Write a snapshot if a new segment was begun, and everything that is believed is written."""
+        """Write a snapshot if a new segment was begun, and the whole state is written."""
         segment = self._segments.segment
         if segment is self._seen or ledger.num_uncommitted or ledger.next_sequence != self._segments.next_sequence:
             return

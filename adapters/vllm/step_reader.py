@@ -73,7 +73,7 @@ class StepReader:
             # Preempted by a reset and resumed at once, a request may look steady; its table has been replaced.
             and not cached.resumed_req_ids
             and num_scheduled_tokens == len(self._steady_ids) == len(scheduler_output.num_scheduled_tokens)
-            # Nobody can have gained more than the one token it was scheduled for, so the sum tells about each.
+            # Nobody can have gained more than the one token it was scheduled for, so the sum says as much of each.
             and sum(cached.num_computed_tokens) == self._steady_sum
         ):
             self._steady_sum += num_scheduled_tokens
@@ -160,7 +160,7 @@ class StepReader:
     def _settled(self, advanced: Sequence[tuple[int, int, int, int]]) -> tuple[tuple[int, int, int], ...]:
         """Requests that filled another chunk with settled tokens; their keys are made known on the way.
 
-        A steady request fills its next chunk at a step that can be told in advance, so it is looked at then.
+        A steady request fills its next chunk at a step that is known in advance, so it is looked at then.
         """
         if self._sync_keys is None:
             return ()
@@ -202,7 +202,7 @@ class StepReader:
         entry = self._encoder.settled(record, num_settled_tokens)
         if entry is None:
             return threshold
-        self._tell_left(record, self._processed_before.get(record.request_id), self._time_ns)
+        self._window_left(record, self._processed_before.get(record.request_id), self._time_ns)
         settled.append(entry)
         geometry = self._projections.geometry
         # It does not count until a load has arrived; and what windows leave in the next step is to be seen then.
@@ -210,12 +210,12 @@ class StepReader:
             return threshold
         return (geometry.num_chunks_in(entry[2]) + 1) * geometry.chunk_size
 
-    def tell_left_at_end(self, record: RequestRecord, time_ns: int) -> None:
+    def window_left_at_end(self, record: RequestRecord, time_ns: int) -> None:
         """Before a request's end: what its windows leave now was not freed in the last step."""
-        self._tell_left(record, self._processed.get(record.request_id), time_ns)
+        self._window_left(record, self._processed.get(record.request_id), time_ns)
 
-    def _tell_left(self, record: RequestRecord, num_processed_tokens: int | None, time_ns: int) -> None:
-        """Tell by which count pages were freed before, where that was in the very last step.
+    def _window_left(self, record: RequestRecord, num_processed_tokens: int | None, time_ns: int) -> None:
+        """Observe by which count pages were freed before, where that was in the very last step.
 
         In a step in which the request was skipped, vLLM may have freed more on the way to finding no room for it.
         """

@@ -114,7 +114,7 @@ def answers_handshakes(connector: object) -> bool:
 
 
 def num_local_ranks(vllm_config: VllmConfig) -> int:
-    """How many of the engine's ranks share this machine's memory; 1 where Ray has placed them, which nobody tells."""
+    """How many of the engine's ranks share this machine's memory; 1 where Ray has placed them, which nobody says."""
     parallel = vllm_config.parallel_config
     if parallel.distributed_executor_backend == "ray":
         return 1
@@ -184,8 +184,8 @@ def uses_speculation(vllm_config: VllmConfig) -> bool:
     return vllm_config.speculative_config is not None
 
 
-def copies_beside_steps(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> bool:
-    """Whether saves can run beside the steps and take nothing from them: on a device with copy engines."""
+def supports_async_saves(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> bool:
+    """Whether asynchronous saves take nothing from the steps: on a device with copy engines."""
     return vllm_config.device_config.device_type == "cuda" and not zeroes_new_blocks(kv_cache_config)
 
 
@@ -207,14 +207,14 @@ def zeroes_new_blocks(kv_cache_config: KVCacheConfig) -> bool:
     return bool(getattr(kv_cache_config, "needs_kv_cache_zeroing", False))
 
 
-def needs_loads_beside_steps(vllm_config: VllmConfig) -> bool:
+def needs_async_loads(vllm_config: VllmConfig) -> bool:
     """Whether a failed synchronous load may reach a client as wrong tokens.
 
     0.32 skips the output of the step whose load failed, but not that of the step scheduled on top of it
     (`v1/core/sched/scheduler.py`, update_from_output). A request that waits for an asynchronous load is in no step that
     could compute on top of it. The policy "fail" would end the request before that, but the policy that counts is that
     of the outermost configuration, which a child of `MultiConnector` is not shown
-    (`kv_connector/v1/multi_connector.py`, _get_connector_classes_and_configs); nor can it tell that it is one.
+    (`kv_connector/v1/multi_connector.py`, _get_connector_classes_and_configs); nor does it know that it is one.
     """
     return bool(vllm_config.scheduler_config.async_scheduling)
 

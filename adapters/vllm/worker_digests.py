@@ -18,13 +18,15 @@ if TYPE_CHECKING:
 
     from kvledger.storage.kv import PageDigests
 
+_Numbers = tuple[int, ...]
+
 
 @attrs.define
 class _Found:
-    """Of one job; the digests stay on their device until they are told."""
+    """Of one job; the digests stay on their device until they are reported."""
 
-    pages: tuple[int, ...]
-    block_ids: tuple[int, ...]
+    pages: _Numbers
+    block_ids: _Numbers
     digests: torch.Tensor | None = None
     stored: torch.Tensor | None = None
 
@@ -38,11 +40,11 @@ class WorkerDigests:
 
     def before_save(self, job: PageJob) -> None:
         """The save is about to read its blocks."""
-        self._guarded(job, self._save)
+        self._make(job, lambda pages, block_ids, _: _Found(pages, block_ids, self._digests.of_blocks(block_ids)))
 
     def before_load(self, job: PageJob) -> None:
         """The load is about to read its slots."""
-        self._guarded(job, self._load)
+        self._make(job, lambda pages, block_ids, slots: _Found(pages, block_ids, None, self._digests.of_slots(slots)))
 
     def after_load(self, job_id: int) -> None:
         """The load has come, and nobody has used it."""
@@ -53,7 +55,7 @@ class WorkerDigests:
             except Exception as error:  # noqa: BLE001 -- see above
                 self._not_made(job_id, error)
 
-    def told_with(self, reports: Iterable[JobReport]) -> list[JobReport]:
+    def with_digests(self, reports: Iterable[JobReport]) -> list[JobReport]:
         """The same reports, with what was found of the copies that succeeded."""
         return [self._told_with(report) for report in reports]
 
@@ -66,28 +68,14 @@ class WorkerDigests:
         stored = () if found.stored is None else tuple(found.stored.tolist())
         return attrs.evolve(report, pages=found.pages, digests=tuple(found.digests.tolist()), stored_digests=stored)
 
-    def _guarded(self, job: PageJob, make: Callable[[_Found, tuple[int, ...]], None]) -> None:
-        if not job.pages:
+    def _make(self, job: PageJob, make: Callable[[_Numbers, _Numbers, _Numbers], _Found]) -> None:
+        chosen = [each for each in zip(job.pages, job.block_ids, job.slots, strict=bool(job.pages)) if each[0] >= 0]
+        if not chosen:
             return
-        chosen = [
-            (page, block, slot)
-            for page, block, slot in zip(job.pages, job.block_ids, job.slots, strict=True)
-            if page >= 0
-        ]
-        pages, block_ids, slots = zip(*chosen, strict=True)
-        found = _Found(pages, block_ids)
         try:
-            make(found, slots)
+            self._found[job.job_id] = make(*zip(*chosen, strict=True))
         except Exception as error:  # noqa: BLE001 -- see above
             self._not_made(job.job_id, error)
-        else:
-            self._found[job.job_id] = found
-
-    def _save(self, found: _Found, _slots: tuple[int, ...]) -> None:
-        found.digests = self._digests.of_blocks(found.block_ids)
-
-    def _load(self, found: _Found, slots: tuple[int, ...]) -> None:
-        found.stored = self._digests.of_slots(slots)
 
     def _not_made(self, job_id: int, error: Exception) -> None:
         self._found.pop(job_id, None)

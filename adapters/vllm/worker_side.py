@@ -137,7 +137,7 @@ class WorkerSide:
         """The reports since the last call; None where there are none."""
         reports, self._reports = [*self._reports, *self._copies.take_done()], []
         if self._digests is not None:
-            reports = self._digests.told_with(reports)
+            reports = self._digests.with_digests(reports)
         start = self.take_start()
         starts = () if start is None else (start,)
         return WorkerReports(tuple(reports), starts) if reports or starts else None

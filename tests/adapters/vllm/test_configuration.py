@@ -330,7 +330,7 @@ def test_which_loads_run_beside_the_steps(load_mode: str, loads_beside: bool, as
 
 
 @pytest.mark.parametrize(
-    ("save_mode", "copies_beside", "async_saves"),
+    ("save_mode", "supports_async_saves", "async_saves"),
     [
         ("sync", False, False),
         ("sync", True, False),
@@ -340,14 +340,16 @@ def test_which_loads_run_beside_the_steps(load_mode: str, loads_beside: bool, as
         ("auto", True, True),
     ],
 )
-def test_which_saves_run_beside_the_steps(save_mode: str, copies_beside: bool, async_saves: bool) -> None:
+def test_which_saves_are_asynchronous(save_mode: str, supports_async_saves: bool, async_saves: bool) -> None:
     """With auto where the device copies without taking anything from the steps."""
     settings = ConnectorSettings(save_mode=save_mode)  # type: ignore[arg-type] -- as an operator writes it
-    ledger = settings.ledger_configuration(block_size=16, block_bytes=1024, num_ranks=1, copies_beside=copies_beside)
+    ledger = settings.ledger_configuration(
+        block_size=16, block_bytes=1024, num_ranks=1, supports_async_saves=supports_async_saves
+    )
     assert ledger.async_saves is async_saves
 
 
-def test_a_worker_has_an_overlapping_engine_only_where_something_runs_beside_the_steps(make_engine: Any) -> None:
+def test_a_worker_has_a_second_engine_only_where_something_is_asynchronous(make_engine: Any) -> None:
     """It costs a thread or two streams."""
     for modes, overlaps in ((("sync", "sync"), False), (("async", "sync"), True), (("sync", "async"), True)):
         engine = make_engine(num_blocks=8, chunk_size=16, load_mode=modes[0], save_mode=modes[1])
@@ -390,12 +392,12 @@ def test_where_new_blocks_are_zeroed_no_save_runs_beside_the_steps(monkeypatch: 
     """VLLM zeroes what a preempted request lost before the step could wait for the copies: zeros would be saved."""
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-    from kvledger.adapters.vllm.versions import copies_beside_steps
+    from kvledger.adapters.vllm.versions import supports_async_saves
 
     on_cuda: Any = types.SimpleNamespace(device_config=types.SimpleNamespace(device_type="cuda"))
-    assert copies_beside_steps(on_cuda, kv_cache_config(20, 16))
+    assert supports_async_saves(on_cuda, kv_cache_config(20, 16))
     monkeypatch.setattr(KVCacheConfig, "needs_kv_cache_zeroing", True)
-    assert not copies_beside_steps(on_cuda, kv_cache_config(20, 16))
+    assert not supports_async_saves(on_cuda, kv_cache_config(20, 16))
     assert "write 'sync' or 'auto'" in refusal({"log_dir": None, "save_mode": "async"})
     start({"log_dir": None, "chunk_size": 16, "save_mode": "auto", "load_mode": "async"}).shutdown()
 

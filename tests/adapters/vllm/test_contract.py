@@ -343,6 +343,6 @@ def test_jobs_that_were_recorded_before_the_ledger_failed_are_handed_out(make_en
     issued = {event.job_id for event in engine.logged(e.SaveIssued)}
     worker = engine.worker._worker_side
     assert issued
-    assert issued <= set(worker._copies._told)
+    assert issued <= set(worker._copies._reported)
     assert not engine.scheduler.requests
     engine.check_outputs()

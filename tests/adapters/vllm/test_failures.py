@@ -653,7 +653,7 @@ def test_no_step_can_be_handed_out_any_more(
     crowd(engine)
     preempt(engine)
     if disabled:
-        engine.connector.scheduler_side.journal._stand_aside()
+        engine.connector.scheduler_side.journal._stop_deciding()
 
     def fail(*_: Any) -> Any:
         raise RuntimeError(BROKEN)
