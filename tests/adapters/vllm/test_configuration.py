@@ -312,7 +312,7 @@ def test_the_least_values_serve(key: str, value: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("load_mode", "loads_beside", "async_load_tokens"),
+    ("load_mode", "needs_async_loads", "async_load_tokens"),
     [
         ("sync", False, None),
         ("sync", True, None),
@@ -322,10 +322,12 @@ def test_the_least_values_serve(key: str, value: int) -> None:
         ("auto", True, 0),
     ],
 )
-def test_which_loads_run_beside_the_steps(load_mode: str, loads_beside: bool, async_load_tokens: int | None) -> None:
+def test_which_loads_are_asynchronous(load_mode: str, needs_async_loads: bool, async_load_tokens: int | None) -> None:
     """With auto those from 32 MiB a rank on, here 32 blocks of 1 MiB; all of them where only that is safe."""
     settings = ConnectorSettings(load_mode=load_mode)  # type: ignore[arg-type] -- as an operator writes it
-    ledger = settings.ledger_configuration(block_size=16, block_bytes=1024**2, num_ranks=2, loads_beside=loads_beside)
+    ledger = settings.ledger_configuration(
+        block_size=16, block_bytes=1024**2, num_ranks=2, needs_async_loads=needs_async_loads
+    )
     assert ledger.async_load_tokens == async_load_tokens
 
 
