@@ -96,7 +96,7 @@ def test_a_missing_token_is_seen(world: World) -> None:
 
 
 def _flip_slot(world: World, slot: int) -> None:
-    world.copies._engines[0]._pool.buffer[slot, 0] ^= 1
+    world.copies._engines[""]._pool.buffer[slot, 0] ^= 1
 
 
 def _copies_that(world: World, name: str, spoil: Callable[..., None], *, before: bool) -> None:
