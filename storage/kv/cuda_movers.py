@@ -16,7 +16,6 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-import attrs
 import torch
 
 from kvledger.storage.kv.engine import consecutive_runs
@@ -64,14 +63,6 @@ class BatchedMover:
         self._copy(sources, destinations, self._sizes.repeat(len(slots)))
 
 
-@attrs.frozen
-class _Column:
-    """One run of a block: `blocks` `[num_blocks, n]` in the KV tensor, `staged` `[slots, n]` in the staging buffer."""
-
-    blocks: torch.Tensor
-    staged: torch.Tensor
-
-
 class StagedMover:
     """Gathers and scatters on the device of the layout; construct it with the stream current that it will run on."""
 
@@ -80,9 +71,17 @@ class StagedMover:
     ) -> None:
         self._device = layout.device
         self._staged_slots = max(1, min(num_slots, staging_bytes // slot_bytes))
-        staging = torch.empty(self._staged_slots * slot_bytes, dtype=torch.uint8, device=self._device)
-        self._staging = staging.view(self._staged_slots, slot_bytes)
-        self._columns = _columns(layout, staging, slot_bytes, self._staged_slots)
+        self._staging = torch.empty((self._staged_slots, slot_bytes), dtype=torch.uint8, device=self._device)
+        self._columns: list[tuple[torch.Tensor, torch.Tensor]] = []
+        """Of each segment the rows of all blocks and those of all staged slots."""
+        slot_offset = 0
+        for rows in layout.rows():
+            num_bytes = rows.shape[1]
+            staged = self._staging[:, slot_offset : slot_offset + num_bytes]
+            is_aligned = math.gcd(num_bytes, rows.stride(0), rows.storage_offset(), slot_bytes, slot_offset) % 8 == 0
+            item = torch.int64 if is_aligned else torch.uint8  # byte-wise kernels are slow
+            self._columns.append((rows.view(item), staged.view(item)))
+            slot_offset += num_bytes
 
     def move(self, block_ids: Sequence[int], slots: Sequence[int], host: torch.Tensor, *, writes_slots: bool) -> None:
         """Give the current stream every copy of the call, batch after batch."""
@@ -96,45 +95,17 @@ class StagedMover:
                 for first, last in consecutive_runs(batch_slots)
             ]
             if writes_slots:
-                for column in self._columns:
-                    column.staged[: len(batch)] = torch.index_select(column.blocks, 0, ids)
+                for rows, staged in self._columns:
+                    staged[: len(batch)] = torch.index_select(rows, 0, ids)
                 for places, staged in transfers:
                     places.copy_(staged, non_blocking=True)
             else:
                 for places, staged in transfers:
                     staged.copy_(places, non_blocking=True)
-                for column in self._columns:
-                    column.blocks.index_copy_(0, ids, column.staged[: len(batch)])
+                for rows, staged in self._columns:
+                    rows.index_copy_(0, ids, staged[: len(batch)])
 
     def _on_device(self, indices: Sequence[int]) -> torch.Tensor:
         # From memory that is not pinned the CPU would wait here until the stream has come this far.
         pinned = torch.tensor(indices, device="cpu", pin_memory=self._device.type == "cuda")
         return pinned.to(self._device, non_blocking=True)
-
-
-def _columns(layout: BlockLayout, staging: torch.Tensor, slot_bytes: int, staged_slots: int) -> list[_Column]:
-    columns: list[_Column] = []
-    slot_offset = 0
-    for layer in layout.layers:
-        for segment in layer.segments:
-            num_bytes, stride, offset = segment.num_bytes, segment.block_stride_bytes, segment.offset_bytes
-            item_bytes = 8 if math.gcd(num_bytes, stride, offset, slot_bytes, slot_offset) % 8 == 0 else 1
-            columns.append(
-                _Column(
-                    blocks=_strided(layer.storage, layout.num_blocks, num_bytes, stride, offset, item_bytes),
-                    staged=_strided(staging, staged_slots, num_bytes, slot_bytes, slot_offset, item_bytes),
-                )
-            )
-            slot_offset += num_bytes
-    return columns
-
-
-def _strided(
-    memory: torch.Tensor, count: int, num_bytes: int, stride_bytes: int, offset_bytes: int, item_bytes: int
-) -> torch.Tensor:
-    """`[count, num_bytes]` of 1-D uint8 `memory`, as int64 if `item_bytes` is 8: byte-wise kernels are slow."""
-    if item_bytes > 1:
-        memory = memory[: memory.numel() // item_bytes * item_bytes].view(torch.int64)
-    return memory.as_strided(
-        (count, num_bytes // item_bytes), (stride_bytes // item_bytes, 1), offset_bytes // item_bytes
-    )

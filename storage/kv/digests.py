@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from kvledger.storage.kv.layout import BlockLayout, PageSegment
+from kvledger.storage.kv.layout import BlockLayout
 from kvledger.storage.kv.pool import HostPool
 
 __all__ = ["PageDigests"]
@@ -30,17 +30,15 @@ class PageDigests:
 
     def __init__(self, layout: BlockLayout, pool: HostPool | None = None) -> None:
         self._pool = pool
-        self._sizes = [segment.num_bytes for layer in layout.layers for segment in layer.segments]
-        self._runs = [
-            _rows(layer.storage, layer.num_blocks, segment) for layer in layout.layers for segment in layer.segments
-        ]
+        self._rows = layout.rows()
+        self._sizes = [rows.shape[1] for rows in self._rows]
         places = torch.arange(1, -(-max(self._sizes, default=0) // _WORD.itemsize) + 1)
         self._weights = _mixed(places * _PLACE) | 1
         self._weights_of_blocks = self._weights.to(layout.device)
 
     def of_blocks(self, block_ids: Sequence[int]) -> torch.Tensor:
         """One int64 for each block, on the device where the pages are. Reads behind what was begun on its stream."""
-        return _digested(self._runs, block_ids, self._weights_of_blocks)
+        return _digested(self._rows, block_ids, self._weights_of_blocks)
 
     def of_slots(self, slots: Sequence[int]) -> torch.Tensor:
         """One int64 for each slot of the pool, on the host."""
@@ -48,12 +46,6 @@ class PageDigests:
             message = "these digests were made for no pool of slots; give one to PageDigests"
             raise ValueError(message)
         return _digested(torch.split(self._pool.buffer, self._sizes, dim=1), slots, self._weights)
-
-
-def _rows(storage: torch.Tensor, num_blocks: int, segment: PageSegment) -> torch.Tensor:
-    """A view, uint8 [num_blocks, bytes of the run]."""
-    size, stride = (num_blocks, segment.num_bytes), (segment.block_stride_bytes, 1)
-    return torch.as_strided(storage, size, stride, segment.offset_bytes)
 
 
 def _digested(runs: Sequence[torch.Tensor], ids: Sequence[int], weights: torch.Tensor) -> torch.Tensor:

@@ -83,6 +83,16 @@ class BlockLayout:
         """The one device that all layers lie on."""
         return self.layers[0].storage.device
 
+    def rows(self) -> list[torch.Tensor]:
+        """Each segment of all blocks, in slot order: a view of the layer's memory, uint8 `[num_blocks, num_bytes]`."""
+        return [
+            layer.storage.as_strided(
+                (self.num_blocks, segment.num_bytes), (segment.block_stride_bytes, 1), segment.offset_bytes
+            )
+            for layer in self.layers
+            for segment in layer.segments
+        ]
+
     def runs(self) -> list[BlockRun]:
         """The runs of a block in slot order; those that touch in memory as well as in the slot are one.
 
