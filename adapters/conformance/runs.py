@@ -12,13 +12,14 @@ from typing import Any
 import attrs
 
 from kvledger.adapters.conformance.obligations import OBLIGATIONS, Check, Met, Obligation
-from kvledger.adapters.conformance.stage import Broken, RunOver, Stage, StepClock
+from kvledger.adapters.conformance.stage import Broken, RunOver, Stage
 from kvledger.adapters.conformance.stories import STORIES
 from kvledger.adapters.conformance.subject import Subject, log_directories
 from kvledger.adapters.conformance.traffic import settings, traffic
 from kvledger.adapters.logs.log import open_log
-from kvledger.adapters.recorder import payloads
+from kvledger.adapters.recorder import KVLedgerRecorder, payloads
 from kvledger.adapters.recorder.extension import Recorder
+from kvledger.adapters.simulation.clock import SimulatedClock
 from kvledger.lifecycle import Core
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit import Audit
@@ -95,8 +96,8 @@ def played(run: Run, subject: Subject, directory: Path) -> Outcome:
     """
     log_dir = directory / run.name.replace(" ", "-").replace(",", "").replace("'", "")
     shutil.rmtree(log_dir, ignore_errors=True)
-    clock = StepClock()
-    with clock.rules():
+    clock = SimulatedClock()
+    with clock.read_by(KVLedgerRecorder):
         stage = Stage(subject, log_dir, clock, asks_twice=run.asks_twice, **run.settings)
         with suppress(RunOver):
             run.play(stage)
@@ -131,7 +132,7 @@ def built(run: Run, subject: Subject, directory: Path) -> None:
     """
     log_dir = directory / "start"
     try:
-        Stage(subject, log_dir, StepClock(), asks_twice=False, **run.settings).shut_down()
+        Stage(subject, log_dir, SimulatedClock(), asks_twice=False, **run.settings).shut_down()
     finally:
         shutil.rmtree(log_dir, ignore_errors=True)
 

@@ -19,10 +19,10 @@ from vllm.v1.request import Request, RequestStatus
 from kvledger.adapters.conformance.obligations import Check, Met
 from kvledger.adapters.conformance.subject import AbsentWorker, Subject
 from kvledger.adapters.recorder import KVLedgerRecorder
+from kvledger.adapters.simulation.clock import SimulatedClock
 from kvledger.adapters.simulation.engine import SimulatedEngine
+from kvledger.adapters.simulation.expected import Expected
 from kvledger.adapters.simulation.hashed_model import CorruptKV
-from kvledger.adapters.simulation.truth import Truth
-from kvledger.adapters.simulation.vllm_mended import is_stranded
 
 MAX_STEPS = 2000
 """Of a run; an engine that is busy longer does not come to rest."""
@@ -48,36 +48,12 @@ class RunOver(Exception):
     """Nothing more can be played: the engine is dead, or does not come to rest."""
 
 
-class StepClock:
-    """Time that passes with steps; every reading is a nanosecond later than the one before."""
-
-    def __init__(self) -> None:
-        self.now_ns = 1_000_000_000
-
-    def __call__(self) -> int:
-        """Nanoseconds."""
-        self.now_ns += 1
-        return self.now_ns
-
-    def pass_step(self) -> None:
-        """One engine step."""
-        self.now_ns += STEP_MS * 1_000_000
-
-    @contextmanager
-    def rules(self) -> Iterator[None]:
-        """Recorders that are built inside read this clock."""
-        real = KVLedgerRecorder.clock
-        KVLedgerRecorder.clock = self
-        try:
-            yield
-        finally:
-            KVLedgerRecorder.clock = real
-
-
 class Stage:
     """An engine, and hands for a story; `asks_twice`: each lookup is repeated at once, as a full pool would."""
 
-    def __init__(self, subject: Subject, log_dir: Path, clock: StepClock, *, asks_twice: bool, **settings: Any) -> None:
+    def __init__(
+        self, subject: Subject, log_dir: Path, clock: SimulatedClock, *, asks_twice: bool, **settings: Any
+    ) -> None:
         self.broken: list[Broken] = []
         self.met: set[Met] = set()
         self.remarks: list[str] = []
@@ -90,7 +66,7 @@ class Stage:
         """request id -> prompt, number of outputs, weights; of those that are to end with all of them."""
         self._was_reset = False
         self._is_over = False
-        self.engine = SimulatedEngine(contender=subject, log_dir=str(log_dir), **{"num_blocks": 40, **settings})
+        self.engine = SimulatedEngine(setup=subject, log_dir=str(log_dir), **{"num_blocks": 40, **settings})
         if isinstance(self.engine.workers[0], AbsentWorker):
             self.engine.workers[0].scheduler = self.engine.scheduler
             self.engine.model._check = lambda *_arguments: None  # type: ignore[method-assign] # no byte was moved
@@ -117,7 +93,7 @@ class Stage:
     def step(self, count: int = 1) -> None:
         """So many engine steps, empty or not."""
         for _ in range(count):
-            self._clock.pass_step()
+            self._clock.pass_ms(STEP_MS)
             with self.watched():
                 output = self.engine.step()
             if not output.total_num_scheduled_tokens:
@@ -134,7 +110,7 @@ class Stage:
             else:
                 with self.watched():
                     self.engine.update()
-        if is_stranded(self.engine.scheduler):
+        if self.engine.is_stranded:
             self.remarks.append("vLLM has stranded its queue (vllm#57841, #45388): not judged to the end")
         elif not self.engine.scheduler.requests:
             detail = f"no request is left, and after {MAX_STEPS} steps the engine still has a reason to step again"
@@ -233,7 +209,7 @@ class Stage:
 
     def _compare(self) -> None:
         for request_id, (prompt, num_outputs, weights) in self._expected.items():
-            said, right = self.engine.outputs[request_id], Truth(prompt, weights).output(num_outputs)
+            said, right = self.engine.outputs[request_id], Expected(prompt, weights).output(num_outputs)
             if said != right:
                 first = next((i for i, (a, b) in enumerate(zip(said, right, strict=False)) if a != b), len(said))
                 detail = f"{request_id} was told {len(said)} of {num_outputs} tokens, wrong from number {first} on"

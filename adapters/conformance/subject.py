@@ -19,14 +19,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.v1.request import RequestStatus
 
-from kvledger.adapters.simulation.contenders import Contender
-from kvledger.adapters.simulation.in_tree import LateOffloading, SimpleCPU
+from kvledger.adapters.simulation.connectors import ConnectorSetup, Offloading, SimpleCPU
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.scheduler import Scheduler
 
-_ON_CPU: Mapping[str, Contender] = MappingProxyType(
-    {"OffloadingConnector": LateOffloading(num_questions=2), "SimpleCPUOffloadConnector": SimpleCPU(num_questions=2)}
+_ON_CPU: Mapping[str, ConnectorSetup] = MappingProxyType(
+    {"OffloadingConnector": Offloading(num_questions=2), "SimpleCPUOffloadConnector": SimpleCPU(num_questions=2)}
 )
 """By class; their copies are under way for some steps, so that what happens meanwhile is met."""
 RUN_DIR = "{run_dir}"
@@ -79,7 +78,7 @@ class AbsentWorker(KVConnectorBase_V1):
 
 
 @attrs.frozen
-class Subject(Contender):
+class Subject(ConnectorSetup):
     """Any connector that vLLM can be configured with, by its name and, if it is not registered, its module."""
 
     name: str = attrs.field(kw_only=True)
@@ -138,9 +137,9 @@ class Subject(Contender):
     def prepared(self, worker: KVConnectorBase_V1) -> KVConnectorBase_V1:
         """Where a connector of vLLM's copies on a device, the copies happen on CPU tensors."""
         for connector in connectors_in(worker):
-            contender = _ON_CPU.get(type(connector).__name__)
-            if contender is not None:
-                contender.prepared(connector)
+            setup = _ON_CPU.get(type(connector).__name__)
+            if setup is not None:
+                setup.prepared(connector)
         return worker
 
 

@@ -1,40 +1,33 @@
-"""Time in a world: it passes when the world says so, by as much as the seed drew."""
+"""Time in a simulation: it passes when the simulation says so."""
 
 from __future__ import annotations
 
 import contextlib
-import random
 from collections.abc import Iterator
+from typing import Any
 
-from kvledger.adapters.vllm import KVLedgerConnector
 
+class SimulatedClock:
+    """Called like `time.monotonic_ns`. Every reading is a nanosecond later than the one before."""
 
-class VirtualClock:
-    """A clock that is called like `time.monotonic_ns`. Every reading is a nanosecond later than the one before."""
-
-    def __init__(self, rng: random.Random) -> None:
-        self._rng = rng
+    def __init__(self) -> None:
         self.now_ns = 1_000_000_000
 
     def __call__(self) -> int:
-        """Nanoseconds since the world began."""
+        """Nanoseconds."""
         self.now_ns += 1
         return self.now_ns
 
-    def pass_step(self) -> None:
-        """Let one engine step's time pass: mostly milliseconds, now and then seconds."""
-        self.now_ns += self._rng.choice((2, 5, 9, 20, 3000)) * 1_000_000
-
-    def pass_seconds(self, seconds: float) -> None:
-        """Let something take long."""
-        self.now_ns += int(seconds * 1e9)
+    def pass_ms(self, duration_ms: float) -> None:
+        """Let time pass."""
+        self.now_ns += int(duration_ms * 1e6)
 
     @contextlib.contextmanager
-    def rules(self) -> Iterator[None]:
-        """Connectors that are built inside read this clock and no other."""
-        real = KVLedgerConnector.clock
-        KVLedgerConnector.clock = self
+    def read_by(self, connector_class: Any) -> Iterator[None]:
+        """Connectors of this class that are built inside read this clock and no other."""
+        real = connector_class.clock
+        connector_class.clock = self
         try:
             yield
         finally:
-            KVLedgerConnector.clock = real
+            connector_class.clock = real

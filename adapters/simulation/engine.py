@@ -46,13 +46,11 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.worker.utils import allocate_kv_cache
 
-from kvledger.adapters.simulation.contenders import LEDGER_CONTENDER, Contender
-from kvledger.adapters.simulation.hashed_model import NUM_LAYERS, HashedModel, layer_names
+from kvledger.adapters.simulation.connectors import KVLEDGER, ConnectorSetup
+from kvledger.adapters.simulation.hashed_model import BLOCK_SIZE, NUM_LAYERS, HashedModel, layer_names
 from kvledger.adapters.simulation.order import put_in_order
 from kvledger.adapters.simulation.tiny_model import write_configuration
 from kvledger.adapters.vllm import KVLedgerConnector
-
-BLOCK_SIZE = 16
 
 
 def kv_cache_config(num_blocks: int, block_size: int, windows: Sequence[int] = (0,)) -> KVCacheConfig:
@@ -83,11 +81,6 @@ def allocate(
     of_scheduler = generate_scheduler_kv_cache_config(of_workers)
     device = torch.device("cpu")
     return of_scheduler, of_workers, [allocate_kv_cache(config, device, KVCacheLayout[layout]) for config in of_workers]
-
-
-def block_bytes(block_size: int) -> int:
-    """Bytes of one block over all layers of `HashedModel`."""
-    return 2 * 8 * block_size * NUM_LAYERS
 
 
 def vllm_config(
@@ -147,7 +140,7 @@ class SimulatedEngine:
         policy: str = "fcfs",
         long_prefill_token_threshold: int = 0,
         reports_before_saves: bool = False,
-        contender: Contender = LEDGER_CONTENDER,
+        setup: ConnectorSetup = KVLEDGER,
         num_ranks: int = 1,
         windows: Sequence[int] = (0,),
         specs: Mapping[str, KVCacheSpec] | None = None,
@@ -155,7 +148,7 @@ class SimulatedEngine:
         kv_transfer: dict[str, Any] | None = None,
         **extra_config: Any,
     ) -> None:
-        transfer = contender.kv_transfer({"log_dir": None, **extra_config}, kv_transfer or {})
+        transfer = setup.kv_transfer({"log_dir": None, **extra_config}, kv_transfer or {})
         self.vllm_config = vllm_config(
             num_blocks=num_blocks,
             block_size=block_size,
@@ -197,7 +190,7 @@ class SimulatedEngine:
         self.workers: list[Any] = [None] * num_ranks
         """One worker-side connector for each rank; None where nobody connects anything."""
         if self.scheduler.connector is not None:
-            self.workers = [self._make_worker(rank, worker_configs[rank], contender) for rank in range(num_ranks)]
+            self.workers = [self._make_worker(rank, worker_configs[rank], setup) for rank in range(num_ranks)]
             self._aggregator = KVOutputAggregator.from_connector(self.scheduler.connector, num_ranks)
             self._shake_hands(self.scheduler.connector)
         self.model, self.worker = self.models[0], our_child(self.workers[0])
@@ -216,7 +209,7 @@ class SimulatedEngine:
         self._reports_before_saves = reports_before_saves
         self._in_flight: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
         self._num_executed = 0
-        self.num_steps_taken_up = 0
+        self.num_steps_processed = 0
         """Steps whose output the scheduler knows."""
         self._unfilled_in: list[dict[int, int]] = [{} for _ in range(num_ranks)]
         """For each rank: block -> the last step in which its load failed, or that of what it was computed on."""
@@ -227,12 +220,12 @@ class SimulatedEngine:
         """The scheduler-side connector; of several in a `MultiConnector`, ours."""
         return cast("KVLedgerConnector", our_child(self.scheduler.connector))
 
-    def _make_worker(self, rank: int, cache_config: KVCacheConfig, contender: Contender) -> KVConnectorBase_V1:
+    def _make_worker(self, rank: int, cache_config: KVCacheConfig, setup: ConnectorSetup) -> KVConnectorBase_V1:
         config = copy.copy(self.vllm_config)
         config.parallel_config = copy.copy(config.parallel_config)
         config.parallel_config.rank = rank
         connector_class: Any = type(self.scheduler.connector)
-        worker = contender.prepared(contender.make_worker(connector_class, config, cache_config))
+        worker = setup.prepared(setup.make_worker(connector_class, config, cache_config))
         worker.register_kv_caches(self.models[rank].kv_caches)
         return worker
 
@@ -295,7 +288,7 @@ class SimulatedEngine:
             if not self.scheduler.recompute_kv_load_failures:
                 self.may_fail.update(transferred.failed_recving or (), self.holders(transferred.invalid_block_ids))
         outputs = self.scheduler.update_from_output(*self._in_flight.popleft())
-        self.num_steps_taken_up += 1
+        self.num_steps_processed += 1
         for engine_outputs in outputs.values():
             for output in engine_outputs.outputs:
                 self.outputs[output.request_id].extend(output.new_token_ids)
@@ -323,7 +316,7 @@ class SimulatedEngine:
         return self._unfilled_in[0].get(block_id, -1)
 
     def _excused(self, unfilled_in: dict[int, int]) -> dict[int, int]:
-        return {block_id: step for block_id, step in unfilled_in.items() if step >= self.num_steps_taken_up}
+        return {block_id: step for block_id, step in unfilled_in.items() if step >= self.num_steps_processed}
 
     def drain(self) -> None:
         """Take up the outputs of all steps in flight."""
@@ -334,6 +327,23 @@ class SimulatedEngine:
     def is_computing(self) -> bool:
         """Whether the output of a step has not been taken up yet."""
         return bool(self._in_flight)
+
+    @property
+    def is_stranded(self) -> bool:
+        """Whether nobody will ever be scheduled again, because of vLLM's queue or reservations.
+
+        The first of those that hold blocks has given its own back and cannot get as many again. Either those behind
+        it, whose loads have come, are not looked at (vllm#57841, #45388: `v1/core/sched/scheduler.py`, schedule, breaks
+        at the first that does not fit). Or its own load has failed, another connector of a `MultiConnector` offers it
+        another one, and what is still reserved for the first is not free for the second (vllm#48433:
+        `_inflight_prefills`).
+        """
+        scheduler = self.scheduler
+        first, *behind = scheduler.kv_holding_waiting or [None]
+        if first is None or scheduler.running or any(scheduler.kv_cache_manager.get_block_ids(first.request_id)):
+            return False
+        has_come = scheduler.finished_recving_kv_req_ids
+        return first in scheduler._inflight_prefills or any(request.request_id in has_come for request in behind)
 
     def run(self, max_steps: int = 5000) -> None:
         """Step until there are no requests and nothing of the connector's is left to do."""

@@ -22,10 +22,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-import attrs
 import numpy as np
 import torch
 
+from kvledger.adapters.simulation.expected import Expected, next_token
 from kvledger.adapters.simulation.tiny_model import VOCABULARY_SIZE
 
 if TYPE_CHECKING:
@@ -34,7 +34,8 @@ if TYPE_CHECKING:
 NUM_LAYERS = 2
 """Layers of one group; groups lie on the same tensors."""
 NULL_BLOCK = 0
-_MODULUS = (1 << 61) - 1
+BLOCK_SIZE = 16
+"""Tokens of a block where nobody says anything else."""
 
 
 class CorruptKV(AssertionError):
@@ -45,9 +46,9 @@ class CorruptKV(AssertionError):
         self.block_ids = block_ids
 
 
-def chained_hash(previous: int, token: int) -> int:
-    """The KV of a position, from the KV before it and its token."""
-    return (previous * 1_000_003 + token + 17) % _MODULUS
+def block_bytes(block_size: int) -> int:
+    """Bytes of one block over all layers of `HashedModel`."""
+    return 2 * 8 * block_size * NUM_LAYERS
 
 
 def layer_names(num_groups: int = 1) -> tuple[tuple[str, ...], ...]:
@@ -64,33 +65,19 @@ def marks(number: int, layer: torch.Tensor) -> torch.Tensor:
     return torch.arange(num_heads * content).view(num_heads, content) * (number + 1)
 
 
-def next_token(last_hash: int) -> int:
-    """What the model samples after a position."""
-    return last_hash % VOCABULARY_SIZE
+class _Sequence(Expected):
+    """A request as the model knows it: its tokens and their KV, and where that lies."""
 
-
-@attrs.define
-class _Sequence:
-    num_prompt_tokens: int
-    tokens: list[int]
-    hashes: list[int]
-    block_ids: list[list[int]]
-    """One table a group."""
-    weights: int
+    def __init__(self, num_prompt_tokens: int, tokens: list[int], block_ids: list[list[int]], weights: int) -> None:
+        super().__init__(tokens, weights)
+        self.num_prompt_tokens = num_prompt_tokens
+        self.block_ids = block_ids
+        """One table a group."""
 
     def keep_outputs(self, num_output_tokens: int) -> None:
         """Forget what was sampled by steps whose output the scheduler dropped; it will be sampled again."""
         del self.tokens[self.num_prompt_tokens + num_output_tokens :]
-        del self.hashes[len(self.tokens) :]
-
-    def hash_to(self, num_tokens: int) -> None:
-        """Know the hashes of the first `num_tokens` positions, sampling what is not known yet."""
-        while len(self.hashes) < num_tokens:
-            position = len(self.hashes)
-            previous = self.hashes[-1] if self.hashes else self.weights
-            if position == len(self.tokens):
-                self.tokens.append(next_token(previous))
-            self.hashes.append(chained_hash(previous, self.tokens[position]))
+        del self.kv[len(self.tokens) :]
 
 
 class HashedModel:
@@ -138,7 +125,7 @@ class HashedModel:
             tokens = list(data.prefill_token_ids or data.prompt_token_ids or ())
             num_prompt_tokens = len(data.prompt_token_ids or ())
             block_ids = [list(table) for table in data.block_ids]
-            self._sequences[data.req_id] = _Sequence(num_prompt_tokens, tokens, [], block_ids, self.weights)
+            self._sequences[data.req_id] = _Sequence(num_prompt_tokens, tokens, block_ids, self.weights)
         cached = scheduler_output.scheduled_cached_reqs
         for request_id, entry, num_output_tokens in zip(
             cached.req_ids, cached.new_block_ids, cached.num_output_tokens, strict=True
@@ -148,7 +135,7 @@ class HashedModel:
                 tokens = list(cached.all_token_ids[request_id])
                 block_ids = [list(table) for table in entry] if entry else [[] for _ in self._windows]
                 num_prompt_tokens = sequence.num_prompt_tokens
-                self._sequences[request_id] = _Sequence(num_prompt_tokens, tokens, [], block_ids, self.weights)
+                self._sequences[request_id] = _Sequence(num_prompt_tokens, tokens, block_ids, self.weights)
                 continue
             sequence.keep_outputs(num_output_tokens)
             for table, added in zip(sequence.block_ids, entry or (), strict=False):
@@ -199,13 +186,13 @@ class HashedModel:
     def _compute(self, request_id: str, sequence: _Sequence, first: int, last: int, *, error: int = 0) -> list[int]:
         """Write the KV of the positions from `first` to before `last`, and sample; `error` is added to both."""
         num_known = len(sequence.tokens)
-        sequence.hash_to(last)
+        sequence.compute_to(last)
         if not error:
             self._check(request_id, sequence, first)
         self._write(sequence, first, last, error)
         if last < num_known:
             return []
-        token = (next_token(sequence.hashes[last - 1]) + error) % VOCABULARY_SIZE
+        token = (next_token(sequence.kv[last - 1]) + error) % VOCABULARY_SIZE
         if last == len(sequence.tokens):
             sequence.tokens.append(token)
         return [token]
@@ -236,7 +223,7 @@ class HashedModel:
         self, request_id: str, sequence: _Sequence, group: int, first: int, num_computed_tokens: int
     ) -> None:
         blocks, offsets = self._slots(sequence.block_ids[group], first, num_computed_tokens)
-        expected = np.array(sequence.hashes[first:num_computed_tokens], dtype=np.int64) + group
+        expected = np.array(sequence.kv[first:num_computed_tokens], dtype=np.int64) + group
         for layer in self._layer_names[group]:
             read = self._kv[layer][blocks, :, offsets] != expected[:, None, None] + self._marks[layer]
             is_wrong = read.any((1, 2)) | (blocks == NULL_BLOCK)
@@ -251,7 +238,7 @@ class HashedModel:
         self.num_positions_checked += num_computed_tokens - first
 
     def _write(self, sequence: _Sequence, first: int, last: int, error: int = 0) -> None:
-        values = error + np.array(sequence.hashes[first:last], dtype=np.int64)
+        values = error + np.array(sequence.kv[first:last], dtype=np.int64)
         for group, table in enumerate(sequence.block_ids):
             blocks, offsets = self._slots(table, first, last)
             if bool((blocks == NULL_BLOCK).any()):

@@ -40,8 +40,9 @@ from vllm.v1.request import Request
 from vllm.v1.simple_kv_offload.metadata import SimpleCPUOffloadMetadata, SimpleCPUOffloadWorkerMetadata
 from vllm.v1.structured_output import StructuredOutputManager
 
-from kvledger.adapters.simulation.contenders import LEDGER
-from kvledger.adapters.simulation.engine import block_bytes, kv_cache_config, vllm_config
+from kvledger.adapters.simulation.connectors import KVLEDGER_TRANSFER
+from kvledger.adapters.simulation.engine import kv_cache_config, vllm_config
+from kvledger.adapters.simulation.hashed_model import block_bytes
 from kvledger.adapters.vllm.event_log import OpenedLog
 from kvledger.adapters.vllm.metadata import JobReport, StepJobs, WorkerReports
 
@@ -244,7 +245,7 @@ RECORDED = "recorded "
 
 def contenders(log_dir: Path) -> Field:
     """kvledger, its peers, and nobody."""
-    ledger = {**LEDGER, "kv_role": "kv_both"}
+    ledger = {**KVLEDGER_TRANSFER, "kv_role": "kv_both"}
 
     def ours(**extra: object) -> dict[str, Any]:
         return {**ledger, "kv_connector_extra_config": {"host_bytes": HOST_BYTES, "log_dir": str(log_dir), **extra}}

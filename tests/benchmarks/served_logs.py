@@ -81,8 +81,9 @@ def serve(
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.structured_output import StructuredOutputManager
 
-    from kvledger.adapters.simulation.contenders import LEDGER
-    from kvledger.adapters.simulation.engine import block_bytes, kv_cache_config, vllm_config
+    from kvledger.adapters.simulation.connectors import KVLEDGER_TRANSFER
+    from kvledger.adapters.simulation.engine import kv_cache_config, vllm_config
+    from kvledger.adapters.simulation.hashed_model import block_bytes
 
     config = vllm_config(
         num_blocks=mix.num_blocks,
@@ -93,7 +94,7 @@ def serve(
         enable_prefix_caching=mix.enable_prefix_caching,
         async_scheduling=False,
         kv_transfer={
-            **LEDGER,
+            **KVLEDGER_TRANSFER,
             "kv_role": "kv_both",
             "kv_connector_extra_config": {
                 "host_bytes": block_bytes(BLOCK_SIZE) * mix.host_pages,

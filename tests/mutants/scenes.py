@@ -91,7 +91,7 @@ class Worlds:
         from sim.logs import read_end
         from sim.settings import draw
 
-        from kvledger.adapters.simulation.engine import BLOCK_SIZE, block_bytes
+        from kvledger.adapters.simulation.hashed_model import BLOCK_SIZE, block_bytes
 
         connector = draw(random.Random(f"settings {seed}")).connector | dict(self.connector)
         if self.num_slots is not None:

@@ -11,12 +11,14 @@ from collections.abc import Iterator
 
 import attrs
 
-from kvledger.adapters.simulation.clock import VirtualClock
-from kvledger.adapters.simulation.engine import SimulatedEngine, block_bytes
+from kvledger.adapters.simulation.engine import SimulatedEngine
+from kvledger.adapters.simulation.hashed_model import block_bytes
 from kvledger.adapters.simulation.tiny_model import VOCABULARY_SIZE
+from kvledger.adapters.vllm import KVLedgerConnector
 from kvledger.lifecycle import Core
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.codec import EventDecoder
+from sim.clock import VirtualClock
 from sim.virtual_copies import VirtualCopies
 
 BLOCK_SIZE = 16
@@ -74,7 +76,7 @@ class HybridWorld:
         self._rng = random.Random(seed)
         self.settings = settings = draw(self._rng)
         self._clock = VirtualClock(random.Random(f"clock {seed}"))
-        with self._clock.rules():
+        with self._clock.read_by(KVLedgerConnector):
             self.engine = self._make_engine(settings)
         worker_side = self.engine.worker._worker_side
         worker_side._async_engine.close()

@@ -23,7 +23,7 @@ from typing import Any
 import attrs
 import torch
 
-from kvledger.adapters.simulation.contenders import Contender
+from kvledger.adapters.simulation.connectors import ConnectorSetup
 
 Key = tuple[str, tuple[int, ...]]
 """(salt, all tokens up to the end of a chunk)."""
@@ -251,7 +251,7 @@ _NUMBERS = itertools.count()
 
 
 @attrs.frozen
-class LMCacheMP(Contender):
+class LMCacheMP(ConnectorSetup):
     """`LMCacheMPConnector` as vLLM 0.32 has it, each engine with a server of its own."""
 
     name: str = "LMCacheMPConnector"

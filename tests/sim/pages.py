@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 import attrs
 import torch
 
+from kvledger.adapters.simulation.expected import Expected
 from kvledger.adapters.simulation.hashed_model import NUM_LAYERS
-from kvledger.adapters.simulation.truth import Truth
 from kvledger.lifecycle import Ready
 from kvledger.lifecycle import events as e
 from kvledger.storage.kv import CopyResult
@@ -38,7 +38,7 @@ class WrongPages(AssertionError):
 class PageWatch:
     """Knows for every job that was handed out what its pages must hold, and compares when they are copied."""
 
-    def __init__(self, engine: SimulatedEngine, truth_of: Callable[[int], Truth]) -> None:
+    def __init__(self, engine: SimulatedEngine, truth_of: Callable[[int], Expected]) -> None:
         self._engine = engine
         self._side = engine.connector.scheduler_side
         self._worker: Any = engine.worker
@@ -68,7 +68,7 @@ class PageWatch:
             decisions = observe(event)
             for decision in decisions:
                 if isinstance(decision, e.SaveIssued | e.TailSaveIssued):
-                    self._issued_in[decision.job_id] = engine.num_steps_taken_up
+                    self._issued_in[decision.job_id] = engine.num_steps_processed
                 elif isinstance(decision, e.SaveCompleted) and decision.job_id in self._unusable:
                     self.wrong.append(f"job {decision.job_id} is taken up as saved: {self._unusable[decision.job_id]}")
             return decisions

@@ -104,11 +104,11 @@ def simulate(seeds: range, console: Console) -> bool:
 
 def compare(seeds: range, console: Console) -> None:
     """Print what preemptions cost with kvledger, without a connector, and with vLLM's OffloadingConnector."""
-    from sim.contenders import CONTENDERS
+    from sim.connectors import COMPARED
     from sim.shares import measure
 
     with Progress(console=Console(stderr=True)) as progress:
-        task = progress.add_task("worlds, three times each", total=len(seeds) * len(CONTENDERS))
+        task = progress.add_task("worlds, three times each", total=len(seeds) * len(COMPARED))
         rows = measure(seeds, advance=lambda: progress.update(task, advance=1))
     console.print(f"{'':22s} {'preemptions':>12s} {'tokens lost':>12s} {'computed again':>15s} {'share':>8s}")
     for row in rows:

@@ -7,8 +7,8 @@ from collections.abc import Collection
 
 import attrs
 
-from kvledger.adapters.simulation.engine import BLOCK_SIZE, block_bytes
-from sim.contenders import BesideNeighbour
+from kvledger.adapters.simulation.hashed_model import BLOCK_SIZE, block_bytes
+from sim.connectors import WithNeighbour
 
 MAX_MODEL_LEN = 160
 """Fits into the smallest pool: vLLM refuses at its start a model length that its KV cache cannot hold."""
@@ -41,7 +41,7 @@ class Settings:
     """Whether workers report before they save, as with a drafter: what they saved is known a step later."""
     one_output_share: float = 0.0
     """Of the requests, those of one output token, beyond what is drawn anyway."""
-    neighbour: BesideNeighbour | None = None
+    neighbour: WithNeighbour | None = None
     """Another connector in a `MultiConnector` with ours."""
     windows: tuple[int, ...] = (0,)
     """One for each group of layers, in tokens; 0: the group sees everything. Of worlds in which kvledger is not."""
@@ -99,7 +99,7 @@ def widen(settings: Settings, rng: random.Random, dimensions: Collection[str]) -
             if settings.async_scheduling and policy == "recompute":
                 theirs["num_steps"] = theirs["num_steps"] or 1  # see `faults/copies.py`: no hole of kvledger's
         own_policy = {} if child_policy is None else {"kv_load_failure_policy": child_policy}
-        changes["neighbour"] = BesideNeighbour(options=theirs, is_first=is_first, own_policy=own_policy)
+        changes["neighbour"] = WithNeighbour(options=theirs, is_first=is_first, own_policy=own_policy)
     return attrs.evolve(settings, **changes)
 
 

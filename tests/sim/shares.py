@@ -1,4 +1,4 @@
-"""Of the tokens lost to preemptions, the share that was computed again: the same worlds for every contender.
+"""Of the tokens lost to preemptions, the share that was computed again: the same worlds for every setup.
 
 The worlds are those of `make sim` with the same seeds, pools, requests, aborts and bursts, but without the faults of
 copies, reports and disks, which only kvledger is asked to survive, and without resets, which would drop what each of
@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 
 import attrs
 
-from sim.contenders import CONTENDERS
+from sim.connectors import COMPARED
 from sim.faults import CLIENT_FAULTS
 from sim.meter import Meter
 from sim.settings import DIMENSIONS, Settings, draw
@@ -26,11 +26,11 @@ ROOM_FOR_ALL = 400
 
 @attrs.frozen
 class Row:
-    """Meters over the worlds of one kind, by the name of the contender."""
+    """Meters over the worlds of one kind, by the name of the setup."""
 
     title: str
     includes: Callable[[Settings], bool]
-    meters: dict[str, Meter] = attrs.field(factory=lambda: {contender.name: Meter() for contender in CONTENDERS})
+    meters: dict[str, Meter] = attrs.field(factory=lambda: {setup.name: Meter() for setup in COMPARED})
 
 
 def rows() -> tuple[Row, ...]:
@@ -46,18 +46,16 @@ def rows() -> tuple[Row, ...]:
 
 
 def measure(seeds: Iterable[int], *, advance: Callable[[], None] = lambda: None) -> tuple[Row, ...]:
-    """Let every contender live every world."""
+    """Let every setup live every world."""
     measured = rows()
     for seed in seeds:
         drawn = draw(random.Random(f"settings {seed}")).connector
         defaults = {name: drawn[name] for name in ("host_bytes", "chunk_size")}
-        for contender in CONTENDERS:
-            with World(
-                seed, contender=contender, faults=CLIENT_FAULTS, connector=defaults, dimensions=_DIMENSIONS
-            ) as world:
+        for setup in COMPARED:
+            with World(seed, setup=setup, faults=CLIENT_FAULTS, connector=defaults, dimensions=_DIMENSIONS) as world:
                 world.run()
                 for row in measured:
                     if row.includes(world.settings):
-                        row.meters[contender.name].add(world.meter)
+                        row.meters[setup.name].add(world.meter)
             advance()
     return measured

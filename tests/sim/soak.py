@@ -25,11 +25,13 @@ import attrs
 from rich.console import Console
 from rich.progress import Progress
 
-from kvledger.adapters.simulation.clock import VirtualClock
-from kvledger.adapters.simulation.engine import BLOCK_SIZE, SimulatedEngine, block_bytes
+from kvledger.adapters.simulation.engine import SimulatedEngine
+from kvledger.adapters.simulation.expected import Expected
+from kvledger.adapters.simulation.hashed_model import BLOCK_SIZE, block_bytes
 from kvledger.adapters.simulation.tiny_model import VOCABULARY_SIZE
-from kvledger.adapters.simulation.truth import Truth
+from kvledger.adapters.vllm import KVLedgerConnector
 from sim.checks.nothing_left import check_slots, left_entries
+from sim.clock import VirtualClock
 
 MAX_GROWTH_BYTES = 4 * 1024**2
 """Of resident memory, over the second half."""
@@ -56,11 +58,11 @@ class Soak:
         self.num_aborted = 0
         self.num_steps = 0
         self.samples: list[Sample] = []
-        self._alive: dict[str, tuple[Truth, int, bool]] = {}
+        self._alive: dict[str, tuple[Expected, int, bool]] = {}
         self._rng = random.Random(seed)
         self._prefixes = [self._tokens(40) for _ in range(8)]
         self._clock = VirtualClock(random.Random(seed))
-        with self._clock.rules():
+        with self._clock.read_by(KVLedgerConnector):
             self.engine = SimulatedEngine(
                 num_blocks=14,
                 max_num_seqs=8,
@@ -115,7 +117,7 @@ class Soak:
     def _arrive(self, request_id: str) -> None:
         prompt = self._rng.choice(self._prefixes)[: self._rng.randrange(40)] + self._tokens(self._rng.randint(1, 8))
         max_tokens = self._rng.randint(1, 24)
-        self._alive[request_id] = (Truth(prompt), max_tokens, False)
+        self._alive[request_id] = (Expected(prompt), max_tokens, False)
         self.engine.add(request_id, prompt, max_tokens, arrival_time=self._clock() / 1e9)
 
     def _step(self) -> None:

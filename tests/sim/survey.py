@@ -27,7 +27,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import attrs
 
 if TYPE_CHECKING:
-    from kvledger.adapters.simulation.contenders import Contender
+    from kvledger.adapters.simulation.connectors import ConnectorSetup
     from kvledger.adapters.simulation.engine import SimulatedEngine
 
 WITHIN = {"load_mode": "sync", "save_mode": "sync", "max_silent_ms": 0}
@@ -35,22 +35,22 @@ WITHIN = {"load_mode": "sync", "save_mode": "sync", "max_silent_ms": 0}
 WINDOWS = ((0, 48), (48, 0), (0, 64), (17, 0), (0, 32, 80))
 
 
-def connectors() -> Mapping[str, Callable[[], Contender]]:
+def connectors() -> Mapping[str, Callable[[], ConnectorSetup]]:
     """Name -> how to make who is recorded."""
-    from kvledger.adapters.simulation.contenders import Offloading, Several
-    from kvledger.adapters.simulation.in_tree import Example, LateOffloading, SimpleCPU
+    from kvledger.adapters.simulation.connectors import Offloading, SimpleCPU
+    from sim.connectors import Example, Several
     from sim.lmcache_mp import LMCacheMP
 
     return {
         "offloading": Offloading,
-        "offloading-late": LateOffloading,
+        "offloading-late": lambda: Offloading(num_questions=2),
         "simple": SimpleCPU,
         "simple-late": lambda: SimpleCPU(num_questions=3),
         "simple-lazy": lambda: SimpleCPU(is_lazy=True),
         "simple-lazy-late": lambda: SimpleCPU(is_lazy=True, num_questions=3),
         "example": Example,
         "lmcache": lambda: LMCacheMP(chunk_size=16),
-        "multi": lambda: Several(children=(LateOffloading(num_questions=1), SimpleCPU(num_questions=3))),
+        "multi": lambda: Several(children=(Offloading(num_questions=1), SimpleCPU(num_questions=3))),
     }
 
 
@@ -70,19 +70,19 @@ class Lived:
         return self.raised or ", ".join(sorted({detail.split(":")[0] for detail in self.broken})) or "well"
 
 
-def live(seed: int, inner: Contender, *, is_recorded: bool, faults: frozenset[str], **settings: Any) -> Lived:
+def live(seed: int, inner: ConnectorSetup, *, is_recorded: bool, faults: frozenset[str], **settings: Any) -> Lived:
     """A world, and what the recorders say of it."""
-    from kvledger.adapters.simulation.contenders import Recorded
+    from sim.connectors import Recorded
     from sim.settings import draw
     from sim.world import World
 
-    contender = Recorded(inner=inner, name=recorder_of(inner)) if is_recorded else inner
+    setup = Recorded(inner=inner, name=recorder_of(inner)) if is_recorded else inner
     if "neighbour" in settings:
-        settings["neighbour"] = contender  # half of the requests are theirs
+        settings["neighbour"] = setup  # half of the requests are theirs
     drawn = {**draw(random.Random(f"settings {seed}")).connector, **WITHIN, "digests": "all"}
     world, raised = None, ""
     try:
-        with World(seed, contender=contender, faults=faults, connector=drawn, **settings) as world:
+        with World(seed, setup=setup, faults=faults, connector=drawn, **settings) as world:
             world.run()
     except Exception as error:  # noqa: BLE001 -- whatever it is, it is told with the seed
         raised = place_of(error)
@@ -91,15 +91,15 @@ def live(seed: int, inner: Contender, *, is_recorded: bool, faults: frozenset[st
     return Lived(world.fault_names, raised, tuple(broken_in(world.engine)))
 
 
-def recorder_of(inner: Contender) -> str:
+def recorder_of(inner: ConnectorSetup) -> str:
     """Which of the two stands around it."""
     whole = {inner.name, *(child.name for child in getattr(inner, "children", ()))}
     return "KVLedgerRecorder" if whole & {"ExampleConnector", "LMCacheMPConnector"} else "KVLedgerRecorderHMA"
 
 
-def failing(inner: Contender, rng: random.Random, settings: dict[str, Any]) -> Contender:
+def failing(inner: ConnectorSetup, rng: random.Random, settings: dict[str, Any]) -> ConnectorSetup:
     """The same with loads that fail, and what vLLM is to do then; `settings` of the world are added to."""
-    from kvledger.adapters.simulation.contenders import NamedConnector, Several
+    from sim.connectors import NamedConnector, Several
 
     settings["load_failure_policy"] = rng.choice(["recompute", "fail"])
     share, is_first = rng.choice([0.3, 1.0]), rng.random() < 0.5
@@ -135,14 +135,14 @@ def broken_in(engine: SimulatedEngine) -> Iterator[str]:
             yield f"unfoldable: {audit.unfoldable}"
 
 
-def live_sessions(seed: int, inner: Contender, *, is_recorded: bool) -> Lived:
+def live_sessions(seed: int, inner: ConnectorSetup, *, is_recorded: bool) -> Lived:
     """Streaming sessions of two or three turns, and others who say the same from the beginning, in a small pool."""
-    from kvledger.adapters.simulation.contenders import Recorded
     from kvledger.adapters.simulation.engine import SimulatedEngine, block_bytes
+    from sim.connectors import Recorded
 
     rng = random.Random(f"sessions {seed}")
     engine = SimulatedEngine(
-        contender=Recorded(inner=inner, name=recorder_of(inner)) if is_recorded else inner,
+        setup=Recorded(inner=inner, name=recorder_of(inner)) if is_recorded else inner,
         num_blocks=rng.choice([16, 24, 40]),
         max_model_len=200,
         max_num_batched_tokens=rng.choice([32, 256]),

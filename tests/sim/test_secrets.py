@@ -14,7 +14,8 @@ import msgspec
 import pytest
 
 from kvledger.adapters.logs.log import open_log
-from kvledger.adapters.simulation.engine import BLOCK_SIZE, SimulatedEngine, block_bytes
+from kvledger.adapters.simulation.engine import SimulatedEngine
+from kvledger.adapters.simulation.hashed_model import BLOCK_SIZE, block_bytes
 from kvledger.lifecycle import events as e
 
 pytestmark = pytest.mark.scheduler

@@ -9,7 +9,7 @@ import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from kvledger.adapters.simulation.clock import VirtualClock
+from sim.clock import VirtualClock
 
 
 class VirtualCopy:

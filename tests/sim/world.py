@@ -16,15 +16,15 @@ import attrs
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiKVConnectorWorkerMetadata
 from vllm.v1.outputs import KVConnectorOutput
 
-from kvledger.adapters.simulation.clock import VirtualClock
-from kvledger.adapters.simulation.contenders import LEDGER_CONTENDER, Contender
-from kvledger.adapters.simulation.engine import BLOCK_SIZE, SimulatedEngine
+from kvledger.adapters.simulation.connectors import KVLEDGER, ConnectorSetup
+from kvledger.adapters.simulation.engine import SimulatedEngine
+from kvledger.adapters.simulation.expected import Expected
+from kvledger.adapters.simulation.hashed_model import BLOCK_SIZE
 from kvledger.adapters.simulation.tiny_model import VOCABULARY_SIZE
-from kvledger.adapters.simulation.truth import Truth
-from kvledger.adapters.simulation.vllm_mended import is_stranded, withdraw_what_is_not_computed
-from kvledger.adapters.vllm import configuration
+from kvledger.adapters.vllm import KVLedgerConnector, configuration
 from kvledger.adapters.vllm.metadata import WorkerReports
 from sim.cached_blocks import CachedBlocks
+from sim.clock import VirtualClock
 from sim.copies import Copies
 from sim.faults import FAULTS, FailingCopies, Fault, draw_faults
 from sim.logs import LogEnd, abandon, read_end
@@ -32,6 +32,7 @@ from sim.meter import Meter
 from sim.pages import PageWatch
 from sim.settings import DIMENSIONS, MAX_MODEL_LEN, draw, widen
 from sim.virtual_copies import VirtualCopies
+from sim.vllm_mended import withdraw_what_is_not_computed
 
 MAX_ALIVE = 14
 MAX_STEPS = 2000
@@ -46,7 +47,7 @@ class Life:
     max_tokens: int
     cache_salt: str | None
     priority: int
-    truth: Truth
+    truth: Expected
     outputs: list[int] = attrs.field(factory=list)
     is_aborted: bool = False
     is_failed: bool = False
@@ -65,7 +66,7 @@ class World:
         self,
         seed: int,
         *,
-        contender: Contender = LEDGER_CONTENDER,
+        setup: ConnectorSetup = KVLEDGER,
         faults: frozenset[str] | None = None,
         in_files: bool = False,
         dimensions: Collection[str] = DIMENSIONS,
@@ -75,16 +76,16 @@ class World:
 
         Args:
             seed: of everything that is drawn.
-            contender: who is the connector.
+            setup: who is the connector.
             faults: names of those that may be on; None for all that the seed switches on.
             in_files: whether the log is in files, also where no fault needs it there.
             dimensions: of `settings.DIMENSIONS`, those that the seed may widen this world by.
             changes: settings to use instead of the drawn ones.
         """
         self.seed = seed
-        self.contender = contender
+        self.setup = setup
         drawn_settings = draw(random.Random(f"settings {seed}"))
-        if contender is LEDGER_CONTENDER:
+        if setup is KVLEDGER:
             drawn_settings = widen(drawn_settings, random.Random(f"wider settings {seed}"), dimensions)
         self.settings = attrs.evolve(drawn_settings, **changes)
         self.clock = VirtualClock(random.Random(f"clock {seed}"))
@@ -168,7 +169,7 @@ class World:
                 and random.Random(f"theirs {self.seed} {len(self.lives)}").random() < 0.5
             )
             request_id = f"{'theirs' if is_theirs else 'r'}{len(self.lives)}"
-        life = Life(request_id, list(prompt), max_tokens, cache_salt, priority, Truth(prompt, self.weights))
+        life = Life(request_id, list(prompt), max_tokens, cache_salt, priority, Expected(prompt, self.weights))
         self.lives.append(life)
         self._add(life)
 
@@ -187,7 +188,7 @@ class World:
         for life in left:
             life.outputs.clear()
             life.num_right_outputs = life.num_known_blocks = 0
-            life.truth = Truth(life.prompt, self.weights)
+            life.truth = Expected(life.prompt, self.weights)
             self._add(life)
 
     def load_new_weights(self) -> None:
@@ -208,8 +209,8 @@ class World:
         self.is_draining = True
         while self.engine.scheduler.has_requests() or self.engine.is_computing:
             self.step()
-            if self.num_steps == MAX_STEPS and is_stranded(self.engine.scheduler):
-                self.note("vLLM has stranded its queue (vllm_mended.py); all clients go away")
+            if self.num_steps == MAX_STEPS and self.engine.is_stranded:
+                self.note("vLLM has stranded its queue; all clients go away")
                 for life in self.alive:
                     self.abort(life)
             elif self.num_steps > MAX_STEPS + 400:
@@ -217,7 +218,7 @@ class World:
                 message = f"still busy after {MAX_STEPS} steps: {counts} running and waiting"
                 raise AssertionError(message)
         self.meter.end()
-        if self.contender is LEDGER_CONTENDER:
+        if self.setup is KVLEDGER:
             for fault in self.faults:
                 fault.repair()
             self.side.ledger.commit()
@@ -240,7 +241,7 @@ class World:
         requests = self.engine.scheduler.requests
         self.ended_in_last_step = [life for life in self.alive if life.request_id not in requests]
         self.alive = [life for life in self.alive if life.request_id in requests]
-        if self.contender is LEDGER_CONTENDER:
+        if self.setup is KVLEDGER:
             self.pages.raise_if_wrong()
 
     def _look_at_answers(self) -> None:
@@ -266,7 +267,7 @@ class World:
             self.arrive(prompt, max_tokens, cache_salt=salt, priority=priority)
 
     def _add(self, life: Life) -> None:
-        if self.contender is LEDGER_CONTENDER:
+        if self.setup is KVLEDGER:
             self._by_ordinal[self.side.ledger.projections.tracker.num_arrived] = life
         self.alive.append(life)
         self.engine.outputs[life.request_id] = life.outputs
@@ -285,8 +286,8 @@ class World:
         if self.log_dir is not None:
             # Small segments, so that some are seen to be full.
             extra |= {"log_dir": str(self.log_dir), "segment_bytes": 20_000}
-        contender = settings.neighbour or self.contender
-        with self.clock.rules(), _large_loads(settings.large_load_bytes):
+        setup = settings.neighbour or self.setup
+        with self.clock.read_by(KVLedgerConnector), _large_loads(settings.large_load_bytes):
             self.engine = engine = SimulatedEngine(
                 windows=settings.windows,
                 num_blocks=settings.num_blocks * len(settings.windows),
@@ -298,7 +299,7 @@ class World:
                 async_scheduling=settings.async_scheduling,
                 model_runner_v2=settings.model_runner_v2,
                 policy=settings.policy,
-                contender=contender,
+                setup=setup,
                 long_prefill_token_threshold=settings.long_prefill_token_threshold,
                 reports_before_saves=settings.reports_before_saves,
                 kv_transfer={"kv_load_failure_policy": settings.load_failure_policy},
@@ -312,7 +313,7 @@ class World:
         self.alive = []
         self._by_ordinal = {}
         engine.before_update = self._let_faults_act
-        if self.contender is LEDGER_CONTENDER:
+        if self.setup is KVLEDGER:
             if self.worker_side._async_engine is not None:
                 self.worker_side._async_engine.close()
                 rng = random.Random(f"copies {self.seed}")

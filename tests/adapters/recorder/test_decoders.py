@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from sim.connectors import Example, NamedConnector, Recorded, Several
 from sim.recorded import audited, events_of, said_in
 from vllm.v1.simple_kv_offload.metadata import SimpleCPUOffloadMetadata
 
@@ -18,8 +19,7 @@ from kvledger.adapters.recorder.payloads import (
     TransfersEnded,
     Undecoded,
 )
-from kvledger.adapters.simulation.contenders import Contender, NamedConnector, Offloading, Recorded, Several
-from kvledger.adapters.simulation.in_tree import Example, SimpleCPU
+from kvledger.adapters.simulation.connectors import ConnectorSetup, Offloading, SimpleCPU
 from kvledger.lifecycle import events as e
 
 pytestmark = pytest.mark.scheduler
@@ -105,7 +105,7 @@ def test_a_block_that_nobody_was_given_is_of_nobody(record: Record) -> None:
 def test_example_connector_takes_whole_prompts_from_the_first_block_on(record: Record) -> None:
     """Told by slots alone; the request is whoever has the blocks."""
     engine, recording = record(
-        contender=Recorded(inner=Example(), name="KVLedgerRecorder"), num_blocks=17, enable_prefix_caching=False
+        setup=Recorded(inner=Example(), name="KVLedgerRecorder"), num_blocks=17, enable_prefix_caching=False
     )
     serve_twice(engine, num_tokens=66)
     told, table = copies(recording), tables(recording)
@@ -119,7 +119,7 @@ def test_example_connector_takes_whole_prompts_from_the_first_block_on(record: R
     assert audited(recording).is_sound
 
 
-def nixl(name: str) -> Contender:
+def nixl(name: str) -> ConnectorSetup:
     """The scheduler's side of it."""
     return NamedConnector(name=name, module="sim.nixl")
 

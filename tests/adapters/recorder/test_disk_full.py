@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 from log_torture.mounts import fill, run_on_small_disk
+from sim.connectors import Recorded
 from sim.recorded import recordings
 
 from kvledger.adapters.cli.main import main
-from kvledger.adapters.simulation.contenders import Recorded
+from kvledger.adapters.simulation.connectors import Offloading
 from kvledger.adapters.simulation.engine import SimulatedEngine
-from kvledger.adapters.simulation.in_tree import LateOffloading
 
 pytestmark = pytest.mark.scheduler
 
@@ -40,7 +40,7 @@ class Told(logging.Handler):
 def serve(log_dir: Path | None, between: Callable[[Any], None]) -> tuple[Any, list[Any]]:
     """Three rounds of a crowd that preempts one another; something happens before the second and before the third."""
     engine = SimulatedEngine(
-        contender=Recorded(inner=LateOffloading()),
+        setup=Recorded(inner=Offloading(num_questions=2)),
         num_blocks=12,
         max_model_len=160,
         host_bytes=1 << 22,

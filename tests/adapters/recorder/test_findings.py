@@ -10,14 +10,14 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from sim.connectors import Example, NamedConnector, Recorded, Several
 from sim.recorded import audited, events_of, said_in
 
 from kvledger.adapters.recorder.payloads import LookupReturned, TransferredFor
 from kvledger.adapters.repro import record, rerun
-from kvledger.adapters.simulation.contenders import Contender, NamedConnector, Offloading, Recorded, Several
-from kvledger.adapters.simulation.engine import SimulatedEngine, block_bytes
-from kvledger.adapters.simulation.hashed_model import CorruptKV
-from kvledger.adapters.simulation.in_tree import Example, SimpleCPU
+from kvledger.adapters.simulation.connectors import ConnectorSetup, Offloading, SimpleCPU
+from kvledger.adapters.simulation.engine import SimulatedEngine
+from kvledger.adapters.simulation.hashed_model import CorruptKV, block_bytes
 from kvledger.lifecycle import events as e
 
 pytestmark = pytest.mark.scheduler
@@ -74,7 +74,7 @@ def prefill_in_parts(engine: Any) -> None:
         engine.run()
 
 
-CASES: dict[str, tuple[Contender, dict[str, Any], Story, type[BaseException], str]] = {
+CASES: dict[str, tuple[ConnectorSetup, dict[str, Any], Story, type[BaseException], str]] = {
     story.__name__: (inner, options, story, error, where)
     for inner, options, story, error, where in (
         (Offloading(), {}, reset_running, AssertionError, "build_connector_meta"),
@@ -93,11 +93,11 @@ CASES: dict[str, tuple[Contender, dict[str, Any], Story, type[BaseException], st
 }
 
 
-def started(inner: Contender, options: dict[str, Any], *, is_recorded: bool) -> Any:
+def started(inner: ConnectorSetup, options: dict[str, Any], *, is_recorded: bool) -> Any:
     """A small engine with that connector."""
     recorder = "KVLedgerRecorder" if isinstance(inner, Example) else "KVLedgerRecorderHMA"
-    contender = Recorded(inner=inner, name=recorder) if is_recorded else inner
-    return SimulatedEngine(contender=contender, num_blocks=20, host_bytes=1 << 22, chunk_size=16, **options)
+    setup = Recorded(inner=inner, name=recorder) if is_recorded else inner
+    return SimulatedEngine(setup=setup, num_blocks=20, host_bytes=1 << 22, chunk_size=16, **options)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -143,10 +143,8 @@ def test_a_sibling_loads_into_a_block_that_offloading_connector_still_saves() ->
     theirs = NamedConnector(
         name="Neighbour", module="sim.neighbour", options={"num_tokens": 48, "num_steps": 2, "seed": 1}
     )
-    contender = Recorded(inner=Several(children=(Offloading(), theirs)))
-    engine: Any = SimulatedEngine(
-        contender=contender, num_blocks=5, host_bytes=1 << 22, chunk_size=16, max_model_len=64
-    )
+    setup = Recorded(inner=Several(children=(Offloading(), theirs)))
+    engine: Any = SimulatedEngine(setup=setup, num_blocks=5, host_bytes=1 << 22, chunk_size=16, max_model_len=64)
     engine.add("a", range(20), 13)  # its last step fills its second block
     for _ in range(13):
         engine.step()
@@ -164,7 +162,7 @@ def test_what_a_siblings_failed_load_left_is_stored_by_offloading_connector(poli
     """And loaded by who comes with the same prompt; the log says that the load failed, and no rule names the store."""
     theirs = NamedConnector(name="Neighbour", module="sim.neighbour", options={"num_tokens": 32, "num_failures": 1})
     engine: Any = SimulatedEngine(
-        contender=Recorded(inner=Several(children=(Offloading(), theirs))),
+        setup=Recorded(inner=Several(children=(Offloading(), theirs))),
         num_blocks=20,
         host_bytes=1 << 22,
         chunk_size=16,
@@ -187,7 +185,7 @@ def test_a_lazy_engine_is_never_idle(is_recorded: bool) -> None:
     """Two prompts of two blocks in a pool of three, and a host pool of two: each empty step stores a block again."""
     inner = SimpleCPU(is_lazy=True, num_questions=1)
     engine: Any = SimulatedEngine(
-        contender=Recorded(inner=inner) if is_recorded else inner,
+        setup=Recorded(inner=inner) if is_recorded else inner,
         num_blocks=4,
         host_bytes=3 * block_bytes(16),
         chunk_size=16,

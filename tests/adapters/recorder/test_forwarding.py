@@ -8,6 +8,7 @@ from typing import Any
 
 import attrs
 import pytest
+from sim.connectors import NamedConnector, Recorded, Several
 from sim.recorded import events_of
 from sim.witness import Copied, PlainWitness
 from vllm.config import KVTransferConfig
@@ -18,7 +19,7 @@ from kvledger.adapters.recorder import KVLedgerRecorder, KVLedgerRecorderHMA
 from kvledger.adapters.recorder.forwarding import NOT_FORWARDED, forwards_everything, public_names
 from kvledger.adapters.recorder.payloads import CHILD
 from kvledger.adapters.recorder.stats import RecordedPromMetrics
-from kvledger.adapters.simulation.contenders import NamedConnector, Offloading, Recorded, Several
+from kvledger.adapters.simulation.connectors import Offloading
 from kvledger.adapters.simulation.engine import SimulatedEngine
 from kvledger.lifecycle import ConfigurationError
 from kvledger.lifecycle import events as e
@@ -123,12 +124,12 @@ def test_a_connector_that_takes_groups_is_told_of_groups(record: Callable[..., t
     before = PlainWitness.on_hook
     PlainWitness.on_hook = staticmethod(told.append)
     try:
-        for contender in (
+        for setup in (
             Recorded(inner=WITNESS),
             Recorded(inner=WITNESS, name="KVLedgerRecorder"),
             Recorded(inner=PLAIN, name="KVLedgerRecorder"),
         ):
-            engine, _ = record(contender=contender)
+            engine, _ = record(setup=setup)
             engine.add("a", range(20), 2)
             engine.run()
     finally:
@@ -184,7 +185,7 @@ class Given(Recorded):
 def test_what_cannot_be_recorded_is_refused_by_name(name: str, given: dict[str, Any], message: str) -> None:
     """At start, with the remedy."""
     with pytest.raises(ConfigurationError, match=message):
-        SimulatedEngine(num_blocks=20, contender=Given(inner=WITNESS, name=name, given=given))
+        SimulatedEngine(num_blocks=20, setup=Given(inner=WITNESS, name=name, given=given))
 
 
 def test_figures_reach_vllms_loggers_as_the_wrapped_connectors_own(record: Callable[..., tuple[Any, Any]]) -> None:
@@ -219,7 +220,7 @@ def test_prometheus_metrics_of_the_wrapped_connector_get_their_own_figures() -> 
 def test_a_recorder_inside_of_multi_connector_says_so_in_its_log(record: Callable[..., tuple[Any, Any]]) -> None:
     """Its rules must know that the workers' reports are of others, too."""
     _, alone = record(WITNESS)
-    _, child = record(contender=Several(children=(Recorded(inner=Offloading()), WITNESS)))
+    _, child = record(setup=Several(children=(Recorded(inner=Offloading()), WITNESS)))
     texts = [
         [event.text for _, event in events_of(recording) if isinstance(event, e.LogNote)]
         for recording in (alone, child)

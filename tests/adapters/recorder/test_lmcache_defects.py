@@ -10,13 +10,13 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from sim.connectors import Recorded
 from sim.lmcache_mp import LMCacheMP
 from sim.recorded import audited, said_in
 from vllm.v1.request import RequestStatus
 
 from kvledger.adapters.recorder import KVLedgerRecorder
 from kvledger.adapters.recorder.payloads import LookupReturned, Transferred
-from kvledger.adapters.simulation.contenders import Recorded
 
 pytestmark = pytest.mark.scheduler
 
@@ -26,7 +26,7 @@ LMCACHE = Recorded(inner=LMCacheMP(chunk_size=16), name="KVLedgerRecorder")
 
 def started(record: Record) -> tuple[Any, Any]:
     """An engine whose server has 48 tokens of the request that comes next, and has been seen to keep far more."""
-    engine, recording = record(contender=LMCACHE, num_blocks=20, enable_prefix_caching=False)
+    engine, recording = record(setup=LMCACHE, num_blocks=20, enable_prefix_caching=False)
     for request_id, first, num_tokens in (
         ("old", 5000, 32),
         *((f"large-{number}", 300 * number, 250) for number in range(1, 6)),
@@ -90,9 +90,9 @@ def test_without_a_preemption_nothing_is_named(record: Record) -> None:
 
 def with_a_failed_load(record: Record, policy: str) -> tuple[Any, Any]:
     """A prompt is stored; who comes with it again is to load it, and the server fails."""
-    contender = Recorded(inner=LMCacheMP(chunk_size=16, failure_share=1.0), name="KVLedgerRecorder")
+    setup = Recorded(inner=LMCacheMP(chunk_size=16, failure_share=1.0), name="KVLedgerRecorder")
     engine, recording = record(
-        contender=contender,
+        setup=setup,
         num_blocks=20,
         enable_prefix_caching=False,
         kv_transfer={"kv_load_failure_policy": policy},

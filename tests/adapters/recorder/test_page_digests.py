@@ -10,14 +10,14 @@ import attrs
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from sim.connectors import Example, NamedConnector, Recorded
 from sim.lmcache_mp import SERVERS, LMCacheMP
 from sim.recorded import audited, events_of
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerMetadata
 
 from kvledger.adapters.recorder.page_digests import FoundDigests, RecordedReports
-from kvledger.adapters.simulation.contenders import Contender, NamedConnector, Offloading, Recorded
+from kvledger.adapters.simulation.connectors import ConnectorSetup, Offloading, SimpleCPU
 from kvledger.adapters.simulation.hashed_model import HashedModel
-from kvledger.adapters.simulation.in_tree import Example, SimpleCPU
 from kvledger.lifecycle import events as e
 
 pytestmark = pytest.mark.scheduler
@@ -85,7 +85,7 @@ def spoil_files(connector: Any, block: int) -> None:
 class Case:
     """A connector, and how bytes of what it holds are changed behind its back."""
 
-    inner: Contender
+    inner: ConnectorSetup
     spoil: Callable[[Any, int], None]
     recorder: str = "KVLedgerRecorderHMA"
     options: Mapping[str, Any] = {}
@@ -112,7 +112,7 @@ def test_bytes_that_change_in_what_the_connector_holds_are_named(
     case = CASES[name]
     monkeypatch.setattr(HashedModel, "_check", lambda *_: None)
     engine, recording = record(
-        contender=Recorded(inner=case.inner, name=case.recorder), digests="all", num_blocks=24, **case.options
+        setup=Recorded(inner=case.inner, name=case.recorder), digests="all", num_blocks=24, **case.options
     )
     prompt = list(range(100))
     engine.add("first", prompt, 3)

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from sim.connectors import Recorded
 from sim.lmcache_mp import LMCacheMP
 from sim.recorded import audited, events_of
 
-from kvledger.adapters.simulation.contenders import Recorded
 from kvledger.lifecycle import events as e
 
 pytestmark = pytest.mark.scheduler
@@ -20,8 +20,8 @@ NUM_TIMES = 12
 
 def test_an_answer_may_be_put_off_as_often_as_the_connector_likes(record: Callable[..., tuple[Any, Any]]) -> None:
     """Each time is in the log, and so is the answer behind the last one."""
-    contender = Recorded(inner=LMCacheMP(num_polls=NUM_TIMES, chunk_size=16), name="KVLedgerRecorder")
-    engine, recording = record(contender=contender)
+    setup = Recorded(inner=LMCacheMP(num_polls=NUM_TIMES, chunk_size=16), name="KVLedgerRecorder")
+    engine, recording = record(setup=setup)
     engine.add("a", range(64), 3)
     engine.run()
     events = [event for _, event in events_of(recording)]

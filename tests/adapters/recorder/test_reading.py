@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sim.connectors import NamedConnector
 from sim.recorded import CORE, events_of
 from trace_importer import read_trace
 
 from kvledger.adapters.recorder.rules import LEFT_OUT
-from kvledger.adapters.simulation.contenders import NamedConnector
-from kvledger.adapters.simulation.engine import block_bytes
+from kvledger.adapters.simulation.hashed_model import block_bytes
 from kvledger.lifecycle import Core
 from kvledger.lifecycle.audit import Audit
 from kvledger.lifecycle.codec import vocabulary_header

@@ -12,7 +12,7 @@ from typing import Any
 
 import attrs
 import pytest
-from sim.contenders import BesideNeighbour
+from sim.connectors import Example, NamedConnector, Recorded, Several, WithNeighbour
 from sim.faults import CLIENT_FAULTS
 from sim.lmcache_mp import LMCacheMP
 from sim.recorded import audited, events_of, recordings, said_in
@@ -20,8 +20,7 @@ from sim.settings import draw
 from sim.world import World
 
 from kvledger.adapters.recorder.payloads import LookupReturned, Transferred
-from kvledger.adapters.simulation.contenders import Contender, NamedConnector, Offloading, Recorded, Several
-from kvledger.adapters.simulation.in_tree import Example, LateOffloading, SimpleCPU
+from kvledger.adapters.simulation.connectors import ConnectorSetup, Offloading, SimpleCPU
 from kvledger.lifecycle import events as e
 
 pytestmark = pytest.mark.scheduler
@@ -39,7 +38,7 @@ THEIRS = {"num_tokens": 48, "num_steps": 2, "seed": 1}
 RESETS = CLIENT_FAULTS | {"resets", "reused ids"}
 
 
-def neighbour(options: Mapping[str, Any]) -> Contender:
+def neighbour(options: Mapping[str, Any]) -> ConnectorSetup:
     """The cache of `sim/neighbour.py`, without kvledger beside it."""
     return NamedConnector(name="Neighbour", module="sim.neighbour", options=options)
 
@@ -48,8 +47,8 @@ def neighbour(options: Mapping[str, Any]) -> Contender:
 class Case:
     """Who is recorded, and where the recorders stand."""
 
-    plain: Contender
-    recorded: Contender
+    plain: ConnectorSetup
+    recorded: ConnectorSetup
     faults: frozenset[str] = CLIENT_FAULTS
     num_recorders: int = 1
     defects: frozenset[str] = frozenset()
@@ -58,7 +57,7 @@ class Case:
     """Of the engine, where the seed is not to decide."""
 
 
-def around(inner: Contender, *, recorder: str = "KVLedgerRecorderHMA", **options: Any) -> Case:
+def around(inner: ConnectorSetup, *, recorder: str = "KVLedgerRecorderHMA", **options: Any) -> Case:
     """The recorder is the outermost."""
     return Case(inner, Recorded(inner=inner, name=recorder), **options)
 
@@ -69,11 +68,11 @@ CASES = {
     # Resets that spare the connector (seed 169) and ids that are used again (178) let it raise from
     # build_connector_meta in 0.32, with a recorder and without.
     "OffloadingConnector": around(Offloading()),
-    "kvledger": around(Contender(name="kvledger"), faults=RESETS),
+    "kvledger": around(ConnectorSetup(name="kvledger"), faults=RESETS),
     "a cache whose loads take some steps": around(neighbour(THEIRS)),
     "a cache that fails within steps": around(neighbour(FAILS), settings=UNSHARED),
     "a cache that fails beside the steps": around(neighbour({**FAILS, "num_steps": 2})),
-    "MultiConnector": around(BesideNeighbour(options=THEIRS)),
+    "MultiConnector": around(WithNeighbour(options=THEIRS)),
     "MultiConnector over OffloadingConnector": around(
         Several(children=(Offloading(), neighbour(THEIRS))), defects=UNFENCED
     ),
@@ -91,11 +90,11 @@ CASES = {
     ),
     "SimpleCPUOffloadConnector": around(SimpleCPU(num_questions=2), faults=RESETS, settings=SHARED),
     "SimpleCPUOffloadConnector, hybrid": around(SimpleCPU(num_questions=1), settings={**SHARED, "windows": (0, 48)}),
-    "OffloadingConnector, hybrid": around(LateOffloading(), settings={"windows": (48, 0)}),
+    "OffloadingConnector, hybrid": around(Offloading(num_questions=2), settings={"windows": (48, 0)}),
     # It saves prompts before all of their chunks are computed, and cannot load what was preempted.
     "ExampleConnector": around(Example(), recorder="KVLedgerRecorder", faults=frozenset(), settings=WHOLE),
     "MultiConnector over two": around(
-        Several(children=(LateOffloading(num_questions=1), SimpleCPU(num_questions=3))),
+        Several(children=(Offloading(num_questions=1), SimpleCPU(num_questions=3))),
         settings=SHARED,
         defects=UNFENCED,
     ),
@@ -120,11 +119,11 @@ def seeds() -> Iterator[Any]:
             yield pytest.param(name, seed, id=f"{name}-{seed}", marks=pytest.mark.long)
 
 
-def lived(seed: int, contender: Contender, case: Case) -> World:
+def lived(seed: int, setup: ConnectorSetup, case: Case) -> World:
     """A world with that connector in it, run to its end. Half of its requests are "theirs", whoever that is."""
-    settings: dict[str, Any] = {**case.settings, "neighbour": contender}
+    settings: dict[str, Any] = {**case.settings, "neighbour": setup}
     settings["connector"] = {**draw(random.Random(f"settings {seed}")).connector, **WITHIN}
-    with World(seed, contender=contender, faults=case.faults, **settings) as world:
+    with World(seed, setup=setup, faults=case.faults, **settings) as world:
         world.run()
     return world
 

@@ -8,12 +8,13 @@ from typing import Any
 import attrs
 import msgspec
 import pytest
+from sim.connectors import NamedConnector, Recorded, Several
 from sim.recorded import audited, events_of, payloads_in
 
 from kvledger.adapters.recorder.extension import Recorder
 from kvledger.adapters.recorder.payloads import EndReturned, LookupReturned, ReportedToVLLM, Sent, Transferred
 from kvledger.adapters.recorder.rules.ends import MAX_SILENT_NS
-from kvledger.adapters.simulation.contenders import NamedConnector, Offloading, Recorded, Several
+from kvledger.adapters.simulation.connectors import Offloading
 from kvledger.lifecycle import events as e
 
 pytestmark = pytest.mark.scheduler
@@ -50,7 +51,7 @@ def saved(record: Record) -> Log:
 def served(record: Record, *, as_child: bool) -> Log:
     """A cache whose loads take two steps serves one request; alone, or as a child of MultiConnector."""
     outer = Several(children=(Recorded(inner=NEIGHBOUR),)) if as_child else Recorded(inner=NEIGHBOUR)
-    engine, recording = record(contender=outer)
+    engine, recording = record(setup=outer)
     engine.add("theirs", range(64), 5)
     engine.add("other", range(500, 564), 20)
     engine.run()

@@ -11,7 +11,7 @@ from sim.recorded import audited, events_of, payloads_in
 
 from kvledger.adapters.recorder.extension import Recorder
 from kvledger.adapters.recorder.payloads import JOB, Transferred, TransferredFor, TransfersAwaited, TransfersEnded
-from kvledger.adapters.simulation.in_tree import LateOffloading, SimpleCPU
+from kvledger.adapters.simulation.connectors import Offloading, SimpleCPU
 from kvledger.lifecycle import events as e
 
 pytestmark = pytest.mark.scheduler
@@ -157,7 +157,7 @@ def test_a_save_before_the_step_that_computes_breaks_chunk_complete(loaded: tupl
 
 def test_blocks_that_are_given_away_under_a_save_break_block_reuse_fenced(record: Record) -> None:
     """OffloadingConnector has its workers wait for such saves; without that word in the log it is named."""
-    engine, recording = record(LateOffloading(num_questions=30), num_blocks=12, max_model_len=160, max_num_seqs=1)
+    engine, recording = record(Offloading(num_questions=30), num_blocks=12, max_model_len=160, max_num_seqs=1)
     for request_id, first in (("a", 0), ("b", 500)):
         engine.add(request_id, range(first, first + 140), 3)
     engine.run()

@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 from processes import started
+from sim.connectors import NamedConnector
 from sim.recorded import events_of
 
 from kvledger.adapters.cli.main import main
 from kvledger.adapters.logs.under_way import last_under_way
 from kvledger.adapters.recorder.extension import Recorder
-from kvledger.adapters.simulation.contenders import NamedConnector
 from kvledger.lifecycle import Core
 
 pytestmark = pytest.mark.scheduler

@@ -12,6 +12,7 @@ from typing import Any
 
 import attrs
 import pytest
+from sim.connectors import NamedConnector, Recorded, Several
 from sim.witness import PlainWitness
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 
@@ -21,7 +22,7 @@ from kvledger.adapters.logs.workers import logs_of_workers
 from kvledger.adapters.recorder import payloads
 from kvledger.adapters.recorder.payloads import payload_of
 from kvledger.adapters.recorder.worker_recording import carries_work
-from kvledger.adapters.simulation.contenders import NamedConnector, Offloading, Recorded, Several
+from kvledger.adapters.simulation.connectors import Offloading
 from kvledger.adapters.simulation.hashed_model import layer_names
 from kvledger.lifecycle import events as e
 
@@ -240,7 +241,7 @@ def test_work_is_what_is_in_lists(metadata: object, is_work: bool) -> None:
 def test_children_of_a_multi_connector_write_a_log_each(record: Record, tmp_path: Path) -> None:
     """Told apart by whom they wrap."""
     children = (Recorded(inner=Offloading()), Recorded(inner=WITNESS))
-    engine, _ = record(contender=Several(children=children), log_dir=str(tmp_path))
+    engine, _ = record(setup=Several(children=children), log_dir=str(tmp_path))
     engine.add("a", range(20), 3)
     engine.run()
     engine.shutdown()

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from sim.connectors import NamedConnector
 from sim.recorded import audited, events_of
 
 from kvledger.adapters.recorder.log import RecorderLog
-from kvledger.adapters.simulation.contenders import NamedConnector
 from kvledger.lifecycle import events as e
 
 pytestmark = pytest.mark.scheduler

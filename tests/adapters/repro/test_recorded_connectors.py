@@ -12,6 +12,7 @@ from typing import Any
 import attrs
 import msgspec
 import pytest
+from sim.connectors import Example, NamedConnector, Recorded, Several
 from sim.faults import CLIENT_FAULTS
 from sim.recorded import events_of
 from sim.settings import draw
@@ -23,9 +24,8 @@ from kvledger.adapters.recorder.extension import Recorder
 from kvledger.adapters.recorder.payloads import CHILD, WorkersReported
 from kvledger.adapters.repro import NotRerunnable, read_recording, record, rerun
 from kvledger.adapters.repro.scheduler import could_be_scheduled
-from kvledger.adapters.simulation.contenders import Contender, NamedConnector, Offloading, Recorded, Several
+from kvledger.adapters.simulation.connectors import ConnectorSetup, Offloading, SimpleCPU
 from kvledger.adapters.simulation.engine import SimulatedEngine
-from kvledger.adapters.simulation.in_tree import Example, SimpleCPU
 from kvledger.lifecycle import events as e
 
 pytestmark = pytest.mark.scheduler
@@ -34,7 +34,7 @@ Events = list[tuple[int, e.Event]]
 WITHIN = {"load_mode": "sync", "save_mode": "sync", "max_silent_ms": 0, "digests": "off"}
 FAILS = {"num_tokens": 60, "failure_share": 0.4, "seed": 1, "num_steps": 2}
 THEIRS = {"num_tokens": 48, "num_steps": 2, "seed": 1}
-INNER: dict[str, Contender] = {
+INNER: dict[str, ConnectorSetup] = {
     "OffloadingConnector": Offloading(),
     "a cache that fails beside the steps": NamedConnector(name="Neighbour", module="sim.neighbour", options=FAILS),
     "MultiConnector": Several(
@@ -43,11 +43,11 @@ INNER: dict[str, Contender] = {
 }
 
 
-def recorded_world(inner: Contender, seed: int) -> Any:
+def recorded_world(inner: ConnectorSetup, seed: int) -> Any:
     """What a recorder around that connector wrote in a world."""
     connector = {**draw(random.Random(f"settings {seed}")).connector, **WITHIN}
     recorder = Recorded(inner=inner)
-    with World(seed, contender=recorder, neighbour=recorder, faults=CLIENT_FAULTS, connector=connector) as world:
+    with World(seed, setup=recorder, neighbour=recorder, faults=CLIENT_FAULTS, connector=connector) as world:
         world.run()
     return world.engine.scheduler.connector.recording
 
@@ -99,7 +99,7 @@ def test_a_recorded_connector_made_again_writes_the_same_log(name: str, seed: in
 def hold_session(log_dir: Path | None = None) -> Any:
     """A streaming session of OffloadingConnector, recorded, and others who have nothing to do with it."""
     engine = SimulatedEngine(
-        contender=Recorded(inner=Offloading()), num_blocks=60, host_bytes=1 << 22, chunk_size=16, log_dir=log_dir
+        setup=Recorded(inner=Offloading()), num_blocks=60, host_bytes=1 << 22, chunk_size=16, log_dir=log_dir
     )
     engine.add("session", range(45), 5, resumable=True)
     engine.add("other", range(1000, 1100), 20)
@@ -138,7 +138,7 @@ def test_repro_writes_a_test_that_fails_as_the_connector_did(tmp_path: Path) -> 
 def test_answers_can_be_asked_for_where_nothing_went_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """`--pin`; with another answer in the recording the test fails."""
     engine = SimulatedEngine(
-        contender=Recorded(inner=Offloading()),
+        setup=Recorded(inner=Offloading()),
         num_blocks=20,
         host_bytes=1 << 22,
         chunk_size=16,
@@ -165,7 +165,7 @@ def test_answers_can_be_asked_for_where_nothing_went_wrong(tmp_path: Path, capsy
 
 def test_what_was_raised_in_a_hook_is_raised_again() -> None:
     """At the same call; a reset between two steps preempts, and the next step names whom."""
-    engine = SimulatedEngine(contender=Recorded(inner=Offloading()), num_blocks=20, host_bytes=1 << 22, chunk_size=16)
+    engine = SimulatedEngine(setup=Recorded(inner=Offloading()), num_blocks=20, host_bytes=1 << 22, chunk_size=16)
     engine.add("a", range(20), 10)
     for _ in range(3):
         engine.step()
@@ -207,7 +207,7 @@ def test_a_connector_on_vllms_own_blocks_is_declined() -> None:
     """Also as a child of MultiConnector."""
     simple = SimpleCPU()
     for inner in (simple, Several(children=(simple, NamedConnector(name="Witness", module="sim.witness")))):
-        engine = SimulatedEngine(contender=Recorded(inner=inner), num_blocks=20, host_bytes=1 << 20, chunk_size=16)
+        engine = SimulatedEngine(setup=Recorded(inner=inner), num_blocks=20, host_bytes=1 << 20, chunk_size=16)
         log = engine.scheduler.connector.recording  # type: ignore[union-attr]
         engine.shutdown()
         with pytest.raises(NotRerunnable, match="SimpleCPUOffloadConnector works on vLLM's own blocks"):
@@ -219,7 +219,7 @@ def test_answers_from_where_nothing_is_made_again_are_said(tmp_path: Path, capsy
     inner = Example()
     example = Recorded(inner=inner, name="KVLedgerRecorder")
     engine = SimulatedEngine(
-        contender=example,
+        setup=example,
         num_blocks=20,
         host_bytes=1 << 20,
         chunk_size=16,
@@ -260,7 +260,7 @@ def test_secrets_of_the_configuration_are_not_in_the_log() -> None:
     options = {"api_key": "hidden-1", "max_tokens": 7, "nested": {"password": "hidden-2"}, "layout": "HND"}
     options["url"] = "redis://user:hidden-3@host:1"
     witness = NamedConnector(name="Witness", module="sim.witness", options=options)
-    engine = SimulatedEngine(contender=Recorded(inner=witness), num_blocks=20, host_bytes=1 << 20, chunk_size=16)
+    engine = SimulatedEngine(setup=Recorded(inner=witness), num_blocks=20, host_bytes=1 << 20, chunk_size=16)
     log = engine.scheduler.connector.recording  # type: ignore[union-attr]
     engine.shutdown()
     recording = record(log.log.configuration, events_of(log))

@@ -11,7 +11,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request
 
 from kvledger.adapters.simulation.engine import SimulatedEngine
-from kvledger.adapters.simulation.hashed_model import chained_hash, next_token
+from kvledger.adapters.simulation.expected import chained_hash, next_token
 from kvledger.lifecycle import Core, LedgerConfiguration, Replay
 from kvledger.lifecycle.audit import Audit
 from kvledger.lifecycle.codec import EventDecoder

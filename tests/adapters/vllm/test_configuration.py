@@ -12,8 +12,9 @@ import attrs
 import pytest
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
-from kvledger.adapters.simulation.contenders import LEDGER
-from kvledger.adapters.simulation.engine import block_bytes, kv_cache_config, vllm_config
+from kvledger.adapters.simulation.connectors import KVLEDGER_TRANSFER
+from kvledger.adapters.simulation.engine import kv_cache_config, vllm_config
+from kvledger.adapters.simulation.hashed_model import block_bytes
 from kvledger.adapters.vllm import KVLedgerConnector
 from kvledger.adapters.vllm.configuration import ConnectorSettings
 from kvledger.lifecycle import ConfigurationError
@@ -27,7 +28,7 @@ pytestmark = pytest.mark.scheduler
 
 def configuration(extra_config: dict[str, Any] | None, block_size: int = 16) -> Any:
     """VLLM's configuration with this `kv_connector_extra_config`; None leaves the key out."""
-    transfer = dict(LEDGER)
+    transfer = dict(KVLEDGER_TRANSFER)
     if extra_config is not None:
         transfer["kv_connector_extra_config"] = extra_config
     return vllm_config(

@@ -19,8 +19,9 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
-from kvledger.adapters.simulation.contenders import LEDGER
-from kvledger.adapters.simulation.engine import block_bytes, kv_cache_config, vllm_config
+from kvledger.adapters.simulation.connectors import KVLEDGER_TRANSFER
+from kvledger.adapters.simulation.engine import kv_cache_config, vllm_config
+from kvledger.adapters.simulation.hashed_model import block_bytes
 from kvledger.adapters.vllm import KVLedgerConnector
 from kvledger.adapters.vllm.groups import describe_groups
 from kvledger.lifecycle import events as e
@@ -42,7 +43,7 @@ def configuration(**more: Any) -> Any:
         max_model_len=512,
         enable_prefix_caching=True,
         async_scheduling=False,
-        kv_transfer={**LEDGER, "kv_connector_extra_config": {"log_dir": None, "chunk_size": 16}},
+        kv_transfer={**KVLEDGER_TRANSFER, "kv_connector_extra_config": {"log_dir": None, "chunk_size": 16}},
     )
     for name, value in more.items():
         setattr(settings, name, value)

@@ -9,7 +9,7 @@ from sim.modes import runners
 from vllm.sampling_params import SamplingParams
 from vllm.v1.request import RequestStatus
 
-from kvledger.adapters.simulation import hashed_model
+from kvledger.adapters.simulation import expected
 from kvledger.adapters.vllm import versions
 from kvledger.lifecycle import RequestState
 from kvledger.lifecycle import events as e
@@ -277,7 +277,7 @@ def test_a_reset_makes_everything_saved_stale(
 
 def load_new_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     """From now on the model computes other KV for the same tokens, and says something else."""
-    monkeypatch.setattr(hashed_model, "chained_hash", lambda previous, token: (previous * 31 + token + 1) % (1 << 40))
+    monkeypatch.setattr(expected, "chained_hash", lambda previous, token: (previous * 31 + token + 1) % (1 << 40))
 
 
 @runners

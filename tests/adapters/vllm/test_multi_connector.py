@@ -13,7 +13,7 @@ import pytest
 from sim.broken_copies import break_copies
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 
-from kvledger.adapters.simulation.contenders import LEDGER
+from kvledger.adapters.simulation.connectors import KVLEDGER_TRANSFER
 from kvledger.lifecycle import events as e
 
 pytestmark = pytest.mark.scheduler
@@ -34,7 +34,7 @@ def make_multi(make_engine: Any) -> MakeMulti:
         *, ours_first: bool, theirs: dict[str, Any], children: list[dict[str, Any]] | None = None, **options: Any
     ) -> Any:
         ledger = {
-            **LEDGER,
+            **KVLEDGER_TRANSFER,
             "kv_connector_extra_config": {
                 "log_dir": None,
                 "chunk_size": 16,
@@ -228,7 +228,7 @@ def test_what_the_other_cache_could_not_load_is_not_saved(
 @pytest.mark.parametrize("model_runner_v2", [False, True])
 def test_the_policy_that_counts_is_that_of_the_parent(make_multi: MakeMulti, model_runner_v2: bool) -> None:
     """A child is shown its own policy, "fail"; the scheduler recomputes. No token on top of a failed load comes out."""
-    ours = {key: value for key, value in LEDGER.items() if key != "kv_load_failure_policy"}
+    ours = {key: value for key, value in KVLEDGER_TRANSFER.items() if key != "kv_load_failure_policy"}
     ours["kv_connector_extra_config"] = {"log_dir": None, "chunk_size": 16, "host_bytes": 1 << 20}
     engine = make_multi(
         ours_first=True, theirs={}, children=[ours], async_scheduling=True, model_runner_v2=model_runner_v2
@@ -272,7 +272,7 @@ def test_two_ledgers_side_by_side(make_multi: MakeMulti, tmp_path: Any) -> None:
     """Each keeps its own log and its own chunks; the first one with a hit loads, both save."""
     connectors = [
         {
-            **LEDGER,
+            **KVLEDGER_TRANSFER,
             "kv_connector_extra_config": {
                 "log_dir": str(tmp_path / name),
                 "chunk_size": chunk_size,

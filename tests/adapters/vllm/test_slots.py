@@ -17,7 +17,7 @@ from vllm.v1.kv_cache_interface import (
     SparseCacheRole,
 )
 
-from kvledger.adapters.simulation.contenders import LEDGER
+from kvledger.adapters.simulation.connectors import KVLEDGER_TRANSFER
 from kvledger.adapters.simulation.engine import allocate, vllm_config
 from kvledger.adapters.vllm import KVLedgerConnector
 from kvledger.adapters.vllm.groups import describe_groups
@@ -161,7 +161,7 @@ def configuration(num_ranks: int = 1) -> Any:
         enable_prefix_caching=True,
         async_scheduling=False,
         kv_transfer={
-            **LEDGER,
+            **KVLEDGER_TRANSFER,
             "kv_connector_extra_config": {"log_dir": None, "chunk_size": 16, "host_bytes": HOST_BYTES},
         },
     )

@@ -6,17 +6,18 @@ behind the accepted tokens is wrong KV that somebody will write over, and a chun
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Callable
 from typing import Any
 
-import attrs
 import pytest
 from vllm.config import SpeculativeConfig
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 
 from kvledger.adapters.simulation import engine as sim_engine
-from kvledger.adapters.simulation.hashed_model import HashedModel, chained_hash, next_token
+from kvledger.adapters.simulation.expected import chained_hash, next_token
+from kvledger.adapters.simulation.hashed_model import HashedModel
 from kvledger.adapters.simulation.tiny_model import VOCABULARY_SIZE
 from kvledger.lifecycle import events as e
 
@@ -57,7 +58,7 @@ class DraftingModel(HashedModel):
             num_drafts = len(scheduler_output.scheduled_spec_decode_tokens.get(request_id, ()))
             num_plain = scheduler_output.num_scheduled_tokens[request_id] - num_drafts
             last = first + num_plain
-            sequence.hash_to(last)
+            sequence.compute_to(last)
             self._check(request_id, sequence, first)
             self._write(sequence, first, last)
             if last < len(sequence.tokens):
@@ -72,13 +73,13 @@ class DraftingModel(HashedModel):
             self.num_rejected += num_drafts - num_right
             accepted = right[: num_right + 1]
             sequence.tokens.extend(accepted)
-            sequence.hash_to(last + num_right)
+            sequence.compute_to(last + num_right)
             self._computed[request_id] = last + num_right
             sampled.append(accepted)
         return request_ids, sampled
 
     def _right_tokens(self, sequence: Any, num_drafts: int) -> list[int]:
-        state = sequence.hashes[-1]
+        state = sequence.kv[-1]
         right = []
         for _ in range(num_drafts + 1):
             right.append(next_token(state))
@@ -92,11 +93,12 @@ class DraftingModel(HashedModel):
         ]
 
     def _write_drafts(self, sequence: Any, first: int, drafts: list[int]) -> None:
-        state = sequence.hashes[-1]
-        wrong = attrs.evolve(sequence, num_prompt_tokens=0, tokens=[], hashes=[*sequence.hashes])
+        state = sequence.kv[-1]
+        wrong = copy.copy(sequence)
+        wrong.kv = [*sequence.kv]
         for token in drafts:
             state = chained_hash(state, token)
-            wrong.hashes.append(state)
+            wrong.kv.append(state)
         self._write(wrong, first, first + len(drafts))
 
 

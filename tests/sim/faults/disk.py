@@ -69,7 +69,7 @@ class StallingDisk(_Disk):
 
     def _write(self, descriptor: int, data: bytes) -> int:
         if self.is_broken:
-            self.world.clock.pass_seconds(self.rng.random() * 5)
+            self.world.clock.pass_ms(self.rng.random() * 5_000)
             if self.rng.random() < 0.5:
                 raise OSError(errno.EIO, os.strerror(errno.EIO))
         return super()._write(descriptor, data)

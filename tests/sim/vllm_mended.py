@@ -40,18 +40,3 @@ def withdraw_what_is_not_computed(scheduler: Any) -> None:
             )
 
     scheduler.schedule, scheduler._preempt_request = schedule_and_remember, preempt_and_withdraw
-
-
-def is_stranded(scheduler: Any) -> bool:
-    """Whether nobody will ever be scheduled again, because of vLLM's queue or reservations.
-
-    The first of those that hold blocks has given its own back and cannot get as many again. Either those behind it,
-    whose loads have come, are not looked at (vllm#57841, #45388: `v1/core/sched/scheduler.py`, schedule, breaks at the
-    first that does not fit). Or its own load has failed, another connector of a `MultiConnector` offers it another one,
-    and what is still reserved for the first is not free for the second (vllm#48433: `_inflight_prefills`).
-    """
-    first, *behind = scheduler.kv_holding_waiting or [None]
-    if first is None or scheduler.running or any(scheduler.kv_cache_manager.get_block_ids(first.request_id)):
-        return False
-    has_come = scheduler.finished_recving_kv_req_ids
-    return first in scheduler._inflight_prefills or any(request.request_id in has_come for request in behind)
