@@ -23,7 +23,7 @@ from typing import Any
 import pydantic
 
 from kvledger.adapters.conformance import obligations
-from kvledger.adapters.conformance.stories import STORIES
+from kvledger.adapters.conformance.scenarios import SCENARIOS
 from kvledger.adapters.vllm.configuration import ConnectorSettings
 from kvledger.adapters.vllm.log_settings import LogSettings
 from kvledger.lifecycle import Core, LedgerConfiguration, audit, events, rules, states, table
@@ -420,9 +420,9 @@ ISSUES = {"vllm": "vllm-project/vllm", "LMCache": "LMCache/LMCache"}
 
 
 def contract_page() -> list[str]:
-    """The obligations, the checks, the stories."""
+    """The obligations, the checks, the scenarios."""
     everything = obligations.OBLIGATIONS.values()
-    lines = heading("The contract of a connector", "adapters/conformance/obligations.py and stories.py")
+    lines = heading("The contract of a connector", "adapters/conformance/obligations.py and scenarios.py")
     lines += prose(CONTRACT_INTRODUCTION)
     seen, checks = attribute_docs(obligations.Seen), attribute_docs(obligations.Check)
     lines += [f"- **{each.value}**: {seen[each.name]}" for each in obligations.Seen]
@@ -430,10 +430,10 @@ def contract_page() -> list[str]:
     lines += ["", *rows(["obligation", "side", "can be seen", "held by"], body)]
     for each in everything:
         lines += obligation_section(each)
-    lines += ["## Checks", "", "What the simulation holds a connector against beside the rules of its log.", ""]
+    lines += ["## Checks", "", "What the simulation checks beyond the rules of its log.", ""]
     lines += [f"- `{each.value}`: {checks[each.name]}" for each in obligations.Check]
-    lines += ["", "## Stories", "", "Each is played twice, the second time with each lookup asked twice.", ""]
-    return [*lines, *(f"- **{name}**: {one_line(play.story.__doc__)}" for name, play in STORIES.items())]
+    lines += ["", "## Scenarios", "", "Each is played twice, the second time with each lookup asked twice.", ""]
+    return [*lines, *(f"- **{name}**: {one_line(scenario.play.__doc__)}" for name, scenario in SCENARIOS.items())]
 
 
 def held_by(obligation: obligations.Obligation) -> str:
@@ -448,8 +448,8 @@ def obligation_section(obligation: obligations.Obligation) -> list[str]:
     lines += [f"- Hook: {obligation.hook if obligation.hook == 'every hook' else hooks} ({obligation.side})"]
     lines += [f"- Source: {'; '.join(obligation.source)}"]
     lines += [f"- Can be seen {obligation.seen.value}; held by {held_by(obligation)}"]
-    if obligation.stories:
-        lines += [f"- Judged in: {'; '.join(obligation.stories)}"]
+    if obligation.scenarios:
+        lines += [f"- Judged in: {'; '.join(obligation.scenarios)}"]
     if obligation.limit:
         lines += [f"- Not seen: {obligation.limit}"]
     if obligation.incidents:

@@ -23,8 +23,8 @@ from kvledger.adapters.logs.amounts import plural
 from kvledger.storage.extras import CONNECTOR, require
 
 if TYPE_CHECKING:
+    from kvledger.adapters.conformance.harness import Failure
     from kvledger.adapters.conformance.runs import Finding, Outcome, Run
-    from kvledger.adapters.conformance.stage import Broken
     from kvledger.adapters.conformance.subject import Subject
 
 _STYLES = {"kept": "green", "broken": "bold red", "not judged": "yellow"}
@@ -49,7 +49,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="MODULE:FUNCTION",
         help="called with the connector's scheduler's side and its worker's, loses what they hold: loads fail then",
     )
-    parser.add_argument("--only", metavar="RUN", help='play this run alone: the name of a story, or "world 17"')
+    parser.add_argument("--only", metavar="RUN", help='play this run alone: the name of a scenario, or "world 17"')
     parser.add_argument(
         "-o",
         "--output",
@@ -61,7 +61,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, output: Output) -> ExitCode:
-    """Play stories and worlds, and report each obligation."""
+    """Play scenarios and worlds, and report each obligation."""
     try:
         require("kvledger conformance", *CONNECTOR)
     except ModuleNotFoundError as error:
@@ -86,7 +86,7 @@ def _examine(arguments: argparse.Namespace, output: Output) -> ExitCode:
         task = progress.add_task("runs", total=len(chosen))
         for each in chosen:
             outcomes.append(runs.played(each, subject, directory))
-            num_broken = sum(bool(outcome.broken) for outcome in outcomes)
+            num_broken = sum(bool(outcome.failures) for outcome in outcomes)
             progress.update(task, advance=1, description=f"{each.name}; {num_broken} broken")
     findings = runs.findings(outcomes)
     unassigned = runs.unassigned(outcomes)
@@ -96,12 +96,12 @@ def _examine(arguments: argparse.Namespace, output: Output) -> ExitCode:
     is_broken = bool(unassigned) or any(finding.broken_in for finding in findings)
     exit_code = ExitCode.RULE_BROKEN if is_broken else ExitCode.SOUND
     show(arguments, output, outcomes, findings, remarks)
-    for outcome, broken in unassigned:
+    for outcome, failure in unassigned:
         if output.is_json:
-            output.record("beside", {"run": outcome.run.name, **_broken_fields(broken)})
+            output.record("unassigned", {"run": outcome.run.name, **_fields(failure)})
         else:
             output.field(
-                "beside", f"{broken.check} in {outcome.run.name}, event {broken.event}: {broken.detail}", "red"
+                "unassigned", f"{failure.check} in {outcome.run.name}, event {failure.event}: {failure.detail}", "red"
             )
     counts = {word: sum(finding.verdict == word for finding in findings) for word in _STYLES}
     summary = ", ".join(f"{count} {word}" for word, count in counts.items())
@@ -114,8 +114,8 @@ def _examine(arguments: argparse.Namespace, output: Output) -> ExitCode:
     return exit_code
 
 
-def _broken_fields(broken: Broken) -> dict[str, object]:
-    return {"check": broken.check, "detail": broken.detail, "sequence": broken.event}
+def _fields(failure: Failure) -> dict[str, object]:
+    return {"check": failure.check, "detail": failure.detail, "sequence": failure.event}
 
 
 def _chosen(arguments: argparse.Namespace) -> list[Run]:
@@ -127,9 +127,9 @@ def _chosen(arguments: argparse.Namespace) -> list[Run]:
     kind, _, seed = arguments.only.partition(" ")
     if kind == "world" and seed.isdecimal():
         return [runs.world(int(seed))]
-    found = [each for each in everything if arguments.only in (each.name, each.story)]
+    found = [each for each in everything if arguments.only in (each.name, each.scenario)]
     if not found:
-        names = ", ".join(dict.fromkeys(each.story for each in everything if each.story))
+        names = ", ".join(dict.fromkeys(each.scenario for each in everything if each.scenario))
         raise CommandFailed(f'--only {arguments.only}: no such run; there are "world N", and: {names}', ExitCode.USAGE)
     return found
 
@@ -181,12 +181,12 @@ def _show_text(
         if not finding.broken_in:
             output.field(finding.verdict, name + (f": {finding.reason}" if finding.reason else ""), style)
             continue
-        outcome, broken = finding.broken_in[0]
+        outcome, failure = finding.broken_in[0]
         also = len(finding.broken_in) - 1
         more = f", and in {plural(also, 'more run')}" if also else ""
         output.field("broken", f"{name} ({finding.obligation.hook}), in {outcome.run.name}{more}", style)
-        at = "" if broken.event is None else f" at event {broken.event}"
-        output.line(f"    {broken.check}{at}: {broken.detail}")
+        at = "" if failure.event is None else f" at event {failure.event}"
+        output.line(f"    {failure.check}{at}: {failure.detail}")
         output.line(f"    again: {_again(arguments, outcome.run.name)}", style="dim")
         if outcome.log is not None:
             output.line(f"    log: kvledger show {shlex.quote(_shown(outcome.log))}", style="dim")
@@ -205,11 +205,11 @@ def _show_json(
         broken_in = [
             {
                 "run": outcome.run.name,
-                **_broken_fields(broken),
+                **_fields(failure),
                 "log": None if outcome.log is None else str(outcome.log),
                 "again": _again(arguments, outcome.run.name),
             }
-            for outcome, broken in finding.broken_in
+            for outcome, failure in finding.broken_in
         ]
         fields = {"obligation": finding.obligation.name, "verdict": finding.verdict.replace(" ", "_")}
         output.record("obligation", {**fields, "reason": finding.reason, "broken_in": broken_in})

@@ -29,10 +29,10 @@ class Seen(enum.Enum):
 
 
 class Check(enum.StrEnum):
-    """What the simulation holds a connector against beside the rules of the log."""
+    """What the simulation checks beyond the rules of the log."""
 
     KV_RIGHT = "KV_RIGHT"
-    """No request reads KV that is not that of its tokens, and each is told the tokens that the model says."""
+    """No request reads KV that is not that of its tokens, and each gets the tokens that the model samples."""
     ENGINE_LIVES = "ENGINE_LIVES"
     """What the connector did leads to no error in vLLM's scheduler, which asserts much of it."""
     ENDS = "ENDS"
@@ -42,7 +42,7 @@ class Check(enum.StrEnum):
     BLOCKS_RETURNED = "BLOCKS_RETURNED"
     """When the engine has come to rest, every block but the null block is free."""
     RESTS = "RESTS"
-    """When the engine sees no reason to step again, no block waits for a copy whose end only a step can tell."""
+    """When the engine sees no reason to step again, no block waits for a copy whose end only a step can report."""
     SHUTS_DOWN = "SHUTS_DOWN"
     """Both sides of an idle engine are closed without an error."""
     LOOKUP_REPEATED = "LOOKUP_REPEATED"
@@ -55,18 +55,18 @@ class Check(enum.StrEnum):
     """What was stored before a reset that the connector reports as done is not loaded after it."""
 
 
-class Met(enum.StrEnum):
+class Precondition(enum.StrEnum):
     """What must have happened before an obligation can be judged; the value says so where it did not."""
 
     ALWAYS = ""
     LOOKUP = "no request was looked up"
     ANSWER = "it answered no lookup with tokens"
     LOAD = "nothing was loaded"
-    COPY = "no copy of its is in the log: it made none, or no decoder reads its metadata"
-    SAVE = "no save of its is in the log: it made none, or no decoder reads its metadata"
+    COPY = "the log has no copy: it made none, or no decoder reads its metadata"
+    SAVE = "the log has no save: it made none, or no decoder reads its metadata"
     KEPT = "it kept no blocks of a request that ended"
-    ASYNC_LOAD = "it loaded nothing beside the steps"
-    FAILED_LOAD = "no load of its failed; with --lose some do"
+    ASYNC_LOAD = "it loaded nothing asynchronously"
+    FAILED_LOAD = "no load failed; with --lose some do"
     RESET = "it reported no reset as done"
     WORKER = "its worker does not run here"
 
@@ -85,15 +85,15 @@ class Obligation:
     seen: Seen
     checks: tuple[str, ...] = ()
     """Rules of the log, of the core or the recorder, and members of `Check`."""
-    needs: Met = Met.ALWAYS
-    stories: tuple[str, ...] = ()
-    """The only stories in which a check says something of this obligation; empty: every run."""
+    needs: Precondition = Precondition.ALWAYS
+    scenarios: tuple[str, ...] = ()
+    """The only scenarios in which a check says something of this obligation; empty: every run."""
     incidents: tuple[str, ...] = ()
     """Public issues in which it was broken, as owner-less repository and number."""
     limit: str = ""
     """What is not seen of it."""
     may_share_its_cause: bool = False
-    """Whether wrong KV may have another cause as well: then it is not said to be broken, but in doubt."""
+    """Whether wrong KV may have another cause as well: then it is in doubt instead of broken."""
 
 
 _SCHEDULER, _WORKER, _BOTH = "scheduler", "worker", "both"
@@ -119,7 +119,7 @@ _ALL: Final = (
         ("base.py, get_num_new_matched_tokens", "scheduler.py, schedule"),
         Seen.OUTSIDE,
         ("LAST_TOKEN", "TOKEN_CONSERVATION"),
-        Met.ANSWER,
+        Precondition.ANSWER,
         incidents=("LMCache#2158", "LMCache#3322", "vllm#50864", "vllm#55113"),
     ),
     Obligation(
@@ -131,7 +131,7 @@ _ALL: Final = (
         ("base.py, get_num_new_matched_tokens", "base.py, start_load_kv"),
         Seen.CONTENT,
         (Check.KV_RIGHT,),
-        Met.LOAD,
+        Precondition.LOAD,
         incidents=("vllm#39702", "vllm#53498", "LMCache#5151"),
     ),
     Obligation(
@@ -139,11 +139,11 @@ _ALL: Final = (
         _SCHEDULER,
         "get_num_new_matched_tokens",
         '"Might be called multiple times for a given request and should be side-effect free": it is, in every '
-        "step in which there is no room, and there is no hook that takes it back.",
+        "step in which blocks are short, and no hook takes it back.",
         ("base.py, module docstring", "scheduler.py, schedule"),
         Seen.CONTENT,
         (Check.LOOKUP_REPEATED, "ALLOC_MATCHES_LOOKUP"),
-        Met.ANSWER,
+        Precondition.ANSWER,
         incidents=("LMCache#4508", "LMCache#2158", "LMCache#4512", "vllm#44100"),
         limit="a pin that a second lookup takes and nobody gives back",
     ),
@@ -155,7 +155,7 @@ _ALL: Final = (
         ("base.py, get_num_new_matched_tokens", "scheduler.py, schedule"),
         Seen.OUTSIDE,
         (Check.ENDS,),
-        Met.LOOKUP,
+        Precondition.LOOKUP,
         incidents=("vllm#49829", "vllm#48090"),
         limit="of a log, `why` shows the run of deferrals; no rule says how many are too many",
     ),
@@ -168,7 +168,7 @@ _ALL: Final = (
         ("base.py, update_state_after_alloc", "scheduler.py, schedule"),
         Seen.OUTSIDE,
         ("COMPLETION_ONCE", "EXTERNAL_ZERO_NO_LOAD"),
-        Met.ASYNC_LOAD,
+        Precondition.ASYNC_LOAD,
         incidents=("LMCache#4355", "LMCache#4762", "vllm#55209", "vllm#51805"),
         limit="a load within the step that nobody asked for, without a decoder",
     ),
@@ -181,7 +181,7 @@ _ALL: Final = (
         ("base.py, update_state_after_alloc", "scheduler.py, _update_waiting_for_remote_kv"),
         Seen.OUTSIDE,
         ("COMPLETION_ONCE",),
-        Met.ASYNC_LOAD,
+        Precondition.ASYNC_LOAD,
         incidents=("vllm#18232",),
     ),
     Obligation(
@@ -202,7 +202,7 @@ _ALL: Final = (
         ("scheduler.py, schedule",),
         Seen.OUTSIDE,
         ("RECORDED", Check.ENGINE_LIVES, Check.ENDS),
-        stories=("empty steps",),
+        scenarios=("empty steps",),
         incidents=("vllm#42611",),
     ),
     Obligation(
@@ -214,7 +214,7 @@ _ALL: Final = (
         ("scheduler.py, schedule", "scheduler.py, _make_cached_request_data"),
         Seen.DECODER,
         ("TABLE_EQ",),
-        Met.COPY,
+        Precondition.COPY,
         incidents=("vllm#46595", "vllm#57816", "vllm#54853", "LMCache#2336"),
     ),
     Obligation(
@@ -225,7 +225,7 @@ _ALL: Final = (
         ("scheduler.py, _preempt_request",),
         Seen.DECODER,
         ("SRC_BLOCK_OWNED",),
-        Met.SAVE,
+        Precondition.SAVE,
         incidents=("vllm#52360", "vllm#46951"),
     ),
     Obligation(
@@ -237,7 +237,7 @@ _ALL: Final = (
         ("scheduler.py, _update_after_schedule",),
         Seen.DECODER,
         ("CHUNK_COMPLETE",),
-        Met.SAVE,
+        Precondition.SAVE,
         incidents=("vllm#54193", "vllm#49285", "vllm#49118"),
     ),
     Obligation(
@@ -248,7 +248,7 @@ _ALL: Final = (
         ("base.py, update_state_after_alloc", "scheduler.py, schedule"),
         Seen.DECODER,
         ("LOAD_DST_EXCLUSIVE", "LOAD_XOR_STORES"),
-        Met.COPY,
+        Precondition.COPY,
         incidents=("vllm#46014", "vllm#32255", "vllm#56104", "vllm#50696"),
     ),
     Obligation(
@@ -260,21 +260,21 @@ _ALL: Final = (
         ("scheduler.py, schedule",),
         Seen.DECODER,
         ("STORE_CONTIGUOUS", "RESUME_COVERS_OUTPUT"),
-        Met.SAVE,
+        Precondition.SAVE,
         incidents=("LMCache#4508", "LMCache#1969", "LMCache#4612", "vllm#46971", "vllm#53498"),
     ),
     Obligation(
         "preemption-loses-the-blocks",
         _BOTH,
         "build_connector_meta, handle_preemptions",
-        "A preempted request has lost its blocks before any hook says so; `preempted_req_ids` tells of it in the "
+        "A preempted request has lost its blocks before any hook says so; `preempted_req_ids` names it in the "
         "same step, in which they may be given away. Workers finish what reads them in `handle_preemptions`, "
         '"before they are overwritten".',
         ("base.py, handle_preemptions", "scheduler.py, _preempt_request"),
         Seen.CONTENT,
         (Check.KV_RIGHT, "RECORDED"),
-        Met.LOAD,
-        stories=("preempted and resumed", "preempted and resumed, asynchronously"),
+        Precondition.LOAD,
+        scenarios=("preempted and resumed", "preempted and resumed, asynchronously"),
         incidents=("vllm#29870", "vllm#52360", "vllm#51637", "LMCache#4955"),
     ),
     Obligation(
@@ -285,7 +285,7 @@ _ALL: Final = (
         ("scheduler.py, finish_requests",),
         Seen.OUTSIDE,
         ("RECORDED", Check.ENGINE_LIVES, Check.ENDS),
-        stories=("aborted before its first step", "aborted while it runs", "aborted during a load"),
+        scenarios=("aborted before its first step", "aborted while it runs", "aborted during a load"),
         incidents=("vllm#49285", "vllm#44100", "vllm#25067", "LMCache#4512"),
     ),
     Obligation(
@@ -293,11 +293,11 @@ _ALL: Final = (
         _BOTH,
         "get_transfer_results, update_connector_output",
         "Each asynchronous load ends in one `finished_recving` from every rank, also of a request that was "
-        "aborted meanwhile. vLLM asserts that it knows whoever is named.",
+        "aborted meanwhile. vLLM asserts that it knows every request named.",
         ("base.py, get_finished", "scheduler.py, _update_from_kv_xfer_finished"),
         Seen.OUTSIDE,
         ("COMPLETION_ONCE",),
-        Met.ASYNC_LOAD,
+        Precondition.ASYNC_LOAD,
         incidents=("LMCache#4355", "vllm#43226", "vllm#55286", "vllm#54518"),
     ),
     Obligation(
@@ -308,7 +308,7 @@ _ALL: Final = (
         ("base.py, get_block_ids_with_load_errors", "scheduler.py, _update_waiting_for_remote_kv"),
         Seen.OUTSIDE,
         ("LIVENESS", Check.ENDS),
-        Met.ASYNC_LOAD,
+        Precondition.ASYNC_LOAD,
         incidents=("vllm#46283", "vllm#56640", "LMCache#5047", "vllm#52838"),
     ),
     Obligation(
@@ -320,7 +320,7 @@ _ALL: Final = (
         ("base.py, request_finished", "scheduler.py, _free_request"),
         Seen.OUTSIDE,
         ("COMPLETION_ONCE", "LIVENESS"),
-        Met.KEPT,
+        Precondition.KEPT,
         incidents=("vllm#46240", "vllm#43226", "vllm#48616", "vllm#58188", "vllm#50754"),
     ),
     Obligation(
@@ -353,7 +353,7 @@ _ALL: Final = (
         ("base.py, has_pending_block_frees", "scheduler.py, schedule"),
         Seen.OUTSIDE,
         (Check.ENDS,),
-        stories=("preempted and resumed", "preempted and resumed, asynchronously"),
+        scenarios=("preempted and resumed", "preempted and resumed, asynchronously"),
         incidents=("vllm#49674",),
     ),
     Obligation(
@@ -365,7 +365,7 @@ _ALL: Final = (
         ("scheduler.py, _update_request_as_session", "scheduler.py, _handle_stopped_request"),
         Seen.DECODER,
         ("TABLE_EQ", "SRC_BLOCK_OWNED", Check.KV_RIGHT, "RECORDED"),
-        stories=("next turn of a session",),
+        scenarios=("next turn of a session",),
         incidents=("vllm#53861",),
     ),
     Obligation(
@@ -377,7 +377,7 @@ _ALL: Final = (
         ("scheduler.py, add_request",),
         Seen.CONTENT,
         (Check.KV_RIGHT, "RECORDED", "COMPLETION_ONCE"),
-        stories=("an id used again",),
+        scenarios=("an id used again",),
         incidents=("vllm#10583", "vllm#27987", "vllm#49796", "vllm#51637"),
     ),
     Obligation(
@@ -389,18 +389,23 @@ _ALL: Final = (
         ("base.py, reset_cache", "scheduler.py, reset_connector_cache"),
         Seen.CONTENT,
         (Check.RESET_HONOURED,),
-        Met.RESET,
+        Precondition.RESET,
         incidents=("vllm#57727", "vllm#42695"),
     ),
     Obligation(
         "reset-at-any-time",
         _SCHEDULER,
         "reset_cache",
-        "It may be called twice, and with copies on their way; what is told of these later is still understood.",
+        "It may be called twice, and with copies on their way; what is reported of these later is still understood.",
         ("scheduler.py, reset_prefix_cache",),
         Seen.OUTSIDE,
         ("RECORDED", Check.ENGINE_LIVES, Check.ENDS),
-        stories=("reset while idle", "reset while running", "reset twice in a row", "reset that spares the connector"),
+        scenarios=(
+            "reset while idle",
+            "reset while running",
+            "reset twice in a row",
+            "reset that spares the connector",
+        ),
         incidents=("vllm#48090", "vllm#41956"),
     ),
     Obligation(
@@ -415,8 +420,8 @@ _ALL: Final = (
             *(Check.KV_RIGHT, "RECORDED", Check.ENGINE_LIVES, Check.ENDS),
             *("LIVENESS", "COMPLETION_ONCE", "ROLLBACK_OBSERVED"),
         ),
-        Met.FAILED_LOAD,
-        stories=("what is stored is lost",),
+        Precondition.FAILED_LOAD,
+        scenarios=("what is stored is lost",),
         incidents=("vllm#52234", "LMCache#3388", "vllm#39732", "vllm#52838"),
         limit="that a failed copy looks like one that succeeded, unless its KV is read",
     ),
@@ -428,7 +433,7 @@ _ALL: Final = (
         ("base.py, start_load_kv", "base.py, wait_for_layer_load"),
         Seen.CONTENT,
         (Check.KV_RIGHT,),
-        Met.LOAD,
+        Precondition.LOAD,
         incidents=("vllm#34616", "vllm#50696"),
         limit="order of streams on a device",
         may_share_its_cause=True,
@@ -442,7 +447,7 @@ _ALL: Final = (
         ("base.py, wait_for_save",),
         Seen.DECODER,
         ("SRC_BLOCK_STABLE", "BLOCK_REUSE_FENCED", Check.KV_RIGHT),
-        Met.SAVE,
+        Precondition.SAVE,
         incidents=("vllm#52360", "vllm#45704", "vllm#54193"),
         limit="what is saved wrongly and never loaded",
         may_share_its_cause=True,
@@ -455,7 +460,7 @@ _ALL: Final = (
         ("base.py, get_external_cache_hit_sources",),
         Seen.CONTENT,
         (Check.HIT_SOURCES,),
-        Met.LOAD,
+        Precondition.LOAD,
     ),
     Obligation(
         "shutdown-completes",

@@ -1,4 +1,4 @@
-"""Plays stories and worlds, reads the logs that they leave, and says which obligations a connector keeps."""
+"""Plays scenarios and worlds, reads the logs that they leave, and decides which obligations a connector keeps."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Any
 
 import attrs
 
-from kvledger.adapters.conformance.obligations import OBLIGATIONS, Check, Met, Obligation
-from kvledger.adapters.conformance.stage import Broken, RunOver, Stage
-from kvledger.adapters.conformance.stories import STORIES
+from kvledger.adapters.conformance.harness import Failure, Harness, RunOver
+from kvledger.adapters.conformance.obligations import OBLIGATIONS, Check, Obligation, Precondition
+from kvledger.adapters.conformance.scenarios import SCENARIOS
 from kvledger.adapters.conformance.subject import Subject, log_directories
 from kvledger.adapters.conformance.traffic import settings, traffic
 from kvledger.adapters.logs.log import open_log
@@ -30,12 +30,12 @@ _TWICE = ", each lookup asked twice"
 
 @attrs.frozen
 class Run:
-    """One thing to play, and its name, by which it is played again."""
+    """A scenario or a world, with the name by which it is played again."""
 
     name: str
-    story: str
-    """Without what is varied: what obligations name."""
-    play: Callable[[Stage], None]
+    scenario: str
+    """The name that obligations use; empty for a world."""
+    play: Callable[[Harness], None]
     settings: Mapping[str, Any]
     asks_twice: bool
 
@@ -45,10 +45,10 @@ class Outcome:
     """How a run went."""
 
     run: Run
-    broken: tuple[Broken, ...]
-    met: frozenset[Met]
+    failures: tuple[Failure, ...]
+    met: frozenset[Precondition]
     log: Path | None
-    """Kept where something is broken."""
+    """Kept where something failed."""
     remarks: tuple[str, ...]
     num_events: int
     num_steps: int
@@ -56,11 +56,11 @@ class Outcome:
 
 @attrs.frozen
 class Finding:
-    """What is to say of one obligation."""
+    """Whether one obligation is kept."""
 
     obligation: Obligation
-    broken_in: tuple[tuple[Outcome, Broken], ...]
-    """The first break of each run."""
+    broken_in: tuple[tuple[Outcome, Failure], ...]
+    """The first failure of each run."""
     reason: str
     """Why it could not be judged; empty where it was."""
 
@@ -71,10 +71,10 @@ class Finding:
 
 
 def runs(seeds: range) -> Iterator[Run]:
-    """Every story, twice, then the worlds; every second of these asks twice."""
-    for name, play in STORIES.items():
+    """Every scenario, twice, then the worlds; every second of these asks twice."""
+    for name, scenario in SCENARIOS.items():
         for asks_twice in (False, True):
-            yield Run(name + _TWICE * asks_twice, name, play.story, play.settings, asks_twice)
+            yield Run(name + _TWICE * asks_twice, name, scenario.play, scenario.settings, asks_twice)
     for seed in seeds:
         yield world(seed)
 
@@ -82,8 +82,8 @@ def runs(seeds: range) -> Iterator[Run]:
 def world(seed: int) -> Run:
     """The world of a seed."""
 
-    def play(stage: Stage) -> None:
-        traffic(stage, seed)
+    def play(harness: Harness) -> None:
+        traffic(harness, seed)
 
     return Run(f"world {seed}", "", play, settings(seed), seed % 2 == 1)
 
@@ -98,29 +98,29 @@ def played(run: Run, subject: Subject, directory: Path) -> Outcome:
     shutil.rmtree(log_dir, ignore_errors=True)
     clock = SimulatedClock()
     with clock.read_by(KVLedgerRecorder):
-        stage = Stage(subject, log_dir, clock, asks_twice=run.asks_twice, **run.settings)
+        harness = Harness(subject, log_dir, clock, asks_twice=run.asks_twice, **run.settings)
         with suppress(RunOver):
-            run.play(stage)
-            stage.end()
+            run.play(harness)
+            harness.end()
         with suppress(RunOver):
-            stage.shut_down()
-    broken, met, num_events = list(stage.broken), set(stage.met), 0
+            harness.shut_down()
+    failures, met, num_events = list(harness.failures), set(harness.met), 0
     logs = log_directories(log_dir)
     for path in logs:
         log = open_log(path, _CORE)
         audit = Audit(log.core, log.configuration, start=log.start())
         audit.run_frames(log.trusted_frames())
-        broken += [Broken(each.rule, each.detail, each.sequence) for each in audit.violations]
+        failures += [Failure(each.rule, each.detail, each.sequence) for each in audit.violations]
         num_events += audit.num_events
         met.update(_met(event for _, event in open_log(path, _CORE).trusted_events()))
-    if not broken:
+    if not failures:
         shutil.rmtree(log_dir, ignore_errors=True)
-    elif stage.has_lost:
-        met.add(Met.FAILED_LOAD)  # in whichever way it was noticed
+    elif harness.has_lost:
+        met.add(Precondition.FAILED_LOAD)  # in whichever way it was noticed
     of_scheduler = next((path for path in logs if "-worker-" not in path.name), None)
-    log_path = of_scheduler if broken else None
+    log_path = of_scheduler if failures else None
     return Outcome(
-        run, tuple(broken), frozenset(met), log_path, tuple(stage.remarks), num_events, stage.engine.num_steps
+        run, tuple(failures), frozenset(met), log_path, tuple(harness.remarks), num_events, harness.engine.num_steps
     )
 
 
@@ -132,29 +132,29 @@ def built(run: Run, subject: Subject, directory: Path) -> None:
     """
     log_dir = directory / "start"
     try:
-        Stage(subject, log_dir, SimulatedClock(), asks_twice=False, **run.settings).shut_down()
+        Harness(subject, log_dir, SimulatedClock(), asks_twice=False, **run.settings).shut_down()
     finally:
         shutil.rmtree(log_dir, ignore_errors=True)
 
 
-def _met(events: Iterator[e.Event]) -> Iterator[Met]:
+def _met(events: Iterator[e.Event]) -> Iterator[Precondition]:
     """What happened in a log that obligations need."""
     for event in events:
         if isinstance(event, e.LoadIssued):
-            yield from (Met.LOAD, *((Met.ASYNC_LOAD,) if event.is_async else ()))
+            yield from (Precondition.LOAD, *((Precondition.ASYNC_LOAD,) if event.is_async else ()))
         elif isinstance(event, e.LoadFailed):
-            yield Met.FAILED_LOAD
+            yield Precondition.FAILED_LOAD
         elif isinstance(event, e.ExtensionObserved):
             yield from _met_in(Recorder.payload_of(event))
 
 
-def _met_in(payload: object) -> Iterator[Met]:
+def _met_in(payload: object) -> Iterator[Precondition]:
     if isinstance(payload, payloads.LookupReturned):
-        yield from (Met.LOOKUP, *((Met.ANSWER,) if payload.num_external_tokens else ()))
+        yield from (Precondition.LOOKUP, *((Precondition.ANSWER,) if payload.num_external_tokens else ()))
     elif isinstance(payload, payloads.EndReturned) and payload.keeps_blocks:
-        yield Met.KEPT
+        yield Precondition.KEPT
     elif isinstance(payload, payloads.Transferred):
-        yield from (Met.COPY, *(() if payload.is_load else (Met.SAVE,)))
+        yield from (Precondition.COPY, *(() if payload.is_load else (Precondition.SAVE,)))
 
 
 def findings(outcomes: Sequence[Outcome]) -> list[Finding]:
@@ -163,42 +163,42 @@ def findings(outcomes: Sequence[Outcome]) -> list[Finding]:
 
 
 def _finding(obligation: Obligation, outcomes: Sequence[Outcome]) -> Finding:
-    concerned = [each for each in outcomes if not obligation.stories or each.run.story in obligation.stories]
-    judged = [each for each in concerned if obligation.needs in {Met.ALWAYS, *each.met}]
-    told = [each for each in outcomes if each.run.story]  # a world may lead into any situation
-    elsewhere = {_kind(each) for outcome in told if outcome not in concerned for each in outcome.broken}
+    concerned = [each for each in outcomes if not obligation.scenarios or each.run.scenario in obligation.scenarios]
+    judged = [each for each in concerned if obligation.needs in {Precondition.ALWAYS, *each.met}]
+    scenarios = [each for each in outcomes if each.run.scenario]  # a world may lead into any situation
+    elsewhere = {_kind(each) for outcome in scenarios if outcome not in concerned for each in outcome.failures}
     broken_in, is_in_doubt = [], False
     for outcome in judged:
-        broken = [each for each in outcome.broken if each.check in obligation.checks]
+        failures = [each for each in outcome.failures if each.check in obligation.checks]
         shared = {Check.KV_RIGHT} if obligation.may_share_its_cause else set()
-        sure = (each for each in broken if each.check not in shared and _kind(each) not in elsewhere)
+        sure = (each for each in failures if each.check not in shared and _kind(each) not in elsewhere)
         first = next(sure, None)
         if first is not None:
             broken_in.append((outcome, first))
-        is_in_doubt |= bool(broken)
+        is_in_doubt |= bool(failures)
     if broken_in:
         reason = ""
     elif not obligation.checks:
         reason = obligation.limit or "neither the log nor the simulation shows it"
     elif not concerned:
-        reason = "none of its stories was played"
+        reason = "none of its scenarios was played"
     elif not judged:
         reason = obligation.needs.value
     elif is_in_doubt:
-        reason = "what went wrong has another cause, or one that is not told apart from this one"
-    elif Check.KV_RIGHT in obligation.checks and all(Met.WORKER not in each.met for each in judged):
-        reason = Met.WORKER.value
+        reason = "what went wrong has another cause, or one that cannot be distinguished from this one"
+    elif Check.KV_RIGHT in obligation.checks and all(Precondition.WORKER not in each.met for each in judged):
+        reason = Precondition.WORKER.value
     else:
         reason = ""
     return Finding(obligation, tuple(broken_in), reason)
 
 
-def _kind(broken: Broken) -> tuple[str, str]:
-    """What two breaks have in common that have one cause: all but ids and numbers."""
-    return broken.check, re.sub(r"\S*\d\S*", "#", broken.detail)
+def _kind(failure: Failure) -> tuple[str, str]:
+    """What two failures with one cause have in common: all but ids and numbers."""
+    return failure.check, re.sub(r"\S*\d\S*", "#", failure.detail)
 
 
-def unassigned(outcomes: Sequence[Outcome]) -> list[tuple[Outcome, Broken]]:
-    """Breaks of rules that no obligation names: of vLLM's own or of kvledger's making, or a gap of the contract."""
+def unassigned(outcomes: Sequence[Outcome]) -> list[tuple[Outcome, Failure]]:
+    """Failures that no obligation names: mistakes of vLLM's or of kvledger's, or a gap of the contract."""
     named = {check for obligation in OBLIGATIONS.values() for check in obligation.checks}
-    return [(outcome, each) for outcome in outcomes for each in outcome.broken if each.check not in named]
+    return [(outcome, each) for outcome in outcomes for each in outcome.failures if each.check not in named]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from kvledger.adapters.conformance.stage import Stage
+from kvledger.adapters.conformance.harness import Harness
 
 MAX_MODEL_LEN = 320
 _NUM_STEPS = 120
@@ -26,24 +26,24 @@ def settings(seed: int) -> dict[str, Any]:
     }
 
 
-def traffic(stage: Stage, seed: int) -> None:
-    """Live through one world."""
+def traffic(harness: Harness, seed: int) -> None:
+    """Play one world."""
     rng = random.Random(f"clients {seed}")
     shares = [[rng.randrange(512) for _ in range(rng.randint(20, 120))] for _ in range(3)]
     abort_share, forget_share = rng.choice((0.0, 0.04)), rng.choice((0.0, 0.03))
     for number in range(_NUM_STEPS):
-        alive = list(stage.engine.scheduler.requests)
+        alive = list(harness.engine.scheduler.requests)
         if rng.random() < _ARRIVAL_SHARE and len(alive) < _MAX_ALIVE:
             share = rng.choice(shares)
             own = [rng.randrange(512) for _ in range(rng.randint(1, 60))]
-            stage.add(f"r{number}", [*share[: rng.randint(0, len(share))], *own], rng.randint(1, 60))
+            harness.add(f"r{number}", [*share[: rng.randint(0, len(share))], *own], rng.randint(1, 60))
         if alive and rng.random() < abort_share:
-            stage.abort(rng.choice(alive))
+            harness.abort(rng.choice(alive))
         if rng.random() < forget_share:
-            stage.forget_locally()
-        if stage.is_busy:
-            stage.step()
-    stage.run()
-    stage.forget_locally()
+            harness.forget_locally()
+        if harness.is_busy:
+            harness.step()
+    harness.run()
+    harness.forget_locally()
     for number, share in enumerate(shares):
-        stage.add(f"last{number}", [*share, rng.randrange(512)], 3)
+        harness.add(f"last{number}", [*share, rng.randrange(512)], 3)

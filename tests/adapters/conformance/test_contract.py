@@ -1,4 +1,4 @@
-"""The contract names what exists: rules, stories, places and words of vLLM."""
+"""The contract names what exists: rules, scenarios, places and words of vLLM."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import vllm
 
 from kvledger.adapters.conformance.obligations import OBLIGATIONS, Check, Obligation
-from kvledger.adapters.conformance.stories import STORIES
+from kvledger.adapters.conformance.scenarios import SCENARIOS
 from kvledger.adapters.recorder.extension import Recorder
 from kvledger.adapters.recorder.rules import RULES
 from kvledger.lifecycle import Core
@@ -30,10 +30,10 @@ def code_of(file: str) -> str:
 
 @pytest.mark.parametrize("obligation", OBLIGATIONS.values(), ids=OBLIGATIONS)
 def test_an_obligation_names_what_exists(obligation: Obligation) -> None:
-    """Every rule or check, every story, every file and function of vLLM, every hook."""
+    """Every rule or check, every scenario, every file and function of vLLM, every hook."""
     known = {*Core.standard().rules, *Core.standard().extended(Recorder()).rules, *Check, RECORDED}
     assert set(obligation.checks) <= known
-    assert set(obligation.stories) <= STORIES.keys()
+    assert set(obligation.scenarios) <= SCENARIOS.keys()
     for place in obligation.source:
         file, _, what = place.partition(", ")
         names = {node.name for node in ast.walk(ast.parse(code_of(file))) if hasattr(node, "name")}
@@ -55,6 +55,6 @@ def test_what_stands_in_quotation_marks_is_said_by_vllm(obligation: Obligation) 
 
 
 def test_every_rule_of_the_recorder_has_an_obligation() -> None:
-    """And every check of the simulation, and every story with a name is a story."""
+    """And every check of the simulation, and every scenario with a name is a scenario."""
     held = {check for obligation in OBLIGATIONS.values() for check in obligation.checks}
     assert {*RULES, *Check} - held == set()

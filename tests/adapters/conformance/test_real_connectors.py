@@ -32,8 +32,8 @@ def broken(name: str, extra_config: dict[str, Any], folder: Path, *names: str, s
 
 def test_the_session_of_offloading_connector_is_found(tmp_path: Path) -> None:
     """In the log, and where its KV is read; `tests/adapters/recorder/test_session_defect.py` has it alone."""
-    story = "next turn of a session"
-    assert broken("OffloadingConnector", OFFLOADING, tmp_path, story, "a plain prompt") == {
+    scenario = "next turn of a session"
+    assert broken("OffloadingConnector", OFFLOADING, tmp_path, scenario, "a plain prompt") == {
         "loaded-kv-is-right",
         "table-is-the-requests",
         "session-table-is-replaced",
@@ -67,7 +67,7 @@ def test_what_becomes_of_loads_that_fail_is_judged(
 ) -> None:
     """Ours says which blocks it could not fill; ExampleConnector raises from `start_load_kv`."""
     subject = attrs.evolve(Subject.named(name, extra_config), lose=lose)
-    outcomes = [played(run, subject, tmp_path) for run in runs(range(0)) if run.story == "what is stored is lost"]
+    outcomes = [played(run, subject, tmp_path) for run in runs(range(0)) if run.scenario == "what is stored is lost"]
     found = {finding.obligation.name: finding.verdict for finding in findings(outcomes)}
     assert {name for name, verdict in found.items() if verdict == "broken"} == known
     assert found["failed-loads-are-reported"] != "not judged"
@@ -85,6 +85,6 @@ KNOWN = {
 @pytest.mark.long
 @pytest.mark.parametrize("name", KNOWN)
 def test_what_is_known_of_a_connector_is_what_is_found(name: str, tmp_path: Path) -> None:
-    """Over all stories and some worlds."""
+    """Over all scenarios and some worlds."""
     extra_config, known = KNOWN[name]
     assert broken(name, extra_config, tmp_path, seeds=range(20)) == known

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from kvledger.adapters.conformance.obligations import OBLIGATIONS, Met
+from kvledger.adapters.conformance.obligations import OBLIGATIONS, Precondition
 from kvledger.adapters.conformance.runs import Finding, findings, played, runs, unassigned, world
 from kvledger.adapters.conformance.subject import Subject
 
@@ -89,7 +89,9 @@ def test_a_connector_that_is_right_keeps_everything(is_async: bool, tmp_path: Pa
     broken = {name: finding.broken_in for name, finding in found.items() if finding.verdict == "broken"}
     assert broken == {}
     kept = {name for name, finding in found.items() if finding.verdict == "kept"}
-    decoded = {name for name, obligation in OBLIGATIONS.items() if obligation.needs in {Met.COPY, Met.SAVE}}
+    decoded = {
+        name for name, obligation in OBLIGATIONS.items() if obligation.needs in {Precondition.COPY, Precondition.SAVE}
+    }
     beside = {"load-is-reported-once", "load-comes-to-its-end", "allocation-decides", "allocation-comes-twice"}
     unseen = {name for name, obligation in OBLIGATIONS.items() if not obligation.checks}
     assert OBLIGATIONS.keys() - kept == decoded | unseen | (set() if is_async else beside)
@@ -101,4 +103,4 @@ def test_a_world_is_its_seed(tmp_path: Path) -> None:
     first, again = (played(world(7), subject, tmp_path) for _ in range(2))
     assert first.num_steps > 100
     assert (first.num_steps, first.num_events) == (again.num_steps, again.num_events)
-    assert first.broken == ()
+    assert first.failures == ()
