@@ -1,8 +1,8 @@
-"""The classes that vLLM instantiates in the place of the connector that is recorded.
+"""The classes that vLLM instantiates instead of the connector that is recorded.
 
 Every call goes to the wrapped connector, and every answer comes from it unchanged. On the scheduler's side the hooks of
 a request's life are recorded on the way: what is asked is in the log before the wrapped connector is called, and what
-it answered before vLLM is told. Each worker writes its calls in a log of its own.
+it answered before vLLM has it. Each worker writes its calls in a log of its own.
 """
 
 from __future__ import annotations
@@ -92,30 +92,31 @@ class KVLedgerRecorder(KVConnectorBase_V1):
         """The connector that is recorded."""
         self.recording: Recording | None = None
         """None on workers."""
-        self.working: WorkerRecording | None = None
-        """None in the scheduler's process, and where logs are kept in memory: nobody could read a worker's."""
-        self.pages: RecordedPages | None = None
-        """Who digests them on a worker; None where nobody asked for that."""
+        self.worker_recording: WorkerRecording | None = None
+        """None in the scheduler's process, and where logs are kept in memory, where a worker's could not be read."""
+        self.digests: RecordedPages | None = None
+        """Makes digests on a worker; None where the configuration asks for none."""
         groups = describe_groups(vllm_config, kv_cache_config)
         configuration = _configuration(kv_cache_config, groups)
         if role is KVConnectorRole.SCHEDULER:
             self.recording = self._begin(vllm_config, kv_cache_config, settings, groups, configuration)
             return
         if settings.digest_share and not groups.declined:
-            self.pages = RecordedPages(vllm_config.parallel_config.rank, kv_cache_config.num_blocks)
+            self.digests = RecordedPages(vllm_config.parallel_config.rank, kv_cache_config.num_blocks)
         if settings.log_dir is not None and settings.durability is not Durability.MEMORY:
-            self.working = self._begin_working(vllm_config, settings, configuration)
+            self.worker_recording = self._begin_worker(vllm_config, settings, configuration)
 
-    def _begin_working(
+    def _open_log(self, settings: RecorderSettings, configuration: LedgerConfiguration, **whose: Any) -> RecorderLog:
+        core = Core.standard().extended(Recorder())
+        opened_log = open_event_log(core, settings, configuration, connector=type(self.wrapped).__name__, **whose)
+        return RecorderLog(core, configuration, opened_log, type(self).clock)
+
+    def _begin_worker(
         self, vllm_config: VllmConfig, settings: RecorderSettings, configuration: LedgerConfiguration
     ) -> WorkerRecording:
         engine_id, connector = transfer_of(vllm_config).engine_id or "", type(self.wrapped).__name__
         rank = vllm_config.parallel_config.rank
-        core = Core.standard().extended(Recorder())
-        opened_log = open_event_log(
-            core, settings, configuration, worker=WorkerOfLog(engine_id, rank), connector=connector
-        )
-        log = RecorderLog(core, configuration, opened_log, type(self).clock)
+        log = self._open_log(settings, configuration, worker=WorkerOfLog(engine_id, rank))
         return WorkerRecording(log, payloads.WorkerStarted(engine_id, rank, connector))
 
     def _begin(
@@ -126,15 +127,7 @@ class KVLedgerRecorder(KVConnectorBase_V1):
         groups: Groups,
         configuration: LedgerConfiguration,
     ) -> Recording:
-        core = Core.standard().extended(Recorder())
-        opened_log = open_event_log(
-            core,
-            settings,
-            configuration,
-            engine_id=transfer_of(vllm_config).engine_id,
-            connector=type(self.wrapped).__name__,
-        )
-        log = RecorderLog(core, configuration, opened_log, type(self).clock)
+        log = self._open_log(settings, configuration, engine_id=transfer_of(vllm_config).engine_id)
         keys = ChunkKeySource(
             chunk_size=configuration.chunk_size,
             hash_block_size=versions.hash_block_size(kv_cache_config),
@@ -178,19 +171,19 @@ class KVLedgerRecorder(KVConnectorBase_V1):
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """For a step; vLLM asks the outer connector whether it has any."""
         super().bind_connector_metadata(connector_metadata)
-        if self.pages is not None:
-            self.pages.step_begins(connector_metadata)
+        if self.digests is not None:
+            self.digests.step_begins(connector_metadata)
         metadata = opened_pages(connector_metadata)
-        if self.working is not None:
-            self.working.step_begins(metadata)
+        if self.worker_recording is not None:
+            self.worker_recording.step_begins(metadata)
         self._on_worker("bind_connector_metadata", metadata)
 
     def clear_connector_metadata(self) -> None:
         """The step is over."""
         super().clear_connector_metadata()
         self.wrapped.clear_connector_metadata()
-        if self.working is not None:
-            self.working.step_ends()
+        if self.worker_recording is not None:
+            self.worker_recording.step_ends()
 
     def get_kv_connector_stats(self) -> RecordedStats | None:
         """The wrapped connector's, with its name."""
@@ -210,14 +203,14 @@ class KVLedgerRecorder(KVConnectorBase_V1):
 
     def shutdown(self) -> None:
         """The wrapped connector first, so that the log has what it raises."""
-        side = self.recording or self.working
+        side = self.recording or self.worker_recording
         if self.recording is not None:
             self.recording.shutting_down()
         try:
-            if self.working is None:
+            if self.worker_recording is None:
                 self._timed("shutdown", None)
             else:
-                self.working.call("shutdown", self.wrapped.shutdown)
+                self.worker_recording.call("shutdown", self.wrapped.shutdown)
         finally:
             if side is not None:
                 side.shutdown()
@@ -230,34 +223,38 @@ class KVLedgerRecorder(KVConnectorBase_V1):
 
     def _on_worker(self, hook: str, *arguments: object) -> Any:
         forward = getattr(self.wrapped, hook)
-        return forward(*arguments) if self.working is None else self.working.call(hook, forward, arguments)
+        return (
+            forward(*arguments)
+            if self.worker_recording is None
+            else self.worker_recording.call(hook, forward, arguments)
+        )
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> Any:
         """Learn where pages lie."""
-        if self.pages is not None:
-            self.pages.register(kv_caches)
+        if self.digests is not None:
+            self.digests.register(kv_caches)
         return self._on_worker("register_kv_caches", kv_caches)
 
     def wait_for_save(self) -> Any:
         """What the step has computed is there."""
-        if self.pages is not None:
-            self.pages.step_has_computed()
+        if self.digests is not None:
+            self.digests.step_has_computed()
         return self._on_worker("wait_for_save")
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
         """Loads that have come."""
         results = self._on_worker("get_transfer_results", finished_req_ids)
-        if self.pages is not None:
-            self.pages.received(results.finished_recving or (), results.failed_recving or ())
+        if self.digests is not None:
+            self.digests.received(results.finished_recving or (), results.failed_recving or ())
         return results
 
     def build_connector_worker_meta(self) -> Any:
         """With the digests, where there are any."""
-        told = self._on_worker("build_connector_worker_meta")
-        if self.pages is None:
-            return told
-        self.pages.reported(told)
-        return self.pages.enveloped(told)
+        metadata = self._on_worker("build_connector_worker_meta")
+        if self.digests is None:
+            return metadata
+        self.digests.reported(metadata)
+        return self.digests.enveloped(metadata)
 
     # --- scheduler ---------------------------------------------------------------------------------
 
@@ -268,11 +265,16 @@ class KVLedgerRecorder(KVConnectorBase_V1):
             raise RuntimeError(message)
         return self.recording
 
+    def _called(self, hook: str, request: Request | None, *arguments: object) -> Any:
+        """The same, with its duration in the log."""
+        answer, duration_ns = self._timed(hook, request, *arguments)
+        self._recorded.returned(hook, duration_ns)
+        return answer
+
     def on_new_request(self, request: Request) -> None:
         """A request was accepted."""
         self._recorded.on_new_request(request)
-        _, duration_ns = self._timed("on_new_request", request, request)
-        self._recorded.returned("on_new_request", duration_ns)
+        self._called("on_new_request", request, request)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """How many tokens beyond these can be loaded."""
@@ -285,9 +287,7 @@ class KVLedgerRecorder(KVConnectorBase_V1):
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """Blocks were given."""
         self._recorded.allocated(request, blocks, num_external_tokens)
-        hook = "update_state_after_alloc"
-        _, duration_ns = self._timed(hook, request, request, blocks, num_external_tokens)
-        self._recorded.returned(hook, duration_ns)
+        self._called("update_state_after_alloc", request, request, blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """This step's jobs."""
@@ -299,13 +299,13 @@ class KVLedgerRecorder(KVConnectorBase_V1):
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """What the workers report."""
-        self._recorded.digested(taken_out(connector_output), connector_output)
-        self._recorded.workers_report(connector_output)
+        digests = taken_out(connector_output)
+        self._recorded.workers_report(connector_output, digests)
         _, duration_ns = self._timed("update_connector_output", None, connector_output)
-        self._recorded.vllm_hears(connector_output, duration_ns)
+        self._recorded.reported_to_vllm(connector_output, duration_ns)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """The request ended; a connector that takes several groups is told so, as vLLM would."""
+        """The request ended; a connector that takes several groups gets its own hook, as from vLLM."""
         if isinstance(self.wrapped, SupportsHMA):
             return self._end(request, "request_finished_all_groups", (block_ids,))
         return self._end(request, "request_finished", block_ids)
@@ -320,9 +320,7 @@ class KVLedgerRecorder(KVConnectorBase_V1):
     def reset_cache(self) -> bool | None:
         """Forget everything."""
         self._recorded.reset()
-        answer: bool | None
-        answer, duration_ns = self._timed("reset_cache", None)
-        self._recorded.returned("reset_cache", duration_ns)
+        answer: bool | None = self._called("reset_cache", None)
         return answer
 
 

@@ -1,8 +1,8 @@
-"""What a recorded connector adds to the core: its answers as events, and handlers that decide nothing of their own.
+"""What a recorded connector adds to the core: its answers as events, and handlers that turn them into decisions.
 
-Observations are the standard core's and stand before the call that they are about. What the connector answered stands
-behind it, as an event of this extension, and leads to the standard decision that says the same. So the lifecycle, its
-tables and every tool know of such a log what they know of kvledger's own. It must not know vLLM, nor any connector.
+Observations are the standard core's and precede the call that they are about. The connector's answer follows it, as an
+event of this extension, and leads to the standard decision with the same content. So lifecycle, tables and tools treat
+such a log like kvledger's own. It must not know vLLM, nor any connector.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Recorder(RecorderEvents):
     """The extension of a recorder's core."""
 
     rows = (
-        # What a wrapped connector keeps blocks for is its own business; that it does is why the request is still here.
+        # Why a wrapped connector keeps blocks is not known; that it does is why the request is still here.
         ("finished", "blocks.held", "finished.held"),
         ("finished.held", "recorder/sent", "finished"),
     )
@@ -64,22 +64,22 @@ def _release(turn: Turn) -> None:
 
 
 def _answer(turn: Turn, event: e.ExtensionObserved) -> None:
-    """Say in the core's words what the connector has answered."""
-    told = Recorder.payload_of(event)
-    if not isinstance(told, payloads.LookupReturned):
+    """Decide what the connector has answered, in the core's events."""
+    returned = Recorder.payload_of(event)
+    if not isinstance(returned, payloads.LookupReturned):
         return
-    record, asked = turn.record, (told.num_computed_tokens, told.num_tokens)
-    if told.num_external_tokens is None:
+    record, asked = turn.record, (returned.num_computed_tokens, returned.num_tokens)
+    if returned.num_external_tokens is None:
         in_a_row = turn.projections.lookups.num_deferred(record.request_id) + 1
         turn.decide(e.LookupDeferred(*record.life, *asked, 0, in_a_row, turn.cause))
     else:
-        num_hit_tokens = told.num_computed_tokens + told.num_external_tokens
-        answer = (num_hit_tokens, told.num_external_tokens)
-        turn.decide(e.LookupAnswered(*record.life, *asked, *answer, told.is_async, _UNKNOWN, 0, turn.cause))
+        num_hit_tokens = returned.num_computed_tokens + returned.num_external_tokens
+        answer = (num_hit_tokens, returned.num_external_tokens)
+        turn.decide(e.LookupAnswered(*record.life, *asked, *answer, returned.is_async, _UNKNOWN, 0, turn.cause))
 
 
 def _load(turn: Turn, event: e.BlocksAllocated) -> None:
-    """What vLLM takes up is loaded; from where is the connector's business."""
+    """What vLLM accepts is loaded; from where only the connector knows."""
     answer = turn.projections.lookups.taken_up(event.request_id)
     if not event.num_external_tokens or answer is None or answer.generation != turn.record.generation:
         return
@@ -137,7 +137,7 @@ class ChunkedPrefill(StateHandler):
 
 
 class Running(StateHandler):
-    """Nothing is left to say of its progress."""
+    """No progress is left to report."""
 
     state = RequestState.RUNNING
 
@@ -163,16 +163,16 @@ class Recovering(New):
 
 
 class Finished(StateHandler):
-    """Waits for what the connector says of its blocks, and for its last load."""
+    """Waits until the connector releases its blocks, and for its last load."""
 
     state = RequestState.FINISHED
 
     def extension_observed(self, turn: Turn, event: e.ExtensionObserved) -> None:
-        """The connector has answered, or lets go."""
-        told = Recorder.payload_of(event)
-        if isinstance(told, payloads.EndReturned) and told.keeps_blocks:
+        """The connector has answered, or releases the blocks."""
+        payload = Recorder.payload_of(event)
+        if isinstance(payload, payloads.EndReturned) and payload.keeps_blocks:
             turn.decide(e.BlocksHeld(*turn.record.life, turn.cause))
-        elif isinstance(told, payloads.EndReturned | payloads.Sent):
+        elif isinstance(payload, payloads.EndReturned | payloads.Sent):
             _release(turn)
 
     def transfer_settled(self, turn: Turn, _job: object) -> None:

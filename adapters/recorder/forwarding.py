@@ -46,9 +46,9 @@ def forwards_everything(recorder: type[Any]) -> type[Any]:
 def _forwarded_method(name: str, declared: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(declared)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        working = vars(self).get("working")
+        recording = vars(self).get("worker_recording")
         hook = getattr(self.wrapped, name)
-        return hook(*args, **kwargs) if working is None else working.call(name, hook, args, kwargs)
+        return hook(*args, **kwargs) if recording is None else recording.call(name, hook, args, kwargs)
 
     return forward
 

@@ -1,12 +1,15 @@
-"""The recorder's ledger: observes, commits, and never stands in the way of what it records.
+"""The recorder's ledger: observes, commits, and never affects what it records.
 
-Where recording fails it ends, people are told once, and every call is still forwarded. It must not know vLLM's hooks.
+Where recording fails it logs the reason and ends; every call is still forwarded. It must not know vLLM's hooks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
+import msgspec
+
+from kvledger.adapters.recorder.extension import Recorder
 from kvledger.adapters.vllm.event_log import OpenedLog
 from kvledger.adapters.vllm.messages import messages
 from kvledger.lifecycle import Core, Ledger, LedgerConfiguration, without_secrets
@@ -14,7 +17,7 @@ from kvledger.lifecycle import events as e
 
 
 class RecorderLog:
-    """Writes everything at once: what is asked before it is asked, what is answered before vLLM is told."""
+    """Writes everything at once: calls before they are made, answers before vLLM has them."""
 
     def __init__(
         self, core: Core, configuration: LedgerConfiguration, log: OpenedLog, clock: Callable[[], int]
@@ -37,6 +40,13 @@ class RecorderLog:
         """Record an observation and return what the handlers made of it."""
         return self.ledger.observe(event)
 
+    def note(self, payload: msgspec.Struct, request_id: str | None = None) -> None:
+        """Record an event of the recorder's own, about a request or about the engine."""
+        if request_id is None:
+            self.observe(Recorder.noted(payload, self.now()))
+        else:
+            self.observe(Recorder.observed(request_id, payload, self.now()))
+
     def commit(self) -> None:
         """Write what was recorded since the last commit, as one frame."""
         if self.is_ended:
@@ -49,13 +59,13 @@ class RecorderLog:
             self.messages.error("events could not be written", error=str(error))
 
     def hook_failed(self, hook: str, request_id: str, error: Exception) -> None:
-        """The wrapped connector raised: whatever follows, the log says where."""
+        """The wrapped connector raised."""
         if not self.is_ended:
             logged = without_secrets(error)
             self.observe(e.HookFailed(hook, request_id, logged, self.now()))
 
     def end(self, hook: str, error: Exception) -> None:
-        """Recording failed: say so and record no more."""
+        """Recording failed: log the reason and record no more."""
         if self.is_ended:
             return
         self.messages.error("kvledger's recorder ends, the connector goes on", hook=hook, error=str(error))
@@ -65,3 +75,11 @@ class RecorderLog:
             self.messages.error("the reason could not be recorded", error=str(again))
         self.commit()
         self.is_ended = True
+
+    def close(self) -> None:
+        """Write the last events and close the log."""
+        if not self.is_ended:
+            self.observe(e.LogNote("recorder shut down", self.now()))
+            self.commit()
+            self.is_ended = True
+        self.log.close()

@@ -34,7 +34,7 @@ class RecordingStarted(msgspec.Struct, frozen=True):
 
 
 class LookupReturned(msgspec.Struct, frozen=True):
-    """What `get_num_new_matched_tokens` returned. The question stands before it, as `lookup.requested`."""
+    """What `get_num_new_matched_tokens` returned. The call precedes it, as `lookup.requested`."""
 
     num_computed_tokens: int
     num_tokens: int
@@ -45,7 +45,7 @@ class LookupReturned(msgspec.Struct, frozen=True):
 
 
 class EndReturned(msgspec.Struct, frozen=True):
-    """What `request_finished` returned: whether vLLM is to keep the blocks until it hears of the request again."""
+    """What `request_finished` returned: whether vLLM is to keep the blocks until the request is reported."""
 
     keeps_blocks: bool
     duration_ns: int
@@ -104,7 +104,7 @@ class ReportedToVLLM(WorkersReported, frozen=True, omit_defaults=True):
 
 
 class Sent(msgspec.Struct, frozen=True):
-    """VLLM hears that nothing reads the blocks of the ended request any more, and frees them."""
+    """No copy reads the blocks of the ended request any more; vLLM frees them."""
 
 
 class Transferred(msgspec.Struct, frozen=True):
@@ -134,7 +134,7 @@ class Transferred(msgspec.Struct, frozen=True):
 
 
 class TransferredFor(msgspec.Struct, frozen=True):
-    """A copy for a request that is over or holds these blocks no more, or, without an id, for nobody."""
+    """A copy for a request that is over or holds these blocks no more; without an id, for no known request."""
 
     request_id: str
     copy: Transferred
@@ -153,7 +153,7 @@ class TransfersAwaited(msgspec.Struct, frozen=True):
 
 
 STEP, JOB, REQUEST = ENDS = ("step", "job", "request")
-"""When a copy is done: before the next step begins, when the workers report its job, when vLLM hears of its request."""
+"""When a copy is done: before the next step begins, when the workers report its job, when vLLM has its request's."""
 
 
 class Undecoded(msgspec.Struct, frozen=True):

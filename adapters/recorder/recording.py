@@ -1,4 +1,4 @@
-"""What the recorder sees of the scheduler's side: each hook call as it begins, and what the wrapped connector answered.
+"""Records the scheduler's side: each hook call as it begins, and what the wrapped connector answered.
 
 Requests are read when a hook is called, as kvledger's own connector reads them; what is held of them is there to be
 read in a later hook. Nothing here may raise, and nothing here decides anything.
@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from functools import wraps
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 import msgspec
 
 from kvledger.adapters.recorder import payloads
 from kvledger.adapters.recorder.decoders import COMPLETED
-from kvledger.adapters.recorder.extension import Recorder
 from kvledger.adapters.recorder.log import RecorderLog
 from kvledger.adapters.recorder.transfers import Transfers
 from kvledger.adapters.vllm import versions
@@ -34,11 +34,27 @@ if TYPE_CHECKING:
 
 _Ends = TypeVar("_Ends", bound=payloads.WorkersReported)
 _NOTHING: tuple[CopiedPages, ...] = ()
+_Parameters = ParamSpec("_Parameters")
 _COMPUTING = frozenset({RequestState.CHUNKED_PREFILL, RequestState.RUNNING})
 
 
+def _records(
+    hook: Callable[Concatenate[Recording, _Parameters], None],
+) -> Callable[Concatenate[Recording, _Parameters], None]:
+    """Let a method do nothing after recording has ended, never raise, and end with a commit."""
+
+    @guarded(default=None)
+    @wraps(hook)
+    def record(self: Recording, /, *args: _Parameters.args, **kwargs: _Parameters.kwargs) -> None:
+        if not self.log.is_ended:
+            hook(self, *args, **kwargs)
+            self.log.commit()
+
+    return record
+
+
 class Recording:
-    """One method for each hook as it begins, one for its answer where it has one; both end with a commit."""
+    """One method for each hook as it begins, one for its answer where it has one."""
 
     def __init__(
         self,
@@ -67,14 +83,13 @@ class Recording:
             log.observe(e.LogNote(f"{payloads.CHILD}, its reports concern other connectors as well", log.now()))
         log.commit()
 
-    @guarded(default=None)
+    @_records
     def describe(self, started: Callable[[], payloads.RecordingStarted]) -> None:
         """What is wrapped, so that its calls can be made again."""
-        self._observe(Recorder.noted(started(), self.log.now()))
-        self.log.commit()
+        self.log.note(started())
 
     def decline(self, reason: str) -> None:
-        """Record nothing of a model whose block tables cannot be written down, and say so."""
+        """Record nothing of a model whose block tables cannot be written down, and log the reason."""
         self.log.messages.warning("the model is not recorded, its connector runs as without a recorder", reason=reason)
         self.log.observe(e.LogNote(f"declined: {reason}", self.log.now()))
         self.log.commit()
@@ -83,17 +98,14 @@ class Recording:
     def hook_failed(self, hook: str, _request_id: str, error: Exception) -> None:
         """Called by the guard: it is the recorder that failed."""
         self.log.end(hook, error)
-
-    def _observe(self, event: e.Event) -> None:
-        self.log.observe(event)
+        self._requests.clear()
 
     # --- what the wrapped connector did, whatever the hook ------------------------------------
 
-    @guarded(default=None)
+    @_records
     def raised(self, hook: str, request: Request | None, error: Exception) -> None:
         """It raised; vLLM is about to see that."""
         self.log.hook_failed(hook, "" if request is None else request.request_id, error)
-        self.log.commit()
 
     @guarded(default=_NOTHING)
     def built(self, metadata: object, duration_ns: int) -> tuple[CopiedPages, ...]:
@@ -101,61 +113,48 @@ class Recording:
         if self.log.is_ended:
             return ()
         asked = self._transfers.built(metadata, self._loaded_to)
-        self._observe(Recorder.noted(payloads.Returned("build_connector_meta", duration_ns), self.log.now()))
+        self.log.note(payloads.Returned("build_connector_meta", duration_ns))
         self.log.commit()
         return asked
 
-    @guarded(default=None)
+    @_records
     def returned(self, hook: str, duration_ns: int) -> None:
-        """It has returned, and what it returned is nobody's business but its workers'."""
-        if not self.log.is_ended:
-            self._observe(Recorder.noted(payloads.Returned(hook, duration_ns), self.log.now()))
-            self.log.commit()
+        """It has returned, without an answer that vLLM acts upon."""
+        self.log.note(payloads.Returned(hook, duration_ns))
 
     # --- one request ---------------------------------------------------------------------------
 
-    @guarded(default=None)
+    @_records
     def on_new_request(self, request: Request) -> None:
         """A request was accepted."""
-        if self.log.is_ended:
-            return
         self._requests[request.request_id] = request
         ordinal = self.log.ledger.next_ordinal
-        self._observe(e.RequestArrived(request.request_id, ordinal, request.num_prompt_tokens, self.log.now()))
-        self.log.commit()
+        self.log.observe(e.RequestArrived(request.request_id, ordinal, request.num_prompt_tokens, self.log.now()))
 
-    @guarded(default=None)
+    @_records
     def lookup(self, request: Request, num_computed_tokens: int) -> None:
-        """How much can be loaded?"""
-        if self.log.is_ended:
-            return
-        self._meet(request)
+        """A request is looked up."""
+        self._ensure_arrived(request)
         self._notice.preemption(request)
         self._notice.keys(request)
-        self._observe(e.LookupRequested(request.request_id, num_computed_tokens, request.num_tokens, self.log.now()))
-        self.log.commit()
+        self.log.observe(e.LookupRequested(request.request_id, num_computed_tokens, request.num_tokens, self.log.now()))
 
-    @guarded(default=None)
+    @_records
     def lookup_returned(self, request: Request, num_computed_tokens: int, answer: Any, duration_ns: int) -> None:
-        """So much, says the wrapped connector."""
-        if self.log.is_ended:
-            return
+        """The wrapped connector's answer."""
         num_external_tokens, is_async = answer
         returned = payloads.LookupReturned(
             num_computed_tokens, request.num_tokens, num_external_tokens, bool(is_async), duration_ns
         )
-        self._observe(Recorder.observed(request.request_id, returned, self.log.now()))
-        self.log.commit()
+        self.log.note(returned, request.request_id)
 
-    @guarded(default=None)
+    @_records
     def allocated(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """Blocks were given."""
-        if self.log.is_ended:
-            return
         if not self._admits:  # after a reset, preempted requests may lose their blocks before they are looked up
             self._admits = True
             self._notice.preemptions(self._requests)
-        self._meet(request)
+        self._ensure_arrived(request)
         self._notice.preemption(request)
         record = self._tracker.get(request.request_id)
         if record is not None and record.state in _COMPUTING:
@@ -163,15 +162,12 @@ class Recording:
         block_ids = tuple(versions.flat_table(blocks.get_block_ids()))
         answer = self._projections.lookups.pending(request.request_id)
         self._loaded_to[request.request_id] = 0 if answer is None else answer.num_computed_tokens + num_external_tokens
-        self._observe(e.BlocksAllocated(request.request_id, block_ids, num_external_tokens, self.log.now()))
+        self.log.observe(e.BlocksAllocated(request.request_id, block_ids, num_external_tokens, self.log.now()))
         self._transfers.given(request.request_id, block_ids)
-        self.log.commit()
 
-    @guarded(default=None)
+    @_records
     def finished(self, request: Request) -> None:
         """The request ends."""
-        if self.log.is_ended:
-            return
         record = self._tracker.get(request.request_id)
         if record is None:
             return
@@ -179,115 +175,91 @@ class Recording:
         self._notice.keys(request)
         num_computed_tokens = min(request.num_computed_tokens, self._tracker.num_computed_tokens(record))
         written = self._notice.num_written_tokens(request, num_computed_tokens)
-        self._observe(
+        self.log.observe(
             e.RequestFinished(request.request_id, request.status.name, written, request.num_tokens, self.log.now())
         )
-        self.log.commit()
 
-    @guarded(default=None)
+    @_records
     def end_returned(self, request: Request, answer: Any, duration_ns: int) -> None:
         """Whether its blocks are to be kept."""
         self._requests.pop(request.request_id, None)
         self._loaded_to.pop(request.request_id, None)
-        if not self.log.is_ended and self._tracker.get(request.request_id) is not None:
-            returned = payloads.EndReturned(bool(answer[0]), duration_ns)
-            self._observe(Recorder.observed(request.request_id, returned, self.log.now()))
-            self.log.commit()
+        if self._tracker.get(request.request_id) is not None:
+            self.log.note(payloads.EndReturned(bool(answer[0]), duration_ns), request.request_id)
 
-    def _meet(self, request: Request) -> None:
+    def _ensure_arrived(self, request: Request) -> None:
         """A connector may be bound after its first requests came."""
         if self._tracker.get(request.request_id) is None:
             self.on_new_request(request)
 
     # --- the engine ----------------------------------------------------------------------------
 
-    @guarded(default=None)
+    @_records
     def step(self, scheduler_output: SchedulerOutput) -> None:
         """A step goes out, with all loads that were issued for it."""
-        if self.log.is_ended:
-            return
         self._admits = False
         self._notice.preemptions_of_step(scheduler_output, self._requests)
         step = self._reader.read(scheduler_output, self.log.now())
-        self._observe(step)
+        self.log.observe(step)
         self._transfers.step(step)
         ready = self.log.ledger.ready(Channel.WORKERS)
         self.log.ledger.advance(ready)
         within = tuple(job.job_id for job in ready.jobs if isinstance(job, e.LoadIssued) and not job.is_async)
         if scheduler_output.total_num_scheduled_tokens or within:
             self._loads_of_steps.append(within)
-        self.log.commit()
 
-    @guarded(default=None)
-    def digested(self, pages: Iterable[FoundDigests], output: KVConnectorOutput) -> None:
-        """What workers have found."""
-        if not self.log.is_ended:
-            invalid_block_ids = set(output.invalid_block_ids or ())
-            for found in pages:
-                self._transfers.digested(found, invalid_block_ids)
+    @_records
+    def workers_report(self, output: KVConnectorOutput, digests: Iterable[FoundDigests]) -> None:
+        """What the workers report, before the wrapped connector has it."""
+        invalid_block_ids = set(output.invalid_block_ids or ())
+        for found in digests:
+            self._transfers.digested(found, invalid_block_ids)
+        metadata = output.kv_connector_worker_meta
+        reported = _ends(payloads.WorkersReported, output)
+        if metadata is not None and type(metadata).__name__ not in COMPLETED:
+            reported = msgspec.structs.replace(reported, unread=type(metadata).__name__)
+        self.log.note(reported)
+        self._transfers.reported(metadata)
 
-    @guarded(default=None)
-    def workers_report(self, output: KVConnectorOutput) -> None:
-        """What the workers say, before the wrapped connector hears it."""
-        if not self.log.is_ended:
-            metadata = output.kv_connector_worker_meta
-            reported = _ends(payloads.WorkersReported, output)
-            if metadata is not None and type(metadata).__name__ not in COMPLETED:
-                reported = msgspec.structs.replace(reported, unread=type(metadata).__name__)
-            self._observe(Recorder.noted(reported, self.log.now()))
-            self._transfers.reported(metadata)
-            self.log.commit()
-
-    @guarded(default=None)
-    def vllm_hears(self, output: KVConnectorOutput, duration_ns: int) -> None:
-        """What is left of that, and what was added; vLLM acts upon it now."""
-        if self.log.is_ended:
-            return
-        self._observe(Recorder.noted(payloads.Returned("update_connector_output", duration_ns), self.log.now()))
-        told = _ends(payloads.ReportedToVLLM, output)
-        if told != payloads.ReportedToVLLM():
-            self._observe(Recorder.noted(told, self.log.now()))
-        if told.invalid_block_ids:
-            self._notice.load_errors(told.invalid_block_ids, tuple(self._requests.values()))
-        failed_requests, failed_blocks = set(told.failed_recving), set(told.invalid_block_ids)
+    @_records
+    def reported_to_vllm(self, output: KVConnectorOutput, duration_ns: int) -> None:
+        """The same after the wrapped connector may have changed it; vLLM acts upon it now."""
+        self.log.note(payloads.Returned("update_connector_output", duration_ns))
+        reported = _ends(payloads.ReportedToVLLM, output)
+        if reported != payloads.ReportedToVLLM():
+            self.log.note(reported)
+        if reported.invalid_block_ids:
+            self._notice.load_errors(reported.invalid_block_ids, tuple(self._requests.values()))
+        failed_requests, failed_blocks = set(reported.failed_recving), set(reported.invalid_block_ids)
         within = self._loads_of_steps.popleft() if self._loads_of_steps else ()
         for job in tuple(self._projections.transfers):
-            is_reported = job.request_id in told.finished_recving or job.request_id in failed_requests
+            is_reported = job.request_id in reported.finished_recving or job.request_id in failed_requests
             if job.job_id in within or (job.is_async and is_reported):
                 has_failed = job.request_id in failed_requests or not failed_blocks.isdisjoint(job.block_ids)
                 error = "the connector reports that it could not load" if has_failed else ""
-                self._observe(e.TransferReported.by((0,), job.job_id, self.log.now(), error=error))
-        for request_id in told.finished_sending:
+                self.log.observe(e.TransferReported.by((0,), job.job_id, self.log.now(), error=error))
+        for request_id in reported.finished_sending:
             record = self._tracker.get(request_id)
             if record is not None and record.state is RequestState.FINISHED:
-                self._observe(Recorder.observed(request_id, payloads.Sent(), self.log.now()))
+                self.log.note(payloads.Sent(), request_id)
         for channel in Channel:  # what failed, too: vLLM knows it now, and may look the request up before the next step
             self.log.ledger.advance(self.log.ledger.ready(channel))
-        self.log.commit()
 
-    @guarded(default=None)
+    @_records
     def reset(self) -> None:
         """Everything cached is stale."""
-        if not self.log.is_ended:
-            self._observe(e.CacheReset(self.log.now()))
-            self._notice.preemptions(self._requests)
-            self.log.commit()
+        self.log.observe(e.CacheReset(self.log.now()))
+        self._notice.preemptions(self._requests)
 
-    @guarded(default=None)
+    @_records
     def shutting_down(self) -> None:
-        """The wrapped connector is to let go of everything, which may take it long."""
-        if not self.log.is_ended:
-            self._observe(Recorder.noted(payloads.Called("shutdown"), self.log.now()))
-            self.log.commit()
+        """The wrapped connector is about to shut down, which may take long."""
+        self.log.note(payloads.Called("shutdown"))
 
     @guarded(default=None)
     def shutdown(self) -> None:
         """Write the last events and close the log."""
-        if not self.log.is_ended:
-            self._observe(e.LogNote("recorder shut down", self.log.now()))
-            self.log.commit()
-            self.log.is_ended = True
-        self.log.log.close()
+        self.log.close()
 
 
 def _ends(kind: type[_Ends], output: KVConnectorOutput) -> _Ends:

@@ -1,4 +1,4 @@
-"""Copies that the connector's metadata begins and that its workers report, as the decoders read them, on the record.
+"""Records the copies that the connector's metadata begins and that its workers report, as the decoders read them.
 
 Where the metadata does not say for whom a copy is, the blocks say it: they belong to the request that was given them
 last. It must not know what any connector's metadata looks like.
@@ -14,7 +14,6 @@ from typing import NamedTuple, TypeVar
 import msgspec
 
 from kvledger.adapters.recorder import decoders, payloads
-from kvledger.adapters.recorder.extension import Recorder
 from kvledger.adapters.recorder.log import RecorderLog
 from kvledger.adapters.recorder.page_digests import CopiedPages, FoundDigests
 from kvledger.adapters.vllm.digests import is_chosen
@@ -28,7 +27,7 @@ _NOBODY = ("", -1, 0)
 _NOT_ASKED = (None, _NOBODY, 0, 0)
 _MANY = 1 << 40
 _MAX_ASKED = 1 << 12
-"""Rows of blocks that workers were asked to digest; what they say of older ones is not recorded."""
+"""Rows of blocks that workers were asked to digest; digests of older ones are not recorded."""
 
 
 class _Page(NamedTuple):
@@ -73,10 +72,10 @@ class Transfers:
                 self.given(record.request_id, block_ids)
 
     def built(self, metadata: object, loaded_to: Mapping[str, int]) -> tuple[CopiedPages, ...]:
-        """This is what the workers are given; what they are to digest of it, where anything is to be."""
+        """Record what the workers are given; returns what they are to digest of it."""
         jobs = self._read(metadata, lambda: tuple(decoders.awaited(metadata)))
         if jobs:
-            self._log.observe(Recorder.noted(payloads.TransfersAwaited(jobs), self._log.now()))
+            self._log.note(payloads.TransfersAwaited(jobs))
         block_size = self._log.configuration.block_size
         asked: list[CopiedPages] = []
         for request_id, copy in self._read(metadata, lambda: list(decoders.copies(metadata, block_size))) or ():
@@ -123,21 +122,21 @@ class Transfers:
         return num_tokens // self._log.configuration.block_size
 
     def digested(self, found: FoundDigests, invalid_block_ids: set[int]) -> None:
-        """This is what a worker has found; of what could not be loaded there is nothing to say."""
+        """Record what a worker has found, but for what could not be loaded."""
         pages, life, group, first_block = self._asked.get(found.number, _NOT_ASKED)
         if pages is not None and invalid_block_ids.isdisjoint(pages.block_ids):
             is_load, now = pages.is_load, self._log.now()
             self._log.observe(e.PagesDigested(*life, found.rank, is_load, group, first_block, found.digests, (), now))
 
     def reported(self, worker_metadata: object) -> None:
-        """This is what the workers say, on top of what vLLM hears."""
+        """Record the jobs that the workers' metadata reports as done."""
         for job, count in self._read(worker_metadata, lambda: list(decoders.completed(worker_metadata))) or ():
             self._reports[job] += count
         ended = tuple(job for job, count in self._reports.items() if count >= self._num_workers)
         if ended:
             for job in ended:
                 del self._reports[job]
-            self._log.observe(Recorder.noted(payloads.TransfersEnded(ended), self._log.now()))
+            self._log.note(payloads.TransfersEnded(ended))
 
     def _for_whom(
         self, request_id: str, copy: payloads.Transferred
@@ -159,9 +158,9 @@ class Transfers:
         request_id, ordinal = life
         is_over = ordinal < 0 or self._tracker.ordinal(request_id) != ordinal
         if is_over or (is_inferred and not self._has(request_id, copy)):
-            self._log.observe(Recorder.noted(payloads.TransferredFor(request_id, copy), self._log.now()))
+            self._log.note(payloads.TransferredFor(request_id, copy))
         else:
-            self._log.observe(Recorder.observed(request_id, copy, self._log.now()))
+            self._log.note(copy, request_id)
 
     def _has(self, request_id: str, copy: payloads.Transferred) -> bool:
         """Whether it holds the blocks, or has just lost them."""
@@ -175,7 +174,7 @@ class Transfers:
         except Exception as error:  # noqa: BLE001 -- another version of the connector
             self._decodes = False
             undecoded = payloads.Undecoded(type(metadata).__name__, type(error).__name__)
-            self._log.observe(Recorder.noted(undecoded, self._log.now()))
+            self._log.note(undecoded)
             self._log.messages.warning(
                 "the connector's metadata is not what the recorder knows; its copies are not recorded",
                 metadata=undecoded.metadata,

@@ -1,4 +1,4 @@
-"""What people read of a recorder's events: in plain words, with what is known besides, and which call a log ends in.
+"""A recorder's events in English, with what else is known about them, and the call that a log ends in.
 
 Everything here follows from the log. It must not know vLLM, nor any connector.
 """
@@ -18,7 +18,7 @@ from kvledger.lifecycle import LedgerConfiguration, MissReason, SequencedEvent
 from kvledger.lifecycle import events as e
 
 SLOW_NS = 10 * 10**6
-"""A hook that takes longer is told of by itself: so long a whole step of a small model takes."""
+"""A hook that takes longer is mentioned by itself; a whole step of a small model takes so long."""
 
 _MAX_NAMED = 8
 """Blocks of a copy."""
@@ -57,11 +57,9 @@ _WORDS: Mapping[type[msgspec.Struct], Callable[[Any], str]] = MappingProxyType(
         payloads.LookupReturned: lambda answer: _slow("get_num_new_matched_tokens", answer.duration_ns),
         payloads.Returned: lambda returned: _slow(returned.hook, returned.duration_ns),
         payloads.EndReturned: lambda answer: (
-            "the connector wants its blocks kept"
-            if answer.keeps_blocks
-            else _slow("request_finished", answer.duration_ns)
+            "the connector keeps its blocks" if answer.keeps_blocks else _slow("request_finished", answer.duration_ns)
         ),
-        payloads.Sent: lambda _: "vLLM is told that the connector needs its blocks no more",
+        payloads.Sent: lambda _: "the connector no longer needs its blocks, and vLLM frees them",
         payloads.Transferred: lambda copy: f"the connector gives its workers a copy: {_copy(copy)}",
         payloads.TransferredFor: lambda each: (
             f"the connector gives its workers a copy for request {each.request_id}, which is over: {_copy(each.copy)}"
@@ -69,15 +67,15 @@ _WORDS: Mapping[type[msgspec.Struct], Callable[[Any], str]] = MappingProxyType(
         payloads.TransfersEnded: lambda ended: f"the workers have done {', '.join(ended.jobs)}",
         payloads.TransfersAwaited: lambda awaited: f"the workers finish {', '.join(awaited.jobs)} before this step",
         payloads.WorkersReported: lambda ends: _ends("the workers report: ", ends),
-        payloads.ReportedToVLLM: lambda ends: _ends("vLLM is told: ", ends),
+        payloads.ReportedToVLLM: lambda ends: _ends("reported to vLLM: ", ends),
     }
 )
 
 
 def words(payload: msgspec.Struct) -> str | None:
     """An event of the recorder; "" where the decision that follows says the same."""
-    say = _WORDS.get(type(payload))
-    return None if say is None else say(payload)
+    describe = _WORDS.get(type(payload))
+    return None if describe is None else describe(payload)
 
 
 def figures(payload: msgspec.Struct) -> Mapping[str, int]:
@@ -114,13 +112,13 @@ def _copy(copy: payloads.Transferred) -> str:
 
 
 def _ends(who: str, ends: payloads.WorkersReported) -> str:
-    told = (
-        ("blocks of {} are needed no more", ends.finished_sending),
+    reports = (
+        ("blocks of {} are no longer needed", ends.finished_sending),
         ("the load of {} has arrived", ends.finished_recving),
         ("the load of {} has failed", ends.failed_recving),
         ("blocks {} could not be filled", tuple(map(str, ends.invalid_block_ids))),
     )
-    parts = [text.format(", ".join(which)) for text, which in told if which]
+    parts = [text.format(", ".join(which)) for text, which in reports if which]
     return who + "; ".join(parts) if parts else ""
 
 

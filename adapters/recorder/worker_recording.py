@@ -1,4 +1,4 @@
-"""What a worker does, in a log of its own beside the scheduler's: each call before it is made, and how it returned.
+"""Records what a worker does, in a log of its own: each call before it is made, and how it returned.
 
 Steps for which the scheduler has handed nothing over, and hooks for single layers behind the first of a step, are
 written only when they raise: they come too often to be free. Nothing here may raise, and nothing here looks at bytes.
@@ -13,10 +13,8 @@ from typing import Any, Final
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 
 from kvledger.adapters.recorder import payloads
-from kvledger.adapters.recorder.extension import Recorder
 from kvledger.adapters.recorder.log import RecorderLog
 from kvledger.adapters.vllm.guard import guarded
-from kvledger.lifecycle import events as e
 
 _BY_LAYER: Final = frozenset({"wait_for_layer_load", "save_kv_layer"})
 _WRITTEN: Final = frozenset(
@@ -52,7 +50,7 @@ class WorkerRecording:
         self._is_written = True
         self._first_layers: set[str] = set()
         """Hooks that were called for a layer of this step."""
-        log.observe(Recorder.noted(started, log.now()))
+        log.note(started)
         log.commit()
 
     def hook_failed(self, hook: str, _request_id: str, error: Exception) -> None:
@@ -94,11 +92,7 @@ class WorkerRecording:
     @guarded(default=None)
     def shutdown(self) -> None:
         """Write the last events and close the log."""
-        if not self.log.is_ended:
-            self.log.observe(e.LogNote("recorder shut down", self.log.now()))
-            self.log.commit()
-            self.log.is_ended = True
-        self.log.log.close()
+        self.log.close()
 
     @guarded(default=False)
     def _begins(self, hook: str, args: tuple[Any, ...]) -> bool:
@@ -119,7 +113,7 @@ class WorkerRecording:
     def _write_call(self, hook: str, args: tuple[Any, ...]) -> None:
         step = _NOWHERE if self._metadata is None else self._step
         layer = str(args[0]) if hook in _BY_LAYER and args else ""
-        self.log.observe(Recorder.noted(payloads.Called(hook, step, layer), self.log.now()))
+        self.log.note(payloads.Called(hook, step, layer))
 
     @guarded(default=None)
     def _raised(self, hook: str, args: tuple[Any, ...], error: Exception, *, is_written: bool) -> None:
@@ -136,9 +130,9 @@ class WorkerRecording:
             return
         reported = _reported(hook, answer)
         if reported is not None:
-            self.log.observe(Recorder.noted(reported, self.log.now()))
+            self.log.note(reported)
         if is_written:
-            self.log.observe(Recorder.noted(payloads.Returned(hook, self.log.now() - began_ns), self.log.now()))
+            self.log.note(payloads.Returned(hook, self.log.now() - began_ns))
         self.log.commit()
 
 
@@ -163,7 +157,7 @@ def _is_work(field: object) -> bool:
 
 
 def _reported(hook: str, answer: Any) -> payloads.Reported | None:
-    """What an answer tells the scheduler; None where that is nothing."""
+    """What an answer reports to the scheduler; None where that is nothing."""
     if not answer:
         return None
     if hook == "get_finished":
@@ -174,5 +168,5 @@ def _reported(hook: str, answer: Any) -> payloads.Reported | None:
         return payloads.Reported(hook, invalid_block_ids=tuple(sorted(answer)))
     else:
         return None
-    told = payloads.Reported(hook, *(tuple(sorted(found or ())) for found in ends))
-    return None if told == payloads.Reported(hook) else told
+    reported = payloads.Reported(hook, *(tuple(sorted(found or ())) for found in ends))
+    return None if reported == payloads.Reported(hook) else reported

@@ -71,7 +71,7 @@ def is_child() -> bool:
     """Whether a `MultiConnector` is making the connector that asks.
 
     It hands every report of the workers to all of its children (`kv_connector/v1/multi_connector.py`,
-    update_connector_output, 0.32), and tells none of them that it is one: only who calls says so.
+    update_connector_output, 0.32), and passes none of them that it is a child: only the call stack shows it.
     """
     frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 -- the way to ask who calls
     while frame is not None:

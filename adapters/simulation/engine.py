@@ -121,7 +121,7 @@ def vllm_config(
 
 
 class SimulatedEngine:
-    """Steps until nobody wants anything any more; raises `CorruptKV` the moment wrong KV would be read.
+    """Runs until no request is left; raises `CorruptKV` as soon as wrong KV would be read.
 
     With several ranks each has a worker and KV of its own; their outputs are put together as vLLM's executors do.
     """
@@ -188,7 +188,7 @@ class SimulatedEngine:
         put_in_order(self.scheduler)
         self.models = [HashedModel(num_blocks, block_size, windows, kv_caches) for kv_caches in registered]
         self.workers: list[Any] = [None] * num_ranks
-        """One worker-side connector for each rank; None where nobody connects anything."""
+        """One worker-side connector for each rank; None without a connector."""
         if self.scheduler.connector is not None:
             self.workers = [self._make_worker(rank, worker_configs[rank], setup) for rank in range(num_ranks)]
             self._aggregator = KVOutputAggregator.from_connector(self.scheduler.connector, num_ranks)
@@ -197,8 +197,8 @@ class SimulatedEngine:
         self.on_output: Callable[[KVConnectorOutput], None] = lambda _output: None
         """Sees what the workers send before the scheduler does, and may change it, as a lossy wire would."""
         self.before_update: Callable[[KVConnectorOutput | None], None] = lambda _output: None
-        """Called when a step has been computed and the scheduler is about to hear of it; there the engine core takes up
-        aborts (`v1/engine/core.py`, `_process_aborts_queue`)."""
+        """Called when a step has been computed, before the scheduler processes its output; there the engine core
+        handles aborts (`v1/engine/core.py`, `_process_aborts_queue`)."""
         self.outputs: dict[str, list[int]] = {}
         self.finish_reasons: dict[str, str] = {}
         self.may_fail: set[str] = set()
@@ -230,9 +230,9 @@ class SimulatedEngine:
         return worker
 
     def _shake_hands(self, connector: KVConnectorBase_V1) -> None:
-        """What the workers have to say at start (`v1/engine/core.py`, EngineCore)."""
-        told = {(0, rank): worker.get_handshake_metadata() for rank, worker in enumerate(self.workers)}
-        metadata = {ranks: said for ranks, said in told.items() if said is not None}
+        """Pass on what the workers hand over at start (`v1/engine/core.py`, EngineCore)."""
+        found = {(0, rank): worker.get_handshake_metadata() for rank, worker in enumerate(self.workers)}
+        metadata = {ranks: each for ranks, each in found.items() if each is not None}
         if metadata:
             connector.set_xfer_handshake_metadata_pp_aware(metadata)
 
@@ -268,7 +268,7 @@ class SimulatedEngine:
         self.scheduler.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
 
     def step(self) -> SchedulerOutput:
-        """Schedule, execute, and take up the output of the oldest step in flight when there are enough."""
+        """Schedule, execute, and process the output of the oldest step in flight when there are enough."""
         scheduler_output = self.scheduler.schedule()
         self.num_preemptions += len(scheduler_output.preempted_req_ids or ())
         self._in_flight.append((scheduler_output, self._execute(scheduler_output)))
@@ -278,7 +278,7 @@ class SimulatedEngine:
         return scheduler_output
 
     def update(self) -> None:
-        """Take up the output of the oldest step in flight."""
+        """Process the output of the oldest step in flight."""
         if not self._in_flight:
             return
         transferred = self._in_flight[0][1].kv_connector_output
@@ -308,7 +308,7 @@ class SimulatedEngine:
 
     @property
     def excused_blocks(self) -> Collection[int]:
-        """Blocks of the first rank that are wrong without the scheduler's being able to know."""
+        """Blocks of the first rank that are wrong before the scheduler can know it."""
         return self._excused(self._unfilled_in[0])
 
     def unfilled_in(self, block_id: int) -> int:
@@ -319,18 +319,18 @@ class SimulatedEngine:
         return {block_id: step for block_id, step in unfilled_in.items() if step >= self.num_steps_processed}
 
     def drain(self) -> None:
-        """Take up the outputs of all steps in flight."""
+        """Process the outputs of all steps in flight."""
         while self._in_flight:
             self.update()
 
     @property
     def is_computing(self) -> bool:
-        """Whether the output of a step has not been taken up yet."""
+        """Whether the output of a step has not been processed yet."""
         return bool(self._in_flight)
 
     @property
     def is_stranded(self) -> bool:
-        """Whether nobody will ever be scheduled again, because of vLLM's queue or reservations.
+        """Whether nothing will ever be scheduled again, because of vLLM's queue or reservations.
 
         The first of those that hold blocks has given its own back and cannot get as many again. Either those behind
         it, whose loads have come, are not looked at (vllm#57841, #45388: `v1/core/sched/scheduler.py`, schedule, breaks
@@ -338,7 +338,7 @@ class SimulatedEngine:
         another one, and what is still reserved for the first is not free for the second (vllm#48433:
         `_inflight_prefills`).
         """
-        scheduler = self.scheduler
+        scheduler: Any = self.scheduler
         first, *behind = scheduler.kv_holding_waiting or [None]
         if first is None or scheduler.running or any(scheduler.kv_cache_manager.get_block_ids(first.request_id)):
             return False
@@ -404,8 +404,8 @@ class SimulatedEngine:
                 worker.save_kv_layer(name, layer, None)  # type: ignore[arg-type]
         if not scheduler_output.has_sync_kv_loads:
             worker.start_load_kv(_forward_context(model, scheduler_output))
-        # With a drafter the forward is followed by the drafter's, and saves by that: what they did is told a step later
-        # (`v1/worker/kv_connector_model_runner_mixin.py`, finalize_kv_connector). A step without a forward has none.
+        # With a drafter the forward is followed by the drafter's, and saves by that: what they did is reported a step
+        # later (`v1/worker/kv_connector_model_runner_mixin.py`, finalize_kv_connector). A step without it has none.
         saves_last = self._reports_before_saves and bool(scheduler_output.total_num_scheduled_tokens)
         if not saves_last:
             worker.wait_for_save()  # type: ignore[no-untyped-call]

@@ -1,17 +1,17 @@
 """A worker whose KV is a hash of everything before it, so that wrong KV is seen and not merely wrong numbers.
 
 Every position's KV is the chained hash of all tokens up to it. Before a step computes anything, every position
-that the scheduler believes to be computed must hold exactly that hash, in every layer. The next token is a
+that the scheduler counts as computed must hold exactly that hash, in every layer. The next token is a
 function of the last hash, so that it does not matter when or how often it is computed.
 
 Wrong KV is an error the moment it is read, but for one case: a block whose load failed, or what was computed on top of
 one, in a step that was scheduled before the scheduler could know of the failure. There the model does what a real one
-does: it computes on, and both the KV that it writes and the token that it samples are wrong, so that whoever keeps or
-delivers them is seen by the checks of pages, of vLLM's prefix cache and of outputs.
+does: it computes on, and both the KV that it writes and the token that it samples are wrong, so that the checks of
+pages, of vLLM's prefix cache and of outputs find where they are kept or delivered.
 
 With several groups of layers, as hybrid models have them, each group has a block table of its own over the same
 tensors, and writes a KV of its own. A group with a sliding window reads nothing before its window, where its table
-may name the null block or a block that belongs to somebody else by now.
+may name the null block or a block that belongs to another request by now.
 
 Verifies: contents of all blocks a scheduled request reads, after loads and before the forward.
 Does not verify: timing, streams, and anything a device would reorder.
@@ -35,7 +35,7 @@ NUM_LAYERS = 2
 """Layers of one group; groups lie on the same tensors."""
 NULL_BLOCK = 0
 BLOCK_SIZE = 16
-"""Tokens of a block where nobody says anything else."""
+"""Tokens of a block, by default."""
 
 
 class CorruptKV(AssertionError):
@@ -200,7 +200,7 @@ class HashedModel:
     def _compute_on(
         self, trouble: CorruptKV, sequence: _Sequence, first: int, last: int, excused: dict[int, int]
     ) -> list[int]:
-        """Compute on top of wrong KV, where nobody can be blamed for reading it."""
+        """Compute on top of wrong KV that the scheduler could not know of."""
         if not trouble.block_ids or not trouble.block_ids <= excused.keys():
             raise trouble
         step = min(excused[block_id] for block_id in trouble.block_ids)

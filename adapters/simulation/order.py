@@ -1,4 +1,4 @@
-"""Where vLLM 0.32 goes through a set of request ids and the order decides what comes next: the order of the ids.
+"""Where vLLM 0.32 iterates over a set of request ids and the order matters: the order of the ids.
 
 Which of two requests gives its blocks back first decides which blocks the next one gets. Python's order of strings in a
 set is another one in every process; with this one a seed decides a world in all of them.
@@ -14,7 +14,7 @@ from vllm.v1.request import Request, RequestStatus
 
 
 class _InOrder(set[str]):
-    """A set for whoever goes through it."""
+    """A set that is iterated in order."""
 
     def __iter__(self) -> Iterator[str]:
         return iter(sorted(super().__iter__()))

@@ -1,7 +1,7 @@
-"""What connectors hand to their workers, and hear from them, read as copies of blocks; a file for each connector.
+"""Reads what connectors hand to their workers and get from them as copies of blocks; a file for each connector.
 
 A decoder knows the class of the metadata and nothing else of its connector. Which one is asked is decided by the name
-of that class, so none imports a connector. Of a class that no decoder knows there is nothing to tell; a decoder raises
+of that class, so none imports a connector. Of a class that no decoder knows nothing is recorded; a decoder raises
 where its class is not what it was in the version that the decoder was written for.
 """
 

@@ -1,8 +1,8 @@
 """SimpleCPUOffloadConnector: one list of blocks for all loads of a step, one for all stores, over all groups.
 
 Read against `v1/simple_kv_offload/metadata.py` and `worker.py`, vLLM 0.32. It names the requests of loads, and of
-stores none. Whose a block is follows from the tables; of a store it may be nobody's, because with `lazy_offload` the
-connector stores what is free and still cached.
+stores none. Whose a block is follows from the tables; of a store it may be no request's, because with `lazy_offload`
+the connector stores what is free and still cached.
 """
 
 from __future__ import annotations

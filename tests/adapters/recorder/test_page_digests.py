@@ -173,7 +173,7 @@ def test_without_the_key_nothing_is_digested_or_put_into_an_envelope(record: Rec
     """The default."""
     engine, recording = record()
     serve(engine)
-    assert engine.worker.pages is None
+    assert engine.worker.digests is None
     assert digested(recording) == []
 
 
@@ -201,7 +201,7 @@ def test_what_nixl_receives_is_digested_when_its_worker_reports_it(record: Recor
         if isinstance(event, e.BlocksAllocated) and event.request_id == "a"
     )
     assert (pages.request_id, pages.is_load, pages.block_ids) == ("a", True, table[2:4])
-    worker = engine.worker.pages
+    worker = engine.worker.digests
     worker.step_begins(metadata)
     worker.step_has_computed()
     assert worker.enveloped(None) is None

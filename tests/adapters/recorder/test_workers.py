@@ -223,10 +223,10 @@ def test_a_step_that_hands_nothing_over_is_not_written(
     monkeypatch.setattr(PlainWitness, "build_connector_meta", lambda _self, _output: Errand([]))
     engine, _ = record(WITNESS, log_dir=str(tmp_path))
     engine.add("a", range(20), 3)
-    before = engine.worker.working.log.ledger.next_sequence
+    before = engine.worker.worker_recording.log.ledger.next_sequence
     engine.run()
     assert engine.num_steps > 2
-    assert engine.worker.working.log.ledger.next_sequence == before
+    assert engine.worker.worker_recording.log.ledger.next_sequence == before
 
 
 @pytest.mark.parametrize(
@@ -273,7 +273,7 @@ def test_where_writing_a_workers_log_fails_its_calls_are_forwarded(
         on_worker_hook(calls[-1].append)
         engine, _ = record(WITNESS, log_dir=str(tmp_path / str(is_broken)))
         if is_broken:
-            log, fails = engine.worker.working.log, _Fails(number)
+            log, fails = engine.worker.worker_recording.log, _Fails(number)
             monkeypatch.setattr(log, "observe", _failing(log.observe, fails))
         use(engine)
         outputs.append(engine.outputs)
