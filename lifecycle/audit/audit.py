@@ -14,7 +14,6 @@ from kvledger.lifecycle.audit.taken_over import taken_over
 from kvledger.lifecycle.audit.violations import Violation, Violations
 from kvledger.lifecycle.configuration import LedgerConfiguration
 from kvledger.lifecycle.core import Core
-from kvledger.lifecycle.divergences import Divergences
 from kvledger.lifecycle.events import Event
 from kvledger.lifecycle.projections import Projections
 from kvledger.lifecycle.replay import Around, Replay, SequencedEvent, batches
@@ -61,6 +60,12 @@ class Audit:
         self._replay = Replay(
             core, configuration, reference=core.reference, checks=checks, current=model.moment, start=start
         )
+        self.projections = self._replay.projections
+        """What the log folds to so far."""
+        self.divergences = self._replay.divergences
+        """Where today's code decides otherwise than the log."""
+        self.reference_differences = self._replay.reference_differences
+        """Where the reference machine goes another way than the compiled table."""
         if start is not None:
             known = taken_over(start)
             model.begin(known)
@@ -68,11 +73,6 @@ class Audit:
                 checker.begin(known)
         self.unfoldable: Unfoldable | None = None
         """Set by the first event that cannot be folded; no event after it is taken up."""
-
-    @property
-    def projections(self) -> Projections:
-        """What the log folds to so far."""
-        return self._replay.projections
 
     @property
     def num_events(self) -> int:
@@ -88,16 +88,6 @@ class Audit:
     def last_sequence(self) -> int:
         """The sequence number of the last event that was taken up, 0 before the first."""
         return self._replay.current.sequence
-
-    @property
-    def divergences(self) -> Divergences:
-        """Where today's code decides otherwise than the log."""
-        return self._replay.divergences
-
-    @property
-    def reference_differences(self) -> Divergences:
-        """Where the reference machine goes another way than the compiled table."""
-        return self._replay.reference_differences
 
     @property
     def not_judged(self) -> dict[str, str]:

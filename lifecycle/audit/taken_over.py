@@ -1,4 +1,4 @@
-"""Where an audit begins in the middle of a log: what is believed there, as the plain data that its model begins with.
+"""Where an audit begins in the middle of a log: the state there, as the plain data that its model begins with.
 
 The one part of the audit that looks at live projections. What it takes over is trusted, not judged; whatever comes
 behind is judged by the model alone.

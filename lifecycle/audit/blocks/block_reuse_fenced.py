@@ -15,7 +15,7 @@ from kvledger.lifecycle.windows import NULL_BLOCK
 
 
 class BlockReuseFenced(Checker):
-    """Blocks that are given to be filled are not those of a save beside the steps which no step waits for.
+    """Blocks that are given to be filled are not those of an asynchronous save which no step waits for.
 
     Verifies: this for every block that an allocation or a step gives, beyond what is shared from the prefix cache,
     where the log says that the save's request still has the block, or that it is held for the save.
@@ -28,7 +28,7 @@ class BlockReuseFenced(Checker):
     def __init__(self, model: Model) -> None:
         super().__init__(model)
         self._read_by: dict[int, int] = {}
-        """Block id -> job id of a save beside the steps."""
+        """Block id -> job id of an asynchronous save."""
         self._saves: dict[int, tuple[int, tuple[int, ...]]] = {}
         """Job id -> (sequence, blocks)."""
         self._num_own: dict[str, int] = {}

@@ -14,8 +14,8 @@ from kvledger.lifecycle.windows import NO_SLOT
 class LoadXorStores(Checker):
     """No save reads a block that a load in flight is to fill: what it copies may be what was there before.
 
-    Verifies: this for the blocks of every save against the loads in flight of the same request, and against loads
-    beside the steps of any; also for blocks that were just lost. A save that precedes its step's forward also precedes
+    Verifies: this for the blocks of every save against the loads in flight of the same request, and against
+    asynchronous loads of any; also for blocks just lost. A save that precedes its step's forward also precedes
     the loads that begin in that step, and what is decided between two steps follows the loads within the first.
     Does not verify: other requests that share a block loaded within a step; that a request has no save in flight when
     a load begins, which does no harm where their blocks differ.

@@ -1,4 +1,4 @@
-"""SRC_BLOCK_STABLE: blocks that a copy reads beside the steps stay as they are until it is done or waited for."""
+"""SRC_BLOCK_STABLE: blocks that an asynchronous copy reads stay as they are until it is done or waited for."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvledger.lifecycle.windows import blocks_at
 
 
 class SrcBlockStable(Checker):
-    """At every step, each save beside the steps reads blocks that its request has, that are held, or is awaited.
+    """At every step, each asynchronous save reads blocks that its request has, that are held, or is awaited.
 
     Verifies: the request has the save's blocks in its table, in the generation it was saved in; or it has finished
     and its blocks are held; or the step waits for the save.
@@ -42,9 +42,9 @@ class SrcBlockStable(Checker):
 
     @on(e.StepScheduled)
     def _step_scheduled(self, _event: e.StepScheduled) -> None:
-        if not self.jobs.saves_beside and not self._named:
+        if not self.jobs.async_saves and not self._named:
             return
-        saves = [job for job_id in sorted(self.jobs.saves_beside) if (job := self.jobs.get(job_id)) is not None]
+        saves = [job for job_id in sorted(self.jobs.async_saves) if (job := self.jobs.get(job_id)) is not None]
         self._check_saves(saves)
 
     def _check_saves(self, saves: list[InFlight]) -> None:
@@ -54,7 +54,7 @@ class SrcBlockStable(Checker):
             why = self._why_unstable(job)
             if why and not job.is_fenced and job.job_id not in self._named:
                 self._named.add(job.job_id)
-                detail = f"save {job.job_id} reads blocks {list(job.block_ids)} beside the steps, but {why}"
+                detail = f"save {job.job_id} reads blocks {list(job.block_ids)} asynchronously, but {why}"
                 self.broken(detail, request_id=job.request_id)
 
     def _why_unstable(self, job: InFlight) -> str:

@@ -12,9 +12,9 @@ _Settled = e.LoadCompleted | e.LoadFailed | e.SaveCompleted | e.SaveFailed
 class CompletionOnce(Checker):
     """Every job is issued once, reported at most once by each rank, and settled once.
 
-    Verifies: reports are of jobs in flight, or of saves that were given up, by ranks that have not spoken of them yet;
+    Verifies: reports are of jobs in flight, or of saves that were given up, by ranks that have not reported them yet;
     settlements are of jobs in flight and of their kind; each rank that reports exists and reports once, unless it was
-    asked to tell again. A load that was given up counts as reported: its blocks may be another's by then.
+    asked to report again. A load that was given up counts as reported: its blocks may be another's by then.
     Does not verify: whether a job may be settled yet, and as what (RANK_AGREEMENT); jobs that are never settled
     (LIVENESS).
     """
@@ -40,7 +40,7 @@ class CompletionOnce(Checker):
             return
         ranks = frozenset((*event.ranks_done, *event.ranks_failed))
         num_ranks = len(self.jobs.every_rank)
-        twice = ranks & self.jobs.told_before if not event.is_repeated else frozenset()
+        twice = ranks & self.jobs.reported_before if not event.is_repeated else frozenset()
         if twice or len(ranks) < len(event.ranks_done) + len(event.ranks_failed):
             detail = f"job {event.job_id} was reported more than once by ranks {sorted(twice or ranks)}"
             self.broken(detail, job.sequence, request_id=job.request_id)

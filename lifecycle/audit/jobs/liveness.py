@@ -1,4 +1,4 @@
-"""LIVENESS: every copy is reported; one that nobody speaks of is asked after, and given up if that does not help."""
+"""LIVENESS: every copy is reported; one that no rank reports is asked after, and given up if that does not help."""
 
 from __future__ import annotations
 

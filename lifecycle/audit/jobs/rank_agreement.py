@@ -1,4 +1,4 @@
-"""RANK_AGREEMENT: what a job came to is decided when every rank has spoken, and one failed rank fails it for all."""
+"""RANK_AGREEMENT: what a job came to is decided when every rank has reported, and one failed rank fails it for all."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class RankAgreement(Checker):
 
     Verifies: this for every settled job; that a job failed because of a report, and slots of a failed save that are
     used again, were reported by every rank: another one may still be copying. Once all have, slots are not kept.
-    Does not verify: that every rank was given the same jobs; jobs given up because a rank fell silent.
+    Does not verify: that every rank was given the same jobs; jobs given up because a rank did not report.
     """
 
     rule = "RANK_AGREEMENT"

@@ -20,7 +20,7 @@ class LegalTransition(Checker):
     blocks for the states it was in, as the audit walks them; steps schedule requests that there are, and pause those
     that decode one token a step; a request id arrives again only when its earlier life is
     finished. The cause of every decision is the last observation before it.
-    Does not verify: that what is believed live goes where the rows lead, which the reference machines show that every
+    Does not verify: that the live state goes where the rows lead, which the reference machines show that every
     audit walks along; further observations about a request that is quarantined; reports of jobs of an earlier life of a
     request id (GEN_ISOLATION); and whether the tables themselves are right.
     """

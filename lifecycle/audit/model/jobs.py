@@ -1,4 +1,4 @@
-"""Every copy that is under way, as the log tells it: what goes where, since when, and which ranks have spoken.
+"""Every copy that is under way, as the log tells it: what goes where, since when, and which ranks have reported.
 
 The audit's own; see `lives.py`. Several rules ask about the job of every report and settlement, so it is looked up once
 for all of them.
@@ -81,14 +81,14 @@ class JobsInFlight:
         """The given-up save of which the report at hand is the last that was owed."""
         self.loads: set[int] = set()
         """Ids of the loads among the jobs."""
-        self.saves_beside: set[int] = set()
-        """Ids of the saves beside the steps among the jobs."""
+        self.async_saves: set[int] = set()
+        """Ids of the asynchronous saves among the jobs."""
         self.current: InFlight | None = None
         """The job that the event at hand issues, reports or settles."""
         self.reported: InFlight | None = None
-        """The job that the report at hand speaks of: in flight, or given up with ranks that owe their word."""
-        self.told_before: frozenset[int] = _NO_RANKS
-        """Ranks that had spoken of that job before the report at hand."""
+        """The job that the report at hand speaks of: in flight, or given up with ranks that have not reported."""
+        self.reported_before: frozenset[int] = _NO_RANKS
+        """Ranks that had reported that job before the report at hand."""
         self.is_plain_report = False
         """Whether the report at hand is the first of its job: every rank, each once, has done it."""
         self.report_sequence = 0
@@ -128,7 +128,7 @@ class JobsInFlight:
         )
 
     def reads_blocks_of(self, ordinal: int) -> bool:
-        """Whether a save beside the steps reads blocks that this life still has."""
+        """Whether an asynchronous save reads blocks that this life still has."""
         if ordinal not in self._of_life:
             return False
         return any(job.is_async and not job.is_load and not job.is_fenced for job in self.of_life(ordinal))
@@ -216,7 +216,7 @@ class JobsInFlight:
         if job.is_load:
             self.loads.add(job_id)
         elif job.is_async:
-            self.saves_beside.add(job_id)
+            self.async_saves.add(job_id)
 
     @on(e.TransferReported)
     def _reported(self, event: e.TransferReported) -> None:
@@ -234,16 +234,16 @@ class JobsInFlight:
             return
         self.is_plain_report = False
         if job is not None:
-            self._told_more(job, event)
+            self._add_ranks(job, event)
         elif (given_up := self.given_up.get(event.job_id)) is not None:
             self.reported = given_up
-            self._told_more(given_up, event)
+            self._add_ranks(given_up, event)
             if given_up.ranks_done | given_up.ranks_failed >= self.every_rank:
                 self.let_go = self.given_up.pop(event.job_id)
 
-    def _told_more(self, job: InFlight, event: e.TransferReported) -> None:
-        self.told_before = job.ranks_done | job.ranks_failed
-        owing = self.every_rank - self.told_before
+    def _add_ranks(self, job: InFlight, event: e.TransferReported) -> None:
+        self.reported_before = job.ranks_done | job.ranks_failed
+        owing = self.every_rank - self.reported_before
         job.ranks_done |= owing.intersection(event.ranks_done)
         job.ranks_failed |= owing.intersection(event.ranks_failed) - job.ranks_done
 
@@ -274,7 +274,7 @@ class JobsInFlight:
         if job.is_load:
             self.loads.discard(job.job_id)
         elif job.is_async:
-            self.saves_beside.discard(job.job_id)
+            self.async_saves.discard(job.job_id)
 
     @on(e.SaveFailed)
     def _save_failed(self, event: e.SaveFailed) -> None:

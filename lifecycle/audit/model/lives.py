@@ -285,7 +285,7 @@ class Lives:
                 life.stale_generation = life.generation
 
     @on(e.TransferReported, e.LogNote, e.BlocksAllocated)
-    def _told_time(self, event: e.TransferReported | e.LogNote | e.BlocksAllocated) -> None:
+    def _keep_time(self, event: e.TransferReported | e.LogNote | e.BlocksAllocated) -> None:
         self.time_ns = event.time_ns
 
     # --- steps -----------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ class AllocMatchesLookup(Checker):
 
     Verifies: an allocation that takes up external tokens follows an answer that no other allocation took up, that
     no preemption or reset overtook and that was given in the same generation; the tokens are at most those
-    answered; a load reads exactly the tokens that were taken up, from where the answer began, beside the steps if and
+    answered; a load reads exactly the tokens that were taken up, from where the answer began, asynchronously if and
     only if it was answered so: vLLM schedules a request at once or waits for the report, whatever the load does.
     Does not verify: whether the answer was right (LOOKUP_PURE), or still can be delivered (LOADABLE_AFTER_COMMIT).
     """
@@ -57,6 +57,6 @@ class AllocMatchesLookup(Checker):
             )
             self.broken(detail, allocation.sequence)
         if answer is not None and event.is_async is not answer.is_async:
-            how = ("within its step", "beside the steps")
-            detail = f"a load {how[event.is_async]} was issued, one {how[answer.is_async]} had been answered"
+            how = ("a load within its step", "an asynchronous load")
+            detail = f"{how[event.is_async]} was issued, {how[answer.is_async]} had been answered"
             self.broken(detail, answer.sequence, allocation.sequence)

@@ -28,7 +28,7 @@ class RollbackObserved(Checker):
     Verifies: at the first step after a load within a step failed (one that was not handed out: after vLLM heard of it),
     that the request was rolled back behind the load's end, preempted, looked up again or ended since the load was
     issued, or counts less by itself.
-    Does not verify: loads beside the steps, whose requests have not begun; loads given up because nobody spoke of them;
+    Does not verify: asynchronous loads, whose requests have not begun; loads given up because no rank reported them;
     that vLLM hears of one that was not handed out.
     """
 
