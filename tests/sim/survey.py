@@ -137,7 +137,8 @@ def broken_in(engine: SimulatedEngine) -> Iterator[str]:
 
 def live_sessions(seed: int, inner: ConnectorSetup, *, is_recorded: bool) -> Lived:
     """Streaming sessions of two or three turns, and others who say the same from the beginning, in a small pool."""
-    from kvledger.adapters.simulation.engine import SimulatedEngine, block_bytes
+    from kvledger.adapters.simulation.engine import SimulatedEngine
+    from kvledger.adapters.simulation.hashed_model import block_bytes
     from sim.connectors import Recorded
 
     rng = random.Random(f"sessions {seed}")
