@@ -113,7 +113,7 @@ and `blocks` refuse an event; the diagrams show what moves.
 
 
 TRANSCRIPTS_INTRODUCTION = """
-What happens, told event by event: what was observed, what was decided upon it, how the requests stood, what the audit
+What happens, event by event: what was observed, what was decided upon it, how the requests stood, what the audit
 found. Each is played by a test, so they say what is.
 """
 
@@ -135,7 +135,7 @@ def states_page() -> list[str]:
     legal = [event for event in CORE.request_events if any((state, event) in CORE.table for state in RequestState)]
     body = [[f"`{event.id}`", *(cell(state, event) for state in RequestState)] for event in legal]
     lines += rows(["event", *(state.value for state in RequestState)], body)
-    lines += ["## Beside the phase", "", *prose(REGIONS_INTRODUCTION)]
+    lines += ["## Next to the phase", "", *prose(REGIONS_INTRODUCTION)]
     about = attribute_docs(table)
     for region in (*table.REGIONS[1:], *table.JOB_REGIONS):
         lines += [f"### {region.name}", "", about[region.name.upper()], ""]

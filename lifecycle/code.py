@@ -1,6 +1,6 @@
-"""Which code decides and folds: a hash of its source, so that what other code made of a log can be told from this.
+"""Which code decides and folds: a hash of its source, so that what other code made of a log can be recognised.
 
-What a log means is said by its events, and what may be read by the core's parts and the layout of its states; none of
+What a log means is in its events, and what may be read by the core's parts and the layout of its states; none of
 that changes when a fold or a handler is mended. This does. It judges nothing: see `Core.other_code`.
 """
 

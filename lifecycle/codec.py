@@ -151,7 +151,7 @@ class EventDecoder:
         return self.decode_frame(payload).events if self._converters else self._decoded(payload)
 
     def decode_frame(self, payload: bytes) -> DecodedFrame:
-        """The same, with the positions of what was skipped, so that sequence numbers can be told rightly.
+        """The same, with the positions of what was skipped, so that sequence numbers stay right.
 
         Raises:
             CodecError: the payload is not what the header promised.

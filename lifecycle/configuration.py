@@ -40,9 +40,9 @@ class LedgerConfiguration:
     keep_for_preempted: bool = True
     """Whether chunks that a preempted request will come back for outlive those that nobody is waiting for."""
     async_load_tokens: int | None = None
-    """A load of at least so many tokens runs beside the steps; None: every load precedes its step's forward."""
+    """A load of at least so many tokens is asynchronous; None: every load precedes its step's forward."""
     async_saves: bool = False
-    """Whether what settles is copied out beside the steps, instead of at the end of each."""
+    """Whether what settles is saved asynchronously, instead of at the end of each."""
     max_deferred_lookups: int = 8
     """How often in a row a preempted request is asked to wait for its own saves before it is answered with less."""
     max_failed_loads: int = 3

@@ -27,7 +27,7 @@ from kvledger.lifecycle.states import BlocksRegion, RequestState, TrustRegion, W
 from kvledger.lifecycle.turn import Decide, EngineTurn, Turn
 
 Deciding = Callable[[Any, int, Any], None]
-"""(observation, its sequence number, what `Decider.before` said): makes all decisions that follow."""
+"""(observation, its sequence number, what `Decider.before` returned): makes all decisions that follow."""
 
 _Methods = tuple[Callable[..., None], ...]
 """Those of one name that decide anything, in one state."""
@@ -180,7 +180,7 @@ class Decider:
                 give_up_unfenced(turn, job)
                 self._after_settled(job, cause)
         overdue_step = self._tracker.num_steps - self._max_silent_steps
-        for job in self._transfers.unheard(overdue_step, event.time_ns - self._max_silent_ns):
+        for job in self._transfers.overdue(overdue_step, event.time_ns - self._max_silent_ns):
             if job.work is WorkRegion.OVERDUE:
                 give_up_silent(turn, job)
                 self._after_settled(job, cause)
@@ -193,7 +193,7 @@ class Decider:
         turn = EngineTurn(self._projections, self._decide, cause)
         transfers = self._transfers
         job = transfers.get(event.job_id)
-        if job is None or job.told_twice or event.ranks_failed or event.ranks_done != transfers.all_ranks:
+        if job is None or job.repeated_ranks or event.ranks_failed or event.ranks_done != transfers.all_ranks:
             check_report(turn, event)
         if job is not None and transfers.is_reported(job):
             settle(turn, job)

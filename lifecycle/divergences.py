@@ -33,7 +33,7 @@ class Divergences(list[Divergence]):
         self.num_found = 0
 
     def append(self, divergence: Divergence) -> None:
-        """Count it, and keep it if there is room."""
+        """Count it, and keep it if there is space."""
         self.num_found += 1
         if len(self) < self.MAX_KEPT:
             super().append(divergence)

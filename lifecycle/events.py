@@ -273,7 +273,7 @@ class Withheld(enum.StrEnum):
 
 @observation("transfer.reported")
 class TransferReported(Event, frozen=True, tag=10):
-    """Workers told how a job went. Ranks are named, so that one that reports twice is not taken for two."""
+    """Workers reported how a job went. Ranks are named, so that one that reports twice is not counted as two."""
 
     job_id: int
     ranks_done: tuple[int, ...]
@@ -331,7 +331,7 @@ CORRUPT = "LedgerCorrupt"
 
 @decision("lookup.answered")
 class LookupAnswered(RequestDecision, frozen=True, tag=14):
-    """What the scheduler was told, and everything the answer was made from."""
+    """What the scheduler was answered, and everything the answer was made from."""
 
     num_computed_tokens: int
     num_tokens: int
@@ -348,7 +348,7 @@ class LookupAnswered(RequestDecision, frozen=True, tag=14):
 
 @decision("lookup.deferred")
 class LookupDeferred(RequestDecision, frozen=True, tag=15):
-    """The scheduler was told to ask again: what the request lost is still on its way to the host, by `job_id`."""
+    """The scheduler was asked to ask again: what the request lost is still on its way to the host, by `job_id`."""
 
     num_computed_tokens: int
     num_tokens: int
@@ -362,7 +362,7 @@ class LookupDeferred(RequestDecision, frozen=True, tag=15):
 class LoadIssued(RequestDecision, frozen=True, tag=16):
     """Host slots are copied into the request's blocks, page by page.
 
-    Before the step's forward, or with `is_async` beside it: then the request is in no step until the load is settled.
+    Before the step's forward, or asynchronously with `is_async`; the request is in no step until it is settled.
     """
 
     job_id: int
@@ -399,7 +399,7 @@ class SaveIssued(RequestDecision, frozen=True, tag=19):
     """Block pages are copied to host slots. One page per entry of `block_ids` and `slots`.
 
     With `before_forward` the blocks are already free: the copy must precede the step's forward. With `is_async` it runs
-    beside this step and later ones; the blocks are the request's until it is done, or it is awaited.
+    asynchronously to this step and later ones; the blocks are the request's until it is done, or it is awaited.
     """
 
     job_id: int
@@ -454,7 +454,7 @@ UNFILLED = "unfilled"
 
 @decision("save.declined")
 class SaveDeclined(RequestDecision, frozen=True, tag=23):
-    """Settled chunks were not saved, and why: no room, or a load failed into blocks that the request relies on."""
+    """Settled chunks were not saved, and why: a full pool, or a load failed into blocks that the request relies on."""
 
     first_chunk: int
     num_chunks: int
@@ -466,7 +466,7 @@ class SaveDeclined(RequestDecision, frozen=True, tag=23):
 class TransferAwaited(RequestDecision, frozen=True, tag=24):
     """Workers are reminded of a job in flight.
 
-    The next step waits for it, because its blocks were taken (`before_forward`), or because a rank has not said a word
+    The next step waits for it, because its blocks were taken (`before_forward`), or because a rank has not reported
     about it for too long; then whoever has done it tells so once more.
     """
 
@@ -565,7 +565,7 @@ LOG_BEFORE = "the log before, "
 
 @observation("window.left")
 class WindowLeft(RequestEvent, frozen=True, tag=34):
-    """Told before a step or the request's end: what its windows see no more is freed now, intact until the forward.
+    """Recorded before a step or the request's end: what its windows see no more is freed now, intact until the forward.
 
     Freed before that was only what they did not see when `num_settled_tokens` were settled. Only for models with
     sliding windows, and only where the request was in the step before.
@@ -602,18 +602,18 @@ class EffectsDelivered(Event, frozen=True, tag=39):
     block_ids: tuple[int, ...]
     """Blocks that they report as not filled."""
     failed: tuple[int, ...]
-    """Ordinals of lives whose asynchronous load failed, which every worker tells vLLM."""
+    """Ordinals of lives whose asynchronous load failed, which every worker reports to vLLM."""
     sent: tuple[int, ...]
-    """Ordinals of ended lives whose blocks no copy reads any more, which every worker tells vLLM."""
+    """Ordinals of ended lives whose blocks no copy reads any more, which every worker reports to vLLM."""
     received: tuple[int, ...]
-    """Ordinals of lives whose asynchronous load is in place, which vLLM was told."""
-    heard: tuple[int, ...]
-    """Ordinals of those that vLLM has heard of from the workers."""
+    """Ordinals of lives whose asynchronous load is in place, as was reported to vLLM."""
+    reported: tuple[int, ...]
+    """Ordinals of those whose end vLLM has by now from the workers."""
 
 
 @observation("load.refused")
 class LoadRefused(Event, frozen=True, tag=40):
-    """VLLM took up an answer, and its load will not be: a hook of ours failed, or nothing was decided.
+    """VLLM claimed an answer, and its load will not be issued: a hook of ours failed, or nothing was decided.
 
     An asynchronous one is reported as failed; of one within the step these blocks are reported as not filled.
     """
@@ -652,7 +652,7 @@ class ExtensionDecided(RequestDecision, frozen=True, tag=37):
 class ExtensionStopped(Event, frozen=True, tag=38):
     """Code of an extension raised. From here on it takes no part: it decides, folds and keeps nothing.
 
-    Its projections believe what they did before the first event, its sub-states lead to their phases. Whoever reads
+    Its projections have their state before the first event, its sub-states lead to their phases. Whoever reads
     this does likewise, also where the extension's code would not raise any more.
     """
 

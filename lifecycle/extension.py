@@ -199,7 +199,7 @@ class Declaration:
 
 
 class Absent(Extension):
-    """Stands for an extension whose code is not here: its sub-states are walked, and its events are taken up."""
+    """Stands for an extension whose code is not here: its sub-states are walked, and its events are accepted."""
 
     def __init__(self, declared: Declaration) -> None:
         self._declared = declared
@@ -210,7 +210,7 @@ class Absent(Extension):
 
     @classmethod
     def payload_of(cls, event: e.ExtensionEvent) -> None:
-        """Say nothing."""
+        """Report nothing."""
 
     def declaration(self) -> Declaration:
         """As the header of the log has it."""

@@ -32,7 +32,7 @@ class EventSink(Protocol):
 
 
 class LedgerCorrupt(RuntimeError):
-    """A projection failed to fold: what the ledger believes can no longer be trusted, nothing is decided any more.
+    """A projection failed to fold: its state can no longer be trusted, nothing is decided any more.
 
     Args:
         message: what failed, and where.
@@ -47,7 +47,7 @@ class LedgerCorrupt(RuntimeError):
 class Ledger:
     """Append-only: `observe` adds, nothing takes back.
 
-    With `projections` it goes on from what was believed before `next_sequence`.
+    With `projections` it goes on from the state before `next_sequence`.
     """
 
     def __init__(

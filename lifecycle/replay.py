@@ -77,7 +77,7 @@ class Current(Protocol):
 
 @attrs.define
 class ReplayedEvent:
-    """The event that is or was last taken up. One object serves a whole replay."""
+    """The event that is or was last taken. One object serves a whole replay."""
 
     sequence: int = 0
     event: Event | None = None
@@ -133,7 +133,7 @@ class Replay:
         self.divergences = Divergences()
         self.reference_differences = Divergences()
         self.current: Current = ReplayedEvent() if current is None else current
-        """The event that is or was last taken up."""
+        """The event that is or was last taken."""
         self._is_extended = bool(core.extensions)
         self._raised = self.projections.extensions.raised
         self.projections.extensions.on_raised = self._stop_extensions
@@ -161,19 +161,19 @@ class Replay:
         }
 
     def run(self, events: Iterable[SequencedEvent]) -> None:
-        """Take up all events, then finish."""
+        """Take all events, then finish."""
         self.take(events)
         self.finish()
 
     def take(self, events: Iterable[SequencedEvent], around: Around | None = None) -> None:
-        """Take up events in the order of the log; no observation may be parted from its decisions.
+        """Take events in the order of the log; no observation may be parted from its decisions.
 
         Args:
             events: the next ones.
             around: is given each event in place of the fold, and folds it into `projections`.
 
         Raises:
-            Exception: whatever a fold or a check raises; `current` says at which event. Nothing more can be taken up.
+            Exception: whatever a fold or a check raises; `current` says at which event. Nothing more can be taken.
         """
         self._events, self._around = iter(events), around
         while (following := self._next()) is not None:
@@ -255,7 +255,7 @@ class Replay:
             self._stop_extensions()
 
     def _stop_extensions(self) -> None:
-        """Name it where code of an extension raises, and the log does not say that it did."""
+        """Name it where code of an extension raises, and the log does not record that it did."""
         for decision in self.projections.extensions.stops(self.current.cause):
             self._decided(decision)
 

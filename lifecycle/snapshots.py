@@ -1,7 +1,7 @@
 """The whole state of the projections as bytes, and back: so that a log can be folded from its middle.
 
 Each projection lists in its `State` what it remembers; everything else about it is made anew, from configuration and
-states. Nothing is believed from the bytes but values of those types. Files, hashes and places in a log are
+states. Nothing is taken from the bytes but values of those types. Files, hashes and places in a log are
 another module's business.
 """
 
@@ -27,7 +27,7 @@ __all__ = ["SnapshotError", "capture", "restore", "state_fingerprint"]
 
 
 class SnapshotError(ValueError):
-    """The bytes are no state that this code can take up."""
+    """The bytes are no state that this code can use."""
 
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -54,7 +54,7 @@ def restore(core: Core, state: bytes, configuration: LedgerConfiguration) -> Pro
             if hasattr(projection, "index"):
                 _index(projections, name, projection.index)
     except (msgspec.MsgspecError, KeyError, OverflowError) as error:
-        raise SnapshotError(f"the state cannot be taken up: {type(error).__name__}: {error}") from error
+        raise SnapshotError(f"the state cannot be used: {type(error).__name__}: {error}") from error
     return projections
 
 

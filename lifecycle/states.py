@@ -1,6 +1,6 @@
 """The states of a request and of a transfer job, and what is known in each.
 
-A request is in one state of each of its regions: the phase, and what stands beside the phase. A job has regions of its
+A request is in one state of each of its regions: the phase, and the regions next to it. A job has regions of its
 own. This module holds names and their meaning, nothing else. Which event leads from where to where stands in
 `table.py`; what a state does with an event stands in `handlers/`.
 """

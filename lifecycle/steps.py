@@ -29,36 +29,36 @@ class ComputedTokens(msgspec.Struct, forbid_unknown_fields=True):
     """
 
     num_steps: int = 0
-    told: dict[int, int] = {}
-    """Ordinal -> the count when it was last told."""
+    last_counts: dict[int, int] = {}
+    """Ordinal -> the count when it was last set."""
     decoding: dict[int, int] = {}
     """Ordinal -> the number of steps by then, of those whom every step since has given one more token."""
 
     def count(self, ordinal: int) -> int:
         """That of a life; 0 of one that is not known."""
         since = self.decoding.get(ordinal, self.num_steps)
-        return self.told.get(ordinal, 0) + self.num_steps - since
+        return self.last_counts.get(ordinal, 0) + self.num_steps - since
 
-    def tell(self, ordinal: int, num_computed_tokens: int) -> None:
-        """A life begins, or has so many from now on."""
+    def set(self, ordinal: int, num_computed_tokens: int) -> None:
+        """A life begins, or has this many from now on."""
         self.decoding.pop(ordinal, None)
-        self.told[ordinal] = num_computed_tokens
+        self.last_counts[ordinal] = num_computed_tokens
 
     def forget(self, ordinal: int) -> None:
         """A life is over."""
         self.decoding.pop(ordinal, None)
-        self.told.pop(ordinal, None)
+        self.last_counts.pop(ordinal, None)
 
     def step(self, event: StepScheduled) -> None:
-        """Count a step; of lives that are not known it may say what it will."""
-        told, decoding = self.told, self.decoding
+        """Count a step; rows about unknown lives are ignored."""
+        last_counts, decoding = self.last_counts, self.decoding
         for ordinal in event.paused:
             if ordinal in decoding:
-                self.tell(ordinal, self.count(ordinal))
+                self.set(ordinal, self.count(ordinal))
         self.num_steps = num_steps = self.num_steps + 1
         for ordinal, num_computed_tokens, num_scheduled_tokens, num_tokens in event.advanced:
-            if ordinal in told:
-                told[ordinal] = num_computed_tokens + num_scheduled_tokens
+            if ordinal in last_counts:
+                last_counts[ordinal] = num_computed_tokens + num_scheduled_tokens
                 if num_scheduled_tokens == 1 and num_computed_tokens + 1 >= num_tokens:
                     decoding[ordinal] = num_steps
                 elif ordinal in decoding:

@@ -1,7 +1,7 @@
 """The tables of all states, and the only place that knows them.
 
 Rule 1: everything that moves a request from one state to another stands in this file. No handler, no
-        projection and no adapter sets a state; they produce events, and the tables say where those lead.
+        projection and no adapter sets a state; they produce events, and the tables define where those lead.
 Rule 2: this file does not know what an event *does* besides moving a state. Token counts, blocks,
         chunks and jobs are the business of the projections.
 Rule 3: what `PHASE` or `BLOCKS` names, and has no row for in the present state, is illegal. The event stays in the
@@ -43,7 +43,7 @@ Triggers
 
 What remains outside of the tables, and why
   Ranks that have reported, that reported twice, the epoch of a job: sets and numbers, not states. Doubt about what a
-  save reads: it concerns the chunks, not the copy. Failed loads: counted. The answer that was not taken up, tails,
+  save reads: it concerns the chunks, not the copy. Failed loads: counted. The answer that was not claimed, tails,
   keys: values, which something else replaces as a whole. Whether a tail or a chunk is saved: that follows from its job.
   Who keeps a chunk (promised, read, waited for): several at a time. Blocks that could not be filled, that a request
   lost or that a window leaves: they are blocks, of which a request has many, and the next table replaces them. Whether
@@ -129,7 +129,7 @@ PHASE = Region(
         (S.RUNNING, (*_CONTINUED, *_ROLLED_BACK), S.CHUNKED_PREFILL),
         (S.CHUNKED_PREFILL, (*_CONTINUED, *_ROLLED_BACK), STAY),
         ((S.NEW, S.RECOVERING), _ROLLED_BACK, STAY),
-        # What is computed is said by `prefill.*`, which a handler decides on it.
+        # What is computed is in `prefill.*`, which a handler decides on it.
         (_COMPUTING, ("tokens.scheduled", "blocks.observed"), STAY),
         (_WAITING, _LOOKING_UP, STAY),
         ((S.NEW, S.RECOVERING), "load.issued", STAY),
@@ -139,7 +139,7 @@ PHASE = Region(
         (S.PREEMPTED, "tail.save_issued", STAY),
         # Reports of jobs arrive in any state: a copy does not care what becomes of its request.
         (_ALL, (*_LOAD_REPORTS, "request.quarantined"), STAY),
-        # What extensions say moves sub-states alone.
+        # Events of extensions move sub-states alone.
         (_ALL, ("extension.observed", "extension.decided"), STAY),
         (S.FINISHED, ("blocks.held", "request.released"), STAY),
     ),
@@ -253,7 +253,7 @@ class Gating:
     """About one request, and folded in full whatever its states: what it holds and what it is owed ends or begins."""
 
     def rows(self) -> Iterable[tuple[str, str, str]]:
-        """(what is said, of what, what it leads to or who folds it), one by one."""
+        """(event, state, where it leads or who folds it), one by one."""
         for (state, trigger), dests in self.resync.items():
             yield "resync", f"{trigger} in {state}", ", ".join(dests)
         for event_id, names in self.closed_fold.items():

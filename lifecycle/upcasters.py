@@ -1,7 +1,7 @@
 """From the fields of an event's old version to those of the next: how a log outlives the code that wrote it.
 
 When an event changes, its class gets the new fields and the next version, and an upcaster in `standard.py` says how the
-old fields become the new ones. A log of version 1 is read through every step up to today's. This room knows fields by
+old fields become the new ones. A log of version 1 is read through every step up to today's. This module knows fields by
 name and nothing about bytes, and has no upcaster itself: they are a part of the core.
 """
 

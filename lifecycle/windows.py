@@ -3,7 +3,7 @@
 Hybrid models keep one block table per group of layers. Of a group with a window, only pages of the last tokens are
 kept: vLLM frees the others as tokens are processed (`v1/core/single_type_kv_cache_manager.py`, 0.32). The tables of all
 groups lie interleaved in one flat table, so that a *page* is one index: `block * num_groups + group`. With one group a
-page is a block. This room does arithmetic; it must not know requests, chunks or where pages are stored.
+page is a block. This module does arithmetic; it must not know requests, chunks or where pages are stored.
 """
 
 from __future__ import annotations

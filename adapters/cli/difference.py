@@ -1,4 +1,4 @@
-"""`kvledger replay --diff`: the first event in which two logs differ, and what was believed just before it.
+"""`kvledger replay --diff`: the first event in which two logs differ, and the state just before it.
 
 Two runs of the same requests should write the same events; where they part is where to look.
 """

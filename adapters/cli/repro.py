@@ -1,4 +1,4 @@
-"""`kvledger repro`: an incident as a test, and a log beside it."""
+"""`kvledger repro`: an incident as a test, and a log next to it."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         type=Path,
         default=Path("test_incident.py"),
-        help="the test to write (default: test_incident.py); the log that it runs again is written beside it",
+        help="the test to write (default: test_incident.py); the log that it runs again is written next to it",
     )
-    parser.add_argument("--force", action="store_true", help="replace FILE if it exists, and the log beside it")
+    parser.add_argument("--force", action="store_true", help="replace FILE if it exists, and the log next to it")
     parser.add_argument("--core", action="store_true", help="drive the core alone: no vLLM, milliseconds")
     parser.add_argument("--pin", action="store_true", help="pin the answers that the request got, whatever went wrong")
     add_handlers(parser)
@@ -59,7 +59,7 @@ def run(arguments: argparse.Namespace, output: Output) -> ExitCode:
         raise CommandFailed(f"{arguments.output} is no Python file; name one such as test_incident.py", ExitCode.USAGE)
     log, selection = selected_one(arguments, output)
     if log.worker_rank is not None:
-        message = f"{log.path} is worker {log.worker_rank}'s log of its calls; give the scheduler's log beside it"
+        message = f"{log.path} is worker {log.worker_rank}'s log of its calls; give the scheduler's log next to it"
         raise CommandFailed(message, ExitCode.USAGE)
     if arguments.pin and selection.request_id is None:
         raise CommandFailed("--pin needs a REQUEST: whose answers are to be pinned?", ExitCode.USAGE)
@@ -87,15 +87,15 @@ def run(arguments: argparse.Namespace, output: Output) -> ExitCode:
         remarks=list(_remarks(log, incident, recording, reduced)),
     )
     kept = events if reduced.events is None else reduced.events
-    beside = arguments.output.with_suffix(".kvlog")
+    log_path = arguments.output.with_suffix(".kvlog")
     content = log_bytes(log.core, recording.configuration, log.header, kept)
-    _write({arguments.output: test_source(about).encode(), beside: content}, overwrite=arguments.force)
+    _write({arguments.output: test_source(about).encode(), log_path: content}, overwrite=arguments.force)
     for later in incidents[1:] if incident else ():
         output.remark(f"{later.rule} was broken later, at event {later.sequence}: --since {later.sequence} takes that")
     if output.is_json:
         fields = {
             "test": str(arguments.output),
-            "log": str(beside),
+            "log": str(log_path),
             "incident": incident and attrs.asdict(incident, filter=attrs.filters.exclude("hook")),
             "num_events": len(kept),
             "num_requests_left_out": reduced.num_left_out,
@@ -104,7 +104,7 @@ def run(arguments: argparse.Namespace, output: Output) -> ExitCode:
         output.record("repro", fields)
     else:
         left_out = f", {plural(reduced.num_left_out, 'request')} left out" if reduced.num_left_out else ""
-        output.remark(f"wrote {arguments.output} and {beside}, {plural(len(kept), 'event')}{left_out}")
+        output.remark(f"wrote {arguments.output} and {log_path}, {plural(len(kept), 'event')}{left_out}")
     return ExitCode.SOUND
 
 
@@ -232,7 +232,7 @@ def _remarks(log: StoredLog, incident: Trouble | None, recording: Recording, red
     elif reduced.num_left_out:
         yield (
             f"Left out: {plural(reduced.num_left_out, 'request')}, without which {who} still does the same. Event "
-            "numbers of the log beside this file differ from those above."
+            "numbers of the log next to this file differ from those above."
         )
     yield "Chunk keys have numbers in the place of hashes."
     ours = log.core.handler_fingerprint()

@@ -102,7 +102,7 @@ def _show_state_at(log: StoredLog, at: int, request_id: str | None, output: Outp
 
 
 def _start(log: StoredLog, output: Output) -> Projections:
-    """What was believed where the log can be folded from: nothing, or what its first snapshot holds."""
+    """The state where the log can be folded from: nothing, or what its first snapshot holds."""
     start = log.start()
     for remark in log.start_remarks:
         output.remark(remark)

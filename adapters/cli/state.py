@@ -24,7 +24,7 @@ _COLUMNS = {
 
 
 def show_state(output: Output, projections: Projections, sequence: int, request_id: str | None = None) -> None:
-    """Print all that is believed, or what is believed of one request."""
+    """Print the whole state, or that of one request."""
     records = [record for record in projections.tracker if request_id in {None, record.request_id}]
     if output.is_json:
         if request_id is None:

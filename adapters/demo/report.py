@@ -71,7 +71,7 @@ class Report:
         if not logged.num_preemptions:
             found.append("nothing was preempted: the pool of KV blocks was large enough for all requests")
         elif not logged.num_tokens_recovered:
-            found.append(f"nothing was recovered after {logged.num_preemptions} preemptions; `kvledger show` tells why")
+            found.append(f"nothing was recovered after {logged.num_preemptions} preemptions; `kvledger show` says why")
         if not self.outputs_equal:
             found.append("the outputs differ from those of the run without a connector: wrong KV was read")
         if self.verify_exit_code:

@@ -50,7 +50,7 @@ class Trace:
         self.now_ns = projections.tracker.time_ns
         """The latest time seen. Times that run backwards, as in a damaged log, are taken as this."""
         self.current = "the first event"
-        """The event that is taken up, for who reports that it cannot be."""
+        """The event that is folded, for who reports that it cannot be."""
         self._visitor = visitor
         self._selection = selection
         self._is_inside = False
@@ -407,7 +407,7 @@ class Trace:
         )
 
     def _complete(self) -> None:
-        """The last observation and its decisions are all taken up."""
+        """The last observation and its decisions are all folded."""
         event, self._observation = self._observation, None
         if event is None or not self._is_inside:
             return

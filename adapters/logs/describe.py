@@ -132,7 +132,7 @@ def _delivered(event: e.EffectsDelivered) -> str:
         ("failed loads of requests", event.failed),
         ("free blocks of requests", event.sent),
         ("arrived loads of requests", event.received),
-        ("loads that workers reported, of requests", event.heard),
+        ("loads that workers reported, of requests", event.reported),
     )
     return "reported to vLLM: " + "; ".join(f"{what} {', '.join(map(str, which))}" for what, which in reported if which)
 

@@ -138,7 +138,7 @@ def index_for(log: StoredLog, output: Progress, request: str | None = None) -> L
 
     For a question about one `request` (its id or a beginning of it) an index of the log as it was earlier will do, if
     it has the end of each request that begins so: a log that is being written has no index of its own for long.
-    An index that cannot be written is no reason to tell nothing: then the log is read.
+    An index that cannot be written is no reason to answer nothing: then the log is read.
     """
     if log.total_bytes() < INDEX_FROM_BYTES or not log.header:
         return None

@@ -217,7 +217,7 @@ class _Builder:
         if self._is_foldable and self._log.start_sequence < sequence <= self._log.trusted_sequence:
             try:
                 self._projections.fold(event, sequence)
-            except Exception:  # noqa: BLE001 -- a forged log; whoever reads it is told by the reading, not by its index
+            except Exception:  # noqa: BLE001 -- a forged log; reading reports it, not the index
                 self._is_foldable = False
 
     def _note(self, sequence: int, event: e.Event) -> None:

@@ -1,6 +1,6 @@
 """What whoever builds an index knew at its end, so that an index of a log that has grown is continued, not built anew.
 
-Plain values, of which nothing is believed but their types: an index may be false, it can make nothing else happen.
+Plain values, of which nothing is checked but their types: an index may be false, it can make nothing else happen.
 """
 
 from __future__ import annotations

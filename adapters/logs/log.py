@@ -120,7 +120,7 @@ class Batch:
         A decision has the time of the observation that it was made on, which stands before it in the frame.
         """
         times = (getattr(event, "time_ns", None) for event in self.events)
-        time_ns: int = next((told for told in times if told is not None), 0)
+        time_ns: int = next((time for time in times if time is not None), 0)
         for sequence, event in self.numbered():
             time_ns = getattr(event, "time_ns", time_ns)
             yield sequence, event, time_ns
@@ -137,7 +137,7 @@ class StoredLog:
     """Empty where no copy of it is intact: then events are decoded as this version writes them."""
     _configuration: LedgerConfiguration | None
     trusts_snapshots: bool = attrs.field(default=False, kw_only=True)
-    """Whether one is believed that other code has folded."""
+    """Whether one is used that other code has folded."""
     damage: list[LogDamage] = attrs.field(factory=list, init=False)
     num_bytes: int = attrs.field(default=0, init=False)
     num_frames: int = attrs.field(default=0, init=False)
@@ -162,7 +162,7 @@ class StoredLog:
     """Whether somebody was writing the log when reading began: what came to its end since, came too late to be read."""
 
     def start(self) -> Projections | None:
-        """What was believed at the first place from which the log can be folded, if that is not its beginning.
+        """The state at the first place from which the log can be folded, if that is not its beginning.
 
         Of a log whose oldest segments were retired: the earliest snapshot that fits the log and today's state, and was
         folded by this code or is trusted all the same; None: there is none, or the log has its beginning. From here on,
@@ -200,8 +200,8 @@ class StoredLog:
         if self._configuration is None:
             raise CommandFailed(
                 f"{self.path}: no copy of the log's header is intact, and the configuration stood there: without it "
-                "states, reasons and decisions cannot be told; `kvledger verify` and `kvledger show` (without a "
-                "request) tell what is left",
+                "states, reasons and decisions cannot be shown; `kvledger verify` and `kvledger show` (without a "
+                "request) show what is left",
                 ExitCode.DAMAGED,
             )
         return self._configuration
@@ -265,7 +265,7 @@ class StoredLog:
         return self.ending
 
     def has_ended(self) -> bool:
-        """Whether nobody writes the log any more, as far as its record tells; a copy or a mirror may still grow."""
+        """Whether nobody writes the log any more, as far as its record says; a copy or a mirror may still grow."""
         if is_being_written(self.path):
             return False
         ending = judge_ending(self.path, self.header.get("log_id"), 0, None, was_open=False)
@@ -412,7 +412,7 @@ def open_log(
     """Open the log at `path`, which `sources.find_logs` has found, to be read with `core`; default: the standard one.
 
     With `lenient`, events that this version does not know are skipped and counted; with `trusts_snapshots`, what other
-    code has folded is believed where the log has lost its beginning.
+    code has folded is used where the log has lost its beginning.
 
     Raises:
         CommandFailed: it cannot be read, is no kvledger log, or was written by a newer version.

@@ -1,6 +1,6 @@
 """The part of a log that was asked for.
 
-It limits what is told, never what is known: the state at a moment is made from everything before it.
+It limits what is shown, never what is known: the state at an event is made from everything before it.
 """
 
 from __future__ import annotations

@@ -132,7 +132,7 @@ def _remarks(log: StoredLog, selection: Selection, audit: Audit) -> list[str]:
     if not selection.is_everything:
         end = "the end" if selection.last_sequence is None else f"event {selection.last_sequence}"
         whose = "" if selection.request_id is None else f" that concerns {selection.request_id}"
-        remarks.append(f"only what was found from event {selection.first_sequence} to {end}{whose} is told")
+        remarks.append(f"only what was found from event {selection.first_sequence} to {end}{whose} is reported")
     remarks += _retired(log.retired)
     if log.skipped:
         skipped = ", ".join(f"{count} {event_id}" for event_id, count in sorted(log.skipped.items()))
@@ -199,7 +199,7 @@ def _absence(extension: Extension, audit: Audit) -> str:
     return (
         f"the log was written with extension {extension.name} {extension.version} ({declared.made_by}), which is not "
         f"here. Its sub-states follow the rows in the header, {plural(events, 'event')} of extensions "
-        f"{'was' if events == 1 else 'were'} taken up{rules}. What was decided upon "
+        f"{'was' if events == 1 else 'were'} accepted{rules}. What was decided upon "
         f"{plural(audit.num_unjudged, 'observation')} it may have influenced: that was not decided again. Install it, "
         "or name it with --extensions"
     )

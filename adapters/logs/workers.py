@@ -1,6 +1,6 @@
-"""The logs of workers beside a scheduler's: which are its own, and in which hook a worker failed or stayed.
+"""The logs of workers next to a scheduler's: which are its own, and in which hook a worker failed or stayed.
 
-A worker writes each call before it makes it, so the last event tells where one that hangs or is killed was.
+A worker writes each call before it makes it, so the last event says where one that hangs or is killed was.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def _neighbours(path: Path) -> Iterator[tuple[Path, dict[str, object]]]:
         try:
             yield neighbour, read_log(neighbour).header
         except (LogError, OSError):
-            continue  # whoever reads that log is told
+            continue  # whoever reads that log is informed
 
 
 def _opened_at(header: object) -> int:

@@ -1,7 +1,7 @@
 """Why tokens were missed and computed again: every one of them has exactly one reason, and the reasons add up.
 
-A fold of its own over the log, beside the projections and on purpose without them: what it says is compared with the
-totals. It reads no clock and does no I/O; times are looked up by whoever tells the history. `docs/reasons.md` defines
+A fold of its own over the log, next to the projections and on purpose without them: what it says is compared with the
+totals. It reads no clock and does no I/O; times are looked up by whoever shows the history. `docs/reasons.md` defines
 what is counted.
 """
 

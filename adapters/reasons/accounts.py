@@ -40,7 +40,7 @@ class Accounts:
         Args:
             configuration: as in the log's header.
             request_id: the one request whose accounts are kept; None for all of them.
-            on_end: told of each life of a request when it is over; `histories` has the others.
+            on_end: called with each life of a request when it is over; `histories` has the others.
             keeps_histories: whether histories hold more than sums.
             state: what other accounts of the same requests of this log remembered; these change it.
         """

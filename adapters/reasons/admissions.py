@@ -110,7 +110,7 @@ class Admissions:
 
     def _withheld(self, event: e.DecisionWithheld, sequence: int) -> None:
         life = self._lives.asked(event.request_id)
-        if life is not None and not event.rule:  # a broken rule has a quarantine, which tells more
+        if life is not None and not event.rule:  # a broken rule has a quarantine, which says more
             life.withheld = sequence
 
     @staticmethod
@@ -260,7 +260,7 @@ class Admissions:
             self._prove(loaded, admission, evidence)
 
     def _settle(self, load: Load, fate: LoadFate) -> Life | None:
-        """Count what became of a load; returns its life, unless that is over and its history told."""
+        """Count what became of a load; returns its life, unless that is over and its history is complete."""
         life = None if load.is_life_over else self._lives.get(load.request_id)
         sums = self._memory.state.ended if life is None else life.sums
         sums.to_load[fate] += load.num_tokens
@@ -294,9 +294,9 @@ class Admissions:
 
 
 def _admission_of(life: Life, load: Load) -> Admission | None:
-    """The one that a load is for, as long as it is told of."""
-    told = [life.admission] if life.history is None else life.history.admissions
-    return next((entry for entry in reversed(told) if entry is not None and entry.sequence == load.admission), None)
+    """The one that a load is for, as long as it is kept."""
+    entries = [life.admission] if life.history is None else life.history.admissions
+    return next((entry for entry in reversed(entries) if entry is not None and entry.sequence == load.admission), None)
 
 
 _ANSWER = attrgetter(*(name for name in e.LookupAnswered.__match_args__ if name != "cause"))

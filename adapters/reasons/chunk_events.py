@@ -11,7 +11,7 @@ from kvledger.lifecycle import events as e
 
 
 class ChunkEvents:
-    """Folds everything that is told about chunks."""
+    """Folds all events about chunks."""
 
     def __init__(self, chunk_size: int, lives: Lives, chunks: ChunkHistory) -> None:
         self._chunk_size = chunk_size

@@ -130,7 +130,7 @@ class ChunkHistory:
                 self._note(key)
 
     def save_issued(self, keys: Iterable[bytes], fact: ChunkFact) -> None:
-        """A save of these chunks starts; `fact` is told of each."""
+        """A save of these chunks starts; `fact` is noted for each."""
         kept = tuple(keys)
         self._state.saves[fact.job_id] = SaveUnderWay(kept, self._state.num_resets)
         for key in kept:
@@ -204,7 +204,7 @@ class ChunkHistory:
 
 
 def _request_history(before: ChunkFact | None) -> ChunkFact | None:
-    """What of the past is worth telling once a save was tried again: that it had been saved, and how it left."""
+    """What of the past is worth keeping once a save was tried again: that it had been saved, and how it left."""
     if before is None or before.status in _STORY:
         return before
     return before.earlier

@@ -14,7 +14,7 @@ from kvledger.lifecycle import events as e
 
 
 class Computing:
-    """Folds what requests compute. Only counts that steps tell are used; steady decoding computes nothing again."""
+    """Folds what requests compute. Only counts in steps are used; steady decoding computes nothing again."""
 
     def __init__(self, lives: Lives, admissions: Admissions) -> None:
         self._lives = lives

@@ -186,7 +186,7 @@ class _Behind:
         return self.answer is not None and first_token // size == self.answer.num_hit_tokens // size
 
     def _first_missing(self, first_token: int, end_token: int, fact: ChunkFact | None) -> Span:
-        """The chunk about which the answer itself tells; the history adds details where it agrees."""
+        """The chunk about which the answer itself speaks; the history adds details where it agrees."""
         answer = self.answer
         recorded = None if answer is None else _RECORDED.get(answer.miss_reason)
         span = self._from_fact(first_token, end_token, fact)

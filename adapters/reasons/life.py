@@ -55,7 +55,7 @@ class Life:
     """Since it was last given blocks."""
     admission: Admission | None = None
     allocated_without_answer: int = 0
-    """Sequence of an allocation that no lookup preceded; the step that starts from it tells the rest."""
+    """Sequence of an allocation that no lookup preceded; the step that starts from it has the rest."""
     is_computing: bool = False
     deferrals: tuple[int, ...] = ()
     """First and last `lookup.deferred` in a row."""
@@ -76,7 +76,7 @@ class Life:
     load_failed: tuple[int, ...] = ()
     """The last `load.failed` and its cause."""
     computed_end: int = 0
-    """How far steps have told that it computed since it was admitted."""
+    """How far steps say that it computed since it was admitted."""
     taken_back_from: int = 0
     """How far it had computed when the scheduler took tokens back."""
     taken_back: tuple[int, ...] = ()
@@ -84,7 +84,7 @@ class Life:
     sums: Sums = attrs.field(factory=Sums)
     """What is counted of this life; once it is over, those of the whole log."""
     history: RequestHistory | None = None
-    """All there is to tell, where it is kept."""
+    """Its history, where it is kept."""
 
     def cut_keys(self, first_chunk: int) -> None:
         """Forget the keys from a chunk on."""

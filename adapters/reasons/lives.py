@@ -24,7 +24,7 @@ class Lives:
             if life.ordinal != UNBORN and self.is_kept(life.request_id):
                 self._by_ordinal[life.ordinal] = life
             if life.history is not None and life.admission is not None:
-                life.history.admissions[-1] = life.admission  # one object, which goes on being told
+                life.history.admissions[-1] = life.admission  # one object, which goes on
 
     def __iter__(self) -> Iterator[Life]:
         return iter(self._lives.values())

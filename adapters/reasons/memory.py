@@ -1,4 +1,4 @@
-"""What the accounts remember of a log so far, apart from how they go on: so it can be kept and taken up again."""
+"""What the accounts remember of a log so far, apart from how they go on: so it can be kept and continued."""
 
 from __future__ import annotations
 

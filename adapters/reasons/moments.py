@@ -1,4 +1,4 @@
-"""What happened to a request, as numbers of events: what a history is told along, beside lookups and steps."""
+"""What happened to a request, as numbers of events: what a history shows besides lookups and steps."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Moments:
             self._of_all(event, sequence)
 
     def _answered(self, event: e.LookupAnswered | e.LookupDeferred, _sequence: int) -> None:
-        # An extension that answers does so in an event of its own; a lookup tells it, and folds what repeats.
+        # An extension that answers does so in an event of its own; a lookup shows it, and folds what repeats.
         life = self._lives.get(event.request_id)
         if life is not None and life.history is not None and life.history.moments[-1:] == [event.cause]:
             life.history.moments.pop()

@@ -1,6 +1,6 @@
-"""All there is to tell about one life of a request, as plain values that can be stored.
+"""All that is known of one life of a request, as plain values that can be stored.
 
-It names events by their sequence numbers and does not repeat them: whoever tells the history reads them from the log.
+It names events by their sequence numbers and does not repeat them: whoever shows the history reads them from the log.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _Entry = TypeVar("_Entry")
 
 @attrs.define
 class Lookup:
-    """Equal lookups in a row, told as one. `spans`: the tokens that each of them left to compute, and why."""
+    """Equal lookups in a row, as one. `spans`: the tokens that each of them left to compute, and why."""
 
     first_sequence: int
     last_sequence: int

@@ -49,15 +49,15 @@ class Sums:
     num_retained: int = 0
     """Found in vLLM's own prefix cache."""
     num_claimed: int = 0
-    """To be loaded, as admissions tell."""
+    """To be loaded, by admissions."""
     num_elsewhere: int = 0
-    """There already when the first step began: by another connector, or of a local prefix that was told as blocks."""
+    """There already when the first step began: by another connector, or of a local prefix given as blocks."""
     missed: Counter[Reason] = attrs.field(factory=Counter)
     """Left to compute at admissions; what failed to load comes on top, see `misses`."""
     num_offered: int = 0
     offered: Counter[OfferFate] = attrs.field(factory=Counter)
     num_to_load: int = 0
-    """To be loaded, as jobs and undelivered admissions tell."""
+    """To be loaded, by jobs and undelivered admissions."""
     to_load: Counter[LoadFate] = attrs.field(factory=Counter)
     num_recomputed: int = 0
     """Computed before a preemption and again after it."""

@@ -65,7 +65,7 @@ def is_withheld(event: e.Event) -> bool:
 
 def to_vllm(event: e.EffectsDelivered) -> bool:
     """Whether it was handed to vLLM directly, and not by way of the workers."""
-    return bool(event.received or event.heard)
+    return bool(event.received or event.reported)
 
 
 def could_not_be_written(event: e.Event) -> bool:

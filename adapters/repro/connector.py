@@ -204,11 +204,11 @@ class ConnectorUnderTest(SchedulerHalf):
         self,
         reports: Iterable[e.TransferReported] = (),
         load_errors: Iterable[int] = (),
-        heard: Iterable[int] = (),
+        reported: Iterable[int] = (),
     ) -> None:
-        """What the workers report; and the ended requests, by ordinal, of which they tell vLLM as they were to."""
-        ended = self.connector.scheduler_side.journal.obligations.state.told
-        finished = {ended[ordinal] for ordinal in heard if ordinal in ended}
+        """What the workers report; and the ended requests, by ordinal, whose end they report to vLLM."""
+        ended = self.connector.scheduler_side.journal.obligations.state.to_report
+        finished = {ended[ordinal] for ordinal in reported if ordinal in ended}
         of_ranks: list[JobReport] = [of_rank for report in reports for of_rank in vllm_objects.job_reports(report)]
         self.connector.update_connector_output(
             vllm_objects.connector_output(tuple(of_ranks), set(load_errors), finished)

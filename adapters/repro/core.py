@@ -78,8 +78,8 @@ class CoreRun(Run):
         if not to_vllm(recorded):
             return self._ledger.ready(Channel.WORKERS).delivered()
         ready = self._ledger.ready(Channel.VLLM)
-        ended = self._ledger.projections.obligations.state.told
-        return ready._replace(heard=tuple(ordinal for ordinal in recorded.heard if ordinal in ended)).delivered()
+        ended = self._ledger.projections.obligations.state.to_report
+        return ready._replace(reported=tuple(ordinal for ordinal in recorded.reported if ordinal in ended)).delivered()
 
     def _adapted(self, event: e.Event) -> e.Event | None:
         if isinstance(event, e.EffectsDelivered):

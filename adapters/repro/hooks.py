@@ -225,8 +225,8 @@ class LedgerRun(HookRun):
             self._live.take_back(call.noticed(e.TokensRolledBack))
         reported = [event for event in call.noticed(e.TransferReported) if not is_withheld(event)]
         reports = [changed(event, job_id=job) for event in reported if (job := self._job(event.job_id)) is not None]
-        heard = [ordinal for delivered in call.noticed(e.EffectsDelivered) for ordinal in delivered.heard]
-        self._ours.update_connector_output(reports, load_errors, heard)
+        ends = [ordinal for delivered in call.noticed(e.EffectsDelivered) for ordinal in delivered.reported]
+        self._ours.update_connector_output(reports, load_errors, ends)
 
     def _table_at_end(self, incarnation: Incarnation, main: e.RequestFinished) -> Sequence[int]:
         configuration = self._recording.configuration

@@ -98,7 +98,7 @@ class SchedulerModel:
         """A request begins."""
         incarnation = Incarnation(event.request_id, event.ordinal, event.num_prompt_tokens, event.num_prompt_tokens)
         self._by_id[event.request_id] = self._by_ordinal[event.ordinal] = incarnation
-        self._computed.tell(incarnation.ordinal, 0)
+        self._computed.set(incarnation.ordinal, 0)
         return incarnation
 
     def looked_up(self, incarnation: Incarnation, event: e.LookupRequested) -> None:
@@ -109,7 +109,7 @@ class SchedulerModel:
         """Its blocks are gone."""
         incarnation.num_tokens = event.num_tokens
         incarnation.num_preemptions += 1
-        self._computed.tell(incarnation.ordinal, 0)
+        self._computed.set(incarnation.ordinal, 0)
         incarnation.is_admitted = False
         incarnation.num_missing_tokens = 0
         incarnation.block_ids = []
@@ -117,14 +117,14 @@ class SchedulerModel:
 
     def continued(self, incarnation: Incarnation, event: e.SessionContinued, chunk_size: int) -> None:
         """The next turn of a session."""
-        self._computed.tell(incarnation.ordinal, event.num_computed_tokens)
+        self._computed.set(incarnation.ordinal, event.num_computed_tokens)
         incarnation.num_tokens, incarnation.num_prompt_tokens = event.num_tokens, event.num_prompt_tokens
         del incarnation.keys[event.num_computed_tokens // chunk_size :]
         self._running.pop(incarnation.ordinal, None)
 
     def rolled_back(self, incarnation: Incarnation, num_computed_tokens: int) -> None:
         """Fewer tokens count as computed."""
-        self._computed.tell(incarnation.ordinal, num_computed_tokens)
+        self._computed.set(incarnation.ordinal, num_computed_tokens)
 
     def allocated(self, incarnation: Incarnation, event: e.BlocksAllocated) -> None:
         """The whole table is new."""
@@ -139,7 +139,7 @@ class SchedulerModel:
 
     def finished(self, incarnation: Incarnation) -> None:
         """It ends."""
-        self._computed.tell(incarnation.ordinal, self.num_computed_tokens(incarnation))
+        self._computed.set(incarnation.ordinal, self.num_computed_tokens(incarnation))
         self._running.pop(incarnation.ordinal, None)
         if self._by_id.get(incarnation.request_id) is incarnation:
             del self._by_id[incarnation.request_id]

@@ -114,7 +114,7 @@ def workers_output(reported: WorkersReported, completed: Mapping[str, int], conn
 def _worker_metadata(completed: Mapping[str, int], children: Sequence[object]) -> KVConnectorWorkerMetadata | None:
     """The way back from the recorder's decoders.
 
-    A connector that hears of its copies by `finished_sending` and `finished_recving` alone needs none of this.
+    A connector that gets the ends of its copies by `finished_sending` and `finished_recving` alone needs none of this.
     """
     if not completed:
         return None

@@ -89,7 +89,7 @@ def log_bytes(
 
 
 def test_source(about: Description) -> str:
-    """The whole file; the log is to stand beside it, under its name with `.kvlog`."""
+    """The whole file; the log is to stand next to it, under its name with `.kvlog`."""
     run = "rerun_core" if about.on_core else "rerun"
     handlers = ", ".join(map(_text, about.handlers)) + ("," if len(about.handlers) == 1 else "")
     call = f"{run}(LOG, handlers=({handlers}))" if about.handlers else f"{run}(LOG)"
@@ -127,7 +127,7 @@ def _docstring(about: Description) -> str:
         what = f"made a hook fail{of}" if rule == HOOK_FAILED else f"broke {rule}{of}"
         paragraphs = [f"What {what} at event {about.incident.sequence}, once more.", about.incident.detail]
     paragraphs.append(
-        f"{calls} as they were recorded in the log beside this file, which comes from {about.origin}. What vLLM and "
+        f"{calls} as they were recorded in the log next to this file, which comes from {about.origin}. What vLLM and "
         "the workers did is part of it: a fault of theirs stays. Both files were written by:"
     )
     filled = [textwrap.fill(_quotable(text), _WIDTH, break_long_words=False) for text in (*paragraphs, *about.remarks)]

@@ -2,7 +2,7 @@
 
 Where a chunk is a multiple of vLLM's hash block, its key is vLLM's own chained block hash. Smaller chunks get a
 chained hash of their own, made with the same function over the same extra keys. Two tenants with different
-`cache_salt` therefore never share a chunk. Keys are cut to 16 bytes: 128 bits are enough to be told apart.
+`cache_salt` therefore never share a chunk. Keys are cut to 16 bytes: 128 bits are enough to be distinct.
 """
 
 from __future__ import annotations

@@ -70,7 +70,7 @@ class ConnectorSettings(LogSettings):
     """Settings of extensions: extension, key, value."""
 
     max_deferred_lookups: pydantic.NonNegativeInt = 8
-    """How many steps in a row a preempted request waits for its own saves before it takes up what is there."""
+    """How many steps in a row a preempted request waits for its own saves before it accepts what is there."""
 
     max_failed_loads: pydantic.PositiveInt = 3
     """Failed loads after which a request gets no more of them."""

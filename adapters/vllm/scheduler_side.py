@@ -300,7 +300,7 @@ class SchedulerSide:
         """Requests whose load has arrived; others are reported by the workers."""
         ready, obligations = self.ledger.ready(Channel.VLLM), self.journal.obligations
         finished = (*(connector_output.finished_recving or ()), *(connector_output.finished_sending or ()))
-        self._advance(ready._replace(heard=obligations.heard(finished)))
+        self._advance(ready._replace(reported=obligations.reported(finished)))
         return tuple(ready.received.values())
 
     @guarded(default=None, hook_name="update_connector_output")

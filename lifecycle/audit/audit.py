@@ -72,11 +72,11 @@ class Audit:
             for checker in self.checkers:
                 checker.begin(known)
         self.unfoldable: Unfoldable | None = None
-        """Set by the first event that cannot be folded; no event after it is taken up."""
+        """Set by the first event that cannot be folded; no event after it is taken."""
 
     @property
     def num_events(self) -> int:
-        """Events taken up."""
+        """Events taken."""
         return self._replay.num_events
 
     @property
@@ -86,7 +86,7 @@ class Audit:
 
     @property
     def last_sequence(self) -> int:
-        """The sequence number of the last event that was taken up, 0 before the first."""
+        """The sequence number of the last event that was taken, 0 before the first."""
         return self._replay.current.sequence
 
     @property
@@ -97,7 +97,7 @@ class Audit:
 
     @property
     def judged(self) -> list[str]:
-        """The rules that were held against all that was taken up."""
+        """The rules that were held against all that was taken."""
         return [checker.rule for checker in self.checkers if checker.rule not in self.not_judged]
 
     @property
@@ -141,7 +141,7 @@ class Audit:
                 raise
             except Exception as error:
                 current = self._replay.current
-                if current.event is None:  # nothing was taken up: the events are not such
+                if current.event is None:  # nothing was taken: the events are not such
                     raise
                 # A log that was tampered with must not end its own audit.
                 self.unfoldable = Unfoldable(current.sequence, current.event, f"{type(error).__name__}: {error}")

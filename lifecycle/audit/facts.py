@@ -196,10 +196,10 @@ FACTS: Mapping[str, Mapping[str, Why]] = MappingProxyType(
         "window.left": {"request_id": _KNOWN, "num_settled_tokens": _ENGINE, "time_ns": _CLOCK},
         "effects.delivered": {
             **dict.fromkeys(("job_ids", "awaited", "block_ids", "failed", "sent", "received"), ("DELIVERED_ONCE",)),
-            "heard": "what came back of what the workers were to tell; the engine heard it, whoever told",
+            "reported": "what vLLM has from the workers; only the engine knows",
         },
         "load.refused": {
-            "request_id": "the connector's word that what vLLM took up will not be loaded",
+            "request_id": "the connector's word that what vLLM claimed will not be loaded",
             "block_ids": ("DELIVERED_ONCE",),
             "time_ns": _CLOCK,
         },

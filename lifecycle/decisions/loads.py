@@ -21,10 +21,10 @@ def load_what_was_answered(turn: Turn, event: e.BlocksAllocated) -> None:
     record, projections = turn.record, turn.projections
     answer = projections.lookups.taken_up(event.request_id)
     if answer is None or answer.generation != record.generation:
-        _refuse(turn, Rule.ALLOC_MATCHES_LOOKUP, "tokens were taken up that no lookup answered")
+        _refuse(turn, Rule.ALLOC_MATCHES_LOOKUP, "tokens were claimed that no lookup answered")
         return
     if event.num_external_tokens > answer.num_external_tokens:
-        detail = f"{event.num_external_tokens} tokens were taken up, {answer.num_external_tokens} had been answered"
+        detail = f"{event.num_external_tokens} tokens were claimed, {answer.num_external_tokens} had been answered"
         _refuse(turn, Rule.ALLOC_MATCHES_LOOKUP, detail)
         return
     first_token, num_tokens = answer.num_computed_tokens, event.num_external_tokens

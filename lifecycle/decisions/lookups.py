@@ -5,9 +5,9 @@ computed against the `num_computed_tokens` of this very call. The one thing that
 "ask again", where a preempted request's own save is still under way, and only a bounded number of times in a row.
 
 Three bounds below are there for vLLM 0.32 alone: who computes first (`_inflight_prefill_reserved_blocks` and
-`kv_holding_waiting` in v1/core/sched/scheduler.py), one load after another, and loads beside the steps where there are
+`kv_holding_waiting` in v1/core/sched/scheduler.py), one load after another, and asynchronous loads where there are
 several groups (`_handle_invalid_blocks`, same file). The first two hang on what was folded, regions and jobs under way:
-an adapter that lowered answers instead would fold that a second time, and the log would not say what was answered. The
+an adapter that lowered answers instead would fold that a second time, and the log would not have what was answered. The
 third is one with the windows in the configuration, so that nobody can give one without the other.
 """
 
@@ -60,8 +60,8 @@ def answer_lookup(turn: Turn, event: e.LookupRequested, *, awaits_saves: bool) -
     if usable < hit.num_tokens:
         hit = replace(hit, reason=MissReason.LIMITED, reason_sequence=0, awaited=None)
     if record.first is FirstRegion.COMPUTES_FIRST:
-        # vLLM 0.32 keeps such a request at the head of the queue of those that hold blocks. Another load beside the
-        # steps may not fit beside what it reserves for those behind it, and then nobody moves any more.
+        # vLLM 0.32 keeps such a request at the head of the queue of those that hold blocks. Another
+        # asynchronous load may not fit next to what it reserves for those behind it, and then nobody moves any more.
         usable, hit = 0, replace(hit, reason=MissReason.LOAD_FAILED, reason_sequence=0, awaited=None)
     if record.trust is TrustRegion.QUARANTINED:
         usable, hit = 0, replace(hit, reason=MissReason.QUARANTINED, reason_sequence=0, awaited=None)
@@ -104,7 +104,7 @@ def _answered(
     # (v1/core/sched/scheduler.py, 0.32); anything else is answered with nothing.
     if end_token > num_computed_tokens and num_computed_tokens % configuration.block_size == 0:
         num_external_tokens = end_token - num_computed_tokens
-        # Where there are several groups, vLLM can be told of a request whose load failed, but not of blocks.
+        # Where there are several groups, a request whose load failed can be reported to vLLM, but not blocks.
         has_groups = projections.geometry.windows.num_groups > 1
         async_from = 0 if has_groups else configuration.async_load_tokens
         is_async = async_from is not None and num_external_tokens >= async_from

@@ -8,7 +8,7 @@ from kvledger.lifecycle.turn import Turn
 
 
 def report_progress(turn: Turn) -> None:
-    """Say how far the request is, unless its load has not arrived or nothing was scheduled yet."""
+    """Record how far the request is, unless its load has not arrived or nothing was scheduled yet."""
     record, projections = turn.record, turn.projections
     num_computed_tokens = projections.tracker.num_computed_tokens(record)
     if num_computed_tokens and record.blocks is not BlocksRegion.LOADING:

@@ -50,8 +50,8 @@ def check_report(turn: EngineTurn, event: e.TransferReported) -> None:
     foreign = [rank for rank in (*event.ranks_done, *event.ranks_failed) if rank >= projections.configuration.num_ranks]
     if foreign:
         detail = f"job {event.job_id} was reported by ranks {foreign}, which do not exist"
-    elif job is not None and job.told_twice:
-        detail = f"job {event.job_id} was reported by ranks {sorted(job.told_twice)}, which had done so before"
+    elif job is not None and job.repeated_ranks:
+        detail = f"job {event.job_id} was reported by ranks {sorted(job.repeated_ranks)}, which had done so before"
     elif job is not None or event.is_repeated:
         return
     elif event.job_id < projections.transfers.next_job_id:

@@ -1,4 +1,4 @@
-"""Which settled chunks to save, into which slots, and who has to make room.
+"""Which settled chunks to save, into which slots, and what is evicted for them.
 
 Only settled tokens are saved: what a running step may still write, or a rejected draft take back, is not
 there yet. Chunks that are saved or being saved already cost nothing.
@@ -61,7 +61,7 @@ def save_on_finish(turn: Turn, event: e.RequestFinished) -> None:
     Blocks that a copy still reads are kept from being freed.
     """
     record, projections = turn.record, turn.projections
-    if projections.transfers.is_loading_beside(record.ordinal, record.generation):
+    if projections.transfers.is_loading_async(record.ordinal, record.generation):
         return
     # A load within its last step has come in before anything was computed; where it turns out to have failed, so does
     # the save. The last sampled token was never computed: its place in the last block was never written (vllm#54193).

@@ -1,6 +1,6 @@
 """Projections: each a small fold of the log, one file per question it answers; here those of one log, wired together.
 
-Which there are, and the order in which they fold, is said by a core. Nothing here refuses an event, reads a clock or
+A core names them, and the order in which they fold. Nothing here refuses an event, reads a clock or
 does I/O: folding a recorded event never fails.
 """
 
@@ -134,14 +134,14 @@ class Projections:
             return made
 
     def fold(self, event: Event, sequence: int) -> None:
-        """Take up one event, of an illegal one what the gating says. Total: it never fails for what was recorded."""
+        """Fold one event, of an illegal one what the gating says. Total: it never fails for what was recorded."""
         event_class = type(event)
         gated = self._gated.get(event_class)
         for fold in self._folds[event_class] if gated is None or gated.accepts(event) else gated.closed:
             fold(event, sequence)
 
     def fold_obligations(self, event: Event, sequence: int) -> None:
-        """Take up one event for what is owed, and for nothing else: where the others cannot be relied on any more."""
+        """Fold one event for what is owed, and for nothing else: where the others cannot be relied on any more."""
         fold = self.obligations.folds().get(type(event))
         if fold is not None:
             fold(event, sequence)
@@ -162,10 +162,10 @@ class Projections:
         return kept
 
     def forget(self, extension: str) -> None:
-        """Let the projections of an extension believe what they did before the first event."""
+        """Give the projections of an extension their state before the first event."""
         for name in self._order:
             if self.core.extension_of(name) == extension:
-                with suppress(Exception):  # its code; then it stays as it is, and takes up nothing
+                with suppress(Exception):  # its code; then it stays as it is, and folds nothing
                     self._order[name] = self._specs[name].make(self)
                     setattr(self, name, self._order[name])
 

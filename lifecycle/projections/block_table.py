@@ -52,7 +52,7 @@ class BlockTable:
         return self.state.lost.get(self._tracker.ordinal(request_id), ())
 
     def left_since(self, request_id: str) -> int | None:
-        """How many tokens were settled when its windows had last left pages before the step; None where nobody told.
+        """How many tokens were settled when its windows had last left pages before the step; None: unknown.
 
         What they left since is free, and intact until this step's forward.
         """

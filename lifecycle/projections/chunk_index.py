@@ -62,7 +62,7 @@ class State(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class ChunkIndex:
-    """Committed chunks, what nobody waits for in order of recency, and what is promised or waited for beside it.
+    """Committed chunks, what nobody waits for in order of recency, and what is promised or waited for besides.
 
     A settlement concerns its job, a promise the generation that it was made to. To be folded before the tracker, which
     forgets lives.

@@ -1,7 +1,7 @@
 """The chunk keys of each request, as far as its tokens are known.
 
 A key is a hash over a chunk and everything before it (with salt, adapter and media in it), made by the
-adapter. This room stores keys; it does not know how they are made or whether anything is saved under them.
+adapter. This module stores keys; it does not know how they are made or whether anything is saved under them.
 """
 
 from __future__ import annotations

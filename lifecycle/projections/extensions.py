@@ -1,7 +1,7 @@
 """Which extensions take part: all, until an event says that one was stopped because its code raised.
 
 Whatever code of an extension is run is run here, so nothing that it raises reaches who runs it. It must not know who
-keeps the log: that one is told, and records it.
+keeps the log: it is notified, and records that.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Extensions:
         return name not in self._silent and name not in self.state.stopped
 
     def fold(self, name: str, where: str, fold: Callable[..., None], event: e.Event, sequence: int) -> None:
-        """Let a projection of the extension take up an event."""
+        """Let a projection of the extension fold an event."""
         self._run(name, where, fold, event, sequence)
 
     def ask(self, name: str, where: str, method: Callable[..., Any], *arguments: object) -> Any:  # noqa: ANN401

@@ -54,7 +54,7 @@ class CachedHit(msgspec.Struct, frozen=True, gc=False):
 
 
 class PendingAnswer(msgspec.Struct, frozen=True, gc=False):
-    """What the scheduler was told and has not taken up yet."""
+    """What the scheduler was answered and has not claimed yet."""
 
     generation: int
     num_computed_tokens: int
@@ -94,11 +94,11 @@ class LookupCache:
         return len(self.state.hits)
 
     def pending(self, request_id: str) -> PendingAnswer | None:
-        """The last answer that no allocation has taken up."""
+        """The last answer that no allocation has claimed."""
         return self.state.pending.get(self._tracker.ordinal(request_id))
 
     def taken_up(self, request_id: str) -> PendingAnswer | None:
-        """The answer that the request's last allocation took up, if a lookup preceded it."""
+        """The answer that the request's last allocation claimed, if a lookup preceded it."""
         return self.state.taken_up.get(self._tracker.ordinal(request_id))
 
     def junction(self, request_id: str) -> int:
@@ -106,7 +106,7 @@ class LookupCache:
         return self.state.junctions.get(self._tracker.ordinal(request_id), 0)
 
     def num_deferred(self, request_id: str) -> int:
-        """How often in a row the scheduler was told to ask again."""
+        """How often in a row the scheduler was asked to ask again."""
         return self.state.num_deferred.get(self._tracker.ordinal(request_id), 0)
 
     def num_hit_chunks(self, request_id: str, generation: int) -> int:

@@ -38,17 +38,17 @@ class Ready(NamedTuple):
     block_ids: tuple[int, ...] = ()
     """Blocks that vLLM counts on and that nothing will fill."""
     failed: Mapping[int, str] = {}
-    """Lives whose asynchronous load failed; each worker tells vLLM."""
+    """Lives whose asynchronous load failed; each worker reports them to vLLM."""
     sent: Mapping[int, str] = {}
-    """Ended lives whose blocks nobody reads any more; each worker tells vLLM."""
+    """Ended lives whose blocks nobody reads any more; each worker reports them to vLLM."""
     received: Mapping[int, str] = {}
-    """Lives whose asynchronous load is in place; vLLM is told by the connector itself."""
-    heard: tuple[int, ...] = ()
-    """Lives of which vLLM has now heard what the workers were to tell."""
+    """Lives whose asynchronous load is in place; the connector itself reports it to vLLM."""
+    reported: tuple[int, ...] = ()
+    """Lives whose end vLLM has by now from the workers."""
 
     def delivered(self) -> e.EffectsDelivered | None:
         """What is recorded when this is handed over; None where it is nothing."""
-        if not any((self.jobs, self.awaited, self.block_ids, self.failed, self.sent, self.received, self.heard)):
+        if not any((self.jobs, self.awaited, self.block_ids, self.failed, self.sent, self.received, self.reported)):
             return None
         return e.EffectsDelivered(
             tuple([job.job_id for job in self.jobs]),
@@ -57,13 +57,13 @@ class Ready(NamedTuple):
             tuple(self.failed),
             tuple(self.sent),
             tuple(self.received),
-            self.heard,
+            self.reported,
         )
 
 
 NOTHING = Ready()
 NOT_ISSUED = 0
-"""The load of a life whose answer was taken up."""
+"""The load of a life whose answer was claimed."""
 ENDED = -1
 """The load of a life whose end is known."""
 
@@ -94,16 +94,16 @@ class State(msgspec.Struct, forbid_unknown_fields=True):
     promised: dict[int, None] = {}
     """Lives that were answered last with an asynchronous load."""
     receiving: dict[int, int] = {}
-    """Lives that wait for the end of their load, or for vLLM to hear of it -> job, `NOT_ISSUED` or `ENDED`."""
+    """Lives that wait for the end of their load, or for vLLM to have it -> job, `NOT_ISSUED` or `ENDED`."""
     held: dict[int, str] = {}
     """Ended lives out of whose blocks a copy reads, which `request_finished` answers with True."""
     coming_back: dict[int, str] = {}
-    """Ended lives whose blocks vLLM keeps until it hears of the end of a copy."""
+    """Ended lives whose blocks vLLM keeps until it has the end of a copy."""
     failed: dict[int, str] = {}
     sent: dict[int, str] = {}
     received: dict[int, str] = {}
-    told: dict[int, str] = {}
-    """Lives of which the workers tell vLLM, and it has not heard."""
+    to_report: dict[int, str] = {}
+    """Lives whose end the workers report to vLLM, which does not have it yet."""
     block_ids: list[int] = []
     closed: int = 0
     """Sequence: what was issued before belonged to a step that went without it."""
@@ -139,7 +139,7 @@ class Obligations:
         return [job for issued, job in self.state.jobs.values() if issued >= sequence]
 
     def lost_fences(self) -> list[int]:
-        """Jobs that a step was to wait for and did not, as no worker was told; asked when the next step is observed."""
+        """Jobs that a step was to wait for and did not, as no worker had it; asked when the next step is observed."""
         state = self.state
         return [
             job_id
@@ -147,13 +147,13 @@ class Obligations:
             if awaited.before_forward and sequence <= state.closed
         ]
 
-    def heard(self, request_ids: Iterable[str]) -> tuple[int, ...]:
-        """The lives among those that the workers were to tell of."""
-        told = self.state.told
-        if not told:
+    def reported(self, request_ids: Iterable[str]) -> tuple[int, ...]:
+        """The lives among those whose end the workers were to report."""
+        to_report = self.state.to_report
+        if not to_report:
             return ()
         known = set(request_ids)
-        return tuple([ordinal for ordinal, request_id in told.items() if request_id in known])
+        return tuple([ordinal for ordinal, request_id in to_report.items() if request_id in known])
 
     @property
     def is_owing(self) -> bool:
@@ -333,8 +333,8 @@ class Obligations:
             for ordinal in ends:
                 request_id = owed.pop(ordinal, None)
                 if request_id is not None:
-                    state.told[ordinal] = request_id
-        for ends, owed in ((event.heard, state.told), (event.received, state.received)):
+                    state.to_report[ordinal] = request_id
+        for ends, owed in ((event.reported, state.to_report), (event.received, state.received)):
             for ordinal in ends:
                 for waiting in (owed, state.receiving, state.coming_back):
                     waiting.pop(ordinal, None)

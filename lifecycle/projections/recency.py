@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 _MAX_WAITING = 16_384
 """Keys of prefixes that may wait."""
 _NUM_LEFT = _MAX_WAITING * 7 // 8
-"""How many are left when there were too many; the oldest are taken up."""
+"""How many are left when there were too many; the oldest are dropped."""
 
 
 class Recency:

@@ -29,7 +29,7 @@ class RequestRecord:
     """Names this life of the id; ids may be used again, ordinals never are."""
     num_prompt_tokens: int
     num_tokens: int
-    """Prompt and output tokens, as of the last event that told."""
+    """Prompt and output tokens, as of the last event that has the number."""
     state: RequestState = RequestState.NEW
     """The phase. Its moves, and those of the next ones, stand in `table.py`."""
     sub: str = ""
@@ -108,7 +108,7 @@ class RequestTracker:
 
     @property
     def time_ns(self) -> int:
-        """Of the last event that told it."""
+        """Of the last event that has it."""
         return self.state.time_ns
 
     def __len__(self) -> int:
@@ -149,8 +149,8 @@ class RequestTracker:
             e.RequestQuarantined: self._quarantined,
             e.RequestReleased: self._released,
             e.StepScheduled: self._step_scheduled,
-            e.TransferReported: self._told_time,
-            e.LogNote: self._told_time,
+            e.TransferReported: self._advance_time,
+            e.LogNote: self._advance_time,
             e.CacheReset: self._reset,
         }
         return folds
@@ -163,7 +163,7 @@ class RequestTracker:
 
     # --- folds: total, no validation ---------------------------------------------------------
 
-    def _told_time(self, event: e.TransferReported | e.LogNote, _sequence: int) -> None:
+    def _advance_time(self, event: e.TransferReported | e.LogNote, _sequence: int) -> None:
         self.state.time_ns = event.time_ns
 
     def _reset(self, event: e.CacheReset, _sequence: int) -> None:
@@ -186,7 +186,7 @@ class RequestTracker:
         )
         self._present[event.request_id] = record
         self.state.records[event.ordinal] = record
-        self.computed.tell(event.ordinal, 0)
+        self.computed.set(event.ordinal, 0)
         self.state.num_arrived += 1
 
     def _observed(self, event: e.RequestEvent, _sequence: int) -> None:
@@ -200,7 +200,7 @@ class RequestTracker:
             self._move(record, trigger_of(event))
 
     def _move(self, record: RequestRecord, trigger: str) -> None:
-        """Let every region go where the tables say."""
+        """Move every region as the tables say."""
         compiled = self._core.compiled
         after = compiled.after.get(trigger)
         if after is not None:
@@ -239,7 +239,7 @@ class RequestTracker:
             record.num_tokens_before_preemption = max(record.num_tokens_before_preemption, event.num_settled_tokens)
             record.generation += 1
             record.num_preemptions += 1
-            self.computed.tell(record.ordinal, 0)
+            self.computed.set(record.ordinal, 0)
 
     def _session_continued(self, event: e.SessionContinued, _sequence: int) -> None:
         self.state.time_ns = event.time_ns
@@ -250,7 +250,7 @@ class RequestTracker:
             record.num_tokens = event.num_tokens
             record.num_prompt_tokens = event.num_prompt_tokens
             record.num_tokens_before_preemption = min(record.num_tokens_before_preemption, event.num_computed_tokens)
-            self.computed.tell(record.ordinal, event.num_computed_tokens)
+            self.computed.set(record.ordinal, event.num_computed_tokens)
 
     def _rolled_back(self, event: e.TokensRolledBack, _sequence: int) -> None:
         self.state.time_ns = event.time_ns
@@ -259,14 +259,14 @@ class RequestTracker:
             self._move(record, trigger_of(event))
             if event.num_computed_tokens == 0:
                 record.generation += 1
-            self.computed.tell(record.ordinal, event.num_computed_tokens)
+            self.computed.set(record.ordinal, event.num_computed_tokens)
 
     def _finished(self, event: e.RequestFinished, _sequence: int) -> None:
         self.state.time_ns = event.time_ns
         record = self._present.get(event.request_id)
         if record is not None:
             record.num_tokens = event.num_tokens
-            self.computed.tell(record.ordinal, self.num_computed_tokens(record))
+            self.computed.set(record.ordinal, self.num_computed_tokens(record))
             self._move(record, event.id)
 
     def _quarantined(self, event: e.RequestQuarantined, _sequence: int) -> None:

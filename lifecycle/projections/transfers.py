@@ -54,7 +54,7 @@ class Job(msgspec.Struct, gc=False):
     ranks_done: tuple[int, ...] = ()
     """Ascending, as all ranks here."""
     ranks_failed: tuple[int, ...] = ()
-    told_twice: tuple[int, ...] = ()
+    repeated_ranks: tuple[int, ...] = ()
     """Ranks in the last report that had reported before, without being asked."""
     error: str = ""
     is_doubtful: bool = False
@@ -146,15 +146,15 @@ class Transfers:
             ranks.update(event.ranks_done, event.ranks_failed)
         return ranks.issuperset(self.all_ranks)
 
-    def unheard(self, overdue_step: int, overdue_ns: int) -> list[Job]:
+    def overdue(self, overdue_step: int, overdue_ns: int) -> list[Job]:
         """Jobs that were issued, or asked after, before both."""
-        unheard = []
+        overdue = []
         for job in self.state.jobs.values():
             if job.asked_step < overdue_step and job.asked_ns < overdue_ns:
-                unheard.append(job)
+                overdue.append(job)
             elif job.work is WorkRegion.ISSUED and job.source is SourceRegion.OWNED:
                 break  # those behind it were issued later
-        return unheard
+        return overdue
 
     def of_life(self, ordinal: int) -> list[Job]:
         """The jobs in flight of that life of a request, in the order in which they were issued."""
@@ -183,8 +183,8 @@ class Transfers:
         """Whether a job of that life of a request is in flight."""
         return ordinal in self._of_ordinal
 
-    def is_loading_beside(self, ordinal: int, generation: int) -> bool:
-        """Whether a load of this generation of that life runs beside the steps: then the request is in none."""
+    def is_loading_async(self, ordinal: int, generation: int) -> bool:
+        """Whether a load of this generation of that life is asynchronous: then the request is in none."""
         return any(
             job.kind is JobKind.LOAD and job.is_async and job.generation == generation for job in self.of_life(ordinal)
         )
@@ -289,18 +289,18 @@ class Transfers:
                 del self.state.given_up[event.job_id]
         self.reported = job
         if job is not None:
-            # The first word of a rank counts; what it says later about the same job changes nothing.
+            # The first report of a rank counts; a later one about the same job changes nothing.
             if not job.ranks_done and not job.ranks_failed and event.ranks_done == self.all_ranks:
                 job.ranks_done = self.all_ranks
             else:
-                self._told_more(job, event)
+                self._add_report(job, event)
             if event.error and not job.error:
                 job.error = event.error
 
-    def _told_more(self, job: Job, event: e.TransferReported) -> None:
+    def _add_report(self, job: Job, event: e.TransferReported) -> None:
         known = {*job.ranks_done, *job.ranks_failed}
-        told = {*event.ranks_done, *event.ranks_failed}
-        job.told_twice = () if event.is_repeated else tuple(sorted(known & told))
+        reported = {*event.ranks_done, *event.ranks_failed}
+        job.repeated_ranks = () if event.is_repeated else tuple(sorted(known & reported))
         owing = set(self.all_ranks) - known
         done = owing.intersection(event.ranks_done)
         failed = owing.intersection(event.ranks_failed) - done - set(job.ranks_done)

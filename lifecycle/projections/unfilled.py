@@ -38,7 +38,7 @@ class State(msgspec.Struct, forbid_unknown_fields=True):
 class UnfilledBlocks:
     """A set of block ids.
 
-    To be folded behind the block table, before the tracker, which forgets lives, and before the transfers are told of
+    To be folded behind the block table, before the tracker, which forgets lives, and before the transfers fold
     failures.
     """
 
@@ -145,7 +145,7 @@ class UnfilledBlocks:
             first = self._geometry.pages_spanning(0, num_computed_tokens).stop
             end = self._geometry.pages_spanning(num_computed_tokens, num_scheduled_tokens).stop
             self._written(table, num_computed_tokens, first, end)
-        for ordinal, block_ids in event.extended:  # to who decodes a token a step, of which nothing else is told
+        for ordinal, block_ids in event.extended:  # to who decodes a token a step, which nothing else records
             table = self._tables.of_life(ordinal) or ()
             first = len(table) - len(block_ids)
             self._written(table, first // num_groups * block_size, first, len(table))

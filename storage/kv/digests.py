@@ -18,7 +18,7 @@ __all__ = ["PageDigests"]
 _WORD = torch.int64
 _LOW_HALF = (1 << 32) - 1
 _BLOCKS_AT_ONCE = 128
-"""So that what is worked on stays small beside the KV cache."""
+"""So that what is worked on stays small next to the KV cache."""
 _PLACE, _FIRST, _SECOND = (
     number - (1 << 64) for number in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 )

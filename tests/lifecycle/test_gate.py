@@ -99,7 +99,7 @@ AIMED: dict[str, Any] = {
     "paused": (ORDINAL,),
     "extended": ((ORDINAL, (80,)),),
     "settled": ((ORDINAL, 2, 40),),
-    **dict.fromkeys(("failed", "sent", "received", "heard"), (ORDINAL,)),
+    **dict.fromkeys(("failed", "sent", "received", "reported"), (ORDINAL,)),
     **dict.fromkeys(("job_ids", "awaited"), tuple(JOBS)),
     "ranks_done": (0,),
     "ranks_failed": (),

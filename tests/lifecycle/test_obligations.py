@@ -28,9 +28,9 @@ class Owed:
             if fold is not None:
                 fold(event, self._sequence)
 
-    def taken(self, channel: Channel, heard: tuple[int, ...] = ()) -> Ready:
+    def taken(self, channel: Channel, reported: tuple[int, ...] = ()) -> Ready:
         """What is ready, handed over."""
-        ready = self.obligations.ready(channel)._replace(heard=heard)
+        ready = self.obligations.ready(channel)._replace(reported=reported)
         delivered = ready.delivered()
         if delivered is not None:
             self.fold(delivered)
@@ -45,7 +45,7 @@ class Owed:
     def is_at_rest(self) -> bool:
         """Whether nothing is remembered but lives and answers."""
         its = self.obligations
-        return not (its.is_owing or its.is_waiting or its.is_freeing or its.state.told or its.state.block_ids)
+        return not (its.is_owing or its.is_waiting or its.is_freeing or its.state.to_report or its.state.block_ids)
 
 
 NO_END: Any = ([], [], [])
@@ -155,7 +155,7 @@ def test_a_refused_load_within_the_step_names_its_blocks() -> None:
 
 
 def test_a_load_that_came_through_is_told_once() -> None:
-    """To vLLM itself, which has heard of it with that."""
+    """To vLLM itself, which has it with that."""
     owed = Owed(*LOADING, report(1), e.LoadCompleted("a", 0, 0, 1, 1))
     assert owed.ends() == (["a"], [], [])
     assert owed.ends() == NO_END
@@ -164,13 +164,13 @@ def test_a_load_that_came_through_is_told_once() -> None:
 
 @pytest.mark.parametrize("failed", [report(1, error="no"), withheld(1), e.LoadFailed("a", 0, 0, 1, "silent", 1)])
 def test_a_load_that_failed_is_told_once(failed: e.Event) -> None:
-    """Every worker tells; the request waits until vLLM has heard of it."""
+    """Every worker tells; the request waits until vLLM has it."""
     owed = Owed(*LOADING, failed, e.LoadFailed("a", 0, 0, 1, "no", 1), report(1))
     assert owed.ends() == ([], ["a"], [])
     assert owed.ends() == NO_END
     assert owed.obligations.is_waiting
-    assert owed.obligations.heard({"b"}) == ()
-    owed.taken(Channel.VLLM, heard=owed.obligations.heard({"a"}))
+    assert owed.obligations.reported({"b"}) == ()
+    owed.taken(Channel.VLLM, reported=owed.obligations.reported({"a"}))
     assert owed.is_at_rest
 
 
@@ -226,7 +226,7 @@ def test_blocks_are_held_while_a_copy_reads_them(events: tuple[e.Event, ...]) ->
     owed.fold(report(5, error="no"))
     assert owed.ends() == ([], [], ["a"])
     assert owed.obligations.is_freeing
-    owed.taken(Channel.VLLM, heard=owed.obligations.heard({"a"}))
+    owed.taken(Channel.VLLM, reported=owed.obligations.reported({"a"}))
     assert owed.is_at_rest
 
 

@@ -99,7 +99,7 @@ def test_bytes_that_are_no_state_are_refused() -> None:
     projections = _walk(1, 8, 16, 30).driver.projections
     state, configuration = capture(projections), projections.configuration
     for num_bytes in range(0, len(state), 7):
-        with pytest.raises(SnapshotError, match="cannot be taken up"):
+        with pytest.raises(SnapshotError, match="cannot be used"):
             restore(Core.standard(), state[:num_bytes], configuration)
     with pytest.raises(SnapshotError):
         restore(Core.standard(), state.replace(b"next_job_id", b"next_job_xx"), configuration)

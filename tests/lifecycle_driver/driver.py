@@ -201,9 +201,9 @@ class Driver:
         """Everything cached is stale."""
         return self.observe(e.CacheReset(self._now()))
 
-    def deliver(self, channel: Channel, *, heard: Iterable[str] = ()) -> Ready:
+    def deliver(self, channel: Channel, *, reported: Iterable[str] = ()) -> Ready:
         """Hand over what is owed; vLLM hears of these from the workers."""
-        ready = self.ledger.ready(channel)._replace(heard=self.projections.obligations.heard(heard))
+        ready = self.ledger.ready(channel)._replace(reported=self.projections.obligations.reported(reported))
         delivered = ready.delivered()
         if delivered is not None:
             self.observe(delivered)

@@ -13,7 +13,7 @@ paragraphs are prose. Etcd raft's testdata is the model.
     preempt a 40                          its blocks are taken; 40 tokens had settled
     report 1 2 error=text                 all ranks report jobs 1 and 2; with an error, as failed
     deliver workers                       with the step they are given what they are owed
-    deliver vllm reported=a               it is told what it is owed; of `a` it has heard from the workers
+    deliver vllm reported=a               it is told what it is owed; of `a` it has the workers' report
     fail build_connector_meta             a hook fails; with a request id, in its name
     refuse a 1-2                          its load will not be, these blocks were to be filled
     unfilled 1-3                          these blocks could not be filled
@@ -128,7 +128,7 @@ class _Player:
             self._driver.report(int(job_id), ok=not error, error=error, num_ranks=self._driver.configuration.num_ranks)
 
     def _deliver(self, channel: str, reported: str = "") -> None:
-        self._driver.deliver(Channel(channel), heard=filter(None, [reported]))
+        self._driver.deliver(Channel(channel), reported=filter(None, [reported]))
 
     def _fail(self, hook: str, request_id: str = "") -> None:
         self._driver.observe(e.HookFailed(hook, request_id, "broken", self._driver._now()))

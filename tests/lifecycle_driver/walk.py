@@ -213,7 +213,7 @@ class Walk:
         told = self.driver.deliver(Channel.WORKERS)
         failed = self._execute()
         self._process_outputs(failed)
-        self.driver.deliver(Channel.VLLM, heard=[*told.failed.values(), *told.sent.values()])
+        self.driver.deliver(Channel.VLLM, reported=[*told.failed.values(), *told.sent.values()])
 
     def _schedule_running(self) -> None:
         for player in [player for player in self.players if player.running]:
@@ -377,7 +377,7 @@ class Walk:
             if isinstance(decision, e.RequestReleased):
                 self.device.give_back(self._kept.pop(decision.request_id, ()))
             elif isinstance(decision, e.LoadCompleted | e.LoadFailed):
-                # The worker of a load that was given up is not heard of again.
+                # The worker of a load that was given up reports no more.
                 self._copies = [copy for copy in self._copies if copy.event.job_id != decision.job_id]
                 player = players.get(decision.request_id)
                 if player is None or not player.loading:

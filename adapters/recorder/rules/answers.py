@@ -13,7 +13,7 @@ class LastToken(Checker):
 
     Verifies: no answer is negative; with what is computed it is at most the tokens that are known, which is what
     vLLM's scheduler asserts, and one less where the load precedes the step, which computes the last one
-    (`v1/core/sched/scheduler.py`, 0.32); an answer of no tokens does not promise to come beside the steps
+    (`v1/core/sched/scheduler.py`, 0.32); an answer of no tokens does not promise to come asynchronously
     (`kv_connector/v1/base.py`, get_num_new_matched_tokens).
     Does not verify: that what was answered is there.
     """
@@ -22,14 +22,17 @@ class LastToken(Checker):
 
     @on(e.ExtensionObserved)
     def _said(self, event: e.ExtensionObserved) -> None:
-        told = payload_of(event)
-        if not isinstance(told, payloads.LookupReturned) or told.num_external_tokens is None:
+        lookup = payload_of(event)
+        if not isinstance(lookup, payloads.LookupReturned) or lookup.num_external_tokens is None:
             return
-        answer, most = told.num_external_tokens, told.num_tokens - told.num_computed_tokens - (not told.is_async)
+        answer, most = (
+            lookup.num_external_tokens,
+            lookup.num_tokens - lookup.num_computed_tokens - (not lookup.is_async),
+        )
         if answer < 0 or answer > max(most, 0):
-            detail = f"{answer} tokens were answered, {told.num_computed_tokens} of {told.num_tokens} are computed"
-        elif told.is_async and not answer:
-            detail = "no tokens were answered, and that they come beside the steps"
+            detail = f"{answer} tokens were answered, {lookup.num_computed_tokens} of {lookup.num_tokens} are computed"
+        elif lookup.is_async and not answer:
+            detail = "no tokens were answered, asynchronously"
         else:
             return
         self.broken(detail)

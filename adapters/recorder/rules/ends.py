@@ -30,13 +30,13 @@ class RuleOfEnds(Checker):
 
     @on(e.ExtensionObserved)
     def _said(self, event: e.ExtensionObserved) -> None:
-        told = payload_of(event)
-        if isinstance(told, payloads.EndReturned) and told.keeps_blocks:
+        payload = payload_of(event)
+        if isinstance(payload, payloads.EndReturned) and payload.keeps_blocks:
             self.kept[event.request_id] = self.moment.sequence, event.time_ns
 
 
 class CompletionOnce(RuleOfEnds):
-    """COMPLETION_ONCE: vLLM hears of each asynchronous load and of each kept request once, and of nobody else.
+    """COMPLETION_ONCE: each asynchronous load and each kept request is reported to vLLM once, and nothing else.
 
     vLLM asserts that it knows whoever is named, and frees the blocks of who has ended
     (`v1/core/sched/scheduler.py`, _update_from_kv_xfer_finished, 0.32).
@@ -53,7 +53,7 @@ class CompletionOnce(RuleOfEnds):
     def __init__(self, model: Model) -> None:
         super().__init__(model)
         self._ended: dict[tuple[str, bool], int] = {}
-        """(request id, whether it was kept) -> event by which vLLM heard of it, until the id arrives again."""
+        """(request id, whether it was kept) -> event by which vLLM had it, until the id arrives again."""
         self._is_alone = True
 
     def begin(self, _start: Start) -> None:
@@ -77,9 +77,9 @@ class CompletionOnce(RuleOfEnds):
 
     @on(e.ExtensionNoted)
     def _reported(self, event: e.ExtensionNoted) -> None:
-        told = payload_of(event)
-        if isinstance(told, payloads.ReportedToVLLM):
-            self._check(dict.fromkeys((*told.finished_recving, *told.failed_recving)), told.finished_sending)
+        payload = payload_of(event)
+        if isinstance(payload, payloads.ReportedToVLLM):
+            self._check(dict.fromkeys((*payload.finished_recving, *payload.failed_recving)), payload.finished_sending)
 
     def _check(self, received: Iterable[str], sent: Iterable[str]) -> None:
         for request_id in self.kept.keys() & set(received) if self._is_alone else ():  # who has ended
@@ -96,7 +96,7 @@ class CompletionOnce(RuleOfEnds):
                     self._ended[request_id, was_kept] = self.moment.sequence
                 elif before or self._is_alone:
                     again = "a second time" if before else "who is owed none"
-                    detail = f"vLLM hears of the end of {what} of {request_id!r}, {again}"
+                    detail = f"vLLM gets an end of {what} of {request_id!r}, {again}"
                     self.broken(detail, before, request_id=request_id)
 
 
@@ -111,12 +111,12 @@ class Liveness(RuleOfEnds):
 
     @on(e.ExtensionNoted)
     def _reported(self, event: e.ExtensionNoted) -> None:
-        told = payload_of(event)
-        if isinstance(told, payloads.ReportedToVLLM):
-            for request_id in (*told.finished_recving, *told.failed_recving):
+        payload = payload_of(event)
+        if isinstance(payload, payloads.ReportedToVLLM):
+            for request_id in (*payload.finished_recving, *payload.failed_recving):
                 self.waiting.pop(request_id, None)
                 self.kept.pop(request_id, None)  # it has ended, and vLLM frees it now
-            for request_id in told.finished_sending:
+            for request_id in payload.finished_sending:
                 self.kept.pop(request_id, None)
 
     @on(e.StepScheduled)
@@ -125,5 +125,5 @@ class Liveness(RuleOfEnds):
             for request_id, (sequence, time_ns) in list(who.items()):
                 if event.time_ns - time_ns > MAX_SILENT_NS:
                     del who[request_id]
-                    detail = f"vLLM has not heard of the end of {what} for {(event.time_ns - time_ns) // 10**9} s"
+                    detail = f"vLLM has waited for the end of {what} for {(event.time_ns - time_ns) // 10**9} s"
                     self.broken(detail, sequence, request_id=request_id)

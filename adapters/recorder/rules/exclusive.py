@@ -1,4 +1,4 @@
-"""Who else uses the blocks of a copy that is under way. Each is judged as far as the log tells when a copy ends."""
+"""Who else uses the blocks of a copy that is under way. Each is judged as far as the log shows when a copy ends."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvledger.lifecycle.windows import NULL_BLOCK
 class LoadDstExclusive(RuleOfCopies):
     """LOAD_DST_EXCLUSIVE: a load fills blocks that were given for it, and nobody else fills them.
 
-    vLLM allocates blocks for the tokens that it takes up of the answer, behind those that are computed
+    vLLM allocates blocks for the tokens that it claims of the answer, behind those that are computed
     (`kv_connector/v1/base.py`, get_num_new_matched_tokens and update_state_after_alloc, 0.32); what is computed may be
     shared with requests that run.
 
@@ -58,7 +58,7 @@ class BlockReuseFenced(RuleOfCopies):
     workers finish them before the step that fills the blocks (handle_preemptions; `kv_connector/v1/base.py`, 0.32).
 
     Verifies: this at each step, for all blocks that it or an allocation before it gives, beyond what is shared.
-    Does not verify: copies of a connector without a decoder, or whose end it does not tell; that workers do wait where
+    Does not verify: copies of a connector without a decoder, or whose end is not in the log; that workers do wait where
     the metadata says that they should.
     """
 
@@ -75,7 +75,7 @@ class SrcBlockStable(RuleOfCopies):
 
     Verifies: this for each load as it begins, whosever the save is.
     Does not verify: what a forward writes into the block, which is BLOCK_REUSE_FENCED where it is another request's and
-    does no harm where it is behind what is saved; copies of a connector without a decoder, or whose end is not told.
+    does no harm where it is behind what is saved; copies of a connector without a decoder, or whose end is not payload.
     """
 
     rule = "SRC_BLOCK_STABLE"
@@ -92,9 +92,9 @@ class SrcBlockStable(RuleOfCopies):
 class LoadXorStores(RuleOfCopies):
     """LOAD_XOR_STORES: a block is not saved while a load fills it: what is saved may be what was there before.
 
-    Verifies: this for each save as it begins, against the loads beside the steps.
+    Verifies: this for each save as it begins, against asynchronous loads.
     Does not verify: loads within a step, which end before what its saves read is computed; copies of a connector
-    without a decoder, or whose end is not told.
+    without a decoder, or whose end is not payload.
     """
 
     rule = "LOAD_XOR_STORES"

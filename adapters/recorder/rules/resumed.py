@@ -1,4 +1,4 @@
-"""What a preempted request is told of what the connector has of it."""
+"""What a preempted request is answered, of what the connector has of it."""
 
 from __future__ import annotations
 
@@ -93,20 +93,20 @@ class ResumeCoversOutput(Checker):
 
     @on(e.ExtensionObserved)
     def _said(self, event: e.ExtensionObserved) -> None:
-        told, life = payload_of(event), self.moment.life
+        payload, life = payload_of(event), self.moment.life
         if not self._knows_all or life is None:
             return
-        if isinstance(told, payloads.LookupReturned):
+        if isinstance(payload, payloads.LookupReturned):
             account = self._accounts.setdefault(life.ordinal, _Account())
-            account.num_computed_tokens, account.num_tokens = told.num_computed_tokens, told.num_tokens
-            if told.num_external_tokens:
+            account.num_computed_tokens, account.num_tokens = payload.num_computed_tokens, payload.num_tokens
+            if payload.num_external_tokens:
                 account.has_been_offered = True
-                self._offered(account, told.num_computed_tokens + told.num_external_tokens, life.keys)
-        elif isinstance(told, payloads.Transferred) and not told.is_load:
-            first = max(told.first_block, 0)
-            for key in life.keys[first : first + len(told.block_ids)]:
+                self._offered(account, payload.num_computed_tokens + payload.num_external_tokens, life.keys)
+        elif isinstance(payload, payloads.Transferred) and not payload.is_load:
+            first = max(payload.first_block, 0)
+            for key in life.keys[first : first + len(payload.block_ids)]:
                 self._saved_at[key] = self._num_saved_blocks
-            self._num_saved_blocks += len(told.block_ids)
+            self._num_saved_blocks += len(payload.block_ids)
         else:
             return
         if len(self._seen_at) > MAX_KEYS:

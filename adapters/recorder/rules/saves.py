@@ -92,29 +92,29 @@ class StoreContiguous(RuleOfTables):
 
     @on(e.ExtensionObserved)
     def _said(self, event: e.ExtensionObserved) -> None:
-        told = payload_of(event)
+        payload = payload_of(event)
         if not self._knows_all or self.moment.life is None:
             return
-        if isinstance(told, payloads.LookupReturned) and told.num_external_tokens:
-            account, hit = self._account(), told.num_computed_tokens + told.num_external_tokens
+        if isinstance(payload, payloads.LookupReturned) and payload.num_external_tokens:
+            account, hit = self._account(), payload.num_computed_tokens + payload.num_external_tokens
             account.hits.append(hit)
             self._store(self.moment.life.keys[: hit // self._block_size])
-        elif isinstance(told, payloads.Transferred) and told.first_block < 0:
+        elif isinstance(payload, payloads.Transferred) and payload.first_block < 0:
             self._knows_all = False
-        elif isinstance(told, payloads.Transferred) and told.group == self._group:
-            self._copied(told)
+        elif isinstance(payload, payloads.Transferred) and payload.group == self._group:
+            self._copied(payload)
 
     @on(e.ExtensionNoted)
     def _noted(self, event: e.ExtensionNoted) -> None:
-        told = payload_of(event)
-        if isinstance(told, payloads.Undecoded):
+        payload = payload_of(event)
+        if isinstance(payload, payloads.Undecoded):
             self._knows_all = False
-        elif isinstance(told, payloads.TransferredFor) and not told.copy.is_load:
-            life = self.lives.get(told.request_id)
-            if life is None or told.copy.first_block < 0:
+        elif isinstance(payload, payloads.TransferredFor) and not payload.copy.is_load:
+            life = self.lives.get(payload.request_id)
+            if life is None or payload.copy.first_block < 0:
                 self._knows_all = False
             else:  # its table is gone: all that may be saved counts as saved
-                self._store(life.keys[told.copy.first_block :])
+                self._store(life.keys[payload.copy.first_block :])
 
     def _copied(self, copy: payloads.Transferred) -> None:
         life, table = self.moment.life, self.table_of(copy)

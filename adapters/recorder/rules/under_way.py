@@ -1,6 +1,6 @@
 """Which copies are under way, and which blocks are given to be filled; what the rules about both have in common.
 
-A copy is under way from the metadata that hands it to the workers until the log tells its end: by its job, by its
+A copy is under way from the metadata that hands it to the workers until the log has its end: by its job, by its
 request, or because its step is over (`payloads.ENDS`). One whose end no log shows is over at once.
 """
 
@@ -92,24 +92,24 @@ class RuleOfCopies(Checker):
 
     @on(e.ExtensionNoted)
     def _noted(self, event: e.ExtensionNoted) -> None:
-        told = payload_of(event)
-        if isinstance(told, payloads.TransferredFor):
-            self._begin(Begun(self.moment.sequence, told.request_id, -1, told.copy))
-        elif isinstance(told, payloads.Returned):
-            if told.hook == "build_connector_meta":
+        payload = payload_of(event)
+        if isinstance(payload, payloads.TransferredFor):
+            self._begin(Begun(self.moment.sequence, payload.request_id, -1, payload.copy))
+        elif isinstance(payload, payloads.Returned):
+            if payload.hook == "build_connector_meta":
                 if self.given and self._under_way:
                     self.step_built()
                 self.given.clear()
-        elif isinstance(told, payloads.TransfersEnded | payloads.TransfersAwaited):
-            if isinstance(told, payloads.TransfersAwaited):
-                self._awaited = frozenset(told.jobs)
-            for job in told.jobs:
+        elif isinstance(payload, payloads.TransfersEnded | payloads.TransfersAwaited):
+            if isinstance(payload, payloads.TransfersAwaited):
+                self._awaited = frozenset(payload.jobs)
+            for job in payload.jobs:
                 self._under_way.pop(job, None)
-        elif isinstance(told, payloads.ReportedToVLLM):
-            self._hear({*told.finished_recving, *told.failed_recving}, is_load=True)
-            self._hear(set(told.finished_sending), is_load=False)
+        elif isinstance(payload, payloads.ReportedToVLLM):
+            self._end_of({*payload.finished_recving, *payload.failed_recving}, is_load=True)
+            self._end_of(set(payload.finished_sending), is_load=False)
 
-    def _hear(self, request_ids: set[str], *, is_load: bool) -> None:
+    def _end_of(self, request_ids: set[str], *, is_load: bool) -> None:
         if request_ids:
             self._end(
                 lambda begun: (

@@ -9,11 +9,11 @@ from kvledger.lifecycle.audit.model.moment import on
 
 
 class DelayFreeContract(Checker):
-    """vLLM is told to keep a request's blocks only at its end, at most once, and only while a copy reads them.
+    """vLLM is asked to keep a request's blocks only at its end, at most once, and only while a copy reads them.
 
     Verifies: what holds blocks is the end of that very request; an asynchronous save reads them then, and no
-    asynchronous load fills them; a held request is released when its last job is settled, which is when vLLM is told.
-    Does not verify: that vLLM was told, and how often.
+    asynchronous load fills them; a held request is released when its last job is settled, when vLLM gets it back.
+    Does not verify: that vLLM was informed, and how often.
     """
 
     rule = "DELAY_FREE_CONTRACT"

@@ -16,7 +16,7 @@ class GroupAgreement(Checker):
     """A load ends at one token for all groups and brings each group what that token's successor sees, no more.
 
     Verifies: for every page of a load that it is copied if and only if its group sees it at the load's end; for every
-    page of a save that its group still saw it when the tokens settled that the log had told by then, or left it just
+    page of a save that its group still saw it when the tokens settled that the log had by then, or left it just
     then and the copy precedes the forward. With full attention alone there is nothing to verify.
     Does not verify: that the windows in the log's header are the model's, nor which blocks vLLM had freed.
     """
@@ -26,9 +26,9 @@ class GroupAgreement(Checker):
     def __init__(self, model: Model) -> None:
         super().__init__(model)
         self._leaving: dict[str, tuple[int, int]] = {}
-        """Request id -> (settled tokens, sequence) as told since the last step."""
+        """Request id -> (settled tokens, sequence) as recorded since the last step."""
         self._left: dict[str, tuple[int, int]] = {}
-        """The same, told right before the last step."""
+        """The same, recorded right before the last step."""
         self._step_sequence = 0
 
     def checks(self) -> EventChecks:
@@ -58,11 +58,11 @@ class GroupAgreement(Checker):
         self._check_save(event, self.geometry.pages_spanning(event.first_token, event.num_tokens))
 
     def _intact_since(self, event: e.SaveIssued | e.TailSaveIssued) -> tuple[int, int] | None:
-        """What was told about pages that were being left; they must be copied before the forward."""
+        """What was recorded about pages that were being left; they must be copied before the forward."""
         if isinstance(event, e.TailSaveIssued) or not event.before_forward:
             return None
-        told = self._left if event.cause == self._step_sequence else self._leaving
-        return told.get(event.request_id)
+        known = self._left if event.cause == self._step_sequence else self._leaving
+        return known.get(event.request_id)
 
     @on(e.LoadIssued)
     def _check_load(self, event: e.LoadIssued) -> None:

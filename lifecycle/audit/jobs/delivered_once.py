@@ -1,4 +1,4 @@
-"""DELIVERED_ONCE: a job is handed out once, and each end that vLLM waits for is told once; nobody else is told."""
+"""DELIVERED_ONCE: a job is handed out once, and each end that vLLM waits for is reported once, to nobody else."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ class DeliveredOnce(Checker):
     """What leaves the ledger is owed, and leaves once.
 
     Verifies: jobs that are handed out are in flight and were not handed out before; reminders were decided; a load that
-    is told as in place or failed was asynchronous, taken up, and settled so; a request that is told as sent ended while
-    a copy read its blocks, and none does any more; blocks are told that a refused or withheld load was to fill.
+    is reported as in place or failed was asynchronous, claimed, and settled so; one reported as sent ended while
+    a copy read its blocks, and none does any more; blocks are reported that a refused or withheld load was to fill.
     Does not verify: that all that is owed is handed over (the engine would wait); what was owed where an audit begins
     in the middle of a log.
     """
@@ -137,25 +137,25 @@ class DeliveredOnce(Checker):
 
     @on(e.EffectsDelivered)
     def _loads_reported(self, event: e.EffectsDelivered) -> None:
-        for told, ordinals in (("received", event.received), ("failed", event.failed)):
+        for end_reported, ordinals in (("received", event.received), ("failed", event.failed)):
             for ordinal in ordinals:
                 end = self._waiting.pop(ordinal, None)
-                if ordinal >= self._first_ordinal and end != told:
+                if ordinal >= self._first_ordinal and end != end_reported:
                     came_to = "waits for no load" if end is None else f"waits for a load that came to {end or 'no end'}"
-                    self.broken(f"life {ordinal} is told as {told}, but it {came_to}")
+                    self.broken(f"life {ordinal} is reported as {end_reported}, but it {came_to}")
 
     @on(e.EffectsDelivered)
     def _frees_reported(self, event: e.EffectsDelivered) -> None:
         for ordinal in event.sent:
             if self._is_read(ordinal):
-                self.broken(f"life {ordinal} is told as sent, but a copy still reads its blocks")
+                self.broken(f"life {ordinal} is reported as sent, but a copy still reads its blocks")
             elif ordinal not in self._kept and ordinal >= self._first_ordinal:
-                self.broken(f"life {ordinal} is told as sent, but its blocks are not kept for a copy")
+                self.broken(f"life {ordinal} is reported as sent, but its blocks are not kept for a copy")
             self._kept.discard(ordinal)
 
     @on(e.EffectsDelivered)
     def _blocks_reported(self, event: e.EffectsDelivered) -> None:
         unknown = sorted(set(event.block_ids) - self._unfilled)
         if unknown and not self._first_job:
-            self.broken(f"blocks {unknown} are told as not filled, but no load was to")
+            self.broken(f"blocks {unknown} are reported as not filled, but no load was to")
         self._unfilled.difference_update(event.block_ids)

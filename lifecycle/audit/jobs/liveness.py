@@ -23,7 +23,7 @@ class Liveness(Checker):
         self._overdue: list[tuple[int, int]] = []
         """(job id, step since which it is silent) at the last step."""
         self._named: set[int] = set()
-        """Jobs that were overdue twice and are in flight still: told once."""
+        """Jobs that were overdue twice and are in flight still: reported once."""
         self._silent_since = 0
         """No job is silent since an earlier step: who was issued or asked after since is not looked at before."""
         self._max_silent_steps = model.configuration.max_silent_steps

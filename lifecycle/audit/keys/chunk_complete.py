@@ -9,7 +9,7 @@ from kvledger.lifecycle.audit.model.moment import on
 
 
 class ChunkComplete(Checker):
-    """Every saved chunk, and every saved tail, ends at or before the settled tokens that the log had told by then.
+    """Every saved chunk, and every saved tail, ends at or before the settled tokens that the log had by then.
 
     Verifies: this for saves after a step, a preemption and the end; at the end the last sampled token does not
     count, whatever the status: it was never computed.
@@ -27,8 +27,8 @@ class ChunkComplete(Checker):
         chunks = event.chunks
         deepest = max(chunks) if len(chunks) > 1 else chunks[0] if chunks else -1
         num_tokens = (deepest + 1) * self._chunk_size
-        told = self.settled.told(event.request_id)
-        if told is None or num_tokens > told[0]:
+        known = self.settled.known(event.request_id)
+        if known is None or num_tokens > known[0]:
             self._check(event, f"chunk {deepest}", num_tokens)
 
     @on(e.TailSaveIssued)

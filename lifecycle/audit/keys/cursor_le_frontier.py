@@ -27,7 +27,7 @@ class CursorLeFrontier(Checker):
     def __init__(self, model: Model) -> None:
         super().__init__(model)
         self._cursors: dict[str, tuple[int, int]] = {}
-        """Request id -> (number of chunks dealt with, sequence of the step that told)."""
+        """Request id -> (number of chunks dealt with, sequence of the step that says so)."""
         self._chunk_size = model.configuration.chunk_size
         model.forgotten.at((*LIFE, e.RequestPreempted, e.RequestFinished), self._cursors)
 

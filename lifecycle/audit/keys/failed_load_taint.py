@@ -126,7 +126,7 @@ class FailedLoadTaint(Checker):
         if num_tokens is not None:  # who hits what another one writes in this very step is right: see the step first
             num_hit = self.geometry.pages_spanning(0, num_tokens).stop
             self._hits.append((event.request_id, self.moment.sequence, event.block_ids[:num_hit]))
-            self._fill(event.block_ids[num_hit:])  # new ones; another connector may fill them, of which nothing is told
+            self._fill(event.block_ids[num_hit:])  # new ones; another connector may fill them, unrecorded
 
     @on(e.SaveIssued, e.TailSaveIssued)
     def _save_issued(self, event: e.SaveIssued | e.TailSaveIssued) -> None:

@@ -16,7 +16,7 @@ MAX_KEYS = 1 << 16
 """Keys that are remembered; the oldest are forgotten first."""
 
 
-class _Told(msgspec.Struct, frozen=True, gc=False):
+class _Known(msgspec.Struct, frozen=True, gc=False):
     """Keys of chunks in a row, none of them twice."""
 
     first_chunk: int
@@ -26,14 +26,14 @@ class _Told(msgspec.Struct, frozen=True, gc=False):
     sequence: int
 
     def is_at(self, chunk: int, key: bytes, parent: bytes) -> bool:
-        """Whether the key was told of as this chunk's, behind this one."""
+        """Whether the key was recorded as this chunk's, behind this one."""
         keys, number = self.keys, chunk - self.first_chunk
         if not 0 <= number < len(keys) or keys[number] != key:
             return False
         return parent == (keys[number - 1] if number else self.parent)
 
     def num_in_common(self, chunk: int, keys: tuple[bytes, ...]) -> int:
-        """How many of the keys, the first one being that of this chunk, were told of here one after the other."""
+        """How many of the keys, the first one being that of this chunk, were recorded here one after the other."""
         count = 0
         for known, key in zip(self.keys[chunk - self.first_chunk :], keys, strict=False):
             if known != key:
@@ -59,7 +59,7 @@ class KeyIdentity(Checker):
 
     def __init__(self, model: Model) -> None:
         super().__init__(model)
-        self._told = _Remembered()
+        self._known = _Remembered()
 
     @on(e.ChunkKeysObserved)
     def _observed(self, event: e.ChunkKeysObserved) -> None:
@@ -74,23 +74,23 @@ class KeyIdentity(Checker):
                 self.broken(detail)
                 return
             parent = known[first_chunk - 1]
-        if not self._told.add_new(_Told(first_chunk, parent, keys, self.moment.sequence)):
+        if not self._known.add_new(_Known(first_chunk, parent, keys, self.moment.sequence)):
             self._check_places(first_chunk, parent, keys)
 
     def _check_places(self, chunk: int, parent: bytes, keys: tuple[bytes, ...]) -> None:
         """Piece by piece: some were named before, mostly the beginning of a prompt that others share."""
-        while keys and not self._told.add_new(_Told(chunk, parent, keys, self.moment.sequence)):
-            told = self._told.of(keys[0])
-            if told is None:  # one behind it is known, or stands twice
-                self._told.add_new(_Told(chunk, parent, keys[:1], self.moment.sequence))
+        while keys and not self._known.add_new(_Known(chunk, parent, keys, self.moment.sequence)):
+            known = self._known.of(keys[0])
+            if known is None:  # one behind it is known, or stands twice
+                self._known.add_new(_Known(chunk, parent, keys[:1], self.moment.sequence))
                 num_done = 1
-            elif told.is_at(chunk, keys[0], parent):
-                num_done = told.num_in_common(chunk, keys)
+            elif known.is_at(chunk, keys[0], parent):
+                num_done = known.num_in_common(chunk, keys)
             else:
-                before = told.place_of(keys[0])
+                before = known.place_of(keys[0])
                 prefix = "behind another prefix" if parent != before[1] else "behind the same chunk"
                 detail = f"key {keys[0].hex()} names chunk {chunk}, {prefix}; it had named chunk {before[0]}"
-                self.broken(detail, told.sequence)
+                self.broken(detail, known.sequence)
                 return
             parent = keys[num_done - 1]
             chunk += num_done
@@ -98,36 +98,36 @@ class KeyIdentity(Checker):
 
 
 class _Remembered:
-    """Key -> what told of it first, for the last keys."""
+    """Key -> what recorded it first, for the last keys."""
 
     def __init__(self) -> None:
-        self._told: dict[bytes, _Told] = {}
+        self._known: dict[bytes, _Known] = {}
         # The dict knows the order too, but is slow at telling which key is its oldest.
         self._keys: deque[bytes] = deque()
-        self.of: Callable[[bytes], _Told | None] = self._told.get
+        self.of: Callable[[bytes], _Known | None] = self._known.get
 
-    def add_new(self, told: _Told) -> bool:
-        """Remember these keys if all of them are new; whether that is so, or they were told in the very same way."""
-        keys = told.keys
+    def add_new(self, known: _Known) -> bool:
+        """Remember these keys if all of them are new; whether that is so, or they are recorded as these."""
+        keys = known.keys
         if not keys:
             return True
-        before = self._told.get(keys[0])
+        before = self._known.get(keys[0])
         if before is not None:
-            return before.first_chunk == told.first_chunk and before.parent == told.parent and before.keys == keys
+            return before.first_chunk == known.first_chunk and before.parent == known.parent and before.keys == keys
         if len(keys) == 1:  # nearly always
-            self._told[keys[0]] = told
+            self._known[keys[0]] = known
             self._keys.append(keys[0])
         else:
-            num_before = len(self._told)
-            if not self._told.keys().isdisjoint(keys):
+            num_before = len(self._known)
+            if not self._known.keys().isdisjoint(keys):
                 return False
             for key in keys:
-                self._told[key] = told
-            if len(self._told) < num_before + len(keys):  # one of them stands twice
+                self._known[key] = known
+            if len(self._known) < num_before + len(keys):  # one of them stands twice
                 for key in set(keys):
-                    del self._told[key]
+                    del self._known[key]
                 return False
             self._keys.extend(keys)
-        while len(self._told) > MAX_KEYS:
-            del self._told[self._keys.popleft()]
+        while len(self._known) > MAX_KEYS:
+            del self._known[self._keys.popleft()]
         return True

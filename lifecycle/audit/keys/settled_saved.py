@@ -22,7 +22,7 @@ class _Taken(msgspec.Struct):
 class SettledSaved(Checker):
     """When a request is preempted or ends, each of its settled chunks is in the pool, on its way there, or declined.
 
-    Verifies: this for every preemption and every end, by what the log told to be settled, the last token left out that
+    Verifies: this for every preemption and every end, by what the log says is settled, the last token left out that
     was never computed; of requests that are trusted, not from before a reset, and in no load.
     Does not verify: when before that a chunk is saved, which is the state handlers' business; tails; what a
     save brought that was under way during a reset (RESET_EPOCH); models with sliding windows, which leave chunks that

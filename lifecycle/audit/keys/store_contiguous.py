@@ -21,7 +21,7 @@ class _Accounted(msgspec.Struct, gc=False):
     """All of these, from the first on."""
     beyond: set[int] = msgspec.field(default_factory=set)
     end_chunk: int = 0
-    """Where the settled chunks ended when they were last told of."""
+    """Where the settled chunks ended when they were last recorded."""
 
     def add(self, chunk: int) -> None:
         if chunk == self.num_chunks:
@@ -36,8 +36,8 @@ class _Accounted(msgspec.Struct, gc=False):
 class StoreContiguous(Checker):
     """Before a chunk of a request is saved, each chunk before it was in the pool, being saved, or declined.
 
-    Verifies: this for every save, over a request's life; a chunk counts as there if it was when its tokens were told to
-    be settled, lost or final, or is there when the later one is saved, and as declined where a reset or a quarantine
+    Verifies: this for every save, over a request's life; a chunk counts as there if it was when its tokens
+    were settled, lost or final, or is there when the later one is saved, and as declined where a reset or a quarantine
     kept it from being saved.
     Does not verify: that what has settled is saved at all, which is the state handlers' business; what became of a
     chunk since it was there.
@@ -48,24 +48,24 @@ class StoreContiguous(Checker):
     def __init__(self, model: Model) -> None:
         super().__init__(model)
         self._accounts: dict[str, _Accounted] = {}
-        self._told: list[tuple[_Accounted, str, int, int]] = []
-        """(request, its id, first, end) of chunks that the last observation told of, until their fate is known."""
+        self._known: list[tuple[_Accounted, str, int, int]] = []
+        """(request, its id, first, end) of chunks that the last observation named, until their fate is known."""
         self._chunk_size = model.configuration.chunk_size
         model.forgotten.at(LIFE, self._accounts)
 
     def begin(self, start: Start) -> None:
-        """Nothing tells what became of the chunks known by now: all count as told of."""
+        """What became of the chunks known by now is not recorded: all count as named."""
         for life in start.lives:
             num_chunks = len(life.keys)
             self._accounts[life.request_id] = _Accounted(num_chunks, end_chunk=num_chunks)
 
     @on(e.StepScheduled)
     def _step_scheduled(self, event: e.StepScheduled) -> None:
-        if self._told:
+        if self._known:
             self._look()
         if event.settled:
             life_of, accounts = self.lives.of, self._accounts
-            told, chunk_size = self._told, self._chunk_size
+            known, chunk_size = self._known, self._chunk_size
             for ordinal, first_chunk, num_settled_tokens in event.settled:
                 life = life_of(ordinal)
                 if life is None:
@@ -81,11 +81,11 @@ class StoreContiguous(Checker):
                 if life.quarantined or life.is_stale:
                     self._pass_over(account, first_chunk)
                 elif end_chunk > account.num_chunks:
-                    told.append((account, request_id, first_chunk, end_chunk))
+                    known.append((account, request_id, first_chunk, end_chunk))
 
     @on(e.RequestPreempted, e.RequestFinished)
     def _stopped(self, event: e.RequestPreempted | e.RequestFinished) -> None:
-        if self._told:
+        if self._known:
             self._look()
         life = self.moment.life
         if life is not None:
@@ -94,11 +94,11 @@ class StoreContiguous(Checker):
             if life.quarantined or self.moment.was_stale:
                 self._pass_over(account, 0)
             elif account.end_chunk > account.num_chunks:
-                self._told.append((account, event.request_id, 0, account.end_chunk))
+                self._known.append((account, event.request_id, 0, account.end_chunk))
 
     @on(e.TransferReported)
     def _reported(self, _event: e.TransferReported) -> None:
-        if self._told:
+        if self._known:
             self._look()
 
     @on(e.CacheReset)
@@ -108,13 +108,13 @@ class StoreContiguous(Checker):
     @on(e.ChunkEvicted, e.ChunkTainted)
     def _evicted(self, event: e.ChunkEvicted | e.ChunkTainted) -> None:
         # Who was passed over because it was there still counts as that.
-        self._look(keeps_told=True, gone=(event.key,))
+        self._look(keeps_known=True, gone=(event.key,))
 
     @on(e.SaveFailed)
     def _save_failed(self, _event: e.SaveFailed) -> None:
         # The same for who was passed over because another one's save was under way.
-        if self._told and self.jobs.current is not None:
-            self._look(keeps_told=True, gone=self.jobs.current.keys)
+        if self._known and self.jobs.current is not None:
+            self._look(keeps_known=True, gone=self.jobs.current.keys)
 
     @on(e.SaveDeclined)
     def _declined(self, event: e.SaveDeclined) -> None:
@@ -147,14 +147,14 @@ class StoreContiguous(Checker):
         self,
         *,
         is_reset: bool = False,
-        keeps_told: bool = False,
+        keeps_known: bool = False,
         gone: Collection[bytes] = (),
     ) -> None:
-        """Account for the chunks that are there, and no more are told of."""
-        told = self._told
-        if not keeps_told:
-            self._told = []
-        for account, request_id, first_chunk, end_chunk in told:
+        """Account for the chunks that are there, and no more are named."""
+        known = self._known
+        if not keeps_known:
+            self._known = []
+        for account, request_id, first_chunk, end_chunk in known:
             if account.num_chunks >= end_chunk:  # all of it was saved
                 continue
             whose = self.lives.get(request_id)
@@ -195,7 +195,7 @@ class StoreContiguous(Checker):
             detail = f"chunk {last_chunk} is saved, but chunks {missing} before it were left out without a word"
             self.broken(detail, event.cause)
         for chunk in range(account.num_chunks, last_chunk):
-            account.add(chunk)  # told once
+            account.add(chunk)  # counted once
 
     def _is_there(self, key: bytes) -> bool:
         return key in self.chunks or key in self.chunks.saving

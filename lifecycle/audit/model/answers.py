@@ -1,4 +1,4 @@
-"""What each request was answered and what it took up of it. The audit's own; see `lives.py`."""
+"""What each request was answered and what it claimed of it. The audit's own; see `lives.py`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Answer(NamedTuple):
 
 
 class Allocation(NamedTuple):
-    """Blocks that were given, and the answer that they took up."""
+    """Blocks that were given, and the answer that they claimed."""
 
     sequence: int
     answer: Answer | None
@@ -34,9 +34,9 @@ class Allocation(NamedTuple):
 
 
 class Answers:
-    """Request id -> the answer that no allocation has taken up; and the last allocation, in the same holding of blocks.
+    """Request id -> the answer that no allocation has claimed; and the last allocation, in the same holding of blocks.
 
-    A preemption, the next turn of a session and the end take back both; a reset only what was not taken up.
+    A preemption, the next turn of a session and the end take back both; a reset only what was not claimed.
     """
 
     def __init__(self, moment: Moment, forgotten: Forgotten) -> None:
@@ -47,10 +47,10 @@ class Answers:
         forgotten.at(taken_back, self._pending, self._allocations)
         # The dict's own method. So the dict is changed, never replaced.
         self.allocation: Callable[[str], Allocation | None] = self._allocations.get
-        """What the request's last allocation took up."""
+        """What the request's last allocation claimed."""
 
     def begin(self, start: Start) -> None:
-        """Take over the answers that no allocation has taken up."""
+        """Take over the answers that no allocation has claimed."""
         self._pending.update(start.answers)
 
     @on(e.LookupAnswered)

@@ -34,7 +34,7 @@ class Life(msgspec.Struct, gc=False):
     ordinal: int
     num_prompt_tokens: int
     num_tokens: int
-    """Prompt and output, as of the last event that told."""
+    """Prompt and output, as of the last event that has it."""
     place: int = 0
     """Its place in `PLACES`; the next two are what stands there."""
     state: RequestState = RequestState.NEW
@@ -47,9 +47,9 @@ class Life(msgspec.Struct, gc=False):
     stale_generation: int = NEVER
     """The generation that a reset has made stale; nothing of it may be saved."""
     counted_tokens: int = 0
-    """Computed or scheduled tokens when they were last told."""
+    """Computed or scheduled tokens when they were last recorded."""
     decoding_since: int = NEVER
-    """Number of the step since which it decodes one token a step without being told of."""
+    """Number of the step since which it decodes one token a step without being recorded."""
     keys: list[bytes] = msgspec.field(default_factory=list)
     """Of its chunks, from the first one on, as far as they were observed."""
 
@@ -94,7 +94,7 @@ class Lives:
         self.num_steps = 0
         self.time_ns = 0
         self.num_decoding = 0
-        """Lives that decode one token a step without being told of."""
+        """Lives that decode one token a step without being recorded."""
         self.num_scheduled_tokens = 0
         """What the requests of the last step add up to."""
 
@@ -292,7 +292,7 @@ class Lives:
 
     @on(e.StepScheduled)
     def _step_scheduled(self, event: e.StepScheduled) -> None:
-        """Count: one token for each that decoded one before, but for those that are paused or told of."""
+        """Count: one token for each that decoded one before, but for those that are paused or recorded."""
         self.time_ns = event.time_ns
         life_of = self.of
         legal = self._of_a_step[0]

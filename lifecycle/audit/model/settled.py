@@ -1,4 +1,4 @@
-"""How many tokens of each request were certainly written, as far as a log has told. The audit's own count."""
+"""How many tokens of each request were certainly written, as far as a log shows. The audit's own count."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _PREEMPTED = RequestState.PREEMPTED
 
 
 class SettledTokens:
-    """Request id -> (number of settled tokens, sequence of the event that told)."""
+    """Request id -> (number of settled tokens, sequence of the event that says so)."""
 
     def __init__(self, lives: Lives, moment: Moment, forgotten: Forgotten) -> None:
         self._moment = moment
@@ -22,17 +22,17 @@ class SettledTokens:
         self._settled: dict[str, tuple[int, int]] = {}
         forgotten.at(LIFE, self._settled)
         # The dict's own method, because it is asked for every save. So the dict is changed, never replaced.
-        self.told: Callable[[str], tuple[int, int] | None] = self._settled.get
-        """The count and who told it, or None where nobody has."""
+        self.known: Callable[[str], tuple[int, int] | None] = self._settled.get
+        """The count and the event that has it, or None."""
 
     def of(self, request_id: str) -> tuple[int, int]:
-        """The count and who told it; zeros where nobody has."""
+        """The count and the event that has it; zeros where none has."""
         return self._settled.get(request_id, (0, 0))
 
     def at_least(self, request_id: str) -> tuple[int, int]:
         """The same, but zeros also where only a bound is known."""
-        told = self._settled.get(request_id, (0, 0))
-        return told if told[1] else (0, 0)
+        known = self._settled.get(request_id, (0, 0))
+        return known if known[1] else (0, 0)
 
     def begin(self) -> None:
         """Start in the middle of a log, where nothing tells more than a bound: what was computed."""

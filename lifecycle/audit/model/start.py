@@ -1,6 +1,6 @@
 """What is known where an audit begins in the middle of a log, as plain data.
 
-Until audits keep a state of their own beside snapshots, `taken_over.py` fills it from live state.
+Until audits keep a state of their own next to snapshots, `taken_over.py` fills it from live state.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Start:
     waited_for: Mapping[str, Sequence[bytes]]
     """Request id -> keys that it will come back for."""
     answers: Mapping[str, Answer]
-    """By request id; those that no allocation has taken up."""
+    """By request id; those that no allocation has claimed."""
     num_deferred: Mapping[str, int]
     """Request id -> how often in a row it was put off."""
     cursors: Mapping[str, int]

@@ -16,7 +16,7 @@ class EvictIdleOnly(Checker):
 
     Verifies: this for every eviction, with slots folded from saves and loads.
     Does not verify: taints and resets, which take chunks away from whoever reads them by design; chunks that were
-    promised and not taken up yet (HIT_PINNED).
+    promised and not claimed yet (HIT_PINNED).
     """
 
     rule = "EVICT_IDLE_ONLY"

@@ -1,4 +1,4 @@
-"""ALLOC_MATCHES_LOOKUP: the scheduler takes up no more than it was answered, in the same life of the request."""
+"""ALLOC_MATCHES_LOOKUP: the scheduler claims no more than it was answered, in the same life of the request."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from kvledger.lifecycle.audit.model.moment import on
 class AllocMatchesLookup(Checker):
     """At `blocks.allocated`, 0 <= external tokens <= the last answer, and the answer belongs to this generation.
 
-    Verifies: an allocation that takes up external tokens follows an answer that no other allocation took up, that
+    Verifies: an allocation that claims external tokens follows an answer that no other allocation claimed, that
     no preemption or reset overtook and that was given in the same generation; the tokens are at most those
-    answered; a load reads exactly the tokens that were taken up, from where the answer began, asynchronously if and
+    answered; a load reads exactly the tokens that were claimed, from where the answer began, asynchronously if and
     only if it was answered so: vLLM schedules a request at once or waits for the report, whatever the load does.
     Does not verify: whether the answer was right (LOOKUP_PURE), or still can be delivered (LOADABLE_AFTER_COMMIT).
     """
@@ -29,16 +29,16 @@ class AllocMatchesLookup(Checker):
 
     def _check_allocation(self, event: e.BlocksAllocated, answer: Answer | None, life: Life) -> None:
         if answer is None:
-            self.broken(f"{event.num_external_tokens} external tokens were taken up that no lookup answered")
+            self.broken(f"{event.num_external_tokens} external tokens were claimed that no lookup answered")
         elif answer.life != life.name:
             detail = (
-                f"{event.num_external_tokens} external tokens were taken up in generation {life.generation} of life "
+                f"{event.num_external_tokens} external tokens were claimed in generation {life.generation} of life "
                 f"{life.ordinal}, the answer was for generation {answer.life[2]} of life {answer.life[1]}"
             )
             self.broken(detail, answer.sequence)
         elif not 0 <= event.num_external_tokens <= answer.num_external_tokens:
             detail = (
-                f"{event.num_external_tokens} external tokens were taken up, "
+                f"{event.num_external_tokens} external tokens were claimed, "
                 f"{answer.num_external_tokens} had been answered"
             )
             self.broken(detail, answer.sequence)
@@ -47,13 +47,13 @@ class AllocMatchesLookup(Checker):
     def _check_load(self, event: e.LoadIssued) -> None:
         allocation = self.answers.allocation(event.request_id)
         if allocation is None or allocation.num_external_tokens == 0:
-            return  # a load that nothing took up is EXTERNAL_ZERO_NO_LOAD's
+            return  # a load that nothing claimed is EXTERNAL_ZERO_NO_LOAD's
         answer = allocation.answer
         first_token = 0 if answer is None else answer.num_computed_tokens
         if (event.first_token, event.num_tokens) != (first_token, allocation.num_external_tokens):
             detail = (
                 f"{event.num_tokens} tokens are loaded from token {event.first_token} on, "
-                f"{allocation.num_external_tokens} from {first_token} on had been taken up"
+                f"{allocation.num_external_tokens} from {first_token} on had been claimed"
             )
             self.broken(detail, allocation.sequence)
         if answer is not None and event.is_async is not answer.is_async:

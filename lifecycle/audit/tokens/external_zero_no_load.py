@@ -1,4 +1,4 @@
-"""EXTERNAL_ZERO_NO_LOAD: an allocation that takes up nothing loads nothing."""
+"""EXTERNAL_ZERO_NO_LOAD: an allocation that claims nothing loads nothing."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from kvledger.lifecycle.audit.model.moment import on
 class ExternalZeroNoLoad(Checker):
     """`num_external_tokens == 0` means no load, and releases the pending answer.
 
-    Verifies: every load follows an allocation of its request, in the same holding of blocks, that took up external
+    Verifies: every load follows an allocation of its request, in the same holding of blocks, that claimed external
     tokens; each allocation causes at most one load.
-    Does not verify: that tokens taken up are loaded (a load that is missing shows as a divergence); that an answer is
+    Does not verify: that tokens claimed are loaded (a load that is missing shows as a divergence); that an answer is
     used once (ALLOC_MATCHES_LOOKUP).
     """
 
@@ -34,5 +34,5 @@ class ExternalZeroNoLoad(Checker):
         if is_taken_up and self._used.get(event.request_id) != sequence:
             self._used[event.request_id] = sequence
             return
-        detail = f"load {event.job_id} of {event.num_tokens} tokens, but no allocation took up external tokens"
+        detail = f"load {event.job_id} of {event.num_tokens} tokens, but no allocation claimed external tokens"
         self.broken(detail, sequence)

@@ -1,4 +1,4 @@
-"""LONGEST_HIT: a lookup is told of the whole prefix that is there, and why it ends where it ends."""
+"""LONGEST_HIT: a lookup is answered with the whole prefix that is there, and why it ends where it ends."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ class ResumeCoversOutput(Checker):
     """A lookup after a preemption counts at least the tokens that the request was known to have then.
 
     Verifies: the tokens of every such lookup against the engine's count at the preemption and those of steps before.
-    Does not verify: that the engine's count is right where no step has told of as many.
+    Does not verify: that the engine's count is right where no step has recorded as many.
     """
 
     rule = "RESUME_COVERS_OUTPUT"

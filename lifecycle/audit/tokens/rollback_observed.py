@@ -25,7 +25,7 @@ class _Load:
 class RollbackObserved(Checker):
     """No request goes on counting tokens as computed that a rank has reported it could not load.
 
-    Verifies: at the first step after a load within a step failed (one that was not handed out: after vLLM heard of it),
+    Verifies: at the first step after a load within a step failed (one that was not handed out: once vLLM had it),
     that the request was rolled back behind the load's end, preempted, looked up again or ended since the load was
     issued, or counts less by itself.
     Does not verify: asynchronous loads, whose requests have not begun; loads given up because no rank reported them;
@@ -86,14 +86,14 @@ class RollbackObserved(Checker):
             del self._loads[job_id]
 
     def _check_step(self, event: e.StepScheduled) -> None:
-        told = {ordinal: num_computed_tokens for ordinal, num_computed_tokens, _, _ in event.advanced}
+        known = {ordinal: num_computed_tokens for ordinal, num_computed_tokens, _, _ in event.advanced}
         for job_id, load in [(job_id, load) for job_id, load in self._loads.items() if load.failed_at]:
             del self._loads[job_id]
             life = self.lives.get(load.request_id)
             if life is None or life.blocks is BlocksRegion.NONE:
                 continue
-            # Drafts that are taken back are not recorded, but told: then the step itself says where it begins.
-            num_computed_tokens = told.get(life.ordinal, self.lives.num_computed_tokens(life))
+            # Drafts that are taken back have no event of their own: then the step itself says where it begins.
+            num_computed_tokens = known.get(life.ordinal, self.lives.num_computed_tokens(life))
             if num_computed_tokens >= load.end_token:
                 detail = (
                     f"load {job_id} of tokens to {load.end_token} failed, "

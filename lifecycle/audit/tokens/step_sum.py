@@ -25,7 +25,7 @@ class StepSum(Checker):
         self._may_be_hidden = False
 
     def begin(self, start: Start) -> None:
-        """What the log before the first event has told."""
+        """What the log before the first event has."""
         self._may_be_hidden = start.has_hook_failed
 
     @on(e.HookFailed)

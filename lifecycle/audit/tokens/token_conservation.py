@@ -12,13 +12,13 @@ from kvledger.lifecycle.audit.model.moment import on
 class TokenConservation(Checker):
     """local + external + to compute == known tokens, and none of them is negative.
 
-    Verifies: the first step after an allocation that took up external tokens starts exactly behind local and
+    Verifies: the first step after an allocation that claimed external tokens starts exactly behind local and
     external tokens, or computes the last one again where these are all (`v1/core/sched/scheduler.py`,
     _update_waiting_for_remote_kv, 0.32), unless a failed load, also of another request into blocks that it shares, or a
-    rollback came between; counts of steps and lookups are not negative; progress that is told is the count that the
-    steps fold to, of the tokens that they told of, and tells rightly whether tokens remain.
+    rollback came between; counts of steps and lookups are not negative; progress that is recorded is the count that the
+    steps fold to, of the tokens that they name, and says rightly whether tokens remain.
     Does not verify: later steps, where drafts are rejected and counts shrink without an event, and admissions
-    that took up nothing, whose local part the connector is told rounded to blocks.
+    that claimed nothing, whose local part the connector gets rounded to blocks.
     """
 
     rule = "TOKEN_CONSERVATION"

@@ -76,7 +76,7 @@ def test_without_it_the_rest_is_verified_and_what_is_not_is_said(run: Any, starv
     assert result.exit_code == 0, result.out
     told = " ".join(result.out.split())
     assert f"was written with extension starvation 1 ({GUARD}), which is not here" in told
-    assert "1 event of extensions was taken up; its rules STARVING_KEPT were not checked" in told
+    assert "1 event of extensions was accepted; its rules STARVING_KEPT were not checked" in told
     assert "name it with --extensions" in told
 
 

@@ -140,7 +140,7 @@ def test_broken_rules_and_failures_stand_out_in_a_timeline(run: Any, tools: Any,
     log = tools.write_log(tmp_path / "log", driver.observed, driver.configuration)
     out = run("show", log, "a").out
     assert "hook update_state_after_alloc FAILED: KeyError: 3" in out
-    assert "ALLOC_MATCHES_LOOKUP BROKEN: tokens were taken up that no lookup answered" in out
+    assert "ALLOC_MATCHES_LOOKUP BROKEN: tokens were claimed that no lookup answered" in out
     assert "cache disabled for this request" in out
     groups = run("show", "--json", log, "a").objects("group")
     assert [group["num_broken"] for group in groups] == [0, 0, 1]

@@ -175,7 +175,7 @@ def test_a_quarantine_names_the_broken_rule_and_its_event(run: Any, tools: Any, 
     log = tools.write_log(tmp_path / "log", driver.observed, driver.configuration)
     allocated = number_of(driver, e.BlocksAllocated)
     out = run("why", log, "a").out
-    assert "ALLOC_MATCHES_LOOKUP BROKEN: tokens were taken up that no lookup answered" in out
+    assert "ALLOC_MATCHES_LOOKUP BROKEN: tokens were claimed that no lookup answered" in out
     assert f"because rule ALLOC_MATCHES_LOOKUP was broken at event {allocated}" in out
 
 

@@ -199,7 +199,7 @@ def test_a_broken_rule_stands_on_top_with_the_events_that_prove_it(run: Any, too
     text = " ".join(" ".join(parsed(path).text).split())
     assert "a rule is broken" in text
     assert f"ALLOC_MATCHES_LOOKUP at event {place + 1}, request {REQUEST}, generation 1" in text
-    assert "80 external tokens were taken up, 64 had been answered" in text
+    assert "80 external tokens were claimed, 64 had been answered" in text
     assert "lookup.answered request_id=chat-17-b6" in text
 
 

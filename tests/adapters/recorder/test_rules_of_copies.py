@@ -105,7 +105,7 @@ def test_a_load_that_nobody_asked_for_breaks_load_dst_exclusive(loaded: tuple[An
     place, event, _ = the_load(events)
     other = (0, msgspec.structs.replace(event, request_id="other"))
     found = named(recording, [*events[:place], other, *events[place + 1 :]])
-    assert "for which vLLM has taken up no tokens" in found["LOAD_DST_EXCLUSIVE"]
+    assert "for which vLLM has claimed no tokens" in found["LOAD_DST_EXCLUSIVE"]
 
 
 def test_a_block_that_is_given_away_while_a_load_fills_it_breaks_load_dst_exclusive(

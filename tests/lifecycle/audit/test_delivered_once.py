@@ -65,14 +65,14 @@ def told() -> Driver:
             driver.report(job.job_id, ok=outcome == "done")
         driver.deliver(VLLM)
         driver.deliver(WORKERS)
-        driver.deliver(VLLM, heard=[name])
+        driver.deliver(VLLM, reported=[name])
         driver.finish(name, 0, 33)
     driver.start("ends", keys_of("other", 2), 33, range(50, 53))
     driver.finish("ends", 33, 34)
     for job in driver.deliver(WORKERS).jobs:
         driver.report(job.job_id)
     driver.deliver(WORKERS)
-    driver.deliver(VLLM, heard=["ends"])
+    driver.deliver(VLLM, reported=["ends"])
     return driver
 
 
@@ -82,7 +82,7 @@ def test_a_log_in_which_all_is_handed_over_once_keeps_the_rule(told: Driver) -> 
     assert not told.projections.obligations.is_owing
     events = [event for _, event in told.sink.events() if isinstance(event, e.EffectsDelivered)]
     assert all(
-        any(getattr(event, name) for event in events) for name in ("job_ids", "received", "failed", "sent", "heard")
+        any(getattr(event, name) for event in events) for name in ("job_ids", "received", "failed", "sent", "reported")
     )
 
 

@@ -41,7 +41,7 @@ DIGESTED = Worlds(connector=(("digests", "all"), ("load_mode", "async")))
 
 @mutant("ALLOC_MATCHES_LOOKUP", "vllm#34616", scene=Worlds())
 def counted_from_blocks(touch: Touch) -> Sequence[Patch]:
-    """The tokens taken up are counted again, from the number of blocks."""
+    """The tokens claimed are counted again, from the number of blocks."""
 
     def allocated(event: e.Event, journal: Any) -> e.Event:
         if not isinstance(event, e.BlocksAllocated) or not event.num_external_tokens:
@@ -57,7 +57,7 @@ def counted_from_blocks(touch: Touch) -> Sequence[Patch]:
 
 @mutant("ALLOC_MATCHES_LOOKUP", scene=Walks())
 def awaited_load_within_its_step(touch: Touch) -> Sequence[Patch]:
-    """A load that vLLM was told to wait for is issued as one that precedes its step's forward."""
+    """A load that vLLM was asked to wait for is issued as one that precedes its step's forward."""
 
     def load(decision: e.Event, *_: Any) -> e.Event:
         if not isinstance(decision, e.LoadIssued) or not decision.is_async:
@@ -70,7 +70,7 @@ def awaited_load_within_its_step(touch: Touch) -> Sequence[Patch]:
 
 @mutant("EXTERNAL_ZERO_NO_LOAD", "LMCache#4355", "LMCache#4762", "vllm#55209", scene=Walks())
 def loads_what_was_not_taken_up(touch: Touch) -> Sequence[Patch]:
-    """A load is decided from the last answer, not from what was taken up."""
+    """A load is decided from the last answer, not from what was claimed."""
     original = loads.load_what_was_answered
 
     def load(turn: Any, event: e.BlocksAllocated) -> None:

@@ -153,7 +153,7 @@ def deferred_for_ever(touch: Touch) -> Sequence[Patch]:
 
 @mutant("HIT_PINNED", "vllm#39702", scene=SMALL_POOL)
 def promise_not_pinned(touch: Touch) -> Sequence[Patch]:
-    """What was promised may be evicted until it is taken up."""
+    """What was promised may be evicted until it is claimed."""
 
     def answered(_original: Any, _index: ChunkIndex, event: e.LookupAnswered, _sequence: int) -> None:
         if event.num_external_tokens:

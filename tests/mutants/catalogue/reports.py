@@ -89,12 +89,12 @@ def completed_for_the_present_life(touch: Touch) -> Sequence[Patch]:
 def silence_not_noticed(touch: Touch) -> Sequence[Patch]:
     """Nobody asks after a copy that nobody reports."""
 
-    def unheard(original: Any, transfers: Transfers, step: int, now: int) -> list[Any]:
+    def overdue(original: Any, transfers: Transfers, step: int, now: int) -> list[Any]:
         if original(transfers, step, now):
             touch()
         return []
 
-    return [wrapped(Transfers, "unheard", unheard)]
+    return [wrapped(Transfers, "overdue", overdue)]
 
 
 @mutant("RECORDED", "LMCache#2336", "vllm#46595", scene=Worlds())
