@@ -91,7 +91,7 @@ def test_verify_says_what_a_reader_without_it_lacks(starving: Path, capsys: pyte
     assert code == 0, verdict
     num_said = len(of_starving(starving))
     assert f"was written with extension starvation 1 ({GUARD}), which is not here" in verdict
-    assert f"{num_said} events of extensions were taken up; its rules {StarvingKept.rule} were not checked" in verdict
+    assert f"{num_said} events of extensions were accepted; its rules {StarvingKept.rule} were not checked" in verdict
     with_it, without = judged(starving, StarvationGuard()), judged(starving)
     assert without.is_sound, (without.violations, without.divergences)
     assert without.num_unjudged > 0
