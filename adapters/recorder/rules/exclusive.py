@@ -31,7 +31,7 @@ class LoadDstExclusive(RuleOfCopies):
         foreign = next((block_id for block_id in copy.block_ids if block_id not in given | {NULL_BLOCK}), None)
         if foreign is not None:
             if not jobs:
-                why = "for which vLLM has taken up no tokens"
+                why = "for which vLLM has claimed no tokens"
             elif foreign not in table:
                 why = "which is not the request's"
             else:

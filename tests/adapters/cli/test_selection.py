@@ -115,7 +115,7 @@ def test_verify_tells_only_the_findings_that_are_selected(run: Any, two_breaches
     before = run("verify", "--json", two_breaches, "--until", everything[0]["sequence"] - 1)
     assert before.exit_code == 0
     (verdict,) = before.objects("verdict")
-    assert "is told" in verdict["remarks"][0]
+    assert "is reported" in verdict["remarks"][0]
 
 
 def test_requests_that_ended_before_are_not_listed(run: Any, log: Path) -> None:
