@@ -22,6 +22,7 @@ from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit import Audit
 from kvledger.lifecycle.projections.totals import Figures
 from kvledger.lifecycle.replay import SequencedEvent
+from kvledger.storage.kv.cpu import CpuCopyEngine
 
 AMPLE = Workload(num_blocks=128)
 """A pool in which nothing is ever preempted."""
@@ -93,6 +94,12 @@ def running_engine(
     finally:
         llm.llm_engine.engine_core.shutdown()
         cleanup_dist_env_and_memory()
+
+
+def copy_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let loads succeed from now on without filling a single block."""
+    start_load = CpuCopyEngine.start_load
+    monkeypatch.setattr(CpuCopyEngine, "start_load", lambda engine, _slots, _block_ids: start_load(engine, [], []))
 
 
 def keep_two_steps_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:

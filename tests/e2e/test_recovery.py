@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from e2e.engines import Reference, keep_two_steps_in_flight, read_sound_log, running_engine
+from e2e.engines import Reference, copy_nothing, keep_two_steps_in_flight, read_sound_log, running_engine
 from kvledger.adapters.demo.workload import Workload
 from kvledger.lifecycle import events as e
 from kvledger.storage.kv.cpu import CpuCopyEngine
@@ -71,12 +71,7 @@ def test_a_load_that_copies_nothing_is_seen_in_the_outputs(
     model: Path, reference: Reference, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Equal outputs prove something only if wrong KV changes them."""
-
-    def copy_nothing(engine: CpuCopyEngine, _slots: Any, _block_ids: Any) -> Any:
-        return start_load(engine, [], [])
-
-    start_load = CpuCopyEngine.start_load
-    monkeypatch.setattr(CpuCopyEngine, "start_load", copy_nothing)
+    copy_nothing(monkeypatch)
     workload = WORKLOAD
     with running_engine(model, workload, tmp_path) as engine:
         outputs = engine.generate(workload.prompts(), workload.max_tokens)

@@ -6,8 +6,8 @@ It knows `kvledger.storage.events` only. `run.py` kills thousands of writers (`m
 from __future__ import annotations
 
 from log_torture.kill_points import KillPoint, run_until_killed
-from log_torture.stored import reopened
+from log_torture.stored import read_to_end, reopened
 from log_torture.verdict import check_log
 from log_torture.writer import Plan, payload_of, write
 
-__all__ = ["KillPoint", "Plan", "check_log", "payload_of", "reopened", "run_until_killed", "write"]
+__all__ = ["KillPoint", "Plan", "check_log", "payload_of", "read_to_end", "reopened", "run_until_killed", "write"]

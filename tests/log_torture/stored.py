@@ -8,7 +8,7 @@ from pathlib import Path
 
 import attrs
 
-from kvledger.storage.events import Durability, Frame, LogReader, SegmentEventStore
+from kvledger.storage.events import Durability, Frame, LogReader, SegmentEventStore, read_log
 from kvledger.storage.events.frames import frame_bytes
 from kvledger.storage.events.segment_file import read_header
 from kvledger.storage.events.segments import LogEnd, StoreSettings
@@ -16,6 +16,14 @@ from kvledger.storage.events.writer_lock import lock_directory
 
 Place = tuple[int, int]
 """Segment, and frame in it, both counted from 0."""
+
+
+def read_to_end(log: Path) -> LogReader:
+    """Read a log; its reader then has the damage and the end."""
+    reader = read_log(log)
+    for _ in reader:
+        pass
+    return reader
 
 
 def reopened(log: Path, *, segment_bytes: int = 64 << 20) -> SegmentEventStore:
