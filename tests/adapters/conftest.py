@@ -9,7 +9,7 @@ from pathlib import Path
 import attrs
 import pytest
 from lifecycle_driver import Driver
-from stored_logs import header_of, play_story, replaced, tell_story, write_log
+from stored_logs import tell_story, write_log
 
 from kvledger.adapters.cli.main import main
 
@@ -54,19 +54,3 @@ def run(capsys: pytest.CaptureFixture[str]) -> Run:
         return Result(exit_code, captured.out, captured.err)
 
     return run_main
-
-
-@attrs.frozen
-class Tools:
-    """What tests call by name."""
-
-    write_log = staticmethod(write_log)
-    header_of = staticmethod(header_of)
-    replaced = staticmethod(replaced)
-    play_story = staticmethod(play_story)
-
-
-@pytest.fixture(scope="session")
-def tools() -> Tools:
-    """Functions that make logs."""
-    return Tools()

@@ -89,6 +89,21 @@ def tell_story(request_id: str = "chat-17-b6", other_id: str = "chat-9", *, cloc
     return driver
 
 
+def serve_many(num_requests: int) -> Driver:
+    """Requests one after the other; the 777th is preempted."""
+    driver = Driver(num_slots=64)
+    for number in range(num_requests):
+        name = f"r{number}"
+        driver.start(name, keys_of(name, 2), 20, (1, 2))
+        if number == 777:
+            driver.preempt(name, 20)
+        driver.settle_all()
+        driver.finish(name, 20, 21)
+        driver.settle_all()
+    driver.ledger.commit()
+    return driver
+
+
 def replaced(events: Sequence[e.Event], event_class: type[e.Event], index: int, **fields: object) -> list[e.Event]:
     """The events with fields of the `index`-th event of a class replaced."""
     changed = list(events)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from lifecycle_driver import Driver
 from processes import finished, started
+from stored_logs import write_log
 
 COMMAND = [sys.executable, "-m", "kvledger.adapters.cli.main"]
 
@@ -54,12 +55,12 @@ def test_json_may_stand_before_or_after_the_command(run: Any, log: Path) -> None
 
 
 def test_all_logs_of_a_directory_are_verified_in_the_order_of_their_opening(
-    run: Any, tools: Any, story: Driver, tmp_path: Path
+    run: Any, story: Driver, tmp_path: Path
 ) -> None:
     """By the time in the header, for copying a log changes the times of its files; the worst gives the exit code."""
     logs = tmp_path / "logs"
-    new = tools.write_log(logs / "a-new", story.observed, story.configuration, header={"opened_at_unix_ns": 2_000})
-    old = tools.write_log(logs / "b-old", story.observed[:5], story.configuration, header={"opened_at_unix_ns": 1_000})
+    new = write_log(logs / "a-new", story.observed, story.configuration, header={"opened_at_unix_ns": 2_000})
+    old = write_log(logs / "b-old", story.observed[:5], story.configuration, header={"opened_at_unix_ns": 1_000})
     result = run("verify", logs)
     assert result.exit_code == 0
     assert result.out.index(str(old)) < result.out.index(str(new))
@@ -72,13 +73,13 @@ def test_all_logs_of_a_directory_are_verified_in_the_order_of_their_opening(
     assert f"reading {new}, the newest of 2 logs" in newest.err
 
 
-def test_a_request_is_found_in_the_log_that_has_it(run: Any, tools: Any, story: Driver, tmp_path: Path) -> None:
+def test_a_request_is_found_in_the_log_that_has_it(run: Any, story: Driver, tmp_path: Path) -> None:
     """Who looks for a request does not know after which start of the engine it came."""
     logs = tmp_path / "logs"
     other = Driver()
     other.arrive("chat-1", 5)
-    tools.write_log(logs / "a", other.observed, other.configuration, header={"opened_at_unix_ns": 1_000})
-    tools.write_log(logs / "b", story.observed, story.configuration, header={"opened_at_unix_ns": 2_000})
+    write_log(logs / "a", other.observed, other.configuration, header={"opened_at_unix_ns": 1_000})
+    write_log(logs / "b", story.observed, story.configuration, header={"opened_at_unix_ns": 2_000})
     assert run("show", logs, "chat-17").out.startswith("chat-17-b6")
     assert run("show", logs, "--request", "chat-9").out.startswith("chat-9")
     twice = run("replay", logs)
@@ -86,10 +87,10 @@ def test_a_request_is_found_in_the_log_that_has_it(run: Any, tools: Any, story: 
     assert "holds 2 logs; name one of them, or --newest" in twice.err
 
 
-def test_a_request_of_two_logs_is_not_guessed(run: Any, tools: Any, story: Driver, tmp_path: Path) -> None:
+def test_a_request_of_two_logs_is_not_guessed(run: Any, story: Driver, tmp_path: Path) -> None:
     """The logs are named."""
     for name in ("a", "b"):
-        tools.write_log(tmp_path / "logs" / name, story.observed, story.configuration)
+        write_log(tmp_path / "logs" / name, story.observed, story.configuration)
     result = run("show", tmp_path / "logs", "chat-17")
     assert result.exit_code == 64
     assert "chat-17-b6 is in 2 logs; name one of them" in result.err
@@ -125,13 +126,12 @@ def test_piped_text_is_neither_coloured_nor_cut(log: Path) -> None:
 
 
 @pytest.fixture
-def long_log(tools: Any, tmp_path: Path) -> Path:
+def long_log(tmp_path: Path) -> Path:
     """More than a pipe holds when it is shown: whoever writes it waits for a reader."""
     driver = Driver()
     for number in range(3000):
         driver.arrive(f"request-{number}", 5)
-    log: Path = tools.write_log(tmp_path / "log", driver.observed, driver.configuration)
-    return log
+    return write_log(tmp_path / "log", driver.observed, driver.configuration)
 
 
 def test_a_reader_that_goes_away_is_no_error(long_log: Path) -> None:

@@ -11,6 +11,7 @@ import pytest
 from lifecycle_driver import Driver
 from log_torture import reopened
 from processes import run_and_kill
+from stored_logs import write_log
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.codec import EventEncoder
@@ -31,9 +32,9 @@ def cut_off(log: Path) -> Path:
 
 
 @pytest.fixture
-def beheaded(tools: Any, story: Driver, tmp_path: Path) -> Path:
+def beheaded(story: Driver, tmp_path: Path) -> Path:
     """A log of many segments, of which somebody deleted the newest."""
-    log: Path = tools.write_log(tmp_path / "beheaded", story.observed, story.configuration, segment_bytes=2_000)
+    log: Path = write_log(tmp_path / "beheaded", story.observed, story.configuration, segment_bytes=2_000)
     max(log.glob("*.kvlog")).unlink()
     assert len(list(log.glob("*.kvlog"))) > 1
     return log
@@ -172,10 +173,10 @@ def test_every_object_of_an_end_is_json(run: Any, beheaded: Path) -> None:
 
 @pytest.mark.parametrize("traces", [["log.end"], ["retired.jsonl"]])
 def test_a_log_without_any_segment_is_missed_where_something_speaks_of_it(
-    run: Any, tools: Any, story: Driver, tmp_path: Path, traces: list[str]
+    run: Any, story: Driver, tmp_path: Path, traces: list[str]
 ) -> None:
     """Its own directory and the one above say so, with exit code 2: nothing of it can be read."""
-    log: Path = tools.write_log(tmp_path / "logs" / "a", story.observed, story.configuration, segment_bytes=2_000)
+    log: Path = write_log(tmp_path / "logs" / "a", story.observed, story.configuration, segment_bytes=2_000)
     assert run("retire", log, "--max-bytes", 1).exit_code == 0
     for path in log.iterdir():
         if path.name not in traces:

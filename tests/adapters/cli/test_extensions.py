@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import pytest
 from lifecycle_driver import Driver, keys_of
 from starvation_guard import StarvationGuard, StarvingKept
+from stored_logs import write_log
 
 from kvledger.adapters.core import available_extensions, composed_core
 from kvledger.adapters.vllm.configuration import ConnectorSettings
@@ -36,21 +37,21 @@ class Nameless(Extension):
 NAMELESS = f"{Nameless.__module__}:{Nameless.__name__}"
 
 
-def starving_log(tools: Any, directory: Path, core: Core) -> Path:
+def starving_log(directory: Path, core: Core) -> Path:
     """The log of a request that is preempted at once, where once is too often."""
     driver = Driver(num_slots=32, core=core, extensions={"starvation": {"num_preemptions": 1}})
     driver.start("a", keys_of("a", 2), 17, (1, 2))
     driver.preempt("a", 0)
     driver.finish("a", 17, 17)
     header = {**vocabulary_header(core), "handler_fingerprint": core.handler_fingerprint()}
-    path: Path = tools.write_log(directory / "log", driver.observed, driver.configuration, header=header)
+    path: Path = write_log(directory / "log", driver.observed, driver.configuration, header=header)
     return path
 
 
 @pytest.fixture
-def starving(tools: Any, tmp_path: Path) -> Path:
+def starving(tmp_path: Path) -> Path:
     """Such a log of the handlers that are built in."""
-    return starving_log(tools, tmp_path, composed_core(extensions=[GUARD]))
+    return starving_log(tmp_path, composed_core(extensions=[GUARD]))
 
 
 @pytest.fixture
@@ -147,10 +148,10 @@ def test_an_extension_is_found_by_its_entry_point(run: Any, starving: Path) -> N
 
 
 @pytest.mark.usefixtures("installed")
-def test_a_log_of_other_handlers_and_an_extension_is_verified_with_both(run: Any, tools: Any, tmp_path: Path) -> None:
+def test_a_log_of_other_handlers_and_an_extension_is_verified_with_both(run: Any, tmp_path: Path) -> None:
     """The extension's handlers are asked after those that replace, by the writer as by a reader, who adds it later."""
     core = ConnectorSettings.from_extra_config({"handlers": [SHY]}).core()
-    log = starving_log(tools, tmp_path, core)
+    log = starving_log(tmp_path, core)
     reader = composed_core([SHY]).reading(vocabulary_header(core), available_extensions())
     assert reader.handler_fingerprint() == core.handler_fingerprint()
     assert [type(each).__name__ for each in core.handlers[RequestState.RUNNING]] == ["Shy", "WatchingRunning"]

@@ -13,6 +13,7 @@ import pytest
 from lifecycle_driver import Driver, Walk
 from log_torture import reopened
 from processes import started
+from stored_logs import play_story, replaced, write_log
 
 from kvledger.adapters.cli.feed import Feed, Line
 from kvledger.adapters.logs.observation import observations
@@ -117,12 +118,12 @@ def test_follow_and_at_exclude_each_other(run: Any, log: Path) -> None:
     assert "exclude each other" in result.err
 
 
-def test_equal_runs_have_no_difference_but_their_times(run: Any, tools: Any, log: Path, tmp_path: Path) -> None:
+def test_equal_runs_have_no_difference_but_their_times(run: Any, log: Path, tmp_path: Path) -> None:
     """Times are left out unless asked for."""
     later = Driver(num_slots=32)
     later._time_ns = 12345
-    tools.play_story(later)
-    same = tools.write_log(tmp_path / "later", later.observed, later.configuration)
+    play_story(later)
+    same = write_log(tmp_path / "later", later.observed, later.configuration)
     result = run("replay", log, "--diff", same)
     assert result.exit_code == 0
     assert "events are equal, but for times" in result.out
@@ -133,11 +134,11 @@ def test_equal_runs_have_no_difference_but_their_times(run: Any, tools: Any, log
 
 
 def test_the_first_difference_is_shown_with_the_state_before_it(
-    run: Any, tools: Any, story: Driver, log: Path, tmp_path: Path
+    run: Any, story: Driver, log: Path, tmp_path: Path
 ) -> None:
     """Both events, the fields that differ, and what was believed of the request."""
-    events = tools.replaced(story.observed, e.BlocksAllocated, 1, num_external_tokens=56)
-    other = tools.write_log(tmp_path / "other", events, story.configuration)
+    events = replaced(story.observed, e.BlocksAllocated, 1, num_external_tokens=56)
+    other = write_log(tmp_path / "other", events, story.configuration)
     result = run("replay", log, "--diff", other)
     assert result.exit_code == 3
     assert "the logs differ at event 42" in result.out
@@ -148,23 +149,19 @@ def test_the_first_difference_is_shown_with_the_state_before_it(
     assert before.exit_code == 0
 
 
-def test_a_log_that_is_a_beginning_of_the_other_ends_first(
-    run: Any, tools: Any, story: Driver, log: Path, tmp_path: Path
-) -> None:
+def test_a_log_that_is_a_beginning_of_the_other_ends_first(run: Any, story: Driver, log: Path, tmp_path: Path) -> None:
     """The longer one's next event is shown."""
-    half = tools.write_log(tmp_path / "half", story.observed[:20], story.configuration)
+    half = write_log(tmp_path / "half", story.observed[:20], story.configuration)
     result = run("replay", half, "--diff", log)
     assert result.exit_code == 3
     assert "here        the log ends" in result.out
 
 
-def test_logs_of_different_configurations_are_compared_with_a_remark(
-    run: Any, tools: Any, log: Path, tmp_path: Path
-) -> None:
+def test_logs_of_different_configurations_are_compared_with_a_remark(run: Any, log: Path, tmp_path: Path) -> None:
     """A difference in decisions may come from there."""
     driver = Driver(num_slots=4)
     driver.arrive("chat-17-b6", 45)
-    other = tools.write_log(tmp_path / "other", driver.observed, driver.configuration)
+    other = write_log(tmp_path / "other", driver.observed, driver.configuration)
     result = run("replay", log, "--diff", other)
     assert "configured differently: num_slots is 32 here and 4 there" in result.err
 

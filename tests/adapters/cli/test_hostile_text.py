@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 import pytest
 from lifecycle_driver import Driver
+from stored_logs import write_log
 
 from kvledger.lifecycle import events as e
 
@@ -26,7 +27,7 @@ UNSEEN = {"Cc", "Cf", "Cs", "Zl", "Zp"}
 
 
 @pytest.fixture(scope="module")
-def hostile_log(story: Driver, tools: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def hostile_log(story: Driver, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The story of a client with a hostile id; a failed hook, a note, the header and the path are as bad."""
     events = [
         msgspec.structs.replace(event, request_id=HOSTILE)
@@ -40,9 +41,7 @@ def hostile_log(story: Driver, tools: Any, tmp_path_factory: pytest.TempPathFact
         e.LogNote(text=TITLE, time_ns=last),
     ]
     header = {"connector": TITLE, "vllm_version": TITLE}
-    return tools.write_log(
-        tmp_path_factory.mktemp("hostile") / f"log{TITLE}", events, story.configuration, header=header
-    )
+    return write_log(tmp_path_factory.mktemp("hostile") / f"log{TITLE}", events, story.configuration, header=header)
 
 
 def unseen_in(text: str) -> set[str]:

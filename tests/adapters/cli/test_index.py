@@ -17,6 +17,7 @@ import msgspec
 import pytest
 from lifecycle_driver import Driver, Walk
 from log_torture import reopened
+from stored_logs import write_log
 
 from kvledger.adapters.logs import index as index_module
 from kvledger.adapters.logs import index_builder, index_file
@@ -45,13 +46,13 @@ def indexed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(index_builder, "BATCHES_PER_PLACE", 3)
 
 
-def walked(tools: Any, directory: Path, seed: int) -> tuple[Path, Driver]:
+def walked(directory: Path, seed: int) -> tuple[Path, Driver]:
     """The log of a random walk, in small segments, with everything that can happen to a request."""
     print(f"seed {seed}")
     walk = Walk(seed, chunk_size=16, block_size=16)
     walk.run(70)
     driver = walk.driver
-    return tools.write_log(directory, driver.observed, driver.configuration, segment_bytes=16_000), driver
+    return write_log(directory, driver.observed, driver.configuration, segment_bytes=16_000), driver
 
 
 def answers(run: Any, log: Path, request_ids: list[str]) -> list[Any]:
@@ -69,9 +70,9 @@ def answers(run: Any, log: Path, request_ids: list[str]) -> list[Any]:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_an_index_changes_no_answer(run: Any, tools: Any, tmp_path: Path, request: Any, seed: int) -> None:
+def test_an_index_changes_no_answer(run: Any, tmp_path: Path, request: Any, seed: int) -> None:
     """Of the whole log, of every request in it, between any two moments."""
-    log, driver = walked(tools, tmp_path / "log", seed)
+    log, driver = walked(tmp_path / "log", seed)
     ids = list(dict.fromkeys(event.request_id for event in driver.observed if hasattr(event, "request_id")))
     request_ids = [request_id for request_id in ids if request_id]
     without = answers(run, log, request_ids)
@@ -100,10 +101,10 @@ def test_what_is_no_index_is_replaced(run: Any, log: Path, contents: bytes) -> N
 
 
 @pytest.mark.usefixtures("indexed")
-def test_an_index_of_a_log_that_has_grown_is_not_used(tools: Any, story: Driver, tmp_path: Path) -> None:
+def test_an_index_of_a_log_that_has_grown_is_not_used(story: Driver, tmp_path: Path) -> None:
     """What was appended since would be missing."""
     half = len(story.observed) // 2
-    before = tools.write_log(tmp_path / "log", story.observed[:half], story.configuration)
+    before = write_log(tmp_path / "log", story.observed[:half], story.configuration)
     build_index(open_log(before)).close()
     (segment,) = segment_paths(before)
     segment.write_bytes(segment.read_bytes() + b"\xf5K")
@@ -111,11 +112,9 @@ def test_an_index_of_a_log_that_has_grown_is_not_used(tools: Any, story: Driver,
 
 
 @pytest.mark.usefixtures("indexed")
-def test_a_request_that_has_ended_is_told_from_an_earlier_index(
-    run: Any, tools: Any, story: Driver, tmp_path: Path
-) -> None:
+def test_a_request_that_has_ended_is_told_from_an_earlier_index(run: Any, story: Driver, tmp_path: Path) -> None:
     """A log that is being written outgrows its index at every step; one that lives on needs a new index."""
-    log = tools.write_log(tmp_path / "log", story.observed, story.configuration)
+    log = write_log(tmp_path / "log", story.observed, story.configuration)
     told = {name: run("show", log, name).out for name in ("chat-17", "chat-9")}
     before = index_path(open_log(log)).stat().st_mtime_ns
     store = reopened(log)
@@ -132,9 +131,9 @@ def test_a_request_that_has_ended_is_told_from_an_earlier_index(
 
 
 @pytest.mark.usefixtures("indexed")
-def test_an_index_of_a_log_that_lost_its_oldest_segments_is_not_used(tools: Any, tmp_path: Path) -> None:
+def test_an_index_of_a_log_that_lost_its_oldest_segments_is_not_used(tmp_path: Path) -> None:
     """It would point at what is gone."""
-    log, driver = walked(tools, tmp_path / "log", 4)
+    log, driver = walked(tmp_path / "log", 4)
     build_index(open_log(log)).close()
     retire(log, max_bytes=10_000)
     request_id = next(event.request_id for event in driver.observed if isinstance(event, e.RequestFinished))
@@ -162,9 +161,9 @@ def test_where_no_index_can_be_kept_the_log_is_read(
     assert "no index can be kept" in result.err
 
 
-def test_a_damaged_log_is_read_instead(run: Any, tools: Any, tmp_path: Path, request: Any) -> None:
+def test_a_damaged_log_is_read_instead(run: Any, tmp_path: Path, request: Any) -> None:
     """Missing events are told at their place."""
-    log, driver = walked(tools, tmp_path / "log", 1)
+    log, driver = walked(tmp_path / "log", 1)
     middle = segment_paths(log)[1]
     contents = bytearray(middle.read_bytes())
     contents[len(contents) // 2] ^= 1
@@ -176,9 +175,9 @@ def test_a_damaged_log_is_read_instead(run: Any, tools: Any, tmp_path: Path, req
 
 
 @pytest.mark.usefixtures("indexed")
-def test_single_events_are_found_at_once(tools: Any, tmp_path: Path) -> None:
+def test_single_events_are_found_at_once(tmp_path: Path) -> None:
     """By number, from any segment; a number that is not in the log is None."""
-    log, driver = walked(tools, tmp_path / "log", 2)
+    log, driver = walked(tmp_path / "log", 2)
     index = build_index(open_log(log))
     for sequence in (1, 2, 77, len(driver.observed)):
         assert index.event(sequence) == driver.observed[sequence - 1]
@@ -221,13 +220,13 @@ def rows_of(log: Path) -> dict[str, list[Any]]:
 
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.usefixtures("indexed")
-def test_an_index_that_was_continued_is_the_one_that_is_built_at_once(tools: Any, tmp_path: Path, seed: int) -> None:
+def test_an_index_that_was_continued_is_the_one_that_is_built_at_once(tmp_path: Path, seed: int) -> None:
     """Whatever was under way at the cuts: requests, lookups, loads, saves, preemptions."""
     rng = random.Random(seed)
-    _, driver = walked(tools, tmp_path / "whole", seed)
+    _, driver = walked(tmp_path / "whole", seed)
     cuts = sorted(rng.sample(range(1, len(driver.observed)), 4))
     print("cuts", cuts)
-    log = tools.write_log(tmp_path / "log", driver.observed[: cuts[0]], driver.configuration, segment_bytes=16_000)
+    log = write_log(tmp_path / "log", driver.observed[: cuts[0]], driver.configuration, segment_bytes=16_000)
     build_index(open_log(log)).close()
     for start, end in pairwise([*cuts, len(driver.observed)]):
         append(log, list(driver.observed[start:end]))
@@ -241,9 +240,9 @@ def test_an_index_that_was_continued_is_the_one_that_is_built_at_once(tools: Any
 
 
 @pytest.mark.usefixtures("indexed")
-def test_a_torn_tail_is_read_again_when_it_is_whole(tools: Any, story: Driver, tmp_path: Path) -> None:
+def test_a_torn_tail_is_read_again_when_it_is_whole(story: Driver, tmp_path: Path) -> None:
     """A frame that is being written while the index is built is not left out of the next one."""
-    log = tools.write_log(tmp_path / "log", story.observed[:20], story.configuration)
+    log = write_log(tmp_path / "log", story.observed[:20], story.configuration)
     append(log, list(story.observed[20:40]))
     (segment,) = segment_paths(log)
     whole = segment.read_bytes()
@@ -259,9 +258,9 @@ def test_a_torn_tail_is_read_again_when_it_is_whole(tools: Any, story: Driver, t
 
 
 @pytest.mark.usefixtures("indexed")
-def test_an_index_is_not_continued_into_another_history(tools: Any, story: Driver, tmp_path: Path) -> None:
+def test_an_index_is_not_continued_into_another_history(story: Driver, tmp_path: Path) -> None:
     """A log that was set back and written on has the same name and more bytes; its chain tells."""
-    log = tools.write_log(tmp_path / "log", story.observed[:20], story.configuration)
+    log = write_log(tmp_path / "log", story.observed[:20], story.configuration)
     (segment,) = segment_paths(log)
     before = segment.read_bytes()
     append(log, [e.LogNote("what was indexed", 1)])
@@ -299,9 +298,9 @@ FORGERIES: dict[str, Callable[[bytes], bytes]] = {
 
 @pytest.mark.parametrize("forgery", FORGERIES)
 @pytest.mark.usefixtures("indexed")
-def test_a_forged_memory_costs_a_pass_and_nothing_else(tools: Any, story: Driver, tmp_path: Path, forgery: str) -> None:
+def test_a_forged_memory_costs_a_pass_and_nothing_else(story: Driver, tmp_path: Path, forgery: str) -> None:
     """Nothing is made of what an index remembers but values of its own types."""
-    log = tools.write_log(tmp_path / "log", story.observed[:40], story.configuration)
+    log = write_log(tmp_path / "log", story.observed[:40], story.configuration)
     build_index(open_log(log)).close()
     with contextlib.closing(sqlite3.connect(index_path(open_log(log)))) as connection, connection:
         ((stored,),) = connection.execute("SELECT stored FROM memory")
@@ -318,10 +317,10 @@ def test_a_forged_memory_costs_a_pass_and_nothing_else(tools: Any, story: Driver
 
 @pytest.mark.usefixtures("indexed")
 def test_a_memory_of_another_layout_is_not_taken_up(
-    tools: Any, story: Driver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    story: Driver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One field deep inside of it has other values in this version: what was written before meant something else."""
-    log = tools.write_log(tmp_path / "log", story.observed[:40], story.configuration)
+    log = write_log(tmp_path / "log", story.observed[:40], story.configuration)
     build_index(open_log(log)).close()
     append(log, list(story.observed[40:]))
     assert index_builder.earlier_contents(open_log(log)) is not None

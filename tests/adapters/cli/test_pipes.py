@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from lifecycle_driver import Driver
 from processes import finished, started
+from stored_logs import write_log
 
 COMMAND = [sys.executable, "-m", "kvledger.adapters.cli.main"]
 
@@ -79,12 +80,12 @@ def test_a_reader_that_goes_before_the_first_byte_gives_141(command: str, log: P
         *more(["show LOG --limit 0", "show LOG --json", "export LOG --perfetto"]),
     ],
 )
-def test_a_reader_that_goes_after_the_first_line_of_many_gives_141(tools: Any, tmp_path: Path, command: str) -> None:
+def test_a_reader_that_goes_after_the_first_line_of_many_gives_141(tmp_path: Path, command: str) -> None:
     """In the middle of the work; nothing is told as damage or as an event that cannot be folded."""
     driver = Driver()
     for number in range(3000):
         driver.arrive(f"request-{number}", 5)
-    log = tools.write_log(tmp_path / "log", driver.observed, driver.configuration)
+    log = write_log(tmp_path / "log", driver.observed, driver.configuration)
     words = in_words(command, log)
     with started(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None

@@ -10,6 +10,7 @@ from typing import Any
 import attrs
 import pytest
 from lifecycle_driver import Driver, keys_of
+from stored_logs import replaced, write_log
 
 from kvledger.adapters.repro import read_recording, rerun_core
 from kvledger.adapters.repro.outcome import Trouble
@@ -20,10 +21,10 @@ BROKEN = "ALLOC_MATCHES_LOOKUP"
 
 
 @pytest.fixture
-def broken_log(story: Driver, tools: Any, tmp_path: Path) -> Path:
+def broken_log(story: Driver, tmp_path: Path) -> Path:
     """After its preemption the request took up more than it was answered, and the connector did not notice."""
-    events = tools.replaced(story.observed, e.BlocksAllocated, 1, num_external_tokens=80)
-    return tools.write_log(tmp_path / "broken", events, story.configuration)
+    events = replaced(story.observed, e.BlocksAllocated, 1, num_external_tokens=80)
+    return write_log(tmp_path / "broken", events, story.configuration)
 
 
 @pytest.fixture
@@ -141,21 +142,19 @@ def test_what_cannot_be_meant_is_refused(repro: Any, log: Path) -> None:
     assert repro(log, "--pin").exit_code == 64
 
 
-def test_a_call_of_which_nothing_was_recorded_cannot_be_made_again(
-    repro: Any, story: Driver, tools: Any, tmp_path: Path
-) -> None:
+def test_a_call_of_which_nothing_was_recorded_cannot_be_made_again(repro: Any, story: Driver, tmp_path: Path) -> None:
     """The log has the hook's name and the error, which is quoted."""
     failed = e.HookFailed("on_new_request", "odd", "KeyError in f, g.py:1", 1)
-    log = tools.write_log(tmp_path / "failed", [*story.observed, failed], story.configuration)
+    log = write_log(tmp_path / "failed", [*story.observed, failed], story.configuration)
     result = repro(log)
     assert result.exit_code == 64
     assert "hook on_new_request raised: KeyError in f, g.py:1" in result.err
     assert "before anything was recorded of the call" in result.err
 
 
-def test_a_log_that_begins_late_is_refused(repro: Any, story: Driver, tools: Any, tmp_path: Path) -> None:
+def test_a_log_that_begins_late_is_refused(repro: Any, story: Driver, tmp_path: Path) -> None:
     """Without what came before, nothing can be run again."""
-    directory = tools.write_log(tmp_path / "log", story.observed, story.configuration, segment_bytes=1 << 10)
+    directory = write_log(tmp_path / "log", story.observed, story.configuration, segment_bytes=1 << 10)
     late = sorted(directory.glob("*.kvlog"))[1]
     result = repro(late, "chat-17")
     assert result.exit_code == 64

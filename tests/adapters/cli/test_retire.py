@@ -9,13 +9,12 @@ from typing import Any
 
 from lifecycle_driver import Driver
 from log_torture import reopened
+from stored_logs import write_log
 
 
-def test_retired_segments_are_told_and_deleted_ones_are_damage(
-    run: Any, tools: Any, story: Driver, tmp_path: Path
-) -> None:
+def test_retired_segments_are_told_and_deleted_ones_are_damage(run: Any, story: Driver, tmp_path: Path) -> None:
     """What was retired, when and why stands in the record; without one, somebody took it."""
-    log = tools.write_log(tmp_path / "long", story.observed, story.configuration, segment_bytes=9_500)
+    log = write_log(tmp_path / "long", story.observed, story.configuration, segment_bytes=9_500)
     copy = tmp_path / "copy"
     shutil.copytree(log, copy)
     result = run("retire", log, "--max-bytes", "1", "--dry-run")
@@ -33,9 +32,9 @@ def test_retired_segments_are_told_and_deleted_ones_are_damage(
     assert "no record says that they were retired" in result.out
 
 
-def test_retire_refuses_what_makes_no_sense(run: Any, tools: Any, story: Driver, tmp_path: Path) -> None:
+def test_retire_refuses_what_makes_no_sense(run: Any, story: Driver, tmp_path: Path) -> None:
     """No limit, a limit that is none, one file, a log that is being written."""
-    log = tools.write_log(tmp_path / "log", story.observed, story.configuration)
+    log = write_log(tmp_path / "log", story.observed, story.configuration)
     for arguments in (["--max-bytes", "2parsecs"], ["--max-age", "30"], []):
         assert run("retire", log, *arguments).exit_code == 64
     assert run("retire", next(log.glob("*.kvlog")), "--max-bytes", "1").exit_code == 64
@@ -45,10 +44,10 @@ def test_retire_refuses_what_makes_no_sense(run: Any, tools: Any, story: Driver,
     store.close()
 
 
-def test_retire_keeps_a_directory_of_logs_to_a_size(run: Any, tools: Any, story: Driver, tmp_path: Path) -> None:
+def test_retire_keeps_a_directory_of_logs_to_a_size(run: Any, story: Driver, tmp_path: Path) -> None:
     """Closed logs go, the oldest first, until what is left fits."""
     for name in ("one", "two", "three"):
-        tools.write_log(tmp_path / name, story.observed, story.configuration, segment_bytes=9_500)
+        write_log(tmp_path / name, story.observed, story.configuration, segment_bytes=9_500)
     size = sum(path.stat().st_size for path in (tmp_path / "three").glob("*.kvlog"))
     retired = run("retire", tmp_path, "--json", "--max-bytes", f"{size + 100}", "--max-age", "365d").objects(
         "retirement"

@@ -10,6 +10,7 @@ from typing import Any
 import attrs
 import pytest
 from lifecycle_driver import Walk
+from stored_logs import header_of
 
 from kvledger.adapters.logs import index as index_module
 from kvledger.adapters.vllm.snapshots import LogSnapshots
@@ -52,24 +53,24 @@ def _miscounting_core() -> Core:
 
 
 @pytest.fixture
-def retired(tools: Any, run: Any, tmp_path: Path) -> Retired:
+def retired(run: Any, tmp_path: Path) -> Retired:
     """Written by the code that reads it."""
-    return write_retired(Core.standard(), tools, run, tmp_path)
+    return write_retired(Core.standard(), run, tmp_path)
 
 
 @pytest.fixture
-def miscounted(tools: Any, run: Any, tmp_path: Path) -> Retired:
+def miscounted(run: Any, tmp_path: Path) -> Retired:
     """Written by other code."""
-    return write_retired(_miscounting_core(), tools, run, tmp_path)
+    return write_retired(_miscounting_core(), run, tmp_path)
 
 
-def write_retired(core: Core, tools: Any, run: Any, tmp_path: Path) -> Retired:
+def write_retired(core: Core, run: Any, tmp_path: Path) -> Retired:
     """Played twice, as an engine would have written it, with a snapshot at each new segment."""
     walk = Walk(3, chunk_size=16, block_size=16)
     walk.run(140)
     observations = [event for event in walk.driver.observed if not event.is_decision]
     for name in ("whole", "log"):
-        header = tools.header_of(walk.driver.configuration, vocabulary_header(core))
+        header = header_of(walk.driver.configuration, vocabulary_header(core))
         store = SegmentEventStore.create(tmp_path / name, header, segment_bytes=16_000)
         ledger = Ledger(core, walk.driver.configuration, store)
         snapshots = LogSnapshots(store)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from lifecycle_driver import Driver, keys_of
+from stored_logs import replaced, write_log
 
 from kvledger.adapters.cli.options import Moment, moment
 from kvledger.lifecycle import events as e
@@ -78,18 +79,16 @@ def test_a_selection_without_an_event_is_told(run: Any, log: Path) -> None:
     assert "--since 40 --until 30 selects no event" in result.err
 
 
-def test_a_time_of_day_needs_a_log_that_knows_its_own(run: Any, tools: Any, story: Driver, tmp_path: Path) -> None:
+def test_a_time_of_day_needs_a_log_that_knows_its_own(run: Any, story: Driver, tmp_path: Path) -> None:
     """The remedy is named."""
-    log = tools.write_log(
-        tmp_path / "log", story.observed, story.configuration, header={"opened_at_unix_ns": "unknown"}
-    )
+    log = write_log(tmp_path / "log", story.observed, story.configuration, header={"opened_at_unix_ns": "unknown"})
     result = run("verify", log, "--since", "2025-06-15T15:06:40Z")
     assert result.exit_code == 64
     assert "does not say when it was opened" in result.err
 
 
 @pytest.fixture
-def two_breaches(tools: Any, tmp_path: Path) -> Path:
+def two_breaches(tmp_path: Path) -> Path:
     """A log in which first `a` and then `b` is given more than it was offered."""
     driver = Driver()
     for request_id in ("a", "b"):
@@ -97,8 +96,8 @@ def two_breaches(tools: Any, tmp_path: Path) -> Path:
         driver.settle_all()
     events = driver.observed
     for index in (0, 1):
-        events = tools.replaced(events, e.BlocksAllocated, index, num_external_tokens=8)
-    log: Path = tools.write_log(tmp_path / "breaches", events, driver.configuration)
+        events = replaced(events, e.BlocksAllocated, index, num_external_tokens=8)
+    log: Path = write_log(tmp_path / "breaches", events, driver.configuration)
     return log
 
 

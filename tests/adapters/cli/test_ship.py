@@ -14,12 +14,12 @@ from lifecycle_driver import Driver
 from log_torture import reopened
 from nats_server import NatsServer, segments_in_stream, segments_of
 from processes import started
+from stored_logs import replaced, write_log
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.codec import EventEncoder
 
 Run = Any
-Tools = Any
 
 
 @pytest.fixture
@@ -45,13 +45,13 @@ def verdict_of(run: Run, log: object) -> dict[str, object]:
 
 @pytest.mark.parametrize("is_sound", [True, False])
 def test_a_stream_gets_the_verdict_of_its_files(
-    server: NatsServer, run: Run, tools: Tools, story: Driver, tmp_path: Path, is_sound: bool
+    server: NatsServer, run: Run, story: Driver, tmp_path: Path, is_sound: bool
 ) -> None:
     """Sound, and with a broken rule: verdict, findings and head hash are the same."""
     events = list(story.observed)
     if not is_sound:
-        events = tools.replaced(events, e.BlocksAllocated, 1, num_external_tokens=80)
-    log = tools.write_log(tmp_path / "log", events, story.configuration, segment_bytes=2_000)
+        events = replaced(events, e.BlocksAllocated, 1, num_external_tokens=80)
+    log = write_log(tmp_path / "log", events, story.configuration, segment_bytes=2_000)
     assert len(segments_of(log)) > 1
     shipped = run("ship", log, "--to", server.url, "--create-stream", "--json")
     assert shipped.exit_code == 0, shipped.err
@@ -96,11 +96,11 @@ def _without_end(text: str) -> list[str]:
 
 
 def test_every_log_of_a_stream_is_read_and_one_can_be_chosen(
-    server: NatsServer, run: Run, tools: Tools, story: Driver, tmp_path: Path
+    server: NatsServer, run: Run, story: Driver, tmp_path: Path
 ) -> None:
     """As with a directory of logs; ids are listed, and their beginnings are enough."""
     for name in ("a", "b"):
-        tools.write_log(tmp_path / "logs" / name, story.observed, story.configuration)
+        write_log(tmp_path / "logs" / name, story.observed, story.configuration)
     assert run("ship", tmp_path / "logs", "--to", server.url, "--create-stream", "--label", "host-1").exit_code == 0
     listed = run("ship", "--list", server.url, "--json").objects("log_in_stream")
     assert len(listed) == 2

@@ -7,6 +7,7 @@ from typing import Any
 
 import attrs
 from lifecycle_driver import Driver, keys_of
+from stored_logs import header_of, replaced, write_log
 
 from kvledger.adapters.logs.describe import plain
 from kvledger.lifecycle import Core, fold
@@ -70,9 +71,7 @@ def test_the_groups_in_json_cover_the_request_without_overlap(run: Any, log: Pat
     assert (decode["first_token"], decode["num_tokens"], decode["num_blocks"], decode["num_bytes"]) == (45, 19, 1, 100)
 
 
-def test_a_part_filled_last_chunk_is_told_when_it_is_saved_and_when_it_is_loaded(
-    run: Any, tools: Any, tmp_path: Path
-) -> None:
+def test_a_part_filled_last_chunk_is_told_when_it_is_saved_and_when_it_is_loaded(run: Any, tmp_path: Path) -> None:
     """A reader sees where the tokens behind the last whole chunk went, and that they came back."""
     driver = Driver()
     driver.start("a", keys_of("a", 3), 29, (1, 2))
@@ -83,7 +82,7 @@ def test_a_part_filled_last_chunk_is_told_when_it_is_saved_and_when_it_is_loaded
     driver.allocate("a", (5, 6), 28)
     driver.step(("a", 28, 1, 29))
     driver.settle_all()
-    log = tools.write_log(tmp_path / "log", driver.observed, driver.configuration)
+    log = write_log(tmp_path / "log", driver.observed, driver.configuration)
     out = run("show", log, "a").out
     assert (
         "copies out 4 tokens of its part-filled last chunk from 1 block (2), before its blocks are overwritten" in out
@@ -112,32 +111,32 @@ def test_an_ambiguous_or_unknown_id_gives_64_and_lists_candidates(run: Any, log:
     assert "no request begins with 'video'; the log has: chat-17-b6, chat-9" in unknown.err
 
 
-def test_a_whole_id_wins_over_longer_ones(run: Any, tools: Any, tmp_path: Path) -> None:
+def test_a_whole_id_wins_over_longer_ones(run: Any, tmp_path: Path) -> None:
     """`a` is a request of its own, though `ab` begins with it."""
     driver = Driver()
     driver.arrive("ab", 5)
     driver.arrive("a", 6)
-    log = tools.write_log(tmp_path / "log", driver.observed, driver.configuration)
+    log = write_log(tmp_path / "log", driver.observed, driver.configuration)
     assert "arrived with 6 prompt tokens" in run("show", log, "a").out
 
 
-def test_an_id_that_is_used_again_is_shown_with_all_its_lives(run: Any, tools: Any, tmp_path: Path) -> None:
+def test_an_id_that_is_used_again_is_shown_with_all_its_lives(run: Any, tmp_path: Path) -> None:
     """A client may repeat its ids."""
     driver = Driver()
     for _ in range(2):
         driver.arrive("a", 5)
         driver.finish("a", 0, 5)
-    log = tools.write_log(tmp_path / "log", driver.observed, driver.configuration)
+    log = write_log(tmp_path / "log", driver.observed, driver.configuration)
     assert "incarnation 2 of this id" in run("show", log, "a").out
 
 
-def test_broken_rules_and_failures_stand_out_in_a_timeline(run: Any, tools: Any, tmp_path: Path) -> None:
+def test_broken_rules_and_failures_stand_out_in_a_timeline(run: Any, tmp_path: Path) -> None:
     """The engineer who reads it looks for these."""
     driver = Driver()
     driver.arrive("a", 17)
     driver.observe(e.HookFailed("update_state_after_alloc", "a", "KeyError: 3", 9))
     driver.allocate("a", (1, 2), 16)
-    log = tools.write_log(tmp_path / "log", driver.observed, driver.configuration)
+    log = write_log(tmp_path / "log", driver.observed, driver.configuration)
     out = run("show", log, "a").out
     assert "hook update_state_after_alloc FAILED: KeyError: 3" in out
     assert "ALLOC_MATCHES_LOOKUP BROKEN: tokens were claimed that no lookup answered" in out
@@ -146,9 +145,9 @@ def test_broken_rules_and_failures_stand_out_in_a_timeline(run: Any, tools: Any,
     assert [group["num_broken"] for group in groups] == [0, 0, 1]
 
 
-def test_lost_events_are_a_group_of_their_own(run: Any, tools: Any, story: Driver, tmp_path: Path) -> None:
+def test_lost_events_are_a_group_of_their_own(run: Any, story: Driver, tmp_path: Path) -> None:
     """A timeline with a hole must not look like one without."""
-    store = SegmentEventStore.create(tmp_path / "gap", tools.header_of(story.configuration))
+    store = SegmentEventStore.create(tmp_path / "gap", header_of(story.configuration))
     store.append(EventEncoder().encode(story.observed[:4]), 4)
     store.append_gap(3, "no space")
     store.append(EventEncoder().encode(story.observed[7:9]), 2)
@@ -159,10 +158,10 @@ def test_lost_events_are_a_group_of_their_own(run: Any, tools: Any, story: Drive
     assert "lost_events" in result.err
 
 
-def test_a_log_that_cannot_be_folded_is_shown_up_to_there(run: Any, tools: Any, story: Driver, tmp_path: Path) -> None:
+def test_a_log_that_cannot_be_folded_is_shown_up_to_there(run: Any, story: Driver, tmp_path: Path) -> None:
     """What was read before is still worth showing; the event that stops it is named on stderr."""
-    events = tools.replaced(story.observed, e.SaveIssued, 0, slots=(-2,))
-    log = tools.write_log(tmp_path / "alien", events, story.configuration)
+    events = replaced(story.observed, e.SaveIssued, 0, slots=(-2,))
+    log = write_log(tmp_path / "alien", events, story.configuration)
     for arguments in ([], ["--at", 100]):
         result = run("show", log, *arguments)
         assert result.exit_code == 0
@@ -198,11 +197,11 @@ def test_replay_stops_where_it_is_told(run: Any, log: Path, story: Driver) -> No
     assert "not to 100000" in run("replay", log, "--at", 100_000).err
 
 
-def test_replay_reports_the_first_divergence_with_3(run: Any, tools: Any, story: Driver, tmp_path: Path) -> None:
+def test_replay_reports_the_first_divergence_with_3(run: Any, story: Driver, tmp_path: Path) -> None:
     """Before the event it is none, from it on it is."""
-    events = tools.replaced(story.observed, e.LookupAnswered, 1, miss_reason="evicted")
+    events = replaced(story.observed, e.LookupAnswered, 1, miss_reason="evicted")
     sequence = 1 + [place for place, event in enumerate(events) if isinstance(event, e.LookupAnswered)][1]
-    log = tools.write_log(tmp_path / "other", events, story.configuration)
+    log = write_log(tmp_path / "other", events, story.configuration)
     result = run("replay", log)
     assert result.exit_code == 3
     assert f"diverged at sequence {sequence}" in result.out

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from lifecycle_driver import Driver, Walk, keys_of
+from stored_logs import header_of, write_log
 
 from kvledger.adapters.cli.percentiles import Percentiles
 from kvledger.adapters.reasons import Sums
@@ -23,11 +24,11 @@ REQUEST = "chat-17-b6"
 
 
 @pytest.fixture
-def walked(tools: Any, tmp_path: Path) -> tuple[Path, Driver]:
+def walked(tmp_path: Path) -> tuple[Path, Driver]:
     """The log of a random walk."""
     walk = Walk(5, chunk_size=8, block_size=16)
     walk.run(70)
-    return tools.write_log(tmp_path / "walk", walk.driver.observed, walk.driver.configuration), walk.driver
+    return write_log(tmp_path / "walk", walk.driver.observed, walk.driver.configuration), walk.driver
 
 
 def one(objects: list[dict[str, Any]]) -> dict[str, Any]:
@@ -77,7 +78,7 @@ def test_bytes_by_event_are_what_the_encoder_writes(run: Any, walked: tuple[Path
     assert sum(told.values()) < one(run("stats", "--json", log).objects("statistics"))["num_bytes"]
 
 
-def test_times_of_copies_and_recoveries_have_percentiles(run: Any, tools: Any, tmp_path: Path) -> None:
+def test_times_of_copies_and_recoveries_have_percentiles(run: Any, tmp_path: Path) -> None:
     """A recovery ends when every known token is computed again, not when the first step runs."""
     driver = Driver()
     driver.start("a", keys_of("a", 4), 33, (1, 2, 3))
@@ -89,7 +90,7 @@ def test_times_of_copies_and_recoveries_have_percentiles(run: Any, tools: Any, t
     driver.step(("a", 32, 4, 40))
     driver.settle_all()
     driver.step(("a", 36, 4, 40))
-    log = tools.write_log(tmp_path / "log", driver.observed, driver.configuration)
+    log = write_log(tmp_path / "log", driver.observed, driver.configuration)
     rows = {row["of"]: row for row in run("stats", "--json", log).objects("percentiles")}
     took = driver.all_of(e.StepScheduled)[-1].time_ns - preempted.time_ns
     assert (rows["recovery_time_ns"]["count"], rows["recovery_time_ns"]["max"]) == (1, took)
@@ -141,13 +142,13 @@ def test_one_request_can_be_summed_up_alone(run: Any, walked: tuple[Path, Driver
     assert "step.scheduled" not in events
 
 
-def test_several_logs_are_told_one_by_one_and_together(run: Any, tools: Any, tmp_path: Path) -> None:
+def test_several_logs_are_told_one_by_one_and_together(run: Any, tmp_path: Path) -> None:
     """Each engine start writes a log of its own."""
     for seed in (1, 2):
         walk = Walk(seed, chunk_size=8, block_size=16)
         walk.run(50)
         header = {"opened_at_unix_ns": seed}
-        tools.write_log(tmp_path / "logs" / str(seed), walk.driver.observed, walk.driver.configuration, header=header)
+        write_log(tmp_path / "logs" / str(seed), walk.driver.observed, walk.driver.configuration, header=header)
     result = run("stats", "--json", tmp_path / "logs")
     first, second, both = result.objects("statistics")
     assert [Path(first["path"]).name, Path(second["path"]).name, both["path"]] == ["1", "2", None]
@@ -168,12 +169,12 @@ def test_several_logs_are_told_one_by_one_and_together(run: Any, tools: Any, tmp
 
 
 def test_a_log_with_a_gap_is_summed_up_on_both_sides_of_it(
-    run: Any, tools: Any, walked: tuple[Path, Driver], tmp_path: Path
+    run: Any, walked: tuple[Path, Driver], tmp_path: Path
 ) -> None:
     """Some reasons are unknown then; the sums are not."""
     _, driver = walked
     third = len(driver.observed) // 3
-    store = SegmentEventStore.create(tmp_path / "gap", tools.header_of(driver.configuration))
+    store = SegmentEventStore.create(tmp_path / "gap", header_of(driver.configuration))
     encoder = EventEncoder()
     store.append(encoder.encode(driver.observed[:third]), third)
     store.append_gap(third, "the disk was full")
@@ -188,11 +189,11 @@ def test_a_log_with_a_gap_is_summed_up_on_both_sides_of_it(
 
 
 def test_a_log_whose_oldest_segments_were_retired_is_summed_up_as_far_as_it_goes(
-    run: Any, tools: Any, walked: tuple[Path, Driver], tmp_path: Path
+    run: Any, walked: tuple[Path, Driver], tmp_path: Path
 ) -> None:
     """What came before is unknown; nothing is made up about it, and the sums hold."""
     _, driver = walked
-    log = tools.write_log(tmp_path / "late", driver.observed, driver.configuration, segment_bytes=4_000)
+    log = write_log(tmp_path / "late", driver.observed, driver.configuration, segment_bytes=4_000)
     segments = sorted(log.glob("*.kvlog"))
     for segment in segments[: len(segments) // 2]:
         segment.unlink()

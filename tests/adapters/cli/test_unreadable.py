@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from lifecycle_driver import Driver
+from stored_logs import write_log
 
 from kvledger.adapters.cli import main as command
 
@@ -51,12 +52,12 @@ def words(line: str, log: Path | str) -> list[str]:
 
 
 @pytest.fixture
-def logs(tools: Any, story: Driver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def logs(story: Driver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A directory of two logs, below the working directory: those above may be closed to other users."""
     monkeypatch.chdir(tmp_path)
     tmp_path.chmod(0o755)
     for name in ("a", "b"):
-        tools.write_log(tmp_path / "logs" / name, story.observed, story.configuration)
+        write_log(tmp_path / "logs" / name, story.observed, story.configuration)
     for path in tmp_path.rglob("*"):
         path.chmod(0o755)
     return Path("logs")

@@ -9,6 +9,7 @@ import msgspec
 import pytest
 from lifecycle_driver import Driver
 from log_torture import reopened
+from stored_logs import header_of, play_story, replaced, write_log
 
 from kvledger.adapters.core import composed_core
 from kvledger.lifecycle import Core
@@ -47,12 +48,10 @@ def test_a_sound_log_gives_0(run: Any, log: Path) -> None:
     assert result.out.endswith("sound\n")
 
 
-def test_a_broken_rule_gives_1_and_is_named_with_its_evidence(
-    run: Any, tools: Any, story: Driver, tmp_path: Path
-) -> None:
+def test_a_broken_rule_gives_1_and_is_named_with_its_evidence(run: Any, story: Driver, tmp_path: Path) -> None:
     """Rule, event, request, generation, and the events that show it."""
-    events = tools.replaced(story.observed, e.BlocksAllocated, 1, num_external_tokens=80)
-    log = tools.write_log(tmp_path / "broken", events, story.configuration)
+    events = replaced(story.observed, e.BlocksAllocated, 1, num_external_tokens=80)
+    log = write_log(tmp_path / "broken", events, story.configuration)
     sequence = 1 + next(place for place, event in enumerate(events) if getattr(event, "num_external_tokens", 0) == 80)
     result = run("verify", log)
     assert result.exit_code == 1
@@ -94,10 +93,10 @@ def test_a_damaged_copy_of_the_header_is_named_and_everything_is_checked(run: An
 
 
 def test_without_any_header_events_are_still_read_and_it_is_said_what_cannot_be_judged(
-    run: Any, tools: Any, story: Driver, tmp_path: Path
+    run: Any, story: Driver, tmp_path: Path
 ) -> None:
     """A log of one segment, both copies damaged: today's vocabulary fits, the configuration is gone."""
-    log = tools.write_log(tmp_path / "log", story.observed, story.configuration)
+    log = write_log(tmp_path / "log", story.observed, story.configuration)
     lose_header(only_segment(log))
     result = run("verify", "--json", log)
     assert (result.exit_code, result.err) == (2, "")
@@ -150,11 +149,9 @@ def test_a_torn_tail_gives_2(run: Any, log: Path) -> None:
     assert "made again, all equal" in result.out
 
 
-def test_events_that_the_writer_lost_give_2_and_end_the_checks(
-    run: Any, tools: Any, story: Driver, tmp_path: Path
-) -> None:
+def test_events_that_the_writer_lost_give_2_and_end_the_checks(run: Any, story: Driver, tmp_path: Path) -> None:
     """After a gap the state is not known, so nothing after it can be judged."""
-    store = SegmentEventStore.create(tmp_path / "gap", tools.header_of(story.configuration))
+    store = SegmentEventStore.create(tmp_path / "gap", header_of(story.configuration))
     encoder = EventEncoder()
     store.append(encoder.encode(story.observed[:4]), 4)
     store.append_gap(3, "no space left on device")
@@ -170,11 +167,9 @@ def test_events_that_the_writer_lost_give_2_and_end_the_checks(
     assert (verdict["num_events"], verdict["num_events_checked"]) == (6, 4)
 
 
-def test_a_frame_that_is_not_what_the_header_promises_gives_2(
-    run: Any, tools: Any, story: Driver, tmp_path: Path
-) -> None:
+def test_a_frame_that_is_not_what_the_header_promises_gives_2(run: Any, story: Driver, tmp_path: Path) -> None:
     """Intact bytes that are no events, and a wrong count of events, are damage too."""
-    store = SegmentEventStore.create(tmp_path / "odd", tools.header_of(story.configuration))
+    store = SegmentEventStore.create(tmp_path / "odd", header_of(story.configuration))
     store.append(EventEncoder().encode(story.observed[:1]), 1)
     store.append(b"not msgpack", 1)
     store.append(EventEncoder().encode(story.observed[1:2]), 2)
@@ -196,10 +191,10 @@ def test_a_frame_that_is_not_what_the_header_promises_gives_2(
     ],
 )
 def test_a_log_that_cannot_be_understood_gives_2_and_says_why(
-    changes: dict[str, object], named: str, run: Any, tools: Any, story: Driver, tmp_path: Path
+    changes: dict[str, object], named: str, run: Any, story: Driver, tmp_path: Path
 ) -> None:
     """Too new, or not ours: the message names what is unknown."""
-    log = tools.write_log(tmp_path / "new", story.observed, story.configuration, header=changes)
+    log = write_log(tmp_path / "new", story.observed, story.configuration, header=changes)
     result = run("verify", log)
     assert result.exit_code == 2
     assert result.out == ""
@@ -215,12 +210,12 @@ def test_a_file_that_is_no_log_gives_2(run: Any, tmp_path: Path) -> None:
     assert "no segment has a readable header" in result.err
 
 
-def test_another_decision_gives_3(run: Any, tools: Any, story: Driver, tmp_path: Path) -> None:
+def test_another_decision_gives_3(run: Any, story: Driver, tmp_path: Path) -> None:
     """No rule is broken, for any free slot will do, but today's code would have written something else."""
     place, save = next((at, event) for at, event in enumerate(story.observed) if isinstance(event, e.SaveIssued))
     slots = tuple(slot + 8 for slot in save.slots)
-    events = tools.replaced(story.observed[: place + 1], e.SaveIssued, 0, slots=slots)
-    result = run("verify", "--json", tools.write_log(tmp_path / "other", events, story.configuration))
+    events = replaced(story.observed[: place + 1], e.SaveIssued, 0, slots=slots)
+    result = run("verify", "--json", write_log(tmp_path / "other", events, story.configuration))
     assert result.exit_code == 3
     (divergence,) = result.objects("divergence")
     assert divergence["recorded"]["slots"] == list(slots)
@@ -228,22 +223,20 @@ def test_another_decision_gives_3(run: Any, tools: Any, story: Driver, tmp_path:
     assert run("verify", tmp_path / "other").exit_code == 3
 
 
-def test_an_event_that_cannot_be_folded_gives_3(run: Any, tools: Any, story: Driver, tmp_path: Path) -> None:
+def test_an_event_that_cannot_be_folded_gives_3(run: Any, story: Driver, tmp_path: Path) -> None:
     """Such a log was not written by this code; the command says so instead of failing."""
-    events = tools.replaced(story.observed, e.SaveIssued, 0, slots=(-2,))
-    log = tools.write_log(tmp_path / "alien", events, story.configuration)
+    events = replaced(story.observed, e.SaveIssued, 0, slots=(-2,))
+    log = write_log(tmp_path / "alien", events, story.configuration)
     result = run("verify", "--json", log)
     assert result.objects("unfoldable")
     assert result.exit_code in {1, 3}
     assert "cannot be folded" in run("verify", log).out
 
 
-def test_damage_goes_over_a_broken_rule_and_that_over_a_divergence(
-    run: Any, tools: Any, story: Driver, tmp_path: Path
-) -> None:
+def test_damage_goes_over_a_broken_rule_and_that_over_a_divergence(run: Any, story: Driver, tmp_path: Path) -> None:
     """One exit code for several findings: the one that makes the others doubtful."""
-    events = tools.replaced(story.observed, e.LookupAnswered, 1, num_external_tokens=56, miss_reason="evicted")
-    log = tools.write_log(tmp_path / "both", events, story.configuration)
+    events = replaced(story.observed, e.LookupAnswered, 1, num_external_tokens=56, miss_reason="evicted")
+    log = write_log(tmp_path / "both", events, story.configuration)
     result = run("verify", "--json", log)
     assert result.objects("violation")
     assert result.objects("divergence")
@@ -265,21 +258,19 @@ def test_what_was_not_checked_is_listed(run: Any, log: Path) -> None:
     assert f"{len(not_checked)} rules that a log cannot decide" in brief
 
 
-def test_another_transition_table_is_pointed_out(run: Any, tools: Any, story: Driver, tmp_path: Path) -> None:
+def test_another_transition_table_is_pointed_out(run: Any, story: Driver, tmp_path: Path) -> None:
     """Divergences from a log of another version have a cause that is no bug."""
     changes = {"table_fingerprint": "0" * 16, "handler_fingerprint": "new=Mine"}
-    log = tools.write_log(tmp_path / "old", story.observed, story.configuration, header=changes)
+    log = write_log(tmp_path / "old", story.observed, story.configuration, header=changes)
     result = run("verify", log)
     assert result.exit_code == 0
     assert "another transition table" in result.out
     assert "name them with --handlers" in result.out
 
 
-def test_a_later_segment_alone_is_verified_as_far_as_it_can_be(
-    run: Any, tools: Any, story: Driver, tmp_path: Path
-) -> None:
+def test_a_later_segment_alone_is_verified_as_far_as_it_can_be(run: Any, story: Driver, tmp_path: Path) -> None:
     """Its chain and schema are checked; that rules could not be is said, not passed over."""
-    log = tools.write_log(tmp_path / "long", story.observed, story.configuration, segment_bytes=9_500)
+    log = write_log(tmp_path / "long", story.observed, story.configuration, segment_bytes=9_500)
     segments = sorted(log.glob("*.kvlog"))
     assert len(segments) > 1
     assert run("verify", log).exit_code == 0
@@ -290,17 +281,17 @@ def test_a_later_segment_alone_is_verified_as_far_as_it_can_be(
     assert "neither rules nor decisions could be checked" in result.out
 
 
-def test_an_empty_log_is_sound(run: Any, tools: Any, story: Driver, tmp_path: Path) -> None:
+def test_an_empty_log_is_sound(run: Any, story: Driver, tmp_path: Path) -> None:
     """An engine that served nothing."""
-    SegmentEventStore.create(tmp_path / "empty", tools.header_of(story.configuration)).close()
+    SegmentEventStore.create(tmp_path / "empty", header_of(story.configuration)).close()
     assert run("verify", tmp_path / "empty").exit_code == 0
     assert run("show", tmp_path / "empty").exit_code == 0
     assert run("replay", tmp_path / "empty").exit_code == 0
 
 
-def test_a_log_that_is_still_written_can_be_verified(run: Any, tools: Any, story: Driver, tmp_path: Path) -> None:
+def test_a_log_that_is_still_written_can_be_verified(run: Any, story: Driver, tmp_path: Path) -> None:
     """Neither side waits for the other."""
-    store = SegmentEventStore.create(tmp_path / "live", tools.header_of(story.configuration))
+    store = SegmentEventStore.create(tmp_path / "live", header_of(story.configuration))
     store.append(EventEncoder().encode(story.observed[:4]), 4)
     assert run("verify", tmp_path / "live").exit_code == 0
     store.append(EventEncoder().encode(story.observed[4:5]), 1)
@@ -309,24 +300,24 @@ def test_a_log_that_is_still_written_can_be_verified(run: Any, tools: Any, story
     store.close()
 
 
-def test_violations_recorded_live_are_named(run: Any, tools: Any, tmp_path: Path) -> None:
+def test_violations_recorded_live_are_named(run: Any, tmp_path: Path) -> None:
     """What the connector itself saw go wrong needs no second opinion."""
     driver = Driver()
     driver.report(7)
     driver.observe(e.HookFailed("build_connector_meta", "", "ValueError: no", 1))
-    log = tools.write_log(tmp_path / "live", driver.observed, driver.configuration)
+    log = write_log(tmp_path / "live", driver.observed, driver.configuration)
     result = run("verify", log)
     assert result.exit_code == 1
     assert "RECORDED at event 2" in result.out
     assert "hook build_connector_meta raised: ValueError: no" in result.out
 
 
-def test_many_violations_are_cut_for_people_and_whole_for_programs(run: Any, tools: Any, tmp_path: Path) -> None:
+def test_many_violations_are_cut_for_people_and_whole_for_programs(run: Any, tmp_path: Path) -> None:
     """The number of those not shown is told."""
     driver = Driver()
     for job_id in range(1, 31):
         driver.report(job_id)
-    log = tools.write_log(tmp_path / "many", driver.observed, driver.configuration)
+    log = write_log(tmp_path / "many", driver.observed, driver.configuration)
     assert "… and 40 more" in run("verify", log).out
     assert len(run("verify", "--json", log).objects("violation")) == 60
 
@@ -349,16 +340,16 @@ class Shy(Running):
 
 
 def test_a_log_of_other_handlers_is_checked_with_them(
-    run: Any, tools: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Their decisions are made again by themselves; without them the log diverges, and the remedy is named."""
     (tmp_path / "shy_handlers.py").write_text(SHY)
     monkeypatch.syspath_prepend(str(tmp_path))
     core = composed_core(["shy_handlers:Shy"])
     driver = Driver(num_slots=32, core=core)
-    tools.play_story(driver)
+    play_story(driver)
     header = {"handler_fingerprint": core.handler_fingerprint()}
-    log = tools.write_log(tmp_path / "log", driver.observed, driver.configuration, header=header)
+    log = write_log(tmp_path / "log", driver.observed, driver.configuration, header=header)
     without = run("verify", log)
     assert without.exit_code == 3
     assert "name them with --handlers: it was written with" in without.out
@@ -379,15 +370,13 @@ def test_a_handler_that_is_none_is_wrong_usage(run: Any, log: Path, name: str) -
     assert f"--handlers: '{name}'" in result.err
 
 
-def test_events_of_a_newer_version_are_refused_or_skipped_and_counted(
-    run: Any, tools: Any, story: Driver, tmp_path: Path
-) -> None:
+def test_events_of_a_newer_version_are_refused_or_skipped_and_counted(run: Any, story: Driver, tmp_path: Path) -> None:
     """Refused with a clear word and a remedy; with --lenient the rest is read, and what is missing is told."""
     vocabulary = vocabulary_header(Core.standard())["vocabulary"]
     assert isinstance(vocabulary, list)
     newer = [*vocabulary, {"id": "request.priority_changed", "version": 1, "fields": ["request_id", "priority"]}]
     store = SegmentEventStore.create(
-        tmp_path / "log", tools.header_of(story.configuration, {"vocabulary": newer, "kvledger_version": "9.9"})
+        tmp_path / "log", header_of(story.configuration, {"vocabulary": newer, "kvledger_version": "9.9"})
     )
     unknown = msgspec.msgpack.encode([len(vocabulary), "chat-17-b6", 3])
     for number, event in enumerate(story.observed):

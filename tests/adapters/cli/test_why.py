@@ -9,6 +9,7 @@ from typing import Any
 import attrs
 import pytest
 from lifecycle_driver import Driver, Walk, keys_of
+from stored_logs import header_of, write_log
 
 from kvledger.adapters.cli import why as why_module
 from kvledger.adapters.logs import index as index_module
@@ -39,10 +40,10 @@ def evicted_story() -> Driver:
 
 
 @pytest.fixture
-def evicted(tools: Any, tmp_path: Path) -> tuple[Path, Driver]:
+def evicted(tmp_path: Path) -> tuple[Path, Driver]:
     """That story as a log."""
     driver = evicted_story()
-    return tools.write_log(tmp_path / "evicted", driver.observed, driver.configuration), driver
+    return write_log(tmp_path / "evicted", driver.observed, driver.configuration), driver
 
 
 def number_of(driver: Driver, event_class: type[e.Event], index: int = 0) -> int:
@@ -88,12 +89,12 @@ def test_the_table_adds_up_and_says_so(run: Any, evicted: tuple[Path, Driver]) -
     assert "66 tokens at 2 admissions = 0 from vLLM's prefix cache + 0 loaded + 66 left to compute" in out
 
 
-def test_objects_of_reasons_add_up_to_the_totals(run: Any, tools: Any, tmp_path: Path) -> None:
+def test_objects_of_reasons_add_up_to_the_totals(run: Any, tmp_path: Path) -> None:
     """For every request of a random walk: by reason, and to what the projections count."""
     walk = Walk(4, chunk_size=8, block_size=16)
     walk.run(70)
     driver = walk.driver
-    log = tools.write_log(tmp_path / "log", driver.observed, driver.configuration)
+    log = write_log(tmp_path / "log", driver.observed, driver.configuration)
     num_recomputed = 0
     for request_id in sorted({event.request_id for event in driver.all_of(e.RequestArrived)}):
         result = run("why", "--json", log, request_id)
@@ -116,13 +117,13 @@ def test_objects_of_reasons_add_up_to_the_totals(run: Any, tools: Any, tmp_path:
     assert num_recomputed == driver.projections.totals.figures.num_tokens_recomputed > 0
 
 
-def test_a_request_with_several_lives_is_told_life_by_life(run: Any, tools: Any, tmp_path: Path) -> None:
+def test_a_request_with_several_lives_is_told_life_by_life(run: Any, tmp_path: Path) -> None:
     """An id may be used again; each life has a table of its own."""
     driver = Driver()
     for num_tokens in (20, 30):
         driver.start("a", keys_of(str(num_tokens), 2), num_tokens, (1, 2))
         driver.finish("a", 0, num_tokens)
-    log = tools.write_log(tmp_path / "log", driver.observed, driver.configuration)
+    log = write_log(tmp_path / "log", driver.observed, driver.configuration)
     out = run("why", log, "a").out
     assert out.index("incarnation 1 of 2") < out.index("20 tokens at 1 admission") < out.index("incarnation 2 of 2")
     assert out.index("incarnation 2 of 2") < out.index("30 tokens at 1 admission")
@@ -166,13 +167,13 @@ def test_a_window_limits_what_is_told_not_what_is_known(run: Any, evicted: tuple
     assert "computed 32 tokens again" not in run("why", log, "a", "--until", until).out
 
 
-def test_a_quarantine_names_the_broken_rule_and_its_event(run: Any, tools: Any, tmp_path: Path) -> None:
+def test_a_quarantine_names_the_broken_rule_and_its_event(run: Any, tmp_path: Path) -> None:
     """From there on nothing helps the request, and every later miss points at it."""
     driver = Driver()
     driver.arrive("a", 33, keys_of("a", 4))
     driver.allocate("a", (1, 2, 3), 16)
     driver.step(("a", 0, 33, 33))
-    log = tools.write_log(tmp_path / "log", driver.observed, driver.configuration)
+    log = write_log(tmp_path / "log", driver.observed, driver.configuration)
     allocated = number_of(driver, e.BlocksAllocated)
     out = run("why", log, "a").out
     assert "ALLOC_MATCHES_LOOKUP BROKEN: tokens were claimed that no lookup answered" in out
@@ -180,11 +181,11 @@ def test_a_quarantine_names_the_broken_rule_and_its_event(run: Any, tools: Any, 
 
 
 def test_what_stands_behind_lost_events_is_told_as_far_as_it_is_known(
-    run: Any, tools: Any, evicted: tuple[Path, Driver], tmp_path: Path
+    run: Any, evicted: tuple[Path, Driver], tmp_path: Path
 ) -> None:
     """The eviction is lost; the lookup recorded that there was one."""
     _, driver = evicted
-    store = SegmentEventStore.create(tmp_path / "gap", tools.header_of(driver.configuration))
+    store = SegmentEventStore.create(tmp_path / "gap", header_of(driver.configuration))
     encoder = EventEncoder()
     first, last = number_of(driver, e.ChunkEvicted) - 1, number_of(driver, e.ChunkEvicted, 3)
     store.append(encoder.encode(driver.observed[:first]), first)
@@ -210,14 +211,14 @@ def test_a_sum_that_is_wrong_is_not_hidden(
     assert "THIS DOES NOT ADD UP, which is a fault of kvledger: tokens recomputed: 5" in result.out
 
 
-def test_a_request_that_waits_long_is_told_with_its_last_answers(run: Any, tools: Any, tmp_path: Path) -> None:
+def test_a_request_that_waits_long_is_told_with_its_last_answers(run: Any, tmp_path: Path) -> None:
     """A hundred different answers are for programs."""
     driver = Driver()
     driver.arrive("a", 65, keys_of("a", 8))
     for num_saved in range(1, 9):
         driver.save_prefix(f"b{num_saved}", keys_of("a", num_saved))
         driver.lookup("a", 0, 65)
-    log = tools.write_log(tmp_path / "log", driver.observed, driver.configuration)
+    log = write_log(tmp_path / "log", driver.observed, driver.configuration)
     out = run("why", log, "a").out
     assert out.count("asked what can be loaded") == why_module._MAX_LOOKUPS
     assert "5 more lookups with other answers" in out
@@ -225,15 +226,13 @@ def test_a_request_that_waits_long_is_told_with_its_last_answers(run: Any, tools
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_an_index_tells_the_same_story(
-    run: Any, tools: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
-) -> None:
+def test_an_index_tells_the_same_story(run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     """With an index nothing is read but the events that the story names."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     walk = Walk(seed, chunk_size=8, block_size=16)
     walk.run(60)
     driver = walk.driver
-    log = tools.write_log(tmp_path / "log", driver.observed, driver.configuration, segment_bytes=16_000)
+    log = write_log(tmp_path / "log", driver.observed, driver.configuration, segment_bytes=16_000)
     preempted = sorted({event.request_id for event in driver.all_of(e.RequestPreempted)})
     arrived = sorted({event.request_id for event in driver.all_of(e.RequestArrived)})
     asked = [(*json, log, request_id) for request_id in [*preempted[:5], *arrived[:5]] for json in ((), ("--json",))]

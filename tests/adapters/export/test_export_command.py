@@ -16,6 +16,7 @@ import msgspec
 import pytest
 from lifecycle_driver import Driver
 from processes import finished
+from stored_logs import header_of, serve_many, write_log
 from trace_importer import read_trace
 
 from kvledger.adapters.exit_codes import ExitCode
@@ -115,10 +116,10 @@ def changed(story: Driver, event_class: type[e.Event], **fields: object) -> list
 
 @pytest.mark.parametrize("form", FORMATS)
 def test_a_log_that_cannot_be_folded_is_exported_up_to_there(
-    run: Any, tools: Any, story: Driver, tmp_path: Path, form: str
+    run: Any, story: Driver, tmp_path: Path, form: str
 ) -> None:
     """What was read before is still worth having; the event that stops it is named on stderr, and on the page."""
-    log = tools.write_log(tmp_path / "alien", changed(story, e.SaveIssued, slots=(-2,)), story.configuration)
+    log = write_log(tmp_path / "alien", changed(story, e.SaveIssued, slots=(-2,)), story.configuration)
     path = tmp_path / "out"
     result = run("export", log, form, "-o", path)
     assert result.exit_code == 0
@@ -130,13 +131,11 @@ def test_a_log_that_cannot_be_folded_is_exported_up_to_there(
         assert "An event that cannot be folded" in path.read_text()
 
 
-def test_the_page_of_a_log_that_is_decided_otherwise_today_says_so(
-    run: Any, tools: Any, story: Driver, tmp_path: Path
-) -> None:
+def test_the_page_of_a_log_that_is_decided_otherwise_today_says_so(run: Any, story: Driver, tmp_path: Path) -> None:
     """With what was recorded and what would be decided; any free slot will do, but it would take others."""
     events = changed(story, e.SaveIssued, slots=(8, 9, 10))
     del events[next(at for at, event in enumerate(events, 1) if type(event) is e.SaveIssued) :]
-    log, path = tools.write_log(tmp_path / "other", events, story.configuration), tmp_path / "page.html"
+    log, path = write_log(tmp_path / "other", events, story.configuration), tmp_path / "page.html"
     assert run("export", log, "--html", "-o", path).exit_code == 0
     page = html.unescape(path.read_text())
     assert "today's code decides otherwise" in page
@@ -147,10 +146,10 @@ def test_the_page_of_a_log_that_is_decided_otherwise_today_says_so(
 @pytest.mark.parametrize("form", [*FORMATS, "--csv=events"])
 @pytest.mark.parametrize("events", [[], [e.LogNote("connector started", 5)]])
 def test_a_log_in_which_nothing_happened_is_exported_too(
-    run: Any, tools: Any, story: Driver, tmp_path: Path, form: str, events: list[e.Event]
+    run: Any, story: Driver, tmp_path: Path, form: str, events: list[e.Event]
 ) -> None:
     """A process that was killed at once leaves one."""
-    log, path = tools.write_log(tmp_path / "log", events, story.configuration), tmp_path / "out"
+    log, path = write_log(tmp_path / "log", events, story.configuration), tmp_path / "out"
     result = run("export", log, form, "-o", path)
     assert (result.exit_code, result.err.count("\n")) == (0, 1)
     if form == "--perfetto":
@@ -158,14 +157,12 @@ def test_a_log_in_which_nothing_happened_is_exported_too(
 
 
 @pytest.mark.parametrize("form", FORMATS)
-def test_events_of_a_newer_version_are_left_out_and_counted(
-    run: Any, tools: Any, story: Driver, tmp_path: Path, form: str
-) -> None:
+def test_events_of_a_newer_version_are_left_out_and_counted(run: Any, story: Driver, tmp_path: Path, form: str) -> None:
     """With --lenient; without it the log is refused and nothing is written."""
     vocabulary = vocabulary_header(Core.standard())["vocabulary"]
     assert isinstance(vocabulary, list)
     newer = [*vocabulary, {"id": "request.priority_changed", "version": 1, "fields": ["request_id", "priority"]}]
-    store = SegmentEventStore.create(tmp_path / "log", tools.header_of(story.configuration, {"vocabulary": newer}))
+    store = SegmentEventStore.create(tmp_path / "log", header_of(story.configuration, {"vocabulary": newer}))
     unknown = msgspec.msgpack.encode([len(vocabulary), "chat-17-b6", 3])
     for number, event in enumerate(story.observed):
         encoded = EventEncoder().encode([event])
@@ -181,11 +178,9 @@ def test_events_of_a_newer_version_are_left_out_and_counted(
     assert "chat-17-b6" in path.read_text()
 
 
-def test_a_log_that_is_still_written_is_exported_as_far_as_it_is(
-    run: Any, tools: Any, story: Driver, tmp_path: Path
-) -> None:
+def test_a_log_that_is_still_written_is_exported_as_far_as_it_is(run: Any, story: Driver, tmp_path: Path) -> None:
     """The writer is neither disturbed nor waited for."""
-    store = SegmentEventStore.create(tmp_path / "log", tools.header_of(story.configuration))
+    store = SegmentEventStore.create(tmp_path / "log", header_of(story.configuration))
     store.append(EventEncoder().encode(story.observed[:20]), 20)
     first = tmp_path / "first.csv"
     assert run("export", tmp_path / "log", "--csv", "events", "-o", first).exit_code == 0
@@ -204,24 +199,22 @@ def test_json_tells_what_was_written(run: Any, log: Path, tmp_path: Path) -> Non
     assert written == {"type": "export", "path": str(path), "num_bytes": path.stat().st_size, "num_logs": 1}
 
 
-def test_a_page_is_about_one_log(run: Any, tools: Any, story: Any, tmp_path: Path) -> None:
+def test_a_page_is_about_one_log(run: Any, story: Any, tmp_path: Path) -> None:
     """Of several, one must be named, or the newest asked for."""
     for name in ("first", "second"):
-        tools.write_log(tmp_path / "logs" / name, story.observed, story.configuration)
+        write_log(tmp_path / "logs" / name, story.observed, story.configuration)
     refused = run("export", tmp_path / "logs", "--html", "-o", tmp_path / "page.html")
     assert refused.exit_code == ExitCode.USAGE
     assert "--newest" in refused.err
     assert run("export", tmp_path / "logs", "--html", "-o", tmp_path / "page.html", "--newest").exit_code == 0
 
 
-def test_a_trace_of_a_long_log_is_written_in_little_memory(tools: Any, tmp_path: Path) -> None:
+def test_a_trace_of_a_long_log_is_written_in_little_memory(tmp_path: Path) -> None:
     """Ten times the log takes about the memory of one."""
     peaks = []
     for num_requests in (300, 3000):
-        driver = tools.serve_many(num_requests)
-        log = tools.write_log(
-            tmp_path / f"log{num_requests}", driver.observed, driver.configuration, segment_bytes=1 << 17
-        )
+        driver = serve_many(num_requests)
+        log = write_log(tmp_path / f"log{num_requests}", driver.observed, driver.configuration, segment_bytes=1 << 17)
         script = (
             "import pathlib, re, sys; from kvledger.adapters.cli.main import main; "
             f"code = main(['export', {str(log)!r}, '--perfetto', '-o', {str(tmp_path / f't{num_requests}.json')!r}]); "

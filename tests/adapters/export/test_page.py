@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from headless_browser import Page
+from stored_logs import serve_many, tell_story, write_log
 
 from kvledger.adapters.logs.sources import find_logs
 from kvledger.lifecycle import events as e
@@ -107,11 +108,11 @@ def test_a_page_opens_from_a_file_without_an_error_and_without_a_request(page: P
     assert shown.evaluate("document.querySelectorAll('.ticks text').length") > 3
 
 
-def test_nothing_of_a_request_id_is_ever_run(run: Any, tools: Any, page: Page, tmp_path: Path) -> None:
+def test_nothing_of_a_request_id_is_ever_run(run: Any, page: Page, tmp_path: Path) -> None:
     """Tags, quotes and invisible characters in an id are only shown, in the markup and after scripts touched them."""
-    story = tools.tell_story(HOSTILE, "</title></svg></script>x")
+    story = tell_story(HOSTILE, "</title></svg></script>x")
     events = [*story.observed, e.HookFailed("on_new_request", HOSTILE, HOSTILE, 10**12)]
-    directory = tools.write_log(tmp_path / "log", events, story.configuration)
+    directory = write_log(tmp_path / "log", events, story.configuration)
     path = tmp_path / "page.html"
     assert run("export", directory, "--html", "-o", path).exit_code == 0
     assert "script" not in parsed(path).tags
@@ -183,9 +184,9 @@ def test_a_page_fits_its_window_and_can_be_read_in_both_colour_schemes(
     assert contrast[0] >= 4.5, contrast
 
 
-def test_a_broken_rule_stands_on_top_with_the_events_that_prove_it(run: Any, tools: Any, tmp_path: Path) -> None:
+def test_a_broken_rule_stands_on_top_with_the_events_that_prove_it(run: Any, tmp_path: Path) -> None:
     """The reader of a ticket sees what is wrong before anything else."""
-    story = tools.tell_story()
+    story = tell_story()
     events = list(story.observed)
     place = next(
         at for at, event in enumerate(events) if isinstance(event, e.BlocksAllocated) and event.num_external_tokens
@@ -194,7 +195,7 @@ def test_a_broken_rule_stands_on_top_with_the_events_that_prove_it(run: Any, too
     assert isinstance(allocated, e.BlocksAllocated)
     events[place] = e.BlocksAllocated(allocated.request_id, allocated.block_ids, 80, allocated.time_ns)
     path = tmp_path / "page.html"
-    log = tools.write_log(tmp_path / "log", events, story.configuration)
+    log = write_log(tmp_path / "log", events, story.configuration)
     assert run("export", log, "--html", "-o", path).exit_code == 0
     text = " ".join(" ".join(parsed(path).text).split())
     assert "a rule is broken" in text
@@ -229,11 +230,11 @@ def test_a_page_about_one_request_shows_that_one_alone(run: Any, log: Path, page
 
 
 def test_of_many_requests_those_with_trouble_are_shown_and_the_rest_is_counted(
-    run: Any, tools: Any, page: Page, tmp_path: Path
+    run: Any, page: Page, tmp_path: Path
 ) -> None:
     """A page of a log with a thousand requests stays one that a browser can handle, and says what it left out."""
-    driver = tools.serve_many(1000)
-    log = tools.write_log(tmp_path / "log", driver.observed, driver.configuration)
+    driver = serve_many(1000)
+    log = write_log(tmp_path / "log", driver.observed, driver.configuration)
     path = tmp_path / "page.html"
     assert run("export", log, "--html", "-o", path).exit_code == 0
     shown = opened(page, path)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from lifecycle_driver import Driver
+from stored_logs import tell_story, write_log
 from trace_importer import NotImportable, Trace, read_trace
 
 from kvledger.adapters.logs.log import open_log
@@ -88,17 +89,17 @@ def test_a_file_named_gz_is_compressed(run: Any, log: Path, tmp_path: Path) -> N
     assert packed.read_bytes() == again.read_bytes()
 
 
-def test_any_request_id_is_only_a_name(run: Any, tools: Any, tmp_path: Path) -> None:
+def test_any_request_id_is_only_a_name(run: Any, tmp_path: Path) -> None:
     """Quotes, brackets and control characters in an id neither end the file nor move a track."""
     ugly = '"},{"ph":"X\\\x00\x7f\u2028</script>]'
-    story = tools.tell_story(ugly)
-    trace = export(run, tools.write_log(tmp_path / "log", story.observed, story.configuration), tmp_path / "t.json")
+    story = tell_story(ugly)
+    trace = export(run, write_log(tmp_path / "log", story.observed, story.configuration), tmp_path / "t.json")
     assert len([found for found in trace.slices if found.track == ugly]) == 6
 
 
-def test_missing_events_are_shown_where_they_are_missing(run: Any, tools: Any, story: Driver, tmp_path: Path) -> None:
+def test_missing_events_are_shown_where_they_are_missing(run: Any, story: Driver, tmp_path: Path) -> None:
     """A trace of a damaged log says so, in the trace and on stderr."""
-    directory = tools.write_log(tmp_path / "log", story.observed, story.configuration)
+    directory = write_log(tmp_path / "log", story.observed, story.configuration)
     (segment,) = directory.glob("*.kvlog")
     data = bytearray(segment.read_bytes())
     data[len(data) * 4 // 5] ^= 0xFF
@@ -112,13 +113,11 @@ def test_missing_events_are_shown_where_they_are_missing(run: Any, tools: Any, s
     assert trace.other_data["logs"][0]["num_damaged_places"] == 1
 
 
-def test_logs_of_several_engines_stand_beside_each_other_in_time(
-    run: Any, tools: Any, story: Driver, tmp_path: Path
-) -> None:
+def test_logs_of_several_engines_stand_beside_each_other_in_time(run: Any, story: Driver, tmp_path: Path) -> None:
     """An engine that was started a second later begins a second later in the trace."""
-    tools.write_log(tmp_path / "logs" / "first", story.observed, story.configuration)
+    write_log(tmp_path / "logs" / "first", story.observed, story.configuration)
     late = {"opened_at_unix_ns": 1_750_000_001_000_000_000}
-    tools.write_log(tmp_path / "logs" / "second", story.observed, story.configuration, header=late)
+    write_log(tmp_path / "logs" / "second", story.observed, story.configuration, header=late)
     trace = export(run, tmp_path / "logs", tmp_path / "t.json")
     first, second = (
         min(found.begin_ns for found in trace.slices if found.process == f"requests {name}")

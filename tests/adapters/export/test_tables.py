@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from stored_logs import tell_story, write_log
 
 from kvledger.adapters.export.tables import COLUMNS
 from kvledger.adapters.logs.log import open_log
@@ -48,11 +49,11 @@ def test_requests_are_the_table_that_is_written_without_a_word(run: Any, log: Pa
     assert first["utc"] == "2025-06-15T15:06:40.001700Z"
 
 
-def test_times_are_exact_to_the_nanosecond(run: Any, tools: Any, story: Any, tmp_path: Path) -> None:
+def test_times_are_exact_to_the_nanosecond(run: Any, story: Any, tmp_path: Path) -> None:
     """Also where a float would have lost it."""
     late = 10**16 + 123_456_789
     events = [*story.observed, e.LogNote("late", late)]
-    log = tools.write_log(tmp_path / "log", events, story.configuration)
+    log = write_log(tmp_path / "log", events, story.configuration)
     rows = table(run, log, "events", tmp_path / "t.csv")
     assert rows[-1]["time_ms"] == "10000000123.456789"
 
@@ -107,11 +108,11 @@ def test_a_part_has_the_rows_of_that_part(run: Any, log: Path, tmp_path: Path) -
     assert len(table(run, log, "requests", tmp_path / "t.csv", "--request", "chat-9")) == 1
 
 
-def test_quotes_commas_and_line_breaks_stay_inside_their_cell(run: Any, tools: Any, tmp_path: Path) -> None:
+def test_quotes_commas_and_line_breaks_stay_inside_their_cell(run: Any, tmp_path: Path) -> None:
     """RFC 4180, whatever a request calls itself."""
     ugly = 'a,"b"\r\nc\u2028;=1+1'
-    story = tools.tell_story(ugly)
-    log = tools.write_log(tmp_path / "log", story.observed, story.configuration)
+    story = tell_story(ugly)
+    log = write_log(tmp_path / "log", story.observed, story.configuration)
     assert table(run, log, "requests", tmp_path / "t.csv")[0]["request_id"] == ugly
 
 
@@ -135,12 +136,10 @@ def test_every_column_is_documented() -> None:
         assert ["log", *listed, "utc"] == list(COLUMNS[name]), name
 
 
-def test_logs_of_several_engines_are_told_apart_by_the_first_column(
-    run: Any, tools: Any, story: Any, tmp_path: Path
-) -> None:
+def test_logs_of_several_engines_are_told_apart_by_the_first_column(run: Any, story: Any, tmp_path: Path) -> None:
     """One table for all starts of an engine."""
     for name in ("first", "second"):
-        tools.write_log(tmp_path / "logs" / name, story.observed, story.configuration)
+        write_log(tmp_path / "logs" / name, story.observed, story.configuration)
     rows = table(run, tmp_path / "logs", "requests", tmp_path / "t.csv")
     assert Counter(row["log"] for row in rows) == {"first": 2, "second": 2}
 

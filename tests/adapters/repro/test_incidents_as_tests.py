@@ -19,6 +19,7 @@ from sim.checks.rules import allowed_rules
 from sim.logs import read_end
 from sim.test_mutants import MUTANTS
 from sim.world import World
+from stored_logs import write_log
 
 from kvledger.adapters.cli.main import main
 from kvledger.adapters.core import composed_core
@@ -105,7 +106,7 @@ def world_with(patch: Patch, first_seed: int) -> tuple[Any, str]:
     pytest.fail(f"no world breaks a rule because of {patch[1]}")
 
 
-def log_of_engine(patch: Patch, tools: Any, directory: Path) -> Path:
+def log_of_engine(patch: Patch, directory: Path) -> Path:
     """The log of a small engine, in which the mistake makes hooks raise."""
     with pytest.MonkeyPatch.context() as mistaken:
         mistaken.setattr(*patch)
@@ -119,8 +120,7 @@ def log_of_engine(patch: Patch, tools: Any, directory: Path) -> Path:
     end = read_end(side)
     engine.shutdown()
     assert any(isinstance(event, e.HookFailed) for _, event in end.events)
-    written: Path = tools.write_log(directory, [event for _, event in end.events], end.configuration)
-    return written
+    return write_log(directory, [event for _, event in end.events], end.configuration)
 
 
 def run_tests(path: Path) -> None:
@@ -140,11 +140,11 @@ def assert_fails_with_the_mistake_alone(path: Path, patch: Patch) -> None:
 
 
 @pytest.mark.parametrize("name", OF_THE_CORE)
-def test_an_incident_of_the_core_comes_back_with_the_mistake_alone(name: str, tools: Any, tmp_path: Path) -> None:
+def test_an_incident_of_the_core_comes_back_with_the_mistake_alone(name: str, tmp_path: Path) -> None:
     """Of the whole log, and of what is left of it where it can be tried what the incident needs."""
     patch, first_seed = OF_THE_CORE[name]
     log, request_id = world_with(patch, first_seed)
-    log_path = tools.write_log(tmp_path / "log.kvlog", [event for _, event in log.events], log.configuration)
+    log_path = write_log(tmp_path / "log", [event for _, event in log.events], log.configuration)
     arguments = ["repro", str(log_path), *([request_id] if request_id else [])]
     whole, reduced = tmp_path / "test_whole.py", tmp_path / "test_reduced.py"
     assert main([*arguments, "-o", str(whole)]) == 0
@@ -163,20 +163,20 @@ def test_an_incident_of_the_core_comes_back_with_the_mistake_alone(name: str, to
 
 
 @pytest.mark.parametrize("name", IN_THE_ADAPTER)
-def test_a_hook_that_failed_fails_again_with_the_mistake_alone(name: str, tools: Any, tmp_path: Path) -> None:
+def test_a_hook_that_failed_fails_again_with_the_mistake_alone(name: str, tmp_path: Path) -> None:
     """It recorded what the call was about, before or after."""
     patch = IN_THE_ADAPTER[name]
     path = tmp_path / "test_hook.py"
-    assert main(["repro", str(log_of_engine(patch, tools, tmp_path / "log.kvlog")), "-o", str(path)]) == 0
+    assert main(["repro", str(log_of_engine(patch, tmp_path / "log")), "-o", str(path)]) == 0
     assert_fails_with_the_mistake_alone(path, patch)
 
 
 @pytest.mark.parametrize("name", BEFORE_ANYTHING_IS_RECORDED)
 def test_a_call_of_which_nothing_was_recorded_is_not_guessed(
-    name: str, tools: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The error is quoted instead, and where it was raised."""
-    log = log_of_engine(BEFORE_ANYTHING_IS_RECORDED[name], tools, tmp_path / "log.kvlog")
+    log = log_of_engine(BEFORE_ANYTHING_IS_RECORDED[name], tmp_path / "log")
     assert main(["repro", str(log), "-o", str(tmp_path / "test_hook.py")]) == ExitCode.USAGE
     assert "before anything was recorded of the call" in capsys.readouterr().err
 
