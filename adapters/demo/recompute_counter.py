@@ -6,7 +6,6 @@ that it measures an engine with and without a connector in the same way.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import attrs
@@ -24,10 +23,9 @@ class RecomputeCounter:
     num_tokens_lost: int = 0
     """Tokens whose KV had been computed and whose blocks were taken."""
     num_tokens_recomputed: int = 0
-    num_unfinished: int = 0
     _before_preemption: dict[str, int] = attrs.field(factory=dict)
 
-    def watch(self, scheduler: Any, after_step: Callable[[RecomputeCounter], None] | None = None) -> None:  # noqa: ANN401 -- vLLM's scheduler, whichever class it has
+    def watch(self, scheduler: Any) -> None:  # noqa: ANN401 -- vLLM's scheduler, whichever class it has
         """Measure every step that `scheduler` schedules from now on."""
         schedule = scheduler.schedule
 
@@ -38,20 +36,9 @@ class RecomputeCounter:
             }
             output = schedule(*args, **kwargs)
             self._take(output, settled)
-            self.num_unfinished = len(scheduler.requests)
-            if after_step is not None:
-                after_step(self)
             return output
 
         scheduler.schedule = watched
-
-    def figures(self) -> dict[str, int]:
-        """The counts, by name."""
-        return {
-            "num_preemptions": self.num_preemptions,
-            "num_tokens_lost": self.num_tokens_lost,
-            "num_tokens_recomputed": self.num_tokens_recomputed,
-        }
 
     def _take(self, output: Any, settled: dict[str, int]) -> None:  # noqa: ANN401 -- SchedulerOutput
         self.num_steps += 1
