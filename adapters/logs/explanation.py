@@ -49,8 +49,6 @@ _PROVEN = frozenset(
 )
 """Their evidence is more than the lookup itself."""
 _WITHOUT_CHUNKS = BY_DESIGN | {Reason.RECORDED}
-_SINCE_ANSWER = frozenset({Reason.NOT_CLAIMED, Reason.WITHHELD})
-"""What was offered, and why it was left."""
 _SINCE_LOOKUP = frozenset({Reason.LOAD_FAILED, Reason.NOT_DELIVERED, Reason.ROLLED_BACK, Reason.UNKNOWN})
 """What a lookup cannot know."""
 _COMPUTED_AGAIN = {"recomputed": "", "computed_twice": " after a rollback"}
@@ -225,8 +223,9 @@ class _Chain:
         text = f"admitted with {plural(admission.num_tokens, 'token')}: {', '.join(parts)}"
         cause = Cause("admission", admission.sequence, admission.sequence, time_ns, text, spans=admission.missed)
         cause.evidence = (admission.answer_sequence,) if admission.answer_sequence else ()
-        # The lookup before has the others already.
-        new = [span for span in admission.missed if span.reason in _SINCE_ANSWER or not admission.answer_sequence]
+        answers = (lookup for lookup in self.history.lookups if lookup.last_sequence == admission.answer_sequence)
+        explained = {(span.end_token, span.reason) for lookup in answers for span in lookup.spans}
+        new = [span for span in admission.missed if (span.end_token, span.reason) not in explained]
         cause.reasons = self._texts(new, time_ns)
         return cause
 

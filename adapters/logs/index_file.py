@@ -11,7 +11,7 @@ import attrs
 from kvledger.adapters.logs.log import LogDamage, StoredLog
 from kvledger.lifecycle import Figures
 
-INDEX_FORMAT = 7
+INDEX_FORMAT = 8
 """Grows with every change of what is in an index; another one is built anew."""
 
 SCHEMA = """

@@ -79,7 +79,6 @@ class Accounts:
         self._chunks.forget()
         self.state.is_blind = True
         for life in self._lives:
-            life.version += 1
             was_computing = life.is_computing
             self._admissions.leave(life, OfferFate.LOST)
             life.tail, life.is_computing = None, was_computing
@@ -112,7 +111,6 @@ class Accounts:
 
     def _preempted(self, event: e.RequestPreempted, sequence: int) -> None:
         life = self._lives.any(event.request_id)
-        life.version += 1
         # Of any request: whether a chunk or the tail is declined next, which others share or not, follows from these.
         life.mark, life.preempted = max(life.mark, event.num_settled_tokens), sequence
         if not self._lives.is_kept(event.request_id):
@@ -125,7 +123,6 @@ class Accounts:
 
     def _session_continued(self, event: e.SessionContinued, _sequence: int) -> None:
         life = self._lives.any(event.request_id)
-        life.version += 1
         life.cut_keys(event.num_computed_tokens // self._chunk_size)
         life.mark = min(life.mark, event.num_computed_tokens)
         if self._lives.is_kept(event.request_id):
@@ -158,7 +155,7 @@ class Accounts:
         self._admissions.end(life)
 
     def _quarantined(self, event: e.RequestQuarantined, sequence: int) -> None:
-        life = self._lives.changed(event.request_id)
+        life = self._lives.kept(event.request_id)
         if life is not None:
             life.quarantined = life.quarantined or (sequence, event.cause)
             life.tail = None

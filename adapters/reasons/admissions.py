@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from operator import attrgetter
 
-from kvledger.adapters.reasons.chunk_history import Watch
 from kvledger.adapters.reasons.explain import Explainer
 from kvledger.adapters.reasons.life import Answer, Life
 from kvledger.adapters.reasons.memory import Load, Memory
@@ -69,7 +68,7 @@ class Admissions:
     # --- lookups ---------------------------------------------------------------------------------
 
     def _deferred(self, event: e.LookupDeferred, sequence: int) -> None:
-        life = self._lives.changed(event.request_id)
+        life = self._lives.kept(event.request_id)
         if life is None:
             return
         life.withheld = 0
@@ -78,69 +77,46 @@ class Admissions:
         life.deferrals = (sequence,) if is_first else (life.deferrals[0], sequence)
         life.num_deferred = event.num_deferred
         life.is_computing = False
-        self._tell_lookup(life, life.last_lookup, event, sequence, ())
-        life.last_lookup = event
+        self._note_lookup(life, event, sequence)
 
     def _answered(self, event: e.LookupAnswered, sequence: int) -> None:
-        life = self._lives.asked(event.request_id)
+        life = self._lives.kept(event.request_id)
         if life is None:
             return
-        before, life.withheld = life.answer, 0
+        life.withheld = 0
         life.sums.num_offered += event.num_external_tokens
-        if before is not None and self._is_up_to_date(before, event, life):
-            life.sums.offered[OfferFate.ASKED_AGAIN] += before.event.num_external_tokens
-            before.sequence, before.event = sequence, event
-            spans = before.spans
-        else:
-            self._settle_answer(life, OfferFate.ASKED_AGAIN)
-            self.give_up_undelivered(life)
-            life.is_computing, life.allocated_without_answer, life.hook_failed = False, 0, 0
-            spans = self._explainer.explain(event, sequence, life)
-            if before is not None and _is_same(before.event, event) and _is_told_alike(before.spans, spans):
-                spans = before.spans  # what happened in between makes no difference
-            first_chunk = event.num_hit_tokens // self._explainer.configuration.chunk_size
-            watch = Watch(tuple(key for chunk, key in life.keys.items() if chunk >= first_chunk))
-            self._memory.chunks.watch(watch)
-            life.answer = Answer(sequence, event, spans, life.version, watch)
-        self._tell_lookup(life, life.last_lookup, event, sequence, spans)
-        life.last_lookup = event
-        if life.num_deferred:
-            life.num_deferred = 0
-            life.version += 1
+        self._settle_answer(life, OfferFate.ASKED_AGAIN)
+        self.give_up_undelivered(life)
+        life.is_computing, life.allocated_without_answer, life.hook_failed = False, 0, 0
+        life.answer = Answer(sequence, event)
+        self._note_lookup(life, event, sequence)
 
     def _withheld(self, event: e.DecisionWithheld, sequence: int) -> None:
-        life = self._lives.asked(event.request_id)
+        life = self._lives.kept(event.request_id)
         if life is not None and not event.rule:  # a broken rule has a quarantine, which says more
             life.withheld = sequence
-
-    @staticmethod
-    def _is_up_to_date(before: Answer, event: e.LookupAnswered, life: Life) -> bool:
-        """Whether only time passed since."""
-        return not before.watch.is_changed and before.life_version == life.version and _is_same(before.event, event)
 
     def _settle_answer(self, life: Life, fate: OfferFate) -> None:
         if life.answer is not None:
             life.sums.offered[fate] += life.answer.event.num_external_tokens
-            self._memory.chunks.unwatch(life.answer.watch)
             life.answer = None
 
-    @staticmethod
-    def _tell_lookup(
-        life: Life, before: e.Event | None, event: e.LookupAnswered | e.LookupDeferred, sequence: int, spans: _Spans
-    ) -> None:
-        history = life.history
-        if history is None:
+    def _note_lookup(self, life: Life, event: e.LookupAnswered | e.LookupDeferred, sequence: int) -> None:
+        """Keep it in the history, with its reasons; a waiting request is asked about at every step, mostly in vain."""
+        before, life.last_lookup = life.last_lookup, event
+        if life.history is None:
             return
-        last = history.lookups[-1] if history.lookups else None
-        if last is not None and _is_same(before, event) and _is_told_alike(last.spans, spans):
-            last.last_sequence, last.num_times = sequence, last.num_times + 1
-        else:
-            history.keep(history.lookups, Lookup(sequence, sequence, isinstance(event, e.LookupDeferred), spans))
+        lookups = life.history.lookups
+        if lookups and _is_same(before, event):
+            lookups[-1].last_sequence, lookups[-1].num_times = sequence, lookups[-1].num_times + 1
+            return
+        spans = () if isinstance(event, e.LookupDeferred) else self._explainer.explain(event, sequence, life)
+        life.history.keep(lookups, Lookup(sequence, sequence, spans))
 
     # --- allocations -----------------------------------------------------------------------------
 
     def _allocated(self, event: e.BlocksAllocated, sequence: int) -> None:
-        life = self._lives.changed(event.request_id)
+        life = self._lives.kept(event.request_id)
         if life is None:
             return
         self.give_up_undelivered(life)
@@ -152,7 +128,6 @@ class Admissions:
             if not life.is_computing and life.admission is None:
                 life.allocated_without_answer = sequence
             return
-        self._memory.chunks.unwatch(answer.watch)
         life.is_computing, life.last_lookup = False, None
         offered = answer.event.num_external_tokens
         num_claimed = max(0, min(event.num_external_tokens, offered))
@@ -162,7 +137,9 @@ class Admissions:
         reason, proof = (Reason.WITHHELD, life.withheld) if life.withheld else (Reason.NOT_CLAIMED, sequence)
         left = Span(first + num_claimed, first + offered, reason, (proof, answer.sequence))
         num_retained = min(first, answer.event.num_tokens)
-        self.admit(life, sequence, answer.sequence, num_retained, num_claimed, joined((left, *answer.spans)))
+        spans = self._explainer.explain(answer.event, answer.sequence, life)
+        life.num_deferred = 0
+        self.admit(life, sequence, answer.sequence, num_retained, num_claimed, joined((left, *spans)))
 
     def admit_without_answer(self, life: Life, sequence: int, first_token: int, num_tokens: int) -> Admission:
         """A step starts a request about which no lookup is in the log."""
@@ -224,7 +201,7 @@ class Admissions:
     # --- loads -----------------------------------------------------------------------------------
 
     def _load_issued(self, event: e.LoadIssued, _sequence: int) -> None:
-        life = self._lives.asked(event.request_id)
+        life = self._lives.kept(event.request_id)
         if life is None:
             return
         life.undelivered = 0
@@ -242,7 +219,7 @@ class Admissions:
             self._settle(load, LoadFate.LOADED)
 
     def _load_failed(self, event: e.LoadFailed, sequence: int) -> None:
-        life = self._lives.changed(event.request_id)
+        life = self._lives.kept(event.request_id)
         evidence = (sequence, event.cause)
         if life is not None:
             life.tail, life.load_failed = None, evidence
@@ -300,7 +277,6 @@ def _admission_of(life: Life, load: Load) -> Admission | None:
 
 
 _ANSWER = attrgetter(*(name for name in e.LookupAnswered.__match_args__ if name != "cause"))
-_TOLD = attrgetter("first_token", "end_token", "reason", "fact")
 
 
 def _is_same(before: e.Event | None, event: e.LookupAnswered | e.LookupDeferred) -> bool:
@@ -308,7 +284,3 @@ def _is_same(before: e.Event | None, event: e.LookupAnswered | e.LookupDeferred)
     if isinstance(event, e.LookupDeferred):
         return isinstance(before, e.LookupDeferred) and event.job_id == before.job_id
     return isinstance(before, e.LookupAnswered) and bool(_ANSWER(before) == _ANSWER(event))
-
-
-def _is_told_alike(some: _Spans, others: _Spans) -> bool:
-    return [*map(_TOLD, some)] == [*map(_TOLD, others)]

@@ -42,7 +42,6 @@ class ChunkEvents:
 
     def _keys_observed(self, event: e.ChunkKeysObserved, sequence: int) -> None:
         life = self._lives.any(event.request_id)
-        life.version += 1
         life.cut_keys(event.first_chunk)
         life.keys.update(enumerate(event.keys, event.first_chunk))
         self._chunks.known(event.keys, sequence, event.request_id, life.ordinal)
@@ -53,7 +52,7 @@ class ChunkEvents:
         self._chunks.save_issued(keys, _saving(event, sequence, life))
 
     def _tail_save_issued(self, event: e.TailSaveIssued, sequence: int) -> None:
-        life = self._lives.changed(event.request_id)
+        life = self._lives.kept(event.request_id)
         if life is not None:
             fact = _saving(event, sequence, life)
             life.tail = Tail(event.first_token, event.first_token + event.num_tokens, fact)
@@ -71,12 +70,10 @@ class ChunkEvents:
     ) -> None:
         life = self._lives.get(event.request_id)
         if life is not None and life.tail is not None and life.tail.fact.job_id == event.job_id:
-            life.version += 1
             life.tail.fact = life.tail.fact.settled(status, sequence, event.cause, error)
 
     def _save_declined(self, event: e.SaveDeclined, sequence: int) -> None:
         life = self._lives.any(event.request_id)
-        life.version += 1
         fact = ChunkFact(
             ChunkStatus.DECLINED, sequence, event.request_id, life.ordinal, detail=event.reason, cause=event.cause
         )
@@ -97,13 +94,11 @@ class ChunkEvents:
     def _progressed(self, event: e.PrefillAdvanced | e.PrefillCompleted, _sequence: int) -> None:
         life = self._lives.get(event.request_id)
         if life is not None and life.tail is not None:
-            life.version += 1
             life.tail = None  # it has been used
 
     def _reset(self, _event: e.CacheReset, sequence: int) -> None:
         self._chunks.reset(sequence)
         for life in self._lives:
-            life.version += 1
             if life.is_computing or life.admission is not None:
                 life.reset = sequence
             if life.tail is not None:

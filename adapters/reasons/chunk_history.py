@@ -72,16 +72,8 @@ class SaveUnderWay:
     num_resets: int
 
 
-@attrs.define(eq=False)
-class Watch:
-    """Notices when something happens to one of these chunks."""
-
-    keys: tuple[bytes, ...]
-    is_changed: bool = False
-
-
 class State(msgspec.Struct, forbid_unknown_fields=True):
-    """All that is remembered, but for who watches."""
+    """All that is remembered."""
 
     in_pool: dict[bytes, ChunkFact] = {}
     gone: dict[bytes, ChunkFact] = {}
@@ -96,24 +88,10 @@ class ChunkHistory:
     def __init__(self, state: State | None = None, max_gone: int = MAX_GONE) -> None:
         self._max_gone = max_gone
         self._state = State() if state is None else state
-        self._watches: dict[bytes, list[Watch]] = {}
 
     def get(self, key: bytes) -> ChunkFact | None:
         """The latest fact about a chunk, or None if nothing is known about it."""
         return self._state.in_pool.get(key) or self._state.gone.get(key)
-
-    def watch(self, watch: Watch) -> None:
-        """Notice changes from now on, until `unwatch`: polls of a request are many, changes of its chunks few."""
-        for key in watch.keys:
-            self._watches.setdefault(key, []).append(watch)
-
-    def unwatch(self, watch: Watch) -> None:
-        """Notice no more."""
-        for key in watch.keys:
-            watches = self._watches.get(key, [])
-            watches.remove(watch)
-            if not watches:
-                del self._watches[key]
 
     def known(self, keys: Iterable[bytes], sequence: int, request_id: str, ordinal: int) -> None:
         """A request brings keys; whoever was first is remembered."""
@@ -127,7 +105,6 @@ class ChunkHistory:
             fact = self._state.gone.get(key)
             if fact is not None and fact.status is ChunkStatus.KNOWN and fact.request_id == request_id:
                 del self._state.gone[key]
-                self._note(key)
 
     def save_issued(self, keys: Iterable[bytes], fact: ChunkFact) -> None:
         """A save of these chunks starts; `fact` is noted for each."""
@@ -181,11 +158,8 @@ class ChunkHistory:
         self._state.in_pool.clear()
         self._state.gone.clear()
         self._state.saves.clear()
-        for key in self._watches:
-            self._note(key)
 
     def _put(self, key: bytes, fact: ChunkFact) -> None:
-        self._note(key)
         in_pool, gone = self._state.in_pool, self._state.gone
         gone.pop(key, None)
         if fact.status in _IN_POOL:
@@ -196,11 +170,6 @@ class ChunkHistory:
         if len(gone) > self._max_gone * 9 // 8:
             for forgotten in tuple(islice(gone, len(gone) - self._max_gone)):
                 del gone[forgotten]
-                self._note(forgotten)
-
-    def _note(self, key: bytes) -> None:
-        for watch in self._watches.get(key, ()):
-            watch.is_changed = True
 
 
 def _request_history(before: ChunkFact | None) -> ChunkFact | None:

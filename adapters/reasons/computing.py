@@ -36,7 +36,6 @@ class Computing:
                 self._advance(life, sequence, num_computed_tokens, end, num_tokens)
 
     def _advance(self, life: Life, sequence: int, first_token: int, end_token: int, num_tokens: int) -> None:
-        life.version += 1
         admission = life.admission
         if not life.is_computing:
             self._admissions.give_up_undelivered(life)
@@ -79,7 +78,7 @@ class Computing:
             life.history.keep(life.history.recomputations, Recomputation(sequence, spans, after_rollback))
 
     def _rolled_back(self, event: e.TokensRolledBack, sequence: int) -> None:
-        life = self._lives.changed(event.request_id)
+        life = self._lives.kept(event.request_id)
         if life is None:
             return
         if event.num_computed_tokens == 0:
@@ -101,7 +100,7 @@ class Computing:
 
     def _hook_failed(self, event: e.HookFailed, sequence: int) -> None:
         if event.request_id:
-            life = self._lives.changed(event.request_id)
+            life = self._lives.kept(event.request_id)
             if life is not None:
                 life.hook_failed = sequence
             return

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import attrs
 
-from kvledger.adapters.reasons.chunk_history import ChunkFact, Watch
+from kvledger.adapters.reasons.chunk_history import ChunkFact
 from kvledger.adapters.reasons.reason import Reason
 from kvledger.adapters.reasons.request_history import Admission, RequestHistory
-from kvledger.adapters.reasons.spans import Span
 from kvledger.adapters.reasons.sums import Sums
 from kvledger.lifecycle import events as e
 
@@ -26,14 +25,10 @@ class Tail:
 
 @attrs.define
 class Answer:
-    """An answered lookup that no allocation has claimed, with the reasons as they were at that moment."""
+    """An answered lookup that no allocation has claimed."""
 
     sequence: int
     event: e.LookupAnswered
-    spans: tuple[Span, ...]
-    life_version: int
-    watch: Watch
-    """While neither the life nor these chunks change, the reasons do not."""
 
 
 @attrs.define
@@ -47,7 +42,6 @@ class Life:
     num_preemptions: int = 0
     mark: int = 0
     """The most settled tokens that a preemption took: what lies below and is computed again is recomputed."""
-    version: int = 0
     keys: dict[int, bytes] = attrs.field(factory=dict)
     tail: Tail | None = None
     answer: Answer | None = None

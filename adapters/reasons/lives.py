@@ -48,16 +48,9 @@ class Lives:
             life = self._new(request_id)
         return life
 
-    def asked(self, request_id: str) -> Life | None:
-        """The life, if its accounts are kept; for what changes no reason."""
+    def kept(self, request_id: str) -> Life | None:
+        """The same, if its accounts are kept."""
         return self.any(request_id) if self.is_kept(request_id) else None
-
-    def changed(self, request_id: str) -> Life | None:
-        """The life, if its accounts are kept; what was explained about it before is out of date."""
-        life = self.asked(request_id)
-        if life is not None:
-            life.version += 1
-        return life
 
     def begin(self, request_id: str, ordinal: int) -> Life:
         """A new life; the one before must have ended."""

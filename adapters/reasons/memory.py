@@ -48,6 +48,3 @@ class Memory:
         self.state = state
         self.lives = Lives(state.lives, only, keeps_histories=keeps_histories)
         self.chunks = ChunkHistory(state.chunks)
-        for life in self.lives:
-            if life.answer is not None:
-                self.chunks.watch(life.answer.watch)

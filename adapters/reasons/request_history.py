@@ -20,12 +20,11 @@ _Entry = TypeVar("_Entry")
 
 @attrs.define
 class Lookup:
-    """Equal lookups in a row, as one. `spans`: the tokens that each of them left to compute, and why."""
+    """Equal lookups in a row, as one. `spans`: the tokens that the first of them left to compute, and why."""
 
     first_sequence: int
     last_sequence: int
     """Of the answers, or of the deferrals."""
-    is_deferred: bool
     spans: tuple[Span, ...]
     num_times: int = 1
 

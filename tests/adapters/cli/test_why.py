@@ -46,6 +46,24 @@ def evicted(tmp_path: Path) -> tuple[Path, Driver]:
     return write_log(tmp_path / "evicted", driver.observed, driver.configuration), driver
 
 
+def test_reasons_that_changed_while_the_answer_did_not_stand_at_the_admission(run: Any, tmp_path: Path) -> None:
+    """The other request that had been about to compute the chunks ended before it did."""
+    driver = Driver()
+    for name in ("b", "a"):
+        driver.arrive(name, 33, keys_of("x", 4))
+    driver.lookup("a", 0, 33)
+    driver.finish("b", 0, 33)
+    driver.lookup("a", 0, 33)
+    driver.allocate("a", (1, 2, 3))
+    driver.step(("a", 0, 33, 33))
+    driver.ledger.commit()
+    log = write_log(tmp_path / "log", driver.observed, driver.configuration)
+    asked, admitted = run("why", log, "a").out.split("admitted with")
+    assert "tokens 0–31 (chunks 0–3): known to request b" in asked
+    assert "— 2 times" in asked
+    assert "tokens 0–31: nobody had computed them before" in admitted
+
+
 def number_of(driver: Driver, event_class: type[e.Event], index: int = 0) -> int:
     """The number of the `index`-th event of a class."""
     return [number for number, event in enumerate(driver.observed, 1) if isinstance(event, event_class)][index]

@@ -6,7 +6,7 @@ from lifecycle_driver import Driver, keys_of
 from lifecycle_driver.concerned import stories_of
 
 from kvledger.adapters.reasons import Reason
-from kvledger.adapters.reasons.chunk_history import ChunkFact, ChunkHistory, ChunkStatus, Watch
+from kvledger.adapters.reasons.chunk_history import ChunkFact, ChunkHistory, ChunkStatus
 from kvledger.adapters.reasons.request_history import MAX_KEPT
 
 
@@ -22,24 +22,6 @@ def test_of_chunks_that_are_gone_the_latest_are_remembered() -> None:
     fact = history.get(kept)
     assert fact is not None
     assert fact.status is ChunkStatus.SAVED
-
-
-def test_a_watch_notices_what_happens_to_its_chunks_and_to_no_others() -> None:
-    """Also that a chunk is forgotten."""
-    first, second = keys_of("a", 2)
-    history = ChunkHistory(max_gone=1)
-    watch = Watch((first,))
-    history.watch(watch)
-    history.known([second], 1, "b", 0)
-    assert not watch.is_changed
-    history.known([first], 2, "b", 0)
-    assert watch.is_changed
-    again = Watch((first,))
-    history.watch(again)
-    history.unwatch(watch)
-    history.left(second, ChunkFact(ChunkStatus.EVICTED, 3))
-    assert again.is_changed, "the bound let the first one go"
-    history.unwatch(again)
 
 
 def test_a_very_long_story_keeps_its_beginning_and_its_end_and_counts_the_rest() -> None:
