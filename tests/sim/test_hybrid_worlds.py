@@ -12,7 +12,7 @@ from sim.hybrid_world import HybridWorld
 pytestmark = pytest.mark.scheduler
 
 NUM_WORLDS = 60
-NUM_SHORT = 12
+NUM_SHORT = 8
 
 
 def live(seed: int) -> HybridWorld:

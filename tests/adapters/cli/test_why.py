@@ -243,7 +243,7 @@ def test_a_request_that_waits_long_is_told_with_its_last_answers(run: Any, tmp_p
     assert len([cause for cause in run("why", "--json", log, "a").objects("cause") if cause["what"] == "lookup"]) == 8
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in (1, 2, 3))])
 def test_an_index_tells_the_same_story(run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     """With an index nothing is read but the events that the story names."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))

@@ -25,8 +25,9 @@ from kvledger.lifecycle.codec import EventDecoder
 pytestmark = pytest.mark.scheduler
 
 NUM_WORLDS = 14
-NUM_SHORT = 6
+NUM_SHORT = 4
 NUM_HYBRID_WORLDS = 6
+NUM_SHORT_HYBRID = 2
 
 
 def events_of(engine: Any) -> tuple[LedgerConfiguration, list[tuple[int, e.Event]]]:
@@ -102,7 +103,13 @@ def test_a_world_is_the_same_when_its_hook_calls_are_made_again(seed: int) -> No
         assert_same(log.events, rerun(recording), f"make sim SEED={seed}")
 
 
-@pytest.mark.parametrize("seed", range(NUM_HYBRID_WORLDS))
+@pytest.mark.parametrize(
+    "seed",
+    [
+        *range(NUM_SHORT_HYBRID),
+        *(pytest.param(seed, marks=pytest.mark.long) for seed in range(NUM_SHORT_HYBRID, NUM_HYBRID_WORLDS)),
+    ],
+)
 def test_a_world_with_sliding_windows_is_the_same(seed: int) -> None:
     """Several groups: their tables interleaved, and what windows have left."""
     world = HybridWorld(seed)

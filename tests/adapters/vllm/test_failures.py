@@ -341,7 +341,15 @@ def private_state(engine: Any) -> list[tuple[str, str]]:
     return found
 
 
-@pytest.mark.parametrize(("num_steps", "transfers"), [(0, "auto"), (6, "auto"), (40, "auto"), (40, "beside")])
+@pytest.mark.parametrize(
+    ("num_steps", "transfers"),
+    [
+        (6, "auto"),
+        (40, "beside"),
+        pytest.param(0, "auto", marks=pytest.mark.long),
+        pytest.param(40, "auto", marks=pytest.mark.long),
+    ],
+)
 def test_a_projection_that_has_lost_its_state(make_engine: Any, num_steps: int) -> None:
     """Each attribute of each projection is taken away in its turn: the engine serves on."""
     escaped = []

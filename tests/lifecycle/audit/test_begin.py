@@ -16,6 +16,7 @@ from kvledger.lifecycle.projections import Projections
 from kvledger.lifecycle.snapshots import capture, restore
 
 GEOMETRIES = [(8, 16), (16, 16), (32, 16)]
+SEEDS = [*range(3), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(3, 8))]
 Found = set[tuple[str, int, str]]
 """Rule, sequence, request."""
 
@@ -45,7 +46,7 @@ def _starts(events: Sequence[e.Event], configuration: LedgerConfiguration, every
 
 
 @pytest.mark.parametrize(("chunk_size", "block_size"), GEOMETRIES)
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", SEEDS)
 def test_a_log_cut_anywhere_verifies_as_the_whole_one_does(seed: int, chunk_size: int, block_size: int) -> None:
     """The same findings behind the cut, no divergence, nothing more and nothing less."""
     print(f"seed {seed}, chunk_size {chunk_size}, block_size {block_size}")
@@ -74,7 +75,7 @@ def _mutate(event: e.Event, chance: random.Random) -> e.Event | None:
 
 
 @pytest.mark.parametrize(("chunk_size", "block_size"), GEOMETRIES)
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", SEEDS)
 def test_what_breaks_behind_the_cut_is_found_there(seed: int, chunk_size: int, block_size: int) -> None:
     """One event behind the cut is written wrongly: the audit from the cut finds what the whole one finds.
 

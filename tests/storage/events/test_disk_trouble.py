@@ -15,7 +15,7 @@ from log_torture.failing import FailingDisk
 from kvledger.storage.events import BacklogEventStore, Durability, FrameKind, LogReader, SegmentEventStore
 from kvledger.storage.events.group_sync import GroupSync
 
-_NUM_APPENDS = 14
+_NUM_APPENDS = 8
 
 
 def _make_log(directory: Path, durability: Durability, max_backlog_bytes: int = 1 << 20) -> BacklogEventStore:
