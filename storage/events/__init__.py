@@ -2,7 +2,7 @@
 
 What a frame's payload means is known in `kvledger.lifecycle.codec`, not here. Stores: `SegmentEventStore` on disk,
 `MemoryEventStore`, and `BacklogEventStore` around either, which keeps I/O trouble from the engine. `read_log` reads a
-log as it is. `testing.EventStoreContract` is for stores written elsewhere.
+log as it is.
 """
 
 from __future__ import annotations

@@ -73,7 +73,6 @@ class FrameKind(enum.IntEnum):
     """A reason in UTF-8: this many events happened here and could not be written."""
 
 
-_EVENTS_KIND = int(FrameKind.EVENTS)
 _KINDS = {int(kind): kind for kind in FrameKind}
 
 

@@ -1,4 +1,4 @@
-"""What every event store promises, and what it refuses. `testing.EventStoreContract` proves it of a store.
+"""What every event store promises, and what it refuses.
 
 A store is opaque to what it stores: a payload is bytes. I/O trouble stays the `OSError` that the operating system gave.
 """

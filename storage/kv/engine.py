@@ -12,13 +12,7 @@ from typing import Protocol
 
 import attrs
 
-from kvledger.storage.kv.errors import (
-    BlockOutOfRange,
-    DuplicateDestination,
-    PoolMismatch,
-    SlotOutOfRange,
-    UnequalLengths,
-)
+from kvledger.storage.kv.errors import CopyRefused, PoolMismatch
 from kvledger.storage.kv.layout import BlockLayout
 from kvledger.storage.kv.pool import HostPool
 
@@ -54,9 +48,9 @@ class PendingCopy(Protocol):
 class CopyEngine(Protocol):
     """Starts copies of whole blocks; the n-th block id goes with the n-th slot.
 
-    A call that raises a `StorageError` (`UnequalLengths`, `BlockOutOfRange`, `SlotOutOfRange`, `DuplicateDestination`,
-    `EngineClosed`, `PoolClosed`) has moved nothing. What fails later is raised by `PendingCopy.result`. A source may be
-    named twice, a destination may not. The lists are read during the call: the caller may reuse them.
+    A call that raises a `StorageError` (`CopyRefused`, `EngineClosed`, `PoolClosed`) has moved nothing. What fails
+    later is raised by `PendingCopy.result`. A source may be named twice, a destination may not. The lists are read
+    during the call: the caller may reuse them.
 
     Copies of one direction finish in the order in which they were started. Between the two directions there is no
     order: who loads a slot that is being saved waits for the save first. One engine serves one thread.
@@ -86,23 +80,23 @@ def check_pairs(
 ) -> None:
     """Refuse what cannot be copied, before any byte moves."""
     if len(block_ids) != len(slots):
-        raise UnequalLengths(
+        raise CopyRefused(
             f"{len(block_ids)} block ids cannot be paired with {len(slots)} slots; pass one slot for each block"
         )
     if not block_ids:
         return
     if min(block_ids) < 0 or max(block_ids) >= num_blocks:
         outside = _some([b for b in block_ids if not 0 <= b < num_blocks])
-        raise BlockOutOfRange(
+        raise CopyRefused(
             f"block ids {outside} are outside 0..{num_blocks - 1}; pass ids of this layout's {num_blocks} blocks"
         )
     if min(slots) < 0 or max(slots) >= num_slots:
         outside = _some([s for s in slots if not 0 <= s < num_slots])
-        raise SlotOutOfRange(f"slots {outside} are outside 0..{num_slots - 1}; pass slots of this pool's {num_slots}")
+        raise CopyRefused(f"slots {outside} are outside 0..{num_slots - 1}; pass slots of this pool's {num_slots}")
     destinations = slots if writes_slots else block_ids
     if len(set(destinations)) != len(destinations):
         repeated = _some(sorted({d for d in destinations if destinations.count(d) > 1}))
-        raise DuplicateDestination(
+        raise CopyRefused(
             f"{'slots' if writes_slots else 'block ids'} {repeated} appear more than once as a destination; write each "
             "of them once a call"
         )

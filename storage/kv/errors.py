@@ -6,17 +6,14 @@ Each message names the input, the reason and the remedy. A refusal is always rai
 from __future__ import annotations
 
 __all__ = [
-    "BlockOutOfRange",
-    "DuplicateDestination",
+    "CopyRefused",
     "EngineClosed",
     "LayoutUnsupported",
     "PinningFailed",
     "PoolClosed",
     "PoolMismatch",
     "PoolTooSmall",
-    "SlotOutOfRange",
     "StorageError",
-    "UnequalLengths",
 ]
 
 
@@ -56,17 +53,5 @@ class EngineClosed(StorageError):
     """The copy engine was closed."""
 
 
-class BlockOutOfRange(StorageError):
-    """A block id the layout does not have."""
-
-
-class SlotOutOfRange(StorageError):
-    """A slot the pool does not have."""
-
-
-class UnequalLengths(StorageError):
-    """Blocks and slots do not pair up."""
-
-
-class DuplicateDestination(StorageError):
-    """Two pages would be written to the same place, and the winner would be left to chance."""
+class CopyRefused(StorageError):
+    """Blocks and slots that do not pair up, are not there, or would be written twice, the winner left to chance."""

@@ -7,12 +7,12 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from copy_engines import CopyEngineContract
 
 from kvledger.storage.kv import BatchedCopy, CopyEngine, HostPool, describe_blocks, make_copy_engine
 from kvledger.storage.kv.cuda import CudaCopyEngine
 from kvledger.storage.kv.cuda_movers import BatchedMover, StagedMover
 from kvledger.storage.kv.layout import BlockLayout
-from kvledger.storage.kv.testing import CopyEngineContract
 
 pytestmark = pytest.mark.usefixtures("cuda")
 

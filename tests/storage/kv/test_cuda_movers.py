@@ -7,13 +7,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from copy_engines import DTYPES, KV_LAYOUTS, NUM_BLOCKS, Geometry, make_kv_memory, printed_seed
 
 from kvledger.storage.kv import HostPool, make_copy_engine
 from kvledger.storage.kv.cuda import PendingCudaCopy
 from kvledger.storage.kv.cuda_movers import BatchedMover, Mover, StagedMover
 from kvledger.storage.kv.layout import BlockLayout
-from kvledger.storage.kv.testing import DTYPES, KV_LAYOUTS, make_kv_memory, printed_seed
-from kvledger.storage.kv.testing.memory import NUM_BLOCKS, Geometry
 
 
 def copy_in_cpu_memory(sources: torch.Tensor, destinations: torch.Tensor, sizes: torch.Tensor) -> None:

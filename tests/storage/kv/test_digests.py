@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from copy_engines import DTYPES, KV_LAYOUTS, KVMemory, make_kv_memory, printed_seed
 
 from kvledger.storage.kv import HostPool, PageDigests, make_copy_engine
-from kvledger.storage.kv.testing import DTYPES, KV_LAYOUTS, KVMemory, make_kv_memory, printed_seed
 
 LAYOUTS = sorted(KV_LAYOUTS)
 

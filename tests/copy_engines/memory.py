@@ -12,9 +12,7 @@ from collections.abc import Mapping
 import attrs
 import torch
 
-from kvledger.storage.kv.layout import BlockLayout, describe_blocks
-
-__all__ = ["DTYPES", "KV_LAYOUTS", "NUM_BLOCKS", "Geometry", "KVMemory", "make_kv_memory", "printed_seed"]
+from kvledger.storage.kv import BlockLayout, describe_blocks
 
 NUM_BLOCKS = 11
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.uint8, torch.float8_e4m3fn)
@@ -114,5 +112,5 @@ def make_kv_memory(geometry: Geometry, dtype: torch.dtype, device: str, generato
 def printed_seed() -> int:
     """A fresh seed, printed so that pytest shows it on failure; `KVLEDGER_TEST_SEED` sets it to repeat one."""
     seed = int(os.environ.get("KVLEDGER_TEST_SEED") or random.SystemRandom().randrange(2**32))
-    print(f"KVLEDGER_TEST_SEED={seed}")  # noqa: T201
+    print(f"KVLEDGER_TEST_SEED={seed}")
     return seed
