@@ -212,7 +212,7 @@ TYPES = {
     "pydantic.NonNegativeInt": "integer, at least 0",
     "Path | None": "path, or null",
     "TransferMode": "`sync`, `async` or `auto`",
-    "Durability": "`memory`, `os` or `disk`",
+    "Durability": "`os` or `disk`",
     "float": "number from 0 to 1",
     "bool": "boolean",
     "tuple[str, ...]": "list of strings",

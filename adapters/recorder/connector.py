@@ -36,7 +36,6 @@ from kvledger.adapters.vllm.chunk_keys import ChunkKeySource
 from kvledger.adapters.vllm.event_log import WorkerOfLog, open_event_log
 from kvledger.adapters.vllm.groups import Groups, describe_groups
 from kvledger.lifecycle import ConfigurationError, Core, LedgerConfiguration
-from kvledger.storage.events import Durability
 
 if TYPE_CHECKING:
     import torch
@@ -103,7 +102,7 @@ class KVLedgerRecorder(KVConnectorBase_V1):
             return
         if settings.digest_share and not groups.declined:
             self.digests = RecordedPages(vllm_config.parallel_config.rank, kv_cache_config.num_blocks)
-        if settings.log_dir is not None and settings.durability is not Durability.MEMORY:
+        if settings.log_dir is not None:
             self.worker_recording = self._begin_worker(vllm_config, settings, configuration)
 
     def _open_log(self, settings: RecorderSettings, configuration: LedgerConfiguration, **whose: Any) -> RecorderLog:

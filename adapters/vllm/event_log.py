@@ -19,7 +19,6 @@ from kvledger.lifecycle import ConfigurationError, Core, LedgerConfiguration, lo
 from kvledger.lifecycle.events import LOG_BEFORE
 from kvledger.storage.events import (
     BacklogEventStore,
-    Durability,
     EventStore,
     HowEnded,
     LogError,
@@ -104,7 +103,7 @@ def open_event_log(
         **of_writer,
         **({} if worker is None else {"engine_id": worker.engine_id, "worker_rank": worker.rank}),
     }
-    if settings.log_dir is None or settings.durability is Durability.MEMORY:
+    if settings.log_dir is None:
         return OpenedLog(MemoryEventStore(header, max_bytes=settings.memory_log_bytes), None)
     stamp = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
     remarks = () if worker else _remarks_on_last(settings.log_dir.absolute())
@@ -185,7 +184,7 @@ def _retention(settings: LogSettings) -> Retention | None:
     if settings.max_log_bytes is None and settings.max_log_age_hours is None:
         return None
     max_age_seconds = None if settings.max_log_age_hours is None else settings.max_log_age_hours * 3600
-    return Retention(settings.max_log_bytes, max_age_seconds, all_logs=True, on_trouble=_could_not_retire)
+    return Retention(settings.max_log_bytes, max_age_seconds, on_trouble=_could_not_retire)
 
 
 def _could_not_retire(error: OSError | LogError) -> None:

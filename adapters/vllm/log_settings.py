@@ -26,7 +26,7 @@ class LogSettings(pydantic.BaseModel):
     """Where event logs go; every engine start writes a directory of its own inside. null: no files."""
 
     durability: Durability = Durability.OS
-    """memory: no files; os: survives the process; disk: survives the machine, but for the last milliseconds."""
+    """os: survives the process; disk: survives the machine, but for the last milliseconds."""
 
     sync_interval_ms: pydantic.PositiveInt = 50
     """With durability disk: the most that a machine failure can lose."""
@@ -41,7 +41,7 @@ class LogSettings(pydantic.BaseModel):
     """Segments in `log_dir` that were last written to longer ago are retired. null: no limit."""
 
     memory_log_bytes: pydantic.ByteSize = pydantic.ByteSize(64 * 1024**2)
-    """With durability memory: the newest events that are kept."""
+    """Without `log_dir`: the newest events that are kept."""
 
     digests: Literal["off", "all"] | Annotated[float, pydantic.Field(ge=0, le=1)] = "off"
     """Of which part of what is copied 64 bits are written for each whole block, so that `verify` names where bytes

@@ -1,4 +1,4 @@
-"""The event store that keeps its newest frames in memory: durability ``memory``, gone with the process."""
+"""The event store that keeps its newest frames in memory, gone with the process."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 
 from kvledger.storage.events.frames import Frame, FrameKind, check_append, encode_frame
 from kvledger.storage.events.segment_file import NO_PREVIOUS_HASH, decode_header, encode_header
-from kvledger.storage.events.store import AppendConflict, Durability, LogClosed
+from kvledger.storage.events.store import AppendConflict, LogClosed
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -25,8 +25,6 @@ class MemoryEventStore:
     With `max_bytes` the oldest frames are forgotten, so a long-running engine keeps the last of its story; what is
     left can be shown but not replayed from the beginning.
     """
-
-    durability: Final = Durability.MEMORY
 
     def __init__(self, header: Mapping[str, object] = _NO_HEADER, *, max_bytes: int | None = None) -> None:
         """Begin an empty log. Raises `LogError` for a header that no log can hold."""

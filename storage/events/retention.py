@@ -172,9 +172,8 @@ def retire(
     max_bytes: int | None = None,
     max_age_seconds: float | None = None,
     dry_run: bool = False,
-    is_writer: bool = False,
 ) -> list[Retirement]:
-    """Retire the oldest segments of one log that is written by nobody or by the caller, until it keeps to both limits.
+    """Retire the oldest segments of one log that is written by nobody, until it keeps to both limits.
 
     The last segment stays. Returns what was retired, or with `dry_run` what would be.
 
@@ -185,7 +184,7 @@ def retire(
 
     """
     with contextlib.ExitStack() as locks:
-        if not dry_run and not is_writer:
+        if not dry_run:
             locks.callback(unlock, lock_directory(directory))
         log = _Log.at(directory, may_vanish=False)
         return list(_retire([log], _bytes_of(directory), max_bytes, max_age_seconds, dry_run=dry_run))
@@ -320,7 +319,7 @@ def _bytes_of(directory: Path) -> int:
 
 
 class Retention:
-    """Keeps the log that a store writes, with `all_logs` all in its directory, to limits, in a thread of its own.
+    """Keeps all logs in the directory of the one that a store writes to limits, in a thread of its own.
 
     A store calls `start` when it is opened and when it goes on in a new segment. What cannot be deleted is reported to
     `on_trouble`, from that thread, and tried again the next time.
@@ -331,18 +330,16 @@ class Retention:
         max_bytes: int | None = None,
         max_age_seconds: float | None = None,
         *,
-        all_logs: bool = False,
         on_trouble: Trouble = _ignore,
     ) -> None:
         """Set the limits; None: none."""
         self.max_bytes: Final = max_bytes
         self.max_age_seconds: Final = max_age_seconds
-        self._all_logs = all_logs
         self._on_trouble = on_trouble
         self._thread: threading.Thread | None = None
 
     def start(self, directory: Path, segment_bytes: int) -> None:
-        """Begin to keep the limits of the log in `directory`, whose last segment may grow to `segment_bytes`.
+        """Begin to keep the limits, while the last segment of the log in `directory` may grow to `segment_bytes`.
 
         That much is retired beforehand: while this runs, one segment more may be filled, and so the limit is exceeded
         by no more than one. Waits for the time before, so that it does not become two.
@@ -364,15 +361,12 @@ class Retention:
     def _run(self, directory: Path, segment_bytes: int) -> None:
         max_bytes = None if self.max_bytes is None else max(0, self.max_bytes - segment_bytes)
         try:
-            if self._all_logs:
-                retire_logs(
-                    directory.parent,
-                    max_bytes=max_bytes,
-                    max_age_seconds=self.max_age_seconds,
-                    in_use=directory,
-                    on_trouble=self._on_trouble,
-                )
-            else:
-                retire(directory, max_bytes=max_bytes, max_age_seconds=self.max_age_seconds, is_writer=True)
+            retire_logs(
+                directory.parent,
+                max_bytes=max_bytes,
+                max_age_seconds=self.max_age_seconds,
+                in_use=directory,
+                on_trouble=self._on_trouble,
+            )
         except (OSError, LogError) as error:
             self._on_trouble(error)

@@ -67,9 +67,6 @@ class StoreSettings:
     retention: Retention | None
 
     def __attrs_post_init__(self) -> None:
-        if self.durability is Durability.MEMORY:
-            msg = "durability 'memory' writes no file; use MemoryEventStore for it, or 'os' or 'disk' here"
-            raise ValueError(msg)
         if self.segment_bytes < 1 or self.sync_interval_ms <= 0:
             msg = (
                 f"segment_bytes={self.segment_bytes} and sync_interval_ms={self.sync_interval_ms} must both be positive"

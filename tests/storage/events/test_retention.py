@@ -62,15 +62,16 @@ def _age(segment: Path, hours: float) -> None:
 
 def test_a_log_is_kept_to_a_size_while_it_is_written(tmp_path: Path) -> None:
     """However long it is written: its segments never take more than the budget and one, and the log verifies."""
-    store = SegmentEventStore.create(tmp_path, {}, segment_bytes=_SEGMENT_BYTES, retention=Retention(_BUDGET))
+    log = tmp_path / "log"
+    store = SegmentEventStore.create(log, {}, segment_bytes=_SEGMENT_BYTES, retention=Retention(_BUDGET))
     sizes = []
     for number in range(600):
         store.append(b"%03d" % number * 30, 2)
-        sizes.append(_size(tmp_path))
+        sizes.append(_size(log))
     store.close()
     assert _BUDGET - 2 * _SEGMENT_BYTES < max(sizes) <= _BUDGET + _SEGMENT_BYTES
-    assert _size(tmp_path) > _BUDGET - 2 * _SEGMENT_BYTES, "no more is retired than has to be"
-    reader = read_log(tmp_path)
+    assert _size(log) > _BUDGET - 2 * _SEGMENT_BYTES, "no more is retired than has to be"
+    reader = read_log(log)
     frames = list(reader)
     assert reader.damage == []
     assert frames[-1].next_sequence == 1201
@@ -263,13 +264,13 @@ def test_a_directory_that_cannot_be_listed_is_told_and_nothing_is_raised(tmp_pat
     """Retention has trouble of its own; the writer never hears of it."""
     troubles: list[Exception] = []
     retention = Retention(0, on_trouble=troubles.append)
-    store = _write(tmp_path / "log", 5, retention)
+    logs, hidden = tmp_path / "logs", tmp_path / "hidden"
+    store = _write(logs / "log", 5, retention)
     retention.wait()
-    hidden = tmp_path / "hidden"
-    (tmp_path / "log").rename(hidden)
-    retention.start(tmp_path / "log", 1)
+    logs.rename(hidden)
+    retention.start(logs / "log", 1)
     retention.wait()
     assert [type(trouble) for trouble in troubles] == [FileNotFoundError]
-    hidden.rename(tmp_path / "log")
+    hidden.rename(logs)
     store.append(b"goes on", 1)
     store.close()
