@@ -22,7 +22,7 @@ from kvledger.lifecycle.events import Event, field_names
 _TIMES = frozenset({"time_ns", "duration_ns"})
 
 
-def compare(log: StoredLog, other: StoredLog, selection: Selection, output: Output, *, exact: bool) -> ExitCode:
+def compare(log: StoredLog, other: StoredLog, selection: Selection, output: Output) -> ExitCode:
     """Compare two logs event by event; equal logs are sound, others diverged."""
     _compare_configurations(log, other, output)
     projections = Projections(log.core, log.configuration)
@@ -33,7 +33,7 @@ def compare(log: StoredLog, other: StoredLog, selection: Selection, output: Outp
             if selection.is_over(sequence):
                 break
             recorded = None if theirs is None else theirs[1]
-            if not _is_same(event, recorded, exact=exact):
+            if not _is_same(event, recorded):
                 _show(sequence, event, recorded, output)
                 if not output.is_json:
                     show_state(output, projections, last, getattr(event or recorded, "request_id", None))
@@ -47,7 +47,7 @@ def compare(log: StoredLog, other: StoredLog, selection: Selection, output: Outp
     if output.is_json:
         output.record("equal", {"num_events": last, "path": str(log.path), "other_path": str(other.path)})
     else:
-        output.line(f"{last} events are equal" + ("" if exact else ", but for times"), "green")
+        output.line(f"{last} events are equal, but for times", "green")
     return ExitCode.DAMAGED if log.damage or other.damage else ExitCode.SOUND
 
 
@@ -58,8 +58,8 @@ def _compare_configurations(log: StoredLog, other: StoredLog, output: Output) ->
             output.remark(f"the logs were configured differently: {name} is {value} here and {theirs[name]} there")
 
 
-def _is_same(event: Event | None, other: Event | None, *, exact: bool) -> bool:
-    if exact or type(event) is not type(other) or event is None or other is None:
+def _is_same(event: Event | None, other: Event | None) -> bool:
+    if type(event) is not type(other) or event is None or other is None:
         return event == other
     names = (name for name in field_names(type(event)) if name not in _TIMES)
     return all(_without_times(getattr(event, name)) == _without_times(getattr(other, name)) for name in names)

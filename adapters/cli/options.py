@@ -91,17 +91,6 @@ def chosen_core(arguments: argparse.Namespace, *, installed: bool = False) -> Co
         raise CommandFailed(f"--{error}", ExitCode.USAGE) from error
 
 
-def event_number(text: str) -> int:
-    """An event number; 1 is the first.
-
-    Raises:
-        argparse.ArgumentTypeError: it is none.
-    """
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no event number; 1 is the first")
-    return int(text)
-
-
 def count(text: str) -> int:
     """How many; 0 for no limit.
 

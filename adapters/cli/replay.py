@@ -6,10 +6,10 @@ import argparse
 
 from kvledger.adapters.cli.difference import compare
 from kvledger.adapters.cli.finding import selected_one
-from kvledger.adapters.cli.options import add_handlers, event_number
+from kvledger.adapters.cli.options import add_handlers, add_request
 from kvledger.adapters.cli.output import Output, show_divergences
 from kvledger.adapters.cli.state import show_state
-from kvledger.adapters.exit_codes import CommandFailed, ExitCode
+from kvledger.adapters.exit_codes import ExitCode
 from kvledger.adapters.logs.log import StoredLog, open_log
 from kvledger.adapters.logs.sources import find_logs, one_of
 from kvledger.adapters.logs.streams import log_argument
@@ -18,7 +18,7 @@ from kvledger.lifecycle.audit import Audit
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """What only this command has."""
-    parser.add_argument("--at", metavar="EVENT", type=event_number, help="stop after this event; default: the last")
+    add_request(parser)
     parser.add_argument(
         "--diff",
         metavar="OTHER",
@@ -26,24 +26,20 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="find the first event in which another log differs, times left out",
     )
     add_handlers(parser)
-    parser.add_argument("--exact", action="store_true", help="with --diff: times differ, too")
 
 
 def run(arguments: argparse.Namespace, output: Output) -> ExitCode:
     """Replay one log."""
-    if arguments.exact and arguments.diff is None:
-        raise CommandFailed("--exact says how to compare: give the other log with --diff", ExitCode.USAGE)
     log, window = selected_one(arguments, output)
     if arguments.diff is not None:
         other = one_of(find_logs(arguments.diff, arguments.mirror), arguments.diff)
-        return compare(log, open_log(other, log.core, lenient=arguments.lenient), window, output, exact=arguments.exact)
-    at = arguments.at if arguments.at is not None else window.last_sequence
+        return compare(log, open_log(other, log.core, lenient=arguments.lenient), window, output)
     audit = Audit(log.core, log.configuration, checkers=(), start=log.start())
     with output.progress(log, "replaying"):
-        audit.run_frames(log.trusted_frames(), at=at)
+        audit.run_frames(log.trusted_frames(), at=window.last_sequence)
     last = audit.last_sequence
-    if arguments.at is not None and last < arguments.at:
-        output.remark(f"the log can be replayed up to event {last}, not to {arguments.at}")
+    if window.last_sequence is not None and last < window.last_sequence:
+        output.remark(f"the log can be replayed up to event {last}, not to {window.last_sequence}")
     show_state(output, audit.projections, last, window.request_id)
     output.damage_of(log)
     _remark_beginning(log, output)

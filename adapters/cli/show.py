@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import itertools
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import attrs
 
 from kvledger.adapters.cli.feed import Feed, Line, follow
 from kvledger.adapters.cli.finding import selected, selected_one
-from kvledger.adapters.cli.options import add_request, count, event_number
+from kvledger.adapters.cli.options import add_request, count
 from kvledger.adapters.cli.output import Output, show_ending
-from kvledger.adapters.cli.state import show_state
-from kvledger.adapters.exit_codes import CommandFailed, ExitCode
+from kvledger.adapters.exit_codes import ExitCode
 from kvledger.adapters.logs.amounts import event_range, milliseconds
 from kvledger.adapters.logs.describe import plain, state_change
 from kvledger.adapters.logs.ending import under_way_text
@@ -25,10 +23,9 @@ from kvledger.adapters.logs.log import Batch, StoredLog
 from kvledger.adapters.logs.observation import observations
 from kvledger.adapters.logs.requests import Requests, RequestSummary
 from kvledger.adapters.logs.selection import Selection
-from kvledger.adapters.logs.sources import one_of
 from kvledger.adapters.logs.timeline import Group, Timelines
 from kvledger.adapters.logs.under_way import UnderWay
-from kvledger.lifecycle import Figures, Projections, SequencedEvent
+from kvledger.lifecycle import Figures, Projections
 from kvledger.lifecycle import events as e
 
 _MAX_LISTED = 200
@@ -53,7 +50,6 @@ _SAVED = "saved chunks"
 def configure(parser: argparse.ArgumentParser) -> None:
     """What only this command has."""
     add_request(parser)
-    parser.add_argument("--at", metavar="EVENT", type=event_number, help="show the state after this event instead")
     parser.add_argument(
         "-f", "--follow", action="store_true", help="keep printing new events, as long as somebody writes the log"
     )
@@ -67,63 +63,19 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, output: Output) -> ExitCode:
-    """Show logs, a request, or a state."""
-    if arguments.follow and arguments.at is not None:
-        raise CommandFailed("--follow and --at exclude each other: one goes on, the other stops", ExitCode.USAGE)
+    """Show logs, or a request."""
     if arguments.follow:
         return _follow(*selected_one(arguments, output), output)
-    if arguments.at is not None and arguments.request is None:
-        one_of(arguments.logs, arguments.log)
     for number, (log, selection) in enumerate(selected(arguments, output)):
         if number and not output.is_json:
             output.line()
         with output.apart_from_others(log.path):
-            if arguments.at is not None:
-                _show_state_at(log, arguments.at, selection.request_id, output)
-            elif selection.request_id is not None:
+            if selection.request_id is not None:
                 _show_request(log, selection, selection.request_id, output)
             else:
                 _show_log(log, selection, arguments.limit, output)
             output.damage_of(log)
     return ExitCode.SOUND
-
-
-def _show_state_at(log: StoredLog, at: int, request_id: str | None, output: Output) -> None:
-    projections = _start(log, output)
-    with output.progress(log, "reading"):
-        last = _take_each(
-            itertools.takewhile(lambda numbered: numbered[0] <= at, log.trusted_events()),
-            lambda sequence, event: projections.fold(event, sequence),
-            output,
-        )
-    if last < at:
-        output.remark(f"the log can be folded up to event {last}, not to {at}")
-    show_state(output, projections, last, request_id)
-
-
-def _start(log: StoredLog, output: Output) -> Projections:
-    """The state where the log can be folded from: nothing, or what its first snapshot holds."""
-    start = log.start()
-    for remark in log.start_remarks:
-        output.remark(remark)
-    if start is not None:
-        output.remark(f"what came before event {log.start_sequence + 1} is known from a snapshot only")
-    return start or Projections(log.core, log.configuration)
-
-
-def _take_each(events: Iterator[SequencedEvent], take: Callable[[int, e.Event], None], output: Output) -> int:
-    """Take up events as long as they can be folded; returns the last. Behind a gap, or in a forged log, one may not."""
-    last = 0
-    for sequence, event in events:
-        try:
-            take(sequence, event)
-        except Exception as error:  # noqa: BLE001 -- what was read before it is still worth showing
-            output.remark(_unfoldable(sequence, event, error))
-            for _ in events:  # to the end, for the log's figures and its damage
-                pass
-            break
-        last = sequence
-    return last
 
 
 def _unfoldable(sequence: int, event: e.Event, error: Exception) -> str:
@@ -227,6 +179,16 @@ def _show_timeline(output: Output, request_id: str, groups: list[Group]) -> None
 # --- the whole log ------------------------------------------------------------------------------
 
 
+def _start(log: StoredLog, output: Output) -> Projections:
+    """The state where the log can be folded from: nothing, or what its first snapshot holds."""
+    start = log.start()
+    for remark in log.start_remarks:
+        output.remark(remark)
+    if start is not None:
+        output.remark(f"what came before event {log.start_sequence + 1} is known from a snapshot only")
+    return start or Projections(log.core, log.configuration)
+
+
 def _show_log(log: StoredLog, selection: Selection, limit: int, output: Output) -> None:
     index = index_for(log, output) if selection.last_sequence is None else None
     if index is not None:
@@ -243,15 +205,19 @@ def _show_log(log: StoredLog, selection: Selection, limit: int, output: Output) 
     requests = Requests()
     projections = _start(log, output) if log.header else None
 
-    def take(at: int, event: e.Event) -> None:
-        requests.take(event)
-        if projections is not None and log.start_sequence < at <= log.trusted_sequence:
-            projections.fold(event, at)
-        if at < selection.first_sequence:
-            requests.forget_ended(event)
-
+    events = log.events(selection.last_sequence)
     with output.progress(log, "reading"):
-        _take_each(log.events(selection.last_sequence), take, output)
+        for at, event in events:
+            requests.take(event)
+            if projections is not None and log.start_sequence < at <= log.trusted_sequence:
+                try:
+                    projections.fold(event, at)
+                except Exception as error:  # noqa: BLE001 -- behind a gap, or forged; what was read is worth showing
+                    output.remark(_unfoldable(at, event, error))
+                    for _ in events:  # to the end, for the log's figures and its damage
+                        pass
+            if at < selection.first_sequence:
+                requests.forget_ended(event)
     if projections is None:
         _show_summary(output, log, requests.summaries, None, 0, limit)
         return

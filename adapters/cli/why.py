@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import attrs
 
 from kvledger.adapters.cli.finding import selected_one
-from kvledger.adapters.cli.options import add_request, event_number
+from kvledger.adapters.cli.options import add_request
 from kvledger.adapters.cli.output import Output
 from kvledger.adapters.exit_codes import CommandFailed, ExitCode
 from kvledger.adapters.logs.amounts import event_range, milliseconds, plural
@@ -25,9 +25,6 @@ _Chain = tuple[RequestHistory, Sequence[Cause]]
 def configure(parser: argparse.ArgumentParser) -> None:
     """What only this command has."""
     add_request(parser)
-    one = parser.add_mutually_exclusive_group()
-    one.add_argument("--lookup", metavar="N", type=event_number, help="only the N-th lookup, counted from 1")
-    one.add_argument("--at", metavar="EVENT", type=event_number, help="only what this event was part of")
 
 
 def run(arguments: argparse.Namespace, output: Output) -> ExitCode:
@@ -37,47 +34,24 @@ def run(arguments: argparse.Namespace, output: Output) -> ExitCode:
     log, selection = selected_one(arguments, output)
     histories = read_histories(log, selection, selection.request_id or "", output)
     chains = [
-        (history, causes_of(history, histories, log.core, log.configuration)) for history in histories.of_incarnations
+        (
+            history,
+            [
+                cause
+                for cause in causes_of(history, histories, log.core, log.configuration)
+                if cause.last_sequence >= selection.first_sequence
+            ],
+        )
+        for history in histories.of_incarnations
     ]
-    if arguments.lookup is not None:
-        chosen = [_lookup(chains, arguments.lookup)]
-    else:
-        first = selection.first_sequence
-        chosen = [(history, [cause for cause in causes if cause.last_sequence >= first]) for history, causes in chains]
-        if arguments.at is not None:
-            chosen = [_at(chosen, arguments.at, output)]
     if output.is_json:
-        _show_json(output, chosen, histories, log.configuration.chunk_size)
+        _show_json(output, chains, histories, log.configuration.chunk_size)
     else:
         output.line(selection.request_id or "", style="bold")
-        _show_text(output, chosen, is_whole=arguments.lookup is None and arguments.at is None)
+        _show_text(output, chains)
     output.damage_of(log)
     is_balanced = not any(history.sums.differences() for history in histories.of_incarnations)
     return ExitCode.SOUND if is_balanced else ExitCode.DIVERGED
-
-
-def _lookup(chains: Sequence[_Chain], number: int) -> _Chain:
-    num_before = 0
-    for history, causes in chains:
-        for cause in causes:
-            if cause.what == "lookup":
-                num_before += cause.num_times
-                if num_before >= number:
-                    return history, [cause]
-    raise CommandFailed(f"there were {plural(num_before, 'lookup')}, not {number}", ExitCode.USAGE)
-
-
-def _at(chains: Sequence[_Chain], at: int, output: Output) -> _Chain:
-    for history, causes in chains:
-        parts = [cause for cause in causes if cause.sequence <= at <= cause.last_sequence or at in cause.evidence]
-        if parts:
-            return history, parts
-    before = [(history, cause) for history, causes in chains for cause in causes if cause.last_sequence < at]
-    if not before:
-        raise CommandFailed(f"nothing had happened to the request by event {at}", ExitCode.USAGE)
-    output.remark(f"event {at} is no part of the request's history; this is what happened to it before")
-    history, cause = before[-1]
-    return history, [cause]
 
 
 # --- for programs -------------------------------------------------------------------------------
@@ -126,11 +100,11 @@ def total(sums: Sums) -> dict[str, object]:
 # --- for people ---------------------------------------------------------------------------------
 
 
-def _show_text(output: Output, chains: Sequence[_Chain], *, is_whole: bool) -> None:
+def _show_text(output: Output, chains: Sequence[_Chain]) -> None:
     for number, (history, all_causes) in enumerate(chains, 1):
         if len(chains) > 1:
             output.line(f"incarnation {number} of {len(chains)}", style="bold")
-        causes = _without_many_lookups(all_causes) if is_whole else all_causes
+        causes = _without_many_lookups(all_causes)
         for cause in causes:
             events = event_range(cause.sequence, cause.last_sequence)
             output.line(f"{milliseconds(cause.time_ns):>12}  {events:>11}  {cause.text}")
@@ -143,9 +117,8 @@ def _show_text(output: Output, chains: Sequence[_Chain], *, is_whole: bool) -> N
             )
         if history.num_left_out:
             output.line(f"{history.num_left_out} more of its causes were not kept", style="dim")
-        if is_whole:
-            output.line()
-            show_total(output, history.sums, history.sums.differences())
+        output.line()
+        show_total(output, history.sums, history.sums.differences())
 
 
 def _without_many_lookups(causes: Sequence[Cause]) -> list[Cause]:

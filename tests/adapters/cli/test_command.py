@@ -22,8 +22,8 @@ COMMAND = [sys.executable, "-m", "kvledger.adapters.cli.main"]
         [],
         ["fly"],
         ["verify"],
-        ["show", "LOG", "--at", "zero"],
-        ["show", "LOG", "--at", "0"],
+        ["show", "LOG", "--until", "zero"],
+        ["show", "LOG", "--until", "0"],
         ["verify", "LOG", "--fast"],
     ],
 )
@@ -104,7 +104,7 @@ def test_every_json_object_names_its_type_and_is_documented(run: Any, log: Path)
         run("verify", "--json", log),
         run("show", "--json", log),
         run("show", "--json", log, "chat-17"),
-        run("show", "--json", log, "chat-17", "--at", 10),
+        run("replay", "--json", log, "chat-17", "--until", 10),
         run("replay", "--json", log),
     ]
     segment.write_bytes(segment.read_bytes()[:-3])

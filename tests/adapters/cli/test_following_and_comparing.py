@@ -111,15 +111,8 @@ def test_every_breach_and_every_change_of_state_is_told(seed: int) -> None:
     assert sum(line.state_after == "preempted" != line.state_before for line in lines) == preempted
 
 
-def test_follow_and_at_exclude_each_other(run: Any, log: Path) -> None:
-    """Wrong usage, named."""
-    result = run("show", "--follow", "--at", 3, log)
-    assert result.exit_code == 64
-    assert "exclude each other" in result.err
-
-
 def test_equal_runs_have_no_difference_but_their_times(run: Any, log: Path, tmp_path: Path) -> None:
-    """Times are left out unless asked for."""
+    """Times are left out."""
     later = Driver(num_slots=32)
     later._time_ns = 12345
     play_story(later)
@@ -127,10 +120,6 @@ def test_equal_runs_have_no_difference_but_their_times(run: Any, log: Path, tmp_
     result = run("replay", log, "--diff", same)
     assert result.exit_code == 0
     assert "events are equal, but for times" in result.out
-    exact = run("replay", log, "--diff", same, "--exact", "--json")
-    assert exact.exit_code == 3
-    (difference,) = exact.objects("difference")
-    assert (difference["sequence"], difference["fields"]) == (1, ["time_ns"])
 
 
 def test_the_first_difference_is_shown_with_the_state_before_it(
@@ -164,9 +153,4 @@ def test_logs_of_different_configurations_are_compared_with_a_remark(run: Any, l
     other = write_log(tmp_path / "other", driver.observed, driver.configuration)
     result = run("replay", log, "--diff", other)
     assert "configured differently: num_slots is 32 here and 4 there" in result.err
-
-
-def test_exact_needs_something_to_compare_with(run: Any, log: Path) -> None:
-    """Wrong usage, named."""
-    assert run("replay", log, "--exact").exit_code == 64
     assert run("replay", log, "--diff", log / "nothing").exit_code == 64

@@ -168,9 +168,8 @@ def test_the_state_at_a_moment_is_that_of_the_whole_log(run: Any, retired: Retir
     """As long as the moment lies behind the snapshot."""
     last = run("verify", "--json", retired.whole).objects("verdict")[0]["num_events"]
     for moment in (last, last - 30):
-        whole = run("show", "--json", retired.whole, "--at", moment).objects("state")
-        assert run("show", "--json", retired.log, "--at", moment).objects("state") == whole
-        assert run("replay", "--json", retired.log, "--at", moment).objects("state") == whole
+        whole = run("replay", "--json", retired.whole, "--until", moment).objects("state")
+        assert run("replay", "--json", retired.log, "--until", moment).objects("state") == whole
 
 
 def test_a_request_that_arrived_later_is_told_as_before(run: Any, retired: Retired) -> None:

@@ -70,7 +70,7 @@ COMMANDS = [
     ["show", "chat-17"],
     ["why", "chat-17"],
     ["stats"],
-    ["replay", "--at", "30"],
+    ["replay", "--until", "30"],
     ["export", "--perfetto"],
     ["export", "--csv"],
 ]

@@ -162,21 +162,20 @@ def test_a_log_that_cannot_be_folded_is_shown_up_to_there(run: Any, story: Drive
     """What was read before is still worth showing; the event that stops it is named on stderr."""
     events = replaced(story.observed, e.SaveIssued, 0, slots=(-2,))
     log = write_log(tmp_path / "alien", events, story.configuration)
-    for arguments in ([], ["--at", 100]):
-        result = run("show", log, *arguments)
-        assert result.exit_code == 0
-        assert REQUEST in result.out
-        assert "cannot be folded" in result.err
+    result = run("show", log)
+    assert result.exit_code == 0
+    assert REQUEST in result.out
+    assert "cannot be folded" in result.err
     assert "released" in run("show", log, REQUEST).out, "a life is told without the pool that everybody shares"
 
 
 def test_the_state_of_one_request_or_of_all_at_a_moment(run: Any, log: Path) -> None:
-    """`--at` answers what was believed then."""
-    assert " running " in run("show", log, REQUEST, "--at", 20).out
-    (state,) = run("show", "--json", log, REQUEST, "--at", 4).objects("request_state")
+    """A request that came later is not in it."""
+    assert " running " in run("replay", log, REQUEST, "--until", 20).out
+    (state,) = run("replay", "--json", log, REQUEST, "--until", 4).objects("request_state")
     assert (state["state"], state["block_ids"], state["sequence"]) == ("new", [], 4)
-    assert "chat-9" not in run("show", log, "--at", 20).out
-    assert "not known then" in run("show", log, "chat-9", "--at", 20).out
+    assert "chat-9" not in run("replay", log, "--until", 20).out
+    assert "not known then" in run("replay", log, "chat-9", "--until", 20).out
 
 
 def test_replay_prints_the_fold_of_the_log(run: Any, log: Path, story: Driver) -> None:
@@ -189,12 +188,12 @@ def test_replay_prints_the_fold_of_the_log(run: Any, log: Path, story: Driver) -
 
 def test_replay_stops_where_it_is_told(run: Any, log: Path, story: Driver) -> None:
     """The state after event 20 is the fold of the first 20 events."""
-    (state,) = run("replay", "--json", log, "--at", 20).objects("state")
+    (state,) = run("replay", "--json", log, "--until", 20).objects("state")
     expected = fold(Core.standard(), story.sink.events(), story.configuration, at=20)
     assert state["sequence"] == 20
     assert state["projections"] == plain(expected.states())
-    assert "state after event 20" in run("replay", log, "--at", 20).out
-    assert "not to 100000" in run("replay", log, "--at", 100_000).err
+    assert "state after event 20" in run("replay", log, "--until", 20).out
+    assert "not to 100000" in run("replay", log, "--until", 100_000).err
 
 
 def test_replay_reports_the_first_divergence_with_3(run: Any, story: Driver, tmp_path: Path) -> None:
@@ -207,7 +206,7 @@ def test_replay_reports_the_first_divergence_with_3(run: Any, story: Driver, tmp
     assert f"diverged at sequence {sequence}" in result.out
     (divergence,) = run("replay", "--json", log).objects("divergence")
     assert divergence["sequence"] == sequence
-    assert run("replay", log, "--at", sequence - 1).exit_code == 0
+    assert run("replay", log, "--until", sequence - 1).exit_code == 0
 
 
 def test_replay_of_a_damaged_log_shows_what_can_be_known_and_gives_2(run: Any, log: Path) -> None:

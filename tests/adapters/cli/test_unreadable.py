@@ -174,5 +174,5 @@ def test_arguments_may_stand_behind_options(run: Any, log: Path) -> None:
     assert expected
     for line in ("why LOG --json chat-17", "why --json LOG chat-17", "why --json LOG --until 9999 chat-17"):
         assert run(*words(line, log)).out == expected
-    assert run("show", log, "--at", 30, "chat-17").out == run("show", log, "chat-17", "--at", 30).out
+    assert run("show", log, "--until", 30, "chat-17").out == run("show", log, "chat-17", "--until", 30).out
     assert run("why", log, "--json", "chat-17", "chat-9").exit_code == 64

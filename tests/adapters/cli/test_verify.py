@@ -114,7 +114,7 @@ def test_without_any_header_events_are_still_read_and_it_is_said_what_cannot_be_
     assert run("show", "--json", log).objects("log")[0]["figures"] is None
     for arguments in (
         ("show", log, "chat-17"),
-        ("show", log, "--at", 5),
+        ("replay", log, "--until", 5),
         ("why", log, "chat-17"),
         ("stats", log),
         ("replay", log),

@@ -148,21 +148,12 @@ def test_a_request_with_several_lives_is_told_life_by_life(run: Any, tmp_path: P
     assert [total["ordinal"] for total in run("why", "--json", log, "a").objects("total")] == [0, 1]
 
 
-def test_one_lookup_or_one_event_can_be_asked_for(run: Any, evicted: tuple[Path, Driver]) -> None:
-    """Polls are counted one by one, though equal ones are told as one."""
+def test_one_event_can_be_asked_for(run: Any, evicted: tuple[Path, Driver]) -> None:
+    """What happened before it is left out."""
     log, driver = evicted
-    assert "the next chunk was never saved" in run("why", log, "a", "--lookup", 1).out
-    assert run("why", log, "a", "--lookup", 2).out == run("why", log, "a", "--lookup", 4).out
-    assert "— 3 times" in run("why", log, "a", "--lookup", 3).out
-    too_many = run("why", log, "a", "--lookup", 5)
-    assert too_many.exit_code == 64
-    assert "there were 4 lookups, not 5" in too_many.err
-    at = run("why", log, "a", "--at", number_of(driver, e.RequestPreempted))
-    assert len(at.out.splitlines()) == 2
-    assert "preempted with 32 settled tokens" in at.out
-    between = run("why", log, "a", "--at", number_of(driver, e.RequestArrived, 2))
-    assert "preempted with 32 settled tokens" in between.out
-    assert "is no part of the request's history" in between.err
+    at = number_of(driver, e.RequestPreempted)
+    causes = run("why", "--json", log, "a", "--since", at, "--until", at).objects("cause")
+    assert [cause["what"] for cause in causes] == ["request.preempted"]
 
 
 def test_a_request_must_be_named_and_known(run: Any, evicted: tuple[Path, Driver]) -> None:
