@@ -26,7 +26,7 @@ from kvledger.adapters.conformance import obligations
 from kvledger.adapters.conformance.scenarios import SCENARIOS
 from kvledger.adapters.vllm.configuration import ConnectorSettings
 from kvledger.adapters.vllm.log_settings import LogSettings
-from kvledger.lifecycle import Core, LedgerConfiguration, audit, events, rules, states, table
+from kvledger.lifecycle import Core, LedgerConfiguration, events, rules, states, table
 from kvledger.lifecycle.audit.facts import FACTS, Why
 from kvledger.lifecycle.codec import field_names
 from kvledger.lifecycle.machine import mermaid_diagram
@@ -282,8 +282,8 @@ def invariants_page() -> list[str]:
     for pattern in ("lifecycle/decisions/*.py", "lifecycle/decider.py", "adapters/vllm/*.py"):
         for name, links in places(pattern, named_rules).items():
             guarded_in.setdefault(name, []).extend(links)
-    checkers = {rule: sys.modules[make.__module__] for rule, make in CORE.rules.items()}
-    demands = {rule: one_line(module.__doc__).split(": ", 1)[1] for rule, module in checkers.items()} | LIVE_ONLY
+    paragraphs = {rule: inspect.getdoc(make).split("\n\n") for rule, make in CORE.rules.items()}  # type: ignore[union-attr]
+    demands = {rule: one_line(first).split(": ", 1)[1] for rule, (first, *_) in paragraphs.items()} | LIVE_ONLY
     lines = heading("Invariants", "lifecycle/rules.py, lifecycle/audit/ and the code that guards the rules")
     lines += prose(
         """
@@ -301,15 +301,12 @@ def invariants_page() -> list[str]:
     lines += ["## Audited", "", "Held by `kvledger verify` against every event of a stored log, one checker each.", ""]
     subject = ""
     for rule, make in CORE.rules.items():
-        package = checkers[rule].__package__
-        if package not in {subject, audit.__name__}:
-            subject, (name, about) = package, sys.modules[package].__doc__.split(": ", 1)
-            lines += [f"### {name}", "", about.capitalize(), ""]
-        level = "####" if subject else "###"
-        path = checkers[rule].__name__.removeprefix("kvledger.").replace(".", "/") + ".py"
-        paragraphs = inspect.getdoc(make).split("\n\n")  # type: ignore[union-attr]
-        detail = re.sub(r"(?m)^(Verifies|Does not verify):", r"\n**\1**:", "\n\n".join(paragraphs[1:])).strip()
-        lines += [f"{level} {rule}", "", f"[`{path}`](../{path}). {one_line(paragraphs[0])}", "", detail, ""]
+        if make.__module__ != subject:
+            subject, (name, about) = make.__module__, sys.modules[make.__module__].__doc__.split(": ", 1)
+            path = subject.removeprefix("kvledger.").replace(".", "/") + ".py"
+            lines += [f"### {name}", "", f"{about.capitalize()} [`{path}`](../{path})", ""]
+        detail = re.sub(r"(?m)^\n?(Verifies|Does not verify):", r"\n**\1**:", "\n\n".join(paragraphs[rule][1:]))
+        lines += [f"#### {rule}", "", demands[rule][0].upper() + demands[rule][1:], "", detail, ""]
     lines += [
         "## Not checked",
         "",

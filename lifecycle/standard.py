@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from kvledger.lifecycle.audit.registry import RULES
+from kvledger.lifecycle.audit.rules import RULES
 from kvledger.lifecycle.core import Core, events_by_id
 from kvledger.lifecycle.events import STANDARD_EVENTS
 from kvledger.lifecycle.handlers import STANDARD_HANDLERS

@@ -10,7 +10,7 @@ from kvledger.lifecycle.audit.checker import Checker
 from kvledger.lifecycle.audit.model import Model
 from kvledger.lifecycle.audit.model.moment import EventChecks, Moment, on
 from kvledger.lifecycle.audit.model.start import Start
-from kvledger.lifecycle.audit.recorded import Recorded
+from kvledger.lifecycle.audit.rules.recorded import Recorded
 from kvledger.lifecycle.audit.violations import Violation
 
 __all__ = [

@@ -10,8 +10,8 @@ import attrs
 
 from kvledger.lifecycle import Core
 from kvledger.lifecycle.audit import Audit, Violation
-from kvledger.lifecycle.audit.jobs.completion_once import CompletionOnce
-from kvledger.lifecycle.audit.recorded import Recorded
+from kvledger.lifecycle.audit.rules.jobs import CompletionOnce
+from kvledger.lifecycle.audit.rules.recorded import Recorded
 from mutants.mutant import Mutant, Touch
 from mutants.scenes import Story
 

@@ -21,6 +21,7 @@ from kvledger.lifecycle.windows import NO_SLOT
 if TYPE_CHECKING:
     from kvledger.lifecycle.audit.model.start import Start
 
+Settled = e.LoadCompleted | e.LoadFailed | e.SaveCompleted | e.SaveFailed
 _NO_RANKS: frozenset[int] = frozenset()
 
 
@@ -259,10 +260,7 @@ class JobsInFlight:
         job.is_fenced |= event.before_forward
 
     @on(e.LoadCompleted, e.LoadFailed, e.SaveCompleted)
-    def _settled(
-        self,
-        event: e.LoadCompleted | e.LoadFailed | e.SaveCompleted | e.SaveFailed,
-    ) -> None:
+    def _settled(self, event: Settled) -> None:
         self.current = job = self._jobs.pop(event.job_id, None)
         if job is None:
             return

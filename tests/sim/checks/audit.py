@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 from kvledger.lifecycle import Core
 from kvledger.lifecycle.audit import Audit, Violation
-from kvledger.lifecycle.audit.jobs.completion_once import CompletionOnce
-from kvledger.lifecycle.audit.recorded import Recorded
+from kvledger.lifecycle.audit.rules.jobs import CompletionOnce
+from kvledger.lifecycle.audit.rules.recorded import Recorded
 from sim.checks.rules import allowed_rules
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""LOAD_XOR_STORES: a block is not saved while a load fills it."""
+"""Blocks that are filled: who uses them while a load does so."""
 
 from __future__ import annotations
 
@@ -11,8 +11,86 @@ from kvledger.lifecycle.audit.model.start import Start
 from kvledger.lifecycle.windows import NO_SLOT
 
 
+class LoadDstExclusive(Checker):
+    """LOAD_DST_EXCLUSIVE: nobody else fills the blocks that a load fills.
+
+    A block is the destination of at most one load in flight, and held by that load's request.
+
+    Verifies: a load's blocks are those of its tokens in the request's table, each once, and no load in flight of a
+    request that still holds its blocks fills one of them.
+    Does not verify: that no other request's table holds the block, and that no forward in flight writes it. A
+    request can be preempted before its load is reported, and its blocks be filled for another one: then the
+    order of the copies on the device decides, which no log of the scheduler shows.
+    """
+
+    rule = "LOAD_DST_EXCLUSIVE"
+
+    def __init__(self, model: Model) -> None:
+        super().__init__(model)
+        self._filled_by: dict[int, tuple[int, int]] = {}
+        """Block id -> (job id, sequence of the load)."""
+        self._blocks_of: dict[int, tuple[int, ...]] = {}
+
+    def begin(self, start: Start) -> None:
+        """Take over the loads in flight of requests that still hold their blocks."""
+        for job in start.jobs:
+            if job.is_load and self.jobs.is_own(job):
+                self._fill(job, 0)
+
+    @on(e.LoadIssued)
+    def _load_issued(self, event: e.LoadIssued) -> None:
+        self._check_load(event)
+        self._fill(event, self.moment.sequence)
+
+    def _fill(self, load: e.LoadIssued | InFlight, sequence: int) -> None:
+        self._blocks_of[load.job_id] = filled = _filled_blocks(load)
+        self._filled_by |= dict.fromkeys(filled, (load.job_id, sequence))
+
+    @on(e.RequestPreempted, e.RequestFinished)
+    def _blocks_taken(self, event: e.RequestPreempted | e.RequestFinished) -> None:
+        if self._blocks_of:
+            for job_id, job in self.jobs:
+                if job.request_id == event.request_id:
+                    self._let_go(job_id)
+
+    @on(e.LoadCompleted, e.LoadFailed)
+    def _settled(self, event: e.LoadCompleted | e.LoadFailed) -> None:
+        self._let_go(event.job_id)
+
+    def _let_go(self, job_id: int) -> None:
+        for block_id in self._blocks_of.pop(job_id, ()):
+            if self._filled_by.get(block_id, (0, 0))[0] == job_id:
+                del self._filled_by[block_id]
+
+    def _check_load(self, event: e.LoadIssued) -> None:
+        table = self.tables.held_by(self.moment.life)
+        pages = self.geometry.pages_spanning(event.first_token, event.num_tokens)
+        expected = tuple(table[pages.start : pages.stop])
+        if event.block_ids != expected:
+            detail = (
+                f"load {event.job_id} fills blocks {list(event.block_ids)}, "
+                f"in the request's table its tokens have {list(expected)}"
+            )
+            self.broken(detail, event.cause)
+        filled = _filled_blocks(event)
+        if len(set(filled)) < len(filled):
+            detail = f"load {event.job_id} fills a block twice: {list(event.block_ids)}"
+            self.broken(detail, event.cause)
+        rivals = {self._filled_by[block_id] for block_id in filled if block_id in self._filled_by}
+        for job_id, sequence in sorted(rivals):
+            detail = f"load {event.job_id} fills blocks that load {job_id} is still filling"
+            self.broken(detail, sequence, event.cause)
+
+
+def _filled_blocks(load: e.LoadIssued | InFlight) -> tuple[int, ...]:
+    """Without those that stand in the table for what a window does not see."""
+    return tuple(block_id for slot, block_id in zip(load.slots, load.block_ids, strict=False) if slot != NO_SLOT)
+
+
 class LoadXorStores(Checker):
-    """No save reads a block that a load in flight is to fill: what it copies may be what was there before.
+    """LOAD_XOR_STORES: a block is not saved while a load fills it.
+
+    No save reads a block that a load in flight is to fill: what it copies may be what was there before.
 
     Verifies: this for the blocks of every save against the loads in flight of the same request, and against
     asynchronous loads of any; also for blocks just lost. A save that precedes its step's forward also precedes

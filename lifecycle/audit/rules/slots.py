@@ -1,4 +1,4 @@
-"""LOADABLE_AFTER_COMMIT: what is loaded was completely saved, lies where it is read, and was not given up since."""
+"""Slots: out of which ones and into which ones is copied."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from kvledger.lifecycle.windows import NO_SLOT
 
 
 class LoadableAfterCommit(Checker):
-    """Each slot of a load holds the page it is read for: of a committed chunk of the request, or of its saved tail.
+    """LOADABLE_AFTER_COMMIT: what is loaded was completely saved, lies where it is read, and was not given up since.
+
+    Each slot of a load holds the page it is read for: of a committed chunk of the request, or of its saved tail.
 
     A chunk is committed where the latest of commit, evict, taint and reset is commit.
 
@@ -114,3 +116,39 @@ class LoadableAfterCommit(Checker):
                 if place < len(slots):
                     found.append(slots[place])
         return found
+
+
+class SlotExclusive(Checker):
+    """SLOT_EXCLUSIVE: what a save writes into is nobody else's.
+
+    A save is given slots of the pool, each once, that hold nothing and that no other copy reads or writes.
+
+    Verifies: this for the slots of every save, of chunks and of tails: against committed chunks, saved tails, copies in
+    flight, and saves that were given up while a rank may still be writing.
+    Does not verify: that the workers write into these slots and no others.
+    """
+
+    rule = "SLOT_EXCLUSIVE"
+
+    @on(e.SaveIssued, e.TailSaveIssued)
+    def _issued(self, event: e.SaveIssued | e.TailSaveIssued) -> None:
+        if self.chunks.taken is not None:
+            for slot in sorted(set(self.chunks.taken)):
+                holder, sequence = self._holder_of(slot, event)
+                self.broken(f"save {event.job_id} writes into slot {slot}, {holder}", sequence, event.cause)
+
+    def _holder_of(self, slot: int, event: e.SaveIssued | e.TailSaveIssued) -> tuple[str, int]:
+        """Who needs it, in words, and the event that shows it (0: none)."""
+        model = self.model
+        if not 0 <= slot < model.slots.num_slots:
+            return f"but the pool has {model.slots.num_slots}", 0
+        for job_id, job in model.jobs:
+            if job_id != event.job_id and slot in job.slots:
+                return f"which {'load' if job.is_load else 'save'} {job_id} is still copying", job.sequence
+        for job_id, job in model.jobs.given_up.items():
+            if slot in job.slots:
+                return f"into which save {job_id}, which was given up, may still write", job.sequence
+        key = model.chunks.of_slot(slot)
+        if key is not None:
+            return f"which holds chunk {key.hex()}", 0
+        return "which holds a saved tail" if model.tails.of_slot(slot) is not None else "twice", 0

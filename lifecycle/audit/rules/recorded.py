@@ -1,4 +1,4 @@
-"""RECORDED: what went wrong while it happened, as the connector itself wrote it into the log."""
+"""Recorded: what was noticed live."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from kvledger.lifecycle.audit.model.moment import on
 
 
 class Recorded(Checker):
-    """Every `invariant.violated` and `hook.failed` of the log counts as a broken rule.
+    """RECORDED: what went wrong while it happened, as the connector itself wrote it into the log.
+
+    Every `invariant.violated` and `hook.failed` of the log counts as a broken rule.
 
     Verifies: nothing by itself; the detail begins with the rule that was guarded live, one of which (HANDLER_RAISED)
     no other checker can decide from the log alone.

@@ -1,4 +1,4 @@
-"""BYTES_UNCHANGED: what a load brings is what was saved of these tokens, and a full block stays as it is."""
+"""Bytes: that they stay what they are."""
 
 from __future__ import annotations
 
@@ -39,7 +39,9 @@ class _OfLife(msgspec.Struct):
 
 
 class BytesUnchanged(Checker):
-    """Where digests of pages are in the log, a load brings what some save of the same tokens read.
+    """BYTES_UNCHANGED: what a load brings is what was saved of these tokens, and a full block stays as it is.
+
+    Where digests of pages are in the log, a load brings what some save of the same tokens read.
 
     Verifies: that the host's copy before a load, and the blocks after it, have a digest with which a block of the same
     chunk, at the same place, of the same group and rank was saved since the last reset; and that two digests of one

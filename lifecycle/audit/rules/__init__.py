@@ -1,0 +1,38 @@
+"""The rules of the standard core: a module for each subject, whose checkers stand in the order in which they look."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from kvledger.lifecycle.audit.checker import Checker
+from kvledger.lifecycle.audit.rules import (
+    digests,
+    evictions,
+    failed_loads,
+    filled_blocks,
+    jobs,
+    keys,
+    lives,
+    lookups,
+    read_blocks,
+    recorded,
+    saves,
+    slots,
+    tables,
+    tokens,
+)
+
+_SUBJECTS = (
+    *(recorded, lives, lookups, failed_loads, tokens, keys, saves),
+    *(digests, slots, evictions, tables, filled_blocks, read_blocks, jobs),
+)
+RULES: Mapping[str, type[Checker]] = MappingProxyType(
+    {
+        checker.rule: checker
+        for subject in _SUBJECTS
+        for checker in vars(subject).values()
+        if isinstance(checker, type) and checker.__module__ == subject.__name__ and issubclass(checker, Checker)
+    }
+)
+"""Rule -> its checker."""

@@ -1,0 +1,316 @@
+"""Jobs: how copies are reported, settled and handed out."""
+
+from __future__ import annotations
+
+from kvledger.lifecycle import events as e
+from kvledger.lifecycle.audit.checker import Checker
+from kvledger.lifecycle.audit.model import Model
+from kvledger.lifecycle.audit.model.jobs import InFlight, Settled
+from kvledger.lifecycle.audit.model.moment import on
+from kvledger.lifecycle.audit.model.start import Start
+
+
+class CompletionOnce(Checker):
+    """COMPLETION_ONCE: each rank reports a job once, and a job is settled once.
+
+    Every job is issued once, reported at most once by each rank, and settled once.
+
+    Verifies: reports are of jobs in flight, or of saves that were given up, by ranks that have not reported them yet;
+    settlements are of jobs in flight and of their kind; each rank that reports exists and reports once, unless it was
+    asked to report again. A load that was given up counts as reported: its blocks may be another's by then.
+    Does not verify: whether a job may be settled yet, and as what (RANK_AGREEMENT); jobs that are never settled
+    (LIVENESS).
+    """
+
+    rule = "COMPLETION_ONCE"
+
+    @on(e.LoadIssued, e.SaveIssued, e.TailSaveIssued)
+    def _issued(self, event: e.LoadIssued | e.SaveIssued | e.TailSaveIssued) -> None:
+        if not self.jobs.is_new:
+            detail = f"job {event.job_id} is issued, but {self.jobs.last_id} had been reached: ids are used once"
+            self.broken(detail, event.cause)
+
+    @on(e.TransferReported)
+    def _reported(self, event: e.TransferReported) -> None:
+        if not self.jobs.is_plain_report:
+            self._check_report(event)
+
+    def _check_report(self, event: e.TransferReported) -> None:
+        job = self.jobs.reported
+        if job is None:
+            if not event.is_repeated:
+                self.broken(f"job {event.job_id} was reported, but no such job is in flight")
+            return
+        ranks = frozenset((*event.ranks_done, *event.ranks_failed))
+        num_ranks = len(self.jobs.every_rank)
+        twice = ranks & self.jobs.reported_before if not event.is_repeated else frozenset()
+        if twice or len(ranks) < len(event.ranks_done) + len(event.ranks_failed):
+            detail = f"job {event.job_id} was reported more than once by ranks {sorted(twice or ranks)}"
+            self.broken(detail, job.sequence, request_id=job.request_id)
+        foreign = sorted(ranks.difference(range(num_ranks)))
+        if foreign:
+            detail = f"job {event.job_id} was reported by ranks {foreign}, of {num_ranks}"
+            self.broken(detail, job.sequence, request_id=job.request_id)
+
+    @on(e.LoadCompleted, e.LoadFailed)
+    def _load_settled(self, event: e.LoadCompleted | e.LoadFailed) -> None:
+        self._check_settlement(event, is_load=True)
+
+    @on(e.SaveCompleted, e.SaveFailed)
+    def _save_settled(self, event: e.SaveCompleted | e.SaveFailed) -> None:
+        self._check_settlement(event, is_load=False)
+
+    def _check_settlement(self, event: Settled, *, is_load: bool) -> None:
+        job = self.jobs.current
+        if job is None:
+            self.broken(f"{event.id} for job {event.job_id}, which is not in flight", event.cause)
+        elif job.is_load is not is_load:
+            detail = f"{event.id} for job {event.job_id}, which is a {'load' if job.is_load else 'save'}"
+            self.broken(detail, job.sequence, event.cause)
+
+
+class RankAgreement(Checker):
+    """RANK_AGREEMENT: what a job came to is decided when every rank has reported, and one failed rank fails it for all.
+
+    A job is completed when every rank has done it and none failed; it is settled early by no single rank.
+
+    Verifies: this for every settled job; that a job failed because of a report, and slots of a failed save that are
+    used again, were reported by every rank: another one may still be copying. Once all have, slots are not kept.
+    Does not verify: that every rank was given the same jobs; jobs given up because a rank did not report.
+    """
+
+    rule = "RANK_AGREEMENT"
+
+    @on(e.LoadCompleted, e.SaveCompleted)
+    def _completed(self, event: e.LoadCompleted | e.SaveCompleted) -> None:
+        job = self.jobs.current
+        if job is not None and len(job.ranks_done) != len(self.jobs.every_rank):
+            self._disagreed(event, job)
+
+    @on(e.LoadFailed)
+    def _load_failed(self, event: e.LoadFailed) -> None:
+        job = self.jobs.current
+        if job is not None and event.cause == self.jobs.report_sequence and self._is_owing(job):
+            self._disagreed(event, job)
+
+    @on(e.SaveFailed)
+    def _save_failed(self, event: e.SaveFailed) -> None:
+        job = self.jobs.current
+        if job is not None and event.quiet is self._is_owing(job):
+            self._disagreed(event, job)
+
+    def _is_owing(self, job: InFlight) -> bool:
+        return bool(self.jobs.every_rank - job.ranks_done - job.ranks_failed)
+
+    def _disagreed(self, event: Settled, job: InFlight) -> None:
+        detail = (
+            f"{event.id} for job {event.job_id}, which {len(job.ranks_done)} of {len(self.jobs.every_rank)} ranks did "
+            f"and {len(job.ranks_failed)} failed to do"
+        )
+        self.broken(detail, job.sequence, event.cause)
+
+
+class Liveness(Checker):
+    """LIVENESS: every copy is reported; one that no rank reports is asked after, and given up if that does not help.
+
+    No job stays unreported for longer than `max_silent_steps` and `max_silent_ms` without anything being done.
+
+    Verifies: at each step, that a job which was overdue at the step before has been reported, asked after, or, where
+    that had been done already, given up.
+    Does not verify: jobs that were not overdue yet when the log ended. That a job was given up is under RECORDED.
+    """
+
+    rule = "LIVENESS"
+
+    def __init__(self, model: Model) -> None:
+        super().__init__(model)
+        self._overdue: list[tuple[int, int]] = []
+        """(job id, step since which it is silent) at the last step."""
+        self._named: set[int] = set()
+        """Jobs that were overdue twice and are in flight still: reported once."""
+        self._silent_since = 0
+        """No job is silent since an earlier step: who was issued or asked after since is not looked at before."""
+        self._max_silent_steps = model.configuration.max_silent_steps
+        self._max_silent_ns = model.configuration.max_silent_ms * 1_000_000
+
+    @on(e.StepScheduled)
+    def _step_scheduled(self, _event: e.StepScheduled) -> None:
+        if self._overdue or self.lives.num_steps > self._silent_since + self._max_silent_steps:
+            for job_id, since_step in self._overdue:
+                self._check_overdue(job_id, since_step)
+            self._overdue = self._find_overdue()
+
+    def _find_overdue(self) -> list[tuple[int, int]]:
+        lives = self.lives
+        overdue_step = lives.num_steps - self._max_silent_steps
+        overdue_ns = lives.time_ns - self._max_silent_ns
+        jobs = list(self.jobs)
+        self._silent_since = min([job.since_step for _, job in jobs], default=lives.num_steps)
+        self._named.intersection_update([job_id for job_id, _ in jobs])
+        return [
+            (job_id, job.since_step)
+            for job_id, job in jobs
+            if job.since_step < overdue_step and job.since_ns < overdue_ns and job_id not in self._named
+        ]
+
+    def _check_overdue(self, job_id: int, since_step: int) -> None:
+        job = self.jobs.get(job_id)
+        if job is not None and job.since_step == since_step:
+            self._named.add(job_id)
+            what = "asked after, and still not given up" if job.is_asked_after else "not asked after"
+            detail = f"nobody has spoken of job {job_id} since step {since_step}, and it was {what}"
+            self.broken(detail, job.sequence, request_id=job.request_id)
+
+
+class DeliveredOnce(Checker):
+    """DELIVERED_ONCE: a job is handed out once, and each end that vLLM waits for is reported once, to nobody else.
+
+    What leaves the ledger is owed, and leaves once.
+
+    Verifies: jobs that are handed out are in flight and were not handed out before; reminders were decided; a load that
+    is reported as in place or failed was asynchronous, claimed, and settled so; one reported as sent ended while
+    a copy read its blocks, and none does any more; blocks are reported that a refused or withheld load was to fill.
+    Does not verify: that all that is owed is handed over (the engine would wait); what was owed where an audit begins
+    in the middle of a log.
+    """
+
+    rule = "DELIVERED_ONCE"
+
+    def __init__(self, model: Model) -> None:
+        super().__init__(model)
+        self._first_ordinal = 0
+        """Of the lives that are known from their beginning."""
+        self._first_job = 0
+        self._handed_out: set[int] = set()
+        self._reminders: set[int] = set()
+        self._promised: set[int] = set()
+        self._waiting: dict[int, str] = {}
+        """Life that waits for the end of a load -> "", "received" or "failed"."""
+        self._kept: set[int] = set()
+        """Ended lives whose blocks vLLM keeps for a copy."""
+        self._loads: dict[int, tuple[int, ...]] = {}
+        """Loads within a step that were not handed out -> their blocks."""
+        self._unfilled: set[int] = set()
+
+    def begin(self, start: Start) -> None:
+        """Nothing is known of what was handed over before."""
+        self._first_ordinal = start.num_arrived
+        self._first_job = 1 + start.last_job_id
+
+    @on(e.LookupAnswered)
+    def _answered(self, event: e.LookupAnswered) -> None:
+        (self._promised.add if event.is_async else self._promised.discard)(event.ordinal)
+
+    @on(e.BlocksAllocated)
+    def _allocated(self, event: e.BlocksAllocated) -> None:
+        if self.moment.life is not None and self.moment.life.ordinal in self._promised:
+            self._promised.discard(self.moment.life.ordinal)
+            if event.num_external_tokens:
+                self._waiting[self.moment.life.ordinal] = ""
+
+    @on(e.LoadRefused)
+    def _refused(self, event: e.LoadRefused) -> None:
+        life = self.lives.get(event.request_id)
+        ordinal = e.NO_LIFE if life is None else life.ordinal
+        if ordinal in self._promised or ordinal in self._waiting:
+            self._promised.discard(ordinal)
+            self._waiting[ordinal] = "failed"
+        else:
+            self._unfilled.update(event.block_ids)
+
+    @on(e.LoadIssued)
+    def _load_issued(self, event: e.LoadIssued) -> None:
+        if not event.is_async:
+            self._loads[event.job_id] = event.block_ids
+
+    @on(e.TransferAwaited)
+    def _awaited(self, event: e.TransferAwaited) -> None:
+        self._reminders.add(event.job_id)
+
+    @on(e.TransferReported)
+    def _reported(self, event: e.TransferReported) -> None:
+        blocks = self._loads.pop(event.job_id, ())
+        if event.withheld and event.withheld != e.Withheld.CONTRACT:
+            self._unfilled.update(blocks)
+        job = self.jobs.current
+        if job is not None and job.is_load and self.jobs.every_rank <= job.ranks_done | job.ranks_failed:
+            self._ended(job.ordinal, "failed" if job.ranks_failed else "received")
+
+    @on(e.LoadCompleted)
+    def _load_completed(self, event: e.LoadCompleted) -> None:
+        self._settled(event)
+        self._ended(event.ordinal, "received")
+
+    @on(e.LoadFailed)
+    def _load_failed(self, event: e.LoadFailed) -> None:
+        self._unfilled.update(self._loads.pop(event.job_id, ()))
+        self._settled(event)
+        self._ended(event.ordinal, "failed")
+
+    def _ended(self, ordinal: int, end: str) -> None:
+        if not self._waiting.get(ordinal, end):
+            self._waiting[ordinal] = end
+
+    @on(e.SaveCompleted, e.SaveFailed)
+    def _settled(self, event: Settled) -> None:
+        self._handed_out.discard(event.job_id)
+        self._reminders.discard(event.job_id)
+
+    @on(e.RequestFinished)
+    def _finished(self, event: e.RequestFinished) -> None:
+        life = self.moment.life
+        if life is not None and self.jobs.reads_blocks_of(life.ordinal):
+            self._kept.add(life.ordinal)
+
+    @on(e.BlocksHeld)
+    def _held(self, event: e.BlocksHeld) -> None:
+        self._kept.add(event.ordinal)
+
+    @on(e.RequestReleased)
+    def _released(self, event: e.RequestReleased) -> None:
+        self._promised.discard(event.ordinal)
+
+    def _is_read(self, ordinal: int) -> bool:
+        return any(
+            job.is_async and not job.is_load and not self.jobs.every_rank <= job.ranks_done | job.ranks_failed
+            for job in self.jobs.of_life(ordinal)
+        )
+
+    @on(e.EffectsDelivered)
+    def _jobs_handed_out(self, event: e.EffectsDelivered) -> None:
+        for job_id in event.job_ids:
+            if job_id in self._handed_out:
+                self.broken(f"job {job_id} is handed out a second time")
+            elif self.jobs.get(job_id) is None:
+                self.broken(f"job {job_id} is handed out, but no such job is in flight")
+            self._handed_out.add(job_id)
+            self._loads.pop(job_id, None)
+        for job_id in event.awaited:
+            if job_id not in self._reminders and job_id >= self._first_job:
+                self.broken(f"workers are reminded of job {job_id}, which nobody decided")
+            self._reminders.discard(job_id)
+
+    @on(e.EffectsDelivered)
+    def _loads_reported(self, event: e.EffectsDelivered) -> None:
+        for end_reported, ordinals in (("received", event.received), ("failed", event.failed)):
+            for ordinal in ordinals:
+                end = self._waiting.pop(ordinal, None)
+                if ordinal >= self._first_ordinal and end != end_reported:
+                    came_to = "waits for no load" if end is None else f"waits for a load that came to {end or 'no end'}"
+                    self.broken(f"life {ordinal} is reported as {end_reported}, but it {came_to}")
+
+    @on(e.EffectsDelivered)
+    def _frees_reported(self, event: e.EffectsDelivered) -> None:
+        for ordinal in event.sent:
+            if self._is_read(ordinal):
+                self.broken(f"life {ordinal} is reported as sent, but a copy still reads its blocks")
+            elif ordinal not in self._kept and ordinal >= self._first_ordinal:
+                self.broken(f"life {ordinal} is reported as sent, but its blocks are not kept for a copy")
+            self._kept.discard(ordinal)
+
+    @on(e.EffectsDelivered)
+    def _blocks_reported(self, event: e.EffectsDelivered) -> None:
+        unknown = sorted(set(event.block_ids) - self._unfilled)
+        if unknown and not self._first_job:
+            self.broken(f"blocks {unknown} are reported as not filled, but no load was to")
+        self._unfilled.difference_update(event.block_ids)

@@ -1,0 +1,248 @@
+"""Lives: in which states a request may be, which life of an id is meant, and when it is over."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvledger.lifecycle import events as e
+from kvledger.lifecycle.audit.checker import Checker
+from kvledger.lifecycle.audit.model import Model
+from kvledger.lifecycle.audit.model.forgotten import LIFE
+from kvledger.lifecycle.audit.model.jobs import InFlight
+from kvledger.lifecycle.audit.model.lives import Life
+from kvledger.lifecycle.audit.model.moment import EventChecks, on
+from kvledger.lifecycle.audit.model.start import Start
+from kvledger.lifecycle.states import BlocksRegion, RequestState
+
+_OF_NO_REQUEST = (e.ChunkEvicted, e.ChunkTainted, e.InvariantViolated, e.ExtensionStopped)
+_OF_A_JOB = (e.LoadCompleted, e.LoadFailed, e.SaveCompleted, e.SaveFailed, e.TransferAwaited)
+
+
+class LegalTransition(Checker):
+    """LEGAL_TRANSITION: what happens to a request has a row in the tables, and what is decided follows its cause.
+
+    No event happens in a state that has no row for it, and no decision is made but upon an observation.
+
+    Verifies: every request event, observed or decided, and every request that a step schedules, has a row in phase and
+    blocks for the states it was in, as the audit walks them; steps schedule requests that there are, and pause those
+    that decode one token a step; a request id arrives again only when its earlier life is
+    finished. The cause of every decision is the last observation before it.
+    Does not verify: that the live state goes where the rows lead, which the reference machines show that every
+    audit walks along; further observations about a request that is quarantined; reports of jobs of an earlier life of a
+    request id (GEN_ISOLATION); and whether the tables themselves are right.
+    """
+
+    rule = "LEGAL_TRANSITION"
+
+    def checks(self) -> EventChecks:
+        """Also those of every event of a request."""
+        events = [event for event in self.model.request_events if event is not e.RequestArrived]
+        of_requests = [(event, self._look_at_decision if event.is_decision else self._look) for event in events]
+        return [*super().checks(), *of_requests]
+
+    @on(e.RequestArrived)
+    def _arrived(self, event: e.RequestArrived) -> None:
+        if not self.moment.is_legal:
+            self.broken(f"{event.id} happened to a request in state {self.moment.state_before}")
+
+    @on(e.StepScheduled)
+    def _step_scheduled(self, _event: e.StepScheduled) -> None:
+        for ordinal in self.moment.rows_of_nobody:
+            self.broken(f"a row of the step is about life {ordinal}, which it cannot be about")
+        for life, state, blocks in self.moment.refused_rows:
+            if not life.quarantined:
+                self.broken(_detail("tokens.scheduled", state, blocks), request_id=life.request_id)
+
+    def _look(self, event: e.RequestEvent) -> None:
+        if not self.moment.is_legal:
+            self._explain(event)
+
+    def _look_at_decision(self, event: Any) -> None:  # noqa: ANN401 -- of any class
+        self._look_at_cause(event)
+        if not self.moment.is_legal:
+            self._explain(event)
+
+    @on(*_OF_NO_REQUEST)
+    def _look_at_cause(self, event: Any) -> None:  # noqa: ANN401 -- of any class
+        if event.cause != self.moment.cause and self.moment.cause:
+            detail = f"{event.id} names {event.cause} as its cause, but the last observation is {self.moment.cause}"
+            self.broken(detail, self.moment.cause)
+
+    def _explain(self, event: e.RequestEvent) -> None:
+        life = self.moment.life
+        if isinstance(event, _OF_A_JOB) and (life is None or life.ordinal != event.ordinal):
+            return  # whatever became of its life
+        if life is None:
+            self.broken(f"{event.id} happened to an unknown request")
+        elif event.is_decision or not life.quarantined:
+            self.broken(_detail(event.id, self.moment.state_before, self.moment.blocks_before))
+
+
+def _detail(trigger: str, state: RequestState | None, blocks: BlocksRegion | None) -> str:
+    return f"{trigger} happened to a request in state {state}, blocks {blocks}"
+
+
+_OfAJob = e.LoadCompleted | e.LoadFailed | e.SaveCompleted | e.SaveFailed | e.TransferAwaited
+_OfThePresent = (
+    (e.LookupAnswered | e.LookupDeferred | e.LoadIssued | e.BlocksHeld)
+    | (e.PrefillAdvanced | e.PrefillCompleted | e.RequestQuarantined)
+)  # fmt: skip
+_OfBlocks = e.SaveIssued | e.TailSaveIssued | e.SaveDeclined | e.ChunkEvicted
+_PREEMPTED = RequestState.PREEMPTED
+
+
+class GenIsolation(Checker):
+    """GEN_ISOLATION: what belongs to one generation of a request does not reach another.
+
+    Jobs are known by their id, and what is decided names the life that it concerns.
+
+    Verifies: what is decided about a job names the life (request, ordinal, generation) it was issued for; every other
+    decision the present one; a save of what a preemption took, what it declines and whom it evicts, the one before.
+    Does not verify: that an event of another generation leaves the request in its state, which the reference machines
+    show that every audit walks along; that the bytes went to the right generation's blocks.
+    """
+
+    rule = "GEN_ISOLATION"
+
+    @on(_OfThePresent)
+    def _of_the_present(self, event: _OfThePresent) -> None:
+        life = self.moment.life
+        if life is not None and (event.generation != life.generation or event.ordinal != life.ordinal):
+            self._named_another(event, life)
+
+    @on(e.SaveIssued, e.TailSaveIssued, e.SaveDeclined)
+    def _of_blocks(self, event: _OfBlocks) -> None:
+        """What is about blocks concerns those that a preemption has just taken, or those that the request has."""
+        if self.moment.life is not None:
+            self._of_blocks_of(self.moment.life, event)
+
+    @on(e.ChunkEvicted)
+    def _evicted(self, event: e.ChunkEvicted) -> None:
+        life = self.lives.get(event.request_id)
+        if life is not None:
+            self._of_blocks_of(life, event)
+        else:
+            self.broken(f"{event.id} names {_words(_life(event))}, but no request has this id", event.cause)
+
+    def _of_blocks_of(self, life: Life, event: _OfBlocks) -> None:
+        if event.ordinal != life.ordinal or event.generation != life.generation - (life.state is _PREEMPTED):
+            self._named_another(event, life)
+
+    def _named_another(self, event: _OfThePresent | _OfBlocks, life: Life) -> None:
+        detail = f"{event.id} names {_words(_life(event))}, the request is in {_words(life.name)}"
+        self.broken(detail, event.cause)
+
+    @on(e.TransferAwaited)
+    def _awaited(self, event: e.TransferAwaited) -> None:
+        self._of_job(event, self.jobs.get(event.job_id))
+
+    @on(e.LoadCompleted, e.LoadFailed, e.SaveCompleted, e.SaveFailed)
+    def _settled(self, event: _OfAJob) -> None:
+        self._of_job(event, self.jobs.current)
+
+    def _of_job(self, event: _OfAJob, job: InFlight | None) -> None:
+        if job is not None and _life(event) != job.life:
+            issued = f"the job was issued for {_words(job.life)}"
+            detail = f"{event.id} for job {job.job_id} names {_words(_life(event))}, {issued}"
+            self.broken(detail, job.sequence, event.cause)
+
+
+def _life(event: e.RequestDecision | e.ChunkEvicted) -> tuple[str, int, int]:
+    return event.request_id, event.ordinal, event.generation
+
+
+def _words(life: tuple[str, int, int]) -> str:
+    request_id, ordinal, generation = life
+    return f"generation {generation} of life {ordinal} of {request_id!r}"
+
+
+_FINISHED = RequestState.FINISHED
+
+
+class FinishIsLast(Checker):
+    """FINISH_IS_LAST: nothing new is started for a finished request.
+
+    After its end a request gets no load, no tail, and no save but the one that its end itself causes.
+
+    Verifies: loads and tails for finished or released requests; saves for finished requests, by their cause.
+    Does not verify: what the engine does with the request after its end.
+    """
+
+    rule = "FINISH_IS_LAST"
+
+    def __init__(self, model: Model) -> None:
+        super().__init__(model)
+        self._finished: dict[str, int] = {}
+        model.forgotten.at(LIFE, self._finished)
+
+    @on(e.RequestFinished)
+    def _request_finished(self, event: e.RequestFinished) -> None:
+        self._finished[event.request_id] = self.moment.sequence
+
+    @on(e.LoadIssued, e.SaveIssued, e.TailSaveIssued)
+    def _issued(self, event: e.LoadIssued | e.SaveIssued | e.TailSaveIssued) -> None:
+        """Look at what starts after the end."""
+        before = self.moment.state_before
+        if before is not None and before is not _FINISHED:
+            return
+        finished_at = self._finished.get(event.request_id, 0)
+        if isinstance(event, e.SaveIssued) and event.cause == finished_at:
+            return
+        detail = f"{event.id}, job {event.job_id}, after the request had finished"
+        self.broken(detail, finished_at, event.cause)
+
+
+class ReleaseAll(Checker):
+    """RELEASE_ALL: a finished request that owes nothing is released.
+
+    A request that has ended and owes nothing is released, and nobody else is.
+
+    Verifies: what is released is the present life of the id, in its generation, and no job of it is in flight; by the
+    first step after its end, a request without jobs in flight has been released.
+    Does not verify: that projections have forgotten it, which the tests of the projections do; what the adapter or the
+    engine keeps.
+    """
+
+    rule = "RELEASE_ALL"
+
+    def __init__(self, model: Model) -> None:
+        super().__init__(model)
+        self._finished: dict[int, tuple[int, str]] = {}
+        """Ordinal -> (sequence of the end, request id), until released."""
+
+    def begin(self, start: Start) -> None:
+        """Take over who has finished and is not released."""
+        ended = (life for life in start.lives if life.state is RequestState.FINISHED)
+        self._finished.update((life.ordinal, (0, life.request_id)) for life in ended)
+
+    @on(e.RequestFinished)
+    def _request_finished(self, event: e.RequestFinished) -> None:
+        if self.moment.life is not None:
+            self._finished[self.moment.life.ordinal] = (self.moment.sequence, event.request_id)
+
+    @on(e.StepScheduled)
+    def _step_scheduled(self, _event: e.StepScheduled) -> None:
+        if self._finished:
+            self._check_overdue()
+
+    @on(e.RequestReleased)
+    def _released(self, event: e.RequestReleased) -> None:
+        finished_at, _ = self._finished.pop(event.ordinal, (0, ""))
+        left = self.lives.get(event.request_id)
+        if left is not None:
+            detail = f"generation {event.generation} of life {event.ordinal} is released, but there is {left.name}"
+        elif self.jobs.owes(event.ordinal):
+            jobs = [job.job_id for job in self.jobs.of_life(event.ordinal)]
+            detail = f"released, but jobs {jobs} of it are in flight"
+        else:
+            return
+        self.broken(detail, finished_at, event.cause)
+
+    def _check_overdue(self) -> None:
+        for ordinal, (sequence, request_id) in list(self._finished.items()):
+            if self.lives.of(ordinal) is None:
+                del self._finished[ordinal]
+            elif not self.jobs.owes(ordinal):
+                del self._finished[ordinal]
+                detail = "finished and owes no transfer, but was not released by the next step"
+                self.broken(detail, sequence, request_id=request_id)

@@ -1,0 +1,292 @@
+"""Lookups: what is found, what is answered, and when an answer is put off."""
+
+from __future__ import annotations
+
+import msgspec
+
+from kvledger.lifecycle import events as e
+from kvledger.lifecycle.audit.checker import Checker
+from kvledger.lifecycle.audit.model import Model
+from kvledger.lifecycle.audit.model.forgotten import LIFE
+from kvledger.lifecycle.audit.model.lives import Life
+from kvledger.lifecycle.audit.model.moment import on
+from kvledger.lifecycle.audit.model.start import Start
+from kvledger.lifecycle.windows import NO_SLOT
+
+
+class _Circumstances(msgspec.Struct, frozen=True, gc=False):
+    """Everything an answer may depend on; equal circumstances must give equal answers."""
+
+    generation: int
+    num_computed_tokens: int
+    num_tokens: int
+    num_keys: int
+    last_key: bytes
+    """It hashes all before it, so an equal last key means equal keys."""
+    num_added: int
+    num_removed: int
+    end_of_tail: int
+    quarantined: bool
+    num_jobs: int
+    last_job_id: int
+
+
+class LookupPure(Checker):
+    """LOOKUP_PURE: an answer depends on what is cached and on this call, never on how often was asked.
+
+    k lookups equal one, and each answer is computed against the `num_computed_tokens` of its own call.
+
+    Verifies: answer = max(0, min(usable part of the recorded hit, num_tokens - 1) - num_computed_tokens), and 0
+    for a local hit that ends inside a block; an answer of 0 is not asynchronous; the answer repeats the question; two
+    lookups of a request between which nothing it depends on changed give the same hit and the same answer.
+    Does not verify: whether the last token is left to compute (LAST_TOKEN), nor whether the recorded hit is there
+    (RESET_EPOCH and LOADABLE_AFTER_COMMIT see what is promised and not there; deciding again sees every other
+    difference).
+    """
+
+    rule = "LOOKUP_PURE"
+
+    def __init__(self, model: Model) -> None:
+        super().__init__(model)
+        self._asked: tuple[int, e.LookupRequested | None] = (0, None)
+        self._answered: dict[str, tuple[int, _Circumstances, tuple[int, int]]] = {}
+        model.forgotten.at(LIFE, self._answered)
+        self._forgets = model.geometry.windows.forget
+
+    @on(e.LookupRequested)
+    def _requested(self, event: e.LookupRequested) -> None:
+        self._asked = (self.moment.sequence, event)
+
+    @on(e.LookupAnswered)
+    def _check(self, event: e.LookupAnswered) -> None:
+        asked_at, asked = self._asked
+        if asked is not None and asked_at == event.cause and asked.request_id == event.request_id:
+            self._compare(asked, event)
+        if event.is_async and not event.num_external_tokens:
+            self.broken("asynchronous, with nothing to load", event.cause)
+        life = self.moment.life
+        if life is not None:
+            # What nothing is known of is answered with nothing: no sum to be made.
+            if event.num_hit_tokens or event.num_external_tokens or event.num_computed_tokens < 0:
+                self._check_sum(event, life)
+            self._check_again(event, life)
+
+    @on(e.LookupDeferred)
+    def _deferred(self, event: e.LookupDeferred) -> None:
+        asked_at, asked = self._asked
+        if asked is not None and asked_at == event.cause and asked.request_id == event.request_id:
+            self._compare(asked, event)
+
+    def _compare(self, asked: e.LookupRequested, event: e.LookupAnswered | e.LookupDeferred) -> None:
+        if asked.num_computed_tokens != event.num_computed_tokens or asked.num_tokens != event.num_tokens:
+            detail = (
+                f"asked with {asked.num_computed_tokens} of {asked.num_tokens} tokens computed, "
+                f"{event.id} for {event.num_computed_tokens} of {event.num_tokens}"
+            )
+            self.broken(detail, event.cause)
+
+    def _check_again(self, event: e.LookupAnswered, life: Life) -> None:
+        request_id, chunks, keys = event.request_id, self.chunks, life.keys
+        tail = self.tails.saved(life)
+        num_jobs = last_job_id = 0
+        if self._forgets:  # what an answer counts may then depend on what is being loaded
+            num_jobs, last_job_id = len(self.jobs), self.jobs.last_id
+        now = _Circumstances(
+            life.generation,
+            event.num_computed_tokens,
+            event.num_tokens,
+            len(keys),
+            keys[-1] if keys else b"",
+            chunks.num_added,
+            chunks.num_removed,
+            0 if tail is None else tail.end_token,
+            life.quarantined,
+            num_jobs,
+            last_job_id,
+        )
+        answer = (event.num_hit_tokens, event.num_external_tokens)
+        before = self._answered.get(request_id)
+        if before is not None and before[2] != answer and before[1] == now:
+            detail = (
+                f"a hit of {answer[0]} and an answer of {answer[1]}, though an equal lookup had given "
+                f"{before[2][0]} and {before[2][1]} and nothing changed since"
+            )
+            self.broken(detail, before[0], event.cause)
+        self._answered[request_id] = (self.moment.sequence, now, answer)
+
+    def _check_sum(self, event: e.LookupAnswered, life: Life) -> None:
+        num_tokens, num_computed_tokens = event.num_tokens, event.num_computed_tokens
+        gets_nothing = life.quarantined or life.computes_first
+        usable = 0 if gets_nothing else self.model.usable_tokens(life, event.num_hit_tokens)
+        expected = max(0, min(usable, num_tokens - 1) - num_computed_tokens)
+        if num_computed_tokens % self.configuration.block_size:
+            expected = 0
+        if event.num_external_tokens == expected:
+            return
+        # Where groups see only a window, a load may have to end earlier; GROUP_AGREEMENT looks at where.
+        is_less = self._forgets and 0 <= event.num_external_tokens < expected
+        # A hit of every known token that is answered as it is leaves nothing to compute: LAST_TOKEN says so.
+        is_whole = usable >= num_tokens == num_computed_tokens + event.num_external_tokens
+        if not is_less and not is_whole:
+            detail = (
+                f"answered {event.num_external_tokens}, but a usable hit of {usable} of {num_tokens} tokens "
+                f"with {num_computed_tokens} computed gives {expected}"
+            )
+            self.broken(detail, event.cause)
+
+
+class _Seen(msgspec.Struct, frozen=True, gc=False):
+    """How many chunks were there, and what that was true for."""
+
+    num_chunks: int
+    last_key: bytes
+    """Of all that were known then. It hashes all before it, so an equal last key means equal keys."""
+    num_keys: int
+    num_added: int
+    num_removed: int
+
+
+class LongestHit(Checker):
+    """LONGEST_HIT: a lookup is answered with the whole prefix that is there, and why it ends where it ends.
+
+    A recorded hit reaches as far as committed chunks of the request do without a gap, and its own saved tail behind.
+
+    Verifies: this for every answer, before any limit. Where it ends for want of a chunk, that the reason is the true
+    one, and the event that took the chunk away; where less is used, that the request is quarantined, computes first, is
+    limited by `max_hit_share`, or has a window that sees what is not stored.
+    Does not verify: a hit of more than is there (LOADABLE_AFTER_COMMIT, RESET_EPOCH); what is answered of it
+    (LOOKUP_PURE, GROUP_AGREEMENT); why a chunk is gone that left longer ago than is
+    remembered.
+    """
+
+    rule = "LONGEST_HIT"
+
+    def __init__(self, model: Model) -> None:
+        super().__init__(model)
+        self._seen: dict[str, _Seen] = {}
+        model.forgotten.at(LIFE, self._seen)
+
+    @on(e.LookupAnswered)
+    def _answered(self, event: e.LookupAnswered) -> None:
+        life = self.lives.get(event.request_id)
+        if life is None:
+            return
+        hit, reason, sequence = self._expected(event, life, self._num_chunks(life))
+        if event.num_hit_tokens > hit or reason == "window":
+            return  # more than is there: LOADABLE_AFTER_COMMIT, RESET_EPOCH and GROUP_AGREEMENT look at that
+        if hit != event.num_hit_tokens:
+            self.broken(f"a hit of {event.num_hit_tokens} tokens was found, but {hit} are there", sequence, event.cause)
+        elif reason != event.miss_reason or sequence != event.miss_cause:
+            recorded = f"the hit ends for the reason {event.miss_reason} of event {event.miss_cause}"
+            self.broken(f"{recorded}, but the log tells {reason} of event {sequence}", sequence, event.cause)
+
+    def _num_chunks(self, life: Life) -> int:
+        """Committed chunks from the first one on; most answers are to somebody who asks again."""
+        chunks, keys = self.chunks, life.keys
+        if not keys:
+            return 0
+        seen, first = self._seen.get(life.request_id), 0
+        if (
+            seen is not None
+            and seen.num_removed == chunks.num_removed
+            and seen.num_keys <= len(keys)
+            and seen.last_key == keys[seen.num_keys - 1]
+        ):
+            if seen.num_added == chunks.num_added and seen.num_keys == len(keys):
+                return seen.num_chunks
+            first = seen.num_chunks
+        num_chunks = chunks.num_committed_from(keys, first)
+        self._seen[life.request_id] = _Seen(num_chunks, keys[-1], len(keys), chunks.num_added, chunks.num_removed)
+        return num_chunks
+
+    def _expected(self, event: e.LookupAnswered, life: Life, num_chunks: int) -> tuple[int, str, int]:
+        """(hit in tokens, reason, sequence of the event that it names), as the log tells it."""
+        model = self.model
+        hit = num_chunks * model.geometry.chunk_size
+        reason, sequence = self._why_chunks_end(life, num_chunks)
+        tail = model.tails.saved(life)
+        if tail is not None and tail.first_token == hit:
+            hit = tail.end_token
+            if hit >= event.num_tokens - 1:
+                reason, sequence = "complete", 0
+        usable = model.usable_tokens(life, hit)
+        if usable < hit:
+            reason, sequence = "limited", 0
+        if life.computes_first:
+            usable, reason, sequence = 0, "load_failed", 0
+        if life.quarantined:
+            usable, reason, sequence = 0, "quarantined", 0
+        if model.geometry.windows.forget:
+            end_token = min(usable, event.num_tokens - 1)
+            if self._boundary(life, end_token) != end_token:
+                reason, sequence = "window", 0
+        return hit, reason, sequence
+
+    def _why_chunks_end(self, life: Life, num_chunks: int) -> tuple[str, int]:
+        if num_chunks >= len(life.keys):
+            return "complete", 0
+        missing = life.keys[num_chunks]
+        if missing in self.chunks.saving:
+            return "saving", 0
+        departed = self.chunks.departed(missing)
+        return ("never_saved", 0) if departed is None else (departed.reason, departed.sequence)
+
+    def _boundary(self, life: Life, num_tokens: int) -> int:
+        """The longest prefix behind which all is stored that windows see."""
+        model, geometry = self.model, self.geometry
+        tail = model.tails.saved(life)
+
+        def is_stored(page: int, end_token: int) -> bool:
+            chunk, place = geometry.place_of(page, -(-end_token // geometry.chunk_size))
+            slots = model.chunks.slots_of(life.keys[chunk]) if chunk < len(life.keys) else None
+            if slots is not None and slots[place] != NO_SLOT:
+                return True
+            if tail is None or end_token > tail.end_token:
+                return False
+            place = page - geometry.pages_spanning(tail.first_token, 1).start
+            return 0 <= place < len(tail.slots) and tail.slots[place] != NO_SLOT
+
+        return geometry.windows.last_boundary(num_tokens, geometry.chunk_size, is_stored)
+
+
+class DeferBounded(Checker):
+    """DEFER_BOUNDED: a lookup is put off for a job under way, and not for ever.
+
+    Every deferred lookup names a save in flight, and there are at most `max_deferred_lookups` in a row.
+
+    Verifies: the job is a save that has not been settled, or with windows any such job; the count in a row, with a
+    count of the checker's own.
+    Does not verify: that waiting was worth it.
+    """
+
+    rule = "DEFER_BOUNDED"
+
+    def __init__(self, model: Model) -> None:
+        super().__init__(model)
+        self._in_a_row: dict[str, int] = {}
+        model.forgotten.at((e.RequestArrived, e.RequestPreempted, e.RequestFinished), self._in_a_row)
+
+    def begin(self, start: Start) -> None:
+        """Take over how often in a row each request was put off."""
+        self._in_a_row.update(start.num_deferred)
+
+    @on(e.LookupDeferred)
+    def _deferred(self, event: e.LookupDeferred) -> None:
+        count = self._in_a_row[event.request_id] = self._in_a_row.get(event.request_id, 0) + 1
+        job = self.jobs.get(event.job_id)
+        may_be_load = self.geometry.windows.forget
+        if job is None or (job.is_load and not may_be_load):
+            detail = f"put off for job {event.job_id}, which is no save in flight"
+            self.broken(detail, event.cause)
+        maximum = self.configuration.max_deferred_lookups
+        if count > maximum or event.num_deferred != count:
+            detail = f"put off {count} times in a row (recorded: {event.num_deferred}), at most {maximum} may be"
+            self.broken(detail, event.cause)
+
+    @on(e.LookupAnswered)
+    def _forget(self, event: e.LookupAnswered) -> None:
+        self._in_a_row.pop(event.request_id, None)
+
+    @on(e.CacheReset)
+    def _reset(self, _event: e.CacheReset) -> None:
+        self._in_a_row.clear()

@@ -1,0 +1,387 @@
+"""Saves: what is saved when, and that nothing is left out."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import msgspec
+
+from kvledger.lifecycle import events as e
+from kvledger.lifecycle.audit.checker import Checker
+from kvledger.lifecycle.audit.model import Model
+from kvledger.lifecycle.audit.model.forgotten import LIFE
+from kvledger.lifecycle.audit.model.moment import EventChecks, on
+from kvledger.lifecycle.audit.model.start import Start
+from kvledger.lifecycle.states import BlocksRegion, RequestState
+
+
+class ChunkComplete(Checker):
+    """CHUNK_COMPLETE: only settled tokens are saved.
+
+    Every saved chunk, and every saved tail, ends at or before the settled tokens that the log had by then.
+
+    Verifies: this for saves after a step, a preemption and the end; at the end the last sampled token does not
+    count, whatever the status: it was never computed.
+    Does not verify: that the settled count itself was right, nor the order of writes on the device.
+    """
+
+    rule = "CHUNK_COMPLETE"
+
+    def __init__(self, model: Model) -> None:
+        super().__init__(model)
+        self._chunk_size = model.configuration.chunk_size
+
+    @on(e.SaveIssued)
+    def _save_issued(self, event: e.SaveIssued) -> None:
+        chunks = event.chunks
+        deepest = max(chunks) if len(chunks) > 1 else chunks[0] if chunks else -1
+        num_tokens = (deepest + 1) * self._chunk_size
+        known = self.settled.known(event.request_id)
+        if known is None or num_tokens > known[0]:
+            self._check(event, f"chunk {deepest}", num_tokens)
+
+    @on(e.TailSaveIssued)
+    def _tail_save_issued(self, event: e.TailSaveIssued) -> None:
+        self._check(event, "the tail", event.first_token + event.num_tokens)
+
+    def _check(self, event: e.SaveIssued | e.TailSaveIssued, what: str, num_tokens: int) -> None:
+        num_settled_tokens, sequence = self.settled.of(event.request_id)
+        if num_tokens > num_settled_tokens:
+            detail = f"{what} ends at token {num_tokens}, but only {num_settled_tokens} tokens were settled"
+            self.broken(detail, sequence, event.cause)
+
+
+_AT_THE_BEGINNING = (0, 0)
+
+
+class CursorLeFrontier(Checker):
+    """CURSOR_LE_FRONTIER: the save cursor moves with what has settled, and with nothing else.
+
+    Where a step says that chunks of a request have settled, it goes on exactly where the last such step ended.
+
+    Verifies: the first chunk not dealt with, as each step tells it, against a cursor of the checker's own, which only
+    settled chunks move and which a preemption, a failed load of the present generation, a rollback, a next turn and a
+    reset take back; and that it is at most the settled tokens of that step.
+    Does not verify: that the chunks between were saved (STORE_CONTIGUOUS).
+    """
+
+    rule = "CURSOR_LE_FRONTIER"
+
+    def __init__(self, model: Model) -> None:
+        super().__init__(model)
+        self._cursors: dict[str, tuple[int, int]] = {}
+        """Request id -> (number of chunks dealt with, sequence of the step that says so)."""
+        self._chunk_size = model.configuration.chunk_size
+        model.forgotten.at((*LIFE, e.RequestPreempted, e.RequestFinished), self._cursors)
+
+    def begin(self, start: Start) -> None:
+        """Take over the cursors."""
+        self._cursors.update((request_id, (num_chunks, 0)) for request_id, num_chunks in start.cursors.items())
+
+    @on(e.StepScheduled)
+    def _step_scheduled(self, event: e.StepScheduled) -> None:
+        if event.settled:
+            self._check_step(event)
+
+    @on(e.CacheReset)
+    def _reset(self, _event: e.CacheReset) -> None:
+        self._cursors.clear()
+
+    @on(e.LoadFailed)
+    def _restart(self, event: e.LoadFailed) -> None:
+        if self.lives.in_generation(event) is not None:
+            self._cursors.pop(event.request_id, None)
+
+    @on(e.SessionContinued, e.TokensRolledBack)
+    def _cut(self, event: e.SessionContinued | e.TokensRolledBack) -> None:
+        num_chunks, sequence = self._cursors.get(event.request_id, (0, 0))
+        cut = event.num_computed_tokens // self._chunk_size
+        if num_chunks > cut:
+            self._cursors[event.request_id] = (cut, sequence)
+
+    def _check_step(self, event: e.StepScheduled) -> None:
+        cursors, life_of, chunk_size = self._cursors, self.lives.of, self._chunk_size
+        is_any_loading, told_at = bool(self.jobs.loads), self.moment.sequence
+        for ordinal, first_chunk, num_settled_tokens in event.settled:
+            life = life_of(ordinal)
+            if life is None:
+                continue
+            request_id = life.request_id
+            num_chunks, sequence = cursors.get(request_id, _AT_THE_BEGINNING)
+            end_chunk = num_settled_tokens // chunk_size
+            if first_chunk != num_chunks or first_chunk > end_chunk:
+                detail = (
+                    f"the cursor stands at chunk {first_chunk}, {num_chunks} chunks had been dealt with "
+                    f"and {end_chunk} are settled"
+                )
+                self.broken(detail, sequence, request_id=request_id)
+            # Until a load has arrived, what was computed on top of it may be wrong too.
+            if not is_any_loading or life.blocks is not BlocksRegion.LOADING:
+                cursors[request_id] = (end_chunk, told_at)
+
+
+class _Accounted(msgspec.Struct, gc=False):
+    """Chunks of one request of which the log tells what became of them."""
+
+    num_chunks: int = 0
+    """All of these, from the first on."""
+    beyond: set[int] = msgspec.field(default_factory=set)
+    end_chunk: int = 0
+    """Where the settled chunks ended when they were last recorded."""
+
+    def add(self, chunk: int) -> None:
+        if chunk == self.num_chunks:
+            self.num_chunks += 1
+            while self.num_chunks in self.beyond:
+                self.beyond.remove(self.num_chunks)
+                self.num_chunks += 1
+        elif chunk > self.num_chunks:
+            self.beyond.add(chunk)
+
+
+class StoreContiguous(Checker):
+    """STORE_CONTIGUOUS: what is saved leaves no hole, for nobody ever gets behind one.
+
+    Before a chunk of a request is saved, each chunk before it was in the pool, being saved, or declined.
+
+    Verifies: this for every save, over a request's life; a chunk counts as there if it was when its tokens
+    were settled, lost or final, or is there when the later one is saved, and as declined where a reset or a quarantine
+    kept it from being saved.
+    Does not verify: that what has settled is saved at all, which is the state handlers' business; what became of a
+    chunk since it was there.
+    """
+
+    rule = "STORE_CONTIGUOUS"
+
+    def __init__(self, model: Model) -> None:
+        super().__init__(model)
+        self._accounts: dict[str, _Accounted] = {}
+        self._known: list[tuple[_Accounted, str, int, int]] = []
+        """(request, its id, first, end) of chunks that the last observation named, until their fate is known."""
+        self._chunk_size = model.configuration.chunk_size
+        model.forgotten.at(LIFE, self._accounts)
+
+    def begin(self, start: Start) -> None:
+        """What became of the chunks known by now is not recorded: all count as named."""
+        for life in start.lives:
+            num_chunks = len(life.keys)
+            self._accounts[life.request_id] = _Accounted(num_chunks, end_chunk=num_chunks)
+
+    @on(e.StepScheduled)
+    def _step_scheduled(self, event: e.StepScheduled) -> None:
+        if self._known:
+            self._look()
+        if event.settled:
+            life_of, accounts = self.lives.of, self._accounts
+            known, chunk_size = self._known, self._chunk_size
+            for ordinal, first_chunk, num_settled_tokens in event.settled:
+                life = life_of(ordinal)
+                if life is None:
+                    continue
+                request_id = life.request_id
+                account = accounts.get(request_id)
+                if account is None:
+                    account = accounts[request_id] = _Accounted()
+                end_chunk, num_keys = num_settled_tokens // chunk_size, len(life.keys)
+                if end_chunk > num_keys:  # noqa: PLR1730 -- for every chunk that fills; a call of min costs more
+                    end_chunk = num_keys
+                account.end_chunk = end_chunk
+                if life.quarantined or life.is_stale:
+                    self._pass_over(account, first_chunk)
+                elif end_chunk > account.num_chunks:
+                    known.append((account, request_id, first_chunk, end_chunk))
+
+    @on(e.RequestPreempted, e.RequestFinished)
+    def _stopped(self, event: e.RequestPreempted | e.RequestFinished) -> None:
+        if self._known:
+            self._look()
+        life = self.moment.life
+        if life is not None:
+            account = self._account(event.request_id)
+            account.end_chunk = min(event.num_intact_tokens // self._chunk_size, len(life.keys))
+            if life.quarantined or self.moment.was_stale:
+                self._pass_over(account, 0)
+            elif account.end_chunk > account.num_chunks:
+                self._known.append((account, event.request_id, 0, account.end_chunk))
+
+    @on(e.TransferReported)
+    def _reported(self, _event: e.TransferReported) -> None:
+        if self._known:
+            self._look()
+
+    @on(e.CacheReset)
+    def _reset(self, _event: e.CacheReset) -> None:
+        self._look(is_reset=True)
+
+    @on(e.ChunkEvicted, e.ChunkTainted)
+    def _evicted(self, event: e.ChunkEvicted | e.ChunkTainted) -> None:
+        # Who was passed over because it was there still counts as that.
+        self._look(keeps_known=True, gone=(event.key,))
+
+    @on(e.SaveFailed)
+    def _save_failed(self, _event: e.SaveFailed) -> None:
+        # The same for who was passed over because another one's save was under way.
+        if self._known and self.jobs.current is not None:
+            self._look(keeps_known=True, gone=self.jobs.current.keys)
+
+    @on(e.SaveDeclined)
+    def _declined(self, event: e.SaveDeclined) -> None:
+        account = self._account(event.request_id)
+        for chunk in range(event.first_chunk, max(account.end_chunk, event.first_chunk + event.num_chunks)):
+            account.add(chunk)
+
+    @on(e.SaveIssued)
+    def _save_issued(self, event: e.SaveIssued) -> None:
+        account, chunks = self._accounts.get(event.request_id), event.chunks
+        if account is not None and chunks and chunks[0] == account.num_chunks and not account.beyond:
+            end_chunk = account.num_chunks + len(chunks)
+            if chunks[-1] == end_chunk - 1:  # one after the other, right behind the last
+                account.num_chunks = end_chunk
+                return
+        self._check_save(event)
+
+    def _account(self, request_id: str) -> _Accounted:
+        account = self._accounts.get(request_id)
+        if account is None:
+            account = self._accounts[request_id] = _Accounted()
+        return account
+
+    def _pass_over(self, account: _Accounted, first_chunk: int) -> None:
+        """From before a reset, or quarantined: the log says why nothing of it is saved."""
+        for chunk in range(max(first_chunk, account.num_chunks), account.end_chunk):
+            account.add(chunk)
+
+    def _look(
+        self,
+        *,
+        is_reset: bool = False,
+        keeps_known: bool = False,
+        gone: Collection[bytes] = (),
+    ) -> None:
+        """Account for the chunks that are there, and no more are named."""
+        known = self._known
+        if not keeps_known:
+            self._known = []
+        for account, request_id, first_chunk, end_chunk in known:
+            if account.num_chunks >= end_chunk:  # all of it was saved
+                continue
+            whose = self.lives.get(request_id)
+            keys = () if whose is None else whose.keys
+            first, end = max(first_chunk, account.num_chunks), min(end_chunk, len(keys))
+            left_out = () if is_reset else self.chunks.unsaved(keys, first, end)
+            if not left_out and first == account.num_chunks < end and not account.beyond:
+                account.num_chunks = end
+                continue
+            for chunk in range(first, end):
+                if chunk not in left_out or keys[chunk] in gone:
+                    account.add(chunk)
+
+    @on(e.ChunkKeysObserved)
+    def _cut(self, event: e.ChunkKeysObserved) -> None:
+        account, first_chunk = self._accounts.get(event.request_id), event.first_chunk
+        if account is not None and (
+            first_chunk < account.num_chunks
+            or first_chunk < account.end_chunk
+            or (account.beyond and first_chunk < max(account.beyond))
+        ):
+            account.num_chunks = min(account.num_chunks, first_chunk)
+            account.beyond = {chunk for chunk in account.beyond if chunk < first_chunk}
+            account.end_chunk = first_chunk
+
+    def _check_save(self, event: e.SaveIssued) -> None:
+        account = self._account(event.request_id)
+        keys = () if self.moment.life is None else self.moment.life.keys
+        for chunk in event.chunks:
+            account.add(chunk)
+        last_chunk = max(event.chunks, default=0)
+        missing = [
+            chunk
+            for chunk in range(account.num_chunks, last_chunk)
+            if chunk not in account.beyond and not (chunk < len(keys) and self._is_there(keys[chunk]))
+        ]
+        if missing:
+            detail = f"chunk {last_chunk} is saved, but chunks {missing} before it were left out without a word"
+            self.broken(detail, event.cause)
+        for chunk in range(account.num_chunks, last_chunk):
+            account.add(chunk)  # counted once
+
+    def _is_there(self, key: bytes) -> bool:
+        return key in self.chunks or key in self.chunks.saving
+
+
+class _Taken(msgspec.Struct):
+    """Blocks that were taken, and chunks in them of which the log does not tell yet what becomes of them."""
+
+    sequence: int
+    request_id: str
+    chunks: list[int]
+
+
+class SettledSaved(Checker):
+    """SETTLED_SAVED: what has settled is saved, at the latest when its blocks are taken.
+
+    When a request is preempted or ends, each of its settled chunks is in the pool, on its way there, or declined.
+
+    Verifies: this for every preemption and every end, by what the log says is settled, the last token left out that
+    was never computed; of requests that are trusted, not from before a reset, and in no load.
+    Does not verify: when before that a chunk is saved, which is the state handlers' business; tails; what a
+    save brought that was under way during a reset (RESET_EPOCH); models with sliding windows, which leave chunks that
+    nobody sees any more.
+    """
+
+    rule = "SETTLED_SAVED"
+
+    def __init__(self, model: Model) -> None:
+        super().__init__(model)
+        self._taken: _Taken | None = None
+        """Until the next observation tells that all has been decided."""
+
+    def checks(self) -> EventChecks:
+        """None where a group has a window."""
+        return [] if self.geometry.windows.forget else super().checks()
+
+    @on(e.StepScheduled, e.RequestPreempted, e.RequestFinished)
+    def _decided(self, _event: e.Event) -> None:
+        taken, self._taken = self._taken, None
+        if taken is not None and taken.chunks:
+            detail = f"its blocks were taken, and of the settled chunks {taken.chunks} were left out without a word"
+            self.broken(detail, taken.sequence, request_id=taken.request_id)
+
+    @on(e.RequestPreempted)
+    def _preempted(self, event: e.RequestPreempted) -> None:
+        if self.moment.blocks_before is not BlocksRegion.LOADING and self.moment.state_before is not RequestState.NEW:
+            self._take(event.num_intact_tokens)
+
+    @on(e.RequestFinished)
+    def _finished(self, event: e.RequestFinished) -> None:
+        life = self.moment.life
+        if life is not None and not self.jobs.is_loading(life.ordinal, life.generation, outside_steps=True):
+            num_computed_tokens = self.lives.num_computed_tokens(life)
+            self._take(min(event.num_intact_tokens, event.num_tokens - 1, num_computed_tokens))
+
+    def _take(self, num_settled_tokens: int) -> None:
+        life = self.moment.life
+        if life is None or not self.moment.is_legal or life.quarantined or self.moment.was_stale:
+            return
+        end_chunk = min(num_settled_tokens // self.geometry.chunk_size, len(life.keys))
+        unsaved = self.chunks.unsaved(life.keys, 0, end_chunk)
+        chunks = [chunk for chunk in unsaved if life.keys[chunk] not in self.chunks.late]
+        if chunks:
+            self._taken = _Taken(self.moment.sequence, life.request_id, chunks)
+
+    @on(e.SaveIssued)
+    def _issued(self, event: e.SaveIssued) -> None:
+        taken = self._taken
+        if taken is not None and event.cause == taken.sequence:
+            taken.chunks = [chunk for chunk in taken.chunks if chunk not in event.chunks]
+
+    @on(e.SaveDeclined)
+    def _declined(self, event: e.SaveDeclined) -> None:
+        taken = self._taken
+        if taken is not None and event.cause == taken.sequence:
+            taken.chunks = [chunk for chunk in taken.chunks if chunk < event.first_chunk]
+
+    @on(e.RequestQuarantined)
+    def _quarantined(self, event: e.RequestQuarantined) -> None:
+        if self._taken is not None and event.request_id == self._taken.request_id:
+            self._taken = None

@@ -1,0 +1,294 @@
+"""Tables: in which blocks the tokens lie that are copied."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+
+from kvledger.lifecycle import events as e
+from kvledger.lifecycle.audit.checker import Checker
+from kvledger.lifecycle.audit.model import Model
+from kvledger.lifecycle.audit.model.moment import EventChecks, on
+from kvledger.lifecycle.audit.model.start import Start
+from kvledger.lifecycle.states import RequestState
+from kvledger.lifecycle.windows import NO_SLOT, NULL_BLOCK, blocks_at
+
+_ANY = -1
+"""No number of blocks: the table is to be looked at as a whole."""
+
+
+class TableEq(Checker):
+    """TABLE_EQ: the block table that the log folds to is the scheduler's own.
+
+    A request's table has a place for every token that is scheduled, and no block twice.
+
+    Verifies: at each step that tells a request's counts, that the folded table reaches to its last scheduled token;
+    in allocations and in the first step behind them, that no block stands twice; and that the connector never had to
+    write down the scheduler's own table (`blocks.observed`), which it does only where the folded one differs.
+    Does not verify: which block stands where, where the connector did not compare; tables of quarantined requests.
+    """
+
+    rule = "TABLE_EQ"
+
+    def __init__(self, model: Model) -> None:
+        super().__init__(model)
+        self._allocated: dict[int, tuple[int, int]] = {}
+        """Ordinal -> (sequence, number of blocks that do not stand twice) of an allocation since the last step."""
+        self._block_size = model.configuration.block_size
+        self._num_groups = len(model.configuration.windows)
+
+    @on(e.StepScheduled)
+    def _step_scheduled(self, event: e.StepScheduled) -> None:
+        if self._allocated:
+            self._check_allocated()
+        if event.advanced:
+            self._check_reach(event)
+
+    @on(e.BlockTableObserved)
+    def _observed(self, event: e.BlockTableObserved) -> None:
+        if self.moment.life is not None and self.moment.life.ordinal in self._allocated:
+            self._allocated[self.moment.life.ordinal] = (self._allocated[self.moment.life.ordinal][0], _ANY)
+        detail = f"the scheduler's table has {len(event.block_ids)} blocks and is not the one that the log folds to"
+        self.broken(detail)
+
+    @on(e.BlocksAllocated)
+    def _given(self, event: e.BlocksAllocated) -> None:
+        twice = _twice(event.block_ids)
+        if self.moment.life is not None:
+            self._allocated[self.moment.life.ordinal] = (self.moment.sequence, _ANY if twice else len(event.block_ids))
+        if twice:
+            self.broken(f"blocks {twice} stand twice in the table that was given")
+
+    def _check_allocated(self) -> None:
+        of_life, life_of = self.tables.of, self.lives.of
+        for ordinal, (sequence, num_blocks) in self._allocated.items():
+            table = of_life(ordinal)
+            if table is None or len(table) == num_blocks:  # as it was given: looked at already
+                continue
+            life, twice = life_of(ordinal), _twice(table)
+            if twice and life is not None:
+                detail = f"blocks {twice} stand in the table already and were appended once more"
+                self.broken(detail, sequence, request_id=life.request_id)
+        self._allocated.clear()
+
+    def _check_reach(self, event: e.StepScheduled) -> None:
+        life_of, of_life = self.lives.of, self.tables.of
+        block_size, num_groups = self._block_size, self._num_groups
+        for ordinal, num_computed_tokens, num_scheduled_tokens, _ in event.advanced:
+            num_tokens = num_computed_tokens + num_scheduled_tokens
+            table = of_life(ordinal)
+            num_blocks = 0 if table is None else len(table)
+            if num_blocks * block_size < num_tokens * num_groups:
+                life = life_of(ordinal)
+                if life is not None and not life.quarantined:
+                    what = f"a table of {num_blocks} blocks of {block_size} tokens"
+                    self.broken(f"{num_tokens} tokens are scheduled on {what}", request_id=life.request_id)
+
+
+def _twice(block_ids: Sequence[int]) -> list[int]:
+    """Blocks that stand more than once, but for the one that stands for nothing."""
+    if len(set(block_ids)) == len(block_ids):
+        return []
+    seen: set[int] = set()
+    return sorted({block for block in block_ids if block in seen or seen.add(block)} - {NULL_BLOCK})  # type: ignore[func-returns-value]
+
+
+_FINISHED, _PREEMPTED = RequestState.FINISHED, RequestState.PREEMPTED
+
+
+class SrcBlockOwned(Checker):
+    """SRC_BLOCK_OWNED: a save copies the request's own blocks, at the places where its chunks or its tail lie.
+
+    The source blocks of a save are exactly those of its chunks, or of its tail, in the request's table.
+
+    Verifies: the blocks, their order and number against the table that the log folds to, the chunks each once and in
+    order; a tail is copied from the blocks of its tokens in the lost table. Blocks that are free are copied before the
+    step's forward, and no others; only where the configuration says so asynchronously, and never what a preemption
+    took; all this for models that free nothing by a window.
+    Does not verify: that the folded table is the scheduler's (TABLE_EQ), that the blocks stay untouched until the copy
+    is done (SRC_BLOCK_STABLE), nor saves that a finished request should not get at all (FINISH_IS_LAST).
+    """
+
+    rule = "SRC_BLOCK_OWNED"
+
+    def __init__(self, model: Model) -> None:
+        super().__init__(model)
+        self._pages_per_chunk = model.geometry.pages_per_chunk
+        self._async_saves = model.configuration.async_saves
+        self._forgets = model.geometry.windows.forget
+
+    @on(e.SaveIssued)
+    def _save_issued(self, event: e.SaveIssued) -> None:
+        if len(event.chunks) > 1 and any(chunk >= following for chunk, following in pairwise(event.chunks)):
+            detail = f"save {event.job_id} is of chunks {list(event.chunks)}, which do not follow one another"
+            self.broken(detail, event.cause)
+            return
+        life, block_ids, in_flight = self.moment.life, event.block_ids, self.jobs.current
+        table = None if life is None else self.tables.of(life.ordinal)
+        if (
+            event.before_forward is not (not table and not event.is_async)
+            or (event.is_async and (not self._async_saves or self.moment.state_before is _PREEMPTED))
+        ) and not self._forgets:
+            self._at_another_time(event)
+            return
+        if not table and (event.before_forward or self.moment.state_before is _FINISHED):
+            table = self.tables.lost_by(self.moment.life)
+        if table and in_flight is not None and not in_flight.leaves_out and len(event.slots) == len(block_ids):
+            chunks, num_pages = event.chunks, self._pages_per_chunk
+            if num_pages and len(block_ids) == num_pages * len(chunks) and chunks[0] >= 0:
+                first_page = chunks[0] * num_pages
+                if len(block_ids) == 1:  # nearly always one chunk, often of one page
+                    if first_page < len(table) and table[first_page] == block_ids[0]:
+                        return
+                elif (len(chunks) == 1 or chunks == tuple(range(chunks[0], chunks[-1] + 1))) and _is_same(
+                    table[first_page : first_page + len(block_ids)], block_ids
+                ):
+                    return
+            else:
+                pages = self.geometry.pages_of(chunks)
+                if pages and pages[-1] < len(table) and block_ids == blocks_at(pages, table):
+                    return
+        self._check(event)
+
+    def _at_another_time(self, event: e.SaveIssued) -> None:
+        if self.moment.life is None or (
+            self.moment.state_before is _FINISHED and not len(self.tables.lost_by(self.moment.life))
+        ):
+            return  # of nobody, or a save that its end did not cause: LEGAL_TRANSITION and FINISH_IS_LAST name it
+        when = "before the forward" if event.before_forward else "asynchronously" if event.is_async else "with the step"
+        has = "still has" if self.tables.of(self.moment.life.ordinal) else "has lost"
+        detail = f"save {event.job_id} copies {when} out of blocks that the request {has}"
+        self.broken(detail, event.cause)
+
+    @on(e.TailSaveIssued)
+    def _check(self, event: e.SaveIssued | e.TailSaveIssued) -> None:
+        """Look the tokens up in the table."""
+        table = self.tables.held_by(self.moment.life)
+        if self.moment.state_before is RequestState.FINISHED and not len(self.tables.lost_by(self.moment.life)):
+            return  # a save that its end did not cause; FINISH_IS_LAST names it
+        pages: Iterable[int]
+        if isinstance(event, e.TailSaveIssued):
+            table = self.tables.lost_by(self.moment.life)
+            pages = self.geometry.pages_spanning(event.first_token, event.num_tokens)
+            what = f"tokens {event.first_token} to {event.first_token + event.num_tokens}"
+        else:
+            if not len(table) and (event.before_forward or self.moment.state_before is RequestState.FINISHED):
+                table = self.tables.lost_by(self.moment.life)
+            pages = self.geometry.pages_of(event.chunks)
+            what = f"chunks {list(event.chunks)}"
+        expected = tuple(table[page] if page < len(table) else None for page in pages)
+        if NO_SLOT in event.slots and len(event.slots) == len(expected):
+            expected = tuple(
+                NULL_BLOCK if slot == NO_SLOT else block for slot, block in zip(event.slots, expected, strict=True)
+            )
+        if event.block_ids != expected:
+            detail = (
+                f"{what} lie in blocks {list(expected)} of the request's table, "
+                f"but save {event.job_id} copies {list(event.block_ids)}"
+            )
+            self.broken(detail, event.cause)
+        elif len(event.slots) != len(event.block_ids):
+            detail = f"{len(event.block_ids)} blocks are copied to {len(event.slots)} slots"
+            self.broken(detail, event.cause)
+
+
+def _is_same(blocks: Sequence[int], block_ids: tuple[int, ...]) -> bool:
+    if type(blocks) is array:  # comparing arrays costs a third of comparing tuples
+        try:
+            return blocks == array(blocks.typecode, block_ids)
+        except OverflowError:
+            return False  # no table has such blocks
+    return tuple(blocks) == block_ids
+
+
+class GroupAgreement(Checker):
+    """GROUP_AGREEMENT: behind a load every group has what the next token sees, and no save reads behind a window.
+
+    A load ends at one token for all groups and brings each group what that token's successor sees, no more.
+
+    Verifies: for every page of a load that it is copied if and only if its group sees it at the load's end; for every
+    page of a save that its group still saw it when the tokens settled that the log had by then, or left it just
+    then and the copy precedes the forward. With full attention alone there is nothing to verify.
+    Does not verify: that the windows in the log's header are the model's, nor which blocks vLLM had freed.
+    """
+
+    rule = "GROUP_AGREEMENT"
+
+    def __init__(self, model: Model) -> None:
+        super().__init__(model)
+        self._leaving: dict[str, tuple[int, int]] = {}
+        """Request id -> (settled tokens, sequence) as recorded since the last step."""
+        self._left: dict[str, tuple[int, int]] = {}
+        """The same, recorded right before the last step."""
+        self._step_sequence = 0
+
+    def checks(self) -> EventChecks:
+        """None where no group has a window."""
+        return super().checks() if any(self.configuration.windows) else []
+
+    def begin(self, start: Start) -> None:
+        """Take over which windows were being left."""
+        self._leaving = {request_id: (num_tokens, 0) for request_id, num_tokens in start.leaving.items()}
+        self._left = {request_id: (num_tokens, 0) for request_id, num_tokens in start.left.items()}
+
+    @on(e.WindowLeft)
+    def _window_left(self, event: e.WindowLeft) -> None:
+        if self.moment.is_legal:
+            self._leaving[event.request_id] = (event.num_settled_tokens, self.moment.sequence)
+
+    @on(e.StepScheduled)
+    def _step_scheduled(self, _event: e.StepScheduled) -> None:
+        self._left, self._leaving, self._step_sequence = self._leaving, {}, self.moment.sequence
+
+    @on(e.SaveIssued)
+    def _save_issued(self, event: e.SaveIssued) -> None:
+        self._check_save(event, self.geometry.pages_of(event.chunks))
+
+    @on(e.TailSaveIssued)
+    def _tail_save_issued(self, event: e.TailSaveIssued) -> None:
+        self._check_save(event, self.geometry.pages_spanning(event.first_token, event.num_tokens))
+
+    def _intact_since(self, event: e.SaveIssued | e.TailSaveIssued) -> tuple[int, int] | None:
+        """What was recorded about pages that were being left; they must be copied before the forward."""
+        if isinstance(event, e.TailSaveIssued) or not event.before_forward:
+            return None
+        known = self._left if event.cause == self._step_sequence else self._leaving
+        return known.get(event.request_id)
+
+    @on(e.LoadIssued)
+    def _check_load(self, event: e.LoadIssued) -> None:
+        end_token = event.first_token + event.num_tokens
+        pages = self.geometry.pages_spanning(event.first_token, event.num_tokens)
+        for page, slot in zip(pages, event.slots, strict=False):
+            if (slot != NO_SLOT) != self._is_seen(page, end_token):
+                what = "leaves out" if slot == NO_SLOT else "brings"
+                but = "sees" if slot == NO_SLOT else "does not see"
+                detail = (
+                    f"load {event.job_id} to token {end_token} {what} {self._words(page)}, which the next token {but}"
+                )
+                self.broken(detail, event.cause)
+
+    def _check_save(self, event: e.SaveIssued | e.TailSaveIssued, pages: Sequence[int]) -> None:
+        num_settled_tokens, sequence = self._intact_since(event) or self.settled.at_least(event.request_id)
+        for page, slot in zip(pages, event.slots, strict=False):
+            if slot != NO_SLOT and not self._is_seen(page, num_settled_tokens):
+                detail = (
+                    f"save {event.job_id} reads {self._words(page)}, "
+                    f"which the window had left when {num_settled_tokens} tokens were settled"
+                )
+                self.broken(detail, sequence, event.cause)
+
+    def _is_seen(self, page: int, num_tokens: int) -> bool:
+        """Whether the last position of the page, or one behind it, is in the window of the token behind `num_tokens`.
+
+        Counted in positions, apart from `windows.py` on purpose: a mistake there must not hide itself.
+        """
+        windows, block_size = self.configuration.windows, self.configuration.block_size
+        block, group = divmod(page, len(windows))
+        last_position = (block + 1) * block_size - 1
+        return not windows[group] or last_position > num_tokens - windows[group]
+
+    def _words(self, page: int) -> str:
+        block, group = divmod(page, len(self.configuration.windows))
+        return f"block {block} of group {group}"

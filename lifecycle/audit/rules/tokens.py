@@ -1,0 +1,307 @@
+"""Tokens: how many are claimed, loaded, scheduled and left to compute."""
+
+from __future__ import annotations
+
+from kvledger.lifecycle import events as e
+from kvledger.lifecycle.audit.checker import Checker
+from kvledger.lifecycle.audit.model import Model
+from kvledger.lifecycle.audit.model.answers import Answer
+from kvledger.lifecycle.audit.model.forgotten import LIFE
+from kvledger.lifecycle.audit.model.lives import Life
+from kvledger.lifecycle.audit.model.moment import on
+from kvledger.lifecycle.audit.model.start import Start
+
+
+class LastToken(Checker):
+    """LAST_TOKEN: a load always leaves the last token to compute, for the engine needs its logits.
+
+    Loaded and locally cached tokens together are at most `num_tokens - 1`.
+
+    Verifies: this for every answer that takes a hit of all known tokens as it is, for every load against the tokens
+    known then, and for the first step after an allocation: at least one token is left to compute.
+    Does not verify: that the engine computed it.
+    """
+
+    rule = "LAST_TOKEN"
+
+    def __init__(self, model: Model) -> None:
+        super().__init__(model)
+        self._admitted: dict[str, int] = {}
+        """Request id -> sequence of an allocation that no step has used yet."""
+        model.forgotten.at((*LIFE, e.RequestPreempted), self._admitted)
+
+    @on(e.StepScheduled)
+    def _step_scheduled(self, event: e.StepScheduled) -> None:
+        if self._admitted:
+            self._check_step(event)
+
+    @on(e.LookupAnswered)
+    def _answered(self, event: e.LookupAnswered) -> None:
+        if event.num_computed_tokens + event.num_external_tokens == event.num_tokens <= event.num_hit_tokens:
+            detail = f"all of the {event.num_tokens} tokens are answered, the last one must be computed"
+            self.broken(detail, event.cause)
+
+    @on(e.BlocksAllocated)
+    def _allocated(self, event: e.BlocksAllocated) -> None:
+        if self.moment.life is not None:
+            self._admitted[event.request_id] = self.moment.sequence
+
+    @on(e.LoadIssued)
+    def _load_issued(self, event: e.LoadIssued) -> None:
+        life, end_token = self.moment.life, event.first_token + event.num_tokens
+        if life is not None and end_token > life.num_tokens - 1:
+            detail = f"the load fills tokens up to {end_token}, of {life.num_tokens} the last one must be computed"
+            self.broken(detail, event.cause)
+
+    def _check_step(self, event: e.StepScheduled) -> None:
+        for ordinal, num_computed_tokens, _, num_tokens in event.advanced:
+            life = self.lives.of(ordinal)
+            sequence = None if life is None else self._admitted.pop(life.request_id, None)
+            if sequence is not None and life is not None and num_computed_tokens > num_tokens - 1:
+                detail = f"the request starts with {num_computed_tokens} of {num_tokens} tokens computed"
+                self.broken(detail, sequence, request_id=life.request_id)
+
+
+class AllocMatchesLookup(Checker):
+    """ALLOC_MATCHES_LOOKUP: the scheduler claims no more than it was answered, in the same life of the request.
+
+    At `blocks.allocated`, 0 <= external tokens <= the last answer, and the answer belongs to this generation.
+
+    Verifies: an allocation that claims external tokens follows an answer that no other allocation claimed, that
+    no preemption or reset overtook and that was given in the same generation; the tokens are at most those
+    answered; a load reads exactly the tokens that were claimed, from where the answer began, asynchronously if and
+    only if it was answered so: vLLM schedules a request at once or waits for the report, whatever the load does.
+    Does not verify: whether the answer was right (LOOKUP_PURE), or still can be delivered (LOADABLE_AFTER_COMMIT).
+    """
+
+    rule = "ALLOC_MATCHES_LOOKUP"
+
+    @on(e.BlocksAllocated)
+    def _allocated(self, event: e.BlocksAllocated) -> None:
+        allocation = self.answers.allocation(event.request_id)
+        if event.num_external_tokens and self.moment.life is not None and allocation is not None:
+            self._check_allocation(event, allocation.answer, self.moment.life)
+
+    def _check_allocation(self, event: e.BlocksAllocated, answer: Answer | None, life: Life) -> None:
+        if answer is None:
+            self.broken(f"{event.num_external_tokens} external tokens were claimed that no lookup answered")
+        elif answer.life != life.name:
+            detail = (
+                f"{event.num_external_tokens} external tokens were claimed in generation {life.generation} of life "
+                f"{life.ordinal}, the answer was for generation {answer.life[2]} of life {answer.life[1]}"
+            )
+            self.broken(detail, answer.sequence)
+        elif not 0 <= event.num_external_tokens <= answer.num_external_tokens:
+            detail = (
+                f"{event.num_external_tokens} external tokens were claimed, "
+                f"{answer.num_external_tokens} had been answered"
+            )
+            self.broken(detail, answer.sequence)
+
+    @on(e.LoadIssued)
+    def _check_load(self, event: e.LoadIssued) -> None:
+        allocation = self.answers.allocation(event.request_id)
+        if allocation is None or allocation.num_external_tokens == 0:
+            return  # a load that nothing claimed is EXTERNAL_ZERO_NO_LOAD's
+        answer = allocation.answer
+        first_token = 0 if answer is None else answer.num_computed_tokens
+        if (event.first_token, event.num_tokens) != (first_token, allocation.num_external_tokens):
+            detail = (
+                f"{event.num_tokens} tokens are loaded from token {event.first_token} on, "
+                f"{allocation.num_external_tokens} from {first_token} on had been claimed"
+            )
+            self.broken(detail, allocation.sequence)
+        if answer is not None and event.is_async is not answer.is_async:
+            how = ("a load within its step", "an asynchronous load")
+            detail = f"{how[event.is_async]} was issued, {how[answer.is_async]} had been answered"
+            self.broken(detail, answer.sequence, allocation.sequence)
+
+
+class ExternalZeroNoLoad(Checker):
+    """EXTERNAL_ZERO_NO_LOAD: an allocation that claims nothing loads nothing.
+
+    `num_external_tokens == 0` means no load, and releases the pending answer.
+
+    Verifies: every load follows an allocation of its request, in the same holding of blocks, that claimed external
+    tokens; each allocation causes at most one load.
+    Does not verify: that tokens claimed are loaded (a load that is missing shows as a divergence); that an answer is
+    used once (ALLOC_MATCHES_LOOKUP).
+    """
+
+    rule = "EXTERNAL_ZERO_NO_LOAD"
+
+    def __init__(self, model: Model) -> None:
+        super().__init__(model)
+        self._used: dict[str, int] = {}
+        """Request id -> sequence of the last allocation that a load has used."""
+        model.forgotten.at((*LIFE, e.RequestPreempted), self._used)
+
+    @on(e.LoadIssued)
+    def _load_issued(self, event: e.LoadIssued) -> None:
+        allocation = self.answers.allocation(event.request_id)
+        sequence = 0 if allocation is None else allocation.sequence
+        is_taken_up = allocation is not None and allocation.num_external_tokens > 0
+        if is_taken_up and self._used.get(event.request_id) != sequence:
+            self._used[event.request_id] = sequence
+            return
+        detail = f"load {event.job_id} of {event.num_tokens} tokens, but no allocation claimed external tokens"
+        self.broken(detail, sequence)
+
+
+class TokenConservation(Checker):
+    """TOKEN_CONSERVATION: at admission every token is either local, loaded, or still to compute.
+
+    local + external + to compute == known tokens, and none of them is negative.
+
+    Verifies: the first step after an allocation that claimed external tokens starts exactly behind local and
+    external tokens, or computes the last one again where these are all (`v1/core/sched/scheduler.py`,
+    _update_waiting_for_remote_kv, 0.32), unless a failed load, also of another request into blocks that it shares, or a
+    rollback came between; counts of steps and lookups are not negative; progress that is recorded is the count that the
+    steps fold to, of the tokens that they name, and says rightly whether tokens remain.
+    Does not verify: later steps, where drafts are rejected and counts shrink without an event, and admissions
+    that claimed nothing, whose local part the connector gets rounded to blocks.
+    """
+
+    rule = "TOKEN_CONSERVATION"
+
+    def __init__(self, model: Model) -> None:
+        super().__init__(model)
+        self._admissions: dict[str, tuple[int, int, int]] = {}
+        """Request id -> (sequence of the allocation, local tokens, external tokens), until a step starts from it."""
+        model.forgotten.at((*LIFE, e.RequestPreempted, e.SessionContinued, e.RequestFinished), self._admissions)
+
+    @on(e.StepScheduled)
+    def _step_scheduled(self, event: e.StepScheduled) -> None:
+        if event.advanced:
+            self._check_step(event)
+
+    @on(e.LookupAnswered)
+    def _answered(self, event: e.LookupAnswered) -> None:
+        if event.num_computed_tokens < 0 or event.num_external_tokens < 0 or event.num_hit_tokens < 0:
+            self.broken("a lookup with a negative count", event.cause)
+
+    @on(e.BlocksAllocated)
+    def _allocated(self, event: e.BlocksAllocated) -> None:
+        allocation = self.answers.allocation(event.request_id)
+        answer = None if allocation is None else allocation.answer
+        # Taking up more than was answered is ALLOC_MATCHES_LOOKUP's; nothing can be added up then.
+        if answer is not None and 0 < event.num_external_tokens <= answer.num_external_tokens:
+            admission = (self.moment.sequence, answer.num_computed_tokens, event.num_external_tokens)
+            self._admissions[event.request_id] = admission
+
+    @on(e.PrefillAdvanced, e.PrefillCompleted)
+    def _progress(self, event: e.PrefillAdvanced | e.PrefillCompleted) -> None:
+        life = self.moment.life
+        if life is None:
+            return
+        counted = self.lives.num_computed_tokens(life)
+        is_complete = event.num_computed_tokens >= event.num_tokens
+        if event.num_computed_tokens != counted:
+            detail = f"{event.id} tells {event.num_computed_tokens} computed tokens, the steps add up to {counted}"
+        elif event.num_tokens != life.num_tokens:
+            detail = f"{event.id} tells of {event.num_tokens} tokens, the steps of {life.num_tokens}"
+        elif is_complete is not isinstance(event, e.PrefillCompleted):
+            detail = f"{event.id} with {event.num_computed_tokens} of {event.num_tokens} tokens computed"
+        else:
+            return
+        self.broken(detail, event.cause)
+
+    @on(e.LoadFailed, e.TokensRolledBack)
+    def _forget(self, event: e.RequestEvent) -> None:
+        self._admissions.pop(event.request_id, None)
+
+    @on(e.LoadErrorsObserved)
+    def _load_errors_observed(self, event: e.LoadErrorsObserved) -> None:
+        """VLLM takes back what a request counts on that waits for its own load, too (scheduler.py, 0.32)."""
+        unfilled = frozenset(event.block_ids)
+        for request_id in tuple(self._admissions):
+            if not unfilled.isdisjoint(self.tables.held_by(self.lives.get(request_id))):
+                del self._admissions[request_id]
+
+    def _check_step(self, event: e.StepScheduled) -> None:
+        for ordinal, num_computed_tokens, num_scheduled_tokens, num_tokens in event.advanced:
+            life = self.lives.of(ordinal)
+            if life is None:
+                continue
+            request_id = life.request_id
+            if num_computed_tokens < 0 or num_scheduled_tokens < 0 or num_tokens < 0:
+                detail = f"{num_scheduled_tokens} tokens scheduled on {num_computed_tokens} of {num_tokens} computed"
+                self.broken(detail, request_id=request_id)
+            if request_id not in self._admissions:
+                continue
+            sequence, num_local_tokens, num_external_tokens = self._admissions.pop(request_id)
+            if num_computed_tokens != min(num_local_tokens + num_external_tokens, num_tokens - 1):
+                detail = (
+                    f"{num_local_tokens} local and {num_external_tokens} external tokens were admitted, "
+                    f"but the step starts behind {num_computed_tokens}"
+                )
+                self.broken(detail, sequence, request_id=request_id)
+
+
+class ResumeCoversOutput(Checker):
+    """RESUME_COVERS_OUTPUT: a preempted request is looked up with all its tokens, its outputs included.
+
+    A lookup after a preemption counts at least the tokens that the request was known to have then.
+
+    Verifies: the tokens of every such lookup against the engine's count at the preemption and those of steps before.
+    Does not verify: that the engine's count is right where no step has recorded as many.
+    """
+
+    rule = "RESUME_COVERS_OUTPUT"
+
+    def __init__(self, model: Model) -> None:
+        super().__init__(model)
+        self._known: dict[str, tuple[int, int]] = {}
+        """Request id -> (tokens known at its last preemption, sequence)."""
+        model.forgotten.at((*LIFE, e.SessionContinued), self._known)
+
+    @on(e.LookupRequested)
+    def _requested(self, event: e.LookupRequested) -> None:
+        known = self._known.get(event.request_id)
+        if known is not None and event.num_tokens < known[0]:
+            num_known, sequence = known
+            detail = f"looked up with {event.num_tokens} tokens, but {num_known} were known when it was preempted"
+            self.broken(detail, sequence)
+
+    @on(e.RequestPreempted)
+    def _preempted(self, event: e.RequestPreempted) -> None:
+        if self.moment.life is not None:
+            self._known[event.request_id] = max(self.moment.life.num_tokens, event.num_tokens), self.moment.sequence
+
+
+class StepSum(Checker):
+    """STEP_SUM: what a step schedules is what its requests are given, added up.
+
+    The tokens of a step are those of the requests that it tells of, and one for each that decodes as before.
+
+    Verifies: this for every step, so that a request which a step leaves out or counts twice shows at once; and that no
+    step is missing between two, by their numbers.
+    Does not verify: which request it was; two mistakes in one step that cancel out; after a hook has failed, whose
+    request may never have been observed, that nobody is missing.
+    """
+
+    rule = "STEP_SUM"
+
+    def __init__(self, model: Model) -> None:
+        super().__init__(model)
+        self._may_be_hidden = False
+
+    def begin(self, start: Start) -> None:
+        """What the log before the first event has."""
+        self._may_be_hidden = start.has_hook_failed
+
+    @on(e.HookFailed)
+    def _hook_failed(self, _event: e.HookFailed) -> None:
+        self._may_be_hidden = True
+
+    @on(e.StepScheduled)
+    def _step_scheduled(self, event: e.StepScheduled) -> None:
+        num_tokens, counted, num_before = (
+            event.num_scheduled_tokens,
+            self.lives.num_scheduled_tokens,
+            self.lives.num_steps - 1,
+        )
+        if event.step != num_before:
+            self.broken(f"step {event.step} follows upon {num_before} steps")
+        elif num_tokens != counted and not (self._may_be_hidden and num_tokens > counted):
+            self.broken(f"the step has {num_tokens} tokens, its requests add up to {counted}")
