@@ -202,13 +202,14 @@ def _show_log(log: StoredLog, selection: Selection, limit: int, output: Output) 
             summaries = list(index.summaries(selection.first_sequence))
             _show_summary(output, log, summaries, contents.figures, contents.last_time_ns, limit)
         return
-    requests = Requests()
+    ended: list[RequestSummary] = []
+    requests = Requests(ended.append)
     projections = _start(log, output) if log.header else None
 
     events = log.events(selection.last_sequence)
     with output.progress(log, "reading"):
         for at, event in events:
-            requests.take(event)
+            requests.take(at, event)
             if projections is not None and log.start_sequence < at <= log.trusted_sequence:
                 try:
                     projections.fold(event, at)
@@ -216,13 +217,14 @@ def _show_log(log: StoredLog, selection: Selection, limit: int, output: Output) 
                     output.remark(_unfoldable(at, event, error))
                     for _ in events:  # to the end, for the log's figures and its damage
                         pass
-            if at < selection.first_sequence:
-                requests.forget_ended(event)
+    if projections is not None:
+        requests.finish(projections)
+    summaries = sorted((*ended, *requests.current.values()), key=lambda summary: summary.first_sequence)
+    summaries = [summary for summary in summaries if summary.last_sequence >= selection.first_sequence]
     if projections is None:
-        _show_summary(output, log, requests.summaries, None, 0, limit)
-        return
-    requests.finish(projections)
-    _show_summary(output, log, requests.summaries, projections.totals.figures, projections.tracker.time_ns, limit)
+        _show_summary(output, log, summaries, None, 0, limit)
+    else:
+        _show_summary(output, log, summaries, projections.totals.figures, projections.tracker.time_ns, limit)
 
 
 def _show_summary(

@@ -27,13 +27,12 @@ from kvledger.adapters.logs.index_file import (
 )
 from kvledger.adapters.logs.index_memory import (
     IndexMemory,
-    LifeSpan,
     decode_memory,
     encode_memory,
     memory_fingerprint,
 )
 from kvledger.adapters.logs.log import Batch, StoredLog
-from kvledger.adapters.logs.requests import Requests
+from kvledger.adapters.logs.requests import Requests, RequestSummary
 from kvledger.adapters.logs.story_codec import encode_story
 from kvledger.adapters.reasons import Accounts, RequestHistory
 from kvledger.lifecycle import Projections
@@ -121,8 +120,7 @@ class _Builder:
             self._projections = log.start() or Projections(log.core, log.configuration)
         else:
             self._projections = restore(log.core, memory.projections, log.configuration)
-        self._lives = self._memory.lives
-        self._requests = Requests({request_id: life.summary for request_id, life in self._lives.items()})
+        self._requests = Requests(self._write, self._memory.requests, self._memory.jobs)
         self._accounts = Accounts(
             log.configuration, on_end=self._write_story, keeps_histories=True, state=self._memory.accounts
         )
@@ -167,8 +165,8 @@ class _Builder:
     def _finish(self, extent: tuple[str, str, int]) -> None:
         self._remember()
         self._requests.finish(self._projections)
-        for life in self._lives.values():
-            self._write(life)
+        for summary in self._requests.current.values():
+            self._write(summary)
         for story in self._accounts.histories:
             self._write_story(story, is_over=False)
         self._connection.execute("INSERT INTO log VALUES (?)", (msgspec.msgpack.encode(self._contents(extent)),))
@@ -205,14 +203,7 @@ class _Builder:
         )
 
     def _take(self, sequence: int, event: e.Event) -> None:
-        self._requests.take(event)
-        if isinstance(event, e.RequestArrived):
-            earlier = self._lives.pop(event.request_id, None)
-            if earlier is not None:
-                self._write(earlier)
-            self._lives[event.request_id] = LifeSpan(self._requests.summaries.pop(), sequence, sequence)
-        else:
-            self._note(sequence, event)
+        self._requests.take(sequence, event)
         self._accounts.take(sequence, event)
         if self._is_foldable and self._log.start_sequence < sequence <= self._log.trusted_sequence:
             try:
@@ -220,32 +211,16 @@ class _Builder:
             except Exception:  # noqa: BLE001 -- a forged log; reading reports it, not the index
                 self._is_foldable = False
 
-    def _note(self, sequence: int, event: e.Event) -> None:
-        if isinstance(event, e.TransferReported):
-            life = self._lives.get(self._memory.job_owners.get(event.job_id, ""))
-        else:
-            life = self._lives.get(getattr(event, "request_id", ""))
-        if life is None:
-            return
-        life.last_sequence = sequence
-        if isinstance(event, e.LoadIssued | e.SaveIssued | e.TailSaveIssued):
-            self._memory.job_owners[event.job_id] = event.request_id
-        elif isinstance(event, e.LoadCompleted | e.LoadFailed | e.SaveCompleted | e.SaveFailed):
-            self._memory.job_owners.pop(event.job_id, None)
-        elif isinstance(event, e.RequestReleased):
-            self._write(self._lives.pop(event.request_id))
-
     def _write_story(self, story: RequestHistory, *, is_over: bool = True) -> None:
         row = (story.request_id, encode_story(story), is_over)
         self._connection.execute("INSERT INTO stories VALUES (?, ?, ?)", row)
 
-    def _write(self, life: LifeSpan) -> None:
-        summary = life.summary
+    def _write(self, summary: RequestSummary) -> None:
         row = (
             summary.ordinal,
             summary.request_id,
-            life.first_sequence,
-            life.last_sequence,
+            summary.first_sequence,
+            summary.last_sequence,
             summary.finished_ns is not None,
             msgspec.msgpack.encode(summary),
         )

@@ -8,31 +8,22 @@ from __future__ import annotations
 import hashlib
 import zlib
 
-import attrs
 import msgspec
 
-from kvledger.adapters.logs.requests import RequestSummary
+from kvledger.adapters.logs.requests import Job, RequestSummary
 from kvledger.adapters.logs.story_codec import counter
 from kvledger.adapters.reasons import State
 from kvledger.lifecycle import Core, LedgerConfiguration
 from kvledger.lifecycle.snapshots import state_fingerprint
 
 
-@attrs.define
-class LifeSpan:
-    """One life of a request, and between which events its own lie, both included."""
-
-    summary: RequestSummary
-    first_sequence: int
-    last_sequence: int
-
-
 class IndexMemory(msgspec.Struct, forbid_unknown_fields=True):
     """Everything that goes on: what is over is in the index."""
 
-    lives: dict[str, LifeSpan] = {}
+    requests: dict[str, RequestSummary] = {}
     """Those that are not released."""
-    job_owners: dict[int, str] = {}
+    jobs: dict[int, Job] = {}
+    """Those under way."""
     num_batches: int = 0
     time_ns: int = 0
     """The latest time before the last place at which reading can begin."""

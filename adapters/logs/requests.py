@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import attrs
 
 from kvledger.lifecycle import Projections
 from kvledger.lifecycle import events as e
+
+Job = e.LoadIssued | e.SaveIssued | e.TailSaveIssued
 
 
 @attrs.define
@@ -14,6 +18,9 @@ class RequestSummary:
 
     request_id: str
     ordinal: int
+    first_sequence: int
+    last_sequence: int
+    """Its own events lie between these two, both included."""
     arrived_ns: int
     num_prompt_tokens: int
     num_tokens: int
@@ -24,49 +31,60 @@ class RequestSummary:
     num_lookups: int = 0
     num_tokens_loaded: int = 0
     num_chunks_saved: int = 0
+    """By complete jobs, like the tokens."""
     num_failures: int = 0
     """Failed jobs, broken rules and failed hooks."""
 
 
 class Requests:
-    """Gathers summaries in the order of arrival. Fed with each event before it is folded into `projections`."""
+    """Summarizes requests; give it each event in order."""
 
-    def __init__(self, current: dict[str, RequestSummary] | None = None) -> None:
-        """Gather from the beginning, or go on with those that were not released."""
-        self.summaries: list[RequestSummary] = []
-        self._current = {} if current is None else current
+    def __init__(
+        self,
+        on_end: Callable[[RequestSummary], None],
+        current: dict[str, RequestSummary] | None = None,
+        jobs: dict[int, Job] | None = None,
+    ) -> None:
+        """Begin with nothing, or with the requests that were there and the jobs under way; `on_end` is given the rest.
 
-    def take(self, event: e.Event) -> None:
+        A request is over when it is released, or when its id is used again.
+        """
+        self._on_end = on_end
+        self.current = {} if current is None else current
+        """By id, in the order of arrival: those that are not over."""
+        self._jobs = {} if jobs is None else jobs
+
+    def take(self, sequence: int, event: e.Event) -> None:
         """Take up one event."""
         if isinstance(event, e.RequestArrived):
+            self._end(event.request_id)
             tokens = event.num_prompt_tokens
-            summary = RequestSummary(event.request_id, event.ordinal, event.time_ns, tokens, tokens)
-            self._current[event.request_id] = summary
-            self.summaries.append(summary)
+            self.current[event.request_id] = RequestSummary(
+                event.request_id, event.ordinal, sequence, sequence, event.time_ns, tokens, tokens
+            )
             return
-        found = self._current.get(getattr(event, "request_id", ""))
-        if found is not None:
-            self._count(found, event)
+        about = self._jobs.get(event.job_id) if isinstance(event, e.TransferReported) else event
+        summary = self.current.get(getattr(about, "request_id", ""))
+        if summary is not None:
+            summary.last_sequence = sequence
+            self._count(summary, event)
             if isinstance(event, e.RequestReleased):
-                del self._current[found.request_id]
-
-    def forget_ended(self, event: e.Event) -> None:
-        """Leave out the request that ends with this event: it was there before what was asked for."""
-        if isinstance(event, e.RequestFinished):
-            ended = self._current.pop(event.request_id, None)
-            if ended is not None:
-                self.summaries.remove(ended)
+                self._end(event.request_id)
 
     def finish(self, projections: Projections) -> None:
-        """Take what is known of the requests that are not released."""
+        """Add what is known of those that are not over."""
         for record in projections.tracker:
-            summary = self._current.get(record.request_id)
+            summary = self.current.get(record.request_id)
             if summary is not None and not summary.outcome:
                 summary.outcome = record.state.value
                 summary.num_tokens = max(record.num_tokens, projections.tracker.num_computed_tokens(record))
 
-    @staticmethod
-    def _count(summary: RequestSummary, event: e.Event) -> None:
+    def _end(self, request_id: str) -> None:
+        summary = self.current.pop(request_id, None)
+        if summary is not None:
+            self._on_end(summary)
+
+    def _count(self, summary: RequestSummary, event: e.Event) -> None:
         match event:
             case e.RequestFinished():
                 summary.outcome = event.status
@@ -76,11 +94,16 @@ class Requests:
                 summary.num_preemptions += 1
             case e.LookupRequested():
                 summary.num_lookups += 1
-            case e.LoadIssued():
-                summary.num_tokens_loaded += event.num_tokens
-            case e.SaveIssued():
-                summary.num_chunks_saved += len(event.chunks)
-            case e.LoadFailed() | e.SaveFailed() | e.InvariantViolated() | e.HookFailed():
+            case e.LoadIssued() | e.SaveIssued() | e.TailSaveIssued():
+                self._jobs[event.job_id] = event
+            case e.LoadCompleted() | e.SaveCompleted():
+                job = self._jobs.pop(event.job_id, None)
+                summary.num_tokens_loaded += job.num_tokens if isinstance(job, e.LoadIssued) else 0
+                summary.num_chunks_saved += len(job.chunks) if isinstance(job, e.SaveIssued) else 0
+            case e.LoadFailed() | e.SaveFailed():
+                self._jobs.pop(event.job_id, None)
+                summary.num_failures += 1
+            case e.InvariantViolated() | e.HookFailed():
                 summary.num_failures += 1
             case _:
                 pass

@@ -291,7 +291,7 @@ FORGERIES: dict[str, Callable[[bytes], bytes]] = {
     "no memory": lambda _: zlib.compress(b"no memory"),
     "too deep": lambda _: zlib.compress(b"\x91" * 100_000),
     "of other things": lambda stored: forged(stored, lambda memory: memory.update(harm="done")),
-    "without a part": lambda stored: forged(stored, lambda memory: memory["lives"]["chat-17-b6"].pop("summary")),
+    "without a part": lambda stored: forged(stored, lambda memory: memory["requests"]["chat-17-b6"].pop("ordinal")),
     "against itself": lambda stored: forged(stored, forget_admissions),
 }
 

@@ -119,7 +119,7 @@ def test_verify_tells_only_the_findings_that_are_selected(run: Any, two_breaches
 
 def test_requests_that_ended_before_are_not_listed(run: Any, log: Path) -> None:
     """`show --since` lists those that lived then."""
-    end = run("show", "--json", log, REQUEST).objects("group")[-1]["first_sequence"]
+    end = run("show", "--json", log, REQUEST).objects("group")[-1]["last_sequence"]
     listed = run("show", "--json", log, "--since", end).objects("request")
     assert [request["request_id"] for request in listed] == [REQUEST, "chat-9"]
     listed = run("show", "--json", log, "--since", end + 1).objects("request")

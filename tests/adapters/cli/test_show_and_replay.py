@@ -71,6 +71,22 @@ def test_the_groups_in_json_cover_the_request_without_overlap(run: Any, log: Pat
     assert (decode["first_token"], decode["num_tokens"], decode["num_blocks"], decode["num_bytes"]) == (45, 19, 1, 100)
 
 
+def test_only_what_a_load_brought_in_place_counts_as_loaded(run: Any, tmp_path: Path) -> None:
+    """A load that failed is a failure; one that is under way is neither."""
+    driver = Driver(async_load_tokens=0)
+    driver.save_prefix("a", keys_of("x", 4))
+    for first_block, name in enumerate(("good", "bad", "open")):
+        driver.admit(name, keys_of("x", 4), 33, range(3 * first_block, 3 * first_block + 3), num_external=32)
+    jobs = {job.request_id: job.job_id for job in driver.all_of(e.LoadIssued)}
+    driver.report(jobs["good"])
+    driver.report(jobs["bad"], ok=False)
+    driver.ledger.commit()
+    log = write_log(tmp_path / "log", driver.observed, driver.configuration)
+    shown = {fields["request_id"]: fields for fields in run("show", "--json", log).objects("request")}
+    assert {name: shown[name]["num_tokens_loaded"] for name in jobs} == {"good": 32, "bad": 0, "open": 0}
+    assert {name: shown[name]["num_failures"] for name in jobs} == {"good": 0, "bad": 1, "open": 0}
+
+
 def test_a_part_filled_last_chunk_is_told_when_it_is_saved_and_when_it_is_loaded(run: Any, tmp_path: Path) -> None:
     """A reader sees where the tokens behind the last whole chunk went, and that they came back."""
     driver = Driver()
