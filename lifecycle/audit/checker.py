@@ -28,9 +28,8 @@ class Checker:
         self.model = model
         """It contains an event before any check of it is called, and must not be changed."""
         self.moment, self.configuration, self.geometry = model.moment, model.configuration, model.geometry
-        self.lives, self.tables, self.jobs, self.settled = model.lives, model.tables, model.jobs, model.settled
+        self.lives, self.tables, self.jobs, self.answers = model.lives, model.tables, model.jobs, model.answers
         self.slots, self.chunks, self.tails = model.slots, model.chunks, model.tails
-        self.promises, self.answers = model.promises, model.answers
 
     def checks(self) -> EventChecks:
         """(event class, check) in the order in which they are to be done for an event; a class may stand twice."""

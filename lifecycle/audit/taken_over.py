@@ -57,7 +57,6 @@ def taken_over(projections: Projections) -> Start:
             for ordinal, tail in tails.items()
             if tail is not None
         },
-        promised={each: list(keys) for each, keys in chunks.promised.items()},
         waited_for={each: list(keys) for each, keys in chunks.wanted.items()},
         answers={
             record.request_id: Answer(
@@ -66,6 +65,7 @@ def taken_over(projections: Projections) -> Start:
                 answer.num_computed_tokens,
                 answer.num_external_tokens,
                 answer.is_async,
+                frozenset(chunks.promised.get(record.request_id, ())),
             )
             for record, answer in pending
             if answer is not None
@@ -118,6 +118,6 @@ def _in_flight(job: Job) -> InFlight:
         NO_SLOT in job.slots,
         job.work is WorkRegion.OVERDUE,
         job.source is SourceRegion.FENCED,
-        frozenset(job.ranks_done),
-        frozenset(job.ranks_failed),
+        ranks_done=frozenset(job.ranks_done),
+        ranks_failed=frozenset(job.ranks_failed),
     )

@@ -1,16 +1,19 @@
-"""What each request was answered and what it claimed of it. The audit's own; see `lives.py`."""
+"""What each request was answered, what it claimed of it, and which chunks it relies on. The audit's own."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container, Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.model.forgotten import LIFE, Forgotten
+from kvledger.lifecycle.audit.model.lives import Lives
 from kvledger.lifecycle.audit.model.moment import Moment, on
 
 if TYPE_CHECKING:
     from kvledger.lifecycle.audit.model.start import Start
+
+_NO_KEYS: frozenset[bytes] = frozenset()
 
 
 class Answer(NamedTuple):
@@ -23,6 +26,8 @@ class Answer(NamedTuple):
     num_computed_tokens: int
     num_external_tokens: int
     is_async: bool
+    promised: frozenset[bytes]
+    """Keys of the chunks that it lets the scheduler count on."""
 
 
 class Allocation(NamedTuple):
@@ -34,38 +39,84 @@ class Allocation(NamedTuple):
 
 
 class Answers:
-    """Request id -> the answer that no allocation has claimed; and the last allocation, in the same holding of blocks.
+    """Request id -> the answer that no allocation has claimed; the last allocation, in the same holding of blocks.
 
-    A preemption, the next turn of a session and the end take back both; a reset only what was not claimed.
+    A preemption, the next turn of a session and the end take back both; a reset only what was not claimed. And request
+    id -> what a preempted one waits for, until it has blocks again or ends, or a reset.
     """
 
-    def __init__(self, moment: Moment, forgotten: Forgotten) -> None:
+    def __init__(
+        self, lives: Lives, chunk_size: int, moment: Moment, forgotten: Forgotten, *, keep_for_preempted: bool
+    ) -> None:
+        self._lives = lives
+        self._chunk_size = chunk_size
         self._moment = moment
+        self._keeps = keep_for_preempted
         self._pending: dict[str, Answer] = {}
         self._allocations: dict[str, Allocation] = {}
+        self._waited_for: dict[str, tuple[frozenset[bytes], int]] = {}
+        """Keys, and the event of the preemption (0: before the audit began)."""
         taken_back: tuple[type[e.Event], ...] = (*LIFE, e.RequestPreempted, e.SessionContinued, e.RequestFinished)
         forgotten.at(taken_back, self._pending, self._allocations)
+        forgotten.at((*LIFE, e.RequestFinished), self._waited_for)
         # The dict's own method. So the dict is changed, never replaced.
         self.allocation: Callable[[str], Allocation | None] = self._allocations.get
         """What the request's last allocation claimed."""
 
+    def promised(self, key: bytes) -> Iterator[tuple[str, int]]:
+        """(request id, event) of each pending answer that promises the chunk."""
+        return ((whose, answer.sequence) for whose, answer in self._pending.items() if key in answer.promised)
+
+    def waited_for(self, key: bytes) -> Iterator[tuple[str, int]]:
+        """(request id, event) of each preemption after which somebody waits for the chunk."""
+        return ((who, sequence) for who, (keys, sequence) in self._waited_for.items() if key in keys)
+
+    def relied_on(self) -> Container[bytes]:
+        """Every chunk that is promised or waited for."""
+        return frozenset().union(
+            *(answer.promised for answer in self._pending.values()), *(keys for keys, _ in self._waited_for.values())
+        )
+
     def begin(self, start: Start) -> None:
-        """Take over the answers that no allocation has claimed."""
+        """Take over the answers that no allocation has claimed, and what is waited for."""
         self._pending.update(start.answers)
+        self._waited_for.update((who, (frozenset(keys), 0)) for who, keys in start.waited_for.items() if keys)
 
     @on(e.LookupAnswered)
     def _answered(self, event: e.LookupAnswered) -> None:
         life = event.request_id, event.ordinal, event.generation
         self._pending[event.request_id] = Answer(
-            self._moment.sequence, life, event.num_computed_tokens, event.num_external_tokens, event.is_async
+            self._moment.sequence,
+            life,
+            event.num_computed_tokens,
+            event.num_external_tokens,
+            event.is_async,
+            self._promised_by(event) if event.num_external_tokens else _NO_KEYS,
         )
+
+    def _promised_by(self, event: e.LookupAnswered) -> frozenset[bytes]:
+        life, before = self._lives.in_generation(event), self._pending.get(event.request_id)
+        end_token = event.num_computed_tokens + event.num_external_tokens
+        keys = [] if life is None else life.keys[: max(0, -(-end_token // self._chunk_size))]
+        # A key hashes all before it: the same number of chunks up to the same one are the same. This spares the polls.
+        is_as_before = keys and before is not None and len(before.promised) == len(keys) and keys[-1] in before.promised
+        return before.promised if before is not None and is_as_before else frozenset(keys)
 
     @on(e.BlocksAllocated)
     def _allocated(self, event: e.BlocksAllocated) -> None:
         request_id = event.request_id
         answer = self._pending.pop(request_id, None)
+        self._waited_for.pop(request_id, None)
         self._allocations[request_id] = Allocation(self._moment.sequence, answer, event.num_external_tokens)
+
+    @on(e.RequestPreempted)
+    def _preempted(self, event: e.RequestPreempted) -> None:
+        life = self._moment.life
+        keys = [] if life is None or not self._keeps else life.keys[: event.num_intact_tokens // self._chunk_size]
+        if keys:
+            self._waited_for[event.request_id] = frozenset(keys), self._moment.sequence
 
     @on(e.CacheReset)
     def _reset(self, _event: e.CacheReset) -> None:
         self._pending.clear()
+        self._waited_for.clear()

@@ -15,7 +15,7 @@ from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.model.lives import Lives
 from kvledger.lifecycle.audit.model.moment import Moment, on
 from kvledger.lifecycle.geometry import Geometry
-from kvledger.lifecycle.states import BlocksRegion
+from kvledger.lifecycle.states import BlocksRegion, RequestState
 from kvledger.lifecycle.windows import NO_SLOT
 
 if TYPE_CHECKING:
@@ -54,8 +54,15 @@ class InFlight(msgspec.Struct, gc=False):
     is_asked_after: bool = False
     is_fenced: bool = False
     """Whether a step waits for it."""
+    lost_at: int = 0
+    """Of a load: the preemption or the end that took its blocks; 0: none did."""
     ranks_done: frozenset[int] = _NO_RANKS
     ranks_failed: frozenset[int] = _NO_RANKS
+
+    @property
+    def filled(self) -> list[int]:
+        """The blocks that a load fills: without those that stand in the table for what a window does not see."""
+        return [block_id for slot, block_id in zip(self.slots, self.block_ids, strict=False) if slot != NO_SLOT]
 
     @property
     def life(self) -> tuple[str, int, int]:
@@ -84,6 +91,10 @@ class JobsInFlight:
         """Ids of the loads among the jobs."""
         self.async_saves: set[int] = set()
         """Ids of the asynchronous saves among the jobs."""
+        self.filled_by: dict[int, int] = {}
+        """Block -> the last load among the jobs that fills it, which may have lost it."""
+        self.rivals: set[int] = set()
+        """Loads that were filling blocks of the load at hand before it."""
         self.current: InFlight | None = None
         """The job that the event at hand issues, reports or settles."""
         self.reported: InFlight | None = None
@@ -144,13 +155,21 @@ class JobsInFlight:
         self.epoch, self.last_id = start.epoch, start.last_job_id
         for job in start.jobs:
             self._add(job)
+            if job.is_load and self.is_own(job):
+                self.filled_by |= dict.fromkeys(job.filled, job.job_id)
+        for life in self._lives:  # what a finished request is still saved from is held: else that was found before
+            if life.state is RequestState.FINISHED and self.reads_blocks_of(life.ordinal):
+                life.held_at = 0
         self.given_up.update((job.job_id, job) for job in start.given_up)
 
     @on(e.LoadIssued)
     def _load_issued(self, event: e.LoadIssued) -> None:
         first, size = event.first_token, self._geometry.chunk_size
         chunks = tuple(range(first // size, -(-(first + event.num_tokens) // size)))
-        self._issued(event, chunks, is_load=True, is_async=event.is_async)
+        load = self._issued(event, chunks, is_load=True, is_async=event.is_async)
+        filled, filled_by = load.filled, self.filled_by
+        self.rivals = {filled_by[block_id] for block_id in filled if block_id in filled_by}
+        filled_by |= dict.fromkeys(filled, load.job_id)
 
     @on(e.SaveIssued)
     def _save_issued(self, event: e.SaveIssued) -> None:
@@ -167,7 +186,7 @@ class JobsInFlight:
         *,
         is_load: bool,
         is_async: bool,
-    ) -> None:
+    ) -> InFlight:
         request_id, ordinal, lives, slots = event.request_id, event.ordinal, self._lives, event.slots
         life = lives.of(ordinal)
         keys: tuple[bytes, ...] = ()
@@ -205,6 +224,7 @@ class JobsInFlight:
         self.is_new = event.job_id > self.last_id
         if self.is_new:
             self.last_id = event.job_id
+        return job
 
     def _add(self, job: InFlight) -> None:
         job_id = job.job_id
@@ -271,6 +291,9 @@ class JobsInFlight:
                 del self._of_life[job.ordinal]
         if job.is_load:
             self.loads.discard(job.job_id)
+            for block_id in job.block_ids:
+                if self.filled_by.get(block_id) == job.job_id:
+                    del self.filled_by[block_id]
         elif job.is_async:
             self.async_saves.discard(job.job_id)
 
@@ -279,6 +302,13 @@ class JobsInFlight:
         self._settled(event)
         if self.current is not None and not event.quiet:
             self.given_up[event.job_id] = self.current
+
+    @on(e.RequestPreempted, e.RequestFinished)
+    def _blocks_taken(self, _event: e.RequestPreempted | e.RequestFinished) -> None:
+        life = self._moment.life
+        if life is not None and self.loads:
+            for job in self.of_life(life.ordinal):
+                job.lost_at = job.lost_at or self._moment.sequence
 
     @on(e.CacheReset)
     def _reset(self, _event: e.CacheReset) -> None:

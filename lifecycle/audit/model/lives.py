@@ -25,6 +25,7 @@ PLACES = tuple((state, blocks) for state in RequestState for blocks in BlocksReg
 """Where a request can be in phase and blocks. Lives know their place in this list: hashing states costs."""
 _EVERY_PLACE = tuple(range(len(PLACES)))
 _REFUSED = -1
+_PREEMPTED = RequestState.PREEMPTED
 
 
 class Life(msgspec.Struct, gc=False):
@@ -50,6 +51,16 @@ class Life(msgspec.Struct, gc=False):
     """Computed or scheduled tokens when they were last recorded."""
     decoding_since: int = NEVER
     """Number of the step since which it decodes one token a step without being recorded."""
+    settled: tuple[int, int] = (0, 0)
+    """Tokens that were certainly written, as far as the log shows, and the event that says so; 0: only a bound."""
+    num_own: int = NEVER
+    """Blocks at the front of its table that the next allocation does not give anew; `NEVER`: not known."""
+    num_old: int = NEVER
+    """The same of its last allocation."""
+    finished_at: int = 0
+    """Event of its end; 0: not ended, or before the audit began."""
+    held_at: int = NEVER
+    """Event that held its blocks for a copy; 0: before the audit began."""
     keys: list[bytes] = msgspec.field(default_factory=list)
     """Of its chunks, from the first one on, as far as they were observed."""
 
@@ -120,6 +131,7 @@ class Lives:
         self.num_steps, self.time_ns = start.num_steps, start.time_ns
         for life in start.lives:
             self.num_decoding += life.decoding_since != NEVER
+            life.settled = (self.num_computed_tokens(life), 0)
             self._lives[life.request_id] = self._by_ordinal[life.ordinal] = life
 
     def meetings(self) -> EventChecks:
@@ -180,7 +192,7 @@ class Lives:
 
     def _meet_arrival(self, event: e.RequestArrived) -> None:
         moment = self._moment
-        moment.life = earlier = self.get(event.request_id)
+        moment.life = moment.earlier = earlier = self.get(event.request_id)
         moment.state_before = None if earlier is None else earlier.state
         moment.is_legal = earlier is None or earlier.state is RequestState.FINISHED
 
@@ -189,9 +201,8 @@ class Lives:
     @on(e.RequestArrived)
     def _arrived(self, event: e.RequestArrived) -> None:
         self.time_ns = event.time_ns
-        earlier = self.get(event.request_id)
-        if earlier is not None:
-            self._over(earlier)
+        if self._moment.earlier is not None:
+            self._over(self._moment.earlier)
         num_tokens = event.num_prompt_tokens
         self._moment.life = life = Life(event.request_id, event.ordinal, num_tokens, num_tokens)
         self._lives[event.request_id] = self._by_ordinal[event.ordinal] = life
@@ -225,6 +236,7 @@ class Lives:
         if life is not None:
             self._moment.was_stale = life.is_stale
             life.generation += 1
+            life.settled = (event.num_intact_tokens, self._moment.sequence)
             self._count(life, 0)
 
     @on(e.SessionContinued)
@@ -237,7 +249,7 @@ class Lives:
             life.generation += 1
             life.num_tokens, life.num_prompt_tokens = event.num_tokens, event.num_prompt_tokens
             del life.keys[event.num_computed_tokens // self._chunk_size :]  # other tokens follow, so other keys
-            self._count(life, event.num_computed_tokens)
+            self._cut(life, event.num_computed_tokens)
 
     @on(e.TokensRolledBack)
     def _rolled_back(self, event: e.TokensRolledBack) -> None:
@@ -245,7 +257,7 @@ class Lives:
         life = self._moment.life
         if life is not None:
             life.generation += event.num_computed_tokens == 0
-            self._count(life, event.num_computed_tokens)
+            self._cut(life, event.num_computed_tokens)
 
     @on(e.RequestFinished)
     def _finished(self, event: e.RequestFinished) -> None:
@@ -253,8 +265,15 @@ class Lives:
         life = self._moment.life
         if life is not None:
             self._moment.was_stale = life.is_stale
-            life.num_tokens = event.num_tokens
+            life.num_tokens, life.finished_at = event.num_tokens, self._moment.sequence
+            life.settled = (min(event.num_intact_tokens, event.num_tokens - 1), self._moment.sequence)
             self._count(life, self.num_computed_tokens(life))
+
+    @on(e.BlocksHeld)
+    def _held(self, event: e.BlocksHeld) -> None:
+        life = self.of(event.ordinal)
+        if life is not None and life.held_at == NEVER:
+            life.held_at = self._moment.sequence
 
     @on(e.LoadFailed)
     def _load_failed(self, event: e.LoadFailed) -> None:
@@ -284,8 +303,14 @@ class Lives:
             if life.blocks is not BlocksRegion.NONE:
                 life.stale_generation = life.generation
 
-    @on(e.TransferReported, e.LogNote, e.BlocksAllocated)
-    def _keep_time(self, event: e.TransferReported | e.LogNote | e.BlocksAllocated) -> None:
+    @on(e.BlocksAllocated)
+    def _blocks_allocated(self, event: e.BlocksAllocated) -> None:
+        self.time_ns = event.time_ns
+        if self._moment.life is not None and self._moment.state_before is _PREEMPTED:
+            self._moment.life.settled = (0, 0)  # they are others than those it had: nothing is written yet
+
+    @on(e.TransferReported, e.LogNote)
+    def _keep_time(self, event: e.TransferReported | e.LogNote) -> None:
         self.time_ns = event.time_ns
 
     # --- steps -----------------------------------------------------------------------------------
@@ -323,6 +348,10 @@ class Lives:
         for life in decoding:
             life.decoding_since = self.num_steps
         self.num_decoding += len(decoding)
+        for ordinal, _, num_settled_tokens in event.settled:
+            life = life_of(ordinal)
+            if life is not None:
+                life.settled = (num_settled_tokens, self._moment.sequence)
 
     def _scheduled(self, life: Life) -> None:
         legal, refused = self._of_a_step
@@ -332,6 +361,11 @@ class Lives:
             dest = refused[life.place]
         life.place = dest
         life.state, life.blocks = PLACES[dest]
+
+    def _cut(self, life: Life, num_computed_tokens: int) -> None:
+        num_settled_tokens, sequence = life.settled
+        life.settled = (min(num_settled_tokens, num_computed_tokens), self._moment.sequence if sequence else 0)
+        self._count(life, num_computed_tokens)
 
     def _count(self, life: Life, num_computed_tokens: int) -> None:
         life.counted_tokens = num_computed_tokens

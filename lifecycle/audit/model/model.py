@@ -13,8 +13,6 @@ from kvledger.lifecycle.audit.model.forgotten import Forgotten
 from kvledger.lifecycle.audit.model.jobs import JobsInFlight
 from kvledger.lifecycle.audit.model.lives import Life, Lives
 from kvledger.lifecycle.audit.model.moment import EventChecks, Moment, checks_of
-from kvledger.lifecycle.audit.model.promises import Promises
-from kvledger.lifecycle.audit.model.settled import SettledTokens
 from kvledger.lifecycle.audit.model.slots import Slots
 from kvledger.lifecycle.audit.model.start import Start
 from kvledger.lifecycle.audit.model.tables import Tables
@@ -41,11 +39,9 @@ class Model:
     lives: Lives
     tables: Tables
     jobs: JobsInFlight
-    settled: SettledTokens
     slots: Slots
     chunks: Chunks
     tails: Tails
-    promises: Promises
     answers: Answers
 
     @classmethod
@@ -72,14 +68,14 @@ class Model:
             moment=moment,
             forgotten=forgotten,
             lives=lives,
-            tables=Tables(lives, moment),
+            tables=Tables(lives, geometry, moment),
             jobs=jobs,
-            settled=SettledTokens(lives, moment, forgotten),
             slots=slots,
             chunks=Chunks(jobs, geometry, slots, moment),
             tails=Tails(lives, slots, moment),
-            promises=Promises(lives, geometry.chunk_size, moment, keep_for_preempted=configuration.keep_for_preempted),
-            answers=Answers(moment, forgotten),
+            answers=Answers(
+                lives, geometry.chunk_size, moment, forgotten, keep_for_preempted=configuration.keep_for_preempted
+            ),
         )
 
     def usable_tokens(self, life: Life, num_hit_tokens: int) -> int:
@@ -92,18 +88,13 @@ class Model:
         self.lives.begin(start)
         self.tables.begin(start)
         self.jobs.begin(start)
-        self.settled.begin()
         self.chunks.begin(start)
         self.tails.begin(start)
-        self.promises.begin(start)
         self.answers.begin(start)
 
     def folds(self) -> EventChecks:
         """(event class, fold), to be done before the checks of that class."""
         # First whom it concerns; then blocks and tails, which ask whose they are; then the lives, which may be over;
         # the jobs before the chunks, which ask what was saved.
-        folded = (
-            *(self.forgotten, self.tables, self.tails, self.promises, self.answers),
-            *(self.lives, self.jobs, self.settled, self.chunks),
-        )
+        folded = (*(self.forgotten, self.tables, self.tails, self.answers, self.lives, self.jobs, self.chunks),)
         return [*self.lives.meetings(), *(fold for each in folded for fold in checks_of(each))]

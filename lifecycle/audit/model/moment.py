@@ -56,6 +56,8 @@ class Moment:
     """Sequence number of the last observation: what is decided now is decided upon it. 0 before the first."""
     life: Life | None = None
     """The present life of the event's request, one that begins or ends here included."""
+    earlier: Life | None = None
+    """Of an arrival: the life that had the request's id before."""
     state_before: RequestState | None = None
     """None where nobody had the request's id."""
     blocks_before: BlocksRegion | None = None

@@ -46,8 +46,6 @@ class Start:
     departed: Mapping[bytes, Departed]
     tails: Mapping[int, IssuedTail]
     """By ordinal."""
-    promised: Mapping[str, Sequence[bytes]]
-    """Request id -> keys that its pending answer promised."""
     waited_for: Mapping[str, Sequence[bytes]]
     """Request id -> keys that it will come back for."""
     answers: Mapping[str, Answer]

@@ -7,8 +7,9 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.audit.model.lives import Life, Lives
+from kvledger.lifecycle.audit.model.lives import NEVER, Life, Lives
 from kvledger.lifecycle.audit.model.moment import Moment, on
+from kvledger.lifecycle.geometry import Geometry
 
 if TYPE_CHECKING:
     from kvledger.lifecycle.audit.model.start import Start
@@ -17,8 +18,9 @@ if TYPE_CHECKING:
 class Tables:
     """Ordinal -> block ids, 4 bytes each. To be folded before the lives, which are forgotten when they are over."""
 
-    def __init__(self, lives: Lives, moment: Moment) -> None:
+    def __init__(self, lives: Lives, geometry: Geometry, moment: Moment) -> None:
         self._moment = moment
+        self._geometry = geometry
         self._lives = lives
         self._held: dict[int, array[int]] = {}
         # The dict's own method, because it is asked for every save. So the dict is changed, never replaced.
@@ -44,25 +46,34 @@ class Tables:
         self._held.update((ordinal, array("I", table)) for ordinal, table in start.held.items() if len(table))
         self._lost.update((ordinal, array("I", table)) for ordinal, table in start.lost.items() if len(table))
 
-    @on(e.BlocksAllocated, e.BlockTableObserved)
-    def _replaced(self, event: e.BlocksAllocated | e.BlockTableObserved) -> None:
+    @on(e.BlocksAllocated)
+    def _allocated(self, event: e.BlocksAllocated) -> None:
         life = self._moment.life
         if life is not None:
+            life.num_old, life.num_own = life.num_own, len(event.block_ids)
             self._held[life.ordinal] = array("I", event.block_ids)
+
+    @on(e.BlockTableObserved)
+    def _observed(self, event: e.BlockTableObserved) -> None:
+        if self._moment.life is not None:
+            self._held[self._moment.life.ordinal] = array("I", event.block_ids)
 
     @on(e.LookupRequested)
     def _asked(self, event: e.LookupRequested) -> None:
         # Who is asked about holds nothing; after a failed asynchronous load vLLM frees the blocks without a word.
         life = self._moment.life
         if life is not None and self._moment.is_legal:
+            life.num_own = event.num_computed_tokens // self._geometry.block_size * len(self._geometry.window_sizes)
             self._held.pop(life.ordinal, None)
 
     @on(e.RequestPreempted, e.RequestFinished)
     def _taken(self, event: e.RequestPreempted | e.RequestFinished) -> None:
         life = self._moment.life
-        table = None if life is None else self._held.pop(life.ordinal, None)
-        if life is not None and table is not None:
-            self._lost[life.ordinal] = table
+        if life is not None:
+            life.num_own = NEVER
+            table = self._held.pop(life.ordinal, None)
+            if table is not None:
+                self._lost[life.ordinal] = table
 
     @on(e.StepScheduled)
     def _step_scheduled(self, event: e.StepScheduled) -> None:

@@ -77,9 +77,9 @@ class HitPinned(Checker):
 
     @on(e.ChunkEvicted)
     def _evicted(self, event: e.ChunkEvicted) -> None:
-        for request_id, promise in self.promises.promised(event.key):
+        for request_id, sequence in self.answers.promised(event.key):
             detail = f"chunk {event.key.hex()} was evicted, though the pending answer to {request_id!r} promised it"
-            self.broken(detail, promise.sequence, event.cause, request_id=request_id)
+            self.broken(detail, sequence, event.cause, request_id=request_id)
 
 
 class WaitingKept(Checker):
@@ -97,11 +97,10 @@ class WaitingKept(Checker):
 
     @on(e.ChunkEvicted)
     def _evicted(self, event: e.ChunkEvicted) -> None:
-        for request_id, promise in self.promises.waited_for(event.key):
-            promised = self.promises.to(request_id)
-            if promised is None or event.key not in promised.keys:
+        for request_id, sequence in self.answers.waited_for(event.key):
+            if all(request_id != whose for whose, _ in self.answers.promised(event.key)):
                 detail = f"chunk {event.key.hex()} was evicted, though {request_id!r} was preempted and waits for it"
-                self.broken(detail, promise.sequence, event.cause, request_id=request_id)
+                self.broken(detail, sequence, event.cause, request_id=request_id)
 
 
 POOL_FULL = "pool_full"
@@ -152,7 +151,7 @@ class PinBalance(Checker):
         model = self.model
         life = model.lives.get(request_id)
         own = frozenset(() if life is None else life.keys)
-        relied_on = model.promises.relied_on()
+        relied_on = model.answers.relied_on()
         read = {slot for job_id in model.jobs.loads if (job := model.jobs.get(job_id)) for slot in job.slots}
         freed: Counter[int] = Counter()
         for key, slots in model.chunks.committed.items():

@@ -7,7 +7,6 @@ from typing import Any
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.checker import Checker
 from kvledger.lifecycle.audit.model import Model
-from kvledger.lifecycle.audit.model.forgotten import LIFE
 from kvledger.lifecycle.audit.model.jobs import InFlight
 from kvledger.lifecycle.audit.model.lives import Life
 from kvledger.lifecycle.audit.model.moment import EventChecks, on
@@ -170,22 +169,13 @@ class FinishIsLast(Checker):
 
     rule = "FINISH_IS_LAST"
 
-    def __init__(self, model: Model) -> None:
-        super().__init__(model)
-        self._finished: dict[str, int] = {}
-        model.forgotten.at(LIFE, self._finished)
-
-    @on(e.RequestFinished)
-    def _request_finished(self, event: e.RequestFinished) -> None:
-        self._finished[event.request_id] = self.moment.sequence
-
     @on(e.LoadIssued, e.SaveIssued, e.TailSaveIssued)
     def _issued(self, event: e.LoadIssued | e.SaveIssued | e.TailSaveIssued) -> None:
         """Look at what starts after the end."""
         before = self.moment.state_before
         if before is not None and before is not _FINISHED:
             return
-        finished_at = self._finished.get(event.request_id, 0)
+        finished_at = 0 if self.moment.life is None else self.moment.life.finished_at
         if isinstance(event, e.SaveIssued) and event.cause == finished_at:
             return
         detail = f"{event.id}, job {event.job_id}, after the request had finished"
@@ -207,18 +197,17 @@ class ReleaseAll(Checker):
 
     def __init__(self, model: Model) -> None:
         super().__init__(model)
-        self._finished: dict[int, tuple[int, str]] = {}
-        """Ordinal -> (sequence of the end, request id), until released."""
+        self._finished: set[int] = set()
+        """Ordinals of lives that are over, until released."""
 
     def begin(self, start: Start) -> None:
         """Take over who has finished and is not released."""
-        ended = (life for life in start.lives if life.state is RequestState.FINISHED)
-        self._finished.update((life.ordinal, (0, life.request_id)) for life in ended)
+        self._finished.update(life.ordinal for life in start.lives if life.state is RequestState.FINISHED)
 
     @on(e.RequestFinished)
-    def _request_finished(self, event: e.RequestFinished) -> None:
+    def _request_finished(self, _event: e.RequestFinished) -> None:
         if self.moment.life is not None:
-            self._finished[self.moment.life.ordinal] = (self.moment.sequence, event.request_id)
+            self._finished.add(self.moment.life.ordinal)
 
     @on(e.StepScheduled)
     def _step_scheduled(self, _event: e.StepScheduled) -> None:
@@ -227,7 +216,8 @@ class ReleaseAll(Checker):
 
     @on(e.RequestReleased)
     def _released(self, event: e.RequestReleased) -> None:
-        finished_at, _ = self._finished.pop(event.ordinal, (0, ""))
+        self._finished.discard(event.ordinal)
+        finished_at = 0 if self.moment.life is None else self.moment.life.finished_at
         left = self.lives.get(event.request_id)
         if left is not None:
             detail = f"generation {event.generation} of life {event.ordinal} is released, but there is {left.name}"
@@ -239,10 +229,9 @@ class ReleaseAll(Checker):
         self.broken(detail, finished_at, event.cause)
 
     def _check_overdue(self) -> None:
-        for ordinal, (sequence, request_id) in list(self._finished.items()):
-            if self.lives.of(ordinal) is None:
-                del self._finished[ordinal]
-            elif not self.jobs.owes(ordinal):
-                del self._finished[ordinal]
+        for ordinal in [ordinal for ordinal in self._finished if not self.jobs.owes(ordinal)]:
+            self._finished.discard(ordinal)
+            life = self.lives.of(ordinal)
+            if life is not None:
                 detail = "finished and owes no transfer, but was not released by the next step"
-                self.broken(detail, sequence, request_id=request_id)
+                self.broken(detail, life.finished_at, request_id=life.request_id)

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.checker import Checker
 from kvledger.lifecycle.audit.model import Model
-from kvledger.lifecycle.audit.model.forgotten import LIFE
 from kvledger.lifecycle.audit.model.jobs import InFlight
+from kvledger.lifecycle.audit.model.lives import NEVER
 from kvledger.lifecycle.audit.model.moment import on
 from kvledger.lifecycle.audit.model.start import Start
 from kvledger.lifecycle.states import BlocksRegion, RequestState
@@ -30,32 +30,15 @@ class SrcBlockStable(Checker):
 
     def __init__(self, model: Model) -> None:
         super().__init__(model)
-        self._held: dict[str, int] = {}
-        """Request id -> sequence of the event that held its blocks."""
         self._named: set[int] = set()
-        model.forgotten.at((e.RequestReleased,), self._held)
-
-    def begin(self, start: Start) -> None:
-        """What a finished request is still saved from is held: had it not been, it was found before."""
-        for life in start.lives:
-            if life.state is RequestState.FINISHED and self.jobs.reads_blocks_of(life.ordinal):
-                self._held[life.request_id] = 0
-
-    @on(e.BlocksHeld)
-    def _blocks_held(self, event: e.BlocksHeld) -> None:
-        self._held[event.request_id] = self.moment.sequence
 
     @on(e.StepScheduled)
     def _step_scheduled(self, _event: e.StepScheduled) -> None:
-        if not self.jobs.async_saves and not self._named:
-            return
-        saves = [job for job_id in sorted(self.jobs.async_saves) if (job := self.jobs.get(job_id)) is not None]
-        self._check_saves(saves)
-
-    def _check_saves(self, saves: list[InFlight]) -> None:
-        """Look at every save under way."""
-        self._named &= {job.job_id for job in saves}
-        for job in saves:
+        self._named &= self.jobs.async_saves
+        for job_id in sorted(self.jobs.async_saves):
+            job = self.jobs.get(job_id)
+            if job is None:
+                continue
             why = self._why_unstable(job)
             if why and not job.is_fenced and job.job_id not in self._named:
                 self._named.add(job.job_id)
@@ -67,7 +50,7 @@ class SrcBlockStable(Checker):
         if life is None:
             return "its request is gone"
         if life.state is RequestState.FINISHED:
-            return "" if job.request_id in self._held else "its request has finished and the blocks are not held"
+            return "" if life.held_at != NEVER else "its request has finished and the blocks are not held"
         if not self.jobs.is_own(job):
             return "its request has lost them"
         table = self.tables.held_by(life)
@@ -95,25 +78,12 @@ class BlockReuseFenced(Checker):
         super().__init__(model)
         self._read_by: dict[int, int] = {}
         """Block id -> job id of an asynchronous save."""
-        self._saves: dict[int, tuple[int, tuple[int, ...]]] = {}
-        """Job id -> (sequence, blocks)."""
-        self._num_own: dict[str, int] = {}
-        """Request id -> blocks at the front of its table that the next allocation does not give anew."""
-        self._held: dict[str, int] = {}
-        """Request id -> sequence of the event that held its blocks."""
-        model.forgotten.at((*LIFE, e.RequestPreempted, e.RequestFinished), self._num_own)
-        model.forgotten.at(LIFE, self._held)
 
-    def begin(self, _start: Start) -> None:
-        """Take over the saves in flight, and who holds blocks; what a finished request is saved from is held."""
-        jobs = self.jobs
-        for job_id, job in jobs:
-            if not job.is_load and job.is_async:
-                self._saves[job_id] = (0, job.block_ids)
-                self._read_by |= dict.fromkeys(job.block_ids, job_id)
-        for life in self.lives:
-            if life.state is RequestState.FINISHED and jobs.reads_blocks_of(life.ordinal):
-                self._held[life.request_id] = 0
+    def begin(self, start: Start) -> None:
+        """Take over the saves in flight."""
+        for job in start.jobs:
+            if job.is_async and not job.is_load:
+                self._read_by |= dict.fromkeys(job.block_ids, job.job_id)
 
     @on(e.StepScheduled)
     def _step_scheduled(self, event: e.StepScheduled) -> None:
@@ -125,35 +95,23 @@ class BlockReuseFenced(Checker):
 
     @on(e.BlocksAllocated)
     def _allocated(self, event: e.BlocksAllocated) -> None:
-        num_own = self._num_own.get(event.request_id)
-        self._num_own[event.request_id] = len(event.block_ids)
-        if self._read_by and self.moment.life is not None and num_own is not None:
-            self._check_given(self.moment.life.ordinal, event.block_ids[num_own:])
+        life = self.moment.life
+        if self._read_by and life is not None and life.num_old != NEVER:
+            self._check_given(life.ordinal, event.block_ids[life.num_old :])
 
     @on(e.SaveIssued)
     def _save_issued(self, event: e.SaveIssued) -> None:
         if event.is_async:
-            self._saves[event.job_id] = (self.moment.sequence, event.block_ids)
             read_by, job_id = self._read_by, event.job_id
             for block_id in event.block_ids:  # merging a dict made for it costs twice as much
                 read_by[block_id] = job_id
 
     @on(e.SaveCompleted, e.SaveFailed)
     def _settled(self, event: e.SaveCompleted | e.SaveFailed) -> None:
-        if self._saves:
-            for block_id in self._saves.pop(event.job_id, (0, ()))[1]:
+        if self._read_by and self.jobs.current is not None:
+            for block_id in self.jobs.current.block_ids:
                 if self._read_by.get(block_id) == event.job_id:
                     del self._read_by[block_id]
-
-    @on(e.LookupRequested)
-    def _requested(self, event: e.LookupRequested) -> None:
-        configuration = self.configuration
-        num_blocks = event.num_computed_tokens // configuration.block_size
-        self._num_own[event.request_id] = num_blocks * len(configuration.windows)
-
-    @on(e.BlocksHeld)
-    def _hold(self, event: e.BlocksHeld) -> None:
-        self._held[event.request_id] = self.moment.sequence
 
     def _check_given(self, ordinal: int, block_ids: Iterable[int]) -> None:
         jobs, lives = self.jobs, self.lives
@@ -163,13 +121,13 @@ class BlockReuseFenced(Checker):
             if job is None or life is None or job.is_fenced or job.ordinal == ordinal:
                 continue
             ended = life.state is RequestState.FINISHED
-            has_them = life.request_id in self._held if ended else life.generation == job.generation
+            has_them = life.held_at != NEVER if ended else life.generation == job.generation
             if has_them and (ended or life.blocks is not BlocksRegion.NONE):
                 given = sorted(set(block_ids) & set(job.block_ids) - {NULL_BLOCK})
                 whom = lives.of(ordinal)
                 detail = f"blocks {given} are given away, but save {job_id} of {job.request_id!r} still reads them"
                 request_id = "" if whom is None else whom.request_id
-                self.broken(detail, self._saves[job_id][0], request_id=request_id)
+                self.broken(detail, job.sequence, request_id=request_id)
 
 
 class DelayFreeContract(Checker):
@@ -184,42 +142,27 @@ class DelayFreeContract(Checker):
 
     rule = "DELAY_FREE_CONTRACT"
 
-    def __init__(self, model: Model) -> None:
-        super().__init__(model)
-        self._finished: dict[str, int] = {}
-        """Request id -> sequence of its end, where its blocks are not held."""
-        self._held: dict[str, tuple[int, int]] = {}
-        """Request id -> sequence and ordinal."""
-        model.forgotten.at((e.RequestReleased,), self._finished, self._held)
-
-    @on(e.RequestFinished)
-    def _request_finished(self, event: e.RequestFinished) -> None:
-        self._finished[event.request_id] = self.moment.sequence
+    @on(e.RequestArrived)
+    def _arrived(self, _event: e.RequestArrived) -> None:
+        earlier = self.moment.earlier
+        if earlier is not None and earlier.held_at != NEVER and self.jobs.reads_blocks_of(earlier.ordinal):
+            detail = "a request arrives under an id whose blocks are still held, so vLLM would free them twice"
+            self.broken(detail, earlier.held_at)
 
     @on(e.BlocksHeld)
     def _blocks_held(self, event: e.BlocksHeld) -> None:
-        self._check_hold(event)
-        self._held[event.request_id] = self.moment.sequence, event.ordinal
-
-    @on(e.RequestArrived)
-    def _arrived(self, event: e.RequestArrived) -> None:
-        held_at, ordinal = self._held.pop(event.request_id, (0, 0))
-        self._finished.pop(event.request_id, None)
-        if held_at and self.jobs.reads_blocks_of(ordinal):
-            detail = "a request arrives under an id whose blocks are still held, so vLLM would free them twice"
-            self.broken(detail, held_at)
-
-    def _check_hold(self, event: e.BlocksHeld) -> None:
-        finished_at = self._finished.get(event.request_id, 0)
         life = self.moment.life
-        if event.request_id in self._held:
+        if life is None:
+            return  # LEGAL_TRANSITION names it
+        held_before = life.held_at if life.held_at != self.moment.sequence else 0
+        if held_before:
             detail = "its blocks are held a second time"
-        elif event.cause != finished_at or not finished_at:
+        elif event.cause != life.finished_at:
             detail = "its blocks are held, but not because it ended"
-        elif life is None or not self.jobs.reads_blocks_of(life.ordinal):
+        elif not self.jobs.reads_blocks_of(life.ordinal):
             detail = "its blocks are held, but no copy reads them"
         elif self.jobs.is_loading(life.ordinal, life.generation, outside_steps=True):
             detail = "its blocks are held for a save, but vLLM keeps them for a load: it would hear of two ends"
         else:
             return
-        self.broken(detail, finished_at, self._held.get(event.request_id, (0, 0))[0])
+        self.broken(detail, life.finished_at, held_before)

@@ -27,26 +27,18 @@ class ChunkComplete(Checker):
 
     rule = "CHUNK_COMPLETE"
 
-    def __init__(self, model: Model) -> None:
-        super().__init__(model)
-        self._chunk_size = model.configuration.chunk_size
-
     @on(e.SaveIssued)
     def _save_issued(self, event: e.SaveIssued) -> None:
-        chunks = event.chunks
-        deepest = max(chunks) if len(chunks) > 1 else chunks[0] if chunks else -1
-        num_tokens = (deepest + 1) * self._chunk_size
-        known = self.settled.known(event.request_id)
-        if known is None or num_tokens > known[0]:
-            self._check(event, f"chunk {deepest}", num_tokens)
+        self._check(event, (max(event.chunks, default=-1) + 1) * self.geometry.chunk_size)
 
     @on(e.TailSaveIssued)
     def _tail_save_issued(self, event: e.TailSaveIssued) -> None:
-        self._check(event, "the tail", event.first_token + event.num_tokens)
+        self._check(event, event.first_token + event.num_tokens)
 
-    def _check(self, event: e.SaveIssued | e.TailSaveIssued, what: str, num_tokens: int) -> None:
-        num_settled_tokens, sequence = self.settled.of(event.request_id)
+    def _check(self, event: e.SaveIssued | e.TailSaveIssued, num_tokens: int) -> None:
+        num_settled_tokens, sequence = (0, 0) if self.moment.life is None else self.moment.life.settled
         if num_tokens > num_settled_tokens:
+            what = f"chunk {max(event.chunks)}" if isinstance(event, e.SaveIssued) else "the tail"
             detail = f"{what} ends at token {num_tokens}, but only {num_settled_tokens} tokens were settled"
             self.broken(detail, sequence, event.cause)
 

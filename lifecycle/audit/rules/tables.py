@@ -256,6 +256,10 @@ class GroupAgreement(Checker):
         known = self._left if event.cause == self._step_sequence else self._leaving
         return known.get(event.request_id)
 
+    def _settled(self) -> tuple[int, int]:
+        settled = (0, 0) if self.moment.life is None else self.moment.life.settled
+        return settled if settled[1] else (0, 0)  # where only a bound is known, nothing is
+
     @on(e.LoadIssued)
     def _check_load(self, event: e.LoadIssued) -> None:
         end_token = event.first_token + event.num_tokens
@@ -270,7 +274,7 @@ class GroupAgreement(Checker):
                 self.broken(detail, event.cause)
 
     def _check_save(self, event: e.SaveIssued | e.TailSaveIssued, pages: Sequence[int]) -> None:
-        num_settled_tokens, sequence = self._intact_since(event) or self.settled.at_least(event.request_id)
+        num_settled_tokens, sequence = self._intact_since(event) or self._settled()
         for page, slot in zip(pages, event.slots, strict=False):
             if slot != NO_SLOT and not self._is_seen(page, num_settled_tokens):
                 detail = (
