@@ -8,227 +8,176 @@ What a decision says is, besides, decided again wherever the code that decided i
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from types import MappingProxyType
+
+from kvledger.lifecycle import events as e
 
 Why = tuple[str, ...] | str
 """Rules, or in words why there is none."""
 
-_CAUSE = ("LEGAL_TRANSITION",)
-_CLOCK = "a clock: nothing contradicts it but order, and LIVENESS measures silence with it"
 _ENGINE = "only the engine knows; nothing else in the log tells it"
 _PEOPLE = "for people; nothing hangs on it"
 _PASSED_ON = "what was noticed live, which RECORDED passes on"
 _KNOWN = ("LEGAL_TRANSITION",)
 _LIFE = ("GEN_ISOLATION",)
-_NAMED: Mapping[str, Why] = {"request_id": ("LEGAL_TRANSITION", "GEN_ISOLATION"), "ordinal": _LIFE, "generation": _LIFE}
-_SETTLED: Mapping[str, Why] = {**_NAMED, "request_id": _LIFE, "job_id": ("COMPLETION_ONCE",), "cause": _CAUSE}
-_JOB: Mapping[str, Why] = {**_NAMED, "job_id": ("COMPLETION_ONCE",), "cause": _CAUSE}
-_PROGRESS: Mapping[str, Why] = {
-    **_NAMED,
-    "num_computed_tokens": ("TOKEN_CONSERVATION",),
-    "num_tokens": ("TOKEN_CONSERVATION",),
-    "cause": _CAUSE,
+_PROGRESS: Mapping[str, Why] = dict.fromkeys(("num_computed_tokens", "num_tokens"), ("TOKEN_CONSERVATION",))
+_BY_NAME: Mapping[str, Why] = {
+    "ordinal": _LIFE,
+    "generation": _LIFE,
+    "job_id": ("COMPLETION_ONCE",),
+    "cause": ("LEGAL_TRANSITION",),
+    "error": _PEOPLE,
+    "time_ns": "a clock: nothing contradicts it but order, and LIVENESS measures silence with it",
+    **dict.fromkeys(
+        ("extension", "name", "extension_version", "payload"),
+        "the extension's own rules judge what only it understands",
+    ),
 }
-_EXTENSION: Mapping[str, Why] = dict.fromkeys(
-    ("extension", "name", "extension_version", "payload"), "the extension's own rules judge what only it understands"
-)
+"""Field -> the same, in events that say nothing else of it."""
+_OF_EVENT: Mapping[str, Mapping[str, Why]] = {
+    "request.arrived": {"num_prompt_tokens": _ENGINE},
+    "chunk.keys_observed": {"first_chunk": ("LONGEST_HIT",), "keys": ("KEY_IDENTITY",)},
+    "lookup.requested": {
+        "num_computed_tokens": ("LOOKUP_PURE",),
+        "num_tokens": ("LOOKUP_PURE", "RESUME_COVERS_OUTPUT"),
+    },
+    "blocks.allocated": {
+        "block_ids": ("TABLE_EQ", "SRC_BLOCK_OWNED", "SRC_BLOCK_STABLE", "LOAD_DST_EXCLUSIVE"),
+        "num_external_tokens": ("ALLOC_MATCHES_LOOKUP", "EXTERNAL_ZERO_NO_LOAD", "TOKEN_CONSERVATION"),
+    },
+    "blocks.observed": {"block_ids": "the scheduler's own word; that it had to be written down is what TABLE_EQ names"},
+    "request.preempted": {
+        "num_settled_tokens": ("CHUNK_COMPLETE",),
+        "num_tokens": ("RESUME_COVERS_OUTPUT",),
+        "blocks_zeroed": ("CHUNK_COMPLETE",),
+    },
+    "session.continued": dict.fromkeys(("num_computed_tokens", "num_tokens", "num_prompt_tokens"), _ENGINE),
+    "tokens.rolled_back": {"num_computed_tokens": ("ROLLBACK_OBSERVED",)},
+    "request.finished": {
+        "status": _PEOPLE,
+        "num_settled_tokens": ("CHUNK_COMPLETE",),
+        "num_tokens": ("CHUNK_COMPLETE",),
+        "blocks_zeroed": ("CHUNK_COMPLETE",),
+    },
+    "step.scheduled": {
+        "step": ("STEP_SUM",),
+        "num_scheduled_tokens": ("STEP_SUM",),
+        "advanced": ("STEP_SUM", "LEGAL_TRANSITION", "TOKEN_CONSERVATION", "LAST_TOKEN", "ROLLBACK_OBSERVED"),
+        "paused": ("STEP_SUM",),
+        "extended": ("TABLE_EQ", "BLOCK_REUSE_FENCED", "SRC_BLOCK_OWNED"),
+        "settled": ("CURSOR_LE_FRONTIER", "CHUNK_COMPLETE"),
+    },
+    "transfer.reported": {
+        "ranks_done": ("COMPLETION_ONCE", "RANK_AGREEMENT"),
+        "ranks_failed": ("COMPLETION_ONCE", "RANK_AGREEMENT"),
+        "is_repeated": "excuses a second report; that a rank was asked for it, nobody compares",
+        "num_bytes": "measured by the workers, for metrics",
+        "duration_ns": "measured by the workers, for metrics",
+        "withheld": "the connector's word on why it reports in the workers' place; no worker could tell",
+    },
+    "load.errors_observed": {"block_ids": ("FAILED_LOAD_TAINT",)},
+    "hook.failed": dict.fromkeys(("hook", "request_id", "error"), _PASSED_ON),
+    "lookup.answered": {
+        "num_computed_tokens": ("LOOKUP_PURE", "TOKEN_CONSERVATION"),
+        "num_tokens": ("LOOKUP_PURE",),
+        "num_hit_tokens": ("LONGEST_HIT", "RESET_EPOCH", "LOOKUP_PURE"),
+        "num_external_tokens": ("LOOKUP_PURE", "ALLOC_MATCHES_LOOKUP", "LAST_TOKEN"),
+        "is_async": ("ALLOC_MATCHES_LOOKUP",),
+        "miss_reason": ("LONGEST_HIT",),
+        "miss_cause": ("LONGEST_HIT",),
+    },
+    "lookup.deferred": {
+        "num_computed_tokens": ("LOOKUP_PURE",),
+        "num_tokens": ("LOOKUP_PURE",),
+        "job_id": ("DEFER_BOUNDED",),
+        "num_deferred": ("DEFER_BOUNDED",),
+    },
+    "load.issued": {
+        "first_token": ("ALLOC_MATCHES_LOOKUP", "LOADABLE_AFTER_COMMIT"),
+        "num_tokens": ("ALLOC_MATCHES_LOOKUP", "LAST_TOKEN"),
+        "slots": ("LOADABLE_AFTER_COMMIT", "GROUP_AGREEMENT"),
+        "block_ids": ("LOAD_DST_EXCLUSIVE",),
+        "is_async": ("ALLOC_MATCHES_LOOKUP",),
+    },
+    "load.completed": {"request_id": _LIFE, "job_id": ("COMPLETION_ONCE", "RANK_AGREEMENT")},
+    "save.issued": {
+        "chunks": ("CHUNK_COMPLETE", "STORE_CONTIGUOUS", "SETTLED_SAVED", "SRC_BLOCK_OWNED"),
+        "slots": ("SLOT_EXCLUSIVE", "SRC_BLOCK_OWNED", "GROUP_AGREEMENT"),
+        "block_ids": ("SRC_BLOCK_OWNED", "SRC_BLOCK_STABLE"),
+        "before_forward": ("SRC_BLOCK_OWNED",),
+        "is_async": ("SRC_BLOCK_OWNED",),
+    },
+    "tail.save_issued": {
+        "first_token": ("SRC_BLOCK_OWNED",),
+        "num_tokens": ("CHUNK_COMPLETE", "SRC_BLOCK_OWNED"),
+        "slots": ("SLOT_EXCLUSIVE", "SRC_BLOCK_OWNED"),
+        "block_ids": ("SRC_BLOCK_OWNED",),
+    },
+    "save.completed": {"request_id": _LIFE, "job_id": ("COMPLETION_ONCE", "RANK_AGREEMENT")},
+    "load.failed": {"request_id": _LIFE},
+    "save.failed": {"request_id": _LIFE, "quiet": ("RANK_AGREEMENT", "SLOT_EXCLUSIVE")},
+    "save.declined": {
+        "first_chunk": ("SETTLED_SAVED",),
+        "num_chunks": _PEOPLE,
+        "reason": ("PIN_BALANCE",),
+    },
+    "transfer.awaited": {
+        "request_id": _LIFE,
+        "job_id": ("SRC_BLOCK_STABLE", "LIVENESS"),
+        "before_forward": ("SRC_BLOCK_STABLE",),
+    },
+    "blocks.held": {"request_id": ("LEGAL_TRANSITION", "DELAY_FREE_CONTRACT")},
+    "chunk.evicted": {
+        "key": ("EVICT_IDLE_ONLY", "HIT_PINNED", "WAITING_KEPT", "SLOT_EXCLUSIVE"),
+        **dict.fromkeys(("request_id", "ordinal", "generation"), _LIFE),
+    },
+    "chunk.tainted": {"key": ("FAILED_LOAD_TAINT", "LONGEST_HIT")},
+    "prefill.advanced": _PROGRESS,
+    "prefill.completed": _PROGRESS,
+    "request.released": {"request_id": _KNOWN, "ordinal": ("RELEASE_ALL",), "generation": ("RELEASE_ALL",)},
+    "request.quarantined": {"reason": _PEOPLE},
+    "invariant.violated": dict.fromkeys(("rule", "request_id", "ordinal", "generation", "detail"), _PASSED_ON),
+    "log.note": {"text": _PEOPLE},
+    "window.left": {"num_settled_tokens": _ENGINE},
+    "effects.delivered": {
+        **dict.fromkeys(("job_ids", "awaited", "block_ids", "failed", "sent", "received"), ("DELIVERED_ONCE",)),
+        "reported": "what vLLM has from the workers; only the engine knows",
+    },
+    "load.refused": {
+        "request_id": "the connector's word that what vLLM claimed will not be loaded",
+        "block_ids": ("DELIVERED_ONCE",),
+    },
+    "decision.withheld": {
+        **dict.fromkeys(("request_id", "rule", "detail"), "the connector's word about what never left it"),
+    },
+    "extension.decided": {
+        "request_id": _KNOWN,
+        **dict.fromkeys(("ordinal", "generation"), "no fold of the core asks whose it is"),
+    },
+    "pages.digested": {
+        **dict.fromkeys(("request_id", "ordinal", "generation"), "the connector's word on whose copy it is"),
+        **dict.fromkeys(
+            ("rank", "is_load", "group", "first_block"),
+            "says which bytes: others are compared with others, or none",
+        ),
+        **dict.fromkeys(("digests", "stored"), ("BYTES_UNCHANGED",)),
+    },
+    "extension.stopped": {
+        **dict.fromkeys(("extension", "extension_version"), "the code that raised may be another one by now"),
+        **dict.fromkeys(("where", "error"), _PEOPLE),
+    },
+}
+
+
+def _facts_of(event: type[e.Event]) -> Iterator[tuple[str, Why]]:
+    own = _OF_EVENT.get(event.id, {})
+    why = {**_BY_NAME, "request_id": (*_KNOWN, *_LIFE) if event.is_decision else _KNOWN, **own}
+    yield from ((field, why[field]) for field in e.field_names(event) if field in why)
+    yield from own.items()
+
 
 FACTS: Mapping[str, Mapping[str, Why]] = MappingProxyType(
-    {
-        "request.arrived": {
-            "request_id": _KNOWN,
-            "ordinal": _LIFE,
-            "num_prompt_tokens": _ENGINE,
-            "time_ns": _CLOCK,
-        },
-        "chunk.keys_observed": {"request_id": _KNOWN, "first_chunk": ("LONGEST_HIT",), "keys": ("KEY_IDENTITY",)},
-        "lookup.requested": {
-            "request_id": _KNOWN,
-            "num_computed_tokens": ("LOOKUP_PURE",),
-            "num_tokens": ("LOOKUP_PURE", "RESUME_COVERS_OUTPUT"),
-            "time_ns": _CLOCK,
-        },
-        "blocks.allocated": {
-            "request_id": _KNOWN,
-            "block_ids": ("TABLE_EQ", "SRC_BLOCK_OWNED", "SRC_BLOCK_STABLE", "LOAD_DST_EXCLUSIVE"),
-            "num_external_tokens": ("ALLOC_MATCHES_LOOKUP", "EXTERNAL_ZERO_NO_LOAD", "TOKEN_CONSERVATION"),
-            "time_ns": _CLOCK,
-        },
-        "blocks.observed": {
-            "request_id": _KNOWN,
-            "block_ids": "the scheduler's own word; that it had to be written down is what TABLE_EQ names",
-            "time_ns": _CLOCK,
-        },
-        "request.preempted": {
-            "request_id": _KNOWN,
-            "num_settled_tokens": ("CHUNK_COMPLETE",),
-            "num_tokens": ("RESUME_COVERS_OUTPUT",),
-            "time_ns": _CLOCK,
-            "blocks_zeroed": ("CHUNK_COMPLETE",),
-        },
-        "session.continued": {
-            "request_id": _KNOWN,
-            **dict.fromkeys(("num_computed_tokens", "num_tokens", "num_prompt_tokens"), _ENGINE),
-            "time_ns": _CLOCK,
-        },
-        "tokens.rolled_back": {
-            "request_id": _KNOWN,
-            "num_computed_tokens": ("ROLLBACK_OBSERVED",),
-            "time_ns": _CLOCK,
-        },
-        "request.finished": {
-            "request_id": _KNOWN,
-            "status": _PEOPLE,
-            "num_settled_tokens": ("CHUNK_COMPLETE",),
-            "num_tokens": ("CHUNK_COMPLETE",),
-            "time_ns": _CLOCK,
-            "blocks_zeroed": ("CHUNK_COMPLETE",),
-        },
-        "step.scheduled": {
-            "step": ("STEP_SUM",),
-            "num_scheduled_tokens": ("STEP_SUM",),
-            "advanced": ("STEP_SUM", "LEGAL_TRANSITION", "TOKEN_CONSERVATION", "LAST_TOKEN", "ROLLBACK_OBSERVED"),
-            "paused": ("STEP_SUM",),
-            "extended": ("TABLE_EQ", "BLOCK_REUSE_FENCED", "SRC_BLOCK_OWNED"),
-            "settled": ("CURSOR_LE_FRONTIER", "CHUNK_COMPLETE"),
-            "time_ns": _CLOCK,
-        },
-        "transfer.reported": {
-            "job_id": ("COMPLETION_ONCE",),
-            "ranks_done": ("COMPLETION_ONCE", "RANK_AGREEMENT"),
-            "ranks_failed": ("COMPLETION_ONCE", "RANK_AGREEMENT"),
-            "is_repeated": "excuses a second report; that a rank was asked for it, nobody compares",
-            "num_bytes": "measured by the workers, for metrics",
-            "duration_ns": "measured by the workers, for metrics",
-            "error": _PEOPLE,
-            "withheld": "the connector's word on why it reports in the workers' place; no worker could tell",
-            "time_ns": _CLOCK,
-        },
-        "load.errors_observed": {"block_ids": ("FAILED_LOAD_TAINT",), "time_ns": _CLOCK},
-        "cache.reset": {"time_ns": _CLOCK},
-        "hook.failed": {**dict.fromkeys(("hook", "request_id", "error"), _PASSED_ON), "time_ns": _CLOCK},
-        "lookup.answered": {
-            **_NAMED,
-            "num_computed_tokens": ("LOOKUP_PURE", "TOKEN_CONSERVATION"),
-            "num_tokens": ("LOOKUP_PURE",),
-            "num_hit_tokens": ("LONGEST_HIT", "RESET_EPOCH", "LOOKUP_PURE"),
-            "num_external_tokens": ("LOOKUP_PURE", "ALLOC_MATCHES_LOOKUP", "LAST_TOKEN"),
-            "is_async": ("ALLOC_MATCHES_LOOKUP",),
-            "miss_reason": ("LONGEST_HIT",),
-            "miss_cause": ("LONGEST_HIT",),
-            "cause": _CAUSE,
-        },
-        "lookup.deferred": {
-            **_NAMED,
-            "num_computed_tokens": ("LOOKUP_PURE",),
-            "num_tokens": ("LOOKUP_PURE",),
-            "job_id": ("DEFER_BOUNDED",),
-            "num_deferred": ("DEFER_BOUNDED",),
-            "cause": _CAUSE,
-        },
-        "load.issued": {
-            **_JOB,
-            "first_token": ("ALLOC_MATCHES_LOOKUP", "LOADABLE_AFTER_COMMIT"),
-            "num_tokens": ("ALLOC_MATCHES_LOOKUP", "LAST_TOKEN"),
-            "slots": ("LOADABLE_AFTER_COMMIT", "GROUP_AGREEMENT"),
-            "block_ids": ("LOAD_DST_EXCLUSIVE",),
-            "is_async": ("ALLOC_MATCHES_LOOKUP",),
-        },
-        "load.completed": {**_SETTLED, "job_id": ("COMPLETION_ONCE", "RANK_AGREEMENT")},
-        "load.failed": {**_SETTLED, "error": _PEOPLE},
-        "save.issued": {
-            **_JOB,
-            "chunks": ("CHUNK_COMPLETE", "STORE_CONTIGUOUS", "SETTLED_SAVED", "SRC_BLOCK_OWNED"),
-            "slots": ("SLOT_EXCLUSIVE", "SRC_BLOCK_OWNED", "GROUP_AGREEMENT"),
-            "block_ids": ("SRC_BLOCK_OWNED", "SRC_BLOCK_STABLE"),
-            "before_forward": ("SRC_BLOCK_OWNED",),
-            "is_async": ("SRC_BLOCK_OWNED",),
-        },
-        "tail.save_issued": {
-            **_JOB,
-            "first_token": ("SRC_BLOCK_OWNED",),
-            "num_tokens": ("CHUNK_COMPLETE", "SRC_BLOCK_OWNED"),
-            "slots": ("SLOT_EXCLUSIVE", "SRC_BLOCK_OWNED"),
-            "block_ids": ("SRC_BLOCK_OWNED",),
-        },
-        "save.completed": {**_SETTLED, "job_id": ("COMPLETION_ONCE", "RANK_AGREEMENT")},
-        "save.failed": {**_SETTLED, "error": _PEOPLE, "quiet": ("RANK_AGREEMENT", "SLOT_EXCLUSIVE")},
-        "save.declined": {
-            **_NAMED,
-            "first_chunk": ("SETTLED_SAVED",),
-            "num_chunks": _PEOPLE,
-            "reason": ("PIN_BALANCE",),
-            "cause": _CAUSE,
-        },
-        "transfer.awaited": {
-            **_NAMED,
-            "request_id": _LIFE,
-            "job_id": ("SRC_BLOCK_STABLE", "LIVENESS"),
-            "before_forward": ("SRC_BLOCK_STABLE",),
-            "cause": _CAUSE,
-        },
-        "blocks.held": {
-            **_NAMED,
-            "request_id": ("LEGAL_TRANSITION", "DELAY_FREE_CONTRACT"),
-            "cause": _CAUSE,
-        },
-        "chunk.evicted": {
-            "key": ("EVICT_IDLE_ONLY", "HIT_PINNED", "WAITING_KEPT", "SLOT_EXCLUSIVE"),
-            **dict.fromkeys(("request_id", "ordinal", "generation"), _LIFE),
-            "cause": _CAUSE,
-        },
-        "chunk.tainted": {"key": ("FAILED_LOAD_TAINT", "LONGEST_HIT"), "cause": _CAUSE},
-        "prefill.advanced": _PROGRESS,
-        "prefill.completed": _PROGRESS,
-        "request.released": {
-            "request_id": _KNOWN,
-            "ordinal": ("RELEASE_ALL",),
-            "generation": ("RELEASE_ALL",),
-            "cause": _CAUSE,
-        },
-        "request.quarantined": {**_NAMED, "reason": _PEOPLE, "cause": _CAUSE},
-        "invariant.violated": {
-            **dict.fromkeys(("rule", "request_id", "ordinal", "generation", "detail"), _PASSED_ON),
-            "cause": _CAUSE,
-        },
-        "log.note": {"text": _PEOPLE, "time_ns": _CLOCK},
-        "window.left": {"request_id": _KNOWN, "num_settled_tokens": _ENGINE, "time_ns": _CLOCK},
-        "effects.delivered": {
-            **dict.fromkeys(("job_ids", "awaited", "block_ids", "failed", "sent", "received"), ("DELIVERED_ONCE",)),
-            "reported": "what vLLM has from the workers; only the engine knows",
-        },
-        "load.refused": {
-            "request_id": "the connector's word that what vLLM claimed will not be loaded",
-            "block_ids": ("DELIVERED_ONCE",),
-            "time_ns": _CLOCK,
-        },
-        "decision.withheld": {
-            **dict.fromkeys(("request_id", "rule", "detail"), "the connector's word about what never left it"),
-            "time_ns": _CLOCK,
-        },
-        "extension.observed": {"request_id": _KNOWN, **_EXTENSION, "time_ns": _CLOCK},
-        "extension.decided": {
-            "request_id": _KNOWN,
-            **dict.fromkeys(("ordinal", "generation"), "no fold of the core asks whose it is"),
-            **_EXTENSION,
-            "cause": _CAUSE,
-        },
-        "extension.noted": {**_EXTENSION, "time_ns": _CLOCK},
-        "pages.digested": {
-            **dict.fromkeys(("request_id", "ordinal", "generation"), "the connector's word on whose copy it is"),
-            **dict.fromkeys(
-                ("rank", "is_load", "group", "first_block"),
-                "says which bytes: others are compared with others, or none",
-            ),
-            **dict.fromkeys(("digests", "stored"), ("BYTES_UNCHANGED",)),
-            "time_ns": _CLOCK,
-        },
-        "extension.stopped": {
-            **dict.fromkeys(("extension", "extension_version"), "the code that raised may be another one by now"),
-            **dict.fromkeys(("where", "error"), _PEOPLE),
-            "cause": _CAUSE,
-        },
-    }
+    {event.id: dict(_facts_of(event)) for event in e.STANDARD_EVENTS}
 )
 """Event id -> field -> which rules hold it against something else."""
