@@ -26,6 +26,7 @@ from kvledger.adapters.logs.amounts import duration, event_range, milliseconds, 
 from kvledger.adapters.logs.describe import event_text, state_change, violation_place
 from kvledger.adapters.logs.ending import ending_text, num_open_requests, sound_text
 from kvledger.adapters.logs.facts import facts_of, figures_in_words
+from kvledger.adapters.logs.histories import Histories, NamedEvent, NamedEvents, named_by
 from kvledger.adapters.logs.log import StoredLog
 from kvledger.adapters.logs.progress import Progress
 from kvledger.adapters.logs.selection import Selection
@@ -33,7 +34,6 @@ from kvledger.adapters.logs.verification import Findings, Verification
 from kvledger.adapters.logs.visible import visible
 from kvledger.lifecycle import Figures
 from kvledger.lifecycle.audit import Audit, Violation
-from kvledger.lifecycle.events import Event
 
 _MAX_FINDINGS = 50
 _MAX_TIMELINES = 60
@@ -80,16 +80,17 @@ def write_page(log: StoredLog, selection: Selection, output: Progress) -> Iterat
     found = verification.findings()
     violations = audit.violations[:_MAX_FINDINGS]
     evidence = {sequence for item in violations for sequence in (*item.evidence, item.sequence)}
+    named = NamedEvents(evidence | named_by(accounts.histories))
     with output.progress(log, "reading once more"):
-        timelines, proof = read_timelines(log, selection, _most_interesting(shown, log), evidence)
+        timelines = read_timelines(log, selection, _most_interesting(shown, log), named)
     of_workers = [Finding(trouble, "") for trouble in found.of_workers]
-    findings = [*of_workers, *_damage(found), *_breaches(violations, proof), *_divergences(audit, found)]
+    findings = [*of_workers, *_damage(found), *_breaches(violations, named.events), *_divergences(audit, found)]
     requests = shown.requests
     axis = _axis(shown, requests, selection, trace.now_ns)
     verdict, verdict_style = _VERDICTS[found.exit_code]
     if found.exit_code in {ExitCode.SOUND, ExitCode.END_MISSING}:
         verdict = sound_text(log.ending) + verdict
-    explanations = [] if selection.request_id is None else reasons.causes(log, selection, selection.request_id, output)
+    histories = Histories(accounts.histories, named.events, named.names)
     style = resources.files(__package__).joinpath("page.css").read_text("utf-8")
     yield from _template().generate(
         style=style,
@@ -110,7 +111,7 @@ def write_page(log: StoredLog, selection: Selection, output: Progress) -> Iterat
         figures_of=_figures_of(selection),
         figures=_figures(log, audit.projections.totals.figures, shown),
         **reasons.totals(accounts.sums()),
-        explanations=explanations,
+        explanations=reasons.causes(log, selection, histories),
         max_causes=_MAX_CAUSES,
         requests=requests,
         shown_ids={request.incarnation.request_id for request in requests},
@@ -222,10 +223,10 @@ def _damage(found: Findings) -> Iterator[Finding]:
         yield Finding(damage.place, damage.detail)
 
 
-def _breaches(violations: Sequence[Violation], proof: Mapping[int, Event]) -> Iterator[Finding]:
+def _breaches(violations: Sequence[Violation], proof: Mapping[int, NamedEvent]) -> Iterator[Finding]:
     for item in violations:
         named = dict.fromkeys((*item.evidence, item.sequence))
-        evidence = [(sequence, event_text(proof[sequence])) for sequence in named if sequence in proof]
+        evidence = [(sequence, event_text(proof[sequence].event)) for sequence in named if sequence in proof]
         yield Finding(violation_place(item), item.detail, evidence, item.request_id)
 
 

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 from kvledger.adapters.logs.explanation import Cause, balance, causes_of, sums_by_reason
-from kvledger.adapters.logs.histories import read_histories
+from kvledger.adapters.logs.histories import Histories
 from kvledger.adapters.logs.log import Batch, StoredLog
-from kvledger.adapters.logs.progress import Progress
 from kvledger.adapters.logs.selection import Selection
-from kvledger.adapters.reasons import Accounts, Sums
+from kvledger.adapters.reasons import Accounts, RequestHistory, Sums
 
 
 class Reasons:
-    """Keeps the accounts of the selected part of a log; give it every batch in order."""
+    """Keeps the accounts of the selected part of a log, and the history of one request; give it every batch."""
 
     def __init__(self, log: StoredLog, selection: Selection) -> None:
+        self._request_id = selection.request_id
         self._first_sequence = selection.first_sequence
-        self._accounts = Accounts(log.configuration, request_id=selection.request_id)
+        self._ended: list[RequestHistory] = []
+        self._accounts = Accounts(
+            log.configuration,
+            request_id=self._request_id,
+            on_end=None if self._request_id is None else self._ended.append,
+            keeps_histories=self._request_id is not None,
+        )
         self._before: Sums | None = None
 
     def take(self, batch: Batch) -> None:
@@ -32,6 +38,11 @@ class Reasons:
         sums = self._accounts.sums()
         return sums if self._before is None else sums.since(self._before)
 
+    @property
+    def histories(self) -> list[RequestHistory]:
+        """Of the incarnations of the selected request, if one is selected."""
+        return [] if self._request_id is None else [*self._ended, *self._accounts.histories]
+
 
 def totals(sums: Sums) -> dict[str, object]:
     """The table of tokens by reason, and that it adds up."""
@@ -45,8 +56,7 @@ def totals(sums: Sums) -> dict[str, object]:
     }
 
 
-def causes(log: StoredLog, selection: Selection, request_id: str, output: Progress) -> list[list[Cause]]:
+def causes(log: StoredLog, selection: Selection, histories: Histories) -> list[list[Cause]]:
     """The chain of causes of each incarnation of a request, as `kvledger why` shows it."""
-    histories = read_histories(log, selection, request_id, output)
     chains = [causes_of(each, histories, log.core, log.configuration) for each in histories.of_incarnations]
     return [[cause for cause in chain if cause.last_sequence >= selection.first_sequence] for chain in chains]

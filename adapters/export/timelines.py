@@ -1,4 +1,4 @@
-"""Some requests event by event in words, and the events that were named as evidence: a second reading of a log."""
+"""Some requests event by event in words, in a second reading of a log."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Collection, Sequence
 
 import attrs
 
+from kvledger.adapters.logs.histories import NamedEvents
 from kvledger.adapters.logs.log import StoredLog
 from kvledger.adapters.logs.observation import observations
 from kvledger.adapters.logs.selection import Selection
 from kvledger.adapters.logs.timeline import Group, Timelines
-from kvledger.lifecycle import events as e
 
 _MAX_GROUPS = 500
 """Of one request that are kept: its first and its last ones."""
@@ -26,28 +26,24 @@ class RequestTimeline:
 
 
 def read_timelines(
-    log: StoredLog, selection: Selection, request_ids: Collection[str], evidence: Collection[int]
-) -> tuple[dict[str, RequestTimeline], dict[int, e.Event]]:
-    """The timelines of these requests by id, and the events with these numbers."""
+    log: StoredLog, selection: Selection, request_ids: Collection[str], named: NamedEvents
+) -> dict[str, RequestTimeline]:
+    """The timelines of these requests by id; `named` is shown the log, too."""
     timelines = Timelines(log.core, log.configuration, request_ids)
-    events: dict[int, e.Event] = {}
+    is_foldable = True
     for batch in log.batches(selection.last_sequence):
-        events.update(numbered for numbered in batch.numbered() if numbered[0] in evidence)
+        named.take(batch)
         if batch.gap is not None:
             timelines.lose(batch.gap)
         try:
-            for observation in observations(batch.numbered()):
+            for observation in observations(batch.numbered()) if is_foldable else ():
                 timelines.take(observation)
-        except Exception:  # noqa: BLE001 -- the first reading has said so
-            break
-    return _shown(timelines, selection), events
+        except Exception:  # noqa: BLE001 -- the first reading has reported it
+            is_foldable = False
+    return {name: _shown(groups, selection) for name, groups in timelines.groups.items()}
 
 
-def _shown(timelines: Timelines, selection: Selection) -> dict[str, RequestTimeline]:
-    shown = {}
-    for name, all_groups in timelines.groups.items():
-        groups = [group for group in all_groups if group.last_sequence >= selection.first_sequence]
-        num_left_out = max(0, len(groups) - 2 * _MAX_GROUPS)
-        kept = [*groups[:_MAX_GROUPS], *groups[-_MAX_GROUPS:]] if num_left_out else groups
-        shown[name] = RequestTimeline(kept, num_left_out)
-    return shown
+def _shown(all_groups: Sequence[Group], selection: Selection) -> RequestTimeline:
+    groups = [group for group in all_groups if group.last_sequence >= selection.first_sequence]
+    num_left_out = max(0, len(groups) - 2 * _MAX_GROUPS)
+    return RequestTimeline([*groups[:_MAX_GROUPS], *groups[-_MAX_GROUPS:]] if num_left_out else groups, num_left_out)

@@ -453,12 +453,12 @@ class _HeldBlocks:
         self._replace(ordinal, array("I", self._blocks.of_life(ordinal) or ()))
 
     def _replace(self, ordinal: int, table: array[int]) -> None:
-        before = self._tables.pop(ordinal, ())
-        if before != table:
-            self._references.update(table)
-            self._references.subtract(before)
-            for block_id in before:
-                if not self._references[block_id]:
-                    del self._references[block_id]
+        before = self._tables.pop(ordinal, array("I"))
+        num_kept = len(before) if table[: len(before)] == before else 0  # most often it has only grown
+        self._references.update(table[num_kept:])
+        for block_id in before[num_kept:]:
+            self._references[block_id] -= 1
+            if not self._references[block_id]:
+                del self._references[block_id]
         if table:
             self._tables[ordinal] = table

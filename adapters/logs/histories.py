@@ -6,12 +6,12 @@ From the index of the log where there is one, else by reading the log twice: whi
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import attrs
 
 from kvledger.adapters.logs.index import LogIndex, index_for
-from kvledger.adapters.logs.log import StoredLog
+from kvledger.adapters.logs.log import Batch, StoredLog
 from kvledger.adapters.logs.progress import Progress
 from kvledger.adapters.logs.selection import Selection
 from kvledger.adapters.reasons import Accounts, RequestHistory
@@ -34,7 +34,7 @@ class Histories:
     of_incarnations: Sequence[RequestHistory]
     events: Mapping[int, NamedEvent]
     names: Mapping[int, str]
-    """Ordinal -> request id, of the requests that got blocks when this one lost its own."""
+    """Ordinal -> request id, at least of the requests that got blocks when this one lost its own."""
 
     def time_ns(self, sequence: int) -> int | None:
         """When an event happened, if the log has it."""
@@ -59,36 +59,41 @@ def read_histories(log: StoredLog, selection: Selection, request_id: str, output
             for sequence, event in batch.numbered():
                 accounts.take(sequence, event)
         histories += accounts.histories
+    named = NamedEvents(named_by(histories))
     with output.progress(log, "finding the events"):
-        return _from_log(log, histories)
+        for batch in log.batches(max(named.numbers, default=0)):
+            named.take(batch)
+    return Histories(histories, named.events, named.names)
 
 
 def _from_index(index: LogIndex, request_id: str) -> Histories:
     histories = index.histories(request_id)
-    events = {number: NamedEvent(number, event, at_ns) for number, event, at_ns in index.named(_named_by(histories))}
-    return Histories(histories, events, {ordinal: index.request_of(ordinal) for ordinal in _ordinals(events)})
-
-
-def _from_log(log: StoredLog, histories: Sequence[RequestHistory]) -> Histories:
-    wanted = _named_by(histories)
-    events: dict[int, NamedEvent] = {}
-    names: dict[int, str] = {}
-    for batch in log.batches(max(wanted, default=0)):
-        for sequence, event, time_ns in batch.timed():
-            if sequence in wanted:
-                events[sequence] = NamedEvent(sequence, event, time_ns)
-            if isinstance(event, e.RequestArrived):
-                names[event.ordinal] = event.request_id
-    ordinals = _ordinals(events)
-    return Histories(histories, events, {ordinal: name for ordinal, name in names.items() if ordinal in ordinals})
-
-
-def _ordinals(events: Mapping[int, NamedEvent]) -> set[int]:
+    events = {number: NamedEvent(number, event, at_ns) for number, event, at_ns in index.named(named_by(histories))}
     steps = (named.event for named in events.values() if isinstance(named.event, e.StepScheduled))
-    return {ordinal for step in steps for ordinal, _ in step.extended}
+    return Histories(
+        histories, events, {ordinal: index.request_of(ordinal) for step in steps for ordinal, _ in step.extended}
+    )
 
 
-def _named_by(histories: Iterable[RequestHistory]) -> set[int]:
+@attrs.frozen
+class NamedEvents:
+    """Collects the events with these numbers; give it every batch."""
+
+    numbers: Collection[int]
+    events: dict[int, NamedEvent] = attrs.field(factory=dict)
+    names: dict[int, str] = attrs.field(factory=dict)
+    """Ordinal -> request id."""
+
+    def take(self, batch: Batch) -> None:
+        """Take up the next batch of the log."""
+        for sequence, event, time_ns in batch.timed():
+            if sequence in self.numbers:
+                self.events[sequence] = NamedEvent(sequence, event, time_ns)
+            if isinstance(event, e.RequestArrived):
+                self.names[event.ordinal] = event.request_id
+
+
+def named_by(histories: Iterable[RequestHistory]) -> set[int]:
     """The numbers of all events that the histories name."""
     named: set[int] = set()
     for history in histories:

@@ -225,6 +225,7 @@ def test_a_page_about_one_request_shows_that_one_alone(run: Any, log: Path, page
     assert run("export", log, "--html", "--request", "chat-17", "-o", path).exit_code == 0
     shown = opened(page, path)
     assert shown.evaluate("[...document.querySelectorAll('.row.request')].length") == 1
+    assert "not read to its end" not in path.read_text(), "what is known of the log is not what its causes need"
     assert shown.evaluate("document.querySelector('details').open") is True
     assert shown.evaluate("document.title") == f"kvledger · {REQUEST}"
 
