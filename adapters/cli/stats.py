@@ -8,7 +8,6 @@ import attrs
 
 from kvledger.adapters.cli.finding import selected
 from kvledger.adapters.cli.output import Output, show_ending
-from kvledger.adapters.cli.percentiles import RELATIVE_ERROR, Percentiles
 from kvledger.adapters.cli.statistics import Counting, Statistics
 from kvledger.adapters.cli.why import show_total, total
 from kvledger.adapters.exit_codes import ExitCode
@@ -69,14 +68,7 @@ def _show_json(output: Output, log: StoredLog | None, statistics: Statistics) ->
         "statistics",
         {
             "path": path,
-            "num_logs": statistics.num_logs,
-            "num_events": statistics.num_events,
-            "num_bytes": statistics.num_bytes,
-            "num_steps": statistics.num_steps,
-            "num_tokens_scheduled": statistics.num_tokens_scheduled,
-            "num_deferrals": statistics.num_deferrals,
-            "num_open_requests": statistics.num_open_requests,
-            "duration_ns": statistics.duration_ns,
+            **attrs.asdict(statistics, recurse=False, filter=attrs.filters.include(int)),
             "rates": _rates(statistics),
             "figures": attrs.asdict(statistics.figures),
         },
@@ -158,18 +150,14 @@ _NAMES = {
 
 
 def _show_percentiles(output: Output, statistics: Statistics) -> None:
-    columns = {f"within {RELATIVE_ERROR:.0%}": "left", **dict.fromkeys(("count", "p50", "p90", "p99", "max"), "right")}
+    shown = ("count", "p50", "p90", "p99", "max")
     rows = []
     for name, percentiles in statistics.percentiles.items():
-        say = duration if name.endswith("_ns") else str
-        rows.append(
-            [_NAMES.get(name, name.removesuffix("_ns")), str(percentiles.count), *map(say, _values(percentiles))]
-        )
-    output.table(columns, rows)
-
-
-def _values(percentiles: Percentiles) -> list[int]:
-    return [percentiles.at(0.5), percentiles.at(0.9), percentiles.at(0.99), percentiles.max]
+        summary = percentiles.summary()
+        count, *values = (summary[column] for column in shown)
+        cells = map(duration if name.endswith("_ns") else str, values)
+        rows.append([_NAMES.get(name, name.removesuffix("_ns")), str(count), *cells])
+    output.table({"within 1%": "left", **dict.fromkeys(shown, "right")}, rows)
 
 
 def _show_events(output: Output, statistics: Statistics) -> None:
