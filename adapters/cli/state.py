@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import attrs
 
 from kvledger.adapters.cli.output import Output
@@ -9,39 +11,31 @@ from kvledger.adapters.logs.amounts import plural
 from kvledger.adapters.logs.describe import plain
 from kvledger.lifecycle import Projections, RequestRecord, TrustRegion
 
-_COLUMNS = {
-    "request": "left",
-    "state": "left",
-    "generation": "right",
-    "computed": "right",
-    "tokens": "right",
-    "preempted": "right",
-    "blocks": "right",
-    "keys": "right",
-    "offered": "right",
-    "jobs": "left",
-}
+_COUNTS = ("generation", "computed", "tokens", "preempted", "blocks", "keys", "offered")
 
 
 def show_state(output: Output, projections: Projections, sequence: int, request_id: str | None = None) -> None:
     """Print the whole state, or that of one request."""
     records = [record for record in projections.tracker if request_id in {None, record.request_id}]
+    requests = [_request_fields(record, projections) for record in records]
     if output.is_json:
         if request_id is None:
             output.record("state", {"sequence": sequence, "projections": plain(projections.states())})
-        for record in records if request_id is not None else ():
-            output.record("request_state", {"sequence": sequence, **_request_fields(record, projections)})
+        else:
+            for request in requests:
+                output.record("request_state", {"sequence": sequence, **request})
         return
     output.line(f"state after event {sequence}", style="bold")
-    if records:
-        output.table(_COLUMNS, [_request_row(record, projections) for record in records])
+    if requests:
+        left, right = dict.fromkeys(("request", "state"), "left"), dict.fromkeys(_COUNTS, "right")
+        output.table({**left, **right, "jobs": "left"}, [_request_row(request) for request in requests])
     else:
         output.line("no request is known" if request_id is None else f"{request_id} is not known then")
     if request_id is None:
         _show_cache(output, projections)
 
 
-def _request_fields(record: RequestRecord, projections: Projections) -> dict[str, object]:
+def _request_fields(record: RequestRecord, projections: Projections) -> dict[str, Any]:
     request_id = record.request_id
     pending = projections.lookups.pending(request_id)
     return {
@@ -68,21 +62,20 @@ def _request_fields(record: RequestRecord, projections: Projections) -> dict[str
     }
 
 
-def _request_row(record: RequestRecord, projections: Projections) -> list[str]:
-    pending = projections.lookups.pending(record.request_id)
-    jobs = [f"{job.kind} {job.job_id}" for job in projections.transfers if job.ordinal == record.ordinal]
-    return [
-        record.request_id,
-        f"{record.path}{' (quarantined)' if record.trust is TrustRegion.QUARANTINED else ''}",
-        str(record.generation),
-        str(projections.tracker.num_computed_tokens(record)),
-        str(max(record.num_tokens, projections.tracker.num_computed_tokens(record))),
-        str(record.num_preemptions),
-        str(len(projections.blocks.held(record.request_id))),
-        str(len(projections.chunk_keys.of(record.request_id))),
-        "" if pending is None else str(pending.num_external_tokens),
-        ", ".join(jobs),
-    ]
+def _request_row(request: dict[str, Any]) -> list[str]:
+    pending, is_quarantined = request["pending_answer"], request["quarantined"]
+    counts = (
+        request["generation"],
+        request["num_computed_tokens"],
+        request["num_tokens"],
+        request["num_preemptions"],
+        len(request["block_ids"]),
+        len(request["chunk_keys"]),
+        "" if pending is None else pending["num_external_tokens"],
+    )
+    jobs = ", ".join(f"{job['kind']} {job['job_id']}" for job in request["jobs"])
+    state = f"{request['state']}{' (quarantined)' if is_quarantined else ''}"
+    return [request["request_id"], state, *map(str, counts), jobs]
 
 
 def _show_cache(output: Output, projections: Projections) -> None:
