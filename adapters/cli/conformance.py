@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.progress import Progress
 
+from kvledger.adapters.cli.options import count
 from kvledger.adapters.cli.output import Output
 from kvledger.adapters.exit_codes import CommandFailed, ExitCode
 from kvledger.adapters.logs.amounts import plural
@@ -42,8 +43,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
         default={},
         help="its kv_connector_extra_config; {run_dir} in a string is a directory that is empty when a run begins",
     )
-    parser.add_argument("--seeds", metavar="N", type=_count, default=50, help="how many worlds of random traffic; 50")
-    parser.add_argument("--first", metavar="N", type=_count, default=0, help="the seed of the first; 0")
+    parser.add_argument("--seeds", metavar="N", type=count, default=50, help="how many worlds of random traffic; 50")
+    parser.add_argument("--first", metavar="N", type=count, default=0, help="the seed of the first; 0")
     parser.add_argument(
         "--lose",
         metavar="MODULE:FUNCTION",
@@ -88,34 +89,72 @@ def _examine(arguments: argparse.Namespace, output: Output) -> ExitCode:
             outcomes.append(runs.played(each, subject, directory))
             num_broken = sum(bool(outcome.failures) for outcome in outcomes)
             progress.update(task, advance=1, description=f"{each.name}; {num_broken} broken")
-    findings = runs.findings(outcomes)
-    unassigned = runs.unassigned(outcomes)
     for outcome in outcomes:
         remarks += [f"{outcome.run.name}: {remark}" for remark in outcome.remarks]
-    show = _show_json if output.is_json else _show_text
+    if not output.is_json:
+        num_steps, num_events = (sum(getattr(each, name) for each in outcomes) for name in ("num_steps", "num_events"))
+        output.field("connector", arguments.connector)
+        output.field("runs", f"{len(outcomes)}, {plural(num_steps, 'step')}, {plural(num_events, 'event')} audited")
+    findings = runs.findings(outcomes)
+    for finding in findings:
+        _show_finding(finding, arguments, output)
+    for remark in remarks:
+        if output.is_json:
+            output.record("remark", {"text": remark})
+        else:
+            output.field("note", remark, "yellow")
+    unassigned = runs.unassigned(outcomes)
+    for outcome, failure in unassigned:
+        failed = _failed(outcome, failure)
+        if output.is_json:
+            output.record("unassigned", failed)
+        else:
+            output.field("unassigned", f"{failed['check']} in {failed['run']}: {failed['detail']}", "red")
     is_broken = bool(unassigned) or any(finding.broken_in for finding in findings)
     exit_code = ExitCode.RULE_BROKEN if is_broken else ExitCode.SOUND
-    show(arguments, output, outcomes, findings, remarks)
-    for outcome, failure in unassigned:
-        if output.is_json:
-            output.record("unassigned", {"run": outcome.run.name, **_fields(failure)})
-        else:
-            output.field(
-                "unassigned", f"{failure.check} in {outcome.run.name}, event {failure.event}: {failure.detail}", "red"
-            )
     counts = {word: sum(finding.verdict == word for finding in findings) for word in _STYLES}
-    summary = ", ".join(f"{count} {word}" for word, count in counts.items())
     if output.is_json:
-        keys = {f"num_{word.replace(' ', '_')}": count for word, count in counts.items()}
+        keys = {f"num_{word.replace(' ', '_')}": number for word, number in counts.items()}
         verdict = {"verdict": exit_code.name.lower(), "exit_code": exit_code.value, "num_runs": len(outcomes)}
         output.record("conformance", {**verdict, **keys})
     else:
+        summary = ", ".join(f"{number} {word}" for word, number in counts.items())
         output.field("verdict", summary, "bold red" if is_broken else "bold green")
     return exit_code
 
 
-def _fields(failure: Failure) -> dict[str, object]:
-    return {"check": failure.check, "detail": failure.detail, "sequence": failure.event}
+def _failed(outcome: Outcome, failure: Failure) -> dict[str, object]:
+    return {
+        "run": outcome.run.name,
+        "check": failure.check,
+        "detail": failure.detail,
+        "sequence": failure.event,
+        "log": None if outcome.log is None else str(outcome.log),
+    }
+
+
+def _show_finding(finding: Finding, arguments: argparse.Namespace, output: Output) -> None:
+    name = finding.obligation.name
+    broken_in = [
+        {**_failed(outcome, failure), "again": _again(arguments, outcome.run.name)}
+        for outcome, failure in finding.broken_in
+    ]
+    if output.is_json:
+        fields = {"obligation": name, "verdict": finding.verdict.replace(" ", "_"), "reason": finding.reason}
+        output.record("obligation", {**fields, "broken_in": broken_in})
+        return
+    style = _STYLES[finding.verdict]
+    if not broken_in:
+        output.field(finding.verdict, name + (f": {finding.reason}" if finding.reason else ""), style)
+        return
+    first, also = broken_in[0], len(broken_in) - 1
+    more = f", and in {plural(also, 'more run')}" if also else ""
+    at = "" if first["sequence"] is None else f" at event {first['sequence']}"
+    output.field("broken", f"{name} ({finding.obligation.hook}), in {first['run']}{more}", style)
+    output.line(f"    {first['check']}{at}: {first['detail']}")
+    output.line(f"    again: {first['again']}", style="dim")
+    if first["log"] is not None:
+        output.line(f"    log: kvledger show {shlex.quote(str(first['log']))}", style="dim")
 
 
 def _chosen(arguments: argparse.Namespace) -> list[Run]:
@@ -166,66 +205,10 @@ def _subject(arguments: argparse.Namespace, first: Run, directory: Path) -> tupl
     return subject, []
 
 
-def _show_text(
-    arguments: argparse.Namespace,
-    output: Output,
-    outcomes: list[Outcome],
-    findings: list[Finding],
-    remarks: list[str],
-) -> None:
-    output.field("connector", arguments.connector)
-    num_steps, num_events = (sum(getattr(each, name) for each in outcomes) for name in ("num_steps", "num_events"))
-    output.field("runs", f"{len(outcomes)}, {plural(num_steps, 'step')}, {plural(num_events, 'event')} audited")
-    for finding in findings:
-        name, style = finding.obligation.name, _STYLES[finding.verdict]
-        if not finding.broken_in:
-            output.field(finding.verdict, name + (f": {finding.reason}" if finding.reason else ""), style)
-            continue
-        outcome, failure = finding.broken_in[0]
-        also = len(finding.broken_in) - 1
-        more = f", and in {plural(also, 'more run')}" if also else ""
-        output.field("broken", f"{name} ({finding.obligation.hook}), in {outcome.run.name}{more}", style)
-        at = "" if failure.event is None else f" at event {failure.event}"
-        output.line(f"    {failure.check}{at}: {failure.detail}")
-        output.line(f"    again: {_again(arguments, outcome.run.name)}", style="dim")
-        if outcome.log is not None:
-            output.line(f"    log: kvledger show {shlex.quote(_shown(outcome.log))}", style="dim")
-    for remark in remarks:
-        output.field("note", remark, "yellow")
-
-
-def _show_json(
-    arguments: argparse.Namespace,
-    output: Output,
-    _outcomes: list[Outcome],
-    findings: list[Finding],
-    remarks: list[str],
-) -> None:
-    for finding in findings:
-        broken_in = [
-            {
-                "run": outcome.run.name,
-                **_fields(failure),
-                "log": None if outcome.log is None else str(outcome.log),
-                "again": _again(arguments, outcome.run.name),
-            }
-            for outcome, failure in finding.broken_in
-        ]
-        fields = {"obligation": finding.obligation.name, "verdict": finding.verdict.replace(" ", "_")}
-        output.record("obligation", {**fields, "reason": finding.reason, "broken_in": broken_in})
-    for remark in remarks:
-        output.record("remark", {"text": remark})
-
-
 def _again(arguments: argparse.Namespace, run_name: str) -> str:
     extra = ["--extra-config", json.dumps(arguments.extra_config)] if arguments.extra_config else []
     lose = ["--lose", arguments.lose] if arguments.lose else []
     return shlex.join(["kvledger", "conformance", arguments.connector, *extra, *lose, "--only", run_name])
-
-
-def _shown(path: Path) -> str:
-    here = Path.cwd()
-    return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)
 
 
 def _json_object(text: str) -> dict[str, object]:
@@ -236,9 +219,3 @@ def _json_object(text: str) -> dict[str, object]:
     if not isinstance(value, dict):
         raise argparse.ArgumentTypeError(f"{text!r} is no JSON object")
     return value
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 0 on")
-    return int(text)

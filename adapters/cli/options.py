@@ -92,13 +92,13 @@ def chosen_core(arguments: argparse.Namespace, *, installed: bool = False) -> Co
 
 
 def count(text: str) -> int:
-    """How many; 0 for no limit.
+    """How many, from 0 on.
 
     Raises:
         argparse.ArgumentTypeError: it is no such number.
     """
     if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of things; give 0 for no limit")
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 0 on")
     return int(text)
 
 
