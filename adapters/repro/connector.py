@@ -28,6 +28,7 @@ from kvledger.adapters.recorder.connector import KVLedgerRecorder, KVLedgerRecor
 from kvledger.adapters.recorder.extension import Recorder
 from kvledger.adapters.recorder.payloads import RecordingStarted, WorkersReported
 from kvledger.adapters.repro import vllm_objects
+from kvledger.adapters.repro.outcome import RECENT_BYTES, Written
 from kvledger.adapters.repro.recording import NotRerunnable
 from kvledger.adapters.repro.vllm_objects import Step, tables
 from kvledger.adapters.simulation.engine import vllm_config
@@ -41,9 +42,6 @@ from kvledger.lifecycle import Core, LedgerConfiguration, SequencedEvent, log_he
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.codec import EventDecoder
 from kvledger.storage.events import MemoryEventStore
-
-_RECENT_BYTES = 1 << 22
-"""Events are read after every call; what was read may be forgotten."""
 
 
 class SchedulerHalf:
@@ -61,28 +59,19 @@ class SchedulerHalf:
         hash_function = get_hash_fn_by_name(self._cache.prefix_caching_hash_algo)
         init_none_hash(hash_function)
         self._block_hasher = get_request_block_hasher(configuration.block_size, hash_function)
-        self._decoder: EventDecoder | None = None
-        self._next_sequence = 1
         self._is_closed = False
         self.connector: Any
+        self._written: Written
 
-    def _store(self) -> Any:  # noqa: ANN401 -- whichever store it is, its header is read
-        """Commit what waits for a frame, and give the log's store."""
+    def _commit(self) -> None:
+        """Write what waits for a frame."""
         raise NotImplementedError
 
     def take_events(self) -> list[SequencedEvent]:
         """The events that the connector wrote since the last call; what waits for a frame is committed first."""
-        store = self._store()
-        decoder = self._decoder = self._decoder or EventDecoder(self.core, store.header)
-        events = [
-            (sequence, event)
-            for frame in store.read(self._next_sequence)
-            for sequence, event in enumerate(decoder.decode(frame.payload), frame.first_sequence)
-            if sequence >= self._next_sequence
-        ]
-        if events:
-            self._next_sequence = events[-1][0] + 1
-        return events
+        if not self._is_closed:
+            self._commit()
+        return self._written.take()
 
     # --- hooks ----------------------------------------------------------------------------------
 
@@ -182,7 +171,8 @@ class ConnectorUnderTest(SchedulerHalf):
             hash_block_size=configuration.block_size,
             hash_tokens=versions.token_hasher(config),
         )
-        store = MemoryEventStore(log_header(self.core, configuration), max_bytes=_RECENT_BYTES)
+        store = MemoryEventStore(log_header(self.core, configuration), max_bytes=RECENT_BYTES)
+        self._written = Written(store, EventDecoder(self.core, store.header))
         scheduler_side = SchedulerSide(
             self.core,
             configuration,
@@ -195,10 +185,8 @@ class ConnectorUnderTest(SchedulerHalf):
         scheduler_side.journal.is_behind = lambda: not self.is_log_written
         self.connector = _Connector(scheduler_side)
 
-    def _store(self) -> Any:  # noqa: ANN401 -- as there
-        if not self._is_closed:
-            self.connector.scheduler_side.journal.commit()
-        return self.connector.scheduler_side.log.store
+    def _commit(self) -> None:
+        self.connector.scheduler_side.journal.commit()
 
     def update_connector_output(
         self,
@@ -225,7 +213,7 @@ class WrappedUnderTest(SchedulerHalf):
     def __init__(self, configuration: LedgerConfiguration, wrapped: RecordingStarted, *, speculates: bool) -> None:
         super().__init__(configuration, Core.standard().extended(Recorder()))
         self._num_ranks = wrapped.num_ranks
-        extra_config = {"log_dir": None, "memory_log_bytes": _RECENT_BYTES, "connector": wrapped.kv_transfer}
+        extra_config = {"log_dir": None, "memory_log_bytes": RECENT_BYTES, "connector": wrapped.kv_transfer}
         try:
             config = vllm_config(
                 num_blocks=wrapped.num_blocks,
@@ -258,6 +246,8 @@ class WrappedUnderTest(SchedulerHalf):
                 f"{error}; install what it needs, or put its module on PYTHONPATH"
             ) from error
         self._refuse_blocks(self.connector.wrapped)
+        store = self.connector.recording.log.log.store
+        self._written = Written(store, EventDecoder(self.core, store.header))
 
     def _refuse_blocks(self, wrapped: Any) -> None:  # noqa: ANN401 -- any connector
         """One that is given vLLM's own blocks keeps and frees them: there are none here.
@@ -273,10 +263,8 @@ class WrappedUnderTest(SchedulerHalf):
                 "simulated engine with its seed plays it again (kvledger.adapters.simulation)"
             )
 
-    def _store(self) -> Any:  # noqa: ANN401 -- as there
-        if not self._is_closed:
-            self.connector.recording.log.commit()
-        return self.connector.recording.log.log.store
+    def _commit(self) -> None:
+        self.connector.recording.log.commit()
 
     def workers_report(self, reported: WorkersReported, completed: Iterable[str]) -> None:
         """What the workers said, with today's names of the copies that they completed."""

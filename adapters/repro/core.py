@@ -6,32 +6,13 @@ Sees what decisions and projections do. What the adapter makes of hook calls is 
 from __future__ import annotations
 
 from kvledger.adapters.repro.calls import HookCall, to_vllm
+from kvledger.adapters.repro.outcome import RECENT_BYTES, Written
 from kvledger.adapters.repro.recording import JOB_ISSUED, Recording, changed
 from kvledger.adapters.repro.run import Run
-from kvledger.lifecycle import Channel, Core, Ledger, LedgerCorrupt, SequencedEvent
+from kvledger.lifecycle import Channel, Core, Ledger, LedgerCorrupt
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.codec import EventDecoder, vocabulary_header
-
-
-class _Sink:
-    """Hands out what was committed, as a reader of the log would see it."""
-
-    def __init__(self, decoder: EventDecoder) -> None:
-        self.next_sequence = 1
-        self._decoder = decoder
-        self._events: list[SequencedEvent] = []
-
-    def append(self, payload: bytes, num_events: int, *, expected_sequence: int | None = None) -> int:  # noqa: ARG002
-        """One frame."""
-        first_sequence = self.next_sequence
-        self._events += enumerate(self._decoder.decode(payload), first_sequence)
-        self.next_sequence += num_events
-        return first_sequence
-
-    def take(self) -> list[SequencedEvent]:
-        """The events since the last call."""
-        taken, self._events = self._events, []
-        return taken
+from kvledger.storage.events import MemoryEventStore
 
 
 class CoreRun(Run):
@@ -39,8 +20,9 @@ class CoreRun(Run):
 
     def __init__(self, recording: Recording, core: Core) -> None:
         super().__init__(recording, core)
-        self._sink = _Sink(EventDecoder(core, vocabulary_header(core)))
-        self._ledger = Ledger(core, recording.configuration, self._sink)
+        store = MemoryEventStore(max_bytes=RECENT_BYTES)
+        self._written = Written(store, EventDecoder(core, vocabulary_header(core)))
+        self._ledger = Ledger(core, recording.configuration, store)
         self._ordinals: dict[str, int] = {}
         self._missing: dict[int, int] = {}
         self._is_corrupt = False
@@ -63,7 +45,7 @@ class CoreRun(Run):
             text, request_id = f"{type(error).__name__}: {error}", getattr(event, "request_id", "")
             self._ledger.observe(e.HookFailed(call.hook, request_id, text, getattr(event, "time_ns", 0)))
         self._ledger.commit()
-        events = self._sink.take()
+        events = self._written.take()
         self._outcome.take(events, call.hook, call.sequence)
         for _, made in events:
             if isinstance(made, JOB_ISSUED):

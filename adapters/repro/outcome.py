@@ -12,6 +12,8 @@ import attrs
 from kvledger.lifecycle import Core, LedgerConfiguration, Rule, SequencedEvent
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit import RECORDED, Audit, Violation
+from kvledger.lifecycle.codec import EventDecoder
+from kvledger.storage.events import EventStore
 
 HOOK_FAILED = "HOOK_FAILED"
 """Stands for a rule: no hook raises."""
@@ -80,6 +82,31 @@ class Watch:
             rule = HOOK_FAILED if violation.detail.startswith("hook ") else violation.detail.partition(":")[0]
         self._found.append(Trouble(rule, violation.sequence, violation.request_id, violation.detail))
         return False  # the audit need not keep it, too
+
+
+RECENT_BYTES = 1 << 22
+"""Of the log that a rerun writes: events are read after every call, and what was read may be forgotten."""
+
+
+class Written:
+    """The events that a log gets, as its reader sees them."""
+
+    def __init__(self, store: EventStore, decoder: EventDecoder) -> None:
+        self._store = store
+        self._decoder = decoder
+        self._next_sequence = 1
+
+    def take(self) -> list[SequencedEvent]:
+        """Those since the last call."""
+        events = [
+            (sequence, event)
+            for frame in self._store.read(self._next_sequence)
+            for sequence, event in enumerate(self._decoder.decode(frame.payload), frame.first_sequence)
+            if sequence >= self._next_sequence
+        ]
+        if events:
+            self._next_sequence = events[-1][0] + 1
+        return events
 
 
 @attrs.define

@@ -13,6 +13,7 @@ from kvledger.storage.events.store import AppendConflict, LogClosed
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
+from itertools import takewhile
 
 __all__ = ["MemoryEventStore"]
 
@@ -65,9 +66,8 @@ class MemoryEventStore:
 
     def read(self, from_sequence: int = 1) -> Iterator[Frame]:
         """Yield the frames in order; see `EventStore.read`."""
-        for frame in tuple(self._frames):
-            if frame.next_sequence > from_sequence:
-                yield frame
+        wanted = takewhile(lambda frame: frame.next_sequence > from_sequence, reversed(self._frames))
+        yield from reversed(tuple(wanted))
 
     def flush(self) -> None:
         """Do nothing: memory has no lower level."""
