@@ -15,7 +15,6 @@ from kvledger.adapters.logs.log import Gap
 from kvledger.adapters.logs.observation import Observation
 from kvledger.lifecycle import Core, LedgerConfiguration, Projections, RequestState, SequencedEvent
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.windows import NO_SLOT
 
 _QUIET_DECISIONS = (e.SaveIssued, e.PrefillAdvanced, e.PrefillCompleted)
 """Decisions on a step that do not deserve a line of their own."""
@@ -42,8 +41,6 @@ class Group:
     num_tokens: int = 0
     num_blocks: int = 0
     num_chunks_saved: int = 0
-    num_tokens_of_tail: int = 0
-    """Tokens of the part-filled last chunk that are saved here, or loaded."""
     num_bytes: int = 0
     duration_ns: int = 0
     """Time that transfers took, added up over their reports."""
@@ -78,7 +75,7 @@ class Timelines:
     """
 
     def __init__(self, core: Core, configuration: LedgerConfiguration, request_ids: Iterable[str]) -> None:
-        self._known = Projections(core, configuration, only=("extensions", "sub_states", "tracker", "blocks", "tails"))
+        self._known = Projections(core, configuration, only=("extensions", "sub_states", "tracker", "blocks"))
         self._timelines = {name: _Timeline(name, self._known, configuration.num_ranks) for name in request_ids}
         self._active: dict[str, _Timeline] = {}
         """Those of requests that are there now: of all others there is nothing to ask."""
@@ -104,30 +101,13 @@ class Timelines:
                 timeline.lose(self._gap)  # in which its id may have been used before
             self._active[own] = timeline
         for timeline in self._active.values():
-            timeline.begin(observation)
+            timeline.begin()
         for sequence, event in observation:
-            if isinstance(event, e.LoadIssued) and event.request_id in self._active:
-                self._active[event.request_id].note_tail(event)
             self._known.fold(event, sequence)
         for name, timeline in tuple(self._active.items()):
-            timeline.end()
+            timeline.end(observation)
             if self._known.tracker.get(name) is None:
                 del self._active[name]
-
-
-@attrs.define
-class _Moment:
-    """An observation as it concerns one request, and what was so before it."""
-
-    sequence: int
-    event: e.Event
-    decisions: list[SequencedEvent]
-    state_before: str | None
-    num_computed_before: int
-
-    @property
-    def last_sequence(self) -> int:
-        return self.decisions[-1][0] if self.decisions else self.sequence
 
 
 class _Timeline:
@@ -140,10 +120,9 @@ class _Timeline:
         self._known = known
         self._core = known.core
         self._tracker = known.tracker
-        self._moment: _Moment | None = None
+        self._state_before: str | None = None
+        self._num_computed_before = 0
         self._jobs: dict[int, e.LoadIssued | e.SaveIssued | e.TailSaveIssued] = {}
-        self._from_tail: dict[int, int] = {}
-        """Id of a load -> tokens that it reads from the request's saved tail."""
         self._num_incarnations = 0
 
     def lose(self, gap: Gap) -> None:
@@ -151,66 +130,61 @@ class _Timeline:
         now = self._tracker.time_ns
         self.groups.append(Group("lost", gap.first_sequence, gap.last_sequence, now, now, None, None, None, [str(gap)]))
 
-    def begin(self, observation: Observation) -> None:
+    def begin(self) -> None:
         """Note what is so before an observation is folded."""
-        if observation.event.is_decision:
-            self._moment = None
-            return
         record = self._tracker.get(self.request_id)
-        state, num_computed = (None, 0) if record is None else (record.path, self._tracker.num_computed_tokens(record))
-        concerning: list[SequencedEvent] = []
-        for sequence, event in observation.decisions:
-            if isinstance(event, e.ExtensionStopped):
-                concerns = state is not None
-            elif isinstance(event, e.ChunkTainted):
-                concerns = bool(concerning)
-            else:
-                concerns = getattr(event, "request_id", None) == self.request_id
-            if concerns:
-                concerning.append((sequence, event))
-                if isinstance(event, e.LoadIssued | e.SaveIssued | e.TailSaveIssued):
-                    self._jobs[event.job_id] = event
-        self._moment = _Moment(observation.sequence, observation.event, concerning, state, num_computed)
+        self._state_before = None if record is None else record.path
+        self._num_computed_before = 0 if record is None else self._tracker.num_computed_tokens(record)
 
-    def note_tail(self, load: e.LoadIssued) -> None:
-        """Note what a load reads from the saved tail, before it is folded."""
-        record = self._tracker.get(self.request_id)
-        tail = None if record is None else self._known.tails.saved(record.ordinal)
-        if tail is not None and not (set(tail.slots) - {NO_SLOT}).isdisjoint(load.slots):
-            self._from_tail[load.job_id] = load.first_token + load.num_tokens - max(tail.first_token, load.first_token)
-
-    def end(self) -> None:
+    def end(self, observation: Observation) -> None:
         """Make a group of the observation, which is folded now, or add it to the last one."""
-        moment, self._moment = self._moment, None
-        if moment is None:
+        if observation.event.is_decision:
             return
+        moment = Observation(observation.sequence, observation.event, self._concerning(observation))
+        for _, event in moment.decisions:
+            if isinstance(event, e.LoadIssued | e.SaveIssued | e.TailSaveIssued):
+                self._jobs[event.job_id] = event
         if isinstance(moment.event, e.StepScheduled):
             self._close_step(moment, moment.event)
         elif isinstance(moment.event, e.TransferReported) and moment.event.job_id in self._jobs:
             self._close_report(moment, moment.event)
         elif getattr(moment.event, "request_id", None) == self.request_id:
             self._close_request_event(moment)
-        elif moment.state_before is not None and isinstance(moment.event, e.CacheReset | e.LogNote):
+        elif self._state_before is not None and isinstance(moment.event, e.CacheReset | e.LogNote):
             self._add(moment, moment.event.id, self._observation_text(moment.event))
         elif moment.decisions:  # upon what concerns others
             self._add(moment, moment.decisions[0][1].id, "")
 
-    def _close_step(self, moment: _Moment, event: e.StepScheduled) -> None:
+    def _concerning(self, observation: Observation) -> list[SequencedEvent]:
+        """The decisions that concern this request."""
+        found: list[SequencedEvent] = []
+        for sequence, event in observation.decisions:
+            if isinstance(event, e.ExtensionStopped):
+                concerns = self._state_before is not None
+            elif isinstance(event, e.ChunkTainted):
+                concerns = bool(found)
+            else:
+                concerns = getattr(event, "request_id", None) == self.request_id
+            if concerns:
+                found.append((sequence, event))
+        return found
+
+    def _close_step(self, moment: Observation, event: e.StepScheduled) -> None:
         record = self._tracker.get(self.request_id)
-        if record is None or moment.state_before is None:
+        if record is None or self._state_before is None:
             return
         num_computed = self._tracker.num_computed_tokens(record)
         num_blocks = sum(len(block_ids) for ordinal, block_ids in event.extended if ordinal == record.ordinal)
         scheduled = any(ordinal == record.ordinal for ordinal, *_ in event.advanced)
-        if not (moment.decisions or num_blocks or scheduled or num_computed != moment.num_computed_before):
+        if not (moment.decisions or num_blocks or scheduled or num_computed != self._num_computed_before):
             return
-        what = "decode" if moment.state_before.partition(".")[0] == RequestState.RUNNING else "prefill"
+        what = "decode" if self._state_before.partition(".")[0] == RequestState.RUNNING else "prefill"
         group = self._continued(what, moment)
         if group is None:
             group = self._add(moment, what, "")
             group.first_token = next(
                 (first for ordinal, first, *_ in event.advanced if ordinal == record.ordinal),
-                moment.num_computed_before,
+                self._num_computed_before,
             )
         group.num_tokens = num_computed - group.first_token
         group.num_blocks += num_blocks
@@ -219,7 +193,7 @@ class _Timeline:
         loud = (decision for decision in decisions if not isinstance(decision, _QUIET_DECISIONS))
         group.texts += describe_decisions(loud, self._core)
 
-    def _close_report(self, moment: _Moment, event: e.TransferReported) -> None:
+    def _close_report(self, moment: Observation, event: e.TransferReported) -> None:
         job = self._jobs[event.job_id]
         settled = [decision for _, decision in moment.decisions]
         last = self.groups[-1] if self.groups else None
@@ -239,7 +213,7 @@ class _Timeline:
         if any(isinstance(d, e.LoadCompleted | e.LoadFailed | e.SaveCompleted | e.SaveFailed) for d in settled):
             del self._jobs[event.job_id]
 
-    def _close_request_event(self, moment: _Moment) -> None:
+    def _close_request_event(self, moment: Observation) -> None:
         event = moment.event
         if isinstance(event, e.ChunkKeysObserved) and not moment.decisions:
             return
@@ -252,7 +226,7 @@ class _Timeline:
         if isinstance(event, e.BlocksAllocated | e.BlockTableObserved):
             group.num_blocks = len(event.block_ids)
 
-    def _close_lookup(self, moment: _Moment) -> None:
+    def _close_lookup(self, moment: Observation) -> None:
         """Somebody else's answer has an event of its own, behind the question's; then the two are one."""
         asked = self.groups.pop() if self.groups and self.groups[-1].texts == [_NO_ANSWER] else None
         before = self.groups[-1] if self.groups else None
@@ -269,10 +243,10 @@ class _Timeline:
             before.num_moments += 1
             before.last_sequence, before.until_ns = group.last_sequence, group.until_ns
 
-    def _continued(self, what: str, moment: _Moment) -> Group | None:
+    def _continued(self, what: str, moment: Observation) -> Group | None:
         """The last group, if this step only goes on with it."""
         last = self.groups[-1] if self.groups else None
-        if last is None or last.what != what or last.state_after != moment.state_before:
+        if last is None or last.what != what or last.state_after != self._state_before:
             return None
         if not all(isinstance(decision, _QUIET_DECISIONS) for _, decision in moment.decisions):
             return None
@@ -283,7 +257,7 @@ class _Timeline:
         last.state_after = None if record is None else record.path
         return last
 
-    def _add(self, moment: _Moment, what: str, text: str) -> Group:
+    def _add(self, moment: Observation, what: str, text: str) -> Group:
         record = self._tracker.get(self.request_id)
         decisions = [decision for _, decision in moment.decisions]
         texts = [text] if text else []
@@ -295,18 +269,12 @@ class _Timeline:
             moment.last_sequence,
             getattr(moment.event, "time_ns", self._tracker.time_ns),
             getattr(moment.event, "time_ns", self._tracker.time_ns),
-            moment.state_before,
+            self._state_before,
             None if record is None else record.path,
             None if record is None else record.generation,
             texts,
             num_broken=sum(isinstance(d, e.InvariantViolated) for d in (moment.event, *decisions)),
         )
-        for decision in decisions:
-            if isinstance(decision, e.TailSaveIssued):
-                group.num_tokens_of_tail += decision.num_tokens
-            elif isinstance(decision, e.LoadIssued) and (num_tokens := self._from_tail.pop(decision.job_id, 0)):
-                group.num_tokens_of_tail += num_tokens
-                group.texts.append(f"the last {plural(num_tokens, 'token')} of it from its saved tail")
         self.groups.append(group)
         return group
 

@@ -69,7 +69,7 @@ def test_a_time_selects_the_same_as_its_event(run: Any, log: Path) -> None:
     )
     until = run("show", "--json", log, REQUEST, "--until", since_opening).objects("group")
     assert until[-1]["what"] == "request.preempted"
-    assert until[-1]["num_tokens_of_tail"] == preempted["num_tokens_of_tail"], "decisions belong to their observation"
+    assert until[-1]["text"] == preempted["text"], "decisions belong to their observation"
 
 
 def test_a_selection_without_an_event_is_told(run: Any, log: Path) -> None:
