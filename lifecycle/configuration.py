@@ -1,4 +1,4 @@
-"""What the core must know to fold and decide: sizes and policies, nothing about where they came from.
+"""What the core must know to fold and decide: sizes and limits, nothing about where they came from.
 
 It is written into every log's header, because the same events under another chunk size mean something else.
 """
@@ -34,7 +34,6 @@ class LedgerConfiguration:
     num_ranks: int = 1
     max_hit_share: float = 1.0
     """A lookup never counts more than this share of the prompt as hit."""
-    chunk_statistics: bool = False
     save_tails: bool = True
     """Whether a preempted request's part-filled last chunk is copied out as well."""
     keep_for_preempted: bool = True

@@ -12,7 +12,6 @@ from kvledger.lifecycle.audit.rules import RULES
 from kvledger.lifecycle.core import Core, events_by_id
 from kvledger.lifecycle.events import STANDARD_EVENTS
 from kvledger.lifecycle.handlers import STANDARD_HANDLERS
-from kvledger.lifecycle.policies import build_policy
 from kvledger.lifecycle.projections import ProjectionSpec
 from kvledger.lifecycle.projections.block_table import BlockTable
 from kvledger.lifecycle.projections.chunk_index import ChunkIndex
@@ -62,7 +61,6 @@ PROJECTIONS: tuple[ProjectionSpec, ...] = (
             keep_for_preempted=its.configuration.keep_for_preempted,
         ),
     ),
-    ProjectionSpec("policy", lambda its: build_policy(its.configuration, its.tracker)),
     ProjectionSpec("tracker", lambda its: RequestTracker(its.core), of_requests=True),
     ProjectionSpec(
         "transfers",

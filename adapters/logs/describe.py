@@ -22,7 +22,7 @@ MISS_REASONS: dict[str, str] = {
     MissReason.TAINTED: "the next chunk was tainted by a failed load",
     MissReason.RESET: "the next chunk was lost to a cache reset",
     MissReason.WINDOW: "further on, something that a sliding window sees was not saved",
-    MissReason.LIMITED: "a policy allows no more",
+    MissReason.LIMITED: "max_hit_share allows no more",
     MissReason.LOAD_FAILED: "its last load failed, so it computes first",
     MissReason.QUARANTINED: "the request is quarantined",
 }

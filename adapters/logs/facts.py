@@ -35,13 +35,8 @@ def _sizes(configuration: LedgerConfiguration, *, has_own_copies: bool) -> dict[
     if len(configuration.windows) > 1:
         seen = ", ".join("all tokens" if not tokens else f"{tokens} tokens" for tokens in configuration.windows)
         facts["groups"] = f"{len(configuration.windows)}, which see {seen}"
-    if has_own_copies:
-        policies = ["longest prefix"]
-        if configuration.max_hit_share < 1:
-            policies.append(f"at most {configuration.max_hit_share:.0%} of the prompt")
-        if configuration.chunk_statistics:
-            policies.append("chunk statistics")
-        facts["policies"] = ", ".join(policies)
+    if has_own_copies and configuration.max_hit_share < 1:
+        facts["hits"] = f"at most {configuration.max_hit_share:.0%} of the prompt"
     return facts
 
 

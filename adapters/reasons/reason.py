@@ -37,7 +37,7 @@ class Reason(enum.StrEnum):
         "saved, but behind a chunk that was not there; a prefix ends at the first that is missing",
     )
     WINDOW = "window", "saved, but not what a sliding window sees at any later boundary"
-    LIMITED = "limited", "saved, but a policy allows no more"
+    LIMITED = "limited", "saved, but max_hit_share allows no more"
     LOAD_FAILED = "load_failed", "their load failed, or the load before had failed and the request had to compute first"
     QUARANTINED = "quarantined", "the request was quarantined: the cache is disabled for it"
     UNALIGNED = "unaligned", "saved, but the local prefix did not end at a block"

@@ -43,9 +43,6 @@ class ConnectorSettings(LogSettings):
     max_hit_share: float = pydantic.Field(1.0, ge=0, le=1)
     """A lookup never uses more than this share of the prompt."""
 
-    chunk_statistics: bool = False
-    """Count unique and returning chunks."""
-
     save_tails: bool = True
     """Copy out a preempted request's part-filled last chunk too, so that nothing of it is computed again."""
 
@@ -118,7 +115,6 @@ class ConnectorSettings(LogSettings):
                 windows=windows,
                 num_ranks=num_ranks,
                 max_hit_share=self.max_hit_share,
-                chunk_statistics=self.chunk_statistics,
                 save_tails=self.save_tails,
                 keep_for_preempted=self.keep_for_preempted,
                 max_deferred_lookups=self.max_deferred_lookups,

@@ -56,7 +56,7 @@ def answer_lookup(turn: Turn, event: e.LookupRequested, *, awaits_saves: bool) -
     """
     record, projections = turn.record, turn.projections
     hit = _find(event, record, projections)
-    usable = projections.policy.usable_tokens(hit.num_tokens, record)
+    usable = _usable(hit.num_tokens, record, projections)
     if usable < hit.num_tokens:
         hit = replace(hit, reason=MissReason.LIMITED, reason_sequence=0, awaited=None)
     if record.first is FirstRegion.COMPUTES_FIRST:
@@ -71,13 +71,19 @@ def answer_lookup(turn: Turn, event: e.LookupRequested, *, awaits_saves: bool) -
         end_token, hit = _within_windows(end_token, hit, record, projections)
         end_token, rival = _one_after_another(end_token, event, record, projections)
         awaited = rival or (hit.awaited if awaits_saves else None)
-    if awaited is not None and min(
-        projections.policy.usable_tokens(awaited.num_tokens, record), event.num_tokens - 1
-    ) > max(event.num_computed_tokens, end_token):
+    if awaited is not None and min(_usable(awaited.num_tokens, record, projections), event.num_tokens - 1) > max(
+        event.num_computed_tokens, end_token
+    ):
         num_deferred = projections.lookups.num_deferred(event.request_id)
         if num_deferred < projections.configuration.max_deferred_lookups:
             return _deferred(event, record, awaited.job_id, num_deferred + 1, turn.cause)
     return _answered(event, record, hit, end_token, projections, turn.cause)
+
+
+def _usable(num_hit_tokens: int, record: RequestRecord, projections: Projections) -> int:
+    """As much of a hit as the configuration lets the request use; a limit is a share of the prompt."""
+    share = projections.configuration.max_hit_share
+    return num_hit_tokens if share >= 1 else min(num_hit_tokens, int(record.num_prompt_tokens * share))
 
 
 def _deferred(

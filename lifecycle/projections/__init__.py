@@ -21,7 +21,6 @@ from kvledger.lifecycle.geometry import Geometry
 
 if TYPE_CHECKING:
     from kvledger.lifecycle.core import Core
-    from kvledger.lifecycle.policies import LookupPolicy
     from kvledger.lifecycle.projections.block_table import BlockTable
     from kvledger.lifecycle.projections.chunk_index import ChunkIndex
     from kvledger.lifecycle.projections.chunk_keys import ChunkKeys
@@ -88,7 +87,6 @@ class Projections:
     lookups: LookupCache
     save_cursor: SaveCursor
     totals: Totals
-    policy: LookupPolicy
 
     def __init__(self, core: Core, configuration: LedgerConfiguration, *, only: Collection[str] | None = None) -> None:
         """With `only`, no others fold; they are made where one of these asks for them, and stay empty."""

@@ -32,7 +32,7 @@ class MissReason(enum.StrEnum):
     WINDOW = "window"
     """A sliding window sees, before every later boundary, something that was not saved."""
     LIMITED = "limited"
-    """A policy allows less than what is there."""
+    """`max_hit_share` allows less than what is there."""
     LOAD_FAILED = "load_failed"
     """Its last load failed; it computes before it is offered another one."""
     QUARANTINED = "quarantined"

@@ -78,6 +78,21 @@ def test_a_full_hit_leaves_the_last_token_to_compute(chunk_size: int, block_size
     assert driver.lookup("a", 48, 64).num_external_tokens == 15
 
 
+@pytest.mark.parametrize(
+    ("share", "num_local", "num_answered", "reason"),
+    [(1.0, 0, 32, "complete"), (0.9, 0, 32, "complete"), (0.5, 0, 20, "limited"), (0.5, 16, 4, "limited")],
+)
+def test_a_hit_limit_cuts_the_answer_at_a_share_of_the_prompt(
+    share: float, num_local: int, num_answered: int, reason: str
+) -> None:
+    """However much is there, and wherever it comes from; the answer still says how much there was."""
+    driver = Driver(max_hit_share=share)
+    driver.save_prefix("earlier", keys_of("d", 4))
+    driver.arrive("a", 40, keys_of("d", 4))
+    answer = driver.lookup("a", num_local, 40)
+    assert (answer.num_external_tokens, answer.num_hit_tokens, answer.miss_reason) == (num_answered, 32, reason)
+
+
 def test_a_fully_computed_request_is_answered_with_nothing() -> None:
     """Nothing is left once everything but the last token is local."""
     driver = Driver()

@@ -180,9 +180,7 @@ def test_every_observation_that_may_be_refused_is_tried() -> None:
 def test_the_story_leaves_something_in_each_projection() -> None:
     """Otherwise nothing could be seen to stay."""
     believed, empty = parts(story().projections), parts(Driver().projections)
-    assert {name for name in believed if believed[name] == empty[name]} <= {
-        *("extensions", "policy", "unfilled", "save_cursor")
-    }
+    assert {name for name in believed if believed[name] == empty[name]} <= {*("extensions", "unfilled", "save_cursor")}
 
 
 def is_refused(event: e.Event, states: States) -> bool:

@@ -257,17 +257,6 @@ def test_what_an_earlier_life_had_of_the_prefix_cache_says_nothing_about_this_on
     assert driver.projections.unfilled.state.num_local_tokens == {}
 
 
-def test_the_end_of_an_earlier_life_leaves_what_was_counted_of_this_one() -> None:
-    """Else its keys would be counted twice when they are observed anew."""
-    driver = Driver(chunk_size=16, chunk_statistics=True)
-    driver.arrive("a", NUM_TOKENS, KEYS)
-    driver.finish("a", 0, NUM_TOKENS)
-    driver.arrive("a", NUM_TOKENS, KEYS)
-    driver.projections.fold(e.RequestReleased("a", 0, 0, 1), 99)
-    driver.keys("a", 0, KEYS)
-    assert driver.projections.policy.num_requests_with(KEYS[0]) == 2
-
-
 def test_what_an_earlier_life_would_have_got_back_is_not_waited_for() -> None:
     """It was preempted and looked up again when its id was taken."""
     driver, _ = preempted_while_loading()

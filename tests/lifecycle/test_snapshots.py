@@ -8,7 +8,6 @@ import pytest
 from lifecycle_driver import MemorySink, Walk
 
 from kvledger.lifecycle import Core, Ledger, LedgerConfiguration
-from kvledger.lifecycle import events as e
 from kvledger.lifecycle.projections import Projections
 from kvledger.lifecycle.snapshots import SnapshotError, capture, restore, state_fingerprint
 
@@ -77,21 +76,6 @@ def test_a_restored_ledger_decides_as_the_one_that_lived(seed: int, chunk_size: 
             )
             others = [*others[-5:], other]
     assert others
-
-
-def test_statistics_of_chunks_are_state_too() -> None:
-    """A policy that counts goes on counting."""
-    configuration = LedgerConfiguration(
-        block_size=16, chunk_size=16, num_slots=4, chunk_statistics=True, max_hit_share=0.5
-    )
-    projections = Projections(Core.standard(), configuration)
-    keys = tuple(bytes([number]) * 16 for number in range(3))
-    for sequence, request_id in enumerate(("a", "b"), start=1):
-        projections.fold(e.RequestArrived(request_id, sequence - 1, 48, sequence), 2 * sequence - 1)
-        projections.fold(e.ChunkKeysObserved(request_id, 0, keys), 2 * sequence)
-    restored = _restored(projections)
-    assert restored.snapshot() == projections.snapshot()
-    assert restored.policy.num_requests_with(keys[0]) == 2  # type: ignore[attr-defined]
 
 
 def test_bytes_that_are_no_state_are_refused() -> None:

@@ -263,16 +263,6 @@ def test_a_hit_share_limits_every_answer(make_engine: Any) -> None:
     engine.check_outputs()
 
 
-def test_chunk_statistics_count_what_came_back(make_engine: Any) -> None:
-    """Four chunks, twice: four unique, 64 tokens reusable."""
-    engine = make_engine(num_blocks=20, chunk_size=16, chunk_statistics=True)
-    for request_id in ("writer", "reader"):
-        engine.add(request_id, range(64), 4)
-        engine.run()
-    policy = engine.projections.policy
-    assert (policy.num_unique_chunks, policy.num_tokens_reusable) == (4, 64)
-
-
 # --- copies beside the steps -------------------------------------------------------------------------
 
 

@@ -22,7 +22,6 @@ JUDGED = tuple(
         "projections",
         "decisions",
         "handlers",
-        "policies",
         "core",
         "decider",
         "gate",

@@ -23,8 +23,6 @@ MAY_STAY = frozenset(
         "HostSlots.state.free",
         "HostSlots.state.failed",
         "HostSlots.state.references",
-        # Counts of chunk keys over the whole log (bounded).
-        "ChunkStatistics.state.num_requests_with",
         # Blocks that nobody has written since a load failed, and the tables lost in the last two steps.
         "UnfilledBlocks.state.blocks",
         "UnfilledBlocks.state.lost",
