@@ -16,7 +16,8 @@ from kvledger.lifecycle.errors import without_secrets
 from kvledger.lifecycle.extension import Extension
 from kvledger.lifecycle.handlers import StateHandler
 from kvledger.lifecycle.ledger import EventSink, Ledger, LedgerCorrupt
-from kvledger.lifecycle.projections import Projections, ProjectionSpec
+from kvledger.lifecycle.marks import on
+from kvledger.lifecycle.projections import Projection, Projections, ProjectionSpec
 from kvledger.lifecycle.projections.lookup_cache import MissReason
 from kvledger.lifecycle.projections.obligations import Channel, PageJob, Ready
 from kvledger.lifecycle.projections.totals import Figures
@@ -43,6 +44,7 @@ __all__ = [
     "LedgerCorrupt",
     "MissReason",
     "PageJob",
+    "Projection",
     "ProjectionSpec",
     "Projections",
     "Ready",
@@ -61,5 +63,6 @@ __all__ = [
     "fold",
     "handlers",
     "log_header",
+    "on",
     "without_secrets",
 ]

@@ -19,7 +19,8 @@ from kvledger.lifecycle.configuration import LedgerConfiguration
 from kvledger.lifecycle.events import trigger_of
 from kvledger.lifecycle.handlers.base import HOOKS, StateHandler
 from kvledger.lifecycle.machine import Moves
-from kvledger.lifecycle.projections import Projections, ProjectionSpec, is_reserved
+from kvledger.lifecycle.marks import on
+from kvledger.lifecycle.projections import Projection, Projections, ProjectionSpec, is_reserved
 from kvledger.lifecycle.states import RequestState
 from kvledger.lifecycle.table import State
 from kvledger.lifecycle.turn import Turn
@@ -330,7 +331,7 @@ def _path(text: str, row: str) -> tuple[RequestState, str]:
     return RequestState(state), sub
 
 
-class SubStates:
+class SubStates(Projection):
     """Folds `record.sub`, before the phase moves; so the tracker's state is where it is kept."""
 
     def __init__(self, projections: Projections) -> None:
@@ -343,10 +344,11 @@ class SubStates:
             dest: extension.name for extension in core.extensions for _, _, dest in extension.rows if "." in dest
         }
 
-    def folds(self) -> Mapping[type[e.Event], Callable[..., None]]:
-        """Event class -> fold: what may move a sub-state, or the phase under it."""
-        return {**{event_class: self._walk for _, event_class in self._table}, e.ExtensionStopped: self._stopped}
+    def folds(self) -> dict[type[e.Event], Callable[..., None]]:
+        """What is marked, and what may move a sub-state, or the phase under it."""
+        return {**{event_class: self._walk for _, event_class in self._table}, **super().folds()}
 
+    @on(e.ExtensionStopped)
     def _stopped(self, event: e.ExtensionStopped, _sequence: int) -> None:
         for record in self._tracker:
             if self._owner.get(record.path) == event.extension:

@@ -51,8 +51,7 @@ def restore(core: Core, state: bytes, configuration: LedgerConfiguration) -> Pro
         for name, there in projections.states().items():
             named[name].state = msgspec.msgpack.decode(parts[name], type=type(there), dec_hook=_decoded)
         for name, projection in named.items():
-            if hasattr(projection, "index"):
-                _index(projections, name, projection.index)
+            _index(projections, name, projection.index)
     except (msgspec.MsgspecError, KeyError, OverflowError) as error:
         raise SnapshotError(f"the state cannot be used: {type(error).__name__}: {error}") from error
     return projections

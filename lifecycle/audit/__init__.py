@@ -8,10 +8,11 @@ not; rules that no checker can decide stand in `Core.not_checked` with the reaso
 from kvledger.lifecycle.audit.audit import Audit, Unfoldable
 from kvledger.lifecycle.audit.checker import Checker
 from kvledger.lifecycle.audit.model import Model
-from kvledger.lifecycle.audit.model.moment import EventChecks, Moment, on
+from kvledger.lifecycle.audit.model.moment import EventChecks, Moment
 from kvledger.lifecycle.audit.model.start import Start
 from kvledger.lifecycle.audit.rules.recorded import Recorded
 from kvledger.lifecycle.audit.violations import Violation
+from kvledger.lifecycle.marks import on
 
 __all__ = [
     "RECORDED",

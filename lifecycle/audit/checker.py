@@ -10,9 +10,10 @@ from __future__ import annotations
 from typing import ClassVar
 
 from kvledger.lifecycle.audit.model import Model
-from kvledger.lifecycle.audit.model.moment import EventChecks, checks_of
+from kvledger.lifecycle.audit.model.moment import EventChecks
 from kvledger.lifecycle.audit.model.start import Start
 from kvledger.lifecycle.audit.violations import Violation
+from kvledger.lifecycle.marks import marked
 
 
 class Checker:
@@ -33,7 +34,7 @@ class Checker:
 
     def checks(self) -> EventChecks:
         """(event class, check) in the order in which they are to be done for an event; a class may stand twice."""
-        return checks_of(self)
+        return marked(self)
 
     def begin(self, start: Start) -> None:
         """Take over what is in flight, so that this raises no false alarm; called where an audit starts in the middle.

@@ -13,11 +13,12 @@ import attrs
 
 from kvledger.lifecycle.audit.checker import Checker
 from kvledger.lifecycle.audit.model import Model
-from kvledger.lifecycle.audit.model.moment import Check, EventChecks, on
+from kvledger.lifecycle.audit.model.moment import Check, EventChecks
 from kvledger.lifecycle.audit.model.start import Start
 from kvledger.lifecycle.audit.violations import Violations
 from kvledger.lifecycle.errors import without_secrets
 from kvledger.lifecycle.events import Event, ExtensionStopped
+from kvledger.lifecycle.marks import on
 
 _Result = TypeVar("_Result")
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import attrs
 import msgspec
@@ -18,6 +18,7 @@ from kvledger.lifecycle.configuration import LedgerConfiguration
 from kvledger.lifecycle.events import Event
 from kvledger.lifecycle.gate import Gate
 from kvledger.lifecycle.geometry import Geometry
+from kvledger.lifecycle.marks import marked
 
 if TYPE_CHECKING:
     from kvledger.lifecycle.core import Core
@@ -49,15 +50,26 @@ class Gated(NamedTuple):
     """The folds of those that are."""
 
 
-class Projection(Protocol):
-    """One fold of the log.
+class Projection:
+    """One fold of the log; to be derived from. Its methods marked `@on(...)` are called with an event and its sequence.
 
-    One that remembers anything has `state`: a struct of plain fields, and the only place where they are listed. What
-    follows from it is made anew by `index()`, when the states of all projections are there.
+    One that remembers anything has `state`: a struct of plain fields, and the only place where they are listed.
     """
 
-    def folds(self) -> Mapping[type[Event], Fold]:
-        """Event class -> fold, called as `fold(event, sequence)`."""
+    def index(self) -> None:
+        """Make anew what follows from the state; called when the states of all projections are there."""
+
+    def folds(self) -> dict[type[Event], Fold]:
+        """Event class -> fold, called as `fold(event, sequence)`.
+
+        Raises:
+            TypeError: two methods fold the same events, which of them first would not be said.
+        """
+        folds = marked(self)
+        if len(dict(folds)) < len(folds):
+            message = f"{type(self).__qualname__} has two methods for the same events; let one call the other"
+            raise TypeError(message)
+        return dict(folds)
 
 
 @attrs.frozen

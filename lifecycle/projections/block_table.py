@@ -7,11 +7,13 @@ table. It must not know what the blocks contain.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 
 from kvledger.lifecycle import events as e
+from kvledger.lifecycle.marks import on
+from kvledger.lifecycle.projections import Projection
 from kvledger.lifecycle.projections.tracker import RequestTracker
 
 
@@ -26,7 +28,7 @@ class State(msgspec.Struct, forbid_unknown_fields=True):
     """The same before the last step."""
 
 
-class BlockTable:
+class BlockTable(Projection):
     """Life of a request -> block ids, 4 bytes each. To be folded before the tracker, which forgets lives."""
 
     def __init__(self, tracker: RequestTracker) -> None:
@@ -62,40 +64,31 @@ class BlockTable:
         """The same for a request that ends between two steps; intact until the next step's forward."""
         return self.state.leaving.get(self._tracker.ordinal(request_id))
 
-    def folds(self) -> Mapping[type[e.Event], Callable[..., None]]:
-        """Event class -> fold."""
-        return {
-            e.RequestArrived: self._arrived,
-            e.LookupRequested: self._asked,
-            e.BlocksAllocated: self._replaced,
-            e.BlockTableObserved: self._replaced,
-            e.WindowLeft: self._window_left,
-            e.RequestPreempted: self._taken,
-            e.RequestFinished: self._taken,
-            e.StepScheduled: self._step_scheduled,
-            e.RequestReleased: self._released,
-        }
-
+    @on(e.BlocksAllocated, e.BlockTableObserved)
     def _replaced(self, event: e.BlocksAllocated | e.BlockTableObserved, _sequence: int) -> None:
         ordinal = self._tracker.ordinal(event.request_id)
         if ordinal >= 0:
             self.state.held[ordinal] = array("I", event.block_ids)
 
+    @on(e.LookupRequested)
     def _asked(self, event: e.LookupRequested, _sequence: int) -> None:
         # Who is asked about holds nothing; after a failed asynchronous load vLLM frees the blocks without a word.
         self.state.held.pop(self._tracker.ordinal(event.request_id), None)
 
+    @on(e.WindowLeft)
     def _window_left(self, event: e.WindowLeft, _sequence: int) -> None:
         ordinal = self._tracker.ordinal(event.request_id)
         if ordinal >= 0:
             self.state.leaving[ordinal] = event.num_settled_tokens
 
+    @on(e.RequestPreempted, e.RequestFinished)
     def _taken(self, event: e.RequestPreempted | e.RequestFinished, _sequence: int) -> None:
         ordinal = self._tracker.ordinal(event.request_id)
         block_ids = self.state.held.pop(ordinal, None)
         if block_ids is not None:
             self.state.lost[ordinal] = block_ids
 
+    @on(e.StepScheduled)
     def _step_scheduled(self, event: e.StepScheduled, _sequence: int) -> None:
         # From this step's forward on, lost blocks may be overwritten.
         self.state.lost.clear()
@@ -108,6 +101,7 @@ class BlockTable:
                 else:
                     held.extend(block_ids)
 
+    @on(e.RequestArrived)
     def _arrived(self, event: e.RequestArrived, _sequence: int) -> None:
         self._forget(self._tracker.ordinal(event.request_id))
 
@@ -116,6 +110,7 @@ class BlockTable:
         self.state.lost.pop(ordinal, None)
         self.state.leaving.pop(ordinal, None)
 
+    @on(e.RequestReleased)
     def _released(self, event: e.RequestReleased, _sequence: int) -> None:
         if self._tracker.in_generation(event) is not None:
             self._forget(event.ordinal)

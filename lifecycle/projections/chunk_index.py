@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import enum
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 
 import attrs
 import msgspec
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.geometry import Geometry
-from kvledger.lifecycle.projections import host_slots
+from kvledger.lifecycle.marks import on
+from kvledger.lifecycle.projections import Projection, host_slots
 from kvledger.lifecycle.projections.chunk_keys import ChunkKeys
 from kvledger.lifecycle.projections.host_slots import HostSlots
 from kvledger.lifecycle.projections.recency import Recency
@@ -61,7 +62,7 @@ class State(msgspec.Struct, forbid_unknown_fields=True):
     num_removed: int = 0
 
 
-class ChunkIndex:
+class ChunkIndex(Projection):
     """Committed chunks, what nobody waits for in order of recency, and what is promised or waited for besides.
 
     A settlement concerns its job, a promise the generation that it was made to. To be folded before the tracker, which
@@ -200,29 +201,9 @@ class ChunkIndex:
             return None
         return tuple(key for key in candidates if any(left[slot] == 0 for slot in self.state.committed[key]))
 
-    def folds(self) -> Mapping[type[e.Event], Callable[..., None]]:
-        """Event class -> fold. Must be folded before `Transfers`, which forgets settled jobs."""
-        return {
-            e.LookupAnswered: self._answered,
-            e.BlocksAllocated: self._allocated,
-            e.RequestPreempted: self._preempted,
-            e.RequestFinished: self._finished,
-            e.TransferReported: self._reported,
-            e.RequestArrived: self._allocated,
-            e.LoadIssued: self._load_issued,
-            e.LoadCompleted: self._load_settled,
-            e.LoadFailed: self._load_settled,
-            e.SaveIssued: self._save_issued,
-            e.TailSaveIssued: self._tail_save_issued,
-            e.SaveCompleted: self._save_completed,
-            e.SaveFailed: self._save_failed,
-            e.ChunkEvicted: self._evicted,
-            e.ChunkTainted: self._tainted,
-            e.CacheReset: self._reset,
-        }
-
     # --- promises made by lookups ------------------------------------------------------------
 
+    @on(e.LookupAnswered)
     def _answered(self, event: e.LookupAnswered, _sequence: int) -> None:
         if self._tracker.in_generation(event) is None:
             return
@@ -244,6 +225,7 @@ class ChunkIndex:
 
     # --- loads -------------------------------------------------------------------------------
 
+    @on(e.LoadIssued)
     def _load_issued(self, event: e.LoadIssued, _sequence: int) -> None:
         self.slots.acquire(event.slots)
         num_chunks = -(-(event.first_token + event.num_tokens) // self._geometry.chunk_size)
@@ -254,6 +236,7 @@ class ChunkIndex:
         if keys:
             self.state.by_age.touch_prefix(ordinal, keys)
 
+    @on(e.RequestPreempted)
     def _preempted(self, event: e.RequestPreempted, _sequence: int) -> None:
         ordinal = self._tracker.ordinal(event.request_id)
         self._unpin(ordinal)
@@ -267,11 +250,13 @@ class ChunkIndex:
             for key in wanted:
                 self.state.by_age.discard(key)
 
+    @on(e.BlocksAllocated, e.RequestArrived)
     def _allocated(self, event: e.BlocksAllocated | e.RequestArrived | e.RequestFinished, _sequence: int) -> None:
         ordinal = self._tracker.ordinal(event.request_id)
         self._unpin(ordinal)
         self._no_longer_want(ordinal)
 
+    @on(e.RequestFinished)
     def _finished(self, event: e.RequestFinished, sequence: int) -> None:
         self._allocated(event, sequence)
         ordinal = self._tracker.ordinal(event.request_id)
@@ -283,12 +268,14 @@ class ChunkIndex:
             _count_down(self._wanted, keys)
             self.state.by_age.add(self._unwanted(keys))
 
+    @on(e.TransferReported)
     def _reported(self, event: e.TransferReported, _sequence: int) -> None:
         job = self._transfers.given_up(event.job_id)
         if job is not None and self._transfers.is_reported(job, event):
             # The last rank that could still have written them is done.
             self.slots.release(job.slots, failed=job.kind is JobKind.SAVE)
 
+    @on(e.LoadCompleted, e.LoadFailed)
     def _load_settled(self, event: e.LoadCompleted | e.LoadFailed, _sequence: int) -> None:
         job = self._transfers.get(event.job_id)
         if job is not None and job.kind is JobKind.LOAD:
@@ -296,13 +283,16 @@ class ChunkIndex:
 
     # --- saves -------------------------------------------------------------------------------
 
+    @on(e.SaveIssued)
     def _save_issued(self, event: e.SaveIssued, _sequence: int) -> None:
         self.slots.acquire(event.slots)
         _count_up(self._saving, self._chunk_keys.of_chunks(event.ordinal, event.chunks))
 
+    @on(e.TailSaveIssued)
     def _tail_save_issued(self, event: e.TailSaveIssued, _sequence: int) -> None:
         self.slots.acquire(event.slots)
 
+    @on(e.SaveCompleted)
     def _save_completed(self, event: e.SaveCompleted, _sequence: int) -> None:
         job = self._transfers.get(event.job_id)
         if job is None:
@@ -387,6 +377,7 @@ class ChunkIndex:
         missing = any(slot == NO_SLOT and not sizes[place % len(sizes)] for place, slot in enumerate(slots))
         return None if missing else slots
 
+    @on(e.SaveFailed)
     def _save_failed(self, event: e.SaveFailed, _sequence: int) -> None:
         job = self._transfers.get(event.job_id)
         if job is None:
@@ -398,12 +389,15 @@ class ChunkIndex:
 
     # --- leaving -----------------------------------------------------------------------------
 
+    @on(e.ChunkEvicted)
     def _evicted(self, event: e.ChunkEvicted, sequence: int) -> None:
         self._remove(event.key, Departed(Departure.EVICTED, sequence))
 
+    @on(e.ChunkTainted)
     def _tainted(self, event: e.ChunkTainted, sequence: int) -> None:
         self._remove(event.key, Departed(Departure.TAINTED, sequence))
 
+    @on(e.CacheReset)
     def _reset(self, _event: e.CacheReset, sequence: int) -> None:
         for key in tuple(self.state.committed):
             self._remove(key, Departed(Departure.RESET, sequence))

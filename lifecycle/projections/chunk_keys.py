@@ -6,11 +6,13 @@ adapter. This module stores keys; it does not know how they are made or whether 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 
 import msgspec
 
 from kvledger.lifecycle import events as e
+from kvledger.lifecycle.marks import on
+from kvledger.lifecycle.projections import Projection
 from kvledger.lifecycle.projections.tracker import RequestTracker
 
 
@@ -20,7 +22,7 @@ class State(msgspec.Struct, forbid_unknown_fields=True):
     keys: dict[int, list[bytes]] = {}
 
 
-class ChunkKeys:
+class ChunkKeys(Projection):
     """Life of a request -> keys in chunk order. To be folded before the tracker, which forgets lives."""
 
     def __init__(self, tracker: RequestTracker, chunk_size: int) -> None:
@@ -54,15 +56,7 @@ class ChunkKeys:
             return (keys[chunks[0]],) if chunks[0] < num_keys else ()
         return tuple([keys[chunk] for chunk in chunks if chunk < num_keys])
 
-    def folds(self) -> Mapping[type[e.Event], Callable[..., None]]:
-        """Event class -> fold."""
-        return {
-            e.ChunkKeysObserved: self._observed,
-            e.SessionContinued: self._session_continued,
-            e.RequestArrived: self._arrived,
-            e.RequestReleased: self._released,
-        }
-
+    @on(e.ChunkKeysObserved)
     def _observed(self, event: e.ChunkKeysObserved, _sequence: int) -> None:
         ordinal = self._tracker.ordinal(event.request_id)
         if ordinal < 0:
@@ -74,14 +68,17 @@ class ChunkKeys:
         elif event.first_chunk < num_keys:  # behind a gap, keys would come to stand for other chunks
             keys[event.first_chunk :] = event.keys
 
+    @on(e.SessionContinued)
     def _session_continued(self, event: e.SessionContinued, _sequence: int) -> None:
         # Other tokens follow from here, so other keys.
         keys = self.state.keys.get(self._tracker.ordinal(event.request_id), [])
         del keys[event.num_computed_tokens // self._chunk_size :]
 
+    @on(e.RequestArrived)
     def _arrived(self, event: e.RequestArrived, _sequence: int) -> None:
         self.state.keys.pop(self._tracker.ordinal(event.request_id), None)
 
+    @on(e.RequestReleased)
     def _released(self, event: e.RequestReleased, _sequence: int) -> None:
         if self._tracker.in_generation(event) is not None:
             self.state.keys.pop(event.ordinal, None)

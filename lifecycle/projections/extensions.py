@@ -6,13 +6,15 @@ keeps the log: it is notified, and records that.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.errors import without_secrets
+from kvledger.lifecycle.marks import on
+from kvledger.lifecycle.projections import Projection
 
 if TYPE_CHECKING:
     from kvledger.lifecycle.projections import Projections
@@ -25,7 +27,7 @@ class State(msgspec.Struct, forbid_unknown_fields=True):
     """Extension -> the event that stopped it."""
 
 
-class Extensions:
+class Extensions(Projection):
     """Runs code of extensions that take part."""
 
     def __init__(self, projections: Projections) -> None:
@@ -37,10 +39,6 @@ class Extensions:
         """Those whose code has raised here."""
         self.on_raised: Callable[[], None] = lambda: None
         """Called when code raised that an event is not being folded by: whoever keeps the log asks for `stops`."""
-
-    def folds(self) -> Mapping[type[e.Event], Callable[..., None]]:
-        """Event class -> fold."""
-        return {e.ExtensionStopped: self._stopped}
 
     def takes_part(self, name: str) -> bool:
         """Whether the extension of that name is asked anything."""
@@ -75,6 +73,7 @@ class Extensions:
                 self.raised.append((name, where, without_secrets(error)))
             return None
 
+    @on(e.ExtensionStopped)
     def _stopped(self, event: e.ExtensionStopped, sequence: int) -> None:
         self.state.stopped.setdefault(event.extension, sequence)
         self.raised[:] = [raised for raised in self.raised if raised[0] != event.extension]

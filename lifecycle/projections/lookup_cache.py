@@ -8,11 +8,12 @@ cannot outlive them. LMCache's cached lookup carried neither and killed the engi
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Mapping
 
 import msgspec
 
 from kvledger.lifecycle import events as e
+from kvledger.lifecycle.marks import on
+from kvledger.lifecycle.projections import Projection
 from kvledger.lifecycle.projections.chunk_index import ChunkIndex
 from kvledger.lifecycle.projections.chunk_keys import ChunkKeys
 from kvledger.lifecycle.projections.tracker import RequestTracker
@@ -74,7 +75,7 @@ class State(msgspec.Struct, forbid_unknown_fields=True):
     junctions: dict[int, int] = {}
 
 
-class LookupCache:
+class LookupCache(Projection):
     """One replaceable slot per life of a request, written by the last lookup. What is asked is about the present one.
 
     What is answered concerns one generation of a life; an answer to any other is none. To be folded before the
@@ -125,21 +126,7 @@ class LookupCache:
             start = cached.num_chunks
         return start + self._chunk_index.num_committed_from(keys[start:])
 
-    def folds(self) -> Mapping[type[e.Event], Callable[..., None]]:
-        """Event class -> fold."""
-        return {
-            e.LookupAnswered: self._answered,
-            e.LookupDeferred: self._deferred,
-            e.DecisionWithheld: self._withheld,
-            e.ChunkKeysObserved: self._keys_observed,
-            e.BlocksAllocated: self._allocated,
-            e.RequestPreempted: self._forget,
-            e.SessionContinued: self._forget,
-            e.RequestFinished: self._forget,
-            e.RequestArrived: self._forget,
-            e.CacheReset: self._reset,
-        }
-
+    @on(e.LookupAnswered)
     def _answered(self, event: e.LookupAnswered, sequence: int) -> None:
         if self._tracker.in_generation(event) is None:
             return
@@ -163,21 +150,25 @@ class LookupCache:
         if event.miss_reason == _WINDOW:
             self.state.junctions[ordinal] = event.num_hit_tokens // self._chunk_size * self._chunk_size
 
+    @on(e.LookupDeferred)
     def _deferred(self, event: e.LookupDeferred, _sequence: int) -> None:
         if self._tracker.in_generation(event) is None:
             return
         self.state.num_deferred[event.ordinal] = event.num_deferred
         self.state.pending.pop(event.ordinal, None)
 
+    @on(e.DecisionWithheld)
     def _withheld(self, event: e.DecisionWithheld, _sequence: int) -> None:
         self.state.pending.pop(self._tracker.ordinal(event.request_id), None)
 
+    @on(e.ChunkKeysObserved)
     def _keys_observed(self, event: e.ChunkKeysObserved, _sequence: int) -> None:
         ordinal = self._tracker.ordinal(event.request_id)
         cached = self.state.hits.get(ordinal)
         if cached is not None and event.first_chunk < cached.num_keys:
             del self.state.hits[ordinal]
 
+    @on(e.BlocksAllocated)
     def _allocated(self, event: e.BlocksAllocated, _sequence: int) -> None:
         ordinal = self._tracker.ordinal(event.request_id)
         answer = self.state.pending.pop(ordinal, None)
@@ -186,6 +177,7 @@ class LookupCache:
         else:
             self.state.taken_up[ordinal] = answer
 
+    @on(e.RequestPreempted, e.SessionContinued, e.RequestFinished, e.RequestArrived)
     def _forget(self, event: e.RequestEvent, _sequence: int) -> None:
         ordinal = self._tracker.ordinal(event.request_id)
         self.state.hits.pop(ordinal, None)
@@ -194,6 +186,7 @@ class LookupCache:
         self.state.num_deferred.pop(ordinal, None)
         self.state.junctions.pop(ordinal, None)
 
+    @on(e.CacheReset)
     def _reset(self, _event: e.CacheReset, _sequence: int) -> None:
         self.state.hits.clear()
         self.state.pending.clear()

@@ -9,12 +9,14 @@ cache, nor how anything is handed over.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 import msgspec
 
 from kvledger.lifecycle import events as e
+from kvledger.lifecycle.marks import on
+from kvledger.lifecycle.projections import Projection
 
 PageJob = e.LoadIssued | e.SaveIssued | e.TailSaveIssued
 """A copy of pages, which a worker carries out."""
@@ -109,7 +111,7 @@ class State(msgspec.Struct, forbid_unknown_fields=True):
     """Sequence: what was issued before belonged to a step that went without it."""
 
 
-class Obligations:
+class Obligations(Projection):
     """Total over everything that may stand in a log; each end is owed once."""
 
     def __init__(self, num_ranks: int) -> None:
@@ -182,36 +184,19 @@ class Obligations:
 
     # --- folds ---------------------------------------------------------------------------------
 
-    def folds(self) -> Mapping[type[e.Event], Callable[..., None]]:
-        """Event class -> fold."""
-        return {
-            e.RequestArrived: self._arrived,
-            e.LookupAnswered: self._answered,
-            e.BlocksAllocated: self._allocated,
-            e.LoadRefused: self._refused,
-            e.LoadIssued: self._load_issued,
-            e.SaveIssued: self._save_issued,
-            e.TailSaveIssued: self._issued,
-            e.TransferAwaited: self._awaited,
-            e.TransferReported: self._reported,
-            e.LoadFailed: self._given_up,
-            e.SaveFailed: self._given_up,
-            e.RequestFinished: self._finished,
-            e.BlocksHeld: self._held,
-            e.HookFailed: self._hook_failed,
-            e.EffectsDelivered: self._delivered,
-        }
-
+    @on(e.RequestArrived)
     def _arrived(self, event: e.RequestArrived, _sequence: int) -> None:
         self.state.promised.pop(self.present(event.request_id), None)  # whom it displaces takes nothing up any more
         self.state.present[event.request_id] = event.ordinal
 
+    @on(e.LookupAnswered)
     def _answered(self, event: e.LookupAnswered, _sequence: int) -> None:
         if event.is_async:
             self.state.promised[event.ordinal] = None
         else:
             self.state.promised.pop(event.ordinal, None)
 
+    @on(e.BlocksAllocated)
     def _allocated(self, event: e.BlocksAllocated, _sequence: int) -> None:
         ordinal, state = self.present(event.request_id), self.state
         if ordinal in state.promised:
@@ -219,6 +204,7 @@ class Obligations:
             if event.num_external_tokens:
                 state.receiving.setdefault(ordinal, NOT_ISSUED)
 
+    @on(e.LoadRefused)
     def _refused(self, event: e.LoadRefused, _sequence: int) -> None:
         ordinal, state = self.present(event.request_id), self.state
         if ordinal in state.promised:  # the allocation was not recorded
@@ -231,9 +217,11 @@ class Obligations:
             state.receiving[ordinal] = ENDED
             state.failed[ordinal] = event.request_id
 
+    @on(e.TailSaveIssued)
     def _issued(self, event: PageJob, sequence: int) -> None:
         self.state.jobs[event.job_id] = sequence, event
 
+    @on(e.LoadIssued)
     def _load_issued(self, event: e.LoadIssued, sequence: int) -> None:
         self.state.jobs[event.job_id] = sequence, event
         if event.is_async:
@@ -241,11 +229,13 @@ class Obligations:
             if self.state.receiving.get(event.ordinal) == NOT_ISSUED:
                 self.state.receiving[event.ordinal] = event.job_id
 
+    @on(e.SaveIssued)
     def _save_issued(self, event: e.SaveIssued, sequence: int) -> None:
         self.state.jobs[event.job_id] = sequence, event
         if event.is_async:
             self.state.in_flight[event.job_id] = InFlight(event.request_id, event.ordinal, is_load=False)
 
+    @on(e.TransferAwaited)
     def _awaited(self, event: e.TransferAwaited, sequence: int) -> None:
         before = self.state.awaited.get(event.job_id)
         if before is None or not before[1].before_forward:
@@ -254,6 +244,7 @@ class Obligations:
         if job is not None:
             job.is_fenced |= event.before_forward
 
+    @on(e.TransferReported)
     def _reported(self, event: e.TransferReported, _sequence: int) -> None:
         state, job_id = self.state, event.job_id
         if job_id in state.jobs:
@@ -269,6 +260,7 @@ class Obligations:
         if not owing:
             self._ended(job_id, job)
 
+    @on(e.LoadFailed, e.SaveFailed)
     def _given_up(self, event: e.LoadFailed | e.SaveFailed, _sequence: int) -> None:
         state, job_id = self.state, event.job_id
         if job_id in state.jobs:
@@ -297,6 +289,7 @@ class Obligations:
     def _saves(self, ordinal: int) -> list[InFlight]:
         return [job for job in self.state.in_flight.values() if job.ordinal == ordinal and not job.is_load]
 
+    @on(e.RequestFinished)
     def _finished(self, event: e.RequestFinished, _sequence: int) -> None:
         state = self.state
         ordinal = state.present.pop(event.request_id, e.NO_LIFE)
@@ -307,6 +300,7 @@ class Obligations:
         else:
             self._hold(ordinal, event.request_id)
 
+    @on(e.BlocksHeld)
     def _held(self, event: e.BlocksHeld, _sequence: int) -> None:
         self._hold(event.ordinal, event.request_id)  # for a copy that its end has led to
 
@@ -316,10 +310,12 @@ class Obligations:
         if is_read and ordinal not in state.coming_back:
             state.held[ordinal] = state.coming_back[ordinal] = request_id
 
+    @on(e.HookFailed)
     def _hook_failed(self, event: e.HookFailed, sequence: int) -> None:
         if event.hook == "build_connector_meta":
             self.state.closed = sequence
 
+    @on(e.EffectsDelivered)
     def _delivered(self, event: e.EffectsDelivered, _sequence: int) -> None:
         state = self.state
         jobs = state.jobs

@@ -6,11 +6,11 @@ because what lies below may have been evicted meanwhile; chunks that are still t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-
 import msgspec
 
 from kvledger.lifecycle import events as e
+from kvledger.lifecycle.marks import on
+from kvledger.lifecycle.projections import Projection
 from kvledger.lifecycle.projections.tracker import RequestTracker
 from kvledger.lifecycle.states import BlocksRegion
 
@@ -21,7 +21,7 @@ class State(msgspec.Struct, forbid_unknown_fields=True):
     num_chunks: dict[int, int] = {}
 
 
-class SaveCursor:
+class SaveCursor(Projection):
     """Life of a request -> number of chunks from the first on that need no further thought.
 
     They are those of the present generation, so only its own failed load starts the cursor again. To be folded before
@@ -44,20 +44,7 @@ class SaveCursor:
         """The number of settled tokens from which there is something to save."""
         return (self.state.num_chunks.get(ordinal, 0) + 1) * self._chunk_size
 
-    def folds(self) -> Mapping[type[e.Event], Callable[..., None]]:
-        """Event class -> fold."""
-        return {
-            e.StepScheduled: self._step_scheduled,
-            e.LoadFailed: self._forget,
-            e.RequestReleased: self._forget,
-            e.RequestPreempted: self._restart,
-            e.RequestFinished: self._restart,
-            e.RequestArrived: self._restart,
-            e.SessionContinued: self._session_continued,
-            e.TokensRolledBack: self._rolled_back,
-            e.CacheReset: self._reset,
-        }
-
+    @on(e.StepScheduled)
     def _step_scheduled(self, event: e.StepScheduled, _sequence: int) -> None:
         for ordinal, _, num_settled_tokens in event.settled:
             record = self._tracker.of(ordinal)
@@ -65,16 +52,20 @@ class SaveCursor:
             if record is not None and record.blocks is not BlocksRegion.LOADING:
                 self.state.num_chunks[ordinal] = num_settled_tokens // self._chunk_size
 
+    @on(e.LoadFailed, e.RequestReleased)
     def _forget(self, event: e.LoadFailed | e.RequestReleased, _sequence: int) -> None:
         if self._tracker.in_generation(event) is not None:
             self.state.num_chunks.pop(event.ordinal, None)
 
+    @on(e.RequestPreempted, e.RequestFinished, e.RequestArrived)
     def _restart(self, event: e.RequestEvent, _sequence: int) -> None:
         self.state.num_chunks.pop(self._tracker.ordinal(event.request_id), None)
 
+    @on(e.SessionContinued)
     def _session_continued(self, event: e.SessionContinued, _sequence: int) -> None:
         self._cut(event.request_id, event.num_computed_tokens)
 
+    @on(e.TokensRolledBack)
     def _rolled_back(self, event: e.TokensRolledBack, _sequence: int) -> None:
         self._cut(event.request_id, event.num_computed_tokens)
 
@@ -83,5 +74,6 @@ class SaveCursor:
         if ordinal in self.state.num_chunks:
             self.state.num_chunks[ordinal] = min(self.state.num_chunks[ordinal], num_tokens // self._chunk_size)
 
+    @on(e.CacheReset)
     def _reset(self, _event: e.CacheReset, _sequence: int) -> None:
         self.state.num_chunks.clear()

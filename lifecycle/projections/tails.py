@@ -6,12 +6,12 @@ request runs again, and with everything that makes its tokens doubtful.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-
 import attrs
 import msgspec
 
 from kvledger.lifecycle import events as e
+from kvledger.lifecycle.marks import on
+from kvledger.lifecycle.projections import Projection
 from kvledger.lifecycle.projections.host_slots import HostSlots
 from kvledger.lifecycle.projections.tracker import RequestTracker
 from kvledger.lifecycle.windows import NO_SLOT
@@ -36,7 +36,7 @@ class State(msgspec.Struct, forbid_unknown_fields=True):
     tails: dict[int, Tail] = {}
 
 
-class Tails:
+class Tails(Projection):
     """Life of a request -> its tail. To be folded before the chunk index, whose jobs own the slots until then.
 
     Settlements concern the job that saves it or reads it: both belong to other generations than the one that waits for
@@ -60,54 +60,42 @@ class Tails:
         """The tail, saved or still being saved."""
         return self.state.tails.get(ordinal)
 
-    def folds(self) -> Mapping[type[e.Event], Callable[..., None]]:
-        """Event class -> fold."""
-        return {
-            e.TailSaveIssued: self._issued,
-            e.LoadIssued: self._load_issued,
-            e.SaveCompleted: self._save_completed,
-            e.SaveFailed: self._save_failed,
-            e.LoadFailed: self._load_failed,
-            e.PrefillAdvanced: self._dropped,
-            e.PrefillCompleted: self._dropped,
-            e.RequestQuarantined: self._dropped,
-            e.RequestReleased: self._dropped,
-            e.RequestPreempted: self._drop,
-            e.SessionContinued: self._drop,
-            e.RequestFinished: self._drop,
-            e.RequestArrived: self._drop,
-            e.CacheReset: self._reset,
-        }
-
+    @on(e.TailSaveIssued)
     def _issued(self, event: e.TailSaveIssued, _sequence: int) -> None:
         if self._tracker.of(event.ordinal) is not None:
             end_token = event.first_token + event.num_tokens
             self.state.tails[event.ordinal] = Tail(event.job_id, event.first_token, end_token, event.slots)
 
+    @on(e.LoadIssued)
     def _load_issued(self, event: e.LoadIssued, _sequence: int) -> None:
         tail = self.saved(event.ordinal)
         if tail is not None and not (set(tail.slots) - {NO_SLOT}).isdisjoint(event.slots):
             tail.load_id = event.job_id
 
+    @on(e.SaveCompleted)
     def _save_completed(self, event: e.SaveCompleted, _sequence: int) -> None:
         tail = self.state.tails.get(event.ordinal)
         if tail is not None and tail.job_id == event.job_id:
             tail.is_saved = True
             self._slots.acquire(tail.slots)  # the job gives its reference back right after
 
+    @on(e.SaveFailed)
     def _save_failed(self, event: e.SaveFailed, _sequence: int) -> None:
         tail = self.state.tails.get(event.ordinal)
         if tail is not None and tail.job_id == event.job_id:
             self._forget(event.ordinal)
 
+    @on(e.LoadFailed)
     def _load_failed(self, event: e.LoadFailed, _sequence: int) -> None:
         tail = self.state.tails.get(event.ordinal)
         if tail is not None and tail.load_id == event.job_id:
             self._forget(event.ordinal)
 
+    @on(e.PrefillAdvanced, e.PrefillCompleted, e.RequestQuarantined, e.RequestReleased)
     def _dropped(self, event: e.RequestDecision, _sequence: int) -> None:
         self._forget(event.ordinal)
 
+    @on(e.RequestPreempted, e.SessionContinued, e.RequestFinished, e.RequestArrived)
     def _drop(self, event: e.RequestEvent, _sequence: int) -> None:
         if not self.state.tails:
             return
@@ -120,6 +108,7 @@ class Tails:
         if tail is not None and tail.is_saved:
             self._slots.release(tail.slots)
 
+    @on(e.CacheReset)
     def _reset(self, _event: e.CacheReset, _sequence: int) -> None:
         for ordinal in tuple(self.state.tails):
             self._forget(ordinal)

@@ -6,12 +6,12 @@ on the way back; retained means still found in vLLM's own prefix cache.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-
 import attrs
 import msgspec
 
 from kvledger.lifecycle import events as e
+from kvledger.lifecycle.marks import on
+from kvledger.lifecycle.projections import Projection
 from kvledger.lifecycle.projections.tracker import RequestTracker
 from kvledger.lifecycle.projections.transfers import JobKind, Transfers
 
@@ -56,7 +56,7 @@ class State(msgspec.Struct, forbid_unknown_fields=True):
     """Extension -> how many of `figures.num_extension_events` are its own."""
 
 
-class Totals:
+class Totals(Projection):
     """Folds every event that counts into `figures`. Registered before the tracker, to see states as they were."""
 
     def __init__(self, tracker: RequestTracker, transfers: Transfers) -> None:
@@ -69,57 +69,38 @@ class Totals:
         """The sums so far."""
         return self.state.figures
 
-    def folds(self) -> Mapping[type[e.Event], Callable[..., None]]:
-        """Event class -> fold."""
-        return {
-            e.RequestArrived: self._arrived,
-            e.RequestPreempted: self._preempted,
-            e.RequestFinished: self._gone,
-            e.LookupRequested: self._lookup_requested,
-            e.LookupAnswered: self._answered,
-            e.LoadIssued: self._load_issued,
-            e.LoadCompleted: self._load_completed,
-            e.StepScheduled: self._step_scheduled,
-            e.TransferReported: self._reported,
-            e.SaveCompleted: self._save_completed,
-            e.SaveFailed: self._save_failed,
-            e.SaveDeclined: self._save_declined,
-            e.LoadFailed: self._load_failed,
-            e.ChunkEvicted: self._evicted,
-            e.ChunkTainted: self._tainted,
-            e.InvariantViolated: self._violated,
-            e.HookFailed: self._hook_failed,
-            e.ExtensionObserved: self._of_extension,
-            e.ExtensionDecided: self._of_extension,
-            e.ExtensionNoted: self._of_extension,
-            e.ExtensionStopped: self._stopped,
-        }
-
+    @on(e.ExtensionObserved, e.ExtensionDecided, e.ExtensionNoted)
     def _of_extension(self, event: e.ExtensionEvent, _sequence: int) -> None:
         self.figures.num_extension_events += 1
         self.state.num_events_of[event.extension] = self.state.num_events_of.get(event.extension, 0) + 1
 
+    @on(e.ExtensionStopped)
     def _stopped(self, _event: e.ExtensionStopped, _sequence: int) -> None:
         self.figures.num_extensions_stopped += 1
 
+    @on(e.RequestArrived)
     def _arrived(self, event: e.RequestArrived, sequence: int) -> None:
         self.figures.num_requests += 1
         self._gone(event, sequence)
 
+    @on(e.RequestPreempted)
     def _preempted(self, event: e.RequestPreempted, sequence: int) -> None:
         self.figures.num_preemptions += 1
         self._gone(event, sequence)
 
+    @on(e.LookupRequested)
     def _lookup_requested(self, event: e.LookupRequested, _sequence: int) -> None:
         record = self._tracker.get(event.request_id)
         if record is not None and record.num_preemptions:
             num_retained = min(event.num_computed_tokens, record.num_tokens_before_preemption)
             self.state.returning[record.ordinal] = (num_retained, 0)
 
+    @on(e.LookupAnswered)
     def _answered(self, event: e.LookupAnswered, _sequence: int) -> None:
         self.figures.num_lookups += 1
         self.figures.num_tokens_hit += event.num_external_tokens
 
+    @on(e.LoadIssued)
     def _load_issued(self, event: e.LoadIssued, _sequence: int) -> None:
         self.state.loading[event.job_id] = event.num_tokens
         record = self._tracker.in_generation(event)
@@ -128,14 +109,17 @@ class Totals:
             last = min(event.first_token + event.num_tokens, record.num_tokens_before_preemption)
             self.state.returning[event.ordinal] = (num_retained, max(0, last - event.first_token))
 
+    @on(e.RequestFinished)
     def _gone(self, event: e.RequestEvent, _sequence: int) -> None:
         record = self._tracker.get(event.request_id)
         if record is not None:
             self.state.returning.pop(record.ordinal, None)
 
+    @on(e.LoadCompleted)
     def _load_completed(self, event: e.LoadCompleted, _sequence: int) -> None:
         self.figures.num_tokens_loaded += self.state.loading.pop(event.job_id, 0)
 
+    @on(e.StepScheduled)
     def _step_scheduled(self, event: e.StepScheduled, _sequence: int) -> None:
         for ordinal, num_computed_tokens, num_scheduled_tokens, _ in event.advanced:
             record = self._tracker.of(ordinal)
@@ -146,6 +130,7 @@ class Totals:
                 last = min(num_computed_tokens + num_scheduled_tokens, record.num_tokens_before_preemption)
                 self.figures.num_tokens_recomputed += max(0, last - num_computed_tokens)
 
+    @on(e.TransferReported)
     def _reported(self, event: e.TransferReported, _sequence: int) -> None:
         job = self._transfers.get(event.job_id)
         if job is None:
@@ -158,29 +143,37 @@ class Totals:
             figures.num_bytes_saved += event.num_bytes
             figures.save_duration_ns += event.duration_ns
 
+    @on(e.SaveCompleted)
     def _save_completed(self, event: e.SaveCompleted, _sequence: int) -> None:
         job = self._transfers.get(event.job_id)
         if job is not None:
             self.figures.num_chunks_saved += len(job.keys)
 
+    @on(e.SaveFailed)
     def _save_failed(self, _event: e.SaveFailed, _sequence: int) -> None:
         self.figures.num_saves_failed += 1
 
+    @on(e.SaveDeclined)
     def _save_declined(self, event: e.SaveDeclined, _sequence: int) -> None:
         self.figures.num_chunks_declined += event.num_chunks
 
+    @on(e.LoadFailed)
     def _load_failed(self, event: e.LoadFailed, _sequence: int) -> None:
         self.state.loading.pop(event.job_id, None)
         self.figures.num_loads_failed += 1
 
+    @on(e.ChunkEvicted)
     def _evicted(self, _event: e.ChunkEvicted, _sequence: int) -> None:
         self.figures.num_chunks_evicted += 1
 
+    @on(e.ChunkTainted)
     def _tainted(self, _event: e.ChunkTainted, _sequence: int) -> None:
         self.figures.num_chunks_tainted += 1
 
+    @on(e.InvariantViolated)
     def _violated(self, _event: e.InvariantViolated, _sequence: int) -> None:
         self.figures.num_violations += 1
 
+    @on(e.HookFailed)
     def _hook_failed(self, _event: e.HookFailed, _sequence: int) -> None:
         self.figures.num_hook_failures += 1

@@ -5,7 +5,7 @@ It knows states, generations and token counts. It must not know blocks, chunks o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import attrs
@@ -13,6 +13,8 @@ import msgspec
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.events import trigger_of, triggers_of
+from kvledger.lifecycle.marks import on
+from kvledger.lifecycle.projections import Projection
 from kvledger.lifecycle.states import BlocksRegion, CurrentRegion, FirstRegion, RequestState, TrustRegion
 from kvledger.lifecycle.steps import ComputedTokens
 
@@ -66,7 +68,7 @@ class State(msgspec.Struct, forbid_unknown_fields=True):
     time_ns: int = 0
 
 
-class RequestTracker:
+class RequestTracker(Projection):
     """Folds request events into records.
 
     An observation concerns the present life of its id. Of decisions, those that move phase, blocks and first concern
@@ -131,29 +133,13 @@ class RequestTracker:
         """Tokens computed or in flight after the last step."""
         return self.computed.count(record.ordinal)
 
-    def folds(self) -> Mapping[type[e.Event], Callable[..., None]]:
-        """Event class -> fold. Request events that do nothing but move the state are taken from the table."""
+    def folds(self) -> dict[type[e.Event], Callable[..., None]]:
+        """Those that are marked, and of whatever else moves a state, which does nothing but that."""
         folds: dict[type[e.Event], Callable[..., None]] = {}
         for event_class in self._core.request_events:
             if any(map(self._moves, triggers_of(event_class))):
                 folds[event_class] = self._decided if issubclass(event_class, e.RequestDecision) else self._observed
-        folds |= {
-            e.RequestArrived: self._arrived,
-            e.LookupRequested: self._lookup_requested,
-            e.BlocksAllocated: self._blocks_allocated,
-            e.RequestPreempted: self._preempted,
-            e.SessionContinued: self._session_continued,
-            e.TokensRolledBack: self._rolled_back,
-            e.RequestFinished: self._finished,
-            e.LoadFailed: self._load_failed,
-            e.RequestQuarantined: self._quarantined,
-            e.RequestReleased: self._released,
-            e.StepScheduled: self._step_scheduled,
-            e.TransferReported: self._advance_time,
-            e.LogNote: self._advance_time,
-            e.CacheReset: self._reset,
-        }
-        return folds
+        return {**folds, **super().folds()}
 
     def _moves(self, trigger: str) -> bool:
         """Whether it may move anything."""
@@ -163,15 +149,18 @@ class RequestTracker:
 
     # --- folds: total, no validation ---------------------------------------------------------
 
+    @on(e.TransferReported, e.LogNote)
     def _advance_time(self, event: e.TransferReported | e.LogNote, _sequence: int) -> None:
         self.state.time_ns = event.time_ns
 
+    @on(e.CacheReset)
     def _reset(self, event: e.CacheReset, _sequence: int) -> None:
         self.state.time_ns = event.time_ns
         for record in self.state.records.values():
             if record.blocks is not BlocksRegion.NONE:
                 self._move(record, "cache.reset/held")
 
+    @on(e.RequestArrived)
     def _arrived(self, event: e.RequestArrived, _sequence: int) -> None:
         self.state.time_ns = event.time_ns
         for earlier in (self._present.get(event.request_id), self.state.records.get(event.ordinal)):
@@ -214,6 +203,7 @@ class RequestTracker:
         for region, moves in compiled.others.get(trigger, ()):
             setattr(record, region, moves[getattr(record, region)])
 
+    @on(e.LookupRequested)
     def _lookup_requested(self, event: e.LookupRequested, _sequence: int) -> None:
         self.state.time_ns = event.time_ns
         record = self._present.get(event.request_id)
@@ -221,16 +211,19 @@ class RequestTracker:
             record.num_tokens = event.num_tokens
             self._move(record, event.id)
 
+    @on(e.LoadFailed)
     def _load_failed(self, event: e.LoadFailed, sequence: int) -> None:
         record = self.state.records.get(event.ordinal)
         if record is not None:
             record.num_failed_loads += 1
         self._decided(event, sequence)
 
+    @on(e.BlocksAllocated)
     def _blocks_allocated(self, event: e.BlocksAllocated, sequence: int) -> None:
         self.state.time_ns = event.time_ns
         self._observed(event, sequence)
 
+    @on(e.RequestPreempted)
     def _preempted(self, event: e.RequestPreempted, _sequence: int) -> None:
         self.state.time_ns = event.time_ns
         record = self._present.get(event.request_id)
@@ -241,6 +234,7 @@ class RequestTracker:
             record.num_preemptions += 1
             self.computed.set(record.ordinal, 0)
 
+    @on(e.SessionContinued)
     def _session_continued(self, event: e.SessionContinued, _sequence: int) -> None:
         self.state.time_ns = event.time_ns
         record = self._present.get(event.request_id)
@@ -252,6 +246,7 @@ class RequestTracker:
             record.num_tokens_before_preemption = min(record.num_tokens_before_preemption, event.num_computed_tokens)
             self.computed.set(record.ordinal, event.num_computed_tokens)
 
+    @on(e.TokensRolledBack)
     def _rolled_back(self, event: e.TokensRolledBack, _sequence: int) -> None:
         self.state.time_ns = event.time_ns
         record = self._present.get(event.request_id)
@@ -261,6 +256,7 @@ class RequestTracker:
                 record.generation += 1
             self.computed.set(record.ordinal, event.num_computed_tokens)
 
+    @on(e.RequestFinished)
     def _finished(self, event: e.RequestFinished, _sequence: int) -> None:
         self.state.time_ns = event.time_ns
         record = self._present.get(event.request_id)
@@ -269,11 +265,13 @@ class RequestTracker:
             self.computed.set(record.ordinal, self.num_computed_tokens(record))
             self._move(record, event.id)
 
+    @on(e.RequestQuarantined)
     def _quarantined(self, event: e.RequestQuarantined, _sequence: int) -> None:
         record = self.state.records.get(event.ordinal)
         if record is not None:
             self._move(record, event.id)
 
+    @on(e.RequestReleased)
     def _released(self, event: e.RequestReleased, _sequence: int) -> None:
         record = self.in_generation(event)
         if record is not None:
@@ -285,6 +283,7 @@ class RequestTracker:
         if self._present.get(record.request_id) is record:
             del self._present[record.request_id]
 
+    @on(e.StepScheduled)
     def _step_scheduled(self, event: e.StepScheduled, _sequence: int) -> None:
         self.state.time_ns = event.time_ns
         self.computed.step(event)

@@ -7,7 +7,7 @@ while bytes still move. It must not know what a completed job means for chunks; 
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 
 import msgspec
 
@@ -15,6 +15,8 @@ from kvledger.lifecycle import events as e
 from kvledger.lifecycle.events import trigger_of
 from kvledger.lifecycle.geometry import Geometry
 from kvledger.lifecycle.machine import CompiledRegions
+from kvledger.lifecycle.marks import on
+from kvledger.lifecycle.projections import Projection
 from kvledger.lifecycle.projections.chunk_keys import ChunkKeys
 from kvledger.lifecycle.projections.tracker import RequestTracker
 from kvledger.lifecycle.projections.unfilled import UnfilledBlocks
@@ -75,7 +77,7 @@ class State(msgspec.Struct, forbid_unknown_fields=True):
     epoch: int = 0
 
 
-class Transfers:
+class Transfers(Projection):
     """Job id -> job, as long as a rank owes a report.
 
     Reports and settlements concern a job, whatever has become of its life. A quarantine and blocks that could not be
@@ -206,23 +208,7 @@ class Transfers:
         """Whether a load in flight reads one of the slots."""
         return bool(self._loading) and not self._loading.keys().isdisjoint(slots)
 
-    def folds(self) -> Mapping[type[e.Event], Callable[..., None]]:
-        """Event class -> fold."""
-        return {
-            e.LoadIssued: self._load_issued,
-            e.SaveIssued: self._save_issued,
-            e.TailSaveIssued: self._tail_save_issued,
-            e.TransferAwaited: self._awaited,
-            e.TransferReported: self._reported,
-            e.LoadCompleted: self._settled,
-            e.LoadFailed: self._load_failed,
-            e.SaveCompleted: self._settled,
-            e.SaveFailed: self._settled,
-            e.LoadErrorsObserved: self._load_errors_observed,
-            e.RequestQuarantined: self._quarantined,
-            e.CacheReset: self._reset,
-        }
-
+    @on(e.LoadIssued)
     def _load_issued(self, event: e.LoadIssued, _sequence: int) -> None:
         chunk_size = self._geometry.chunk_size
         first = event.first_token // chunk_size
@@ -230,9 +216,11 @@ class Transfers:
         self._read(event.slots)
         self._start(event, JobKind.LOAD, tuple(range(first, last)), event.is_async)
 
+    @on(e.SaveIssued)
     def _save_issued(self, event: e.SaveIssued, _sequence: int) -> None:
         self._start(event, JobKind.SAVE, event.chunks, event.is_async)
 
+    @on(e.TailSaveIssued)
     def _tail_save_issued(self, event: e.TailSaveIssued, _sequence: int) -> None:
         self._start(event, JobKind.SAVE, (), False)  # noqa: FBT003 -- keywords cost, and every save comes by here
 
@@ -274,12 +262,14 @@ class Transfers:
         earlier = {c for chunk in chunks for c in self._geometry.chunks_before_in_block(chunk)} - set(chunks)
         return tuple((chunk, keys[chunk]) for chunk in sorted(earlier) if chunk < len(keys))
 
+    @on(e.TransferAwaited)
     def _awaited(self, event: e.TransferAwaited, _sequence: int) -> None:
         job = self.state.jobs.get(event.job_id)
         if job is not None:
             job.asked_step, job.asked_ns = self._tracker.num_steps, self._tracker.time_ns
             self._move(job, trigger_of(event))
 
+    @on(e.TransferReported)
     def _reported(self, event: e.TransferReported, _sequence: int) -> None:
         job = self.state.jobs.get(event.job_id)
         if job is None:
@@ -307,6 +297,7 @@ class Transfers:
         job.ranks_done = tuple(sorted({*job.ranks_done, *done}))
         job.ranks_failed = tuple(sorted({*job.ranks_failed, *failed}))
 
+    @on(e.LoadCompleted, e.SaveCompleted, e.SaveFailed)
     def _settled(self, event: e.LoadCompleted | e.LoadFailed | e.SaveCompleted | e.SaveFailed, _sequence: int) -> None:
         job = self.state.jobs.pop(event.job_id, None)
         if job is None:
@@ -343,6 +334,7 @@ class Transfers:
             else:
                 loading.pop(slot, None)
 
+    @on(e.LoadFailed)
     def _load_failed(self, event: e.LoadFailed, sequence: int) -> None:
         for job in self.of_life(event.ordinal):  # on top of it, also where the request has ended long ago
             if job.kind is JobKind.SAVE and job.generation == event.generation and job.job_id > event.job_id:
@@ -350,12 +342,14 @@ class Transfers:
         self._settled(event, sequence)
         self._load_errors_observed(event, sequence)
 
+    @on(e.LoadErrorsObserved)
     def _load_errors_observed(self, _event: e.LoadErrorsObserved | e.LoadFailed, _sequence: int) -> None:
         # A load may fail in the very step that saves what it should have brought, or what was computed on top of it.
         # Whoever did so may have ended since; whatever else it saved is as doubtful.
         for ordinal in {job.ordinal for job in self.state.jobs.values() if self._unfilled.spoil(job.block_ids)}:
             self._doubt_saves(ordinal)
 
+    @on(e.RequestQuarantined)
     def _quarantined(self, event: e.RequestQuarantined, _sequence: int) -> None:
         self._doubt_saves(event.ordinal)
 
@@ -363,5 +357,6 @@ class Transfers:
         for job_id in self._of_ordinal.get(ordinal, ()):
             self.state.jobs[job_id].is_doubtful = self.state.jobs[job_id].kind is JobKind.SAVE
 
+    @on(e.CacheReset)
     def _reset(self, _event: e.CacheReset, _sequence: int) -> None:
         self.state.epoch += 1

@@ -7,13 +7,15 @@ given anew, to be computed or loaded by whomever. It must not know who may hit a
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Sequence
 from collections.abc import Set as AbstractSet
 
 import msgspec
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.geometry import Geometry
+from kvledger.lifecycle.marks import on
+from kvledger.lifecycle.projections import Projection
 from kvledger.lifecycle.projections.block_table import BlockTable
 from kvledger.lifecycle.projections.tracker import RequestTracker
 from kvledger.lifecycle.windows import NULL_BLOCK
@@ -35,7 +37,7 @@ class State(msgspec.Struct, forbid_unknown_fields=True):
     """How often blocks were added."""
 
 
-class UnfilledBlocks:
+class UnfilledBlocks(Projection):
     """A set of block ids.
 
     To be folded behind the block table, before the tracker, which forgets lives, and before the transfers fold
@@ -62,43 +64,34 @@ class UnfilledBlocks:
         """Whether one of these blocks is unfilled."""
         return bool(self.state.blocks) and not self.state.blocks.keys().isdisjoint(block_ids)
 
-    def folds(self) -> Mapping[type[e.Event], Callable[..., None]]:
-        """Event class -> fold."""
-        return {
-            e.RequestArrived: self._arrived,
-            e.LookupRequested: self._lookup_requested,
-            e.BlocksAllocated: self._blocks_allocated,
-            e.LoadIssued: self._load_issued,
-            e.LoadCompleted: self._load_completed,
-            e.LoadFailed: self._load_failed,
-            e.LoadErrorsObserved: self._load_errors_observed,
-            e.RequestPreempted: self._taken,
-            e.RequestFinished: self._taken,
-            e.StepScheduled: self._step_scheduled,
-        }
-
+    @on(e.LookupRequested)
     def _lookup_requested(self, event: e.LookupRequested, _sequence: int) -> None:
         if self.state.blocks:
             self.state.num_local_tokens[self._tracker.ordinal(event.request_id)] = event.num_computed_tokens
 
+    @on(e.BlocksAllocated)
     def _blocks_allocated(self, event: e.BlocksAllocated, _sequence: int) -> None:
         num_tokens = self._forgotten(event) if self.state.num_local_tokens else None
         if num_tokens is not None:  # another connector may load into the new ones, of which nothing is reported
             self._fill(event.block_ids[self._geometry.pages_spanning(0, num_tokens).stop :])
 
+    @on(e.RequestArrived)
     def _arrived(self, event: e.RequestArrived, _sequence: int) -> None:
         self._forgotten(event)
 
     def _forgotten(self, event: e.RequestEvent) -> int | None:
         return self.state.num_local_tokens.pop(self._tracker.ordinal(event.request_id), None)
 
+    @on(e.LoadIssued)
     def _load_issued(self, event: e.LoadIssued, _sequence: int) -> None:
         self.state.loads[event.job_id] = event.block_ids, event.is_async
         self._fill(event.block_ids)
 
+    @on(e.LoadCompleted)
     def _load_completed(self, event: e.LoadCompleted, _sequence: int) -> None:
         self.state.loads.pop(event.job_id, None)
 
+    @on(e.LoadFailed)
     def _load_failed(self, event: e.LoadFailed, _sequence: int) -> None:
         block_ids, is_async = self.state.loads.pop(event.job_id, ((), False))
         if is_async:
@@ -108,6 +101,7 @@ class UnfilledBlocks:
         else:
             self._add(block_ids)
 
+    @on(e.LoadErrorsObserved)
     def _load_errors_observed(self, event: e.LoadErrorsObserved, _sequence: int) -> None:
         self._add(event.block_ids)
 
@@ -129,12 +123,14 @@ class UnfilledBlocks:
         for block_id in block_ids if blocks else ():
             blocks.pop(block_id, None)
 
+    @on(e.RequestPreempted, e.RequestFinished)
     def _taken(self, event: e.RequestPreempted | e.RequestFinished, _sequence: int) -> None:
         self._forgotten(event)
         lost = self._tables.lost(event.request_id)
         if isinstance(lost, array) and lost:
             self.state.lost.append(lost)
 
+    @on(e.StepScheduled)
     def _step_scheduled(self, event: e.StepScheduled, _sequence: int) -> None:
         self.state.lost_before, self.state.lost = self.state.lost, []
         if not self.state.blocks:

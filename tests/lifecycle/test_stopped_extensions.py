@@ -10,7 +10,7 @@ import pytest
 from lifecycle_driver import Driver, keys_of
 from starvation_guard import StarvationGuard, Starving, StarvingRequests, Watching
 
-from kvledger.lifecycle import Core, Extension, ProjectionSpec, RequestState, TrustRegion, Turn
+from kvledger.lifecycle import Core, Extension, ProjectionSpec, RequestState, TrustRegion, Turn, on
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit import Audit
 from kvledger.lifecycle.codec import vocabulary_header
@@ -76,10 +76,7 @@ class FoldsNoDecision(StarvingRequests):
 class FoldsNoPreemption(StarvingRequests):
     """Fails when it takes up an observation."""
 
-    def folds(self) -> Any:
-        """Of preemptions, too."""
-        return {**super().folds(), e.RequestPreempted: self._preempted}
-
+    @on(e.RequestPreempted)
     def _preempted(self, event: e.RequestPreempted, _sequence: int) -> None:
         self.state.starving[0] = event.request_id
         raise Broken
@@ -268,9 +265,7 @@ def test_it_is_recorded_with_the_event_upon_which_it_raised() -> None:
     """Also where nobody decides anything upon that, so that it is written before vLLM is told of it."""
 
     class FoldsNoNote(StarvingRequests):
-        def folds(self) -> Any:
-            return {**super().folds(), e.LogNote: self._noted}
-
+        @on(e.LogNote)
         def _noted(self, _event: e.LogNote, _sequence: int) -> None:
             raise Broken
 

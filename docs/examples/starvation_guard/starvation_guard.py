@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection
 from typing import Any, ClassVar
 
 import msgspec
 
-from kvledger.lifecycle import Extension, Projections, ProjectionSpec, RequestState, StateHandler, Turn
+from kvledger.lifecycle import Extension, Projection, Projections, ProjectionSpec, RequestState, StateHandler, Turn, on
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.audit import Checker, Model, Start, on
+from kvledger.lifecycle.audit import Checker, Model, Start
 
 
 class Starving(msgspec.Struct, frozen=True):
@@ -35,7 +35,7 @@ class State(msgspec.Struct):
     """Ordinal -> request id; from the event until that life of the request ends."""
 
 
-class StarvingRequests:
+class StarvingRequests(Projection):
     """The projection of who is starving."""
 
     def __init__(self) -> None:
@@ -44,14 +44,12 @@ class StarvingRequests:
     def __len__(self) -> int:
         return len(self.state.starving)
 
-    def folds(self) -> Mapping[type[e.Event], Callable[..., None]]:
-        """By class of event."""
-        return {e.ExtensionDecided: self._said, e.RequestFinished: self._ended, e.RequestArrived: self._ended}
-
+    @on(e.ExtensionDecided)
     def _said(self, event: e.ExtensionDecided, _sequence: int) -> None:
         if isinstance(StarvationGuard.payload_of(event), Starving):
             self.state.starving[event.ordinal] = event.request_id
 
+    @on(e.RequestFinished, e.RequestArrived)
     def _ended(self, event: e.RequestEvent, _sequence: int) -> None:
         for ordinal in [ordinal for ordinal, who in self.state.starving.items() if who == event.request_id]:
             del self.state.starving[ordinal]

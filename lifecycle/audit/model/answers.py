@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.model.forgotten import LIFE, Forgotten
 from kvledger.lifecycle.audit.model.lives import Lives
-from kvledger.lifecycle.audit.model.moment import Moment, on
+from kvledger.lifecycle.audit.model.moment import Moment
+from kvledger.lifecycle.marks import on
 
 if TYPE_CHECKING:
     from kvledger.lifecycle.audit.model.start import Start

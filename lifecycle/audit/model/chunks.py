@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.model.jobs import InFlight, JobsInFlight
-from kvledger.lifecycle.audit.model.moment import Moment, on
+from kvledger.lifecycle.audit.model.moment import Moment
 from kvledger.lifecycle.audit.model.slots import Slots
 from kvledger.lifecycle.geometry import Geometry
+from kvledger.lifecycle.marks import on
 from kvledger.lifecycle.windows import NO_SLOT
 
 if TYPE_CHECKING:

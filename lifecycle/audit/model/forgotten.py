@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.audit.model.moment import Moment, on
+from kvledger.lifecycle.audit.model.moment import Moment
+from kvledger.lifecycle.marks import on
 
 LIFE: tuple[type[e.RequestEvent], ...] = (e.RequestArrived, e.RequestReleased)
 """Where a life begins and where it ends."""

@@ -13,8 +13,9 @@ import msgspec
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.model.lives import Lives
-from kvledger.lifecycle.audit.model.moment import Moment, on
+from kvledger.lifecycle.audit.model.moment import Moment
 from kvledger.lifecycle.geometry import Geometry
+from kvledger.lifecycle.marks import on
 from kvledger.lifecycle.states import BlocksRegion, RequestState
 from kvledger.lifecycle.windows import NO_SLOT
 

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.audit.model.moment import Check, EventChecks, Moment, on
+from kvledger.lifecycle.audit.model.moment import Check, EventChecks, Moment
 from kvledger.lifecycle.machine import CompiledRegions
+from kvledger.lifecycle.marks import on
 from kvledger.lifecycle.states import BlocksRegion, RequestState
 from kvledger.lifecycle.table import Gating
 

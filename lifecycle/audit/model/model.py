@@ -12,7 +12,7 @@ from kvledger.lifecycle.audit.model.chunks import Chunks
 from kvledger.lifecycle.audit.model.forgotten import Forgotten
 from kvledger.lifecycle.audit.model.jobs import JobsInFlight
 from kvledger.lifecycle.audit.model.lives import Life, Lives
-from kvledger.lifecycle.audit.model.moment import EventChecks, Moment, checks_of
+from kvledger.lifecycle.audit.model.moment import EventChecks, Moment
 from kvledger.lifecycle.audit.model.slots import Slots
 from kvledger.lifecycle.audit.model.start import Start
 from kvledger.lifecycle.audit.model.tables import Tables
@@ -21,6 +21,7 @@ from kvledger.lifecycle.audit.violations import Violations
 from kvledger.lifecycle.configuration import LedgerConfiguration
 from kvledger.lifecycle.geometry import Geometry
 from kvledger.lifecycle.machine import CompiledRegions
+from kvledger.lifecycle.marks import marked
 from kvledger.lifecycle.table import Gating
 
 
@@ -97,4 +98,4 @@ class Model:
         # First whom it concerns; then blocks and tails, which ask whose they are; then the lives, which may be over;
         # the jobs before the chunks, which ask what was saved.
         folded = (*(self.forgotten, self.tables, self.tails, self.answers, self.lives, self.jobs, self.chunks),)
-        return [*self.lives.meetings(), *(fold for each in folded for fold in checks_of(each))]
+        return [*self.lives.meetings(), *(fold for each in folded for fold in marked(each))]

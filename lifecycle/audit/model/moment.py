@@ -1,10 +1,9 @@
-"""The event at hand, and what was known of its request before it; and how a method says which events it looks at."""
+"""The event at hand, and what was known of its request before it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from types import UnionType
-from typing import TYPE_CHECKING, Any, TypeVar, get_args
+from typing import TYPE_CHECKING, Any
 
 import attrs
 
@@ -18,28 +17,6 @@ if TYPE_CHECKING:
 Check = Callable[[Any], None]
 """Looks at one event after the fold of the projections."""
 EventChecks = Iterable[tuple[type[Event], Check]]
-_Method = TypeVar("_Method", bound=Callable[..., None])
-
-
-def on(*event_classes: type[Event] | UnionType) -> Callable[[_Method], _Method]:
-    """Mark a method: it is to be called with each event of these classes, or of those of a union."""
-
-    def mark(method: _Method) -> _Method:
-        vars(method)["event_classes"] = [one for each in event_classes for one in get_args(each) or (each,)]
-        return method
-
-    return mark
-
-
-def checks_of(owner: object) -> EventChecks:
-    """(event class, method) of everything that is marked, in the order in which it stands, base classes first."""
-    marked = {
-        name: function.event_classes
-        for owner_class in reversed(type(owner).__mro__)
-        for name, function in vars(owner_class).items()
-        if hasattr(function, "event_classes")
-    }
-    return [(event_class, getattr(owner, name)) for name, classes in marked.items() for event_class in classes]
 
 
 @attrs.define

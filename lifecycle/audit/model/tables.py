@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.model.lives import NEVER, Life, Lives
-from kvledger.lifecycle.audit.model.moment import Moment, on
+from kvledger.lifecycle.audit.model.moment import Moment
 from kvledger.lifecycle.geometry import Geometry
+from kvledger.lifecycle.marks import on
 
 if TYPE_CHECKING:
     from kvledger.lifecycle.audit.model.start import Start

@@ -8,8 +8,9 @@ import attrs
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.model.lives import Life, Lives
-from kvledger.lifecycle.audit.model.moment import Moment, on
+from kvledger.lifecycle.audit.model.moment import Moment
 from kvledger.lifecycle.audit.model.slots import Slots
+from kvledger.lifecycle.marks import on
 from kvledger.lifecycle.windows import NO_SLOT
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.checker import Checker
 from kvledger.lifecycle.audit.model import Model
 from kvledger.lifecycle.audit.model.lives import Life
-from kvledger.lifecycle.audit.model.moment import on
+from kvledger.lifecycle.marks import on
 
 MAX_PAGES = 1 << 16
 """Pages of which it is remembered what was saved; the oldest are forgotten first."""

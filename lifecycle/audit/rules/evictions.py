@@ -8,8 +8,9 @@ from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.checker import Checker
 from kvledger.lifecycle.audit.model import Model
 from kvledger.lifecycle.audit.model.jobs import InFlight, Settled
-from kvledger.lifecycle.audit.model.moment import EventChecks, on
+from kvledger.lifecycle.audit.model.moment import EventChecks
 from kvledger.lifecycle.audit.model.start import Start
+from kvledger.lifecycle.marks import on
 from kvledger.lifecycle.windows import NO_SLOT
 
 

@@ -9,8 +9,8 @@ import attrs
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.checker import Checker
 from kvledger.lifecycle.audit.model import Model
-from kvledger.lifecycle.audit.model.moment import on
 from kvledger.lifecycle.audit.model.start import Start
+from kvledger.lifecycle.marks import on
 from kvledger.lifecycle.states import BlocksRegion
 
 

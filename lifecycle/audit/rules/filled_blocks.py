@@ -5,8 +5,8 @@ from __future__ import annotations
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.checker import Checker
 from kvledger.lifecycle.audit.model import Model
-from kvledger.lifecycle.audit.model.moment import on
 from kvledger.lifecycle.audit.model.start import Start
+from kvledger.lifecycle.marks import on
 
 
 class LoadDstExclusive(Checker):

@@ -6,8 +6,8 @@ from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.checker import Checker
 from kvledger.lifecycle.audit.model import Model
 from kvledger.lifecycle.audit.model.jobs import InFlight, Settled
-from kvledger.lifecycle.audit.model.moment import on
 from kvledger.lifecycle.audit.model.start import Start
+from kvledger.lifecycle.marks import on
 
 
 class CompletionOnce(Checker):

@@ -9,8 +9,9 @@ from kvledger.lifecycle.audit.checker import Checker
 from kvledger.lifecycle.audit.model import Model
 from kvledger.lifecycle.audit.model.jobs import InFlight
 from kvledger.lifecycle.audit.model.lives import Life
-from kvledger.lifecycle.audit.model.moment import EventChecks, on
+from kvledger.lifecycle.audit.model.moment import EventChecks
 from kvledger.lifecycle.audit.model.start import Start
+from kvledger.lifecycle.marks import on
 from kvledger.lifecycle.states import BlocksRegion, RequestState
 
 _OF_NO_REQUEST = (e.ChunkEvicted, e.ChunkTainted, e.InvariantViolated, e.ExtensionStopped)

@@ -9,8 +9,8 @@ from kvledger.lifecycle.audit.checker import Checker
 from kvledger.lifecycle.audit.model import Model
 from kvledger.lifecycle.audit.model.jobs import InFlight
 from kvledger.lifecycle.audit.model.lives import NEVER
-from kvledger.lifecycle.audit.model.moment import on
 from kvledger.lifecycle.audit.model.start import Start
+from kvledger.lifecycle.marks import on
 from kvledger.lifecycle.states import BlocksRegion, RequestState
 from kvledger.lifecycle.windows import NULL_BLOCK, blocks_at
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.checker import Checker
-from kvledger.lifecycle.audit.model.moment import on
+from kvledger.lifecycle.marks import on
 
 
 class Recorded(Checker):

@@ -5,8 +5,8 @@ from __future__ import annotations
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.checker import Checker
 from kvledger.lifecycle.audit.model.lives import Life
-from kvledger.lifecycle.audit.model.moment import on
 from kvledger.lifecycle.audit.model.tails import IssuedTail
+from kvledger.lifecycle.marks import on
 from kvledger.lifecycle.windows import NO_SLOT
 
 

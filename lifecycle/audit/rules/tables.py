@@ -9,8 +9,9 @@ from itertools import pairwise
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.checker import Checker
 from kvledger.lifecycle.audit.model import Model
-from kvledger.lifecycle.audit.model.moment import EventChecks, on
+from kvledger.lifecycle.audit.model.moment import EventChecks
 from kvledger.lifecycle.audit.model.start import Start
+from kvledger.lifecycle.marks import on
 from kvledger.lifecycle.states import RequestState
 from kvledger.lifecycle.windows import NO_SLOT, NULL_BLOCK, blocks_at
 

@@ -8,8 +8,8 @@ from kvledger.lifecycle.audit.model import Model
 from kvledger.lifecycle.audit.model.answers import Answer
 from kvledger.lifecycle.audit.model.forgotten import LIFE
 from kvledger.lifecycle.audit.model.lives import Life
-from kvledger.lifecycle.audit.model.moment import on
 from kvledger.lifecycle.audit.model.start import Start
+from kvledger.lifecycle.marks import on
 
 
 class LastToken(Checker):

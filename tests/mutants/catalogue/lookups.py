@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -127,7 +127,7 @@ def prompt_only(touch: Touch) -> Sequence[Patch]:
 def cursor_moved_by_lookups(touch: Touch) -> Sequence[Patch]:
     """Every lookup moves the save cursor behind its hit."""
 
-    def folds(original: Any, cursor: SaveCursor) -> Mapping[Any, Any]:
+    def folds(original: Any, cursor: SaveCursor) -> dict[Any, Any]:
         def answered(event: e.LookupAnswered, _sequence: int) -> None:
             num_chunks = event.num_hit_tokens // cursor._chunk_size
             if num_chunks:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 from kvledger.adapters.vllm.journal import Journal
@@ -46,6 +47,7 @@ def wrapped(owner: Any, name: str, around: Callable[..., Any]) -> Patch:
     """A method that is called as `around(original, *arguments)`."""
     original = getattr(owner, name)
 
+    @wraps(original)  # with the events that it is marked with
     def calling(*arguments: Any, **named: Any) -> Any:
         return around(original, *arguments, **named)
 

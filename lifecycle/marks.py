@@ -1,0 +1,32 @@
+"""How a method says which events it is called with: `@on(event class, …)`. Folds and checks are found by it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import UnionType
+from typing import Any, TypeVar, get_args
+
+from kvledger.lifecycle.events import Event
+
+_Method = TypeVar("_Method", bound=Callable[..., None])
+
+
+def on(*event_classes: type[Event] | UnionType) -> Callable[[_Method], _Method]:
+    """Mark a method: it is to be called with each event of these classes, or of those of a union."""
+
+    def mark(method: _Method) -> _Method:
+        vars(method)["event_classes"] = [one for each in event_classes for one in get_args(each) or (each,)]
+        return method
+
+    return mark
+
+
+def marked(owner: object) -> list[tuple[type[Event], Callable[..., Any]]]:
+    """(event class, method) of everything that is marked, in the order in which it stands, base classes first."""
+    methods = {
+        name: function.event_classes
+        for owner_class in reversed(type(owner).__mro__)
+        for name, function in vars(owner_class).items()
+        if hasattr(function, "event_classes")
+    }
+    return [(event_class, getattr(owner, name)) for name, classes in methods.items() for event_class in classes]
