@@ -22,43 +22,28 @@ from kvledger.adapters.logs.amounts import plural, size
 from kvledger.adapters.logs.streams import StreamUrl, parse_address, stream_errors
 
 if TYPE_CHECKING:
-    from kvledger.storage.events.nats import Access, Shipper, ShippingReport
+    from kvledger.storage.events.nats import Shipper, ShippingReport
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments."""
+    """Its arguments; who may ship is said in the environment, as for every command that reads a stream."""
     parser.add_argument("log", metavar="LOG", type=Path, nargs="?", help="a log directory, or a directory of logs")
     where = parser.add_mutually_exclusive_group()
     where.add_argument(
         "--to", metavar="URL", type=StreamUrl, help="nats://host[:port][/STREAM]; tls:// insists on encryption"
     )
     where.add_argument("--list", metavar="URL", type=StreamUrl, help="list the logs of a stream instead")
-    until = parser.add_mutually_exclusive_group()
-    until.add_argument("--once", action="store_true", help="ship what is there and end (the default)")
-    until.add_argument("--follow", action="store_true", help="keep shipping until stopped; include new logs")
+    parser.add_argument("--follow", action="store_true", help="keep shipping until stopped; include new logs")
     parser.add_argument("--label", help="the second-last part of the subjects; default: this host's name")
     parser.add_argument(
         "--give-up-after", metavar="DURATION", type=seconds, default=60.0, help="without --follow; default: 60s"
     )
-    _add_access(parser.add_argument_group("access", "Also: NATS_CREDS, NATS_USER, … in the environment."))
-    _add_new_stream(parser.add_argument_group("a stream that is missing"))
-
-
-def _add_access(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--creds", metavar="FILE", type=Path, help="credentials file (JWT and seed)")
-    group.add_argument("--nkey", metavar="FILE", type=Path, help="file with an nkey seed")
-    group.add_argument("--user", help="user; the password is read from NATS_PASSWORD")
-    group.add_argument("--tls-ca", metavar="FILE", type=Path, help="certificates to trust; insists on encryption")
-    group.add_argument("--tls-cert", metavar="FILE", type=Path, help="own certificate")
-    group.add_argument("--tls-key", metavar="FILE", type=Path, help="its key")
-
-
-def _add_new_stream(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--create-stream", action="store_true", help="make it, as the other options here say")
-    group.add_argument("--replicas", metavar="N", type=int, default=1, help="1, 3 or 5; default: 1")
-    group.add_argument("--max-age", metavar="DURATION", type=seconds, default=0.0, help="how long to keep: 30d")
-    group.add_argument("--max-bytes", metavar="SIZE", type=num_bytes, default=0, help="how much to keep: 500GiB")
-    group.add_argument(
+    new = parser.add_argument_group("a stream that is missing")
+    new.add_argument("--create-stream", action="store_true", help="make it, as the other options here say")
+    new.add_argument("--replicas", metavar="N", type=int, default=1, help="1, 3 or 5; default: 1")
+    new.add_argument("--max-age", metavar="DURATION", type=seconds, default=0.0, help="how long to keep: 30d")
+    new.add_argument("--max-bytes", metavar="SIZE", type=num_bytes, default=0, help="how much to keep: 500GiB")
+    new.add_argument(
         "--discard",
         choices=("new", "old"),
         default="new",
@@ -68,9 +53,8 @@ def _add_new_stream(group: argparse._ArgumentGroup) -> None:
 
 def run(arguments: argparse.Namespace, output: Output) -> ExitCode:
     """Ship, or list."""
-    access = _access(arguments)
     if arguments.list is not None:
-        return _list(arguments.list, access, output)
+        return _list(arguments.list, output)
     if arguments.to is None:
         raise CommandFailed("ship: --to URL is missing, or --list URL; give nats://host", ExitCode.USAGE)
     if arguments.log is None:
@@ -81,7 +65,7 @@ def run(arguments: argparse.Namespace, output: Output) -> ExitCode:
     if not arguments.log.exists() and not arguments.follow:
         raise CommandFailed(f"{arguments.log}: there is nothing; give a directory", ExitCode.USAGE)
     address = parse_address(arguments.to)
-    from kvledger.storage.events.nats import Shipper, label_of, new_stream  # noqa: PLC0415 - a fifth of a second
+    from kvledger.storage.events.nats import Access, Shipper, label_of, new_stream  # noqa: PLC0415 - a fifth of a second
 
     new = new_stream(
         num_replicas=arguments.replicas,
@@ -92,7 +76,7 @@ def run(arguments: argparse.Namespace, output: Output) -> ExitCode:
     shipper = Shipper(
         arguments.log,
         attrs.evolve(address, log_id=None),
-        access,
+        Access.from_environment(),
         label_of(arguments.label or socket.gethostname()),
         follow=arguments.follow,
         new_stream=new if arguments.create_stream else None,
@@ -171,12 +155,12 @@ def _show(report: ShippingReport, exit_code: ExitCode, output: Output) -> None:
         output.remark(f"{size(report.num_bytes_behind)} are not shipped yet; the next run continues there")
 
 
-def _list(url: StreamUrl, access: Access, output: Output) -> ExitCode:
+def _list(url: StreamUrl, output: Output) -> ExitCode:
     address = parse_address(url)
     from kvledger.storage.events.nats import logs_in_stream  # noqa: PLC0415
 
     with stream_errors():
-        logs = logs_in_stream(address, access=access)
+        logs = logs_in_stream(address)
     rows = []
     for log in logs:
         header = {} if log.header is None else log.header.header
@@ -199,17 +183,3 @@ def _list(url: StreamUrl, access: Access, output: Output) -> ExitCode:
     if not output.is_json:
         output.table({"log": "left", "label": "left", "events": "right", "messages": "right"}, rows)
     return ExitCode.SOUND
-
-
-def _access(arguments: argparse.Namespace) -> Access:
-    with stream_errors():
-        from kvledger.storage.events.nats import Access  # noqa: PLC0415
-
-    return Access.from_environment(
-        creds_file=arguments.creds,
-        nkey_file=arguments.nkey,
-        user=arguments.user,
-        tls_ca=arguments.tls_ca,
-        tls_cert=arguments.tls_cert,
-        tls_key=arguments.tls_key,
-    )

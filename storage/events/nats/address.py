@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import unquote
 
 import attrs
@@ -110,8 +110,7 @@ class Access:
         return attrs.evolve(self, user=address.user, password=address.password, token=None)
 
     @classmethod
-    def from_environment(cls, environment: Mapping[str, str] | None = None, **given: object) -> Access:
-        """Read the variables NATS_CREDS, NATS_NKEY, NATS_USER, …; what is `given` and not None goes first."""
-        variables = os.environ if environment is None else environment
-        found: dict[str, object] = {field: variables.get(name) or None for field, name in _VARIABLES.items()}
-        return cls(**(found | {field: value for field, value in given.items() if value is not None}))  # type: ignore[arg-type]
+    def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Access:
+        """Read the variables NATS_CREDS, NATS_NKEY, NATS_USER and the others that the `nats` command reads."""
+        found: dict[str, Any] = {field: environment.get(name) or None for field, name in _VARIABLES.items()}
+        return cls(**found)

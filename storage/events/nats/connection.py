@@ -237,9 +237,7 @@ def _insist_on_tls(connection: Connection, *, needed: bool) -> None:
 def _failure(address: StreamAddress, access: Access, errors: list[Exception]) -> StreamError:
     for error in errors:
         if isinstance(error, ssl.SSLError):
-            return StreamRefused(
-                f"{address}: TLS failed: {_text(error)}; check --tls-ca, --tls-cert and the host's name"
-            )
+            return StreamRefused(f"{address}: TLS failed: {_text(error)}; check NATS_CA, NATS_CERT and the host's name")
         if "authori" in str(error).lower() or "authentication" in str(error).lower():
             return StreamRefused(f"{address}: the server refused the credentials ({_text(error)})")
         if isinstance(error, ValueError):
@@ -248,7 +246,7 @@ def _failure(address: StreamAddress, access: Access, errors: list[Exception]) ->
     is_anonymous = access.tls_cert is None and (access.tls_ca is not None or address.needs_tls)
     if is_anonymous and any(isinstance(error, _CUT_OFF) for error in errors):
         # The end of the connection may overtake the server's alert, which says the same.
-        reasons["the server may ask for a client's certificate (--tls-cert, --tls-key)"] = None
+        reasons["the server may ask for a client's certificate (NATS_CERT, NATS_KEY)"] = None
     return StreamUnavailable(f"{address}: cannot connect: {'; '.join(reasons)}")
 
 

@@ -150,7 +150,6 @@ USAGE = [
     (["ship", "SEGMENT", "--to", "URL"], 64),
     (["ship", "LOG", "--to", "http://host"], 77),
     (["ship", "LOG", "--to", "URL", "--max-age", "soon"], 64),
-    (["ship", "LOG", "--to", "URL", "--once", "--follow"], 64),
     (["ship", "LOG", "--to", "URL/NO_SUCH_STREAM"], 77),
     (["verify", "URL/NO_SUCH_STREAM"], 77),
     (["verify", "nats://127.0.0.1:1/S"], 75),

@@ -224,7 +224,7 @@ def test_a_server_that_hangs_up_instead_of_tls_may_want_a_certificate(
         thread = threading.Thread(target=hang_up_after_the_greeting, args=[listener, greeted])
         thread.start()
         url = f"nats://127.0.0.1:{listener.getsockname()[1]}"
-        with pytest.raises(StreamUnavailable, match=r"--tls-cert"):
+        with pytest.raises(StreamUnavailable, match=r"NATS_CERT"):
             ship(log, url, access=Access(tls_ca=encrypted.authority.certificate), give_up_after_s=0)
         listener.shutdown(socket.SHUT_RDWR)  # ends the accept
         thread.join()
