@@ -32,12 +32,12 @@ class ComputedTokens(msgspec.Struct, forbid_unknown_fields=True):
     last_counts: dict[int, int] = {}
     """Ordinal -> the count when it was last set."""
     decoding: dict[int, int] = {}
-    """Ordinal -> the number of steps by then, of those whom every step since has given one more token."""
+    """Ordinal -> the count less the number of steps, of those whom every step gives one more token."""
 
     def count(self, ordinal: int) -> int:
         """That of a life; 0 of one that is not known."""
-        since = self.decoding.get(ordinal, self.num_steps)
-        return self.last_counts.get(ordinal, 0) + self.num_steps - since
+        ahead = self.decoding.get(ordinal)
+        return self.last_counts.get(ordinal, 0) if ahead is None else ahead + self.num_steps
 
     def set(self, ordinal: int, num_computed_tokens: int) -> None:
         """A life begins, or has this many from now on."""
@@ -58,9 +58,9 @@ class ComputedTokens(msgspec.Struct, forbid_unknown_fields=True):
         self.num_steps = num_steps = self.num_steps + 1
         for ordinal, num_computed_tokens, num_scheduled_tokens, num_tokens in event.advanced:
             if ordinal in last_counts:
-                last_counts[ordinal] = num_computed_tokens + num_scheduled_tokens
-                if num_scheduled_tokens == 1 and num_computed_tokens + 1 >= num_tokens:
-                    decoding[ordinal] = num_steps
+                last_counts[ordinal] = count = num_computed_tokens + num_scheduled_tokens
+                if num_scheduled_tokens == 1 and count >= num_tokens:
+                    decoding[ordinal] = count - num_steps
                 elif ordinal in decoding:
                     del decoding[ordinal]
 

@@ -1,8 +1,6 @@
 """Reads one `SchedulerOutput` and writes it as one `StepScheduled`: only what differs from the expected.
 
-In a step where everybody decodes one token more, a comparison of ids and of a sum decides that there is nothing to
-say: a step of 256 decoding requests costs about as much as one of 16. What is kept for that is taken from the last
-step's output; dropping it would cost time, not truth.
+Of a request that decodes one token more, as the log expects, nothing is to be said; finding that out is one comparison.
 """
 
 from __future__ import annotations
@@ -16,14 +14,10 @@ from kvledger.lifecycle import BlocksRegion, RequestRecord, RequestState, StepEn
 from kvledger.lifecycle import events as e
 
 if TYPE_CHECKING:
-    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
     from vllm.v1.request import Request
 
     from kvledger.lifecycle import Projections
-
-
-_INCOMPARABLE = [""]
-"""No request has an empty id, so no step compares equal to this."""
 
 
 class StepReader:
@@ -47,9 +41,6 @@ class StepReader:
         self._observe = observe
         self._speculates = speculates
         self._step = 0
-        self._steady_ids: list[str] = []
-        self._steady_ordinals: list[int] = []
-        self._steady_sum = 0
         self._due: dict[int, list[str]] = {}
         self._processed: dict[str, int] = {}
         """With windows: the count by which the step that is read has freed what they left."""
@@ -63,79 +54,57 @@ class StepReader:
         """
         self._time_ns = time_ns
         self._processed_before, self._processed = self._processed, {}
+        num_scheduled = scheduler_output.num_scheduled_tokens
         cached = scheduler_output.scheduled_cached_reqs
-        num_scheduled_tokens = scheduler_output.total_num_scheduled_tokens
         advanced: list[tuple[int, int, int, int]] = []
-        paused: tuple[int, ...] = ()
-        extended: list[tuple[int, tuple[int, ...]]] = []
-        if (
-            cached.req_ids == self._steady_ids
-            # Preempted by a reset and resumed at once, a request may look steady; its table has been replaced.
-            and not cached.resumed_req_ids
-            and num_scheduled_tokens == len(self._steady_ids) == len(scheduler_output.num_scheduled_tokens)
-            # Nobody can have gained more than the one token it was scheduled for, so the sum says as much of each.
-            and sum(cached.num_computed_tokens) == self._steady_sum
-        ):
-            self._steady_sum += num_scheduled_tokens
-            entries = cached.new_block_ids
-            extended += [
-                (ordinal, tuple(versions.new_block_ids(entry)))
-                for ordinal, entry in compress(zip(self._steady_ordinals, entries, strict=True), entries)
-            ]
-        else:
-            paused = self._read_each(scheduler_output, advanced, extended, time_ns)
+        # Resumed requests stand among the cached ones (model runner V1) or among the new ones (V2); either way
+        # their whole table has come with the allocation and replaced the old one.
+        for data in scheduler_output.scheduled_new_reqs:
+            self._advance(advanced, data.req_id, data.num_computed_tokens, num_scheduled[data.req_id], time_ns)
+        unexpected = self._unexpected(scheduler_output)
+        for request_id, num_computed_tokens in unexpected:
+            self._advance(advanced, request_id, num_computed_tokens, num_scheduled[request_id], time_ns)
+        num_expected = len(cached.req_ids) - len(unexpected)
+        is_complete = len(self._tracker.computed.decoding) == num_expected
         event = e.StepScheduled(
             step=self._step,
-            num_scheduled_tokens=num_scheduled_tokens,
+            num_scheduled_tokens=scheduler_output.total_num_scheduled_tokens,
             advanced=tuple(advanced),
-            paused=paused,
-            extended=tuple(extended),
+            paused=() if is_complete else self._encoder.paused(num_scheduled),
+            extended=tuple(self._extended(cached)),
             settled=self._settled(advanced),
             time_ns=time_ns,
         )
         self._step += 1
         return event
 
-    def _extend(
-        self, extended: list[tuple[int, tuple[int, ...]]], request_id: str, entry: tuple[list[int], ...]
-    ) -> None:
-        record = self._tracker.get(request_id)
-        block_ids = versions.new_block_ids(entry)
-        if record is not None and block_ids:
-            extended.append((record.ordinal, tuple(block_ids)))
+    def _unexpected(self, scheduler_output: SchedulerOutput) -> list[tuple[str, int]]:
+        """Ids and counts of those that are not new and do something else than decode one more token."""
+        cached, num_scheduled = scheduler_output.scheduled_cached_reqs, scheduler_output.num_scheduled_tokens
+        present, decoding, now = self._tracker.get, self._tracker.computed.decoding, self._tracker.num_steps
+        rows = list(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        unexpected = [
+            (request_id, count)
+            for request_id, count in rows
+            if (record := present(request_id)) is None or decoding.get(record.ordinal) != count - now
+        ]
+        # Each is scheduled for a token at least, so the sum says whether anybody expected is for more: with drafts.
+        others = [*(data.req_id for data in scheduler_output.scheduled_new_reqs), *(row[0] for row in unexpected)]
+        num_others = sum(map(num_scheduled.__getitem__, others))
+        if scheduler_output.total_num_scheduled_tokens - num_others != len(rows) - len(unexpected):
+            found = dict(unexpected)
+            unexpected = [row for row in rows if row[0] in found or num_scheduled[row[0]] != 1]
+        return unexpected
 
-    def _read_each(
-        self,
-        scheduler_output: SchedulerOutput,
-        advanced: list[tuple[int, int, int, int]],
-        extended: list[tuple[int, tuple[int, ...]]],
-        time_ns: int,
-    ) -> tuple[int, ...]:
-        num_scheduled = scheduler_output.num_scheduled_tokens
-        # Resumed requests stand among the cached ones (model runner V1) or among the new ones (V2); either way
-        # their whole table has come with the allocation and replaced the old one.
-        for data in scheduler_output.scheduled_new_reqs:
-            self._advance(advanced, data.req_id, data.num_computed_tokens, num_scheduled[data.req_id], time_ns)
-        cached = scheduler_output.scheduled_cached_reqs
-        all_steady = True
-        ordinals: list[int] = []
-        for request_id, num_computed_tokens, entry in zip(
-            cached.req_ids, cached.num_computed_tokens, cached.new_block_ids, strict=True
-        ):
-            if entry is not None and request_id not in cached.resumed_req_ids:
-                self._extend(extended, request_id, entry)
-            num_tokens = num_scheduled[request_id]
-            record = self._tracker.get(request_id)
-            ordinals.append(-1 if record is None else record.ordinal)
-            if record is None or not self._encoder.is_expected(record, num_computed_tokens, num_tokens):
-                all_steady &= self._advance(advanced, request_id, num_computed_tokens, num_tokens, time_ns)
-        # Only where every request decodes will the next step be worth a comparison. A new request is not among the
-        # cached ones yet, so a step that skips it would look the same.
-        comparable = all_steady and not scheduler_output.scheduled_new_reqs
-        self._steady_ids = cached.req_ids if comparable else _INCOMPARABLE
-        self._steady_ordinals = ordinals
-        self._steady_sum = sum(cached.num_computed_tokens) + len(cached.req_ids)
-        return self._encoder.paused(num_scheduled)
+    def _extended(self, cached: CachedRequestData) -> list[tuple[int, tuple[int, ...]]]:
+        """Life and blocks of those whose tables have grown."""
+        extended = []
+        entries = cached.new_block_ids
+        for request_id, entry in compress(zip(cached.req_ids, entries, strict=True), entries):
+            record, block_ids = self._tracker.get(request_id), versions.new_block_ids(entry)
+            if record is not None and block_ids and request_id not in cached.resumed_req_ids:
+                extended.append((record.ordinal, tuple(block_ids)))
+        return extended
 
     def _advance(
         self,
@@ -144,16 +113,15 @@ class StepReader:
         num_computed_tokens: int,
         num_tokens: int,
         time_ns: int,
-    ) -> bool:
-        """Note how a request is scheduled; returns whether it is steady from now on."""
+    ) -> None:
+        """Note how a request is scheduled."""
         record = self._tracker.get(request_id)
         request = self._requests.get(request_id)
         if record is None or request is None:
-            return False
+            return
         if num_computed_tokens < self._tracker.num_computed_tokens(record) and not self._speculates:
             self._observe(e.TokensRolledBack(request_id, num_computed_tokens, time_ns))
         advanced.append((record.ordinal, num_computed_tokens, num_tokens, request.num_tokens))
-        return num_tokens == 1 and num_computed_tokens + 1 >= request.num_tokens
 
     # --- settled chunks ----------------------------------------------------------------------
 

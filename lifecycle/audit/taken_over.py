@@ -79,6 +79,7 @@ def taken_over(projections: Projections) -> Start:
 
 
 def _life(record: RequestRecord, projections: Projections) -> Life:
+    computed = projections.tracker.computed
     return Life(
         record.request_id,
         record.ordinal,
@@ -92,8 +93,8 @@ def _life(record: RequestRecord, projections: Projections) -> Life:
         computes_first=record.first is FirstRegion.COMPUTES_FIRST,
         quarantined=record.trust is TrustRegion.QUARANTINED,
         stale_generation=record.generation if record.current is CurrentRegion.STALE else NEVER,
-        counted_tokens=projections.tracker.computed.last_counts.get(record.ordinal, 0),
-        decoding_since=projections.tracker.computed.decoding.get(record.ordinal, NEVER),
+        counted_tokens=computed.count(record.ordinal),
+        decoding_since=computed.num_steps if record.ordinal in computed.decoding else NEVER,
         keys=list(projections.chunk_keys.of(record.request_id)),
     )
 

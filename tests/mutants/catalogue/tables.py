@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from kvledger.adapters.vllm.step_reader import StepReader
 from kvledger.lifecycle.projections.save_cursor import SaveCursor
+from kvledger.lifecycle.steps import StepEncoder
 from mutants.catalogue.parts import wrapped
 from mutants.mutant import Patch, Touch, mutant
 from mutants.scenes import Worlds
@@ -19,47 +21,42 @@ RUNNER_V1 = Worlds(settings=(("num_steps", 120), ("model_runner_v2", False)))
 def table_appended(touch: Touch) -> Sequence[Patch]:
     """The table of a resumed request is appended to its table instead of replacing it."""
 
-    def read_each(
-        original: Any, reader: StepReader, scheduler_output: Any, advanced: Any, extended: Any, time_ns: int
-    ) -> Any:
-        paused = original(reader, scheduler_output, advanced, extended, time_ns)
-        cached = scheduler_output.scheduled_cached_reqs
-        for request_id, entry in zip(cached.req_ids, cached.new_block_ids, strict=True):
-            if entry is not None and request_id in cached.resumed_req_ids:
-                touch()
-                reader._extend(extended, request_id, entry)
-        return paused
+    def extended(original: Any, reader: StepReader, cached: Any) -> Any:
+        if cached.resumed_req_ids:
+            touch()
+            cached = replace(cached, resumed_req_ids=set())
+        return original(reader, cached)
 
-    return [wrapped(StepReader, "_read_each", read_each)]
+    return [wrapped(StepReader, "_extended", extended)]
 
 
 @mutant("TABLE_EQ", "LMCache#3640", "vllm#54853", scene=Worlds())
 def later_blocks_skipped(touch: Touch) -> Sequence[Patch]:
     """Blocks that a resumed request is given later are not written down."""
 
-    def extend(original: Any, reader: StepReader, extended: Any, request_id: str, entry: Any) -> None:
-        record = reader._tracker.get(request_id)
-        if record is not None and record.num_preemptions:
-            touch()
-        else:
-            original(reader, extended, request_id, entry)
+    def extended(original: Any, reader: StepReader, cached: Any) -> Any:
+        kept = []
+        for ordinal, block_ids in original(reader, cached):
+            record = reader._tracker.of(ordinal)
+            if record is not None and record.num_preemptions:
+                touch()
+            else:
+                kept.append((ordinal, block_ids))
+        return kept
 
-    return [wrapped(StepReader, "_extend", extend)]
+    return [wrapped(StepReader, "_extended", extended)]
 
 
 @mutant("STEP_SUM", "LMCache#2912", scene=Worlds())
 def paused_not_told(touch: Touch) -> Sequence[Patch]:
     """Who decodes and is left out of a step is counted as if it had been in it."""
 
-    def read_each(
-        original: Any, reader: StepReader, scheduler_output: Any, advanced: Any, extended: Any, time_ns: int
-    ) -> Any:
-        paused = original(reader, scheduler_output, advanced, extended, time_ns)
-        if paused:
+    def paused(original: Any, encoder: StepEncoder, scheduled: Any) -> Any:
+        if original(encoder, scheduled):
             touch()
         return ()
 
-    return [wrapped(StepReader, "_read_each", read_each)]
+    return [wrapped(StepEncoder, "paused", paused)]
 
 
 @mutant("CURSOR_LE_FRONTIER", "LMCache#3145", scene=Worlds())

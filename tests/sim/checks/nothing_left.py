@@ -29,9 +29,7 @@ MAY_STAY = frozenset(
         "UnfilledBlocks.state.lost_before",
         # Saves that no worker reported, whose slots are never used again.
         "Transfers.state.given_up",
-        # What the last step looked like, and steps to come at which a request was to be looked at (bounded).
-        "StepReader._steady_ids",
-        "StepReader._steady_ordinals",
+        # Steps to come at which a request was to be looked at (bounded).
         "StepReader._due",
         "WorkerSide._executed",
     }
