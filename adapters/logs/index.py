@@ -100,10 +100,6 @@ class LogIndex:
                 if sequence >= first_sequence:
                     yield sequence, event
 
-    def event(self, sequence: int) -> e.Event | None:
-        """The event with that number, or None where it is not in the log."""
-        return next((event for _, event, _ in self.named([sequence])), None)
-
     def named(self, sequences: Iterable[int]) -> Iterator[tuple[int, e.Event, int]]:
         """The events with these numbers, in order, each with its time; reads little besides them."""
         wanted = sorted(sequences, reverse=True)

@@ -12,7 +12,6 @@ import pytest
 from processes import finished
 
 from kvledger.adapters.cli.main import COMMANDS
-from kvledger.storage.extras import EXTRAS
 
 
 def run(code: str, folder: Path) -> subprocess.CompletedProcess[str]:
@@ -49,12 +48,6 @@ def test_the_bare_folder_names_cannot_be_imported(folder: str, tmp_path: Path) -
 def test_the_core_loads_neither_torch_nor_vllm(tmp_path: Path) -> None:
     """A log can be folded on a machine that serves no model."""
     assert not loaded_by("kvledger.lifecycle", tmp_path) & {"torch", "vllm", "numpy"}
-
-
-@pytest.mark.parametrize("module", ["main", *COMMANDS])
-def test_the_command_line_opens_without_any_extra(module: str, tmp_path: Path) -> None:
-    """An on-call engineer gets help at once, not after seconds of imports."""
-    assert not loaded_by(f"kvledger.adapters.cli.{module}", tmp_path) & EXTRAS.keys()
 
 
 def test_a_command_is_imported_when_it_is_chosen(tmp_path: Path) -> None:

@@ -134,17 +134,6 @@ def long_log(tmp_path: Path) -> Path:
     return write_log(tmp_path / "log", driver.observed, driver.configuration)
 
 
-def test_a_reader_that_goes_away_is_no_error(long_log: Path) -> None:
-    """`kvledger show LOG | head -1` prints one line and no traceback."""
-    with started([*COMMAND, "show", "--json", long_log], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
-        assert process.stdout is not None
-        assert process.stderr is not None
-        assert process.stdout.readline().startswith(b'{"type":"log"')
-        process.stdout.close()
-        assert process.stderr.read() == b""
-        assert process.wait() == 141
-
-
 def test_an_interrupt_gives_130_without_a_traceback(long_log: Path) -> None:
     """Ctrl-C in the middle of the work."""
     with started([*COMMAND, "show", "--json", long_log], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
@@ -154,31 +143,3 @@ def test_an_interrupt_gives_130_without_a_traceback(long_log: Path) -> None:
         _, err = process.communicate()
     assert process.returncode == 130
     assert err == b""
-
-
-KILLED_WRITER = """
-import os, signal, sys
-from pathlib import Path
-import attrs
-from kvledger.lifecycle import Core, Ledger, LedgerConfiguration
-from kvledger.lifecycle import events as e
-from kvledger.lifecycle.codec import vocabulary_header
-from kvledger.storage.events import SegmentEventStore
-
-configuration = LedgerConfiguration(block_size=16, chunk_size=8, num_slots=8)
-header = {**vocabulary_header(Core.standard()), "configuration": attrs.asdict(configuration)}
-ledger = Ledger(Core.standard(), configuration, SegmentEventStore.create(Path(sys.argv[1]), header))
-for number in range(20):
-    ledger.observe(e.RequestArrived(f"r{number}", number, 17, number))
-    ledger.commit()
-os.kill(os.getpid(), signal.SIGKILL)
-"""
-
-
-def test_the_log_of_a_killed_process_is_sound_up_to_its_last_commit(run: Any, tmp_path: Path) -> None:
-    """A kill loses nothing that was committed and leaves no torn tail behind."""
-    assert finished([sys.executable, "-c", KILLED_WRITER, tmp_path / "log"]).returncode == -signal.SIGKILL
-    result = run("verify", "--json", tmp_path / "log")
-    assert result.exit_code == 0
-    (verdict,) = result.objects("verdict")
-    assert verdict["num_events"] == 20
