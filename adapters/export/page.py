@@ -23,7 +23,7 @@ from kvledger.adapters.export.shown import SLOTS, Request, Shown
 from kvledger.adapters.export.spans import Incarnation
 from kvledger.adapters.export.timelines import RequestTimeline, read_timelines
 from kvledger.adapters.logs.amounts import duration, event_range, milliseconds, plural, ranges, size
-from kvledger.adapters.logs.describe import event_text, state_change, violation_place
+from kvledger.adapters.logs.describe import describe_core_event, event_text, state_change, violation_place
 from kvledger.adapters.logs.ending import ending_text, num_open_requests, sound_text
 from kvledger.adapters.logs.facts import facts_of, figures_in_words
 from kvledger.adapters.logs.histories import Histories, NamedEvent, NamedEvents, named_by
@@ -143,6 +143,7 @@ def _template() -> jinja2.Template:
         undefined=jinja2.StrictUndefined,
     )
     environment.filters |= {"ms": milliseconds, "duration": duration, "size": size, "plural": plural, "ranges": ranges}
+    environment.filters["describe"] = describe_core_event
     environment.globals |= {
         "fragment": lambda request_id: f"request={visible(request_id)}",
         "event_range": event_range,

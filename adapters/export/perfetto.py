@@ -1,7 +1,7 @@
 """A trace for Perfetto (ui.perfetto.dev), in the JSON of Chrome's Trace Event Format, written as the log is read.
 
 Two processes an engine: `engine` (steps, what went wrong, cache, copies, counters), which Perfetto shows on top, and
-`requests` with a track per incarnation. Nothing is kept but what is open. It must not know events of the log.
+`requests` with a track per incarnation. Nothing is kept but what is open. It must not know what events mean.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import msgspec
 
 from kvledger.adapters.export.spans import Call, Copy, Gauges, Incarnation, Instant, Lookup, Span, State, Step, Visitor
 from kvledger.adapters.logs.amounts import ranges
+from kvledger.adapters.logs.describe import plain_fields
 
 _ENGINE, _REQUESTS = 1, 2
 _STEPS, _TROUBLE, _CACHE, _COPIES, _FIRST_EXTENSION = 11, 12, 13, 14, 20
@@ -177,15 +178,8 @@ class EngineTrace(Visitor):
         track = self._track_of(lookup.ordinal)
         if lookup.is_repeated or track is None:
             return
-        arguments = _fields(lookup, "sequence", "num_computed_tokens", "num_tokens")
-        if lookup.deferred_for_job:
-            arguments |= _fields(lookup, "deferred_for_job")
-        else:
-            arguments |= _fields(lookup, "num_hit_tokens", "num_external_tokens", "miss_reason")
-            if lookup.miss_cause:
-                arguments |= _fields(lookup, "miss_cause")
-        name = "lookup deferred" if lookup.deferred_for_job else "lookup"
-        self._instant("lookup", name, lookup.time_ns, track, arguments)
+        arguments = {"sequence": lookup.sequence} | plain_fields(lookup.answer)
+        self._instant("lookup", lookup.answer.id, lookup.time_ns, track, arguments)
 
     def happened(self, instant: Instant) -> None:
         """On the track of the request, and on the engine's where it is of no request or went wrong."""

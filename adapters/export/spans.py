@@ -9,6 +9,8 @@ from collections.abc import Mapping
 
 import attrs
 
+from kvledger.lifecycle.events import LookupAnswered, LookupDeferred
+
 
 @attrs.define(eq=False, kw_only=True)
 class Span:
@@ -109,29 +111,16 @@ class Call(Span):
     name: str
 
 
-@attrs.frozen(kw_only=True)
+@attrs.frozen
 class Lookup:
     """What the scheduler asked and was answered."""
 
     sequence: int
     """Of the answer."""
     time_ns: int
-    request_id: str
     ordinal: int | None
     """None where the log lacks the request's arrival."""
-    generation: int
-    num_computed_tokens: int
-    num_tokens: int
-    num_hit_tokens: int | None
-    """None where the answer was to ask again."""
-    num_external_tokens: int | None
-    is_async: bool
-    miss_reason: str
-    miss_cause: int
-    """Sequence number of the event that removed the first missing chunk; 0 where there is none."""
-    deferred_for_job: int
-    """The save that is waited for; 0 where there was an answer."""
-    num_deferred: int
+    answer: LookupAnswered | LookupDeferred
     is_repeated: bool
     """Whether question and answer are those of the request's lookup before: who waits is asked about at every step."""
 

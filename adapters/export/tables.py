@@ -37,8 +37,13 @@ def _ms(name: str) -> _Value:
     return lambda record: milliseconds(getattr(record, name))
 
 
-def _or_empty(name: str) -> _Value:
-    return lambda record: getattr(record, name) or None
+def _of_answer(*names: str, empty: object = None) -> dict[str, _Value]:
+    """What a lookup's answer says of these; `empty` is left out, and so is what this kind of answer does not have."""
+
+    def value_of(name: str) -> _Value:
+        return lambda lookup: None if (value := getattr(lookup.answer, name, None)) == empty else value
+
+    return {name: value_of(name) for name in names}
 
 
 def _in_state(state: str) -> _Value:
@@ -99,11 +104,12 @@ _TABLES: dict[type, tuple[str, dict[str, _Value]]] = {
         "lookups",
         {
             "time_ms": _ms("time_ns"),
-            **_fields("request_id", "ordinal", "generation", "num_computed_tokens", "num_tokens"),
-            **_fields("num_hit_tokens", "num_external_tokens", "miss_reason"),
-            "miss_cause": _or_empty("miss_cause"),
-            "deferred_for_job": _or_empty("deferred_for_job"),
-            **_fields("num_deferred", "is_repeated", "is_async", "sequence"),
+            **_of_answer("request_id", "generation", "num_computed_tokens", "num_tokens"),
+            **_of_answer("num_hit_tokens", "num_external_tokens", "miss_reason"),
+            **_of_answer("miss_cause", empty=0),
+            "deferred_for_job": _of_answer("job_id", empty=0)["job_id"],
+            **_of_answer("num_deferred", "is_async"),
+            **_fields("ordinal", "is_repeated", "sequence"),
         },
     ),
     Step: (

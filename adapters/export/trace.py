@@ -16,6 +16,7 @@ from kvledger.adapters.export.spans import Call, Copy, Gauges, Incarnation, Inst
 from kvledger.adapters.logs.describe import describe, figures_of_extension
 from kvledger.adapters.logs.log import Gap
 from kvledger.adapters.logs.selection import Selection
+from kvledger.adapters.reasons import is_same_answer
 from kvledger.lifecycle import Projections, RequestRecord, RequestState
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.windows import NO_SLOT
@@ -61,7 +62,7 @@ class Trace:
         self._states: dict[int, State] = {}
         self._copies: dict[int, Copy] = {}
         self._num_in_state: dict[str, int] = {state.value: 0 for state in RequestState}
-        self._last_answers: dict[int, tuple[object, ...]] = {}
+        self._last_answers: dict[int, e.LookupAnswered | e.LookupDeferred] = {}
         self._num_in_flight: Counter[bool] = Counter()
         """Whether a load -> copies in flight."""
         self._held = _HeldBlocks(projections)
@@ -267,38 +268,14 @@ class Trace:
 
     def _answered(self, event: e.LookupAnswered | e.LookupDeferred, sequence: int) -> None:
         incarnation = self._incarnations.get(event.request_id)
-        ordinal = None if incarnation is None else incarnation.ordinal
-        answer = (
-            event.generation,
-            event.num_computed_tokens,
-            event.num_tokens,
-            getattr(event, "num_hit_tokens", None),
-            getattr(event, "num_external_tokens", None),
-            getattr(event, "miss_reason", ""),
-            getattr(event, "job_id", 0),
-        )
-        lookup = Lookup(
-            sequence=sequence,
-            time_ns=self.now_ns,
-            request_id=event.request_id,
-            ordinal=ordinal,
-            generation=event.generation,
-            num_computed_tokens=event.num_computed_tokens,
-            num_tokens=event.num_tokens,
-            num_hit_tokens=getattr(event, "num_hit_tokens", None),
-            num_external_tokens=getattr(event, "num_external_tokens", None),
-            is_async=getattr(event, "is_async", False),
-            miss_reason=getattr(event, "miss_reason", ""),
-            miss_cause=getattr(event, "miss_cause", 0),
-            deferred_for_job=getattr(event, "job_id", 0),
-            num_deferred=getattr(event, "num_deferred", 0),
-            is_repeated=ordinal is not None and self._last_answers.get(ordinal) == answer,
-        )
+        ordinal, is_repeated = None, False
         if incarnation is not None:
+            ordinal = incarnation.ordinal
+            is_repeated = is_same_answer(self._last_answers.get(ordinal), event)
             incarnation.num_lookups += 1
-            self._last_answers[incarnation.ordinal] = answer
+            self._last_answers[ordinal] = event
         if self._shows(event.request_id):
-            self._visitor.looked_up(lookup)
+            self._visitor.looked_up(Lookup(sequence, self.now_ns, ordinal, event, is_repeated))
 
     # --- copies -------------------------------------------------------------------------------
 

@@ -6,6 +6,7 @@ what is counted.
 """
 
 from kvledger.adapters.reasons.accounts import Accounts
+from kvledger.adapters.reasons.admissions import is_same_answer
 from kvledger.adapters.reasons.chunk_history import ChunkFact, ChunkStatus
 from kvledger.adapters.reasons.memory import State
 from kvledger.adapters.reasons.reason import BY_DESIGN, Reason
@@ -28,4 +29,5 @@ __all__ = [
     "Span",
     "State",
     "Sums",
+    "is_same_answer",
 ]

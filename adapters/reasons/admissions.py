@@ -107,7 +107,7 @@ class Admissions:
         if life.history is None:
             return
         lookups = life.history.lookups
-        if lookups and _is_same(before, event):
+        if lookups and is_same_answer(before, event):
             lookups[-1].last_sequence, lookups[-1].num_times = sequence, lookups[-1].num_times + 1
             return
         spans = () if isinstance(event, e.LookupDeferred) else self._explainer.explain(event, sequence, life)
@@ -279,7 +279,7 @@ def _admission_of(life: Life, load: Load) -> Admission | None:
 _ANSWER = attrgetter(*(name for name in e.LookupAnswered.__match_args__ if name != "cause"))
 
 
-def _is_same(before: e.Event | None, event: e.LookupAnswered | e.LookupDeferred) -> bool:
+def is_same_answer(before: e.Event | None, event: e.LookupAnswered | e.LookupDeferred) -> bool:
     """Whether only time passed between two lookups."""
     if isinstance(event, e.LookupDeferred):
         return isinstance(before, e.LookupDeferred) and event.job_id == before.job_id
