@@ -20,7 +20,7 @@ from kvledger.adapters.core import composed_core, installed_extensions
 from kvledger.adapters.exit_codes import CommandFailed, ExitCode
 from kvledger.adapters.logs.index import index_for
 from kvledger.adapters.logs.log import StoredLog
-from kvledger.adapters.logs.selection import Selection, time_of
+from kvledger.adapters.logs.selection import Selection
 from kvledger.lifecycle import ConfigurationError, Core, SequencedEvent
 
 
@@ -172,7 +172,7 @@ def _since_opening_ns(asked: Moment | None, log: StoredLog) -> int | None:
 def _first_from(events: Iterator[SequencedEvent], time_ns: int) -> int | None:
     """The first event at or after a time."""
     for number, event in events:
-        at_ns = time_of(event)
+        at_ns = getattr(event, "time_ns", None)
         if at_ns is not None and at_ns >= time_ns:
             return number
     return None
@@ -181,7 +181,7 @@ def _first_from(events: Iterator[SequencedEvent], time_ns: int) -> int | None:
 def _last_until(events: Iterator[SequencedEvent], time_ns: int) -> int | None:
     """The last event that is not after a time, with the decisions made on it; None where that is the log's last."""
     for number, event in events:
-        at_ns = time_of(event)
+        at_ns = getattr(event, "time_ns", None)
         if at_ns is not None and at_ns > time_ns:
             return number - 1
     return None

@@ -12,7 +12,7 @@ from kvledger.adapters.cli.percentiles import Percentiles
 from kvledger.adapters.logs.describe import figures_of_extension
 from kvledger.adapters.logs.ending import num_open_requests
 from kvledger.adapters.logs.log import Batch
-from kvledger.adapters.logs.selection import Selection, time_of
+from kvledger.adapters.logs.selection import Selection
 from kvledger.adapters.reasons import Accounts, RequestHistory, Sums
 from kvledger.lifecycle import Core, Figures, LedgerConfiguration, Projections
 from kvledger.lifecycle import events as e
@@ -100,7 +100,7 @@ class Counting:
         if batch.gap is not None:
             self._accounts.lose()
         for sequence, event in batch.numbered():
-            time_ns = time_of(event)
+            time_ns = getattr(event, "time_ns", None)
             self._time_ns = self._time_ns if time_ns is None else time_ns
             if sequence >= self._selection.first_sequence:
                 self._begin()

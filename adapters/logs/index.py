@@ -15,11 +15,10 @@ import attrs
 import msgspec
 
 from kvledger.adapters.logs.index_builder import BATCHES_PER_PLACE, earlier_contents, write_index
-from kvledger.adapters.logs.index_file import Contents, index_path
+from kvledger.adapters.logs.index_file import Contents, index_path, unpacked
 from kvledger.adapters.logs.log import Batch, StoredLog
 from kvledger.adapters.logs.progress import Progress
 from kvledger.adapters.logs.requests import RequestSummary
-from kvledger.adapters.logs.story_codec import decode_story
 from kvledger.adapters.reasons import RequestHistory
 from kvledger.lifecycle import events as e
 
@@ -89,7 +88,7 @@ class LogIndex:
     def histories(self, request_id: str) -> list[RequestHistory]:
         """The histories of an id's lives, in the order in which they ended."""
         rows = self._connection.execute("SELECT story FROM stories WHERE request_id = ? ORDER BY rowid", (request_id,))
-        return [decode_story(story) for (story,) in rows]
+        return [unpacked(story, RequestHistory) for (story,) in rows]
 
     def events_between(self, first_sequence: int, last_sequence: int) -> Iterator[tuple[int, e.Event]]:
         """Every event from `first_sequence` to `last_sequence`, read from the log at once from there."""

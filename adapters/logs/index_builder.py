@@ -24,16 +24,15 @@ from kvledger.adapters.logs.index_file import (
     folded_by,
     index_path,
     log_id_of,
+    packed,
+    unpacked,
 )
 from kvledger.adapters.logs.index_memory import (
     IndexMemory,
-    decode_memory,
-    encode_memory,
     memory_fingerprint,
 )
 from kvledger.adapters.logs.log import Batch, StoredLog
 from kvledger.adapters.logs.requests import Requests, RequestSummary
-from kvledger.adapters.logs.story_codec import encode_story
 from kvledger.adapters.reasons import Accounts, RequestHistory
 from kvledger.lifecycle import Projections
 from kvledger.lifecycle import events as e
@@ -87,7 +86,7 @@ def _continue(log: StoredLog, contents: Contents, earlier: Path, unfinished: str
         with _opened(unfinished) as connection:
             ((stored,),) = connection.execute("SELECT stored FROM memory")
             connection.execute("BEGIN")
-            return _Builder(log, connection, contents, decode_memory(stored)).go_on()
+            return _Builder(log, connection, contents, unpacked(stored, IndexMemory)).go_on()
     except Exception:  # noqa: BLE001 -- whatever is wrong with an index, a new one is right
         return False
 
@@ -174,7 +173,7 @@ class _Builder:
     def _remember(self) -> None:
         """Before what is open is written as if it were over."""
         self._memory.projections = capture(self._projections) if self._is_foldable else b""
-        row = (memory_fingerprint(self._log.core, self._log.configuration), encode_memory(self._memory))
+        row = (memory_fingerprint(self._log.core, self._log.configuration), packed(self._memory))
         self._connection.execute("INSERT INTO memory VALUES (?, ?)", row)
 
     def _contents(self, extent: tuple[str, str, int]) -> Contents:
@@ -212,7 +211,7 @@ class _Builder:
                 self._is_foldable = False
 
     def _write_story(self, story: RequestHistory, *, is_over: bool = True) -> None:
-        row = (story.request_id, encode_story(story), is_over)
+        row = (story.request_id, packed(story), is_over)
         self._connection.execute("INSERT INTO stories VALUES (?, ?, ?)", row)
 
     def _write(self, summary: RequestSummary) -> None:

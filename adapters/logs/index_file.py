@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import hashlib
 import os
+import zlib
+from collections import Counter
 from pathlib import Path
+from typing import Any, TypeVar, get_args
 
 import attrs
+import msgspec
 
-from kvledger.adapters.logs.log import LogDamage, StoredLog
+from kvledger.adapters.logs.log import StoredLog
 from kvledger.lifecycle import Figures
+from kvledger.storage.events import Damage
 
-INDEX_FORMAT = 8
+INDEX_FORMAT = 9
 """Grows with every change of what is in an index; another one is built anew."""
 
 SCHEMA = """
@@ -25,6 +30,30 @@ CREATE INDEX lives_by_id ON lives (request_id);
 CREATE TABLE stories (request_id TEXT NOT NULL, story BLOB NOT NULL, is_over INTEGER NOT NULL);
 CREATE INDEX stories_by_id ON stories (request_id);
 """
+
+
+_Value = TypeVar("_Value")
+
+
+def packed(value: object) -> bytes:
+    """A value for the index; what it looks like may change with every version."""
+    return zlib.compress(msgspec.msgpack.encode(value), 1)
+
+
+def unpacked(stored: bytes, value_type: type[_Value]) -> _Value:
+    """The other way round.
+
+    Raises:
+        zlib.error: it is something else.
+        msgspec.MsgspecError: likewise.
+    """
+    return msgspec.msgpack.decode(zlib.decompress(stored), type=value_type, dec_hook=_counter)
+
+
+def _counter(counter_type: type, counts: dict[str, int]) -> Counter[Any]:
+    """What `msgspec` cannot decode by itself: counts by the members of an enumeration."""
+    (key_type,) = get_args(counter_type)
+    return Counter({key_type(key): count for key, count in counts.items()})
 
 
 @attrs.frozen
@@ -46,7 +75,7 @@ class Contents:
     trusted_sequence: int
     last_time_ns: int
     figures: Figures
-    damage: tuple[LogDamage, ...]
+    damage: tuple[Damage, ...]
 
     def is_of(self, log: StoredLog) -> bool:
         """Whether it is of this log, and made by this code."""

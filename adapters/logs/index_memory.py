@@ -6,12 +6,10 @@ Plain values, of which nothing is checked but their types: an index may be false
 from __future__ import annotations
 
 import hashlib
-import zlib
 
 import msgspec
 
 from kvledger.adapters.logs.requests import Job, RequestSummary
-from kvledger.adapters.logs.story_codec import counter
 from kvledger.adapters.reasons import State
 from kvledger.lifecycle import Core, LedgerConfiguration
 from kvledger.lifecycle.snapshots import state_fingerprint
@@ -36,18 +34,3 @@ def memory_fingerprint(core: Core, configuration: LedgerConfiguration) -> str:
     """What must be equal for a memory to mean the same: the layout of its classes, and what the projections hold."""
     layout = msgspec.inspect.type_info(IndexMemory)
     return hashlib.blake2b(f"{layout} {state_fingerprint(core, configuration)}".encode(), digest_size=16).hexdigest()
-
-
-def encode_memory(memory: IndexMemory) -> bytes:
-    """For an index."""
-    return zlib.compress(msgspec.msgpack.encode(memory), 1)
-
-
-def decode_memory(stored: bytes) -> IndexMemory:
-    """The other way round.
-
-    Raises:
-        zlib.error: they are something else.
-        msgspec.MsgspecError: likewise; in either case the index is built anew.
-    """
-    return msgspec.msgpack.decode(zlib.decompress(stored), type=IndexMemory, dec_hook=counter)

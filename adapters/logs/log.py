@@ -18,6 +18,7 @@ from kvledger.lifecycle.codec import CodecError, DecodedFrame, EventDecoder, Sch
 from kvledger.lifecycle.events import Event
 from kvledger.lifecycle.snapshots import SnapshotError, restore, state_fingerprint
 from kvledger.storage.events import (
+    Damage,
     Frame,
     FrameKind,
     HowEnded,
@@ -38,32 +39,6 @@ from kvledger.storage.events.segment_file import segment_paths
 BytesRead = Callable[[int], None]
 _NOT_READ = LogEnding(HowEnded.UNKNOWN, "the log was not read to its end")
 _NOT_ALL = LogEnding(HowEnded.UNKNOWN, "one segment alone was read")
-
-
-@attrs.frozen
-class LogDamage:
-    """One place where the log is not what was written.
-
-    `kind` is one of the event store's kinds, or `lost_events` (the writer could not write them and said so),
-    `undecodable` (an intact frame that is not what the header promises), `miscounted` (it holds another number
-    of events than it says). `sequence` is None where it cannot be known.
-    """
-
-    kind: str
-    segment: str
-    offset: int
-    sequence: int | None
-    detail: str
-    num_bytes: int
-
-    @property
-    def place(self) -> str:
-        """What is damaged, and where."""
-        at = "" if self.sequence is None else f", event {self.sequence}"
-        return f"{self.kind} in {self.segment} at byte {self.offset}{at}"
-
-    def __str__(self) -> str:
-        return f"{self.place}: {self.detail}"
 
 
 @attrs.frozen
@@ -138,7 +113,10 @@ class StoredLog:
     _configuration: LedgerConfiguration | None
     trusts_snapshots: bool = attrs.field(default=False, kw_only=True)
     """Whether one is used that other code has folded."""
-    damage: list[LogDamage] = attrs.field(factory=list, init=False)
+    damage: list[Damage] = attrs.field(factory=list, init=False)
+    """Also `lost_events` (the writer could not write them, as the log says), `undecodable` (an intact frame that is not
+    what the header promises), `miscounted` (it holds another number of events than it says).
+    """
     num_bytes: int = attrs.field(default=0, init=False)
     num_frames: int = attrs.field(default=0, init=False)
     num_events: int = attrs.field(default=0, init=False)
@@ -385,7 +363,7 @@ class StoredLog:
         if self.judge_ending(self._reader.next_sequence - 1, self.head_hash).contradiction:
             place, offset = self._reader.tail or (self.path, 0)
             sequence, detail = self._reader.next_sequence - 1, self.ending.contradiction
-            self.damage.append(LogDamage("chain_broken", place.name, offset, sequence, detail, 0))
+            self.damage.append(Damage("chain_broken", place.name, offset, sequence, detail, 0))
 
     def _count(self, frame: Frame) -> None:
         num_bytes = frame_bytes(frame)
@@ -398,11 +376,10 @@ class StoredLog:
 
     def _report(self, kind: str, frame: Frame, detail: str) -> None:
         segment, offset = self._reader.place
-        self.damage.append(LogDamage(kind, segment, offset, frame.first_sequence, detail, frame_bytes(frame)))
+        self.damage.append(Damage(kind, segment, offset, frame.first_sequence, detail, frame_bytes(frame)))
 
     def _take_damage(self, num_taken: int) -> int:
-        for damage in self._reader.damage[num_taken:]:
-            self.damage.append(LogDamage(**attrs.asdict(damage)))
+        self.damage += self._reader.damage[num_taken:]
         return len(self._reader.damage)
 
 

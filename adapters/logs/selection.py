@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import attrs
 
-from kvledger.lifecycle.events import Event
-
 
 @attrs.frozen
 class Selection:
@@ -40,8 +38,3 @@ class Selection:
     def concerns(self, sequence: int, request_id: str) -> bool:
         """Whether a finding at that event about that request (empty: about none) is selected."""
         return self.holds(sequence) and self.holds_request(request_id)
-
-
-def time_of(event: Event) -> int | None:
-    """Nanoseconds since the log was opened; None for a decision, which happens at the time of what it was made on."""
-    return getattr(event, "time_ns", None)

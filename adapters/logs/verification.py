@@ -13,13 +13,13 @@ import attrs
 
 from kvledger.adapters.exit_codes import ExitCode
 from kvledger.adapters.logs.amounts import plural
-from kvledger.adapters.logs.log import Batch, LogDamage, StoredLog
+from kvledger.adapters.logs.log import Batch, StoredLog
 from kvledger.adapters.logs.selection import Selection
 from kvledger.adapters.logs.workers import WorkerCalls, troubles_of_workers
 from kvledger.lifecycle import Divergence, Extension, LedgerConfiguration
 from kvledger.lifecycle.audit import Audit, Violation
 from kvledger.lifecycle.events import Event
-from kvledger.storage.events import HowEnded, Retirement
+from kvledger.storage.events import Damage, HowEnded, Retirement
 
 Around = Callable[[int, Event], None]
 
@@ -81,7 +81,7 @@ class Verification:
 class Findings:
     """What is wrong with the selected part of a log."""
 
-    damage: tuple[LogDamage, ...]
+    damage: tuple[Damage, ...]
     divergences: tuple[Divergence, ...]
     num_divergences: int
     """Where everything is selected, also those that were not kept."""

@@ -39,16 +39,26 @@ DAMAGE_KINDS: Final[dict[DamageKind, str]] = {
 class Damage:
     """One place where the log is not what was written.
 
-    `sequence` is the first sequence number concerned, None where that cannot be known; `num_bytes` counts the bytes
-    from `offset` that could not be used (0 where all could be, as in ``chain_broken``).
+    `kind` is one of `DAMAGE_KINDS`; who decodes frames adds others. `sequence` is the first sequence number concerned,
+    None where that cannot be known; `num_bytes` counts the bytes from `offset` that could not be used (0 where all
+    could be, as in ``chain_broken``).
     """
 
-    kind: DamageKind
+    kind: str
     segment: str
     offset: int
     sequence: int | None
     detail: str
     num_bytes: int
+
+    @property
+    def place(self) -> str:
+        """What is damaged, and where."""
+        at = "" if self.sequence is None else f", event {self.sequence}"
+        return f"{self.kind} in {self.segment} at byte {self.offset}{at}"
+
+    def __str__(self) -> str:
+        return f"{self.place}: {self.detail}"
 
 
 def sequences(first: int, end: int) -> str:
