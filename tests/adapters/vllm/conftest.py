@@ -1,4 +1,4 @@
-"""An engine that can be asked what its log says, and a log of every test that is replayed when the test is over."""
+"""An engine that can be asked what its log says, and checks of every engine that are made when its test is over."""
 
 from __future__ import annotations
 
@@ -21,9 +21,12 @@ from kvledger.lifecycle.events import (
     InvariantViolated,
     LookupAnswered,
     RequestArrived,
+    RequestQuarantined,
     StepScheduled,
 )
 from kvledger.lifecycle.projections import Projections
+
+TROUBLE = (InvariantViolated, RequestQuarantined, HookFailed)
 
 
 def expected_output(prompt: Sequence[int], num_tokens: int) -> list[int]:
@@ -43,6 +46,7 @@ class RecordedEngine(SimulatedEngine):
 
     def __init__(self, **options: Any) -> None:
         self.prompts: dict[str, list[int]] = {}
+        self._is_asked_for_trouble = False
         # Copies within steps unless a test is about those beside them: how many steps such a copy takes is not fixed.
         super().__init__(**{"max_silent_ms": 0, "load_mode": "sync", "save_mode": "sync", **options})
 
@@ -112,7 +116,8 @@ class RecordedEngine(SimulatedEngine):
         ]
 
     def logged(self, *classes: type[Event], request_id: str | None = None) -> list[Any]:
-        """The events of these classes, of one request or of all."""
+        """The events of these classes, of one request or of all. Who asks for trouble judges it."""
+        self._is_asked_for_trouble |= not set(TROUBLE).isdisjoint(classes)
         return [
             event
             for _, event in self.events()
@@ -133,10 +138,12 @@ class RecordedEngine(SimulatedEngine):
             assert output == expected_output(self.prompts[request_id], len(output)), request_id
 
     def check_released(self) -> None:
-        """Nothing is left of any request."""
+        """Nothing is left of any request, and every block is free."""
         assert set(self.projections.num_entries().values()) == {0}, self.projections.num_entries()
         assert not self.connector.scheduler_side._requests
         assert not self.connector.has_pending_push_work()
+        pool = self.scheduler.kv_cache_manager.block_pool
+        assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
 
     def num_tokens_computed(self, request_id: str) -> int:
         """Tokens that were scheduled for a request that is not steady, in all its steps together."""
@@ -167,6 +174,21 @@ class RecordedEngine(SimulatedEngine):
         audit.run(self.events())
         return audit
 
+    def check_at_end(self, *, replays: bool = True) -> None:
+        """What holds at the end of a test: right outputs, a sound log, no trouble but what the test asked for, and of
+        requests that have all ended nothing is left.
+
+        Where a test has broken the ledger (`replays=False`), it says by itself what holds besides the outputs.
+        """
+        self.check_outputs()
+        if replays:
+            assert self._is_asked_for_trouble or self.logged(*TROUBLE) == []
+            if not self.scheduler.requests:
+                self.check_released()
+            self.check_replay()
+            self.check_audit()
+        self.shutdown()
+
     def check_audit(self) -> None:
         """Every checker finds the log sound, unless the connector itself has said that something went wrong."""
         if self.logged(InvariantViolated, HookFailed):
@@ -187,7 +209,8 @@ def transfers() -> str:
 
 @pytest.fixture
 def make_engine(transfers: str) -> Iterator[EngineFactory]:
-    """Build engines. When the test is over, each one's log is replayed and must agree with the live ledger.
+    """Build engines. When the test is over, each one's outputs must be right and nothing may be left of requests that
+    have ended; its log is replayed and must agree with the live ledger.
 
     Where `transfers` is "beside", all copies run beside the steps and each takes a step.
 
@@ -208,10 +231,7 @@ def make_engine(transfers: str) -> Iterator[EngineFactory]:
 
     yield make
     for engine, replays in engines:
-        if replays:
-            engine.check_replay()
-            engine.check_audit()
-        engine.shutdown()
+        engine.check_at_end(replays=replays)
 
 
 @pytest.fixture(params=[(False, False), (False, True), (True, False), (True, True)], ids=str)

@@ -260,7 +260,6 @@ def test_a_hit_share_limits_every_answer(make_engine: Any) -> None:
         engine.run()
     (answer,) = engine.logged(e.LookupAnswered, request_id="reader")
     assert (answer.num_hit_tokens, answer.num_external_tokens, answer.miss_reason) == (64, 32, "limited")
-    engine.check_outputs()
 
 
 # --- copies beside the steps -------------------------------------------------------------------------

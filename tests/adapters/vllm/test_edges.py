@@ -18,8 +18,6 @@ from kvledger.lifecycle import events as e
 
 pytestmark = pytest.mark.scheduler
 
-TROUBLE = (e.InvariantViolated, e.RequestQuarantined, e.HookFailed)
-
 
 def saved_chunks(engine: Any, request_id: str) -> list[int]:
     """Every chunk that was saved for a request."""
@@ -36,10 +34,8 @@ def test_a_prompt_of_one_token(make_engine: Any, runner: dict[str, bool], chunk_
         engine.run()
         assert [answer.num_external_tokens for answer in engine.check_answers(request_id)] == [0]
     assert saved_chunks(engine, "first") == list(range(max_tokens // chunk_size))
-    assert engine.logged(e.LoadIssued, *TROUBLE) == []
+    assert engine.logged(e.LoadIssued) == []
     assert {len(output) for output in engine.outputs.values()} == {max_tokens}
-    engine.check_outputs()
-    engine.check_released()
 
 
 @pytest.mark.parametrize("num_tokens", [2, 15, 16, 17])
@@ -52,8 +48,6 @@ def test_one_token_of_output(make_engine: Any, runner: dict[str, bool], num_toke
     engine.add("longer", [*range(num_tokens), 300, 301], 1)
     engine.run()
     assert engine.check_answers("longer")[0].num_external_tokens == num_tokens // 8 * 8
-    engine.check_outputs()
-    engine.check_released()
 
 
 def test_a_prompt_longer_than_all_blocks_waits_until_it_is_aborted(make_engine: Any, runner: dict[str, bool]) -> None:
@@ -77,8 +71,7 @@ def test_a_prompt_longer_than_all_blocks_waits_until_it_is_aborted(make_engine: 
     engine.run(max_steps=30)
     assert engine.projections.chunks.promised == {}
     assert len(engine.outputs["behind it"]) == 5
-    assert engine.logged(e.LoadIssued, *TROUBLE) == []
-    engine.check_released()
+    assert engine.logged(e.LoadIssued) == []
 
 
 @pytest.mark.parametrize("num_steps", [1, 2, 3])
@@ -97,9 +90,6 @@ def test_an_error_in_the_middle_of_a_chunked_prefill(make_engine: Any, runner: d
     engine.add("again", range(150), 5)
     engine.run()
     assert engine.check_answers("again")[0].num_hit_tokens == 30 * num_steps // 8 * 8
-    assert engine.logged(*TROUBLE) == []
-    engine.check_outputs()
-    engine.check_released()
 
 
 @pytest.mark.parametrize("num_output_tokens", [1, 7, 8, 9, 24])
@@ -119,9 +109,6 @@ def test_an_end_that_the_scheduler_could_not_foresee(
     assert saved_chunks(engine, "only") == list(range((40 + len(expected) - 1) // 8))
     engine.add("reader", [*range(40), *expected, 3, 4], 3)
     engine.run()
-    assert engine.logged(*TROUBLE) == []
-    engine.check_outputs()
-    engine.check_released()
 
 
 def test_a_reset_that_vllm_refuses_changes_nothing(make_engine: Any, runner: dict[str, bool]) -> None:
@@ -135,9 +122,6 @@ def test_a_reset_that_vllm_refuses_changes_nothing(make_engine: Any, runner: dic
     assert engine.logged(e.CacheReset, e.RequestPreempted) == []
     assert len(engine.projections.chunks) == num_chunks
     engine.run()
-    assert engine.logged(*TROUBLE) == []
-    engine.check_outputs()
-    engine.check_released()
 
 
 def test_resets_of_an_idle_engine_back_to_back(make_engine: Any, runner: dict[str, bool]) -> None:
@@ -155,9 +139,6 @@ def test_resets_of_an_idle_engine_back_to_back(make_engine: Any, runner: dict[st
         slots = engine.projections.chunks.slots
         assert slots.num_free == slots.num_slots
     assert [engine.check_answers(f"writer {number}")[0].num_hit_tokens for number in range(3)] == [0, 0, 0]
-    assert engine.logged(*TROUBLE) == []
-    engine.check_outputs()
-    engine.check_released()
 
 
 def test_a_recovering_request_is_aborted(make_engine: Any, runner: dict[str, bool]) -> None:
@@ -182,8 +163,6 @@ def test_a_recovering_request_is_aborted(make_engine: Any, runner: dict[str, boo
     assert [type(event) for event in later if isinstance(event, e.SaveIssued | e.TailSaveIssued)] == []
     assert engine.scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == 13
     del engine.outputs[aborted]
-    engine.check_outputs()
-    engine.check_released()
 
 
 # --- priorities ------------------------------------------------------------------------------------
@@ -226,9 +205,6 @@ def test_an_urgent_request_takes_the_blocks_of_the_least_urgent(
     assert engine.figures.num_tokens_recomputed == 0
     assert engine.figures.num_tokens_recovered + engine.figures.num_tokens_retained > 0
     assert sorted(len(output) for output in engine.outputs.values()) == [50, 50, 50, 50, 60]
-    assert engine.logged(*TROUBLE) == []
-    engine.check_outputs()
-    engine.check_released()
 
 
 def test_a_request_that_is_preempted_after_it_was_scheduled_in_the_same_step(
@@ -248,6 +224,3 @@ def test_a_request_that_is_preempted_after_it_was_scheduled_in_the_same_step(
         num_taken_back += any(before.index(victim) < len(before) - 1 for victim in victims if victim in before)
     assert num_taken_back
     assert {len(output) for output in engine.outputs.values()} == {50}
-    assert engine.logged(*TROUBLE) == []
-    engine.check_outputs()
-    engine.check_released()

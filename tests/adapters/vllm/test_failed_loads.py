@@ -277,8 +277,6 @@ def test_a_request_that_ends_in_the_step_of_its_load_keeps_what_it_computed(
         engine.run()
     hits = [answer.num_external_tokens for name in ("first", "second") for answer in engine.check_answers(name)]
     assert hits == [64, 263 if chunk_size == 8 else 256]
-    engine.check_outputs()
-    engine.check_released()
 
 
 @policies

@@ -88,7 +88,6 @@ def test_without_any_failure_there_is_nothing_to_tell(make_engine: Any) -> None:
     serve(engine)
     assert engine.logged(e.HookFailed, e.InvariantViolated, e.SaveFailed, e.LoadFailed, e.RequestQuarantined) == []
     assert len(engine.logged(e.LoadIssued)) > 3
-    engine.check_released()
 
 
 # --- the log ---------------------------------------------------------------------------------------
@@ -132,7 +131,6 @@ def test_while_the_disk_is_full_requests_are_served_without_the_cache(
     crowd(engine)
     engine.run()
     assert engine.logged(e.LoadIssued)[-1].job_id > reports[-1].job_id if reports else engine.logged(e.LoadIssued)
-    engine.check_outputs()
 
 
 def test_a_disk_that_is_really_full(make_engine: Any, tmp_path: Path) -> None:
@@ -317,7 +315,6 @@ def test_under_the_policy_fail_only_the_promised_request_fails(make_engine: Any)
     assert engine.finish_reasons["promised"] == "error"
     assert engine.finish_reasons["sharer"] == "length"
     assert len(engine.outputs["sharer"]) == 30
-    engine.check_outputs()
 
 
 # --- a corrupt ledger ------------------------------------------------------------------------------
@@ -489,7 +486,6 @@ def test_saves_that_fail(make_engine: Any, num_failures: int, enable_prefix_cach
         assert engine.projections.chunks.slots.num_free == engine.projections.chunks.slots.num_slots
         assert engine.logged(e.LoadIssued) == []
     assert engine.figures.num_saves_failed == len(failed)
-    engine.check_released()
 
 
 @transfers_within_and_beside
@@ -511,7 +507,6 @@ def test_loads_that_fail_are_computed(
     assert engine.figures.num_loads_failed == len(failed)
     for request_id in engine.outputs:
         engine.check_answers(request_id)
-    engine.check_released()
 
 
 @transfers_within_and_beside
@@ -528,8 +523,6 @@ def test_under_the_policy_fail_only_the_request_whose_load_failed_fails(make_eng
     assert engine.logged(e.RequestFinished, request_id=failed.request_id)[0].status == "FINISHED_ERROR"
     others = set(engine.outputs) - {failed.request_id}
     assert {engine.finish_reasons[request_id] for request_id in others} == {"length"}
-    engine.check_outputs()
-    engine.check_released()
 
 
 @transfers_within_and_beside
@@ -566,7 +559,6 @@ def test_a_load_that_fails_with_two_steps_in_flight(make_engine: Any, model_runn
     for request_id, tokens in [(request_id, engine.prompts[request_id]) for request_id in engine.outputs]:
         engine.add(f"{request_id} again", tokens, 6)
         engine.run()
-    engine.check_outputs()
 
 
 @transfers_within_and_beside
@@ -578,8 +570,6 @@ def test_a_worker_that_never_reports(make_engine: Any) -> None:
     engine.run(max_steps=1000)
     assert {violation.rule for violation in engine.logged(e.InvariantViolated)} == {"LIVENESS"}
     assert len(engine.logged(e.SaveFailed)) == len(engine.logged(e.SaveIssued))
-    engine.check_outputs()
-    engine.check_released()
 
 
 @transfers_within_and_beside
@@ -601,7 +591,6 @@ def test_a_report_that_comes_twice(make_engine: Any) -> None:
     serve(engine)
     assert {violation.rule for violation in engine.logged(e.InvariantViolated)} == {"COMPLETION_ONCE"}
     assert engine.logged(e.RequestQuarantined) == []
-    engine.check_released()
 
 
 @pytest.mark.parametrize("num_failures", [1, 10_000])

