@@ -18,8 +18,9 @@ from kvledger.adapters.recorder.decoders import COMPLETED
 from kvledger.adapters.recorder.log import RecorderLog
 from kvledger.adapters.recorder.transfers import Transfers
 from kvledger.adapters.vllm import versions
+from kvledger.adapters.vllm.chunk_keys import ChunkKeySource
 from kvledger.adapters.vllm.guard import guarded
-from kvledger.adapters.vllm.noticing import KeySource, Noticing
+from kvledger.adapters.vllm.noticing import Noticing
 from kvledger.adapters.vllm.step_reader import StepReader
 from kvledger.lifecycle import Channel, RequestState
 from kvledger.lifecycle import events as e
@@ -59,7 +60,7 @@ class Recording:
     def __init__(
         self,
         log: RecorderLog,
-        keys: KeySource,
+        keys: ChunkKeySource,
         *,
         is_child: bool,
         speculates: bool,

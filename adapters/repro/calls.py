@@ -24,7 +24,7 @@ _MAIN: dict[type[e.Event], str] = {
 }
 """What a call is about -> the hook."""
 
-_HOOK_OF_FAILURE = {"take_up": "update_state_after_alloc", "record_step": "build_connector_meta"}
+_HOOK_OF_FAILURE = {"claim": "update_state_after_alloc", "record_step": "build_connector_meta"}
 """Names under which parts of hooks fail."""
 _PARTS_AT_THE_END = {
     "promised_blocks": "update_state_after_alloc",

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from kvledger.adapters.vllm import versions
+from kvledger.adapters.vllm.chunk_keys import ChunkKeySource
 from kvledger.lifecycle import BlocksRegion, Rule, TrustRegion
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.windows import NULL_BLOCK
@@ -39,18 +40,11 @@ class Observer(Protocol):
         """Record that something could not be read."""
 
 
-class KeySource(Protocol):
-    """Who knows the keys of chunks, see `chunk_keys.py`."""
-
-    def keys(self, request: Request, first_chunk: int, parent: bytes | None) -> tuple[bytes, ...]:
-        """The keys of all whole chunks from `first_chunk` on."""
-
-
 class Noticing:
     """Reads requests on behalf of the hooks."""
 
     def __init__(
-        self, journal: Observer, keys: KeySource, *, speculates: bool, zeroes_new_blocks: bool = False
+        self, journal: Observer, keys: ChunkKeySource, *, speculates: bool, zeroes_new_blocks: bool = False
     ) -> None:
         self._journal = journal
         self._projections = journal.projections

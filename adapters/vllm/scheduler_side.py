@@ -198,8 +198,8 @@ class SchedulerSide:
         self.journal.withhold(request.request_id, "", NOT_WRITTEN)
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
-        """Blocks were given; take up the answer, or let vLLM know what cannot be delivered."""
-        is_issued = self._take_up(request, blocks, num_external_tokens)
+        """Blocks were given: what is claimed of the answer is loaded, or vLLM is told what cannot be delivered."""
+        is_issued = self._claim(request, blocks, num_external_tokens)
         if num_external_tokens and not is_issued:
             self._refuse_load(request, blocks, num_external_tokens)
         self.journal.commit()
@@ -216,7 +216,7 @@ class SchedulerSide:
         self.journal.observe(e.LoadRefused(request.request_id, block_ids, self.journal.now()))
 
     @guarded(default=False)
-    def _take_up(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> bool:
+    def _claim(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> bool:
         """Whether a load was issued."""
         if self.journal.is_disabled:
             return False
@@ -236,7 +236,7 @@ class SchedulerSide:
 
     @guarded(default=_UNKNOWN_RANGE)
     def _promised_blocks(self, request: Request, num_external_tokens: int) -> range | None:
-        """Which blocks of the table a taken-up answer was to fill; blocks before them may be shared with others."""
+        """Which blocks of the table a claimed answer was to fill; blocks before them may be shared with others."""
         lookups = self._projections.lookups
         answer = lookups.taken_up(request.request_id) or lookups.pending(request.request_id)
         if answer is None:
@@ -280,7 +280,7 @@ class SchedulerSide:
         self.journal.observe(step)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        """Take up what the workers report, and add the requests whose load has arrived.
+        """Observe what the workers report, and add the requests whose load has arrived.
 
         Nobody has looked a block up since the step whose output this is was processed.
         """
@@ -288,7 +288,7 @@ class SchedulerSide:
         if invalid_block_ids:
             self._take_back(invalid_block_ids)
             self._take_load_errors(invalid_block_ids)
-        self._take_up_output(connector_output)
+        self._observe_reports(connector_output)
         self._evict(invalid_block_ids)
         received = self._end_waiting(connector_output)
         self.journal.commit()
@@ -315,7 +315,7 @@ class SchedulerSide:
             self.prefix_cache.evict(invalid_block_ids | unfilled.blocks)
 
     @guarded(default=None, hook_name="update_connector_output")
-    def _take_up_output(self, connector_output: KVConnectorOutput) -> None:
+    def _observe_reports(self, connector_output: KVConnectorOutput) -> None:
         worker_meta = connector_output.kv_connector_worker_meta
         if isinstance(worker_meta, WorkerReports):
             self._take_digests(worker_meta)

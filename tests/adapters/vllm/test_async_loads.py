@@ -10,7 +10,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from sim.broken_copies import break_copies
+from sim.broken_copies import BROKEN, break_copies
+from sim.broken_ledger import fail_to_observe_once
 from sim.slow_copies import SlowCopies, SlowCopy, slow_down
 from sim.told import Told, listen
 from vllm.v1.request import RequestStatus
@@ -21,10 +22,6 @@ from kvledger.lifecycle import events as e
 pytestmark = pytest.mark.scheduler
 
 PROMPT = range(64)
-BROKEN = "broken on purpose"
-runners = pytest.mark.parametrize(
-    ("async_scheduling", "model_runner_v2"), [(False, False), (False, True), (True, False), (True, True)]
-)
 policies = pytest.mark.parametrize("policy", ["recompute", "fail"])
 
 
@@ -82,26 +79,14 @@ def first_step_of(engine: Any, request_id: str) -> tuple[int, int]:
     )
 
 
-def check_at_rest(engine: Any) -> None:
-    """Right outputs, nothing left of anybody, every block free."""
-    engine.check_outputs()
-    engine.check_released()
-    assert engine.scheduler.requests == {}
-    pool = engine.scheduler.kv_cache_manager.block_pool
-    assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
-
-
 def check_told_once(told: Told, *, failed: bool) -> None:
     """One end of the one load."""
     assert (told.received, told.failed) == (["reader"], ["reader"] if failed else [])
 
 
-@runners
-def test_a_loading_request_is_in_no_step_and_others_go_on(
-    make_engine: Any, async_scheduling: bool, model_runner_v2: bool
-) -> None:
+def test_a_loading_request_is_in_no_step_and_others_go_on(make_engine: Any, runner: dict[str, bool]) -> None:
     """It waits in vLLM's own state while somebody else decodes; when the load is there it computes one token."""
-    engine = overlapping(make_engine, async_scheduling=async_scheduling, model_runner_v2=model_runner_v2)
+    engine = overlapping(make_engine, **runner)
     engine.add("other", range(500, 530), 30)
     engine.step()
     told = listen(engine)
@@ -131,12 +116,9 @@ def test_alone_it_keeps_the_engine_stepping(make_engine: Any) -> None:
     engine.run()
 
 
-@runners
-def test_a_loaded_request_waits_long_for_the_rest_of_its_blocks(
-    make_engine: Any, async_scheduling: bool, model_runner_v2: bool
-) -> None:
+def test_a_loaded_request_waits_long_for_the_rest_of_its_blocks(make_engine: Any, runner: dict[str, bool]) -> None:
     """It holds what was loaded for dozens of steps, is not looked up again, and runs when there is room."""
-    engine = overlapping(make_engine, num_blocks=14, async_scheduling=async_scheduling, model_runner_v2=model_runner_v2)
+    engine = overlapping(make_engine, num_blocks=14, **runner)
     engine.scheduler.scheduler_reserve_full_isl = False
     engine.add("holder", range(500, 590), 52)
     for _ in range(3):
@@ -163,23 +145,14 @@ def test_a_loaded_request_waits_long_for_the_rest_of_its_blocks(
 # --- failures --------------------------------------------------------------------------------------
 
 
-@runners
 @policies
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_a_load_that_fails_on_one_rank(
-    make_engine: Any, policy: str, async_scheduling: bool, model_runner_v2: bool, num_ranks: int
-) -> None:
+def test_a_load_that_fails_on_one_rank(make_engine: Any, policy: str, runner: dict[str, bool], num_ranks: int) -> None:
     """Recompute: the request computes all of it, once; fail: one error. Nobody hears of it before every rank is done.
 
     What a rank still writes must not go into blocks that somebody else has by then.
     """
-    engine = overlapping(
-        make_engine,
-        async_scheduling=async_scheduling,
-        model_runner_v2=model_runner_v2,
-        num_ranks=num_ranks,
-        kv_transfer={"kv_load_failure_policy": policy},
-    )
+    engine = overlapping(make_engine, **runner, num_ranks=num_ranks, kv_transfer={"kv_load_failure_policy": policy})
     told = listen(engine)
     copies = start_load(engine)
     the_load(copies, num_ranks - 1).fail()
@@ -198,36 +171,20 @@ def test_a_load_that_fails_on_one_rank(
         assert first_step_of(engine, "reader") == (0, 64)
 
 
-@runners
 @policies
 def test_a_promised_load_that_cannot_be_issued_is_told_as_failed(
-    make_engine: Any, policy: str, async_scheduling: bool, model_runner_v2: bool
+    make_engine: Any, policy: str, runner: dict[str, bool]
 ) -> None:
     """The scheduler waits for a load that nobody makes; it hears so once, and the request goes on or fails."""
-    engine = overlapping(
-        make_engine,
-        replays=False,
-        async_scheduling=async_scheduling,
-        model_runner_v2=model_runner_v2,
-        kv_transfer={"kv_load_failure_policy": policy},
-    )
+    engine = overlapping(make_engine, replays=False, **runner, kv_transfer={"kv_load_failure_policy": policy})
     told = listen(engine)
-    ledger = engine.connector.scheduler_side.ledger
-    observe, raised = ledger.observe, []
-
-    def raise_once(event: e.Event) -> Any:
-        if isinstance(event, e.BlocksAllocated) and not raised:
-            raised.append(event)
-            raise RuntimeError(BROKEN)
-        return observe(event)
-
-    ledger.observe = raise_once
+    fail_to_observe_once(engine, lambda event: isinstance(event, e.BlocksAllocated))
     engine.add("reader", PROMPT, 6)
     engine.run(max_steps=100)
     check_told_once(told, failed=True)
     assert engine.logged(e.LoadIssued) == []
     assert engine.finish_reasons["reader"] == ("length" if policy == "recompute" else "error")
-    check_at_rest(engine)
+    engine.check_released()
 
 
 def test_a_request_whose_load_failed_too_often_gets_no_more_of_them(make_engine: Any) -> None:
@@ -236,8 +193,7 @@ def test_a_request_whose_load_failed_too_often_gets_no_more_of_them(make_engine:
         num_blocks=14, chunk_size=8, enable_prefix_caching=False, load_mode="async", max_failed_loads=1
     )
     (copies,) = slow_down(engine, "load")
-    for number in range(3):
-        engine.add(f"request {number}", range(100 * number, 100 * number + 40), 50)
+    engine.add_crowd()
     while engine.scheduler.has_requests():
         engine.step()
         for load in copies.pending():
@@ -382,10 +338,9 @@ def test_the_blocks_of_an_aborted_request_are_nobody_else_s_while_its_load_write
 # --- resets ----------------------------------------------------------------------------------------
 
 
-@runners
-def test_a_reset_while_it_loads(make_engine: Any, async_scheduling: bool, model_runner_v2: bool) -> None:
+def test_a_reset_while_it_loads(make_engine: Any, runner: dict[str, bool]) -> None:
     """What is under way arrives and is told of; nobody is offered these chunks again."""
-    engine = overlapping(make_engine, async_scheduling=async_scheduling, model_runner_v2=model_runner_v2)
+    engine = overlapping(make_engine, **runner)
     told = listen(engine)
     copies = start_load(engine)
     assert engine.connector.reset_cache() is True

@@ -18,9 +18,6 @@ from kvledger.lifecycle import events as e
 pytestmark = pytest.mark.scheduler
 
 PROMPT = range(64)
-runners = pytest.mark.parametrize(
-    ("async_scheduling", "model_runner_v2"), [(False, False), (False, True), (True, False), (True, True)]
-)
 
 
 def overlapping(make_engine: Any, **options: Any) -> Any:
@@ -42,14 +39,6 @@ def num_free_blocks(engine: Any) -> int:
     return free
 
 
-def check_at_rest(engine: Any) -> None:
-    """Right outputs, nothing left of anybody, every block free."""
-    engine.check_outputs()
-    engine.check_released()
-    assert engine.scheduler.requests == {}
-    assert num_free_blocks(engine) == engine.scheduler.kv_cache_manager.block_pool.num_gpu_blocks - 1
-
-
 def check_saved(engine: Any, request_id: str) -> None:
     """Everything that was settled of a request can be loaded, and is right."""
     for worker in engine.workers:
@@ -60,7 +49,6 @@ def check_saved(engine: Any, request_id: str) -> None:
     chunk_size = engine.replay_configuration.chunk_size
     (load,) = engine.logged(e.LoadIssued, request_id=f"reader of {request_id}")
     assert load.first_token + load.num_tokens == (len(tokens) - 1) // chunk_size * chunk_size
-    check_at_rest(engine)
 
 
 def finish_all(copies: list[SlowCopies]) -> None:
@@ -73,12 +61,11 @@ def finish_all(copies: list[SlowCopies]) -> None:
 # --- the end of a request --------------------------------------------------------------------------
 
 
-@runners
 def test_the_blocks_of_a_finished_request_are_kept_until_nothing_reads_them(
-    make_engine: Any, async_scheduling: bool, model_runner_v2: bool
+    make_engine: Any, runner: dict[str, bool]
 ) -> None:
     """The client has its answer at once; the engine steps on until the copies are done, and frees the blocks once."""
-    engine = overlapping(make_engine, async_scheduling=async_scheduling, model_runner_v2=model_runner_v2)
+    engine = overlapping(make_engine, **runner)
     told = listen(engine)
     copies = slow_down(engine, "save")
     engine.add("only", PROMPT, 20)
@@ -101,16 +88,12 @@ def test_the_blocks_of_a_finished_request_are_kept_until_nothing_reads_them(
     last.finish()
     engine.run(max_steps=10)
     assert told.sent == ["only"]
-    check_at_rest(engine)
     check_saved(engine, "only")
 
 
-@runners
-def test_somebody_who_needs_all_blocks_waits_for_the_copies(
-    make_engine: Any, async_scheduling: bool, model_runner_v2: bool
-) -> None:
+def test_somebody_who_needs_all_blocks_waits_for_the_copies(make_engine: Any, runner: dict[str, bool]) -> None:
     """A newcomer gets no block that is being copied out of, and runs when the copies are done."""
-    engine = overlapping(make_engine, num_blocks=8, async_scheduling=async_scheduling, model_runner_v2=model_runner_v2)
+    engine = overlapping(make_engine, num_blocks=8, **runner)
     copies = slow_down(engine, "save")
     engine.add("first", PROMPT, 20)
     step_until_unscheduled(engine, "first")
@@ -126,12 +109,9 @@ def test_somebody_who_needs_all_blocks_waits_for_the_copies(
     check_saved(engine, "first")
 
 
-@runners
-def test_nobody_is_preempted_for_blocks_that_are_coming_back(
-    make_engine: Any, async_scheduling: bool, model_runner_v2: bool
-) -> None:
+def test_nobody_is_preempted_for_blocks_that_are_coming_back(make_engine: Any, runner: dict[str, bool]) -> None:
     """A running request that needs a block waits for those of an ended one, and goes on where it was."""
-    engine = overlapping(make_engine, num_blocks=9, async_scheduling=async_scheduling, model_runner_v2=model_runner_v2)
+    engine = overlapping(make_engine, num_blocks=9, **runner)
     copies = slow_down(engine, "save")
     engine.add("running", range(600, 620), 70)
     engine.add("ended", range(64), 2)
@@ -151,12 +131,9 @@ def test_nobody_is_preempted_for_blocks_that_are_coming_back(
     assert not engine.connector.has_pending_block_frees()
 
 
-@runners
-def test_an_aborted_request_keeps_its_blocks_as_well(
-    make_engine: Any, async_scheduling: bool, model_runner_v2: bool
-) -> None:
+def test_an_aborted_request_keeps_its_blocks_as_well(make_engine: Any, runner: dict[str, bool]) -> None:
     """The client went away in the middle of its answer; what was settled is saved all the same."""
-    engine = overlapping(make_engine, async_scheduling=async_scheduling, model_runner_v2=model_runner_v2)
+    engine = overlapping(make_engine, **runner)
     told = listen(engine)
     copies = slow_down(engine, "save")
     engine.add("gone", PROMPT, 50)
@@ -226,22 +203,14 @@ def test_two_ranks_of_unlike_speed(make_engine: Any) -> None:
 # --- blocks that are taken away --------------------------------------------------------------------
 
 
-@runners
 @pytest.mark.parametrize("enable_prefix_caching", [False, True])
 def test_a_step_that_may_overwrite_blocks_waits_for_the_copies_out_of_them(
-    make_engine: Any, async_scheduling: bool, model_runner_v2: bool, enable_prefix_caching: bool
+    make_engine: Any, runner: dict[str, bool], enable_prefix_caching: bool
 ) -> None:
     """Preemptions have no hook to refuse them in: the step that follows waits. Others' copies are not waited for."""
-    engine = overlapping(
-        make_engine,
-        num_blocks=14,
-        async_scheduling=async_scheduling,
-        model_runner_v2=model_runner_v2,
-        enable_prefix_caching=enable_prefix_caching,
-    )
+    engine = overlapping(make_engine, num_blocks=14, **runner, enable_prefix_caching=enable_prefix_caching)
     (copies,) = slow_down(engine, "save")
-    for number in range(3):
-        engine.add(f"request {number}", range(100 * number, 100 * number + 40), 50)
+    engine.add_crowd()
     while not engine.num_preemptions:
         engine.step()
     (preempted,) = engine.logged(e.RequestPreempted)
@@ -260,12 +229,9 @@ def test_a_step_that_may_overwrite_blocks_waits_for_the_copies_out_of_them(
     check_saved(engine, preempted.request_id)
 
 
-@runners
-def test_the_next_turn_of_a_session_waits_for_the_copies(
-    make_engine: Any, async_scheduling: bool, model_runner_v2: bool
-) -> None:
+def test_the_next_turn_of_a_session_waits_for_the_copies(make_engine: Any, runner: dict[str, bool]) -> None:
     """The last token of a turn is dropped, and the next turn writes to its place in a block that is being copied."""
-    engine = overlapping(make_engine, async_scheduling=async_scheduling, model_runner_v2=model_runner_v2)
+    engine = overlapping(make_engine, **runner)
     (copies,) = slow_down(engine, "save")
     engine.add("session", range(45), 13, resumable=True)
     step_until_unscheduled(engine, "session")
@@ -295,13 +261,10 @@ def test_the_next_turn_of_a_session_waits_for_the_copies(
 # --- resets ----------------------------------------------------------------------------------------
 
 
-@runners
 @pytest.mark.parametrize("finishes_first", [False, True])
-def test_a_reset_while_copies_are_under_way(
-    make_engine: Any, async_scheduling: bool, model_runner_v2: bool, finishes_first: bool
-) -> None:
+def test_a_reset_while_copies_are_under_way(make_engine: Any, runner: dict[str, bool], finishes_first: bool) -> None:
     """They were computed with old weights: they commit nothing, and still keep their blocks until they are done."""
-    engine = overlapping(make_engine, async_scheduling=async_scheduling, model_runner_v2=model_runner_v2)
+    engine = overlapping(make_engine, **runner)
     told = listen(engine)
     copies = slow_down(engine, "save")
     engine.add("only", PROMPT, 20)

@@ -16,17 +16,13 @@ from kvledger.lifecycle import events as e
 pytestmark = pytest.mark.scheduler
 
 modes = pytest.mark.parametrize("mode", ["sync", "async"])
-runners = pytest.mark.parametrize(
-    ("async_scheduling", "model_runner_v2"), [(False, False), (False, True), (True, False), (True, True)]
-)
 
 
 def crowded(make_engine: Any, **options: Any) -> Any:
     """Three requests, of which one is preempted and could come back at once: the others are short of nothing."""
     defaults = {"num_blocks": 30, "chunk_size": 8, "enable_prefix_caching": False}
     engine = make_engine(**(defaults | options))
-    for number in range(3):
-        engine.add(f"request {number}", range(100 * number, 100 * number + 40), 50)
+    engine.add_crowd()
     return engine
 
 
@@ -54,19 +50,10 @@ def polls_of(engine: Any, request_id: str) -> list[Any]:
     return life[preemptions[-1] + 1 :]
 
 
-@runners
 @modes
-def test_it_waits_for_its_own_save_and_recovers_all_of_it(
-    make_engine: Any, mode: str, async_scheduling: bool, model_runner_v2: bool
-) -> None:
+def test_it_waits_for_its_own_save_and_recovers_all_of_it(make_engine: Any, mode: str, runner: dict[str, bool]) -> None:
     """A step or two later everything that was settled is there, the part-filled chunk included."""
-    engine = crowded(
-        make_engine,
-        load_mode=mode,
-        save_mode=mode,
-        async_scheduling=async_scheduling,
-        model_runner_v2=model_runner_v2,
-    )
+    engine = crowded(make_engine, load_mode=mode, save_mode=mode, **runner)
     preempt_all(engine)
     engine.run()
     for request_id in engine.outputs:

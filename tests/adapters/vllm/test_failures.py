@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import errno
 import os
-import resource
 import sys
 import types
 from collections.abc import Callable
@@ -17,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from processes import forked
 from sim.broken_copies import BROKEN, break_copies
+from sim.broken_ledger import fail_in_a_fold, fail_to_observe_once, raise_once
 from sim.modes import transfers_within_and_beside
 from sim.slow_copies import delay, slow_down
 
@@ -29,18 +28,11 @@ from kvledger.lifecycle.handlers.chunked_prefill import ChunkedPrefill
 from kvledger.lifecycle.handlers.new import New
 from kvledger.lifecycle.handlers.preempted import Preempted
 from kvledger.lifecycle.handlers.running import Running
-from kvledger.storage.events import read_log
 from kvledger.storage.events import segments as segments_module
 
 pytestmark = pytest.mark.scheduler
 
 NUM_OUTPUT_TOKENS = 50
-
-
-def crowd(engine: Any, num_requests: int = 3) -> None:
-    """Three requests of 40 and 50 tokens do not fit into thirteen blocks of 16: somebody is preempted."""
-    for number in range(num_requests):
-        engine.add(f"request {number}", range(100 * number, 100 * number + 40), NUM_OUTPUT_TOKENS)
 
 
 def small(make_engine: Any, **options: Any) -> Any:
@@ -61,19 +53,6 @@ def serve(engine: Any) -> None:
     engine.check_outputs()
 
 
-def raise_once(original: Callable[..., Any], when: Callable[..., bool]) -> Callable[..., Any]:
-    """A function that raises the first time that `when` says so."""
-    raised: list[bool] = []
-
-    def call(*arguments: Any, **options: Any) -> Any:
-        if not raised and when(*arguments, **options):
-            raised.append(True)
-            raise RuntimeError(BROKEN)
-        return original(*arguments, **options)
-
-    return call
-
-
 def preempt(engine: Any) -> None:
     """Step until somebody is preempted."""
     while not engine.num_preemptions:
@@ -84,7 +63,7 @@ def preempt(engine: Any) -> None:
 def test_without_any_failure_there_is_nothing_to_tell(make_engine: Any) -> None:
     """The measure for all other tests here."""
     engine = small(make_engine)
-    crowd(engine)
+    engine.add_crowd()
     serve(engine)
     assert engine.logged(e.HookFailed, e.InvariantViolated, e.SaveFailed, e.LoadFailed, e.RequestQuarantined) == []
     assert len(engine.logged(e.LoadIssued)) > 3
@@ -107,7 +86,7 @@ def test_while_the_disk_is_full_requests_are_served_without_the_cache(
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return real_write(descriptor, data)
 
-    crowd(engine)
+    engine.add_crowd()
     for _ in range(10):
         engine.step()
     first_full = engine.connector.scheduler_side.ledger.next_sequence
@@ -128,32 +107,9 @@ def test_while_the_disk_is_full_requests_are_served_without_the_cache(
         event.job_id for sequence, event in events if sequence < first_full and isinstance(event, e.SaveIssued)
     }
     assert any(isinstance(event, e.SaveFailed) and "could not be written" in event.error for event in while_full)
-    crowd(engine)
+    engine.add_crowd()
     engine.run()
     assert engine.logged(e.LoadIssued)[-1].job_id > reports[-1].job_id if reports else engine.logged(e.LoadIssued)
-
-
-def test_a_disk_that_is_really_full(make_engine: Any, tmp_path: Path) -> None:
-    """The kernel refuses every write beyond 12 KiB of the file; the process serves on, what was written is readable."""
-    logs = tmp_path / "logs"
-
-    def serve_with_little_room() -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (12 << 10, resource.RLIM_INFINITY))
-        engine = make_engine(num_blocks=14, chunk_size=8, enable_prefix_caching=False, log_dir=str(logs))
-        for number in range(3):
-            engine.add(str(number), range(100 * number, 100 * number + 40), 50)
-        engine.run()
-        assert engine.connector.scheduler_side.log.store.num_events_backlogged > 0
-        engine.check_outputs()
-        engine.shutdown()
-
-    assert forked(serve_with_little_room) == 0
-    (directory,) = logs.iterdir()
-    reader = read_log(directory)
-    frames = list(reader)
-    assert len(frames) > 10
-    assert [frame.first_sequence for frame in frames[1:]] == [frame.next_sequence for frame in frames[:-1]]
-    assert sum(path.stat().st_size for path in directory.glob("*.kvlog")) <= 12 << 10
 
 
 # --- hooks that raise ------------------------------------------------------------------------------
@@ -167,7 +123,7 @@ def test_a_disk_that_is_really_full(make_engine: Any, tmp_path: Path) -> None:
         (e.RequestArrived, "on_new_request"),
         (e.ChunkKeysObserved, "get_num_new_matched_tokens"),
         (e.LookupRequested, "get_num_new_matched_tokens"),
-        (e.BlocksAllocated, "take_up"),
+        (e.BlocksAllocated, "claim"),
         (e.RequestPreempted, "record_step"),
         (e.StepScheduled, "record_step"),
         (e.TransferReported, "update_connector_output"),
@@ -180,11 +136,10 @@ def test_a_hook_that_raises_once(
 ) -> None:
     """Whatever observation cannot be made, outputs are right, nothing wrong is saved, and the log names the hook."""
     engine = small(make_engine, replays=False, enable_prefix_caching=enable_prefix_caching)
-    ledger = engine.connector.scheduler_side.ledger
-    crowd(engine)
+    engine.add_crowd()
     if moment == "after a preemption" and event_class not in (e.RequestArrived, e.RequestPreempted):
         preempt(engine)
-    ledger.observe = raise_once(ledger.observe, lambda event: isinstance(event, event_class))
+    fail_to_observe_once(engine, lambda event: isinstance(event, event_class))
     if event_class is e.RequestArrived:
         engine.add("late", range(800, 840), NUM_OUTPUT_TOKENS)
     serve(engine)
@@ -192,7 +147,6 @@ def test_a_hook_that_raises_once(
     failed = engine.logged(e.HookFailed)[0]
     assert failed.hook == hook or event_class is e.ChunkKeysObserved
     assert not engine.connector.scheduler_side._requests, "no request of vLLM's is kept for ever"
-    assert not engine.connector.has_pending_push_work()
 
 
 @transfers_within_and_beside
@@ -201,7 +155,7 @@ def test_a_step_that_cannot_be_read_while_a_block_is_appended(make_engine: Any) 
     for number in range(4):
         engine = small(make_engine, replays=False, num_blocks=40)
         reader = engine.connector.scheduler_side._reader
-        crowd(engine)
+        engine.add_crowd()
         seen: list[int] = []
 
         def appends(output: Any, _time_ns: int, number: int = number, seen: list[int] = seen) -> bool:
@@ -218,7 +172,7 @@ def test_a_preemption_that_is_noticed_too_late(make_engine: Any, monkeypatch: py
     """The step that took the blocks failed to say so; by the next hook they are overwritten and not saved any more."""
     engine = small(make_engine, replays=False)
     side = engine.connector.scheduler_side
-    crowd(engine)
+    engine.add_crowd()
     monkeypatch.setattr(
         side._notice, "preemption", raise_once(side._notice.preemption, lambda request, *_: request.num_preemptions > 0)
     )
@@ -244,7 +198,7 @@ def test_a_chunk_key_source_that_raises(
         return original(*arguments)
 
     monkeypatch.setattr(source, "keys", keys)
-    crowd(engine)
+    engine.add_crowd()
     serve(engine)
     error = engine.logged(e.HookFailed)[0].error
     assert "RuntimeError in keys, test_failures.py:" in error
@@ -255,12 +209,9 @@ def test_a_chunk_key_source_that_raises(
 def test_a_load_that_was_promised_and_cannot_be_issued(make_engine: Any) -> None:
     """The scheduler believes in the promise; it is told that the blocks are not filled, and computes them."""
     engine = small(make_engine, replays=False)
-    ledger = engine.connector.scheduler_side.ledger
-    crowd(engine)
+    engine.add_crowd()
     preempt(engine)
-    ledger.observe = raise_once(
-        ledger.observe, lambda event: isinstance(event, e.BlocksAllocated) and event.num_external_tokens > 0
-    )
+    fail_to_observe_once(engine, lambda event: isinstance(event, e.BlocksAllocated) and event.num_external_tokens > 0)
     told: list[Any] = []
     update = engine.scheduler.update_from_output
 
@@ -272,19 +223,18 @@ def test_a_load_that_was_promised_and_cannot_be_issued(make_engine: Any) -> None
     engine.scheduler.update_from_output = watch
     serve(engine)
     assert len(told) == 1
-    assert engine.logged(e.HookFailed)[0].hook == "take_up"
-    assert engine.logged(e.RequestQuarantined)[0].reason == "take_up failed"
+    assert engine.logged(e.HookFailed)[0].hook == "claim"
+    assert engine.logged(e.RequestQuarantined)[0].reason == "claim failed"
 
 
 @transfers_within_and_beside
 def test_a_load_is_delivered_although_its_step_cannot_be_recorded(make_engine: Any) -> None:
     """Jobs that were decided before the step failed go out with it; their reports are taken up."""
     engine = small(make_engine, replays=False)
-    ledger = engine.connector.scheduler_side.ledger
-    crowd(engine)
+    engine.add_crowd()
     preempt(engine)
-    ledger.observe = raise_once(
-        ledger.observe,
+    fail_to_observe_once(
+        engine,
         lambda event: (
             isinstance(event, e.StepScheduled) and any(job.kind == "load" for job in engine.projections.transfers)
         ),
@@ -305,10 +255,7 @@ def test_under_the_policy_fail_only_the_promised_request_fails(make_engine: Any)
     engine.add("sharer", range(48), 30)
     for _ in range(3):
         engine.step()
-    ledger = engine.connector.scheduler_side.ledger
-    ledger.observe = raise_once(
-        ledger.observe, lambda event: isinstance(event, e.BlocksAllocated) and event.num_external_tokens > 0
-    )
+    fail_to_observe_once(engine, lambda event: isinstance(event, e.BlocksAllocated) and event.num_external_tokens > 0)
     engine.add("promised", range(96), 10)
     engine.run()
     assert engine.check_answers("promised")[0].num_external_tokens == 47
@@ -352,7 +299,7 @@ def test_a_projection_that_has_lost_its_state(make_engine: Any, num_steps: int) 
     escaped = []
     for name, attribute in private_state(small(make_engine)):
         engine = small(make_engine, replays=False)
-        crowd(engine)
+        engine.add_crowd()
         for _ in range(num_steps):
             engine.step()
         delattr(attrgetter(name)(engine.projections), attribute)
@@ -374,14 +321,9 @@ def test_a_projection_that_has_lost_its_state(make_engine: Any, num_steps: int) 
 def test_a_fold_that_raises_turns_caching_off(make_engine: Any, event_class: type[e.Event]) -> None:
     """What the ledger believes cannot be trusted any more: no hits, no saves, and the last events say why."""
     engine = small(make_engine, replays=False)
-    crowd(engine)
+    engine.add_crowd()
     preempt(engine)
-    folds = engine.projections._folds
-
-    def raising(_event: e.Event, _sequence: int) -> None:
-        raise RuntimeError(BROKEN)
-
-    folds[event_class] = (*folds[event_class], raising)
+    fail_in_a_fold(engine, event_class)
     serve(engine)
     assert engine.connector.scheduler_side.journal.is_disabled
     failed = engine.logged(e.HookFailed)
@@ -397,7 +339,7 @@ def test_a_load_that_nobody_reports_ends_although_nothing_is_decided_any_more(ma
     """After `max_silent_steps` it is reported as failed, and its request computes; held blocks are free again."""
     engine = small(make_engine, replays=False, load_mode="async", save_mode=save_mode, max_silent_steps=8)
     delay(engine)
-    crowd(engine)
+    engine.add_crowd()
     preempt(engine)
     for _ in range(100):
         engine.step()
@@ -457,7 +399,7 @@ def test_a_handler_that_raises(
     monkeypatch.setitem(sys.modules, "broken_handlers", module)
     # The log replays with the broken handler in its place only, see the end.
     engine = small(make_engine, replays=False, handlers=["broken_handlers:Broken"], max_num_batched_tokens=16)
-    crowd(engine)
+    engine.add_crowd()
     serve(engine)
     violations = engine.logged(e.InvariantViolated)
     assert {violation.rule for violation in violations} - {"VLLM_CONTRACT"} == {"HANDLER_RAISED"}
@@ -476,7 +418,7 @@ def test_saves_that_fail(make_engine: Any, num_failures: int, enable_prefix_cach
     """What was not copied is not offered; its slots are free again."""
     engine = small(make_engine, enable_prefix_caching=enable_prefix_caching)
     break_copies(engine, "save", num_failures)
-    crowd(engine)
+    engine.add_crowd()
     serve(engine)
     failed = engine.logged(e.SaveFailed)
     assert 1 <= len(failed) <= num_failures
@@ -498,7 +440,7 @@ def test_loads_that_fail_are_computed(
     """Policy recompute: the request computes what was promised; the chunks are not offered again."""
     engine = small(make_engine, model_runner_v2=model_runner_v2, enable_prefix_caching=enable_prefix_caching)
     break_copies(engine, "load", num_failures)
-    crowd(engine)
+    engine.add_crowd()
     serve(engine)
     failed = engine.logged(e.LoadFailed)
     assert 1 <= len(failed) <= num_failures
@@ -514,7 +456,7 @@ def test_under_the_policy_fail_only_the_request_whose_load_failed_fails(make_eng
     """VLLM's default policy: an error for one client, right outputs for all others."""
     engine = small(make_engine, kv_transfer={"kv_load_failure_policy": "fail"})
     break_copies(engine, "load", 1)
-    crowd(engine)
+    engine.add_crowd()
     engine.run()
     (failed,) = engine.logged(e.LoadFailed)
     assert [request_id for request_id, reason in engine.finish_reasons.items() if reason == "error"] == [
@@ -548,7 +490,7 @@ def test_a_load_that_fails_with_two_steps_in_flight(make_engine: Any, model_runn
         # What the step on top of it reads is wrong, but its output goes nowhere.
         engine.model._check = lambda *_arguments: None
     break_copies(engine, "load", 1)
-    crowd(engine)
+    engine.add_crowd()
     engine.run()
     (failed,) = engine.logged(e.LoadFailed)
     assert engine.finish_reasons[failed.request_id] == ("error" if policy == "fail" else "length")
@@ -566,7 +508,7 @@ def test_a_worker_that_never_reports(make_engine: Any) -> None:
     """A copy that nobody reports counts as failed after a while, so that nothing waits for ever."""
     engine = small(make_engine, max_silent_steps=8)
     engine.worker._worker_side.take_reports = lambda: None
-    crowd(engine)
+    engine.add_crowd()
     engine.run(max_steps=1000)
     assert {violation.rule for violation in engine.logged(e.InvariantViolated)} == {"LIVENESS"}
     assert len(engine.logged(e.SaveFailed)) == len(engine.logged(e.SaveIssued))
@@ -587,7 +529,7 @@ def test_a_report_that_comes_twice(make_engine: Any) -> None:
         return earlier.pop() if earlier else None
 
     engine.worker._worker_side.take_reports = again
-    crowd(engine)
+    engine.add_crowd()
     serve(engine)
     assert {violation.rule for violation in engine.logged(e.InvariantViolated)} == {"COMPLETION_ONCE"}
     assert engine.logged(e.RequestQuarantined) == []
@@ -624,7 +566,7 @@ def test_jobs_that_cannot_be_handed_out(
         return original(ready, *more)
 
     monkeypatch.setattr(scheduler_side, "step_jobs", fail_with_a_load)
-    crowd(engine)
+    engine.add_crowd()
     serve(engine)
     assert lost
     assert [failed.hook for failed in engine.logged(e.HookFailed)] == ["build_connector_meta"] * len(lost)
@@ -647,7 +589,7 @@ def test_no_step_can_be_handed_out_any_more(
         make_engine, replays=False, enable_prefix_caching=enable_prefix_caching, load_mode="async", save_mode="async"
     )
     delay(engine)
-    crowd(engine)
+    engine.add_crowd()
     preempt(engine)
     if disabled:
         engine.connector.scheduler_side.journal._stop_deciding()
@@ -657,7 +599,6 @@ def test_no_step_can_be_handed_out_any_more(
 
     monkeypatch.setattr(scheduler_side, "step_jobs", fail)
     serve(engine)
-    assert not engine.connector.has_pending_push_work()
 
 
 def test_what_is_copied_out_of_blocks_that_a_step_took_without_waiting_is_not_offered(
@@ -680,7 +621,7 @@ def test_what_is_copied_out_of_blocks_that_a_step_took_without_waiting_is_not_of
 
     for name in ("step_jobs", "no_copies"):
         monkeypatch.setattr(scheduler_side, name, fail_with_a_fence(getattr(scheduler_side, name)))
-    crowd(engine)
+    engine.add_crowd()
     preempt(engine)
     assert lost
     for _ in range(3):
@@ -695,16 +636,6 @@ def test_what_is_copied_out_of_blocks_that_a_step_took_without_waiting_is_not_of
 
 
 # --- what is owed ----------------------------------------------------------------------------------
-
-
-def fail_in_a_fold(engine: Any, event_class: type[e.Event]) -> None:
-    """The next fold of such an event fails, behind that of what is owed."""
-    folds = engine.projections._folds
-
-    def raising(_event: e.Event, _sequence: int) -> None:
-        raise RuntimeError(BROKEN)
-
-    folds[event_class] = (*folds[event_class], raising)
 
 
 def fail_to_append(engine: Any) -> None:
@@ -752,7 +683,7 @@ def test_no_job_is_lost_or_handed_out_twice(make_engine: Any, point: str) -> Non
         return jobs
 
     side.build_connector_meta = watch
-    crowd(engine)
+    engine.add_crowd()
     preempt(engine)
     POINTS[point](engine)
     serve(engine)
@@ -763,6 +694,5 @@ def test_no_job_is_lost_or_handed_out_twice(make_engine: Any, point: str) -> Non
     assert not set(given) & withheld
     delivered = [job_id for event in engine.logged(e.EffectsDelivered) for job_id in event.job_ids]
     assert sorted(delivered) == sorted(given)
-    assert not engine.connector.has_pending_push_work()
     owed = engine.projections.obligations
     assert [owed.is_owing, owed.is_waiting, owed.is_freeing] == [False, False, False]

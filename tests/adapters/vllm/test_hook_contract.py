@@ -22,12 +22,6 @@ def small(make_engine: Any, **options: Any) -> Any:
     return make_engine(**({"num_blocks": 14, "chunk_size": 8} | options))
 
 
-def crowd(engine: Any, num_requests: int = 3) -> None:
-    """Requests of 40 and 50 tokens with nothing in common."""
-    for number in range(num_requests):
-        engine.add(f"request {number}", range(100 * number, 100 * number + 40), 50)
-
-
 def state_of(engine: Any, request_id: str) -> RequestState | None:
     """The ledger's word."""
     record = engine.projections.tracker.get(request_id)
@@ -48,17 +42,11 @@ def step_until(engine: Any, request_id: str, state: RequestState) -> None:
 @pytest.mark.parametrize("enable_prefix_caching", [False, True])
 @pytest.mark.parametrize("chunk_size", [8, 16, 32])
 def test_a_crowd_that_does_not_fit_is_served_without_trouble(
-    make_engine: Any, async_scheduling: bool, model_runner_v2: bool, enable_prefix_caching: bool, chunk_size: int
+    make_engine: Any, runner: dict[str, bool], enable_prefix_caching: bool, chunk_size: int
 ) -> None:
     """Several preemptions; every request says what it says alone, and nothing is left of any of them."""
-    engine = small(
-        make_engine,
-        chunk_size=chunk_size,
-        async_scheduling=async_scheduling,
-        model_runner_v2=model_runner_v2,
-        enable_prefix_caching=enable_prefix_caching,
-    )
-    crowd(engine, 5)
+    engine = small(make_engine, chunk_size=chunk_size, **runner, enable_prefix_caching=enable_prefix_caching)
+    engine.add_crowd(5)
     engine.run()
     assert engine.num_preemptions >= 2
     assert len(engine.logged(e.RequestPreempted)) == engine.num_preemptions
@@ -69,12 +57,10 @@ def test_a_crowd_that_does_not_fit_is_served_without_trouble(
 
 
 @runners
-def test_both_shapes_of_a_resumption_replace_the_table(
-    make_engine: Any, async_scheduling: bool, model_runner_v2: bool
-) -> None:
+def test_both_shapes_of_a_resumption_replace_the_table(make_engine: Any, runner: dict[str, bool]) -> None:
     """V1 sends a resumed request among the cached ones, V2 among the new; the folded table is the scheduler's."""
-    engine = small(make_engine, async_scheduling=async_scheduling, model_runner_v2=model_runner_v2)
-    crowd(engine)
+    engine = small(make_engine, **runner)
+    engine.add_crowd()
     num_compared = 0
     while engine.scheduler.has_requests():
         engine.step()
@@ -92,17 +78,9 @@ def test_both_shapes_of_a_resumption_replace_the_table(
 
 @runners
 @pytest.mark.parametrize("why", [{"skip_reading_prefix_cache": True}, {"prompt_logprobs": 1}])
-def test_a_positive_answer_that_is_not_taken_up(
-    make_engine: Any, async_scheduling: bool, model_runner_v2: bool, why: dict[str, Any]
-) -> None:
+def test_a_positive_answer_that_is_not_taken_up(make_engine: Any, runner: dict[str, bool], why: dict[str, Any]) -> None:
     """A request that must not read caches is looked up all the same; vLLM allocates with 0 and nothing is loaded."""
-    engine = make_engine(
-        num_blocks=30,
-        chunk_size=8,
-        enable_prefix_caching=False,
-        async_scheduling=async_scheduling,
-        model_runner_v2=model_runner_v2,
-    )
+    engine = make_engine(num_blocks=30, chunk_size=8, enable_prefix_caching=False, **runner)
     engine.add("writer", range(64), 4)
     engine.run()
     parameters = SamplingParams(max_tokens=4, ignore_eos=True, temperature=0, **why)
@@ -123,17 +101,10 @@ def test_a_positive_answer_that_is_not_taken_up(
 @pytest.mark.parametrize(
     "state", [RequestState.NEW, RequestState.CHUNKED_PREFILL, RequestState.RUNNING, RequestState.PREEMPTED]
 )
-def test_an_abort_in_every_state(
-    make_engine: Any, async_scheduling: bool, model_runner_v2: bool, state: RequestState
-) -> None:
+def test_an_abort_in_every_state(make_engine: Any, runner: dict[str, bool], state: RequestState) -> None:
     """The client goes away; the others finish, and nothing of the request is left."""
-    engine = small(
-        make_engine,
-        async_scheduling=async_scheduling,
-        model_runner_v2=model_runner_v2,
-        max_num_batched_tokens=30 if state is RequestState.CHUNKED_PREFILL else 512,
-    )
-    crowd(engine)
+    engine = small(make_engine, **runner, max_num_batched_tokens=30 if state is RequestState.CHUNKED_PREFILL else 512)
+    engine.add_crowd()
     step_until(engine, "request 2", state)
     engine.abort("request 2")
     assert state_of(engine, "request 2") in (None, RequestState.FINISHED)
@@ -144,12 +115,10 @@ def test_an_abort_in_every_state(
 
 
 @runners
-def test_an_abort_after_many_polls(make_engine: Any, async_scheduling: bool, model_runner_v2: bool) -> None:
+def test_an_abort_after_many_polls(make_engine: Any, runner: dict[str, bool]) -> None:
     """What the polls promised is let go: no chunk stays bound to a request that is gone."""
-    engine = small(
-        make_engine, async_scheduling=async_scheduling, model_runner_v2=model_runner_v2, enable_prefix_caching=False
-    )
-    crowd(engine)
+    engine = small(make_engine, **runner, enable_prefix_caching=False)
+    engine.add_crowd()
     step_until(engine, "request 2", RequestState.PREEMPTED)
     for _ in range(6):
         engine.step()
@@ -162,12 +131,10 @@ def test_an_abort_after_many_polls(make_engine: Any, async_scheduling: bool, mod
 
 
 @runners
-def test_an_abort_right_after_allocation(make_engine: Any, async_scheduling: bool, model_runner_v2: bool) -> None:
+def test_an_abort_right_after_allocation(make_engine: Any, runner: dict[str, bool]) -> None:
     """The load is on its way when the request goes; its report finds nobody and harms nobody."""
-    engine = small(
-        make_engine, async_scheduling=async_scheduling, model_runner_v2=model_runner_v2, enable_prefix_caching=False
-    )
-    crowd(engine)
+    engine = small(make_engine, **runner, enable_prefix_caching=False)
+    engine.add_crowd()
     while not engine.logged(e.LoadIssued):
         if not engine.scheduler.has_requests():
             pytest.fail("no load was issued")
@@ -189,7 +156,7 @@ def test_an_abort_right_after_allocation(make_engine: Any, async_scheduling: boo
 def test_an_abort_of_everything_at_once(make_engine: Any) -> None:
     """The engine drains although nobody is left to step for."""
     engine = small(make_engine)
-    crowd(engine)
+    engine.add_crowd()
     step_until(engine, "request 2", RequestState.PREEMPTED)
     engine.scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED)
     engine.run(max_steps=5)
@@ -226,19 +193,16 @@ def test_a_preempted_request_finishes(make_engine: Any, model_runner_v2: bool) -
 
 @runners
 @pytest.mark.parametrize("num_resets", [1, 3])
-def test_a_reset_makes_everything_saved_stale(
-    make_engine: Any, async_scheduling: bool, model_runner_v2: bool, num_resets: int
-) -> None:
+def test_a_reset_makes_everything_saved_stale(make_engine: Any, runner: dict[str, bool], num_resets: int) -> None:
     """As after new weights: preempted and resumed in one step, nothing saved before is ever loaded again."""
     engine = make_engine(
         num_blocks=30,
         chunk_size=8,
-        async_scheduling=async_scheduling,
-        model_runner_v2=model_runner_v2,
+        **runner,
         enable_prefix_caching=False,
         load_mode="sync",  # vLLM refuses to reset running requests while one waits for its load
     )
-    crowd(engine)
+    engine.add_crowd()
     for _ in range(20):
         engine.step()
     engine.drain()  # vLLM keeps the blocks of steps in flight, and refuses to reset while they are in use
@@ -260,20 +224,14 @@ def load_new_weights(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @runners
 def test_kv_of_old_weights_never_comes_back(
-    make_engine: Any, monkeypatch: pytest.MonkeyPatch, async_scheduling: bool, model_runner_v2: bool
+    make_engine: Any, monkeypatch: pytest.MonkeyPatch, runner: dict[str, bool]
 ) -> None:
     """Everybody is preempted, the caches are reset, weights change: whoever asks for the prompts reads new KV.
 
     vLLM preempts first and resets then, but the connector hears of the reset first.
     """
-    engine = make_engine(
-        num_blocks=30,
-        chunk_size=8,
-        async_scheduling=async_scheduling,
-        model_runner_v2=model_runner_v2,
-        enable_prefix_caching=False,
-    )
-    crowd(engine)
+    engine = make_engine(num_blocks=30, chunk_size=8, **runner, enable_prefix_caching=False)
+    engine.add_crowd()
     for _ in range(20):
         engine.step()
     while engine._in_flight:
@@ -289,7 +247,7 @@ def test_kv_of_old_weights_never_comes_back(
 def test_what_ran_through_a_reset_is_not_saved(make_engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Running requests may go on with KV of old weights, but nobody else must get it from the cache."""
     engine = make_engine(num_blocks=30, chunk_size=8, enable_prefix_caching=False)
-    crowd(engine)
+    engine.add_crowd()
     for _ in range(20):
         engine.step()
     assert engine.connector.reset_cache()
@@ -301,20 +259,12 @@ def test_what_ran_through_a_reset_is_not_saved(make_engine: Any, monkeypatch: py
 
 
 @runners
-def test_preempted_and_resumed_in_the_same_step(
-    make_engine: Any, async_scheduling: bool, model_runner_v2: bool
-) -> None:
+def test_preempted_and_resumed_in_the_same_step(make_engine: Any, runner: dict[str, bool]) -> None:
     """Without a reset of the connector, everything settled comes back from the host at once, and again, and again."""
     engine = make_engine(
-        num_blocks=30,
-        chunk_size=8,
-        async_scheduling=async_scheduling,
-        model_runner_v2=model_runner_v2,
-        enable_prefix_caching=False,
-        max_deferred_lookups=0,
-        load_mode="sync",
+        num_blocks=30, chunk_size=8, **runner, enable_prefix_caching=False, max_deferred_lookups=0, load_mode="sync"
     )
-    crowd(engine)
+    engine.add_crowd()
     for round_number in range(1, 4):
         for _ in range(9):
             engine.step()
@@ -333,7 +283,7 @@ def test_preempted_and_resumed_in_the_same_step(
 def test_whoever_a_reset_preempted_has_lost_its_blocks_before_they_are_given_away(make_engine: Any) -> None:
     """An urgent newcomer takes them first; the log must not show two requests that hold one block."""
     engine = make_engine(num_blocks=30, chunk_size=8, enable_prefix_caching=False, policy="priority")
-    crowd(engine)
+    engine.add_crowd()
     for _ in range(20):
         engine.step()
     engine.scheduler.reset_prefix_cache(reset_running_requests=True)
@@ -367,9 +317,9 @@ def test_a_save_in_flight_at_a_reset_is_not_offered(make_engine: Any) -> None:
 
 
 @runners
-def test_an_id_used_again_right_after_its_end(make_engine: Any, async_scheduling: bool, model_runner_v2: bool) -> None:
+def test_an_id_used_again_right_after_its_end(make_engine: Any, runner: dict[str, bool]) -> None:
     """Same id, other prompt, before the engine has stepped once: another life, with keys of its own."""
-    engine = small(make_engine, async_scheduling=async_scheduling, model_runner_v2=model_runner_v2, load_mode="sync")
+    engine = small(make_engine, **runner, load_mode="sync")
     for life in range(4):
         engine.add("again", range(100 * life, 100 * life + 40), 12)
         while "again" in engine.scheduler.requests:
@@ -410,11 +360,9 @@ def test_two_tenants_never_share_a_chunk(make_engine: Any, chunk_size: int) -> N
 
 
 @runners
-def test_the_engine_drains_and_then_stands_still(
-    make_engine: Any, async_scheduling: bool, model_runner_v2: bool
-) -> None:
+def test_the_engine_drains_and_then_stands_still(make_engine: Any, runner: dict[str, bool]) -> None:
     """A copy that the last request leaves behind is made and settled in a few steps; then nothing is asked."""
-    engine = small(make_engine, async_scheduling=async_scheduling, model_runner_v2=model_runner_v2)
+    engine = small(make_engine, **runner)
     engine.add("only", range(40), 24)
     while engine.scheduler.get_num_unfinished_requests():
         engine.step()
@@ -470,7 +418,7 @@ def test_nothing_is_saved_from_blocks_that_vllm_may_zero_first(
     """Caches of mixed precision: model runner V2 zeroes new blocks before a copy out of them could run."""
     monkeypatch.setattr(versions, "zeroes_new_blocks", lambda _kv_cache_config: True)
     engine = make_engine(num_blocks=30, chunk_size=8, enable_prefix_caching=False)
-    crowd(engine)
+    engine.add_crowd()
     for _ in range(9):
         engine.step()
     assert engine.scheduler.reset_prefix_cache(reset_running_requests=True)

@@ -162,7 +162,6 @@ def test_an_abort_between_two_caches(
         engine.step()
     engine.abort("theirs")
     engine.run(max_steps=100)
-    assert engine.scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == 39
     engine.outputs["theirs"] = []
     ask_again(engine)
 

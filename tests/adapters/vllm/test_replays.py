@@ -19,61 +19,31 @@ from kvledger.storage.events import read_log
 
 pytestmark = pytest.mark.scheduler
 
-runners = pytest.mark.parametrize(
-    ("async_scheduling", "model_runner_v2"), [(False, False), (False, True), (True, False), (True, True)]
-)
-
 
 def crowd(make_engine: Any, **options: Any) -> Any:
     """Preemptions, loads, evictions: 12 host slots are too few for what four requests have to say."""
     engine = make_engine(
         **({"num_blocks": 14, "chunk_size": 8, "enable_prefix_caching": False, "host_bytes": 12 * 512} | options)
     )
-    for number in range(4):
-        engine.add(f"request {number}", range(100 * number, 100 * number + 40), 50)
+    engine.add_crowd(4)
     return engine
 
 
-@runners
-def test_the_state_at_every_step_can_be_folded_again(
-    make_engine: Any, async_scheduling: bool, model_runner_v2: bool
-) -> None:
+def test_the_state_at_every_step_can_be_folded_again(make_engine: Any, runner: dict[str, bool]) -> None:
     """What was believed after each step, from the events up to there, and nothing else."""
-    engine = crowd(make_engine, async_scheduling=async_scheduling, model_runner_v2=model_runner_v2)
+    engine = crowd(make_engine, **runner)
     believed: dict[int, Any] = {}
     ledger = engine.connector.scheduler_side.ledger
     while engine.scheduler.has_requests():
         engine.step()
         believed[ledger.next_sequence - 1] = engine.projections.snapshot()
     events = engine.events()
-    configuration = LedgerConfiguration(**engine.connector.scheduler_side.log.store.header["configuration"])
     assert engine.num_preemptions > 1
     assert engine.logged(e.ChunkEvicted)
     for sequence in sorted(believed)[:: max(1, len(believed) // 40)]:
-        assert fold(Core.standard(), events, configuration, at=sequence).snapshot() == believed[sequence], sequence
-
-
-@runners
-@pytest.mark.parametrize("enable_prefix_caching", [False, True])
-def test_every_checker_finds_the_log_sound(
-    make_engine: Any, async_scheduling: bool, model_runner_v2: bool, enable_prefix_caching: bool
-) -> None:
-    """All rules that a log can decide, over one with preemptions, loads, evictions and an abort."""
-    engine = crowd(
-        make_engine,
-        async_scheduling=async_scheduling,
-        model_runner_v2=model_runner_v2,
-        enable_prefix_caching=enable_prefix_caching,
-    )
-    for _ in range(30):
-        engine.step()
-    engine.abort("request 1")
-    engine.run()
-    configuration = LedgerConfiguration(**engine.connector.scheduler_side.log.store.header["configuration"])
-    audit = Audit(Core.standard(), configuration)
-    audit.run(engine.events())
-    assert audit.violations == []
-    assert audit.is_sound
+        assert (
+            fold(Core.standard(), events, engine.replay_configuration, at=sequence).snapshot() == believed[sequence]
+        ), sequence
 
 
 def test_a_log_on_disk_replays_like_the_one_in_memory(make_engine: Any, tmp_path: Path) -> None:
@@ -125,8 +95,7 @@ def test_deciding_again_notices_a_changed_decision(make_engine: Any) -> None:
     )
     sequence, answer = events[index]
     events[index] = (sequence, msgspec.structs.replace(answer, num_external_tokens=8))
-    configuration = LedgerConfiguration(**engine.connector.scheduler_side.log.store.header["configuration"])
-    audit = Audit(Core.standard(), configuration)
+    audit = Audit(Core.standard(), engine.replay_configuration)
     audit.run(events)
     assert audit.divergences[0].sequence == sequence
     assert not audit.is_sound

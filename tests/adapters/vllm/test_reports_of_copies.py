@@ -10,6 +10,7 @@ from typing import Any
 
 import attrs
 import pytest
+from sim.broken_ledger import fail_in_a_fold, fail_to_observe_once
 from sim.slow_copies import SlowCopies, slow_down
 from sim.told import listen
 
@@ -71,21 +72,6 @@ def lose_first(number: int) -> Tamper:
         return kept
 
     return change
-
-
-def check_at_rest(engine: Any) -> None:
-    """Right outputs, nothing left of anybody, every block free."""
-    engine.check_outputs()
-    engine.check_released()
-    check_ends_told(engine)
-
-
-def check_ends_told(engine: Any) -> None:
-    """VLLM waits for nobody and has all of its blocks again."""
-    assert not engine.connector.has_pending_push_work()
-    assert engine.scheduler.requests == {}
-    pool = engine.scheduler.kv_cache_manager.block_pool
-    assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
 
 
 @asynchronous
@@ -242,8 +228,7 @@ def test_every_report_comes_twice(make_engine: Any, async_scheduling: bool, num_
 def serve_with_slow_copies(engine: Any, max_steps: int = 1500) -> None:
     """Three requests and their successors in a pool that is too small; copies end every third step."""
     copies = make_slow(engine, "load", "save")
-    for number in range(3):
-        engine.add(f"request {number}", range(100 * number, 100 * number + 40), 50)
+    engine.add_crowd()
     for number_of_step in range(max_steps):
         if not engine.scheduler.has_requests() and not engine._in_flight:
             break
@@ -284,20 +269,12 @@ def test_under_a_corrupt_ledger_nobody_waits_for_ever(
 ) -> None:
     """Loads, saves and held blocks are under way when a fold raises: every end is told, every block is free again."""
     engine = beside(make_engine, replays=False, num_blocks=14, async_scheduling=async_scheduling, max_silent_steps=64)
-    folds, seen = engine.projections._folds, []
-
-    def raising(_event: e.Event, _sequence: int) -> None:
-        seen.append(1)
-        if len(seen) > num_before:
-            message = "broken on purpose"
-            raise RuntimeError(message)
-
-    folds[event_class] = (*folds.get(event_class, ()), raising)
+    seen: list[int] = []
+    fail_in_a_fold(engine, event_class, lambda: seen.append(1) or len(seen) > num_before)
     serve_with_slow_copies(engine)
     assert all(len(output) == 50 for output in engine.outputs.values())
     engine.check_outputs()
     assert engine.connector.scheduler_side.journal.is_disabled or len(seen) <= num_before
-    check_ends_told(engine)
 
 
 @asynchronous
@@ -307,20 +284,12 @@ def test_a_save_that_was_decided_and_not_begun_when_the_ledger_fails_keeps_nobod
     """VLLM was told to keep the blocks for it; it is begun, so that there is an end to tell."""
     engine = beside(make_engine, replays=False, async_scheduling=async_scheduling)
     told = listen(engine)
-    folds = engine.projections._folds
-
-    def raising(_event: e.Event, _sequence: int) -> None:
-        if engine.projections.obligations.state.held:
-            message = "broken on purpose"
-            raise RuntimeError(message)
-
-    folds[e.StepScheduled] = (*folds[e.StepScheduled], raising)
+    fail_in_a_fold(engine, e.StepScheduled, lambda: bool(engine.projections.obligations.state.held))
     engine.add("only", PROMPT, 9)
     engine.run(max_steps=100)
     assert engine.connector.scheduler_side.journal.is_disabled
     assert engine.logged(e.SaveIssued)[-1].cause == engine.logged(e.BlocksHeld)[0].cause
     assert told.sent == ["only"]
-    check_ends_told(engine)
 
 
 @asynchronous
@@ -330,21 +299,11 @@ def test_a_report_that_cannot_be_recorded_is_heard_all_the_same(make_engine: Any
     engine.add("writer", PROMPT, 2)
     engine.run()
     told = listen(engine)
-    ledger = engine.connector.scheduler_side.ledger
-    observe, raised = ledger.observe, []
-
-    def raise_once(event: e.Event) -> Any:
-        if isinstance(event, e.TransferReported) and not raised:
-            raised.append(event)
-            message = "broken on purpose"
-            raise RuntimeError(message)
-        return observe(event)
-
-    ledger.observe = raise_once
+    fail_to_observe_once(engine, lambda event: isinstance(event, e.TransferReported))
     engine.add("reader", PROMPT, 30)
     engine.run()
-    assert raised
+    assert len(engine.logged(e.HookFailed)) == 1
     assert (told.received, told.failed) == (["reader"], [])
     assert told.sent.count("reader") <= 1
     assert len(engine.outputs["reader"]) == 30
-    check_at_rest(engine)
+    engine.check_released()

@@ -95,20 +95,6 @@ def test_with_its_tail_saved_the_preempted_request_loses_nothing(
     assert engine.figures.num_tokens_recomputed == 0
 
 
-def test_a_full_hit_leaves_the_last_token_to_compute(make_engine: Any) -> None:
-    """Every token of the second request is saved; its last one is computed again, because its output is wanted."""
-    engine = make_engine(**SERVER)
-    engine.add("writer", range(64), 2)
-    engine.run()
-    engine.add("reader", range(64), 2)
-    engine.run()
-    (answer,) = engine.check_answers("reader")
-    assert (answer.num_hit_tokens, answer.num_external_tokens) == (64, 63)
-    (load,) = engine.logged(e.LoadIssued)
-    assert (load.first_token, load.num_tokens) == (0, 63)
-    assert engine.num_tokens_computed("reader") == 1, "and then it is steady"
-
-
 def test_a_full_hit_of_a_preempted_request_leaves_the_last_token_too(make_engine: Any) -> None:
     """A twin has saved all 64 tokens that the preempted request knows, its 64th still without KV of its own."""
     engine = make_engine(**(SERVER | {"num_blocks": 32}))

@@ -35,11 +35,9 @@ def hold_session(engine: Any) -> list[int]:
 
 
 @runners
-def test_each_turn_replaces_the_block_table(make_engine: Any, async_scheduling: bool, model_runner_v2: bool) -> None:
+def test_each_turn_replaces_the_block_table(make_engine: Any, runner: dict[str, bool]) -> None:
     """The folded table is the scheduler's own after every turn: nothing stands in it twice."""
-    engine = make_engine(
-        num_blocks=40, chunk_size=8, async_scheduling=async_scheduling, model_runner_v2=model_runner_v2
-    )
+    engine = make_engine(num_blocks=40, chunk_size=8, **runner)
     hold_session(engine)
     tables = [event.block_ids for event in engine.logged(e.BlocksAllocated, request_id="session")]
     assert len(tables) == 3
@@ -57,16 +55,10 @@ def test_each_turn_replaces_the_block_table(make_engine: Any, async_scheduling: 
 @runners
 @pytest.mark.parametrize("chunk_size", [8, 16, 32])
 def test_a_later_request_with_the_whole_conversation_loads_correct_kv(
-    make_engine: Any, async_scheduling: bool, model_runner_v2: bool, chunk_size: int
+    make_engine: Any, runner: dict[str, bool], chunk_size: int
 ) -> None:
     """The model reads what was loaded and would raise `CorruptKV`; every whole chunk of all turns is loaded."""
-    engine = make_engine(
-        num_blocks=40,
-        chunk_size=chunk_size,
-        enable_prefix_caching=False,
-        async_scheduling=async_scheduling,
-        model_runner_v2=model_runner_v2,
-    )
+    engine = make_engine(num_blocks=40, chunk_size=chunk_size, enable_prefix_caching=False, **runner)
     tokens = hold_session(engine)
     engine.abort("session")
     engine.run()
@@ -79,13 +71,9 @@ def test_a_later_request_with_the_whole_conversation_loads_correct_kv(
 
 
 @runners
-def test_the_dropped_token_s_chunk_gets_another_key(
-    make_engine: Any, async_scheduling: bool, model_runner_v2: bool
-) -> None:
+def test_the_dropped_token_s_chunk_gets_another_key(make_engine: Any, runner: dict[str, bool]) -> None:
     """The last sampled token of a turn is dropped; the key of its chunk must not survive it."""
-    engine = make_engine(
-        num_blocks=40, chunk_size=8, async_scheduling=async_scheduling, model_runner_v2=model_runner_v2
-    )
+    engine = make_engine(num_blocks=40, chunk_size=8, **runner)
     # 40 + 8 tokens: with the dropped one the sixth chunk would be whole.
     engine.add("session", range(40), 8, resumable=True)
     engine.run()
@@ -104,15 +92,9 @@ def test_the_dropped_token_s_chunk_gets_another_key(
 
 
 @runners
-def test_turns_that_wait_in_the_queue(make_engine: Any, async_scheduling: bool, model_runner_v2: bool) -> None:
+def test_turns_that_wait_in_the_queue(make_engine: Any, runner: dict[str, bool]) -> None:
     """The client is faster than the model: two more turns arrive while the first one decodes."""
-    engine = make_engine(
-        num_blocks=40,
-        chunk_size=8,
-        enable_prefix_caching=False,
-        async_scheduling=async_scheduling,
-        model_runner_v2=model_runner_v2,
-    )
+    engine = make_engine(num_blocks=40, chunk_size=8, enable_prefix_caching=False, **runner)
     engine.add("session", range(45), 13, resumable=True)
     for _ in range(4):
         engine.step()
@@ -132,17 +114,9 @@ def test_turns_that_wait_in_the_queue(make_engine: Any, async_scheduling: bool, 
 
 
 @runners
-def test_a_session_is_preempted_in_its_second_turn(
-    make_engine: Any, async_scheduling: bool, model_runner_v2: bool
-) -> None:
+def test_a_session_is_preempted_in_its_second_turn(make_engine: Any, runner: dict[str, bool]) -> None:
     """It recovers what it had computed in both turns."""
-    engine = make_engine(
-        num_blocks=14,
-        chunk_size=8,
-        enable_prefix_caching=False,
-        async_scheduling=async_scheduling,
-        model_runner_v2=model_runner_v2,
-    )
+    engine = make_engine(num_blocks=14, chunk_size=8, enable_prefix_caching=False, **runner)
     engine.add("holder", range(1000, 1060), 60)
     engine.add("session", range(45), 13, resumable=True)
     while not engine.finish_reasons.get("session"):

@@ -13,19 +13,12 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from sim.broken_copies import BROKEN
 from sim.told import listen
 
 from kvledger.lifecycle import events as e
 
 pytestmark = pytest.mark.scheduler
-
-BROKEN = "broken on purpose"
-
-
-def crowd(engine: Any) -> None:
-    """Requests of 40 and 50 tokens; three do not fit into thirteen blocks of 16."""
-    for number in range(3):
-        engine.add(f"request {number}", range(100 * number, 100 * number + 40), 50)
 
 
 def fail_loads(engine: Any, num_failures: int) -> None:
@@ -116,7 +109,7 @@ def test_ascend_13099_the_scheduler_is_told_which_blocks_are_not_filled(
     engine = make_engine(num_blocks=14, chunk_size=8, enable_prefix_caching=False, **one_step, **transfers)
     told = listen(engine)
     fail_loads(engine, 1)
-    crowd(engine)
+    engine.add_crowd()
     engine.run()
     (failed,) = engine.logged(e.LoadFailed)
     (load,) = [load for load in engine.logged(e.LoadIssued) if load.job_id == failed.job_id]

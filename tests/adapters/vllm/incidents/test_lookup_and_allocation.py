@@ -44,12 +44,7 @@ def test_vllm_39702_what_was_promised_survives_another_request_s_save(
 ) -> None:
     """Symptom: "Expected N hit tokens, got 0": the hit was evicted by a store between lookup and allocation."""
     engine = make_engine(
-        num_blocks=12,
-        chunk_size=16,
-        enable_prefix_caching=False,
-        host_bytes=6 * block_bytes(16),
-        **runner,
-        **transfers,
+        num_blocks=12, chunk_size=16, enable_prefix_caching=False, host_bytes=6 * block_bytes(16), **runner, **transfers
     )
     engine.add("writer", range(64), 2)
     engine.run()

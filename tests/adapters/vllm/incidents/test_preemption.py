@@ -21,12 +21,6 @@ from kvledger.lifecycle import events as e
 pytestmark = pytest.mark.scheduler
 
 
-def crowd(engine: Any, num_requests: int = 3, num_tokens: int = 50) -> None:
-    """Requests of 40 tokens with nothing in common; three of 90 do not fit into thirteen blocks of 16."""
-    for number in range(num_requests):
-        engine.add(f"request {number}", range(100 * number, 100 * number + 40), num_tokens)
-
-
 def test_vllm_53250_what_was_loaded_once_can_be_loaded_again(
     make_engine: Any, runner: dict[str, bool], transfers: dict[str, str]
 ) -> None:
@@ -57,7 +51,7 @@ def test_lmcache_4612_a_preempted_request_is_loaded(
     engine = make_engine(
         num_blocks=14, chunk_size=16, enable_prefix_caching=enable_prefix_caching, **runner, **transfers
     )
-    crowd(engine)
+    engine.add_crowd()
     engine.run()
     for event in engine.logged(e.RequestPreempted):
         assert engine.check_answers(event.request_id)[-1].num_hit_tokens >= event.num_settled_tokens // 16 * 16
@@ -71,7 +65,7 @@ def test_vllm_49674_every_preemption_is_followed_by_progress(
 ) -> None:
     """Symptom: a cascade of preemptions in which nobody gets anywhere, blocks fenced by a step in flight (UCM#1350)."""
     engine = make_engine(num_blocks=10, chunk_size=8, max_num_seqs=6, **runner, **transfers)
-    crowd(engine, 6)
+    engine.add_crowd(6)
     engine.run(max_steps=1500)
     assert engine.num_preemptions >= 5
     lost: dict[str, int] = {}
@@ -99,7 +93,7 @@ def test_vllm_36812_no_figure_ever_falls(
         return vllms[-1]
 
     monkeypatch.setattr(engine.scheduler, "make_stats", watch)
-    crowd(engine, 4)
+    engine.add_crowd(4)
     engine.run()
     assert engine.num_preemptions
     assert len(ours) > 10

@@ -23,12 +23,6 @@ from kvledger.lifecycle import events as e
 pytestmark = pytest.mark.scheduler
 
 
-def crowd(engine: Any, num_requests: int = 3) -> None:
-    """Requests of 40 and 50 tokens; three do not fit into thirteen blocks of 16."""
-    for number in range(num_requests):
-        engine.add(f"request {number}", range(100 * number, 100 * number + 40), 50)
-
-
 @pytest.mark.parametrize("num_resets", [1, 2])
 @pytest.mark.parametrize("reset_running_requests", [False, True])
 def test_vllm_48090_a_reset_with_copies_in_flight_leaves_nothing_behind(
@@ -44,7 +38,7 @@ def test_vllm_48090_a_reset_with_copies_in_flight_leaves_nothing_behind(
     # As for a producer: for a consumer vLLM keeps the blocks of steps in flight, and refuses to reset meanwhile.
     engine.scheduler.defer_block_free = False
     report_late(engine, 3)
-    crowd(engine)
+    engine.add_crowd()
     for _ in range(3):
         for _ in range(25):
             engine.step()
@@ -67,12 +61,7 @@ def test_vllm_45388_requests_that_wait_for_their_kv_do_not_block_each_other(
 ) -> None:
     """Symptom: deadlock: parked loads held all blocks, and the head of the queue did not fit (#45406, #57104)."""
     engine = make_engine(
-        num_blocks=14,
-        chunk_size=16,
-        enable_prefix_caching=False,
-        num_questions=num_questions,
-        **runner,
-        **transfers,
+        num_blocks=14, chunk_size=16, enable_prefix_caching=False, num_questions=num_questions, **runner, **transfers
     )
     for number in range(5):
         engine.add(f"writer {number}", range(300 * number, 300 * number + 96), 1)

@@ -18,12 +18,6 @@ from kvledger.lifecycle import events as e
 pytestmark = pytest.mark.scheduler
 
 
-def crowd(engine: Any, num_requests: int = 3, num_tokens: int = 50) -> None:
-    """Requests of 40 tokens with nothing in common; three of 90 do not fit into thirteen blocks of 16."""
-    for number in range(num_requests):
-        engine.add(f"request {number}", range(100 * number, 100 * number + 40), num_tokens)
-
-
 def ask_again(engine: Any) -> None:
     """Ask for everything that was said: wrong KV in the host pool would be loaded and raise `CorruptKV`."""
     said = {request_id: engine.prompts[request_id] + output for request_id, output in engine.outputs.items()}
@@ -40,7 +34,7 @@ def test_vllm_29870_blocks_that_change_hands_in_one_step_are_copied_first(
     engine = make_engine(
         num_blocks=14, chunk_size=8, enable_prefix_caching=False, num_questions=40, **runner, **transfers
     )
-    crowd(engine)
+    engine.add_crowd()
     taken_over = 0
     while engine.scheduler.has_requests():
         output = engine.step()
@@ -70,7 +64,7 @@ def test_vllm_52360_a_key_holds_its_own_request_s_kv(
     engine = make_engine(
         num_blocks=14, chunk_size=chunk_size, enable_prefix_caching=False, num_questions=40, **runner, **transfers
     )
-    crowd(engine, 5)
+    engine.add_crowd(5)
     engine.run()
     assert engine.num_preemptions > 1
     fenced = [awaited for awaited in engine.logged(e.TransferAwaited) if awaited.before_forward]
@@ -117,7 +111,7 @@ def test_vllm_46595_a_resumed_request_s_table_replaces_the_old_one(
 ) -> None:
     """Symptom: `list index out of range` in the store thread, the new table appended to the one before (#57816)."""
     engine = make_engine(num_blocks=14, chunk_size=16, enable_prefix_caching=False, **runner, **transfers)
-    crowd(engine)
+    engine.add_crowd()
     engine.run()
     resumed = [event.request_id for event in engine.logged(e.RequestPreempted)]
     assert resumed
@@ -137,7 +131,7 @@ def test_vllm_52211_the_cursor_goes_back_with_the_table(
 ) -> None:
     """Symptom: AssertionError while building stores: a resume had cleared the blocks but not the cursor (#52170)."""
     engine = make_engine(num_blocks=14, chunk_size=16, enable_prefix_caching=False, **runner, **transfers)
-    crowd(engine)
+    engine.add_crowd()
     engine.run()
     ordinals = {arrival.ordinal: arrival.request_id for arrival in engine.logged(e.RequestArrived)}
     preempted = {event.request_id for event in engine.logged(e.RequestPreempted)}
@@ -189,7 +183,7 @@ def test_lmcache_2243_tokens_and_blocks_agree_after_a_resume(
 ) -> None:
     """Symptom: `len(slot_mapping) != len(token_ids)` when a resumed request saved (#2294, #2327, #2336, #2815)."""
     engine = make_engine(num_blocks=14, chunk_size=8, enable_prefix_caching=True, **runner, **transfers)
-    crowd(engine, 4)
+    engine.add_crowd(4)
     while engine.scheduler.has_requests():
         engine.step()
         for request in engine.scheduler.running:

@@ -78,12 +78,7 @@ def test_vllm_47234_what_was_evicted_below_the_cursor_is_saved_again_in_the_end(
 ) -> None:
     """Symptom: chunks evicted in the middle of a request were never stored again; the cursor was believed (#47235)."""
     engine = make_engine(
-        num_blocks=40,
-        chunk_size=16,
-        enable_prefix_caching=False,
-        host_bytes=8 * block_bytes(16),
-        **runner,
-        **transfers,
+        num_blocks=40, chunk_size=16, enable_prefix_caching=False, host_bytes=8 * block_bytes(16), **runner, **transfers
     )
     engine.add("long", range(64), 60)
     for _ in range(6):
@@ -126,8 +121,7 @@ def test_lmcache_3145_progress_never_goes_back_within_a_life(
     engine = make_engine(
         num_blocks=14, chunk_size=8, max_num_batched_tokens=24, enable_prefix_caching=False, **runner, **transfers
     )
-    for number in range(3):
-        engine.add(f"request {number}", range(100 * number, 100 * number + 40), 50)
+    engine.add_crowd()
     engine.run()
     progress: dict[int, int] = {}
     ordinals = {arrival.request_id: arrival.ordinal for arrival in engine.logged(e.RequestArrived)}
