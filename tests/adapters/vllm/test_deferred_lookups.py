@@ -132,3 +132,4 @@ def test_others_are_served_while_one_waits(make_engine: Any) -> None:
     output = engine.step()
     assert set(output.num_scheduled_tokens) == {"newcomer"}
     engine.run()
+    assert {violation.rule for violation in engine.logged(e.InvariantViolated)} == {"LIVENESS"}

@@ -21,7 +21,6 @@ from kvledger.lifecycle import ConfigurationError, Core, Ledger, LedgerConfigura
 from kvledger.lifecycle import events as e
 
 _SEED = 11
-_NOBODY = 65534
 
 
 def _observations() -> tuple[LedgerConfiguration, list[e.Event]]:
@@ -105,66 +104,6 @@ def test_a_disk_that_is_full_while_serving_costs_events_that_verify_names(
     (directory,) = kept.iterdir()
     assert len(list(directory.glob("*.kvlog"))) > 3
     assert not list(directory.glob("*.unfinished"))
-
-
-def test_a_disk_that_is_full_for_less_than_the_backlog_lasts_costs_nothing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The same outage with the usual backlog: the log is sound, every event is there."""
-    configuration, observations = _observations()
-    disk, kept = tmp_path / "disk", tmp_path / "kept"
-
-    def serve() -> None:
-        troubles: list[OSError] = []
-        log = _open(disk / "logs", configuration, troubles)
-        ledger = Ledger(Core.standard(), configuration, log.store)
-        _observe(ledger, observations[:100])
-        ballast = fill(disk)
-        _observe(ledger, observations[100:-100])
-        ballast.unlink()
-        _observe(ledger, observations[-100:])
-        log.store.close()
-        assert troubles
-        assert getattr(log.store, "num_events_lost", None) == 0
-        shutil.copytree(disk / "logs", kept)
-
-    run_on_small_disk(disk, 1 << 20, serve)
-    verdict = _verify(kept, capsys)[1][-1]
-    assert (verdict["num_damage"], verdict["num_divergences"]) == (0, 0)
-
-
-def test_a_log_directory_that_becomes_read_only_while_serving_costs_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """No new segment can be made for a while: events wait, and are written when the rights are back."""
-    configuration, observations = _observations()
-    troubles: list[OSError] = []
-    monkeypatch.chdir(tmp_path)  # the directories above may be closed to other users
-    log = _open(Path("logs"), configuration, troubles)
-    store: Any = log.store
-    (relative,) = Path("logs").iterdir()
-    store._store.directory = relative
-    ledger = Ledger(Core.standard(), configuration, store)
-    _observe(ledger, observations[:100])
-    relative.chmod(0o555)
-    is_root = os.geteuid() == 0
-    if is_root:
-        os.seteuid(_NOBODY)
-    try:
-        _observe(ledger, observations[100:-100])
-        num_waiting = store.num_events_backlogged
-    finally:
-        if is_root:
-            os.seteuid(0)
-        relative.chmod(0o755)
-    _observe(ledger, observations[-100:])
-    store.close()
-    assert num_waiting > 0
-    assert {type(error) for error in troubles} == {PermissionError}
-    assert (store.num_events_backlogged, store.num_events_lost) == (0, 0)
-    verdict = _verify(relative, capsys)[1][-1]
-    assert (verdict["num_damage"], verdict["num_divergences"]) == (0, 0)
-    assert verdict["num_events"] == ledger.next_sequence - 1
 
 
 def test_all_logs_of_a_directory_keep_to_their_size_while_one_is_written(

@@ -242,6 +242,7 @@ def test_kv_of_old_weights_never_comes_back(
     for number in range(3):
         engine.add(f"reader {number}", engine.prompts[f"request {number}"], 4)
         engine.run()
+    engine.outputs.clear()  # some was said with other weights than the rest
 
 
 def test_what_ran_through_a_reset_is_not_saved(make_engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -256,6 +257,7 @@ def test_what_ran_through_a_reset_is_not_saved(make_engine: Any, monkeypatch: py
     for number in range(3):
         engine.add(f"reader {number}", engine.prompts[f"request {number}"], 4)
         engine.run()
+    engine.outputs.clear()  # some was said with other weights than the rest
 
 
 @runners

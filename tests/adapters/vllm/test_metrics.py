@@ -172,6 +172,7 @@ def test_each_extension_has_a_label_of_its_own(make_engine: Any, unregister: Non
     (metric,) = (metric for metric in REGISTRY.collect() if metric.name == "vllm:kvledger_extension_events")
     shown = {sample.labels["extension"]: sample.value for sample in metric.samples if sample.name.endswith("_total")}
     assert shown == {"quiet": 1, "loud": 3}
+    assert {violation.rule for violation in engine.logged(e.InvariantViolated)} == {"LEGAL_TRANSITION"}
 
 
 def test_every_figure_has_a_metric_and_every_metric_a_sentence(make_engine: Any, unregister: None) -> None:

@@ -50,6 +50,7 @@ def test_each_turn_replaces_the_block_table(make_engine: Any, runner: dict[str, 
     assert engine.logged(e.BlockTableObserved, e.InvariantViolated) == []
     engine.abort("session")
     engine.run()
+    del engine.outputs["session"]
 
 
 @runners
