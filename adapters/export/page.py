@@ -20,7 +20,6 @@ from kvledger.adapters.export import reasons
 from kvledger.adapters.export.picture import NUM_COLUMNS, Axis, curves
 from kvledger.adapters.export.reading import read_trace
 from kvledger.adapters.export.shown import SLOTS, Request, Shown
-from kvledger.adapters.export.spans import Incarnation
 from kvledger.adapters.export.timelines import RequestTimeline, read_timelines
 from kvledger.adapters.logs.amounts import duration, event_range, milliseconds, plural, ranges, size
 from kvledger.adapters.logs.describe import describe_core_event, event_text, state_change, violation_place
@@ -29,6 +28,7 @@ from kvledger.adapters.logs.facts import facts_of, figures_in_words
 from kvledger.adapters.logs.histories import Histories, NamedEvent, NamedEvents, named_by
 from kvledger.adapters.logs.log import StoredLog
 from kvledger.adapters.logs.progress import Progress
+from kvledger.adapters.logs.requests import RequestSummary
 from kvledger.adapters.logs.selection import Selection
 from kvledger.adapters.logs.verification import Findings, Verification
 from kvledger.adapters.logs.visible import visible
@@ -174,19 +174,21 @@ def _entries(requests: Sequence[Request], timelines: Mapping[str, RequestTimelin
     seen: set[str] = set()
     for request in requests:
         name = request.incarnation.request_id
-        yield _Entry(request, _request_facts(request.incarnation, saves=saves), timelines.get(name), name not in seen)
+        yield _Entry(
+            request, _request_facts(request.incarnation.summary, saves=saves), timelines.get(name), name not in seen
+        )
         seen.add(name)
 
 
-def _request_facts(request: Incarnation, *, saves: bool) -> dict[str, str]:
+def _request_facts(request: RequestSummary, *, saves: bool) -> dict[str, str]:
     finished = request.finished_ns
     loaded = {"loaded": f"{request.num_tokens_loaded} tokens"}
     if saves:
         loaded = {"loaded, saved": f"{request.num_tokens_loaded} tokens, {plural(request.num_chunks_saved, 'chunk')}"}
     return {
         "outcome": request.outcome,
-        "arrived, ms": milliseconds(request.since_ns),
-        "took": "not finished" if finished is None else duration(finished - request.since_ns),
+        "arrived, ms": milliseconds(request.arrived_ns),
+        "took": "not finished" if finished is None else duration(finished - request.arrived_ns),
         "tokens (prompt)": f"{request.num_tokens} ({request.num_prompt_tokens})",
         "preempted": plural(request.num_preemptions, "time"),
         **loaded,

@@ -39,12 +39,12 @@ class Request:
     @property
     def num_troubles(self) -> int:
         """How often something went wrong."""
-        return sum(instant.is_trouble for instant in self.instants) + self.incarnation.num_failures
+        return sum(instant.is_trouble for instant in self.instants) + self.incarnation.summary.num_failures
 
     @property
     def interest(self) -> tuple[int, int, int]:
         """The more, the rather it is shown: trouble, preemptions, then who came first."""
-        return self.num_troubles, self.incarnation.num_preemptions, -self.incarnation.ordinal
+        return self.num_troubles, self.incarnation.summary.num_preemptions, -self.incarnation.ordinal
 
 
 @attrs.define
@@ -91,7 +91,7 @@ class Shown(Visitor):
         """A bar; of a request, how it went."""
         match span:
             case Incarnation():
-                self.outcomes[span.outcome] += 1
+                self.outcomes[span.summary.outcome] += 1
                 self._ended.append(self._requests[span.ordinal])
                 if len(self._ended) >= 2 * MAX_REQUESTS:
                     self._forget_ordinary()

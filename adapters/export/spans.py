@@ -9,6 +9,7 @@ from collections.abc import Mapping
 
 import attrs
 
+from kvledger.adapters.logs.requests import RequestSummary
 from kvledger.lifecycle.events import LookupAnswered, LookupDeferred
 
 
@@ -36,22 +37,11 @@ class Incarnation(Span):
     """A request id from an arrival to its release. `ordinal` is unique in the log."""
 
     ordinal: int
-    num_prompt_tokens: int
-    num_tokens: int
-    outcome: str = ""
-    """vLLM's status at the end; the last state where the log does not have an end."""
-    finished_ns: int | None = None
+    summary: RequestSummary
     first_running_ns: int | None = None
     """When every token of the prompt was computed or in flight for the first time."""
-    num_preemptions: int = 0
-    num_lookups: int = 0
-    num_tokens_loaded: int = 0
-    """Tokens that loads brought in place."""
-    num_chunks_saved: int = 0
     num_bytes_loaded: int = 0
     num_bytes_saved: int = 0
-    num_failures: int = 0
-    """Failed copies, broken rules and failed hooks."""
     state_ns: dict[str, int] = attrs.field(factory=dict)
     """State -> how long it was in it."""
 

@@ -29,8 +29,8 @@ def milliseconds(time_ns: int | None) -> str | None:
     return None if time_ns is None else f"{time_ns // 1_000_000}.{time_ns % 1_000_000:06d}"
 
 
-def _fields(*names: str) -> dict[str, _Value]:
-    return {name: attrgetter(name) for name in names}
+def _fields(*names: str, of: str = "") -> dict[str, _Value]:
+    return {name: attrgetter(f"{of}.{name}" if of else name) for name in names}
 
 
 def _ms(name: str) -> _Value:
@@ -54,10 +54,6 @@ def _requests_in(state: str) -> _Value:
     return lambda step: step.gauges.num_requests[state]
 
 
-def _gauges(*names: str) -> dict[str, _Value]:
-    return {name: attrgetter(f"gauges.{name}") for name in names}
-
-
 _TABLES: dict[type, tuple[str, dict[str, _Value]]] = {
     Incarnation: (
         "requests",
@@ -65,12 +61,13 @@ _TABLES: dict[type, tuple[str, dict[str, _Value]]] = {
             **_fields("request_id", "ordinal", "sequence"),
             "arrived_ms": _ms("since_ns"),
             "first_running_ms": _ms("first_running_ns"),
-            "finished_ms": _ms("finished_ns"),
+            "finished_ms": lambda request: milliseconds(request.summary.finished_ns),
             "released_ms": _ms("until_ns"),
-            **_fields("outcome", "num_prompt_tokens", "num_tokens"),
+            **_fields("outcome", "num_prompt_tokens", "num_tokens", of="summary"),
             **{f"in_{state.value}_ms": _in_state(state.value) for state in RequestState},
-            **_fields("num_preemptions", "num_lookups", "num_tokens_loaded", "num_chunks_saved"),
-            **_fields("num_bytes_loaded", "num_bytes_saved", "num_failures"),
+            **_fields("num_preemptions", "num_lookups", "num_tokens_loaded", "num_chunks_saved", of="summary"),
+            **_fields("num_bytes_loaded", "num_bytes_saved"),
+            **_fields("num_failures", of="summary"),
         },
     ),
     State: (
@@ -119,8 +116,15 @@ _TABLES: dict[type, tuple[str, dict[str, _Value]]] = {
             "time_ms": _ms("time_ns"),
             **_fields("num_scheduled_tokens", "num_events"),
             **{f"num_{state.value}_requests": _requests_in(state.value) for state in RequestState},
-            **_gauges("num_blocks_held", "num_slots_free", "num_slots_used", "num_bytes_used", "num_chunks_cached"),
-            **_gauges("num_loads_in_flight", "num_saves_in_flight"),
+            **_fields(
+                "num_blocks_held",
+                "num_slots_free",
+                "num_slots_used",
+                "num_bytes_used",
+                "num_chunks_cached",
+                of="gauges",
+            ),
+            **_fields("num_loads_in_flight", "num_saves_in_flight", of="gauges"),
             **_fields("sequence"),
         },
     ),

@@ -15,6 +15,7 @@ import msgspec
 from kvledger.adapters.export.spans import Call, Copy, Gauges, Incarnation, Instant, Lookup, Span, State, Step, Visitor
 from kvledger.adapters.logs.describe import describe, figures_of_extension
 from kvledger.adapters.logs.log import Gap
+from kvledger.adapters.logs.requests import Requests, RequestSummary
 from kvledger.adapters.logs.selection import Selection
 from kvledger.adapters.reasons import is_same_answer
 from kvledger.lifecycle import Projections, RequestRecord, RequestState
@@ -58,6 +59,8 @@ class Trace:
         self._tracker = projections.tracker
         self._open: dict[Span, None] = {}
         """In the order of their beginning."""
+        known = {record.request_id: _known(record, self.now_ns) for record in self._tracker}
+        self._requests = Requests(lambda _: None, known)
         self._incarnations: dict[str, Incarnation] = {}
         self._states: dict[int, State] = {}
         self._copies: dict[int, Copy] = {}
@@ -81,7 +84,7 @@ class Trace:
             **dict.fromkeys(_OF_EXTENSIONS, self._of_extension),
         }
 
-        for record in self._tracker:  # where it begins at a snapshot
+        for record in self._tracker:
             self._begin_state(0, "", self._begin_incarnation(0, record), record, 0)
 
     def take(self, sequence: int, event: e.Event) -> None:
@@ -93,6 +96,7 @@ class Trace:
             self.now_ns = max(self.now_ns, getattr(event, "time_ns", 0))
             self._observation, self._observed_at, self._num_events = event, sequence, 0
         self._num_events += 1
+        self._requests.take(sequence, event)
         if isinstance(event, e.RequestEvent):
             self._take_request_event(sequence, event)
         else:
@@ -124,14 +128,13 @@ class Trace:
     def finish(self) -> None:
         """Show what the log leaves open, as far as the log reaches."""
         self._complete()
+        self._requests.finish(self.projections)
         for copy in tuple(self._copies.values()):
             self._end(copy, is_over=False)
         for incarnation in tuple(self._incarnations.values()):
             record = self._tracker.get(incarnation.request_id)
             num_computed = 0 if record is None else self._tracker.num_computed_tokens(record)
             span = self._states[incarnation.ordinal]
-            incarnation.outcome = incarnation.outcome or span.state
-            incarnation.num_tokens = max(span.num_tokens, num_computed)
             self._end_state(span, "", num_computed)
             self._end(incarnation, is_over=False)
 
@@ -196,10 +199,6 @@ class Trace:
             self._end_incarnation(request_id, event, num_computed)
             return
         incarnation = self._incarnations.get(request_id) or self._begin_incarnation(sequence, record)
-        if isinstance(event, e.RequestFinished):
-            incarnation.outcome, incarnation.num_tokens = event.status, event.num_tokens
-            incarnation.finished_ns = self.now_ns
-        incarnation.num_preemptions += isinstance(event, e.RequestPreempted)
         span = self._states.get(incarnation.ordinal)
         if span is not None and span.state == record.state and span.generation == record.generation:
             return
@@ -215,8 +214,7 @@ class Trace:
             sequence=sequence,
             since_ns=self.now_ns,
             ordinal=record.ordinal,
-            num_prompt_tokens=record.num_prompt_tokens,
-            num_tokens=record.num_tokens,
+            summary=self._requests.current[record.request_id],
         )
         self._incarnations[record.request_id] = incarnation
         self._begin(incarnation)
@@ -257,11 +255,11 @@ class Trace:
         if incarnation is None:
             return
         span = self._states[incarnation.ordinal]
-        incarnation.outcome = incarnation.outcome or span.state
+        incarnation.summary.outcome = incarnation.summary.outcome or span.state
         self._end_state(span, event.id, num_computed)
         self._last_answers.pop(incarnation.ordinal, None)
         self._end(incarnation)
-        if self._is_inside and all(other.finished_ns is not None for other in self._incarnations.values()):
+        if self._is_inside and all(other.summary.finished_ns is not None for other in self._incarnations.values()):
             self._visitor.idle(self.now_ns)
 
     # --- lookups ------------------------------------------------------------------------------
@@ -272,7 +270,6 @@ class Trace:
         if incarnation is not None:
             ordinal = incarnation.ordinal
             is_repeated = is_same_answer(self._last_answers.get(ordinal), event)
-            incarnation.num_lookups += 1
             self._last_answers[ordinal] = event
         if self._shows(event.request_id):
             self._visitor.looked_up(Lookup(sequence, self.now_ns, ordinal, event, is_repeated))
@@ -329,17 +326,11 @@ class Trace:
         self._end_copy(copy)
 
     def _end_copy(self, copy: Copy, *, is_over: bool = True) -> None:
-        is_load, is_complete = copy.kind == "load", copy.outcome == "completed"
+        is_load = copy.kind == "load"
         self._num_in_flight[is_load] -= 1
-        incarnation = copy.incarnation
-        if incarnation is not None:
-            if is_load:
-                incarnation.num_bytes_loaded += copy.num_bytes
-                incarnation.num_tokens_loaded += (copy.num_tokens or 0) * is_complete
-            else:
-                incarnation.num_bytes_saved += copy.num_bytes
-                incarnation.num_chunks_saved += len(copy.chunks) * is_complete
-            incarnation.num_failures += not is_complete
+        if copy.incarnation is not None:
+            copy.incarnation.num_bytes_loaded += copy.num_bytes * is_load
+            copy.incarnation.num_bytes_saved += copy.num_bytes * (not is_load)
         self._end(copy, is_over=is_over)
 
     # --- extensions ---------------------------------------------------------------------------
@@ -366,8 +357,6 @@ class Trace:
             return  # another event says it
         request_id: str = getattr(event, "request_id", "")
         incarnation = self._incarnations.get(request_id)
-        if incarnation is not None and isinstance(event, e.InvariantViolated | e.HookFailed):
-            incarnation.num_failures += 1
         fields = msgspec.structs.asdict(event)
         fields.pop("time_ns", None)
         self._show_instant(
@@ -395,6 +384,12 @@ class Trace:
                 Step(event.step, self._observed_at, self.now_ns, num_tokens, self._num_events, gauges)
             )
         self._visitor.counted(self.now_ns, gauges)
+
+
+def _known(record: RequestRecord, time_ns: int) -> RequestSummary:
+    """A request that was there before the first event, as from a snapshot; when it arrived is not known."""
+    tokens = record.num_prompt_tokens, record.num_tokens
+    return RequestSummary(record.request_id, record.ordinal, 0, 0, time_ns, *tokens)
 
 
 class _HeldBlocks:
