@@ -1,7 +1,7 @@
 """Where a stream is and who asks for it: ``nats://host:4222/STREAM/LOG_ID``, and credentials.
 
-Credentials come from options or from the environment variables that the `nats` command reads, too. They are never
-shown: not in messages, not in `repr`.
+Credentials come from the environment variables that the `nats` command reads, too. They are never shown: not in
+messages, not in `repr`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import os
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
-from urllib.parse import unquote
 
 import attrs
 
@@ -26,12 +25,12 @@ DEFAULT_STREAM: Final = "KVLEDGER"
 _DEFAULT_PORT: Final = 4222
 _HOST: Final = r"(?:\[[0-9A-Fa-f:.]+\]|[^\s,:/@\[\]]+)(?::\d{1,5})?"
 _URL: Final = re.compile(
-    r"(?P<scheme>nats|tls)://(?:(?P<user>[^:/]*)(?::(?P<password>[^/]*))?@)?"
-    rf"(?P<hosts>{_HOST}(?:,{_HOST})*)(?:/(?P<stream>[A-Za-z0-9_-]+))?(?:/(?P<log_id>[0-9A-Fa-f]{{1,32}}))?/?"
+    rf"(?P<scheme>nats|tls)://(?P<hosts>{_HOST}(?:,{_HOST})*)(?:/(?P<stream>[A-Za-z0-9_-]+))?(?:/(?P<log_id>[0-9A-Fa-f]{{1,32}}))?/?"
 )
 _MUST_BE: Final = (
-    "nats://[user[:password]@]host[:port][,host[:port]…][/STREAM[/LOG_ID]] or the same with tls://; a stream's name "
-    "has letters, digits, '_' and '-', a log's id (or the beginning of one) up to 32 hex digits"
+    "nats://host[:port][,host[:port]…][/STREAM[/LOG_ID]] or the same with tls://; a stream's name has letters, digits, "
+    "'_' and '-', a log's id (or the beginning of one) up to 32 hex digits; credentials are in NATS_CREDS, NATS_NKEY, "
+    "NATS_USER and NATS_PASSWORD, or NATS_TOKEN"
 )
 _VARIABLES: Final = {
     "creds_file": "NATS_CREDS",
@@ -47,17 +46,12 @@ _VARIABLES: Final = {
 
 @attrs.frozen
 class StreamAddress:
-    """Servers of one cluster (``host:port``), a stream, and a log in it (or the beginning of its id; None: all logs).
-
-    A user without a password is a token. `str()` shows neither.
-    """
+    """Servers of one cluster (``host:port``), a stream, and a log in it: the beginning of its id; None: all logs."""
 
     hosts: tuple[str, ...]
     needs_tls: bool = False
     stream: str = DEFAULT_STREAM
     log_id: str | None = None
-    user: str | None = attrs.field(default=None, repr=False)
-    password: str | None = attrs.field(default=None, repr=False)
 
     @classmethod
     def parse(cls, url: str) -> StreamAddress:
@@ -73,17 +67,14 @@ class StreamAddress:
             found["scheme"] == "tls",
             found["stream"] or DEFAULT_STREAM,
             found["log_id"] and found["log_id"].lower(),
-            unquote(found["user"] or "") or None,
-            None if found["password"] is None else unquote(found["password"]),
         )
 
     @property
     def servers(self) -> list[str]:
-        """The servers as URLs, without user and password."""
+        """The servers as URLs."""
         return [f"{'tls' if self.needs_tls else 'nats'}://{host}" for host in self.hosts]
 
     def __str__(self) -> str:
-        """The address without user and password."""
         path = self.stream if self.log_id is None else f"{self.stream}/{self.log_id}"
         return f"{'tls' if self.needs_tls else 'nats'}://{','.join(self.hosts)}/{path}"
 
@@ -100,14 +91,6 @@ class Access:
     tls_ca: Path | None = attrs.field(default=None, converter=attrs.converters.optional(Path))
     tls_cert: Path | None = attrs.field(default=None, converter=attrs.converters.optional(Path))
     tls_key: Path | None = attrs.field(default=None, converter=attrs.converters.optional(Path))
-
-    def with_user_of(self, address: StreamAddress) -> Access:
-        """Return this access with the user and password, or the token, that the address names; they go first."""
-        if address.user is None:
-            return self
-        if address.password is None:
-            return attrs.evolve(self, user=None, password=None, token=address.user)
-        return attrs.evolve(self, user=address.user, password=address.password, token=None)
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Access:

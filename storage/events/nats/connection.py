@@ -123,7 +123,6 @@ async def _connected(address: StreamAddress, access: Access, name: str, answer_w
 
     The end of the connection may overtake the reason, so one that hangs up in the greeting is asked again.
     """
-    access = access.with_user_of(address)
     _check_key_files(access)
     tls = _tls_context(address, access)
     for num_left in reversed(range(_MAX_GREETINGS)):
