@@ -57,9 +57,9 @@ class WorkerDigests:
 
     def with_digests(self, reports: Iterable[JobReport]) -> list[JobReport]:
         """The same reports, with what was found of the copies that succeeded."""
-        return [self._told_with(report) for report in reports]
+        return [self._with_digests(report) for report in reports]
 
-    def _told_with(self, report: JobReport) -> JobReport:
+    def _with_digests(self, report: JobReport) -> JobReport:
         if report.done:
             self.after_load(report.job_id)
         found = self._found.pop(report.job_id, None)

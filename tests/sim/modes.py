@@ -19,9 +19,9 @@ runners = pytest.mark.parametrize(
     ("runner", "transfers"),
     [
         *(pytest.param(runner, "auto", id=name) for name, runner in RUNNERS.items()),
-        *(pytest.param(RUNNERS[name], "beside", id=f"{name}-beside") for name in RUNNERS_ASYNC),
+        *(pytest.param(RUNNERS[name], "async", id=f"{name}-async") for name in RUNNERS_ASYNC),
     ],
 )
-"""With "auto" saves run within the steps, and loads too but with asynchronous scheduling; "beside": all beside them."""
+"""With "auto" saves run within the steps, and loads too but with asynchronous scheduling; "async": none does."""
 
-transfers_within_and_beside = pytest.mark.parametrize("transfers", ["auto", "beside"])
+transfers_sync_and_async = pytest.mark.parametrize("transfers", ["auto", "async"])

@@ -229,7 +229,7 @@ def make_engine(transfers: str) -> Iterator[EngineFactory]:
     """Build engines. When the test is over, each one's outputs must be right and nothing may be left of requests that
     have ended; its log is replayed and must agree with the live ledger.
 
-    Where `transfers` is "beside", all copies run beside the steps and each takes a step.
+    Where `transfers` is "async", all copies are asynchronous and each takes a step.
 
     `replays=False` is for tests that break the ledger on purpose: what it did then follows from the breakage, not from
     the log.
@@ -238,10 +238,10 @@ def make_engine(transfers: str) -> Iterator[EngineFactory]:
 
     def make(*, replays: bool = True, **options: Any) -> RecordedEngine:
         options.setdefault("host_bytes", 1 << 20)
-        if transfers == "beside":
+        if transfers == "async":
             options = {"load_mode": "async", "save_mode": "async", **options}
         engine = RecordedEngine(**options)
-        if transfers == "beside":
+        if transfers == "async":
             delay(engine)
         engines.append((engine, replays))
         return engine

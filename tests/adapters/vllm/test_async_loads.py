@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from sim.broken_copies import BROKEN, break_copies
 from sim.broken_ledger import fail_to_observe_once
+from sim.reported import Reported, note_reports
 from sim.slow_copies import SlowCopies, SlowCopy, slow_down
-from sim.told import Told, listen
 from vllm.v1.request import RequestStatus
 
 from kvledger.adapters.vllm import configuration
@@ -79,9 +79,9 @@ def first_step_of(engine: Any, request_id: str) -> tuple[int, int]:
     )
 
 
-def check_told_once(told: Told, *, failed: bool) -> None:
+def check_reported_once(reported: Reported, *, failed: bool) -> None:
     """One end of the one load."""
-    assert (told.received, told.failed) == (["reader"], ["reader"] if failed else [])
+    assert (reported.received, reported.failed) == (["reader"], ["reader"] if failed else [])
 
 
 def test_a_loading_request_is_in_no_step_and_others_go_on(make_engine: Any, runner: dict[str, bool]) -> None:
@@ -89,7 +89,7 @@ def test_a_loading_request_is_in_no_step_and_others_go_on(make_engine: Any, runn
     engine = overlapping(make_engine, **runner)
     engine.add("other", range(500, 530), 30)
     engine.step()
-    told = listen(engine)
+    reported = note_reports(engine)
     copies = start_load(engine)
     for _ in range(10):
         num_said = len(engine.outputs["other"])
@@ -97,10 +97,10 @@ def test_a_loading_request_is_in_no_step_and_others_go_on(make_engine: Any, runn
         assert set(output.num_scheduled_tokens) == {"other"}
         assert engine.scheduler.requests["reader"].status is RequestStatus.WAITING_FOR_REMOTE_KVS
         assert len(engine.outputs["other"]) == num_said + 1
-    assert told.received == []
+    assert reported.received == []
     the_load(copies).finish()
     engine.run()
-    check_told_once(told, failed=False)
+    check_reported_once(reported, failed=False)
     assert first_step_of(engine, "reader") == (63, 1)
 
 
@@ -124,7 +124,7 @@ def test_a_loaded_request_waits_long_for_the_rest_of_its_blocks(make_engine: Any
     for _ in range(3):
         engine.step()
     copies = slow_down(engine, "load")
-    told = listen(engine)
+    reported = note_reports(engine)
     engine.add("reader", [*PROMPT, *range(700, 740)], 6)
     while engine.projections.tracker.num_computed_tokens(engine.projections.tracker.get("holder")) < 114:
         engine.step()
@@ -134,7 +134,7 @@ def test_a_loaded_request_waits_long_for_the_rest_of_its_blocks(make_engine: Any
         engine.step()
         num_steps_waited += 1
     assert num_steps_waited > 20
-    assert told.received == ["reader"]
+    assert reported.received == ["reader"]
     engine.run()
     allocated = engine.logged(e.BlocksAllocated, request_id="reader")
     assert [event.num_external_tokens for event in allocated] == [64, 0]
@@ -153,16 +153,16 @@ def test_a_load_that_fails_on_one_rank(make_engine: Any, policy: str, runner: di
     What a rank still writes must not go into blocks that somebody else has by then.
     """
     engine = overlapping(make_engine, **runner, num_ranks=num_ranks, kv_transfer={"kv_load_failure_policy": policy})
-    told = listen(engine)
+    reported = note_reports(engine)
     copies = start_load(engine)
     the_load(copies, num_ranks - 1).fail()
     if num_ranks > 1:
         for _ in range(5):
             engine.step()
-        assert told.received == []
+        assert reported.received == []
         the_load(copies).finish()
     engine.run()
-    check_told_once(told, failed=True)
+    check_reported_once(reported, failed=True)
     (failed,) = engine.logged(e.LoadFailed)
     assert BROKEN in failed.error
     assert len(engine.logged(e.ChunkTainted)) == 8
@@ -172,16 +172,16 @@ def test_a_load_that_fails_on_one_rank(make_engine: Any, policy: str, runner: di
 
 
 @policies
-def test_a_promised_load_that_cannot_be_issued_is_told_as_failed(
+def test_a_promised_load_that_cannot_be_issued_is_reported_as_failed(
     make_engine: Any, policy: str, runner: dict[str, bool]
 ) -> None:
     """The scheduler waits for a load that nobody makes; it hears so once, and the request goes on or fails."""
     engine = overlapping(make_engine, replays=False, **runner, kv_transfer={"kv_load_failure_policy": policy})
-    told = listen(engine)
+    reported = note_reports(engine)
     fail_to_observe_once(engine, lambda event: isinstance(event, e.BlocksAllocated))
     engine.add("reader", PROMPT, 6)
     engine.run(max_steps=100)
-    check_told_once(told, failed=True)
+    check_reported_once(reported, failed=True)
     assert engine.logged(e.LoadIssued) == []
     assert engine.finish_reasons["reader"] == ("length" if policy == "recompute" else "error")
     engine.check_released()
@@ -239,7 +239,7 @@ def when_it_is_reported(engine: Any, copies: list[SlowCopies]) -> None:
     engine.abort("reader")
 
 
-def when_vllm_has_heard(engine: Any, copies: list[SlowCopies]) -> None:
+def when_vllm_knows(engine: Any, copies: list[SlowCopies]) -> None:
     """The end was told, the request is not scheduled yet."""
     the_load(copies).finish()
     while not engine.scheduler.finished_recving_kv_req_ids:
@@ -273,7 +273,7 @@ def when_its_failure_is_on_its_way(engine: Any, copies: list[SlowCopies]) -> Non
     engine.abort("reader")
 
 
-def when_vllm_has_heard_of_its_failure(engine: Any, copies: list[SlowCopies]) -> None:
+def when_vllm_knows_of_its_failure(engine: Any, copies: list[SlowCopies]) -> None:
     """The end was told, the request waits for its second try."""
     the_load(copies).fail()
     while not engine.scheduler.finished_recving_kv_req_ids:
@@ -282,13 +282,13 @@ def when_vllm_has_heard_of_its_failure(engine: Any, copies: list[SlowCopies]) ->
     engine.abort("reader")
 
 
-IN_TIME = [while_it_copies, when_it_is_copied, when_it_is_reported, when_vllm_has_heard]
+IN_TIME = [while_it_copies, when_it_is_copied, when_it_is_reported, when_vllm_knows]
 IN_VAIN = [
     while_it_copies_in_vain,
     when_it_has_failed,
     when_its_failure_is_decided,
     when_its_failure_is_on_its_way,
-    when_vllm_has_heard_of_its_failure,
+    when_vllm_knows_of_its_failure,
 ]
 
 
@@ -307,12 +307,12 @@ def test_an_abort_around_the_end_of_a_load(
     Nothing is saved from blocks that were promised and not filled, whatever the request had computed in another life.
     """
     engine = overlapping(make_engine, async_scheduling=async_scheduling, model_runner_v2=model_runner_v2)
-    told = listen(engine)
+    reported = note_reports(engine)
     copies = start_recovery(engine) if recovers else start_load(engine)
     engine.drain()
     abort(engine, copies)
     engine.run(max_steps=50)
-    check_told_once(told, failed=abort in IN_VAIN)
+    check_reported_once(reported, failed=abort in IN_VAIN)
     (finished,) = engine.logged(e.RequestFinished, request_id="reader")
     assert finished.status == "FINISHED_ABORTED"
     assert len(engine.logged(e.RequestReleased, request_id="reader")) == 1
@@ -341,12 +341,12 @@ def test_the_blocks_of_an_aborted_request_are_nobody_else_s_while_its_load_write
 def test_a_reset_while_it_loads(make_engine: Any, runner: dict[str, bool]) -> None:
     """What is under way arrives and is told of; nobody is offered these chunks again."""
     engine = overlapping(make_engine, **runner)
-    told = listen(engine)
+    reported = note_reports(engine)
     copies = start_load(engine)
     assert engine.connector.reset_cache() is True
     the_load(copies).finish()
     engine.run()
-    check_told_once(told, failed=False)
+    check_reported_once(reported, failed=False)
     engine.add("later", PROMPT, 6)
     engine.run()
     assert engine.check_answers("later")[0].num_hit_tokens == 0
@@ -377,7 +377,7 @@ def test_a_load_whose_slots_a_reset_freed_is_not_written_over(make_engine: Any) 
         (True, "recompute", [True, True]),
     ],
 )
-def test_auto_lets_large_loads_run_beside_the_steps_and_all_where_only_that_is_safe(
+def test_auto_makes_large_loads_asynchronous_and_all_where_only_that_is_safe(
     make_engine: Any, monkeypatch: pytest.MonkeyPatch, async_scheduling: bool, policy: str, are_async: list[bool]
 ) -> None:
     """Three blocks count as large here. With two steps in flight, vLLM delivers a token that was computed on top of a

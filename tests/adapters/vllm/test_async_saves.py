@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from sim.reported import note_reports
 from sim.slow_copies import SlowCopies, slow_down
-from sim.told import listen
 from vllm.v1.request import RequestStatus
 
 from kvledger.lifecycle import events as e
@@ -66,7 +66,7 @@ def test_the_blocks_of_a_finished_request_are_kept_until_nothing_reads_them(
 ) -> None:
     """The client has its answer at once; the engine steps on until the copies are done, and frees the blocks once."""
     engine = overlapping(make_engine, **runner)
-    told = listen(engine)
+    reported = note_reports(engine)
     copies = slow_down(engine, "save")
     engine.add("only", PROMPT, 20)
     step_until_unscheduled(engine, "only")
@@ -78,16 +78,16 @@ def test_the_blocks_of_a_finished_request_are_kept_until_nothing_reads_them(
         assert engine.connector.has_pending_push_work()
         engine.step()
     assert 39 - num_free_blocks(engine) == num_kept
-    assert told.sent == []
+    assert reported.sent == []
     *early, last = copies[0].pending()
     for copy in early:
         copy.finish()
     for _ in range(3):
         engine.step()
-    assert told.sent == [], "one copy still reads"
+    assert reported.sent == [], "one copy still reads"
     last.finish()
     engine.run(max_steps=10)
-    assert told.sent == ["only"]
+    assert reported.sent == ["only"]
     check_saved(engine, "only")
 
 
@@ -134,7 +134,7 @@ def test_nobody_is_preempted_for_blocks_that_are_coming_back(make_engine: Any, r
 def test_an_aborted_request_keeps_its_blocks_as_well(make_engine: Any, runner: dict[str, bool]) -> None:
     """The client went away in the middle of its answer; what was settled is saved all the same."""
     engine = overlapping(make_engine, **runner)
-    told = listen(engine)
+    reported = note_reports(engine)
     copies = slow_down(engine, "save")
     engine.add("gone", PROMPT, 50)
     for _ in range(12):
@@ -143,30 +143,30 @@ def test_an_aborted_request_keeps_its_blocks_as_well(make_engine: Any, runner: d
     engine.add("other", range(500, 600), 20)
     step_until_unscheduled(engine, "other")
     assert "gone" in engine.scheduler.requests
-    assert told.sent == []
+    assert reported.sent == []
     finish_all(copies)
     engine.run()
-    assert sorted(told.sent) == ["gone", "other"]
+    assert sorted(reported.sent) == ["gone", "other"]
     check_saved(engine, "other")
 
 
 def test_a_request_out_of_whose_blocks_nothing_is_copied_is_freed_at_once(make_engine: Any) -> None:
     """Eight tokens and no whole chunk: there is nothing to keep, and nothing is told."""
     engine = overlapping(make_engine)
-    told = listen(engine)
+    reported = note_reports(engine)
     slow_down(engine)
     engine.add("short", range(4), 3)
     step_until_unscheduled(engine, "short")
     assert num_free_blocks(engine) == 39
     engine.run(max_steps=3)
-    assert told.sent == []
+    assert reported.sent == []
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_a_save_that_fails_frees_the_blocks_as_well(make_engine: Any, num_ranks: int) -> None:
     """What did not arrive on every rank is not offered; the blocks are free when the last rank is done."""
     engine = overlapping(make_engine, num_ranks=num_ranks)
-    told = listen(engine)
+    reported = note_reports(engine)
     copies = slow_down(engine, "save")
     engine.add("only", PROMPT, 20)
     step_until_unscheduled(engine, "only")
@@ -174,10 +174,10 @@ def test_a_save_that_fails_frees_the_blocks_as_well(make_engine: Any, num_ranks:
         copy.fail()
     for _ in range(3):
         engine.step()
-    assert told.sent == ([] if num_ranks > 1 else ["only"])
+    assert reported.sent == ([] if num_ranks > 1 else ["only"])
     finish_all(copies)
     engine.run()
-    assert told.sent == ["only"]
+    assert reported.sent == ["only"]
     assert len(engine.projections.chunks) == 0
     assert len(engine.logged(e.SaveFailed)) == len(engine.logged(e.SaveIssued)) > 1
 
@@ -185,17 +185,17 @@ def test_a_save_that_fails_frees_the_blocks_as_well(make_engine: Any, num_ranks:
 def test_two_ranks_of_unlike_speed(make_engine: Any) -> None:
     """A chunk is offered and a block is free when the slower one is done, too."""
     engine = overlapping(make_engine, num_ranks=2)
-    told = listen(engine)
+    reported = note_reports(engine)
     _, slow = slow_down(engine)
     engine.workers[0]._worker_side._async_engine.slow.clear()
     engine.add("only", PROMPT, 20)
     step_until_unscheduled(engine, "only")
     engine.step()
     assert len(engine.projections.chunks) == 0
-    assert told.sent == []
+    assert reported.sent == []
     finish_all([slow])
     engine.run()
-    assert told.sent == ["only"]
+    assert reported.sent == ["only"]
     assert {event.ranks_done for event in engine.logged(e.TransferReported)} == {(0,), (1,)}
     check_saved(engine, "only")
 
@@ -265,7 +265,7 @@ def test_the_next_turn_of_a_session_waits_for_the_copies(make_engine: Any, runne
 def test_a_reset_while_copies_are_under_way(make_engine: Any, runner: dict[str, bool], finishes_first: bool) -> None:
     """They were computed with old weights: they commit nothing, and still keep their blocks until they are done."""
     engine = overlapping(make_engine, **runner)
-    told = listen(engine)
+    reported = note_reports(engine)
     copies = slow_down(engine, "save")
     engine.add("only", PROMPT, 20)
     for _ in range(12):
@@ -275,10 +275,10 @@ def test_a_reset_while_copies_are_under_way(make_engine: Any, runner: dict[str, 
     assert engine.connector.reset_cache() is True
     step_until_unscheduled(engine, "only")
     engine.step()
-    assert told.sent == []
+    assert reported.sent == []
     finish_all(copies)
     engine.run()
-    assert told.sent == ["only"]
+    assert reported.sent == ["only"]
     assert len(engine.projections.chunks) == 0
     slots = engine.projections.chunks.slots
     assert slots.num_free == slots.num_slots

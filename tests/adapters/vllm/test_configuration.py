@@ -375,7 +375,7 @@ def test_loads_that_are_not_safe_are_warned_of(
     assert all("load_mode" in warning and "kv_load_failure_policy" in warning for warning in warnings)
 
 
-def test_where_new_blocks_are_zeroed_no_save_runs_beside_the_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_new_blocks_are_zeroed_no_save_is_asynchronous(monkeypatch: pytest.MonkeyPatch) -> None:
     """VLLM zeroes what a preempted request lost before the step could wait for the copies: zeros would be saved."""
     from vllm.v1.kv_cache_interface import KVCacheConfig
 

@@ -15,9 +15,9 @@ from typing import Any
 import msgspec
 import pytest
 from sim.broken_ledger import fail_in_a_fold
-from sim.modes import transfers_within_and_beside
+from sim.modes import transfers_sync_and_async
+from sim.reported import note_reports
 from sim.slow_copies import delay
-from sim.told import listen
 
 from kvledger.adapters.cli.main import main
 from kvledger.adapters.core import composed_core
@@ -274,7 +274,7 @@ def crowd(engine: Any) -> None:
         engine.add(f"bad {number}", range(500 + 100 * number, 540 + 100 * number), NUM_OUTPUT_TOKENS)
 
 
-@transfers_within_and_beside
+@transfers_sync_and_async
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_handler_that_breaks_a_demand_costs_its_request_the_cache_and_nobody_anything_else(
     make_engine: Any,
@@ -296,7 +296,7 @@ def test_a_handler_that_breaks_a_demand_costs_its_request_the_cache_and_nobody_a
         handlers=["broken_handlers:Broken"],
         log_dir=str(tmp_path),
     )
-    told = listen(engine)
+    reported = note_reports(engine)
     crowd(engine)
     engine.run(max_steps=2000)
     said = {request_id: engine.prompts[request_id] + output for request_id, output in engine.outputs.items()}
@@ -308,7 +308,7 @@ def test_a_handler_that_breaks_a_demand_costs_its_request_the_cache_and_nobody_a
     engine.check_released()
     assert not engine.connector.scheduler_side.journal.is_disabled
     assert not engine.scheduler.requests
-    assert len(told.received) == len(set(told.received)) or engine.logged(e.LoadIssued)
+    assert len(reported.received) == len(set(reported.received)) or engine.logged(e.LoadIssued)
     quarantined = {event.request_id for event in engine.logged(e.RequestQuarantined)}
     assert all(request_id.startswith("bad") for request_id in quarantined), "nobody else pays"
     assert {event.rule for event in engine.logged(e.InvariantViolated)} >= ({rule} if rule else set())

@@ -189,7 +189,7 @@ def test_the_owner_is_preempted_by_a_reset_that_fails(
 @pytest.mark.parametrize(("async_scheduling", "model_runner_v2"), [(False, False), (True, False), (True, True)])
 @pytest.mark.parametrize(("preempts", "resets_connector"), [(False, False), (False, True), (True, True)])
 @pytest.mark.parametrize("fails", [False, True])
-def test_a_reset_is_refused_because_of_a_load_beside_the_steps(
+def test_a_reset_is_refused_because_of_an_asynchronous_load(
     make_engine: Any,
     policy: str,
     async_scheduling: bool,

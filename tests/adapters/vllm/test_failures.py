@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from sim.broken_copies import BROKEN, break_copies
 from sim.broken_ledger import fail_in_a_fold, fail_to_observe_once, raise_once
-from sim.modes import transfers_within_and_beside
+from sim.modes import transfers_sync_and_async
 from sim.slow_copies import delay, slow_down
 
 from kvledger.adapters.vllm import scheduler_side
@@ -59,8 +59,8 @@ def preempt(engine: Any) -> None:
         engine.step()
 
 
-@transfers_within_and_beside
-def test_without_any_failure_there_is_nothing_to_tell(make_engine: Any) -> None:
+@transfers_sync_and_async
+def test_without_any_failure_there_is_nothing_to_report(make_engine: Any) -> None:
     """The measure for all other tests here."""
     engine = small(make_engine)
     engine.add_crowd()
@@ -115,7 +115,7 @@ def test_while_the_disk_is_full_requests_are_served_without_the_cache(
 # --- hooks that raise ------------------------------------------------------------------------------
 
 
-@transfers_within_and_beside
+@transfers_sync_and_async
 @pytest.mark.parametrize("enable_prefix_caching", [False, True])
 @pytest.mark.parametrize(
     ("event_class", "hook"),
@@ -149,7 +149,7 @@ def test_a_hook_that_raises_once(
     assert not engine.connector.scheduler_side._requests, "no request of vLLM's is kept for ever"
 
 
-@transfers_within_and_beside
+@transfers_sync_and_async
 def test_a_step_that_cannot_be_read_while_a_block_is_appended(make_engine: Any) -> None:
     """The folded block table misses a block from then on; nothing may be saved from the blocks in the wrong places."""
     for number in range(4):
@@ -167,7 +167,7 @@ def test_a_step_that_cannot_be_read_while_a_block_is_appended(make_engine: Any) 
         assert [failed.hook for failed in engine.logged(e.HookFailed)] == ["record_step"]
 
 
-@transfers_within_and_beside
+@transfers_sync_and_async
 def test_a_preemption_that_is_noticed_too_late(make_engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The step that took the blocks failed to say so; by the next hook they are overwritten and not saved any more."""
     engine = small(make_engine, replays=False)
@@ -227,7 +227,7 @@ def test_a_load_that_was_promised_and_cannot_be_issued(make_engine: Any) -> None
     assert engine.logged(e.RequestQuarantined)[0].reason == "claim failed"
 
 
-@transfers_within_and_beside
+@transfers_sync_and_async
 def test_a_load_is_delivered_although_its_step_cannot_be_recorded(make_engine: Any) -> None:
     """Jobs that were decided before the step failed go out with it; their reports are taken up."""
     engine = small(make_engine, replays=False)
@@ -289,7 +289,7 @@ def private_state(engine: Any) -> list[tuple[str, str]]:
     ("num_steps", "transfers"),
     [
         (6, "auto"),
-        (40, "beside"),
+        (40, "async"),
         pytest.param(0, "auto", marks=pytest.mark.long),
         pytest.param(40, "auto", marks=pytest.mark.long),
     ],
@@ -314,7 +314,7 @@ def test_a_projection_that_has_lost_its_state(make_engine: Any, num_steps: int) 
     assert escaped == []
 
 
-@transfers_within_and_beside
+@transfers_sync_and_async
 @pytest.mark.parametrize(
     "event_class", [e.LoadIssued, e.SaveIssued, e.SaveCompleted, e.StepScheduled, e.RequestFinished]
 )
@@ -371,7 +371,7 @@ def raising_handler(base: type[StateHandler], method: str) -> StateHandler:
     return handler
 
 
-@transfers_within_and_beside
+@transfers_sync_and_async
 @pytest.mark.parametrize(
     ("base", "method"),
     [
@@ -411,7 +411,7 @@ def test_a_handler_that_raises(
 # --- copies ----------------------------------------------------------------------------------------
 
 
-@transfers_within_and_beside
+@transfers_sync_and_async
 @pytest.mark.parametrize("enable_prefix_caching", [False, True])
 @pytest.mark.parametrize("num_failures", [1, 5, 10_000])
 def test_saves_that_fail(make_engine: Any, num_failures: int, enable_prefix_caching: bool) -> None:
@@ -430,7 +430,7 @@ def test_saves_that_fail(make_engine: Any, num_failures: int, enable_prefix_cach
     assert engine.figures.num_saves_failed == len(failed)
 
 
-@transfers_within_and_beside
+@transfers_sync_and_async
 @pytest.mark.parametrize("enable_prefix_caching", [False, True])
 @pytest.mark.parametrize("model_runner_v2", [False, True])
 @pytest.mark.parametrize("num_failures", [1, 3, 10_000])
@@ -451,7 +451,7 @@ def test_loads_that_fail_are_computed(
         engine.check_answers(request_id)
 
 
-@transfers_within_and_beside
+@transfers_sync_and_async
 def test_under_the_policy_fail_only_the_request_whose_load_failed_fails(make_engine: Any) -> None:
     """VLLM's default policy: an error for one client, right outputs for all others."""
     engine = small(make_engine, kv_transfer={"kv_load_failure_policy": "fail"})
@@ -467,7 +467,7 @@ def test_under_the_policy_fail_only_the_request_whose_load_failed_fails(make_eng
     assert {engine.finish_reasons[request_id] for request_id in others} == {"length"}
 
 
-@transfers_within_and_beside
+@transfers_sync_and_async
 @pytest.mark.parametrize("model_runner_v2", [False, True])
 @pytest.mark.parametrize(
     "policy",
@@ -503,7 +503,7 @@ def test_a_load_that_fails_with_two_steps_in_flight(make_engine: Any, model_runn
         engine.run()
 
 
-@transfers_within_and_beside
+@transfers_sync_and_async
 def test_a_worker_that_never_reports(make_engine: Any) -> None:
     """A copy that nobody reports counts as failed after a while, so that nothing waits for ever."""
     engine = small(make_engine, max_silent_steps=8)
@@ -514,7 +514,7 @@ def test_a_worker_that_never_reports(make_engine: Any) -> None:
     assert len(engine.logged(e.SaveFailed)) == len(engine.logged(e.SaveIssued))
 
 
-@transfers_within_and_beside
+@transfers_sync_and_async
 def test_a_report_that_comes_twice(make_engine: Any) -> None:
     """The second is recorded and changes nothing."""
     engine = small(make_engine)
@@ -668,7 +668,7 @@ POINTS: dict[str, Callable[[Any], None]] = {
 }
 
 
-@transfers_within_and_beside
+@transfers_sync_and_async
 @pytest.mark.parametrize("point", POINTS)
 def test_no_job_is_lost_or_handed_out_twice(make_engine: Any, point: str) -> None:
     """Whatever fails: each job that is recorded goes to the workers once, or is reported as withheld."""

@@ -221,7 +221,7 @@ def test_a_prompt_can_be_loaded_up_to_its_last_whole_chunk(make_engine: Any) -> 
     assert answer.num_external_tokens == 128
 
 
-def test_a_step_without_the_request_ends_what_can_be_told(make_engine: Any) -> None:
+def test_a_step_without_the_request_ends_what_can_be_known(make_engine: Any) -> None:
     """VLLM may have freed pages on the way to finding no room for it, and others may have written them."""
     engine = make_engine(num_blocks=60, windows=(0, 48), chunk_size=32)
     engine.add("a", range(150), 30)
@@ -235,7 +235,7 @@ def test_a_step_without_the_request_ends_what_can_be_told(make_engine: Any) -> N
     assert len(engine.logged(e.WindowLeft)) < 1 + len([s for s in engine.logged(e.StepScheduled) if s.settled])
 
 
-def test_a_step_tells_how_many_tokens_are_really_settled(make_engine: Any) -> None:
+def test_a_step_has_how_many_tokens_are_really_settled(make_engine: Any) -> None:
     """Not in whole chunks: 150 tokens in one step leave blocks 6 to 9 of a window of 48, and 5 for token 128."""
     engine = make_engine(num_blocks=60, windows=(0, 48), chunk_size=32)
     engine.add("a", range(150), 4)

@@ -78,7 +78,7 @@ def test_both_shapes_of_a_resumption_replace_the_table(make_engine: Any, runner:
 
 @runners
 @pytest.mark.parametrize("why", [{"skip_reading_prefix_cache": True}, {"prompt_logprobs": 1}])
-def test_a_positive_answer_that_is_not_taken_up(make_engine: Any, runner: dict[str, bool], why: dict[str, Any]) -> None:
+def test_a_positive_answer_that_is_not_claimed(make_engine: Any, runner: dict[str, bool], why: dict[str, Any]) -> None:
     """A request that must not read caches is looked up all the same; vLLM allocates with 0 and nothing is loaded."""
     engine = make_engine(num_blocks=30, chunk_size=8, enable_prefix_caching=False, **runner)
     engine.add("writer", range(64), 4)

@@ -79,7 +79,7 @@ def test_a_disk_that_stays_full_until_the_engine_is_killed_is_known_afterwards(
     assert remarks == [f"the log before, {name}, lacks its end: {missing['detail']}"]
 
 
-def test_people_are_told_where_what_waits_and_when_it_is_written_again(
+def test_messages_name_what_waits_and_where_and_when_it_is_written_again(
     tmp_path: Path, told: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Once, not at each attempt; the message names kvledger, the log, the number of events and the remedy."""
@@ -108,7 +108,7 @@ def test_people_are_told_where_what_waits_and_when_it_is_written_again(
         assert part in last
 
 
-def test_people_are_told_at_shutdown_what_was_never_written(tmp_path: Path, told: pytest.LogCaptureFixture) -> None:
+def test_a_message_at_shutdown_names_what_was_never_written(tmp_path: Path, told: pytest.LogCaptureFixture) -> None:
     """Closing tries once more, in vain."""
     log = _open(tmp_path)
     store: Any = log.store

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from sim.modes import transfers_within_and_beside
+from sim.modes import transfers_sync_and_async
 
 from kvledger.lifecycle import Core
 from kvledger.lifecycle import events as e
@@ -41,7 +41,7 @@ def without_traces_of_lookups(engine: Any) -> dict[str, bytes]:
     return copied.snapshot()
 
 
-@transfers_within_and_beside
+@transfers_sync_and_async
 @pytest.mark.parametrize("model_runner_v2", [False, True])
 def test_dozens_of_polls_while_the_local_hit_shrinks(make_engine: Any, model_runner_v2: bool) -> None:
     """96, 64, 32 tokens are left in vLLM's cache; each answer fills up what is missing to the 96 that are saved."""
@@ -58,7 +58,7 @@ def test_dozens_of_polls_while_the_local_hit_shrinks(make_engine: Any, model_run
     assert engine.logged(e.InvariantViolated) == []
 
 
-@transfers_within_and_beside
+@transfers_sync_and_async
 def test_any_number_of_polls_equals_one(make_engine: Any, transfers: str) -> None:
     """Thirty further polls with thirty counts leave what is believed as it was, but for the pending slot."""
     engine = exhaust(make_engine)
@@ -70,7 +70,7 @@ def test_any_number_of_polls_equals_one(make_engine: Any, transfers: str) -> Non
         for _ in range(5)
         for num_computed_tokens in (96, 0, 64, 32, 128, 160)
     }
-    is_async = transfers == "beside"
+    is_async = transfers == "async"
     assert answers == {
         0: (96, is_async),
         32: (64, is_async),
@@ -85,7 +85,7 @@ def test_any_number_of_polls_equals_one(make_engine: Any, transfers: str) -> Non
     engine.check_answers("polled")
 
 
-@transfers_within_and_beside
+@transfers_sync_and_async
 def test_only_the_last_poll_binds_slots(make_engine: Any) -> None:
     """What a poll promised is kept from eviction, until the next poll promises something else."""
     engine = exhaust(make_engine)
@@ -99,7 +99,7 @@ def test_only_the_last_poll_binds_slots(make_engine: Any) -> None:
     engine.run()
 
 
-@transfers_within_and_beside
+@transfers_sync_and_async
 def test_a_count_inside_a_block_is_answered_with_nothing(make_engine: Any) -> None:
     """Pages are loaded whole; vLLM never asks with such a count, and is promised nothing if it does."""
     engine = exhaust(make_engine)

@@ -11,8 +11,8 @@ from typing import Any
 import attrs
 import pytest
 from sim.broken_ledger import fail_in_a_fold, fail_to_observe_once
+from sim.reported import note_reports
 from sim.slow_copies import SlowCopies, slow_down
-from sim.told import listen
 
 from kvledger.adapters.vllm.async_copies import AsyncCopies
 from kvledger.adapters.vllm.metadata import JobReport, WorkerReports
@@ -25,7 +25,7 @@ asynchronous = pytest.mark.parametrize("async_scheduling", [False, True])
 Tamper = Callable[[list[JobReport]], list[JobReport]]
 
 
-def beside(make_engine: Any, **options: Any) -> Any:
+def asynchronously(make_engine: Any, **options: Any) -> Any:
     """Everything runs beside the steps, and a worker's silence is noticed after four of them."""
     defaults = {
         "num_blocks": 40,
@@ -76,21 +76,21 @@ def lose_first(number: int) -> Tamper:
 
 @asynchronous
 @pytest.mark.parametrize(("num_ranks", "silent_rank"), [(1, 0), (2, 0), (2, 1)])
-def test_a_lost_report_is_asked_after_and_told_again(
+def test_a_lost_report_is_asked_after_and_repeated(
     make_engine: Any, async_scheduling: bool, num_ranks: int, silent_rank: int
 ) -> None:
     """One message too few is no failure: the save counts and the load arrives, each is told of once."""
-    engine = beside(make_engine, async_scheduling=async_scheduling, num_ranks=num_ranks)
-    told = listen(engine)
+    engine = asynchronously(make_engine, async_scheduling=async_scheduling, num_ranks=num_ranks)
+    reported = note_reports(engine)
     tamper(engine, lose_first(1), silent_rank)
     engine.add("writer", PROMPT, 2)
     engine.run()
-    assert told.sent == ["writer"]
+    assert reported.sent == ["writer"]
     tamper(engine, lose_first(1), silent_rank)
     engine.add("reader", PROMPT, 2)
     engine.run()
-    assert told.received == ["reader"]
-    assert told.failed == []
+    assert reported.received == ["reader"]
+    assert reported.failed == []
     asked = [event.job_id for event in engine.logged(e.TransferAwaited)]
     assert len(asked) >= 2
     repeated = [event for event in engine.logged(e.TransferReported) if event.is_repeated]
@@ -104,15 +104,15 @@ def test_a_copy_that_is_only_slow_is_waited_for_when_it_is_asked_after(
     make_engine: Any, async_scheduling: bool
 ) -> None:
     """Nobody may give up on a copy that still writes; the worker finishes it and tells."""
-    engine = beside(make_engine, async_scheduling=async_scheduling)
-    told = listen(engine)
+    engine = asynchronously(make_engine, async_scheduling=async_scheduling)
+    reported = note_reports(engine)
     engine.add("writer", PROMPT, 2)
     engine.run()
     copies = make_slow(engine, "load", "save")
     engine.add("reader", PROMPT, 2)
     engine.run()
-    assert told.received == ["reader"]
-    assert told.failed == []
+    assert reported.received == ["reader"]
+    assert reported.failed == []
     assert [copy.was_waited_for for copy in copies.started if copy.what == "load"] == [True]
     assert engine.logged(e.SaveFailed, e.LoadFailed) == []
 
@@ -120,16 +120,16 @@ def test_a_copy_that_is_only_slow_is_waited_for_when_it_is_asked_after(
 @asynchronous
 def test_a_worker_that_knows_nothing_of_a_copy_fails_it(make_engine: Any, async_scheduling: bool) -> None:
     """It was started again, say: the load counts as failed and is computed."""
-    engine = beside(make_engine, async_scheduling=async_scheduling)
+    engine = asynchronously(make_engine, async_scheduling=async_scheduling)
     engine.add("writer", PROMPT, 2)
     engine.run()
-    told = listen(engine)
+    reported = note_reports(engine)
     make_slow(engine, "load")
     engine.add("reader", PROMPT, 2)
     engine.step()
     engine.worker._worker_side._copies = AsyncCopies(0)
     engine.run()
-    assert (told.received, told.failed) == (["reader"], ["reader"])
+    assert (reported.received, reported.failed) == (["reader"], ["reader"])
     (failed,) = engine.logged(e.LoadFailed)
     assert "knows of no such job" in failed.error
 
@@ -137,16 +137,16 @@ def test_a_worker_that_knows_nothing_of_a_copy_fails_it(make_engine: Any, async_
 @asynchronous
 def test_a_worker_that_never_reports_keeps_nobody(make_engine: Any, async_scheduling: bool) -> None:
     """It does not answer either: each job is given up, blocks are freed, loads are computed, each end is told once."""
-    engine = beside(make_engine, async_scheduling=async_scheduling)
+    engine = asynchronously(make_engine, async_scheduling=async_scheduling)
     engine.add("writer", PROMPT, 2)
     engine.run()
-    told = listen(engine)
+    reported = note_reports(engine)
     tamper(engine, lambda _reports: [])
     engine.add("reader", PROMPT, 10)
     engine.add("other", range(500, 540), 30)
     engine.run(max_steps=200)
-    assert (told.received, told.failed) == (["reader"], ["reader"])
-    assert sorted(told.sent) == ["other", "reader"]
+    assert (reported.received, reported.failed) == (["reader"], ["reader"])
+    assert sorted(reported.sent) == ["other", "reader"]
     assert {violation.rule for violation in engine.logged(e.InvariantViolated)} == {"LIVENESS"}
     assert engine.logged(e.RequestQuarantined, e.HookFailed) == []
 
@@ -154,10 +154,10 @@ def test_a_worker_that_never_reports_keeps_nobody(make_engine: Any, async_schedu
 @asynchronous
 def test_a_report_that_comes_after_its_job_was_given_up(make_engine: Any, async_scheduling: bool) -> None:
     """It is recorded and tells vLLM nothing: there the load has failed long ago."""
-    engine = beside(make_engine, async_scheduling=async_scheduling)
+    engine = asynchronously(make_engine, async_scheduling=async_scheduling)
     engine.add("writer", PROMPT, 2)
     engine.run()
-    told = listen(engine)
+    reported = note_reports(engine)
     kept: list[JobReport] = []
 
     def keep(reports: list[JobReport]) -> list[JobReport]:
@@ -172,7 +172,7 @@ def test_a_report_that_comes_after_its_job_was_given_up(make_engine: Any, async_
     late = [attrs.evolve(report, is_repeated=False) for report in kept[:1]]
     tamper(engine, lambda reports: [*reports, *(late.pop() for _ in late[:1])])
     engine.run()
-    assert (told.received, told.failed) == (["reader"], ["reader"])
+    assert (reported.received, reported.failed) == (["reader"], ["reader"])
     assert [violation.rule for violation in engine.logged(e.InvariantViolated)] == ["LIVENESS", "COMPLETION_ONCE"]
     assert engine.logged(e.RequestQuarantined, e.HookFailed) == []
 
@@ -180,10 +180,10 @@ def test_a_report_that_comes_after_its_job_was_given_up(make_engine: Any, async_
 @asynchronous
 def test_a_report_of_a_rank_that_does_not_exist_settles_nothing(make_engine: Any, async_scheduling: bool) -> None:
     """A foreign rank says that everything is done while the real one still copies."""
-    engine = beside(make_engine, async_scheduling=async_scheduling, max_silent_steps=64)
+    engine = asynchronously(make_engine, async_scheduling=async_scheduling, max_silent_steps=64)
     engine.add("writer", PROMPT, 2)
     engine.run()
-    told = listen(engine)
+    reported = note_reports(engine)
     copies = make_slow(engine, "load")
     job_id = engine.projections.transfers.next_job_id
     foreign = [JobReport(job_id, 7, done=True, num_bytes=1, duration_ns=1)]
@@ -192,11 +192,11 @@ def test_a_report_of_a_rank_that_does_not_exist_settles_nothing(make_engine: Any
     for _ in range(5):
         engine.step()
     assert foreign == []
-    assert told.received == []
+    assert reported.received == []
     (load,) = copies.pending()
     load.finish()
     engine.run()
-    assert told.received == ["reader"]
+    assert reported.received == ["reader"]
     assert [violation.rule for violation in engine.logged(e.InvariantViolated)] == ["COMPLETION_ONCE"]
 
 
@@ -204,8 +204,8 @@ def test_a_report_of_a_rank_that_does_not_exist_settles_nothing(make_engine: Any
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_every_report_comes_twice(make_engine: Any, async_scheduling: bool, num_ranks: int) -> None:
     """In the same message and in the next: one rank does not stand for another, and nothing is told twice."""
-    engine = beside(make_engine, async_scheduling=async_scheduling, num_ranks=num_ranks, max_silent_steps=64)
-    told = listen(engine)
+    engine = asynchronously(make_engine, async_scheduling=async_scheduling, num_ranks=num_ranks, max_silent_steps=64)
+    reported = note_reports(engine)
     earlier: list[JobReport] = []
 
     def double(reports: list[JobReport]) -> list[JobReport]:
@@ -217,8 +217,8 @@ def test_every_report_comes_twice(make_engine: Any, async_scheduling: bool, num_
     for request_id in ("writer", "reader"):
         engine.add(request_id, PROMPT, 6)
         engine.run()
-    assert told.received == ["reader"]
-    assert len(told.sent) == len(set(told.sent))
+    assert reported.received == ["reader"]
+    assert len(reported.sent) == len(set(reported.sent))
     assert engine.logged(e.RequestQuarantined, e.HookFailed, e.SaveFailed, e.LoadFailed) == []
 
 
@@ -268,7 +268,9 @@ def test_under_a_corrupt_ledger_nobody_waits_for_ever(
     make_engine: Any, event_class: type[e.Event], num_before: int, async_scheduling: bool
 ) -> None:
     """Loads, saves and held blocks are under way when a fold raises: every end is told, every block is free again."""
-    engine = beside(make_engine, replays=False, num_blocks=14, async_scheduling=async_scheduling, max_silent_steps=64)
+    engine = asynchronously(
+        make_engine, replays=False, num_blocks=14, async_scheduling=async_scheduling, max_silent_steps=64
+    )
     seen: list[int] = []
     fail_in_a_fold(engine, event_class, lambda: seen.append(1) or len(seen) > num_before)
     serve_with_slow_copies(engine)
@@ -282,28 +284,28 @@ def test_a_save_that_was_decided_and_not_begun_when_the_ledger_fails_keeps_nobod
     make_engine: Any, async_scheduling: bool
 ) -> None:
     """VLLM was told to keep the blocks for it; it is begun, so that there is an end to tell."""
-    engine = beside(make_engine, replays=False, async_scheduling=async_scheduling)
-    told = listen(engine)
+    engine = asynchronously(make_engine, replays=False, async_scheduling=async_scheduling)
+    reported = note_reports(engine)
     fail_in_a_fold(engine, e.StepScheduled, lambda: bool(engine.projections.obligations.state.held))
     engine.add("only", PROMPT, 9)
     engine.run(max_steps=100)
     assert engine.connector.scheduler_side.journal.is_disabled
     assert engine.logged(e.SaveIssued)[-1].cause == engine.logged(e.BlocksHeld)[0].cause
-    assert told.sent == ["only"]
+    assert reported.sent == ["only"]
 
 
 @asynchronous
-def test_a_report_that_cannot_be_recorded_is_heard_all_the_same(make_engine: Any, async_scheduling: bool) -> None:
+def test_a_report_that_cannot_be_recorded_reaches_vllm_all_the_same(make_engine: Any, async_scheduling: bool) -> None:
     """The ledger is sound but failed over this report: vLLM hears of the end at once, the ledger asks later."""
-    engine = beside(make_engine, replays=False, async_scheduling=async_scheduling)
+    engine = asynchronously(make_engine, replays=False, async_scheduling=async_scheduling)
     engine.add("writer", PROMPT, 2)
     engine.run()
-    told = listen(engine)
+    reported = note_reports(engine)
     fail_to_observe_once(engine, lambda event: isinstance(event, e.TransferReported))
     engine.add("reader", PROMPT, 30)
     engine.run()
     assert len(engine.logged(e.HookFailed)) == 1
-    assert (told.received, told.failed) == (["reader"], [])
-    assert told.sent.count("reader") <= 1
+    assert (reported.received, reported.failed) == (["reader"], [])
+    assert reported.sent.count("reader") <= 1
     assert len(engine.outputs["reader"]) == 30
     engine.check_released()

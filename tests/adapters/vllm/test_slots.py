@@ -217,7 +217,7 @@ def among_others(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("among_others")
-def test_among_other_connectors_the_first_step_tells_and_ours_stands_aside(
+def test_among_other_connectors_the_first_step_reports_and_ours_declines(
     make_engine: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     """There vLLM would hand our answer to the others in place of their own, so nothing is said at start."""
@@ -238,7 +238,7 @@ def test_among_other_connectors_the_first_step_tells_and_ours_stands_aside(
 
 
 @pytest.mark.usefixtures("among_others")
-def test_what_agrees_is_told_in_the_first_step_and_never_again(make_engine: Any) -> None:
+def test_what_agrees_is_reported_in_the_first_step_and_never_again(make_engine: Any) -> None:
     """And is no event."""
     engine = make_engine(num_blocks=40, chunk_size=16)
     told: list[WorkerStart] = []

@@ -99,7 +99,7 @@ def test_verify_says_what_a_reader_without_it_lacks(starving: Path, capsys: pyte
 
 
 @pytest.mark.parametrize("options", [(), ("--extensions", GUARD)], ids=["without", "with"])
-def test_its_events_and_sub_states_are_told(
+def test_its_events_and_sub_states_are_shown(
     starving: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], options: tuple[str, ...]
 ) -> None:
     """In `show`, `why` and every export, with and without its code."""

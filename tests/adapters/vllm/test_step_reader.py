@@ -99,7 +99,7 @@ def test_the_folded_count_is_the_scheduler_s(make_engine: Any, async_scheduling:
     engine.run()
 
 
-def test_a_request_that_joins_is_told_and_the_others_are_not(make_engine: Any) -> None:
+def test_a_request_that_joins_is_written_and_the_others_are_not(make_engine: Any) -> None:
     """One tuple for the newcomer; the steady ones stay steady."""
     engine = decoding(make_engine, 3, num_blocks=60, max_num_seqs=6)
     engine.add("newcomer", range(500, 540), 10)

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 from sim.modes import RUNNERS, RUNNERS_ASYNC
+from sim.reported import Reported, note_reports
 from sim.slow_copies import delay
-from sim.told import Told, listen
 
 from kvledger.lifecycle import events as e
 
 TRANSFERS: dict[str, dict[str, str]] = {
     "sync": {"load_mode": "sync", "save_mode": "sync"},
-    "beside": {"load_mode": "async", "save_mode": "async"},
+    "async": {"load_mode": "async", "save_mode": "async"},
 }
 """Connector options of every way in which bytes can move. Tests that ask for `transfers` run once with each."""
 
@@ -37,32 +37,32 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 @pytest.fixture
-def beside(transfers: dict[str, str]) -> bool:
+def is_async(transfers: dict[str, str]) -> bool:
     """Whether all copies run beside the steps."""
-    return transfers == TRANSFERS["beside"]
+    return transfers == TRANSFERS["async"]
 
 
 @pytest.fixture
-def make_engine(make_engine: Callable[..., Any], beside: bool) -> Iterator[Callable[..., Any]]:
+def make_engine(make_engine: Callable[..., Any], is_async: bool) -> Iterator[Callable[..., Any]]:
     """Build engines in which every copy beside the steps takes `num_questions` steps, as the worker asks once in each.
 
     When the test is over, vLLM must have been told exactly one end of each load beside the steps, and of each delayed
     free.
     """
-    engines: list[tuple[Any, Told]] = []
+    engines: list[tuple[Any, Reported]] = []
 
     def make(*, num_questions: int = 1, **options: Any) -> Any:
         engine = make_engine(**options)
         delay(engine, num_questions)
-        engines.append((engine, listen(engine)))
+        engines.append((engine, note_reports(engine)))
         return engine
 
     yield make
-    for engine, told in engines:
+    for engine, reported in engines:
         loads, held = engine.logged(e.LoadIssued), engine.logged(e.BlocksHeld)
-        assert all(job.is_async is beside for job in loads)
-        assert Counter(told.received) == Counter(load.request_id for load in loads if beside)
-        assert Counter(told.sent) <= Counter(event.request_id for event in held)
+        assert all(job.is_async is is_async for job in loads)
+        assert Counter(reported.received) == Counter(load.request_id for load in loads if is_async)
+        assert Counter(reported.sent) <= Counter(event.request_id for event in held)
         assert not engine.scheduler.requests
 
 

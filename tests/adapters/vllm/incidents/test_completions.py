@@ -91,7 +91,7 @@ def test_vllm_46240_a_load_and_a_save_of_an_aborted_request_land_together(
     make_engine: Any,
     runner: dict[str, bool],
     transfers: dict[str, str],
-    beside: bool,
+    is_async: bool,
     report_late: Any,
     num_steps_late: int,
 ) -> None:
@@ -109,7 +109,7 @@ def test_vllm_46240_a_load_and_a_save_of_an_aborted_request_land_together(
             break
     engine.abort("gone")
     engine.drain()  # vLLM itself would hand the new life the tokens of a step still in flight
-    assert ("gone" in engine.scheduler.requests) is beside
+    assert ("gone" in engine.scheduler.requests) is is_async
     while "gone" in engine.scheduler.requests:  # an id whose blocks are held cannot be used again
         engine.step()
     engine.add("gone", range(700, 740), 5)  # its id is used again
@@ -170,7 +170,7 @@ def test_vllm_43226_a_completion_after_the_request_is_gone_harms_nobody(
     make_engine: Any,
     runner: dict[str, bool],
     transfers: dict[str, str],
-    beside: bool,
+    is_async: bool,
     report_late: Any,
     num_steps_late: int,
 ) -> None:
@@ -181,7 +181,7 @@ def test_vllm_43226_a_completion_after_the_request_is_gone_harms_nobody(
     engine.add("other", range(200, 240), 30)
     while "short" not in engine.finish_reasons:
         engine.step()
-    assert ("short" in engine.scheduler.requests) is beside, "vLLM keeps it only while its blocks are read"
+    assert ("short" in engine.scheduler.requests) is is_async, "vLLM keeps it only while its blocks are read"
     assert engine.projections.tracker.get("short") is not None, "the ledger remembers it until its saves are reported"
     engine.run()
     released = engine.logged(e.RequestReleased)

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.scheduler
 
 
 def test_vllm_49635_the_end_is_the_last_that_is_decided(
-    make_engine: Any, runner: dict[str, bool], transfers: dict[str, str], beside: bool
+    make_engine: Any, runner: dict[str, bool], transfers: dict[str, str], is_async: bool
 ) -> None:
     """Symptom: KeyError: the manager was told that the request had finished, and then came its last store (#49671)."""
     engine = make_engine(num_blocks=30, chunk_size=16, enable_prefix_caching=False, **runner, **transfers)
@@ -30,7 +30,7 @@ def test_vllm_49635_the_end_is_the_last_that_is_decided(
     events = [event for _, event in engine.events() if getattr(event, "request_id", "") == "writer"]
     position = next(index for index, event in enumerate(events) if isinstance(event, e.RequestFinished))
     kinds = [type(event) for event in events[position + 1 :]]
-    held = [e.BlocksHeld] if beside else []
+    held = [e.BlocksHeld] if is_async else []
     assert kinds == [e.SaveIssued, *held, e.SaveCompleted, e.RequestReleased]
 
 
@@ -48,7 +48,7 @@ def test_vllm_30745_nobody_is_remembered(make_engine: Any, runner: dict[str, boo
 
 @pytest.mark.parametrize("num_steps", [0, 1, 2])
 def test_vllm_46283_an_abort_while_kv_comes_in_gives_every_block_back(
-    make_engine: Any, runner: dict[str, bool], transfers: dict[str, str], beside: bool, num_steps: int
+    make_engine: Any, runner: dict[str, bool], transfers: dict[str, str], is_async: bool, num_steps: int
 ) -> None:
     """Symptom: blocks of an aborted receive were never freed, or while they were still written (#46289, #32255)."""
     engine = make_engine(
@@ -63,7 +63,7 @@ def test_vllm_46283_an_abort_while_kv_comes_in_gives_every_block_back(
         engine.step()
     assert engine.logged(e.LoadIssued, request_id="gone")
     engine.abort("gone")
-    assert ("gone" in engine.scheduler.requests) is beside, "vLLM keeps the blocks that are still written"
+    assert ("gone" in engine.scheduler.requests) is is_async, "vLLM keeps the blocks that are still written"
     engine.add("next", range(300, 440), 5)  # needs the blocks of the one that went
     engine.run(max_steps=50)
     assert len(engine.logged(e.LoadCompleted, e.LoadFailed, request_id="gone")) == 1

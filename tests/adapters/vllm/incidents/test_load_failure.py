@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from sim.broken_copies import BROKEN
-from sim.told import listen
+from sim.reported import note_reports
 
 from kvledger.lifecycle import events as e
 
@@ -46,7 +46,7 @@ def one_step(request: pytest.FixtureRequest) -> dict[str, bool]:
 
 
 def test_vllm_55297_a_load_that_fails_is_not_tried_for_ever(
-    make_engine: Any, one_step: dict[str, bool], transfers: dict[str, str], beside: bool
+    make_engine: Any, one_step: dict[str, bool], transfers: dict[str, str], is_async: bool
 ) -> None:
     """Symptom: load fails, recompute from 0, the same hit, the same load: without end."""
     engine = make_engine(num_blocks=30, chunk_size=16, enable_prefix_caching=False, **one_step, **transfers)
@@ -62,7 +62,7 @@ def test_vllm_55297_a_load_that_fails_is_not_tried_for_ever(
     engine.run(max_steps=30)
     *offered, answer = engine.check_answers("second reader")
     loads = [load.request_id for load in engine.logged(e.LoadIssued)]
-    if beside:  # the first reader had computed nothing on what failed, so what it saved anew was offered once
+    if is_async:  # the first reader had computed nothing on what failed, so what it saved anew was offered once
         assert [earlier.num_hit_tokens for earlier in offered] == [64]
         assert (answer.num_hit_tokens, answer.miss_reason) == (0, "load_failed")
         assert loads == ["reader", "second reader"]
@@ -73,7 +73,7 @@ def test_vllm_55297_a_load_that_fails_is_not_tried_for_ever(
 
 
 def test_vllm_49250_what_a_sharer_computed_on_a_failed_load_is_not_saved(
-    make_engine: Any, one_step: dict[str, bool], transfers: dict[str, str], beside: bool
+    make_engine: Any, one_step: dict[str, bool], transfers: dict[str, str], is_async: bool
 ) -> None:
     """Symptom: wrong output: a sharer of the blocks went on while their owner computed them again.
 
@@ -91,7 +91,7 @@ def test_vllm_49250_what_a_sharer_computed_on_a_failed_load_is_not_saved(
     engine.check_outputs()
     (failed,) = engine.logged(e.LoadFailed)
     concerned = {event.request_id for event in engine.logged(e.RequestQuarantined)}
-    assert (failed.request_id in concerned) is not beside
+    assert (failed.request_id in concerned) is not is_async
     position = next(index for index, (_, event) in enumerate(engine.events()) if isinstance(event, e.LoadFailed))
     later = [event for _, event in engine.events()[position:] if isinstance(event, e.SaveIssued)]
     assert not {save.request_id for save in later} & concerned
@@ -102,20 +102,20 @@ def test_vllm_49250_what_a_sharer_computed_on_a_failed_load_is_not_saved(
         assert len(engine.outputs[f"{request_id} again"]) == 5
 
 
-def test_ascend_13099_the_scheduler_is_told_which_blocks_are_not_filled(
-    make_engine: Any, one_step: dict[str, bool], transfers: dict[str, str], beside: bool
+def test_ascend_13099_blocks_that_are_not_filled_are_reported_to_the_scheduler(
+    make_engine: Any, one_step: dict[str, bool], transfers: dict[str, str], is_async: bool
 ) -> None:
     """Symptom: failures were kept in a private set, and requests went on with garbage (LMCache#3388, vllm#52234)."""
     engine = make_engine(num_blocks=14, chunk_size=8, enable_prefix_caching=False, **one_step, **transfers)
-    told = listen(engine)
+    reported = note_reports(engine)
     fail_loads(engine, 1)
     engine.add_crowd()
     engine.run()
     (failed,) = engine.logged(e.LoadFailed)
     (load,) = [load for load in engine.logged(e.LoadIssued) if load.job_id == failed.job_id]
     blocks = {block for event in engine.logged(e.LoadErrorsObserved) for block in event.block_ids}
-    if beside:  # it hears of the request: nothing was computed on these blocks, so there is nothing to roll back
-        assert told.failed == [load.request_id]
+    if is_async:  # it hears of the request: nothing was computed on these blocks, so there is nothing to roll back
+        assert reported.failed == [load.request_id]
         assert blocks == set()
     else:
         assert blocks == set(load.block_ids)
@@ -124,7 +124,7 @@ def test_ascend_13099_the_scheduler_is_told_which_blocks_are_not_filled(
 
 
 def test_lmcache_2516_saving_after_a_rollback_is_sound(
-    make_engine: Any, one_step: dict[str, bool], transfers: dict[str, str], beside: bool
+    make_engine: Any, one_step: dict[str, bool], transfers: dict[str, str], is_async: bool
 ) -> None:
     """Symptom: crash in `wait_for_save`: the tokens had been rolled back, the tracker had not."""
     engine = make_engine(num_blocks=30, chunk_size=16, enable_prefix_caching=False, **one_step, **transfers)
@@ -135,10 +135,10 @@ def test_lmcache_2516_saving_after_a_rollback_is_sound(
     engine.add("other", range(500, 570), 60)
     engine.run()
     rolled_back = [(event.request_id, event.num_computed_tokens) for event in engine.logged(e.TokensRolledBack)]
-    assert rolled_back == ([] if beside else [("reader", 0)]), "beside the steps it had not counted them yet"
+    assert rolled_back == ([] if is_async else [("reader", 0)]), "beside the steps it had not counted them yet"
     (failed,) = engine.logged(e.LoadFailed)
     assert failed.request_id == "reader"
-    if beside:
+    if is_async:
         assert engine.logged(e.SaveIssued, request_id="reader")
     assert engine.logged(e.SaveIssued, request_id="other")
     for request_id in ("reader", "other"):

@@ -57,7 +57,7 @@ def test_vllm_48090_a_reset_with_copies_in_flight_leaves_nothing_behind(
 
 @pytest.mark.parametrize("num_questions", [1, 5])
 def test_vllm_45388_requests_that_wait_for_their_kv_do_not_block_each_other(
-    make_engine: Any, runner: dict[str, bool], transfers: dict[str, str], beside: bool, num_questions: int
+    make_engine: Any, runner: dict[str, bool], transfers: dict[str, str], is_async: bool, num_questions: int
 ) -> None:
     """Symptom: deadlock: parked loads held all blocks, and the head of the queue did not fit (#45406, #57104)."""
     engine = make_engine(
@@ -69,7 +69,7 @@ def test_vllm_45388_requests_that_wait_for_their_kv_do_not_block_each_other(
     for number in range(5):
         engine.add(f"reader {number}", range(300 * number, 300 * number + 96), 40)
     engine.step()
-    assert [job.kind for job in engine.projections.transfers] == ["load", "load"] or not beside, "13 blocks hold two"
+    assert [job.kind for job in engine.projections.transfers] == ["load", "load"] or not is_async, "13 blocks hold two"
     engine.run(max_steps=600)
     assert len(engine.logged(e.LoadIssued)) >= 5
     assert all(len(engine.outputs[f"reader {number}"]) == 40 for number in range(5))

@@ -28,7 +28,7 @@ def ask_again(engine: Any) -> None:
 
 
 def test_vllm_29870_blocks_that_change_hands_in_one_step_are_copied_first(
-    make_engine: Any, runner: dict[str, bool], transfers: dict[str, str], beside: bool
+    make_engine: Any, runner: dict[str, bool], transfers: dict[str, str], is_async: bool
 ) -> None:
     """Symptom: stores of a preempted request were corrupt, its blocks already written by the next owner."""
     engine = make_engine(
@@ -50,7 +50,7 @@ def test_vllm_29870_blocks_that_change_hands_in_one_step_are_copied_first(
         taken_over += len(rescued & given)
         assert not rescued & {block for job in metadata.saves for block in job.block_ids}
     fenced = {awaited.job_id for awaited in engine.logged(e.TransferAwaited) if awaited.before_forward}
-    assert bool(fenced) is beside, "blocks were taken while a copy beside the steps read them, and the step waited"
+    assert bool(fenced) is is_async, "blocks were taken while a copy beside the steps read them, and the step waited"
     if not runner["async_scheduling"]:
         assert taken_over > 0, "a block was saved in the very step that overwrites it"
     ask_again(engine)
@@ -58,7 +58,7 @@ def test_vllm_29870_blocks_that_change_hands_in_one_step_are_copied_first(
 
 @pytest.mark.parametrize("chunk_size", [8, 16, 64])
 def test_vllm_52360_a_key_holds_its_own_request_s_kv(
-    make_engine: Any, runner: dict[str, bool], transfers: dict[str, str], beside: bool, chunk_size: int
+    make_engine: Any, runner: dict[str, bool], transfers: dict[str, str], is_async: bool, chunk_size: int
 ) -> None:
     """Symptom: KV of another request under a key: queued store, preemption, overwritten, only then read (#52470)."""
     engine = make_engine(
@@ -69,7 +69,7 @@ def test_vllm_52360_a_key_holds_its_own_request_s_kv(
     assert engine.num_preemptions > 1
     fenced = [awaited for awaited in engine.logged(e.TransferAwaited) if awaited.before_forward]
     # Who is preempted has one chunk of 64 at most, and has settled it just now: it is saved before the step anyway.
-    assert bool(fenced) is (beside and chunk_size < 64), "copies were under way when their blocks were taken"
+    assert bool(fenced) is (is_async and chunk_size < 64), "copies were under way when their blocks were taken"
     ask_again(engine)
     assert engine.figures.num_tokens_loaded > 0
 
@@ -196,7 +196,7 @@ def test_lmcache_2243_tokens_and_blocks_agree_after_a_resume(
 
 
 def test_lmcache_3640_each_save_of_a_chunked_prefill_has_a_completion_of_its_own(
-    make_engine: Any, runner: dict[str, bool], transfers: dict[str, str], beside: bool
+    make_engine: Any, runner: dict[str, bool], transfers: dict[str, str], is_async: bool
 ) -> None:
     """Symptom: warm misses: futures were keyed by request, so the second store of a prefill overwrote the first."""
     engine = make_engine(
@@ -214,7 +214,7 @@ def test_lmcache_3640_each_save_of_a_chunked_prefill_has_a_completion_of_its_own
         engine.step()
         max_under_way = max(max_under_way, len(engine.projections.transfers))
     engine.drain()
-    assert max_under_way >= 3 or not beside, "several saves of the one request are under way at once"
+    assert max_under_way >= 3 or not is_async, "several saves of the one request are under way at once"
     saves = engine.logged(e.SaveIssued)
     assert len(saves) >= 4
     assert len({save.job_id for save in saves}) == len(saves)
