@@ -57,23 +57,6 @@ class LogEnd:
     head_hash: bytes
 
 
-@attrs.frozen
-class StoreSettings:
-    """See `SegmentEventStore.create`."""
-
-    durability: Durability
-    segment_bytes: int
-    sync_interval_ms: float
-    retention: Retention | None
-
-    def __attrs_post_init__(self) -> None:
-        if self.segment_bytes < 1 or self.sync_interval_ms <= 0:
-            msg = (
-                f"segment_bytes={self.segment_bytes} and sync_interval_ms={self.sync_interval_ms} must both be positive"
-            )
-            raise ValueError(msg)
-
-
 class SegmentEventStore:
     """An `EventStore` in a directory, made by `create`. `header` is the mapping given there, with `log_id` added."""
 
@@ -83,28 +66,31 @@ class SegmentEventStore:
         lock: int,
         header: Mapping[str, object],
         end: LogEnd,
-        settings: StoreSettings,
+        durability: Durability,
+        segment_bytes: int,
+        sync_interval_ms: float,
+        retention: Retention | None,
     ) -> None:
-        """Take over a locked directory whose log ends at `end`."""
+        """Take over a locked directory whose log ends at `end`; the rest is as in `create`."""
         self.directory: Final = directory
         self.header: Final = dict(header)
-        self.durability: Final = settings.durability
-        self._segment_bytes = settings.segment_bytes
-        self._retention = settings.retention
+        self.durability: Final = durability
+        self._segment_bytes = segment_bytes
+        self._retention = retention
         self._lock = lock
         self._closed = False
         self._rollback_pending = False
         self._unused_segment: Path | None = None
         in_use = read_header(end.segment)
         recorded = RecordedEnd(in_use.log_id, end.segment.name, end.next_sequence, end.head_hash.hex())
-        self._record = EndRecord(directory, recorded, durable=settings.durability is Durability.DISK)
+        self._record = EndRecord(directory, recorded, durable=durability is Durability.DISK)
         self._segment = end.segment
         self._first_frame_offset, self._segment_number = in_use.num_bytes, in_use.segment_number
         self._descriptor = os.open(end.segment, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
         # One attribute, so that one assignment commits an append: offset, next sequence, hash to chain from, head hash.
         self._end = (end.offset, end.next_sequence, end.chain_hash, end.head_hash)
-        is_synced = settings.durability is Durability.DISK
-        self._sync = GroupSync(self._descriptor, settings.sync_interval_ms) if is_synced else None
+        is_synced = durability is Durability.DISK
+        self._sync = GroupSync(self._descriptor, sync_interval_ms) if is_synced else None
         if self._retention is not None:
             self._retention.start(directory, self._segment_bytes)
 
@@ -124,25 +110,24 @@ class SegmentEventStore:
         the log to a size and an age.
 
         Raises:
-            ValueError: a setting makes no sense.
             LogError: the directory holds a log already, or the header cannot be stored.
             LogLocked: another writer is at work there.
             OSError: it cannot be written there.
 
         """
-        settings = StoreSettings(Durability(durability), segment_bytes, sync_interval_ms, retention)
         log_id = uuid.uuid4().hex
         block = encode_header(log_id, 1, NO_PREVIOUS_HASH, header, 1)
         directory = Path(directory)
-        make_directory(directory, durable=settings.durability is Durability.DISK)
+        make_directory(directory, durable=durability is Durability.DISK)
         lock = lock_directory(directory)
         try:
             _check_empty(directory)
             try:
-                segment = write_segment(directory, 1, block, durable=settings.durability is Durability.DISK)
+                segment = write_segment(directory, 1, block, durable=durability is Durability.DISK)
                 chain_hash = decode_header(block, segment.name).chain_hash
                 end = LogEnd(segment, len(block), 1, chain_hash, chain_hash)
-                return cls(directory, lock, {**header, "log_id": log_id}, end, settings)
+                whole_header = {**header, "log_id": log_id}
+                return cls(directory, lock, whole_header, end, durability, segment_bytes, sync_interval_ms, retention)
             except BaseException:
                 for name in (segment_name(1), END_RECORD_NAME):
                     (directory / name).unlink(missing_ok=True)

@@ -11,7 +11,7 @@ import attrs
 from kvledger.storage.events import Durability, Frame, LogReader, SegmentEventStore, read_log
 from kvledger.storage.events.frames import frame_bytes
 from kvledger.storage.events.segment_file import read_header
-from kvledger.storage.events.segments import LogEnd, StoreSettings
+from kvledger.storage.events.segments import LogEnd
 from kvledger.storage.events.writer_lock import lock_directory
 
 Place = tuple[int, int]
@@ -39,7 +39,7 @@ def reopened(log: Path, *, segment_bytes: int = 64 << 20) -> SegmentEventStore:
     segment, offset = reader.tail
     os.truncate(segment, offset)
     end = LogEnd(segment, offset, reader.next_sequence, reader.chain_hash or reader.head_hash, reader.head_hash)
-    return SegmentEventStore(log, lock, reader.header, end, StoreSettings(Durability.OS, segment_bytes, 50.0, None))
+    return SegmentEventStore(log, lock, reader.header, end, Durability.OS, segment_bytes, 50.0, None)
 
 
 @attrs.define

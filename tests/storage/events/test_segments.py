@@ -124,13 +124,6 @@ def test_a_log_whose_oldest_segments_were_retired_verifies(tmp_path: Path) -> No
     assert [(retired.first_sequence, retired.last_sequence) for retired in reader.retired] == [(1, 1)]
 
 
-def test_settings_that_make_no_sense_are_refused_before_anything_is_written(tmp_path: Path) -> None:
-    """The message names them."""
-    with pytest.raises(ValueError, match="must both be positive"):
-        SegmentEventStore.create(tmp_path, {}, segment_bytes=0)
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_a_log_is_not_created_over_another_one(tmp_path: Path) -> None:
     """It is refused; a refusal leaves no lock behind."""
     SegmentEventStore.create(tmp_path, {}).close()
