@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import ClassVar
 
 import attrs
@@ -24,16 +25,23 @@ class Divergence:
 
 
 class Divergences(list[Divergence]):
-    """The first ones; `num_found` counts all, for a log of other code may diverge at every event."""
+    """The first ones; `num_found` counts all, for a log of other code may diverge at every event.
+
+    With `keeps` only those to whose sequence number and request id (empty: about none) it says True.
+    """
 
     MAX_KEPT: ClassVar[int] = 1000
 
     def __init__(self) -> None:
         super().__init__()
         self.num_found = 0
+        self.keeps: Callable[[int, str], bool] | None = None
 
     def append(self, divergence: Divergence) -> None:
-        """Count it, and keep it if there is space."""
+        """Count it if it is wanted, and keep it if there is space."""
+        event = divergence.recorded or divergence.decided
+        if self.keeps is not None and not self.keeps(divergence.sequence, getattr(event, "request_id", "")):
+            return
         self.num_found += 1
         if len(self) < self.MAX_KEPT:
             super().append(divergence)

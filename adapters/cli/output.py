@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import attrs
@@ -22,7 +22,7 @@ from kvledger.adapters.logs.facts import figures_in_words
 from kvledger.adapters.logs.log import StoredLog
 from kvledger.adapters.logs.under_way import last_under_way
 from kvledger.adapters.logs.visible import remark, visible
-from kvledger.lifecycle import Divergence, Figures
+from kvledger.lifecycle import Figures
 from kvledger.lifecycle.audit import Audit
 from kvledger.storage.events import HowEnded
 
@@ -169,10 +169,9 @@ def show_ending(output: Output, log: StoredLog, num_open: int | None) -> None:
         output.field("then", under_way_text(call, log), "yellow")
 
 
-def show_divergences(
-    output: Output, audit: Audit, found: Sequence[Divergence], differences: Sequence[Divergence], num_found: int
-) -> None:
-    """Where the code here decides otherwise than the log; `num_found` may be more than what is kept."""
+def show_divergences(output: Output, audit: Audit) -> None:
+    """Where the code here decides otherwise than the log."""
+    found, differences = audit.divergences, audit.reference_differences
     if output.is_json:
         for kind, divergences in (("divergence", found), ("reference_difference", differences)):
             for each in divergences:
@@ -185,7 +184,7 @@ def show_divergences(
     if audit.unfoldable is not None:
         output.field("decisions", str(audit.unfoldable), "red")
     elif found:
-        more = f" (and {num_found - 1} more, perhaps only because of this one)" if num_found > 1 else ""
+        more = f" (and {found.num_found - 1} more, perhaps only because of this one)" if found.num_found > 1 else ""
         output.field("decisions", f"diverged {found[0]}{more}", "red")
     else:
         output.field("decisions", "made again, all equal", "green")

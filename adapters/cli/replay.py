@@ -43,8 +43,7 @@ def run(arguments: argparse.Namespace, output: Output) -> ExitCode:
     show_state(output, audit.projections, last, window.request_id)
     output.damage_of(log)
     _remark_beginning(log, output)
-    divergences = audit.divergences
-    show_divergences(output, audit, divergences, audit.reference_differences, divergences.num_found)
+    show_divergences(output, audit)
     if log.damage:
         return ExitCode.DAMAGED
     return ExitCode.SOUND if audit.is_sound else ExitCode.DIVERGED

@@ -86,7 +86,7 @@ def _show_json(output: Output, log: StoredLog, audit: Audit, findings: Findings)
         output.record("damage", attrs.asdict(damage))
     for violation in audit.violations:
         output.record("violation", attrs.asdict(violation))
-    show_divergences(output, audit, findings.divergences, findings.reference_differences, findings.num_divergences)
+    show_divergences(output, audit)
     for rule, reason in {**audit.not_judged, **log.core.not_checked}.items():
         output.record("not_checked", {"rule": rule, "reason": reason})
     show_ending(output, log, num_open_requests(audit.projections) if log.header else None)
@@ -104,7 +104,7 @@ def _show_json(output: Output, log: StoredLog, audit: Audit, findings: Findings)
             "num_skipped": dict(log.skipped),
             "num_damage": len(findings.damage),
             "num_violations": dict(audit.num_violations),
-            "num_divergences": findings.num_divergences,
+            "num_divergences": audit.divergences.num_found,
             "rules": audit.judged if log.header else [],
             "remarks": findings.remarks,
             "workers": findings.of_workers,
@@ -133,8 +133,7 @@ def _show_text(output: Output, log: StoredLog, audit: Audit, findings: Findings,
         _show_violation(output, violation, evidence)
     _show_more(output, audit.num_violations.total())
     if log.header:
-        differences = findings.reference_differences
-        show_divergences(output, audit, findings.divergences, differences, findings.num_divergences)
+        show_divergences(output, audit)
     if verbose:
         output.field("not checked", plural(len(log.core.not_checked), "rule"))
         for rule, reason in log.core.not_checked.items():

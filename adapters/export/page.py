@@ -84,7 +84,7 @@ def write_page(log: StoredLog, selection: Selection, output: Progress) -> Iterat
     with output.progress(log, "reading once more"):
         timelines = read_timelines(log, selection, _most_interesting(shown, log), named)
     of_workers = [Finding(trouble, "") for trouble in found.of_workers]
-    findings = [*of_workers, *_damage(found), *_breaches(violations, named.events), *_divergences(audit, found)]
+    findings = [*of_workers, *_damage(found), *_breaches(violations, named.events), *_divergences(audit)]
     requests = shown.requests
     axis = _axis(shown, requests, selection, trace.now_ns)
     verdict, verdict_style = _VERDICTS[found.exit_code]
@@ -217,7 +217,7 @@ def _axis(shown: Shown, requests: Sequence[Request], selection: Selection, now_n
 
 
 def _num_found(audit: Audit, found: Findings) -> int:
-    divergences = len(found.divergences) + len(found.reference_differences) + (audit.unfoldable is not None)
+    divergences = audit.divergences.num_found + audit.reference_differences.num_found + (audit.unfoldable is not None)
     return len(found.of_workers) + len(found.damage) + audit.num_violations.total() + divergences
 
 
@@ -233,10 +233,10 @@ def _breaches(violations: Sequence[Violation], proof: Mapping[int, NamedEvent]) 
         yield Finding(violation_place(item), item.detail, evidence, item.request_id)
 
 
-def _divergences(audit: Audit, found: Findings) -> Iterator[Finding]:
+def _divergences(audit: Audit) -> Iterator[Finding]:
     if audit.unfoldable is not None:
         yield Finding("An event that cannot be folded", str(audit.unfoldable))
-    for divergence in (*found.divergences, *found.reference_differences):
+    for divergence in (*audit.divergences, *audit.reference_differences):
         evidence = [
             (divergence.sequence, f"{who}: {'nothing' if event is None else event_text(event)}")
             for who, event in (("recorded", divergence.recorded), ("decided today", divergence.decided))

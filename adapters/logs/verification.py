@@ -16,7 +16,7 @@ from kvledger.adapters.logs.amounts import plural
 from kvledger.adapters.logs.log import Batch, StoredLog
 from kvledger.adapters.logs.selection import Selection
 from kvledger.adapters.logs.workers import WorkerCalls, troubles_of_workers
-from kvledger.lifecycle import Divergence, Extension, LedgerConfiguration
+from kvledger.lifecycle import Extension, LedgerConfiguration
 from kvledger.lifecycle.audit import Audit, Violation
 from kvledger.lifecycle.events import Event
 from kvledger.storage.events import Damage, HowEnded, Retirement
@@ -45,8 +45,8 @@ class Verification:
         self._selection = selection
         start = log.start()
         configuration = log.configuration if log.header else _NO_CONFIGURATION
-        keeps = None if selection.is_everything else is_selected
-        self.audit = Audit(log.core, configuration, keeps=keeps, start=start)
+        self.audit = Audit(log.core, configuration, keeps=is_selected, start=start)
+        self.audit.divergences.keeps = self.audit.reference_differences.keeps = selection.concerns
         self._calls = None if log.worker_rank is None else WorkerCalls()
 
     def take(self, batch: Batch, around: Around | None = None) -> bool:
@@ -82,10 +82,6 @@ class Findings:
     """What is wrong with the selected part of a log."""
 
     damage: tuple[Damage, ...]
-    divergences: tuple[Divergence, ...]
-    num_divergences: int
-    """Where everything is selected, also those that were not kept."""
-    reference_differences: tuple[Divergence, ...]
     remarks: tuple[str, ...]
     of_workers: tuple[str, ...]
     """Where a worker failed or stayed; no fault of the log."""
@@ -95,36 +91,17 @@ class Findings:
     def of(cls, log: StoredLog, audit: Audit, selection: Selection, of_workers: tuple[str, ...]) -> Findings:
         """Those of an audit that has come to its end."""
         damage = tuple(d for d in log.damage if d.sequence is None or selection.holds(d.sequence))
-        divergences = tuple(d for d in audit.divergences if _is_selected(d, selection))
-        differences = tuple(d for d in audit.reference_differences if _is_selected(d, selection))
         if damage:
             exit_code = ExitCode.DAMAGED
         elif audit.num_violations:
             exit_code = ExitCode.RULE_BROKEN
-        elif divergences or differences or audit.unfoldable is not None or _has_more(audit, selection):
+        elif not audit.is_sound:
             exit_code = ExitCode.DIVERGED
         elif log.ending.missing is not None:
             exit_code = ExitCode.END_MISSING
         else:
             exit_code = ExitCode.SOUND
-        remarks = _remarks(log, selection, audit)
-        if _has_more(audit, selection):
-            kept, found = len(audit.divergences), audit.divergences.num_found
-            remarks.append(
-                f"{found} decisions diverge, of which the first {kept} are kept; the rest may be selected, too"
-            )
-        num_divergences = audit.divergences.num_found if selection.is_everything else len(divergences)
-        return cls(damage, divergences, num_divergences, differences, tuple(remarks), of_workers, exit_code)
-
-
-def _has_more(audit: Audit, selection: Selection) -> bool:
-    """Whether divergences that were not kept could be selected."""
-    return not selection.is_everything and audit.divergences.num_found > len(audit.divergences)
-
-
-def _is_selected(divergence: Divergence, selection: Selection) -> bool:
-    event = divergence.recorded or divergence.decided
-    return selection.concerns(divergence.sequence, getattr(event, "request_id", ""))
+        return cls(damage, tuple(_remarks(log, selection, audit)), of_workers, exit_code)
 
 
 def _remarks(log: StoredLog, selection: Selection, audit: Audit) -> list[str]:
