@@ -125,9 +125,7 @@ class Output:
         if not sys.stderr.isatty():
             yield
             return
-        console = Console(file=sys.stderr)
-        columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-        with Progress(*columns, console=console, transient=True) as progress:
+        with progress_in_bytes() as progress:
             task = progress.add_task(what, total=log.total_bytes())
             unseen = 0
 
@@ -143,6 +141,12 @@ class Output:
                 yield
             finally:
                 log.on_bytes = None
+
+
+def progress_in_bytes() -> Progress:
+    """A bar on stderr that is gone when it is done."""
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    return Progress(*columns, console=Console(file=sys.stderr), transient=True)
 
 
 def show_ending(output: Output, log: StoredLog, num_open: int | None) -> None:

@@ -12,10 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import attrs
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from kvledger.adapters.cli.output import Output
+from kvledger.adapters.cli.output import Output, progress_in_bytes
 from kvledger.adapters.cli.quantities import num_bytes, seconds
 from kvledger.adapters.exit_codes import CommandFailed, ExitCode
 from kvledger.adapters.logs.amounts import plural, size
@@ -99,14 +97,7 @@ async def _ship(shipper: Shipper) -> ShippingReport:
 
 
 def _ship_with_progress(shipper: Shipper) -> ShippingReport:
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=Console(file=sys.stderr), transient=True) as progress:
+    with progress_in_bytes() as progress:
         task = progress.add_task("shipping", total=None)
 
         def update() -> None:
