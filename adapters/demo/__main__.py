@@ -9,16 +9,15 @@ import shutil
 import sys
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 import attrs
 from rich.console import Console
 
 from kvledger.adapters.cli.main import main as kvledger
-from kvledger.adapters.demo.engine import ENVIRONMENT, generate, start
+from kvledger.adapters.demo.engine import ENVIRONMENT, running_engine
 from kvledger.adapters.demo.model import make_model
 from kvledger.adapters.demo.recompute_counter import RecomputeCounter
-from kvledger.adapters.demo.workload import Workload, connector
+from kvledger.adapters.demo.workload import Workload
 from kvledger.adapters.logs.log import open_log
 from kvledger.lifecycle import Figures, Projections
 from kvledger.lifecycle import events as e
@@ -57,10 +56,12 @@ def _run(workload: Workload, directory: Path, progress: Console) -> list[str]:
     )
     make_model(model)
     progress.print("without connector …")
-    plain, plain_outputs, _ = _serve(model, workload, None)
+    with running_engine(model, workload) as engine:
+        plain, plain_outputs = engine.counter, engine.generate(workload.prompts(), workload.max_tokens)
     progress.print("with kvledger …")
-    transfer = connector(log_dir.absolute(), chunk_size=workload.chunk_size, host_bytes="64MiB")
-    ours, outputs, log_path = _serve(model, workload, transfer)
+    with running_engine(model, workload, log_dir.absolute()) as engine:
+        ours, outputs = engine.counter, engine.generate(workload.prompts(), workload.max_tokens)
+    (log_path,) = log_dir.iterdir()
     logged, request_to_show = _read(log_path)
     # Flushed, so that the words stay in order where both streams go to one place.
     if request_to_show:
@@ -105,25 +106,6 @@ Look further
         flush=True,
     )
     return failures
-
-
-def _serve(
-    model: Path, workload: Workload, transfer: dict[str, Any] | None
-) -> tuple[RecomputeCounter, list[list[int]], Path]:
-    """What vLLM's scheduler did, the outputs, and the log; that is nowhere without a connector."""
-    from vllm.distributed import cleanup_dist_env_and_memory
-
-    llm = start(str(model), workload, transfer)
-    core = llm.llm_engine.engine_core.engine_core
-    try:
-        counter = RecomputeCounter()
-        counter.watch(core.scheduler)
-        outputs = generate(llm, workload.prompts(), workload.max_tokens)
-        log_path = Path() if transfer is None else core.scheduler.connector.scheduler_side.log.directory
-    finally:
-        core.shutdown()
-        cleanup_dist_env_and_memory()
-    return counter, outputs, log_path
 
 
 def _read(log_path: Path) -> tuple[Figures, str]:

@@ -5,9 +5,15 @@ vLLM is imported when an engine is started: by then `ENVIRONMENT` has to be in t
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
-from kvledger.adapters.demo.workload import Workload
+import attrs
+
+from kvledger.adapters.demo.recompute_counter import RecomputeCounter
+from kvledger.adapters.demo.workload import Workload, connector
 
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",  # the model is too small for two, and threads that wait for one another are slow where
@@ -21,7 +27,7 @@ ENVIRONMENT = {
 }
 
 
-def start(model: str, workload: Workload, kv_transfer_config: dict[str, Any] | None, **more: Any) -> Any:  # noqa: ANN401 -- vllm.LLM, imported late
+def start(model: str, workload: Workload, kv_transfer_config: dict[str, Any] | None, **more: Any) -> Any:
     """A `vllm.LLM` with the workload's sizes, and whatever `more` arguments of it."""
     from vllm import LLM
     from vllm.config import KVTransferConfig
@@ -30,10 +36,60 @@ def start(model: str, workload: Workload, kv_transfer_config: dict[str, Any] | N
     return LLM(model=model, kv_transfer_config=transfer, **workload.engine_arguments(), **more)
 
 
-def generate(llm: Any, prompts: list[list[int]], max_tokens: int, **prompt_fields: Any) -> list[list[int]]:  # noqa: ANN401 -- see `start`
-    """Greedy output token ids, one list per prompt, none shorter than `max_tokens`."""
+def sampling(max_tokens: int) -> Any:
+    """Greedy, never shorter than `max_tokens`."""
     from vllm import SamplingParams
 
-    sampling = SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True, detokenize=False)
-    requests = [{"prompt_token_ids": prompt, **prompt_fields} for prompt in prompts]
-    return [list(output.outputs[0].token_ids) for output in llm.generate(requests, sampling, use_tqdm=False)]
+    return SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True, detokenize=False)
+
+
+def request_outputs(llm: Any, prompts: Sequence[Sequence[int]], max_tokens: int, **prompt_fields: Any) -> list[Any]:
+    """What vLLM returns, one `RequestOutput` per prompt."""
+    requests = [{"prompt_token_ids": list(prompt), **prompt_fields} for prompt in prompts]
+    outputs: list[Any] = llm.generate(requests, sampling(max_tokens), use_tqdm=False)
+    return outputs
+
+
+def generate(llm: Any, prompts: Sequence[Sequence[int]], max_tokens: int, **prompt_fields: Any) -> list[list[int]]:
+    """Output token ids, one list per prompt."""
+    outputs = request_outputs(llm, prompts, max_tokens, **prompt_fields)
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+@attrs.frozen
+class RunningEngine:
+    """A vLLM engine in this process, with a counter on its scheduler."""
+
+    llm: Any
+    counter: RecomputeCounter
+    log_path: Path | None
+
+    def generate(self, prompts: Sequence[Sequence[int]], max_tokens: int, **prompt_fields: Any) -> list[list[int]]:
+        """See `generate`."""
+        return generate(self.llm, prompts, max_tokens, **prompt_fields)
+
+
+@contextmanager
+def running_engine(
+    model: Path, workload: Workload, log_dir: Path | None = None, *, policy: str = "recompute", **extra_config: Any
+) -> Iterator[RunningEngine]:
+    """An engine with our connector that logs under `log_dir`, or without a connector where that is None.
+
+    `policy` is vLLM's `kv_load_failure_policy`.
+    """
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    transfer = None
+    if log_dir is not None:
+        extra_config = {"chunk_size": workload.chunk_size, "host_bytes": "64MiB", **extra_config}
+        transfer = {**connector(log_dir, **extra_config), "kv_load_failure_policy": policy}
+    llm = start(str(model), workload, transfer)
+    core = llm.llm_engine.engine_core.engine_core
+    try:
+        counter = RecomputeCounter()
+        counter.watch(core.scheduler)
+        log_path = None if log_dir is None else core.scheduler.connector.scheduler_side.log.directory
+        yield RunningEngine(llm, counter, log_path)
+    finally:
+        core.shutdown()
+        cleanup_dist_env_and_memory()

@@ -25,11 +25,11 @@ class RecomputeCounter:
     num_tokens_recomputed: int = 0
     _before_preemption: dict[str, int] = attrs.field(factory=dict)
 
-    def watch(self, scheduler: Any) -> None:  # noqa: ANN401 -- vLLM's scheduler, whichever class it has
+    def watch(self, scheduler: Any) -> None:
         """Measure every step that `scheduler` schedules from now on."""
         schedule = scheduler.schedule
 
-        def watched(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 -- passed through
+        def watched(*args: Any, **kwargs: Any) -> Any:
             settled = {
                 request.request_id: request.num_computed_tokens - request.num_in_flight_tokens
                 for request in scheduler.running
@@ -40,7 +40,7 @@ class RecomputeCounter:
 
         scheduler.schedule = watched
 
-    def _take(self, output: Any, settled: dict[str, int]) -> None:  # noqa: ANN401 -- SchedulerOutput
+    def _take(self, output: Any, settled: dict[str, int]) -> None:
         self.num_steps += 1
         for request_id in output.preempted_req_ids or ():
             self.num_preemptions += 1

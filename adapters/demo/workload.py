@@ -19,7 +19,7 @@ CONNECTOR: dict[str, str] = {
 """Values of `--kv-transfer-config`, as an operator writes them."""
 
 
-def connector(log_dir: Path, **extra_config: Any) -> dict[str, Any]:  # noqa: ANN401 -- as the JSON object
+def connector(log_dir: Path, **extra_config: Any) -> dict[str, Any]:
     """The JSON object of `--kv-transfer-config` for a connector that writes its logs under `log_dir`."""
     return {**CONNECTOR, "kv_connector_extra_config": {"log_dir": str(log_dir), **extra_config}}
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from e2e.engines import AMPLE, Reference, running_engine
-from kvledger.adapters.demo.engine import ENVIRONMENT
+from e2e.engines import AMPLE, Reference
+from kvledger.adapters.demo.engine import ENVIRONMENT, running_engine
 from kvledger.adapters.demo.model import make_model
 
 for name, value in ENVIRONMENT.items():
@@ -37,7 +37,7 @@ def reference(model: Path) -> Reference:
         if known.get(key, (0, []))[0] < max_tokens:
             with running_engine(model, AMPLE) as engine:
                 known[key] = max_tokens, engine.generate(prompts, max_tokens)
-                assert engine.meter.num_preemptions == 0
+                assert engine.counter.num_preemptions == 0
         return [said[:max_tokens] for said in known[key][1]]
 
     return outputs

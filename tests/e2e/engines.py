@@ -1,21 +1,18 @@
-"""Starts real engines one after the other in this process, and reads their logs.
+"""What real engines in this process are made to do, and their logs.
 
 The first start imports vLLM (6 s); each later one takes 2 s. One engine lives at a time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import attrs
 import pytest
 
-from kvledger.adapters.demo.engine import start
-from kvledger.adapters.demo.recompute_counter import RecomputeCounter
-from kvledger.adapters.demo.workload import Workload, connector
+from kvledger.adapters.demo.workload import Workload
 from kvledger.adapters.logs.log import open_log
 from kvledger.lifecycle import Core
 from kvledger.lifecycle import events as e
@@ -37,63 +34,6 @@ def settle(llm: Any) -> None:
         core.step_fn()
     message = "copies are still under way"
     raise AssertionError(message)
-
-
-@attrs.define
-class RunningEngine:
-    """A vLLM engine in this process, with a meter on its scheduler."""
-
-    llm: Any
-    meter: RecomputeCounter
-    log_path: Path | None
-
-    def generate(self, prompts: Sequence[Sequence[int]], max_tokens: int, **prompt_fields: Any) -> list[list[int]]:
-        """Greedy output token ids, one list per prompt."""
-        outputs = self.request_outputs(prompts, max_tokens, **prompt_fields)
-        return [list(output.outputs[0].token_ids) for output in outputs]
-
-    def settle(self) -> None:
-        """See `settle`."""
-        settle(self.llm)
-
-    def request_outputs(self, prompts: Sequence[Sequence[int]], max_tokens: int, **prompt_fields: Any) -> list[Any]:
-        """What vLLM returns, one `RequestOutput` per prompt."""
-        requests = [{"prompt_token_ids": list(prompt), **prompt_fields} for prompt in prompts]
-        outputs: list[Any] = self.llm.generate(requests, sampling(max_tokens), use_tqdm=False)
-        return outputs
-
-
-def sampling(max_tokens: int) -> Any:
-    """Greedy, never shorter than `max_tokens`."""
-    from vllm import SamplingParams
-
-    return SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True, detokenize=False)
-
-
-@contextmanager
-def running_engine(
-    model: Path, workload: Workload, log_dir: Path | None = None, *, policy: str = "recompute", **extra_config: Any
-) -> Iterator[RunningEngine]:
-    """An engine with our connector that logs under `log_dir`, or without a connector where that is None.
-
-    `policy` is vLLM's `kv_load_failure_policy`.
-    """
-    from vllm.distributed import cleanup_dist_env_and_memory
-
-    transfer = None
-    if log_dir is not None:
-        extra_config = {"chunk_size": workload.chunk_size, "host_bytes": "64MiB", **extra_config}
-        transfer = {**connector(log_dir, **extra_config), "kv_load_failure_policy": policy}
-    llm = start(str(model), workload, transfer)
-    try:
-        scheduler = llm.llm_engine.engine_core.engine_core.scheduler
-        meter = RecomputeCounter()
-        meter.watch(scheduler)
-        log_path = None if log_dir is None else scheduler.connector.scheduler_side.log.directory
-        yield RunningEngine(llm, meter, log_path)
-    finally:
-        llm.llm_engine.engine_core.shutdown()
-        cleanup_dist_env_and_memory()
 
 
 def copy_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

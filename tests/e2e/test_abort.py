@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from e2e.engines import Reference, RunningEngine, read_sound_log, running_engine, sampling
+from e2e.engines import Reference, read_sound_log
+from kvledger.adapters.demo.engine import RunningEngine, running_engine, sampling
 from kvledger.adapters.demo.workload import Workload
 from kvledger.lifecycle import events as e
 

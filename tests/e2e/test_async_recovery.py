@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from e2e.engines import Reference, copy_nothing, keep_two_steps_in_flight, read_sound_log, running_engine
+from e2e.engines import Reference, copy_nothing, keep_two_steps_in_flight, read_sound_log, settle
+from kvledger.adapters.demo.engine import running_engine
 from kvledger.adapters.demo.workload import Workload
 from kvledger.lifecycle import events as e
 from kvledger.storage.kv.cpu import CpuCopyEngine
@@ -47,14 +48,14 @@ def test_preempted_requests_recover_everything_while_others_run_on(
         scheduler = engine.llm.llm_engine.engine_core.engine_core.scheduler
         assert type(scheduler).__name__ == ("AsyncScheduler" if async_scheduling else "Scheduler")
         assert engine.generate(workload.prompts(), workload.max_tokens) == expected
-        engine.settle()
+        settle(engine.llm)
         pool = scheduler.kv_cache_manager.block_pool
         assert pool.get_num_free_blocks() == workload.num_blocks - 1
     log = read_sound_log(engine.log_path)
     assert log.num_requests_left == 0
-    assert log.figures.num_preemptions == engine.meter.num_preemptions > 0
+    assert log.figures.num_preemptions == engine.counter.num_preemptions > 0
     assert log.figures.num_tokens_recovered > 0
-    assert log.figures.num_tokens_recomputed == engine.meter.num_tokens_recomputed == 0
+    assert log.figures.num_tokens_recomputed == engine.counter.num_tokens_recomputed == 0
     assert all(load.is_async for load in log.of_type(e.LoadIssued))
     assert any(save.is_async for save in log.of_type(e.SaveIssued))
     assert log.of_type(e.SaveFailed) == log.of_type(e.LoadFailed) == []
@@ -90,7 +91,7 @@ def test_a_load_beside_the_steps_that_fails_is_computed(
     monkeypatch.setattr(CpuCopyEngine, "start_load", fail_twice)
     with running_engine(model, WORKLOAD, tmp_path, **BESIDE) as engine:
         assert engine.generate(WORKLOAD.prompts(), WORKLOAD.max_tokens) == expected
-        engine.settle()
+        settle(engine.llm)
     log = read_sound_log(engine.log_path)
     assert ["no such page" in failed.error for failed in log.of_type(e.LoadFailed)] == [True, True]
     assert log.of_type(e.ChunkTainted)

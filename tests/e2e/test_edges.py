@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from e2e.engines import Reference, read_sound_log, running_engine, sampling
-from kvledger.adapters.demo.engine import start
+from e2e.engines import Reference, read_sound_log
+from kvledger.adapters.demo.engine import running_engine, sampling, start
 from kvledger.adapters.demo.recompute_counter import RecomputeCounter
 from kvledger.adapters.demo.workload import Workload, connector
 from kvledger.lifecycle import events as e

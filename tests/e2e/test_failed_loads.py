@@ -17,14 +17,8 @@ import pytest
 from sim.broken_copies import break_copies
 from sim.slow_copies import SlowCopies, slow_down
 
-from e2e.engines import (
-    Reference,
-    RunningEngine,
-    keep_two_steps_in_flight,
-    read_sound_log,
-    running_engine,
-    sampling,
-)
+from e2e.engines import Reference, keep_two_steps_in_flight, read_sound_log, settle
+from kvledger.adapters.demo.engine import RunningEngine, running_engine, sampling
 from kvledger.adapters.demo.model import FIRST_ORDINARY_TOKEN, VOCABULARY_SIZE
 from kvledger.adapters.demo.workload import Workload
 from kvledger.lifecycle import events as e
@@ -186,13 +180,13 @@ def test_all_are_answered_as_without_a_connector(
     with running_engine(model, WORKLOAD, tmp_path, policy=policy, load_mode=mode, save_mode="async") as engine:
         engine.generate([BEGINNING], 2)
         for way in WAYS:
-            engine.settle()
+            settle(engine.llm)
             assert engine.llm.reset_prefix_cache()
             fill_blocks(engine)
             clients = Clients(engine, loads_beside=mode == "async", two_steps=async_scheduling)
             ended = way(clients)
             again = [engine.generate(PROMPTS, NUM_OUTPUT_TOKENS)]
-            engine.settle()
+            settle(engine.llm)
             assert engine.llm.reset_prefix_cache()
             fill_blocks(engine)
             again.append(engine.generate(PROMPTS, NUM_OUTPUT_TOKENS))
@@ -202,7 +196,7 @@ def test_all_are_answered_as_without_a_connector(
                 answers |= dict.fromkeys(ended)
             assert clients.answers == answers, way.__name__
             assert clients.answers.keys() >= {1, 2}
-        engine.settle()
+        settle(engine.llm)
     log = read_sound_log(engine.log_path)
     assert log.num_requests_left == 0
     assert [failed.request_id[0] for failed in log.of_type(e.LoadFailed)] == ["0"] * len(WAYS)

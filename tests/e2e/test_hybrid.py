@@ -8,7 +8,8 @@ from pathlib import Path
 import attrs
 import pytest
 
-from e2e.engines import AMPLE, read_sound_log, running_engine
+from e2e.engines import AMPLE, read_sound_log
+from kvledger.adapters.demo.engine import running_engine
 from kvledger.adapters.demo.model import VOCABULARY_SIZE
 from kvledger.adapters.demo.workload import Workload
 from kvledger.lifecycle import events as e
@@ -57,11 +58,11 @@ def test_preempted_requests_of_a_hybrid_model_say_what_they_would_have_said(tmp_
     prompts = workload.prompts()
     with running_engine(model, attrs.evolve(AMPLE, num_blocks=400)) as engine:
         expected = engine.generate(prompts, workload.max_tokens)
-        assert engine.meter.num_preemptions == 0
+        assert engine.counter.num_preemptions == 0
     with running_engine(model, workload, tmp_path / "logs") as engine:
         outputs = engine.generate(prompts, workload.max_tokens)
-        assert engine.meter.num_preemptions > 0
-        assert engine.meter.num_tokens_recomputed == 0
+        assert engine.counter.num_preemptions > 0
+        assert engine.counter.num_tokens_recomputed == 0
     log = read_sound_log(engine.log_path)
     assert outputs == expected
     assert log.num_requests_left == 0

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from e2e.engines import Reference, copy_nothing, keep_two_steps_in_flight, read_sound_log, running_engine
+from e2e.engines import Reference, copy_nothing, keep_two_steps_in_flight, read_sound_log
+from kvledger.adapters.demo.engine import running_engine
 from kvledger.adapters.demo.workload import Workload
 from kvledger.lifecycle import events as e
 from kvledger.storage.kv.cpu import CpuCopyEngine
@@ -46,14 +47,14 @@ def test_preempted_requests_recover_and_outputs_are_those_of_an_engine_that_neve
     log = read_sound_log(engine.log_path)
     assert log.num_requests_left == 0
     assert log.figures.num_requests == workload.num_requests
-    assert log.figures.num_preemptions == engine.meter.num_preemptions > 0
+    assert log.figures.num_preemptions == engine.counter.num_preemptions > 0
     assert log.figures.num_tokens_recovered > 0
-    assert log.figures.num_tokens_recomputed == engine.meter.num_tokens_recomputed
-    assert log.figures.num_tokens_recomputed < engine.meter.num_preemptions * workload.chunk_size
+    assert log.figures.num_tokens_recomputed == engine.counter.num_tokens_recomputed
+    assert log.figures.num_tokens_recomputed < engine.counter.num_preemptions * workload.chunk_size
     if not workload.enable_prefix_caching:
         assert log.figures.num_tokens_retained == 0
         parts = log.figures.num_tokens_recovered + log.figures.num_tokens_recomputed
-        assert parts == engine.meter.num_tokens_lost
+        assert parts == engine.counter.num_tokens_lost
 
 
 @pytest.mark.long
@@ -63,8 +64,8 @@ def test_without_a_connector_everything_lost_is_computed_again(model: Path, refe
     with running_engine(model, workload) as engine:
         outputs = engine.generate(workload.prompts(), workload.max_tokens)
     assert outputs == reference(workload.prompts(), workload.max_tokens)
-    assert engine.meter.num_preemptions > 0
-    assert engine.meter.num_tokens_recomputed == engine.meter.num_tokens_lost
+    assert engine.counter.num_preemptions > 0
+    assert engine.counter.num_tokens_recomputed == engine.counter.num_tokens_lost
 
 
 def test_a_load_that_copies_nothing_is_seen_in_the_outputs(
@@ -138,7 +139,7 @@ def test_of_two_requests_that_fill_the_pool_one_preempts_the_other_and_it_loads_
     assert answer.num_external_tokens == load.num_tokens
     assert (load.num_tokens, answer.num_tokens - load.num_tokens) in log.steps_of(second)  # only the rest is computed
     assert log.figures.num_tokens_recovered == load.num_tokens
-    assert engine.meter.num_tokens_recomputed == preempted.num_settled_tokens - load.num_tokens
+    assert engine.counter.num_tokens_recomputed == preempted.num_settled_tokens - load.num_tokens
 
 
 def test_with_two_steps_in_flight_preempted_requests_recover_as_well(
@@ -155,6 +156,6 @@ def test_with_two_steps_in_flight_preempted_requests_recover_as_well(
         assert engine.generate(workload.prompts(), workload.max_tokens) == expected
     log = read_sound_log(engine.log_path)
     assert log.num_requests_left == 0
-    assert log.figures.num_preemptions == engine.meter.num_preemptions > 0
+    assert log.figures.num_preemptions == engine.counter.num_preemptions > 0
     assert log.figures.num_tokens_recovered > 0
-    assert log.figures.num_tokens_recomputed == engine.meter.num_tokens_recomputed
+    assert log.figures.num_tokens_recomputed == engine.counter.num_tokens_recomputed

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from e2e.engines import Reference, read_sound_log, running_engine
+from e2e.engines import Reference, read_sound_log
+from kvledger.adapters.demo.engine import request_outputs, running_engine
 from kvledger.adapters.demo.workload import Workload
 from kvledger.lifecycle import events as e
 
@@ -24,7 +25,7 @@ def test_a_second_wave_is_answered_from_the_host_pool(
     expected = reference(prompts, WORKLOAD.max_tokens)
     with running_engine(model, WORKLOAD, tmp_path, chunk_size=chunk_size) as engine:
         assert engine.generate(prompts, WORKLOAD.max_tokens) == expected
-        second = engine.request_outputs(prompts, WORKLOAD.max_tokens)
+        second = request_outputs(engine.llm, prompts, WORKLOAD.max_tokens)
     assert [list(output.outputs[0].token_ids) for output in second] == expected
     assert [output.num_cached_tokens for output in second] == [95] * 3  # vLLM's own count
     log = read_sound_log(engine.log_path)
@@ -44,7 +45,7 @@ def test_a_continued_conversation_finds_what_was_said(model: Path, reference: Re
     expected = reference(longer, WORKLOAD.max_tokens)
     with running_engine(model, WORKLOAD, tmp_path) as engine:
         engine.generate([prompt], 100)
-        (output,) = engine.request_outputs(longer, WORKLOAD.max_tokens)
+        (output,) = request_outputs(engine.llm, longer, WORKLOAD.max_tokens)
     assert list(output.outputs[0].token_ids) == expected[0]
     assert output.num_cached_tokens == 192  # whole chunks of 96 + 100 tokens
     read_sound_log(engine.log_path)
