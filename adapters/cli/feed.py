@@ -51,7 +51,7 @@ class Feed:
         return num_open_requests(self._projections)
 
     def take(self, observation: Observation) -> Iterator[Line]:
-        """Take up the next observation."""
+        """Take the next observation."""
         own = getattr(observation.event, "request_id", "")
         decisions: dict[str, list[e.Event]] = {own: []}
         for _, event in observation.decisions:

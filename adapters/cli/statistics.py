@@ -82,7 +82,7 @@ class Counting:
         self._counts = dict(marked(self))
 
     def take(self, batch: Batch) -> None:
-        """Take up what one frame holds."""
+        """Take what one frame holds."""
         has_step = False
         if batch.gap is not None:
             self._accounts.lose()

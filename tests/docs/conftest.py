@@ -1,4 +1,4 @@
-"""The documents as they lie in the repository, and the scripts beside them."""
+"""The documents as they lie in the repository, and the scripts next to them."""
 
 from __future__ import annotations
 

@@ -140,21 +140,21 @@ def test_every_make_target_that_is_named_exists(documents: dict[str, str], repos
 
 def test_every_message_to_people_is_explained(documents: dict[str, str], repository: Path) -> None:
     """What the connector logs stands in docs/operating.md, and nothing else does."""
-    said = set()
+    messages = set()
     for path in (repository / "adapters/vllm").glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute) or not node.args:
                 continue
             is_message = ast.unparse(node.func.value).endswith("messages") and isinstance(node.args[0], ast.Constant)
             if is_message and node.func.attr in {"info", "warning", "error"}:
-                said.add((ast.literal_eval(node.args[0]), node.func.attr))
+                messages.add((ast.literal_eval(node.args[0]), node.func.attr))
     table = documents["docs/operating.md"].partition("| message |")[2].partition("\n\n")[0]
     rows = [line.split("|")[1:3] for line in table.splitlines()[2:]]
     explained = [(text, level.strip()) for cell, level in rows for text in re.findall(r"`([^`]+)`", cell)]
-    for message, level in said:
+    for message, level in messages:
         assert any(message.startswith(text) and level == said_level for text, said_level in explained), message
     for text, _ in explained:
-        assert any(message.startswith(text) for message, _ in said), text
+        assert any(message.startswith(text) for message, _ in messages), text
 
 
 def test_every_metric_is_explained(documents: dict[str, str]) -> None:

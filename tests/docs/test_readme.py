@@ -137,7 +137,7 @@ def incident(load_script: LoadScript, tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(("command", "request_id"), [("verify", ()), ("show", ("cmpl-bench",))])
-def test_the_incident_is_told_as_the_readme_shows_it(
+def test_the_incident_is_shown_as_the_readme_shows_it(
     incident: Path, readme: str, capsys: pytest.CaptureFixture[str], command: str, request_id: tuple[str, ...]
 ) -> None:
     """Every line of the excerpt is a line of the output; `…` stands for what was left out."""

@@ -62,7 +62,7 @@ def run(*command: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
 
 
 def kvledger_of(python: Path) -> Path:
-    """The command beside an interpreter."""
+    """The command next to an interpreter."""
     return python.with_name("kvledger")
 
 

@@ -38,7 +38,7 @@ def test_every_source_file_is_in_the_wheel(wheel: set[PurePosixPath]) -> None:
 
 
 def test_every_part_says_that_it_is_typed(wheel: set[PurePosixPath]) -> None:
-    """Type checkers believe annotations only beside a py.typed file."""
+    """Type checkers believe annotations only next to a py.typed file."""
     assert {PurePosixPath(f"kvledger/{folder}/py.typed") for folder in FOLDERS} <= wheel
 
 

@@ -19,23 +19,23 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(Path(__file__).parents[1] / "conformance")
 
 
-def test_a_broken_obligation_is_told_with_its_run_and_its_log(run: Any) -> None:
+def test_a_broken_obligation_is_reported_with_its_run_and_its_log(run: Any) -> None:
     """The line that plays it again does, and the log is one for the other commands."""
     mistake = ("--extra-config", '{"mistake": "writes into the output"}')
-    told = run("conformance", "small_cache:SmallCache", *mistake, *ONE_RUN)
-    assert told.exit_code == 1
-    assert "broken      metadata-leaves-the-output (build_connector_meta), in a plain prompt" in told.out
-    assert "OUTPUT_UNCHANGED: free_encoder_mm_hashes of the scheduler's output" in told.out
-    assert "again: kvledger conformance small_cache:SmallCache" in told.out
-    (log,) = (line.partition("kvledger show ")[2] for line in told.out.splitlines() if line.startswith("    log: "))
+    result = run("conformance", "small_cache:SmallCache", *mistake, *ONE_RUN)
+    assert result.exit_code == 1
+    assert "broken      metadata-leaves-the-output (build_connector_meta), in a plain prompt" in result.out
+    assert "OUTPUT_UNCHANGED: free_encoder_mm_hashes of the scheduler's output" in result.out
+    assert "again: kvledger conformance small_cache:SmallCache" in result.out
+    (log,) = (line.partition("kvledger show ")[2] for line in result.out.splitlines() if line.startswith("    log: "))
     assert run("verify", log).exit_code == 0
 
 
 def test_nothing_broken_is_exit_code_0_and_says_what_was_not_judged(run: Any) -> None:
     """As JSON, every obligation has a line."""
-    told = run("conformance", "--json", "small_cache:SmallCache", *ONE_RUN)
-    assert told.exit_code == 0, told.err
-    objects = told.objects()
+    result = run("conformance", "--json", "small_cache:SmallCache", *ONE_RUN)
+    assert result.exit_code == 0, result.err
+    objects = result.objects()
     reasons = {each["obligation"]: each["reason"] for each in objects if each["type"] == "obligation"}
     assert reasons["hooks-do-not-raise"] == ""
     assert reasons["loaded-kv-is-right"] == "nothing was loaded"
@@ -53,19 +53,21 @@ def test_nothing_broken_is_exit_code_0_and_says_what_was_not_judged(run: Any) ->
         (("SimpleCPUOffloadConnector", "--extra-config", '{"cpu_bytes_to_use": "much"}'), "cannot be started"),
     ],
 )
-def test_what_cannot_be_run_is_said_and_is_wrong_usage(run: Any, arguments: tuple[str, ...], message: str) -> None:
+def test_what_cannot_be_run_is_reported_and_is_wrong_usage(run: Any, arguments: tuple[str, ...], message: str) -> None:
     """With what it was given."""
-    told = run("conformance", *arguments)
-    assert told.exit_code == 64
-    assert message in told.err
+    result = run("conformance", *arguments)
+    assert result.exit_code == 64
+    assert message in result.err
 
 
 def test_a_worker_that_cannot_run_here_leaves_the_schedulers_side(run: Any) -> None:
     """A note says why, and what is about bytes is not judged."""
-    told = run("conformance", "--json", "small_cache:NoWorkerHere", "--seeds", "0", "--only", "a prefix that is stored")
-    assert told.exit_code == 0, told.out
-    (remark,) = (each["text"] for each in told.objects() if each["type"] == "remark")
+    result = run(
+        "conformance", "--json", "small_cache:NoWorkerHere", "--seeds", "0", "--only", "a prefix that is stored"
+    )
+    assert result.exit_code == 0, result.out
+    (remark,) = (each["text"] for each in result.objects() if each["type"] == "remark")
     assert "its worker cannot run here (RuntimeError: no device)" in remark
-    reasons = {each["obligation"]: each for each in told.objects() if each["type"] == "obligation"}
+    reasons = {each["obligation"]: each for each in result.objects() if each["type"] == "obligation"}
     assert reasons["loaded-kv-is-right"]["reason"] == "its worker does not run here"
     assert reasons["load-is-reported-once"]["verdict"] == "kept"

@@ -110,8 +110,8 @@ def test_a_newest_segment_that_is_gone_gives_4_and_is_named(run: Any, beheaded: 
     assert missing["first_sequence"] == verdict["num_events"] + 1
     assert missing["num_events"] > 0
     for command in ("show", "stats"):
-        (told,) = run(command, beheaded, "--json").objects("end")
-        assert told["missing"] == missing
+        (of_command,) = run(command, beheaded, "--json").objects("end")
+        assert of_command["missing"] == missing
     page = run("export", beheaded, "--html").out
     assert '<p class="verdict warn">sound, but its end is missing</p>' in page
     assert "missing: missing_segment" in page
@@ -129,7 +129,7 @@ def test_a_missing_end_is_less_grave_than_what_is_wrong_with_the_rest(run: Any, 
 
 
 def test_events_that_could_not_be_written_give_4_also_after_sigkill(run: Any, log: Path) -> None:
-    """They waited in memory for a disk that stayed full; how many, from which one on, and why, is told."""
+    """They waited in memory for a disk that stayed full; how many, from which one on, and why, is reported."""
 
     def fill_up() -> None:
         store = BacklogEventStore(reopened(log))

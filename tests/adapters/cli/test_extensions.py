@@ -22,7 +22,7 @@ GUARD = "starvation_guard:StarvationGuard"
 
 
 class Shy(Running):
-    """A handler in the place of one beside which the guard has one of its own."""
+    """A handler in the place of one next to which the guard has one of its own."""
 
     tokens_settled = StateHandler.tokens_settled
 
@@ -71,14 +71,14 @@ def test_a_log_is_verified_with_its_extension(run: Any, starving: Path) -> None:
     assert "which is not here" not in result.out
 
 
-def test_without_it_the_rest_is_verified_and_what_is_not_is_said(run: Any, starving: Path) -> None:
+def test_without_it_the_rest_is_verified_and_what_is_not_is_named(run: Any, starving: Path) -> None:
     """The remark names the extension, its version and class, its rule, and what to do."""
     result = run("verify", starving)
     assert result.exit_code == 0, result.out
-    told = " ".join(result.out.split())
-    assert f"was written with extension starvation 1 ({GUARD}), which is not here" in told
-    assert "1 event of extensions was accepted; its rules STARVING_KEPT were not checked" in told
-    assert "name it with --extensions" in told
+    printed = " ".join(result.out.split())
+    assert f"was written with extension starvation 1 ({GUARD}), which is not here" in printed
+    assert "1 event of extensions was accepted; its rules STARVING_KEPT were not checked" in printed
+    assert "name it with --extensions" in printed
 
 
 class Unsure(StarvingKept):
@@ -100,15 +100,16 @@ def test_a_rule_that_raises_is_named_and_the_rest_is_verified(run: Any, starving
     options = ("--extensions", f"{UnsureGuard.__module__}:{UnsureGuard.__name__}")
     result = run("verify", starving, *options)
     assert result.exit_code == 0, result.out
-    told = " ".join(result.out.split())
+    printed = " ".join(result.out.split())
     assert (
-        "rule STARVING_KEPT of an extension could not be judged, or not to the end: its checker raised KeyError" in told
+        "rule STARVING_KEPT of an extension could not be judged, or not to the end: its checker raised KeyError"
+        in printed
     )
-    assert "the prompt" not in told
-    assert f"{len(Core.standard().rules)} checked over" in told
-    said = run("verify", starving, "--json", *options)
-    assert Unsure.rule in {each["rule"] for each in said.objects("not_checked")}
-    assert Unsure.rule not in said.objects("verdict")[0]["rules"]
+    assert "the prompt" not in printed
+    assert f"{len(Core.standard().rules)} checked over" in printed
+    as_json = run("verify", starving, "--json", *options)
+    assert Unsure.rule in {each["rule"] for each in as_json.objects("not_checked")}
+    assert Unsure.rule not in as_json.objects("verdict")[0]["rules"]
 
 
 @pytest.mark.parametrize("options", [(), ("--extensions", GUARD)])

@@ -49,15 +49,15 @@ def next_line(follower: subprocess.Popen[str]) -> dict[str, Any]:
     return json.loads(follower.stdout.readline())  # type: ignore[no-any-return]
 
 
-def test_a_followed_log_is_told_as_it_grows_and_how_it_ends(
+def test_a_followed_log_is_printed_as_it_grows_and_how_it_ends(
     follower: subprocess.Popen[str], writer: SegmentEventStore
 ) -> None:
     """Also across a new segment; when nobody writes the log any more, that is the last thing told."""
-    told = [next_line(follower)]
-    while told[-1]["request_id"] != "chat-9":
-        told.append(next_line(follower))
-    assert told[0]["text"] == "arrived with 45 prompt tokens"
-    assert any(line["state_after"] == "preempted" for line in told)
+    lines = [next_line(follower)]
+    while lines[-1]["request_id"] != "chat-9":
+        lines.append(next_line(follower))
+    assert lines[0]["text"] == "arrived with 45 prompt tokens"
+    assert any(line["state_after"] == "preempted" for line in lines)
     encoder = EventEncoder()
     for number in range(3):
         event = e.RequestArrived(f"late-{number}", 100 + number, 7, 10**9)
@@ -88,17 +88,17 @@ def lines_of(feed: Feed, events: Sequence[e.Event]) -> list[Line]:
     return [line for observation in observations(enumerate(events, 1)) for line in feed.take(observation)]
 
 
-def test_polls_with_the_same_answer_are_told_once(story: Driver) -> None:
+def test_polls_with_the_same_answer_are_printed_once(story: Driver) -> None:
     """A waiting request is asked about at every step."""
     feed = Feed(Core.standard(), story.configuration)
-    told = lines_of(feed, story.observed)
-    lookups = [line for line in told if line.text.startswith("asked what can be loaded of 65 tokens")]
+    lines = lines_of(feed, story.observed)
+    lookups = [line for line in lines if line.text.startswith("asked what can be loaded of 65 tokens")]
     assert len(lookups) == 1
-    assert not any("computed" in line.text and line.text.startswith("save 1") for line in told)
+    assert not any("computed" in line.text and line.text.startswith("save 1") for line in lines)
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_every_breach_and_every_change_of_state_is_told(seed: int) -> None:
+def test_every_breach_and_every_change_of_state_is_printed(seed: int) -> None:
     """What is left out is only what is quiet."""
     print(f"seed {seed}")
     walk = Walk(seed, chunk_size=16, block_size=16)
@@ -125,7 +125,7 @@ def test_equal_runs_have_no_difference_but_their_times(run: Any, log: Path, tmp_
 def test_the_first_difference_is_shown_with_the_state_before_it(
     run: Any, story: Driver, log: Path, tmp_path: Path
 ) -> None:
-    """Both events, the fields that differ, and what was believed of the request."""
+    """Both events, the fields that differ, and the state of the request."""
     events = replaced(story.observed, e.BlocksAllocated, 1, num_external_tokens=56)
     other = write_log(tmp_path / "other", events, story.configuration)
     result = run("replay", log, "--diff", other)

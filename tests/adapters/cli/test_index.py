@@ -112,20 +112,20 @@ def test_an_index_of_a_log_that_has_grown_is_not_used(story: Driver, tmp_path: P
 
 
 @pytest.mark.usefixtures("indexed")
-def test_a_request_that_has_ended_is_told_from_an_earlier_index(run: Any, story: Driver, tmp_path: Path) -> None:
+def test_a_request_that_has_ended_is_shown_from_an_earlier_index(run: Any, story: Driver, tmp_path: Path) -> None:
     """A log that is being written outgrows its index at every step; one that lives on needs a new index."""
     log = write_log(tmp_path / "log", story.observed, story.configuration)
-    told = {name: run("show", log, name).out for name in ("chat-17", "chat-9")}
+    shown = {name: run("show", log, name).out for name in ("chat-17", "chat-9")}
     before = index_path(open_log(log)).stat().st_mtime_ns
     store = reopened(log)
     later = e.RequestArrived("late", 99, 7, 10**9)
     store.append(EventEncoder().encode([later]), 1)
     store.close()
     ended = run("show", log, "chat-17")
-    assert ended.out == told["chat-17"]
+    assert ended.out == shown["chat-17"]
     assert f"described up to event {len(story.observed)}" in ended.err
     assert index_path(open_log(log)).stat().st_mtime_ns == before
-    assert run("show", log, "chat-9").out == told["chat-9"]
+    assert run("show", log, "chat-9").out == shown["chat-9"]
     assert index_path(open_log(log)).stat().st_mtime_ns > before
     assert "arrived with 7 prompt tokens" in run("show", log, "late").out
 
@@ -162,7 +162,7 @@ def test_where_no_index_can_be_kept_the_log_is_read(
 
 
 def test_a_damaged_log_is_read_instead(run: Any, tmp_path: Path, request: Any) -> None:
-    """Missing events are told at their place."""
+    """Missing events are shown at their place."""
     log, driver = walked(tmp_path / "log", 1)
     middle = segment_paths(log)[1]
     contents = bytearray(middle.read_bytes())
@@ -316,9 +316,7 @@ def test_a_forged_memory_costs_a_pass_and_nothing_else(story: Driver, tmp_path: 
 
 
 @pytest.mark.usefixtures("indexed")
-def test_a_memory_of_another_layout_is_not_taken_up(
-    story: Driver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_memory_of_another_layout_is_not_used(story: Driver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One field deep inside of it has other values in this version: what was written before meant something else."""
     log = write_log(tmp_path / "log", story.observed[:40], story.configuration)
     build_index(open_log(log)).close()

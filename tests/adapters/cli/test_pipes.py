@@ -81,7 +81,7 @@ def test_a_reader_that_goes_before_the_first_byte_gives_141(command: str, log: P
     ],
 )
 def test_a_reader_that_goes_after_the_first_line_of_many_gives_141(tmp_path: Path, command: str) -> None:
-    """In the middle of the work; nothing is told as damage or as an event that cannot be folded."""
+    """In the middle of the work; nothing is reported as damage or as an event that cannot be folded."""
     driver = Driver()
     for number in range(3000):
         driver.arrive(f"request-{number}", 5)
@@ -111,8 +111,8 @@ def test_a_reader_of_stderr_that_goes_gives_141(command: str, log: Path) -> None
     assert result.returncode == 141
 
 
-def test_an_export_to_a_file_is_whole_though_nobody_reads_what_is_said_of_it(log: Path, tmp_path: Path) -> None:
-    """The file is there before it is told, and no part of one is left behind."""
+def test_an_export_to_a_file_is_whole_though_nobody_reads_what_is_printed_of_it(log: Path, tmp_path: Path) -> None:
+    """The file is there before it is reported, and no part of one is left behind."""
     writing = pipe_without_reader()
     try:
         words = [*in_words("export LOG --csv events", log), "-o", str(tmp_path / "events.csv")]

@@ -66,7 +66,7 @@ def test_the_test_is_short_and_its_docstring_says_what_went_wrong(
     assert len(code.splitlines()) <= 15
 
 
-def test_the_log_beside_it_is_one_for_every_command(run: Any, repro: Any, broken_log: Path, test_path: Path) -> None:
+def test_the_log_next_to_it_is_one_for_every_command(run: Any, repro: Any, broken_log: Path, test_path: Path) -> None:
     """It ends with the incident, names the request, and `verify` finds the same rule broken and nothing else."""
     repro(broken_log, "chat-17")
     log = test_path.with_suffix(".kvlog")
@@ -162,7 +162,7 @@ def test_a_log_that_begins_late_is_refused(repro: Any, story: Driver, tmp_path: 
 
 
 def test_damage_behind_the_incident_does_not_matter(repro: Any, broken_log: Path, test_path: Path) -> None:
-    """The last frame is torn: that is said, and the test is written."""
+    """The last frame is torn: that is reported, and the test is written."""
     (segment,) = broken_log.glob("*.kvlog")
     segment.write_bytes(segment.read_bytes()[:-3])
     result = repro(broken_log, "chat-17")
@@ -182,7 +182,7 @@ def test_nothing_behind_a_gap_is_looked_at(repro: Any, broken_log: Path) -> None
     assert "can be run again" in result.err
 
 
-def test_a_log_that_is_damaged_beside_its_test_is_refused(repro: Any, broken_log: Path, test_path: Path) -> None:
+def test_a_log_that_is_damaged_next_to_its_test_is_refused(repro: Any, broken_log: Path, test_path: Path) -> None:
     """A test that passes because half of its log is gone would be worse than none."""
     repro(broken_log, "chat-17")
     log = test_path.with_suffix(".kvlog")

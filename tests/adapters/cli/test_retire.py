@@ -12,7 +12,7 @@ from log_torture import reopened
 from stored_logs import write_log
 
 
-def test_retired_segments_are_told_and_deleted_ones_are_damage(run: Any, story: Driver, tmp_path: Path) -> None:
+def test_retired_segments_are_named_and_deleted_ones_are_damage(run: Any, story: Driver, tmp_path: Path) -> None:
     """What was retired, when and why stands in the record; without one, somebody took it."""
     log = write_log(tmp_path / "long", story.observed, story.configuration, segment_bytes=9_500)
     copy = tmp_path / "copy"

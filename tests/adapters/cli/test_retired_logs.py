@@ -112,23 +112,23 @@ def test_the_page_judges_what_is_left_as_verify_does(run: Any, retired: Retired)
     assert any(row.split(",")[3] == "0" for row in requests[1:]), "who was there in the snapshot"
 
 
-def test_what_other_code_has_folded_is_not_believed_unless_that_is_asked_for(run: Any, miscounted: Retired) -> None:
+def test_what_other_code_has_folded_is_not_trusted_unless_that_is_asked_for(run: Any, miscounted: Retired) -> None:
     """The parts have the same names and the state has the same layout; only the source tells."""
     refused, trusted = (run("verify", "--json", *options, miscounted.log) for options in ([], ["--trust-snapshots"]))
-    (verdict,), (believed,) = refused.objects("verdict"), trusted.objects("verdict")
+    (verdict,), (trusting,) = refused.objects("verdict"), trusted.objects("verdict")
     other_code = f"other code ({__name__})"
     assert any(f"decided again by {other_code}" in remark for remark in verdict["remarks"])
     assert any("--trust-snapshots begins from one" in remark for remark in verdict["remarks"])
     assert any("neither rules nor decisions could be checked" in remark for remark in verdict["remarks"])
     assert verdict["num_divergences"] == 0
-    assert believed["num_events_checked"] > verdict["num_events_checked"]
-    assert any(f"decided again by {other_code}" in remark for remark in believed["remarks"])
+    assert trusting["num_events_checked"] > verdict["num_events_checked"]
+    assert any(f"decided again by {other_code}" in remark for remark in trusting["remarks"])
     replayed = run("replay", miscounted.log)
     assert "--trust-snapshots begins from one" in replayed.err
     assert f"decided again by {other_code}" in replayed.err
 
 
-def test_an_index_is_not_believed_that_begins_with_what_other_code_has_folded(
+def test_an_index_is_not_trusted_that_begins_with_what_other_code_has_folded(
     run: Any, miscounted: Retired, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whoever asks without the option gets what he would get without an index."""
@@ -166,8 +166,8 @@ def test_the_state_at_a_moment_is_that_of_the_whole_log(run: Any, retired: Retir
         assert run("replay", "--json", retired.log, "--until", moment).objects("state") == whole
 
 
-def test_a_request_that_arrived_later_is_told_as_before(run: Any, retired: Retired) -> None:
-    """Its last life, to the same end; that something is missing before it is said once."""
+def test_a_request_that_arrived_later_is_shown_as_before(run: Any, retired: Retired) -> None:
+    """Its last incarnation, to the same end; that something is missing before it is reported once."""
     groups = run("show", "--json", retired.log, retired.late_request).objects("group")
     whole = run("show", "--json", retired.whole, retired.late_request).objects("group")
     assert groups[-1] == whole[-1]

@@ -1,4 +1,4 @@
-"""--since, --until and --request: what is told, and that nothing else changes."""
+"""--since, --until and --request: what is shown, and that nothing else changes."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_a_time_selects_the_same_as_its_event(run: Any, log: Path) -> None:
     assert until[-1]["text"] == preempted["text"], "decisions belong to their observation"
 
 
-def test_a_selection_without_an_event_is_told(run: Any, log: Path) -> None:
+def test_a_selection_without_an_event_is_refused(run: Any, log: Path) -> None:
     """Rather than an empty page."""
     result = run("verify", log, "--since", 40, "--until", 30)
     assert result.exit_code == 64
@@ -101,7 +101,7 @@ def two_breaches(tmp_path: Path) -> Path:
     return log
 
 
-def test_verify_tells_only_the_findings_that_are_selected(run: Any, two_breaches: Path) -> None:
+def test_verify_shows_only_the_findings_that_are_selected(run: Any, two_breaches: Path) -> None:
     """By request and by time; the rest of the log is still what the findings are judged by."""
     everything = run("verify", "--json", two_breaches).objects("violation")
     assert {violation["request_id"] for violation in everything} == {"a", "b"}

@@ -87,8 +87,8 @@ def test_other_commands_read_a_stream_as_they_read_files(
     assert on_stream.exit_code == on_files.exit_code, on_stream.err
     assert on_files.out
     (copy,) = (tmp_path / "cache" / "kvledger" / "nats").glob("*/KVLEDGER/*")
-    told = on_stream.out.replace(str(copy), str(log)).replace(copy.name, log.name).replace(server.url, str(log))
-    assert _without_end(told) == _without_end(on_files.out)
+    printed = on_stream.out.replace(str(copy), str(log)).replace(copy.name, log.name).replace(server.url, str(log))
+    assert _without_end(printed) == _without_end(on_files.out)
 
 
 def _without_end(text: str) -> list[str]:

@@ -87,7 +87,7 @@ def test_only_what_a_load_brought_in_place_counts_as_loaded(run: Any, tmp_path: 
     assert {name: shown[name]["num_failures"] for name in jobs} == {"good": 0, "bad": 1, "open": 0}
 
 
-def test_a_part_filled_last_chunk_is_told_when_it_is_saved_and_when_it_is_loaded(run: Any, tmp_path: Path) -> None:
+def test_a_part_filled_last_chunk_is_shown_when_it_is_saved_and_when_it_is_loaded(run: Any, tmp_path: Path) -> None:
     """A reader sees where the tokens behind the last whole chunk went, and that they came back."""
     driver = Driver()
     driver.start("a", keys_of("a", 3), 29, (1, 2))
@@ -132,7 +132,7 @@ def test_a_whole_id_wins_over_longer_ones(run: Any, tmp_path: Path) -> None:
     assert "arrived with 6 prompt tokens" in run("show", log, "a").out
 
 
-def test_an_id_that_is_used_again_is_shown_with_all_its_lives(run: Any, tmp_path: Path) -> None:
+def test_an_id_that_is_used_again_is_shown_with_all_its_incarnations(run: Any, tmp_path: Path) -> None:
     """A client may repeat its ids."""
     driver = Driver()
     for _ in range(2):
@@ -178,7 +178,7 @@ def test_a_log_that_cannot_be_folded_is_shown_up_to_there(run: Any, story: Drive
     assert result.exit_code == 0
     assert REQUEST in result.out
     assert "cannot be folded" in result.err
-    assert "released" in run("show", log, REQUEST).out, "a life is told without the pool that everybody shares"
+    assert "released" in run("show", log, REQUEST).out, "an incarnation is shown without the pool that everybody shares"
 
 
 def test_the_state_of_one_request_or_of_all_at_a_moment(run: Any, log: Path) -> None:
@@ -198,7 +198,7 @@ def test_replay_prints_the_fold_of_the_log(run: Any, log: Path, story: Driver) -
     assert state["projections"] == plain(story.projections.states())
 
 
-def test_replay_stops_where_it_is_told(run: Any, log: Path, story: Driver) -> None:
+def test_replay_stops_where_until_says(run: Any, log: Path, story: Driver) -> None:
     """The state after event 20 is the fold of the first 20 events."""
     (state,) = run("replay", "--json", log, "--until", 20).objects("state")
     expected = fold(Core.standard(), story.sink.events(), story.configuration, at=20)

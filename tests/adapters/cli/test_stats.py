@@ -40,7 +40,7 @@ def one(objects: list[dict[str, Any]]) -> dict[str, Any]:
 # --- one log ------------------------------------------------------------------------------------
 
 
-def test_the_figures_of_a_log_are_told_in_words(run: Any, log: Path) -> None:
+def test_the_figures_of_a_log_are_printed_in_words(run: Any, log: Path) -> None:
     """What an operator looks at first."""
     result = run("stats", log)
     assert result.exit_code == 0
@@ -71,11 +71,11 @@ def test_the_objects_say_what_the_projections_count(run: Any, walked: tuple[Path
 def test_bytes_by_event_are_what_the_encoder_writes(run: Any, walked: tuple[Path, Driver]) -> None:
     """So that a log that grows too fast can be understood."""
     log, driver = walked
-    told = {row["event"]: row["num_bytes"] for row in run("stats", "--json", log).objects("events")}
+    num_bytes = {row["event"]: row["num_bytes"] for row in run("stats", "--json", log).objects("events")}
     encoder = EventEncoder()
     steps = driver.all_of(e.StepScheduled)
-    assert told["step.scheduled"] == sum(len(encoder.encode([step])) - 1 for step in steps)
-    assert sum(told.values()) < one(run("stats", "--json", log).objects("statistics"))["num_bytes"]
+    assert num_bytes["step.scheduled"] == sum(len(encoder.encode([step])) - 1 for step in steps)
+    assert sum(num_bytes.values()) < one(run("stats", "--json", log).objects("statistics"))["num_bytes"]
 
 
 def test_times_of_copies_and_recoveries_have_percentiles(run: Any, tmp_path: Path) -> None:
@@ -132,17 +132,17 @@ def test_one_request_can_be_summed_up_alone(run: Any, walked: tuple[Path, Driver
     log, driver = walked
     request_id = driver.all_of(e.RequestPreempted)[0].request_id
     result = run("stats", "--json", log, "--request", request_id)
-    lives = run("why", "--json", log, request_id).objects("total")
+    incarnations = run("why", "--json", log, request_id).objects("total")
     total = one(result.objects("total"))
-    assert total["num_tokens_needed"] == sum(life["num_tokens_needed"] for life in lives)
-    assert total["num_tokens_recomputed"] == sum(life["num_tokens_recomputed"] for life in lives)
+    assert total["num_tokens_needed"] == sum(each["num_tokens_needed"] for each in incarnations)
+    assert total["num_tokens_recomputed"] == sum(each["num_tokens_recomputed"] for each in incarnations)
     events = {row["event"]: row["num_events"] for row in result.objects("events")}
     arrivals = [event for event in driver.all_of(e.RequestArrived) if event.request_id == request_id]
     assert events["request.arrived"] == len(arrivals)
     assert "step.scheduled" not in events
 
 
-def test_several_logs_are_told_one_by_one_and_together(run: Any, tmp_path: Path) -> None:
+def test_several_logs_are_summed_up_one_by_one_and_together(run: Any, tmp_path: Path) -> None:
     """Each engine start writes a log of its own."""
     for seed in (1, 2):
         walk = Walk(seed, chunk_size=8, block_size=16)
@@ -203,8 +203,8 @@ def test_a_log_whose_oldest_segments_were_retired_is_summed_up_as_far_as_it_goes
     assert total["differences"] == []
     assert total["num_tokens_needed"] > 0
     request_id = driver.all_of(e.RequestFinished)[-1].request_id
-    lives = run("why", "--json", log, request_id).objects("total")
-    assert [life["differences"] for life in lives] == [[]] * len(lives)
+    incarnations = run("why", "--json", log, request_id).objects("total")
+    assert [each["differences"] for each in incarnations] == [[]] * len(incarnations)
 
 
 def test_a_sum_that_is_wrong_is_printed_as_a_fault_of_kvledger(

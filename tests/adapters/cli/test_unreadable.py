@@ -83,7 +83,7 @@ def test_a_log_without_permission_gives_2(run: Any, logs: Path, line: str) -> No
 
 @pytest.mark.parametrize("line", ["verify LOG", "show LOG", "stats LOG", "export LOG --csv"])
 def test_a_log_that_cannot_be_read_does_not_spoil_its_neighbours(run: Any, logs: Path, line: str) -> None:
-    """Closed, vanished behind a link, a disk that fails, no file: named one by one, and the others are told in full."""
+    """Closed, vanished behind a link, a disk that fails, no file: each is named, and the others are shown in full."""
     sound = run(*words(line, logs))
     (logs / "closed").mkdir(mode=0)
     (logs / "gone").symlink_to("nowhere")
@@ -105,11 +105,11 @@ def test_a_log_that_cannot_be_read_does_not_spoil_its_neighbours(run: Any, logs:
     if line == "verify LOG":
         assert "logs        6, 2 sound, 4 unreadable" in result.out
         with an_ordinary_user():
-            told = run("verify", "--json", logs).objects("unreadable")
-        assert sorted(str(each["path"]) for each in told) == ["logs/closed", "logs/failing", "logs/gone", "logs/pipe"]
+            named = run("verify", "--json", logs).objects("unreadable")
+        assert sorted(str(each["path"]) for each in named) == ["logs/closed", "logs/failing", "logs/gone", "logs/pipe"]
 
 
-def test_a_request_is_found_beside_a_log_that_cannot_be_read(run: Any, logs: Path) -> None:
+def test_a_request_is_found_next_to_a_log_that_cannot_be_read(run: Any, logs: Path) -> None:
     """The exit code says that one was left out."""
     shutil.rmtree(logs / "b")
     (logs / "closed").mkdir(mode=0)

@@ -39,7 +39,7 @@ def lose_header(segment: Path) -> None:
 
 
 def test_a_sound_log_gives_0(run: Any, log: Path) -> None:
-    """Chain, rules and decisions are each said to be in order."""
+    """Chain, rules and decisions are each reported to be in order."""
     result = run("verify", log)
     assert result.exit_code == 0, result.out
     assert "intact" in result.out
@@ -92,7 +92,7 @@ def test_a_damaged_copy_of_the_header_is_named_and_everything_is_checked(run: An
     assert [verdict[name] for name in same] == [sound[name] for name in same]
 
 
-def test_without_any_header_events_are_still_read_and_it_is_said_what_cannot_be_judged(
+def test_without_any_header_events_are_still_read_and_it_is_named_what_cannot_be_judged(
     run: Any, story: Driver, tmp_path: Path
 ) -> None:
     """A log of one segment, both copies damaged: today's vocabulary fits, the configuration is gone."""
@@ -129,7 +129,7 @@ def test_without_any_header_events_are_still_read_and_it_is_said_what_cannot_be_
 
 
 def test_events_that_todays_vocabulary_does_not_fit_are_not_guessed_without_a_header(run: Any, tmp_path: Path) -> None:
-    """They were written by another version, and the header that told how is gone."""
+    """They were written by another version, and the header that said how is gone."""
     store = SegmentEventStore.create(tmp_path / "log", {})
     store.append(b"\x91\x92\x00\x01", 1)
     store.close()
@@ -269,7 +269,7 @@ def test_another_transition_table_is_pointed_out(run: Any, story: Driver, tmp_pa
 
 
 def test_a_later_segment_alone_is_verified_as_far_as_it_can_be(run: Any, story: Driver, tmp_path: Path) -> None:
-    """Its chain and schema are checked; that rules could not be is said, not passed over."""
+    """Its chain and schema are checked; that rules could not be is reported, not passed over."""
     log = write_log(tmp_path / "long", story.observed, story.configuration, segment_bytes=9_500)
     segments = sorted(log.glob("*.kvlog"))
     assert len(segments) > 1
@@ -313,7 +313,7 @@ def test_violations_recorded_live_are_named(run: Any, tmp_path: Path) -> None:
 
 
 def test_many_violations_are_cut_for_people_and_whole_for_programs(run: Any, tmp_path: Path) -> None:
-    """The number of those not shown is told."""
+    """The number of those not shown is printed."""
     driver = Driver()
     for job_id in range(1, 31):
         driver.report(job_id)
@@ -371,7 +371,7 @@ def test_a_handler_that_is_none_is_wrong_usage(run: Any, log: Path, name: str) -
 
 
 def test_events_of_a_newer_version_are_refused_or_skipped_and_counted(run: Any, story: Driver, tmp_path: Path) -> None:
-    """Refused with a clear word and a remedy; with --lenient the rest is read, and what is missing is told."""
+    """Refused with a clear word and a remedy; with --lenient the rest is read, and what is missing is named."""
     vocabulary = vocabulary_header(Core.standard())["vocabulary"]
     assert isinstance(vocabulary, list)
     newer = [*vocabulary, {"id": "request.priority_changed", "version": 1, "fields": ["request_id", "priority"]}]

@@ -126,16 +126,16 @@ def test_objects_of_reasons_add_up_to_the_totals(run: Any, tmp_path: Path) -> No
             failed = Counter({"load_failed": total["to_load"].get("failed", 0)})
             missed = Counter(total["missed"]) - failed
             totals.update({("admission", reason): count for reason, count in missed.items()})
-        told: Counter[tuple[str, str]] = Counter()
+        counted: Counter[tuple[str, str]] = Counter()
         for reason in result.objects("reason"):
             assert reason["evidence"]
             if reason["of"] != "lookup":
-                told[reason["of"], reason["reason"]] += reason["num_tokens"]
-        assert told == totals, request_id
+                counted[reason["of"], reason["reason"]] += reason["num_tokens"]
+        assert counted == totals, request_id
     assert num_recomputed == driver.projections.totals.figures.num_tokens_recomputed > 0
 
 
-def test_a_request_with_several_lives_is_told_life_by_life(run: Any, tmp_path: Path) -> None:
+def test_a_request_with_several_incarnations_is_explained_one_by_one(run: Any, tmp_path: Path) -> None:
     """An id may be used again; each life has a table of its own."""
     driver = Driver()
     for num_tokens in (20, 30):
@@ -165,7 +165,7 @@ def test_a_request_must_be_named_and_known(run: Any, evicted: tuple[Path, Driver
     assert "the log has: a, b, r812" in unknown.err
 
 
-def test_a_window_limits_what_is_told_not_what_is_known(run: Any, evicted: tuple[Path, Driver]) -> None:
+def test_a_window_limits_what_is_shown_not_what_is_known(run: Any, evicted: tuple[Path, Driver]) -> None:
     """The eviction lies before the window; it is still the reason."""
     log, driver = evicted
     since = number_of(driver, e.LookupRequested, 2)
@@ -189,7 +189,7 @@ def test_a_quarantine_names_the_broken_rule_and_its_event(run: Any, tmp_path: Pa
     assert f"because rule ALLOC_MATCHES_LOOKUP was broken at event {allocated}" in out
 
 
-def test_what_stands_behind_lost_events_is_told_as_far_as_it_is_known(
+def test_what_stands_behind_lost_events_is_explained_as_far_as_it_is_known(
     run: Any, evicted: tuple[Path, Driver], tmp_path: Path
 ) -> None:
     """The eviction is lost; the lookup recorded that there was one."""
@@ -220,7 +220,7 @@ def test_a_sum_that_is_wrong_is_not_hidden(
     assert "THIS DOES NOT ADD UP, which is a fault of kvledger: tokens recomputed: 5" in result.out
 
 
-def test_a_request_that_waits_long_is_told_with_its_last_answers(run: Any, tmp_path: Path) -> None:
+def test_a_request_that_waits_long_is_explained_with_its_last_answers(run: Any, tmp_path: Path) -> None:
     """A hundred different answers are for programs."""
     driver = Driver()
     driver.arrive("a", 65, keys_of("a", 8))
@@ -235,7 +235,9 @@ def test_a_request_that_waits_long_is_told_with_its_last_answers(run: Any, tmp_p
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in (1, 2, 3))])
-def test_an_index_tells_the_same_story(run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+def test_an_index_gives_the_same_explanation(
+    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
     """With an index nothing is read but the events that the story names."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     walk = Walk(seed, chunk_size=8, block_size=16)

@@ -26,7 +26,7 @@ class Work(KVConnectorMetadata):
 
 
 class SmallCache(KVConnectorBase_V1):
-    """Keeps whole blocks of requests that have ended. Options: `is_async`: loads come beside the steps; `mistake`."""
+    """Keeps whole blocks of requests that have ended. Options: `is_async`: loads come asynchronously; `mistake`."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -123,7 +123,7 @@ class SmallCache(KVConnectorBase_V1):
         return True, None
 
     def has_pending_push_work(self) -> bool:
-        """All is done when it is told."""
+        """All is done when it is asked."""
         return self._mistake == "never rests"
 
     def reset_cache(self) -> bool:
@@ -140,7 +140,7 @@ class SmallCache(KVConnectorBase_V1):
         self._layers = list(kv_caches.values())
 
     def start_load_kv(self, _forward_context: Any, **_named: Any) -> None:
-        """Fill the blocks at once; it is told in this step."""
+        """Fill the blocks at once; it is reported in this step."""
         for request_id, keys, block_ids in self._work().loads:
             places = block_ids[::-1] if self._mistake == "loads in another order" else block_ids
             for key, block in zip(keys, places, strict=True):
@@ -200,7 +200,7 @@ def lose(_scheduler: SmallCache, worker: SmallCache) -> None:
 
 
 class NoWorkerHere(SmallCache):
-    """Loads beside the steps, and wants a device."""
+    """Loads asynchronously, and wants a device."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         if role is KVConnectorRole.WORKER:

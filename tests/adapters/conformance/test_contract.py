@@ -44,14 +44,14 @@ def test_an_obligation_names_what_exists(obligation: Obligation) -> None:
 
 
 @pytest.mark.parametrize("obligation", OBLIGATIONS.values(), ids=OBLIGATIONS)
-def test_what_stands_in_quotation_marks_is_said_by_vllm(obligation: Obligation) -> None:
+def test_what_stands_in_quotation_marks_is_from_vllm(obligation: Obligation) -> None:
     """Its base class says so, in these words; capitals, line breaks and marks of code apart."""
 
     def plain(text: str) -> str:
         return re.sub(r"\s+", " ", text.replace("`", "")).lower()
 
-    said = plain(code_of("base.py"))
-    assert [quote for quote in re.findall('"([^"]+)"', obligation.text) if plain(quote).rstrip(".") not in said] == []
+    source = plain(code_of("base.py"))
+    assert [quote for quote in re.findall('"([^"]+)"', obligation.text) if plain(quote).rstrip(".") not in source] == []
 
 
 def test_every_rule_of_the_recorder_has_an_obligation() -> None:

@@ -35,7 +35,7 @@ MISTAKES = {
     "wants blocks": ("abort-from-everywhere", "aborted before its first step", False),
     "forgets nothing": ("reset-forgets", "reset while idle", False),
     "hides what failed": ("failed-loads-are-reported", LOST, False),
-    "hides what failed beside the steps": ("failed-loads-are-reported", LOST, True),
+    "hides what failed asynchronously": ("failed-loads-are-reported", LOST, True),
     "raises at the end": ("shutdown-completes", "a plain prompt", False),
 }
 
@@ -92,9 +92,9 @@ def test_a_connector_that_is_right_keeps_everything(is_async: bool, tmp_path: Pa
     decoded = {
         name for name, obligation in OBLIGATIONS.items() if obligation.needs in {Precondition.COPY, Precondition.SAVE}
     }
-    beside = {"load-is-reported-once", "load-comes-to-its-end", "allocation-decides", "allocation-comes-twice"}
+    asynchronous = {"load-is-reported-once", "load-comes-to-its-end", "allocation-decides", "allocation-comes-twice"}
     unseen = {name for name, obligation in OBLIGATIONS.items() if not obligation.checks}
-    assert OBLIGATIONS.keys() - kept == decoded | unseen | (set() if is_async else beside)
+    assert OBLIGATIONS.keys() - kept == decoded | unseen | (set() if is_async else asynchronous)
 
 
 def test_a_world_is_its_seed(tmp_path: Path) -> None:

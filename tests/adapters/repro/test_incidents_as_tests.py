@@ -155,7 +155,7 @@ def test_an_incident_of_the_core_comes_back_with_the_mistake_alone(name: str, tm
     assert sizes[1] < sizes[0], sizes
     assert_fails_with_the_mistake_alone(whole, patch)
     assert_fails_with_the_mistake_alone(reduced, patch)
-    # Outside of a test folder nobody has told the linter that tests assert.
+    # Outside of a test folder the linter does not know that tests assert.
     for command in (["format", "--check"], ["check", "--ignore", "S101,INP001"]):
         options = ["--config", str(TESTS.parent / "pyproject.toml"), "--no-cache"]
         ended = finished([sys.executable, "-m", "ruff", *command, *options, str(whole), str(reduced)])

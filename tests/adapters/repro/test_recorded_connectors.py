@@ -36,7 +36,7 @@ FAILS = {"num_tokens": 60, "failure_share": 0.4, "seed": 1, "num_steps": 2}
 THEIRS = {"num_tokens": 48, "num_steps": 2, "seed": 1}
 INNER: dict[str, ConnectorSetup] = {
     "OffloadingConnector": Offloading(),
-    "a cache that fails beside the steps": NamedConnector(name="Neighbour", module="sim.neighbour", options=FAILS),
+    "a cache that fails asynchronously": NamedConnector(name="Neighbour", module="sim.neighbour", options=FAILS),
     "MultiConnector": Several(
         children=(NamedConnector(name="Neighbour", module="sim.neighbour", options=THEIRS), Offloading())
     ),
@@ -74,7 +74,7 @@ def without_times_and_keys(events: Events) -> list[Any]:
     ("name", "seed"),
     [
         ("OffloadingConnector", 7),
-        ("a cache that fails beside the steps", 24),
+        ("a cache that fails asynchronously", 24),
         ("MultiConnector", 26),
         pytest.param("MultiConnector", 170, id="one request, two steps in flight"),
         *(
@@ -214,7 +214,7 @@ def test_a_connector_on_vllms_own_blocks_is_declined() -> None:
             rerun(record(log.log.configuration, events_of(log)))
 
 
-def test_answers_from_where_nothing_is_made_again_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_answers_from_where_nothing_is_made_again_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """ExampleConnector looks into files that its workers wrote; the test is written for who asks for it."""
     inner = Example()
     example = Recorded(inner=inner, name="KVLedgerRecorder")
@@ -240,7 +240,7 @@ def test_answers_from_where_nothing_is_made_again_are_said(tmp_path: Path, capsy
     assert "def test_last_token_holds" in test_path.read_text()
 
 
-def test_calls_that_vllm_could_not_make_are_told_apart() -> None:
+def test_calls_that_vllm_could_not_make_are_recognised() -> None:
     """Without the lookup before blocks are given, without the step that computed the first tokens."""
     log = hold_session()
     recording = record(log.log.configuration, events_of(log))

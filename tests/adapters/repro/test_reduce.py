@@ -112,7 +112,7 @@ def test_reports_follow_the_jobs_of_who_is_left() -> None:
     assert outcome.troubles == []
 
 
-def test_a_smaller_answer_is_taken_up_as_far_as_it_goes() -> None:
+def test_a_smaller_answer_is_claimed_as_far_as_it_goes() -> None:
     """Under another policy less is answered: the scheduler takes up less and computes the rest in its first step."""
     driver = Driver(chunk_size=8)
     driver.save_prefix("writer", keys_of("w", 4))

@@ -134,7 +134,7 @@ def test_the_core_decides_the_same(seed: int) -> None:
     assert [event.num_external_tokens for event in ours] == [event.num_external_tokens for event in theirs]
 
 
-def test_another_story_is_told_apart() -> None:
+def test_another_story_is_recognised() -> None:
     """The comparison can fail: one prompt was a token longer."""
     with World(1) as world:
         world.run()
