@@ -65,6 +65,6 @@ def gravest(codes: Iterable[ExitCode]) -> ExitCode:
 class CommandFailed(Exception):
     """Ends a command with a message on stderr and an exit code."""
 
-    def __init__(self, message: str, exit_code: ExitCode) -> None:
+    def __init__(self, message: str, exit_code: ExitCode = ExitCode.USAGE) -> None:
         super().__init__(message)
         self.exit_code = exit_code

@@ -66,7 +66,7 @@ def run(arguments: argparse.Namespace, output: Output) -> ExitCode:
     try:
         require("kvledger conformance", *CONNECTOR)
     except ModuleNotFoundError as error:
-        raise CommandFailed(str(error), ExitCode.USAGE) from error
+        raise CommandFailed(str(error)) from error
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     logging.disable(logging.CRITICAL)  # what a connector says of each run would hide the report
     try:
@@ -169,7 +169,7 @@ def _chosen(arguments: argparse.Namespace) -> list[Run]:
     found = [each for each in everything if arguments.only in (each.name, each.scenario)]
     if not found:
         names = ", ".join(dict.fromkeys(each.scenario for each in everything if each.scenario))
-        raise CommandFailed(f'--only {arguments.only}: no such run; there are "world N", and: {names}', ExitCode.USAGE)
+        raise CommandFailed(f'--only {arguments.only}: no such run; there are "world N", and: {names}')
     return found
 
 
@@ -184,7 +184,7 @@ def _subject(arguments: argparse.Namespace, first: Run, directory: Path) -> tupl
         subject = Subject.named(arguments.connector, arguments.extra_config, arguments.lose)
     except Exception as error:
         message = f"{arguments.connector}: {type(error).__name__}: {error}; say MODULE:CLASS of a connector of vLLM's"
-        raise CommandFailed(message, ExitCode.USAGE) from error
+        raise CommandFailed(message) from error
     try:
         runs.built(first, subject, directory)
     except Exception as error:  # noqa: BLE001 -- where its worker is the reason, the other side runs alone
@@ -196,7 +196,7 @@ def _subject(arguments: argparse.Namespace, first: Run, directory: Path) -> tupl
                 f"{arguments.connector} cannot be started: {type(error).__name__}: {error}; "
                 "what it needs is said with --extra-config"
             )
-            raise CommandFailed(message, ExitCode.USAGE) from error
+            raise CommandFailed(message) from error
         remark = (
             f"its worker cannot run here ({type(error).__name__}: {error}), so its scheduler's side was run alone: no "
             "byte was moved, and whatever vLLM waited for was reported as done"

@@ -16,7 +16,7 @@ from kvledger.adapters.cli.finding import selected, selected_one
 from kvledger.adapters.cli.options import add_handlers
 from kvledger.adapters.cli.output import Output
 from kvledger.adapters.cli.streams import OutputFailed
-from kvledger.adapters.cli.target import CannotWrite, open_target
+from kvledger.adapters.cli.target import open_target
 from kvledger.adapters.exit_codes import CommandFailed, ExitCode
 from kvledger.adapters.export.perfetto import EngineTrace, TraceFile
 from kvledger.adapters.export.reading import read_trace
@@ -52,20 +52,17 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace, output: Output) -> ExitCode:
     """Write the selected part of each log into one file."""
     if not (arguments.perfetto or arguments.html or arguments.csv):
-        raise CommandFailed("say which format is wanted: --perfetto, --html or --csv", ExitCode.USAGE)
+        raise CommandFailed("say which format is wanted: --perfetto, --html or --csv")
     path: Path | None = arguments.output
     if output.is_json and path is None:
-        raise CommandFailed("--json lists what was written, so name a file with -o", ExitCode.USAGE)
+        raise CommandFailed("--json lists what was written, so name a file with -o")
     logs = [selected_one(arguments, output)] if arguments.html else list(selected(arguments, output))
-    try:
-        if arguments.csv == _ALL_TABLES:
-            paths = _export_all_tables(logs, path, output, overwrite=arguments.force)
-        else:
-            with open_target(path, overwrite=arguments.force, allow_terminal=arguments.csv is not None) as file:
-                _export(arguments, logs, file, output)
-            paths = [] if path is None else [path]
-    except CannotWrite as error:
-        raise CommandFailed(str(error), ExitCode.USAGE) from error
+    if arguments.csv == _ALL_TABLES:
+        paths = _export_all_tables(logs, path, output, overwrite=arguments.force)
+    else:
+        with open_target(path, overwrite=arguments.force, allow_terminal=arguments.csv is not None) as file:
+            _export(arguments, logs, file, output)
+        paths = [] if path is None else [path]
     for written in paths:
         num_bytes = written.stat().st_size
         if output.is_json:
@@ -138,13 +135,13 @@ def _export_tables(logs: _Selected, writers: Mapping[str, WriteRow], output: Out
 
 def _export_all_tables(logs: _Selected, folder: Path | None, output: Output, *, overwrite: bool) -> list[Path]:
     if folder is None:
-        raise CommandFailed(f"--csv {_ALL_TABLES} writes several files: name a folder with -o", ExitCode.USAGE)
+        raise CommandFailed(f"--csv {_ALL_TABLES} writes several files: name a folder with -o")
     if folder.exists() and not folder.is_dir():
-        raise CannotWrite(f"{folder} is no folder; --csv {_ALL_TABLES} writes several files into one")
+        raise CommandFailed(f"{folder} is no folder; --csv {_ALL_TABLES} writes several files into one")
     try:
         folder.mkdir(exist_ok=True)
     except OSError as error:
-        raise CannotWrite(f"{folder}: {error.strerror}; name a folder that can be made") from error
+        raise CommandFailed(f"{folder}: {error.strerror}; name a folder that can be made") from error
     paths = [folder / f"{name}.csv" for name in COLUMNS]
     with contextlib.ExitStack() as files:
         writers = {

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from kvledger.adapters.cli.options import chosen_core, selection_of
 from kvledger.adapters.cli.output import Output
-from kvledger.adapters.exit_codes import CommandFailed, ExitCode
+from kvledger.adapters.exit_codes import CommandFailed
 from kvledger.adapters.logs.index import index_for
 from kvledger.adapters.logs.log import StoredLog, open_log
 from kvledger.adapters.logs.selection import Selection
@@ -69,13 +69,13 @@ def find_request(arguments: argparse.Namespace, output: Output, core: Core) -> t
     names = list(dict.fromkeys(name for _, name in found))
     if len(names) == 1:
         where = ", ".join(str(log.path) for log, _ in found[-_MAX_CANDIDATES:])
-        raise CommandFailed(f"{names[0]} is in {len(found)} logs; name one of them: {where}", ExitCode.USAGE)
+        raise CommandFailed(f"{names[0]} is in {len(found)} logs; name one of them: {where}")
     kind = "several requests begin" if names else "no request begins"
     listed = names or list(dict.fromkeys(name for log in opened for name in known[log.path]))
     more = f" and {len(listed) - _MAX_CANDIDATES} more" if len(listed) > _MAX_CANDIDATES else ""
     whose = "they are" if names else "the log has" if len(opened) == 1 else "the logs have"
     message = f"{kind} with {wanted!r}; {whose}: {', '.join(listed[:_MAX_CANDIDATES]) or 'none'}{more}"
-    raise CommandFailed(message, ExitCode.USAGE)
+    raise CommandFailed(message)
 
 
 def request_ids(log: StoredLog, beginning: str, output: Output) -> dict[str, None]:

@@ -17,7 +17,7 @@ import attrs
 from kvledger.adapters.cli.output import Output
 from kvledger.adapters.cli.quantities import duration_ns
 from kvledger.adapters.core import composed_core, installed_extensions
-from kvledger.adapters.exit_codes import CommandFailed, ExitCode
+from kvledger.adapters.exit_codes import CommandFailed
 from kvledger.adapters.logs.index import index_for
 from kvledger.adapters.logs.log import StoredLog
 from kvledger.adapters.logs.selection import Selection
@@ -88,7 +88,7 @@ def chosen_core(arguments: argparse.Namespace, *, installed: bool = False) -> Co
             (*(installed_extensions() if installed else ()), *getattr(arguments, "extensions", ())),
         )
     except ConfigurationError as error:
-        raise CommandFailed(f"--{error}", ExitCode.USAGE) from error
+        raise CommandFailed(f"--{error}") from error
 
 
 def count(text: str) -> int:
@@ -151,7 +151,7 @@ def selection_of(
             last = _last_until(log.events() if index is None else index.events_around(until_ns), until_ns)
     if last is not None and last < first:
         asked = " ".join(f"--{name} {value.text}" for name, value in (("since", since), ("until", until)) if value)
-        raise CommandFailed(f"{log.path}: {asked} selects no event", ExitCode.USAGE)
+        raise CommandFailed(f"{log.path}: {asked} selects no event")
     return Selection(first, last, request_id)
 
 
@@ -165,7 +165,7 @@ def _since_opening_ns(asked: Moment | None, log: StoredLog) -> int | None:
         message = (
             f"{log.path}: its header does not say when it was opened; give {asked.text} as a time since then (90s)"
         )
-        raise CommandFailed(message, ExitCode.USAGE)
+        raise CommandFailed(message)
     return asked.value - opened_at
 
 

@@ -6,7 +6,7 @@ import argparse
 import contextlib
 import itertools
 import shlex
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import attrs
@@ -14,7 +14,7 @@ import attrs
 from kvledger.adapters.cli.finding import selected_one
 from kvledger.adapters.cli.options import add_handlers, add_request
 from kvledger.adapters.cli.output import Output
-from kvledger.adapters.cli.target import CannotWrite, open_target
+from kvledger.adapters.cli.target import open_target
 from kvledger.adapters.exit_codes import CommandFailed, ExitCode
 from kvledger.adapters.logs.amounts import plural
 from kvledger.adapters.logs.log import StoredLog
@@ -56,24 +56,24 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace, output: Output) -> ExitCode:
     """Write a test and its log."""
     if arguments.output.suffix != ".py":
-        raise CommandFailed(f"{arguments.output} is no Python file; name one such as test_incident.py", ExitCode.USAGE)
+        raise CommandFailed(f"{arguments.output} is no Python file; name one such as test_incident.py")
     log, selection = selected_one(arguments, output)
     if log.worker_rank is not None:
         message = f"{log.path} is worker {log.worker_rank}'s log of its calls; give the scheduler's log next to it"
-        raise CommandFailed(message, ExitCode.USAGE)
+        raise CommandFailed(message)
     if arguments.pin and selection.request_id is None:
-        raise CommandFailed("--pin needs a REQUEST: whose answers are to be pinned?", ExitCode.USAGE)
+        raise CommandFailed("--pin needs a REQUEST: whose answers are to be pinned?")
     findings = _look(log, selection, output)
     incidents = [found for found in findings.incidents if found.sequence >= selection.first_sequence]
     incident = None if arguments.pin or not incidents else incidents[0]
     if incident is None and not arguments.pin:
-        raise CommandFailed(_nothing(log, selection, findings), ExitCode.USAGE)
+        raise CommandFailed(_nothing(log, selection, findings))
     try:
         recording, events = _recorded(log, selection, incident, output)
         with output.progress(log, "leaving out what is not needed"):
             reduced = _reduced(log, recording, arguments, incident, selection)
     except (NotRerunnable, ModuleNotFoundError) as error:
-        raise CommandFailed(f"{log.path} cannot be run again: {error}", ExitCode.USAGE) from error
+        raise CommandFailed(f"{log.path} cannot be run again: {error}") from error
     about = Description(
         incident=incident,
         request_id=selection.request_id or "",
@@ -89,7 +89,9 @@ def run(arguments: argparse.Namespace, output: Output) -> ExitCode:
     kept = events if reduced.events is None else reduced.events
     log_path = arguments.output.with_suffix(".kvlog")
     content = log_bytes(log.core, recording.configuration, log.header, kept)
-    _write({arguments.output: test_source(about).encode(), log_path: content}, overwrite=arguments.force)
+    with contextlib.ExitStack() as stack:  # both files or none
+        for path, written in ((arguments.output, test_source(about).encode()), (log_path, content)):
+            stack.enter_context(open_target(path, overwrite=arguments.force)).write(written)
     for later in incidents[1:] if incident else ():
         output.remark(f"{later.rule} was broken later, at event {later.sequence}: --since {later.sequence} takes that")
     if output.is_json:
@@ -108,16 +110,6 @@ def run(arguments: argparse.Namespace, output: Output) -> ExitCode:
     return ExitCode.SOUND
 
 
-def _write(files: Mapping[Path, bytes], *, overwrite: bool) -> None:
-    """All of them or none."""
-    try:
-        with contextlib.ExitStack() as stack:
-            for path, content in files.items():
-                stack.enter_context(open_target(path, overwrite=overwrite)).write(content)
-    except CannotWrite as error:
-        raise CommandFailed(str(error), ExitCode.USAGE) from error
-
-
 def _look(log: StoredLog, selection: Selection, output: Output) -> Findings:
     """What went wrong in the selected part."""
     with output.progress(log, "looking for the incident"):
@@ -129,10 +121,10 @@ def _look(log: StoredLog, selection: Selection, output: Output) -> Findings:
             f"{log.path} begins with event {log.first_sequence}; without those before, nothing can be run again: give "
             "the whole log directory, or a log that was not cut by retention"
         )
-        raise CommandFailed(message, ExitCode.USAGE)
+        raise CommandFailed(message)
     if log.skipped:
         message = f"{log.path} has events that are not known here ({', '.join(log.skipped)}): use a newer kvledger"
-        raise CommandFailed(message, ExitCode.USAGE)
+        raise CommandFailed(message)
     for damage in log.damage:
         output.remark(str(damage))
     if log.trusted_sequence < log.last_sequence:

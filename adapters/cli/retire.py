@@ -30,7 +30,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace, output: Output) -> ExitCode:
     """Retire, and say what."""
     if arguments.max_bytes is None and arguments.max_age is None:
-        raise CommandFailed("give --max-bytes, --max-age or both; without a limit everything stays", ExitCode.USAGE)
+        raise CommandFailed("give --max-bytes, --max-age or both; without a limit everything stays")
     try:
         retired = _retire(arguments.log, arguments, output)
     except (LogError, OSError) as error:
@@ -51,7 +51,7 @@ def run(arguments: argparse.Namespace, output: Output) -> ExitCode:
 def _retire(log: Path, arguments: argparse.Namespace, output: Output) -> list[Retirement]:
     is_log = log.is_dir() and bool(segment_paths(log))
     if not is_log and not any(segment_paths(child) for child in log.glob("*/")):
-        raise CommandFailed(f"{log}: give a log directory, or a directory of logs", ExitCode.USAGE)
+        raise CommandFailed(f"{log}: give a log directory, or a directory of logs")
     limits = {"max_bytes": arguments.max_bytes, "max_age_seconds": arguments.max_age}
     if is_log:
         return retire(log, **limits, dry_run=arguments.dry_run)

@@ -54,14 +54,14 @@ def run(arguments: argparse.Namespace, output: Output) -> ExitCode:
     if arguments.list is not None:
         return _list(arguments.list, output)
     if arguments.to is None:
-        raise CommandFailed("ship: --to URL is missing, or --list URL; give nats://host", ExitCode.USAGE)
+        raise CommandFailed("ship: --to URL is missing, or --list URL; give nats://host")
     if arguments.log is None:
-        raise CommandFailed("ship: LOG is missing; give a log directory, or a directory of logs", ExitCode.USAGE)
+        raise CommandFailed("ship: LOG is missing; give a log directory, or a directory of logs")
     if arguments.log.is_file():
         message = f"{arguments.log}: a segment alone cannot be shipped; give its directory"
-        raise CommandFailed(message, ExitCode.USAGE)
+        raise CommandFailed(message)
     if not arguments.log.exists() and not arguments.follow:
-        raise CommandFailed(f"{arguments.log}: there is nothing; give a directory", ExitCode.USAGE)
+        raise CommandFailed(f"{arguments.log}: there is nothing; give a directory")
     address = parse_address(arguments.to)
     from kvledger.storage.events.nats import Access, Shipper, label_of, new_stream  # noqa: PLC0415 - a fifth of a second
 

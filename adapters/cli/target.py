@@ -12,11 +12,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, BinaryIO, cast
 
+from kvledger.adapters.exit_codes import CommandFailed
+
 _NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS})
-
-
-class CannotWrite(OSError):
-    """The target cannot be written; the message names it, the reason and the remedy."""
 
 
 @contextlib.contextmanager
@@ -24,18 +22,18 @@ def open_target(path: Path | None, *, overwrite: bool = False, allow_terminal: b
     """A file to write to; `path` is replaced when the context ends well and untouched when it does not. None: stdout.
 
     Raises:
-        CannotWrite: there is something already, the folder does not exist, stdout is a terminal, …
+        CommandFailed: there is something already, the folder does not exist, stdout is a terminal, …
     """
     if path is None:
         if sys.stdout.isatty() and not allow_terminal:
-            raise CannotWrite("this is nothing for a terminal; name a file with -o, or pipe it to a program")
+            raise CommandFailed("this is nothing for a terminal; name a file with -o, or pipe it to a program")
         yield sys.stdout.buffer
         return
     _check(path, overwrite=overwrite)
     try:
         descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
     except OSError as error:
-        raise CannotWrite(f"{path}: {error.strerror}; name a file in a folder that can be written") from error
+        raise CommandFailed(f"{path}: {error.strerror}; name a file in a folder that can be written") from error
     temporary = Path(name)
     try:
         with os.fdopen(descriptor, "wb") as file:
@@ -51,7 +49,7 @@ def open_target(path: Path | None, *, overwrite: bool = False, allow_terminal: b
         temporary.replace(path)
     except OSError as error:
         if error.errno in _NO_ROOM:
-            raise CannotWrite(f"{path} cannot be written: {error.strerror}; nothing was changed") from error
+            raise CommandFailed(f"{path} cannot be written: {error.strerror}; nothing was changed") from error
         raise
     finally:
         temporary.unlink(missing_ok=True)
@@ -59,9 +57,9 @@ def open_target(path: Path | None, *, overwrite: bool = False, allow_terminal: b
 
 def _check(path: Path, *, overwrite: bool) -> None:
     if path.is_dir():
-        raise CannotWrite(f"{path} is a folder; name a file in it")
+        raise CommandFailed(f"{path} is a folder; name a file in it")
     if path.exists() and not overwrite:
-        raise CannotWrite(f"{path} exists already; name another file, or overwrite it with --force")
+        raise CommandFailed(f"{path} exists already; name another file, or overwrite it with --force")
 
 
 def _umask() -> int:
