@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
+from collections.abc import Callable
 
 import attrs
 
@@ -16,7 +17,6 @@ from kvledger.adapters.reasons import Accounts, RequestHistory, Sums
 from kvledger.lifecycle import Core, Figures, LedgerConfiguration, Projections
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.codec import EventEncoder
-from kvledger.lifecycle.marks import marked, on
 
 MAX_TOP = 10
 _PERCENTILES = ("load_time_ns", "save_time_ns", "recovery_time_ns", "events_per_step", "bytes_per_step")
@@ -79,7 +79,16 @@ class Counting:
         self._preempted_ns: dict[str, int] = {}
         self._statistics = Statistics(num_logs=1)
         self._core = core
-        self._counts = dict(marked(self))
+        self._counts: dict[type[e.Event], Callable[..., None]] = {
+            e.StepScheduled: self._count_step,
+            e.TransferReported: self._count_report,
+            e.LookupDeferred: self._count_deferral,
+            e.RequestPreempted: self._lose_blocks,
+            e.PrefillCompleted: self._recover,
+            e.RequestArrived: self._never_recover,
+            e.RequestFinished: self._never_recover,
+            **dict.fromkeys((e.ExtensionObserved, e.ExtensionNoted, e.ExtensionDecided), self._count_of_extension),
+        }
 
     def take(self, batch: Batch) -> None:
         """Take what one frame holds."""
@@ -153,19 +162,16 @@ class Counting:
         if count is not None:
             count(event)
 
-    @on(e.StepScheduled)
     def _count_step(self, event: e.StepScheduled) -> None:
         self._statistics.num_steps += 1
         self._statistics.num_tokens_scheduled += event.num_scheduled_tokens
 
-    @on(e.TransferReported)
     def _count_report(self, event: e.TransferReported) -> None:
         job = self._projections.transfers.get(event.job_id)
         if job is not None and event.duration_ns:  # nobody says how long it took in a log of another connector
             name = "load_time_ns" if job.kind == "load" else "save_time_ns"
             self._statistics.percentiles[name].add(event.duration_ns)
 
-    @on(e.ExtensionObserved, e.ExtensionNoted, e.ExtensionDecided)
     def _count_of_extension(self, event: e.ExtensionEvent) -> None:
         for what, amount in figures_of_extension(event, self._core).items():
             name = f"{event.extension}/{what}"
@@ -174,21 +180,17 @@ class Counting:
             else:
                 self._statistics.of_extensions[name] += amount
 
-    @on(e.LookupDeferred)
     def _count_deferral(self, _event: e.LookupDeferred) -> None:
         self._statistics.num_deferrals += 1
 
-    @on(e.RequestPreempted)
     def _lose_blocks(self, event: e.RequestPreempted) -> None:
         self._preempted_ns.setdefault(event.request_id, event.time_ns)
 
-    @on(e.PrefillCompleted)
     def _recover(self, event: e.PrefillCompleted) -> None:
         since_ns = self._preempted_ns.pop(event.request_id, None)
         if since_ns is not None:
             self._statistics.percentiles["recovery_time_ns"].add(self._time_ns - since_ns)
 
-    @on(e.RequestArrived, e.RequestFinished)
     def _never_recover(self, event: e.RequestArrived | e.RequestFinished) -> None:
         self._preempted_ns.pop(event.request_id, None)
 
