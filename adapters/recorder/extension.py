@@ -7,18 +7,12 @@ such a log like kvledger's own. It must not know vLLM, nor any connector.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-
-import msgspec
-
-from kvledger.adapters.recorder import payloads, words
-from kvledger.adapters.recorder.payloads import RecorderEvents
+from kvledger.adapters.recorder import payloads
 from kvledger.adapters.recorder.rules import LEFT_OUT, RULES
+from kvledger.adapters.recorder.words import InWords
 from kvledger.lifecycle import (
-    LedgerConfiguration,
     MissReason,
     RequestState,
-    SequencedEvent,
     StateHandler,
     Turn,
     decisions,
@@ -29,7 +23,7 @@ from kvledger.lifecycle.windows import NO_SLOT
 _UNKNOWN = MissReason.RECORDED.value
 
 
-class Recorder(RecorderEvents):
+class Recorder(InWords):
     """The extension of a recorder's core."""
 
     rows = (
@@ -39,22 +33,6 @@ class Recorder(RecorderEvents):
     )
     rules = RULES
     leaves_out = LEFT_OUT
-
-    def words(self, payload: msgspec.Struct) -> str | None:
-        """An event of the recorder."""
-        return words.words(payload)
-
-    def evidence(self, events: Sequence[SequencedEvent], configuration: LedgerConfiguration) -> Iterable[str]:
-        """What the workers had been given."""
-        return words.evidence(events, configuration)
-
-    def figures(self, payload: msgspec.Struct) -> Mapping[str, int]:
-        """Time in hooks, answers, copies."""
-        return words.figures(payload)
-
-    def under_way(self, event: e.Event) -> str | None:
-        """The call that the wrapped connector is in."""
-        return words.under_way(event)
 
 
 def _release(turn: Turn) -> None:

@@ -29,13 +29,15 @@ if TYPE_CHECKING:
 class CopiedPages:
     """Blocks of a copy that stand in a row in the table of a request, all of them full."""
 
-    number: int
-    """Of the scheduler's side, which alone knows where they stand."""
-    request_id: str
+    life: tuple[str, int, int]
+    """Request id, ordinal and generation."""
     job: str
     is_load: bool
     ends_with: str
     """As of the copy, see `payloads.ENDS`."""
+    group: int
+    first_block: int
+    """Where in the group's table they begin."""
     block_ids: tuple[int, ...]
 
 
@@ -51,7 +53,7 @@ class AskedPages(KVConnectorMetadata):
 class FoundDigests:
     """What one rank has found of them, one digest for each block."""
 
-    number: int
+    pages: CopiedPages
     rank: int
     digests: tuple[int, ...]
 
@@ -86,7 +88,7 @@ class RecordedPages:
         """To be digested when the step has computed."""
         self._loading: list[CopiedPages] = []
         """To be digested when they are reported."""
-        self._found: list[tuple[int, torch.Tensor]] = []
+        self._found: list[tuple[CopiedPages, torch.Tensor]] = []
 
     def hook_failed(self, hook: str, _request_id: str, error: Exception) -> None:
         """Called by the guard: no more digests."""
@@ -115,7 +117,7 @@ class RecordedPages:
     @guarded(default=None)
     def received(self, request_ids: Iterable[str], failed: Iterable[str]) -> None:
         """The loads of these requests have come; of others it is known that they have not."""
-        self._ended(lambda copied: copied.request_id in set(request_ids), failed)
+        self._ended(lambda copied: copied.life[0] in set(request_ids), failed)
 
     @guarded(default=None)
     def reported(self, worker_metadata: object) -> None:
@@ -131,17 +133,17 @@ class RecordedPages:
     @guarded(default=_NOTHING)
     def _taken(self) -> tuple[FoundDigests, ...]:
         found, self._found = self._found, []
-        return tuple(FoundDigests(number, self._rank, tuple(digests.tolist())) for number, digests in found)
+        return tuple(FoundDigests(copied, self._rank, tuple(digests.tolist())) for copied, digests in found)
 
     def _ended(self, has_ended: Callable[[CopiedPages], bool], failed: Iterable[str]) -> None:
         lost = set(failed)
-        here = [each for each in self._loading if each.request_id not in lost]
+        here = [each for each in self._loading if each.life[0] not in lost]
         self._loading = [each for each in here if not has_ended(each)]
         self._digest(each for each in here if has_ended(each))
 
     def _digest(self, copies: Iterable[CopiedPages]) -> None:
         if self._digests is not None:
-            self._found += [(copied.number, self._digests.of_blocks(copied.block_ids)) for copied in copies]
+            self._found += [(copied, self._digests.of_blocks(copied.block_ids)) for copied in copies]
 
 
 def opened(metadata: KVConnectorMetadata) -> KVConnectorMetadata:

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 import msgspec
 
-from kvledger.adapters.recorder import payloads
-from kvledger.adapters.recorder.decoders import COMPLETED
+from kvledger.adapters.recorder import decoders, payloads
 from kvledger.adapters.recorder.log import RecorderLog
 from kvledger.adapters.recorder.transfers import Transfers
 from kvledger.adapters.vllm import versions
@@ -217,9 +216,7 @@ class Recording:
             self._transfers.digested(found, invalid_block_ids)
         metadata = output.kv_connector_worker_meta
         reported = _ends(payloads.WorkersReported, output)
-        if metadata is not None and type(metadata).__name__ not in COMPLETED:
-            reported = msgspec.structs.replace(reported, unread=type(metadata).__name__)
-        self.log.note(reported)
+        self.log.note(msgspec.structs.replace(reported, unread=decoders.unread(metadata)))
         self._transfers.reported(metadata)
 
     @_records

@@ -24,10 +24,7 @@ Life = tuple[str, int, int]
 """Request id, ordinal and generation."""
 _Result = TypeVar("_Result")
 _NOBODY = ("", -1, 0)
-_NOT_ASKED = (None, _NOBODY, 0, 0)
 _MANY = 1 << 40
-_MAX_ASKED = 1 << 12
-"""Rows of blocks that workers were asked to digest; digests of older ones are not recorded."""
 
 
 class _Page(NamedTuple):
@@ -52,9 +49,6 @@ class Transfers:
         """Block -> whose it was made last."""
         self._reports: Counter[str] = Counter()
         """Job -> workers that have done it, until all have."""
-        self._num_asked = 0
-        self._asked: dict[int, tuple[CopiedPages, Life, int, int]] = {}
-        """Number -> what is to be digested; whose, in which group and from where in its table on."""
 
     def given(self, request_id: str, block_ids: Sequence[int]) -> None:
         """The request may use these blocks, the last of its table."""
@@ -101,17 +95,9 @@ class Transfers:
         numbered = enumerate(sorted(found))
         for _, row in groupby(numbered, lambda each: (*each[1][:2], each[1][2] - each[0])):
             pages = [page for _, page in row]
-            yield self._asked_for(copy, *pages[0][:3], tuple(block_id for *_, block_id in pages))
-
-    def _asked_for(
-        self, copy: payloads.Transferred, life: Life, group: int, first_block: int, block_ids: tuple[int, ...]
-    ) -> CopiedPages:
-        self._num_asked += 1
-        pages = CopiedPages(self._num_asked, life[0], copy.job, copy.is_load, copy.ends_with, block_ids)
-        self._asked[pages.number] = pages, life, group, first_block
-        while len(self._asked) > _MAX_ASKED:
-            del self._asked[next(iter(self._asked))]
-        return pages
+            life, group, first_block, _ = pages[0]
+            block_ids = tuple(block_id for *_, block_id in pages)
+            yield CopiedPages(life, copy.job, copy.is_load, copy.ends_with, group, first_block, block_ids)
 
     def _num_full_blocks(self, life: Life, copy: payloads.Transferred, loaded_to: Mapping[str, int]) -> int:
         """Of what is loaded, those that it fills; of what is saved, those that are computed by this step's end."""
@@ -123,10 +109,10 @@ class Transfers:
 
     def digested(self, found: FoundDigests, invalid_block_ids: set[int]) -> None:
         """Record what a worker has found, but for what could not be loaded."""
-        pages, life, group, first_block = self._asked.get(found.number, _NOT_ASKED)
-        if pages is not None and invalid_block_ids.isdisjoint(pages.block_ids):
-            is_load, now = pages.is_load, self._log.now()
-            self._log.observe(e.PagesDigested(*life, found.rank, is_load, group, first_block, found.digests, (), now))
+        pages = found.pages
+        if invalid_block_ids.isdisjoint(pages.block_ids):
+            is_load, where, now = pages.is_load, (pages.group, pages.first_block), self._log.now()
+            self._log.observe(e.PagesDigested(*pages.life, found.rank, is_load, *where, found.digests, (), now))
 
     def reported(self, worker_metadata: object) -> None:
         """Record the jobs that the workers' metadata reports as done."""

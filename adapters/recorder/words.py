@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from kvledger.adapters.recorder import payloads
-from kvledger.adapters.recorder.payloads import payload_of
+from kvledger.adapters.recorder.payloads import RecorderEvents, payload_of
 from kvledger.lifecycle import LedgerConfiguration, MissReason, SequencedEvent
 from kvledger.lifecycle import events as e
 
@@ -35,23 +35,6 @@ _CALLS: Mapping[type[e.Event], str] = MappingProxyType(
 """Observation -> the hook that the wrapped connector is in from then on."""
 
 
-def under_way(event: e.Event) -> str | None:
-    """Which call the connector is in from this event on; "" where it is in none, None where the event does not say."""
-    hook = _CALLS.get(type(event))
-    if hook is not None:
-        request_id = getattr(event, "request_id", "")
-        return f"in {hook} of request {request_id}" if request_id else f"in {hook}"
-    if isinstance(event, e.HookFailed | e.LogNote):
-        return ""
-    payload = payload_of(event) if isinstance(event, e.ExtensionEvent) else None
-    if isinstance(payload, payloads.Called):
-        step = "" if payload.step < 0 else f" of step {payload.step}"
-        return f"in {payload.hook}{f' for {payload.layer}' * bool(payload.layer)}{step}"
-    if type(payload) is payloads.WorkersReported:
-        return "in update_connector_output"
-    return "" if isinstance(payload, payloads.LookupReturned | payloads.EndReturned | payloads.Returned) else None
-
-
 _WORDS: Mapping[type[msgspec.Struct], Callable[[Any], str]] = MappingProxyType(
     {
         payloads.LookupReturned: lambda answer: _slow("get_num_new_matched_tokens", answer.duration_ns),
@@ -70,32 +53,6 @@ _WORDS: Mapping[type[msgspec.Struct], Callable[[Any], str]] = MappingProxyType(
         payloads.ReportedToVLLM: lambda ends: _ends("reported to vLLM: ", ends),
     }
 )
-
-
-def words(payload: msgspec.Struct) -> str | None:
-    """An event of the recorder; "" where the decision that follows says the same."""
-    describe = _WORDS.get(type(payload))
-    return None if describe is None else describe(payload)
-
-
-def figures(payload: msgspec.Struct) -> Mapping[str, int]:
-    """Time in the connector's hooks, what it answered, and what it gave its workers to copy."""
-    match payload:
-        case payloads.LookupReturned():
-            num = payload.num_external_tokens
-            answer = "to ask again" if num is None else "with tokens" if num else "without tokens"
-            return {"get_num_new_matched_tokens_ns": payload.duration_ns, f"answers {answer}": 1}
-        case payloads.EndReturned():
-            kept = {"ended requests whose blocks are kept": 1} if payload.keeps_blocks else {}
-            return {"request_finished_ns": payload.duration_ns, **kept}
-        case payloads.Returned():
-            return {f"{payload.hook}_ns": payload.duration_ns}
-        case payloads.TransferredFor():
-            return figures(payload.copy)
-        case payloads.Transferred():
-            direction = "load" if payload.is_load else "save"
-            return {f"copies to {direction}": 1, f"blocks to {direction}": len(payload.block_ids)}
-    return {}
 
 
 def _slow(hook: str, duration_ns: int) -> str:
@@ -122,21 +79,6 @@ def _ends(who: str, ends: payloads.WorkersReported) -> str:
     return who + "; ".join(parts) if parts else ""
 
 
-def evidence(events: Sequence[SequencedEvent], configuration: LedgerConfiguration) -> Iterator[str]:
-    """What the workers had been given: for an answer that leaves tokens to compute, and for blocks that are kept."""
-    _, event = events[-1]
-    if isinstance(event, e.LookupAnswered) and event.miss_reason == MissReason.RECORDED:
-        saved = _saved(events, configuration)
-        num_offered = event.num_computed_tokens + event.num_external_tokens
-        if saved is not None and num_offered < min(saved[0], event.num_tokens - 1):
-            yield f"its workers had been given {saved[1]}; whether that is still there is not in the log"
-    elif isinstance(event, e.ExtensionObserved):
-        payload = payload_of(event)
-        if isinstance(payload, payloads.EndReturned) and payload.keeps_blocks:
-            saved = _saved(events, configuration)
-            yield "what for is not in the log" if saved is None else f"its workers had been given {saved[1]}"
-
-
 def _saved(events: Sequence[SequencedEvent], configuration: LedgerConfiguration) -> tuple[int, str] | None:
     """How many tokens the workers were given to save since the request arrived, and the same in words."""
     num_blocks: Counter[int] = Counter()
@@ -151,3 +93,61 @@ def _saved(events: Sequence[SequencedEvent], configuration: LedgerConfiguration)
     most = max(num_blocks.values())
     num_tokens = most * configuration.block_size
     return num_tokens, f"{most} blocks of it to save ({num_tokens} tokens), the last at event {last}"
+
+
+class InWords(RecorderEvents):
+    """What the extension has for people."""
+
+    def words(self, payload: msgspec.Struct) -> str | None:
+        """An event of the recorder; "" where the decision that follows says the same."""
+        describe = _WORDS.get(type(payload))
+        return None if describe is None else describe(payload)
+
+    def evidence(self, events: Sequence[SequencedEvent], configuration: LedgerConfiguration) -> Iterator[str]:
+        """What the workers had been given: for an answer that leaves tokens to compute, for blocks that are kept."""
+        _, event = events[-1]
+        if isinstance(event, e.LookupAnswered) and event.miss_reason == MissReason.RECORDED:
+            saved = _saved(events, configuration)
+            num_offered = event.num_computed_tokens + event.num_external_tokens
+            if saved is not None and num_offered < min(saved[0], event.num_tokens - 1):
+                yield f"its workers had been given {saved[1]}; whether that is still there is not in the log"
+        elif isinstance(event, e.ExtensionObserved):
+            payload = payload_of(event)
+            if isinstance(payload, payloads.EndReturned) and payload.keeps_blocks:
+                saved = _saved(events, configuration)
+                yield "what for is not in the log" if saved is None else f"its workers had been given {saved[1]}"
+
+    def figures(self, payload: msgspec.Struct) -> Mapping[str, int]:
+        """Time in the connector's hooks, what it answered, and what it gave its workers to copy."""
+        match payload:
+            case payloads.LookupReturned():
+                num = payload.num_external_tokens
+                answer = "to ask again" if num is None else "with tokens" if num else "without tokens"
+                return {"get_num_new_matched_tokens_ns": payload.duration_ns, f"answers {answer}": 1}
+            case payloads.EndReturned():
+                kept = {"ended requests whose blocks are kept": 1} if payload.keeps_blocks else {}
+                return {"request_finished_ns": payload.duration_ns, **kept}
+            case payloads.Returned():
+                return {f"{payload.hook}_ns": payload.duration_ns}
+            case payloads.TransferredFor():
+                return self.figures(payload.copy)
+            case payloads.Transferred():
+                direction = "load" if payload.is_load else "save"
+                return {f"copies to {direction}": 1, f"blocks to {direction}": len(payload.block_ids)}
+        return {}
+
+    def under_way(self, event: e.Event) -> str | None:
+        """Which call the connector is in from here on; "" where it is in none, None where the event does not say."""
+        hook = _CALLS.get(type(event))
+        if hook is not None:
+            request_id = getattr(event, "request_id", "")
+            return f"in {hook} of request {request_id}" if request_id else f"in {hook}"
+        if isinstance(event, e.HookFailed | e.LogNote):
+            return ""
+        payload = payload_of(event) if isinstance(event, e.ExtensionEvent) else None
+        if isinstance(payload, payloads.Called):
+            step = "" if payload.step < 0 else f" of step {payload.step}"
+            return f"in {payload.hook}{f' for {payload.layer}' * bool(payload.layer)}{step}"
+        if type(payload) is payloads.WorkersReported:
+            return "in update_connector_output"
+        return "" if isinstance(payload, payloads.LookupReturned | payloads.EndReturned | payloads.Returned) else None

@@ -11,7 +11,9 @@ from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from kvledger.adapters.recorder.decoders import example, lmcache_mp, multi, nixl, offloading, simple_cpu
+import msgspec
+
+from kvledger.adapters.recorder.decoders import example, lmcache_mp, nixl, offloading, simple_cpu
 from kvledger.adapters.recorder.payloads import Transferred
 
 Copies = Iterator[tuple[str, Transferred]]
@@ -23,43 +25,53 @@ COPIES: Mapping[str, Callable[[Any, int], Copies]] = MappingProxyType(
         "NixlConnectorMetadata": nixl.copies,
         "ExampleConnectorMetadata": example.copies,
         "LMCacheMPConnectorMetadata": lmcache_mp.copies,
-        "MultiKVConnectorMetadata": lambda metadata, block_size: multi.copies(
-            metadata, lambda child: copies(child, block_size)
-        ),
-        # Of a recorder inside of the one that asks, as is the next one and `RecordedReports`.
-        "AskedPages": lambda envelope, block_size: copies(envelope.wrapped, block_size),
-    }
-)
-AWAITED: Mapping[str, Callable[[Any], Iterator[str]]] = MappingProxyType(
-    {
-        "OffloadingConnectorMetadata": offloading.awaited,
-        "MultiKVConnectorMetadata": lambda metadata: multi.awaited(metadata, awaited),
-        "AskedPages": lambda envelope: awaited(envelope.wrapped),
     }
 )
 COMPLETED: Mapping[str, Callable[[Any], Iterator[tuple[str, int]]]] = MappingProxyType(
-    {
-        "OffloadingWorkerMetadata": offloading.completed,
-        "SimpleCPUOffloadWorkerMetadata": simple_cpu.completed,
-        "RecordedReports": lambda envelope: completed(envelope.wrapped),
-        "MultiKVConnectorWorkerMetadata": lambda metadata: multi.completed(metadata, completed),
-    }
+    {"OffloadingWorkerMetadata": offloading.completed, "SimpleCPUOffloadWorkerMetadata": simple_cpu.completed}
 )
+_OF_CHILDREN = frozenset({"MultiKVConnectorMetadata", "MultiKVConnectorWorkerMetadata"})
+_OF_A_RECORDER = frozenset({"AskedPages", "RecordedReports"})
 
 
 def copies(metadata: object, block_size: int) -> Copies:
     """The copies that metadata hands to the workers."""
-    decode = COPIES.get(type(metadata).__name__)
-    return iter(()) if decode is None else decode(metadata, block_size)
+    for place, part in _parts(metadata):
+        decode = COPIES.get(type(part).__name__)
+        for request_id, copy in () if decode is None else decode(part, block_size):
+            yield request_id, msgspec.structs.replace(copy, job=f"{place}{copy.job}")
 
 
 def awaited(metadata: object) -> Iterator[str]:
     """Jobs that the workers finish before the step of this metadata computes anything."""
-    decode = AWAITED.get(type(metadata).__name__)
-    return iter(()) if decode is None else decode(metadata)
+    for place, part in _parts(metadata):
+        if type(part).__name__ == "OffloadingConnectorMetadata":
+            yield from (f"{place}{job}" for job in offloading.awaited(part))
 
 
 def completed(worker_metadata: object) -> Iterator[tuple[str, int]]:
     """(job, workers that have done it) of what workers report."""
-    decode = COMPLETED.get(type(worker_metadata).__name__)
-    return iter(()) if decode is None else decode(worker_metadata)
+    for place, part in _parts(worker_metadata):
+        decode = COMPLETED.get(type(part).__name__)
+        yield from ((f"{place}{job}", count) for job, count in (() if decode is None else decode(part)))
+
+
+def unread(worker_metadata: object) -> str:
+    """The class of which nobody knows what it reports; empty where there is none."""
+    parts = (type(part).__name__ for _, part in _parts(worker_metadata) if part is not None)
+    return next((name for name in parts if name not in COMPLETED), "")
+
+
+def _parts(metadata: Any, place: str = "") -> Iterator[tuple[str, object]]:
+    """(what the jobs' names begin with, metadata of one connector), out of envelopes of a recorder inside.
+
+    Jobs of a `MultiConnector`'s children are named after the child's place (`kv_connector/v1/multi_connector.py`,
+    0.32).
+    """
+    if type(metadata).__name__ in _OF_CHILDREN:
+        for number, child in enumerate(metadata.metadata):
+            yield from _parts(child, f"{place}{number}/")
+    elif type(metadata).__name__ in _OF_A_RECORDER:
+        yield from _parts(metadata.wrapped, place)
+    else:
+        yield place, metadata

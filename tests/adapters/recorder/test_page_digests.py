@@ -15,7 +15,7 @@ from sim.lmcache_mp import SERVERS, LMCacheMP
 from sim.recorded import audited, events_of
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerMetadata
 
-from kvledger.adapters.recorder.page_digests import FoundDigests, RecordedReports
+from kvledger.adapters.recorder.page_digests import CopiedPages, FoundDigests, RecordedReports
 from kvledger.adapters.simulation.connectors import ConnectorSetup, Offloading, SimpleCPU
 from kvledger.adapters.simulation.hashed_model import HashedModel
 from kvledger.lifecycle import events as e
@@ -200,7 +200,7 @@ def test_what_nixl_receives_is_digested_when_its_worker_reports_it(record: Recor
         for _, event in events_of(recording)
         if isinstance(event, e.BlocksAllocated) and event.request_id == "a"
     )
-    assert (pages.request_id, pages.is_load, pages.block_ids) == ("a", True, table[2:4])
+    assert (pages.life[0], pages.is_load, pages.block_ids) == ("a", True, table[2:4])
     worker = engine.worker.digests
     worker.step_begins(metadata)
     worker.step_has_computed()
@@ -220,7 +220,8 @@ class _Told(KVConnectorWorkerMetadata):
 
 def test_envelopes_of_several_ranks_are_put_together_as_the_connector_does() -> None:
     """What it said itself, and all digests."""
-    copies = [FoundDigests(1, rank, (rank,)) for rank in (0, 1, 2)]
+    pages = CopiedPages(("a", 0, 0), "1", is_load=False, ends_with="job", group=0, first_block=0, block_ids=(7,))
+    copies = [FoundDigests(pages, rank, (rank,)) for rank in (0, 1, 2)]
     first, second, third = (
         RecordedReports(told, (copy,)) for told, copy in zip((_Told(0), None, _Told(2)), copies, strict=True)
     )
