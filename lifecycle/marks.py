@@ -6,13 +6,16 @@ from collections.abc import Callable
 from types import UnionType
 from typing import Any, TypeVar, get_args
 
-from kvledger.lifecycle.events import Event
+import msgspec
 
 _Method = TypeVar("_Method", bound=Callable[..., None])
 
 
-def on(*event_classes: type[Event] | UnionType) -> Callable[[_Method], _Method]:
-    """Mark a method: it is to be called with each event of these classes, or of those of a union."""
+def on(*event_classes: type[msgspec.Struct] | UnionType) -> Callable[[_Method], _Method]:
+    """Mark a method: it is to be called with each event of these classes, or of those of a union.
+
+    A rule of an extension may name what its events say: its method is called with that, at the event at hand.
+    """
 
     def mark(method: _Method) -> _Method:
         vars(method)["event_classes"] = [one for each in event_classes for one in get_args(each) or (each,)]
@@ -21,7 +24,7 @@ def on(*event_classes: type[Event] | UnionType) -> Callable[[_Method], _Method]:
     return mark
 
 
-def marked(owner: object) -> list[tuple[type[Event], Callable[..., Any]]]:
+def marked(owner: object) -> list[tuple[type[Any], Callable[..., Any]]]:
     """(event class, method) of everything that is marked, in the order in which it stands, base classes first."""
     methods = {
         name: function.event_classes

@@ -57,8 +57,9 @@ class Audit:
         model = Model.of(core.compiled, core.gating, core.events.values(), configuration, found)
         self.checkers = tuple(make(model) for make in (_checkers(core) if checkers is None else checkers))
         checks = [*model.folds(), *(check for checker in self.checkers for check in checker.checks())]
+        of_events = [(kind, check) for kind, check in checks if issubclass(kind, Event)]
         self._replay = Replay(
-            core, configuration, reference=core.reference, checks=checks, current=model.moment, start=start
+            core, configuration, reference=core.reference, checks=of_events, current=model.moment, start=start
         )
         self.projections = self._replay.projections
         """What the log folds to so far."""
@@ -148,6 +149,7 @@ class Audit:
 
 
 def _checkers(core: Core) -> Iterator[_MakeChecker]:
-    extension_of = {rule: extension.name for extension in core.extensions for rule in extension.rules}
+    extension_of = {rule: extension for extension in core.extensions for rule in extension.rules}
     for rule, make in core.rules.items():
-        yield partial(RuleOfExtension, rule, extension_of[rule], make) if rule in extension_of else make
+        its = extension_of.get(rule)
+        yield make if its is None else partial(RuleOfExtension, rule, its.name, its.payload_of, make)

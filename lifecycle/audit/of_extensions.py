@@ -6,10 +6,12 @@ know what the rule is about.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import attrs
+import msgspec
 
 from kvledger.lifecycle.audit.checker import Checker
 from kvledger.lifecycle.audit.model import Model
@@ -17,9 +19,17 @@ from kvledger.lifecycle.audit.model.moment import Check, EventChecks
 from kvledger.lifecycle.audit.model.start import Start
 from kvledger.lifecycle.audit.violations import Violations
 from kvledger.lifecycle.errors import without_secrets
-from kvledger.lifecycle.events import Event, ExtensionStopped
+from kvledger.lifecycle.events import (
+    Event,
+    ExtensionDecided,
+    ExtensionEvent,
+    ExtensionNoted,
+    ExtensionObserved,
+    ExtensionStopped,
+)
 from kvledger.lifecycle.marks import on
 
+_OF_EXTENSIONS = (ExtensionObserved, ExtensionDecided, ExtensionNoted)
 _Result = TypeVar("_Result")
 
 
@@ -28,20 +38,40 @@ class RuleOfExtension(Checker):
 
     rule = ""  # of each object its own
 
-    def __init__(self, rule: str, extension: str, make: Callable[[Model], Checker], model: Model) -> None:
+    def __init__(
+        self,
+        rule: str,
+        extension: str,
+        payload_of: Callable[[ExtensionEvent], msgspec.Struct | None],
+        make: Callable[[Model], Checker],
+        model: Model,
+    ) -> None:
         super().__init__(model)
         self.rule = rule  # type: ignore[misc]
         self.not_judged = ""
         """Why the rest of the log, or all of it, could not be judged; empty: it was."""
         self._extension = extension
+        self._payload_of = payload_of
         self._found = Violations()
         self._checker = self._run(lambda: make(attrs.evolve(model, violations=self._found)))
 
     def checks(self) -> EventChecks:
         """Those of the extension's checker, each as long as nothing has raised."""
-        checker = self._checker
-        checks = [] if checker is None else self._run(lambda: list(checker.checks())) or []
+        checks = self._run(self._checks_of_events) or ()
         return [*super().checks(), *((event_class, self._guarded(check)) for event_class, check in checks)]
+
+    def _checks_of_events(self) -> EventChecks:
+        checks = [] if self._checker is None else list(self._checker.checks())
+        of_events = [(kind, partial(_call, check)) for kind, check in checks if issubclass(kind, Event)]
+        of_payloads = [(kind, check) for kind, check in checks if not issubclass(kind, Event)]
+        look = partial(self._look_at_payload, of_payloads)
+        return of_events + [(kind, look) for kind in _OF_EXTENSIONS if of_payloads]
+
+    def _look_at_payload(self, checks: Sequence[tuple[type[msgspec.Struct], Check]], event: ExtensionEvent) -> None:
+        payload = self._payload_of(event)
+        for kind, check in checks:
+            if type(payload) is kind:
+                _call(check, payload)
 
     def begin(self, start: Start) -> None:
         """Where the audit starts in the middle of a log."""
@@ -53,7 +83,7 @@ class RuleOfExtension(Checker):
 
     def _guarded(self, check: Check) -> Check:
         def guarded(event: Any) -> None:  # noqa: ANN401 -- of any class
-            self._run(lambda: _call(check, event))
+            self._run(lambda: check(event))
             if not self.not_judged:
                 for violation in self._found.first:
                     self.model.violations.add(violation)
@@ -77,7 +107,7 @@ class RuleOfExtension(Checker):
             return None
 
 
-def _call(check: Callable[[Any], object], event: Event) -> None:
+def _call(check: Callable[[Any], object], event: msgspec.Struct) -> None:
     if check(event) is not None:  # a generator, of which nothing would run, or what it found
         message = "a check returns nothing: it says what is wrong with self.broken(...)"
         raise TypeError(message)

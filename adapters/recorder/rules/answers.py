@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from kvledger.adapters.recorder import payloads
-from kvledger.adapters.recorder.payloads import payload_of
-from kvledger.lifecycle import events as e
+from kvledger.adapters.recorder.payloads import LookupReturned
 from kvledger.lifecycle.audit import Checker, on
 
 
@@ -20,15 +18,12 @@ class LastToken(Checker):
 
     rule = "LAST_TOKEN"
 
-    @on(e.ExtensionObserved)
-    def _said(self, event: e.ExtensionObserved) -> None:
-        lookup = payload_of(event)
-        if not isinstance(lookup, payloads.LookupReturned) or lookup.num_external_tokens is None:
+    @on(LookupReturned)
+    def _answered(self, lookup: LookupReturned) -> None:
+        answer = lookup.num_external_tokens
+        if answer is None:
             return
-        answer, most = (
-            lookup.num_external_tokens,
-            lookup.num_tokens - lookup.num_computed_tokens - (not lookup.is_async),
-        )
+        most = lookup.num_tokens - lookup.num_computed_tokens - (not lookup.is_async)
         if answer < 0 or answer > max(most, 0):
             detail = f"{answer} tokens were answered, {lookup.num_computed_tokens} of {lookup.num_tokens} are computed"
         elif lookup.is_async and not answer:

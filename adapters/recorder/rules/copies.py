@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvledger.adapters.recorder import payloads
-from kvledger.adapters.recorder.payloads import payload_of
+from kvledger.adapters.recorder.payloads import Transferred
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit import Checker, Model, on
 from kvledger.lifecycle.windows import NULL_BLOCK
@@ -28,7 +27,7 @@ class RuleOfTables(Checker):
     def _forget_table(self, event: e.RequestReleased) -> None:
         self._last.pop(event.ordinal, None)
 
-    def table_of(self, copy: payloads.Transferred) -> Sequence[int] | None:
+    def table_of(self, copy: Transferred) -> Sequence[int] | None:
         """The blocks of the copy's group, or of all, in token order; None where the life holds and has lost none."""
         life = self.moment.life
         table = None if life is None else self.tables.of(life.ordinal) or self._last.get(life.ordinal)
@@ -48,13 +47,10 @@ class TableEq(RuleOfTables):
 
     rule = "TABLE_EQ"
 
-    @on(e.ExtensionObserved)
-    def _said(self, event: e.ExtensionObserved) -> None:
-        copy = payload_of(event)
-        if not isinstance(copy, payloads.Transferred) or copy.first_block < 0:
-            return
+    @on(Transferred)
+    def _copied(self, copy: Transferred) -> None:
         table = self.table_of(copy)
-        if table is None:
+        if table is None or copy.first_block < 0:
             return
         start = copy.first_block
         for block_id, place in zip(copy.block_ids, copy.places(table), strict=False):
@@ -74,13 +70,10 @@ class SrcBlockOwned(RuleOfTables):
 
     rule = "SRC_BLOCK_OWNED"
 
-    @on(e.ExtensionObserved)
-    def _said(self, event: e.ExtensionObserved) -> None:
-        copy = payload_of(event)
-        if not isinstance(copy, payloads.Transferred) or copy.is_load:
-            return
+    @on(Transferred)
+    def _copied(self, copy: Transferred) -> None:
         table = self.table_of(copy)
-        if table is None:
+        if table is None or copy.is_load:
             return
         own = {NULL_BLOCK, *table}
         foreign = next((block for block in copy.block_ids if block not in own), None)
@@ -88,7 +81,7 @@ class SrcBlockOwned(RuleOfTables):
             self.broken(f"copy {copy.job} reads block {foreign}, which is not the request's")
 
 
-def _misplaced(copy: payloads.Transferred, block_id: int, start: int, table: Sequence[int]) -> str:
+def _misplaced(copy: Transferred, block_id: int, start: int, table: Sequence[int]) -> str:
     if start > copy.first_block:
         return (
             f"copy {copy.job} takes block {block_id} behind block {start - 1} of the request, where it does not stand"

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from kvledger.adapters.recorder import payloads
-from kvledger.adapters.recorder.payloads import payload_of
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit import Checker, Model, Start, on
 
@@ -28,11 +27,10 @@ class RuleOfEnds(Checker):
         if event.is_async:
             self.waiting[event.request_id] = self.moment.sequence, self.lives.time_ns
 
-    @on(e.ExtensionObserved)
-    def _said(self, event: e.ExtensionObserved) -> None:
-        payload = payload_of(event)
-        if isinstance(payload, payloads.EndReturned) and payload.keeps_blocks:
-            self.kept[event.request_id] = self.moment.sequence, event.time_ns
+    @on(payloads.EndReturned)
+    def _end_returned(self, answer: payloads.EndReturned) -> None:
+        if answer.keeps_blocks and self.moment.life is not None:
+            self.kept[self.moment.life.request_id] = self.moment.sequence, self.lives.time_ns
 
 
 class CompletionOnce(RuleOfEnds):
@@ -75,11 +73,9 @@ class CompletionOnce(RuleOfEnds):
         if not self._is_alone:  # another child may load into them
             self._ended.pop((event.request_id, False), None)
 
-    @on(e.ExtensionNoted)
-    def _reported(self, event: e.ExtensionNoted) -> None:
-        payload = payload_of(event)
-        if isinstance(payload, payloads.ReportedToVLLM):
-            self._check(dict.fromkeys((*payload.finished_recving, *payload.failed_recving)), payload.finished_sending)
+    @on(payloads.ReportedToVLLM)
+    def _reported(self, ends: payloads.ReportedToVLLM) -> None:
+        self._check(dict.fromkeys((*ends.finished_recving, *ends.failed_recving)), ends.finished_sending)
 
     def _check(self, received: Iterable[str], sent: Iterable[str]) -> None:
         for request_id in self.kept.keys() & set(received) if self._is_alone else ():  # who has ended
@@ -109,15 +105,13 @@ class Liveness(RuleOfEnds):
 
     rule = "LIVENESS"
 
-    @on(e.ExtensionNoted)
-    def _reported(self, event: e.ExtensionNoted) -> None:
-        payload = payload_of(event)
-        if isinstance(payload, payloads.ReportedToVLLM):
-            for request_id in (*payload.finished_recving, *payload.failed_recving):
-                self.waiting.pop(request_id, None)
-                self.kept.pop(request_id, None)  # it has ended, and vLLM frees it now
-            for request_id in payload.finished_sending:
-                self.kept.pop(request_id, None)
+    @on(payloads.ReportedToVLLM)
+    def _reported(self, ends: payloads.ReportedToVLLM) -> None:
+        for request_id in (*ends.finished_recving, *ends.failed_recving):
+            self.waiting.pop(request_id, None)
+            self.kept.pop(request_id, None)  # it has ended, and vLLM frees it now
+        for request_id in ends.finished_sending:
+            self.kept.pop(request_id, None)
 
     @on(e.StepScheduled)
     def _step(self, event: e.StepScheduled) -> None:

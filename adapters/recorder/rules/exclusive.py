@@ -127,7 +127,7 @@ class ChunkComplete(RuleOfCopies):
         configuration, own = self.configuration, begun.block_ids
         num_computed_tokens = self.lives.num_computed_tokens(life)
         num_pages = -(-num_computed_tokens // configuration.block_size) * len(configuration.windows)
-        num_pages = max(num_pages, self.num_filled.get(begun.request_id, 0))
+        num_pages = max(num_pages, life.num_old)
         early = next((place for place in range(num_pages, len(table)) if table[place] in own), None)
         if early is not None:
             first = early // len(configuration.windows) * configuration.block_size

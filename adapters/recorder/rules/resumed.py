@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 import attrs
 
-from kvledger.adapters.recorder import payloads
-from kvledger.adapters.recorder.payloads import payload_of
+from kvledger.adapters.recorder.payloads import LookupReturned, Transferred
 from kvledger.lifecycle import Core
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit import Checker, EventChecks, Model, on
@@ -91,29 +90,35 @@ class ResumeCoversOutput(Checker):
         if account is not None:
             account.is_resumed, account.has_been_offered = True, False
 
-    @on(e.ExtensionObserved)
-    def _said(self, event: e.ExtensionObserved) -> None:
-        payload, life = payload_of(event), self.moment.life
+    @on(LookupReturned)
+    def _answered(self, answer: LookupReturned) -> None:
+        life = self.moment.life
         if not self._knows_all or life is None:
             return
-        if isinstance(payload, payloads.LookupReturned):
-            account = self._accounts.setdefault(life.ordinal, _Account())
-            account.num_computed_tokens, account.num_tokens = payload.num_computed_tokens, payload.num_tokens
-            if payload.num_external_tokens:
-                account.has_been_offered = True
-                self._offered(account, payload.num_computed_tokens + payload.num_external_tokens, life.keys)
-        elif isinstance(payload, payloads.Transferred) and not payload.is_load:
-            first = max(payload.first_block, 0)
-            for key in life.keys[first : first + len(payload.block_ids)]:
-                self._saved_at[key] = self._num_saved_blocks
-            self._num_saved_blocks += len(payload.block_ids)
-        else:
+        account = self._accounts.setdefault(life.ordinal, _Account())
+        account.num_computed_tokens, account.num_tokens = answer.num_computed_tokens, answer.num_tokens
+        if answer.num_external_tokens:
+            account.has_been_offered = True
+            self._offered(account, answer.num_computed_tokens + answer.num_external_tokens, life.keys)
+        self._seen(life.keys)
+
+    @on(Transferred)
+    def _copied(self, copy: Transferred) -> None:
+        life = self.moment.life
+        if not self._knows_all or life is None or copy.is_load:
             return
+        first = max(copy.first_block, 0)
+        for key in life.keys[first : first + len(copy.block_ids)]:
+            self._saved_at[key] = self._num_saved_blocks
+        self._num_saved_blocks += len(copy.block_ids)
+        self._seen(life.keys)
+
+    def _seen(self, keys: Sequence[bytes]) -> None:
         if len(self._seen_at) > MAX_KEYS:
             self._knows_all = False
             self._forget()
         # A lookup or a save may keep what it concerns from being driven out; whether it does is not known.
-        self._seen_at.update(dict.fromkeys(life.keys, len(self._saved_at)))
+        self._seen_at.update(dict.fromkeys(keys, len(self._saved_at)))
 
     def _offered(self, account: _Account, num_tokens: int, keys: Sequence[bytes]) -> None:
         """The connector has so many tokens of somebody."""

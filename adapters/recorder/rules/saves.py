@@ -7,7 +7,6 @@ from collections.abc import Iterable
 import attrs
 
 from kvledger.adapters.recorder import payloads
-from kvledger.adapters.recorder.payloads import payload_of
 from kvledger.adapters.recorder.rules.copies import RuleOfTables
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit import Model, Start, on
@@ -90,33 +89,34 @@ class StoreContiguous(RuleOfTables):
             self._knows_all = False
             self._stored.clear()
 
-    @on(e.ExtensionObserved)
-    def _said(self, event: e.ExtensionObserved) -> None:
-        payload = payload_of(event)
-        if not self._knows_all or self.moment.life is None:
-            return
-        if isinstance(payload, payloads.LookupReturned) and payload.num_external_tokens:
-            account, hit = self._account(), payload.num_computed_tokens + payload.num_external_tokens
-            account.hits.append(hit)
+    @on(payloads.LookupReturned)
+    def _answered(self, answer: payloads.LookupReturned) -> None:
+        if self._knows_all and self.moment.life is not None and answer.num_external_tokens:
+            hit = answer.num_computed_tokens + answer.num_external_tokens
+            self._account().hits.append(hit)
             self._store(self.moment.life.keys[: hit // self._block_size])
-        elif isinstance(payload, payloads.Transferred) and payload.first_block < 0:
-            self._knows_all = False
-        elif isinstance(payload, payloads.Transferred) and payload.group == self._group:
-            self._copied(payload)
 
-    @on(e.ExtensionNoted)
-    def _noted(self, event: e.ExtensionNoted) -> None:
-        payload = payload_of(event)
-        if isinstance(payload, payloads.Undecoded):
-            self._knows_all = False
-        elif isinstance(payload, payloads.TransferredFor) and not payload.copy.is_load:
-            life = self.lives.get(payload.request_id)
-            if life is None or payload.copy.first_block < 0:
-                self._knows_all = False
-            else:  # its table is gone: all that may be saved counts as saved
-                self._store(life.keys[payload.copy.first_block :])
+    @on(payloads.Undecoded)
+    def _undecoded(self, _undecoded: payloads.Undecoded) -> None:
+        self._knows_all = False
 
+    @on(payloads.TransferredFor)
+    def _copied_for(self, copied: payloads.TransferredFor) -> None:
+        life = self.lives.get(copied.request_id)
+        if not copied.copy.is_load and life is not None and copied.copy.first_block >= 0:
+            self._store(
+                life.keys[copied.copy.first_block :]
+            )  # its table is gone: all that may be saved counts as saved
+        elif not copied.copy.is_load:
+            self._knows_all = False
+
+    @on(payloads.Transferred)
     def _copied(self, copy: payloads.Transferred) -> None:
+        self._knows_all &= copy.first_block >= 0
+        if self._knows_all and copy.group == self._group:
+            self._judge(copy)
+
+    def _judge(self, copy: payloads.Transferred) -> None:
         life, table = self.moment.life, self.table_of(copy)
         if life is None or table is None:
             return

@@ -11,7 +11,6 @@ from itertools import chain
 from typing import ClassVar, NamedTuple
 
 from kvledger.adapters.recorder import payloads
-from kvledger.adapters.recorder.payloads import payload_of
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit import Checker, Model, on
 from kvledger.lifecycle.windows import NULL_BLOCK
@@ -46,10 +45,6 @@ class RuleOfCopies(Checker):
         """Jobs that are over before this step computes anything."""
         self.given: dict[int, int] = {}
         """Block -> ordinal of the life that is to fill it from this step on."""
-        self._num_own: dict[str, int] = {}
-        """Request id -> blocks at the front of its table that the next allocation does not give anew."""
-        self.num_filled: dict[str, int] = {}
-        """Request id -> blocks at the front of its table that were filled when it was given the others."""
 
     # --- for the rules ------------------------------------------------------------------------
 
@@ -76,12 +71,15 @@ class RuleOfCopies(Checker):
 
     # --- what is under way --------------------------------------------------------------------
 
-    @on(e.ExtensionObserved)
-    def _observed(self, event: e.ExtensionObserved) -> None:
-        copy = payload_of(event)
-        if isinstance(copy, payloads.Transferred):
-            ordinal = -1 if self.moment.life is None else self.moment.life.ordinal
-            self._begin(Begun(self.moment.sequence, event.request_id, ordinal, copy))
+    @on(payloads.Transferred)
+    def _copied(self, copy: payloads.Transferred) -> None:
+        life = self.moment.life
+        if life is not None:
+            self._begin(Begun(self.moment.sequence, life.request_id, life.ordinal, copy))
+
+    @on(payloads.TransferredFor)
+    def _copied_for(self, copied: payloads.TransferredFor) -> None:
+        self._begin(Begun(self.moment.sequence, copied.request_id, -1, copied.copy))
 
     def _begin(self, begun: Begun) -> None:
         if begun.copy.job not in self._awaited:
@@ -90,24 +88,26 @@ class RuleOfCopies(Checker):
             if begun.copy.ends_with:
                 self._under_way.setdefault(begun.copy.job, []).append(begun)
 
-    @on(e.ExtensionNoted)
-    def _noted(self, event: e.ExtensionNoted) -> None:
-        payload = payload_of(event)
-        if isinstance(payload, payloads.TransferredFor):
-            self._begin(Begun(self.moment.sequence, payload.request_id, -1, payload.copy))
-        elif isinstance(payload, payloads.Returned):
-            if payload.hook == "build_connector_meta":
-                if self.given and self._under_way:
-                    self.step_built()
-                self.given.clear()
-        elif isinstance(payload, payloads.TransfersEnded | payloads.TransfersAwaited):
-            if isinstance(payload, payloads.TransfersAwaited):
-                self._awaited = frozenset(payload.jobs)
-            for job in payload.jobs:
-                self._under_way.pop(job, None)
-        elif isinstance(payload, payloads.ReportedToVLLM):
-            self._end_of({*payload.finished_recving, *payload.failed_recving}, is_load=True)
-            self._end_of(set(payload.finished_sending), is_load=False)
+    @on(payloads.Returned)
+    def _returned(self, returned: payloads.Returned) -> None:
+        if returned.hook == "build_connector_meta":
+            if self.given and self._under_way:
+                self.step_built()
+            self.given.clear()
+
+    @on(payloads.TransfersAwaited)
+    def _are_awaited(self, awaited: payloads.TransfersAwaited) -> None:
+        self._awaited = frozenset(awaited.jobs)
+
+    @on(payloads.TransfersAwaited, payloads.TransfersEnded)
+    def _are_over(self, over: payloads.TransfersAwaited | payloads.TransfersEnded) -> None:
+        for job in over.jobs:
+            self._under_way.pop(job, None)
+
+    @on(payloads.ReportedToVLLM)
+    def _reported(self, ends: payloads.ReportedToVLLM) -> None:
+        self._end_of({*ends.finished_recving, *ends.failed_recving}, is_load=True)
+        self._end_of(set(ends.finished_sending), is_load=False)
 
     def _end_of(self, request_ids: set[str], *, is_load: bool) -> None:
         if request_ids:
@@ -129,27 +129,12 @@ class RuleOfCopies(Checker):
 
     # --- what is given ------------------------------------------------------------------------
 
-    @on(e.LookupRequested)
-    def _asked(self, event: e.LookupRequested) -> None:
-        configuration = self.configuration
-        self._num_own[event.request_id] = (
-            event.num_computed_tokens // configuration.block_size * len(configuration.windows)
-        )
-
     @on(e.BlocksAllocated)
     def _allocated(self, event: e.BlocksAllocated) -> None:
-        num_own = self._num_own.get(event.request_id)
-        self._num_own[event.request_id] = len(event.block_ids)
-        self.num_filled[event.request_id] = num_own or 0
-        if self.moment.life is not None and num_own is not None:
-            self.given.update(dict.fromkeys(event.block_ids[num_own:], self.moment.life.ordinal))
+        life = self.moment.life
+        if life is not None and life.num_old >= 0:
+            self.given.update(dict.fromkeys(event.block_ids[life.num_old :], life.ordinal))
             self.given.pop(NULL_BLOCK, None)
-
-    @on(e.RequestReleased)
-    def _released(self, event: e.RequestReleased) -> None:
-        if self.moment.life is not None and self.moment.life.ordinal == event.ordinal:
-            self._num_own.pop(event.request_id, None)
-            self.num_filled.pop(event.request_id, None)
 
     @on(e.StepScheduled)
     def _step(self, event: e.StepScheduled) -> None:

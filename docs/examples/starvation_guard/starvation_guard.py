@@ -73,10 +73,10 @@ class StarvingKept(Checker):
         """Take over who is starving where an audit starts in the middle of a log."""
         self._starving |= dict.fromkeys(start.of_extensions["starving"].starving, 0)  # type: ignore[attr-defined]
 
-    @on(e.ExtensionDecided)
-    def _said(self, event: e.ExtensionDecided) -> None:
-        if isinstance(StarvationGuard.payload_of(event), Starving):
-            self._starving[event.ordinal] = self.moment.sequence
+    @on(Starving)
+    def _said(self, _starving: Starving) -> None:
+        if self.moment.life is not None:
+            self._starving[self.moment.life.ordinal] = self.moment.sequence
 
     @on(e.RequestReleased)
     def _ended(self, event: e.RequestReleased) -> None:
@@ -92,7 +92,7 @@ class StarvingKept(Checker):
         # What is there, and not of the starving, of who saves, relied on or being read.
         spared = self.chunks.committed.keys() - kept_for.keys() - set(evicting.keys if evicting else ())
         read = {slot for _, job in self.jobs if job.is_load for slot in job.slots}
-        relied_on = self.promises.relied_on()
+        relied_on = self.answers.relied_on()
         could_go = [k for k in spared if k not in relied_on and read.isdisjoint(self.chunks.committed[k])]
         if could_go:
             who, said = life.request_id, self._starving[life.ordinal]

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import attrs
+import msgspec
 
 from kvledger.lifecycle.events import Event
 from kvledger.lifecycle.states import BlocksRegion, RequestState
@@ -16,7 +17,8 @@ if TYPE_CHECKING:
 
 Check = Callable[[Any], None]
 """Looks at one event after the fold of the projections."""
-EventChecks = Iterable[tuple[type[Event], Check]]
+EventChecks = Iterable[tuple[type[msgspec.Struct], Check]]
+"""(event class, check); a rule of an extension may have the class of what an event of it says in the event's place."""
 
 
 @attrs.define
