@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.model.jobs import InFlight, JobsInFlight
+from kvledger.lifecycle.audit.model.lives import Life, Seen
 from kvledger.lifecycle.audit.model.moment import Moment
 from kvledger.lifecycle.audit.model.slots import Slots
 from kvledger.lifecycle.geometry import Geometry
@@ -74,13 +75,25 @@ class Chunks:
         """Chunks that a save in flight will commit."""
         return self._saving
 
-    def num_committed_from(self, keys: Sequence[bytes], first: int) -> int:
-        """How many of the keys are committed without a gap, the first ones being known to be."""
-        count = first
-        for key in keys[first:] if first else keys:
+    def num_committed(self, life: Life) -> int:
+        """How many chunks of the life are committed without a gap; most who ask ask again."""
+        keys, seen, count = life.keys, life.seen, 0
+        if not keys:
+            return 0
+        if (
+            seen is not None
+            and seen.num_removed == self.num_removed
+            and seen.num_keys <= len(keys)
+            and seen.last_key == keys[seen.num_keys - 1]
+        ):
+            if seen.num_added == self.num_added and seen.num_keys == len(keys):
+                return seen.num_chunks
+            count = seen.num_chunks
+        for key in keys[count:]:
             if key not in self._committed:
                 break
             count += 1
+        life.seen = Seen(count, keys[-1], len(keys), self.num_added, self.num_removed)
         return count
 
     def unsaved(self, keys: Sequence[bytes], first_chunk: int, end_chunk: int) -> list[int]:

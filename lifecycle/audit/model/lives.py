@@ -29,6 +29,17 @@ _REFUSED = -1
 _PREEMPTED = RequestState.PREEMPTED
 
 
+class Seen(msgspec.Struct, frozen=True, gc=False):
+    """How many chunks of a life were committed from the first one on, and what that was true for."""
+
+    num_chunks: int
+    last_key: bytes
+    """Of all that were known then. It hashes all before it, so an equal last key means equal keys."""
+    num_keys: int
+    num_added: int
+    num_removed: int
+
+
 class Life(msgspec.Struct, gc=False):
     """One life of a request id, from its arrival until it is released or another one takes its id."""
 
@@ -64,6 +75,8 @@ class Life(msgspec.Struct, gc=False):
     """Event that held its blocks for a copy; 0: before the audit began."""
     keys: list[bytes] = msgspec.field(default_factory=list)
     """Of its chunks, from the first one on, as far as they were observed."""
+    seen: Seen | None = None
+    """Kept by `Chunks`."""
 
     @property
     def name(self) -> tuple[str, int, int]:

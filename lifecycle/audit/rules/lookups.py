@@ -135,17 +135,6 @@ class LookupPure(Checker):
             self.broken(detail, event.cause)
 
 
-class _Seen(msgspec.Struct, frozen=True, gc=False):
-    """How many chunks were there, and what that was true for."""
-
-    num_chunks: int
-    last_key: bytes
-    """Of all that were known then. It hashes all before it, so an equal last key means equal keys."""
-    num_keys: int
-    num_added: int
-    num_removed: int
-
-
 class LongestHit(Checker):
     """LONGEST_HIT: a lookup is answered with the whole prefix that is there, and why it ends where it ends.
 
@@ -161,17 +150,12 @@ class LongestHit(Checker):
 
     rule = "LONGEST_HIT"
 
-    def __init__(self, model: Model) -> None:
-        super().__init__(model)
-        self._seen: dict[str, _Seen] = {}
-        model.forgotten.at(LIFE, self._seen)
-
     @on(e.LookupAnswered)
     def _answered(self, event: e.LookupAnswered) -> None:
         life = self.lives.get(event.request_id)
         if life is None:
             return
-        hit, reason, sequence = self._expected(event, life, self._num_chunks(life))
+        hit, reason, sequence = self._expected(event, life, self.chunks.num_committed(life))
         if event.num_hit_tokens > hit or reason == "window":
             return  # more than is there: LOADABLE_AFTER_COMMIT, RESET_EPOCH and GROUP_AGREEMENT look at that
         if hit != event.num_hit_tokens:
@@ -179,25 +163,6 @@ class LongestHit(Checker):
         elif reason != event.miss_reason or sequence != event.miss_cause:
             recorded = f"the hit ends for the reason {event.miss_reason} of event {event.miss_cause}"
             self.broken(f"{recorded}, but the log tells {reason} of event {sequence}", sequence, event.cause)
-
-    def _num_chunks(self, life: Life) -> int:
-        """Committed chunks from the first one on; most answers are to somebody who asks again."""
-        chunks, keys = self.chunks, life.keys
-        if not keys:
-            return 0
-        seen, first = self._seen.get(life.request_id), 0
-        if (
-            seen is not None
-            and seen.num_removed == chunks.num_removed
-            and seen.num_keys <= len(keys)
-            and seen.last_key == keys[seen.num_keys - 1]
-        ):
-            if seen.num_added == chunks.num_added and seen.num_keys == len(keys):
-                return seen.num_chunks
-            first = seen.num_chunks
-        num_chunks = chunks.num_committed_from(keys, first)
-        self._seen[life.request_id] = _Seen(num_chunks, keys[-1], len(keys), chunks.num_added, chunks.num_removed)
-        return num_chunks
 
     def _expected(self, event: e.LookupAnswered, life: Life, num_chunks: int) -> tuple[int, str, int]:
         """(hit in tokens, reason, sequence of the event that it names), as the log tells it."""
