@@ -78,10 +78,10 @@ def _load(turn: Turn, event: e.BlocksAllocated) -> None:
     )
 
 
-class New(StateHandler):
-    """Is looked up, is given blocks, computes."""
+class Preempted(StateHandler):
+    """Is looked up until there are blocks."""
 
-    state = RequestState.NEW
+    state = RequestState.PREEMPTED
 
     def extension_observed(self, turn: Turn, event: e.ExtensionObserved) -> None:
         """The connector has answered."""
@@ -90,6 +90,12 @@ class New(StateHandler):
     def blocks_allocated(self, turn: Turn, event: e.BlocksAllocated) -> None:
         """With a load or without."""
         _load(turn, event)
+
+
+class New(Preempted):
+    """Is looked up, is given blocks, computes."""
+
+    state = RequestState.NEW
 
     def tokens_scheduled(self, turn: Turn) -> None:
         """It computes."""
@@ -118,20 +124,6 @@ class Running(StateHandler):
     """No progress is left to report."""
 
     state = RequestState.RUNNING
-
-
-class Preempted(StateHandler):
-    """Is looked up until there are blocks."""
-
-    state = RequestState.PREEMPTED
-
-    def extension_observed(self, turn: Turn, event: e.ExtensionObserved) -> None:
-        """The connector has answered."""
-        _answer(turn, event)
-
-    def blocks_allocated(self, turn: Turn, event: e.BlocksAllocated) -> None:
-        """With a load or without."""
-        _load(turn, event)
 
 
 class Recovering(New):

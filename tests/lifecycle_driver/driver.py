@@ -20,7 +20,10 @@ from kvledger.lifecycle import (
     StepEncoder,
 )
 from kvledger.lifecycle import events as e
+from kvledger.lifecycle.audit import Audit
+from kvledger.lifecycle.projections import Projections
 from kvledger.lifecycle.projections.tracker import RequestRecord
+from kvledger.lifecycle.replay import SequencedEvent
 from lifecycle_driver.sink import MemorySink
 
 _EventClass = TypeVar("_EventClass", bound=e.Event)
@@ -84,6 +87,19 @@ class Driver:
         """The state of a request, None once it is released."""
         record = self.projections.tracker.get(request_id)
         return None if record is None else record.state
+
+    def audited(
+        self,
+        events: Iterable[SequencedEvent] | None = None,
+        *,
+        core: Core = Core.standard(),
+        start: Projections | None = None,
+    ) -> Audit:
+        """The finished audit of the log, or of other events under its configuration."""
+        self.ledger.commit()
+        audit = Audit(core, self.configuration, start=start)
+        audit.run(self.sink.events() if events is None else events)
+        return audit
 
     def all_of(self, event_class: type[_EventClass]) -> list[_EventClass]:
         """Every event of a class so far, in order."""

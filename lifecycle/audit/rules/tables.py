@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 
 from kvledger.lifecycle import events as e
@@ -13,7 +12,7 @@ from kvledger.lifecycle.audit.model.moment import EventChecks
 from kvledger.lifecycle.audit.model.start import Start
 from kvledger.lifecycle.marks import on
 from kvledger.lifecycle.states import RequestState
-from kvledger.lifecycle.windows import NO_SLOT, NULL_BLOCK, blocks_at
+from kvledger.lifecycle.windows import NO_SLOT, NULL_BLOCK
 
 _ANY = -1
 """No number of blocks: the table is to be looked at as a whole."""
@@ -113,77 +112,46 @@ class SrcBlockOwned(Checker):
 
     rule = "SRC_BLOCK_OWNED"
 
-    def __init__(self, model: Model) -> None:
-        super().__init__(model)
-        self._pages_per_chunk = model.geometry.pages_per_chunk
-        self._async_saves = model.configuration.async_saves
-        self._forgets = model.geometry.windows.forget
-
     @on(e.SaveIssued)
     def _save_issued(self, event: e.SaveIssued) -> None:
+        life, configuration = self.moment.life, self.configuration
+        held, lost = self.tables.held_by(life), self.tables.lost_by(life)
+        has_ended, was_preempted = self.moment.state_before is _FINISHED, self.moment.state_before is _PREEMPTED
+        if life is None or (has_ended and not lost):
+            return  # of nobody, or a save that its end did not cause: LEGAL_TRANSITION and FINISH_IS_LAST name it
         if len(event.chunks) > 1 and any(chunk >= following for chunk, following in pairwise(event.chunks)):
             detail = f"save {event.job_id} is of chunks {list(event.chunks)}, which do not follow one another"
             self.broken(detail, event.cause)
             return
-        life, block_ids, in_flight = self.moment.life, event.block_ids, self.jobs.current
-        table = None if life is None else self.tables.of(life.ordinal)
-        if (
-            event.before_forward is not (not table and not event.is_async)
-            or (event.is_async and (not self._async_saves or self.moment.state_before is _PREEMPTED))
-        ) and not self._forgets:
-            self._at_another_time(event)
+        may_be_async = configuration.async_saves and not was_preempted
+        is_in_time = event.before_forward is not bool(held or event.is_async) and (may_be_async or not event.is_async)
+        if is_in_time or self.geometry.windows.forget:
+            table = lost if not held and (event.before_forward or has_ended) else held
+            self._check(event, table, self.geometry.pages_of(event.chunks))
             return
-        if not table and (event.before_forward or self.moment.state_before is _FINISHED):
-            table = self.tables.lost_by(self.moment.life)
-        if table and in_flight is not None and not in_flight.leaves_out and len(event.slots) == len(block_ids):
-            chunks, num_pages = event.chunks, self._pages_per_chunk
-            if num_pages and len(block_ids) == num_pages * len(chunks) and chunks[0] >= 0:
-                first_page = chunks[0] * num_pages
-                if len(block_ids) == 1:  # nearly always one chunk, often of one page
-                    if first_page < len(table) and table[first_page] == block_ids[0]:
-                        return
-                elif (len(chunks) == 1 or chunks == tuple(range(chunks[0], chunks[-1] + 1))) and _is_same(
-                    table[first_page : first_page + len(block_ids)], block_ids
-                ):
-                    return
-            else:
-                pages = self.geometry.pages_of(chunks)
-                if pages and pages[-1] < len(table) and block_ids == blocks_at(pages, table):
-                    return
-        self._check(event)
-
-    def _at_another_time(self, event: e.SaveIssued) -> None:
-        if self.moment.life is None or (
-            self.moment.state_before is _FINISHED and not len(self.tables.lost_by(self.moment.life))
-        ):
-            return  # of nobody, or a save that its end did not cause: LEGAL_TRANSITION and FINISH_IS_LAST name it
         when = "before the forward" if event.before_forward else "asynchronously" if event.is_async else "with the step"
-        has = "still has" if self.tables.of(self.moment.life.ordinal) else "has lost"
-        detail = f"save {event.job_id} copies {when} out of blocks that the request {has}"
-        self.broken(detail, event.cause)
+        has = "still has" if held else "has lost"
+        self.broken(f"save {event.job_id} copies {when} out of blocks that the request {has}", event.cause)
 
     @on(e.TailSaveIssued)
-    def _check(self, event: e.SaveIssued | e.TailSaveIssued) -> None:
+    def _tail_save_issued(self, event: e.TailSaveIssued) -> None:
+        lost = self.tables.lost_by(self.moment.life)
+        if lost or self.moment.state_before is not _FINISHED:
+            self._check(event, lost, self.geometry.pages_spanning(event.first_token, event.num_tokens))
+
+    def _check(self, event: e.SaveIssued | e.TailSaveIssued, table: Sequence[int], pages: Sequence[int]) -> None:
         """Look the tokens up in the table."""
-        table = self.tables.held_by(self.moment.life)
-        if self.moment.state_before is RequestState.FINISHED and not len(self.tables.lost_by(self.moment.life)):
-            return  # a save that its end did not cause; FINISH_IS_LAST names it
-        pages: Iterable[int]
-        if isinstance(event, e.TailSaveIssued):
-            table = self.tables.lost_by(self.moment.life)
-            pages = self.geometry.pages_spanning(event.first_token, event.num_tokens)
-            what = f"tokens {event.first_token} to {event.first_token + event.num_tokens}"
-        else:
-            if not len(table) and (event.before_forward or self.moment.state_before is RequestState.FINISHED):
-                table = self.tables.lost_by(self.moment.life)
-            pages = self.geometry.pages_of(event.chunks)
-            what = f"chunks {list(event.chunks)}"
-        expected = tuple(table[page] if page < len(table) else None for page in pages)
+        size = len(table)
+        expected = tuple([table[page] if page < size else None for page in pages])
         if NO_SLOT in event.slots and len(event.slots) == len(expected):
             expected = tuple(
                 NULL_BLOCK if slot == NO_SLOT else block for slot, block in zip(event.slots, expected, strict=True)
             )
         if event.block_ids != expected:
+            if isinstance(event, e.SaveIssued):
+                what = f"chunks {list(event.chunks)}"
+            else:
+                what = f"tokens {event.first_token} to {event.first_token + event.num_tokens}"
             detail = (
                 f"{what} lie in blocks {list(expected)} of the request's table, "
                 f"but save {event.job_id} copies {list(event.block_ids)}"
@@ -192,15 +160,6 @@ class SrcBlockOwned(Checker):
         elif len(event.slots) != len(event.block_ids):
             detail = f"{len(event.block_ids)} blocks are copied to {len(event.slots)} slots"
             self.broken(detail, event.cause)
-
-
-def _is_same(blocks: Sequence[int], block_ids: tuple[int, ...]) -> bool:
-    if type(blocks) is array:  # comparing arrays costs a third of comparing tuples
-        try:
-            return blocks == array(blocks.typecode, block_ids)
-        except OverflowError:
-            return False  # no table has such blocks
-    return tuple(blocks) == block_ids
 
 
 class GroupAgreement(Checker):

@@ -65,8 +65,8 @@ def story() -> Driver:
     return healthy_story()
 
 
-def beside_story() -> Driver:
-    """Copies beside the steps: under way at a preemption and at an end, waited for, failed and tried again."""
+def asynchronous_story() -> Driver:
+    """Asynchronous copies: under way at a preemption and at an end, waited for, failed and tried again."""
     driver = Driver(num_slots=12, async_saves=True, async_load_tokens=0, max_deferred_lookups=2, max_failed_loads=2)
     keys = keys_of("a", 4)
     driver.start("a", keys, 33, (1, 2, 3))
@@ -105,9 +105,9 @@ def beside_story() -> Driver:
 
 
 @pytest.fixture(scope="module")
-def beside() -> Driver:
-    """The story of copies beside the steps, played once."""
-    return beside_story()
+def asynchronous() -> Driver:
+    """The story of asynchronous copies, played once."""
+    return asynchronous_story()
 
 
 def groups_story() -> Driver:

@@ -7,9 +7,8 @@ from collections.abc import Callable, Sequence
 import pytest
 from lifecycle_driver import Driver, keys_of
 
-from kvledger.lifecycle import Core
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.audit import Audit, Violation
+from kvledger.lifecycle.audit import Violation
 
 SAVED = (11, 12)
 
@@ -57,10 +56,7 @@ class Story:
 
     def found(self) -> list[Violation]:
         """By this rule."""
-        self.driver.ledger.commit()
-        audit = Audit(Core.standard(), self.driver.configuration)
-        audit.run(self.driver.sink.events())
-        return [violation for violation in audit.violations if violation.rule == "BYTES_UNCHANGED"]
+        return [violation for violation in self.driver.audited().violations if violation.rule == "BYTES_UNCHANGED"]
 
 
 def test_what_was_saved_may_be_loaded() -> None:

@@ -11,17 +11,9 @@ from lifecycle_driver.walk import Walk
 
 from kvledger.lifecycle import Core
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.audit import Audit
 from kvledger.lifecycle.replay import SequencedEvent
 
 Change = Callable[[e.Event], e.Event]
-
-
-def audit_of(driver: Driver, events: list[SequencedEvent] | None = None) -> Audit:
-    """The finished audit of a driver's log, or of other events under its configuration."""
-    audit = Audit(Core.standard(), driver.configuration)
-    audit.run(driver.sink.events() if events is None else events)
-    return audit
 
 
 HERE = -1
@@ -141,7 +133,7 @@ STORIES = {
     "GROUP_AGREEMENT": "groups",
     **dict.fromkeys(
         ("SRC_BLOCK_STABLE", "BLOCK_REUSE_FENCED", "DELAY_FREE_CONTRACT", "DEFER_BOUNDED", "FAILED_LOAD_TAINT"),
-        "beside",
+        "asynchronous",
     ),
     **dict.fromkeys(("EVICT_IDLE_ONLY", "ROLLBACK_OBSERVED", "LIVENESS", "LOAD_XOR_STORES"), "reading"),
 }
@@ -149,7 +141,7 @@ STORIES = {
 
 
 @pytest.fixture
-def told(rule: str, request: pytest.FixtureRequest) -> Driver:
+def broken_story(rule: str, request: pytest.FixtureRequest) -> Driver:
     """The healthy story in which something of the rule's happens."""
     driver: Driver = request.getfixturevalue(STORIES.get(rule, "story"))
     return driver
@@ -182,14 +174,14 @@ def _index_of_first_answer(driver: Driver) -> int:
 
 
 @pytest.mark.parametrize("event_class", [e.LookupAnswered, e.LoadIssued])
-@pytest.mark.parametrize(("name", "is_async"), [("story", False), ("beside", True)])
-def test_a_load_runs_beside_the_steps_if_it_was_answered_so(
+@pytest.mark.parametrize(("name", "is_async"), [("story", False), ("asynchronous", True)])
+def test_a_load_is_asynchronous_if_it_was_answered_so(
     name: str, event_class: type[e.Event], is_async: bool, request: pytest.FixtureRequest
 ) -> None:
     """Or vLLM schedules a request whose blocks are not filled, or waits for a report that it does not look for."""
     driver: Driver = request.getfixturevalue(name)
     index = 0 if event_class is e.LoadIssued else _index_of_first_answer(driver)
-    audit = audit_of(driver, altered(driver, event_class, index, evolve(is_async=not is_async)))
+    audit = driver.audited(altered(driver, event_class, index, evolve(is_async=not is_async)))
     assert audit.violations[0].rule == "ALLOC_MATCHES_LOOKUP"
 
 
@@ -203,7 +195,7 @@ WRONG_VALUES: list[tuple[str, type[e.Event], int, Change, str]] = [
     ("a step that is about nobody", e.StepScheduled, 0, without_row, "LEGAL_TRANSITION"),
     ("a step that pauses who does not decode", e.StepScheduled, 0, evolve(paused=(0,)), "LEGAL_TRANSITION"),
     ("progress of other tokens", e.PrefillCompleted, 0, evolve(num_tokens=44), "TOKEN_CONSERVATION"),
-    ("nothing to load beside the steps", e.LookupAnswered, 0, evolve(is_async=True), "LOOKUP_PURE"),
+    ("nothing to load asynchronously", e.LookupAnswered, 0, evolve(is_async=True), "LOOKUP_PURE"),
     ("keys behind a gap", e.ChunkKeysObserved, 1, evolve(first_chunk=7), "KEY_IDENTITY"),
     ("a cause that is no observation", e.PrefillCompleted, 1, one_more("cause"), "LEGAL_TRANSITION"),
     ("an eviction for another reason", e.ChunkEvicted, 0, evolve(cause=1), "LEGAL_TRANSITION"),
@@ -223,7 +215,7 @@ def test_a_wrong_value_is_named(
     event_class: type[e.Event], index: int, change: Change, rule: str, story: Driver
 ) -> None:
     """Found by altering each field of each event, see `test_facts.py`."""
-    assert audit_of(story, altered(story, event_class, index, change)).violations[0].rule == rule
+    assert story.audited(altered(story, event_class, index, change)).violations[0].rule == rule
 
 
 def test_slots_of_a_failed_save_that_are_kept_although_every_rank_has_reported_are_named() -> None:
@@ -234,8 +226,8 @@ def test_slots_of_a_failed_save_that_are_kept_although_every_rank_has_reported_a
     (save,) = driver.all_of(e.SaveIssued)
     driver.report(save.job_id, ok=False)
     driver.ledger.commit()
-    assert audit_of(driver).is_sound
-    assert {v.rule for v in audit_of(driver, altered(driver, e.SaveFailed, 0, evolve(quiet=False))).violations} == {
+    assert driver.audited().is_sound
+    assert {v.rule for v in driver.audited(altered(driver, e.SaveFailed, 0, evolve(quiet=False))).violations} == {
         "RANK_AGREEMENT"
     }
 
@@ -247,45 +239,37 @@ def test_a_load_that_leaves_out_what_a_group_sees_is_named(groups: Driver) -> No
         assert isinstance(event, e.LoadIssued)
         return msgspec.structs.replace(event, slots=(*event.slots[:-1], -1))
 
-    audit = audit_of(groups, altered(groups, e.LoadIssued, 0, without_last_page))
+    audit = groups.audited(altered(groups, e.LoadIssued, 0, without_last_page))
     assert "GROUP_AGREEMENT" in {violation.rule for violation in audit.violations}
-    assert audit_of(groups).is_sound
+    assert groups.audited().is_sound
 
 
 @pytest.mark.parametrize("event_class", [e.LookupAnswered, e.LoadIssued, e.SaveIssued, e.SaveCompleted])
 def test_a_decision_that_names_another_life_of_its_request_is_named(event_class: type[e.Event], story: Driver) -> None:
     """The id is the same, the generation too."""
-    audit = audit_of(story, altered(story, event_class, 0, evolve(ordinal=99)))
+    audit = story.audited(altered(story, event_class, 0, evolve(ordinal=99)))
     assert "GEN_ISOLATION" in {violation.rule for violation in audit.violations}
 
 
-def test_a_healthy_log_breaks_no_rule(story: Driver) -> None:
-    """The story has a preemption, a load, evictions, a reset and releases, and nothing is wrong with it."""
-    assert story.all_of(e.LoadIssued)
-    assert story.all_of(e.ChunkEvicted)
-    assert story.all_of(e.CacheReset)
-    audit = audit_of(story)
+@pytest.mark.parametrize(
+    ("name", "event_classes"),
+    [
+        ("story", (e.LoadIssued, e.ChunkEvicted, e.CacheReset)),
+        ("asynchronous", (e.LookupDeferred, e.TransferAwaited, e.BlocksHeld, e.LoadFailed)),
+        ("reading", (e.ChunkEvicted, e.LoadFailed, e.TransferAwaited)),
+    ],
+)
+def test_a_healthy_log_breaks_no_rule(
+    name: str, event_classes: tuple[type[e.Event], ...], request: pytest.FixtureRequest
+) -> None:
+    """Preemptions, loads that fail, evictions, resets, jobs that are asked after: and nothing is wrong with it."""
+    driver: Driver = request.getfixturevalue(name)
+    for event_class in event_classes:
+        assert driver.all_of(event_class), event_class
+    audit = driver.audited()
     assert audit.violations == []
     assert audit.is_sound
-    assert audit.num_events == len(story.sink.events())
-
-
-def test_copies_beside_the_steps_break_no_rule(beside: Driver) -> None:
-    """A deferred lookup, a save that is waited for, held blocks and a failed load, and nothing is wrong with it."""
-    for event_class in (e.LookupDeferred, e.TransferAwaited, e.BlocksHeld, e.LoadFailed):
-        assert beside.all_of(event_class), event_class
-    audit = audit_of(beside)
-    assert audit.violations == []
-    assert audit.is_sound
-
-
-def test_a_load_beside_an_eviction_and_a_silent_save_break_no_rule(reading: Driver) -> None:
-    """An eviction, a failed load and a save that is asked after, and nothing is wrong with it."""
-    for event_class in (e.ChunkEvicted, e.LoadFailed, e.TransferAwaited):
-        assert reading.all_of(event_class), event_class
-    audit = audit_of(reading)
-    assert audit.violations == []
-    assert audit.is_sound
+    assert audit.num_events == len(driver.sink.events())
 
 
 FOLLOWING = {
@@ -304,19 +288,19 @@ FOLLOWING = {
 
 
 @pytest.mark.parametrize("rule", Core.standard().rules)
-def test_one_altered_event_is_named_by_exactly_its_checker(rule: str, told: Driver) -> None:
+def test_one_altered_event_is_named_by_exactly_its_checker(rule: str, broken_story: Driver) -> None:
     """Whoever reads the audit is led to the rule that was broken, not to five others."""
-    audit = audit_of(told, altered_for(rule, told))
+    audit = broken_story.audited(altered_for(rule, broken_story))
     assert audit.unfoldable is None
     assert audit.violations[0].rule == rule
     assert {violation.rule for violation in audit.violations} <= {rule, *FOLLOWING.get(rule, ())}
 
 
 @pytest.mark.parametrize("rule", Core.standard().rules)
-def test_a_violation_points_at_events_that_exist(rule: str, told: Driver) -> None:
+def test_a_violation_points_at_events_that_exist(rule: str, broken_story: Driver) -> None:
     """Sequence and evidence are places in the log, evidence never later than the breach."""
-    events = altered_for(rule, told)
-    for violation in audit_of(told, events).violations:
+    events = altered_for(rule, broken_story)
+    for violation in broken_story.audited(events).violations:
         assert 1 <= violation.sequence <= events[-1][0]
         assert all(1 <= sequence <= violation.sequence for sequence in violation.evidence)
         assert violation.detail
@@ -336,7 +320,7 @@ def test_random_walks_break_only_rules_that_were_broken_live(seed: int, chunk_si
     """The walk's workers report twice and fall silent; what the live guards saw is all that an audit finds."""
     walk = Walk(seed, chunk_size=chunk_size, block_size=block_size)
     walk.run(60)
-    audit = audit_of(walk.driver)
+    audit = walk.driver.audited()
     unexpected = [v for v in audit.violations if v.rule not in {"RECORDED", "COMPLETION_ONCE"}]
     assert not unexpected, f"seed {seed}: {unexpected[0]}"
     recorded = [v for v in audit.violations if v.rule == "RECORDED"]
@@ -346,8 +330,8 @@ def test_random_walks_break_only_rules_that_were_broken_live(seed: int, chunk_si
     assert not audit.reference_differences
 
 
-OF_A_FIXED_NUMBER = {"_ended"}
-"""What is remembered of a fixed number of ended requests, for BYTES_UNCHANGED: a connector may save them later."""
+OF_A_FIXED_NUMBER = {"_ended", "_known"}
+"""What is remembered of a fixed number: ended requests, for a connector may save them later; keys."""
 
 
 def test_checkers_forget_released_requests() -> None:
@@ -355,7 +339,7 @@ def test_checkers_forget_released_requests() -> None:
     walk = Walk(5, chunk_size=8, block_size=16)
     walk.run(80)
     assert not len(walk.driver.projections.tracker)
-    for checker in audit_of(walk.driver).checkers:
+    for checker in walk.driver.audited().checkers:
         remembered = {
             name
             for name, value in vars(checker).items()
@@ -369,8 +353,7 @@ def test_checkers_forget_released_requests() -> None:
 
 def broken_rules(driver: Driver) -> set[str]:
     """What the audit names besides what the live guards recorded."""
-    driver.ledger.commit()
-    return {violation.rule for violation in audit_of(driver).violations} - {"RECORDED"}
+    return {violation.rule for violation in driver.audited().violations} - {"RECORDED"}
 
 
 def test_tokens_of_an_answer_before_a_preemption_are_not_taken_up_after_it() -> None:
@@ -396,12 +379,6 @@ def test_a_report_of_a_settled_job_is_named() -> None:
     assert broken_rules(driver) == {"COMPLETION_ONCE"}
 
 
-def test_a_job_completed_before_every_rank_reported_is_named(story: Driver) -> None:
-    """One rank's page missing is a poisoned chunk."""
-    events = altered(story, e.TransferReported, 0, evolve(ranks_done=()))
-    assert {v.rule for v in audit_of(story, events).violations} == {"RANK_AGREEMENT"}
-
-
 def test_a_load_from_chunks_that_a_reset_made_stale_is_named(story: Driver) -> None:
     """Old weights' KV under new weights is silent corruption."""
     events = story.sink.events()
@@ -411,7 +388,7 @@ def test_a_load_from_chunks_that_a_reset_made_stale_is_named(story: Driver) -> N
         place for place, (s, event) in enumerate(events) if isinstance(event, e.LookupRequested) and s < allocation
     ]
     events[polls[-2]] = (events[polls[-2]][0], e.CacheReset(1))
-    broken = {violation.rule for violation in audit_of(story, events).violations}
+    broken = {violation.rule for violation in story.audited(events).violations}
     assert {"LOADABLE_AFTER_COMMIT", "RESET_EPOCH"} <= broken
 
 
@@ -420,7 +397,7 @@ def test_a_finished_request_that_is_never_released_is_named(story: Driver) -> No
     events = story.sink.events()
     place = max(place for place, (_, event) in enumerate(events) if isinstance(event, e.RequestReleased))
     events[place] = (events[place][0], e.LogNote("nothing", 1))
-    assert {v.rule for v in audit_of(story, events).violations} == {"RELEASE_ALL"}
+    assert {v.rule for v in story.audited(events).violations} == {"RELEASE_ALL"}
 
 
 def test_two_loads_into_one_block_are_named() -> None:
@@ -437,7 +414,7 @@ def test_two_loads_into_one_block_are_named() -> None:
 def test_an_event_that_cannot_be_folded_ends_the_audit_without_an_exception(story: Driver) -> None:
     """A log that was tampered with must not end its own audit."""
     events = altered(story, e.SaveIssued, 0, evolve(slots=(-2,)))
-    audit = audit_of(story, events)
+    audit = story.audited(events)
     assert audit.unfoldable is not None
     assert not audit.is_sound
     assert "cannot be folded" in str(audit.unfoldable)
@@ -447,7 +424,7 @@ def test_an_event_that_cannot_be_folded_ends_the_audit_without_an_exception(stor
 def test_a_decision_made_otherwise_is_a_divergence_and_no_violation(story: Driver) -> None:
     """Any free slot will do; today's code would still have taken another."""
     events = altered(story, e.SaveIssued, -1, evolve(slots=(0,)))
-    audit = audit_of(story, events)
+    audit = story.audited(events)
     assert not audit.violations
     assert len(audit.divergences) == 1
     assert not audit.is_sound
@@ -456,6 +433,6 @@ def test_a_decision_made_otherwise_is_a_divergence_and_no_violation(story: Drive
 def test_violations_are_all_counted_though_not_all_are_kept(story: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     """A log that breaks a rule in every step must not fill the memory."""
     monkeypatch.setattr("kvledger.lifecycle.audit.violations.MAX_VIOLATIONS", 1)
-    audit = audit_of(story, altered_for("ALLOC_MATCHES_LOOKUP", story))
+    audit = story.audited(altered_for("ALLOC_MATCHES_LOOKUP", story))
     assert len(audit.violations) == 1
     assert audit.num_violations.total() == 2

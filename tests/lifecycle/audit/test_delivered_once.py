@@ -8,9 +8,8 @@ import msgspec
 import pytest
 from lifecycle_driver import Driver, keys_of
 
-from kvledger.lifecycle import Channel, Core
+from kvledger.lifecycle import Channel
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.audit import Audit
 
 WORKERS, VLLM = Channel.WORKERS, Channel.VLLM
 
@@ -25,8 +24,7 @@ def found(driver: Driver, change: Callable[[e.EffectsDelivered], e.EffectsDelive
             break
     else:
         assert change is None, "nothing was altered"
-    audit = Audit(Core.standard(), driver.configuration)
-    audit.run(events)
+    audit = driver.audited(events)
     assert {violation.rule for violation in audit.violations} <= {"DELIVERED_ONCE"}
     return [violation.detail for violation in audit.violations]
 

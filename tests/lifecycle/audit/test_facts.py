@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
 import pytest
 from lifecycle_driver import Driver, Walk, keys_of
 from lifecycle_driver.wrong_values import wrong_logs
 
 from kvledger.lifecycle import Channel, Core
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.audit import Audit
 from kvledger.lifecycle.audit.facts import FACTS
 from kvledger.lifecycle.replay import SequencedEvent
 
@@ -82,16 +79,9 @@ def further_story() -> tuple[Driver, list[SequencedEvent]]:
     ]
 
 
-def audited(driver: Driver, events: list[SequencedEvent]) -> Counter[str]:
-    """How often the audit names each rule."""
-    audit = Audit(CORE, driver.configuration)
-    audit.run(events)
-    return audit.num_violations
-
-
 @pytest.mark.long
 def test_each_rule_that_a_fact_names_names_a_log_in_which_that_fact_alone_is_another(
-    story: Driver, beside: Driver, groups: Driver, reading: Driver
+    story: Driver, asynchronous: Driver, groups: Driver, reading: Driver
 ) -> None:
     """Wrong values are put into stories and walks until each rule has spoken; relying on a fact is not enough."""
     walks = [Walk(seed, chunk_size=(8, 16, 32)[seed % 3], block_size=16) for seed in range(12)]
@@ -99,12 +89,14 @@ def test_each_rule_that_a_fact_names_names_a_log_in_which_that_fact_alone_is_ano
         walk.run(40)
         walk.driver.ledger.commit()
     unshown = {fact: set(rules) for fact, rules in CLAIMS.items()}
-    logs = [(each, each.sink.events()) for each in (story, beside, groups, reading, *(walk.driver for walk in walks))]
+    logs = [
+        (each, each.sink.events()) for each in (story, asynchronous, groups, reading, *(walk.driver for walk in walks))
+    ]
     for driver, events in (further_story(), *logs):
-        right = audited(driver, events)
+        right = driver.audited(events).num_violations
         for wrong in wrong_logs(events, max_occurrences=8):
             missing = unshown.get((wrong.event_id, wrong.field))
             if missing:
-                named = audited(driver, wrong.events)
+                named = driver.audited(wrong.events).num_violations
                 missing -= {rule for rule in missing if named[rule] > right[rule]}
     assert {fact: rules for fact, rules in unshown.items() if rules} == {}

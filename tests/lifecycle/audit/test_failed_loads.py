@@ -8,14 +8,13 @@ from lifecycle_driver import Driver, keys_of
 
 from kvledger.lifecycle import Core, RequestState
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.audit import Audit, Violation
+from kvledger.lifecycle.audit import Violation
 from kvledger.lifecycle.snapshots import capture, restore
 
 
 def broken_rules(driver: Driver) -> list[str]:
     """What is wrong with the whole log."""
-    audit = Audit(Core.standard(), driver.configuration)
-    audit.run(enumerate(driver.observed, start=1))
+    audit = driver.audited()
     assert not audit.divergences
     return [violation.rule for violation in audit.violations]
 
@@ -62,9 +61,8 @@ def hit_after_a_failure() -> Driver:
 def violations_from(driver: Driver, state: bytes, cut: int) -> list[Violation]:
     """What an audit finds that begins behind the first `cut` events, in this state."""
     core = Core.standard()
-    audit = Audit(core, driver.configuration, start=restore(core, state, driver.configuration))
-    audit.run(enumerate(driver.observed[cut:], start=cut + 1))
-    return audit.violations
+    start = restore(core, state, driver.configuration)
+    return driver.audited(enumerate(driver.observed[cut:], start=cut + 1), start=start).violations
 
 
 def test_a_load_reported_when_its_id_is_used_again_concerns_no_save_of_the_next_life() -> None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import pytest
 from lifecycle_driver import Driver, keys_of
@@ -11,7 +10,7 @@ from starvation_guard import StarvationGuard, StarvingKept
 
 from kvledger.lifecycle import Core
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.audit import Audit, EventChecks, Model, Start, on
+from kvledger.lifecycle.audit import EventChecks, Model, Start, on
 
 NUM_RULES = len(Core.standard().rules)
 
@@ -72,13 +71,6 @@ def preempted_while_it_computes(core: Core) -> Driver:
     return driver
 
 
-def audited(driver: Driver, core: Core, events: Iterable[tuple[int, e.Event]] | None = None, **start: Any) -> Audit:
-    """The driver's log, or other events, audited with a core."""
-    audit = Audit(core, driver.configuration, **start)
-    audit.run(enumerate(driver.observed, 1) if events is None else events)
-    return audit
-
-
 @pytest.mark.parametrize(
     ("checker", "error"),
     [
@@ -93,7 +85,7 @@ def test_a_rule_that_raises_is_not_judged_and_says_why(checker: type[StarvingKep
     driver = preempted_while_it_computes(core_with(StarvingKept))
     extra = (len(driver.observed) + 1, e.LoadCompleted("a", 0, 0, 77, 1))
     for events in (None, [*enumerate(driver.observed, 1), extra]):
-        audit = audited(driver, core_with(checker), events)
+        audit = driver.audited(core=core_with(checker), events=events)
         assert audit.unfoldable is None
         reason = audit.not_judged[StarvingKept.rule]
         assert f"its checker raised {error}" in reason
@@ -109,7 +101,7 @@ def test_one_that_cannot_begin_in_the_middle_is_not_judged() -> None:
     driver = preempted_while_it_computes(core_with(StarvingKept))
     for checker, is_judged in ((StarvingKept, True), (RaisesWhenItBegins, False)):
         core = core_with(checker)
-        audit = audited(driver, core, [], start=audited(driver, core).projections)
+        audit = driver.audited(core=core, events=[], start=driver.audited(core=core).projections)
         assert (StarvingKept.rule in audit.judged) is is_judged
 
 
@@ -119,9 +111,9 @@ def test_the_rules_of_an_extension_end_where_it_is_stopped() -> None:
     driver = preempted_while_it_computes(core)
     events = list(enumerate(driver.observed, 1))
     stop = (len(events) + 1, e.ExtensionStopped("starvation", 1, "kept", "KeyError", events[-1][0]))
-    whole = audited(driver, core, [*events, stop])
+    whole = driver.audited(core=core, events=[*events, stop])
     assert whole.is_sound
     assert whole.not_judged == {StarvingKept.rule: f"its extension was stopped at event {stop[0]}"}
-    assert audited(driver, core, [], start=whole.projections).not_judged == whole.not_judged
+    assert driver.audited(core=core, events=[], start=whole.projections).not_judged == whole.not_judged
     other = e.ExtensionStopped("other", 1, "kept", "KeyError", events[-1][0])
-    assert audited(driver, core, [*events, (stop[0], other)]).not_judged == {}
+    assert driver.audited(core=core, events=[*events, (stop[0], other)]).not_judged == {}

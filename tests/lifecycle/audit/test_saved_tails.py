@@ -8,9 +8,7 @@ import msgspec
 import pytest
 from lifecycle_driver import Driver, keys_of
 
-from kvledger.lifecycle import Core
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.audit import Audit
 from kvledger.lifecycle.replay import SequencedEvent
 
 NUM_SETTLED = 61
@@ -65,17 +63,9 @@ def tails() -> Driver:
     return story_of_a_tail()
 
 
-def audit_of(driver: Driver, events: list[SequencedEvent]) -> Audit:
-    """The finished audit of events under the driver's configuration."""
-    audit = Audit(Core.standard(), driver.configuration)
-    audit.run(events)
-    assert audit.unfoldable is None
-    return audit
-
-
 def broken_rules(driver: Driver, events: list[SequencedEvent]) -> set[str]:
     """The rules that an audit names."""
-    return {violation.rule for violation in audit_of(driver, events).violations}
+    return {violation.rule for violation in driver.audited(events).violations}
 
 
 def replaced(driver: Driver, old: e.Event, new: e.Event) -> list[SequencedEvent]:
@@ -103,7 +93,7 @@ def test_a_load_that_ends_at_a_tail_is_sound(chunk_size: int, block_size: int) -
     driver = story_of_a_tail(chunk_size, block_size)
     assert len(driver.all_of(e.TailSaveIssued)) == 3
     assert [load.num_tokens for load in driver.all_of(e.LoadIssued)] == [NUM_SETTLED]
-    audit = audit_of(driver, driver.sink.events())
+    audit = driver.audited(driver.sink.events())
     assert audit.violations == []
     assert audit.is_sound
 
@@ -182,7 +172,7 @@ def test_a_load_of_a_tail_whose_save_failed_is_named(tails: Driver) -> None:
     tail = tails.all_of(e.TailSaveIssued)[0]
     (done,) = [done for done in tails.all_of(e.SaveCompleted) if done.job_id == tail.job_id]
     failed = e.SaveFailed("a", tail.ordinal, tail.generation, tail.job_id, error="no", quiet=True, cause=done.cause)
-    audit = audit_of(tails, replaced(tails, done, failed))
+    audit = tails.audited(replaced(tails, done, failed))
     assert {violation.rule for violation in audit.violations} - ANSWERED == {"LOADABLE_AFTER_COMMIT"}
     (found,) = [violation for violation in audit.violations if violation.rule not in ANSWERED]
     assert "tail of tokens 56 to 61 was dropped by save.failed" in found.detail
@@ -196,7 +186,7 @@ def test_a_load_of_a_tail_that_is_still_being_saved_is_named(tails: Driver) -> N
         (sequence, e.LogNote("nothing", 1) if isinstance(event, settling) and event.job_id == tail.job_id else event)
         for sequence, event in up_to_the_load(tails.sink.events())
     ]
-    audit = audit_of(tails, events)
+    audit = tails.audited(events)
     assert {violation.rule for violation in audit.violations} - ANSWERED == {"LOADABLE_AFTER_COMMIT"}
     (found,) = [violation for violation in audit.violations if violation.rule not in ANSWERED]
     assert "is not saved yet" in found.detail
@@ -229,7 +219,7 @@ def test_a_load_of_a_dropped_tail_is_named_with_what_dropped_it(dropping: e.Even
     ]
     # It takes the place of a repeated lookup, so no sequence number changes.
     events[places[-2]] = (events[places[-2]][0], dropping)
-    found = [v for v in audit_of(tails, events).violations if v.rule == "LOADABLE_AFTER_COMMIT"]
+    found = [v for v in tails.audited(events).violations if v.rule == "LOADABLE_AFTER_COMMIT"]
     assert any(f"was dropped by {dropping.id}" in violation.detail for violation in found)
 
 

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 from lifecycle_driver import Driver, keys_of
 
-from kvledger.lifecycle import Core
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.audit import Audit
 from kvledger.lifecycle.projections.transfers import Job
 
 
 def rules_broken_by(driver: Driver) -> set[str]:
     """What the audit finds in what the driver did."""
-    driver.ledger.commit()
-    audit = Audit(Core.standard(), driver.configuration)
-    audit.run(driver.sink.events())
+    audit = driver.audited()
     assert not audit.divergences
     return set(audit.num_violations)
 
