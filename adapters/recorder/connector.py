@@ -27,7 +27,6 @@ from kvledger.adapters.recorder.log import RecorderLog
 from kvledger.adapters.recorder.page_digests import AskedPages, RecordedPages, taken_out
 from kvledger.adapters.recorder.page_digests import opened as opened_pages
 from kvledger.adapters.recorder.recording import Recording
-from kvledger.adapters.recorder.settings import RecorderSettings
 from kvledger.adapters.recorder.stats import RecordedPromMetrics, RecordedStats, enveloped, opened
 from kvledger.adapters.recorder.worker_recording import WorkerRecording
 from kvledger.adapters.recorder.wrapped import is_child, transfer_of, wrapped_class, wrapped_config
@@ -35,6 +34,7 @@ from kvledger.adapters.vllm import versions
 from kvledger.adapters.vllm.chunk_keys import ChunkKeySource
 from kvledger.adapters.vllm.event_log import WorkerOfLog, open_event_log
 from kvledger.adapters.vllm.groups import Groups, describe_groups
+from kvledger.adapters.vllm.log_settings import LogSettings
 from kvledger.lifecycle import ConfigurationError, Core, LedgerConfiguration
 
 if TYPE_CHECKING:
@@ -49,6 +49,13 @@ if TYPE_CHECKING:
 
 _NEVER = 1 << 40
 """How long a recorded load may be silent, how often it may fail or an answer be put off, until this core objects."""
+
+
+class RecorderSettings(LogSettings):
+    """The nested configuration, and the keys that the connector has for its log as well."""
+
+    connector: dict[str, Any]
+    """What `--kv-transfer-config` would say without the recorder."""
 
 
 def _configuration(kv_cache_config: KVCacheConfig, groups: Groups) -> LedgerConfiguration:

@@ -62,9 +62,6 @@ class Chunks:
     def __contains__(self, key: bytes) -> bool:
         return key in self._committed
 
-    def __len__(self) -> int:
-        return len(self._committed)
-
     @property
     def committed(self) -> Mapping[bytes, tuple[int, ...]]:
         """Every committed chunk and its slots."""

@@ -126,9 +126,6 @@ class Lives:
     def __iter__(self) -> Iterator[Life]:
         return iter(self._lives.values())
 
-    def __len__(self) -> int:
-        return len(self._lives)
-
     def in_generation(self, decision: e.RequestDecision) -> Life | None:
         """The decision's life, if it still is in the generation that the decision names."""
         life = self.of(decision.ordinal)

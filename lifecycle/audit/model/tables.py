@@ -31,9 +31,6 @@ class Tables:
         self.lost: Callable[[int], Sequence[int] | None] = self._lost.get
         """The blocks that it lost since the last step; intact until the next one's forward."""
 
-    def __len__(self) -> int:
-        return len(self._held)
-
     def held_by(self, life: Life | None) -> Sequence[int]:
         """The blocks that the life holds; empty where it holds none, or nobody lives."""
         return () if life is None else self.of(life.ordinal) or ()

@@ -53,13 +53,6 @@ class Tails:
         self._dropped: dict[int, tuple[IssuedTail, str, int]] = {}
         """Ordinal -> (its last tail, id of the event that dropped it, sequence), until the life is over."""
 
-    def __len__(self) -> int:
-        return len(self._tails)
-
-    def of(self, life: Life) -> IssuedTail | None:
-        """Its tail, saved or still being saved."""
-        return self._tails.get(life.ordinal) if self._tails else None
-
     def saved(self, life: Life | None) -> IssuedTail | None:
         """The tail that it may load."""
         tail = None if life is None or not self._tails else self._tails.get(life.ordinal)

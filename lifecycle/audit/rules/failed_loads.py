@@ -9,7 +9,7 @@ import attrs
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.checker import Checker
 from kvledger.lifecycle.audit.model import Model
-from kvledger.lifecycle.audit.model.start import Start
+from kvledger.lifecycle.audit.model.jobs import InFlight
 from kvledger.lifecycle.marks import on
 from kvledger.lifecycle.states import BlocksRegion
 
@@ -107,13 +107,6 @@ class RollbackObserved(Checker):
                 self.broken(detail, load.sequence, load.failed_at, request_id=load.request_id)
 
 
-@attrs.frozen
-class _Failure:
-    sequence: int
-    request_id: str
-    keys: tuple[bytes, ...]
-
-
 class FailedLoadTaint(Checker):
     """FAILED_LOAD_TAINT: what failed to load is not offered again as it is, and not for ever; its blocks hold no KV.
 
@@ -132,8 +125,8 @@ class FailedLoadTaint(Checker):
 
     def __init__(self, model: Model) -> None:
         super().__init__(model)
-        self._keys: dict[int, tuple[bytes, ...]] = {}
-        self._failures: list[_Failure] = []
+        self._failures: list[tuple[int, InFlight]] = []
+        """(sequence, load) since the last observation."""
         self._unfilled: dict[int, int] = {}
         """Block id -> sequence of the failure."""
         self._num_local_tokens: dict[str, int] = {}
@@ -143,21 +136,16 @@ class FailedLoadTaint(Checker):
         self._spoilt: dict[int, int] = {}
         """Job id of a save in flight -> sequence of the failure that its source blocks were concerned by."""
 
-    def begin(self, start: Start) -> None:
-        """Take over the loads in flight. Which blocks were unfilled is not known: the ledger doubts more than those."""
-        self._keys = {job.job_id: job.keys for job in start.jobs if job.is_load}
-
     @on(e.StepScheduled, e.LookupRequested, e.TransferReported)
     def _observed(self, _event: e.Event) -> None:
-        for failure in self._failures:
-            if any(key in self.chunks for key in failure.keys):
+        for sequence, load in self._failures:
+            if any(key in self.chunks for key in load.keys):
                 detail = "its load failed, but chunks of that load can still be looked up"
-                self.broken(detail, failure.sequence, request_id=failure.request_id)
+                self.broken(detail, sequence, request_id=load.request_id)
         self._failures.clear()
 
     @on(e.LoadIssued)
     def _issued(self, event: e.LoadIssued) -> None:
-        self._keys[event.job_id] = () if self.jobs.current is None else self.jobs.current.keys
         if self._unfilled:
             self._fill(event.block_ids)
         life, maximum = self.moment.life, self.configuration.max_failed_loads
@@ -165,18 +153,14 @@ class FailedLoadTaint(Checker):
             detail = f"load {event.job_id} is issued after {life.num_failed_loads} failed ones, {maximum} may be"
             self.broken(detail, event.cause)
 
-    @on(e.LoadCompleted)
-    def _completed(self, event: e.LoadCompleted) -> None:
-        self._keys.pop(event.job_id, None)
-
     @on(e.LoadFailed)
     def _failed(self, event: e.LoadFailed) -> None:
-        keys = self._keys.pop(event.job_id, ())
-        self._failures.append(_Failure(self.moment.sequence, event.request_id, keys))
         load = self.jobs.current
+        if load is None:
+            return
+        self._failures.append((self.moment.sequence, load))
         for job_id, save in self.jobs:  # the id may have been used again before the load was reported
-            is_of_its_life = load is not None and save.life == load.life
-            if is_of_its_life and not save.is_load and job_id > event.job_id:
+            if save.life == load.life and not save.is_load and job_id > event.job_id:
                 self._spoilt[job_id] = self.moment.sequence
 
     # --- blocks ------------------------------------------------------------------------------

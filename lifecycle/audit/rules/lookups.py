@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import msgspec
-
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit.checker import Checker
 from kvledger.lifecycle.audit.model import Model
@@ -12,23 +10,6 @@ from kvledger.lifecycle.audit.model.lives import Life
 from kvledger.lifecycle.audit.model.start import Start
 from kvledger.lifecycle.marks import on
 from kvledger.lifecycle.windows import NO_SLOT
-
-
-class _Circumstances(msgspec.Struct, frozen=True, gc=False):
-    """Everything an answer may depend on; equal circumstances must give equal answers."""
-
-    generation: int
-    num_computed_tokens: int
-    num_tokens: int
-    num_keys: int
-    last_key: bytes
-    """It hashes all before it, so an equal last key means equal keys."""
-    num_added: int
-    num_removed: int
-    end_of_tail: int
-    quarantined: bool
-    num_jobs: int
-    last_job_id: int
 
 
 class LookupPure(Checker):
@@ -49,7 +30,8 @@ class LookupPure(Checker):
     def __init__(self, model: Model) -> None:
         super().__init__(model)
         self._asked: tuple[int, e.LookupRequested | None] = (0, None)
-        self._answered: dict[str, tuple[int, _Circumstances, tuple[int, int]]] = {}
+        self._answered: dict[str, tuple[int, tuple[object, ...], tuple[int, int]]] = {}
+        """Request id -> (sequence, all that the answer may depend on, the answer)."""
         model.forgotten.at(LIFE, self._answered)
         self._forgets = model.geometry.windows.forget
 
@@ -59,9 +41,7 @@ class LookupPure(Checker):
 
     @on(e.LookupAnswered)
     def _check(self, event: e.LookupAnswered) -> None:
-        asked_at, asked = self._asked
-        if asked is not None and asked_at == event.cause and asked.request_id == event.request_id:
-            self._compare(asked, event)
+        self._compare(event)
         if event.is_async and not event.num_external_tokens:
             self.broken("asynchronous, with nothing to load", event.cause)
         life = self.moment.life
@@ -72,12 +52,11 @@ class LookupPure(Checker):
             self._check_again(event, life)
 
     @on(e.LookupDeferred)
-    def _deferred(self, event: e.LookupDeferred) -> None:
+    def _compare(self, event: e.LookupAnswered | e.LookupDeferred) -> None:
+        """Does it repeat the question?"""
         asked_at, asked = self._asked
-        if asked is not None and asked_at == event.cause and asked.request_id == event.request_id:
-            self._compare(asked, event)
-
-    def _compare(self, asked: e.LookupRequested, event: e.LookupAnswered | e.LookupDeferred) -> None:
+        if asked is None or asked_at != event.cause or asked.request_id != event.request_id:
+            return
         if asked.num_computed_tokens != event.num_computed_tokens or asked.num_tokens != event.num_tokens:
             detail = (
                 f"asked with {asked.num_computed_tokens} of {asked.num_tokens} tokens computed, "
@@ -88,21 +67,14 @@ class LookupPure(Checker):
     def _check_again(self, event: e.LookupAnswered, life: Life) -> None:
         request_id, chunks, keys = event.request_id, self.chunks, life.keys
         tail = self.tails.saved(life)
-        num_jobs = last_job_id = 0
-        if self._forgets:  # what an answer counts may then depend on what is being loaded
-            num_jobs, last_job_id = len(self.jobs), self.jobs.last_id
-        now = _Circumstances(
+        now = (
             life.generation,
-            event.num_computed_tokens,
-            event.num_tokens,
-            len(keys),
-            keys[-1] if keys else b"",
-            chunks.num_added,
-            chunks.num_removed,
-            0 if tail is None else tail.end_token,
             life.quarantined,
-            num_jobs,
-            last_job_id,
+            (event.num_computed_tokens, event.num_tokens),
+            (len(keys), keys[-1] if keys else b""),  # a key hashes all before it
+            (chunks.num_added, chunks.num_removed),
+            0 if tail is None else tail.end_token,
+            (len(self.jobs), self.jobs.last_id) if self._forgets else (),  # what is being loaded may then count
         )
         answer = (event.num_hit_tokens, event.num_external_tokens)
         before = self._answered.get(request_id)

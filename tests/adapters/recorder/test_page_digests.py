@@ -207,7 +207,7 @@ def test_what_nixl_receives_is_digested_when_its_worker_reports_it(record: Recor
     assert worker.enveloped(None) is None
     worker.received({"a"}, ())
     (found,) = worker.enveloped(None).digested
-    assert (found.number, len(found.digests)) == (pages.number, 2)
+    assert (found.pages, len(found.digests)) == (pages, 2)
 
 
 class _Told(KVConnectorWorkerMetadata):
