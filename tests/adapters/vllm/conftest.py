@@ -59,6 +59,18 @@ class RecordedEngine(SimulatedEngine):
         self.outputs[request_id] = []
         return super().add(request_id, prompt, max_tokens, **options)
 
+    def serve(
+        self, request_id: str, prompt: Sequence[int], max_tokens: int, *, max_steps: int = 5000, **options: Any
+    ) -> None:
+        """Queue a request, and serve it and all others to their ends."""
+        self.add(request_id, prompt, max_tokens, **options)
+        self.run(max_steps=max_steps)
+
+    def begin_step(self) -> None:
+        """Schedule and execute a step; `update` is its other half."""
+        scheduler_output = self.scheduler.schedule()
+        self._in_flight.append((scheduler_output, self._execute(scheduler_output)))
+
     def add_crowd(self, num_requests: int = 3, num_tokens: int = 50) -> None:
         """Queue requests of 40 tokens with nothing in common; three of 90 do not fit into thirteen blocks of 16."""
         for number in range(num_requests):

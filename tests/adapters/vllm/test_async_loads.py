@@ -29,8 +29,7 @@ def overlapping(make_engine: Any, **options: Any) -> Any:
     """An engine in which every load runs beside the steps, and the prompt has been saved."""
     defaults = {"num_blocks": 40, "chunk_size": 8, "enable_prefix_caching": False, "load_mode": "async"}
     engine = make_engine(**(defaults | options))
-    engine.add("writer", PROMPT, 2)
-    engine.run()
+    engine.serve("writer", PROMPT, 2)
     return engine
 
 
@@ -60,12 +59,6 @@ def the_load(copies: list[SlowCopies], rank: int = 0) -> SlowCopy:
     """The only load that was begun."""
     (load,) = copies[rank].started
     return load
-
-
-def half_a_step(engine: Any) -> None:
-    """Schedule and execute; `update()` makes the other half."""
-    output = engine.scheduler.schedule()
-    engine._in_flight.append((output, engine._execute(output)))
 
 
 def first_step_of(engine: Any, request_id: str) -> tuple[int, int]:
@@ -179,8 +172,7 @@ def test_a_promised_load_that_cannot_be_issued_is_reported_as_failed(
     engine = overlapping(make_engine, replays=False, **runner, kv_transfer={"kv_load_failure_policy": policy})
     reported = note_reports(engine)
     fail_to_observe_once(engine, lambda event: isinstance(event, e.BlocksAllocated))
-    engine.add("reader", PROMPT, 6)
-    engine.run(max_steps=100)
+    engine.serve("reader", PROMPT, 6, max_steps=100)
     check_reported_once(reported, failed=True)
     assert engine.logged(e.LoadIssued) == []
     assert engine.finish_reasons["reader"] == ("length" if policy == "recompute" else "error")
@@ -235,7 +227,7 @@ def when_it_is_copied(engine: Any, copies: list[SlowCopies]) -> None:
 def when_it_is_reported(engine: Any, copies: list[SlowCopies]) -> None:
     """The worker has told in a step whose output vLLM has not taken up."""
     the_load(copies).finish()
-    half_a_step(engine)
+    engine.begin_step()
     engine.abort("reader")
 
 
@@ -243,7 +235,7 @@ def when_vllm_knows(engine: Any, copies: list[SlowCopies]) -> None:
     """The end was told, the request is not scheduled yet."""
     the_load(copies).finish()
     while not engine.scheduler.finished_recving_kv_req_ids:
-        half_a_step(engine)
+        engine.begin_step()
         engine.update()
     engine.abort("reader")
 
@@ -258,7 +250,7 @@ def when_its_failure_is_decided(engine: Any, copies: list[SlowCopies]) -> None:
     """The ledger knows; the next step is to tell vLLM."""
     the_load(copies).fail()
     while not engine.logged(e.LoadFailed):
-        half_a_step(engine)
+        engine.begin_step()
         engine.update()
     engine.abort("reader")
 
@@ -267,9 +259,9 @@ def when_its_failure_is_on_its_way(engine: Any, copies: list[SlowCopies]) -> Non
     """A step has told, vLLM has not taken up its output."""
     the_load(copies).fail()
     while not engine.logged(e.LoadFailed):
-        half_a_step(engine)
+        engine.begin_step()
         engine.update()
-    half_a_step(engine)
+    engine.begin_step()
     engine.abort("reader")
 
 
@@ -277,7 +269,7 @@ def when_vllm_knows_of_its_failure(engine: Any, copies: list[SlowCopies]) -> Non
     """The end was told, the request waits for its second try."""
     the_load(copies).fail()
     while not engine.scheduler.finished_recving_kv_req_ids:
-        half_a_step(engine)
+        engine.begin_step()
         engine.update()
     engine.abort("reader")
 
@@ -347,8 +339,7 @@ def test_a_reset_while_it_loads(make_engine: Any, runner: dict[str, bool]) -> No
     the_load(copies).finish()
     engine.run()
     check_reported_once(reported, failed=False)
-    engine.add("later", PROMPT, 6)
-    engine.run()
+    engine.serve("later", PROMPT, 6)
     assert engine.check_answers("later")[0].num_hit_tokens == 0
 
 
@@ -391,8 +382,7 @@ def test_auto_makes_large_loads_asynchronous_and_all_where_only_that_is_safe(
         kv_transfer={"kv_load_failure_policy": policy},
     )
     for request_id, num_tokens in (("small", 33), ("large", 64)):
-        engine.add(request_id, PROMPT[:num_tokens], 4)
-        engine.run()
+        engine.serve(request_id, PROMPT[:num_tokens], 4)
     assert [load.is_async for load in engine.logged(e.LoadIssued)] == are_async
 
 
@@ -404,16 +394,13 @@ def test_a_request_that_waits_for_its_load_shares_blocks_whose_load_failed(
     """VLLM takes back what it counted on, without a word; the log is sound all the same, and so is the output."""
     monkeypatch.setattr(configuration, "LARGE_LOAD_BYTES", 3 * 2 * 8 * 16 * 2)
     engine = make_engine(num_blocks=60, chunk_size=16, load_mode="auto", model_runner_v2=model_runner_v2)
-    engine.add("writer", range(96), 4)
-    engine.run()
+    engine.serve("writer", range(96), 4)
     assert engine.scheduler.reset_prefix_cache()
     if num_local_tokens:
-        engine.add("local", range(num_local_tokens + 1), 1)
-        engine.run()
+        engine.serve("local", range(num_local_tokens + 1), 1)
     break_copies(engine, "load", 1)
     engine.add("small", [*range(num_local_tokens + 32), *range(700, 740)], 20)
-    engine.add("large", [*range(96), *range(800, 810)], 20)
-    engine.run()
+    engine.serve("large", [*range(96), *range(800, 810)], 20)
     loads = [
         (load.request_id, load.first_token, load.is_async)
         for load in engine.logged(e.LoadIssued)

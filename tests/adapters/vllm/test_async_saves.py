@@ -44,8 +44,7 @@ def check_saved(engine: Any, request_id: str) -> None:
     for worker in engine.workers:
         worker._worker_side._async_engine.slow.clear()
     tokens = [*engine.prompts[request_id], *engine.outputs[request_id]]
-    engine.add(f"reader of {request_id}", tokens, 4)
-    engine.run()
+    engine.serve(f"reader of {request_id}", tokens, 4)
     chunk_size = engine.replay_configuration.chunk_size
     (load,) = engine.logged(e.LoadIssued, request_id=f"reader of {request_id}")
     assert load.first_token + load.num_tokens == (len(tokens) - 1) // chunk_size * chunk_size
@@ -253,8 +252,7 @@ def test_the_next_turn_of_a_session_waits_for_the_copies(make_engine: Any, runne
     engine.run()
     del engine.outputs["session"]
     copies.slow.clear()
-    engine.add("reader", tokens, 4)
-    engine.run()
+    engine.serve("reader", tokens, 4)
     assert engine.logged(e.LoadIssued)[0].num_tokens == (len(tokens) - 1) // 8 * 8
 
 
@@ -301,8 +299,7 @@ def test_vllm_cannot_reset_its_own_cache_before_the_copies_are_done(make_engine:
 def test_what_another_request_computes_in_this_step_is_copied_behind_it(make_engine: Any, save_mode: str) -> None:
     """VLLM's prefix cache gives a request blocks that another one fills in the same step. They count as settled."""
     engine = make_engine(num_blocks=60, chunk_size=16, save_mode=save_mode)
-    engine.add("writer", range(500, 548), 2)
-    engine.run()
+    engine.serve("writer", range(500, 548), 2)
     assert engine.scheduler.reset_prefix_cache()
     engine.add("loads in this step", range(500, 549), 2)  # so that the worker is called before the forward
     engine.add("computes", range(65), 2)
@@ -314,6 +311,5 @@ def test_what_another_request_computes_in_this_step_is_copied_behind_it(make_eng
     assert engine.logged(e.SaveIssued, request_id="shares")
     engine.run()
     assert engine.scheduler.reset_prefix_cache()
-    engine.add("later", range(70), 4)
-    engine.run()
+    engine.serve("later", range(70), 4)
     assert engine.logged(e.LoadCompleted, request_id="later")

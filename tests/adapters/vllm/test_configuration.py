@@ -194,8 +194,7 @@ def test_a_handler_of_one_s_own(make_engine: Any, user_module: str) -> None:
         replays=False, num_blocks=20, chunk_size=16, handlers=[f"{user_module}:Shy"], enable_prefix_caching=False
     )
     for request_id in ("writer", "reader"):
-        engine.add(request_id, range(64), 4)
-        engine.run()
+        engine.serve(request_id, range(64), 4)
     assert len(engine.projections.chunks) == 4
     assert engine.logged(e.LoadIssued) == []
     assert {answer.miss_reason for answer in engine.logged(e.LookupAnswered)} == {"limited"}
@@ -256,8 +255,7 @@ def test_a_hit_share_limits_every_answer(make_engine: Any) -> None:
     """Half of the prompt may come from the host, however much is there."""
     engine = make_engine(num_blocks=20, chunk_size=16, max_hit_share=0.5, enable_prefix_caching=False)
     for request_id in ("writer", "reader"):
-        engine.add(request_id, range(64), 4)
-        engine.run()
+        engine.serve(request_id, range(64), 4)
     (answer,) = engine.logged(e.LookupAnswered, request_id="reader")
     assert (answer.num_hit_tokens, answer.num_external_tokens, answer.miss_reason) == (64, 32, "limited")
 

@@ -301,8 +301,7 @@ def test_a_handler_that_breaks_a_demand_costs_its_request_the_cache_and_nobody_a
     engine.run(max_steps=2000)
     said = {request_id: engine.prompts[request_id] + output for request_id, output in engine.outputs.items()}
     for request_id, tokens in said.items():
-        engine.add(f"{request_id} continued", tokens[:76], 4)
-        engine.run(max_steps=500)
+        engine.serve(f"{request_id} continued", tokens[:76], 4, max_steps=500)
     assert engine.num_preemptions
     assert {len(output) for output in engine.outputs.values()} == {NUM_OUTPUT_TOKENS, 4}
     engine.check_released()
@@ -328,8 +327,7 @@ def test_jobs_that_were_recorded_before_the_ledger_failed_are_handed_out(make_en
     delay(engine)
     delay(engine)
     fail_in_a_fold(engine, e.BlocksHeld)
-    engine.add("only", range(56), 9)
-    engine.run()
+    engine.serve("only", range(56), 9)
     assert engine.connector.scheduler_side.journal.is_disabled
     issued = {event.job_id for event in engine.logged(e.SaveIssued)}
     worker = engine.worker._worker_side

@@ -30,8 +30,7 @@ def test_a_prompt_of_one_token(make_engine: Any, runner: dict[str, bool], chunk_
     """It is all last token, so nothing can be loaded for it; what it says is saved like anything else."""
     engine = make_engine(num_blocks=20, chunk_size=chunk_size, enable_prefix_caching=False, **runner)
     for request_id in ("first", "second"):
-        engine.add(request_id, [5], max_tokens)
-        engine.run()
+        engine.serve(request_id, [5], max_tokens)
         assert [answer.num_external_tokens for answer in engine.check_answers(request_id)] == [0]
     assert saved_chunks(engine, "first") == list(range(max_tokens // chunk_size))
     assert engine.logged(e.LoadIssued) == []
@@ -42,11 +41,9 @@ def test_a_prompt_of_one_token(make_engine: Any, runner: dict[str, bool], chunk_
 def test_one_token_of_output(make_engine: Any, runner: dict[str, bool], num_tokens: int) -> None:
     """The prompt is all there is to save, down to its last token."""
     engine = make_engine(num_blocks=20, chunk_size=8, enable_prefix_caching=False, **runner)
-    engine.add("only", range(num_tokens), 1)
-    engine.run()
+    engine.serve("only", range(num_tokens), 1)
     assert saved_chunks(engine, "only") == list(range(num_tokens // 8))
-    engine.add("longer", [*range(num_tokens), 300, 301], 1)
-    engine.run()
+    engine.serve("longer", [*range(num_tokens), 300, 301], 1)
     assert engine.check_answers("longer")[0].num_external_tokens == num_tokens // 8 * 8
 
 
@@ -56,8 +53,7 @@ def test_a_prompt_longer_than_all_blocks_waits_until_it_is_aborted(make_engine: 
     It is polled in every step, which changes nothing, and holds nothing when it goes.
     """
     engine = make_engine(num_blocks=10, chunk_size=16, enable_prefix_caching=False, **runner)
-    engine.add("writer", range(64), 2)
-    engine.run()
+    engine.serve("writer", range(64), 2)
     engine.add("too long", range(300), 5)
     for _ in range(20):
         engine.step()
@@ -87,8 +83,7 @@ def test_an_error_in_the_middle_of_a_chunked_prefill(make_engine: Any, runner: d
     (finished,) = engine.logged(e.RequestFinished)
     assert (finished.status, finished.num_settled_tokens) == ("FINISHED_ERROR", 30 * num_steps)
     assert saved_chunks(engine, "failing") == list(range(30 * num_steps // 8))
-    engine.add("again", range(150), 5)
-    engine.run()
+    engine.serve("again", range(150), 5)
     assert engine.check_answers("again")[0].num_hit_tokens == 30 * num_steps // 8 * 8
 
 
@@ -107,8 +102,7 @@ def test_an_end_that_the_scheduler_could_not_foresee(
     engine.run()
     assert engine.outputs["only"] == expected
     assert saved_chunks(engine, "only") == list(range((40 + len(expected) - 1) // 8))
-    engine.add("reader", [*range(40), *expected, 3, 4], 3)
-    engine.run()
+    engine.serve("reader", [*range(40), *expected, 3, 4], 3)
 
 
 def test_a_reset_that_vllm_refuses_changes_nothing(make_engine: Any, runner: dict[str, bool]) -> None:
@@ -128,10 +122,8 @@ def test_resets_of_an_idle_engine_back_to_back(make_engine: Any, runner: dict[st
     """Any number of them is one; what comes after is saved and found again."""
     engine = make_engine(num_blocks=20, chunk_size=8, **runner)
     for round_number in range(3):
-        engine.add(f"writer {round_number}", range(64), 2)
-        engine.run()
-        engine.add(f"reader {round_number}", range(70), 2)
-        engine.run()
+        engine.serve(f"writer {round_number}", range(64), 2)
+        engine.serve(f"reader {round_number}", range(70), 2)
         assert [answer.num_hit_tokens for answer in engine.check_answers(f"reader {round_number}")] == [64]
         for _ in range(3):
             assert engine.scheduler.reset_prefix_cache(reset_connector=True)

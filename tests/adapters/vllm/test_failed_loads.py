@@ -34,8 +34,7 @@ def saved_prefix(make_engine: Any, policy: str, **options: Any) -> Any:
     engine = make_engine(
         **{"num_blocks": 60, "chunk_size": 16, **options}, kv_transfer={"kv_load_failure_policy": policy}
     )
-    engine.add("writer", PREFIX, 2)
-    engine.run()
+    engine.serve("writer", PREFIX, 2)
     assert engine.scheduler.reset_prefix_cache()
     break_copies(engine, "load", 1)
     return engine
@@ -43,8 +42,7 @@ def saved_prefix(make_engine: Any, policy: str, **options: Any) -> Any:
 
 def step_with(engine: Any, *aborted: str) -> None:
     """One step, and aborts while it is computed, which vLLM processes before its output (`v1/engine/core.py`)."""
-    scheduler_output = engine.scheduler.schedule()
-    engine._in_flight.append((scheduler_output, engine._execute(scheduler_output)))
+    engine.begin_step()
     for request_id in aborted:
         engine.abort(request_id)
     engine.update()
@@ -54,8 +52,7 @@ def check_everybody(engine: Any, prompts: dict[str, list[int]]) -> None:
     """Whoever asks for these prompts gets right answers: from vLLM's cache, and then from ours alone."""
     for round_number in range(2):
         for name, tokens in prompts.items():
-            engine.add(f"{name} again {round_number}", tokens, 3)
-            engine.run(max_steps=300)
+            engine.serve(f"{name} again {round_number}", tokens, 3, max_steps=300)
             assert engine.finish_reasons[f"{name} again {round_number}"] == "length"
         assert engine.scheduler.reset_prefix_cache()
     for request_id in [name for name, reason in engine.finish_reasons.items() if reason != "length"]:
@@ -78,8 +75,7 @@ def test_the_owner_is_aborted_in_the_failing_step(
     step_with(engine, "owner", *(["sharer"] if sharer_is_aborted else []))
     engine.outputs["owner"].clear()
     engine.add("late", prompt(1), 20)
-    engine.add("late sharer", prompt(2), 20)
-    engine.run(max_steps=300)
+    engine.serve("late sharer", prompt(2), 20, max_steps=300)
     assert engine.logged(e.LoadFailed)
     check_everybody(engine, {"first": prompt(1), "second": prompt(2)})
 
@@ -247,10 +243,8 @@ def test_where_vllm_keeps_its_hashes_nothing_wrong_is_saved(
     engine.add("sharer", prompt(2), 20)
     step_with(engine, "owner", "sharer")
     for name in ("late", "later", "latest"):  # each one hits what the one before it computed
-        engine.add(name, prompt(2, 40 + len(name)), num_outputs)
-        engine.run(max_steps=300)
-    engine.add("longest", [*prompt(2), *engine.outputs["later"], *range(7000, 7100)], num_outputs)
-    engine.run(max_steps=300)
+        engine.serve(name, prompt(2, 40 + len(name)), num_outputs, max_steps=300)
+    engine.serve("longest", [*prompt(2), *engine.outputs["later"], *range(7000, 7100)], num_outputs, max_steps=300)
     del engine.model._check
     assert engine.scheduler.reset_prefix_cache()
     engine.outputs.clear()
@@ -269,12 +263,10 @@ def test_a_request_that_ends_in_the_step_of_its_load_keeps_what_it_computed(
     engine = make_engine(
         num_blocks=60, chunk_size=chunk_size, load_mode="sync", save_mode=save_mode, async_scheduling=async_scheduling
     )
-    engine.add("writer", PREFIX, 2)
-    engine.run()
+    engine.serve("writer", PREFIX, 2)
     for name in ("first", "second"):
         assert engine.scheduler.reset_prefix_cache()
-        engine.add(name, prompt(1, 200), 1)
-        engine.run()
+        engine.serve(name, prompt(1, 200), 1)
     hits = [answer.num_external_tokens for name in ("first", "second") for answer in engine.check_answers(name)]
     assert hits == [64, 263 if chunk_size == 8 else 256]
 

@@ -45,8 +45,7 @@ def serve(engine: Any) -> None:
     engine.run()
     said = {request_id: engine.prompts[request_id] + output for request_id, output in engine.outputs.items()}
     for request_id, tokens in said.items():
-        engine.add(f"{request_id} continued", tokens[:88], 6)
-        engine.run()
+        engine.serve(f"{request_id} continued", tokens[:88], 6)
     assert {request_id: len(output) for request_id, output in engine.outputs.items()} == {
         request_id: 6 if request_id.endswith("continued") else NUM_OUTPUT_TOKENS for request_id in engine.outputs
     }
@@ -249,15 +248,13 @@ def test_a_load_is_delivered_although_its_step_cannot_be_recorded(make_engine: A
 def test_under_the_policy_fail_only_the_promised_request_fails(make_engine: Any) -> None:
     """It shares its beginning with a running request, whose KV is untouched and who must not pay for it."""
     engine = make_engine(replays=False, num_blocks=40, chunk_size=16, kv_transfer={"kv_load_failure_policy": "fail"})
-    engine.add("writer", range(96), 4)
-    engine.run()
+    engine.serve("writer", range(96), 4)
     assert engine.scheduler.reset_prefix_cache()
     engine.add("sharer", range(48), 30)
     for _ in range(3):
         engine.step()
     fail_to_observe_once(engine, lambda event: isinstance(event, e.BlocksAllocated) and event.num_external_tokens > 0)
-    engine.add("promised", range(96), 10)
-    engine.run()
+    engine.serve("promised", range(96), 10)
     assert engine.check_answers("promised")[0].num_external_tokens == 47
     assert engine.finish_reasons["promised"] == "error"
     assert engine.finish_reasons["sharer"] == "length"
@@ -499,8 +496,7 @@ def test_a_load_that_fails_with_two_steps_in_flight(make_engine: Any, model_runn
     engine.check_outputs()
     vars(engine.model).pop("_check", None)
     for request_id, tokens in [(request_id, engine.prompts[request_id]) for request_id in engine.outputs]:
-        engine.add(f"{request_id} again", tokens, 6)
-        engine.run()
+        engine.serve(f"{request_id} again", tokens, 6)
 
 
 @transfers_sync_and_async

@@ -157,8 +157,7 @@ def test_a_declined_model_is_served_as_without_a_connector(make_engine: Any) -> 
     """Requests run, nothing is saved, and the log says why."""
     engine = make_engine(num_blocks=20, windows=(48, 48), chunk_size=16)
     engine.add("a", range(60), 20)
-    engine.add("b", range(60), 20)
-    engine.run()
+    engine.serve("b", range(60), 20)
     engine.check_outputs()
     assert [type(event) for _, event in engine.events()] == [e.LogNote, e.LogNote]
     assert "declined: every group" in engine.logged(e.LogNote)[1].text
@@ -213,10 +212,8 @@ def test_a_load_that_fails_costs_its_request_and_not_the_engine(make_engine: Any
 def test_a_prompt_can_be_loaded_up_to_its_last_whole_chunk(make_engine: Any) -> None:
     """Its middle was freed before it was settled; the next turn of a conversation comes back for it."""
     engine = make_engine(num_blocks=60, windows=(0, 48), chunk_size=32, enable_prefix_caching=False)
-    engine.add("first", range(150), 2)
-    engine.run()
-    engine.add("next turn", [*range(150), *engine.outputs["first"], *range(300, 320)], 2)
-    engine.run()
+    engine.serve("first", range(150), 2)
+    engine.serve("next turn", [*range(150), *engine.outputs["first"], *range(300, 320)], 2)
     (answer,) = engine.logged(e.LookupAnswered, request_id="next turn")
     assert answer.num_external_tokens == 128
 
@@ -238,8 +235,7 @@ def test_a_step_without_the_request_ends_what_can_be_known(make_engine: Any) -> 
 def test_a_step_has_how_many_tokens_are_really_settled(make_engine: Any) -> None:
     """Not in whole chunks: 150 tokens in one step leave blocks 6 to 9 of a window of 48, and 5 for token 128."""
     engine = make_engine(num_blocks=60, windows=(0, 48), chunk_size=32)
-    engine.add("a", range(150), 4)
-    engine.run()
+    engine.serve("a", range(150), 4)
     step = next(event for event in engine.logged(e.StepScheduled) if event.settled)
     assert step.settled == ((0, 0, 150),)
     save = engine.logged(e.SaveIssued)[0]

@@ -81,8 +81,7 @@ def test_both_shapes_of_a_resumption_replace_the_table(make_engine: Any, runner:
 def test_a_positive_answer_that_is_not_claimed(make_engine: Any, runner: dict[str, bool], why: dict[str, Any]) -> None:
     """A request that must not read caches is looked up all the same; vLLM allocates with 0 and nothing is loaded."""
     engine = make_engine(num_blocks=30, chunk_size=8, enable_prefix_caching=False, **runner)
-    engine.add("writer", range(64), 4)
-    engine.run()
+    engine.serve("writer", range(64), 4)
     parameters = SamplingParams(max_tokens=4, ignore_eos=True, temperature=0, **why)
     engine.add_with("shy", range(64), parameters)
     engine.run()
@@ -179,8 +178,7 @@ def test_a_preempted_request_finishes(make_engine: Any, model_runner_v2: bool) -
         load_mode="sync",
     )
     engine.add("holder", range(43), 60)
-    engine.add("last", range(200, 244), 6)
-    engine.run()
+    engine.serve("last", range(200, 244), 6)
     assert len(engine.logged(e.RequestPreempted, request_id="last")) == 1
     assert len(engine.logged(e.BlocksAllocated, request_id="last")) == 1, "it never had blocks again"
     (finished,) = engine.logged(e.RequestFinished, request_id="last")
@@ -240,8 +238,7 @@ def test_kv_of_old_weights_never_comes_back(
     load_new_weights(monkeypatch)
     engine.run()
     for number in range(3):
-        engine.add(f"reader {number}", engine.prompts[f"request {number}"], 4)
-        engine.run()
+        engine.serve(f"reader {number}", engine.prompts[f"request {number}"], 4)
     engine.outputs.clear()  # some was said with other weights than the rest
 
 
@@ -255,8 +252,7 @@ def test_what_ran_through_a_reset_is_not_saved(make_engine: Any, monkeypatch: py
     load_new_weights(monkeypatch)
     engine.run()
     for number in range(3):
-        engine.add(f"reader {number}", engine.prompts[f"request {number}"], 4)
-        engine.run()
+        engine.serve(f"reader {number}", engine.prompts[f"request {number}"], 4)
     engine.outputs.clear()  # some was said with other weights than the rest
 
 
@@ -289,8 +285,7 @@ def test_whoever_a_reset_preempted_has_lost_its_blocks_before_they_are_given_awa
     for _ in range(20):
         engine.step()
     engine.scheduler.reset_prefix_cache(reset_running_requests=True)
-    engine.add("newcomer", range(900, 960), 4, priority=-1)
-    engine.run()
+    engine.serve("newcomer", range(900, 960), 4, priority=-1)
     events = [event for _, event in engine.events()]
     places = [place for place, event in enumerate(events) if isinstance(event, e.RequestPreempted)]
     given = next(
@@ -334,8 +329,7 @@ def test_an_id_used_again_right_after_its_end(make_engine: Any, runner: dict[str
     engine.abort("again")
     # vLLM itself would hand the new life the tokens of a step still in flight; it makes ids unique for that reason.
     engine.update()
-    engine.add("again", range(700, 740), 12)
-    engine.run()
+    engine.serve("again", range(700, 740), 12)
     arrivals = engine.logged(e.RequestArrived)
     assert [arrival.ordinal for arrival in arrivals] == list(range(6))
     assert len(engine.logged(e.RequestReleased)) == 6
@@ -346,15 +340,13 @@ def test_two_tenants_never_share_a_chunk(make_engine: Any, chunk_size: int) -> N
     """The same prompt under another salt is another prompt; under the same salt it hits."""
     engine = make_engine(num_blocks=40, chunk_size=chunk_size, enable_prefix_caching=False)
     for request_id, cache_salt in (("one", "tenant one"), ("two", "tenant two"), ("none", None)):
-        engine.add(request_id, range(64), 4, cache_salt=cache_salt)
-        engine.run()
+        engine.serve(request_id, range(64), 4, cache_salt=cache_salt)
         assert engine.check_answers(request_id)[0].num_hit_tokens == 0, request_id
     keys = [
         set(engine.logged(e.ChunkKeysObserved, request_id=request_id)[0].keys) for request_id in ("one", "two", "none")
     ]
     assert len(keys[0] | keys[1] | keys[2]) == sum(map(len, keys))
-    engine.add("one again", range(64), 4, cache_salt="tenant one")
-    engine.run()
+    engine.serve("one again", range(64), 4, cache_salt="tenant one")
     assert engine.check_answers("one again")[0].num_hit_tokens == 64
 
 
@@ -407,8 +399,7 @@ def test_the_worker_s_connector_has_no_ledger(make_engine: Any) -> None:
 def test_a_second_shutdown_does_nothing(make_engine: Any) -> None:
     """Both sides."""
     engine = small(make_engine)
-    engine.add("only", range(40), 4)
-    engine.run()
+    engine.serve("only", range(40), 4)
     for _ in range(2):
         engine.connector.shutdown()
         engine.worker.shutdown()

@@ -74,16 +74,14 @@ def ask_again(engine: Any) -> None:
     """Ask for everything that was said, of our cache alone: wrong KV in it would raise `CorruptKV`."""
     said = {request_id: engine.prompts[request_id] + output for request_id, output in engine.outputs.items()}
     for request_id, tokens in said.items():
-        engine.add(f"ours, {request_id} again", tokens, 3)
-        engine.run(max_steps=200)
+        engine.serve(f"ours, {request_id} again", tokens, 3, max_steps=200)
     engine.check_outputs()
 
 
 def test_a_cold_request_is_saved_although_nobody_was_chosen(make_multi: MakeMulti, runner: dict[str, bool]) -> None:
     """vllm#46865: the children were given no blocks where nobody had a hit, and stored almost nothing."""
     engine = make_multi(ours_first=False, theirs={"num_tokens": 48}, **runner)
-    engine.add("cold", range(64), 20)
-    engine.run()
+    engine.serve("cold", range(64), 20)
     assert saved_chunks(engine, "cold") == [0, 1, 2, 3, 4]
     ask_again(engine)
     assert [load.num_tokens for load in engine.logged(e.LoadIssued)] == [80]
@@ -92,10 +90,8 @@ def test_a_cold_request_is_saved_although_nobody_was_chosen(make_multi: MakeMult
 def test_not_chosen_means_no_load_but_saves(make_multi: MakeMulti, runner: dict[str, bool], num_steps: int) -> None:
     """LMCache#4355, #4762, vllm#55209, #51805: the loser of a lookup loaded, or took its answer up later."""
     engine = make_multi(ours_first=False, theirs={"num_tokens": 48, "num_steps": num_steps}, **runner)
-    engine.add("writer", range(64), 2)
-    engine.run()
-    engine.add("theirs", [*range(64), *range(300, 350)], 20)
-    engine.run()
+    engine.serve("writer", range(64), 2)
+    engine.serve("theirs", [*range(64), *range(300, 350)], 20)
     (answer,) = engine.check_answers("theirs")
     assert (answer.num_hit_tokens, answer.num_external_tokens) == (64, 64)
     allocated = engine.logged(e.BlocksAllocated, request_id="theirs")
@@ -126,10 +122,8 @@ def test_what_another_cache_loaded_is_saved_from_the_right_blocks(
 def test_chosen_before_the_other_it_loads(make_multi: MakeMulti, runner: dict[str, bool], num_steps: int) -> None:
     """The first child with a hit is the one that loads, however much the second one has."""
     engine = make_multi(ours_first=True, theirs={"num_tokens": 1000, "num_steps": num_steps}, **runner)
-    engine.add("writer", range(64), 2)
-    engine.run()
-    engine.add("theirs", [*range(64), *range(300, 350)], 20)
-    engine.run()
+    engine.serve("writer", range(64), 2)
+    engine.serve("theirs", [*range(64), *range(300, 350)], 20)
     assert [load.num_tokens for load in engine.logged(e.LoadIssued, request_id="theirs")] == [64]
     ask_again(engine)
 
@@ -185,8 +179,7 @@ def test_an_abort_while_the_other_cache_fills_a_preempted_request_s_blocks(
         tensor.fill_(-7)
     engine.abort("theirs")
     engine.run(max_steps=100)
-    engine.add("ours", tokens, 4)
-    engine.run()
+    engine.serve("ours", tokens, 4)
     engine.prompts.pop("theirs"), engine.outputs.pop("theirs")
 
 
@@ -201,8 +194,7 @@ def test_what_the_other_cache_could_not_load_is_not_saved(
         theirs={"num_tokens": 48, "num_failures": num_failures, "num_steps": num_steps},
         model_runner_v2=model_runner_v2,
     )
-    engine.add("theirs", range(70), 20)
-    engine.run(max_steps=200)
+    engine.serve("theirs", range(70), 20, max_steps=200)
     assert len(engine.outputs["theirs"]) == 20
     assert engine.logged(e.LoadErrorsObserved)
     ask_again(engine)
@@ -217,11 +209,9 @@ def test_the_policy_that_counts_is_that_of_the_parent(make_multi: MakeMulti, mod
         ours_first=True, theirs={}, children=[ours], async_scheduling=True, model_runner_v2=model_runner_v2
     )
     assert engine.vllm_config.kv_transfer_config.kv_load_failure_policy == "recompute"
-    engine.add("writer", range(64), 2)
-    engine.run()
+    engine.serve("writer", range(64), 2)
     break_copies(engine, "load", 1)
-    engine.add("reader", range(64), 6)
-    engine.run(max_steps=200)
+    engine.serve("reader", range(64), 6, max_steps=200)
     assert engine.logged(e.LoadFailed, request_id="reader")
     assert len(engine.outputs["reader"]) == 6
 
@@ -239,8 +229,7 @@ def test_figures_of_a_child_are_found_by_its_name(make_multi: MakeMulti, monkeyp
         return stats
 
     monkeypatch.setattr(engine.scheduler, "make_stats", watch)
-    engine.add("only", range(64), 4)
-    engine.run()
+    engine.serve("only", range(64), 4)
     assert taken
     for plain in taken:
         read = MultiConnector.build_kv_connector_stats(plain)
@@ -263,12 +252,10 @@ def test_two_ledgers_side_by_side(make_multi: MakeMulti, tmp_path: Any) -> None:
         for name, chunk_size in (("fine", 8), ("coarse", 32))
     ]
     engine = make_multi(ours_first=True, theirs={"num_tokens": 0}, children=connectors)
-    engine.add("writer", range(72), 20)
-    engine.run()
+    engine.serve("writer", range(72), 20)
     fine, coarse = engine.scheduler.connector.sub_connectors
     assert [len(child.scheduler_side.ledger.projections.chunks) for child in (fine, coarse)] == [91 // 8, 91 // 32]
-    engine.add("reader", range(72), 20)
-    engine.run()
+    engine.serve("reader", range(72), 20)
     figures = [child.scheduler_side.ledger.projections.totals.figures for child in (fine, coarse)]
     assert [figure.num_tokens_loaded for figure in figures] == [71, 0]
     assert [figure.num_violations for figure in figures] == [0, 0]

@@ -72,8 +72,7 @@ def test_a_log_on_disk_replays_like_the_one_in_memory(make_engine: Any, tmp_path
 def test_a_log_holds_no_tokens(make_engine: Any, tmp_path: Path) -> None:
     """No token ids: a prompt of telling numbers is nowhere in the file, neither as text nor as an integer list."""
     engine = make_engine(num_blocks=30, chunk_size=8, log_dir=str(tmp_path))
-    engine.add("secret", [501, 502, 503, 504] * 10, 12, cache_salt="my very own salt")
-    engine.run()
+    engine.serve("secret", [501, 502, 503, 504] * 10, 12, cache_salt="my very own salt")
     for event in engine.logged(e.Event):
         values = [value for value in msgspec.structs.astuple(event) if isinstance(value, tuple)]
         assert not any(set(value) >= {501, 502} for value in values if all(isinstance(item, int) for item in value))

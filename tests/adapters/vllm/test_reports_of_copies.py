@@ -83,12 +83,10 @@ def test_a_lost_report_is_asked_after_and_repeated(
     engine = asynchronously(make_engine, async_scheduling=async_scheduling, num_ranks=num_ranks)
     reported = note_reports(engine)
     tamper(engine, lose_first(1), silent_rank)
-    engine.add("writer", PROMPT, 2)
-    engine.run()
+    engine.serve("writer", PROMPT, 2)
     assert reported.sent == ["writer"]
     tamper(engine, lose_first(1), silent_rank)
-    engine.add("reader", PROMPT, 2)
-    engine.run()
+    engine.serve("reader", PROMPT, 2)
     assert reported.received == ["reader"]
     assert reported.failed == []
     asked = [event.job_id for event in engine.logged(e.TransferAwaited)]
@@ -106,11 +104,9 @@ def test_a_copy_that_is_only_slow_is_waited_for_when_it_is_asked_after(
     """Nobody may give up on a copy that still writes; the worker finishes it and tells."""
     engine = asynchronously(make_engine, async_scheduling=async_scheduling)
     reported = note_reports(engine)
-    engine.add("writer", PROMPT, 2)
-    engine.run()
+    engine.serve("writer", PROMPT, 2)
     copies = make_slow(engine, "load", "save")
-    engine.add("reader", PROMPT, 2)
-    engine.run()
+    engine.serve("reader", PROMPT, 2)
     assert reported.received == ["reader"]
     assert reported.failed == []
     assert [copy.was_waited_for for copy in copies.started if copy.what == "load"] == [True]
@@ -121,8 +117,7 @@ def test_a_copy_that_is_only_slow_is_waited_for_when_it_is_asked_after(
 def test_a_worker_that_knows_nothing_of_a_copy_fails_it(make_engine: Any, async_scheduling: bool) -> None:
     """It was started again, say: the load counts as failed and is computed."""
     engine = asynchronously(make_engine, async_scheduling=async_scheduling)
-    engine.add("writer", PROMPT, 2)
-    engine.run()
+    engine.serve("writer", PROMPT, 2)
     reported = note_reports(engine)
     make_slow(engine, "load")
     engine.add("reader", PROMPT, 2)
@@ -138,13 +133,11 @@ def test_a_worker_that_knows_nothing_of_a_copy_fails_it(make_engine: Any, async_
 def test_a_worker_that_never_reports_keeps_nobody(make_engine: Any, async_scheduling: bool) -> None:
     """It does not answer either: each job is given up, blocks are freed, loads are computed, each end is told once."""
     engine = asynchronously(make_engine, async_scheduling=async_scheduling)
-    engine.add("writer", PROMPT, 2)
-    engine.run()
+    engine.serve("writer", PROMPT, 2)
     reported = note_reports(engine)
     tamper(engine, lambda _reports: [])
     engine.add("reader", PROMPT, 10)
-    engine.add("other", range(500, 540), 30)
-    engine.run(max_steps=200)
+    engine.serve("other", range(500, 540), 30, max_steps=200)
     assert (reported.received, reported.failed) == (["reader"], ["reader"])
     assert sorted(reported.sent) == ["other", "reader"]
     assert {violation.rule for violation in engine.logged(e.InvariantViolated)} == {"LIVENESS"}
@@ -155,8 +148,7 @@ def test_a_worker_that_never_reports_keeps_nobody(make_engine: Any, async_schedu
 def test_a_report_that_comes_after_its_job_was_given_up(make_engine: Any, async_scheduling: bool) -> None:
     """It is recorded and tells vLLM nothing: there the load has failed long ago."""
     engine = asynchronously(make_engine, async_scheduling=async_scheduling)
-    engine.add("writer", PROMPT, 2)
-    engine.run()
+    engine.serve("writer", PROMPT, 2)
     reported = note_reports(engine)
     kept: list[JobReport] = []
 
@@ -181,8 +173,7 @@ def test_a_report_that_comes_after_its_job_was_given_up(make_engine: Any, async_
 def test_a_report_of_a_rank_that_does_not_exist_settles_nothing(make_engine: Any, async_scheduling: bool) -> None:
     """A foreign rank says that everything is done while the real one still copies."""
     engine = asynchronously(make_engine, async_scheduling=async_scheduling, max_silent_steps=64)
-    engine.add("writer", PROMPT, 2)
-    engine.run()
+    engine.serve("writer", PROMPT, 2)
     reported = note_reports(engine)
     copies = make_slow(engine, "load")
     job_id = engine.projections.transfers.next_job_id
@@ -215,8 +206,7 @@ def test_every_report_comes_twice(make_engine: Any, async_scheduling: bool, num_
 
     tamper(engine, double, num_ranks - 1)
     for request_id in ("writer", "reader"):
-        engine.add(request_id, PROMPT, 6)
-        engine.run()
+        engine.serve(request_id, PROMPT, 6)
     assert reported.received == ["reader"]
     assert len(reported.sent) == len(set(reported.sent))
     assert engine.logged(e.RequestQuarantined, e.HookFailed, e.SaveFailed, e.LoadFailed) == []
@@ -287,8 +277,7 @@ def test_a_save_that_was_decided_and_not_begun_when_the_ledger_fails_keeps_nobod
     engine = asynchronously(make_engine, replays=False, async_scheduling=async_scheduling)
     reported = note_reports(engine)
     fail_in_a_fold(engine, e.StepScheduled, lambda: bool(engine.projections.obligations.state.held))
-    engine.add("only", PROMPT, 9)
-    engine.run(max_steps=100)
+    engine.serve("only", PROMPT, 9, max_steps=100)
     assert engine.connector.scheduler_side.journal.is_disabled
     assert engine.logged(e.SaveIssued)[-1].cause == engine.logged(e.BlocksHeld)[0].cause
     assert reported.sent == ["only"]
@@ -298,12 +287,10 @@ def test_a_save_that_was_decided_and_not_begun_when_the_ledger_fails_keeps_nobod
 def test_a_report_that_cannot_be_recorded_reaches_vllm_all_the_same(make_engine: Any, async_scheduling: bool) -> None:
     """The ledger is sound but failed over this report: vLLM hears of the end at once, the ledger asks later."""
     engine = asynchronously(make_engine, replays=False, async_scheduling=async_scheduling)
-    engine.add("writer", PROMPT, 2)
-    engine.run()
+    engine.serve("writer", PROMPT, 2)
     reported = note_reports(engine)
     fail_to_observe_once(engine, lambda event: isinstance(event, e.TransferReported))
-    engine.add("reader", PROMPT, 30)
-    engine.run()
+    engine.serve("reader", PROMPT, 30)
     assert len(engine.logged(e.HookFailed)) == 1
     assert (reported.received, reported.failed) == (["reader"], [])
     assert reported.sent.count("reader") <= 1

@@ -31,8 +31,7 @@ def preempt_after_one_round(make_engine: Any, *, chunk_size: int, num_holder_tok
     engine.scheduler.scheduler_reserve_full_isl = False
     engine.add("holder", range(1000, 1158), num_holder_tokens)
     engine.step()
-    engine.add("preempted", range(NUM_PROMPT_TOKENS), 4)
-    engine.run()
+    engine.serve("preempted", range(NUM_PROMPT_TOKENS), 4)
     assert engine.num_preemptions == 1
     return engine
 

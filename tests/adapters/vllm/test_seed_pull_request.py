@@ -23,8 +23,7 @@ def saturate(make_engine: Any, **options: Any) -> Any:
     """The script of the pull request: both requests at once, each as long as all blocks together allow."""
     engine = make_engine(**(SERVER | options))
     engine.add("first", range(NUM_PROMPT_TOKENS), NUM_OUTPUT_TOKENS)
-    engine.add("second", range(200, 200 + NUM_PROMPT_TOKENS), NUM_OUTPUT_TOKENS)
-    engine.run()
+    engine.serve("second", range(200, 200 + NUM_PROMPT_TOKENS), NUM_OUTPUT_TOKENS)
     return engine
 
 
@@ -98,8 +97,7 @@ def test_with_its_tail_saved_the_preempted_request_loses_nothing(
 def test_a_full_hit_of_a_preempted_request_leaves_the_last_token_too(make_engine: Any) -> None:
     """A twin has saved all 64 tokens that the preempted request knows, its 64th still without KV of its own."""
     engine = make_engine(**(SERVER | {"num_blocks": 32}))
-    engine.add("twin", range(40), 40)
-    engine.run()
+    engine.serve("twin", range(40), 40)
     request = engine.add("preempted", range(40), 40)
     while request.num_tokens < 64:
         engine.step()

@@ -52,8 +52,7 @@ def test_an_engine_that_sleeps_is_left_alone(
         assert {len(output) for output in engine.outputs.values()} == {30}
         assert len(engine.logged(e.LoadIssued)) == num_loads, "nothing of before the sleep comes back"
     for number in range(3):
-        engine.add(f"after {number}", [*range(100 * number, 100 * number + 43), 7], 3)
-        engine.run()
+        engine.serve(f"after {number}", [*range(100 * number, 100 * number + 43), 7], 3)
 
 
 # --- what vLLM 0.33 asks of the worker; 0.32 does not call it ---------------------------------------
@@ -71,22 +70,18 @@ def lose_kv_memory(engine: Any) -> None:
 def test_what_was_saved_before_a_sleep_is_loaded_after_it(make_engine: Any) -> None:
     """The host pool is no KV memory; copies that were under way are finished before it goes."""
     engine = make_engine(num_blocks=30, chunk_size=8, save_mode="async")
-    engine.add("writer", range(64), 4)
-    engine.run()
+    engine.serve("writer", range(64), 4)
     lose_kv_memory(engine)
     engine.worker.restore_kv_caches()
-    engine.add("reader", range(70), 8)
-    engine.run()
+    engine.serve("reader", range(70), 8)
     assert engine.figures.num_tokens_loaded >= 64
 
 
 def test_a_copy_while_the_memory_is_gone_fails_and_is_computed(make_engine: Any) -> None:
     """Nothing is read from or written to memory that is not there; the request computes, and so does everybody."""
     engine = make_engine(num_blocks=30, chunk_size=8)
-    engine.add("writer", range(64), 4)
-    engine.run()
+    engine.serve("writer", range(64), 4)
     lose_kv_memory(engine)
-    engine.add("reader", range(70), 8)
-    engine.run()
+    engine.serve("reader", range(70), 8)
     assert len(engine.logged(e.LoadFailed)) == 1
     assert "sleeps" in engine.logged(e.LoadFailed)[0].error

@@ -94,8 +94,7 @@ def test_every_slot_is_saved_to_and_loaded_from(
     assert engine.projections.configuration.num_slots == 20
     for number in range(6):
         for turn in ("first", "again"):
-            engine.add(f"{number} {turn}", range(200 * number, 200 * number + 160), 4)
-            engine.run()
+            engine.serve(f"{number} {turn}", range(200 * number, 200 * number + 160), 4)
     engine.check_outputs()
     assert len(engine.logged(e.SaveCompleted)) >= 6
     assert len(engine.logged(e.LoadCompleted)) == 6
@@ -226,8 +225,7 @@ def test_among_other_connectors_the_first_step_reports_and_ours_declines(
     worker_side = engine.worker._worker_side
     worker_side._start_to_report = attrs.evolve(worker_side._start_to_report, num_slots=64)
     for turn in ("first", "again"):
-        engine.add(turn, range(100), 8)
-        engine.run()
+        engine.serve(turn, range(100), 8)
     engine.check_outputs()
     assert engine.connector.scheduler_side.journal.is_disabled
     (note,) = (note for note in engine.logged(e.LogNote) if note.text.startswith("declined"))
@@ -243,8 +241,7 @@ def test_what_agrees_is_reported_in_the_first_step_and_never_again(make_engine: 
     engine = make_engine(num_blocks=40, chunk_size=16)
     told: list[WorkerStart] = []
     engine.on_output = lambda output: told.extend(getattr(output.kv_connector_worker_meta, "starts", ()))
-    engine.add("a", range(100), 8)
-    engine.run()
+    engine.serve("a", range(100), 8)
     assert [start.num_slots for start in told] == [engine.projections.configuration.num_slots]
     assert not engine.connector.scheduler_side.journal.is_disabled
 
@@ -268,8 +265,7 @@ def test_where_the_worker_declines_the_model_nobody_is_served(
         save_mode="async",
     )
     for turn in ("first", "again"):
-        engine.add(turn, range(100), 8)
-        engine.run()
+        engine.serve(turn, range(100), 8)
     engine.check_outputs()
     assert engine.connector.scheduler_side.journal.is_disabled
     assert "declined: group 0 (HiddenStateCacheSpec, MLAAttentionSpec)" in engine.logged(e.LogNote)[1].text
@@ -290,8 +286,7 @@ def test_a_slot_that_cannot_be_written_fails_one_save_and_not_every_one(make_eng
 
     copies.start_save = failing
     for number in range(10):
-        engine.add(str(number), range(100 * number, 100 * number + 70), 2)
-        engine.run()
+        engine.serve(str(number), range(100 * number, 100 * number + 70), 2)
     engine.check_outputs()
     assert len(engine.logged(e.SaveFailed)) == 1
     assert len(engine.logged(e.SaveCompleted)) >= 9

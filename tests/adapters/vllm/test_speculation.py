@@ -174,8 +174,7 @@ def test_no_rejected_draft_is_ever_saved(
     assert engine.model.num_accepted or share_right == 0
     said = {name: engine.prompts[name] + output for name, output in engine.outputs.items()}
     for name, tokens in said.items():
-        engine.add(f"{name} again", [*tokens, 7], 3)
-        engine.run(max_steps=50)
+        engine.serve(f"{name} again", [*tokens, 7], 3, max_steps=50)
         hit = engine.check_answers(f"{name} again")[0].num_hit_tokens
         assert hit >= (len(tokens) - 1 - NUM_DRAFTS) // chunk_size * chunk_size - chunk_size
     assert {len(output) for output in engine.outputs.values()} == {50, 3}
@@ -206,8 +205,7 @@ def test_a_preempted_request_that_drafts_comes_back_with_right_kv(
     assert engine.num_preemptions
     tails = engine.logged(e.TailSaveIssued)
     for name, tokens in {name: engine.prompts[name] + output for name, output in engine.outputs.items()}.items():
-        engine.add(f"{name} again", [*tokens, 7], 3)
-        engine.run(max_steps=100)
+        engine.serve(f"{name} again", [*tokens, 7], 3, max_steps=100)
     assert {len(output) for output in engine.outputs.values()} == {45, 3}
     assert tails or engine.logged(e.LoadIssued) or enable_prefix_caching
 
@@ -224,6 +222,5 @@ def test_an_abort_in_the_middle_of_drafts(
     tokens = list(engine.scheduler.requests["gone"].all_token_ids)
     engine.abort("gone")
     engine.run(max_steps=20)
-    engine.add("reader", [*tokens, *range(400, 410)], 3)
-    engine.run(max_steps=20)
+    engine.serve("reader", [*tokens, *range(400, 410)], 3, max_steps=20)
     assert engine.check_answers("reader")[0].num_hit_tokens >= 24

@@ -26,8 +26,7 @@ def next_turn(engine: Any, request_id: str, tokens: Any, max_tokens: int) -> Non
 
 def hold_session(engine: Any) -> list[int]:
     """Three turns, no multiple of a block or a chunk; returns all tokens the session knows at last."""
-    engine.add("session", range(45), 13, resumable=True)
-    engine.run()
+    engine.serve("session", range(45), 13, resumable=True)
     for first, num_tokens in ((300, 40), (400, 23)):
         next_turn(engine, "session", range(first, first + num_tokens), 10)
         engine.run()
@@ -64,8 +63,7 @@ def test_a_later_request_with_the_whole_conversation_loads_correct_kv(
     engine.abort("session")
     engine.run()
     del engine.outputs["session"]
-    engine.add("reader", tokens, 8)
-    engine.run()
+    engine.serve("reader", tokens, 8)
     (load,) = engine.logged(e.LoadIssued)
     num_settled = len(tokens) - 1
     assert (load.first_token, load.num_tokens) == (0, num_settled // chunk_size * chunk_size)
@@ -76,8 +74,7 @@ def test_the_dropped_token_s_chunk_gets_another_key(make_engine: Any, runner: di
     """The last sampled token of a turn is dropped; the key of its chunk must not survive it."""
     engine = make_engine(num_blocks=40, chunk_size=8, **runner)
     # 40 + 8 tokens: with the dropped one the sixth chunk would be whole.
-    engine.add("session", range(40), 8, resumable=True)
-    engine.run()
+    engine.serve("session", range(40), 8, resumable=True)
     next_turn(engine, "session", range(300, 310), 4)
     engine.run()
     tokens = list(engine.scheduler.requests["session"].all_token_ids)
@@ -86,8 +83,7 @@ def test_the_dropped_token_s_chunk_gets_another_key(make_engine: Any, runner: di
     engine.abort("session")
     engine.run()
     del engine.outputs["session"]
-    engine.add("reader", tokens, 1)
-    engine.run()
+    engine.serve("reader", tokens, 1)
     observed = engine.logged(e.ChunkKeysObserved, request_id="reader")
     assert [key for event in observed for key in event.keys][: len(keys)] == keys
 
@@ -109,8 +105,7 @@ def test_turns_that_wait_in_the_queue(make_engine: Any, runner: dict[str, bool])
     engine.run()
     engine.check_released()
     del engine.outputs["session"]
-    engine.add("reader", tokens, 8)
-    engine.run()
+    engine.serve("reader", tokens, 8)
     assert engine.logged(e.LoadIssued)[0].num_tokens == (len(tokens) - 1) // 8 * 8
 
 
@@ -132,5 +127,4 @@ def test_a_session_is_preempted_in_its_second_turn(make_engine: Any, runner: dic
     engine.abort("session")
     engine.run()
     del engine.outputs["session"]
-    engine.add("reader", tokens, 4)
-    engine.run()
+    engine.serve("reader", tokens, 4)

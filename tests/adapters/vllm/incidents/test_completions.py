@@ -99,8 +99,7 @@ def test_vllm_46240_a_load_and_a_save_of_an_aborted_request_land_together(
     engine = make_engine(
         num_blocks=30, chunk_size=8, max_num_batched_tokens=64, enable_prefix_caching=False, **runner, **transfers
     )
-    engine.add("writer", range(64), 4)
-    engine.run()
+    engine.serve("writer", range(64), 4)
     report_late(engine, num_steps_late)
     engine.add("gone", [*range(64), *range(300, 340)], 20)
     for _ in range(12):
@@ -132,8 +131,7 @@ def test_vllm_46240_a_save_of_one_life_and_a_load_of_the_next_are_reported_toget
     )
     # As for a producer: for a consumer vLLM keeps the blocks of steps in flight, and refuses to reset meanwhile.
     engine.scheduler.defer_block_free = False
-    engine.add("writer", range(64), 4)
-    engine.run()
+    engine.serve("writer", range(64), 4)
     engine.add("gone", [*range(64), *range(300, 340)], 20)
     while not (engine.outputs["gone"] and is_nobody_loading(engine)):
         engine.step()

@@ -54,11 +54,9 @@ def test_vllm_46283_an_abort_while_kv_comes_in_gives_every_block_back(
     engine = make_engine(
         num_blocks=14, chunk_size=16, enable_prefix_caching=False, num_questions=6, **runner, **transfers
     )
-    engine.add("writer", range(128), 2)
-    engine.run()
+    engine.serve("writer", range(128), 2)
     engine.add("gone", range(140), 20)
-    output = engine.scheduler.schedule()
-    engine._in_flight.append((output, engine._execute(output)))
+    engine.begin_step()
     for _ in range(num_steps):
         engine.step()
     assert engine.logged(e.LoadIssued, request_id="gone")

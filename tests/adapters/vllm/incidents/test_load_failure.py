@@ -50,16 +50,13 @@ def test_vllm_55297_a_load_that_fails_is_not_tried_for_ever(
 ) -> None:
     """Symptom: load fails, recompute from 0, the same hit, the same load: without end."""
     engine = make_engine(num_blocks=30, chunk_size=16, enable_prefix_caching=False, **one_step, **transfers)
-    engine.add("writer", range(64), 2)
-    engine.run()
+    engine.serve("writer", range(64), 2)
     fail_loads(engine, 10_000)
-    engine.add("reader", range(70), 5)
-    engine.run(max_steps=30)
+    engine.serve("reader", range(70), 5, max_steps=30)
     assert len(engine.logged(e.LoadFailed, request_id="reader")) == 1
     tainted = {event.key for event in engine.logged(e.ChunkTainted)}
     assert tainted == set(engine.logged(e.ChunkKeysObserved, request_id="writer")[0].keys)
-    engine.add("second reader", range(70), 5)
-    engine.run(max_steps=30)
+    engine.serve("second reader", range(70), 5, max_steps=30)
     *offered, answer = engine.check_answers("second reader")
     loads = [load.request_id for load in engine.logged(e.LoadIssued)]
     if is_async:  # the first reader had computed nothing on what failed, so what it saved anew was offered once
@@ -81,13 +78,11 @@ def test_vllm_49250_what_a_sharer_computed_on_a_failed_load_is_not_saved(
     done.
     """
     engine = make_engine(num_blocks=40, chunk_size=16, **one_step, **transfers)
-    engine.add("writer", range(64), 2)
-    engine.run()
+    engine.serve("writer", range(64), 2)
     assert engine.scheduler.reset_prefix_cache()
     fail_loads(engine, 1)
     engine.add("owner", range(90), 30)
-    engine.add("sharer", [*range(64), *range(300, 320)], 30)
-    engine.run()
+    engine.serve("sharer", [*range(64), *range(300, 320)], 30)
     engine.check_outputs()
     (failed,) = engine.logged(e.LoadFailed)
     concerned = {event.request_id for event in engine.logged(e.RequestQuarantined)}
@@ -97,8 +92,7 @@ def test_vllm_49250_what_a_sharer_computed_on_a_failed_load_is_not_saved(
     assert not {save.request_id for save in later} & concerned
     for request_id, tokens in [(name, engine.prompts[name]) for name in ("owner", "sharer")]:
         assert engine.scheduler.reset_prefix_cache()
-        engine.add(f"{request_id} again", tokens, 5)
-        engine.run()
+        engine.serve(f"{request_id} again", tokens, 5)
         assert len(engine.outputs[f"{request_id} again"]) == 5
 
 
@@ -128,12 +122,10 @@ def test_lmcache_2516_saving_after_a_rollback_is_sound(
 ) -> None:
     """Symptom: crash in `wait_for_save`: the tokens had been rolled back, the tracker had not."""
     engine = make_engine(num_blocks=30, chunk_size=16, enable_prefix_caching=False, **one_step, **transfers)
-    engine.add("writer", range(64), 2)
-    engine.run()
+    engine.serve("writer", range(64), 2)
     fail_loads(engine, 1)
     engine.add("reader", range(70), 60)
-    engine.add("other", range(500, 570), 60)
-    engine.run()
+    engine.serve("other", range(500, 570), 60)
     rolled_back = [(event.request_id, event.num_computed_tokens) for event in engine.logged(e.TokensRolledBack)]
     assert rolled_back == ([] if is_async else [("reader", 0)]), "beside the steps it had not counted them yet"
     (failed,) = engine.logged(e.LoadFailed)
@@ -142,5 +134,4 @@ def test_lmcache_2516_saving_after_a_rollback_is_sound(
         assert engine.logged(e.SaveIssued, request_id="reader")
     assert engine.logged(e.SaveIssued, request_id="other")
     for request_id in ("reader", "other"):
-        engine.add(f"{request_id} again", engine.prompts[request_id] + engine.outputs[request_id], 3)
-        engine.run()
+        engine.serve(f"{request_id} again", engine.prompts[request_id] + engine.outputs[request_id], 3)

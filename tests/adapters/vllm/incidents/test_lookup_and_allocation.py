@@ -26,12 +26,10 @@ def test_lmcache_4508_polls_do_not_move_what_is_saved(
 ) -> None:
     """Symptom: looked up n times for want of blocks, the store cursor stood at n hits and what lay between was lost."""
     engine = make_engine(num_blocks=12, chunk_size=16, enable_prefix_caching=False, **runner, **transfers)
-    engine.add("writer", range(48), 2)
-    engine.run()
+    engine.serve("writer", range(48), 2)
     engine.add("holder", range(500, 600), 30)
     engine.step()
-    engine.add("polled", range(80), 20)
-    engine.run()
+    engine.serve("polled", range(80), 20)
     answers = engine.check_answers("polled")
     assert len(answers) > 5
     assert {answer.num_hit_tokens for answer in answers} == {48}
@@ -46,13 +44,11 @@ def test_vllm_39702_what_was_promised_survives_another_request_s_save(
     engine = make_engine(
         num_blocks=12, chunk_size=16, enable_prefix_caching=False, host_bytes=6 * block_bytes(16), **runner, **transfers
     )
-    engine.add("writer", range(64), 2)
-    engine.run()
+    engine.serve("writer", range(64), 2)
     promised = engine.logged(e.ChunkKeysObserved, request_id="writer")[0].keys
     engine.add("holder", range(500, 600), 40)
     engine.step()
-    engine.add("polled", range(80), 3)
-    engine.run()
+    engine.serve("polled", range(80), 3)
     answers = [answer for answer in engine.check_answers("polled") if not answer.generation]
     assert len(answers) > 5
     assert {answer.num_external_tokens for answer in answers} == {64}
@@ -67,10 +63,8 @@ def test_vllm_18232_one_admission_is_one_load(
 ) -> None:
     """Symptom: when a load was done, the request was promoted, looked up and loaded a second time."""
     engine = make_engine(num_blocks=30, chunk_size=16, enable_prefix_caching=False, **runner, **transfers)
-    engine.add("writer", range(64), 2)
-    engine.run()
-    engine.add("reader", range(70), 20)
-    engine.run()
+    engine.serve("writer", range(64), 2)
+    engine.serve("reader", range(70), 20)
     assert len(engine.check_answers("reader")) == 1
     (load,) = engine.logged(e.LoadIssued, request_id="reader")
     (completed,) = engine.logged(e.LoadCompleted, request_id="reader")
@@ -88,8 +82,7 @@ def test_vllm_50864_a_full_hit_leaves_exactly_the_last_token(
     """Symptom: `assert num_new_tokens > 0` where a hit covered the whole prompt (also LMCache#3322, #5151, #5249)."""
     engine = make_engine(num_blocks=30, chunk_size=chunk_size, enable_prefix_caching=False, **transfers)
     for request_id in ("writer", "reader"):
-        engine.add(request_id, range(num_tokens), 40)
-        engine.run()
+        engine.serve(request_id, range(num_tokens), 40)
     (answer,) = engine.check_answers("reader")
     # The writer went on, so the chunk that the prompt ends in is not the reader's, unless it ends with one.
     assert answer.num_hit_tokens == num_tokens // chunk_size * chunk_size
@@ -103,10 +96,8 @@ def test_vllm_34616_a_load_that_ends_inside_a_block_counts_its_tokens_not_its_bl
 ) -> None:
     """Symptom: wrong KV after a load that ended mid-block, because computed tokens were counted in blocks."""
     engine = make_engine(num_blocks=30, chunk_size=8, enable_prefix_caching=False, **runner, **transfers)
-    engine.add("writer", range(24), 1)
-    engine.run()
-    engine.add("reader", [*range(24), *range(700, 710)], 5)
-    engine.run()
+    engine.serve("writer", range(24), 1)
+    engine.serve("reader", [*range(24), *range(700, 710)], 5)
     (load,) = engine.logged(e.LoadIssued, request_id="reader")
     assert (load.first_token, load.num_tokens, len(load.block_ids)) == (0, 24, 2)
     ordinal = engine.logged(e.RequestArrived, request_id="reader")[0].ordinal
@@ -119,11 +110,9 @@ def test_vllm_45268_a_reset_of_the_gpu_s_cache_alone_leaves_the_host_s(
 ) -> None:
     """Symptom: EngineDead when the same prompt came after a reset that kept the CPU tier (vllm#57810 wants it kept)."""
     engine = make_engine(num_blocks=30, chunk_size=16, **runner, **transfers)
-    engine.add("writer", range(64), 2)
-    engine.run()
+    engine.serve("writer", range(64), 2)
     assert engine.scheduler.reset_prefix_cache()
-    engine.add("reader", range(64), 2)
-    engine.run()
+    engine.serve("reader", range(64), 2)
     (answer,) = engine.check_answers("reader")
     assert (answer.num_computed_tokens, answer.num_external_tokens) == (0, 63)
     assert [load.num_tokens for load in engine.logged(e.LoadIssued)] == [63]
@@ -135,8 +124,7 @@ def test_lmcache_2786_a_local_hit_that_covers_the_host_s_binds_nothing(
 ) -> None:
     """Symptom: pins of a lookup were never released when vLLM's own hit was as long (also LMCache#1034, #3381)."""
     engine = make_engine(num_blocks=30, chunk_size=16, **runner, **transfers)
-    engine.add("writer", range(64), 2)
-    engine.run()
+    engine.serve("writer", range(64), 2)
     engine.add("reader", range(70), 9)
     engine.step()
     assert engine.projections.chunks.promised == {}
@@ -152,8 +140,7 @@ def test_vllm_56640_nothing_to_read_is_nothing_to_wait_for(
     """Symptom: a full local hit left a load of no blocks, whose completion nobody ever reported."""
     engine = make_engine(num_blocks=30, chunk_size=16, **runner, **transfers)
     for request_id in ("writer", "reader"):
-        engine.add(request_id, range(65), 3)
-        engine.run(max_steps=20)
+        engine.serve(request_id, range(65), 3, max_steps=20)
     assert engine.check_answers("reader")[0].num_computed_tokens == 64
     assert engine.logged(e.LoadIssued) == []
     assert len(engine.outputs["reader"]) == 3

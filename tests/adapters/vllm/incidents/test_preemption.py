@@ -28,8 +28,7 @@ def test_vllm_53250_what_was_loaded_once_can_be_loaded_again(
     engine = make_engine(num_blocks=30, chunk_size=16, enable_prefix_caching=False, **runner, **transfers)
     # As for a producer: for a consumer vLLM keeps the blocks of steps in flight, and refuses to reset meanwhile.
     engine.scheduler.defer_block_free = False
-    engine.add("writer", range(64), 2)
-    engine.run()
+    engine.serve("writer", range(64), 2)
     engine.add("reader", range(70), 30)
     for _ in range(3):
         for _ in range(5):

@@ -22,8 +22,7 @@ def ask_again(engine: Any) -> None:
     """Ask for everything that was said: wrong KV in the host pool would be loaded and raise `CorruptKV`."""
     said = {request_id: engine.prompts[request_id] + output for request_id, output in engine.outputs.items()}
     for request_id, tokens in said.items():
-        engine.add(f"{request_id} again", tokens, 3)
-        engine.run()
+        engine.serve(f"{request_id} again", tokens, 3)
     engine.check_outputs()
 
 
@@ -81,8 +80,7 @@ def test_vllm_54193_the_last_sampled_token_is_never_saved(
 ) -> None:
     """Symptom: a request that ended on a block boundary stored its last token's slot, which was never written."""
     engine = make_engine(num_blocks=30, chunk_size=chunk_size, enable_prefix_caching=False, **runner, **transfers)
-    engine.add("writer", range(64 - num_output_tokens), num_output_tokens)
-    engine.run()
+    engine.serve("writer", range(64 - num_output_tokens), num_output_tokens)
     saved = {chunk for save in engine.logged(e.SaveIssued) for chunk in save.chunks}
     assert saved == set(range(63 // chunk_size)), "63 of the 64 tokens have KV"
     assert engine.logged(e.RequestFinished)[0].num_tokens == 64
@@ -158,8 +156,7 @@ def test_vllm_54853_a_block_that_fills_without_an_allocation_is_saved(
 ) -> None:
     """Symptom: "Missing current block table": the step that fills a block does not allocate one (#55839)."""
     engine = make_engine(num_blocks=30, chunk_size=8, enable_prefix_caching=False, **runner, **transfers)
-    engine.add("writer", range(20), 40)
-    engine.run()
+    engine.serve("writer", range(20), 40)
     silent = [
         save
         for step, save in pairs_of_step_and_save(engine)
@@ -219,8 +216,7 @@ def test_lmcache_3640_each_save_of_a_chunked_prefill_has_a_completion_of_its_own
     assert len(saves) >= 4
     assert len({save.job_id for save in saves}) == len(saves)
     assert sorted(done.job_id for done in engine.logged(e.SaveCompleted)) == [save.job_id for save in saves]
-    engine.add("reader", range(160), 2)
-    engine.run()
+    engine.serve("reader", range(160), 2)
     assert engine.check_answers("reader")[0].num_hit_tokens == 160
 
 
@@ -246,8 +242,7 @@ def test_pegaflow_418_the_first_completion_does_not_end_the_other_saves(
     assert len(saves) >= 2
     assert {done.job_id for done in engine.logged(e.SaveCompleted, request_id="gone")} == saves
     assert len(engine.logged(e.RequestReleased, request_id="gone")) == 1
-    engine.add("reader", range(150), 3)
-    engine.run()
+    engine.serve("reader", range(150), 3)
     assert engine.check_answers("reader")[0].num_hit_tokens >= 32
     del engine.outputs["gone"]
 
@@ -257,8 +252,7 @@ def test_vllm_45357_blocks_that_a_step_in_flight_still_writes_are_loaded_behind_
 ) -> None:
     """Symptom: freed at step N while N+1 was writing, a block was used as a load's destination (ascend#14055)."""
     engine = make_engine(num_blocks=14, chunk_size=16, enable_prefix_caching=False, async_scheduling=True, **transfers)
-    engine.add("writer", range(96), 2)
-    engine.run()
+    engine.serve("writer", range(96), 2)
     engine.add("gone", range(300, 450), 50)
     engine.step()
     held = set(engine.projections.blocks.held("gone"))

@@ -35,11 +35,9 @@ def test_vllm_46971_no_chunk_is_left_out_where_two_steps_meet(
         **runner,
         **transfers,
     )
-    engine.add("writer", range(150), 2)
-    engine.run()
+    engine.serve("writer", range(150), 2)
     assert saved_chunks(engine, "writer") == list(range(151 // chunk_size))
-    engine.add("reader", range(150), 2)
-    engine.run()
+    engine.serve("reader", range(150), 2)
     assert engine.check_answers("reader")[0].num_hit_tokens == 150 // chunk_size * chunk_size
 
 
@@ -64,12 +62,10 @@ def test_vllm_53498_a_chunk_that_its_last_step_fills_is_saved_at_the_end(
 ) -> None:
     """Symptom: the backlog was dropped at the end, 44 % of the blocks never stored."""
     engine = make_engine(num_blocks=30, chunk_size=16, enable_prefix_caching=False, **runner, **transfers)
-    engine.add("writer", range(58), num_output_tokens)
-    engine.run()
+    engine.serve("writer", range(58), num_output_tokens)
     num_written = 58 + num_output_tokens - 1
     assert saved_chunks(engine, "writer") == list(range(num_written // 16))
-    engine.add("reader", [*range(58), *engine.outputs["writer"], 7], 2)
-    engine.run()
+    engine.serve("reader", [*range(58), *engine.outputs["writer"], 7], 2)
     assert engine.check_answers("reader")[0].num_hit_tokens == num_written // 16 * 16
 
 
@@ -89,8 +85,7 @@ def test_vllm_47234_what_was_evicted_below_the_cursor_is_saved_again_in_the_end(
     beginning = set(engine.logged(e.ChunkKeysObserved, request_id="long")[0].keys)
     assert {evicted.key for evicted in engine.logged(e.ChunkEvicted)} & beginning
     engine.run()
-    engine.add("reader", range(64), 2)
-    engine.run()
+    engine.serve("reader", range(64), 2)
     assert engine.check_answers("reader")[0].num_hit_tokens == 64
 
 
@@ -108,8 +103,7 @@ def test_lmcache_653_only_whole_chunks_are_saved_and_each_once(
         **runner,
         **transfers,
     )
-    engine.add("writer", range(65), 33)
-    engine.run()
+    engine.serve("writer", range(65), 33)
     assert saved_chunks(engine, "writer") == list(range(6))
     assert all(len(save.block_ids) == len(save.chunks) for save in engine.logged(e.SaveIssued))
 
