@@ -340,10 +340,10 @@ class Lives:
             else:
                 self._count(life, self.num_computed_tokens(life))
         self.num_steps += 1
-        num_told = 0
+        num_recorded = 0
         decoding: list[Life] = []
         for ordinal, num_computed_tokens, num_scheduled_tokens, num_tokens in event.advanced:
-            num_told += num_scheduled_tokens
+            num_recorded += num_scheduled_tokens
             life = life_of(ordinal)
             if life is not None:
                 life.num_tokens = num_tokens
@@ -355,7 +355,7 @@ class Lives:
                     decoding.append(life)
             else:
                 self._moment.rows_of_nobody = [*self._moment.rows_of_nobody, ordinal]
-        self.num_scheduled_tokens = num_told + self.num_decoding
+        self.num_scheduled_tokens = num_recorded + self.num_decoding
         for life in decoding:
             life.decoding_since = self.num_steps
         self.num_decoding += len(decoding)

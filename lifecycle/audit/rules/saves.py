@@ -94,7 +94,7 @@ class CursorLeFrontier(Checker):
 
     def _check_step(self, event: e.StepScheduled) -> None:
         cursors, life_of, chunk_size = self._cursors, self.lives.of, self._chunk_size
-        is_any_loading, told_at = bool(self.jobs.loads), self.moment.sequence
+        is_any_loading, recorded_at = bool(self.jobs.loads), self.moment.sequence
         for ordinal, first_chunk, num_settled_tokens in event.settled:
             life = life_of(ordinal)
             if life is None:
@@ -110,7 +110,7 @@ class CursorLeFrontier(Checker):
                 self.broken(detail, sequence, request_id=request_id)
             # Until a load has arrived, what was computed on top of it may be wrong too.
             if not is_any_loading or life.blocks is not BlocksRegion.LOADING:
-                cursors[request_id] = (end_chunk, told_at)
+                cursors[request_id] = (end_chunk, recorded_at)
 
 
 class _Accounted(msgspec.Struct, gc=False):

@@ -140,8 +140,8 @@ class ExternalZeroNoLoad(Checker):
     def _load_issued(self, event: e.LoadIssued) -> None:
         allocation = self.answers.allocation(event.request_id)
         sequence = 0 if allocation is None else allocation.sequence
-        is_taken_up = allocation is not None and allocation.num_external_tokens > 0
-        if is_taken_up and self._used.get(event.request_id) != sequence:
+        is_claimed = allocation is not None and allocation.num_external_tokens > 0
+        if is_claimed and self._used.get(event.request_id) != sequence:
             self._used[event.request_id] = sequence
             return
         detail = f"load {event.job_id} of {event.num_tokens} tokens, but no allocation claimed external tokens"
