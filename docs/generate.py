@@ -29,9 +29,9 @@ from kvledger.adapters.vllm.log_settings import LogSettings
 from kvledger.lifecycle import Core, LedgerConfiguration, events, rules, states, table
 from kvledger.lifecycle.audit.facts import FACTS, Why
 from kvledger.lifecycle.codec import field_names
+from kvledger.lifecycle.events import MissReason
 from kvledger.lifecycle.machine import mermaid_diagram
 from kvledger.lifecycle.projections import Projections
-from kvledger.lifecycle.projections.lookup_cache import MissReason
 from kvledger.lifecycle.states import RequestState
 
 DOCS = Path(__file__).resolve().parent
@@ -128,12 +128,14 @@ def states_page() -> list[str]:
     lines += ["## The table", "", "Where each event leads from each state: `·` the state stays, empty: illegal there."]
     lines += ["`request.arrived` makes a request, and is therefore in no row.", ""]
 
-    def cell(state: RequestState, event: type[events.RequestEvent]) -> str:
-        dest = CORE.table.get((state, event))
+    def cell(state: RequestState, dests: Mapping[Any, Any]) -> str:
+        dest = dests.get(state)
         return "" if dest is None else "·" if dest is state else f"→ {dest.value}"
 
-    legal = [event for event in CORE.request_events if any((state, event) in CORE.table for state in RequestState)]
-    body = [[f"`{event.id}`", *(cell(state, event) for state in RequestState)] for event in legal]
+    # All variants of an event lead to the same phase.
+    dests_of = {event: CORE.compiled.phase.get(events.triggers_of(event)[0]) for event in CORE.request_events}
+    legal = [(event, dests) for event, dests in dests_of.items() if dests]
+    body = [[f"`{event.id}`", *(cell(state, dests) for state in RequestState)] for event, dests in legal]
     lines += rows(["event", *(state.value for state in RequestState)], body)
     lines += ["## Next to the phase", "", *prose(REGIONS_INTRODUCTION)]
     about = attribute_docs(table)

@@ -13,12 +13,12 @@ from kvledger.lifecycle.configuration import ConfigurationError, LedgerConfigura
 from kvledger.lifecycle.core import Core, CoreError
 from kvledger.lifecycle.divergences import Divergence
 from kvledger.lifecycle.errors import without_secrets
+from kvledger.lifecycle.events import MissReason
 from kvledger.lifecycle.extension import Extension
 from kvledger.lifecycle.handlers import StateHandler
 from kvledger.lifecycle.ledger import EventSink, Ledger, LedgerCorrupt
 from kvledger.lifecycle.marks import on
 from kvledger.lifecycle.projections import Projection, Projections, ProjectionSpec
-from kvledger.lifecycle.projections.lookup_cache import MissReason
 from kvledger.lifecycle.projections.obligations import Channel, PageJob, Ready
 from kvledger.lifecycle.projections.totals import Figures
 from kvledger.lifecycle.projections.tracker import RequestRecord

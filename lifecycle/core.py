@@ -18,7 +18,7 @@ import attrs
 
 from kvledger.lifecycle.code import PACKAGE, UNKNOWN, hash_of_core, hash_of_module, kvledger_version
 from kvledger.lifecycle.configuration import ConfigurationError
-from kvledger.lifecycle.events import Event, RequestEvent, wire_code
+from kvledger.lifecycle.events import Event, RequestEvent
 from kvledger.lifecycle.extension import (
     SUB_STATES,
     Absent,
@@ -32,9 +32,7 @@ from kvledger.lifecycle.extension import (
 from kvledger.lifecycle.handlers.base import HOOKS, StateHandler
 from kvledger.lifecycle.machine import (
     CompiledRegions,
-    CompiledTable,
     ReferenceMachine,
-    by_class,
     compile_regions,
     table_fingerprint,
 )
@@ -89,19 +87,12 @@ class Core:
     """(handler, extension) of those among the handlers that an extension has added."""
     compiled: CompiledRegions = attrs.field(init=False)
     """What is legal for a request in its phase and its blocks, and what moves requests and jobs."""
-    table: CompiledTable = attrs.field(init=False)
-    """(State, class of event) -> next phase; what is not there is illegal."""
 
     @compiled.default
     def _compiled(self) -> CompiledRegions:
         return compile_regions(self.regions, self.job_regions, self.gating, self.events.values())
 
-    @table.default
-    def _table(self) -> CompiledTable:
-        return MappingProxyType(dict(by_class(self.compiled.phase, self.events)))
-
     def __attrs_post_init__(self) -> None:
-        _check_events(self.events)
         for handlers in self.handlers.values():
             for handler in handlers:
                 check_handler(handler)
@@ -379,39 +370,6 @@ def check_handler(handler: StateHandler) -> RequestState:
             )
             raise CoreError(message)
     return state
-
-
-def _check_events(events: Mapping[str, type[Event]]) -> None:
-    misplaced = {event_id for event_id, event in events.items() if event.id != event_id}
-    if misplaced:
-        message = f"events stand under another id than their own: {', '.join(sorted(misplaced))}"
-        raise CoreError(message)
-    codes: dict[int, str] = {}
-    for event in events.values():
-        code = wire_code(event)
-        if code in codes:
-            message = f"{event.id} and {codes[code]} have the wire code {code}; give one of them the next free one"
-            raise CoreError(message)
-        codes[code] = event.id
-    free = next((code for code in range(len(codes)) if code not in codes), None)
-    if free is not None:  # a header names the codes by the place in its list
-        message = f"no event has the wire code {free}, but others have higher ones; give it to one of them"
-        raise CoreError(message)
-
-
-def events_by_id(events: Iterable[type[Event]]) -> Mapping[str, type[Event]]:
-    """Event id -> class, in the order of the wire codes.
-
-    Raises:
-        CoreError: an id stands twice.
-    """
-    found: dict[str, type[Event]] = {}
-    for event in sorted(events, key=wire_code):
-        if event.id in found:
-            message = f"event id {event.id!r} is declared twice; ids are for ever, choose another"
-            raise CoreError(message)
-        found[event.id] = event
-    return MappingProxyType(found)
 
 
 def _named_parts(extension: Extension) -> Iterator[tuple[str, str]]:

@@ -19,7 +19,8 @@ from __future__ import annotations
 
 import enum
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
 from typing import ClassVar, NamedTuple, TypeVar, cast
 
 import msgspec
@@ -99,9 +100,6 @@ def _declare(
     event_id: str, version: int, variants: tuple[str, str, str] | None, *, is_decision: bool
 ) -> Callable[[_EventClass], _EventClass]:
     def declare(event_class: _EventClass) -> _EventClass:
-        if not isinstance(event_class.__struct_config__.tag, int):
-            message = f"{event_class.__name__} has no wire code; give its class the next free one: tag=…"
-            raise TypeError(message)
         event_class.id = event_id
         event_class.version = version
         event_class.is_decision = is_decision
@@ -329,6 +327,28 @@ CORRUPT = "LedgerCorrupt"
 # --- Decisions: lookups and loads --------------------------------------------------------------
 
 
+class MissReason(enum.StrEnum):
+    """Why a hit ends where it ends."""
+
+    COMPLETE = "complete"
+    """Every whole chunk of the request's tokens is there."""
+    NEVER_SAVED = "never_saved"
+    SAVING = "saving"
+    """A save of the first missing chunk is in flight."""
+    EVICTED = "evicted"
+    TAINTED = "tainted"
+    RESET = "reset"
+    WINDOW = "window"
+    """A sliding window sees, before every later boundary, something that was not saved."""
+    LIMITED = "limited"
+    """`max_hit_share` allows less than what is there."""
+    LOAD_FAILED = "load_failed"
+    """Its last load failed; it computes before it is offered another one."""
+    QUARANTINED = "quarantined"
+    RECORDED = "recorded"
+    """Another connector answered, and its answer was only recorded; why is not in the log."""
+
+
 @decision("lookup.answered")
 class LookupAnswered(RequestDecision, frozen=True, tag=14):
     """What the scheduler was answered, and everything the answer was made from."""
@@ -340,7 +360,7 @@ class LookupAnswered(RequestDecision, frozen=True, tag=14):
     is_async: bool
     """Whether the request is to wait for the load outside of the steps, instead of the step for the load."""
     miss_reason: str
-    """Why the hit ends where it ends; one of `lookup_cache.MissReason`."""
+    """Why the hit ends where it ends; one of `MissReason`."""
     miss_cause: int
     """Sequence number of the event that removed the first missing chunk; 0 where there is none."""
     cause: int
@@ -702,49 +722,12 @@ class PagesDigested(Event, frozen=True, tag=42):
     time_ns: int
 
 
-STANDARD_EVENTS: tuple[type[Event], ...] = (
-    RequestArrived,
-    ChunkKeysObserved,
-    LookupRequested,
-    BlocksAllocated,
-    BlockTableObserved,
-    RequestPreempted,
-    SessionContinued,
-    TokensRolledBack,
-    RequestFinished,
-    StepScheduled,
-    TransferReported,
-    LoadErrorsObserved,
-    CacheReset,
-    HookFailed,
-    LookupAnswered,
-    LookupDeferred,
-    LoadIssued,
-    LoadCompleted,
-    LoadFailed,
-    SaveIssued,
-    TailSaveIssued,
-    SaveCompleted,
-    SaveFailed,
-    SaveDeclined,
-    TransferAwaited,
-    BlocksHeld,
-    ChunkEvicted,
-    ChunkTainted,
-    PrefillAdvanced,
-    PrefillCompleted,
-    RequestReleased,
-    RequestQuarantined,
-    InvariantViolated,
-    LogNote,
-    WindowLeft,
-    DecisionWithheld,
-    EffectsDelivered,
-    LoadRefused,
-    ExtensionObserved,
-    ExtensionDecided,
-    ExtensionStopped,
-    ExtensionNoted,
-    PagesDigested,
+_DECLARED = [
+    each
+    for each in vars().values()
+    if isinstance(each, type) and issubclass(each, Event) and hasattr(each, "handler_method")
+]
+STANDARD_EVENTS: Mapping[str, type[Event]] = MappingProxyType(
+    {event.id: event for event in sorted(_DECLARED, key=wire_code)}
 )
-"""Every event of the standard core."""
+"""Id -> every event that is declared above, in the order of the wire codes."""

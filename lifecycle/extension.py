@@ -16,7 +16,7 @@ import msgspec
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.configuration import LedgerConfiguration
-from kvledger.lifecycle.events import trigger_of
+from kvledger.lifecycle.events import trigger_of, triggers_of
 from kvledger.lifecycle.handlers.base import HOOKS, StateHandler
 from kvledger.lifecycle.machine import Moves
 from kvledger.lifecycle.marks import on
@@ -337,7 +337,8 @@ class SubStates(Projection):
     def __init__(self, projections: Projections) -> None:
         core = projections.core
         self._tracker = projections.tracker
-        self._table = core.table
+        self._phase = core.compiled.phase
+        self._request_events = core.request_events
         self._moves = core.sub_moves
         self._extensions = projections.extensions
         self._owner = {
@@ -346,7 +347,8 @@ class SubStates(Projection):
 
     def folds(self) -> dict[type[e.Event], Callable[..., None]]:
         """What is marked, and what may move a sub-state, or the phase under it."""
-        return {**{event_class: self._walk for _, event_class in self._table}, **super().folds()}
+        moving = (each for each in self._request_events if not self._phase.keys().isdisjoint(triggers_of(each)))
+        return {**dict.fromkeys(moving, self._walk), **super().folds()}
 
     @on(e.ExtensionStopped)
     def _stopped(self, event: e.ExtensionStopped, _sequence: int) -> None:
@@ -359,13 +361,12 @@ class SubStates(Projection):
             record = self._tracker.in_generation(event)
         else:
             record = self._tracker.get(event.request_id)
-        dest = None if record is None else self._table.get((record.state, type(event)))
+        trigger = trigger_of(event)
+        dest = None if record is None else self._phase.get(trigger, {}).get(record.state)
         if record is None or dest is None:
             return
         if isinstance(event, e.ExtensionObserved | e.ExtensionDecided):
             trigger = f"{event.extension}/{event.name}"
-        else:
-            trigger = trigger_of(event)
         sub = self._moves.get((trigger, record.state, record.sub))
         if sub is None:
             sub = self._moves.get((trigger, record.state, ""))

@@ -15,7 +15,7 @@ from typing import Any
 import attrs
 from transitions import Machine, MachineError
 
-from kvledger.lifecycle.events import Event, RequestEvent, triggers_of
+from kvledger.lifecycle.events import Event, triggers_of
 from kvledger.lifecycle.states import (
     INITIAL_STATE,
     BlocksRegion,
@@ -25,7 +25,6 @@ from kvledger.lifecycle.states import (
 )
 from kvledger.lifecycle.table import NO_EVENTS, Gating, Region, State
 
-CompiledTable = Mapping[tuple[RequestState, type[RequestEvent]], RequestState]
 Moves = Mapping[str, Mapping[State, State]]
 """Trigger -> source -> dest, of one region."""
 Standing = tuple[RequestState, BlocksRegion]
@@ -141,26 +140,6 @@ def _joined(
             dest_held = held if blocks is None else blocks.get(held)
             if isinstance(dest, RequestState) and isinstance(dest_held, BlocksRegion):
                 yield (state, held), (dest, dest_held)
-
-
-def by_class(phase: Moves, events: Mapping[str, type[Event]]) -> CompiledTable:
-    """The moves of the phase as `{(state, class of event): next state}`, whatever the variant of the event.
-
-    Raises:
-        TableError: variants of one event lead to different phases.
-    """
-    table: dict[tuple[RequestState, type[RequestEvent]], RequestState] = {}
-    for trigger, moves in phase.items():
-        event_class = events.get(trigger.partition("/")[0])
-        if event_class is None or not issubclass(event_class, RequestEvent):
-            continue
-        for source, dest in moves.items():
-            if not isinstance(source, RequestState) or not isinstance(dest, RequestState):
-                continue
-            if table.setdefault((source, event_class), dest) is not dest:
-                message = f"({source}, {event_class.id}) leads to {dest} in one variant only; let all lead there"
-                raise TableError(message)
-    return table
 
 
 def table_fingerprint(regions: Iterable[Region], gating: Gating) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from kvledger.lifecycle.audit.rules import RULES
-from kvledger.lifecycle.core import Core, events_by_id
+from kvledger.lifecycle.core import Core
 from kvledger.lifecycle.events import STANDARD_EVENTS
 from kvledger.lifecycle.handlers import STANDARD_HANDLERS
 from kvledger.lifecycle.projections import ProjectionSpec
@@ -84,7 +84,7 @@ UPCASTERS: Upcasters = MappingProxyType({})  # every event is in its first versi
 def standard_core() -> Core:
     """The core that kvledger's connector runs with."""
     return Core(
-        events=events_by_id(STANDARD_EVENTS),
+        events=STANDARD_EVENTS,
         regions=REGIONS,
         job_regions=JOB_REGIONS,
         gating=GATING,

@@ -178,6 +178,6 @@ def _facts_of(event: type[e.Event]) -> Iterator[tuple[str, Why]]:
 
 
 FACTS: Mapping[str, Mapping[str, Why]] = MappingProxyType(
-    {event.id: dict(_facts_of(event)) for event in e.STANDARD_EVENTS}
+    {event_id: dict(_facts_of(event)) for event_id, event in e.STANDARD_EVENTS.items()}
 )
 """Event id -> field -> which rules hold it against something else."""

@@ -18,8 +18,8 @@ from msgspec.structs import replace
 
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.decisions.boundaries import last_boundary
+from kvledger.lifecycle.events import MissReason
 from kvledger.lifecycle.projections import Projections
-from kvledger.lifecycle.projections.lookup_cache import MissReason
 from kvledger.lifecycle.projections.tracker import RequestRecord
 from kvledger.lifecycle.projections.transfers import JobKind
 from kvledger.lifecycle.states import FirstRegion, TrustRegion
@@ -184,5 +184,5 @@ def _why_chunks_end(ordinal: int, num_hit_chunks: int, num_tokens: int, projecti
         return _Hit(num_tokens, MissReason.SAVING, awaited=None if job is None else _Awaited(job.job_id, end_token))
     departed = projections.chunks.departed(missing)
     if departed is not None:
-        return _Hit(num_tokens, MissReason(departed.reason.value), departed.sequence)
+        return _Hit(num_tokens, departed.reason, departed.sequence)
     return _Hit(num_tokens, MissReason.NEVER_SAVED)

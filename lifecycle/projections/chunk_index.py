@@ -7,7 +7,6 @@ nothing. It owns the references on host slots; it must not know states of reques
 
 from __future__ import annotations
 
-import enum
 from collections import OrderedDict
 from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 
@@ -29,19 +28,11 @@ _SHORT = 16
 """Chunks up to which a prefix is renewed with every one of them, for an eighth of it is no more than one."""
 
 
-class Departure(enum.StrEnum):
-    """Why a chunk that once was saved cannot be looked up."""
-
-    EVICTED = "evicted"
-    TAINTED = "tainted"
-    RESET = "reset"
-
-
 @attrs.frozen
 class Departed:
     """Why and by which event a chunk left."""
 
-    reason: Departure
+    reason: e.MissReason
     sequence: int
 
 
@@ -391,16 +382,16 @@ class ChunkIndex(Projection):
 
     @on(e.ChunkEvicted)
     def _evicted(self, event: e.ChunkEvicted, sequence: int) -> None:
-        self._remove(event.key, Departed(Departure.EVICTED, sequence))
+        self._remove(event.key, Departed(e.MissReason.EVICTED, sequence))
 
     @on(e.ChunkTainted)
     def _tainted(self, event: e.ChunkTainted, sequence: int) -> None:
-        self._remove(event.key, Departed(Departure.TAINTED, sequence))
+        self._remove(event.key, Departed(e.MissReason.TAINTED, sequence))
 
     @on(e.CacheReset)
     def _reset(self, _event: e.CacheReset, sequence: int) -> None:
         for key in tuple(self.state.committed):
-            self._remove(key, Departed(Departure.RESET, sequence))
+            self._remove(key, Departed(e.MissReason.RESET, sequence))
         self._saving.clear()
         self._wanted.clear()
         self.state.wanted_by.clear()

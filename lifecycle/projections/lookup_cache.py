@@ -7,8 +7,6 @@ cannot outlive them. LMCache's cached lookup carried neither and killed the engi
 
 from __future__ import annotations
 
-import enum
-
 import msgspec
 
 from kvledger.lifecycle import events as e
@@ -18,30 +16,7 @@ from kvledger.lifecycle.projections.chunk_index import ChunkIndex
 from kvledger.lifecycle.projections.chunk_keys import ChunkKeys
 from kvledger.lifecycle.projections.tracker import RequestTracker
 
-
-class MissReason(enum.StrEnum):
-    """Why a hit ends where it ends."""
-
-    COMPLETE = "complete"
-    """Every whole chunk of the request's tokens is there."""
-    NEVER_SAVED = "never_saved"
-    SAVING = "saving"
-    """A save of the first missing chunk is in flight."""
-    EVICTED = "evicted"
-    TAINTED = "tainted"
-    RESET = "reset"
-    WINDOW = "window"
-    """A sliding window sees, before every later boundary, something that was not saved."""
-    LIMITED = "limited"
-    """`max_hit_share` allows less than what is there."""
-    LOAD_FAILED = "load_failed"
-    """Its last load failed; it computes before it is offered another one."""
-    QUARANTINED = "quarantined"
-    RECORDED = "recorded"
-    """Another connector answered, and its answer was only recorded; why is not in the log."""
-
-
-_WINDOW = MissReason.WINDOW.value
+_WINDOW = e.MissReason.WINDOW.value
 
 
 class CachedHit(msgspec.Struct, frozen=True, gc=False):

@@ -15,7 +15,6 @@ from kvledger.lifecycle import Core, CoreError, Extension, StateHandler
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.codec import vocabulary_header
 from kvledger.lifecycle.configuration import LedgerConfiguration
-from kvledger.lifecycle.core import events_by_id
 from kvledger.lifecycle.handlers.running import Running
 from kvledger.lifecycle.projections import Projections, ProjectionSpec
 from kvledger.lifecycle.states import RequestState
@@ -53,7 +52,7 @@ def test_the_standard_core_is_one_object() -> None:
     """It is immutable, so everybody may hold the same."""
     assert Core.standard() is CORE
     with pytest.raises(attrs.exceptions.FrozenInstanceError):
-        CORE.table = {}  # type: ignore[misc]
+        CORE.rules = {}  # type: ignore[misc]
 
 
 def test_replacing_a_handler_makes_another_core() -> None:
@@ -151,29 +150,6 @@ def test_a_mended_release_is_other_code_and_so_is_what_nobody_can_read() -> None
     shy = CORE.replacing(Shy())
     assert set(shy.code) == {"kvledger.lifecycle", __name__}
     assert shy.other_code(vocabulary_header(shy)) == ""
-
-
-def test_two_events_of_one_id_are_refused() -> None:
-    """Ids are for ever; the message says so."""
-
-    class Again(e.Event, frozen=True, tag=len(CORE.events)):
-        """Another event."""
-
-    again = e.observation("request.arrived")(Again)
-    with pytest.raises(CoreError, match=r"'request\.arrived' is declared twice; ids are for ever"):
-        events_by_id((*CORE.events.values(), again))
-
-
-@pytest.mark.parametrize(("code", "message"), [(0, "have the wire code 0"), (999, "no event has the wire code")])
-def test_wire_codes_are_unique_and_without_a_gap(code: int, message: str) -> None:
-    """A header names them by the place in its list."""
-
-    class More(e.Event, frozen=True, tag=code):
-        """Another event."""
-
-    more = e.observation("test.more")(More)
-    with pytest.raises(CoreError, match=message):
-        attrs.evolve(CORE, events={**CORE.events, more.id: more})
 
 
 def test_projections_that_need_one_another_are_refused() -> None:

@@ -13,7 +13,6 @@ from lifecycle_driver import Driver, keys_of
 from kvledger.lifecycle import ConfigurationError, Core, LedgerConfiguration
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.audit import Audit
-from kvledger.lifecycle.projections.lookup_cache import MissReason
 from kvledger.lifecycle.windows import NO_SLOT
 
 WINDOWS = (0, 32)
@@ -93,7 +92,7 @@ def test_a_load_ends_where_the_window_is_stored_and_brings_only_what_it_sees() -
     driver.arrive("c", 90, keys_of("a", 2))
     answer = driver.lookup("c", 0, 90)
     assert (answer.num_hit_tokens, answer.num_external_tokens) == (64, 0)
-    assert answer.miss_reason == MissReason.WINDOW
+    assert answer.miss_reason == e.MissReason.WINDOW
     assert_sound(driver)
 
 
@@ -168,7 +167,7 @@ def test_a_prefix_that_is_shared_can_be_loaded_from_the_third_request_on() -> No
     settle(driver, "first", 130)
     shared = keys_of("system", 2)
     driver.arrive("second", 130, shared + keys_of("second", 2, 2))
-    assert driver.lookup("second", 0, 130).miss_reason == MissReason.WINDOW
+    assert driver.lookup("second", 0, 130).miss_reason == e.MissReason.WINDOW
     driver.allocate("second", table(9, first_block=100))
     driver.step(("second", 0, 130, 130))
     driver.observe(e.WindowLeft("second", 0, 1))
