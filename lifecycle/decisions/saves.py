@@ -134,15 +134,25 @@ class _Plan(msgspec.Struct):
             wanted = [(chunk, geometry.pages_of((chunk,))) for chunk in unsaved]
             self._save_as_fits(wanted, keys[:end_chunk], None)
             return
+        self._issue(tuple(unsaved), slots, block_ids, self.before_forward)
+
+    def _issue(
+        self,
+        chunks: tuple[int, ...],
+        slots: tuple[int, ...],
+        block_ids: tuple[int, ...],
+        before_forward: bool,  # noqa: FBT001 -- keywords cost, and every save comes by here
+    ) -> None:
+        record, job_id = self.turn.record, self.turn.projections.transfers.next_job_id
         issued = e.SaveIssued(
             record.request_id,
             record.ordinal,
             self.generation,
-            projections.transfers.next_job_id,
-            tuple(unsaved),
+            job_id,
+            chunks,
             slots,
             block_ids,
-            self.before_forward,
+            before_forward,
             self.is_async,
             self.turn.cause,
         )
@@ -184,7 +194,7 @@ class _Plan(msgspec.Struct):
             chunks.append(chunk)
             affordable.update(dict.fromkeys(pages))
         if chunks:
-            self.turn.decide(self._job(tuple(chunks), affordable, reach))
+            self._issue_kept(tuple(chunks), affordable, reach)
         if len(chunks) < len(wanted):
             self.turn.decide(self._declined(wanted[len(chunks)][0], len(wanted) - len(chunks)))
 
@@ -277,27 +287,10 @@ class _Plan(msgspec.Struct):
                 evicted = e.ChunkEvicted(victim, record.request_id, record.ordinal, self.generation, self.turn.cause)
                 self.turn.decide(evicted)
 
-    def _job(self, chunks: tuple[int, ...], kept: Mapping[int, None], reach: Reach | None) -> e.SaveIssued:
-        pages = self.turn.projections.geometry.pages_of(chunks)
-        if reach is None:  # every page is kept
-            slots, block_ids = (
-                self.turn.projections.chunks.slots.candidates(len(pages)),
-                blocks_at(pages, self.block_ids),
-            )
-        else:
-            slots, block_ids = self._pairs(pages, kept)
-        return e.SaveIssued(
-            request_id=self.turn.record.request_id,
-            ordinal=self.turn.record.ordinal,
-            generation=self.generation,
-            job_id=self.turn.projections.transfers.next_job_id,
-            chunks=chunks,
-            slots=slots,
-            block_ids=block_ids,
-            before_forward=self.before_forward or (reach is not None and any(map(reach.has_left, kept))),
-            is_async=self.is_async,
-            cause=self.turn.cause,
-        )
+    def _issue_kept(self, chunks: tuple[int, ...], kept: Mapping[int, None], reach: Reach | None) -> None:
+        slots, block_ids = self._pairs(self.turn.projections.geometry.pages_of(chunks), kept)
+        has_left = reach is not None and any(map(reach.has_left, kept))
+        self._issue(chunks, slots, block_ids, self.before_forward or has_left)
 
     def _declined(self, first_chunk: int, num_chunks: int, reason: str = e.POOL_FULL) -> e.SaveDeclined:
         return e.SaveDeclined(
