@@ -83,8 +83,6 @@ class Core:
     """How events of older versions are read."""
     extensions: tuple[Extension, ...] = ()
     """What was added, see `extended`."""
-    handlers_of_extensions: tuple[tuple[StateHandler, str], ...] = ()
-    """(handler, extension) of those among the handlers that an extension has added."""
     compiled: CompiledRegions = attrs.field(init=False)
     """What is legal for a request in its phase and its blocks, and what moves requests and jobs."""
 
@@ -121,7 +119,6 @@ class Core:
         Raises:
             CoreError: two are for one state, or one is no handler.
         """
-        of_extensions = {each for each, _ in self.handlers_of_extensions}
         replaced: dict[RequestState, tuple[StateHandler, ...]] = {}
         for handler in handlers:
             state = check_handler(handler)
@@ -131,7 +128,7 @@ class Core:
                     f"{state}; name one of them"
                 )
                 raise CoreError(message)
-            replaced[state] = (handler, *(each for each in self.handlers[state] if each in of_extensions))
+            replaced[state] = (handler, *filter(self.extension_of_handler, self.handlers[state]))
         return attrs.evolve(self, handlers=MappingProxyType({**self.handlers, **replaced}))
 
     def adding(self, *handlers: StateHandler) -> Core:
@@ -189,20 +186,16 @@ class Core:
         specs = (*self.projections, *extension.projections)
         if extension.rows and SUB_STATES not in specs:
             specs = (*specs[:1], SUB_STATES, *specs[1:])  # nothing folds before what is owed
-        handlers = [handler() for handler in extension.handlers]
-        replaced = [handler() for handler in extension.replaces]
         left_out = {rule: why for rule, why in extension.leaves_out.items() if rule not in extension.rules}
         try:
             return attrs.evolve(
-                self.replacing(*replaced).adding(*handlers),
+                self.replacing(*(each() for each in extension.replaces)).adding(
+                    *(each() for each in extension.handlers)
+                ),
                 projections=specs,
                 rules=MappingProxyType({**rules, **extension.rules}),
                 not_checked=MappingProxyType({**self.not_checked, **left_out, **extension.not_checked}),
                 extensions=(*self.extensions, extension),
-                handlers_of_extensions=(
-                    *self.handlers_of_extensions,
-                    *((each, extension.name) for each in (*replaced, *handlers)),
-                ),
             )
         except ExtensionError as error:
             raise CoreError(str(error)) from error
@@ -263,6 +256,11 @@ class Core:
         return tuple(
             extension for extension in self.extensions if extension not in self.absent and extension.declaration().keeps
         )
+
+    def extension_of_handler(self, handler: StateHandler) -> str:
+        """The name of the extension that has brought a handler, empty where none has."""
+        brought = (each.name for each in self.extensions if type(handler) in (*each.handlers, *each.replaces))
+        return next(brought, "")
 
     def extension_of(self, projection: str) -> str:
         """The name of the extension that a projection is of, empty where it is the core's."""

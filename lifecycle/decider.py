@@ -218,7 +218,7 @@ class Decider:
 
     def _guarded(self, handler: StateHandler, method: Callable[..., None]) -> Callable[..., None]:
         """The method itself only where it is of this package."""
-        extension = next((name for each, name in self._core.handlers_of_extensions if each is handler), "")
+        extension = self._core.extension_of_handler(handler)
         if not extension:
             return Checked.unless_own(method, self._core, self._projections)
         where = f"{type(handler).__qualname__}.{method.__name__}"

@@ -45,11 +45,11 @@ def taken_over(projections: Projections) -> Start:
         leaving={each: count for each in ids if (count := blocks.left_at_end(each)) is not None},
         left={each: count for each in ids if (count := blocks.left_since(each)) is not None},
         jobs=[_in_flight(job) for job in transfers],
-        given_up=[_in_flight(job) for job in transfers.all_given_up()],
+        given_up=[_in_flight(job) for job in transfers.state.given_up.values()],
         last_job_id=transfers.next_job_id - 1,
         epoch=transfers.epoch,
-        committed=dict(chunks.committed),
-        departed={key: Departed(why.reason.value, why.sequence) for key, why in chunks.all_departed()},
+        committed=dict(chunks.state.committed),
+        departed={key: Departed(why.reason.value, why.sequence) for key, why in chunks.state.departed.items()},
         tails={
             ordinal: IssuedTail(
                 tail.job_id, 0, tail.first_token, tail.end_token, tail.slots, tail.is_saved, tail.load_id

@@ -41,6 +41,7 @@ class State(msgspec.Struct, forbid_unknown_fields=True):
 
     slots: host_slots.State = msgspec.field(default_factory=host_slots.State)
     committed: dict[bytes, tuple[int, ...]] = {}
+    """Every committed chunk and its slots."""
     by_age: Recency = msgspec.field(default_factory=Recency)
     """Committed chunks that nobody is sure to come back for, oldest first."""
     departed: dict[bytes, Departed] = {}
@@ -50,7 +51,9 @@ class State(msgspec.Struct, forbid_unknown_fields=True):
     wanted_by: dict[int, tuple[bytes, ...]] = {}
     """Ordinal of a life -> what it will come back for, the same way."""
     num_added: int = 0
+    """How often chunks were added."""
     num_removed: int = 0
+    """How often a chunk was removed."""
 
 
 class ChunkIndex(Projection):
@@ -95,27 +98,12 @@ class ChunkIndex(Projection):
             if job.kind is JobKind.SAVE and self._transfers.is_current(job):
                 _count_up(self._saving, job.keys)
 
-    @property
-    def num_added(self) -> int:
-        """How often chunks were added."""
-        return self.state.num_added
-
-    @property
-    def num_removed(self) -> int:
-        """How often a chunk was removed."""
-        return self.state.num_removed
-
     def __len__(self) -> int:
         return len(self.state.committed)
 
     def get(self, key: bytes) -> tuple[int, ...] | None:
         """The slots of a committed chunk, or None."""
         return self.state.committed.get(key)
-
-    @property
-    def committed(self) -> Mapping[bytes, tuple[int, ...]]:
-        """Every committed chunk and its slots."""
-        return self.state.committed
 
     @property
     def promised(self) -> Mapping[str, tuple[bytes, ...]]:
@@ -147,10 +135,6 @@ class ChunkIndex(Projection):
     def departed(self, key: bytes) -> Departed | None:
         """Why the chunk is gone, as long as that is remembered (a bounded number of chunks)."""
         return self._departed.get(key)
-
-    def all_departed(self) -> Iterable[tuple[bytes, Departed]]:
-        """Every chunk of which is remembered why it is gone, the longest gone first."""
-        return self._departed.items()
 
     def num_committed_from(self, keys: Iterable[bytes]) -> int:
         """How many of the keys, from the first on, are committed without a gap."""

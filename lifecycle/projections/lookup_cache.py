@@ -94,9 +94,9 @@ class LookupCache(Projection):
         if (
             cached is not None
             and cached.generation == generation
-            and cached.num_removed == self._chunk_index.num_removed
+            and cached.num_removed == self._chunk_index.state.num_removed
         ):
-            if cached.num_added == self._chunk_index.num_added and cached.num_keys == len(keys):
+            if cached.num_added == self._chunk_index.state.num_added and cached.num_keys == len(keys):
                 return cached.num_chunks
             start = cached.num_chunks
         return start + self._chunk_index.num_committed_from(keys[start:])
@@ -110,8 +110,8 @@ class LookupCache(Projection):
             event.num_hit_tokens // self._chunk_size,
             len(self._chunk_keys.of_life(ordinal)),
             event.generation,
-            self._chunk_index.num_added,
-            self._chunk_index.num_removed,
+            self._chunk_index.state.num_added,
+            self._chunk_index.state.num_removed,
         )
         self.state.pending[ordinal] = PendingAnswer(
             event.generation,

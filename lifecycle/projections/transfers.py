@@ -135,10 +135,6 @@ class Transfers(Projection):
     def __iter__(self) -> Iterator[Job]:
         return iter(self.state.jobs.values())
 
-    def all_given_up(self) -> Iterator[Job]:
-        """Every save that was given up without a report."""
-        return iter(self.state.given_up.values())
-
     def is_reported(self, job: Job, event: e.TransferReported | None = None) -> bool:
         """Whether every rank has reported, counting `event` on top."""
         if job.ranks_done == self.all_ranks:
@@ -199,10 +195,6 @@ class Transfers(Projection):
             job.kind is JobKind.LOAD and job.job_id < save.job_id and job.generation == save.generation
             for job in self.of_life(save.ordinal)
         )
-
-    def is_read(self, slot: int) -> bool:
-        """Whether a load in flight reads the slot."""
-        return slot in self._loading
 
     def is_any_read(self, slots: Iterable[int]) -> bool:
         """Whether a load in flight reads one of the slots."""

@@ -79,7 +79,7 @@ def test_replacing_a_handler_keeps_what_an_extension_has_added() -> None:
     extended_first = CORE.extended(Listens()).replacing(shy)
     replaced, listening = extended_first.handlers[RequestState.RUNNING]
     assert (replaced, type(listening)) == (shy, Listening)
-    assert extended_first.handlers_of_extensions == ((listening, "listens"),)
+    assert [extended_first.extension_of_handler(each) for each in (replaced, listening)] == ["", "listens"]
     assert extended_first.fingerprint() == CORE.replacing(shy).extended(Listens()).fingerprint()
 
 

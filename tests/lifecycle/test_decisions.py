@@ -560,7 +560,7 @@ def test_the_late_word_of_each_rank_about_a_save_that_was_given_up_breaks_nothin
     driver, job_id = given_up()
     for rank, ok in ((1, False), (0, True)):
         assert driver.report(job_id, ranks=(rank,), ok=ok) == []
-    assert not list(driver.projections.transfers.all_given_up())
+    assert not driver.projections.transfers.state.given_up
     assert driver.projections.chunks.slots.num_free == driver.configuration.num_slots
     assert audited(driver) == []
 

@@ -41,7 +41,7 @@ def test_a_load_names_the_chunks_that_it_reads() -> None:
     job = driver.projections.transfers.get(load.job_id)
     assert (job.kind, job.chunks, job.keys) == ("load", (2, 3), keys_of("d", 2, first_chunk=2))
     assert driver.record("a").blocks == "loading"
-    assert all(driver.projections.transfers.is_read(slot) for slot in load.slots)
+    assert all(driver.projections.transfers.is_any_read([slot]) for slot in load.slots)
 
 
 def test_a_settled_job_is_forgotten() -> None:
@@ -52,7 +52,7 @@ def test_a_settled_job_is_forgotten() -> None:
     assert transfers.get(load.job_id) is None
     assert not transfers.owes(driver.record("a").ordinal)
     assert driver.record("a").blocks == "granted"
-    assert not any(transfers.is_read(slot) for slot in load.slots)
+    assert not transfers.is_any_read(load.slots)
 
 
 def test_job_ids_are_never_used_again() -> None:
@@ -137,9 +137,9 @@ def test_a_slot_read_by_two_loads_is_read_until_both_are_settled() -> None:
     driver.lookup("b", 16, 40)
     driver.allocate("b", (7, 8, 9), 16)
     driver.report(load.job_id)
-    assert all(driver.projections.transfers.is_read(slot) for slot in load.slots)
+    assert all(driver.projections.transfers.is_any_read([slot]) for slot in load.slots)
     driver.settle_all()
-    assert not any(driver.projections.transfers.is_read(slot) for slot in load.slots)
+    assert not driver.projections.transfers.is_any_read(load.slots)
 
 
 def test_a_save_knows_the_shorter_chunks_inside_its_pages() -> None:

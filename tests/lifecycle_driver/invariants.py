@@ -16,7 +16,7 @@ def check_slots(projections: Projections, given_up: Iterable[int] = ()) -> None:
     Raises an AssertionError that names the broken sentence.
     """
     references: Counter[int] = Counter(given_up)
-    for slots in projections.chunks.committed.values():
+    for slots in projections.chunks.state.committed.values():
         references.update(slots)
     for job in projections.transfers:
         references.update(job.slots)

@@ -117,7 +117,7 @@ def canonical(driver: Driver) -> str:
         "deferred": named(lookups.num_deferred),
         "pending": {name: msgspec.structs.astuple(answer)[1:-1] for name, answer in named(lookups.pending).items()},
         "taken_up": {name: msgspec.structs.astuple(answer)[1:-1] for name, answer in named(lookups.taken_up).items()},
-        "committed": [[key.hex(), slots] for key, slots in chunks.committed.items()],
+        "committed": [[key.hex(), slots] for key, slots in chunks.state.committed.items()],
         "by_age": list(chunks.state.by_age),
         "wanted": {name: len(keys) for name, keys in chunks.wanted.items()},
         "pinned": {name: len(keys) for name, keys in chunks.promised.items()},
