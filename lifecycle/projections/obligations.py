@@ -217,23 +217,15 @@ class Obligations(Projection):
             state.receiving[ordinal] = ENDED
             state.failed[ordinal] = event.request_id
 
-    @on(e.TailSaveIssued)
+    @on(e.LoadIssued, e.SaveIssued, e.TailSaveIssued)
     def _issued(self, event: PageJob, sequence: int) -> None:
         self.state.jobs[event.job_id] = sequence, event
-
-    @on(e.LoadIssued)
-    def _load_issued(self, event: e.LoadIssued, sequence: int) -> None:
-        self.state.jobs[event.job_id] = sequence, event
-        if event.is_async:
-            self.state.in_flight[event.job_id] = InFlight(event.request_id, event.ordinal, is_load=True)
-            if self.state.receiving.get(event.ordinal) == NOT_ISSUED:
-                self.state.receiving[event.ordinal] = event.job_id
-
-    @on(e.SaveIssued)
-    def _save_issued(self, event: e.SaveIssued, sequence: int) -> None:
-        self.state.jobs[event.job_id] = sequence, event
-        if event.is_async:
-            self.state.in_flight[event.job_id] = InFlight(event.request_id, event.ordinal, is_load=False)
+        if isinstance(event, e.TailSaveIssued) or not event.is_async:
+            return
+        is_load = isinstance(event, e.LoadIssued)
+        self.state.in_flight[event.job_id] = InFlight(event.request_id, event.ordinal, is_load)
+        if is_load and self.state.receiving.get(event.ordinal) == NOT_ISSUED:
+            self.state.receiving[event.ordinal] = event.job_id
 
     @on(e.TransferAwaited)
     def _awaited(self, event: e.TransferAwaited, sequence: int) -> None:

@@ -61,18 +61,12 @@ class SaveCursor(Projection):
     def _restart(self, event: e.RequestEvent, _sequence: int) -> None:
         self.state.num_chunks.pop(self._tracker.ordinal(event.request_id), None)
 
-    @on(e.SessionContinued)
-    def _session_continued(self, event: e.SessionContinued, _sequence: int) -> None:
-        self._cut(event.request_id, event.num_computed_tokens)
-
-    @on(e.TokensRolledBack)
-    def _rolled_back(self, event: e.TokensRolledBack, _sequence: int) -> None:
-        self._cut(event.request_id, event.num_computed_tokens)
-
-    def _cut(self, request_id: str, num_tokens: int) -> None:
-        ordinal = self._tracker.ordinal(request_id)
+    @on(e.SessionContinued, e.TokensRolledBack)
+    def _cut(self, event: e.SessionContinued | e.TokensRolledBack, _sequence: int) -> None:
+        ordinal = self._tracker.ordinal(event.request_id)
         if ordinal in self.state.num_chunks:
-            self.state.num_chunks[ordinal] = min(self.state.num_chunks[ordinal], num_tokens // self._chunk_size)
+            num_chunks = event.num_computed_tokens // self._chunk_size
+            self.state.num_chunks[ordinal] = min(self.state.num_chunks[ordinal], num_chunks)
 
     @on(e.CacheReset)
     def _reset(self, _event: e.CacheReset, _sequence: int) -> None:

@@ -6,6 +6,8 @@ on the way back; retained means still found in vLLM's own prefix cache.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import attrs
 import msgspec
 
@@ -44,6 +46,17 @@ class Figures:
     num_extensions_stopped: int = 0
 
 
+_COUNTED: Mapping[type[e.Event], str] = {
+    e.SaveFailed: "num_saves_failed",
+    e.ChunkEvicted: "num_chunks_evicted",
+    e.ChunkTainted: "num_chunks_tainted",
+    e.InvariantViolated: "num_violations",
+    e.HookFailed: "num_hook_failures",
+    e.ExtensionStopped: "num_extensions_stopped",
+}
+"""Events of which there is nothing but a count -> the figure."""
+
+
 class State(msgspec.Struct, forbid_unknown_fields=True):
     """The sums, and what will be added to them."""
 
@@ -69,14 +82,15 @@ class Totals(Projection):
         """The sums so far."""
         return self.state.figures
 
+    @on(*_COUNTED)
+    def _count(self, event: e.Event, _sequence: int) -> None:
+        name = _COUNTED[type(event)]
+        setattr(self.figures, name, getattr(self.figures, name) + 1)
+
     @on(e.ExtensionObserved, e.ExtensionDecided, e.ExtensionNoted)
     def _of_extension(self, event: e.ExtensionEvent, _sequence: int) -> None:
         self.figures.num_extension_events += 1
         self.state.num_events_of[event.extension] = self.state.num_events_of.get(event.extension, 0) + 1
-
-    @on(e.ExtensionStopped)
-    def _stopped(self, _event: e.ExtensionStopped, _sequence: int) -> None:
-        self.figures.num_extensions_stopped += 1
 
     @on(e.RequestArrived)
     def _arrived(self, event: e.RequestArrived, sequence: int) -> None:
@@ -149,10 +163,6 @@ class Totals(Projection):
         if job is not None:
             self.figures.num_chunks_saved += len(job.keys)
 
-    @on(e.SaveFailed)
-    def _save_failed(self, _event: e.SaveFailed, _sequence: int) -> None:
-        self.figures.num_saves_failed += 1
-
     @on(e.SaveDeclined)
     def _save_declined(self, event: e.SaveDeclined, _sequence: int) -> None:
         self.figures.num_chunks_declined += event.num_chunks
@@ -161,19 +171,3 @@ class Totals(Projection):
     def _load_failed(self, event: e.LoadFailed, _sequence: int) -> None:
         self.state.loading.pop(event.job_id, None)
         self.figures.num_loads_failed += 1
-
-    @on(e.ChunkEvicted)
-    def _evicted(self, _event: e.ChunkEvicted, _sequence: int) -> None:
-        self.figures.num_chunks_evicted += 1
-
-    @on(e.ChunkTainted)
-    def _tainted(self, _event: e.ChunkTainted, _sequence: int) -> None:
-        self.figures.num_chunks_tainted += 1
-
-    @on(e.InvariantViolated)
-    def _violated(self, _event: e.InvariantViolated, _sequence: int) -> None:
-        self.figures.num_violations += 1
-
-    @on(e.HookFailed)
-    def _hook_failed(self, _event: e.HookFailed, _sequence: int) -> None:
-        self.figures.num_hook_failures += 1

@@ -36,15 +36,6 @@ def test_keys_survive_a_preemption() -> None:
     assert keys(driver) == list(KEYS[:2])
 
 
-def test_a_second_life_of_an_id_does_not_inherit_keys() -> None:
-    """Its tokens are others."""
-    driver = Driver()
-    driver.start("a", KEYS[:2], 17, (1, 2))
-    driver.finish("a", 16, 18)
-    driver.arrive("a", 17)
-    assert keys(driver) == []
-
-
 def test_a_released_request_leaves_no_keys() -> None:
     """Neither does an unknown one."""
     driver = Driver()

@@ -44,18 +44,19 @@ def test_an_unchanged_hit_is_found_without_walking_the_keys() -> None:
     assert hit(driver) == 4
 
 
-def test_an_evicted_chunk_shortens_the_hit() -> None:
-    """Also when the evicted chunk lies in the middle."""
+@pytest.mark.parametrize(
+    ("event", "num_chunks"),
+    [
+        (e.ChunkEvicted(KEYS[1], "other", 9, 0, 1), 1),
+        (e.ChunkTainted(KEYS[3], 1), 3),
+        (e.ChunkKeysObserved("a", 1, keys_of("other", 3)), 1),
+    ],
+)
+def test_a_chunk_that_leaves_or_is_another_shortens_the_hit(event: e.Event, num_chunks: int) -> None:
+    """Also where it lies in the middle."""
     driver = looked_up()
-    driver.observe(e.ChunkEvicted(KEYS[1], "other", 9, 0, 1))
-    assert hit(driver) == truth(driver) == 1
-
-
-def test_a_tainted_chunk_shortens_the_hit() -> None:
-    """A failed load of another request is enough."""
-    driver = looked_up()
-    driver.observe(e.ChunkTainted(KEYS[3], 1))
-    assert hit(driver) == truth(driver) == 3
+    driver.observe(event)
+    assert hit(driver) == truth(driver) == num_chunks
 
 
 def test_a_reset_ends_the_hit() -> None:
@@ -79,13 +80,6 @@ def test_a_preemption_forgets_hit_and_answer() -> None:
     driver.preempt("a", 0)
     state = driver.projections.lookups.state
     assert (state.hits, state.pending) == ({}, {})
-
-
-def test_replaced_keys_end_the_hit() -> None:
-    """The request's tokens are others from there on."""
-    driver = looked_up()
-    driver.keys("a", 1, keys_of("other", 3))
-    assert hit(driver) == truth(driver) == 1
 
 
 def test_appended_keys_extend_the_hit_if_they_are_there() -> None:
@@ -154,13 +148,6 @@ def deferred() -> Driver:
         driver.poll("a", 0, 65)
     assert driver.projections.lookups.num_deferred("a") == 2
     return driver
-
-
-def test_deferrals_in_a_row_are_counted_per_request() -> None:
-    """Whoever was never told to ask again has none."""
-    driver = deferred()
-    assert driver.projections.lookups.num_deferred("b") == 0
-    assert driver.projections.lookups.num_deferred("a") == 2
 
 
 def test_an_answer_ends_the_row() -> None:

@@ -118,6 +118,12 @@ def added(region: Region, *row: Any) -> Region:
     ("region", "message"),
     [
         (added(TRUST, *TRUST.rows[0]), r"trust: \(trusted, request.quarantined\) stands twice"),
+        (
+            added(PHASE, RequestState.NEW, "prefill.completed", RequestState.PREEMPTED),
+            r"prefill.completed\) stands twice",
+        ),
+        (added(PHASE, "*", "request.preempted", RequestState.PREEMPTED), r"'\*' would let anything move"),
+        (added(PHASE, [RequestState.NEW], "request.preempted", RequestState.PREEMPTED), "must be states of phase"),
         (added(BLOCKS, BlocksRegion.NONE, "tokens.rolled_back", None), "no such trigger; .* with its variant"),
         (added(BLOCKS, "none", "window.left", BlocksRegion.NONE), "must be states of blocks"),
         (added(PHASE, RequestState.FINISHED, "session.continued/all", RequestState.NEW), "leads out of finished"),
