@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from itertools import chain
+from itertools import chain, product
 from typing import Any
 
 import attrs
@@ -111,9 +111,9 @@ def compile_regions(
     legal: dict[str, dict[Standing, Standing]] = {}
     after: dict[str, dict[Standing, Standing]] = {}
     for trigger in {**phase, **blocks}:
-        legal[trigger] = dict(_joined(phase.get(trigger), blocks.get(trigger)))
-        refused = dict(_folded(phase.get(trigger, {}), blocks.get(trigger, {}), trigger, gating))
-        after[trigger] = refused | legal[trigger]
+        joined = list(_joined(phase, blocks, trigger, gating))
+        legal[trigger] = {before: dests for before, dests, is_legal in joined if is_legal}
+        after[trigger] = {before: dests for before, dests, _ in joined}
     others = {
         trigger: tuple((name, moves[trigger]) for name, moves in compiled.items() if trigger in moves)
         for trigger in dict.fromkeys(trigger for moves in compiled.values() for trigger in moves)
@@ -122,24 +122,16 @@ def compile_regions(
     return CompiledRegions(phase, legal, after, others, jobs["work"], jobs["source"])
 
 
-def _folded(
-    phase: Mapping[State, State], blocks: Mapping[State, State], trigger: str, gating: Gating
-) -> Iterator[tuple[Standing, Standing]]:
-    for state in RequestState:
-        for held in BlocksRegion:
-            dests = gating.resync.get((state, trigger), (phase.get(state, state), blocks.get(held, held)))
-            yield (state, held), (RequestState(dests[0]), BlocksRegion(dests[1]))
-
-
-def _joined(
-    phase: Mapping[State, State] | None, blocks: Mapping[State, State] | None
-) -> Iterator[tuple[Standing, Standing]]:
-    for state in RequestState:
-        for held in BlocksRegion:
-            dest = state if phase is None else phase.get(state)
-            dest_held = held if blocks is None else blocks.get(held)
-            if isinstance(dest, RequestState) and isinstance(dest_held, BlocksRegion):
-                yield (state, held), (dest, dest_held)
+def _joined(phase: Moves, blocks: Moves, trigger: str, gating: Gating) -> Iterator[tuple[Standing, Standing, bool]]:
+    """(Before, afterwards, whether it is legal there) of every phase and blocks."""
+    for state, held in product(RequestState, BlocksRegion):
+        dest = phase[trigger].get(state) if trigger in phase else state
+        dest_held = blocks[trigger].get(held) if trigger in blocks else held
+        is_legal = dest is not None and dest_held is not None
+        dests = dest or state, dest_held or held
+        if not is_legal:
+            dests = gating.resync.get((state, trigger), dests)
+        yield (state, held), (RequestState(dests[0]), BlocksRegion(dests[1])), is_legal
 
 
 def table_fingerprint(regions: Iterable[Region], gating: Gating) -> str:

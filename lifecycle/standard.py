@@ -36,19 +36,17 @@ PROJECTIONS: tuple[ProjectionSpec, ...] = (
     ProjectionSpec("obligations", lambda its: Obligations(its.configuration.num_ranks)),
     ProjectionSpec("extensions", Extensions),
     ProjectionSpec("totals", lambda its: Totals(its.tracker, its.transfers)),
-    ProjectionSpec("blocks", lambda its: BlockTable(its.tracker), of_requests=True),
+    ProjectionSpec("blocks", lambda its: BlockTable(its.tracker)),
     ProjectionSpec("unfilled", lambda its: UnfilledBlocks(its.tracker, its.blocks, its.geometry)),
-    ProjectionSpec("tails", lambda its: Tails(its.tracker, its.chunks.slots), of_requests=True),
-    ProjectionSpec("chunk_keys", lambda its: ChunkKeys(its.tracker, its.configuration.chunk_size), of_requests=True),
+    ProjectionSpec("tails", lambda its: Tails(its.tracker, its.chunks.slots)),
+    ProjectionSpec("chunk_keys", lambda its: ChunkKeys(its.tracker, its.configuration.chunk_size)),
     ProjectionSpec(
         "save_cursor",
         lambda its: SaveCursor(its.tracker, its.configuration.chunk_size),
-        of_requests=True,
     ),
     ProjectionSpec(
         "lookups",
         lambda its: LookupCache(its.tracker, its.configuration.chunk_size, its.chunk_keys, its.chunks),
-        of_requests=True,
     ),
     ProjectionSpec(
         "chunks",
@@ -61,13 +59,12 @@ PROJECTIONS: tuple[ProjectionSpec, ...] = (
             keep_for_preempted=its.configuration.keep_for_preempted,
         ),
     ),
-    ProjectionSpec("tracker", lambda its: RequestTracker(its.core), of_requests=True),
+    ProjectionSpec("tracker", lambda its: RequestTracker(its.core)),
     ProjectionSpec(
         "transfers",
         lambda its: Transfers(
             its.tracker, its.chunk_keys, its.geometry, its.unfilled, its.core.compiled, its.configuration.num_ranks
         ),
-        of_requests=True,
     ),
 )
 

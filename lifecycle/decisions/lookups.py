@@ -76,7 +76,8 @@ def answer_lookup(turn: Turn, event: e.LookupRequested, *, awaits_saves: bool) -
     ):
         num_deferred = projections.lookups.num_deferred(event.request_id)
         if num_deferred < projections.configuration.max_deferred_lookups:
-            return _deferred(event, record, awaited.job_id, num_deferred + 1, turn.cause)
+            asked = event.num_computed_tokens, event.num_tokens
+            return e.LookupDeferred(*record.life, *asked, awaited.job_id, num_deferred + 1, turn.cause)
     return _answered(event, record, hit, end_token, projections, turn.cause)
 
 
@@ -84,21 +85,6 @@ def _usable(num_hit_tokens: int, record: RequestRecord, projections: Projections
     """As much of a hit as the configuration lets the request use; a limit is a share of the prompt."""
     share = projections.configuration.max_hit_share
     return num_hit_tokens if share >= 1 else min(num_hit_tokens, int(record.num_prompt_tokens * share))
-
-
-def _deferred(
-    event: e.LookupRequested, record: RequestRecord, job_id: int, num_deferred: int, cause: int
-) -> e.LookupDeferred:
-    return e.LookupDeferred(
-        request_id=record.request_id,
-        ordinal=record.ordinal,
-        generation=record.generation,
-        num_computed_tokens=event.num_computed_tokens,
-        num_tokens=event.num_tokens,
-        job_id=job_id,
-        num_deferred=num_deferred,
-        cause=cause,
-    )
 
 
 def _answered(

@@ -80,8 +80,6 @@ class ProjectionSpec:
     """The attribute of `Projections` that it is."""
     make: Callable[[Projections], Projection]
     """Given those of which it asks some; what it asks is made before it."""
-    of_requests: bool = False
-    """Whether its length counts what belongs to requests, and is therefore 0 when every request is released."""
 
 
 class Projections:
@@ -200,10 +198,6 @@ class Projections:
     def snapshot(self) -> dict[str, bytes]:
         """The states' encodings. The order of what they hold is state, too, so these are compared, never the states."""
         return {name: _encode(state) for name, state in self.states().items()}
-
-    def num_entries(self) -> dict[str, int]:
-        """Entries per projection that belong to requests; all are 0 when every request is released."""
-        return {name: len(made) for name, made in self._order.items() if self._specs[name].of_requests}
 
 
 def is_reserved(name: str) -> bool:

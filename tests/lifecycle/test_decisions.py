@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 from lifecycle_driver import Driver, keys_of
+from lifecycle_driver.invariants import num_entries
 
 from kvledger.lifecycle import Core, CoreError, RequestState, StateHandler
 from kvledger.lifecycle import events as e
@@ -750,7 +751,7 @@ def test_an_event_of_an_unknown_request_is_recorded_and_leaves_nothing_behind(ev
     """One violation, no entry anywhere."""
     driver = Driver()
     assert kinds(driver.observe(event)) == ["invariant.violated"]
-    assert not any(driver.projections.num_entries().values())
+    assert not any(num_entries(driver.projections).values())
 
 
 # --- sessions ------------------------------------------------------------------------------------
@@ -855,7 +856,7 @@ def test_a_handler_that_raises_at_the_finish_does_not_keep_its_request_for_ever(
     driver.finish("a", 16, 18)
     for _ in range(100):
         driver.step()
-    assert not any(driver.projections.num_entries().values())
+    assert not any(num_entries(driver.projections).values())
 
 
 def test_a_replaced_handler_decides_instead_of_the_built_in_one() -> None:
@@ -1000,7 +1001,7 @@ def test_a_finished_request_is_released_when_its_last_job_is_settled() -> None:
     assert len(jobs) == 2
     assert kinds(driver.report(jobs[1])) == ["save.completed"]
     assert kinds(driver.report(jobs[0])) == ["save.completed", "request.released"]
-    assert not any(driver.projections.num_entries().values())
+    assert not any(num_entries(driver.projections).values())
 
 
 def test_a_finished_handler_can_be_extended() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from lifecycle_driver import Driver, keys_of
+from lifecycle_driver.invariants import num_entries
 
 from kvledger.lifecycle import events as e
 
@@ -90,4 +91,4 @@ def test_a_report_about_a_finished_request_leaves_no_entry_behind() -> None:
     driver.finish("a", 64, 66)
     driver.step(settled=[("a", 0, 64)])
     driver.settle_all()
-    assert not any(driver.projections.num_entries().values())
+    assert not any(num_entries(driver.projections).values())

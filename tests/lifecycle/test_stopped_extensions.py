@@ -96,7 +96,7 @@ def altered(**parts: Any) -> Extension:
 
 def folding(projection: Callable[[], Any], *handlers: type[Watching]) -> Extension:
     """The guard with another projection."""
-    spec = ProjectionSpec("starving", lambda _its: projection(), of_requests=True)
+    spec = ProjectionSpec("starving", lambda _its: projection())
     return altered(projections=(spec,), handlers=handlers or StarvationGuard.handlers)
 
 

@@ -8,6 +8,7 @@ Does not verify: pages at the moment they are copied, and what the faults of `wo
 from __future__ import annotations
 
 from lifecycle_driver.concerned import check_reasons, check_stories
+from lifecycle_driver.invariants import num_entries
 from lifecycle_driver.regions import check_regions as check_log
 
 from kvledger.lifecycle import Core, Replay
@@ -26,7 +27,7 @@ def check_outputs(world: HybridWorld) -> None:
 def check_nothing_left(world: HybridWorld) -> None:
     """Every projection but the chunk index is empty, and every slot belongs to a chunk."""
     projections = world.side.ledger.projections
-    left = {name: count for name, count in projections.num_entries().items() if count}
+    left = {name: count for name, count in num_entries(projections).items() if count}
     assert not left, f"entries of released requests: {left}"
 
 

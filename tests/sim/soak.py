@@ -22,6 +22,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import attrs
+from lifecycle_driver.invariants import num_entries
 from rich.console import Console
 from rich.progress import Progress
 
@@ -91,7 +92,7 @@ class Soak:
         """Nothing is left of anybody, memory is flat."""
         side = self.engine.connector.scheduler_side
         figures = side.ledger.projections.totals.figures
-        assert not any(side.ledger.projections.num_entries().values()), side.ledger.projections.num_entries()
+        assert not any(num_entries(side.ledger.projections).values()), num_entries(side.ledger.projections)
         left = left_entries(side, self.engine.worker)
         assert not left, f"left behind: {left}"
         check_slots(side.ledger.projections)

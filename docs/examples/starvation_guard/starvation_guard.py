@@ -113,7 +113,7 @@ class StarvationGuard(Extension):
         type(f"Watching{state.title()}", (Watching,), {"state": state})
         for state in (RequestState.NEW, RequestState.CHUNKED_PREFILL, RequestState.RUNNING, RequestState.RECOVERING)
     )
-    projections = (ProjectionSpec("starving", lambda _its: StarvingRequests(), of_requests=True),)
+    projections = (ProjectionSpec("starving", lambda _its: StarvingRequests()),)
     rules: ClassVar[dict[str, Any]] = {StarvingKept.rule: StarvingKept}
     settings: ClassVar[dict[str, int]] = {"num_preemptions": 2}
 

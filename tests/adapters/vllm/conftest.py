@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
+from lifecycle_driver.invariants import num_entries
 from sim.modes import RUNNERS
 from sim.slow_copies import delay
 from vllm.sampling_params import SamplingParams
@@ -159,7 +160,7 @@ class RecordedEngine(SimulatedEngine):
 
     def check_released(self) -> None:
         """Nothing is left of any request."""
-        assert set(self.projections.num_entries().values()) == {0}, self.projections.num_entries()
+        assert set(num_entries(self.projections).values()) == {0}, num_entries(self.projections)
         assert not self.connector.scheduler_side._requests
         self.check_nothing_owed()
 

@@ -47,7 +47,7 @@ class Requests(StarvingRequests):
 class FragileProjection(StarvationGuard):
     """Cannot fold what most requests do."""
 
-    projections = (ProjectionSpec("starving", lambda _its: Requests(), of_requests=True),)
+    projections = (ProjectionSpec("starving", lambda _its: Requests()),)
 
 
 class FragileOrder(StarvationGuard):

@@ -7,6 +7,7 @@ from collections.abc import Sized
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+from lifecycle_driver.invariants import num_entries
 
 if TYPE_CHECKING:
     from kvledger.adapters.vllm.scheduler_side import SchedulerSide
@@ -43,7 +44,7 @@ def check_nothing_left(world: World) -> None:
     free belongs to a chunk, or to a save that was given up.
     Does not verify: what is left in the middle of a life, and vLLM's own structures.
     """
-    entries = world.side.ledger.projections.num_entries()
+    entries = num_entries(world.side.ledger.projections)
     assert not any(entries.values()), f"entries of ended requests: {entries}"
     left = left_entries(world.side, world.engine.worker)
     assert not left, f"left behind: {left}"
