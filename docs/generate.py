@@ -15,6 +15,7 @@ import itertools
 import json
 import re
 import sys
+import textwrap
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -37,6 +38,7 @@ from kvledger.lifecycle.states import RequestState
 DOCS = Path(__file__).resolve().parent
 REPOSITORY = DOCS.parent
 CORE = Core.standard()
+_MAX_COLUMNS = 120
 NOTICE = "<!-- Generated from {source} by `make docs`. Change the source and run that; changes made here are lost. -->"
 
 
@@ -475,6 +477,20 @@ PAGES: dict[str, Callable[[], list[str]]] = {
 }
 
 
+def _within_columns(lines: Iterable[str]) -> Iterator[str]:
+    """Prose and lists within 120 columns; tables, headings, comments and code as they are."""
+    is_code = False
+    for line in "\n".join(lines).split("\n"):
+        is_code ^= line.startswith("```")
+        if is_code or len(line) <= _MAX_COLUMNS or line.startswith(("|", "#", "<!--", "    ")):
+            yield line.rstrip()
+        else:
+            indent = " " * (len(line) - len(line.lstrip("- ")))
+            yield from textwrap.wrap(
+                line, _MAX_COLUMNS, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+            )
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Write the pages, or check them; the exit code is 1 where a checked page is stale."""
     parser = argparse.ArgumentParser(description="Writes the generated pages of docs/.")
@@ -483,7 +499,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     stale = []
     for name, page in PAGES.items():
         path = DOCS / name
-        text = "\n".join(line.rstrip() for line in page()).rstrip() + "\n"
+        text = "\n".join(_within_columns(page())).rstrip() + "\n"
         if not path.exists() or path.read_text() != text:
             stale.append(name)
             if not arguments.check:
