@@ -19,11 +19,11 @@ from kvledger.adapters.reasons.memory import Memory, State
 from kvledger.adapters.reasons.moments import Moments
 from kvledger.adapters.reasons.request_history import RequestHistory
 from kvledger.adapters.reasons.sums import OfferFate, Sums
-from kvledger.lifecycle import LedgerConfiguration
+from kvledger.lifecycle import LedgerConfiguration, Projection, on
 from kvledger.lifecycle import events as e
 
 
-class Accounts:
+class Accounts(Projection):
     """Feed it every event in order with `take`; `lose` where some are missing."""
 
     def __init__(
@@ -57,13 +57,7 @@ class Accounts:
             **self._chunk_events.folds(),
             **self._admissions.folds(),
             **Computing(self._lives, self._admissions).folds(),
-            e.RequestArrived: self._arrived,
-            e.RequestPreempted: self._preempted,
-            e.SessionContinued: self._session_continued,
-            e.RequestFinished: self._finished,
-            e.RequestReleased: self._released,
-            e.RequestQuarantined: self._quarantined,
-            e.InvariantViolated: self._violated,
+            **self.folds(),
         }
 
     def take(self, sequence: int, event: e.Event) -> None:
@@ -105,10 +99,12 @@ class Accounts:
 
     # --- a request's life ------------------------------------------------------------------------
 
+    @on(e.RequestArrived)
     def _arrived(self, event: e.RequestArrived, _sequence: int) -> None:
         self._end(event.request_id)
         self._lives.begin(event.request_id, event.ordinal).num_prompt_tokens = event.num_prompt_tokens
 
+    @on(e.RequestPreempted)
     def _preempted(self, event: e.RequestPreempted, sequence: int) -> None:
         life = self._lives.any(event.request_id)
         # Of any request: whether a chunk or the tail is declined next, which others share or not, follows from these.
@@ -121,6 +117,7 @@ class Accounts:
         life.tail, life.taken_back_from, life.computed_end = None, 0, 0
         life.deferrals, life.num_deferred = (), 0
 
+    @on(e.SessionContinued)
     def _session_continued(self, event: e.SessionContinued, _sequence: int) -> None:
         life = self._lives.any(event.request_id)
         life.cut_keys(event.num_computed_tokens // self._chunk_size)
@@ -132,12 +129,14 @@ class Accounts:
             life.num_prompt_tokens = event.num_prompt_tokens
             life.tail, life.taken_back_from, life.computed_end = None, 0, event.num_computed_tokens
 
+    @on(e.RequestFinished)
     def _finished(self, event: e.RequestFinished, _sequence: int) -> None:
         life = self._lives.any(event.request_id)
         self._admissions.leave(life)
         life.tail = None
         self._chunk_events.end_unsettled(life, event.num_intact_tokens)
 
+    @on(e.RequestReleased)
     def _released(self, event: e.RequestReleased, _sequence: int) -> None:
         life = self._lives.get(event.request_id)
         counts_generations = self._lives.is_kept(event.request_id) and life is not None and life.ordinal != UNBORN
@@ -154,12 +153,14 @@ class Accounts:
         self.state.ended.add(life.sums)
         self._admissions.end(life)
 
+    @on(e.RequestQuarantined)
     def _quarantined(self, event: e.RequestQuarantined, sequence: int) -> None:
         life = self._lives.kept(event.request_id)
         if life is not None:
             life.quarantined = life.quarantined or (sequence, event.cause)
             life.tail = None
 
+    @on(e.InvariantViolated)
     def _violated(self, event: e.InvariantViolated, sequence: int) -> None:
         life = self._lives.get(event.request_id)
         if life is not None:

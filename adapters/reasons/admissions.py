@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from operator import attrgetter
 
 from kvledger.adapters.reasons.explain import Explainer
@@ -12,30 +11,19 @@ from kvledger.adapters.reasons.reason import Reason
 from kvledger.adapters.reasons.request_history import Admission, Lookup
 from kvledger.adapters.reasons.spans import Span, joined, replaced, within
 from kvledger.adapters.reasons.sums import LoadFate, OfferFate, Sums
+from kvledger.lifecycle import Projection, on
 from kvledger.lifecycle import events as e
 
 _Spans = tuple[Span, ...]
 
 
-class Admissions:
+class Admissions(Projection):
     """Folds lookups, allocations and loads."""
 
     def __init__(self, memory: Memory, explainer: Explainer) -> None:
         self._memory, self._lives = memory, memory.lives
         self._explainer = explainer
         self._loads = memory.state.loads
-
-    def folds(self) -> Mapping[type[e.Event], Callable[..., None]]:
-        """Event class -> fold."""
-        return {
-            e.LookupDeferred: self._deferred,
-            e.LookupAnswered: self._answered,
-            e.DecisionWithheld: self._withheld,
-            e.BlocksAllocated: self._allocated,
-            e.LoadIssued: self._load_issued,
-            e.LoadCompleted: self._load_completed,
-            e.LoadFailed: self._load_failed,
-        }
 
     def undecided(self, life: Life | None = None) -> Sums:
         """What is pending and under way, of one life or of all."""
@@ -67,6 +55,7 @@ class Admissions:
 
     # --- lookups ---------------------------------------------------------------------------------
 
+    @on(e.LookupDeferred)
     def _deferred(self, event: e.LookupDeferred, sequence: int) -> None:
         life = self._lives.kept(event.request_id)
         if life is None:
@@ -79,6 +68,7 @@ class Admissions:
         life.is_computing = False
         self._note_lookup(life, event, sequence)
 
+    @on(e.LookupAnswered)
     def _answered(self, event: e.LookupAnswered, sequence: int) -> None:
         life = self._lives.kept(event.request_id)
         if life is None:
@@ -91,6 +81,7 @@ class Admissions:
         life.answer = Answer(sequence, event)
         self._note_lookup(life, event, sequence)
 
+    @on(e.DecisionWithheld)
     def _withheld(self, event: e.DecisionWithheld, sequence: int) -> None:
         life = self._lives.kept(event.request_id)
         if life is not None and not event.rule:  # a broken rule has a quarantine, which says more
@@ -115,6 +106,7 @@ class Admissions:
 
     # --- allocations -----------------------------------------------------------------------------
 
+    @on(e.BlocksAllocated)
     def _allocated(self, event: e.BlocksAllocated, sequence: int) -> None:
         life = self._lives.kept(event.request_id)
         if life is None:
@@ -200,6 +192,7 @@ class Admissions:
 
     # --- loads -----------------------------------------------------------------------------------
 
+    @on(e.LoadIssued)
     def _load_issued(self, event: e.LoadIssued, _sequence: int) -> None:
         life = self._lives.kept(event.request_id)
         if life is None:
@@ -213,11 +206,13 @@ class Admissions:
         self._loads[event.job_id] = Load(event.request_id, admission, event.first_token, event.num_tokens)
         life.sums.num_to_load += event.num_tokens
 
+    @on(e.LoadCompleted)
     def _load_completed(self, event: e.LoadCompleted, _sequence: int) -> None:
         load = self._loads.pop(event.job_id, None)
         if load is not None:
             self._settle(load, LoadFate.LOADED)
 
+    @on(e.LoadFailed)
     def _load_failed(self, event: e.LoadFailed, sequence: int) -> None:
         life = self._lives.kept(event.request_id)
         evidence = (sequence, event.cause)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-
 from kvledger.adapters.reasons.chunk_history import ChunkFact, ChunkHistory, ChunkStatus
 from kvledger.adapters.reasons.life import Life, Tail
 from kvledger.adapters.reasons.lives import Lives
+from kvledger.lifecycle import Projection, on
 from kvledger.lifecycle import events as e
 
 
-class ChunkEvents:
+class ChunkEvents(Projection):
     """Folds all events about chunks."""
 
     def __init__(self, chunk_size: int, lives: Lives, chunks: ChunkHistory) -> None:
@@ -18,49 +17,38 @@ class ChunkEvents:
         self._lives = lives
         self._chunks = chunks
 
-    def folds(self) -> Mapping[type[e.Event], Callable[..., None]]:
-        """Event class -> fold."""
-        return {
-            e.ChunkKeysObserved: self._keys_observed,
-            e.SaveIssued: self._save_issued,
-            e.TailSaveIssued: self._tail_save_issued,
-            e.SaveCompleted: self._save_completed,
-            e.SaveFailed: self._save_failed,
-            e.SaveDeclined: self._save_declined,
-            e.ChunkEvicted: self._evicted,
-            e.ChunkTainted: self._tainted,
-            e.PrefillAdvanced: self._progressed,
-            e.PrefillCompleted: self._progressed,
-            e.CacheReset: self._reset,
-        }
-
     def end_unsettled(self, life: Life, num_settled_tokens: int) -> None:
         """A request ends: of the chunks that it did not compute, nobody need know."""
         size = self._chunk_size
         beyond = (key for chunk, key in life.keys.items() if (chunk + 1) * size > num_settled_tokens)
         self._chunks.forget_known(beyond, life.request_id)
 
+    @on(e.ChunkKeysObserved)
     def _keys_observed(self, event: e.ChunkKeysObserved, sequence: int) -> None:
         life = self._lives.any(event.request_id)
         life.cut_keys(event.first_chunk)
         life.keys.update(enumerate(event.keys, event.first_chunk))
         self._chunks.known(event.keys, sequence, event.request_id, life.ordinal)
 
+    @on(e.SaveIssued)
     def _save_issued(self, event: e.SaveIssued, sequence: int) -> None:
         life = self._lives.any(event.request_id)
         keys = (life.keys[chunk] for chunk in event.chunks if chunk in life.keys)
         self._chunks.save_issued(keys, _saving(event, sequence, life))
 
+    @on(e.TailSaveIssued)
     def _tail_save_issued(self, event: e.TailSaveIssued, sequence: int) -> None:
         life = self._lives.kept(event.request_id)
         if life is not None:
             fact = _saving(event, sequence, life)
             life.tail = Tail(event.first_token, event.first_token + event.num_tokens, fact)
 
+    @on(e.SaveCompleted)
     def _save_completed(self, event: e.SaveCompleted, sequence: int) -> None:
         self._chunks.save_settled(event.job_id, sequence, event.cause, None)
         self._settle_tail(event, sequence, ChunkStatus.SAVED, "")
 
+    @on(e.SaveFailed)
     def _save_failed(self, event: e.SaveFailed, sequence: int) -> None:
         self._chunks.save_settled(event.job_id, sequence, event.cause, event.error)
         self._settle_tail(event, sequence, ChunkStatus.SAVE_FAILED, event.error)
@@ -72,6 +60,7 @@ class ChunkEvents:
         if life is not None and life.tail is not None and life.tail.fact.job_id == event.job_id:
             life.tail.fact = life.tail.fact.settled(status, sequence, event.cause, error)
 
+    @on(e.SaveDeclined)
     def _save_declined(self, event: e.SaveDeclined, sequence: int) -> None:
         life = self._lives.any(event.request_id)
         fact = ChunkFact(
@@ -84,18 +73,22 @@ class ChunkEvents:
         keys = (life.keys[chunk] for chunk in sorted(life.keys) if chunk >= event.first_chunk)
         self._chunks.declined(keys, event.num_chunks, fact)
 
+    @on(e.ChunkEvicted)
     def _evicted(self, event: e.ChunkEvicted, sequence: int) -> None:
         fact = ChunkFact(ChunkStatus.EVICTED, sequence, event.request_id, cause=event.cause)
         self._chunks.left(event.key, fact)
 
+    @on(e.ChunkTainted)
     def _tainted(self, event: e.ChunkTainted, sequence: int) -> None:
         self._chunks.left(event.key, ChunkFact(ChunkStatus.TAINTED, sequence, cause=event.cause))
 
+    @on(e.PrefillAdvanced, e.PrefillCompleted)
     def _progressed(self, event: e.PrefillAdvanced | e.PrefillCompleted, _sequence: int) -> None:
         life = self._lives.get(event.request_id)
         if life is not None and life.tail is not None:
             life.tail = None  # it has been used
 
+    @on(e.CacheReset)
     def _reset(self, _event: e.CacheReset, sequence: int) -> None:
         self._chunks.reset(sequence)
         for life in self._lives:

@@ -2,32 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-
 from kvledger.adapters.reasons.admissions import Admissions
 from kvledger.adapters.reasons.life import Life
 from kvledger.adapters.reasons.lives import Lives
 from kvledger.adapters.reasons.reason import Reason
 from kvledger.adapters.reasons.request_history import Admission, Recomputation
 from kvledger.adapters.reasons.spans import Span, replaced, within
+from kvledger.lifecycle import Projection, on
 from kvledger.lifecycle import events as e
 
 
-class Computing:
+class Computing(Projection):
     """Folds what requests compute. Only counts in steps are used; steady decoding computes nothing again."""
 
     def __init__(self, lives: Lives, admissions: Admissions) -> None:
         self._lives = lives
         self._admissions = admissions
 
-    def folds(self) -> Mapping[type[e.Event], Callable[..., None]]:
-        """Event class -> fold."""
-        return {
-            e.StepScheduled: self._step_scheduled,
-            e.TokensRolledBack: self._rolled_back,
-            e.HookFailed: self._hook_failed,
-        }
-
+    @on(e.StepScheduled)
     def _step_scheduled(self, event: e.StepScheduled, sequence: int) -> None:
         for ordinal, num_computed_tokens, num_scheduled_tokens, num_tokens in event.advanced:
             life = self._lives.by_ordinal(ordinal)
@@ -77,6 +69,7 @@ class Computing:
         if life.history is not None:
             life.history.keep(life.history.recomputations, Recomputation(sequence, spans, after_rollback))
 
+    @on(e.TokensRolledBack)
     def _rolled_back(self, event: e.TokensRolledBack, sequence: int) -> None:
         life = self._lives.kept(event.request_id)
         if life is None:
@@ -98,6 +91,7 @@ class Computing:
                 spans = replaced(spans, span)
             admission.spans = spans
 
+    @on(e.HookFailed)
     def _hook_failed(self, event: e.HookFailed, sequence: int) -> None:
         if event.request_id:
             life = self._lives.kept(event.request_id)

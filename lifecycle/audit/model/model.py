@@ -97,5 +97,5 @@ class Model:
         """(event class, fold), to be done before the checks of that class."""
         # First whom it concerns; then blocks and tails, which ask whose they are; then the lives, which may be over;
         # the jobs before the chunks, which ask what was saved.
-        folded = (*(self.forgotten, self.tables, self.tails, self.answers, self.lives, self.jobs, self.chunks),)
+        folded = self.forgotten, self.tables, self.tails, self.answers, self.lives, self.jobs, self.chunks
         return [*self.lives.meetings(), *(fold for each in folded for fold in marked(each))]
