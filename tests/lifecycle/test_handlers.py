@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvledger.lifecycle import StateHandler, Turn
+from kvledger.lifecycle import RequestState, StateHandler, Turn
 from kvledger.lifecycle import events as e
 from kvledger.lifecycle.handlers import STANDARD_HANDLERS
 from kvledger.lifecycle.handlers.preempted import Preempted
@@ -12,7 +12,16 @@ from kvledger.lifecycle.handlers.running import Running
 from kvledger.lifecycle.testing import HandlerContract
 
 
-@pytest.fixture(params=STANDARD_HANDLERS, ids=lambda handler: str(handler.state))
+@pytest.fixture(
+    params=[
+        pytest.param(
+            handler,
+            id=str(handler.state),
+            marks=() if handler.state in {RequestState.RUNNING, RequestState.PREEMPTED} else pytest.mark.long,
+        )
+        for handler in STANDARD_HANDLERS
+    ]
+)
 def own(request: pytest.FixtureRequest) -> StateHandler:
     """Each of our own."""
     handler: StateHandler = request.param

@@ -19,6 +19,9 @@ from kvledger.lifecycle import events as e
 SEEDS = [int(os.environ["WALK_SEED"])] if "WALK_SEED" in os.environ else list(range(20))
 GEOMETRIES = [(8, 16), (16, 16), (32, 16)]
 
+searching = pytest.mark.xdist_group("search")
+"""On one worker, so that what is found is found once."""
+
 
 @pytest.mark.parametrize(("chunk_size", "block_size"), GEOMETRIES)
 @pytest.mark.parametrize("seed", SEEDS)
@@ -76,12 +79,14 @@ def search(request: Any) -> Search:
     return search
 
 
+@searching
 def test_every_edge_of_the_search_keeps_the_invariants(search: Search) -> None:
     """The search checks after every event and names the path that broke one."""
     assert search.broken == []
     assert search.num_edges > 3000
 
 
+@searching
 def test_the_search_meets_every_state(search: Search) -> None:
     """All six, or it searched the wrong place."""
     assert {state for pair in search.states.values() for state in pair} >= {
@@ -89,6 +94,7 @@ def test_the_search_meets_every_state(search: Search) -> None:
     }  # fmt: skip
 
 
+@searching
 def test_every_recovering_request_can_still_run_or_finish(search: Search) -> None:
     """From each state with a recovering request: reports and one step make it run, and it can be finished."""
     assert search.num_recovering > 50

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from _pytest.mark import ParameterSet
 
 RUNNERS = {
     "v1": {"async_scheduling": False, "model_runner_v2": False},
@@ -12,14 +13,20 @@ RUNNERS = {
 }
 """Options of an engine: the model runner, and how many steps are in flight."""
 
-RUNNERS_ASYNC = ("v2", "v1-two-steps")
-"""Those of them that asynchronous copies are tried with: each runner and each number of steps in flight once."""
+RUNNERS_SHORT = ("v2", "v1-two-steps")
+"""Each runner and each number of steps in flight once; `make test-long` has the others. Real engines are v1."""
+
+
+def of_runner(name: str, *values: object, label: str) -> ParameterSet:
+    """A case of a parametrized test; long where the runner is none of `RUNNERS_SHORT`."""
+    return pytest.param(*values, id=label, marks=() if name in RUNNERS_SHORT else pytest.mark.long)
+
 
 runners = pytest.mark.parametrize(
     ("runner", "transfers"),
     [
-        *(pytest.param(runner, "auto", id=name) for name, runner in RUNNERS.items()),
-        *(pytest.param(RUNNERS[name], "async", id=f"{name}-async") for name in RUNNERS_ASYNC),
+        *(of_runner(name, runner, "auto", label=name) for name, runner in RUNNERS.items()),
+        *(of_runner(name, RUNNERS[name], "async", label=f"{name}-async") for name in RUNNERS_SHORT),
     ],
 )
 """With "auto" saves run within the steps, and loads too but with asynchronous scheduling; "async": none does."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from lifecycle_driver.invariants import num_entries
-from sim.modes import RUNNERS
+from sim.modes import RUNNERS, of_runner
 from sim.slow_copies import delay
 from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request
@@ -264,7 +264,7 @@ def make_engine(transfers: str) -> Iterator[EngineFactory]:
         engine.check_at_end(replays=replays)
 
 
-@pytest.fixture(params=RUNNERS.values(), ids=RUNNERS)
+@pytest.fixture(params=[of_runner(name, runner, label=name) for name, runner in RUNNERS.items()])
 def runner(request: pytest.FixtureRequest) -> dict[str, bool]:
     """Each of `sim.modes.RUNNERS`."""
     runner: dict[str, bool] = request.param

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from sim.modes import RUNNERS, RUNNERS_ASYNC
+from sim.modes import RUNNERS, RUNNERS_SHORT, of_runner
 from sim.reported import Reported, note_reports
 from sim.slow_copies import delay
 
@@ -28,11 +28,14 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "runner" not in metafunc.fixturenames:
         metafunc.parametrize("transfers", TRANSFERS.values(), ids=TRANSFERS)
         return
-    ways = [(mode, name) for mode in TRANSFERS for name in RUNNERS if mode == "sync" or name in RUNNERS_ASYNC]
     metafunc.parametrize(
         ("transfers", "runner"),
-        [(TRANSFERS[mode], RUNNERS[name]) for mode, name in ways],
-        ids=[f"{mode}-{name}" for mode, name in ways],
+        [
+            of_runner(name, TRANSFERS[mode], RUNNERS[name], label=f"{mode}-{name}")
+            for mode in TRANSFERS
+            for name in RUNNERS
+            if mode == "sync" or name in RUNNERS_SHORT
+        ],
     )
 
 
