@@ -221,7 +221,12 @@ class KVLedgerConnector(KVConnectorBase_V1, SupportsHMA):
 
     def build_connector_worker_meta(self) -> WorkerReports | None:
         """The reports of this step."""
-        return None if self._worker_side is None else self._worker_side.take_reports()
+        if self._worker_side is None:
+            return None
+        jobs = self._connector_metadata
+        if isinstance(jobs, StepJobs) and jobs.is_idle:
+            self._worker_side.give_way()
+        return self._worker_side.take_reports()
 
     # --- scheduler ----------------------------------------------------------------------------
 

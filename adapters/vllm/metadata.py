@@ -44,6 +44,8 @@ class StepJobs(KVConnectorMetadata):
     """Requests whose asynchronous load failed on some rank; every rank reports them to vLLM."""
     finished_saves: tuple[str, ...] = ()
     """Finished requests out of whose blocks nobody copies any more; every rank reports them to vLLM."""
+    is_idle: bool = attrs.field(default=False, eq=False)
+    """Whether the step computes nothing, so that only copies can bring the engine on."""
 
     def __bool__(self) -> bool:
         return self != _NOTHING

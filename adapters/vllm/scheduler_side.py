@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+import attrs
 from msgspec.structs import astuple
 
 from kvledger.adapters.vllm import versions
@@ -248,7 +249,8 @@ class SchedulerSide:
         self._record_step(scheduler_output)
         self._admits = False
         self.journal.commit()
-        return self._hand_out()
+        jobs = self._hand_out()
+        return jobs if scheduler_output.total_num_scheduled_tokens else attrs.evolve(jobs, is_idle=True)
 
     @guarded(default=NO_JOBS, hook_name="build_connector_meta")
     def _hand_out(self) -> StepJobs:

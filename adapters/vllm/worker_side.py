@@ -142,6 +142,10 @@ class WorkerSide:
         starts = () if start is None else (start,)
         return WorkerReports(tuple(reports), starts) if reports or starts else None
 
+    def give_way(self) -> None:
+        """Let copies have the interpreter for a moment: the step computes nothing."""
+        self._copies.give_way()
+
     def sleep(self) -> None:
         """The KV memory is about to go: finish what is under way; until `wake` every copy is reported as failed."""
         self._reports += self._copies.wait_for_all()

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import attrs
 import pytest
 import torch
+from sim.slow_copies import delay
 
 from kvledger.adapters.vllm import async_copies
 from kvledger.adapters.vllm.async_copies import AsyncCopies
+from kvledger.lifecycle import events as e
 from kvledger.storage.kv import CopyEngine, CopyResult, HostPool, describe_blocks, make_copy_engine
 
 pytestmark = pytest.mark.scheduler
@@ -187,3 +191,32 @@ def test_only_the_latest_reports_are_remembered(monkeypatch: pytest.MonkeyPatch)
         gate.open()
         copies.run(job_id, lambda gate=gate: gate)  # type: ignore[misc]
     assert [report.done for report in copies.report_again([1, 2, 3])] == [False, True, True]
+
+
+def test_a_step_that_computes_nothing_gives_way_to_copies_and_no_other_does(
+    make_engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A loop of such steps would keep the interpreter from the thread that copies."""
+    engine = make_engine(num_blocks=30, chunk_size=16, enable_prefix_caching=False, load_mode="async")
+    engine.serve("writer", range(64), 4)
+    gave_way: list[int] = []
+    monkeypatch.setattr(
+        AsyncCopies, "give_way", lambda _: gave_way.append(engine.logged(e.StepScheduled)[-1].num_scheduled_tokens)
+    )
+    delay(engine, 5)
+    engine.serve("reader", [*range(64), 99], 4)
+    assert engine.logged(e.LoadCompleted, request_id="reader")
+    assert len(gave_way) >= 5
+    assert set(gave_way) == {0}
+
+
+def test_where_nothing_is_pending_nobody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine that only waits for requests is as quick as without a connector."""
+    slept: list[float] = []
+    monkeypatch.setattr(async_copies, "time", SimpleNamespace(sleep=slept.append))
+    copies, gate = AsyncCopies(rank=0), Gate()
+    copies.give_way()
+    assert slept == []
+    copies.start(1, lambda: gate)
+    copies.give_way()
+    assert slept == [async_copies.IDLE_WAIT_S]
