@@ -81,18 +81,18 @@ class StepReader:
     def _unexpected(self, scheduler_output: SchedulerOutput) -> list[tuple[str, int]]:
         """Ids and counts of those that are not new and do something else than decode one more token."""
         cached, num_scheduled = scheduler_output.scheduled_cached_reqs, scheduler_output.num_scheduled_tokens
-        present, decoding, now = self._tracker.get, self._tracker.computed.decoding, self._tracker.num_steps
-        rows = list(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        present, expected, now = self._tracker.get, self._tracker.computed.decoding.get, self._tracker.num_steps
         unexpected = [
             (request_id, count)
-            for request_id, count in rows
-            if (record := present(request_id)) is None or decoding.get(record.ordinal) != count - now
+            for request_id, count in zip(cached.req_ids, cached.num_computed_tokens, strict=True)
+            if (record := present(request_id)) is None or expected(record.ordinal) != count - now
         ]
         # Each is scheduled for a token at least, so the sum says whether anybody expected is for more: with drafts.
         others = [*(data.req_id for data in scheduler_output.scheduled_new_reqs), *(row[0] for row in unexpected)]
         num_others = sum(map(num_scheduled.__getitem__, others))
-        if scheduler_output.total_num_scheduled_tokens - num_others != len(rows) - len(unexpected):
+        if scheduler_output.total_num_scheduled_tokens - num_others != len(cached.req_ids) - len(unexpected):
             found = dict(unexpected)
+            rows = zip(cached.req_ids, cached.num_computed_tokens, strict=True)
             unexpected = [row for row in rows if row[0] in found or num_scheduled[row[0]] != 1]
         return unexpected
 

@@ -218,7 +218,7 @@ def _log_of(connector: Any) -> OpenedLog | None:
     own = vars(connector)
     if own.get("recording") is not None:
         return own["recording"].log.log
-    return getattr(own.get("scheduler_side"), "log", None)
+    return getattr(own.get("_scheduler_side"), "log", None)
 
 
 Field = Mapping[str, dict[str, Any] | None]
