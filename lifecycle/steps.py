@@ -129,6 +129,15 @@ class StepEncoder:
             and self._tracker.num_computed_tokens(record) == num_computed_tokens
         )
 
+    def unexpected(self, counts: Iterable[tuple[str, int]]) -> list[tuple[str, int]]:
+        """Of (request id, computed tokens) those with another count than the log expects; for who has many to ask."""
+        present, expected, now = self._tracker.get, self._tracker.computed.decoding.get, self._tracker.num_steps
+        return [
+            (request_id, count)
+            for request_id, count in counts
+            if (record := present(request_id)) is None or expected(record.ordinal) != count - now
+        ]
+
     def is_decoding(self, record: RequestRecord) -> bool:
         """Whether the request is expected in the next step, with one token."""
         return record.ordinal in self._tracker.computed.decoding

@@ -1,6 +1,6 @@
 """Reads one `SchedulerOutput` and writes it as one `StepScheduled`: only what differs from the expected.
 
-Of a request that decodes one token more, as the log expects, nothing is to be said; finding that out is one comparison.
+A request that decodes one token more, as the log expects, needs no entry; one comparison shows that.
 """
 
 from __future__ import annotations
@@ -81,12 +81,7 @@ class StepReader:
     def _unexpected(self, scheduler_output: SchedulerOutput) -> list[tuple[str, int]]:
         """Ids and counts of those that are not new and do something else than decode one more token."""
         cached, num_scheduled = scheduler_output.scheduled_cached_reqs, scheduler_output.num_scheduled_tokens
-        present, expected, now = self._tracker.get, self._tracker.computed.decoding.get, self._tracker.num_steps
-        unexpected = [
-            (request_id, count)
-            for request_id, count in zip(cached.req_ids, cached.num_computed_tokens, strict=True)
-            if (record := present(request_id)) is None or expected(record.ordinal) != count - now
-        ]
+        unexpected = self._encoder.unexpected(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
         # Each is scheduled for a token at least, so the sum says whether anybody expected is for more: with drafts.
         others = [*(data.req_id for data in scheduler_output.scheduled_new_reqs), *(row[0] for row in unexpected)]
         num_others = sum(map(num_scheduled.__getitem__, others))
