@@ -12,7 +12,6 @@ from kvledger.lifecycle.audit.model.moment import EventChecks, Moment
 from kvledger.lifecycle.audit.model.start import Start
 from kvledger.lifecycle.audit.rules.recorded import Recorded
 from kvledger.lifecycle.audit.violations import Violation
-from kvledger.lifecycle.marks import on
 
 __all__ = [
     "RECORDED",
@@ -24,7 +23,6 @@ __all__ = [
     "Start",
     "Unfoldable",
     "Violation",
-    "on",
 ]
 
 RECORDED = Recorded.rule

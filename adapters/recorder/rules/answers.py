@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from kvledger.adapters.recorder.payloads import LookupReturned
-from kvledger.lifecycle.audit import Checker, on
+from kvledger.lifecycle import on
+from kvledger.lifecycle.audit import Checker
 
 
 class LastToken(Checker):

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from kvledger.adapters.recorder.payloads import Transferred
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.audit import Checker, Model, on
+from kvledger.lifecycle import on
+from kvledger.lifecycle.audit import Checker, Model
 from kvledger.lifecycle.windows import NULL_BLOCK
 
 

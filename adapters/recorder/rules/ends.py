@@ -6,7 +6,8 @@ from collections.abc import Iterable
 
 from kvledger.adapters.recorder import payloads
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.audit import Checker, Model, Start, on
+from kvledger.lifecycle import on
+from kvledger.lifecycle.audit import Checker, Model, Start
 
 MAX_SILENT_NS = 60 * 10**9
 """After so long something that vLLM waits for counts as forgotten."""

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import attrs
 
 from kvledger.adapters.recorder.payloads import LookupReturned, Transferred
-from kvledger.lifecycle import Core
+from kvledger.lifecycle import Core, on
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.audit import Checker, EventChecks, Model, on
+from kvledger.lifecycle.audit import Checker, EventChecks, Model
 
 MAX_KEYS = 1 << 20
 """After so many different ones it is no longer known how much the connector can hold."""

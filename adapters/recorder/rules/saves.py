@@ -9,7 +9,8 @@ import attrs
 from kvledger.adapters.recorder import payloads
 from kvledger.adapters.recorder.rules.copies import RuleOfTables
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.audit import Model, Start, on
+from kvledger.lifecycle import on
+from kvledger.lifecycle.audit import Model, Start
 
 MAX_KEYS = 1 << 20
 """After so many different ones it is no longer known what is stored."""

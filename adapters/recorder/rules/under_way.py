@@ -12,7 +12,8 @@ from typing import ClassVar, NamedTuple
 
 from kvledger.adapters.recorder import payloads
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.audit import Checker, Model, on
+from kvledger.lifecycle import on
+from kvledger.lifecycle.audit import Checker, Model
 from kvledger.lifecycle.windows import NULL_BLOCK
 
 

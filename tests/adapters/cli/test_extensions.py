@@ -12,9 +12,8 @@ from stored_logs import write_log
 
 from kvledger.adapters.core import available_extensions, composed_core
 from kvledger.adapters.vllm.configuration import ConnectorSettings
-from kvledger.lifecycle import ConfigurationError, Core, Extension, RequestState, StateHandler
+from kvledger.lifecycle import ConfigurationError, Core, Extension, RequestState, StateHandler, on
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.audit import on
 from kvledger.lifecycle.codec import vocabulary_header
 from kvledger.lifecycle.handlers.running import Running
 

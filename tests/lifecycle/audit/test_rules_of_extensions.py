@@ -8,9 +8,9 @@ import pytest
 from lifecycle_driver import Driver, keys_of
 from starvation_guard import StarvationGuard, StarvingKept
 
-from kvledger.lifecycle import Core
+from kvledger.lifecycle import Core, on
 from kvledger.lifecycle import events as e
-from kvledger.lifecycle.audit import EventChecks, Model, Start, on
+from kvledger.lifecycle.audit import EventChecks, Model, Start
 
 NUM_RULES = len(Core.standard().rules)
 
