@@ -157,7 +157,7 @@ class _Clients:
 
 
 class _Engine:
-    """Steps the scheduler and says what workers would: copies beside the steps take `STEPS_BESIDE` of them."""
+    """Steps the scheduler and says what workers would: asynchronous copies take `STEPS_BESIDE` of them."""
 
     def __init__(self, scheduler: Any) -> None:
         self._scheduler = scheduler

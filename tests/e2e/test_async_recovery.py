@@ -1,4 +1,4 @@
-"""Recovery with every copy beside the steps: same outputs, nothing computed twice, a sound log."""
+"""Recovery with asynchronous copies alone: same outputs, nothing computed twice, a sound log."""
 
 from __future__ import annotations
 

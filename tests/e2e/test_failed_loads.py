@@ -161,7 +161,7 @@ long = pytest.mark.long
         pytest.param("recompute", "async", True, marks=long),
         pytest.param("fail", "async", True, marks=long),
         # Not "recompute", "sync", True: that is warned of at start, as vLLM delivers a token that the second step in
-        # flight computed on unfilled blocks; `load_mode` "auto" loads beside the steps then.
+        # flight computed on unfilled blocks; `load_mode` "auto" loads asynchronously then.
     ],
 )
 def test_all_are_answered_as_without_a_connector(

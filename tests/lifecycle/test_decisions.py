@@ -1111,7 +1111,7 @@ def test_a_limit_below_what_is_coming_is_not_waited_beyond() -> None:
     assert driver.lookup("a", 0, 33).num_external_tokens == 16
 
 
-# --- beside the steps ------------------------------------------------------------------------------
+# --- asynchronous copies -------------------------------------------------------------------------
 
 
 def saving_beside(**configuration: Any) -> tuple[Driver, e.SaveIssued]:

@@ -33,8 +33,8 @@ class Fill(KVConnectorMetadata):
 class Neighbour(KVConnectorBase_V1, SupportsHMA):
     """Has the first `num_tokens` of every request whose id begins with "theirs".
 
-    Options: `num_steps`: that a load takes beside the steps, 0 within one; `num_failures`: the first loads that fail;
-    `failure_share` and `seed`: of the loads that fail, in part or, beside the steps, as a whole.
+    Options: `num_steps`: that a load takes asynchronously, 0 within one; `num_failures`: the first loads that fail;
+    `failure_share` and `seed`: of the loads that fail, in part or, asynchronously, as a whole.
     """
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:

@@ -35,7 +35,7 @@ class Settings:
     loads_fail_anywhere: bool = False
     """Whether failing copies include every load that vLLM 0.32 survives; see `faults/copies.py`."""
     large_load_bytes: int | None = None
-    """From where on loads run beside the steps with `load_mode` "auto"; None: as in production."""
+    """From where on loads run asynchronously with `load_mode` "auto"; None: as in production."""
     long_prefill_token_threshold: int = 0
     reports_before_saves: bool = False
     """Whether workers report before they save, as with a drafter: what they saved is known a step later."""

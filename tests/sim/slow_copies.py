@@ -103,7 +103,7 @@ class SlowCopies:
 
 
 def delay(engine: Any, num_questions: int = 1) -> None:
-    """Let the copies beside the steps of every rank take a step or more each, by the same count in every run."""
+    """Let the asynchronous copies of every rank take a step or more each, by the same count in every run."""
     for worker in engine.workers:
         side = worker._worker_side
         if side._async_engine is not None:
@@ -111,7 +111,7 @@ def delay(engine: Any, num_questions: int = 1) -> None:
 
 
 def slow_down(engine: Any, *slow: str) -> list[SlowCopies]:
-    """Let the copies beside the steps of every rank pend, of the named kinds or of both; one engine per rank."""
+    """Let the asynchronous copies of every rank pend, of the named kinds or of both; one engine per rank."""
     copies = []
     for worker in engine.workers:
         side = worker._worker_side

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from kvledger.adapters.simulation.engine import SimulatedEngine
 
 WITHIN = {"load_mode": "sync", "save_mode": "sync", "max_silent_ms": 0}
-"""Of kvledger as the wrapped one: how many steps a copy beside the steps takes is not fixed."""
+"""Of kvledger as the wrapped one: how many steps an asynchronous copy takes is not fixed."""
 WINDOWS = ((0, 48), (48, 0), (0, 64), (17, 0), (0, 32, 80))
 
 

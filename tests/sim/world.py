@@ -356,7 +356,7 @@ class World:
 
 @contextlib.contextmanager
 def _large_loads(num_bytes: int | None) -> Iterator[None]:
-    """With `load_mode` "auto", loads of that size run beside the steps; production's would need a real model."""
+    """With `load_mode` "auto", loads of that size run asynchronously; production's would need a real model."""
     real = configuration.LARGE_LOAD_BYTES
     configuration.LARGE_LOAD_BYTES = num_bytes or real
     try:

@@ -31,7 +31,7 @@ def test_perfetto_opens_a_trace_without_a_complaint(
             break
         path.unlink()
     else:
-        pytest.fail("in no world a preempted request recovers by a load that runs beside the steps")
+        pytest.fail("in no world a preempted request recovers by a load that runs asynchronously")
     with open_in_perfetto(perfetto_wheel, path, page) as perfetto:
         complaints = "select name, value from stats where severity != 'info' and value > 0"
         assert perfetto.query(complaints) == []

@@ -26,7 +26,7 @@ from kvledger.lifecycle import events as e
 pytestmark = pytest.mark.scheduler
 
 WITHIN = {"load_mode": "sync", "save_mode": "sync", "max_silent_ms": 0}
-"""Of kvledger as the wrapped one: how many steps a copy beside the steps takes is not fixed."""
+"""Of kvledger as the wrapped one: how many steps an asynchronous copy takes is not fixed."""
 FAILS = {"num_tokens": 60, "failure_share": 0.4, "seed": 1}
 UNSHARED = {"enable_prefix_caching": False, "async_scheduling": False}
 """Else vLLM 0.32 shares blocks that a load within a step has not filled; see `sim/faults/copies.py`."""
@@ -71,7 +71,7 @@ CASES = {
     "kvledger": around(ConnectorSetup(name="kvledger"), faults=RESETS),
     "a cache whose loads take some steps": around(neighbour(THEIRS)),
     "a cache that fails within steps": around(neighbour(FAILS), settings=UNSHARED),
-    "a cache that fails beside the steps": around(neighbour({**FAILS, "num_steps": 2})),
+    "a cache that fails asynchronously": around(neighbour({**FAILS, "num_steps": 2})),
     "MultiConnector": around(WithNeighbour(options=THEIRS)),
     "MultiConnector over OffloadingConnector": around(
         Several(children=(Offloading(), neighbour(THEIRS))), defects=UNFENCED
@@ -104,7 +104,7 @@ CASES = {
         defects=frozenset({"STORE_CONTIGUOUS", "RESUME_COVERS_OUTPUT"}),  # see test_lmcache_defects.py
     ),
 }
-MET_IN = {"OffloadingConnector": 3, "a cache that fails beside the steps": 24, "a cache that fails within steps": 23}
+MET_IN = {"OffloadingConnector": 3, "a cache that fails asynchronously": 24, "a cache that fails within steps": 23}
 SHORT = {"OffloadingConnector": (3, 7, 401), "kvledger": (5,), "ExampleConnector": (202, 210)}
 SHORT_ONLY = {"ExampleConnector"}
 """In most worlds it answers -16 tokens to a prompt of one, or loads another block than it has answered."""

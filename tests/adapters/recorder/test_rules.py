@@ -86,13 +86,13 @@ def test_nothing_is_named_where_nothing_is_altered(saved: Log, record: Record) -
     ids=str,
 )
 def test_an_answer_that_vllm_cannot_take_breaks_last_token(saved: Log, wrong: dict[str, Any]) -> None:
-    """Less than nothing, all tokens within the step, more than there are, or nothing and beside the steps."""
+    """Less than nothing, all tokens within the step, more than there are, or nothing, asynchronously."""
     place = next(place for place, event, _ in payloads_in(saved.events, LookupReturned) if event.request_id == "a")
     assert "LAST_TOKEN" in saved.named(with_said(saved.events, place, **wrong))
 
 
 def test_an_answer_up_to_the_last_token_keeps_it(saved: Log) -> None:
-    """One is left to compute; beside the steps vLLM computes the last one again by itself."""
+    """One is left to compute; of an asynchronous load vLLM computes the last one again by itself."""
     place = next(place for place, event, _ in payloads_in(saved.events, LookupReturned) if event.request_id == "a")
     for right in ({"num_external_tokens": 63, "is_async": False}, {"num_external_tokens": 64, "is_async": True}):
         assert "LAST_TOKEN" not in saved.named(with_said(saved.events, place, **right))

@@ -1,4 +1,4 @@
-"""A load beside the steps: its request waits in vLLM's own state, everybody else goes on, one end of it is told.
+"""An asynchronous load: its request waits in vLLM's own state, everybody else goes on, one end of it is told.
 
 The copies pend until a test finishes them. Whoever ran before its load had arrived would read blocks that are not
 filled, and the model would raise `CorruptKV`; vLLM itself asserts on a second end of a load.
@@ -26,7 +26,7 @@ policies = pytest.mark.parametrize("policy", ["recompute", "fail"])
 
 
 def overlapping(make_engine: Any, **options: Any) -> Any:
-    """An engine in which every load runs beside the steps, and the prompt has been saved."""
+    """An engine in which every load runs asynchronously, and the prompt has been saved."""
     defaults = {"num_blocks": 40, "chunk_size": 8, "enable_prefix_caching": False, "load_mode": "async"}
     engine = make_engine(**(defaults | options))
     engine.serve("writer", PROMPT, 2)

@@ -1,4 +1,4 @@
-"""A save beside the steps: until it is done nobody may write to the blocks that it reads, whatever its owner does.
+"""An asynchronous save: until it is done nobody may write to the blocks that it reads, whatever its owner does.
 
 The copies pend until a test finishes them, or until a step waits for them, and read the blocks only then: had anybody
 written to those meanwhile, wrong KV would have been saved, and whoever loads it would raise `CorruptKV`.
@@ -21,7 +21,7 @@ PROMPT = range(64)
 
 
 def overlapping(make_engine: Any, **options: Any) -> Any:
-    """An engine in which every save runs beside the steps."""
+    """An engine in which every save runs asynchronously."""
     defaults = {"num_blocks": 40, "chunk_size": 8, "enable_prefix_caching": False, "save_mode": "async"}
     return make_engine(**(defaults | options))
 
@@ -219,7 +219,7 @@ def test_a_step_that_may_overwrite_blocks_waits_for_the_copies_out_of_them(
     assert all(event.before_forward for event in awaited)
     assert {saves[event.job_id] for event in awaited} == {preempted.request_id}
     assert sum(copy.was_waited_for for copy in copies.started) == len(awaited)
-    assert copies.pending(), "copies out of other blocks go on beside the steps"
+    assert copies.pending(), "copies out of other blocks go on asynchronously"
     while engine.scheduler.has_requests():
         engine.step()
         if not engine.scheduler.get_num_unfinished_requests():

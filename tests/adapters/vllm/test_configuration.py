@@ -260,7 +260,7 @@ def test_a_hit_share_limits_every_answer(make_engine: Any) -> None:
     assert (answer.num_hit_tokens, answer.num_external_tokens, answer.miss_reason) == (64, 32, "limited")
 
 
-# --- copies beside the steps -------------------------------------------------------------------------
+# --- asynchronous copies -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -191,7 +191,7 @@ MISTAKES: dict[str, tuple[type[StateHandler], str, _Mistake, str]] = {
         evolved(SAVE, before_forward=False),
         OTHER,
     ),
-    "saved beside the steps from lost blocks": (
+    "saved asynchronously from lost blocks": (
         Running,
         "request_preempted",
         evolved(SAVE, before_forward=False, is_async=True),

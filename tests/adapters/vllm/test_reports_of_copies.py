@@ -26,7 +26,7 @@ Tamper = Callable[[list[JobReport]], list[JobReport]]
 
 
 def asynchronously(make_engine: Any, **options: Any) -> Any:
-    """Everything runs beside the steps, and a worker's silence is noticed after four of them."""
+    """Everything runs asynchronously, and a worker's silence is noticed after four of them."""
     defaults = {
         "num_blocks": 40,
         "chunk_size": 8,

@@ -51,7 +51,7 @@ def _has_no_excuse(world: World) -> bool:
     saves_all = connector["save_tails"] and connector["max_hit_share"] == 1.0
     # MultiConnector takes the first child that has anything, also where another one has more.
     is_asked_first = world.settings.neighbour is None or not world.settings.neighbour.is_first
-    # Beside the steps, or with two of them in flight, a request may be back before its own save is known to be done.
+    # With asynchronous copies, or two steps in flight, a request may be back before its own save is known to be done.
     waits = not world.settings.async_scheduling and connector.get("save_mode") == "sync"
     return bool(
         is_calm and has_room and saves_all and is_asked_first and (waits or connector.get("max_deferred_lookups"))

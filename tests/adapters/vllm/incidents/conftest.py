@@ -41,15 +41,15 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture
 def is_async(transfers: dict[str, str]) -> bool:
-    """Whether all copies run beside the steps."""
+    """Whether all copies run asynchronously."""
     return transfers == TRANSFERS["async"]
 
 
 @pytest.fixture
 def make_engine(make_engine: Callable[..., Any], is_async: bool) -> Iterator[Callable[..., Any]]:
-    """Build engines in which every copy beside the steps takes `num_questions` steps, as the worker asks once in each.
+    """Build engines in which every asynchronous copy takes `num_questions` steps, as the worker asks once in each.
 
-    When the test is over, vLLM must have been told exactly one end of each load beside the steps, and of each delayed
+    When the test is over, vLLM must have been told exactly one end of each asynchronous load, and of each delayed
     free.
     """
     engines: list[tuple[Any, Reported]] = []

@@ -50,7 +50,7 @@ def test_vllm_46014_a_request_comes_back_before_its_saves_are_reported(
         for _ in range(6):
             engine.step()
         for _ in range(20):
-            # While a load beside the steps is under way, vLLM refuses to reset.
+            # While an asynchronous load is under way, vLLM refuses to reset.
             if engine.projections.transfers and is_nobody_loading(engine):
                 break
             engine.step()
@@ -125,7 +125,7 @@ def test_vllm_46240_a_load_and_a_save_of_an_aborted_request_land_together(
 def test_vllm_46240_a_save_of_one_life_and_a_load_of_the_next_are_reported_together(
     make_engine: Any, runner: dict[str, bool], transfers: dict[str, str]
 ) -> None:
-    """Beside the steps a request that loads computes nothing and saves nothing, but its last life may have."""
+    """A request that loads asynchronously computes nothing and saves nothing, but its last life may have."""
     engine = make_engine(
         num_blocks=30, chunk_size=8, enable_prefix_caching=False, max_deferred_lookups=0, **runner, **transfers
     )

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.scheduler
 
 
 def fail_loads(engine: Any, num_failures: int) -> None:
-    """Let the next loads fail on the worker; beside the steps, when they should have been done."""
+    """Let the next loads fail on the worker; asynchronous ones when they should have been done."""
     side, left = engine.worker._worker_side, [num_failures]
 
     def perhaps(load: Callable[..., Any]) -> Callable[..., Any]:
@@ -74,8 +74,8 @@ def test_vllm_49250_what_a_sharer_computed_on_a_failed_load_is_not_saved(
 ) -> None:
     """Symptom: wrong output: a sharer of the blocks went on while their owner computed them again.
 
-    Here both compute them again, see `test_failed_loads.py`. Beside the steps nobody shares blocks before their load is
-    done.
+    Here both compute them again, see `test_failed_loads.py`. With asynchronous loads nobody shares blocks
+    before their load is done.
     """
     engine = make_engine(num_blocks=40, chunk_size=16, **one_step, **transfers)
     engine.serve("writer", range(64), 2)
@@ -127,7 +127,7 @@ def test_lmcache_2516_saving_after_a_rollback_is_sound(
     engine.add("reader", range(70), 60)
     engine.serve("other", range(500, 570), 60)
     rolled_back = [(event.request_id, event.num_computed_tokens) for event in engine.logged(e.TokensRolledBack)]
-    assert rolled_back == ([] if is_async else [("reader", 0)]), "beside the steps it had not counted them yet"
+    assert rolled_back == ([] if is_async else [("reader", 0)]), "asynchronously it had not counted them yet"
     (failed,) = engine.logged(e.LoadFailed)
     assert failed.request_id == "reader"
     if is_async:

@@ -34,7 +34,7 @@ def test_vllm_53250_what_was_loaded_once_can_be_loaded_again(
         for _ in range(5):
             engine.step()
         while engine.scheduler.requests["reader"].status is not RequestStatus.RUNNING:
-            engine.step()  # while a load beside the steps is under way, vLLM refuses to reset
+            engine.step()  # while an asynchronous load is under way, vLLM refuses to reset
         assert engine.scheduler.reset_prefix_cache(reset_running_requests=True)
     engine.run()
     loads = engine.logged(e.LoadIssued, request_id="reader")

@@ -49,7 +49,7 @@ def test_vllm_29870_blocks_that_change_hands_in_one_step_are_copied_first(
         taken_over += len(rescued & given)
         assert not rescued & {block for job in metadata.saves for block in job.block_ids}
     fenced = {awaited.job_id for awaited in engine.logged(e.TransferAwaited) if awaited.before_forward}
-    assert bool(fenced) is is_async, "blocks were taken while a copy beside the steps read them, and the step waited"
+    assert bool(fenced) is is_async, "blocks were taken while an asynchronous copy read them, and the step waited"
     if not runner["async_scheduling"]:
         assert taken_over > 0, "a block was saved in the very step that overwrites it"
     ask_again(engine)
