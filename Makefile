@@ -16,7 +16,7 @@ SEEDS ?= 200
 REQUESTS ?= 20000
 KILLS ?= 5000
 
-.PHONY: help demo setup test test-long check format sim mutants soak stress torture lmcache bench docs lock clean distclean
+.PHONY: help demo setup test test-long check format sim mutants soak stress torture lmcache gpu-check bench docs lock clean distclean
 
 help: ## list the targets
 	@echo "kvledger: make TARGET"
@@ -66,6 +66,9 @@ stress: setup ## serve SEEDS=100 crowds of requests with real engines and tiny p
 
 torture: setup ## kill KILLS=5000 writers of logs at random (SEED=17 repeats a run), and read what they left
 	$(python) tests/log_torture/run.py --kills $(KILLS) $(if $(SEED),--seed $(SEED))
+
+gpu-check: ## look at what needs a CUDA GPU, with any Python that has torch for CUDA and pytest (PYTHON=python3)
+	$(or $(PYTHON),python3) tests/gpu_check/run.py $(ARGS)
 
 bench: setup ## measure kvledger against its budgets
 	$(python) tests/benchmarks/run.py

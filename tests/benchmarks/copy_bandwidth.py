@@ -2,10 +2,11 @@
 
     python tests/benchmarks/copy_bandwidth.py [--json] [--rounds 15] [--device cpu]
 
-Each round times, one after the other, a contiguous `copy_` and every engine on the same bytes; the medians are
-compared, and only ratios of one run mean anything. Block ids are always in random order. Slots are `consecutive`, as an
-allocator with room hands them out, or `random`, as in a pool that has been full for long. Use a quiet machine: torch's
-threads wait for each other, and a busy core slows many short calls far more than one long copy.
+Each round times, one after the other, a contiguous `copy_` and every engine on the same bytes: saved, loaded, and one
+half in each direction at once. The medians are compared, and only ratios of one run mean anything. Block ids are always
+in random order. Slots are `consecutive`, as an allocator with room hands them out, or `random`, as in a pool that has
+been full for long. Use a quiet machine: torch's threads wait for each other, and a busy core slows many short calls far
+more than one long copy.
 
 Each engine is timed from the start of a copy to its end, and apart from that for how long `start_*` kept the caller:
 what a model that runs on meanwhile loses to it, but for the cores and the memory bus that both want.
@@ -23,10 +24,15 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from functools import partial
+from contextlib import nullcontext
+from pathlib import Path
 
 import attrs
 import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from copy_engines.batched import find_batched_copy
 
 from kvledger.storage.kv import (
     BlockLayout,
@@ -105,12 +111,11 @@ def contenders(layout: BlockLayout, pool: HostPool) -> dict[str, CopyEngine]:
     engines = {"synchronous": make_copy_engine(layout, pool), "async": make_copy_engine(layout, pool, is_async=True)}
     if layout.device.type != "cuda":
         return engines
-    from kvledger.adapters.vllm.versions import batched_copy
     from kvledger.storage.kv.cuda import CudaCopyEngine
 
-    copy = batched_copy()
+    copy = find_batched_copy()
     if copy is None:
-        print("no batched copy: this vLLM has no swap_blocks_batch", file=sys.stderr)
+        print("no batched copy: there is no vLLM with swap_blocks_batch", file=sys.stderr)
         return engines
     return engines | {"batched": CudaCopyEngine(layout, pool, is_async=True, batched_copy=copy, batched_from_bytes=0)}
 
@@ -130,15 +135,23 @@ def measure(case: Case, rounds: int, device: torch.device) -> list[Row]:
     on_device = torch.ones(num_bytes, dtype=torch.uint8, device=device)
     on_host_pool = HostPool(1, num_bytes, pin=True)
     on_host = on_host_pool.buffer.view(-1)
+    half = num_bytes // 2
+    streams = [torch.cuda.Stream(device) for _ in range(2)] if device.type == "cuda" else []
+    anchors: dict[str, Callable[[], object]] = {
+        "save": lambda: on_host.copy_(on_device),
+        "load": lambda: on_device.copy_(on_host),
+        "both": lambda: _on_streams(
+            streams,
+            lambda: on_host[:half].copy_(on_device[:half], non_blocking=True),
+            lambda: on_device[half:].copy_(on_host[half:], non_blocking=True),
+        ),
+    }
     rows: list[Row] = []
     for slot_order, slots in (
         ("consecutive", list(range(case.copied_blocks))),
         ("random", order.sample(range(case.num_blocks), case.copied_blocks)),
     ):
-        for call, contiguous in (
-            ("save", lambda: on_host.copy_(on_device)),
-            ("load", lambda: on_device.copy_(on_host)),
-        ):
+        for call, contiguous in anchors.items():
             timings: dict[str, list[Timing]] = {"contiguous": [], **{name: [] for name in engines}}
             for _ in range(rounds):
                 timings["contiguous"].append(_timed(contiguous, device))
@@ -167,18 +180,31 @@ def measure(case: Case, rounds: int, device: torch.device) -> list[Row]:
     return rows
 
 
-def _copy_of(engine: CopyEngine, call: str, block_ids: list[int], slots: list[int]) -> Callable[[], PendingCopy]:
-    return (
-        partial(engine.start_save, block_ids, slots) if call == "save" else partial(engine.start_load, slots, block_ids)
-    )
+def _on_streams(streams: list[torch.cuda.Stream], *calls: Callable[[], object]) -> None:
+    """Each call on a stream of its own; on CPU, where there are none, one after the other."""
+    for number, call in enumerate(calls):
+        with torch.cuda.stream(streams[number]) if streams else nullcontext():
+            call()
+
+
+def _copy_of(engine: CopyEngine, call: str, block_ids: list[int], slots: list[int]) -> Callable[[], list[PendingCopy]]:
+    """Start to copy all of it in one direction, or one half in each."""
+    half = {"save": len(slots), "load": 0, "both": len(slots) // 2}[call]
+
+    def start() -> list[PendingCopy]:
+        saved = [engine.start_save(block_ids[:half], slots[:half])] if half else []
+        return saved + ([engine.start_load(slots[half:], block_ids[half:])] if half < len(slots) else [])
+
+    return start
 
 
 def _timed(call: Callable[[], object], device: torch.device) -> Timing:
     started_ns = time.perf_counter_ns()
     answer = call()
     held_ns = time.perf_counter_ns() - started_ns
-    if hasattr(answer, "result"):
-        answer.result()
+    if isinstance(answer, list):
+        for copy in answer:
+            copy.result()
     elif device.type == "cuda":
         torch.cuda.synchronize(device)
     return Timing(held_ns, time.perf_counter_ns() - started_ns)

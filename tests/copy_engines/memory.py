@@ -96,6 +96,10 @@ class KVMemory:
         """The same tensors over a copy of the allocation."""
         return _over(self.allocation.clone(), self.geometry)
 
+    def to(self, device: torch.device) -> KVMemory:
+        """The same over a copy on that device."""
+        return _over(self.allocation.to(device, copy=True), self.geometry)
+
 
 def _over(allocation: torch.Tensor, geometry: Geometry) -> KVMemory:
     caches = {name: allocation.as_strided(*layer) for name, layer in geometry.layers.items()}

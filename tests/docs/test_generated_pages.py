@@ -18,7 +18,7 @@ LINK = re.compile(r"\]\(([^)\s]+)\)")
 COMMAND_SPAN = re.compile(r"`(kvledger [^`…]+)`")
 COMMAND_LINE = re.compile(r"^\s*(?:\$ )?(kvledger (?!=)[^|#\n…]+)", re.MULTILINE)
 CODE = re.compile(r"^```.*?^```$|^(?: {4}[^\n]*\n)+", re.MULTILINE | re.DOTALL)
-TARGET = re.compile(r"(?:^|`)\s*make ([a-z]+(?: [a-z]+)*)", re.MULTILINE)
+TARGET = re.compile(r"(?:^|`)\s*make ([a-z-]+(?: [a-z-]+)*)", re.MULTILINE)
 
 
 @pytest.fixture(scope="module")
@@ -132,7 +132,7 @@ def test_a_command_that_does_not_parse_would_be_found() -> None:
 
 def test_every_make_target_that_is_named_exists(documents: dict[str, str], repository: Path) -> None:
     """`make demo` in the README is a target of the Makefile."""
-    targets = set(re.findall(r"^([a-z]+):", (repository / "Makefile").read_text(), re.MULTILINE))
+    targets = set(re.findall(r"^([a-z-]+):", (repository / "Makefile").read_text(), re.MULTILINE))
     named = {target for text in documents.values() for words in TARGET.findall(text) for target in words.split()}
     assert named - targets == set()
     assert {"demo", "test", "docs"} <= named

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 from copy_engines import CopyEngineContract
+from copy_engines.batched import find_batched_copy
 
 from kvledger.storage.kv import BatchedCopy, CopyEngine, HostPool, describe_blocks, make_copy_engine
 from kvledger.storage.kv.cuda import CudaCopyEngine
@@ -28,11 +29,9 @@ def busy_stream() -> Iterator[None]:
 
 def batched_copy() -> BatchedCopy:
     """VLLM's, where it is to be had."""
-    from kvledger.adapters.vllm.versions import batched_copy
-
-    copy = batched_copy()
+    copy = find_batched_copy()
     if copy is None:
-        pytest.skip("this vLLM has no swap_blocks_batch")
+        pytest.skip("there is no vLLM with swap_blocks_batch")
     return copy
 
 
