@@ -55,6 +55,7 @@ COMMANDS: Mapping[str, Command] = MappingProxyType(
         "ship": Command("copy logs into a NATS JetStream stream", is_reading=False),
         "repro": Command("write an incident as a test that drives the recorded hook calls into the connector"),
         "conformance": Command("hold a connector of vLLM's against what vLLM relies on", is_reading=False),
+        "snapshot": Command("write the snapshots that a log lacks", is_reading=False),
         "retire": Command("delete the oldest segments of logs that are at rest", is_reading=False),
     }
 )

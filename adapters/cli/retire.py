@@ -1,4 +1,4 @@
-"""`kvledger retire`: keep logs at rest to a size and an age. The only command that changes a log.
+"""`kvledger retire`: keep logs at rest to a size and an age. The only command that takes anything from a log.
 
 Whole segments go, the oldest first, each recorded before it is deleted; `verify` then says what was retired, when and
 why, and that the rest follows from it. A log that is being written is left to its writer.

@@ -282,12 +282,13 @@ class StoredLog:
                 yield batch.up_to(until)
             return
 
-    def batches_behind(self, sequence: int, head_hash: str) -> Iterator[Batch]:
+    def batches_behind(self, sequence: int, head_hash: str = "") -> Iterator[Batch]:
         """The batches behind an event up to which an earlier reading found nothing missing. Counts these alone.
 
         Args:
             sequence: the number of that event, the last of its frame.
-            head_hash: the chain hash (hex) of that frame.
+            head_hash: the chain hash (hex) of that frame, where the next one follows from it; empty: a segment begins
+                there, whose header was compared.
 
         Raises:
             LogError: what stands behind it in the log does not follow from it.

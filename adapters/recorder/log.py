@@ -53,8 +53,6 @@ class RecorderLog:
             return
         try:
             self.ledger.commit()
-            if self.log.snapshots is not None:
-                self.log.snapshots.after_commit(self.ledger)
         except Exception as error:  # noqa: BLE001 -- what waits in the ledger is written with the next commit
             self.messages.error("events could not be written", error=str(error))
 

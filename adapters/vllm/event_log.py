@@ -14,7 +14,7 @@ import attrs
 from kvledger.adapters.vllm import versions
 from kvledger.adapters.vllm.log_settings import LogSettings
 from kvledger.adapters.vllm.messages import messages
-from kvledger.adapters.vllm.snapshots import LogSnapshots
+from kvledger.adapters.vllm.snapshots import SnapshotProcess
 from kvledger.lifecycle import ConfigurationError, Core, LedgerConfiguration, log_header
 from kvledger.lifecycle.events import LOG_BEFORE
 from kvledger.storage.events import (
@@ -22,8 +22,8 @@ from kvledger.storage.events import (
     EventStore,
     HowEnded,
     LogError,
+    Maintenance,
     MemoryEventStore,
-    Retention,
     SegmentEventStore,
     glance_at_ending,
 )
@@ -51,11 +51,10 @@ class WorkerOfLog:
 
 @attrs.frozen
 class OpenedLog:
-    """A store, its directory where it has one, and who writes snapshots there."""
+    """A store, and its directory where it has one."""
 
     store: EventStore
     directory: Path | None
-    snapshots: LogSnapshots | None = None
     remarks: tuple[str, ...] = ()
     """What this log should say of the one before it."""
 
@@ -116,7 +115,7 @@ def open_event_log(
             durability=settings.durability,
             segment_bytes=settings.segment_bytes,
             sync_interval_ms=settings.sync_interval_ms,
-            retention=_retention(settings),
+            maintenance=_maintenance(core, settings),
         )
     except OSError as error:
         message = f"log_dir: cannot write to {directory} ({error}); name a writable directory, or null for no files"
@@ -125,7 +124,7 @@ def open_event_log(
     backlog = BacklogEventStore(
         segments, on_trouble=trouble.report, on_written_again=trouble.report_end, retries_alone=True
     )
-    return OpenedLog(backlog, directory, LogSnapshots(segments), remarks)
+    return OpenedLog(backlog, directory, remarks)
 
 
 @attrs.define
@@ -180,11 +179,11 @@ def _remarks_on_last(log_dir: Path) -> tuple[str, ...]:
     return ()
 
 
-def _retention(settings: LogSettings) -> Retention | None:
-    if settings.max_log_bytes is None and settings.max_log_age_hours is None:
-        return None
+def _maintenance(core: Core, settings: LogSettings) -> Maintenance:
     max_age_seconds = None if settings.max_log_age_hours is None else settings.max_log_age_hours * 3600
-    return Retention(settings.max_log_bytes, max_age_seconds, on_trouble=_could_not_retire)
+    return Maintenance(
+        settings.max_log_bytes, max_age_seconds, snapshots=SnapshotProcess(core), on_trouble=_could_not_retire
+    )
 
 
 def _could_not_retire(error: OSError | LogError) -> None:

@@ -191,8 +191,6 @@ class Journal:
             self.messages.error("events could not be written", error=str(error))
         else:
             self.is_written = not self.is_behind()
-            if self.log.snapshots is not None and not self.is_disabled:
-                self.log.snapshots.after_commit(self.ledger)
         if not self.is_written:
             for job in self.obligations.issued_since(first_sequence):
                 is_promised = self.loads_must_not_fail and isinstance(job, e.LoadIssued) and not job.is_async

@@ -1,38 +1,80 @@
-"""Writes the ledger's state next to each new segment of its log, so that a log can be read without its beginning.
+"""Has the snapshots of a log made by a process of its own, so that the engine's has no part in it.
 
-At the first commit after the log went on in a new segment. Between two of those a commit costs one comparison; a
-snapshot that cannot be written costs a message, and nothing else.
+A snapshot follows from the log, so whoever can read the log can make it: `kvledger snapshot`, run once for each new
+segment, at the lowest priority. One that cannot be made costs a message, and nothing else.
 """
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
 from kvledger.adapters.vllm.messages import messages
-from kvledger.lifecycle import Ledger
-from kvledger.lifecycle.snapshots import capture, state_fingerprint
-from kvledger.storage.events import SegmentEventStore, Snapshot, write_snapshot
+from kvledger.lifecycle import Core, StateHandler
+from kvledger.storage.events import segments_without_snapshot
+
+_LOWEST_PRIORITY = 19
 
 
-class LogSnapshots:
-    """Of the log that `segments` writes."""
+class SnapshotProcess:
+    """Of logs that are written with one core."""
 
-    def __init__(self, segments: SegmentEventStore) -> None:
-        self._segments = segments
-        self._seen = segments.segment
+    def __init__(self, core: Core) -> None:
+        brought = {type(each) for each in _handlers(Core.standard().extended(*core.extensions))}
+        named = (type(each) for each in _handlers(core) if type(each) not in brought)
+        handlers = dict.fromkeys(f"{each.__module__}:{each.__qualname__}" for each in named)
+        extensions = (extension.declaration().made_by for extension in core.extensions)
+        self._options = [
+            *(word for name in handlers for word in ("--handlers", name)),
+            *(word for name in extensions for word in ("--extensions", name)),
+        ]
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._is_stopped = False
 
-    def after_commit(self, ledger: Ledger) -> None:
-        """Write a snapshot if a new segment was begun, and the whole state is written."""
-        segment = self._segments.segment
-        if segment is self._seen or ledger.num_uncommitted or ledger.next_sequence != self._segments.next_sequence:
-            return
-        self._seen = segment
+    def make(self, directory: Path) -> None:
+        """See `SnapshotMaker`."""
         try:
-            snapshot = Snapshot(
-                log_id=str(self._segments.header["log_id"]),
-                sequence=ledger.next_sequence - 1,
-                chain_hash=self._segments.head_hash,
-                fingerprint=state_fingerprint(ledger.projections.core, ledger.projections.configuration),
-                state=capture(ledger.projections),
-            )
-            write_snapshot(segment, snapshot)
-        except Exception as error:  # noqa: BLE001 -- nothing depends on a snapshot, least of all the engine
-            messages.warning("a snapshot could not be written; the log is not affected", error=str(error))
+            if not segments_without_snapshot(directory):
+                return
+            with self._lock:
+                if self._is_stopped:
+                    return
+                self._process = process = self._begin(directory)
+            _, error = process.communicate()
+            if process.returncode and not self._is_stopped:
+                _report(directory, error.decode(errors="replace").strip())
+        except OSError as error:
+            _report(directory, str(error))
+
+    def stop(self) -> None:
+        """See `SnapshotMaker`."""
+        with self._lock:
+            self._is_stopped = True
+            if self._process is not None:
+                self._process.terminate()
+
+    def _begin(self, directory: Path) -> subprocess.Popen[bytes]:
+        # A session of its own: what a terminal sends to the server is not meant for it.
+        process = subprocess.Popen(  # noqa: S603 -- this very interpreter and package
+            [sys.executable, "-m", "kvledger.adapters.cli.main", "snapshot", str(directory), *self._options],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(path or str(Path.cwd()) for path in sys.path)},
+            start_new_session=True,
+        )
+        os.setpriority(os.PRIO_PROCESS, process.pid, _LOWEST_PRIORITY)
+        return process
+
+
+def _handlers(core: Core) -> Iterator[StateHandler]:
+    return (handler for handlers in core.handlers.values() for handler in handlers)
+
+
+def _report(directory: Path, error: str) -> None:
+    messages.warning("snapshots could not be made; the log is not affected", log=str(directory), error=error)

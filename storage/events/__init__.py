@@ -18,11 +18,18 @@ from kvledger.storage.events.ending import (
     read_ending,
 )
 from kvledger.storage.events.frames import Frame, FrameKind
+from kvledger.storage.events.maintenance import Maintenance, SnapshotMaker
 from kvledger.storage.events.memory import MemoryEventStore
 from kvledger.storage.events.reader import Damage, LogReader, read_log
-from kvledger.storage.events.retention import Retention, Retirement, retire, retire_logs
+from kvledger.storage.events.retention import Retirement, retire, retire_logs
 from kvledger.storage.events.segments import SegmentEventStore
-from kvledger.storage.events.snapshots import Snapshot, find_snapshot, load_snapshot, write_snapshot
+from kvledger.storage.events.snapshots import (
+    Snapshot,
+    find_snapshot,
+    load_snapshot,
+    segments_without_snapshot,
+    write_snapshot,
+)
 from kvledger.storage.events.store import (
     AppendConflict,
     Durability,
@@ -50,12 +57,13 @@ __all__ = [
     "LogLocked",
     "LogReader",
     "LogTooNew",
+    "Maintenance",
     "MemoryEventStore",
     "MissingEnd",
-    "Retention",
     "Retirement",
     "SegmentEventStore",
     "Snapshot",
+    "SnapshotMaker",
     "find_snapshot",
     "glance_at_ending",
     "is_being_written",
@@ -65,5 +73,6 @@ __all__ = [
     "read_log",
     "retire",
     "retire_logs",
+    "segments_without_snapshot",
     "write_snapshot",
 ]

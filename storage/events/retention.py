@@ -11,7 +11,6 @@ can be distinguished from one whose segments were deleted by hand. A line that a
 from __future__ import annotations
 
 import contextlib
-import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -33,7 +32,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "RETIREMENTS_NAME",
-    "Retention",
     "Retirement",
     "read_retirements",
     "retire",
@@ -55,7 +53,7 @@ _RECORDS: Final = (RETIREMENTS_NAME, END_RECORD_NAME)
 Trouble = Callable[[OSError | LogError], None]
 
 
-def _ignore(_error: OSError | LogError) -> None:
+def ignore(_error: OSError | LogError) -> None:
     """Report to nobody."""
 
 
@@ -197,7 +195,7 @@ def retire_logs(
     max_age_seconds: float | None = None,
     in_use: Path | None = None,
     dry_run: bool = False,
-    on_trouble: Trouble = _ignore,
+    on_trouble: Trouble = ignore,
 ) -> list[Retirement]:
     """Retire the oldest segments of all logs in `log_dir`, until all together keep to both limits.
 
@@ -316,57 +314,3 @@ def _bytes_of(directory: Path) -> int:
     """The size of a log; its records are not counted, since they are never deleted."""
     files = (file for pattern in _PARTS_OF_A_LOG for file in directory.glob(pattern))
     return sum(_size(file) for file in files if file.name not in _RECORDS)
-
-
-class Retention:
-    """Keeps all logs in the directory of the one that a store writes to limits, in a thread of its own.
-
-    A store calls `start` when it is opened and when it goes on in a new segment. What cannot be deleted is reported to
-    `on_trouble`, from that thread, and tried again the next time.
-    """
-
-    def __init__(
-        self,
-        max_bytes: int | None = None,
-        max_age_seconds: float | None = None,
-        *,
-        on_trouble: Trouble = _ignore,
-    ) -> None:
-        """Set the limits; None: none."""
-        self.max_bytes: Final = max_bytes
-        self.max_age_seconds: Final = max_age_seconds
-        self._on_trouble = on_trouble
-        self._thread: threading.Thread | None = None
-
-    def start(self, directory: Path, segment_bytes: int) -> None:
-        """Begin to keep the limits, while the last segment of the log in `directory` may grow to `segment_bytes`.
-
-        That much is retired beforehand: while this runs, one segment more may be filled, and so the limit is exceeded
-        by no more than one. Waits for the time before, so that it does not become two.
-        """
-        self.wait()
-        if self.max_bytes is None and self.max_age_seconds is None:
-            return
-        self._thread = threading.Thread(
-            target=self._run, args=(directory, segment_bytes), name="kvledger-retention", daemon=True
-        )
-        self._thread.start()
-
-    def wait(self) -> None:
-        """Return when nothing is under way."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-
-    def _run(self, directory: Path, segment_bytes: int) -> None:
-        max_bytes = None if self.max_bytes is None else max(0, self.max_bytes - segment_bytes)
-        try:
-            retire_logs(
-                directory.parent,
-                max_bytes=max_bytes,
-                max_age_seconds=self.max_age_seconds,
-                in_use=directory,
-                on_trouble=self._on_trouble,
-            )
-        except (OSError, LogError) as error:
-            self._on_trouble(error)

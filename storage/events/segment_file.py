@@ -43,6 +43,7 @@ __all__ = [
     "MAX_HEADER_BYTES",
     "NO_PREVIOUS_HASH",
     "ONE_COPY_DAMAGED",
+    "SEGMENT_SUFFIX",
     "SNAPSHOT_SUFFIX",
     "UNFINISHED_SUFFIX",
     "SegmentHeader",
@@ -60,6 +61,7 @@ MAX_HEADER_BYTES = 1 << 20
 NO_PREVIOUS_HASH = bytes(CHAIN_HASH_BYTES)
 ONE_COPY_DAMAGED = "one of the segment header's two copies is damaged; the other one is intact"
 UNFINISHED_SUFFIX = ".unfinished"
+SEGMENT_SUFFIX = ".kvlog"
 SNAPSHOT_SUFFIX = ".snapshot"
 """Of the file next to a segment, under its name."""
 
@@ -197,7 +199,7 @@ def read_header(segment: Path, *, any_copy: bool = False) -> SegmentHeader:
 
 def segment_name(first_sequence: int) -> str:
     """Return the file name of the segment that begins with `first_sequence`."""
-    return f"{first_sequence:020d}.kvlog"
+    return f"{first_sequence:020d}{SEGMENT_SUFFIX}"
 
 
 def first_sequence_of(segment: Path) -> int | None:

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from kvledger.storage.events.frames import Frame
-    from kvledger.storage.events.retention import Retention
+    from kvledger.storage.events.maintenance import Maintenance
 
 __all__ = ["SegmentEventStore"]
 
@@ -69,14 +69,14 @@ class SegmentEventStore:
         durability: Durability,
         segment_bytes: int,
         sync_interval_ms: float,
-        retention: Retention | None,
+        maintenance: Maintenance | None,
     ) -> None:
         """Take over a locked directory whose log ends at `end`; the rest is as in `create`."""
         self.directory: Final = directory
         self.header: Final = dict(header)
         self.durability: Final = durability
         self._segment_bytes = segment_bytes
-        self._retention = retention
+        self._maintenance = maintenance
         self._lock = lock
         self._closed = False
         self._rollback_pending = False
@@ -91,8 +91,8 @@ class SegmentEventStore:
         self._end = (end.offset, end.next_sequence, end.chain_hash, end.head_hash)
         is_synced = durability is Durability.DISK
         self._sync = GroupSync(self._descriptor, sync_interval_ms) if is_synced else None
-        if self._retention is not None:
-            self._retention.start(directory, self._segment_bytes)
+        if self._maintenance is not None:
+            self._maintenance.start(directory, self._segment_bytes)
 
     @classmethod
     def create(
@@ -102,12 +102,12 @@ class SegmentEventStore:
         durability: Durability = Durability.OS,
         segment_bytes: int = 64 << 20,
         sync_interval_ms: float = 50.0,
-        retention: Retention | None = None,
+        maintenance: Maintenance | None = None,
     ) -> SegmentEventStore:
         """Begin a log in `directory`, which is made if need be; `header` holds JSON values.
 
-        A segment is closed before it grows over `segment_bytes`, unless one frame alone is larger. `retention` keeps
-        the log to a size and an age.
+        A segment is closed before it grows over `segment_bytes`, unless one frame alone is larger. `maintenance`
+        is started with the log, and with each new segment.
 
         Raises:
             LogError: the directory holds a log already, or the header cannot be stored.
@@ -127,7 +127,7 @@ class SegmentEventStore:
                 chain_hash = decode_header(block, segment.name).chain_hash
                 end = LogEnd(segment, len(block), 1, chain_hash, chain_hash)
                 whole_header = {**header, "log_id": log_id}
-                return cls(directory, lock, whole_header, end, durability, segment_bytes, sync_interval_ms, retention)
+                return cls(directory, lock, whole_header, end, durability, segment_bytes, sync_interval_ms, maintenance)
             except BaseException:
                 for name in (segment_name(1), END_RECORD_NAME):
                     (directory / name).unlink(missing_ok=True)
@@ -194,8 +194,8 @@ class SegmentEventStore:
                 self._sync.sync()
             self._note_end(is_closed=True)
         finally:
-            if self._retention is not None:
-                self._retention.wait()
+            if self._maintenance is not None:
+                self._maintenance.stop()
             self._record.close()
             os.close(self._descriptor)
             unlock(self._lock)
@@ -269,8 +269,8 @@ class SegmentEventStore:
         self._unused_segment = None
         os.close(left)
         self._note_end()
-        if self._retention is not None:
-            self._retention.start(self.directory, self._segment_bytes)
+        if self._maintenance is not None:
+            self._maintenance.start(self.directory, self._segment_bytes)
 
     def _note_end(self, num_unwritten: int | None = None, reason: str = "", *, is_closed: bool = False) -> None:
         """Note how far the log has come. It is evidence, which the log does without where it cannot be written."""

@@ -1,9 +1,9 @@
-"""Snapshots of a log: the state at one place of it, so that reading can begin there.
+"""Snapshots of a log: the state right before a segment, so that reading can begin there.
 
-A snapshot lies next to the segment that its place is in, as ``{first_sequence of the segment:020d}.snapshot``, and goes
-when that segment is retired. It is never needed, and never trusted: it counts only if its CRC holds, if it was made of
-this log, if the log still has, at its place, the frame with the hash that it names, and if the reader says that
-the state means today what it meant then (`fingerprint`). What the state is, this module must not know.
+A snapshot lies next to its segment, as ``{first_sequence of the segment:020d}.snapshot``, and goes when that is
+retired. It is never needed, and never trusted: it counts only if its CRC holds, if the header of its segment names the
+same log, event and hash, and if the reader says that the state means today what it meant then (`fingerprint`). What the
+state is, this module must not know.
 
 The file: magic ``KVLEDGERSNAP``, CRC-32C (4 bytes, little-endian) of the rest, a msgpack map.
 """
@@ -18,14 +18,20 @@ import msgspec
 from google_crc32c import value as crc32c
 
 from kvledger.storage.events.files import read_file, write_file
-from kvledger.storage.events.reader import LogReader
-from kvledger.storage.events.segment_file import SNAPSHOT_SUFFIX
+from kvledger.storage.events.segment_file import SEGMENT_SUFFIX, SNAPSHOT_SUFFIX, read_header, segment_paths
 from kvledger.storage.events.store import LogError
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = ["SNAPSHOT_FORMAT_VERSION", "Snapshot", "find_snapshot", "load_snapshot", "write_snapshot"]
+__all__ = [
+    "SNAPSHOT_FORMAT_VERSION",
+    "Snapshot",
+    "find_snapshot",
+    "load_snapshot",
+    "segments_without_snapshot",
+    "write_snapshot",
+]
 
 SNAPSHOT_FORMAT_VERSION: Final = 1
 _MAGIC: Final = b"KVLEDGERSNAP"
@@ -35,7 +41,7 @@ _encode = msgspec.msgpack.Encoder().encode
 
 @attrs.frozen
 class Snapshot:
-    """A state after the event `sequence`, which ends a frame whose chain hash is `chain_hash` (16 bytes)."""
+    """The state after the event `sequence`, the last before its segment; `chain_hash` (16 bytes) is the hash there."""
 
     log_id: str
     sequence: int
@@ -44,6 +50,11 @@ class Snapshot:
     """What must be equal for `state` to mean what it meant when it was written."""
     state: bytes
     format_version: int = SNAPSHOT_FORMAT_VERSION
+
+
+def segments_without_snapshot(directory: Path) -> list[Path]:
+    """The segments of a log that have none, in order; before its first nothing is known. Raises `OSError`."""
+    return [path for path in segment_paths(directory)[1:] if not path.with_suffix(SNAPSHOT_SUFFIX).exists()]
 
 
 def write_snapshot(segment: Path, snapshot: Snapshot) -> Path:
@@ -89,14 +100,14 @@ def find_snapshot(
 ) -> tuple[Snapshot | None, list[str]]:
     """Return the earliest usable snapshot of a log (or the newest), and why others were passed over.
 
-    Usable: intact, of this log, of this `fingerprint`, at or before the event `at_most`, and the log has its frame.
+    Usable: intact, of this log, of this `fingerprint`, at or before the event `at_most`, and its segment follows it.
     """
     reasons: list[str] = []
     for path in sorted(directory.glob(f"*{SNAPSHOT_SUFFIX}"), reverse=newest):
         snapshot = load_snapshot(path, fingerprint=fingerprint)
         if isinstance(snapshot, Snapshot) and at_most is not None and snapshot.sequence > at_most:
             continue
-        problem = snapshot if isinstance(snapshot, str) else _not_of_this_log(directory, path, snapshot, log_id)
+        problem = snapshot if isinstance(snapshot, str) else _not_of_this_log(path, snapshot, log_id)
         if problem:
             reasons.append(problem)
         elif isinstance(snapshot, Snapshot):
@@ -104,13 +115,14 @@ def find_snapshot(
     return None, reasons
 
 
-def _not_of_this_log(directory: Path, path: Path, snapshot: Snapshot, log_id: str) -> str:
+def _not_of_this_log(path: Path, snapshot: Snapshot, log_id: str) -> str:
     if snapshot.log_id != log_id:
         return f"{path.name}: foreign, of log {snapshot.log_id}"
     try:
-        frame = next(iter(LogReader(directory, max(1, snapshot.sequence), settle_seconds=0)), None)
-    except LogError as error:
+        header = read_header(path.with_suffix(SEGMENT_SUFFIX), any_copy=True)
+    except (OSError, LogError) as error:
         return f"{path.name}: {error}"
-    if frame is None or frame.next_sequence != snapshot.sequence + 1 or frame.chain_hash != snapshot.chain_hash:
-        return f"{path.name}: foreign, the log has another frame at event {snapshot.sequence}"
+    its_place = (header.log_id, header.first_sequence - 1, header.previous_head_hash)
+    if its_place != (log_id, snapshot.sequence, snapshot.chain_hash):
+        return f"{path.name}: foreign, its segment does not follow event {snapshot.sequence} with that hash"
     return ""

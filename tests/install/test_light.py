@@ -41,6 +41,7 @@ for command in (
     ["replay", log], ["replay", log, *handlers], ["replay", log, "--diff", log],
     ["export", log, "--html", "-o", "page.html"], ["export", log, "--perfetto", "-o", "trace.json"],
     ["export", log, "--csv", "-o", "tables"], ["retire", log, "--max-bytes", "2GiB", "--dry-run"],
+    ["snapshot", log],
     ["repro", log, "-o", "test_incident.py"],
 ):
     exit_code = main(command)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import attrs
 
-from kvledger.storage.events import Durability, Retention, SegmentEventStore
+from kvledger.storage.events import Durability, Maintenance, SegmentEventStore
 
 Acknowledge = Callable[[int], None]
 """Told the last sequence number that its durability level has: at each append with `os`, at each flush with `disk`."""
@@ -38,7 +38,7 @@ def num_events_of(sequence: int) -> int:
 def write(directory: Path, plan: Plan, acknowledge: Acknowledge) -> None:
     """Carry out the plan."""
     store = SegmentEventStore.create(
-        directory, {"block_size": 16}, plan.durability, plan.segment_bytes, 60_000, Retention(plan.max_bytes)
+        directory, {"block_size": 16}, plan.durability, plan.segment_bytes, 60_000, Maintenance(plan.max_bytes)
     )
     for number in range(plan.num_appends):
         sequence = store.next_sequence

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -269,3 +270,11 @@ def runner(request: pytest.FixtureRequest) -> dict[str, bool]:
     """Each of `sim.modes.RUNNERS`."""
     runner: dict[str, bool] = request.param
     return runner
+
+
+@pytest.fixture
+def told(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> pytest.LogCaptureFixture:
+    """What people are told."""
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    caplog.set_level(logging.INFO, "vllm.kvledger")
+    return caplog

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import shutil
 import signal
 from pathlib import Path
@@ -33,14 +32,6 @@ def _write(log: OpenedLog, num_notes: int) -> None:
     for number in range(num_notes):
         ledger.observe(e.LogNote(f"note {number}", number))
         ledger.commit()
-
-
-@pytest.fixture
-def told(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> pytest.LogCaptureFixture:
-    """What people are told."""
-    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
-    caplog.set_level(logging.INFO, "vllm.kvledger")
-    return caplog
 
 
 @pytest.mark.parametrize("signal_number", [signal.SIGKILL, signal.SIGTERM])

@@ -6,33 +6,47 @@ import json
 from pathlib import Path
 from typing import Any
 
+import attrs
 import pytest
 from lifecycle_driver import Walk
 
 from kvledger.adapters.cli.main import main
+from kvledger.adapters.core import composed_core
+from kvledger.adapters.exit_codes import CommandFailed
 from kvledger.adapters.logs.log import open_log
+from kvledger.adapters.logs.snapshots import write_snapshots
 from kvledger.adapters.vllm.configuration import ConnectorSettings
 from kvledger.adapters.vllm.event_log import open_event_log
 from kvledger.adapters.vllm.journal import Journal
+from kvledger.adapters.vllm.snapshots import SnapshotProcess
 from kvledger.lifecycle import Core, fold
-from kvledger.storage.events import retire
+from kvledger.storage.events import MemoryEventStore, SegmentEventStore, retire, segments_without_snapshot
 
 
-@pytest.fixture
-def log(tmp_path: Path) -> Path:
+def _written(tmp_path: Path, core: Core) -> Path:
     """Let a journal write what a walk saw, into many segments: each begins with a header of 10 kB."""
     walk = Walk(5, chunk_size=8, block_size=16)
     walk.run(150)
-    settings = ConnectorSettings.from_extra_config({"log_dir": str(tmp_path / "logs"), "segment_bytes": 16_384})
-    opened = open_event_log(Core.standard(), settings, walk.driver.configuration)
-    journal = Journal(Core.standard(), walk.driver.configuration, opened)
+    opened = open_event_log(core, ConnectorSettings(log_dir=None), walk.driver.configuration)
+    directory = tmp_path / "log"
+    assert isinstance(opened.store, MemoryEventStore)
+    header = {key: value for key, value in opened.store.header.items() if key != "log_id"}
+    store = SegmentEventStore.create(directory, header, segment_bytes=16_384)
+    journal = Journal(core, walk.driver.configuration, attrs.evolve(opened, store=store))
     for event in walk.driver.observed:
         if not event.is_decision:
             journal.observe(event)
             journal.commit()
-    opened.store.close()
-    (directory,) = (tmp_path / "logs").iterdir()
+    store.close()
     assert len(list(directory.glob("*.kvlog"))) > 5
+    return directory
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Path:
+    """One with its snapshots."""
+    directory = _written(tmp_path, Core.standard())
+    assert write_snapshots(open_log(directory)) > 4
     return directory
 
 
@@ -99,3 +113,76 @@ def test_replay_goes_on_from_a_snapshot(log: Path, capsys: pytest.CaptureFixture
     out, err = capsys.readouterr()
     assert json.loads(out.splitlines()[0]) == whole
     assert "from a snapshot" in err
+
+
+def _snapshots(log: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in log.glob("*.snapshot")}
+
+
+def test_a_process_of_its_own_makes_the_snapshots_of_a_log(log: Path) -> None:
+    """The same bytes as here. It is told how the log was begun, and leaves alone what is there."""
+    expected = _snapshots(log)
+    for name in sorted(expected)[1:]:
+        (log / name).unlink()
+    first = log / min(expected)
+    written_ns = first.stat().st_mtime_ns
+    SnapshotProcess(Core.standard()).make(log)
+    assert _snapshots(log) == expected
+    assert first.stat().st_mtime_ns == written_ns
+
+
+def test_it_folds_with_the_engines_own_handlers_and_extensions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are imported from where the engine imported them, and the log is read with them."""
+    examples = Path(__file__).parents[3] / "docs" / "examples"
+    monkeypatch.syspath_prepend(examples)
+    monkeypatch.syspath_prepend(examples / "starvation_guard")
+    names = ("save_when_preempted:SaveWhenPreempted",), ("starvation_guard:StarvationGuard",)
+    core = composed_core(*names)
+    log = _written(tmp_path, core)
+    SnapshotProcess(core).make(log)
+    assert segments_without_snapshot(log) == []
+    retire(log, max_bytes=int(_size(log) * 0.5))
+    stored = open_log(log, core)
+    assert stored.start() is not None, stored.start_remarks
+
+
+def test_the_next_snapshot_is_made_from_the_last(log: Path) -> None:
+    """What was folded once is not read again: it may be retired by then."""
+    expected = _snapshots(log)
+    newest = max(expected)
+    (log / newest).unlink()
+    retire(log, max_bytes=int(_size(log) * 0.5))
+    assert write_snapshots(open_log(log)) == 1
+    assert _snapshots(log)[newest] == expected[newest]
+
+
+def test_behind_events_that_are_missing_no_snapshot_is_made(log: Path) -> None:
+    """The state there is not known; what lies before has its own, and the process says why, and raises nothing."""
+    expected = _snapshots(log)
+    for name in expected:
+        (log / name).unlink()
+    segments = sorted(log.glob("*.kvlog"))
+    segments[2].unlink()
+    with pytest.raises(CommandFailed, match="missing or damaged"):
+        write_snapshots(open_log(log))
+    assert _snapshots(log) == {f"{segments[1].stem}.snapshot": expected[f"{segments[1].stem}.snapshot"]}
+
+
+def test_a_process_that_fails_is_a_message_and_nothing_else(log: Path, told: pytest.LogCaptureFixture) -> None:
+    """Nothing depends on a snapshot, least of all the engine."""
+    for path in sorted(log.glob("*.kvlog"))[1:3]:
+        path.with_suffix(".snapshot").unlink()
+    min(log.glob("*.kvlog")).unlink()
+    SnapshotProcess(Core.standard()).make(log)
+    assert "snapshots could not be made; the log is not affected" in told.text
+    assert "missing or damaged" in told.text
+
+
+def test_a_process_that_was_stopped_makes_nothing_any_more(log: Path) -> None:
+    """As when the engine shuts down."""
+    newest = max(log.glob("*.snapshot"))
+    newest.unlink()
+    process = SnapshotProcess(Core.standard())
+    process.stop()
+    process.make(log)
+    assert not newest.exists()

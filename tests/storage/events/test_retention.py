@@ -18,7 +18,7 @@ from kvledger.storage.events import (
     LogDamaged,
     LogLocked,
     LogReader,
-    Retention,
+    Maintenance,
     SegmentEventStore,
     read_log,
     retire,
@@ -31,8 +31,8 @@ _BUDGET = 4000
 _HOUR = 3600.0
 
 
-def _write(directory: Path, num_appends: int = 60, retention: Retention | None = None) -> SegmentEventStore:
-    store = SegmentEventStore.create(directory, {}, segment_bytes=_SEGMENT_BYTES, retention=retention)
+def _write(directory: Path, num_appends: int = 60, maintenance: Maintenance | None = None) -> SegmentEventStore:
+    store = SegmentEventStore.create(directory, {}, segment_bytes=_SEGMENT_BYTES, maintenance=maintenance)
     for number in range(num_appends):
         store.append(b"%03d" % number * 30, 2)
     return store
@@ -63,7 +63,7 @@ def _age(segment: Path, hours: float) -> None:
 def test_a_log_is_kept_to_a_size_while_it_is_written(tmp_path: Path) -> None:
     """However long it is written: its segments never take more than the budget and one, and the log verifies."""
     log = tmp_path / "log"
-    store = SegmentEventStore.create(log, {}, segment_bytes=_SEGMENT_BYTES, retention=Retention(_BUDGET))
+    store = SegmentEventStore.create(log, {}, segment_bytes=_SEGMENT_BYTES, maintenance=Maintenance(_BUDGET))
     sizes = []
     for number in range(600):
         store.append(b"%03d" % number * 30, 2)
@@ -263,13 +263,13 @@ def test_a_machine_that_loses_power_while_it_retires_has_a_record_of_what_is_gon
 def test_a_directory_that_cannot_be_listed_is_told_and_nothing_is_raised(tmp_path: Path) -> None:
     """Retention has trouble of its own; the writer never hears of it."""
     troubles: list[Exception] = []
-    retention = Retention(0, on_trouble=troubles.append)
+    maintenance = Maintenance(0, on_trouble=troubles.append)
     logs, hidden = tmp_path / "logs", tmp_path / "hidden"
-    store = _write(logs / "log", 5, retention)
-    retention.wait()
+    store = _write(logs / "log", 5, maintenance)
+    maintenance.wait()
     logs.rename(hidden)
-    retention.start(logs / "log", 1)
-    retention.wait()
+    maintenance.start(logs / "log", 1)
+    maintenance.wait()
     assert [type(trouble) for trouble in troubles] == [FileNotFoundError]
     hidden.rename(logs)
     store.append(b"goes on", 1)

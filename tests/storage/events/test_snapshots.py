@@ -1,4 +1,4 @@
-"""A snapshot beside a log is used only where it is intact, of this log, of this code, and stands at a frame it has."""
+"""A snapshot beside a log is used only where it is intact, of this log, of this code, and before its segment."""
 
 from __future__ import annotations
 
@@ -6,25 +6,35 @@ from pathlib import Path
 
 import attrs
 
-from kvledger.storage.events import SegmentEventStore, Snapshot, find_snapshot, load_snapshot, retire, write_snapshot
+from kvledger.storage.events import (
+    SegmentEventStore,
+    Snapshot,
+    find_snapshot,
+    load_snapshot,
+    retire,
+    segments_without_snapshot,
+    write_snapshot,
+)
+from kvledger.storage.events.segment_file import read_header
 
 _FINGERPRINT = "code of today"
 
 
 def _log_with_snapshots(directory: Path) -> tuple[str, list[Snapshot]]:
-    """Write some segments, with a snapshot at the first frame of each but the first."""
+    """Write some segments, with a snapshot of each but the first."""
     store = SegmentEventStore.create(directory, {}, segment_bytes=540)
-    snapshots, seen = [], store.segment
     for number in range(20):
         store.append(b"%03d" % number * 20, 2)
-        if store.segment is not seen:
-            seen = store.segment
-            log_id = str(store.header["log_id"])
-            state = b"state %d" % store.next_sequence
-            snapshots.append(Snapshot(log_id, store.next_sequence - 1, store.head_hash, _FINGERPRINT, state))
-            write_snapshot(store.segment, snapshots[-1])
     store.close()
+    snapshots = []
+    for segment in segments_without_snapshot(directory):
+        header = read_header(segment)
+        state = b"state %d" % header.first_sequence
+        before = header.first_sequence - 1
+        snapshots.append(Snapshot(header.log_id, before, header.previous_head_hash, _FINGERPRINT, state))
+        write_snapshot(segment, snapshots[-1])
     assert len(snapshots) > 3
+    assert segments_without_snapshot(directory) == []
     return snapshots[0].log_id, snapshots
 
 

@@ -1,0 +1,34 @@
+"""`kvledger snapshot`: write the snapshots that a log lacks, as its writer has it done for every new segment."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from kvledger.adapters.cli.options import add_handlers, chosen_core
+from kvledger.adapters.cli.output import Output
+from kvledger.adapters.exit_codes import CommandFailed, ExitCode
+from kvledger.adapters.logs.amounts import plural
+from kvledger.adapters.logs.log import open_log
+from kvledger.adapters.logs.snapshots import write_snapshots
+from kvledger.storage.events.segment_file import segment_paths
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Its arguments."""
+    parser.add_argument("log", metavar="LOG", type=Path, help="a log directory; it may be one that is being written")
+    add_handlers(parser)
+
+
+def run(arguments: argparse.Namespace, output: Output) -> ExitCode:
+    """Write them, and say how many."""
+    if not arguments.log.is_dir() or not segment_paths(arguments.log):
+        raise CommandFailed(f"{arguments.log}: give a log directory")
+    log = open_log(arguments.log, chosen_core(arguments))
+    with output.progress(log, "folding"):
+        num_written = write_snapshots(log)
+    if output.is_json:
+        output.record("snapshots", {"num_written": num_written})
+    else:
+        output.line(f"{plural(num_written, 'snapshot')} written")
+    return ExitCode.SOUND

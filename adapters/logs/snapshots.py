@@ -1,0 +1,61 @@
+"""Makes the snapshots of a log: the state before each segment, folded from the log itself.
+
+For whoever writes a log, in a process beside it, and for whoever has one that lacks some. It must not know an engine.
+"""
+
+from __future__ import annotations
+
+from kvledger.adapters.exit_codes import CommandFailed, ExitCode
+from kvledger.adapters.logs.log import StoredLog
+from kvledger.lifecycle import Projections
+from kvledger.lifecycle.snapshots import capture, restore, state_fingerprint
+from kvledger.storage.events import Snapshot, find_snapshot, segments_without_snapshot, write_snapshot
+from kvledger.storage.events.segment_file import first_sequence_of, read_header
+
+
+def write_snapshots(log: StoredLog) -> int:
+    """Write a snapshot next to each segment that lacks one, and return how many were written.
+
+    Reads from the last snapshot before the first of these, or from the log's beginning; also a log that is being
+    written. One that is there is left as it is.
+
+    Raises:
+        CommandFailed: the state there cannot be known. What lies before that has its snapshots.
+        OSError: one cannot be written.
+    """
+    lacking = {(first_sequence_of(segment) or 1) - 1: segment for segment in segments_without_snapshot(log.path)}
+    if not lacking:
+        return 0
+    if not log.header:
+        raise CommandFailed(f"{log.path}: no copy of its header is intact, so nothing can be folded", ExitCode.DAMAGED)
+    other_code = log.core.other_code(log.header)
+    if other_code:  # whoever trusts a snapshot trusts the code that wrote the log
+        raise CommandFailed(
+            f"{log.path}: a snapshot is made by the code that wrote the log, here is other: {other_code}"
+        )
+    log_id, fingerprint = str(log.header["log_id"]), state_fingerprint(log.core, log.configuration)
+    begun, _ = find_snapshot(log.path, log_id=log_id, fingerprint=fingerprint, at_most=min(lacking), newest=True)
+    if begun is None:
+        projections, batches = Projections(log.core, log.configuration), log.batches()
+    else:
+        projections = restore(log.core, begun.state, log.configuration)
+        batches = log.batches_behind(begun.sequence)
+    num_written = 0
+    for batch in batches:
+        if log.damage or not log.is_trusted:
+            raise CommandFailed(
+                f"{log.path}: events before event {batch.first_sequence} are missing or damaged, so the state there is "
+                "not known",
+                ExitCode.DAMAGED,
+            )
+        for sequence, event in batch.numbered():
+            projections.fold(event, sequence)
+        segment = lacking.pop(batch.last_sequence, None)
+        if segment is not None:
+            chain_hash = read_header(segment, any_copy=True).previous_head_hash
+            state = capture(projections)
+            write_snapshot(segment, Snapshot(log_id, batch.last_sequence, chain_hash, fingerprint, state))
+            num_written += 1
+        if not lacking:
+            break
+    return num_written
