@@ -16,7 +16,7 @@ SEEDS ?= 200
 REQUESTS ?= 20000
 KILLS ?= 5000
 
-.PHONY: help demo setup test test-long check format sim mutants soak stress torture lmcache gpu-check bench docs lock clean distclean
+.PHONY: help demo setup test test-long check format sim mutants soak stress torture lmcache gpu-check bench bench-full docs lock clean distclean
 
 help: ## list the targets
 	@echo "kvledger: make TARGET"
@@ -70,8 +70,12 @@ torture: setup ## kill KILLS=5000 writers of logs at random (SEED=17 repeats a r
 gpu-check: ## look at what needs a CUDA GPU, with any Python that has torch for CUDA and pytest (PYTHON=python3)
 	$(or $(PYTHON),python3) tests/gpu_check/run.py $(ARGS)
 
-bench: setup ## measure kvledger against its budgets
-	$(python) tests/benchmarks/run.py
+bench: setup ## measure kvledger beside its peers, some minutes (ARGS=scheduler: one benchmark)
+	$(python) tests/benchmarks/run.py $(ARGS)
+
+bench-full: setup ## all cases of it, and write their figures into docs/benchmarks.md
+	$(python) tests/benchmarks/run.py --full $(ARGS)
+	$(python) tests/benchmarks/run.py --page
 
 docs: setup ## write the generated pages of docs/ again
 	$(python) docs/generate.py
@@ -80,7 +84,7 @@ lock: ## compile requirements/lock.txt again (UPGRADE=1: to the newest versions)
 	@requirements/compile.sh
 
 clean: ## remove what builds and tools left behind
-	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis .benchmarks
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -path ./.venv -prune -o -path ./.git -prune -o -type d -name __pycache__ -print0 | xargs -0 rm -rf
 
 distclean: clean ## clean, and remove .venv and .venv-lmcache

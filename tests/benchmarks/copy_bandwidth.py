@@ -1,7 +1,5 @@
 """How close the copy engines come to one contiguous copy of the same bytes.
 
-    python tests/benchmarks/copy_bandwidth.py [--json] [--rounds 15] [--device cpu]
-
 Each round times, one after the other, a contiguous `copy_` and every engine on the same bytes: saved, loaded, and one
 half in each direction at once. The medians are compared, and only ratios of one run mean anything. Block ids are always
 in random order. Slots are `consecutive`, as an allocator with room hands them out, or `random`, as in a pool that has
@@ -17,21 +15,16 @@ device memory, and the asynchronous engine is measured with and without vLLM's b
 
 from __future__ import annotations
 
-import argparse
-import json
 import random
-import statistics
 import sys
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from pathlib import Path
+from functools import partial
 
 import attrs
 import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
+from benchmarks.figures import Cases, Figure, compared
 from copy_engines.batched import find_batched_copy
 
 from kvledger.storage.kv import (
@@ -43,7 +36,8 @@ from kvledger.storage.kv import (
     make_copy_engine,
 )
 
-KIB, MIB = 1 << 10, 1 << 20
+KIB = 1 << 10
+_ANCHOR = "one contiguous copy"
 
 
 @attrs.frozen
@@ -56,25 +50,6 @@ class Case:
     num_blocks: int
     copied_blocks: int
     one_allocation: bool
-
-
-@attrs.frozen
-class Row:
-    """One line of the result: medians as ratios.
-
-    `ratio` is the contiguous copy's time over the engine's, `of_synchronous` the synchronous engine's over this one's,
-    and `caller_held` the part of the synchronous engine's time after which the caller may go on.
-    """
-
-    device: str
-    case: str
-    slots: str
-    call: str
-    engine: str
-    engine_gb_s: float
-    ratio: float
-    of_synchronous: float
-    caller_held: float
 
 
 @attrs.frozen
@@ -120,8 +95,8 @@ def contenders(layout: BlockLayout, pool: HostPool) -> dict[str, CopyEngine]:
     return engines | {"batched": CudaCopyEngine(layout, pool, is_async=True, batched_copy=copy, batched_from_bytes=0)}
 
 
-def measure(case: Case, rounds: int, device: torch.device) -> list[Row]:
-    """Time every call of the case with every engine against the contiguous copy, interleaved."""
+def measure(case: Case, num_rounds: int, device: torch.device, slot_order: str) -> list[Figure]:
+    """Time copies in every direction with every engine and the contiguous copy, in turns."""
     layout = describe_blocks(
         kv_caches_of(case, device),
         num_blocks=case.num_blocks,
@@ -131,6 +106,9 @@ def measure(case: Case, rounds: int, device: torch.device) -> list[Row]:
     engines = contenders(layout, pool)
     order = random.Random(20260101)
     block_ids = order.sample(range(case.num_blocks), case.copied_blocks)
+    slots = list(range(case.copied_blocks))
+    if slot_order == "random":
+        slots = order.sample(range(case.num_blocks), case.copied_blocks)
     num_bytes = case.copied_blocks * layout.block_bytes
     on_device = torch.ones(num_bytes, dtype=torch.uint8, device=device)
     on_host_pool = HostPool(1, num_bytes, pin=True)
@@ -146,38 +124,23 @@ def measure(case: Case, rounds: int, device: torch.device) -> list[Row]:
             lambda: on_device[half:].copy_(on_host[half:], non_blocking=True),
         ),
     }
-    rows: list[Row] = []
-    for slot_order, slots in (
-        ("consecutive", list(range(case.copied_blocks))),
-        ("random", order.sample(range(case.num_blocks), case.copied_blocks)),
-    ):
-        for call, contiguous in anchors.items():
-            timings: dict[str, list[Timing]] = {"contiguous": [], **{name: [] for name in engines}}
-            for _ in range(rounds):
-                timings["contiguous"].append(_timed(contiguous, device))
-                for name, engine in engines.items():
-                    timings[name].append(_timed(_copy_of(engine, call, block_ids, slots), device))
-            total = {name: statistics.median(t.total_ns for t in some) for name, some in timings.items()}
-            held = {name: statistics.median(t.held_ns for t in some) for name, some in timings.items()}
-            rows.extend(
-                Row(
-                    device=device.type,
-                    case=case.name,
-                    slots=slot_order,
-                    call=call,
-                    engine=name,
-                    engine_gb_s=num_bytes / total[name],
-                    ratio=total["contiguous"] / total[name],
-                    of_synchronous=total["synchronous"] / total[name],
-                    caller_held=held[name] / total["synchronous"],
-                )
-                for name in engines
-            )
+    figures = []
+    for call, anchor in anchors.items():
+        calls: dict[str, Callable[[], object]] = {_ANCHOR: anchor}
+        calls |= {name: _copy_of(engine, call, block_ids, slots) for name, engine in engines.items()}
+        timings: dict[str, list[Timing]] = {name: [] for name in calls}
+        for _ in range(num_rounds):
+            for name, copy in calls.items():
+                timings[name].append(_timed(copy, device))
+        total = {name: [timing.total_ns / 1e3 for timing in some] for name, some in timings.items()}
+        held = {name: [timing.held_ns / 1e3 for timing in some] for name, some in timings.items()}
+        figures += compared(call, "µs", total, anchor=_ANCHOR)
+        figures += compared(f"the caller is kept: {call}", "µs", held, anchor=_ANCHOR)
     for engine in engines.values():
         engine.close()
     pool.close()
     on_host_pool.close()
-    return rows
+    return figures
 
 
 def _on_streams(streams: list[torch.cuda.Stream], *calls: Callable[[], object]) -> None:
@@ -210,35 +173,12 @@ def _timed(call: Callable[[], object], device: torch.device) -> Timing:
     return Timing(held_ns, time.perf_counter_ns() - started_ns)
 
 
-def main() -> None:
-    """Measure every case and print a table, or JSON."""
-    parser = argparse.ArgumentParser(description="Copy engines against one contiguous copy of the same bytes.")
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--rounds", type=int, default=15, help="timed rounds for each call (default 15)")
-    parser.add_argument("--device", help="torch device of the KV tensors (default: cpu, and cuda where there is one)")
-    arguments = parser.parse_args()
-    found = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
-    devices = [torch.device(name) for name in ([arguments.device] if arguments.device else found)]
-    rows = [row for device in devices for case in CASES for row in measure(case, arguments.rounds, device)]
-    if arguments.json:
-        report = {
-            "torch": torch.__version__,
-            "threads": torch.get_num_threads(),
-            "rounds": arguments.rounds,
-            "rows": [attrs.asdict(row) for row in rows],
-        }
-        print(json.dumps(report, indent=2))
-        return
-    print(
-        f"{'':<4} {'case':<38} {'slots':<12} {'call':<5} {'engine':<12} {'GB/s':>6} {'ratio':>6} {'of sync.':>8} "
-        f"{'held':>6}"
-    )
-    for row in rows:
-        print(
-            f"{row.device:<4} {row.case:<38} {row.slots:<12} {row.call:<5} {row.engine:<12} {row.engine_gb_s:>6.1f} "
-            f"{row.ratio:>6.2f} {row.of_synchronous:>8.2f} {row.caller_held:>6.3f}"
-        )
-
-
-if __name__ == "__main__":
-    main()
+def cases(*, full: bool) -> Cases:
+    """Every shape on the CPU and, where there is one, on a GPU; two shapes in the short form."""
+    devices = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+    return {
+        f"{case.name}, {slots} slots, {device}": partial(measure, case, 15 if full else 7, torch.device(device), slots)
+        for device in devices
+        for case in (CASES if full else CASES[:4:3])
+        for slots in ("consecutive", "random")
+    }

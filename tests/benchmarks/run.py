@@ -1,156 +1,143 @@
-"""`make bench`: kvledger beside what it is compared with, as ratios in one run, and what `kvledger verify` costs."""
+"""`make bench`: kvledger beside what it is compared with. Each figure stands beside its anchor in the same run.
+
+    python tests/benchmarks/run.py                            every benchmark, its short form
+    python tests/benchmarks/run.py scheduler --full           all cases of one
+    python tests/benchmarks/run.py scheduler --case steady    cases whose names contain a text
+    python tests/benchmarks/run.py scheduler --against PATH   another checkout (with its .venv), in turns with this one
+    python tests/benchmarks/run.py --page                     write what is stored into docs/benchmarks.md
+
+Results are stored as JSON under build/bench/. Progress goes to stderr. No figure decides the exit code.
+"""
 
 from __future__ import annotations
 
 import argparse
-import json
+import datetime as dt
+import importlib
 import os
+import platform
+import subprocess
 import sys
-from collections.abc import Callable
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-import attrs
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+_HERE = Path(__file__).resolve()
+REPOSITORY = _HERE.parents[2]
+sys.path.insert(0, str(_HERE.parents[1]))
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-from rich.console import Console
-from rich.progress import (
-    Progress,
-    track,  # noqa: F401 -- rich is loaded before vLLM takes over logging
-)
-from rich.table import Table
+from benchmarks import page  # noqa: E402 -- found by the path set above
+from benchmarks.figures import CannotMeasure, Cases, Figure, Spread  # noqa: E402
+from benchmarks.results import Result, store, stored  # noqa: E402
+from rich.console import Console  # noqa: E402
+from rich.table import Table  # noqa: E402
 
-if TYPE_CHECKING:
-    from benchmarks.scheduler_overhead import Field, Timing
-
-BUDGET = 0.10
+BENCHMARKS = {
+    "scheduler": "scheduler_overhead",
+    "recorder": "recorder_overhead",
+    "verify": "verify_speed",
+    "questions": "questions",
+    "copies": "copy_bandwidth",
+    "digests": "page_digests",
+    "memory": "tracker_memory",
+    "shipping": "shipping",
+}
+"""Name -> module, each with `cases(full=...)`."""
+_PAGE = REPOSITORY / "docs" / "benchmarks.md"
+_progress = Console(stderr=True, highlight=False)
 
 
 def main() -> int:
-    """Run the benchmark; the exit code is 1 where the budget of the design is missed."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--requests", type=int, default=256, help="decoding requests")
-    parser.add_argument("--steps", type=int, default=1000, help="engine steps per contender")
-    parser.add_argument("--arrivals", type=int, default=0, help="requests that arrive, and that end, in each step")
-    parser.add_argument("--only", choices=("scheduler", "recorder", "verify"), help="one of the benchmarks")
-    parser.add_argument("--json", action="store_true", help="print a JSON object for each benchmark, instead of tables")
+    """Run what is asked for; the exit code is 1 where something could not be measured."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(BENCHMARKS)}; all of them by default")
+    parser.add_argument("--full", action="store_true", help="all cases, more rounds")
+    parser.add_argument("--case", default="", help="only cases whose names contain this")
+    parser.add_argument("--against", type=Path, help="another checkout, measured in turns with this one")
+    parser.add_argument("--rounds", type=int, default=3, help="turns of the two checkouts (default 3)")
+    parser.add_argument("--results", type=Path, default=REPOSITORY / "build" / "bench", help="where JSON is stored")
+    parser.add_argument("--page", action="store_true", help="only write docs/benchmarks.md from what is stored")
     arguments = parser.parse_args()
-
-    chosen = {arguments.only} if arguments.only else {"scheduler", "recorder", "verify"}
-    kept = "scheduler" not in chosen or _scheduler_overhead(arguments)
-    if "recorder" in chosen:
-        _recorder_overhead(arguments)
-    if "verify" in chosen:
-        kept = _verify_speed(as_json=arguments.json) and kept
-    return 0 if kept else 1
-
-
-def _verify_speed(*, as_json: bool) -> bool:
-    from benchmarks import verify_speed
-    from benchmarks.served_logs import MIXES
-
-    speeds = list(verify_speed.measure_mixes(MIXES.values(), rounds=3, each_checker=True))
-    if as_json:
-        print(json.dumps({"verify": [attrs.asdict(speed) for speed in speeds]}))
-    else:
-        Console().print(verify_speed.table_of(speeds))
-    slowest = min(speed.events_per_second for speed in speeds)
-    return slowest >= verify_speed.BUDGET_EVENTS_PER_SECOND
+    if unknown := set(arguments.names) - set(BENCHMARKS):
+        parser.error(f"no benchmark is called {', '.join(sorted(unknown))}; there are {', '.join(BENCHMARKS)}")
+    if arguments.page:
+        print("written:", *page.write(_PAGE, arguments.results))
+        return 0
+    is_complete = True
+    for name in arguments.names or BENCHMARKS:
+        try:
+            if arguments.against:
+                _compare(name, arguments)
+            else:
+                for result in _measure(name, arguments):
+                    store(arguments.results / f"{name}.json", result)
+                    _show(name, result.case, result.figures)
+        except CannotMeasure as reason:
+            _progress.print(f"{name}: not measured: {reason}")
+            is_complete = False
+    return 0 if is_complete else 1
 
 
-def _measured(arguments: argparse.Namespace, make_field: Callable[[Path], Field]) -> list[Timing]:
-    from benchmarks import scheduler_overhead
-
-    with Progress(console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("stepping schedulers", total=arguments.steps)
-        return scheduler_overhead.measure(
-            num_requests=arguments.requests,
-            num_steps=arguments.steps,
-            num_arrivals=arguments.arrivals,
-            make_field=make_field,
-            progress=lambda done, _all: progress.update(task, completed=done),
+def _measure(name: str, arguments: argparse.Namespace) -> Iterator[Result]:
+    cases: Cases = importlib.import_module(f"benchmarks.{BENCHMARKS[name]}").cases(full=arguments.full)
+    chosen = {case: measure for case, measure in cases.items() if arguments.case in case}
+    if not chosen:
+        raise CannotMeasure(f"none of its cases contains {arguments.case!r}: {', '.join(cases)}")
+    for number, (case, measure) in enumerate(chosen.items(), 1):
+        _progress.print(f"{name} {number}/{len(chosen)}: {case} ...")
+        began = time.monotonic()
+        figures = tuple(measure())
+        yield Result(
+            case,
+            figures,
+            f"python tests/benchmarks/run.py {name}{' --full' if arguments.full else ''}",
+            dt.datetime.now(dt.UTC).date().isoformat(),
+            _git("rev-parse", "--short", "HEAD") + ("+" if _git("status", "--porcelain", "-uno") else ""),
+            f"{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}",
+            round((time.monotonic() - began) / 60, 1),
         )
 
 
-def _asked(arguments: argparse.Namespace) -> dict[str, int]:
-    return {"requests": arguments.requests, "arrivals": arguments.arrivals, "steps": arguments.steps}
+def _compare(name: str, arguments: argparse.Namespace) -> None:
+    """Both checkouts with the benchmarks of this one, a process each, in turns."""
+    rounds: dict[tuple[str, str, str], tuple[list[float], list[float]]] = {}
+    options = [*(["--full"] if arguments.full else []), "--case", arguments.case]
+    with tempfile.TemporaryDirectory() as folder:
+        for turn in range(arguments.rounds):
+            for side, checkout in enumerate((REPOSITORY, arguments.against.resolve())):
+                _progress.print(f"{name} round {turn + 1}/{arguments.rounds}: {checkout}")
+                python = checkout / ".venv" / "bin" / "python"
+                results = Path(folder) / f"{turn}-{side}"
+                command = [python, _HERE, name, *options, "--results", results]
+                subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+                for case in stored(results / f"{name}.json"):
+                    for figure in case.figures:
+                        value = figure.ratio.median if figure.ratio else figure.value
+                        rounds.setdefault((case.case, figure.what, figure.contender), ([], []))[side].append(value)
+    table = Table(title=f"{name}: this checkout, {arguments.against}, and the ratio of the two")
+    for column in ("case", "measured", "contender", "here", "there", "here / there"):
+        table.add_column(column)
+    for (case, what, contender), (here, there) in rounds.items():
+        ratio = Spread.of([mine / its for mine, its in zip(here, there, strict=True) if its] or [1.0])
+        table.add_row(case, what, contender, str(Spread.of(here)), str(Spread.of(there)), str(ratio))
+    Console(width=None if sys.stdout.isatty() else 160).print(table)
 
 
-def _title(arguments: argparse.Namespace) -> str:
-    churn = f", {arguments.arrivals} arrivals and ends a step" if arguments.arrivals else ""
-    return f"{arguments.requests} decoding requests{churn}, block 16, medians of {arguments.steps} steps"
-
-
-def _recorder_overhead(arguments: argparse.Namespace) -> None:
-    from benchmarks.scheduler_overhead import RECORDED, recorded_contenders
-
-    timings = {timing.name: timing for timing in _measured(arguments, recorded_contenders)}
-    pairs = [(timing, timings[RECORDED + name]) for name, timing in timings.items() if RECORDED + name in timings]
-    if arguments.json:
-        rows = [
-            {
-                "connector": alone.name,
-                "alone_us": round(alone.schedule_us + alone.update_us, 1),
-                "added": attrs.asdict(recorded.added_to(alone)),
-                "log_bytes": round(recorded.log_bytes),
-            }
-            for alone, recorded in pairs
-        ]
-        print(json.dumps({"recorder": {**_asked(arguments), "rows": rows}}))
-        return
-    table = Table(title=_title(arguments))
-    table.add_column("connector")
-    for column in ("schedule() + update_from_output() µs, alone", "added by the recorder", "log B a step"):
-        table.add_column(column, justify="right")
-    for alone, recorded in pairs:
-        alone_us = f"{alone.schedule_us + alone.update_us:.0f}"
-        table.add_row(alone.name, alone_us, str(recorded.added_to(alone)), f"{recorded.log_bytes:.0f}")
-    console = Console()
-    console.print(table)
-    console.print("of each turn of 20 steps the median, compared with that of the same connector alone; over all turns")
-    console.print("the median, and in brackets the tenth and the ninetieth percentile")
-
-
-def _scheduler_overhead(arguments: argparse.Namespace) -> bool:
-    from benchmarks.scheduler_overhead import contenders
-
-    timings = _measured(arguments, contenders)
-    base = timings[0]
-    rows = [
-        {
-            "connector": timing.name,
-            "schedule_us": round(timing.schedule_us, 1),
-            "schedule_added": round(timing.schedule_us / base.schedule_us - 1, 4),
-            "update_us": round(timing.update_us, 1),
-            "update_added": round(timing.update_us / base.update_us - 1, 4),
-            "log_bytes": round(timing.log_bytes),
-        }
-        for timing in timings
-    ]
-    ours = next(row for row in rows if row["connector"] == "KVLedgerConnector")
-    within = float(ours["schedule_added"]) <= BUDGET
-    if arguments.json:
-        print(json.dumps({**_asked(arguments), "rows": rows, "within": within}))
-        return within
-    table = Table(title=_title(arguments))
-    for column in ("connector", "schedule() µs", "added", "update_from_output() µs", "added", "log B a step"):
-        table.add_column(column, justify="left" if column == "connector" else "right")
+def _show(name: str, case: str, figures: Sequence[Figure]) -> None:
+    columns, rows = page.grid(figures)
+    table = Table(*columns, title=f"{name}: {case}", title_justify="left")
     for row in rows:
-        table.add_row(
-            str(row["connector"]),
-            f"{row['schedule_us']}",
-            f"{float(row['schedule_added']):+.1%}",
-            f"{row['update_us']}",
-            f"{float(row['update_added']):+.1%}",
-            str(row["log_bytes"]),
-        )
-    console = Console()
-    console.print(table)
-    console.print(f"budget: at most {BUDGET:.0%} of schedule(), {'kept' if within else 'MISSED'}")
-    return within
+        table.add_row(*row)
+    Console(width=None if sys.stdout.isatty() else 160).print(table)
+
+
+def _git(*arguments: str) -> str:
+    return subprocess.run(
+        ["git", *arguments], cwd=REPOSITORY, capture_output=True, text=True, check=True
+    ).stdout.strip()
 
 
 if __name__ == "__main__":

@@ -1,71 +1,77 @@
 """How fast logs are shipped to a nats-server on loopback and fetched from it, and how long a fresh frame takes.
 
-`python tests/benchmarks/shipping.py [--frames N] [--bytes N]`. Needs nats-server; one shipper, one replica.
+One shipper, one replica. The anchor is appending the same frames to the log itself. Needs nats-server.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
+import itertools
 import random
 import statistics
-import sys
 import tempfile
 import time
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
 import nats
-from nats_server import NatsServer, segments_of
+from benchmarks.figures import CannotMeasure, Cases, Figure, compared
+from nats_server import NatsServer, find_nats_server, segments_of
 
 from kvledger.storage.events import SegmentEventStore
 from kvledger.storage.events.nats import Access, Shipper, StreamAddress, mirror, new_stream
 
-_LIVE_FRAMES = 300
-_LIVE_INTERVAL_S = 0.02
+_NUM_FRAMES = 20_000
+_LIVE_FRAMES, _LIVE_INTERVAL_S = 300, 0.02
+_APPENDED = "appended to a log on disk"
 
 
-def main() -> None:
-    """Measure, and print a line for each figure."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--frames", type=int, default=40_000)
-    parser.add_argument("--bytes", type=int, default=400, help="of a frame's payload, on average")
-    arguments = parser.parse_args()
+def _measure(num_bytes: int, num_rounds: int) -> Sequence[Figure]:
+    if find_nats_server() is None:
+        raise CannotMeasure("there is no nats-server on PATH (Debian, Ubuntu: apt-get install nats-server)")
+    rounds: dict[str, list[float]] = {}
     with tempfile.TemporaryDirectory() as name:
-        directory = Path(name)
-        server = NatsServer(directory / "server").start()
-        try:
-            _bulk(directory, server, arguments.frames, arguments.bytes)
-            asyncio.run(_live(directory, server))
-        finally:
-            server.kill()
+        for number in range(num_rounds):
+            directory = Path(name, str(number))
+            server = NatsServer(directory / "server").start()
+            try:
+                for what, taken_us in _bulk(directory, server, num_bytes).items():
+                    rounds.setdefault(what, []).append(taken_us)
+                delays_ms = asyncio.run(_live(directory, server))
+            finally:
+                server.kill()
+    quantiles = statistics.quantiles(delays_ms, n=100)
+    return [
+        *compared("a frame", "µs", rounds, anchor=_APPENDED),
+        Figure("from append to the stream, median", "shipped", quantiles[49], "ms"),
+        Figure("99 % within", "shipped", quantiles[98], "ms"),
+    ]
 
 
-def _bulk(directory: Path, server: NatsServer, num_frames: int, num_bytes: int) -> None:
+def _bulk(directory: Path, server: NatsServer, num_bytes: int) -> dict[str, float]:
+    """Microseconds a frame, by what was done with them."""
     chance = random.Random(0)
+    payloads = [chance.randbytes(chance.randrange(2 * num_bytes)) for _ in range(_NUM_FRAMES)]
     store = SegmentEventStore.create(directory / "log", {})
-    for _ in range(num_frames):
-        store.append(chance.randbytes(chance.randrange(2 * num_bytes)), 8)
+    times = [time.perf_counter()]
+    for payload in payloads:
+        store.append(payload, 8)
     store.close()
-    total = sum(map(len, segments_of(directory / "log").values()))
+    times.append(time.perf_counter())
     address = StreamAddress.parse(server.url)
-    shipper = Shipper(directory / "log", address, Access(), "bench", new_stream=new_stream())
-    began = _now()
-    report = asyncio.run(shipper.run())
-    _print("shipped", began, num_frames, total)
+    report = asyncio.run(Shipper(directory / "log", address, Access(), "bench", new_stream=new_stream()).run())
     assert report.is_complete
-    began = _now()
+    times.append(time.perf_counter())
     (copy,) = mirror(address, directory / "mirror", access=Access())
-    _print("fetched", began, num_frames, total)
+    times.append(time.perf_counter())
     assert segments_of(copy) == segments_of(directory / "log")
-    began = time.perf_counter()
-    mirror(address, directory / "mirror", access=Access())
-    print(f"a mirror that is up to date: {(time.perf_counter() - began) * 1e3:.0f} ms")
+    taken = [(after - before) / _NUM_FRAMES * 1e6 for before, after in itertools.pairwise(times)]
+    return dict(zip((_APPENDED, "shipped", "fetched"), taken, strict=True))
 
 
-async def _live(directory: Path, server: NatsServer) -> None:
-    """How long after its `append` a frame is in the stream, at the pace of an engine."""
+async def _live(directory: Path, server: NatsServer) -> list[float]:
+    """Milliseconds from a frame's `append` until it is in the stream, at the pace of an engine."""
     store = SegmentEventStore.create(directory / "live" / "log", {})
     address = StreamAddress.parse(server.url)
     shipper = Shipper(directory / "live", address, Access(), "live", new_stream=new_stream(), follow=True)
@@ -84,19 +90,9 @@ async def _live(directory: Path, server: NatsServer) -> None:
     await running
     await client.close()
     store.close()
-    quantiles = statistics.quantiles(delays_ms, n=100)
-    print(f"from append to the stream: median {quantiles[49]:.0f} ms, 99 % within {quantiles[98]:.0f} ms")
+    return delays_ms
 
 
-def _now() -> tuple[float, float]:
-    return time.perf_counter(), time.process_time()
-
-
-def _print(what: str, began: tuple[float, float], num_frames: int, num_bytes: int) -> None:
-    seconds, cpu_seconds = (now - then for now, then in zip(_now(), began, strict=True))
-    rates = f"{num_frames / seconds:,.0f} frames/s, {num_bytes / seconds / 1e6:.1f} MB/s"
-    print(f"{what}: {rates}, {cpu_seconds / num_frames * 1e6:.0f} µs of this process's CPU a frame")
-
-
-if __name__ == "__main__":
-    main()
+def cases(*, full: bool) -> Cases:
+    """Frames of 400 B, and of 4 KB."""
+    return {f"frames of {num_bytes:,} B": partial(_measure, num_bytes, 3 if full else 1) for num_bytes in (400, 4000)}

@@ -1,23 +1,20 @@
-"""What one request costs in memory: every projection's entries for it, with its block table.
-
-Budget: 2 KiB and 8 bytes a block. Run it with `python tests/benchmarks/tracker_memory.py`.
-"""
+"""What one request costs in memory: every projection's entries, with its block table. The budget is the anchor."""
 
 from __future__ import annotations
 
 import gc
-import sys
 import tracemalloc
-from pathlib import Path
+from collections.abc import Sequence
+from functools import partial
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
+from benchmarks.figures import Cases, Figure, compared
 from lifecycle_driver.sink import MemorySink
 
 from kvledger.lifecycle import Core, Ledger, LedgerConfiguration
 from kvledger.lifecycle import events as e
 
 NUM_REQUESTS = 1000
+_BUDGET = "2 KiB and 8 B a block"
 
 
 def bytes_per_request(num_blocks: int) -> float:
@@ -37,7 +34,12 @@ def bytes_per_request(num_blocks: int) -> float:
     return held / NUM_REQUESTS
 
 
-if __name__ == "__main__":
-    for num_blocks in (20, 200, 2000):
-        budget = 2048 + 8 * num_blocks
-        print(f"{num_blocks:5d} blocks: {bytes_per_request(num_blocks):7.0f} B a request, budget {budget} B")
+def _measure(num_blocks: int) -> Sequence[Figure]:
+    rounds = {_BUDGET: [2048.0 + 8 * num_blocks], "kvledger": [bytes_per_request(num_blocks)]}
+    return compared("memory a request", "B", rounds, anchor=_BUDGET)
+
+
+def cases(*, full: bool) -> Cases:
+    """Three lengths; both forms are the same."""
+    del full
+    return {f"{num_blocks:,} blocks": partial(_measure, num_blocks) for num_blocks in (20, 200, 2000)}

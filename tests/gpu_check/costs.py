@@ -21,18 +21,21 @@ RUN_BYTES = (4 << 10, 32 << 10, 320 << 10, 2 << 20)
 
 def bandwidth(machine: Machine) -> Found:
     """Runs of 4, 32, 320 KiB and 2 MiB, against one pinned contiguous copy, one direction and both."""
-    rows = []
+    figures = []
     for run_bytes in RUN_BYTES:
         num_layers = max(1, min(32, machine.moved_bytes // run_bytes // 8))
         copied_blocks = max(2, machine.moved_bytes // (num_layers * run_bytes))
         case = Case(f"runs of {run_bytes >> 10} KiB", num_layers, run_bytes, 2 * copied_blocks, copied_blocks, True)
-        rows += measure(case, machine.rounds, machine.device)
+        for slots in ("consecutive", "random"):
+            named = f"{case.name}, {slots} slots, {num_layers * run_bytes * copied_blocks / MIB:.0f} MiB"
+            figures += [(named, each) for each in measure(case, machine.rounds, machine.device, slots)]
     lines = [
-        f"{r.case}, {r.slots} slots, {r.call}, {r.engine}: {r.engine_gb_s:.1f} GB/s, {r.ratio:.2f} of contiguous, "
-        f"the caller is held for {r.caller_held:.3f}"
-        for r in rows
+        f"{named}, {each.what}, {each.contender}: {each.value:.0f} {each.unit}"
+        + (f", {each.ratio} of one contiguous copy" if each.ratio else "")
+        for named, each in figures
     ]
-    return Found(len(rows), {"bandwidth": lines, "rows": [attrs.asdict(row) for row in rows]})
+    rows = [{"case": named, **attrs.asdict(each)} for named, each in figures]
+    return Found(len(rows), {"bandwidth": lines, "rows": rows})
 
 
 def large_pool(machine: Machine) -> Found:
