@@ -28,8 +28,12 @@ NOBODY = "no connector"
 SHORT: Mapping[str, Load] = {
     "256 decoding": Load(),
     "1,024 requests, 2 arrivals and ends a step": Load(num_requests=1024, num_output_tokens=(512, 512)),
-    "256 requests, a pool too small": Load(
-        num_waiting=64, num_prompt_tokens=(50, 200), num_output_tokens=(300, 1000), num_blocks=4000
+    "256 requests, a preemption storm": Load(
+        num_waiting=64,
+        num_prompt_tokens=(16, 32),
+        num_output_tokens=(300, 500),
+        num_blocks=2500,
+        num_steps_before=300,
     ),
     "256 requests, 3 drafts each": Load(num_drafts=3),
 }
@@ -136,6 +140,6 @@ def _measure(load: Load, num_steps: int) -> Sequence[Figure]:
 def cases(*, full: bool) -> Cases:
     """Four, or all of them."""
     return {
-        name: partial(_measure, load, (1000 if load.num_requests < 1024 else 400) if full else 200)
+        name: partial(_measure, load, 400 if full else 100 if load.num_requests > 256 else 200)
         for name, load in (FULL if full else SHORT).items()
     }

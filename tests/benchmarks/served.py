@@ -62,6 +62,8 @@ class Load:
     """0: room for everything."""
     max_num_batched_tokens: int = 8192
     enable_prefix_caching: bool = True
+    num_steps_before: int = 10
+    """Until prompts are saved and a pool is as full as it will be; these steps are not timed."""
     steps_to_copy: int = 3
     """After how many steps an asynchronous copy of kvledger's is done."""
 
@@ -73,7 +75,11 @@ class Load:
 
     def pool(self, num_steps: int) -> int:
         """Blocks on the device."""
-        most = self.num_output_tokens[1] if self.num_output_tokens else (num_steps + 100) * (1 + self.num_drafts)
+        most = (
+            self.num_output_tokens[1]
+            if self.num_output_tokens
+            else (num_steps + self.num_steps_before) * (1 + self.num_drafts)
+        )
         each = (self.num_prompt_tokens[1] + min(most, _ENDLESS)) // BLOCK_SIZE + 4
         return self.num_blocks or self.num_requests * each + self.num_long_prompts * 1100
 
@@ -147,9 +153,10 @@ class Server:
         self.update_ns: list[int] = []
 
     def warm_up(self) -> None:
-        """Step until everybody who may run has begun to decode; nothing of it is timed."""
-        self.step()
-        while any(request.num_output_tokens == 0 for request in self.scheduler.running):
+        """Step until everybody who may run decodes, or longer; nothing of it is timed."""
+        while self.num_steps < self._load.num_steps_before or any(
+            request.num_output_tokens == 0 for request in self.scheduler.running
+        ):
             self.step()
         self.schedule_ns.clear()
         self.update_ns.clear()
