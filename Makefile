@@ -16,7 +16,7 @@ SEEDS ?= 200
 REQUESTS ?= 20000
 KILLS ?= 5000
 
-.PHONY: help demo setup test test-long check format sim mutants soak stress torture lmcache gpu-check bench bench-full docs lock clean distclean
+.PHONY: help demo setup test test-long check format sim mutants soak stress torture lmcache vllm-next gpu-check bench bench-full docs lock clean distclean
 
 help: ## list the targets
 	@echo "kvledger: make TARGET"
@@ -39,8 +39,13 @@ test-long: setup ## run all other tests: more worlds, more configurations of rea
 	$(pytest) -m long $(ARGS)
 
 lmcache: setup ## install LMCache in .venv-lmcache, and record it in real vLLM
-	@requirements/lmcache.sh
+	@requirements/overlay.sh lmcache
 	.venv-lmcache/bin/python -m pytest tests/e2e/test_lmcache.py $(ARGS)
+
+vllm-next: python := .venv-vllm-0.33/bin/python
+vllm-next: setup ## run the tests of the adapter, the recorder, worlds and mutants on vLLM 0.33 (no real models: it has no CPU build)
+	@requirements/overlay.sh vllm-0.33
+	$(pytest) -m "not long" $(addprefix tests/,adapters/vllm adapters/recorder adapters/conformance adapters/repro sim mutants e2e) $(ARGS)
 
 check: setup ## lint, formatting, types, import contracts
 	$(python) -m ruff check .
@@ -87,5 +92,5 @@ clean: ## remove what builds and tools left behind
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -path ./.venv -prune -o -path ./.git -prune -o -type d -name __pycache__ -print0 | xargs -0 rm -rf
 
-distclean: clean ## clean, and remove .venv and .venv-lmcache
-	rm -rf .venv .venv-lmcache
+distclean: clean ## clean, and remove .venv and those on top of it
+	rm -rf .venv .venv-*

@@ -133,6 +133,7 @@ class KVLedgerRecorder(KVConnectorBase_V1):
         groups: Groups,
         configuration: LedgerConfiguration,
     ) -> Recording:
+        versions.warn_of_unknown()
         log = self._open_log(settings, configuration, engine_id=transfer_of(vllm_config).engine_id)
         keys = ChunkKeySource(
             chunk_size=configuration.chunk_size,

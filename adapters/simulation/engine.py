@@ -26,7 +26,6 @@ from vllm.v1.core.kv_cache_utils import (
     DEFAULT_NONE_HASH_SEED,
     BlockHash,
     generate_scheduler_kv_cache_config,
-    get_kv_cache_configs,
     get_request_block_hasher,
 )
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -50,6 +49,7 @@ from kvledger.adapters.simulation.connectors import KVLEDGER, ConnectorSetup
 from kvledger.adapters.simulation.hashed_model import BLOCK_SIZE, NUM_LAYERS, HashedModel, layer_names
 from kvledger.adapters.simulation.order import put_in_order
 from kvledger.adapters.simulation.tiny_model import write_configuration
+from kvledger.adapters.simulation.versions import kv_cache_configs
 from kvledger.adapters.vllm import KVLedgerConnector
 
 
@@ -75,7 +75,7 @@ def allocate(
     """
     settings.cache_config.kv_cache_layout = layout
     settings.cache_config.num_gpu_blocks_override = num_blocks
-    of_workers = get_kv_cache_configs(settings, [dict(specs) for _ in range(num_ranks)], [1 << 40] * num_ranks)
+    of_workers = kv_cache_configs(settings, specs, num_ranks)
     for config in of_workers:
         config.kv_cache_layout = layout
     of_scheduler = generate_scheduler_kv_cache_config(of_workers)

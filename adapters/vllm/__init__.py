@@ -8,6 +8,10 @@ from kvledger.storage.extras import CONNECTOR, require
 
 require(__name__, *CONNECTOR)
 
+from kvledger.adapters.vllm.versions import refuse_older
+
+refuse_older()
+
 from kvledger.adapters.vllm.connector import KVLedgerConnector
 
 __all__ = ["KVLedgerConnector"]

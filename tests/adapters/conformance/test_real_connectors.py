@@ -11,6 +11,7 @@ from typing import Any
 import attrs
 import pytest
 from sim.broken_copies import break_copies
+from sim.versions import mended_in_0_33
 
 from kvledger.adapters.conformance.runs import findings, played, runs, unassigned
 from kvledger.adapters.conformance.subject import Subject
@@ -30,6 +31,7 @@ def broken(name: str, extra_config: dict[str, Any], folder: Path, *names: str, s
     return {finding.obligation.name for finding in findings(outcomes) if finding.verdict == "broken"}
 
 
+@mended_in_0_33
 def test_the_session_of_offloading_connector_is_found(tmp_path: Path) -> None:
     """In the log, and where its KV is read; `tests/adapters/recorder/test_session_defect.py` has it alone."""
     scenario = "next turn of a session"

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from sim.connectors import Example, NamedConnector, Recorded, Several
 from sim.recorded import audited, events_of, said_in
+from sim.versions import mended_in_0_33
 
 from kvledger.adapters.recorder.payloads import LookupReturned, TransferredFor
 from kvledger.adapters.repro import record, rerun
@@ -93,6 +94,14 @@ CASES: dict[str, tuple[ConnectorSetup, dict[str, Any], Story, type[BaseException
 }
 
 
+MENDED = {"reset_running": mended_in_0_33}
+
+
+def cases(*names: str) -> list[Any]:
+    """To parametrize with."""
+    return [pytest.param(name, marks=MENDED.get(name, ())) for name in names]
+
+
 def started(inner: ConnectorSetup, options: dict[str, Any], *, is_recorded: bool) -> Any:
     """A small engine with that connector."""
     recorder = "KVLedgerRecorder" if isinstance(inner, Example) else "KVLedgerRecorderHMA"
@@ -100,7 +109,7 @@ def started(inner: ConnectorSetup, options: dict[str, Any], *, is_recorded: bool
     return SimulatedEngine(setup=setup, num_blocks=20, host_bytes=1 << 22, chunk_size=16, **options)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", cases(*CASES))
 def test_a_finding_is_the_connectors_own(name: str) -> None:
     """The same is raised with the recorder and without."""
     inner, options, story, error, _ = CASES[name]
@@ -111,7 +120,7 @@ def test_a_finding_is_the_connectors_own(name: str) -> None:
         engine.shutdown()
 
 
-@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case[4]])
+@pytest.mark.parametrize("name", cases(*(name for name, case in CASES.items() if case[4])))
 def test_the_log_names_the_hook_and_is_driven_again(name: str) -> None:
     """The recorded calls, made again without an engine, raise the same in the same hook."""
     inner, options, story, error, hook = CASES[name]
@@ -138,6 +147,7 @@ def test_example_connector_offers_less_than_nothing_for_one_token() -> None:
     assert "LAST_TOKEN" in {violation.rule for violation in audited(recording).violations}
 
 
+@mended_in_0_33
 def test_a_sibling_loads_into_a_block_that_offloading_connector_still_saves() -> None:
     """It is told of the blocks that are given for another child's load, and overlooks them (vllm#46951)."""
     theirs = NamedConnector(

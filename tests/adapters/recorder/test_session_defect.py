@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from sim.recorded import audited
+from sim.versions import mended_in_0_33
 
 pytestmark = pytest.mark.scheduler
 
@@ -27,6 +28,7 @@ def hold_session(engine: Any, *, is_continued: bool) -> None:
         engine.step()
 
 
+@mended_in_0_33
 def test_a_session_of_offloading_connector_breaks_table_eq(record: Callable[..., tuple[Any, Any]]) -> None:
     """Named with the copy, the block it takes, and the place; nothing else is named."""
     engine, recording = record()

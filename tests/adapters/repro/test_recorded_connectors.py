@@ -16,6 +16,7 @@ from sim.connectors import Example, NamedConnector, Recorded, Several
 from sim.faults import CLIENT_FAULTS
 from sim.recorded import events_of
 from sim.settings import draw
+from sim.versions import mended_in_0_33
 from sim.world import World
 
 from kvledger.adapters.cli.main import main
@@ -117,6 +118,7 @@ def checks_of(path: Path) -> dict[str, Callable[[], None]]:
     return {name: value for name, value in runpy.run_path(str(path)).items() if name.startswith("test_")}
 
 
+@mended_in_0_33
 def test_repro_writes_a_test_that_fails_as_the_connector_did(tmp_path: Path) -> None:
     """The recorded answers come again, and so does the incident; requests and calls that it does not need are gone."""
     hold_session(tmp_path)
@@ -163,6 +165,7 @@ def test_answers_can_be_asked_for_where_nothing_went_wrong(tmp_path: Path, capsy
     assert "b is answered 32 tokens" in other
 
 
+@mended_in_0_33
 def test_what_was_raised_in_a_hook_is_raised_again() -> None:
     """At the same call; a reset between two steps preempts, and the next step names whom."""
     engine = SimulatedEngine(setup=Recorded(inner=Offloading()), num_blocks=20, host_bytes=1 << 22, chunk_size=16)

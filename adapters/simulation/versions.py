@@ -1,0 +1,31 @@
+"""Where vLLM 0.32 and 0.33 differ in what the simulation takes from them; for the connector see `vllm/versions.py`.
+
+It knows no engine and no model.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from typing import Any, cast
+
+from vllm.config import VllmConfig
+from vllm.v1.core import kv_cache_utils
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
+
+UNLIMITED_BYTES = 1 << 40
+"""Of memory: how many blocks there are is said by `num_gpu_blocks_override`."""
+
+
+def kv_cache_configs(settings: VllmConfig, specs: Mapping[str, KVCacheSpec], num_ranks: int) -> list[KVCacheConfig]:
+    """What each worker is given of the layers that all of them have.
+
+    0.33 makes the groups before it profiles memory, and hands them over (`v1/engine/core.py`,
+    _initialize_kv_caches, and `v1/core/kv_cache_planning.py`); 0.32 makes them inside (`v1/core/kv_cache_utils.py`).
+    """
+    of_ranks, bytes_of_ranks = [dict(specs) for _ in range(num_ranks)], [UNLIMITED_BYTES] * num_ranks
+    if hasattr(kv_cache_utils, "get_kv_cache_configs"):
+        return kv_cache_utils.get_kv_cache_configs(settings, of_ranks, bytes_of_ranks)
+    planning: Any = importlib.import_module("vllm.v1.core.kv_cache_planning")
+    groups = planning.get_global_kv_cache_groups(settings, of_ranks)
+    return cast("list[KVCacheConfig]", planning.get_kv_cache_configs(settings, of_ranks, bytes_of_ranks, groups))
