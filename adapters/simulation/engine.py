@@ -148,7 +148,8 @@ class SimulatedEngine:
         kv_transfer: dict[str, Any] | None = None,
         **extra_config: Any,
     ) -> None:
-        transfer = setup.kv_transfer({"log_dir": None, **extra_config}, kv_transfer or {})
+        # What happens must not depend on how long this machine's disk takes.
+        transfer = setup.kv_transfer({"log_dir": None, "max_log_wait_ms": None, **extra_config}, kv_transfer or {})
         self.vllm_config = vllm_config(
             num_blocks=num_blocks,
             block_size=block_size,

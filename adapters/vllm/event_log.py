@@ -122,7 +122,11 @@ def open_event_log(
         raise ConfigurationError(message) from error
     trouble = _Trouble(directory)
     backlog = BacklogEventStore(
-        segments, on_trouble=trouble.report, on_written_again=trouble.report_end, retries_alone=True
+        segments,
+        on_trouble=trouble.report,
+        on_written_again=trouble.report_end,
+        writes_alone=True,
+        max_wait_ms=settings.max_log_wait_ms,
     )
     return OpenedLog(backlog, directory, remarks)
 

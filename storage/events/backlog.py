@@ -1,10 +1,14 @@
 """Keeps I/O trouble away from the engine: frames that cannot be written wait in memory, in order, within a bound.
 
-An append after some time tries them again; the clock is the caller's, so a run can be repeated. An engine that is idle
-appends nothing: with `retries_alone` a thread tries, which is there only while something waits. Sequence numbers are
-handed out as if the frames had been written, and are the ones they are later written with. When the bound is reached
-the newest frames are dropped, all until the backlog is written out; one GAP frame then stands for them. How many events
-wait is noted in the store, where the next start and `verify` find it.
+Two ways. By itself an append writes what it is given, and after some time tries again what waits; the clock is the
+caller's, so a run can be repeated. With `writes_alone` an append writes only what is one write; all else, and what
+waits, is written by a thread, for which an append waits `max_wait_ms` at most and only where nothing waited before. So
+nobody is kept longer by a disk that stalls, and an engine that is idle need append nothing to have it tried again.
+Whoever finds frames waiting writes none: the log has one writer at a time.
+
+Sequence numbers are handed out as if the frames had been written, and are the ones they are later written with. When
+the bound is reached the newest frames are dropped, all until the backlog is written out; one GAP frame then stands for
+them. How many events wait is noted in the store, where the next start and `verify` find it.
 """
 
 from __future__ import annotations
@@ -32,7 +36,7 @@ _FIRST_PAUSE_SECONDS: Final = 0.1
 _MAX_PAUSE_SECONDS: Final = 5.0
 
 
-@attrs.define
+@attrs.define(eq=False)
 class _Waiting:
     """A frame that is not written yet; without payload it is a gap, for `reason`."""
 
@@ -40,13 +44,16 @@ class _Waiting:
     num_events: int
     payload: bytes | None
     reason: str = ""
+    is_lost: bool = False
+    """Whether it stands for frames that were dropped."""
 
 
 class BacklogEventStore:
     """An `EventStore` around another one, whose `append`, `append_gap`, `flush` and `close` never raise `OSError`.
 
-    `on_trouble(error, num_events_backlogged)` is called at each failed attempt, `on_written_again(num_events)` when
-    nothing waits any more; neither must raise. With `retries_alone` they may be called from another thread.
+    `on_trouble(error, num_events_backlogged)` is called at each failed attempt, and with a `TimeoutError` where an
+    append waited in vain; `on_written_again(num_events)` when nothing waits any more after that. Neither must raise.
+    With `writes_alone` they may be called from another thread.
     """
 
     def __init__(
@@ -57,25 +64,32 @@ class BacklogEventStore:
         on_written_again: Callable[[int], None] = lambda _num_events: None,
         *,
         clock: Callable[[], float] = time.monotonic,
-        retries_alone: bool = False,
+        writes_alone: bool = False,
+        max_wait_ms: float | None = None,
     ) -> None:
-        """Wrap `store`, which nobody else may append to from now on."""
+        """Wrap `store`, which nobody else may append to from now on; `max_wait_ms` None: as long as a write takes."""
         self._store = store
         self._max_backlog_bytes = max_backlog_bytes
         self._on_trouble = on_trouble
         self._on_written_again = on_written_again
         self._clock = clock
-        self._retries_alone = retries_alone
-        self._lock = threading.RLock()
-        """Held by whoever appends or tries again."""
-        self._closing = threading.Event()
-        self._retrying: threading.Thread | None = None
+        self._writes_alone = writes_alone
+        self._max_wait_seconds = None if max_wait_ms is None else max_wait_ms / 1000
+        self._changed = threading.Condition(threading.RLock())
+        """Of all below. Not held while the thread writes: an append must not wait for that."""
+        self._hurry = threading.Event()
+        """Ends the thread's pause between two attempts."""
+        self._thread: threading.Thread | None = None
         self._waiting: deque[_Waiting] = deque()
         self._dropping: _Waiting | None = None
         self._num_backlog_bytes = 0
         self._num_events_backlogged = 0
         self._num_events_lost = 0
+        self._num_events_late = 0
+        """Written since trouble began."""
+        self._num_failures = 0
         self._last_error: OSError | None = None
+        """None where nothing is the matter."""
         self._attempt_at = 0.0
         self._pause_seconds = _FIRST_PAUSE_SECONDS
         self._next_sequence = store.next_sequence
@@ -106,33 +120,34 @@ class BacklogEventStore:
         """The chain hash of the last frame that was written."""
         return self._store.head_hash
 
+    def is_quick(self, num_payload_bytes: int) -> bool:
+        """See `EventStore.is_quick`."""
+        return not self._waiting and self._store.is_quick(num_payload_bytes)
+
     def append(self, payload: bytes, num_events: int, *, expected_sequence: int | None = None) -> int:
         """Append one frame, or keep it for later; see `EventStore.append`."""
-        with self._lock:
-            return self._append(payload, num_events, expected_sequence)
-
-    def _append(self, payload: bytes, num_events: int, expected_sequence: int | None) -> int:
-        self._check_open()
-        if expected_sequence is not None and expected_sequence != self._next_sequence:
-            raise AppendConflict.at(expected_sequence, self._next_sequence)
-        first_sequence = self._next_sequence
-        if not self._waiting:
+        with self._changed:
+            self._check_open()
+            first_sequence = self._next_sequence
+            if expected_sequence is not None and expected_sequence != first_sequence:
+                raise AppendConflict.at(expected_sequence, first_sequence)
+            if self._waiting or (self._writes_alone and not self._store.is_quick(len(payload))):
+                check_append(num_events, len(payload))
+                return self._keep_waiting(_Waiting(first_sequence, num_events, payload))
             try:
                 self._store.append(payload, num_events, expected_sequence=first_sequence)
             except OSError as error:
                 return self._keep_after(error, _Waiting(first_sequence, num_events, payload))
             self._next_sequence = first_sequence + num_events
             return first_sequence
-        check_append(num_events, len(payload))
-        return self._keep_waiting(_Waiting(first_sequence, num_events, payload))
 
     def append_gap(self, num_events: int, reason: str) -> int:
         """Append a gap, or keep it for later; see `EventStore.append_gap`."""
-        with self._lock:
+        with self._changed:
             self._check_open()
             check_append(num_events, len(reason))
             gap = _Waiting(self._next_sequence, num_events, None, reason)
-            if self._waiting:
+            if self._waiting or (self._writes_alone and not self._store.is_quick(len(reason))):
                 return self._keep_waiting(gap)
             try:
                 self._write(gap)
@@ -151,51 +166,123 @@ class BacklogEventStore:
 
     def flush(self) -> None:
         """Try to write what waits, and flush. Trouble goes to `on_trouble`."""
-        with self._lock:
+        with self._changed:
             self._check_open()
-            self._write_waiting()
-            self._attempt(self._store.flush)
+            if not self._writes_alone:
+                self._write_waiting()
+            elif self._waiting:
+                num_failures = self._num_failures
+                self._hurry.set()
+                self._changed.wait_for(lambda: not self._waiting or self._num_failures > num_failures)
+        self._attempt(self._store.flush)
 
     def close(self) -> None:
         """Try once more to write what waits; what cannot be written is counted as lost. Closing again does nothing."""
-        with self._lock:
+        with self._changed:
             if self._closed:
                 return
             self._closed = True
-            self._write_waiting()
-            self._num_events_lost += self._num_events_backlogged
-            self._num_events_backlogged = 0
-            self._attempt(self._store.close)
-            retrying = self._retrying
-        self._closing.set()
-        if retrying is not None:
-            retrying.join()
+            self._changed.notify_all()
+        self._hurry.set()
+        if self._thread is not None:
+            self._thread.join()
+        self._write_waiting()
+        self._num_events_lost += self._num_events_backlogged
+        self._num_events_backlogged = 0
+        self._attempt(self._store.close)
 
     def _keep_after(self, error: OSError, frame: _Waiting) -> int:
         self._next_sequence += frame.num_events
         self._last_error = error
         self._keep(frame)
-        self._back_off(error)
-        if self._retries_alone and (self._retrying is None or not self._retrying.is_alive()):
-            self._retrying = threading.Thread(target=self._retry_until_written, name="kvledger-backlog", daemon=True)
-            self._retrying.start()
+        self._failed(error)
+        if self._writes_alone:
+            self._have_it_written()
         return frame.first_sequence
-
-    def _retry_until_written(self) -> None:
-        while not self._closing.wait(self._pause_seconds):
-            with self._lock:
-                if not self._closed:  # while this thread waited for the lock
-                    self._write_waiting()
-                if self._closed or not self._waiting:
-                    self._retrying = None
-                    return
 
     def _keep_waiting(self, frame: _Waiting) -> int:
+        is_first = not self._waiting
         self._next_sequence += frame.num_events
         self._keep(frame)
-        if self._clock() >= self._attempt_at:
-            self._write_waiting()
+        if not self._writes_alone:
+            if self._clock() >= self._attempt_at:
+                self._write_waiting()
+            return frame.first_sequence
+        self._have_it_written()
+        if is_first:
+            num_failures = self._num_failures
+            self._changed.wait_for(
+                lambda: not self._waiting or self._num_failures > num_failures, self._max_wait_seconds
+            )
+            if self._waiting and self._num_failures == num_failures:
+                self._last_error = TimeoutError(f"the disk has taken nothing for {self._max_wait_seconds} s")
+                self._on_trouble(self._last_error, self._num_events_backlogged)
         return frame.first_sequence
+
+    def _have_it_written(self) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._write_alone, name="kvledger-log-writer", daemon=True)
+            self._thread.start()
+        self._changed.notify_all()
+
+    def _write_alone(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._waiting or self._closed)
+                pause_seconds = self._attempt_at - self._clock()
+            if pause_seconds > 0:
+                self._hurry.wait(pause_seconds)
+            self._hurry.clear()
+            if self._closed:
+                return
+            try:
+                self._write_first()
+            except Exception as error:  # noqa: BLE001 -- whoever appends would wait for a thread that is gone
+                self._failed(OSError(f"{type(error).__name__}: {error}"))
+
+    def _write_waiting(self) -> None:
+        while self._waiting and self._write_first():
+            pass
+
+    def _write_first(self) -> bool:
+        """Write the oldest frame that waits; whether it could be written."""
+        with self._changed:
+            frame = self._waiting[0]
+            if frame is self._dropping:
+                self._dropping = None  # it must not grow while it is written
+        try:
+            self._write(frame)
+        except OSError as error:
+            self._failed(error)
+            return False
+        if len(self._waiting) == 1 and self._last_error is not None:
+            self._store.note_unwritten(0, "")
+        with self._changed:
+            # From here on, where nothing waits any more, the store is that of whoever appends.
+            self._waiting.popleft()
+            if not frame.is_lost:
+                self._num_backlog_bytes -= _size(frame)
+                self._num_events_backlogged -= frame.num_events
+                self._num_events_late += frame.num_events
+            if not self._waiting:
+                self._is_written_again()
+            self._changed.notify_all()
+        return True
+
+    def _is_written_again(self) -> None:
+        is_over, self._last_error = self._last_error is not None, None
+        num_events, self._num_events_late = self._num_events_late, 0
+        self._pause_seconds = _FIRST_PAUSE_SECONDS
+        if is_over:
+            self._on_written_again(num_events)
+
+    def _failed(self, error: OSError) -> None:
+        self._store.note_unwritten(self._next_sequence - self._store.next_sequence, str(error))
+        with self._changed:
+            if self._waiting[-1].is_lost:
+                self._dropping = self._waiting[-1]
+            self._back_off(error)
+            self._changed.notify_all()
 
     def _write(self, frame: _Waiting) -> None:
         if frame.payload is not None:
@@ -213,30 +300,9 @@ class BacklogEventStore:
         self._num_events_lost += frame.num_events
         if self._dropping is None:
             reason = f"the backlog was full while writing failed: {self._last_error}"
-            self._dropping = _Waiting(frame.first_sequence, 0, None, reason)
+            self._dropping = _Waiting(frame.first_sequence, 0, None, reason, is_lost=True)
             self._waiting.append(self._dropping)
         self._dropping.num_events += frame.num_events
-
-    def _write_waiting(self) -> None:
-        if not self._waiting:
-            return
-        num_events_before = self._num_events_backlogged
-        while self._waiting:
-            frame = self._waiting[0]
-            try:
-                self._write(frame)
-            except OSError as error:
-                self._back_off(error)
-                return
-            self._waiting.popleft()
-            if frame is self._dropping:
-                self._dropping = None
-            else:
-                self._num_backlog_bytes -= _size(frame)
-                self._num_events_backlogged -= frame.num_events
-        self._pause_seconds = _FIRST_PAUSE_SECONDS
-        self._store.note_unwritten(0, "")
-        self._on_written_again(num_events_before)
 
     def _attempt(self, action: Callable[[], None]) -> None:
         try:
@@ -246,9 +312,9 @@ class BacklogEventStore:
 
     def _back_off(self, error: OSError) -> None:
         self._last_error = error
+        self._num_failures += 1
         self._attempt_at = self._clock() + self._pause_seconds
         self._pause_seconds = min(2 * self._pause_seconds, _MAX_PAUSE_SECONDS)
-        self._store.note_unwritten(self._next_sequence - self._store.next_sequence, str(error))
         self._on_trouble(error, self._num_events_backlogged)
 
     def _check_open(self) -> None:

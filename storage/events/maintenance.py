@@ -1,6 +1,6 @@
-"""What a writer leaves to a thread of its own when its log goes on in a new segment: snapshots, then retention.
+"""What a writer leaves to threads of their own when its log goes on in a new segment: snapshots and retention.
 
-Nothing here keeps an append waiting but a pass of retention that is still under way. Who makes snapshots, and how, is
+Nothing here keeps the writer waiting but a pass of retention that is still under way. Who makes snapshots, and how, is
 the business of whoever gives the maker.
 """
 
@@ -13,6 +13,7 @@ from kvledger.storage.events.retention import Trouble, ignore, retire_logs
 from kvledger.storage.events.store import LogError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
 __all__ = ["Maintenance", "SnapshotMaker"]
@@ -31,9 +32,9 @@ class SnapshotMaker(Protocol):
 class Maintenance:
     """Of the log that a store writes, and of all logs next to it.
 
-    A store calls `start` when it is opened and when it goes on in a new segment. First `snapshots` are made, so that
-    what is left of the log can be begun; then the oldest segments are retired. What cannot be deleted is reported to
-    `on_trouble`, from that thread, and tried again the next time.
+    A store calls `start` when it is opened and when it goes on in a new segment. What cannot be deleted is reported to
+    `on_trouble`, from a thread, and tried again the next time. The limits count more than snapshots: what they have
+    deleted by the time that its snapshot is made has none.
     """
 
     def __init__(
@@ -49,50 +50,51 @@ class Maintenance:
         self.max_age_seconds: Final = max_age_seconds
         self._snapshots = snapshots
         self._on_trouble = on_trouble
-        self._thread: threading.Thread | None = None
+        self._making: threading.Thread | None = None
+        self._retiring: threading.Thread | None = None
         self._lock = threading.Lock()
-        self._is_making = False
-        """Whether the thread makes snapshots, and will look once more."""
-        self._has_grown = False
-        """Whether the log has gone on in another segment meanwhile."""
+        self._is_making = self._is_asked = False
+        """Whether the thread that makes snapshots is there; whether it is to look, perhaps once more."""
 
     def start(self, directory: Path, segment_bytes: int) -> None:
         """Begin, while the last segment of the log in `directory` may grow to `segment_bytes`.
 
         That much is retired beforehand: while this runs, one segment more may be filled, and so the limit is exceeded
-        by no more than one, and what is written while snapshots are made. Waits for retention that is under way, so
-        that it does not become two; never for a snapshot.
+        by no more than one. Waits for retention that is under way, so that it does not become two; for no snapshot.
         """
-        if self._snapshots is None and self.max_bytes is None and self.max_age_seconds is None:
-            return
-        with self._lock:
-            if self._is_making:
-                self._has_grown = True
-                return
-        self.wait()
-        self._is_making = self._snapshots is not None
-        self._thread = threading.Thread(
-            target=self._run, args=(directory, segment_bytes), name="kvledger-maintenance", daemon=True
-        )
-        self._thread.start()
+        if self._snapshots is not None:
+            with self._lock:
+                self._is_asked = True
+                is_making, self._is_making = self._is_making, True
+            if not is_making:
+                self._making = _begin("kvledger-snapshots", self._make, self._snapshots, directory)
+        if self.max_bytes is not None or self.max_age_seconds is not None:
+            self.wait()
+            self._retiring = _begin("kvledger-retention", self._retire, directory, segment_bytes)
+
+    def wait(self) -> None:
+        """Return when nothing is being retired."""
+        if self._retiring is not None:
+            self._retiring.join()
 
     def stop(self) -> None:
         """Return when nothing is under way; a snapshot that is being made is given up."""
         if self._snapshots is not None:
             self._snapshots.stop()
+        if self._making is not None:
+            self._making.join()
         self.wait()
 
-    def wait(self) -> None:
-        """Return when nothing is under way."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
+    def _make(self, snapshots: SnapshotMaker, directory: Path) -> None:
+        while True:
+            with self._lock:
+                if not self._is_asked:
+                    self._is_making = False
+                    return
+                self._is_asked = False
+            snapshots.make(directory)
 
-    def _run(self, directory: Path, segment_bytes: int) -> None:
-        if self._snapshots is not None:
-            self._make_snapshots(self._snapshots, directory)
-        if self.max_bytes is None and self.max_age_seconds is None:
-            return
+    def _retire(self, directory: Path, segment_bytes: int) -> None:
         max_bytes = None if self.max_bytes is None else max(0, self.max_bytes - segment_bytes)
         try:
             retire_logs(
@@ -105,10 +107,8 @@ class Maintenance:
         except (OSError, LogError) as error:
             self._on_trouble(error)
 
-    def _make_snapshots(self, snapshots: SnapshotMaker, directory: Path) -> None:
-        while True:
-            snapshots.make(directory)
-            with self._lock:
-                self._is_making, self._has_grown = self._has_grown, False
-                if not self._is_making:
-                    return
+
+def _begin(name: str, target: Callable[..., None], *args: object) -> threading.Thread:
+    thread = threading.Thread(target=target, args=args, name=name, daemon=True)
+    thread.start()
+    return thread

@@ -49,6 +49,10 @@ class MemoryEventStore:
         """The chain hash of the last frame, or of the header while the log is empty."""
         return self._head_hash
 
+    def is_quick(self, num_payload_bytes: int) -> bool:  # noqa: ARG002 -- of every size
+        """See `EventStore.is_quick`."""
+        return True
+
     def append(self, payload: bytes, num_events: int, *, expected_sequence: int | None = None) -> int:
         """Append one frame; see `EventStore.append`."""
         self._check_open()

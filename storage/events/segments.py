@@ -18,7 +18,14 @@ import attrs
 
 from kvledger.storage.events.end_record import END_RECORD_NAME, EndRecord, RecordedEnd
 from kvledger.storage.events.files import make_directory
-from kvledger.storage.events.frames import MAX_EVENTS, MAX_PAYLOAD_BYTES, FrameKind, check_append, encode_frame
+from kvledger.storage.events.frames import (
+    FRAME_HEADER_BYTES,
+    MAX_EVENTS,
+    MAX_PAYLOAD_BYTES,
+    FrameKind,
+    check_append,
+    encode_frame,
+)
 from kvledger.storage.events.group_sync import GroupSync
 from kvledger.storage.events.reader import LogReader
 from kvledger.storage.events.segment_file import (
@@ -150,6 +157,13 @@ class SegmentEventStore:
     def head_hash(self) -> bytes:
         """The chain hash of the last frame, or of the header while the log is empty."""
         return self._end[3]
+
+    def is_quick(self, num_payload_bytes: int) -> bool:
+        """See `EventStore.is_quick`: not where a segment has to be begun, or what has failed to be put right."""
+        offset = self._end[0]
+        fits = offset + FRAME_HEADER_BYTES + num_payload_bytes <= self._segment_bytes
+        is_right = not (self._rollback_pending or self._unused_segment is not None)
+        return is_right and (fits or offset <= self._first_frame_offset)
 
     def append(self, payload: bytes, num_events: int, *, expected_sequence: int | None = None) -> int:
         """Append one frame; see `EventStore.append`."""

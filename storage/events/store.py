@@ -77,6 +77,9 @@ class EventStore(Protocol):
         Noted somewhere else, it is the anchor that makes a rewritten log detectable.
         """
 
+    def is_quick(self, num_payload_bytes: int) -> bool:
+        """Whether to append a frame of so many bytes now is one write, and nothing that waits for a disk."""
+
     def append(self, payload: bytes, num_events: int, *, expected_sequence: int | None = None) -> int:
         """Append `num_events` events as one frame, whole or not at all, and return the first one's sequence number.
 

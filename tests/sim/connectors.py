@@ -87,6 +87,7 @@ class Recorded(ConnectorSetup):
         """Around what the other would be configured with."""
         extra = {
             "log_dir": extra_config.get("log_dir"),
+            "max_log_wait_ms": None,
             "digests": extra_config.get("digests", "off"),
             "connector": self.inner.kv_transfer(extra_config, {}),
         }

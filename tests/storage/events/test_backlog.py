@@ -172,7 +172,7 @@ def test_what_waits_is_tried_again_when_time_has_passed(tmp_path: Path, file_siz
 
 
 def test_what_waits_is_written_also_where_nothing_is_appended_any_more(tmp_path: Path, file_size_limit: Limit) -> None:
-    """An idle engine appends nothing: a thread tries again, says so, and goes when nothing waits."""
+    """An idle engine appends nothing: a thread tries again and says so; it ends with the store."""
     written_again: list[int] = []
     is_written = threading.Event()
 
@@ -180,8 +180,9 @@ def test_what_waits_is_written_also_where_nothing_is_appended_any_more(tmp_path:
         written_again.append(num_events)
         is_written.set()
 
+    before = set(threading.enumerate())
     segments = SegmentEventStore.create(tmp_path, {})
-    store = BacklogEventStore(segments, on_written_again=note, retries_alone=True)
+    store = BacklogEventStore(segments, on_written_again=note, writes_alone=True)
     with file_size_limit(1):
         store.append(b"waits", 3)
         assert store.num_events_backlogged == 3
@@ -189,28 +190,108 @@ def test_what_waits_is_written_also_where_nothing_is_appended_any_more(tmp_path:
     assert (written_again, store.num_events_backlogged) == ([3], 0)
     assert store.append(b"after", 1) == 4
     store.close()
-    assert not [thread for thread in threading.enumerate() if thread.name == "kvledger-backlog"]
+    assert not set(threading.enumerate()) - before
     assert [frame[:2] for frame in _stored(tmp_path)] == [(1, 3), (4, 1)]
 
 
-def test_closing_while_a_retry_waits_for_its_turn_raises_nothing_in_its_thread(
-    tmp_path: Path, file_size_limit: Limit, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The store is closed by the time that it comes."""
-    raised: list[BaseException | None] = []
-    monkeypatch.setattr(threading, "excepthook", lambda failure: raised.append(failure.exc_value))
-    inner = SegmentEventStore.create(tmp_path, {})
-    close = inner.close
+class _SlowFiles(SegmentEventStore):
+    """On a disk that takes writes, and new files when it is allowed to."""
 
-    def close_late() -> None:
-        store._retrying.join(0.3)  # its pause of 0.1 s is over: it waits for the lock that is held here
-        close()
+    allowed: threading.Event
+    begun: threading.Event
 
-    monkeypatch.setattr(inner, "close", close_late)
-    store: Any = BacklogEventStore(inner, retries_alone=True)
-    with file_size_limit(1):
-        store.append(b"waits", 1)
-        retrying = store._retrying
-        store.close()
-    retrying.join()
-    assert raised == []
+    def _start_segment(self) -> None:
+        self.begun.set()
+        self.allowed.wait()
+        super()._start_segment()
+
+
+def _slow_files(directory: Path) -> _SlowFiles:
+    segments: Any = _SlowFiles.create(directory, {}, segment_bytes=700)
+    segments.allowed, segments.begun = threading.Event(), threading.Event()
+    return segments
+
+
+def test_an_append_waits_no_longer_than_it_was_allowed_to_and_the_next_ones_not_at_all(tmp_path: Path) -> None:
+    """A disk that stalls for good keeps nobody: what it does not take waits, in order, and is said to wait."""
+    troubles, written_again = _Troubles(), []
+    segments = _slow_files(tmp_path)
+    store = BacklogEventStore(
+        segments, on_trouble=troubles, on_written_again=written_again.append, writes_alone=True, max_wait_ms=1
+    )
+    sequences = [store.append(b"%03d" % number * 20, 2) for number in range(40)]
+    assert segments.begun.is_set()
+    assert store.is_behind
+    assert store.num_events_backlogged == 80 - segments.next_sequence + 1
+    ((error, num_events),) = troubles.calls
+    assert isinstance(error, TimeoutError)
+    assert num_events == 2
+    segments.allowed.set()
+    store.flush()
+    assert not store.is_behind
+    assert written_again
+    store.close()
+    assert [frame[0] for frame in _stored(tmp_path)] == sequences == list(range(1, 81, 2))
+    assert len(list(tmp_path.glob("*.kvlog"))) > 3
+
+
+def test_without_a_limit_an_append_waits_as_long_as_it_takes(tmp_path: Path) -> None:
+    """New files are begun by the thread; whoever appended finds everything written when that returns."""
+    segments = _slow_files(tmp_path)
+    store = BacklogEventStore(segments, writes_alone=True)
+    release = threading.Timer(0, lambda: segments.begun.wait() and segments.allowed.set())
+    release.start()
+    for number in range(40):
+        store.append(b"%03d" % number * 20, 2)
+        assert not store.is_behind
+        assert segments.next_sequence == store.next_sequence
+    release.join()
+    store.close()
+    assert len(_stored(tmp_path)) == 40
+
+
+def test_what_waits_longer_than_memory_allows_is_counted_while_the_disk_stands_still(tmp_path: Path) -> None:
+    """Dropped frames are one gap, also where the thread is about to write it."""
+    segments = _slow_files(tmp_path)
+    store = BacklogEventStore(segments, max_backlog_bytes=400, writes_alone=True, max_wait_ms=1)
+    for number in range(40):
+        store.append(b"%03d" % number * 20, 2)
+    num_lost = store.num_events_lost
+    assert num_lost > 0
+    segments.allowed.set()
+    store.flush()
+    store.append(b"after", 1)
+    store.close()
+    frames = _stored(tmp_path)
+    assert sum(num_events for _, num_events, kind, _ in frames if kind is FrameKind.GAP) == num_lost
+    assert sum(frame[1] for frame in frames) == 81
+
+
+def test_a_log_that_is_closed_while_the_disk_stands_still_is_whole_when_that_is_over(tmp_path: Path) -> None:
+    """Closing waits: nothing that was taken is given up."""
+    segments = _slow_files(tmp_path)
+    store = BacklogEventStore(segments, writes_alone=True, max_wait_ms=1)
+    for number in range(40):
+        store.append(b"%03d" % number * 20, 2)
+    release = threading.Timer(0.05, segments.allowed.set)
+    release.start()
+    store.close()
+    release.join()
+    assert store.num_events_lost == 0
+    assert len(_stored(tmp_path)) == 40
+
+
+def test_a_mistake_in_the_thread_keeps_nobody_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is reported like a disk that refuses, and tried again."""
+    troubles = _Troubles()
+    segments = SegmentEventStore.create(tmp_path, {}, segment_bytes=700)
+    store = BacklogEventStore(segments, on_trouble=troubles, writes_alone=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(segments, "_start_segment", lambda: 1 / 0)
+        for number in range(40):
+            store.append(b"%03d" % number * 20, 2)
+        assert store.is_behind
+    assert "ZeroDivisionError" in str(troubles.calls[0][0])
+    store.flush()
+    store.close()
+    assert len(_stored(tmp_path)) == 40
