@@ -140,6 +140,6 @@ def _measure(load: Load, num_steps: int) -> Sequence[Figure]:
 def cases(*, full: bool) -> Cases:
     """Four, or all of them."""
     return {
-        name: partial(_measure, load, 400 if full else 100 if load.num_requests > 256 else 200)
+        name: partial(_measure, load, 100 if load.num_requests > 256 else 200)
         for name, load in (FULL if full else SHORT).items()
     }
