@@ -7,7 +7,7 @@ benchmark whose results are stored. Prose around blocks is written by hand, and 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from benchmarks import plot
@@ -19,13 +19,13 @@ _BLOCK = re.compile(
 )
 
 
-def write(page: Path, results: Path) -> list[str]:
-    """Rewrite the blocks of `page` from `results`/NAME.json, plots beside it; returns the names of those written."""
+def write(page: Path, results: Path, names: Collection[str]) -> list[str]:
+    """Rewrite these blocks of `page` from `results`/NAME.json, plots beside it; returns the names of those written."""
     written = []
 
     def block(found: re.Match[str]) -> str:
         name = found["name"]
-        cases = stored(results / f"{name}.json")
+        cases = stored(results / f"{name}.json") if name in names else []
         if not cases:
             return found[0]
         written.append(name)
@@ -35,7 +35,7 @@ def write(page: Path, results: Path) -> list[str]:
             image.parent.mkdir(exist_ok=True)
             image.write_text(plot.bars(what, cases))
             images += [f"![{what}, as ratios]({page.stem}/{image.name})", ""]
-        return found[1] + "\n".join(["", *_origin(cases), "", *_tables(cases), "", *images]) + found[4]
+        return found[1] + "\n".join(["", *_origin(cases), "", *_tables(cases), "", *images, ""]) + found[4]
 
     text = _BLOCK.sub(block, page.read_text())
     page.write_text(text)

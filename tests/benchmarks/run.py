@@ -64,7 +64,7 @@ def main() -> int:
     if unknown := set(arguments.names) - set(BENCHMARKS):
         parser.error(f"no benchmark is called {', '.join(sorted(unknown))}; there are {', '.join(BENCHMARKS)}")
     if arguments.page:
-        print("written:", *page.write(_PAGE, arguments.results))
+        print("written:", *page.write(_PAGE, arguments.results, arguments.names or BENCHMARKS))
         return 0
     is_complete = True
     for name in arguments.names or BENCHMARKS:

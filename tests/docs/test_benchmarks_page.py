@@ -47,7 +47,7 @@ def test_a_contender_stands_beside_its_anchor_round_by_round() -> None:
 
 def test_the_block_gets_the_figures_and_the_prose_stays(benchmarks_page: Path) -> None:
     """Only what stands between the two comments is written."""
-    assert page.write(benchmarks_page, benchmarks_page.parent / "results") == ["speed"]
+    assert page.write(benchmarks_page, benchmarks_page.parent / "results", {"speed"}) == ["speed"]
     text = benchmarks_page.read_text()
     assert text.startswith("# Benchmarks\n\nBefore.\n\n<!-- figures: speed; plot: schedule() -->\n")
     assert text.endswith("\n<!-- end of figures -->\n\nAfter.\n")
@@ -59,15 +59,21 @@ def test_the_block_gets_the_figures_and_the_prose_stays(benchmarks_page: Path) -
 def test_writing_again_changes_nothing(benchmarks_page: Path) -> None:
     """The same results make the same page."""
     results = benchmarks_page.parent / "results"
-    page.write(benchmarks_page, results)
+    page.write(benchmarks_page, results, {"speed"})
     first = benchmarks_page.read_text()
-    page.write(benchmarks_page, results)
+    page.write(benchmarks_page, results, {"speed"})
     assert benchmarks_page.read_text() == first
 
 
 def test_a_block_without_results_stays(benchmarks_page: Path) -> None:
     """What was not measured keeps its last figures."""
-    assert page.write(benchmarks_page, benchmarks_page.parent / "elsewhere") == []
+    assert page.write(benchmarks_page, benchmarks_page.parent / "elsewhere", {"speed"}) == []
+    assert benchmarks_page.read_text() == PAGE
+
+
+def test_a_block_that_was_not_asked_for_stays(benchmarks_page: Path) -> None:
+    """So figures of a busy hour need not get in with others."""
+    assert page.write(benchmarks_page, benchmarks_page.parent / "results", {"memory"}) == []
     assert benchmarks_page.read_text() == PAGE
 
 
@@ -76,7 +82,7 @@ def test_a_case_that_ran_again_takes_the_place_of_its_last_run(benchmarks_page: 
     results = benchmarks_page.parent / "results"
     store(results / "speed.json", a_result("busy", ours=[200.0, 200.0, 200.0]))
     store(results / "speed.json", a_result("calm", ours=[300.0, 330.0, 270.0]))
-    page.write(benchmarks_page, results)
+    page.write(benchmarks_page, results, {"speed"})
     text = benchmarks_page.read_text()
     assert text.count("| calm |") == text.count("| busy |") == 1
     assert "| calm | none | 100 µs |  |\n|  | ours | 3.00 |" in text
@@ -84,7 +90,7 @@ def test_a_case_that_ran_again_takes_the_place_of_its_last_run(benchmarks_page: 
 
 def test_a_plot_has_a_bar_for_each_ratio(benchmarks_page: Path) -> None:
     """The anchor has none: it is the line at 1."""
-    page.write(benchmarks_page, benchmarks_page.parent / "results")
+    page.write(benchmarks_page, benchmarks_page.parent / "results", {"speed"})
     plot = benchmarks_page.parent / "benchmarks" / "speed-schedule.svg"
     assert f"](benchmarks/{plot.name})" in benchmarks_page.read_text()
     root = ET.fromstring(plot.read_text())  # noqa: S314 -- our own
