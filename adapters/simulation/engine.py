@@ -1,6 +1,6 @@
 """An engine core without an engine: vLLM's real `Scheduler`, a real connector on both sides, `HashedModel` between.
 
-It calls the hooks in the order in which vLLM 0.32 does (`v1/engine/core.py`, `v1/worker/gpu_model_runner.py`,
+It calls the hooks in the order in which vLLM 0.32 and 0.33 do (`v1/engine/core.py`, `v1/worker/gpu_model_runner.py`,
 `v1/worker/kv_connector_model_runner_mixin.py`): the connector cannot tell it from the real thing.
 """
 
@@ -139,7 +139,7 @@ class SimulatedEngine:
         model_runner_v2: bool = False,
         policy: str = "fcfs",
         long_prefill_token_threshold: int = 0,
-        reports_before_saves: bool = False,
+        defer_finalize: bool = False,
         setup: ConnectorSetup = KVLEDGER,
         num_ranks: int = 1,
         windows: Sequence[int] = (0,),
@@ -207,7 +207,7 @@ class SimulatedEngine:
         self.num_steps_with_failed_loads = 0
         self.num_preemptions = 0
         self.num_steps = 0
-        self._reports_before_saves = reports_before_saves
+        self._defer_finalize = defer_finalize
         self._in_flight: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
         self._num_executed = 0
         self.num_steps_processed = 0
@@ -406,9 +406,11 @@ class SimulatedEngine:
         if not scheduler_output.has_sync_kv_loads:
             worker.start_load_kv(_forward_context(model, scheduler_output))
         # With a drafter the forward is followed by the drafter's, and saves by that: what they did is reported a step
-        # later (`v1/worker/kv_connector_model_runner_mixin.py`, finalize_kv_connector). A step without it has none.
-        saves_last = self._reports_before_saves and bool(scheduler_output.total_num_scheduled_tokens)
-        if not saves_last:
+        # later. Runner V1 does so in 0.32 and 0.33 (`v1/worker/kv_connector_model_runner_mixin.py`,
+        # finalize_kv_connector), V2 in 0.33 (`v1/worker/gpu/kv_connector.py`, finalize_step), where in 0.32 it reports
+        # behind the drafter, too. Where nothing is computed there is no drafter either.
+        is_deferred = self._defer_finalize and bool(scheduler_output.total_num_scheduled_tokens)
+        if not is_deferred:
             worker.wait_for_save()  # type: ignore[no-untyped-call]
         results = worker.get_transfer_results(scheduler_output.finished_req_ids)
         output.finished_sending = results.finished_sending
@@ -417,7 +419,7 @@ class SimulatedEngine:
         output.invalid_block_ids = failed | worker.get_block_ids_with_load_errors()
         output.kv_connector_stats = worker.get_kv_connector_stats()
         output.kv_connector_worker_meta = worker.build_connector_worker_meta()
-        if saves_last:
+        if is_deferred:
             worker.wait_for_save()  # type: ignore[no-untyped-call]
         worker.clear_connector_metadata()
         return _model_runner_output(request_ids, sampled, output)

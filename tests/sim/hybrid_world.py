@@ -45,6 +45,8 @@ class HybridSettings:
     reset_share: float
     failed_save_share: float
     failed_load_share: float
+    defer_finalize: bool = False
+    """Whether workers report before they save, as vLLM's with a drafter; drawn apart."""
 
 
 def draw(rng: random.Random) -> HybridSettings:
@@ -74,7 +76,8 @@ class HybridWorld:
     def __init__(self, seed: int) -> None:
         self.seed = seed
         self._rng = random.Random(seed)
-        self.settings = settings = draw(self._rng)
+        has_drafter = random.Random(f"drafter {seed}").random() < 0.5
+        self.settings = settings = attrs.evolve(draw(self._rng), defer_finalize=has_drafter)
         self._clock = VirtualClock(random.Random(f"clock {seed}"))
         with self._clock.read_by(KVLedgerConnector):
             self.engine = self._make_engine(settings)
@@ -100,6 +103,7 @@ class HybridWorld:
             enable_prefix_caching=settings.enable_prefix_caching,
             async_scheduling=settings.async_scheduling,
             model_runner_v2=settings.model_runner_v2,
+            defer_finalize=settings.defer_finalize,
             chunk_size=settings.chunk_size,
             host_bytes=block_bytes(BLOCK_SIZE) * settings.num_slots,
         )

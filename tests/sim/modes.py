@@ -10,11 +10,14 @@ RUNNERS = {
     "v2": {"async_scheduling": False, "model_runner_v2": True},
     "v1-two-steps": {"async_scheduling": True, "model_runner_v2": False},
     "v2-two-steps": {"async_scheduling": True, "model_runner_v2": True},
+    "v2-drafter": {"async_scheduling": False, "model_runner_v2": True, "defer_finalize": True},
+    "v2-two-steps-drafter": {"async_scheduling": True, "model_runner_v2": True, "defer_finalize": True},
 }
-"""Options of an engine: the model runner, and how many steps are in flight."""
+"""Options of an engine: the model runner, how many steps are in flight, and whether saves follow a drafter."""
 
-RUNNERS_SHORT = ("v2", "v1-two-steps")
-"""Each runner and each number of steps in flight once; `make test-long` has the others. Real engines are v1."""
+RUNNERS_SHORT = ("v2-drafter", "v1-two-steps")
+"""Each runner, each number of steps in flight and each order once; `make test-long` has the others. Real engines are
+v1, without a drafter."""
 
 
 def of_runner(name: str, *values: object, label: str) -> ParameterSet:

@@ -37,8 +37,8 @@ class Settings:
     large_load_bytes: int | None = None
     """From where on loads run asynchronously with `load_mode` "auto"; None: as in production."""
     long_prefill_token_threshold: int = 0
-    reports_before_saves: bool = False
-    """Whether workers report before they save, as with a drafter: what they saved is known a step later."""
+    defer_finalize: bool = False
+    """Whether workers report before they save, as vLLM's with a drafter: what they saved is known a step later."""
     one_output_share: float = 0.0
     """Of the requests, those of one output token, beyond what is drawn anyway."""
     neighbour: WithNeighbour | None = None
@@ -90,7 +90,7 @@ def widen(settings: Settings, rng: random.Random, dimensions: Collection[str]) -
     if "one output" in chosen:
         changes["one_output_share"] = share
     if "report order" in chosen:
-        changes["reports_before_saves"] = True
+        changes["defer_finalize"] = True
     if "fragile steps" in chosen:
         changes["fragile_steps"] = True
     if "neighbour" in chosen:

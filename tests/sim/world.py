@@ -301,7 +301,7 @@ class World:
                 policy=settings.policy,
                 setup=setup,
                 long_prefill_token_threshold=settings.long_prefill_token_threshold,
-                reports_before_saves=settings.reports_before_saves,
+                defer_finalize=settings.defer_finalize,
                 kv_transfer={"kv_load_failure_policy": settings.load_failure_policy},
                 **extra,
             )

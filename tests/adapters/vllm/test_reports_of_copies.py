@@ -74,6 +74,30 @@ def lose_first(number: int) -> Tamper:
     return change
 
 
+@pytest.mark.parametrize("model_runner_v2", [False, True])
+@pytest.mark.parametrize("has_drafter", [False, True])
+def test_with_a_drafter_a_save_is_reported_a_step_later(
+    make_engine: Any, has_drafter: bool, model_runner_v2: bool
+) -> None:
+    """The worker reports behind the forward, and saves behind the drafter's; nobody asks after it, it counts."""
+    engine = make_engine(
+        num_blocks=20,
+        chunk_size=16,
+        enable_prefix_caching=False,
+        defer_finalize=has_drafter,
+        model_runner_v2=model_runner_v2,
+        max_silent_steps=2,
+    )
+    engine.serve("writer", PROMPT, 5)
+    engine.serve("reader", PROMPT, 5)
+    known = [type(event) for _, event in engine.events()]
+    first_save = known.index(e.SaveIssued)
+    steps_until_it_is_known = known[first_save : known.index(e.SaveCompleted)].count(e.StepScheduled)
+    assert steps_until_it_is_known == has_drafter
+    assert engine.check_answers("reader")[0].num_external_tokens == 63
+    assert e.TransferAwaited not in known
+
+
 @asynchronous
 @pytest.mark.parametrize(("num_ranks", "silent_rank"), [(1, 0), (2, 0), (2, 1)])
 def test_a_lost_report_is_asked_after_and_repeated(
